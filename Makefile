@@ -1,0 +1,53 @@
+# Each target works alone on a fresh machine with Python >= 3.11: the first one installs into .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+SOURCES := orchdata loaders balancers native
+LINKS := .typing/orchdata
+ARGS ?=
+
+.PHONY: demo test test-slow check format bench clean
+
+demo: $(STAMP)
+	$(BIN)/orchdata demo $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -q $(ARGS)
+
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -q -m slow $(ARGS)
+
+check: $(STAMP) typing
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	MYPYPATH=.typing $(BIN)/mypy -p orchdata
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(STAMP)
+	$(BIN)/orchdata bench plan
+	$(BIN)/orchdata bench index
+	$(BIN)/orchdata bench throughput
+
+# torch first, so that nothing later pulls another one in; torchaudio's libraries need CUDA, see the script.
+$(STAMP): pyproject.toml constraints.txt scripts/torchaudio_cpu.py
+	@$(PYTHON) -c 'import sys; sys.exit("orchdata needs Python >= 3.11, this is " + sys.version.split()[0] + "; set PYTHON=") if sys.version_info < (3, 11) else None'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade -c constraints.txt pip setuptools
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/python scripts/torchaudio_cpu.py
+	touch $@
+
+# Type checkers cannot follow the mapping of the root folders into one package: show them links instead.
+.PHONY: typing
+typing:
+	@rm -rf .typing && mkdir -p $(LINKS)
+	@for entry in orchdata/*; do ln -s ../../$$entry $(LINKS)/; done
+	@for folder in loaders balancers native; do ln -s ../../$$folder $(LINKS)/$$folder; done
+
+clean:
+	rm -rf $(VENV) .typing .mypy_cache .ruff_cache .pytest_cache build dist *.egg-info

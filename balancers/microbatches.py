@@ -1,0 +1,100 @@
+"""Microbatches: rank of each sample -> microbatch of each, equally many on all ranks, within caps on their size."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from orchdata.balancers.checks import MAX_TOTAL, checked_costs, checked_count
+from orchdata.native.microbatch import split
+
+
+def split_microbatches(
+    costs: ArrayLike,
+    rank: ArrayLike,
+    num_ranks: int,
+    *,
+    sizes: ArrayLike | None = None,
+    max_size: int | ArrayLike,
+    num_microbatches: int | None = None,
+    oversize: Literal["error", "own"] = "error",
+    in_step: bool = False,
+) -> tuple[NDArray[np.int32], int]:
+    """Split each rank's samples into microbatches that respect the caps and cost about the same.
+
+    The count is the same on all ranks, and the smallest at which all of them pack: best-fit decreasing, then a bounded
+    search. A rank with few samples gets empty microbatches at the end.
+
+    Args:
+        costs: integers (num_samples,), what is levelled over the microbatches of a rank.
+        rank: integers (num_samples,), from an assignment; a sample with -1 is left out.
+        num_ranks: at least 1.
+        sizes: integers (num_samples,) or (num_samples, num_caps), what the caps count; by default the costs.
+        max_size: cap on the sum of sizes in a microbatch; one for each column of sizes.
+        num_microbatches: how many; by default the fewest that fit.
+        oversize: a sample above a cap is an error, or gets a microbatch of its own.
+        in_step: ranks wait for each other after each microbatch: number them by descending cost, so that those of the
+            same number cost about the same. Otherwise they are numbered by their first sample.
+
+    Returns:
+        (microbatch int32 (num_samples,), -1 for samples left out; the number of microbatches, at least 1).
+
+    Raises:
+        ValueError: mismatched lengths, ranks out of range, a sample above the cap, or too few microbatches.
+    """
+    if oversize not in ("error", "own"):
+        raise ValueError(f"oversize must be 'error' or 'own', got {oversize!r}")
+    num_ranks = checked_count(num_ranks, "num_ranks")
+    work = checked_costs(costs)
+    owner = _checked_rank(rank, num_ranks, len(work))
+    columns = _checked_sizes(work if sizes is None else sizes, len(work))
+    caps = _checked_caps(max_size, columns.shape[1])
+    above = (columns > caps) & (owner >= 0)[:, None]
+    if oversize == "error" and above.any():
+        sample, column = (int(index) for index in np.argwhere(above)[0])
+        raise ValueError(
+            f"sample {sample} has size {columns[sample, column]}, above the cap of {caps[column]} of a microbatch:"
+            " raise the cap, give it a microbatch of its own (oversize='own'), or leave it out"
+        )
+    wanted = 0 if num_microbatches is None else checked_count(num_microbatches, "num_microbatches")
+    microbatch, count = split(work, owner, num_ranks, columns, caps, wanted, in_step)
+    if wanted and count > wanted:
+        raise ValueError(
+            f"num_microbatches={wanted} do not hold the samples within max_size={caps.tolist()}: {count} do"
+        )
+    return microbatch, int(count)
+
+
+def _checked_rank(rank: ArrayLike, num_ranks: int, num_samples: int) -> NDArray[np.int32]:
+    array = np.asarray(rank)
+    if array.shape != (num_samples,):
+        raise ValueError(f"rank must have one entry for each of the {num_samples} costs, got shape {array.shape}")
+    if num_samples and array.dtype.kind not in "iu":
+        raise ValueError(f"rank must be integers, got dtype {array.dtype}")
+    outside = (array < -1) | (array >= num_ranks)
+    if outside.any():
+        sample = int(outside.argmax())
+        raise ValueError(f"rank[{sample}] is {array[sample]}; it must be from -1 to {num_ranks - 1}")
+    return np.ascontiguousarray(array, dtype=np.int32)
+
+
+def _checked_sizes(sizes: ArrayLike, num_samples: int) -> NDArray[np.int64]:
+    """Sizes int64 (num_samples, num_caps)."""
+    array = np.asarray(sizes)
+    if array.ndim == 1:
+        array = array[:, None]
+    if array.ndim != 2 or len(array) != num_samples or array.shape[1] == 0:
+        raise ValueError(f"sizes must have one row for each of the {num_samples} costs, got shape {array.shape}")
+    columns = [checked_costs(array[:, k], "sizes") for k in range(array.shape[1])]
+    return np.ascontiguousarray(np.stack(columns, axis=1))
+
+
+def _checked_caps(max_size: int | ArrayLike, num_caps: int) -> NDArray[np.int64]:
+    caps = np.atleast_1d(np.asarray(max_size))
+    if caps.shape != (num_caps,) or caps.dtype.kind not in "iu":
+        raise ValueError(f"max_size must be {num_caps} integer(s), one for each column of sizes, got {max_size!r}")
+    if int(caps.min()) < 1:
+        raise ValueError(f"max_size must be at least 1, got {max_size!r}")
+    return np.ascontiguousarray(np.minimum(caps, MAX_TOTAL), dtype=np.int64)

@@ -1,0 +1,79 @@
+"""Every error that reading data can raise.
+
+OrchdataError
+├── DataError          one sample cannot be used: shard, key, field, reason
+├── ShardError         a shard cannot be read at all (as a value it is a DataError with an empty key)
+├── MissingIndexError  more than one rank, and no index to plan from
+├── StaleIndexError    a shard is not the one that was indexed
+├── StateError         a state that belongs to another dataset, recipe or order
+└── TooManyFailures    the failure budget of an ErrorPolicy is spent
+
+`FieldError` is the inner form of a DataError, raised where shard and key are not known;
+whoever knows them turns it into a DataError with `FieldError.at`.
+"""
+
+from __future__ import annotations
+
+
+class OrchdataError(Exception):
+    """Base of all errors about data; arguments of the wrong kind are plain ValueError or TypeError."""
+
+
+class DataError(OrchdataError):
+    """One sample that cannot be used. Picklable, comparable by its four fields."""
+
+    def __init__(self, shard: str, key: str, field: str, reason: str) -> None:
+        super().__init__(shard, key, field, reason)
+        self.shard = shard
+        self.key = key
+        self.field = field
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"{self.shard}: sample {self.key!r}, field {self.field!r}: {self.reason}"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, DataError) and self.args == other.args
+
+    def __hash__(self) -> int:
+        return hash(self.args)
+
+
+class ShardError(OrchdataError):
+    """A shard that cannot be read at all."""
+
+    def __init__(self, shard: str, reason: str) -> None:
+        super().__init__(shard, reason)
+        self.shard = shard
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"{self.shard}: {self.reason}"
+
+
+class MissingIndexError(OrchdataError):
+    """No index exists and this process may not build one; the message names the command that does."""
+
+
+class StaleIndexError(ShardError):
+    """A shard differs from the one that was indexed (size or header checksum)."""
+
+
+class StateError(OrchdataError):
+    """A state_dict that belongs to another dataset, recipe, order or batch size; names the difference."""
+
+
+class TooManyFailures(OrchdataError):
+    """More samples failed than the ErrorPolicy allows."""
+
+
+class FieldError(Exception):
+    """A field that cannot be used, before its shard and key are known. Never reaches the user."""
+
+    def __init__(self, field: str, reason: str) -> None:
+        super().__init__(field, reason)
+        self.field = field
+        self.reason = reason
+
+    def at(self, shard: str, key: str) -> DataError:
+        return DataError(shard, key, self.field, self.reason)

@@ -1,0 +1,159 @@
+"""The order of an epoch: position -> sample, seeded, resumable, without a permutation in memory.
+
+    position --stream, window, block (native.permutation)--> k-th usable sample --skip the excluded--> index row
+
+Any position is computed alone, so resuming costs nothing and every rank finds the same samples without asking. The
+order depends on the number of samples, what is excluded, `Shuffle`, seed and epoch only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchdata.native.permutation import BLOCK, derive_key, shuffled_rows
+
+FORMAT = 1  # of the sequence itself: a change of the algorithm must not resume an older state
+_LARGEST = {"window": 1 << 31, "streams": 1 << 16}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shuffle:
+    """How far samples are shuffled, and from how many streams they are drawn.
+
+    Blocks of 256 consecutive samples are permuted over the whole stream; then the samples of `window` neighbouring
+    blocks are permuted among themselves. A stream of up to `window * 256` samples is thus one uniform permutation; a
+    larger one has, at any time, samples of at most `window` blocks (and the partial last one) in the air, so that
+    reads stay near each other.
+
+    Attributes:
+        window: blocks that are mixed together; a larger one shuffles better and reads more widely.
+        streams: contiguous ranges of the samples, equal in number give or take one. Position p is drawn from stream
+            p % streams, so each global batch's shares of the streams differ by at most one.
+    """
+
+    window: int = 64
+    streams: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("window", "streams"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _LARGEST[name]:
+                raise ValueError(f"Shuffle.{name} must be an integer from 1 to {_LARGEST[name]}, got {value!r}")
+
+
+class Order:
+    """The sequence of samples of every epoch over one dataset.
+
+    Args:
+        num_samples: rows of the dataset.
+        shuffle: None for the order of the dataset itself.
+        seed: any integer; another seed is another sequence.
+        excluded: rows to leave out, sorted and distinct, int64 (num_excluded,). They are out before shuffling.
+        dataset_id: what `rows` reports for every sample; mixtures tell their datasets apart by it.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        *,
+        shuffle: Shuffle | None,
+        seed: int,
+        excluded: NDArray[np.int64] | None = None,
+        dataset_id: int = 0,
+    ) -> None:
+        if num_samples < 0:
+            raise ValueError(f"num_samples must be at least 0, got {num_samples}")
+        rows = np.zeros(0, np.int64) if excluded is None else np.array(excluded, np.int64)
+        if rows.ndim != 1 or (np.diff(rows) <= 0).any() or (rows.size and not 0 <= rows[0] <= rows[-1] < num_samples):
+            raise ValueError(f"excluded must be sorted, distinct rows below {num_samples}")
+
+        self.num_samples = num_samples - rows.size
+        self.shuffle = shuffle
+        self.seed = seed
+        self.dataset_id = dataset_id
+        self._excluded = rows
+        # Usable samples that come before each excluded row: sample k lies behind every one with at most k before it.
+        self._before = rows - np.arange(rows.size)
+
+    def rows(self, epoch: int, start: int, stop: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """The samples at positions [start, stop) of an epoch: (dataset_id, row), each (stop - start,), new.
+
+        Work and memory are O(stop - start), wherever the positions lie.
+
+        Raises:
+            ValueError: positions outside [0, num_samples], or a negative epoch.
+        """
+        if not 0 <= start <= stop <= self.num_samples:
+            raise ValueError(f"positions [{start}, {stop}) are not within an epoch of {self.num_samples} samples")
+        if epoch < 0:
+            raise ValueError(f"epoch must be at least 0, got {epoch}")
+
+        samples = self._samples(epoch, start, stop)
+        if self._excluded.size:
+            samples += np.searchsorted(self._before, samples, side="right")
+        return np.full(stop - start, self.dataset_id, np.int32), samples
+
+    def _samples(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
+        if self.shuffle is None or start == stop:
+            return np.arange(start, stop, dtype=np.int64)
+        key = derive_key(np.uint64(self.seed & (1 << 64) - 1), np.uint64(epoch))
+        out = np.empty(stop - start, np.uint64)
+        window, streams = np.uint64(self.shuffle.window), np.uint64(self.shuffle.streams)
+        shuffled_rows(np.uint64(self.num_samples), window, streams, np.uint64(key), np.uint64(start), out)
+        return out.view(np.int64)
+
+    def describe(self) -> dict[str, object]:
+        """What the sequence depends on, JSON-safe: two orders with equal descriptions are the same."""
+        shuffle = None if self.shuffle is None else {"window": self.shuffle.window, "streams": self.shuffle.streams}
+        return {
+            "format": FORMAT,
+            "num_samples": self.num_samples,
+            "excluded": hashlib.blake2b(self._excluded.tobytes(), digest_size=8).hexdigest(),
+            "num_excluded": int(self._excluded.size),
+            "shuffle": shuffle,
+            "seed": self.seed,
+        }
+
+
+class ShuffleQuality(NamedTuple):
+    """How well an epoch is shuffled.
+
+    Attributes:
+        mean_displacement: mean distance between a sample's place in the dataset and in the epoch, as a fraction of the
+            number of samples; 0 without shuffling, 1/3 for a uniform permutation.
+        sources_per_batch: mean number of distinct sources in a batch.
+    """
+
+    mean_displacement: float
+    sources_per_batch: float
+
+
+def shuffle_quality(
+    order: Order, epoch: int, batch_size: int, *, source: NDArray[np.integer] | None = None, max_batches: int = 256
+) -> ShuffleQuality:
+    """Measure an epoch's shuffle on up to `max_batches` batches spread evenly over it.
+
+    Args:
+        order: what to measure.
+        epoch: of which epoch.
+        batch_size: samples of one global batch.
+        source: the source of each row (num_rows,), such as `Index.shard`; default: blocks of 256 consecutive rows.
+        max_batches: how many to look at.
+    """
+    if order.num_samples == 0:
+        return ShuffleQuality(0.0, 0.0)
+    num_batches = -(-order.num_samples // batch_size)
+    chosen = np.unique(np.linspace(0, num_batches - 1, min(num_batches, max_batches)).astype(np.int64))
+    displacement, seen, sources = 0.0, 0, 0
+    for batch in chosen.tolist():
+        start, stop = batch * batch_size, min(order.num_samples, (batch + 1) * batch_size)
+        rows = order.rows(epoch, start, stop)[1]
+        displacement += float(np.abs(rows - np.arange(start, stop)).sum())
+        seen += stop - start
+        sources += np.unique(rows // BLOCK if source is None else source[rows]).size
+    return ShuffleQuality(displacement / seen / order.num_samples, sources / len(chosen))

@@ -1,0 +1,137 @@
+"""Shards: path -> what can list its members and read them at random. Open shards are shared and bounded."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Protocol
+
+import pyarrow as pa
+
+from orchdata.loaders.cache import CacheFolder
+from orchdata.loaders.compressed import compression, open_decompressed
+from orchdata.loaders.errors import StaleIndexError
+from orchdata.loaders.limits import Limits
+from orchdata.loaders.parquet import ParquetShard
+from orchdata.loaders.paths import PARQUET_SUFFIXES, suffix_of
+from orchdata.loaders.storage import LocalFile, Storage
+from orchdata.loaders.tar import TarShard
+
+
+class Shard(Protocol):
+    """An open shard. Reading is positional and safe from many threads.
+
+    Attributes:
+        url: as the user gave it.
+        size: bytes as stored.
+        version: of the content as stored, as `Storage.version`.
+    """
+
+    url: str
+    size: int
+    version: str
+
+    def facts(self) -> pa.Table:
+        """Its facts (see `columns`), from a full pass. Bad data are rows with an error, never an exception."""
+        ...
+
+    def read(self, offset: int, size: int, encoding: int, field: str) -> bytes | memoryview:
+        """Content of one member, found where its row of the facts says. Raises FieldError(field, reason)."""
+        ...
+
+    def read_many(self, members: Sequence[tuple[int, int, int, str]]) -> list[bytes | memoryview]:
+        """Members (offset, size, encoding, field) of one sample, in the order given. Raises FieldError."""
+        ...
+
+    def close(self) -> None:
+        """Give its file back, once reads under way have ended. Reading afterwards is a ValueError."""
+        ...
+
+
+def open_shard(url: str, *, limits: Limits, cache: CacheFolder) -> Shard:
+    """Open a shard by its suffix; compressed tars are decompressed into the cache first, once.
+
+    Raises:
+        ValueError: unknown suffix.
+        ShardError: it cannot be opened, or not decompressed within the limits.
+    """
+    suffix = suffix_of(url)
+    file: Storage = LocalFile(url)
+    if suffix in PARQUET_SUFFIXES:
+        return ParquetShard(url, file, limits=limits)
+    # By content: webdataset reads a gzipped .tar too, and a plain .tar.gz.
+    if compression(file.read(0, 4)) is None:
+        return TarShard(url, file, limits=limits)
+    try:
+        content = open_decompressed(file, limits=limits, cache=cache)
+    finally:
+        file.close()
+    return TarShard(url, content, limits=limits, size=file.size, version=file.version)
+
+
+class OpenShards:
+    """Open shards, shared by threads; the least recently used are let go.
+
+    A shard let go while a thread still reads it closes when that thread is done with it.
+
+    Args:
+        limits, cache: for opening.
+        capacity: how many stay open.
+    """
+
+    def __init__(self, *, limits: Limits, cache: CacheFolder, capacity: int = 64) -> None:
+        if capacity < 1:
+            raise ValueError(f"capacity must be at least 1, got {capacity}")
+        self._limits = limits
+        self._cache = cache
+        self._capacity = capacity
+        self._lock = threading.Lock()
+        self._shards: OrderedDict[str, Shard] = OrderedDict()
+        self._opening: dict[str, threading.Lock] = {}
+
+    def get(self, url: str, size: int | None = None) -> Shard:
+        """The open shard. `size` is what the index says it has, checked when it is opened.
+
+        Raises:
+            StaleIndexError: the shard has another size.
+            ShardError, ValueError: as `open_shard`.
+        """
+        if (shard := self._find(url)) is not None:
+            return shard
+        with self._lock:
+            opening = self._opening.setdefault(url, threading.Lock())
+        with opening:  # opening may decompress for minutes: others of the same shard wait, the rest does not
+            try:
+                return self._find(url) or self._open(url, size)
+            finally:
+                with self._lock:
+                    self._opening.pop(url, None)
+
+    def close(self) -> None:
+        """Close all. Shards asked for later are opened anew."""
+        with self._lock:
+            shards = list(self._shards.values())
+            self._shards.clear()
+        for shard in shards:
+            shard.close()
+
+    def _open(self, url: str, size: int | None) -> Shard:
+        shard = open_shard(url, limits=self._limits, cache=self._cache)
+        if size is not None and shard.size != size:
+            shard.close()
+            raise StaleIndexError(
+                url, f"has {shard.size} bytes, {size} when it was indexed: run `orchdata index` again"
+            )
+        with self._lock:
+            self._shards[url] = shard
+            while len(self._shards) > self._capacity:
+                self._shards.popitem(last=False)  # no close: others may be reading it
+        return shard
+
+    def _find(self, url: str) -> Shard | None:
+        with self._lock:
+            shard = self._shards.get(url)
+            if shard is not None:
+                self._shards.move_to_end(url)
+            return shard

@@ -1,0 +1,297 @@
+"""Tar shards: facts of every member from its headers, and members read by position."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import tarfile
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from orchdata.loaders.columns import FactsBuilder, FactsMeta, count_ignored, shard_failure, with_meta
+from orchdata.loaders.errors import FieldError, ShardError
+from orchdata.loaders.fields import GZIP, OTHER, RAW, SPARSE, classify, printable, split_name
+from orchdata.loaders.headers import HeaderError, MediaHeader, above_limits, read_header, starts_with
+from orchdata.loaders.limits import Limits
+from orchdata.loaders.modality import AUDIO, IMAGE, TEXT
+from orchdata.loaders.storage import Storage
+from orchdata.loaders.tarwalk import NotATar, TarBatch, UnusualTar, read_sparse, walk_any, walk_plain
+from orchdata.native.mediascan import FOUND, scan_media
+
+Bytes = bytes | memoryview
+Walk = Callable[[Storage, "hashlib.blake2b"], Iterator[TarBatch]]
+
+COALESCE_GAP_BYTES = 8192
+"""Members of a sample closer than this are read in one go, headers between them included."""
+
+
+class TarShard:
+    """A tar archive, plain or already decompressed. `read` and `read_many` are safe from many threads.
+
+    Args:
+        url: as the user gave it, for errors and facts.
+        file: the readable archive.
+        limits: held by `facts` and `read`.
+        size, version: of the shard as stored, where that is another file (a compressed one).
+    """
+
+    def __init__(
+        self, url: str, file: Storage, *, limits: Limits, size: int | None = None, version: str | None = None
+    ) -> None:
+        self.url = url
+        self.size = file.size if size is None else size
+        self.version = file.version if version is None else version
+        self._file = file
+        self._limits = limits
+
+    def facts(self) -> pa.Table:
+        """Walk the archive and read the media headers. Bad data are rows with an error, never an exception."""
+        digest = hashlib.blake2b(digest_size=16)
+        try:
+            if self._file.size == 0:
+                raise NotATar("empty file")
+            try:
+                table = _Scan(self._file, self._limits).run(walk_plain, digest)
+            except UnusualTar:
+                digest = hashlib.blake2b(digest_size=16)
+                table = _Scan(self._file, self._limits).run(walk_any, digest)
+        except NotATar as error:
+            head = self._file.read(0, 8)
+            table = shard_failure(str(error) if not head else f"not a tar ({error}): starts with {starts_with(head)}")
+        digest.update(str(self.size).encode())
+        meta = FactsMeta(
+            url=self.url,
+            size=self.size,
+            version=self.version,
+            checksum=digest.hexdigest(),
+            limits=self._limits_fingerprint(),
+            ignored=count_ignored(table),
+        )
+        return with_meta(table, meta)
+
+    def _limits_fingerprint(self) -> str:
+        return limits_fingerprint(self._limits)
+
+    def read(self, offset: int, size: int, encoding: int, field: str) -> Bytes:
+        """The content of one member, as `facts` describes it; gzipped text comes decompressed.
+
+        Raises FieldError for content that is damaged, cut or above a limit.
+        """
+        if size > self._limits.member_bytes:
+            raise FieldError(field, _above_member_limit(size, self._limits))
+        if encoding == SPARSE:
+            try:
+                data = read_sparse(self._file, offset, size, limit=self._limits.member_bytes)
+            except (tarfile.TarError, OSError, ValueError) as error:
+                raise FieldError(field, f"damaged sparse member: {error}") from error
+        else:
+            data = self._file.read(offset, size)
+        if len(data) < size:
+            raise FieldError(field, f"cut: {len(data)} of {size} bytes are in the shard")
+        return gunzip(data, field, self._limits) if encoding == GZIP else data
+
+    def read_many(self, members: Sequence[tuple[int, int, int, str]]) -> list[Bytes]:
+        """The members (offset, size, encoding, field) of one sample; neighbours are read in one go.
+
+        Views of one read share its memory. Raises FieldError as `read` does.
+        """
+        results: list[Bytes | None] = [None] * len(members)
+        for run in _neighbours(members, self._limits.member_bytes):
+            if len(run) == 1:
+                results[run[0]] = self.read(*members[run[0]])
+                continue
+            first, last = members[run[0]], members[run[-1]]
+            view = memoryview(self._file.read(first[0], last[0] + last[1] - first[0]))
+            for i in run:
+                offset, size, _, field = members[i]
+                content = view[offset - first[0] : offset - first[0] + size]
+                if len(content) < size:
+                    raise FieldError(field, f"cut: {len(content)} of {size} bytes are in the shard")
+                results[i] = content
+        return [content for content in results if content is not None]
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def limits_fingerprint(limits: Limits) -> str:
+    """The limits that facts depend on, in a form to compare."""
+    return hashlib.blake2b(repr(limits).encode(), digest_size=8).hexdigest()
+
+
+def gunzip(data: bytes, field: str, limits: Limits) -> bytes:
+    """Decompress a gzipped text member, at most to Limits.text_bytes. Raises FieldError."""
+    try:
+        with gzip.GzipFile(fileobj=io.BytesIO(data)) as stream:
+            text = stream.read(limits.text_bytes + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise FieldError(field, f"damaged gzip: {error}") from error
+    if len(text) > limits.text_bytes:
+        raise FieldError(field, f"more than {limits.text_bytes} bytes decompressed, above Limits.text_bytes")
+    return text
+
+
+def size_error(kind: int, size: int, limits: Limits) -> str | None:
+    """Why a member of this size is refused, or None."""
+    if size > limits.member_bytes:
+        return _above_member_limit(size, limits)
+    if kind == TEXT and size > limits.text_bytes:
+        return f"text of {size} bytes, above Limits.text_bytes={limits.text_bytes}"
+    return None
+
+
+def _above_member_limit(size: int, limits: Limits) -> str:
+    return f"{size} bytes, above Limits.member_bytes={limits.member_bytes}"
+
+
+def _neighbours(members: Sequence[tuple[int, int, int, str]], member_bytes: int) -> list[list[int]]:
+    """Indices of members to read together, each run in order of offset. Only RAW ones within the limit join a run."""
+    runs: list[list[int]] = []
+    end = -1
+    for i in sorted(range(len(members)), key=lambda i: members[i][0]):
+        offset, size, encoding, _ = members[i]
+        joins = encoding == RAW and size <= member_bytes
+        if joins and end >= 0 and 0 <= offset - end <= COALESCE_GAP_BYTES:
+            runs[-1].append(i)
+        else:
+            runs.append([i])
+        end = offset + size if joins else -1
+    return runs
+
+
+class _Scan:
+    """One pass over an archive: groups members into samples and reads their media headers."""
+
+    def __init__(self, file: Storage, limits: Limits) -> None:
+        self._file = file
+        self._limits = limits
+        self._builder = FactsBuilder()
+        self._key: str | None = None
+        self._fields: set[str] = set()
+        self._first_row: dict[str, int] = {}  # of each key
+        self._sample = -1
+        self._classes: dict[str, tuple[int, int]] = {}
+        self._nameless: list[str] = []
+        self._regular = 0
+
+    def run(self, walk: Walk, digest: hashlib.blake2b) -> pa.Table:
+        damage: str | None = None
+        for batch in walk(self._file, digest):
+            first_row = len(self._builder)
+            taken = self._group(batch)
+            self._scan_media(batch, taken, first_row)
+            damage = batch.damage
+        builder = self._builder
+        if damage is not None and len(builder):
+            # The archive ends inside this sample, or right after it: it is not known to be whole.
+            builder.fail_structure(len(builder) - 1, damage)
+        if not len(builder):
+            return shard_failure(damage or self._no_samples())
+        return builder.table()
+
+    def _no_samples(self) -> str:
+        if not self._regular:
+            return "no samples: the archive has no files"
+        shown = ", ".join(repr(name) for name in self._nameless)
+        more = ", ..." if self._regular > len(self._nameless) else ""
+        return f"no samples: no member is named key.field ({shown}{more})"
+
+    def _group(self, batch: TarBatch) -> NDArray[np.int64]:
+        """Append the members of a batch that belong to samples; returns their indices in it."""
+        found: list[tuple[int, str, str, int, int, int, int]] = []
+        taken: list[int] = []
+        structural: list[tuple[int, str]] = []
+        first_row = len(self._builder)
+        member_bytes, text_bytes = self._limits.member_bytes, self._limits.text_bytes
+        for i, name in enumerate(batch.names):
+            split = split_name(name if name.isascii() else printable(name))
+            if split is None:
+                continue
+            key, field = split
+            row = first_row + len(taken)
+            if key != self._key:
+                self._key = key
+                self._sample += 1
+                self._fields = {"__key__", "__url__"}  # webdataset's own: a member cannot take them
+                earlier = self._first_row.setdefault(key, row)
+                if earlier != row:
+                    reason = f"key {key!r} comes back after other keys: a sample's members must be consecutive"
+                    structural += [(earlier, reason), (row, reason)]
+            if field in self._fields:
+                structural.append((row, f"field {field!r} comes twice in sample {key!r}"))
+            self._fields.add(field)
+            kind, encoding = self._classes.get(field) or self._classes.setdefault(field, classify(field))
+            size = batch.sizes[i]
+            if size > text_bytes or size > member_bytes:
+                self._too_large(row, kind, size)
+            found.append((self._sample, key, field, kind, batch.offsets[i], size, batch.encodings[i] or encoding))
+            taken.append(i)
+        self._builder.extend(found)
+        for row, reason in structural:
+            self._builder.fail_structure(row, reason)
+        if not len(self._builder):
+            self._note_nameless(batch.names)
+        return np.array(taken, np.int64)
+
+    def _too_large(self, row: int, kind: int, size: int) -> None:
+        reason = size_error(kind, size, self._limits) if kind != OTHER else None
+        if reason is not None:
+            self._builder.errors[row] = reason
+
+    def _note_nameless(self, names: list[str]) -> None:
+        self._regular += len(names)
+        self._nameless += [printable(name) for name in names[: 3 - len(self._nameless)]]
+
+    def _scan_media(self, batch: TarBatch, taken: NDArray[np.int64], first_row: int) -> None:
+        """Media columns of the rows from `first_row` on, which are the members `taken` of the batch."""
+        builder = self._builder
+        kinds = np.array(builder.kind[first_row:], np.uint8)
+        for row in builder.errors:
+            if row >= first_row:
+                kinds[row - first_row] = OTHER
+        sizes = np.array(builder.size[first_row:], np.int64)
+        first, second = np.zeros((2, taken.size), np.int64)
+        status = np.zeros(taken.size, np.uint8)
+        buffer = batch.buffer.view()
+        buffer.flags.writeable = False
+        scan_media(buffer, batch.starts[taken], batch.available[taken], sizes, kinds, first, second, status)
+        is_image, is_audio = kinds == IMAGE, kinds == AUDIO
+        width, height = first * is_image, second * is_image
+        frames, rate = first * is_audio, second * is_audio
+        # Everything the kernel did not find, and what it found above a limit.
+        limits = self._limits
+        doubtful = (is_image | is_audio) & (status != FOUND)
+        doubtful |= (width * height > limits.image_pixels) | (frames > limits.audio_seconds * np.maximum(rate, 1))
+        for i in np.flatnonzero(doubtful).tolist():
+            header = MediaHeader(int(width[i]), int(height[i]), int(frames[i]), int(rate[i]))
+            reason = above_limits(header, limits) if status[i] == FOUND else None
+            if status[i] != FOUND:
+                row = first_row + i
+                try:
+                    header = self._read_header(int(kinds[i]), row)
+                except HeaderError as error:
+                    reason = str(error)
+            if reason is not None:
+                builder.errors[first_row + i] = reason
+                header = MediaHeader()
+            width[i], height[i], frames[i], rate[i] = header.width, header.height, header.frames, header.rate
+        builder.append_media(width, height, frames, rate)
+
+    def _read_header(self, kind: int, row: int) -> MediaHeader:
+        builder = self._builder
+        offset, size = builder.offset[row], builder.size[row]
+        if builder.encoding[row] == SPARSE:
+            try:
+                data = read_sparse(self._file, offset, size, limit=self._limits.member_bytes)
+            except (tarfile.TarError, OSError, ValueError) as error:
+                raise HeaderError(f"damaged sparse member: {error}") from error
+            return read_header(kind, size, lambda count: data[:count], self._limits)
+        try:
+            return read_header(kind, size, lambda count: self._file.read(offset, count), self._limits)
+        except ShardError as error:
+            raise HeaderError(str(error)) from error

@@ -1,0 +1,73 @@
+"""The chat template: turns of a conversation -> text segments, each with or without loss.
+
+Segments are tokenized separately (neighbours of equal loss as one), so that the loss mask is exact whatever the
+tokenizer merges: a token never spans what the model is told and what it must say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatTemplate:
+    """What surrounds each turn. The default is ChatML.
+
+    Attributes:
+        prefix: before a turn's content; `{role}` is replaced by the role. Never carries loss.
+        suffix: after it; carries loss where the content does, so that the model learns to stop.
+        loss_roles: roles whose turns carry loss.
+    """
+
+    prefix: str = "<|im_start|>{role}\n"
+    suffix: str = "<|im_end|>\n"
+    loss_roles: tuple[str, ...] = ("assistant",)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.loss_roles, str):
+            raise ValueError(f"ChatTemplate.loss_roles must be a tuple of roles, got the string {self.loss_roles!r}")
+        object.__setattr__(self, "loss_roles", tuple(self.loss_roles))
+
+    def before(self, role: str) -> str:
+        return self.prefix.replace("{role}", role)
+
+    def after(self, role: str) -> str:
+        return self.suffix.replace("{role}", role)
+
+    def carries_loss(self, role: str) -> bool:
+        return role in self.loss_roles
+
+
+class TextSegment(NamedTuple):
+    """Text to tokenize, and whether its tokens carry loss."""
+
+    text: str
+    loss: bool
+
+
+class Placeholder(NamedTuple):
+    """The place of the next part of `modality`."""
+
+    modality: int
+
+
+Segment = TextSegment | Placeholder
+
+
+class Turn(NamedTuple):
+    """One turn: its role and the content, in order; whether content carries loss is the template's to say."""
+
+    role: str
+    content: tuple[str | Placeholder, ...]
+
+
+def render(turns: list[Turn], template: ChatTemplate) -> Iterator[Segment]:
+    """The segments of a conversation, in order."""
+    for turn in turns:
+        loss = template.carries_loss(turn.role)
+        yield TextSegment(template.before(turn.role), False)
+        for piece in turn.content:
+            yield piece if isinstance(piece, Placeholder) else TextSegment(piece, loss)
+        yield TextSegment(template.after(turn.role), loss)

@@ -1,0 +1,229 @@
+"""Bin packing kernels for one rank: sizes (num_items, num_caps) -> bin of each item, within every cap.
+
+An item above a cap is oversize: it may only be alone in its bin.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+SEARCH_NODES = 20_000
+
+
+@njit(nogil=True, cache=True)
+def fits(load: NDArray[np.int64], size: NDArray[np.int64], caps: NDArray[np.int64], empty: bool) -> bool:
+    """Whether an item may join a bin; an empty bin takes anything."""
+    room = True
+    for k in range(caps.shape[0]):
+        room &= load[k] + size[k] <= caps[k]
+    return empty or room
+
+
+@njit(nogil=True, cache=True)
+def fullness(load: NDArray[np.int64], caps: NDArray[np.int64]) -> float:
+    """Largest share of a cap that a bin's load, or an item's size, takes."""
+    share = 0.0
+    for k in range(caps.shape[0]):
+        share = max(share, load[k] / caps[k])
+    return share
+
+
+@njit(nogil=True, cache=True)
+def by_fullness(sizes: NDArray[np.int64], caps: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Items from the one that takes the largest share of a cap; ties by position."""
+    num_items = sizes.shape[0]
+    shares = np.empty(num_items, np.float64)
+    for item in range(num_items):
+        shares[item] = -fullness(sizes[item], caps)
+    return np.argsort(shares, kind="mergesort")
+
+
+@njit(nogil=True, cache=True)
+def bins_needed(sizes: NDArray[np.int64], caps: NDArray[np.int64]) -> int:
+    """A lower bound of the bins needed: oversize items have one each, the others share by each cap."""
+    num_items, num_caps = sizes.shape
+    total = np.zeros(num_caps, np.int64)
+    alone = 0
+    for item in range(num_items):
+        oversize = False
+        for k in range(num_caps):
+            oversize |= sizes[item, k] > caps[k]
+        if oversize:
+            alone += 1
+            continue
+        for k in range(num_caps):
+            total[k] += sizes[item, k]
+    shared = np.int64(0)
+    for k in range(num_caps):
+        shared = max(shared, (total[k] + caps[k] - 1) // caps[k])
+    if alone < num_items:
+        shared = max(shared, np.int64(1))
+    return alone + shared
+
+
+@njit(nogil=True, cache=True)
+def best_fit(
+    sizes: NDArray[np.int64],
+    caps: NDArray[np.int64],
+    order: NDArray[np.int64],
+    num_bins: int,
+    bins: NDArray[np.int32],
+) -> bool:
+    """Put each item, in `order`, into the fullest bin that has room; False where one fits nowhere. Writes `bins`."""
+    num_caps = caps.shape[0]
+    loads = np.zeros((num_bins, num_caps), np.int64)
+    counts = np.zeros(num_bins, np.int32)
+    for item in order:
+        chosen = -1
+        most = -1.0
+        for b in range(num_bins):
+            if fits(loads[b], sizes[item], caps, counts[b] == 0):
+                share = fullness(loads[b], caps)
+                if share > most:
+                    most = share
+                    chosen = b
+        if chosen < 0:
+            return False
+        bins[item] = chosen
+        counts[chosen] += 1
+        loads[chosen] += sizes[item]
+    return True
+
+
+@njit(nogil=True, cache=True)
+def least_loaded_fit(
+    costs: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    caps: NDArray[np.int64],
+    order: NDArray[np.int64],
+    num_bins: int,
+    bins: NDArray[np.int32],
+) -> bool:
+    """Put each item, in `order`, into the bin of least cost that has room; False where one fits nowhere."""
+    loads = np.zeros((num_bins, caps.shape[0]), np.int64)
+    counts = np.zeros(num_bins, np.int32)
+    work = np.zeros(num_bins, np.int64)
+    for item in order:
+        chosen = -1
+        for b in range(num_bins):
+            if (chosen < 0 or work[b] < work[chosen]) and fits(loads[b], sizes[item], caps, counts[b] == 0):
+                chosen = b
+        if chosen < 0:
+            return False
+        bins[item] = chosen
+        counts[chosen] += 1
+        loads[chosen] += sizes[item]
+        work[chosen] += costs[item]
+    return True
+
+
+@njit(nogil=True, cache=True)
+def search_fit(
+    sizes: NDArray[np.int64],
+    caps: NDArray[np.int64],
+    order: NDArray[np.int64],
+    num_bins: int,
+    bins: NDArray[np.int32],
+) -> bool:
+    """Depth-first search for a packing, in a bounded number of steps; False where none was found.
+
+    Only one of several empty bins is tried for an item, as they are alike.
+    """
+    num_items = order.shape[0]
+    loads = np.zeros((num_bins, caps.shape[0]), np.int64)
+    counts = np.zeros(num_bins, np.int32)
+    choice = np.full(num_items, -1, np.int64)
+    depth = 0
+    for _step in range(SEARCH_NODES):
+        if depth == num_items:
+            return True
+        item = order[depth]
+        previous = choice[depth]
+        was_empty = False
+        if previous >= 0:
+            loads[previous] -= sizes[item]
+            counts[previous] -= 1
+            was_empty = counts[previous] == 0
+        chosen = -1
+        # Bins are opened in order, so after an empty one all are empty.
+        if not was_empty:
+            for b in range(previous + 1, num_bins):
+                if fits(loads[b], sizes[item], caps, counts[b] == 0):
+                    chosen = b
+                    break
+                if counts[b] == 0:
+                    break
+        choice[depth] = chosen
+        if chosen < 0:
+            if depth == 0:
+                return False
+            depth -= 1
+            continue
+        bins[item] = chosen
+        loads[chosen] += sizes[item]
+        counts[chosen] += 1
+        depth += 1
+    return bool(depth == num_items)
+
+
+@njit(nogil=True, cache=True)
+def level(
+    costs: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    caps: NDArray[np.int64],
+    num_bins: int,
+    bins: NDArray[np.int32],
+) -> None:
+    """Lower the most costly bin by moves and swaps that keep the caps, in place, until none helps."""
+    num_items = costs.shape[0]
+    loads = np.zeros((num_bins, caps.shape[0]), np.int64)
+    counts = np.zeros(num_bins, np.int32)
+    work = np.zeros(num_bins, np.int64)
+    for item in range(num_items):
+        loads[bins[item]] += sizes[item]
+        counts[bins[item]] += 1
+        work[bins[item]] += costs[item]
+    for _step in range(4 * num_items):
+        heavy = np.argmax(work)
+        gain = np.int64(0)
+        best_item = -1
+        best_other = -1
+        best_bin = -1
+        for item in range(num_items):
+            if bins[item] != heavy:
+                continue
+            # The partner num_items + b stands for a move into bin b.
+            for other in range(num_items + num_bins):
+                target = bins[other] if other < num_items else other - num_items
+                if target == heavy:
+                    continue
+                difference = costs[item] - (costs[other] if other < num_items else 0)
+                found = min(difference, work[heavy] - work[target] - difference)
+                if found <= gain:
+                    continue
+                if other < num_items:
+                    allowed = fits(loads[target] - sizes[other], sizes[item], caps, counts[target] == 1) and fits(
+                        loads[heavy] - sizes[item], sizes[other], caps, counts[heavy] == 1
+                    )
+                else:
+                    allowed = fits(loads[target], sizes[item], caps, counts[target] == 0)
+                if allowed:
+                    gain, best_item, best_other, best_bin = found, item, other, target
+        if best_item < 0:
+            return
+        loads[heavy] -= sizes[best_item]
+        loads[best_bin] += sizes[best_item]
+        bins[best_item] = best_bin
+        difference = costs[best_item]
+        if best_other < num_items:
+            loads[best_bin] -= sizes[best_other]
+            loads[heavy] += sizes[best_other]
+            bins[best_other] = heavy
+            difference -= costs[best_other]
+        else:
+            counts[heavy] -= 1
+            counts[best_bin] += 1
+        work[heavy] -= difference
+        work[best_bin] += difference

@@ -1,0 +1,24 @@
+"""Checks in one pass: costs (num_samples,) -> the first entry that breaks the rules."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+
+@njit(nogil=True, cache=True)
+def first_invalid(costs: NDArray[np.int64], max_total: int) -> tuple[int, bool]:
+    """First sample with a negative cost, or at which the running sum passes `max_total`.
+
+    Returns:
+        (sample or -1, whether it was the sum).
+    """
+    room = np.int64(max_total)
+    for sample in range(costs.shape[0]):
+        if costs[sample] < 0:
+            return sample, False
+        if costs[sample] > room:
+            return sample, True
+        room -= costs[sample]
+    return -1, False

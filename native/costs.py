@@ -1,0 +1,106 @@
+"""Cost kernels: lengths of sequences and quantised coefficients -> int64 costs.
+
+A sequence of l positions costs (a*l + b*l*l + c) >> COST_SHIFT, and at least 1 where l > 0: fixed point, so that a
+small quadratic coefficient keeps its precision. All in int64, without fastmath: equal on every machine.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+COST_SHIFT = 20
+MAX_FIXED_POINT = 1 << 62
+
+
+@njit(nogil=True, cache=True)
+def longest_sequence(linear: int, quadratic: int, constant: int) -> int:
+    """Most positions whose cost before the shift stays within 2**62, at most 2**31 - 1."""
+    low = np.int64(0)
+    high = np.int64((1 << 31) - 1)
+    while low < high:
+        middle = low + (high - low + 1) // 2
+        # Divisions, as the products are what may overflow.
+        room = np.int64(MAX_FIXED_POINT) - constant
+        fits = quadratic == 0 or middle <= room // middle // quadratic
+        if fits and linear > 0:
+            fits = middle <= (room - quadratic * middle * middle) // linear
+        if fits:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@njit(nogil=True, cache=True)
+def sequence_cost(length: int, linear: int, quadratic: int, constant: int) -> int:
+    """Cost of one sequence; the caller has checked its length."""
+    if length <= 0:
+        return np.int64(0)
+    return max(np.int64(1), (linear * length + quadratic * length * length + constant) >> COST_SHIFT)
+
+
+@njit(nogil=True, cache=True)
+def sequence_costs(lengths: NDArray[np.int64], linear: int, quadratic: int, constant: int) -> NDArray[np.int64]:
+    """Cost of each sequence of `lengths` positions.
+
+    Args:
+        lengths: int64 (num_sequences,); 0 means the sequence is absent and costs 0.
+        linear, quadratic, constant: quantised coefficients, from `CostModel.coefficients`.
+
+    Returns:
+        int64 (num_sequences,).
+
+    Raises:
+        ValueError: a sequence too long for int64.
+    """
+    costs = np.empty(lengths.shape[0], np.int64)
+    longest = longest_sequence(linear, quadratic, constant)
+    for index in range(lengths.shape[0]):
+        length = lengths[index]
+        if length > longest:
+            raise ValueError("a sequence is too long for its cost to fit into int64: limit the positions of a sample")
+        costs[index] = sequence_cost(length, linear, quadratic, constant)
+    return costs
+
+
+@njit(nogil=True, cache=True)
+def part_costs(
+    rows: NDArray[np.int64],
+    part_offsets: NDArray[np.int64],
+    part_modality: NDArray[np.uint8],
+    part_positions: NDArray[np.int32],
+    modality: int,
+    linear: int,
+    quadratic: int,
+    constant: int,
+) -> NDArray[np.int64]:
+    """Cost of samples in an encoder phase: the sum over their parts of one modality, each its own sequence.
+
+    Args:
+        rows: int64 (num_samples,), rows of the index.
+        part_offsets: int64 (num_rows + 1,): the parts of row r are part_offsets[r] to part_offsets[r + 1].
+        part_modality: uint8 (num_parts,).
+        part_positions: int32 (num_parts,), positions entering the encoder.
+        modality: code of the encoder's modality.
+        linear, quadratic, constant: quantised coefficients, from `CostModel.coefficients`.
+
+    Returns:
+        int64 (num_samples,); 0 for a sample without such a part.
+
+    Raises:
+        ValueError: a part too long for int64.
+    """
+    costs = np.zeros(rows.shape[0], np.int64)
+    longest = longest_sequence(linear, quadratic, constant)
+    for index in range(rows.shape[0]):
+        row = rows[index]
+        for part in range(part_offsets[row], part_offsets[row + 1]):
+            if part_modality[part] != modality:
+                continue
+            length = np.int64(part_positions[part])
+            if length > longest:
+                raise ValueError("a part is too long for its cost to fit into int64: limit the positions of a part")
+            costs[index] += sequence_cost(length, linear, quadratic, constant)
+    return costs

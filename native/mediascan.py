@@ -1,0 +1,267 @@
+"""Media headers in a buffer: first bytes of a member -> image size or audio length, for the plain cases only.
+
+What is taken here must equal, exactly, what Pillow (after `exif_transpose`) and soundfile say; whatever is not plain is
+`UNUSUAL` and goes to them, with the whole member. `MORE` asks for more bytes of it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+FOUND, MORE, UNUSUAL, SKIPPED = 0, 1, 2, 3
+IMAGE, AUDIO = 1, 2
+
+_EXIF = np.frombuffer(b"Exif\0\0", dtype=np.uint8)
+_XMP = np.frombuffer(b"http://ns.adobe.com/xap/1.0/\0", dtype=np.uint8)
+_XMP_ORIENTATION = np.frombuffer(b"tiff:Orientation", dtype=np.uint8)
+_PNG = np.frombuffer(b"\x89PNG\r\n\x1a\n", dtype=np.uint8)
+
+
+@njit(cache=True, nogil=True)
+def _matches(buffer: NDArray[np.uint8], at: int, end: int, pattern: NDArray[np.uint8]) -> bool:
+    if at + pattern.size > end:
+        return False
+    same = 0
+    while same < pattern.size and buffer[at + same] == pattern[same]:
+        same += 1
+    return same == pattern.size
+
+
+@njit(cache=True, nogil=True)
+def _contains(buffer: NDArray[np.uint8], start: int, end: int, pattern: NDArray[np.uint8]) -> bool:
+    for i in range(start, end - pattern.size + 1):
+        if buffer[i] == pattern[0] and _matches(buffer, i, end, pattern):
+            return True
+    return False
+
+
+@njit(cache=True, nogil=True)
+def _u16(buffer: NDArray[np.uint8], at: int, little: bool) -> int:
+    if little:
+        return np.int64(buffer[at]) | (np.int64(buffer[at + 1]) << 8)
+    return (np.int64(buffer[at]) << 8) | np.int64(buffer[at + 1])
+
+
+@njit(cache=True, nogil=True)
+def _u32(buffer: NDArray[np.uint8], at: int, little: bool) -> int:
+    low, high = _u16(buffer, at, little), _u16(buffer, at + 2, little)
+    return (low | (high << 16)) if little else ((low << 16) | high)
+
+
+@njit(cache=True, nogil=True)
+def _exif_orientation(buffer: NDArray[np.uint8], start: int, end: int) -> int:
+    """Orientation tag of the TIFF block in [start, end): 0 without one, -1 when it takes Pillow to say."""
+    if start + 8 > end:
+        return -1
+    little = buffer[start] == 73 and buffer[start + 1] == 73
+    if not little and not (buffer[start] == 77 and buffer[start + 1] == 77):
+        return -1
+    if _u16(buffer, start + 2, little) != 42:
+        return -1
+    entries = start + _u32(buffer, start + 4, little)
+    if entries + 2 > end:
+        return -1
+    count = _u16(buffer, entries, little)
+    if entries + 2 + 12 * count > end:
+        return -1
+    orientation = 0
+    for i in range(count):
+        entry = entries + 2 + 12 * i
+        if _u16(buffer, entry, little) == 0x0112:
+            if orientation != 0 or _u16(buffer, entry + 2, little) != 3 or _u32(buffer, entry + 4, little) != 1:
+                return -1
+            orientation = _u16(buffer, entry + 8, little)
+            if not 1 <= orientation <= 8:
+                return -1
+    return orientation
+
+
+@njit(cache=True, nogil=True)
+def _jpeg(buffer: NDArray[np.uint8], start: int, end: int, whole: bool) -> tuple[int, int, int]:
+    """(status, width, height): walks the segments up to the start of scan."""
+    short = UNUSUAL if whole else MORE
+    width, height, orientation = 0, 0, 0
+    has_exif, has_xmp = False, False
+    at = start + 2
+    while at + 4 <= end:
+        marker, length, payload = _u16(buffer, at, False), _u16(buffer, at + 2, False), at + 4
+        if marker == 0xFFDA:  # start of scan
+            if width == 0 or height == 0 or (has_xmp and orientation == 0):
+                return UNUSUAL, 0, 0
+            return (FOUND, height, width) if orientation >= 5 else (FOUND, width, height)
+        if not _is_segment(marker) or length < 2:
+            return UNUSUAL, 0, 0
+        at += 2 + length
+        if at > end:
+            return short, 0, 0
+        if marker <= 0xFFC2:  # frame header: baseline, extended or progressive
+            if width != 0 or not _is_plain_frame(buffer, payload, length):
+                return UNUSUAL, 0, 0
+            height, width = _u16(buffer, payload + 1, False), _u16(buffer, payload + 3, False)
+        elif marker == 0xFFE1 and _matches(buffer, payload, at, _EXIF):
+            orientation = -1 if has_exif else _exif_orientation(buffer, payload + 6, at)
+            has_exif = True
+            if orientation < 0:
+                return UNUSUAL, 0, 0
+        elif marker == 0xFFE1 and _matches(buffer, payload, at, _XMP):
+            has_xmp = has_xmp or _contains(buffer, payload, at, _XMP_ORIENTATION)
+    return short, 0, 0
+
+
+@njit(cache=True, nogil=True)
+def _is_segment(marker: int) -> bool:
+    """A marker with a length that a plain header may hold: no other kind of frame, restart, start, end or padding."""
+    if marker == 0xFFC4 or marker == 0xFFCC:  # tables
+        return True
+    return 0xFFC0 <= marker <= 0xFFC2 or 0xFFDB <= marker <= 0xFFFE
+
+
+@njit(cache=True, nogil=True)
+def _is_plain_frame(buffer: NDArray[np.uint8], payload: int, length: int) -> bool:
+    """Eight bits; grey, three or four components."""
+    if length < 8 or buffer[payload] != 8:
+        return False
+    components = np.int64(buffer[payload + 5])
+    return (components == 1 or components == 3 or components == 4) and length == 8 + 3 * components
+
+
+@njit(cache=True, nogil=True)
+def _png(buffer: NDArray[np.uint8], start: int, end: int, whole: bool) -> tuple[int, int, int]:
+    """(status, width, height): a PNG may say its orientation in any chunk, so all are walked."""
+    short = UNUSUAL if whole else MORE
+    if start + 33 > end:
+        return short, 0, 0
+    if _u32(buffer, start + 8, False) != 13 or _u32(buffer, start + 12, False) != 0x49484452:  # IHDR
+        return UNUSUAL, 0, 0
+    width, height = _u32(buffer, start + 16, False), _u32(buffer, start + 20, False)
+    if width == 0 or height == 0 or width > 0x7FFFFFFF or height > 0x7FFFFFFF:
+        return UNUSUAL, 0, 0
+    at = start + 33
+    while True:
+        if at + 12 > end:
+            return short, 0, 0
+        length = _u32(buffer, at, False)
+        name = _u32(buffer, at + 4, False)
+        if name == 0x49454E44:  # IEND
+            return FOUND, width, height
+        if name == 0x65584966:  # eXIf
+            return UNUSUAL, 0, 0
+        # tEXt, zTXt, iTXt whose keyword starts as those do that may hold an orientation: Pillow knows what they mean.
+        if name == 0x74455874 or name == 0x7A545874 or name == 0x69545874:
+            if at + 9 > end:
+                return short, 0, 0
+            if buffer[at + 8] == 82 or buffer[at + 8] == 88:  # R(aw profile type exif), X(ML:com.adobe.xmp)
+                return UNUSUAL, 0, 0
+        at += 12 + length
+
+
+@njit(cache=True, nogil=True)
+def _wav(buffer: NDArray[np.uint8], start: int, end: int, whole: bool, size: int) -> tuple[int, int, int]:
+    """(status, frames, rate) of plain PCM or float RIFF."""
+    short = UNUSUAL if whole else MORE
+    if _u32(buffer, start + 8, False) != 0x57415645 or _u32(buffer, start + 4, True) != size - 8:  # WAVE
+        return UNUSUAL, 0, 0
+    at = start + 12
+    block, rate = 0, 0
+    while True:
+        if at + 8 > end:
+            return short, 0, 0
+        name = _u32(buffer, at, False)
+        length = _u32(buffer, at + 4, True)
+        if name == 0x666D7420:  # fmt
+            if at + 24 > end:
+                return short, 0, 0
+            form, channels = _u16(buffer, at + 8, True), _u16(buffer, at + 10, True)
+            bits = _u16(buffer, at + 22, True)
+            rate = _u32(buffer, at + 12, True)
+            block = _u16(buffer, at + 20, True)
+            pcm = form == 1 and (bits == 8 or bits == 16 or bits == 24 or bits == 32)
+            floats = form == 3 and (bits == 32 or bits == 64)
+            if length < 16 or not (pcm or floats) or channels < 1 or channels > 32 or block * 8 != channels * bits:
+                return UNUSUAL, 0, 0
+            if rate < 1 or rate > 768_000:
+                return UNUSUAL, 0, 0
+        elif name == 0x64617461:  # data
+            frames = length // block if block > 0 else 0
+            if frames == 0 or length % block != 0 or at - start + 8 + length > size:
+                return UNUSUAL, 0, 0
+            return FOUND, frames, rate
+        elif block > 0 or name == 0x4C495354 or name == 0x4A554E4B or name == 0x62657874:  # LIST, JUNK, bext
+            pass
+        else:
+            return UNUSUAL, 0, 0
+        if at - start + 8 + length > size:
+            return UNUSUAL, 0, 0
+        at += 8 + length + (length & 1)
+
+
+@njit(cache=True, nogil=True)
+def _flac(buffer: NDArray[np.uint8], start: int, end: int, whole: bool) -> tuple[int, int, int]:
+    """(status, frames, rate) of STREAMINFO."""
+    if start + 26 > end:
+        return (UNUSUAL if whole else MORE), 0, 0
+    if buffer[start + 4] & 0x7F != 0 or _u32(buffer, start + 4, False) & 0xFFFFFF != 34:
+        return UNUSUAL, 0, 0
+    rate = _u32(buffer, start + 18, False) >> 12
+    frames = ((np.int64(buffer[start + 21]) & 0x0F) << 32) | _u32(buffer, start + 22, False)
+    if rate == 0 or frames == 0:
+        return UNUSUAL, 0, 0
+    return FOUND, frames, rate
+
+
+@njit(cache=True, nogil=True)
+def scan_media(
+    buffer: NDArray[np.uint8],
+    starts: NDArray[np.int64],
+    available: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    kinds: NDArray[np.uint8],
+    first: NDArray[np.int64],
+    second: NDArray[np.int64],
+    status: NDArray[np.uint8],
+) -> None:
+    """Media headers of members whose first bytes are in `buffer`.
+
+    Args:
+        buffer: uint8 (num_bytes,), read-only: numba takes writable arrays for another type, and would compile twice.
+        starts: int64 (n,): where each member's content starts in the buffer.
+        available: int64 (n,): how many of its bytes are there.
+        sizes: int64 (n,): its size.
+        kinds: uint8 (n,): IMAGE, AUDIO, or anything else to leave out.
+        first, second: int64 (n,), written: width and height as displayed, or frames and rate; 0 unless FOUND.
+        status: uint8 (n,), written: FOUND, MORE, UNUSUAL, or SKIPPED for the kinds left out.
+    """
+    for i in range(starts.size):
+        first[i], second[i] = 0, 0
+        if kinds[i] != IMAGE and kinds[i] != AUDIO:
+            status[i] = SKIPPED
+            continue
+        start, size = starts[i], sizes[i]
+        whole = available[i] >= size
+        end = start + min(available[i], size)
+        if end - start < 12:
+            status[i] = UNUSUAL if whole else MORE
+            continue
+        magic = _u32(buffer, start, False)
+        outcome = (UNUSUAL, 0, 0)
+        if kinds[i] == IMAGE:
+            if magic >> 8 == 0xFFD8FF:
+                outcome = _jpeg(buffer, start, end, whole)
+            elif _matches(buffer, start, end, _PNG):
+                outcome = _png(buffer, start, end, whole)
+        elif magic == 0x52494646:  # RIFF
+            outcome = _wav(buffer, start, end, whole, size)
+        elif magic == 0x664C6143:  # fLaC
+            outcome = _flac(buffer, start, end, whole)
+        status[i] = outcome[0]
+        if outcome[0] == FOUND:
+            first[i], second[i] = outcome[1], outcome[2]
+
+
+def warm() -> None:
+    """Compile (or load from numba's cache) with the types that the scan uses."""
+    empty: NDArray[np.int64] = np.zeros(0, np.int64)
+    nothing: NDArray[np.uint8] = np.zeros(0, np.uint8)
+    scan_media(np.frombuffer(b"0", np.uint8), empty, empty, empty, nothing, empty, empty, nothing)

@@ -1,0 +1,78 @@
+"""Pixels -> patches: uint8 (height, width, channels) -> (num_patches, 3 * patch * patch), normalised on the way.
+
+One pass over the pixels: there are only 256 values a channel, so normalisation and rounding to bfloat16 are a lookup.
+
+Rows are in merge blocks: `merge` x `merge` consecutive patches form one merged token, blocks and the patches inside
+them run left to right, then down (as Qwen2-VL's). Values of a patch are ordered (channel, row, column).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+
+def patchify(pixels: NDArray[np.uint8], patch: int, merge: int, table: NDArray[Any], out: NDArray[Any]) -> None:
+    """Write the patches of an image into `out`.
+
+    Args:
+        pixels: (height, width, channels), C-contiguous; sides are multiples of patch * merge. The first three
+            channels are red, green and blue, others are ignored.
+        patch, merge: side of a patch in pixels, of a block in patches.
+        table: (3, 256) value of each byte in each channel, of `out`'s dtype; see `channel_table`.
+        out: (num_patches, 3 * patch * patch), C-contiguous; float32, uint16 (bfloat16 bits) or uint8.
+    """
+    height, width, channels = pixels.shape
+    step = patch * merge
+    if height % step or width % step or channels < 3:
+        raise ValueError(f"pixels {pixels.shape} are not RGB in whole blocks of {step} x {step}")
+    expected = (height // patch * (width // patch), 3 * patch * patch)
+    if out.shape != expected or table.shape != (3, 256) or table.dtype != out.dtype:
+        raise ValueError(f"out {out.shape} {out.dtype} should be {expected} of the table's {table.dtype}")
+    # Pillow's arrays are read-only, which numba takes for a type of its own: make all of them one.
+    pixels, table = pixels.view(), table.view()
+    pixels.flags.writeable = table.flags.writeable = False
+    _patchify(pixels, patch, merge, table, out)
+
+
+def channel_table(mean: tuple[float, ...], std: tuple[float, ...], dtype: str) -> NDArray[Any]:
+    """(3, 256): what each byte becomes in each channel, (byte / 255 - mean) / std; with "uint8" the byte itself.
+
+    "bfloat16" gives the bits as uint16, rounded to nearest even.
+    """
+    levels = np.arange(256)
+    if dtype == "uint8":
+        return np.tile(levels.astype(np.uint8), (3, 1))
+    means, stds = np.array(mean)[:, None], np.array(std)[:, None]
+    values = ((levels / 255 - means) / stds).astype(np.float32)
+    return values if dtype == "float32" else bfloat16_bits(values)
+
+
+def bfloat16_bits(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """Bits of finite float32 values as bfloat16, rounded to nearest even."""
+    bits = values.view(np.uint32)
+    return ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
+
+
+@njit(cache=True, nogil=True)
+def _patchify(pixels, patch, merge, table, out):  # type: ignore[no-untyped-def]
+    area = patch * patch
+    red, green, blue = table[0], table[1], table[2]
+    step = patch * merge
+    index = 0
+    for block_y in range(0, pixels.shape[0], step):
+        for block_x in range(0, pixels.shape[1], step):
+            for top in range(block_y, block_y + step, patch):
+                for left in range(block_x, block_x + step, patch):
+                    row = out[index]
+                    index += 1
+                    for y in range(patch):
+                        line = pixels[top + y]
+                        at = y * patch
+                        for x in range(patch):
+                            row[at + x] = red[line[left + x, 0]]
+                            row[area + at + x] = green[line[left + x, 1]]
+                            row[2 * area + at + x] = blue[line[left + x, 2]]

@@ -1,0 +1,150 @@
+"""Keyed permutations of small and huge ranges: position -> sample, computed one by one, without a table.
+
+A permutation of [0, size) is a Feistel network on the rectangle a x b, a = ceil(sqrt(size)), b = ceil(size / a): rounds
+add a keyed hash of one coordinate to the other, which any hash makes a bijection (Black and Rogaway, "Ciphers with
+arbitrary finite domains", CT-RSA 2002). Values at or above `size` walk on along their cycle until they fall inside.
+
+`shuffled_rows` composes them into the order of an epoch: streams, blocks of 256 consecutive samples, windows of blocks.
+Everything is uint64: numba turns uint64 with int64 into float64.
+"""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+BLOCK = 256  # consecutive samples that are moved together before a window mixes them
+
+# Even numbers. A round moves little where the sides are short: below 24, chi-square sees a bias on ranges of up to 8.
+_SMALL, _SMALL_ROUNDS, _ROUNDS = np.uint64(64), 24, 6
+
+_BLOCK = np.uint64(BLOCK)
+_ZERO, _ONE, _TWO, _THREE = np.uint64(0), np.uint64(1), np.uint64(2), np.uint64(3)
+_HALF, _SIGN = np.uint64(32), np.uint64(63)
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_A, _MIX_B = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_SHIFT_A, _SHIFT_B, _SHIFT_C = np.uint64(30), np.uint64(27), np.uint64(31)
+
+
+@numba.njit(cache=True, nogil=True)
+def derive_key(key: np.uint64, value: np.uint64) -> np.uint64:
+    """Key of child `value` under `key`: a splitmix64 step (Steele, Lea, Flood 2014), distinct for every value."""
+    x = (key ^ (value * _GOLDEN)) + _GOLDEN
+    x = (x ^ (x >> _SHIFT_A)) * _MIX_A
+    x = (x ^ (x >> _SHIFT_B)) * _MIX_B
+    return x ^ (x >> _SHIFT_C)
+
+
+@numba.njit(cache=True, nogil=True, inline="always")
+def _hash32(value: np.uint64, key: np.uint64) -> np.uint64:
+    """32 hashed bits."""
+    x = (value + key) * _MIX_A
+    x = (x ^ (x >> _SHIFT_C)) * _MIX_B
+    return x >> _HALF
+
+
+@numba.njit(cache=True, nogil=True)
+def _side(size: np.uint64) -> np.uint64:
+    """ceil(sqrt(size)), exactly."""
+    side = np.uint64(np.sqrt(np.float64(size)))
+    while side * side < size:
+        side += _ONE
+    return side
+
+
+@numba.njit(cache=True, nogil=True)
+def _permute_one(value: np.uint64, size: np.uint64, a: np.uint64, b: np.uint64, key: np.uint64) -> np.uint64:
+    while True:
+        right = value // a
+        left = value - right * a
+        round_key = key
+        for _ in range((_SMALL_ROUNDS if size <= _SMALL else _ROUNDS) // 2):
+            # hash * a >> 32 is a number below a; both sides stay below 2**32, so the product fits.
+            left += (_hash32(right, round_key) * a) >> _HALF
+            if left >= a:
+                left -= a
+            round_key += _GOLDEN
+            right += (_hash32(left, round_key) * b) >> _HALF
+            if right >= b:
+                right -= b
+            round_key += _GOLDEN
+        value = right * a + left
+        if value < size:
+            break
+    # Rounds on odd sides are even permutations only, which small ranges show: half of the keys swap 0 and 1.
+    if value <= _ONE and size > _ONE and key >> _SIGN == _ONE:
+        value ^= _ONE
+    return value
+
+
+@numba.njit(cache=True, nogil=True)
+def permute(size: np.uint64, key: np.uint64, values: NDArray[np.uint64]) -> None:
+    """Replace each of `values` (n,), all below `size` <= 2**62, by its image under the permutation `key`."""
+    a = _side(size)
+    b = (size + a - _ONE) // a
+    for i in range(values.shape[0]):
+        values[i] = _permute_one(values[i], size, a, b, key)
+
+
+@numba.njit(cache=True, nogil=True)
+def shuffled_rows(
+    num_samples: np.uint64,
+    window: np.uint64,
+    streams: np.uint64,
+    key: np.uint64,
+    start: np.uint64,
+    out: NDArray[np.uint64],
+) -> None:
+    """Write the samples at positions start, start + 1, ... to `out` (n,): a permutation of [0, num_samples) by `key`.
+
+    Position p belongs to stream p % streams. A stream is a contiguous range of samples, read from a keyed offset on and
+    around. Its whole blocks are permuted; each `window` of them (as equal in number as may be, never more; the last
+    window also takes the partial block) is one range whose samples are permuted.
+    """
+    stop = start + np.uint64(out.shape[0])
+    for stream in range(streams):
+        stream = np.uint64(stream)
+        first = start + (stream + streams - start % streams) % streams
+        if first >= stop:
+            continue
+        length = (num_samples - stream + streams - _ONE) // streams
+        extra = num_samples % streams
+        begin = stream * (num_samples // streams) + min(stream, extra)
+
+        stream_key = derive_key(key, stream)
+        block_key = derive_key(stream_key, _ONE)
+        window_key = derive_key(stream_key, _TWO)
+        offset = derive_key(stream_key, _THREE) % length
+        blocks = length // _BLOCK
+        windows = max(_ONE, (blocks + window - _ONE) // window)
+        block_a = _side(blocks) if blocks > _ZERO else _ONE
+        block_b = (blocks + block_a - _ONE) // block_a
+
+        index = first // streams
+        at = first - start
+        slot, slot_stop, low, high = _ZERO, _ZERO, _ZERO, _ZERO  # samples [low, high) are the current window
+        size, a, b, here_key = _ONE, _ONE, _ONE, _ZERO
+        while at < stop - start:
+            if index >= high:
+                # The window of block slot j is the largest w with w * blocks // windows <= j.
+                this = windows - _ONE
+                if index < blocks * _BLOCK:
+                    this = ((index // _BLOCK + _ONE) * windows - _ONE) // blocks
+                slot, slot_stop = this * blocks // windows, (this + _ONE) * blocks // windows
+                low = slot * _BLOCK
+                high = length if this + _ONE == windows else slot_stop * _BLOCK
+                size = high - low
+                a = _side(size)
+                b = (size + a - _ONE) // a
+                here_key = derive_key(window_key, this)
+            sample = low + _permute_one(index - low, size, a, b, here_key)
+            if sample < blocks * _BLOCK:
+                block = _permute_one(sample // _BLOCK, blocks, block_a, block_b, block_key)
+                sample = block * _BLOCK + sample % _BLOCK
+            sample += offset
+            if sample >= length:
+                sample -= length
+            out[at] = begin + sample
+            index += _ONE
+            at += streams

@@ -1,0 +1,48 @@
+"""Sorting: int64 costs (num_samples,) -> positions from the largest cost to the smallest, ties by position."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+
+@njit(nogil=True, cache=True)
+def descending_order(costs: NDArray[np.int64]) -> NDArray[np.int32]:
+    """Sort by (cost descending, position ascending), by a least-significant-digit radix sort.
+
+    A radix sort is stable, so no unique key is needed: the whole 63 bits are left to the cost.
+
+    Args:
+        costs: int64 (num_samples,), at least 0.
+
+    Returns:
+        int32 (num_samples,): positions in that order.
+    """
+    num_samples = costs.shape[0]
+    largest = np.int64(0)
+    for sample in range(num_samples):
+        largest = max(largest, costs[sample])
+    # Wide digits need fewer passes, but each pass walks all buckets: narrow ones suit small batches.
+    bits = 11 if num_samples >= 4096 else 8
+    mask = np.int64((1 << bits) - 1)
+    source = np.empty(num_samples, np.int32)
+    target = np.empty(num_samples, np.int32)
+    for sample in range(num_samples):
+        source[sample] = sample
+    starts = np.empty((1 << bits) + 1, np.int64)
+    shift = 0
+    while shift < 63 and (largest >> shift) > 0:
+        starts[:] = 0
+        for sample in range(num_samples):
+            starts[mask - ((costs[sample] >> shift) & mask) + 1] += 1
+        for digit in range(mask):
+            starts[digit + 1] += starts[digit]
+        for index in range(num_samples):
+            sample = source[index]
+            digit = mask - ((costs[sample] >> shift) & mask)
+            target[starts[digit]] = sample
+            starts[digit] += 1
+        source, target = target, source
+        shift += bits
+    return source

@@ -1,0 +1,223 @@
+"""Tar headers in a buffer: bytes of an archive -> where its members' names and contents are, checksums verified.
+
+Only the plain forms are taken: a regular file, or a directory without content, alone or behind one PAX header whose
+records change nothing but the name (the writer of webdataset adds one for its mtime) or one GNU long name.
+Everything else is `UNUSUAL`, and the caller reads the whole archive with `tarfile`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+MORE, FULL, END, UNUSUAL = 0, 1, 2, 3
+HEADER_BYTES = 512
+
+# Columns of the table of members: places in the buffer, but for OFFSET, which is of the content in the archive.
+HEADER, NAME, NAME_LENGTH, PREFIX, PREFIX_LENGTH, CONTENT, OFFSET, SIZE = range(8)
+NUM_COLUMNS = 8
+
+REUSE_BYTES = 2560
+"""The next member is taken from the same bytes when this much is left: its headers and a kilobyte of content."""
+
+_SPACE, _SLASH, _ZERO, _SEVEN, _NINE, _EQUALS, _NEWLINE = 32, 47, 48, 55, 57, 61, 10
+_OLD_FILE, _FILE, _DIR, _LONG_NAME, _PAX = 0, 48, 53, 76, 120
+
+# PAX keywords that change nothing we read. "path" is handled; any other is unusual.
+_HARMLESS = np.frombuffer(b"mtime\natime\nctime\nuid\nuname\ngid\ngname\ncomment\n", dtype=np.uint8)
+_PATH = np.frombuffer(b"path\n", dtype=np.uint8)
+
+
+@njit(cache=True, nogil=True)
+def scan_block(
+    buffer: NDArray[np.uint8],
+    start: int,
+    filled: int,
+    position: int,
+    last: bool,
+    members: NDArray[np.int64],
+    count: int,
+) -> tuple[int, int, int]:
+    """Append the members whose headers are in a piece of an archive.
+
+    Args:
+        buffer: uint8 (num_bytes,), read-only or not.
+        start, filled: the piece: `filled` bytes from `start` on.
+        position: of the piece in the archive; a header has to be there.
+        last: whether the archive ends with the piece.
+        members: int64 (capacity, NUM_COLUMNS), written from row `count` on. The name is prefix + "/" + name where the
+            prefix has a length. Directories are left out.
+        count: rows that `members` holds.
+
+    Returns:
+        (count, position, state): rows now, where the next header is in the archive, and why the scan stopped: MORE
+        (it is not in the piece, or too near its end), FULL, END (a zero block) or UNUSUAL (there, or before).
+    """
+    base = position
+    while position + HEADER_BYTES <= base + filled and (
+        last or position == base or position + REUSE_BYTES <= base + filled
+    ):
+        if count == members.shape[0]:
+            return count, position, FULL
+        at = start + position - base
+        end = start + filled
+        header, name, length = at, 0, 0
+        kind = buffer[at + 156]
+        if kind == _PAX or kind == _LONG_NAME:
+            size = _octal(buffer, at + 124)
+            content = at + HEADER_BYTES
+            if size > 0 and position != base and content + _padded(size) + HEADER_BYTES > end:
+                return count, position, MORE
+            if size <= 0 or content + _padded(size) + HEADER_BYTES > end or not _checksum_matches(buffer, at):
+                return count, position, UNUSUAL
+            name, length = _pax_name(buffer, content, size) if kind == _PAX else _long_name(buffer, content, size)
+            if length < 0:
+                return count, position, UNUSUAL
+            at = content + _padded(size)
+            kind = buffer[at + 156]
+        elif kind == _OLD_FILE and _is_zero(buffer, at):
+            return count, position, END
+        size = _octal(buffer, at + 124)
+        if size < 0 or not _checksum_matches(buffer, at) or not _is_plain(buffer, at, kind, size):
+            return count, position, UNUSUAL
+        position = base + at - start + HEADER_BYTES
+        if kind != _DIR:
+            row = members[count]
+            row[HEADER], row[NAME], row[NAME_LENGTH], row[PREFIX_LENGTH] = header, name, length, 0
+            if length == 0:
+                row[NAME], row[NAME_LENGTH] = at, _length_to_nul(buffer, at, 100)
+                row[PREFIX], row[PREFIX_LENGTH] = at + 345, _length_to_nul(buffer, at + 345, 155)
+            row[CONTENT], row[OFFSET], row[SIZE] = at + HEADER_BYTES, position, size
+            count += 1
+            position += _padded(size)
+    return count, position, MORE
+
+
+@njit(cache=True, nogil=True)
+def _is_plain(buffer: NDArray[np.uint8], at: int, kind: int, size: int) -> bool:
+    """A regular file, or a directory without content."""
+    if kind == _OLD_FILE:  # of the old form, a directory is a file whose name ends in a slash
+        length = _length_to_nul(buffer, at, 100)
+        return length == 0 or buffer[at + length - 1] != _SLASH
+    return bool(kind == _FILE or (kind == _DIR and size == 0))
+
+
+@njit(cache=True, nogil=True)
+def _octal(buffer: NDArray[np.uint8], at: int) -> int:
+    """The 12 bytes at `at` as eleven octal digits and an end; -1 for any other way to write a number."""
+    value = np.int64(0)
+    for i in range(at, at + 11):
+        if buffer[i] < _ZERO or buffer[i] > _SEVEN:
+            return np.int64(-1)
+        value = value * 8 + (np.int64(buffer[i]) - _ZERO)
+    if buffer[at + 11] != 0 and buffer[at + 11] != _SPACE:
+        return np.int64(-1)
+    return value
+
+
+@njit(cache=True, nogil=True)
+def _padded(size: int) -> int:
+    return (size + 511) // 512 * 512
+
+
+@njit(cache=True, nogil=True)
+def _is_zero(buffer: NDArray[np.uint8], at: int) -> bool:
+    total = np.int64(0)
+    for i in range(at, at + HEADER_BYTES):
+        total += buffer[i]
+    return bool(total == 0)
+
+
+@njit(cache=True, nogil=True)
+def _checksum_matches(buffer: NDArray[np.uint8], at: int) -> bool:
+    """The sum of the header's bytes, those of the checksum taken as spaces; in octal, then NUL or spaces."""
+    stored = np.int64(0)
+    i = at + 148
+    while i < at + 156 and buffer[i] == _SPACE:
+        i += 1
+    first = i
+    while i < at + 156 and _ZERO <= buffer[i] <= _SEVEN:
+        stored = stored * 8 + (np.int64(buffer[i]) - _ZERO)
+        i += 1
+    if i == first:
+        return False
+    while i < at + 156:
+        if buffer[i] != 0 and buffer[i] != _SPACE:
+            return False
+        i += 1
+    total = np.int64(8 * _SPACE)
+    for j in range(at, at + 148):
+        total += buffer[j]
+    for j in range(at + 156, at + HEADER_BYTES):
+        total += buffer[j]
+    return bool(total == stored)
+
+
+@njit(cache=True, nogil=True)
+def _length_to_nul(buffer: NDArray[np.uint8], start: int, limit: int) -> int:
+    for i in range(limit):
+        if buffer[start + i] == 0:
+            return i
+    return limit
+
+
+@njit(cache=True, nogil=True)
+def _long_name(buffer: NDArray[np.uint8], start: int, size: int) -> tuple[int, int]:
+    """(start, length) of a GNU long name; length -1 where tarfile has to say."""
+    length = _length_to_nul(buffer, start, size)
+    return start, (length if length > 0 else -1)
+
+
+@njit(cache=True, nogil=True)
+def _pax_name(buffer: NDArray[np.uint8], start: int, size: int) -> tuple[int, int]:
+    """(start, length) of the value of `path` in PAX records; length 0 without one, -1 where tarfile has to say."""
+    name, name_length = 0, 0
+    at, end = start, start + size
+    while at < end:
+        length = 0
+        i = at
+        while i < end and i < at + 6 and _ZERO <= buffer[i] <= _NINE:
+            length = length * 10 + (np.int64(buffer[i]) - _ZERO)
+            i += 1
+        last = at + length - 1  # the newline that ends the record
+        if i == at or i >= last or last >= end or buffer[i] != _SPACE or buffer[last] != _NEWLINE:
+            return 0, -1
+        key = i + 1
+        value = _find(buffer, key, last, _EQUALS) + 1
+        # NUL or newline in a value, and values without one: left to tarfile.
+        if value > last or _find(buffer, value, last, _NEWLINE) < last or _find(buffer, value, last, 0) < last:
+            return 0, -1
+        if _is_one_of(buffer, key, value - 1 - key, _PATH):
+            if value == last or buffer[last - 1] == _SLASH or name_length > 0:  # empty, a directory's, or given twice
+                return 0, -1
+            name, name_length = value, last - value
+        elif not _is_one_of(buffer, key, value - 1 - key, _HARMLESS):
+            return 0, -1
+        at = last + 1
+    return name, name_length
+
+
+@njit(cache=True, nogil=True)
+def _find(buffer: NDArray[np.uint8], start: int, end: int, byte: int) -> int:
+    """Where `byte` is first in [start, end), else `end`."""
+    for i in range(start, end):
+        if buffer[i] == byte:
+            return i
+    return end
+
+
+@njit(cache=True, nogil=True)
+def _is_one_of(buffer: NDArray[np.uint8], start: int, length: int, words: NDArray[np.uint8]) -> bool:
+    """Whether the bytes are one of `words`, each of which ends with a newline."""
+    word = 0
+    while word < words.size:
+        end = _find(words, word, words.size, _NEWLINE)
+        if end - word == length:
+            same = 0
+            while same < length and words[word + same] == buffer[start + same]:
+                same += 1
+            if same == length:
+                return True
+        word = end + 1
+    return False

@@ -1,0 +1,244 @@
+"""The core of every benchmark: interleaved, repeated measurements -> results with their spread, and what they ran on.
+
+What is compared runs in turn within one process, so that a busy machine slows all of it alike; medians are reported
+with their quartiles, and every report carries its command, configuration and machine.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, is_dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """One line of a report.
+
+    Attributes:
+        name: what was measured.
+        unit: of the values.
+        values: one for each repeat, in the order they were taken.
+        demand: the median this should reach; None where nothing is asked.
+        better: whether low or high values are good.
+        note: what a reader needs beside the number.
+    """
+
+    name: str
+    unit: str
+    values: tuple[float, ...]
+    demand: float | None = None
+    better: Literal["low", "high"] = "low"
+    note: str = ""
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.values)
+
+    @property
+    def spread(self) -> tuple[float, float]:
+        """Lower and upper quartile; the extremes where there are fewer than four values."""
+        if len(self.values) < 4:
+            return min(self.values), max(self.values)
+        low, _, high = statistics.quantiles(self.values, n=4, method="inclusive")
+        return low, high
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the median reaches the demand; None where there is none."""
+        if self.demand is None:
+            return None
+        return self.median <= self.demand if self.better == "low" else self.median >= self.demand
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-safe."""
+        low, high = self.spread
+        return {
+            **asdict(self),
+            "values": list(self.values),
+            "median": self.median,
+            "spread": [low, high],
+            "met": self.met,
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """All results of one benchmark, with what is needed to repeat it.
+
+    Attributes:
+        command: as typed: `orchdata bench plan`.
+        config: the benchmark's configuration, JSON-safe.
+        results: in the order to show.
+        machine: see `machine()`.
+    """
+
+    command: str
+    config: Mapping[str, Any]
+    results: Sequence[Result]
+    machine: Mapping[str, Any] = field(default_factory=lambda: machine())
+
+    @property
+    def met(self) -> bool:
+        """Whether no demand was missed."""
+        return all(result.met is not False for result in self.results)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-safe."""
+        return {
+            "command": self.command,
+            "config": dict(self.config),
+            "machine": dict(self.machine),
+            "met": self.met,
+            "results": [result.to_dict() for result in self.results],
+        }
+
+    def json_lines(self) -> Iterator[str]:
+        """One JSON object for each result, each with command, configuration and machine: to append to a log."""
+        shared = {"command": self.command, "config": dict(self.config), "machine": dict(self.machine)}
+        for result in self.results:
+            yield json.dumps({**shared, **result.to_dict()}, sort_keys=True)
+
+    def render(self) -> Table:
+        """A table for people."""
+        from rich.table import Table
+
+        settings = ", ".join(f"{name}={value}" for name, value in self.config.items() if value is not None)
+        table = Table(title=f"{self.command}: {settings}", caption=describe_machine(self.machine), title_justify="left")
+        for heading, justify in (
+            ("measured", "left"),
+            ("median", "right"),
+            ("quartiles", "right"),
+            ("demand", "right"),
+        ):
+            table.add_column(heading, justify=justify, no_wrap=heading != "measured")  # type: ignore[arg-type]
+        table.add_column("note")
+        for result in self.results:
+            low, high = result.spread
+            spread = "" if len(result.values) == 1 else f"{_digits(low)} - {_digits(high)}"
+            table.add_row(result.name, f"{_digits(result.median)} {result.unit}", spread, _demand(result), result.note)
+        return table
+
+
+def make_report(command: str, config: Any, results: Sequence[Result]) -> Report:
+    """A report of `results` measured under a configuration dataclass."""
+    if not is_dataclass(config) or isinstance(config, type):
+        raise TypeError(f"config must be a dataclass instance, got {config!r}")
+    settings = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(config).items()}
+    return Report(command=command, config=settings, results=tuple(results))
+
+
+def interleave(
+    functions: Mapping[str, Callable[[], object]],
+    *,
+    repeats: int,
+    warmup: int = 1,
+    clock: Clock = time.perf_counter,
+) -> dict[str, tuple[float, ...]]:
+    """Seconds that each function takes, run in turn `repeats` times after `warmup` rounds that do not count.
+
+    Every second round runs backwards, so that none always follows the same other. Garbage is collected between calls
+    and not during them.
+
+    Args:
+        functions: name -> what to run.
+        repeats: values for each.
+        warmup: rounds before.
+        clock: `time.perf_counter` for elapsed time, `time.process_time` for the time of this process alone.
+    """
+    if repeats < 1 or warmup < 0:
+        raise ValueError(f"repeats must be at least 1 and warmup at least 0, got {repeats} and {warmup}")
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    enabled = gc.isenabled()
+    try:
+        for turn in range(warmup + repeats):
+            names = list(functions) if turn % 2 == 0 else list(functions)[::-1]
+            for name in names:
+                gc.collect()
+                gc.disable()
+                started = clock()
+                functions[name]()
+                elapsed = clock() - started
+                if enabled:
+                    gc.enable()
+                if turn >= warmup:
+                    seconds[name].append(elapsed)
+    finally:
+        if enabled:
+            gc.enable()
+    return {name: tuple(values) for name, values in seconds.items()}
+
+
+def machine() -> dict[str, Any]:
+    """The machine and the versions that numbers depend on, JSON-safe."""
+    packages = ("numpy", "numba", "torch", "pyarrow", "pillow", "simplejpeg", "webdataset", "tokenizers")
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "load": round(os.getloadavg()[0], 2),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "packages": {name: found for name in packages if (found := _version(name))},
+    }
+
+
+def describe_machine(facts: Mapping[str, Any]) -> str:
+    """One line of what `machine()` found."""
+    packages = ", ".join(f"{name} {found}" for name, found in facts["packages"].items())
+    return (
+        f"{facts['cpu']}, {facts['cores']} cores, load {facts['load']}, {facts['memory_gib']} GiB; "
+        f"Python {facts['python']}, {packages}"
+    )
+
+
+def anonymous_bytes() -> int:
+    """Anonymous memory of this process (RssAnon): what it has allocated, mapped files left out."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    raise OSError("/proc/self/status has no RssAnon: this is measured on Linux only")
+
+
+def _cpu_model() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _digits(value: float) -> str:
+    """Three significant digits, thousands in full."""
+    if value == 0 or abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
+
+
+def _demand(result: Result) -> str:
+    if result.demand is None:
+        return ""
+    sign = "<=" if result.better == "low" else ">="
+    return f"{sign} {_digits(result.demand)}: {'met' if result.met else 'MISSED'}"

@@ -1,0 +1,178 @@
+"""`orchdata bench index`: how fast shards are scanned, and what measuring texts costs beside tokenizing them.
+
+tars of JPEG + WAV/FLAC + text --facts, one core--> samples/s
+                               --costs under a recipe / the tokenizer alone--> ratio
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+
+from orchdata.bench.corpus import Corpus
+from orchdata.bench.harness import Result, interleave
+from orchdata.loaders.cache import CacheFolder
+from orchdata.loaders.costs import cost_shard
+from orchdata.loaders.limits import Limits
+from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.shards import Shard, open_shard
+from orchdata.loaders.text import TextPreprocessor
+
+Tokenizer = Callable[[str], list[int]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IndexBench:
+    """What to measure.
+
+    Attributes:
+        samples: of the made-up dataset, about 100 KiB each.
+        words: mean length of a text; the default is that of instruction data.
+        repeats: of each measurement.
+        seed: of the dataset.
+        folder: where to write it; a temporary folder by default.
+    """
+
+    samples: int = 6_000
+    words: int = 300
+    repeats: int = 5
+    seed: int = 0
+    folder: str | None = None
+
+
+def run(config: IndexBench) -> list[Result]:
+    """Measure."""
+    with tempfile.TemporaryDirectory(dir=config.folder) as folder:
+        corpus = Corpus(
+            samples=config.samples,
+            shards=min(6, config.samples),
+            words=config.words,
+            seed=config.seed,
+            audio_seconds=1.5,
+        )
+        urls = corpus.write(Path(folder))
+        cache = CacheFolder(Path(folder) / "cache")
+        name, tokenizer = make_tokenizer(urls, cache)
+        return [
+            *_scanning(urls, cache, config),
+            *_tokenizing(urls, cache, config, name, Recipe(text=TextPreprocessor(tokenizer, id=name)), tokenizer),
+        ]
+
+
+def _open(url: str, cache: CacheFolder) -> Shard:
+    return open_shard(url, limits=Limits(), cache=cache)
+
+
+def scan(urls: Sequence[str], cache: CacheFolder) -> list[pa.Table]:
+    """The facts of each shard, scanned anew."""
+    tables = []
+    for url in urls:
+        shard = _open(url, cache)
+        try:
+            tables.append(shard.facts())
+        finally:
+            shard.close()
+    return tables
+
+
+def _scanning(urls: Sequence[str], cache: CacheFolder, config: IndexBench) -> list[Result]:
+    wall = interleave({"scan": lambda: scan(urls, cache)}, repeats=config.repeats)["scan"]
+    cpu = interleave({"scan": lambda: scan(urls, cache)}, repeats=config.repeats, clock=time.process_time)["scan"]
+    return [
+        Result(
+            name="walk shards and read media headers",
+            unit="samples per CPU second",
+            values=tuple(config.samples / seconds for seconds in cpu),
+            demand=30_000.0,
+            better="high",
+            note="JPEG + WAV/FLAC + text, one thread, page cache warm",
+        ),
+        Result(
+            name="  the same, elapsed",
+            unit="samples/s",
+            values=tuple(config.samples / seconds for seconds in wall),
+            better="high",
+        ),
+    ]
+
+
+def _tokenizing(
+    urls: Sequence[str], cache: CacheFolder, config: IndexBench, name: str, recipe: Recipe, tokenizer: Tokenizer
+) -> list[Result]:
+    facts = dict(zip(urls, scan(urls, cache), strict=True))
+    texts = [text for url in urls for text in read_texts(url, facts[url], cache)]
+
+    def cost_layer() -> None:
+        for url in urls:
+            cost_shard(facts[url], lambda url=url: _open(url, cache), recipe)  # type: ignore[misc]
+
+    def tokenizer_alone() -> None:
+        for text in texts:
+            tokenizer(text)
+
+    seconds = interleave(
+        {"cost layer": cost_layer, "tokenizer": tokenizer_alone}, repeats=config.repeats, clock=time.process_time
+    )
+    pairs = list(zip(seconds["cost layer"], seconds["tokenizer"], strict=True))
+    return [
+        Result(
+            name="costs under a recipe / the tokenizer alone",
+            unit="x",
+            values=tuple(layer / alone for layer, alone in pairs),
+            demand=1.2,
+            note=f"CPU time; {name}, {sum(map(len, texts)) / len(texts):.0f} characters a text",
+        ),
+        Result(
+            name="  added to the tokenizer",
+            unit="us a sample",
+            values=tuple(1e6 * (layer - alone) / config.samples for layer, alone in pairs),
+            note="whatever the length of the text",
+        ),
+        Result(
+            name="  costs under a recipe",
+            unit="samples per CPU second",
+            values=tuple(config.samples / value for value in seconds["cost layer"]),
+            better="high",
+        ),
+        Result(
+            name="  the tokenizer alone",
+            unit="samples per CPU second",
+            values=tuple(config.samples / value for value in seconds["tokenizer"]),
+            better="high",
+        ),
+    ]
+
+
+def read_texts(url: str, facts: pa.Table, cache: CacheFolder) -> list[str]:
+    """The text members of a shard."""
+    columns = facts.select(["field", "offset", "size", "encoding"]).to_pydict()
+    rows = zip(columns["field"], columns["offset"], columns["size"], columns["encoding"], strict=True)
+    shard = _open(url, cache)
+    try:
+        return [
+            bytes(shard.read(offset, size, encoding, field)).decode()
+            for field, offset, size, encoding in rows
+            if field == "txt"
+        ]
+    finally:
+        shard.close()
+
+
+def make_tokenizer(urls: Sequence[str], cache: CacheFolder) -> tuple[str, Tokenizer]:
+    """A byte-level BPE trained on a shard's texts; without the `tokenizers` package, the bytes of the text."""
+    try:
+        from tokenizers import Tokenizer as Trained
+        from tokenizers import decoders, models, pre_tokenizers, trainers
+    except ImportError:
+        return "UTF-8 bytes (tokenizers is not installed)", lambda text: list(text.encode())
+    trained = Trained(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trained.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=8_000, show_progress=False)
+    trained.train_from_iterator(read_texts(urls[0], scan(urls[:1], cache)[0], cache), trainer)
+    return "BPE of 8,000 tokens (tokenizers)", lambda text: trained.encode(text).ids

@@ -1,0 +1,161 @@
+"""`orchdata bench plan`: planning one step at scale, and starting a loader over a large index.
+
+synthetic index of 10 M rows --make_plan at 2,560 ranks x 16--> ms a step
+                             --a fresh process: DataLoader(...)--> seconds, anonymous memory
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from orchdata.balance import Balance
+from orchdata.balancers import balance_phases
+from orchdata.bench.distributions import OMNI_COST
+from orchdata.bench.harness import Result, interleave
+from orchdata.costs import IndexCosts
+from orchdata.loaders.index import Index
+from orchdata.loaders.order import Order, Shuffle
+from orchdata.loaders.synthetic import synthetic_index
+from orchdata.plan import PlanSpec, make_plan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanBench:
+    """What to measure.
+
+    Attributes:
+        ranks: simulated DP ranks.
+        samples_per_rank: of a step.
+        samples: rows of the index.
+        max_tokens: cap on a microbatch, for the variant that splits into microbatches.
+        repeats: measured steps, all different; and starts of a loader, a tenth of that.
+        seed: of the index and the order.
+        folder: where to write the index (about 170 bytes a row); a temporary folder by default.
+    """
+
+    ranks: int = 2_560
+    samples_per_rank: int = 16
+    samples: int = 10_000_000
+    max_tokens: int = 8_192
+    repeats: int = 30
+    seed: int = 0
+    folder: str | None = None
+
+
+def run(config: PlanBench) -> list[Result]:
+    """Measure; raises ValueError where the index is smaller than one global batch."""
+    size = config.ranks * config.samples_per_rank
+    if size > config.samples:
+        raise ValueError(f"{config.ranks} ranks x {config.samples_per_rank} need {size} samples, got {config.samples}")
+    with tempfile.TemporaryDirectory(dir=config.folder) as folder:
+        path = Path(folder) / "index.arrow"
+        index = synthetic_index(path, config.samples, config.seed)
+        return [*_planning(index, config), *_starting(path, config)]
+
+
+def _planning(index: Index, config: PlanBench) -> list[Result]:
+    plain, split = (
+        PlanSpec(
+            source=IndexCosts(index, OMNI_COST),
+            order=Order(index.num_samples, shuffle=Shuffle(), seed=config.seed, excluded=index.bad_rows()),
+            balance=balance,
+            num_ranks=config.ranks,
+            global_batch_size=config.ranks * config.samples_per_rank,
+            drop_last=True,
+        )
+        for balance in (Balance(), Balance(max_tokens=config.max_tokens, oversize="own"))
+    )
+    steps = np.random.default_rng(config.seed).integers(0, plain.num_steps, 1 + config.repeats).tolist()
+    turn = {"plan": iter(steps), "split": iter(steps), "look up": iter(steps), "balance": iter(steps)}
+    size = plain.global_batch_size
+
+    def look_up() -> dict[str, np.ndarray]:
+        start = next(turn["look up"]) * size
+        dataset_id, row = plain.order.rows(0, start, start + size)
+        found = {phase: plain.source.costs(phase, dataset_id, row) for phase in plain.source.phases}
+        plain.source.positions("llm", dataset_id, row)
+        plain.source.loss_tokens(dataset_id, row)
+        return found
+
+    costs = look_up()
+    turn["look up"] = iter(steps)
+    seconds = interleave(
+        {
+            "plan": lambda: make_plan(plain, 0, next(turn["plan"])),
+            "split": lambda: make_plan(split, 0, next(turn["split"])),
+            "look up": look_up,
+            "balance": lambda: balance_phases(costs, config.ranks),
+        },
+        repeats=config.repeats,
+    )
+    turn["plan"] = iter(steps)
+    cpu = interleave(
+        {"plan": lambda: make_plan(plain, 0, next(turn["plan"]))}, repeats=config.repeats, clock=time.thread_time
+    )
+    plan = make_plan(plain, 0, steps[0])
+    peaks = sum(int(plan.loads(phase).max()) for phase in plan.phases)
+    dealt = sum(int(plan.loads_unbalanced(phase).max()) for phase in plan.phases)
+    bounds = sum(plan.lower_bound(phase) for phase in plan.phases)
+    return [
+        _milliseconds("plan one step", seconds["plan"], 30.0, f"index lookups included; {len(plan.phases)} phases"),
+        _milliseconds("  the same, CPU time", cpu["plan"], None, "what a busy machine does not blur"),
+        _milliseconds("  of it: order and index lookups", seconds["look up"]),
+        _milliseconds("  of it: balancing", seconds["balance"]),
+        _milliseconds(
+            f"plan one step, microbatches of {config.max_tokens:,} tokens",
+            seconds["split"],
+            None,
+            f"{make_plan(split, 0, steps[0]).num_microbatches} microbatches",
+        ),
+        Result(
+            name="sum over phases of the largest load / lower bound",
+            unit="x",
+            values=(peaks / bounds,),
+            note=f"without balancing {dealt / bounds:.2f} x",
+        ),
+    ]
+
+
+def _starting(path: Path, config: PlanBench) -> list[Result]:
+    starts = [_start(path, config) for _ in range(max(1, config.repeats // 10))]
+    seconds = tuple(start["seconds"] for start in starts)
+    cpu = [start["cpu_seconds"] for start in starts]
+    memory = tuple(start["anonymous_bytes"] / 2**20 for start in starts)
+    added = [(start["anonymous_bytes"] - start["before_bytes"]) / 2**20 for start in starts]
+    return [
+        Result(
+            name=f"start a DataLoader over {config.samples:,} samples and plan its first step",
+            unit="s",
+            values=seconds,
+            demand=2.0,
+            note=f"fresh process, after imports; page cache warm; CPU time {statistics.median(cpu):.2g} s",
+        ),
+        Result(
+            name="anonymous memory of that process",
+            unit="MiB",
+            values=memory,
+            demand=1024.0,
+            note=f"{max(added):.0f} MiB more than after imports",
+        ),
+    ]
+
+
+def _start(path: Path, config: PlanBench) -> dict[str, float]:
+    """Start a loader in a fresh process and hear what it took."""
+    command = [sys.executable, "-m", "orchdata.bench.start", str(path), str(config.ranks), str(config.samples_per_rank)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    report: dict[str, float] = json.loads(done.stdout)
+    return report
+
+
+def _milliseconds(name: str, seconds: tuple[float, ...], demand: float | None = None, note: str = "") -> Result:
+    return Result(name=name, unit="ms", values=tuple(1e3 * value for value in seconds), demand=demand, note=note)

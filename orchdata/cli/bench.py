@@ -1,0 +1,91 @@
+"""`orchdata bench`: what the library does on this machine. Each benchmark is a module with `run(config) -> results`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from orchdata.cli.options import JsonOption
+from orchdata.cli.output import one_line_errors, print_json, print_table
+
+if TYPE_CHECKING:
+    from orchdata.bench.harness import Result
+
+app = typer.Typer(help="Measure on this machine.", no_args_is_help=True, rich_markup_mode=None)
+
+RepeatsOption = Annotated[int, typer.Option(help="Times to measure each thing.")]
+SeedOption = Annotated[int, typer.Option(help="Seed of the data.")]
+FolderOption = Annotated[str | None, typer.Option(help="Where to write the data; default: a temporary folder.")]
+
+
+@app.command()
+@one_line_errors
+def plan(
+    ranks: Annotated[int, typer.Option(help="Simulated data-parallel ranks.")] = 2_560,
+    samples_per_rank: Annotated[int, typer.Option(help="Samples per rank and step.")] = 16,
+    samples: Annotated[int, typer.Option(help="Samples of the index.")] = 10_000_000,
+    repeats: RepeatsOption = 30,
+    seed: SeedOption = 0,
+    folder: FolderOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Planning one step at scale, and starting a loader over a large index."""
+    from orchdata.bench.plan import PlanBench, run
+
+    config = PlanBench(
+        ranks=ranks, samples_per_rank=samples_per_rank, samples=samples, repeats=repeats, seed=seed, folder=folder
+    )
+    _measure("plan", config, run, as_json)
+
+
+@app.command()
+@one_line_errors
+def index(
+    samples: Annotated[int, typer.Option(help="Samples of the dataset, about 100 KiB each.")] = 6_000,
+    words: Annotated[int, typer.Option(help="Mean length of a text.")] = 300,
+    repeats: RepeatsOption = 5,
+    seed: SeedOption = 0,
+    folder: FolderOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Indexing on one core: walking shards, media headers, and what tokenizing adds."""
+    from orchdata.bench.index import IndexBench, run
+
+    _measure("index", IndexBench(samples=samples, words=words, repeats=repeats, seed=seed, folder=folder), run, as_json)
+
+
+@app.command()
+@one_line_errors
+def throughput(
+    samples: Annotated[int, typer.Option(help="Samples of the dataset, about 180 KiB each.")] = 1_000,
+    batch_size: Annotated[int, typer.Option(help="Samples of a batch.")] = 16,
+    workers: Annotated[int, typer.Option(help="Threads of ours, worker processes of torch's DataLoader.")] = 2,
+    repeats: RepeatsOption = 5,
+    seed: SeedOption = 0,
+    folder: FolderOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Loading against webdataset in torch's DataLoader, with the same decoding, in turn."""
+    from orchdata.bench.throughput import ThroughputBench, run
+
+    config = ThroughputBench(
+        samples=samples, batch_size=batch_size, workers=workers, repeats=repeats, seed=seed, folder=folder
+    )
+    _measure("throughput", config, run, as_json)
+
+
+def _measure(name: str, config: Any, run: Callable[[Any], list[Result]], as_json: bool) -> None:
+    from rich.console import Console
+
+    from orchdata.bench.harness import make_report
+
+    console = Console(stderr=True)
+    with console.status(f"measuring: {name}") if console.is_terminal else nullcontext():
+        report = make_report(f"orchdata bench {name}", config, run(config))
+    if as_json:
+        print_json(report.to_dict())
+    else:
+        print_table(report.render())

@@ -1,0 +1,57 @@
+"""Options that commands share, and the objects that `MODULE:NAME` names."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from operator import attrgetter
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import typer
+
+Paths = Annotated[
+    list[str],
+    typer.Argument(metavar="PATHS...", help="Shards: files, globs or braces, e.g. 'train-{000..127}.tar'."),
+]
+RecipeOption = Annotated[
+    str | None, typer.Option("--recipe", metavar="MODULE:NAME", help="An od.Recipe; default: od.Recipe().")
+]
+CostOption = Annotated[
+    str | None, typer.Option("--cost", metavar="MODULE:NAME", help="An od.CostModel; default: LLM tokens.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, for machines.")]
+
+Kind = TypeVar("Kind")
+
+
+def load_object(name: str, kind: type[Kind], option: str) -> Kind:
+    """The object that `MODULE:NAME` names; modules of the working directory count, as under `python -m`.
+
+    Raises:
+        ValueError: when the name has no colon, cannot be imported, or names something else than a `kind`.
+    """
+    module_name, colon, attribute = name.partition(":")
+    if not (module_name and colon and attribute):
+        raise ValueError(f"{option} must be MODULE:NAME, such as my_project.data:recipe, got {name!r}")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        value = attrgetter(attribute)(importlib.import_module(module_name))
+    except Exception as error:  # whatever the user's module raises while it is imported
+        raise ValueError(f"{option} {name}: {type(error).__name__}: {error}") from error
+    if not isinstance(value, kind):
+        raise ValueError(f"{option} {name} must be an od.{kind.__name__}, got {type(value).__name__}")
+    return value
+
+
+def ranks_list(text: str) -> tuple[int, ...]:
+    """`8,64,512` -> (8, 64, 512)."""
+    try:
+        ranks = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"--ranks must be numbers separated by commas, such as 8,64, got {text!r}") from None
+    if min(ranks) < 1:
+        raise ValueError(f"--ranks must be at least 1, got {min(ranks)}")
+    return ranks

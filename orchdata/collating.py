@@ -1,0 +1,117 @@
+"""Batches by a user's collate_fn: decoded samples of shards, or items of a torch map-style data set."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchdata.loaders.errors import DataError, FieldError
+from orchdata.loaders.index import Index
+from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.samples import Sample, decode_sample
+from orchdata.loaders.shards import OpenShards
+from orchdata.plan import Plan
+from orchdata.step import Assembled
+from orchdata.stored import StoredSample
+
+Load = Callable[[int], Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleAssembler:
+    """Loads each sample by its row, then hands the list to `collate_fn`.
+
+    Attributes:
+        load: row -> sample; raises DataError for one that cannot be used.
+        collate_fn: list of samples -> batch.
+        repeat_first: a rank without a sample gets the global batch's first one, as torch's DistributedSampler
+            pads; otherwise `collate_fn` gets an empty list.
+    """
+
+    load: Load
+    collate_fn: Callable[[list[Any]], Any]
+    repeat_first: bool
+    pin_memory: bool = False
+
+    def begin(self, plan: Plan, rank: int, microbatch: int, positions: NDArray[np.int64]) -> SampleAssembly:
+        return SampleAssembly(self, plan.row[positions], int(plan.row[0]))
+
+
+class SampleAssembly:
+    """One microbatch of samples under construction."""
+
+    def __init__(self, assembler: SampleAssembler, rows: NDArray[np.int64], first_row: int) -> None:
+        self._assembler = assembler
+        self._first_row = first_row
+        self._samples: dict[int, Any] = {}
+        self._failures: dict[int, DataError] = {}
+        self._seconds = 0.0
+        self._lock = threading.Lock()
+        self.tasks = [partial(self._load, place, int(row)) for place, row in enumerate(rows)]
+
+    def finish(self) -> Assembled:
+        if not self._samples and self._assembler.repeat_first:
+            self._load(-1, self._first_row)
+            if not self._samples:
+                raise self._failures[-1]
+        started = time.perf_counter()
+        batch = self._assembler.collate_fn([self._samples[place] for place in sorted(self._samples)])
+        if self._assembler.pin_memory:
+            batch = _pin(batch)
+        seconds = {"decoding": self._seconds, "packing": time.perf_counter() - started}
+        failures = [self._failures[place] for place in sorted(self._failures)]
+        return Assembled(batch, failures, seconds)
+
+    def _load(self, place: int, row: int) -> None:
+        started = time.perf_counter()
+        try:
+            sample = self._assembler.load(row)
+        except DataError as failure:
+            with self._lock:
+                self._failures[place] = failure
+            return
+        with self._lock:
+            self._samples[place] = sample
+            self._seconds += time.perf_counter() - started
+
+
+def shard_loader(index: Index, shards: OpenShards, recipe: Recipe) -> Load:
+    """row -> decoded `Sample` of an index."""
+
+    def load(row: int) -> Sample:
+        stored = StoredSample(index, shards, row)
+        try:
+            parts = decode_sample(stored.members, stored.read(recipe), recipe)
+        except FieldError as error:
+            raise error.at(stored.shard, stored.key) from error.__cause__
+        return Sample(shard=stored.shard, key=stored.key, parts=parts)
+
+    return load
+
+
+def map_loader(dataset: Any, *, skip_errors: bool) -> Load:
+    """row -> `dataset[row]`; under `skip_errors` an exception there is a DataError of that row."""
+
+    def load(row: int) -> Any:
+        try:
+            return dataset[row]
+        except Exception as error:
+            if not skip_errors or isinstance(error, DataError):
+                raise
+            reason = f"{type(error).__name__}: {error}"
+            raise DataError(type(dataset).__name__, str(row), "", reason) from error
+
+    return load
+
+
+def _pin(batch: Any) -> Any:
+    from torch.utils.data._utils.pin_memory import pin_memory
+
+    return pin_memory(batch)

@@ -1,0 +1,96 @@
+"""Sample costs for planning: from an index under a cost model, or from an array.
+
+Encoder phases sum over a sample's parts, each a sequence of its own; `llm` is one sequence a sample.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchdata.balancers import CostModel
+from orchdata.loaders.index import Index
+from orchdata.loaders.modality import ENCODERS, MODALITIES
+from orchdata.native.costs import COST_SHIFT, part_costs, sequence_costs
+
+Ints = NDArray[np.int64]
+
+_ONE_A_POSITION = (1 << COST_SHIFT, 0, 0)
+
+
+@dataclass(frozen=True)
+class IndexCosts:
+    """Costs of an index's rows.
+
+    Args:
+        index: the samples.
+        model: cost model of the balanced phases; None balances LLM tokens.
+        multiple_of: LLM sequences are padded to a multiple of this.
+    """
+
+    index: Index
+    model: CostModel | None = None
+    multiple_of: int = 1
+
+    def __post_init__(self) -> None:
+        for phase in self.balanced:
+            if phase not in (*ENCODERS, "llm"):
+                raise ValueError(f"the cost model names phase {phase!r}; the phases are {', '.join(ENCODERS)} and llm")
+        if "llm" not in self.balanced:
+            raise ValueError(f"the cost model must name the phase llm, it names {', '.join(self.balanced)}")
+
+    @property
+    def balanced(self) -> tuple[str, ...]:
+        return self.model.phases if self.model is not None else ("llm",)
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        found = [name for name in ENCODERS if name in self.balanced or self.index.totals["modalities"][name]["parts"]]
+        return (*found, "llm")
+
+    def costs(self, phase: str, dataset_id: NDArray[np.int32], row: Ints) -> Ints:
+        if self.model is None or phase not in self.model.phases:
+            return self._evaluate(phase, row, _ONE_A_POSITION)
+        return self._evaluate(phase, row, self.model.coefficients(phase))
+
+    def positions(self, phase: str, dataset_id: NDArray[np.int32], row: Ints) -> Ints:
+        return self._evaluate(phase, row, _ONE_A_POSITION)
+
+    def loss_tokens(self, dataset_id: NDArray[np.int32], row: Ints) -> Ints:
+        return self.index.loss_tokens[row].astype(np.int64)
+
+    def _evaluate(self, phase: str, row: Ints, coefficients: tuple[int, int, int]) -> Ints:
+        if phase == "llm":
+            lengths = self.index.llm_tokens[row].astype(np.int64)
+            if self.multiple_of > 1:
+                lengths = -(-lengths // self.multiple_of) * self.multiple_of
+            return sequence_costs(lengths, *coefficients)
+        return part_costs(
+            row,
+            self.index.part_offsets,
+            self.index.part_modality,
+            self.index.part_positions,
+            MODALITIES.index(phase),
+            *coefficients,
+        )
+
+
+@dataclass(frozen=True)
+class ArrayCosts:
+    """One cost a sample, int64 (num_samples,), in the single phase `llm`."""
+
+    values: Ints
+
+    phases: tuple[str, ...] = ("llm",)
+    balanced: tuple[str, ...] = ("llm",)
+
+    def costs(self, phase: str, dataset_id: NDArray[np.int32], row: Ints) -> Ints:
+        return np.maximum(self.values[row], 1)
+
+    def positions(self, phase: str, dataset_id: NDArray[np.int32], row: Ints) -> Ints:
+        return self.values[row]
+
+    def loss_tokens(self, dataset_id: NDArray[np.int32], row: Ints) -> Ints:
+        return np.zeros(len(row), np.int64)

@@ -1,0 +1,159 @@
+"""`orchdata demo`: make a dataset, profile it, train a small multimodal LLM on it unbalanced and balanced, report.
+
+    OMNI --synthesize--> shards --index--> profile
+                           +--torchrun, 2 ranks: orchdata.demo.train--> records --> DemoReport
+
+Everything lies in one temporary folder, the index included, and goes with it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from orchdata.demo.report import DemoReport, compare_curves, render, summarise_lane
+
+__all__ = ["DemoConfig", "DemoReport", "render", "run_demo"]
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DemoConfig:
+    """How much the demo does.
+
+    Attributes:
+        samples: samples of the dataset.
+        ranks: processes, of one CPU thread each.
+        steps: measured optimizer steps of each lane.
+        block_steps: steps of one lane before the other takes its turn.
+        warmup_steps: steps of each lane before the measured ones.
+        batch_size: samples per rank and step (a mean, once balanced).
+        seed: of dataset, order and weights.
+    """
+
+    samples: int = 512
+    ranks: int = 2
+    steps: int = 48
+    block_steps: int = 4
+    warmup_steps: int = 2
+    batch_size: int = 4
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("samples", "ranks", "steps", "block_steps", "warmup_steps", "batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.samples < self.ranks * self.batch_size:
+            raise ValueError(
+                f"samples must be at least ranks x batch_size, {self.ranks * self.batch_size}, for one step; "
+                f"got {self.samples}"
+            )
+
+
+def run_demo(config: DemoConfig | None = None, *, progress: Progress | None = None) -> DemoReport:
+    """Run the whole demo.
+
+    Args:
+        config: default `DemoConfig()`, which takes about a minute on two cores.
+        progress: called with what is being done, and how far it is: ("training", steps done, steps in all).
+
+    Raises:
+        LaunchError: a training process failed; the message quotes the end of its log.
+    """
+    from dataclasses import replace
+
+    from orchdata.demo.launch import torchrun
+    from orchdata.demo.setup import make_cost, make_model_config, make_recipe
+    from orchdata.loaders.build import build_index
+    from orchdata.loaders.cache import CacheFolder
+    from orchdata.profile import profile
+    from orchdata.synth import OMNI, synthesize
+
+    config = config if config is not None else DemoConfig()
+    tell = progress if progress is not None else lambda what, done, total: None
+    watch = _Watch()
+    with tempfile.TemporaryDirectory(prefix="orchdata-demo-") as name:
+        folder = Path(name)
+        made = synthesize(
+            replace(OMNI, seed=config.seed),
+            folder / "shards",
+            samples=config.samples,
+            progress=lambda done, total: tell("writing samples", done, total),
+        )
+        watch.note("synth")
+
+        recipe = make_recipe()
+        cost = make_cost(make_model_config(recipe))
+        index = build_index(
+            [str(path) for path in made.paths],
+            recipe,
+            cache=CacheFolder(folder / "cache"),
+            progress=lambda built: tell("indexing shards", built.done, built.total),
+        )
+        profiled = profile(
+            index, cost=cost, ranks=(config.ranks, 8, 64), batch_size=config.batch_size, seed=config.seed
+        )
+        watch.note("profile")
+
+        task = {
+            "shards": [str(path) for path in made.paths],
+            "steps": config.steps,
+            "block_steps": config.block_steps,
+            "warmup_steps": config.warmup_steps,
+            "global_batch_size": config.ranks * config.batch_size,
+            "seed": config.seed,
+        }
+        (folder / "task.json").write_text(json.dumps(task))
+        with (folder / "ranks.log").open("w+b") as log:
+            torchrun(
+                ["-m", "orchdata.demo.train", str(folder / "task.json"), str(folder / "result.json")],
+                num_ranks=config.ranks,
+                environment={"ORCHDATA_CACHE": str(folder / "cache")},
+                log=log,
+                progress=lambda done, total: tell("training", done, total),
+            )
+        result = json.loads((folder / "result.json").read_text())
+        watch.note("train")
+
+    summaries = {name: summarise_lane(records, config.warmup_steps) for name, records in result["lanes"].items()}
+    _, steps_before, losses_before = summaries["unbalanced"]
+    _, steps_after, losses_after = summaries["balanced"]
+    ratios = sorted((steps_before / steps_after).tolist())
+    return DemoReport(
+        ranks=config.ranks,
+        cores=_usable_cores(),
+        parameters=result["parameters"],
+        steps=config.steps,
+        warmup_steps=config.warmup_steps,
+        global_batch_size=config.ranks * config.batch_size,
+        lanes={name: summary[0] for name, summary in summaries.items()},
+        speedup=float(steps_before.sum() / steps_after.sum()),
+        speedup_of_median_step=ratios[len(ratios) // 2],
+        loss_difference=compare_curves(losses_before, losses_after),
+        dataset=made,
+        profile=profiled,
+        seconds=watch.seconds,
+    )
+
+
+def _usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class _Watch:
+    """Seconds each stage took."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def note(self, stage: str) -> None:
+        now = time.perf_counter()
+        self.seconds[stage] = round(now - self._last, 2)
+        self._last = now

@@ -1,0 +1,213 @@
+"""The plan of a step: (what is known of the samples, order, epoch, step) -> who gets which sample.
+
+    order --positions--> rows --costs--> balance --rank--> split --microbatch--> Plan
+
+`make_plan` is pure and asks nobody: every rank computes the same plan alone, to the bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchdata.balance import Balance
+from orchdata.balancers import balance_phases, lower_bound, split_microbatches
+
+Ints = NDArray[np.int64]
+
+
+class SampleCosts(Protocol):
+    """What a plan needs to know of samples, without decoding any.
+
+    All methods take `dataset_id` int32 (n,) and `row` int64 (n,) and return int64 (n,).
+    """
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """Phases whose loads are reported."""
+
+    @property
+    def balanced(self) -> tuple[str, ...]:
+        """Those of them that are balanced, a subset."""
+
+    def costs(self, phase: str, dataset_id: NDArray[np.int32], row: Ints) -> Ints: ...
+
+    def positions(self, phase: str, dataset_id: NDArray[np.int32], row: Ints) -> Ints: ...
+
+    def loss_tokens(self, dataset_id: NDArray[np.int32], row: Ints) -> Ints: ...
+
+
+class SampleOrder(Protocol):
+    """The seeded sequence of an epoch's samples, with O(1) access to any place of it."""
+
+    @property
+    def num_samples(self) -> int: ...
+
+    def rows(self, epoch: int, start: int, stop: int) -> tuple[NDArray[np.int32], Ints]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSpec:
+    """Everything a plan depends on, apart from epoch and step."""
+
+    source: SampleCosts
+    order: SampleOrder
+    balance: Balance
+    num_ranks: int
+    global_batch_size: int
+    drop_last: bool
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of an epoch."""
+        full, rest = divmod(self.order.num_samples, self.global_batch_size)
+        return full + (1 if rest and not self.drop_last else 0)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Plan:
+    """Who gets which sample of one global batch of n samples.
+
+    Attributes:
+        dataset_id, row: the global batch, int32 (n,) and int64 (n,), in the order's sequence.
+        rank, microbatch: int32 (n,). Within a rank and microbatch samples keep the order's sequence.
+        costs: phase -> int64 (n,), 0 where the sample lacks the phase.
+        llm_positions: int64 (n,).
+        loss_tokens: planned loss tokens of the whole step over all ranks.
+    """
+
+    epoch: int
+    step: int
+    num_ranks: int
+    num_microbatches: int
+    dataset_id: NDArray[np.int32]
+    row: Ints
+    rank: NDArray[np.int32]
+    microbatch: NDArray[np.int32]
+    costs: Mapping[str, Ints]
+    llm_positions: Ints
+    loss_tokens: int
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        return tuple(self.costs)
+
+    def positions(self, rank: int, microbatch: int | None = None) -> Ints:
+        """Places in the global batch of what `rank` gets, ascending; of one microbatch or of all."""
+        mine = self.rank == rank
+        return np.flatnonzero(mine if microbatch is None else mine & (self.microbatch == microbatch))
+
+    def assignment(self, phase: str) -> NDArray[np.int32]:
+        """The rank of each sample in `phase`, int32 (n,); -1 where the sample has nothing for it."""
+        return np.where(self.costs[phase] > 0, self.rank, np.int32(-1))
+
+    def loads(self, phase: str) -> Ints:
+        """Cost of `phase` on each rank, int64 (num_ranks,)."""
+        return _loads(self.costs[phase], self.rank, self.num_ranks)
+
+    def loads_unbalanced(self, phase: str) -> Ints:
+        """What `loads` would be had samples been dealt out in turn."""
+        return _loads(self.costs[phase], _dealt(len(self.row), self.num_ranks), self.num_ranks)
+
+    def lower_bound(self, phase: str) -> int:
+        """No assignment of whole samples has a smaller largest load in `phase`."""
+        return int(lower_bound(self.costs[phase], self.num_ranks))
+
+    def imbalance(self, phase: str) -> float:
+        """max/mean of the rank loads in `phase`; 1 where the phase is empty."""
+        return _max_over_mean(self.loads(phase))
+
+    @cached_property
+    def hash(self) -> str:
+        """Equal on all ranks, machines and runs for the same plan."""
+        digest = hashlib.blake2b(digest_size=16)
+        sizes = (self.epoch, self.step, self.num_ranks, self.num_microbatches, self.loss_tokens)
+        digest.update(np.array(sizes, "<i8").tobytes())
+        for column in (self.dataset_id, self.row, self.rank, self.microbatch):
+            digest.update(column.astype(column.dtype.newbyteorder("<"), copy=False).tobytes())
+        return digest.hexdigest()
+
+
+def make_plan(spec: PlanSpec, epoch: int, step: int) -> Plan:
+    """The plan of one step. Raises IndexError for a step outside the epoch."""
+    if not 0 <= step < spec.num_steps:
+        raise IndexError(f"step {step} is outside the epoch of {spec.num_steps} steps")
+    start = step * spec.global_batch_size
+    stop = min(start + spec.global_batch_size, spec.order.num_samples)
+    dataset_id, row = spec.order.rows(epoch, start, stop)
+    costs = {phase: spec.source.costs(phase, dataset_id, row) for phase in spec.source.phases}
+    rank = _assign(spec, costs)
+    microbatch, num_microbatches = _split(spec, dataset_id, row, rank, costs)
+    return Plan(
+        epoch=epoch,
+        step=step,
+        num_ranks=spec.num_ranks,
+        num_microbatches=num_microbatches,
+        dataset_id=dataset_id,
+        row=row,
+        rank=rank,
+        microbatch=microbatch,
+        costs=costs,
+        llm_positions=spec.source.positions("llm", dataset_id, row),
+        loss_tokens=int(spec.source.loss_tokens(dataset_id, row).sum()),
+    )
+
+
+def _assign(spec: PlanSpec, costs: Mapping[str, Ints]) -> NDArray[np.int32]:
+    num_samples = len(next(iter(costs.values())))
+    if spec.balance.scope == "none" or spec.num_ranks == 1:
+        return _dealt(num_samples, spec.num_ranks)
+    shared_out = balance_phases(
+        {phase: costs[phase] for phase in spec.source.balanced},
+        spec.num_ranks,
+        objective=spec.balance.objective,
+        equal_count=spec.balance.equal_count,
+        max_samples=spec.balance.max_samples,
+    )
+    return shared_out.rank
+
+
+def _split(
+    spec: PlanSpec, dataset_id: NDArray[np.int32], row: Ints, rank: NDArray[np.int32], costs: Mapping[str, Ints]
+) -> tuple[NDArray[np.int32], int]:
+    caps = spec.balance.caps
+    if not caps:
+        return np.zeros(len(row), np.int32), 1
+    sizes = np.stack([spec.source.positions(phase, dataset_id, row) for phase in caps], axis=1)
+    return split_microbatches(
+        sum_costs([costs[phase] for phase in spec.source.balanced]),
+        rank,
+        spec.num_ranks,
+        sizes=sizes,
+        max_size=np.array(list(caps.values()), np.int64),
+        oversize="own" if spec.balance.oversize == "own" else "error",
+    )
+
+
+def sum_costs(columns: Sequence[Ints]) -> Ints:
+    """The sum over phases of each sample's cost, int64 (n,)."""
+    total = np.zeros(len(columns[0]), np.int64)
+    for column in columns:
+        total += column
+    return total
+
+
+def _dealt(num_samples: int, num_ranks: int) -> NDArray[np.int32]:
+    return (np.arange(num_samples) % num_ranks).astype(np.int32)
+
+
+def _loads(costs: Ints, rank: NDArray[np.int32], num_ranks: int) -> Ints:
+    loads = np.zeros(num_ranks, np.int64)
+    np.add.at(loads, rank, costs)
+    return loads
+
+
+def _max_over_mean(loads: Ints) -> float:
+    total = int(loads.sum())
+    return float(int(loads.max()) * len(loads) / total) if total else 1.0

@@ -1,0 +1,104 @@
+"""What a loader has done so far: balance achieved, time by stage, failures."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from orchdata.loaders.errors import DataError
+from orchdata.plan import Plan
+from orchdata.step import BuiltStep
+
+_LISTED_FAILURES = 1000
+
+
+class Stats:
+    """Sums over delivered steps. Ratios are ratios of sums: the sum of largest loads over the sum of mean loads is
+    what the whole epoch loses to waiting, which a mean of per-step ratios is not.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._steps = 0
+        self._samples = 0
+        self._loss_tokens = 0
+        self._waiting_seconds = 0.0
+        self._seconds: Counter[str] = Counter()
+        self._loads: dict[str, np.ndarray[Any, np.dtype[np.float64]]] = {}
+        self._tokens = 0
+        self._padded_tokens = 0
+        self._failures: list[DataError] = []
+        self._reasons: Counter[str] = Counter()
+        self.num_failures = 0
+
+    def add_step(self, built: BuiltStep, waiting_seconds: float) -> None:
+        plan = built.plan
+        mine = plan.positions(self._rank)
+        self._steps += 1
+        self._samples += len(mine) - len(built.failures)
+        self._loss_tokens += plan.loss_tokens
+        self._waiting_seconds += waiting_seconds
+        self._seconds.update(built.seconds)
+        for phase in plan.phases:
+            self._loads[phase] = self._loads.get(phase, np.zeros(4)) + _loads_of(plan, phase)
+        lengths = plan.llm_positions[mine]
+        self._tokens += int(lengths.sum())
+        for microbatch in range(plan.num_microbatches):
+            inside = lengths[plan.microbatch[mine] == microbatch]
+            self._padded_tokens += int(inside.max(initial=0)) * len(inside)
+
+    def add_failures(self, failures: Sequence[DataError]) -> None:
+        self.num_failures += len(failures)
+        self._reasons.update(failure.reason for failure in failures)
+        self._failures.extend(failures[: _LISTED_FAILURES - len(self._failures)])
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values.
+
+        `phases[name]`: `imbalance_unbalanced` and `imbalance` (max/mean of rank loads had samples been dealt out in
+        turn, and as planned), `lower_bound_over_mean` (what no assignment can beat).
+        `padding`: share of LLM positions that would be padding, had this rank's microbatches been padded.
+        `milliseconds`: `waiting` is time the training loop waited for a step; the others are busy time, summed over
+        threads. All per step. `failures`: `count`, `by_reason`, and the first of them in `samples`.
+        """
+        steps = max(1, self._steps)
+        return {
+            "steps": self._steps,
+            "samples": self._samples,
+            "loss_tokens": self._loss_tokens,
+            "phases": {phase: _ratios(sums) for phase, sums in self._loads.items()},
+            "padding": 1 - self._tokens / self._padded_tokens if self._padded_tokens else 0.0,
+            "milliseconds": {
+                "waiting": 1000 * self._waiting_seconds / steps,
+                **{
+                    stage: 1000 * self._seconds[stage] / steps
+                    for stage in ("planning", "reading", "decoding", "packing")
+                },
+            },
+            "failures": {
+                "count": self.num_failures,
+                "by_reason": dict(self._reasons),
+                "samples": [
+                    {"shard": f.shard, "key": f.key, "field": f.field, "reason": f.reason} for f in self._failures
+                ],
+            },
+        }
+
+
+def _loads_of(plan: Plan, phase: str) -> np.ndarray[Any, np.dtype[np.float64]]:
+    loads = plan.loads(phase)
+    unbalanced = plan.loads_unbalanced(phase)
+    return np.array([unbalanced.max(), loads.max(), plan.lower_bound(phase), loads.mean()], np.float64)
+
+
+def _ratios(sums: np.ndarray[Any, np.dtype[np.float64]]) -> dict[str, float]:
+    unbalanced, balanced, bound, mean = (float(value) for value in sums)
+    mean = mean or 1.0
+    return {
+        "imbalance_unbalanced": unbalanced / mean or 1.0,
+        "imbalance": balanced / mean or 1.0,
+        "lower_bound_over_mean": bound / mean or 1.0,
+    }

@@ -1,0 +1,33 @@
+"""A sample where it is stored: one row of the index, with its bytes in reach."""
+
+from __future__ import annotations
+
+from orchdata.loaders.errors import FieldError
+from orchdata.loaders.index import Index
+from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.samples import text_members
+from orchdata.loaders.shards import OpenShards
+
+
+class StoredSample:
+    """One row of the index, with its bytes in reach."""
+
+    def __init__(self, index: Index, shards: OpenShards, row: int) -> None:
+        self.row = row
+        self.shard = index.shards[index.shard[row]].url
+        self.key = index.key(row)
+        self.members = index.members(row)
+        self.parts = range(int(index.part_offsets[row]), int(index.part_offsets[row + 1]))
+        self._index = index
+        self._shards = shards
+
+    def read(self, recipe: Recipe) -> dict[int, bytes | memoryview]:
+        """Payloads by member, of the members the recipe uses. Raises DataError."""
+        needed = sorted({*text_members(self.members, recipe), *(int(self._index.part_member[p]) for p in self.parts)})
+        locations = self._index.read_spec(self.row)
+        info = self._index.shards[self._index.shard[self.row]]
+        try:
+            payloads = self._shards.get(info.url, info.size).read_many([locations[member] for member in needed])
+        except FieldError as error:
+            raise error.at(self.shard, self.key) from error.__cause__
+        return dict(zip(needed, payloads, strict=True))

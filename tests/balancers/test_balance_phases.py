@@ -1,0 +1,104 @@
+"""Several phases: never worse than the backbone alone, no sample lost, and better where it can be."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from orchdata.balancers import balance, balance_phases
+from orchdata.bench.distributions import omni_phases
+
+# The first call of a kernel compiles or loads it.
+settings.register_profile("kernels", deadline=None)
+settings.load_profile("kernels")
+
+samples = st.lists(st.tuples(st.integers(0, 90), st.integers(0, 30), st.integers(1, 200)), max_size=50)
+
+
+def phases(rows: list[tuple[int, int, int]]) -> dict[str, NDArray[np.int64]]:
+    array = np.array(rows, np.int64).reshape(-1, 3)
+    return {"image": array[:, 0], "audio": array[:, 1], "llm": array[:, 2]}
+
+
+def sum_of_peaks(costs: dict[str, NDArray[np.int64]], rank: NDArray[np.int32], num_ranks: int) -> int:
+    return sum(int(np.bincount(rank, weights=cost, minlength=num_ranks).max()) for cost in costs.values())
+
+
+@pytest.mark.parametrize("equal_count", [False, True])
+@given(rows=samples, num_ranks=st.integers(1, 9))
+def test_barrier_is_never_worse_than_the_backbone_alone(
+    rows: list[tuple[int, int, int]], num_ranks: int, equal_count: bool
+) -> None:
+    costs = phases(rows)
+    found = balance_phases(costs, num_ranks, equal_count=equal_count)
+    assert found.phases == ("image", "audio", "llm")
+    assert found.rank.shape == (len(rows),)
+    assert ((found.rank >= 0) & (found.rank < num_ranks)).all()
+    assert found.loads.sum(axis=1).tolist() == [int(cost.sum()) for cost in costs.values()]
+    assert sum(found.makespans) == sum_of_peaks(costs, found.rank, num_ranks)
+    alone = balance(costs["llm"], num_ranks, equal_count=equal_count)
+    assert sum(found.makespans) <= sum_of_peaks(costs, alone.rank, num_ranks)
+    assert all(peak >= bound for peak, bound in zip(found.makespans, found.lower_bounds, strict=True))
+    if equal_count:
+        counts = np.bincount(found.rank, minlength=num_ranks)
+        assert counts.max() - counts.min() <= 1
+
+
+@given(samples, st.integers(1, 9), st.integers(0, 3))
+def test_max_samples_holds(rows: list[tuple[int, int, int]], num_ranks: int, spare: int) -> None:
+    cap = max(1, -(-len(rows) // num_ranks)) + spare
+    rank = balance_phases(phases(rows), num_ranks, max_samples=cap).rank
+    assert np.bincount(rank, minlength=num_ranks).max() <= cap
+
+
+@given(samples, st.integers(1, 9))
+def test_sum_balances_what_phases_cost_together(rows: list[tuple[int, int, int]], num_ranks: int) -> None:
+    costs = phases(rows)
+    found = balance_phases(costs, num_ranks, objective="sum")
+    together = sum(costs.values())
+    assert found.rank.tolist() == balance(together, num_ranks).rank.tolist()
+    assert found.loads.sum(axis=0).max(initial=0) == balance(together, num_ranks).makespan
+
+
+@given(samples, st.integers(1, 9))
+def test_per_phase_balances_each_alone(rows: list[tuple[int, int, int]], num_ranks: int) -> None:
+    costs = phases(rows)
+    found = balance_phases(costs, num_ranks, assignment="per_phase")
+    for index, cost in enumerate(costs.values()):
+        alone = balance(cost, num_ranks)
+        assert found.rank[index].tolist() == alone.rank.tolist()
+        assert found.loads[index].tolist() == alone.loads.tolist()
+
+
+@pytest.mark.parametrize(("num_ranks", "limit"), [(8, 1.02), (64, 1.02), (512, 1.03)])
+def test_mixture_comes_close_to_the_bound_of_every_phase(num_ranks: int, limit: float) -> None:
+    costs = omni_phases(np.random.default_rng(5), num_ranks * 16)
+    found = balance_phases(costs, num_ranks)
+    alone = sum_of_peaks(costs, balance(costs["llm"], num_ranks).rank, num_ranks)
+    assert sum(found.makespans) <= limit * sum(found.lower_bounds) < alone
+
+
+def test_one_phase_is_packed_balancing() -> None:
+    costs = {"llm": np.arange(1, 60)}
+    assert balance_phases(costs, 4).rank.tolist() == balance(costs["llm"], 4).rank.tolist()
+
+
+@pytest.mark.parametrize(
+    ("costs", "options", "message"),
+    [
+        ({"image": [1]}, {}, "needs the primary phase 'llm', got image"),
+        ({"image": [1, 2], "llm": [1]}, {}, "one cost for each sample, got {'image': 2, 'llm': 1}"),
+        ({"image": [-1], "llm": [1]}, {}, r"costs of image\[0\] is -1"),
+        ({"image": [0, 0], "llm": [1, 0]}, {}, "sample 1 costs 0 in every phase"),
+        ({"image": [2**62], "llm": [1]}, {}, r"above the limit of 2\*\*62"),
+        ({"llm": [1]}, {"assignment": "both"}, "assignment must be 'joint' or 'per_phase', got 'both'"),
+        ({"llm": [1]}, {"objective": "max"}, "objective must be 'barrier' or 'sum', got 'max'"),
+        ({"image": [1, 1, 1], "llm": [1, 1, 1]}, {"max_samples": 1}, "there are 3"),
+    ],
+)
+def test_errors(costs: dict[str, list[int]], options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        balance_phases(costs, 2, **options)  # type: ignore[arg-type]

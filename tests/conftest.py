@@ -1,0 +1,27 @@
+"""Shared fixtures. Real media come from the fixtures folder, which is never part of the repository."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def fixtures_dir() -> Path:
+    """The folder of real images, speech, text and shards; skips where it is absent."""
+    path = Path(os.environ.get("ORCHDATA_FIXTURES", REPOSITORY.parent / "shared" / "fixtures"))
+    if not path.is_dir():
+        pytest.skip(f"no fixtures at {path}: set ORCHDATA_FIXTURES to the folder that holds them")
+    return path
+
+
+@pytest.fixture(autouse=True)
+def private_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Each test gets a cache folder of its own."""
+    path = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("ORCHDATA_CACHE", str(path))
+    return path

@@ -1,0 +1,312 @@
+"""Building the index: in parallel, only what changed, and whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from shard_factory import omni_samples, omni_shards, write_shard
+
+from orchdata.loaders import build, facts
+from orchdata.loaders.build import BuildProgress, build_index
+from orchdata.loaders.cache import CacheFolder
+from orchdata.loaders.errors import DataError, FieldError, ShardError
+from orchdata.loaders.index import Index, index_path, open_index
+from orchdata.loaders.limits import Limits
+from orchdata.loaders.order import Order
+from orchdata.loaders.paths import SUFFIXES
+from orchdata.loaders.recipe import ImagePreprocessor, Recipe, TextPreprocessor
+from orchdata.loaders.samples import decode_sample
+from orchdata.loaders.shards import OpenShards
+from orchdata.loaders.tar import TarShard
+
+
+@pytest.fixture
+def scans(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Names of the shards that were scanned."""
+    seen: list[str] = []
+    scan = TarShard.facts
+
+    def counted(self: TarShard) -> Any:
+        seen.append(Path(self.url).name)
+        return scan(self)
+
+    monkeypatch.setattr(TarShard, "facts", counted)
+    yield seen
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> list[str]:
+    return omni_shards(tmp_path, shards=3, samples=10)
+
+
+def content(index: Index) -> dict[str, Any]:
+    columns = index._columns
+    return {name: getattr(columns, name).tolist() for name in type(columns).__slots__} | {"totals": index.totals}
+
+
+def names(urls: list[str]) -> list[str]:
+    return [Path(url).name for url in urls]
+
+
+def test_rows_follow_the_shards_in_order(shards: list[str]) -> None:
+    shuffled = [shards[1], shards[2], shards[0]]
+    index = build_index(shuffled, Recipe(), num_threads=3)
+    assert [info.url for info in index.shards] == shuffled
+    assert index.shard.tolist() == [0] * 10 + [1] * 10 + [2] * 10
+    assert index.shard_rows.tolist() == [0, 10, 20, 30]
+    assert [index.key(row) for row in (0, 10, 29)] == ["s1-0000", "s2-0000", "s0-0009"]
+    assert [info.size for info in index.shards] == [Path(url).stat().st_size for url in shuffled]
+    assert index.totals["samples"] == 30 and index.totals["bad"] == 0
+    assert content(index) == content(build_index(shuffled, Recipe(), num_threads=1, force=True))
+
+
+def test_a_second_build_reads_nothing_and_rewrites_nothing(shards: list[str], scans: list[str]) -> None:
+    first = build_index(shards, Recipe())
+    assert sorted(scans) == names(shards)
+    written = first.path.stat()
+    scans.clear()
+    steps: list[BuildProgress] = []
+    second = build_index(shards, Recipe(), progress=steps.append)
+    assert scans == []
+    assert [(step.measured, step.done, step.total, step.samples) for step in steps] == [
+        (False, done, 3, 10) for done in (1, 2, 3)
+    ]
+    assert (second.path.stat().st_mtime_ns, second.path.stat().st_ino) == (written.st_mtime_ns, written.st_ino)
+    build_index(shards, Recipe(), force=True)
+    assert sorted(scans) == names(shards)
+
+
+def test_only_a_changed_shard_and_a_new_one_are_scanned(tmp_path: Path, shards: list[str], scans: list[str]) -> None:
+    before = build_index(shards, Recipe())
+    write_shard(Path(shards[1]), omni_samples(7, prefix="new"))
+    scans.clear()
+    after = build_index(shards, Recipe())
+    assert scans == [Path(shards[1]).name]
+    assert after.num_samples == 27 and after.key(10) == "new0000"
+    assert after.fingerprint != before.fingerprint
+    assert before.num_samples == 30 and before.key(10) == "s1-0000"  # still mapped, unchanged
+
+    scans.clear()
+    more = [*shards, write_shard(tmp_path / "more.tar", omni_samples(3, prefix="more"))]
+    assert build_index(more, Recipe()).num_samples == 30
+    assert scans == ["more.tar"]
+
+
+def test_text_edited_in_place_is_measured_again(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar"
+    write_shard(path, [{"__key__": "k", "txt": b"two words"}])
+    recipe = Recipe(text=TextPreprocessor(lambda text: [1] * len(text.split()), id="words"))
+    assert build_index([str(path)], recipe).llm_tokens.tolist() == [2]
+    path.write_bytes(path.read_bytes().replace(b"two words", b"now 3 wor"))  # size and headers stay
+    assert build_index([str(path)], recipe).llm_tokens.tolist() == [3]
+
+
+def test_another_recipe_needs_no_scan_and_keeps_the_first(shards: list[str], scans: list[str]) -> None:
+    first = build_index(shards, Recipe())
+    scans.clear()
+    second = build_index(shards, Recipe(image=ImagePreprocessor(max_tokens=4)))
+    assert scans == []
+    assert second.totals["llm_tokens"] < first.totals["llm_tokens"]
+    assert second.recipe["image"]["max_tokens"] == 4
+    opened = open_index(shards, Recipe())
+    assert opened is not None and opened.fingerprint == first.fingerprint != second.fingerprint
+    build_index(shards, Recipe(limits=Limits(image_pixels=10**6)))  # facts hold the limits
+    assert sorted(scans) == names(shards)
+
+
+def test_open_index_finds_only_what_was_built(shards: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert open_index(shards, Recipe()) is None
+    built = build_index(shards, Recipe())
+    assert open_index(shards[::-1], Recipe()) is None
+    assert open_index(shards[:2], Recipe()) is None
+    assert open_index(shards, Recipe(audio=None)) is None
+    monkeypatch.chdir(Path(shards[0]).parent)
+    for url in shards:
+        Path(url).unlink()  # no shard is looked at
+    opened = open_index(names(shards), Recipe())
+    assert opened is not None and opened.path == built.path
+
+
+def test_data_that_moved_have_the_same_fingerprint(tmp_path: Path, shards: list[str]) -> None:
+    first = build_index(shards, Recipe())
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    moved = [shutil.copy(url, folder) for url in shards]
+    assert build_index(moved, Recipe()).fingerprint == first.fingerprint
+    assert build_index(moved[::-1], Recipe()).fingerprint != first.fingerprint
+
+
+def test_bad_shards_and_samples_are_rows(tmp_path: Path, shards: list[str]) -> None:
+    (tmp_path / "junk.tar").write_bytes(b"no tar at all" * 100)
+    (tmp_path / "empty.tar").write_bytes(b"")
+    (tmp_path / "broken.tar.gz").write_bytes(b"\x1f\x8b" + bytes(50))
+    cut = tmp_path / "cut.tar"
+    cut.write_bytes(Path(shards[0]).read_bytes()[:20_000])
+    samples = [{"__key__": "ok", "txt": b"t"}, {"__key__": "mark", "txt": b"see <image>"}]
+    urls = [str(tmp_path / name) for name in ("junk.tar", "empty.tar", "broken.tar.gz", "cut.tar")]
+    urls.append(write_shard(tmp_path / "marks.tar", samples))
+    for _ in range(2):  # also when everything is kept
+        index = build_index(urls, Recipe())
+        failures = [index.failure(int(row)) for row in index.bad_rows()]
+        assert index.totals["bad"] == len(failures) == 5
+        assert [(Path(failure.shard).name, failure.key) for failure in failures[:3]] == [
+            ("junk.tar", ""),
+            ("empty.tar", ""),
+            ("broken.tar.gz", ""),
+        ]
+        assert "tar" in failures[0].reason and "empty" in failures[1].reason and "gzip" in failures[2].reason
+        assert failures[4] == DataError(urls[-1], "mark", "txt", failures[4].reason)
+        assert "<image> placeholder 1 of 1 has no image" in failures[4].reason
+    good = np.setdiff1d(np.arange(len(index)), index.bad_rows())
+    assert index.llm_tokens[good].min() > 0 and index.llm_tokens[index.bad_rows()].max() == 0
+    order = Order(len(index), shuffle=None, seed=0, excluded=index.bad_rows())
+    assert order.rows(0, 0, order.num_samples)[1].tolist() == good.tolist()
+
+
+def test_only_bad_rows(tmp_path: Path) -> None:
+    (tmp_path / "junk.tar").write_bytes(b"no tar at all" * 100)
+    index = build_index([str(tmp_path / "junk.tar")], Recipe())
+    assert index.bad_rows().tolist() == [0]
+    assert index.failure(0).shard.endswith("junk.tar")
+
+
+def test_a_missing_shard_is_an_error(tmp_path: Path, shards: list[str]) -> None:
+    with pytest.raises(ShardError, match="absent"):
+        build_index([*shards, str(tmp_path / "absent.tar")], Recipe())
+
+
+@pytest.mark.parametrize("arguments, text", [({"urls": []}, "no shards"), ({"num_threads": 0}, "at least 1, got 0")])
+def test_arguments_are_checked(shards: list[str], arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        build_index(**{"urls": shards, "recipe": Recipe(), **arguments})
+
+
+def test_a_build_killed_before_its_rename_leaves_the_old_index(shards: list[str]) -> None:
+    old = build_index(shards, Recipe())
+    write_shard(Path(shards[0]), omni_samples(4, prefix="new"))
+    code = (
+        "import os, signal, sys, pathlib\n"
+        "from orchdata.loaders.build import build_index\n"
+        "from orchdata.loaders.recipe import Recipe\n"
+        "replace = pathlib.Path.replace\n"
+        "def kill(self, target):\n"
+        "    if target.parent.name == 'index':\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return replace(self, target)\n"
+        "pathlib.Path.replace = kill\n"
+        "build_index(sys.argv[1:], Recipe())\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code, *shards], check=False).returncode == -9
+    kept = open_index(shards, Recipe())
+    assert kept is not None and kept.fingerprint == old.fingerprint and kept.num_samples == 30
+
+    left = list(old.path.parent.glob(".*.tmp"))
+    assert len(left) == 1
+    days_ago = time.time() - 2 * 24 * 3600
+    os.utime(left[0], (days_ago, days_ago))
+    assert build_index(shards, Recipe()).num_samples == 24
+    assert list(old.path.parent.iterdir()) == [old.path]
+
+
+def test_an_interrupted_merge_leaves_nothing(shards: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises(OSError, match="No space left"):
+        build_index(shards, Recipe())
+    assert not list(CacheFolder().root.rglob("*.tmp"))
+    assert open_index(shards, Recipe()) is None
+
+
+def test_builders_at_the_same_time(shards: list[str]) -> None:
+    code = (
+        "import sys; from orchdata.loaders.build import build_index; from orchdata.loaders.recipe import Recipe\n"
+        "print(build_index(sys.argv[1:], Recipe(), force=True).fingerprint)"
+    )
+    command = [sys.executable, "-c", code, *shards]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    outputs = {process.communicate(timeout=120)[0].strip() for process in processes}
+    assert [process.returncode for process in processes] == [0, 0, 0]
+    assert outputs == {build_index(shards, Recipe()).fingerprint}
+
+
+def test_an_error_stops_the_build_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    urls = omni_shards(tmp_path, shards=30, samples=1)
+    started: list[str] = []
+    lock = threading.Lock()
+
+    def failing(url: str, **_: object) -> None:
+        with lock:
+            started.append(url)
+        time.sleep(0.02)
+        raise ShardError(url, "disk on fire")
+
+    monkeypatch.setattr(build, "load_facts", failing)
+    with pytest.raises(ShardError, match="disk on fire"):
+        build_index(urls, Recipe(), num_threads=2)
+    assert len(started) < 15
+
+
+def test_costs_of_earlier_versions_go_after_a_day(shards: list[str]) -> None:
+    build_index(shards, Recipe())
+    folder = CacheFolder().file("costs", "x").parent
+    before = set(folder.iterdir())
+    write_shard(Path(shards[0]), omni_samples(4, prefix="new"))
+    build_index(shards, Recipe())
+    assert len(set(folder.iterdir()) - before) == 1 and before <= set(folder.iterdir())
+    for path in folder.iterdir():
+        os.utime(path, (0, 0))
+    build_index(shards, Recipe())
+    assert len(list(folder.iterdir())) == 3
+
+
+def test_a_damaged_index_is_made_again(shards: list[str]) -> None:
+    index = build_index(shards, Recipe())
+    size = index.path.stat().st_size
+    for path in CacheFolder().root.rglob("*.arrow"):
+        path.write_bytes(b"rubbish")
+    assert open_index(shards, Recipe()) is None
+    assert build_index(shards, Recipe()).path.stat().st_size == size
+    assert index_path(shards, Recipe().fingerprint(), CacheFolder()) == index.path
+
+
+def test_every_real_shard_loads_or_says_why_not(fixtures_dir: Path) -> None:
+    folders = [fixtures_dir / "wds", fixtures_dir / "multimodal"]
+    urls = sorted(str(path) for folder in folders for path in folder.rglob("*") if path.name.endswith(SUFFIXES))
+    assert len(urls) >= 10
+    recipe = Recipe()
+    index = build_index(urls, recipe)
+    shards = OpenShards(limits=recipe.limits, cache=CacheFolder())
+    bad = set(index.bad_rows().tolist())
+    decoded = 0
+    for row in range(len(index)):
+        if row in bad:
+            failure = index.failure(row)
+            assert failure.shard in urls and failure.reason
+            continue
+        info = index.shards[index.shard[row]]
+        spec, members = index.read_spec(row), index.members(row)
+        payloads = dict(enumerate(shards.get(info.url, info.size).read_many(spec)))
+        try:
+            parts = decode_sample(members, payloads, recipe)
+        except FieldError as error:  # headers were fine, content is not
+            assert error.reason
+            continue
+        decoded += 1
+        counts = index.part_tokens[slice(*index.part_offsets[row : row + 2])].sum()
+        text = sum(len(part.token_ids) for part in parts if hasattr(part, "token_ids"))
+        assert counts + text == index.llm_tokens[row]
+    assert decoded > 1000
+    assert index.totals["samples"] == len(index) and index.totals["bad"] == len(bad)
+    assert facts.load_facts(urls[0], limits=recipe.limits, cache=CacheFolder()).num_rows > 0

@@ -1,0 +1,176 @@
+"""Recipes: sizes from headers, validation, and a fingerprint that is the same everywhere."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from orchdata.loaders.limits import Limits
+from orchdata.loaders.recipe import (
+    AudioPreprocessor,
+    ChatTemplate,
+    ImagePreprocessor,
+    Recipe,
+    TextPreprocessor,
+    image_grid,
+)
+
+
+def qwen_smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
+    """The rule as Qwen2-VL publishes it, in floats."""
+    rows, cols = round(height / factor) * factor, round(width / factor) * factor
+    if rows * cols > max_pixels:
+        beta = math.sqrt(height * width / max_pixels)
+        rows, cols = math.floor(height / beta / factor) * factor, math.floor(width / beta / factor) * factor
+    elif rows * cols < min_pixels:
+        beta = math.sqrt(min_pixels / (height * width))
+        rows, cols = math.ceil(height * beta / factor) * factor, math.ceil(width * beta / factor) * factor
+    return rows, cols
+
+
+sides = st.integers(1, 100_000)
+budgets = st.tuples(st.integers(1, 300), st.integers(0, 5000)).map(lambda pair: (pair[0], pair[0] + pair[1]))
+
+
+@given(width=sides, height=sides, budget=budgets, patch=st.integers(1, 32), merge=st.integers(1, 4))
+def test_the_token_budget_always_holds(width, height, budget, patch, merge):
+    low, high = budget
+    pre = ImagePreprocessor(patch_size=patch, merge=merge, min_tokens=low, max_tokens=high)
+    grid_h, grid_w = image_grid(width, height, pre)
+    assert grid_h % merge == 0
+    assert grid_w % merge == 0
+    assert low <= pre.num_tokens((grid_h, grid_w)) <= high
+
+
+@given(width=st.integers(28, 6000), height=st.integers(28, 6000))
+def test_ordinary_images_get_the_size_that_qwen_gives_them(width, height):
+    assume(max(width, height) < 100 * min(width, height))
+    pre = ImagePreprocessor(min_tokens=4, max_tokens=1280)
+    rows, cols = qwen_smart_resize(height, width, 28, 4 * 784, 1280 * 784)
+    assume(rows * cols > 0)
+    # Floats may fall on the wrong side where a scaled side is exactly whole tokens: 38 x 38 grows to 56.00001.
+    for budget in (4, 1280):
+        assume(math.isqrt(budget * height * width) ** 2 != budget * height * width)
+    if 4 <= rows * cols // 784 <= 1280:
+        assert image_grid(width, height, pre) == (rows // 14, cols // 14)
+
+
+@pytest.mark.parametrize(
+    ("width", "height", "grid"),
+    [
+        (56, 56, (4, 4)),  # 56 = 4 patches of 14; 2x2 of them make a token
+        (42, 70, (4, 4)),  # 1.5 and 2.5 tokens both round to 2 (half to even)
+        (1, 1_000_000, (8192, 2)),  # a line: one token wide, 4,096 long
+        (1_000_000, 1, (2, 8192)),
+        (20_000, 20_000, (128, 128)),  # 64 x 64 = 4,096 tokens
+    ],
+)
+def test_sizes_by_hand(width, height, grid):
+    assert image_grid(width, height, ImagePreprocessor()) == grid
+
+
+def test_an_image_without_pixels_has_no_grid():
+    with pytest.raises(ValueError, match="0 x 5"):
+        image_grid(0, 5, ImagePreprocessor())
+
+
+@given(frames=st.integers(1, 10**7), rate=st.integers(1, 400_000))
+def test_audio_counts_are_whole_tokens(frames, rate):
+    pre = AudioPreprocessor()
+    num_samples = pre.num_samples(frames, rate)
+    assert num_samples == math.ceil(frames * 16_000 / rate) or rate > 10**5  # floats are exact enough below
+    assert pre.num_tokens(num_samples) == max(1, -(-num_samples * 25 // 16_000))
+    assert pre.mel_frames(num_samples) == pre.num_tokens(num_samples) * 4  # 16,000 / (25 * 160)
+    assert pre.mel_frames(num_samples) * pre.hop_length >= num_samples
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: ImagePreprocessor(patch_size=0), "patch_size must be an int of at least 1, got 0"),
+        (lambda: ImagePreprocessor(min_tokens=9, max_tokens=8), "max_tokens .* at least min_tokens=9, got 8"),
+        (lambda: ImagePreprocessor(dtype="float16"), "dtype must be one of .* got 'float16'"),
+        (lambda: ImagePreprocessor(resizer="cv2"), "resizer must be one of"),
+        (lambda: ImagePreprocessor(mean=(0.5,)), "mean must have 3 values"),
+        (lambda: ImagePreprocessor(std=(1.0, 0.0, 1.0)), "std must be above 0"),
+        (lambda: AudioPreprocessor(hop_length=150), "whole number of mel frames"),
+        (lambda: AudioPreprocessor(conv_stride=3), "whole number of positions"),
+        (lambda: TextPreprocessor(lambda text: [1]), "needs an id"),
+        (lambda: TextPreprocessor(id="mine"), "no tokenizer"),
+        (lambda: TextPreprocessor(eos_token_id=-5), "eos_token_id must be an int in"),
+        (lambda: TextPreprocessor(fields="txt"), "fields must be a tuple"),
+        (lambda: ChatTemplate(loss_roles="assistant"), "loss_roles must be a tuple"),
+        (lambda: Limits(text_bytes=0), "text_bytes must be above 0"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_value_and_limit(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+def test_parts_of_the_wrong_kind_are_refused():
+    with pytest.raises(TypeError, match=r"Recipe\.image must be ImagePreprocessor, got AudioPreprocessor"):
+        Recipe(image=AudioPreprocessor())
+    with pytest.raises(TypeError, match="callable"):
+        TextPreprocessor("gpt2", id="gpt2")
+
+
+def test_the_fingerprint_is_the_same_in_every_process():
+    program = "from orchdata.loaders.recipe import Recipe; print(Recipe().fingerprint())"
+    prints = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={"PYTHONHASHSEED": seed, "PATH": "/usr/bin:/bin"},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+        for seed in ("1", "2")
+    }
+    assert prints == {Recipe().fingerprint()}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Recipe(image=None),
+        Recipe(image=ImagePreprocessor(resizer="torch")),
+        Recipe(image=ImagePreprocessor(max_tokens=4095)),
+        Recipe(audio=AudioPreprocessor(num_mels=80)),
+        Recipe(text=TextPreprocessor(list, id="a")),
+        Recipe(text=TextPreprocessor(list, id="b")),
+        Recipe(text=TextPreprocessor(template=ChatTemplate(suffix=""))),
+        Recipe(text=TextPreprocessor(eos_token_id=258)),
+        Recipe(limits=Limits(image_pixels=5)),
+    ],
+)
+def test_every_difference_shows_in_the_fingerprint_and_the_description(other):
+    base = Recipe()
+    assert other.fingerprint() != base.fingerprint()
+    assert json.loads(json.dumps(other.describe())) == other.describe() != base.describe()
+
+
+def test_the_tokenizer_counts_by_its_id_alone():
+    one, two = (Recipe(text=TextPreprocessor(tokenizer, id="bpe")) for tokenizer in (list, lambda text: []))
+    assert one.fingerprint() == two.fingerprint()
+
+
+def test_placeholder_ids_by_default():
+    assert (TextPreprocessor().image_token_id, TextPreprocessor().audio_token_id) == (256, 257)
+    assert TextPreprocessor(list, id="a").image_token_id == 0
+    assert TextPreprocessor().vocab_size == 258
+    assert TextPreprocessor(eos_token_id=300).vocab_size == 301
+    with pytest.raises(ValueError, match="ask the tokenizer"):
+        _ = TextPreprocessor(list, id="a").vocab_size
+
+
+def test_replace_keeps_resolved_values():
+    text = replace(TextPreprocessor(), eos_token_id=259)
+    assert (text.image_token_id, text.id) == (256, "utf-8-bytes")

@@ -1,0 +1,59 @@
+"""The cost kernels against plain Python, which has no int64 to overflow."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orchdata.native.costs import COST_SHIFT, MAX_FIXED_POINT, longest_sequence, part_costs, sequence_costs
+
+# The first call of a kernel compiles or loads it.
+settings.register_profile("kernels", deadline=None)
+settings.load_profile("kernels")
+
+coefficients = st.tuples(st.integers(0, 2**40), st.integers(0, 2**21), st.integers(0, 2**50))
+
+
+def cost_twin(length: int, linear: int, quadratic: int, constant: int) -> int:
+    return max(1, (linear * length + quadratic * length**2 + constant) >> COST_SHIFT) if length > 0 else 0
+
+
+@given(st.lists(st.integers(0, 2**20), max_size=20), coefficients)
+def test_sequence_costs_equal_their_twin(lengths: list[int], values: tuple[int, int, int]) -> None:
+    longest = longest_sequence(*values)
+    lengths = [length for length in lengths if length <= longest]
+    assert sequence_costs(np.array(lengths, np.int64), *values).tolist() == [cost_twin(x, *values) for x in lengths]
+
+
+@given(coefficients)
+def test_longest_sequence_is_the_last_that_fits(values: tuple[int, int, int]) -> None:
+    def fixed_point(length: int) -> int:
+        return values[0] * length + values[1] * length**2 + values[2]
+
+    longest = int(longest_sequence(*values))
+    assert fixed_point(longest) <= MAX_FIXED_POINT
+    assert longest == 2**31 - 1 or fixed_point(longest + 1) > MAX_FIXED_POINT
+
+
+def test_too_long_a_sequence_is_an_error_not_an_overflow() -> None:
+    with pytest.raises(ValueError, match="too long"):
+        sequence_costs(np.array([2**22], np.int64), 1, 2**20, 0)
+
+
+def test_part_costs_sum_over_the_parts_of_one_modality() -> None:
+    offsets = np.array([0, 2, 2, 5], np.int64)
+    modality = np.array([1, 2, 1, 1, 0], np.uint8)
+    positions = np.array([10, 20, 3, 4, 5], np.int32)
+    rows = np.array([2, 0, 1, 2], np.int64)
+    one, square = 1 << COST_SHIFT, 1 << COST_SHIFT
+    # Each part is its own sequence: 3*3 + 4*4, not 7*7.
+    assert part_costs(rows, offsets, modality, positions, 1, 0, square, 0).tolist() == [25, 100, 0, 25]
+    assert part_costs(rows, offsets, modality, positions, 2, one, 0, 0).tolist() == [0, 20, 0, 0]
+
+
+def test_a_present_part_costs_at_least_one() -> None:
+    offsets, modality = np.array([0, 2], np.int64), np.array([1, 1], np.uint8)
+    positions = np.array([1, 1], np.int32)
+    assert part_costs(np.array([0]), offsets, modality, positions, 1, 1, 0, 0).tolist() == [2]

@@ -1,0 +1,78 @@
+"""Patches equal a plain reshape; bfloat16 bits equal torch's."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orchdata.native.patchify import bfloat16_bits, channel_table, patchify
+
+MEAN, STD = (0.48, 0.46, 0.41), (0.27, 0.26, 0.28)
+
+
+def plain_patches(pixels: np.ndarray, patch: int, merge: int) -> np.ndarray:
+    """The twin: Qwen2-VL's reshape and transpose of (height, width, 3)."""
+    blocks_h, blocks_w = pixels.shape[0] // (patch * merge), pixels.shape[1] // (patch * merge)
+    split = pixels[:, :, :3].reshape(blocks_h, merge, patch, blocks_w, merge, patch, 3)
+    # -> block row, block column, row in block, column in block, channel, y, x
+    return split.transpose(0, 3, 1, 4, 6, 2, 5).reshape(-1, 3 * patch * patch)
+
+
+def random_pixels(rows: int, cols: int, patch: int, merge: int, channels: int) -> np.ndarray:
+    rng = np.random.default_rng(rows * 31 + cols)
+    return rng.integers(0, 256, (rows * patch * merge, cols * patch * merge, channels), np.uint8)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    rows=st.integers(1, 4),
+    cols=st.integers(1, 4),
+    patch=st.integers(1, 5),
+    merge=st.integers(1, 3),
+    channels=st.sampled_from([3, 4]),
+    dtype=st.sampled_from(["uint8", "float32", "bfloat16"]),
+)
+def test_patches_are_the_plain_reshape(rows, cols, patch, merge, channels, dtype):
+    pixels = random_pixels(rows, cols, patch, merge, channels)
+    table = channel_table(MEAN, STD, dtype)
+    out = np.empty((rows * cols * merge * merge, 3 * patch * patch), table.dtype)
+    patchify(pixels, patch, merge, table, out)
+    plain = plain_patches(pixels, patch, merge)
+    channel = np.repeat(np.arange(3), patch * patch)
+    assert np.array_equal(out, table[channel, plain])
+
+
+def test_normalisation_is_mean_and_std_of_each_channel():
+    table = channel_table(MEAN, STD, "float32")
+    levels = torch.arange(256, dtype=torch.float64) / 255
+    for channel in range(3):
+        expected = ((levels - MEAN[channel]) / STD[channel]).float().numpy()
+        np.testing.assert_array_equal(table[channel], expected)
+
+
+def test_bfloat16_rounds_to_nearest_even_as_torch_does():
+    rng = np.random.default_rng(0)
+    values = np.concatenate([rng.normal(size=5000), [0.0, -0.0, 1.0, 1.00390625, 1.01171875, -3e38, 1e-40]])
+    values = values.astype(np.float32)
+    expected = torch.from_numpy(values).to(torch.bfloat16).view(torch.uint16).numpy()
+    np.testing.assert_array_equal(bfloat16_bits(values), expected)
+
+
+def test_read_only_pixels_are_taken():
+    pixels = random_pixels(1, 1, 2, 1, 3)
+    pixels.flags.writeable = False
+    out = np.empty((1, 12), np.uint8)
+    patchify(pixels, 2, 1, channel_table(MEAN, STD, "uint8"), out)
+    assert np.array_equal(out, plain_patches(pixels, 2, 1))
+
+
+@pytest.mark.parametrize(
+    ("shape", "out_shape", "dtype"),
+    [((27, 28, 3), (4, 588), np.uint8), ((28, 28, 3), (3, 588), np.uint8), ((28, 28, 3), (4, 588), np.float32)],
+)
+def test_sizes_that_do_not_fit_are_refused_before_the_kernel(shape, out_shape, dtype):
+    with pytest.raises(ValueError, match=r"pixels|out"):
+        patchify(np.zeros(shape, np.uint8), 14, 2, channel_table(MEAN, STD, "uint8"), np.zeros(out_shape, dtype))

@@ -1,0 +1,211 @@
+"""The command line: what is printed where, exit codes, and one clear line for an error."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.main import get_command
+from typer.testing import CliRunner
+from webdataset import TarWriter
+
+from orchdata.cli import app
+
+DESCRIPTION = Path(__file__).resolve().parents[2] / "datasets" / "omni.yaml"
+
+
+def run(*arguments: object) -> Any:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def run_json(*arguments: object) -> Any:
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def error_line(*arguments: object) -> str:
+    result = run(*arguments)
+    assert result.exit_code == 1, result.output
+    assert isinstance(result.exception, SystemExit), result.exception
+    lines = result.stderr.splitlines()
+    assert len(lines) == 1, result.stderr
+    assert lines[0].startswith("orchdata: error: ")
+    return lines[0]
+
+
+def write_texts(path: Path, count: int) -> Path:
+    with TarWriter(str(path), encoder=False) as writer:
+        for number in range(count):
+            writer.write({"__key__": f"{number:04d}", "txt": b"a text that carries loss"})
+    return path
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> Path:
+    """A shard of two texts and an image that is none."""
+    path = tmp_path / "mixed.tar"
+    with TarWriter(str(path), encoder=False) as writer:
+        writer.write({"__key__": "one", "txt": b"first"})
+        writer.write({"__key__": "two", "txt": b"second"})
+        writer.write({"__key__": "bad", "jpg": b"this is no image", "txt": b"third"})
+    return path
+
+
+def test_help_names_what_exists_and_nothing_else() -> None:
+    listed = run("--help").stdout
+    for command in ("index", "profile", "synth", "demo", "bench"):
+        assert f"  {command}" in listed
+    for command in ("verify", "pack", "simulate"):
+        assert command not in listed
+
+
+def test_help_does_not_import_torch() -> None:
+    code = (
+        "import sys\nfrom orchdata.cli import main\nsys.argv = ['orchdata', '--help']\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    assert end.code == 0\n"
+        "assert not {'torch', 'numba', 'pyarrow', 'plotly'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_module_runs_as_the_console_script_does() -> None:
+    command = [sys.executable, "-m", "orchdata.cli", "--version"]
+    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout.startswith("orchdata ")
+
+
+def test_index_json_is_pure_and_counts(tmp_path: Path) -> None:
+    report = run_json("index", write_texts(tmp_path / "a.tar", 3), write_texts(tmp_path / "b.tar", 4))
+    assert (report["shards"], report["samples"], report["bad"]) == (2, 7, 0)
+    assert report["totals"]["modalities"]["text"]["samples"] == 7
+    assert Path(report["path"]).is_file()
+
+
+def test_index_lists_bad_samples_and_still_succeeds(mixed: Path) -> None:
+    report = run_json("index", mixed)
+    assert (report["samples"], report["bad"]) == (2, 1)
+    failure = report["failures"][0]
+    assert (failure["shard"], failure["key"], failure["field"]) == (str(mixed), "bad", "jpg")
+    assert sum(report["bad_by_reason"].values()) == 1
+
+    result = run("index", mixed)
+    assert result.exit_code == 0
+    assert "1 bad samples" in result.stderr
+    assert "bad jpg" in result.stderr
+
+
+def test_index_fails_when_a_whole_shard_does(mixed: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.tar"
+    broken.write_bytes(b"this is no tar, whatever its name says" * 100)
+    result = run("index", mixed, broken, "--json")
+    assert result.exit_code == 1
+    report = json.loads(result.stdout)
+    assert report["failed_shards"][0]["shard"] == str(broken)
+    assert f"shard failed: {broken}" in run("index", mixed, broken).stderr
+
+
+def test_index_expands_braces(tmp_path: Path) -> None:
+    for number in range(3):
+        write_texts(tmp_path / f"part-{number:02d}.tar", 2)
+    assert run_json("index", tmp_path / "part-{00..02}.tar")["samples"] == 6
+
+
+def test_profile_json_has_what_was_asked_for(mixed: Path) -> None:
+    found = run_json("profile", mixed, "--ranks", "1,4", "--batch-size", "2")
+    assert (found["samples"], found["bad"]) == (2, 1)
+    assert [scale["ranks"] for scale in found["scales"]] == [1, 4]
+    assert [scale["global_batch_size"] for scale in found["scales"]] == [2, 8]
+    assert [scale["with_replacement"] for scale in found["scales"]] == [False, True]
+
+
+def test_profile_table_says_what_a_person_must_know(mixed: Path) -> None:
+    out = run("profile", mixed, "--ranks", "1,4", "--batch-size", "2").stdout
+    for words in ("2 samples in 1 shards", "1 bad", "llm", "speedup", "drawn with replacement", "p99"):
+        assert words in out
+
+
+def test_recipe_and_cost_are_found_in_the_working_directory(
+    mixed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_training.py").write_text(
+        "import orchdata as od\nrecipe = od.Recipe(image=None)\n"
+        "cost = od.CostModel(llm=od.PhaseCost(linear=2.0, quadratic=0.5))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    arguments = ("--recipe", "my_training:recipe", "--cost", "my_training:cost", "--ranks", "1", "--batch-size", "1")
+    found = run_json("profile", mixed, *arguments)
+    assert found["has_cost_model"]
+    assert found["bad"] == 0  # without images the image that is none is not asked for
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("index", "absent.tar"), "absent.tar"),
+        (("index", "absent-{00..03}.tar"), "absent-"),
+        (("index", "notes.docx"), "docx"),
+        (("index", "mixed.tar", "--recipe", "no_such_module:recipe"), "no_such_module"),
+        (("index", "mixed.tar", "--recipe", "recipe"), "MODULE:NAME"),
+        (("index", "mixed.tar", "--recipe", "json:dumps"), "must be an od.Recipe"),
+        (("profile", "mixed.tar", "--cost", "json:nothing"), "json:nothing"),
+        (("profile", "mixed.tar", "--ranks", "8,many"), "8,many"),
+        (("profile", "mixed.tar", "--ranks", "0"), "at least 1, got 0"),
+        (("profile", "mixed.tar", "--batch-size", "0"), "batch_size must be at least 1, got 0"),
+        (("synth", "absent.yaml", "out"), "absent.yaml"),
+        (("demo", "--steps", "0"), "steps must be at least 1, got 0"),
+    ],
+)
+def test_an_error_is_one_line_that_names_the_value(
+    mixed: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], words: str
+) -> None:
+    monkeypatch.chdir(mixed.parent)
+    (mixed.parent / "notes.docx").write_bytes(b"")
+    assert words in error_line(*arguments)
+
+
+def test_synth_writes_what_index_reads(tmp_path: Path) -> None:
+    report = run_json("synth", DESCRIPTION, tmp_path / "out", "--samples", "12")
+    assert report["samples"] == 12
+    found = run_json("index", *report["paths"])
+    assert (found["samples"], found["bad"]) == (12, 0)
+
+
+def test_synth_refuses_no_samples(tmp_path: Path) -> None:
+    assert "samples must be at least 1, got 0" in error_line("synth", DESCRIPTION, tmp_path, "--samples", "0")
+
+
+@pytest.mark.parametrize("name", ["plan", "index", "throughput"])
+def test_bench_options_are_the_fields_of_its_configuration(name: str) -> None:
+    # A default written twice must not drift apart.
+    command = get_command(app).commands["bench"].commands[name]  # type: ignore[attr-defined]
+    options = {option.name: option.default for option in command.params if option.name != "as_json"}
+    module = import_module(f"orchdata.bench.{name}")
+    config = getattr(module, f"{name.capitalize()}Bench")()
+    assert options == {option: getattr(config, option) for option in options}
+
+
+def test_bench_plan_reports_what_it_measured(tmp_path: Path) -> None:
+    arguments = ("--ranks", 4, "--samples", 2_000, "--repeats", 2, "--folder", tmp_path)
+    report = run_json("bench", "plan", *arguments)
+    assert report["command"] == "orchdata bench plan"
+    assert report["config"]["ranks"] == 4
+    assert report["machine"]["cores"] >= 1
+    assert all(result["median"] > 0 for result in report["results"])
+
+
+def test_bench_refuses_more_ranks_than_samples() -> None:
+    assert "need 64 samples, got 10" in error_line("bench", "plan", "--ranks", 4, "--samples", 10)
+
+
+@pytest.mark.slow
+def test_demo_reports_both_ways(tmp_path: Path) -> None:
+    report = run_json("demo", "--samples", 64, "--steps", 4)
+    assert set(report["lanes"]) == {"unbalanced", "balanced"}
+    assert report["profile"]["samples"] == 64
+    assert report["loss_difference"] < 1e-2

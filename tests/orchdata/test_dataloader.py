@@ -1,0 +1,518 @@
+from __future__ import annotations
+
+import gc
+import json
+import threading
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from shard_factory import chat, jpeg, omni_shards, write_shard
+
+import orchdata as od
+
+RECIPE = od.Recipe(image=od.ImagePreprocessor(max_tokens=64, dtype="float32"))
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return omni_shards(tmp_path_factory.mktemp("omni"), shards=3, samples=20)
+
+
+@pytest.fixture
+def dataset(shards: list[str]) -> od.ShardDataset:
+    dataset = od.ShardDataset(shards, recipe=RECIPE)
+    dataset.index()
+    return dataset
+
+
+def loader(dataset: Any, **options: Any) -> od.DataLoader:
+    options = {"global_batch_size": 24, "shuffle": True, "num_threads": 2, "seed": 5} | options
+    return od.DataLoader(dataset, **options)
+
+
+def global_batches(dataset: od.ShardDataset, num_ranks: int, **options: Any) -> list[list[tuple[str, str]]]:
+    """Keys of each step, sorted, gathered over all ranks."""
+    ranks = [loader(dataset, dp=(rank, num_ranks), **options) for rank in range(num_ranks)]
+    steps = zip(*(one.steps() for one in ranks), strict=True)
+    return [sorted(key for microbatches in step for batch in microbatches for key in batch.keys) for step in steps]
+
+
+def equal(one: od.Batch, other: od.Batch) -> bool:
+    ours, theirs = one.model_inputs(), other.model_inputs()
+    return (
+        one.keys == other.keys
+        and one.plan.hash == other.plan.hash
+        and ours.keys() == theirs.keys()
+        and all(
+            torch.equal(value, theirs[name]) if torch.is_tensor(value) else value == theirs[name]
+            for name, value in ours.items()
+        )
+    )
+
+
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_global_batches_do_not_depend_on_the_number_of_ranks(dataset: od.ShardDataset, drop_last: bool) -> None:
+    alone = global_batches(dataset, 1, drop_last=drop_last)
+    assert len(alone) == (2 if drop_last else 3)  # 60 samples, 24 a step
+    for num_ranks in (2, 3, 8):
+        assert global_batches(dataset, num_ranks, drop_last=drop_last) == alone
+
+
+@pytest.mark.parametrize("balance", ["none", "global"])
+def test_every_sample_is_delivered_once(dataset: od.ShardDataset, balance: str) -> None:
+    for num_ranks in (1, 2, 7):
+        keys = [key for step in global_batches(dataset, num_ranks, balance=balance) for key in step]
+        assert len(keys) == len(set(keys)) == 60
+
+
+def test_fewer_samples_than_ranks_gives_every_rank_a_batch(dataset: od.ShardDataset) -> None:
+    loaders = [loader(dataset, global_batch_size=3, dp=(rank, 8)) for rank in range(8)]
+    assert {len(one) for one in loaders} == {20}
+    batches = [next(iter(one)) for one in loaders]
+    assert sum(len(batch.keys) for batch in batches) == 3
+    for batch in batches:
+        inputs = batch.model_inputs()
+        assert inputs["input_ids"].numel() >= 1
+        assert inputs["image_patches"].shape[0] >= 1
+        assert inputs["audio_features"].shape[0] >= 1
+
+
+def test_packed_layout(dataset: od.ShardDataset) -> None:
+    for batch in loader(dataset, drop_last=True):
+        llm, image, audio_ = batch.llm, batch.image, batch.audio
+        assert image is not None and audio_ is not None
+        assert llm.cu_seqlens.dtype == image.cu_seqlens.dtype == audio_.cu_seqlens.dtype == torch.int32
+        assert len(llm.cu_seqlens) == len(batch.keys) + 1
+        assert llm.cu_seqlens[-1] == llm.input_ids.numel() == llm.labels.numel() == llm.position_ids.numel()
+        assert llm.max_seqlen == int(llm.cu_seqlens.diff().max())
+        starts = llm.cu_seqlens[:-1].long()
+        assert (llm.labels[starts] == -100).all()
+        assert (llm.position_ids[starts] == 0).all()
+        assert image.patches.shape == (int(image.grid_hw.prod(1).sum()), 3 * 14 * 14)
+        assert torch.equal(image.cu_seqlens.diff(), image.grid_hw.prod(1).int())
+        assert llm.image_positions is not None and llm.audio_positions is not None
+        assert len(llm.image_positions) == image.num_tokens == image.patches.shape[0] // 4  # merged 2x2
+        assert (llm.input_ids[llm.image_positions] == RECIPE.text.image_token_id).all()
+        assert (llm.input_ids[llm.audio_positions] == RECIPE.text.audio_token_id).all()
+        where = torch.cat([llm.image_positions, llm.audio_positions])
+        assert len(where.unique()) == len(where)
+        assert batch.text.input_ids.numel() == llm.input_ids.numel() - len(where)
+        assert batch.loss_tokens == int((llm.labels != -100).sum())
+        assert (llm.labels[where] == -100).all()
+        kept = llm.labels != -100
+        assert torch.equal(llm.labels[kept], llm.input_ids[kept])
+
+
+def test_loss_tokens_are_planned_exactly(dataset: od.ShardDataset) -> None:
+    loaders = [loader(dataset, dp=(rank, 3), balance=od.Balance(max_tokens=400)) for rank in range(3)]
+    for step in zip(*(one.steps() for one in loaders), strict=True):
+        batches = [batch for microbatches in step for batch in microbatches]
+        assert len({len(microbatches) for microbatches in step}) == 1
+        total = sum(batch.loss_tokens for batch in batches)
+        for batch in batches:
+            assert batch.global_loss_tokens == total
+            assert batch.loss_scale == 3 / total
+
+
+def test_microbatches_respect_max_tokens(dataset: od.ShardDataset) -> None:
+    one = loader(dataset, balance=od.Balance(max_tokens={"llm": 400, "image": 600}))
+    for microbatches in one.steps():
+        assert len(microbatches) > 1
+        assert [batch.microbatch for batch in microbatches] == list(range(len(microbatches)))
+        assert [batch.is_last_microbatch for batch in microbatches][-1]
+        for batch in microbatches:
+            assert batch.llm.input_ids.numel() <= 400
+            assert batch.image.patches.shape[0] <= 600
+
+
+def test_oversize_samples(tmp_path: Path) -> None:
+    samples = [{"__key__": f"k{i}", "txt": b"x" * (10 if i else 500)} for i in range(8)]
+    dataset = od.ShardDataset(write_shard(tmp_path / "a.tar", samples))
+    with pytest.raises(ValueError, match=r"'k0' has 500 llm positions, max_tokens allows 64"):
+        od.DataLoader(dataset, batch_size=4, balance=od.Balance(max_tokens=64))
+    own = od.DataLoader(dataset, batch_size=8, balance=od.Balance(max_tokens=64, oversize="own"), num_threads=0)
+    assert [("k0" in [key for _, key in batch.keys], len(batch.keys)) for batch in own].count((True, 1)) == 1
+    drop = od.DataLoader(dataset, batch_size=7, balance=od.Balance(max_tokens=64, oversize="drop"), num_threads=0)
+    assert sorted(key for batch in drop for _, key in batch.keys) == [f"k{i}" for i in range(1, 8)]
+
+
+@pytest.mark.parametrize("options", [{}, {"balance": od.Balance(max_tokens=500)}], ids=["whole", "microbatches"])
+def test_resume_at_every_step_continues_identically(dataset: od.ShardDataset, options: dict[str, Any]) -> None:
+    options = {"global_batch_size": 10, "dp": (1, 2)} | options
+    whole = loader(dataset, **options)
+    expected, states = [], [whole.state_dict()]
+    for batch in whole:
+        expected.append(batch)
+        states.append(whole.state_dict())
+    for delivered, state in enumerate(states):
+        resumed = loader(dataset, **options)
+        resumed.load_state_dict(json.loads(json.dumps(state)))
+        step = state["step"]
+        rest = [batch for batch in expected if batch.step >= step]
+        assert delivered <= 1 or step <= expected[delivered - 1].step + 1
+        got = list(resumed)
+        assert len(got) == len(rest)
+        assert all(equal(a, b) for a, b in zip(got, rest, strict=True))
+
+
+def test_resume_on_another_number_of_ranks(dataset: od.ShardDataset) -> None:
+    expected = global_batches(dataset, 2, global_batch_size=10)
+    one = loader(dataset, global_batch_size=10, dp=(0, 2))
+    steps = one.steps()
+    next(steps), next(steps)
+    state = one.state_dict()
+    ranks = [loader(dataset, global_batch_size=10, dp=(rank, 3)) for rank in range(3)]
+    for rank in ranks:
+        rank.load_state_dict(state)
+    rest = [
+        sorted(key for share in step for batch in share for key in batch.keys)
+        for step in zip(*(rank.steps() for rank in ranks), strict=True)
+    ]
+    assert rest == expected[2:]
+
+
+def test_resume_reads_no_skipped_sample(dataset: od.ShardDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    from orchdata.stored import StoredSample
+
+    one = loader(dataset, global_batch_size=10)
+    for _ in zip(range(4), one.steps(), strict=False):
+        pass
+    state = one.state_dict()
+    read: list[tuple[str, str]] = []
+    original = StoredSample.read
+    monkeypatch.setattr(
+        StoredSample, "read", lambda self, recipe: (read.append((self.shard, self.key)), original(self, recipe))[1]
+    )
+    resumed = loader(dataset, global_batch_size=10)
+    resumed.load_state_dict(state)
+    delivered = [key for batch in resumed for key in batch.keys]
+    assert sorted(read) == sorted(delivered)
+    assert len(read) == 20
+
+
+def test_state_inside_a_step_points_at_its_start(dataset: od.ShardDataset) -> None:
+    one = loader(dataset, balance=od.Balance(max_tokens=400))
+    for batch in one:
+        assert one.state_dict()["step"] == batch.step + batch.is_last_microbatch
+
+
+def test_epochs_differ_and_follow_each_other(dataset: od.ShardDataset) -> None:
+    one = loader(dataset)
+    first, second = ([key for batch in one for key in batch.keys] for _ in range(2))
+    assert sorted(first) == sorted(second) and first != second
+    again = loader(dataset)
+    again.set_epoch(1)
+    assert [key for batch in again for key in batch.keys] == second
+    assert again.state_dict()["epoch"] == 2
+
+
+def test_set_epoch_keeps_a_restored_position(dataset: od.ShardDataset) -> None:
+    one = loader(dataset, global_batch_size=10)
+    steps = one.steps()
+    next(steps)
+    resumed = loader(dataset, global_batch_size=10)
+    resumed.load_state_dict(one.state_dict())
+    resumed.set_epoch(0)
+    assert next(iter(resumed)).step == 1
+
+
+def test_a_new_iteration_after_break_starts_the_epoch_again(dataset: od.ShardDataset) -> None:
+    one = loader(dataset)
+    first = next(iter(one))
+    assert equal(first, next(iter(one)))
+
+
+def test_state_of_another_loader_is_refused(dataset: od.ShardDataset) -> None:
+    state = loader(dataset).state_dict()
+    with pytest.raises(od.StateError, match="global_batch_size is 24 in the state and 12 here"):
+        loader(dataset, global_batch_size=12).load_state_dict(state)
+    with pytest.raises(od.StateError, match=r"order\.seed"):
+        loader(dataset, seed=6).load_state_dict(state)
+    other = od.ShardDataset(list(dataset.urls), recipe=od.Recipe())
+    with pytest.raises(od.StateError, match="recipe"):
+        loader(other).load_state_dict(state)
+
+
+def test_nothing_runs_on_after_break(dataset: od.ShardDataset) -> None:
+    before = threading.active_count()
+    for _ in loader(dataset, num_threads=3):
+        break
+    gc.collect()
+    assert threading.active_count() == before
+
+
+def test_custom_collate_gets_decoded_samples(dataset: od.ShardDataset) -> None:
+    one = loader(dataset, collate_fn=lambda samples: samples)
+    samples = [sample for batch in one for sample in batch]
+    assert len(samples) == 60
+    assert all(isinstance(sample, od.Sample) for sample in samples)
+
+
+def test_mrope_positions(tmp_path: Path) -> None:
+    sample = {"__key__": "a", "jpg": jpeg(112, 84), "json": chat("ab<image>cd", "e")}
+    dataset = od.ShardDataset(write_shard(tmp_path / "a.tar", [sample]), recipe=RECIPE)
+    batch = next(iter(od.DataLoader(dataset, collate_fn=od.Packed(positions="mrope"), num_threads=0)))
+    positions, where = batch.llm.position_ids, batch.llm.image_positions
+    assert positions.shape == (3, batch.llm.input_ids.numel())
+    first = int(where[0])
+    assert torch.equal(positions[:, :first], torch.arange(first).expand(3, -1))
+    # 112x84 at patch 14 merged 2x2: 3 rows of 4 tokens
+    assert positions[0, where].tolist() == [first] * 12
+    assert positions[1, where].tolist() == [first + row for row in (0, 1, 2) for _ in range(4)]
+    assert positions[2, where].tolist() == [first + column for _ in range(3) for column in range(4)]
+    after = int(where[-1]) + 1
+    rest = positions[:, after:]
+    assert torch.equal(rest, (torch.arange(rest.shape[1]) + first + 4).expand(3, -1))
+
+
+def test_multiple_of_pads_each_sequence(dataset: od.ShardDataset) -> None:
+    for batch in loader(dataset, collate_fn=od.Packed(multiple_of=16)):
+        assert (batch.llm.cu_seqlens % 16 == 0).all()
+        assert batch.loss_tokens == int((batch.llm.labels != -100).sum())
+
+
+def test_empty_zero_gives_tensors_of_zero_length(tmp_path: Path) -> None:
+    samples = [{"__key__": "a", "jpg": jpeg(56, 56), "txt": b"x"}, {"__key__": "b", "txt": b"only text"}]
+    dataset = od.ShardDataset(write_shard(tmp_path / "a.tar", samples), recipe=RECIPE)
+    batches = list(od.DataLoader(dataset, batch_size=1, collate_fn=od.Packed(empty="zero"), num_threads=0))
+    assert batches[1].image.patches.shape == (0, 588)
+    assert batches[1].image.cu_seqlens.tolist() == [0]
+    assert batches[1].audio is None  # neither data set nor cost model has audio
+
+
+def test_merge_joins_dummies_to_the_graph(dataset: od.ShardDataset) -> None:
+    batch = next(iter(loader(dataset, global_batch_size=2, dp=(5, 8))))
+    assert not batch.keys
+    embeds = torch.zeros(batch.llm.input_ids.numel(), 4)
+    features = {name: torch.ones(1, 4, requires_grad=True) for name in ("image", "audio")}
+    merged = batch.merge(embeds, features)
+    assert torch.equal(merged, embeds)
+    merged.sum().backward()
+    for feature in features.values():
+        assert feature.grad is not None and not feature.grad.any()
+
+
+def test_merge_puts_features_in_place_and_checks_them(dataset: od.ShardDataset) -> None:
+    batch = next(iter(loader(dataset)))
+    embeds = torch.zeros(1, batch.llm.input_ids.numel(), 2)
+    features = {
+        name: torch.arange(2.0 * getattr(batch, name).num_tokens).reshape(-1, 2) + 1 for name in ("image", "audio")
+    }
+    merged = batch.merge(embeds, features)
+    for name, feature in features.items():
+        assert torch.equal(merged[0, getattr(batch.llm, f"{name}_positions")], feature)
+    with pytest.raises(ValueError, match="no features of it were given"):
+        batch.merge(embeds, {"image": features["image"]})
+    with pytest.raises(ValueError, match=r"\d+ image tokens"):
+        batch.merge(embeds, {**features, "image": features["image"][1:]})
+
+
+# Failures
+
+
+def bad_shard(folder: Path) -> str:
+    good = [{"__key__": f"good{i}", "jpg": jpeg(80, 60, i), "txt": b"fine"} for i in range(6)]
+    broken = bytearray(jpeg(300, 200, 9))
+    broken[len(broken) // 2 :] = b""  # the header is whole, the picture is cut
+    bad = [
+        {"__key__": "cut", "jpg": bytes(broken), "txt": b"text"},
+        {"__key__": "lie", "wav": b"this is no audio at all", "txt": b"text"},
+        {"__key__": "missing", "txt": b"an <image> that is not there"},
+    ]
+    return write_shard(folder / "bad.tar", [*good, *bad])
+
+
+def test_bad_samples_refuse_to_start(tmp_path: Path) -> None:
+    dataset = od.ShardDataset(bad_shard(tmp_path), recipe=RECIPE)
+    with pytest.raises(od.DataError) as raised:
+        od.DataLoader(dataset, batch_size=3)
+    for part in ("bad.tar", "'lie'", "first of 2 bad samples"):
+        assert part in str(raised.value)
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+def test_skip_delivers_the_rest_and_lists_failures(tmp_path: Path, threads: int) -> None:
+    dataset = od.ShardDataset(bad_shard(tmp_path), recipe=RECIPE)
+    handled: list[od.DataError] = []
+    one = od.DataLoader(
+        dataset, batch_size=7, on_error=od.ErrorPolicy("skip", handler=handled.append), num_threads=threads
+    )
+    batches = list(one)
+    keys = [key for batch in batches for _, key in batch.keys]
+    assert keys == [f"good{i}" for i in range(6)]
+    # "cut" is planned (an image, then 4 bytes of text with loss), fails while decoding, and stays in the denominator
+    assert sum(batch.loss_tokens for batch in batches) == batches[0].global_loss_tokens - 4
+    failures = one.stats()["failures"]
+    assert failures["count"] == 3 == len(handled)
+    assert {row["key"] for row in failures["samples"]} == {"cut", "lie", "missing"}
+    assert all(row["shard"].endswith("bad.tar") and row["reason"] for row in failures["samples"])
+
+
+def test_decode_failure_raises_under_raise(tmp_path: Path) -> None:
+    dataset = od.ShardDataset(bad_shard(tmp_path), recipe=RECIPE)
+    leave = [("bad.tar", "lie"), ("bad.tar", "missing")]
+    one = od.DataLoader(dataset, batch_size=7, quarantine=leave)
+    with pytest.raises(od.DataError, match="'cut', field 'jpg'"):
+        list(one)
+    clean = od.DataLoader(dataset, batch_size=6, quarantine=[*leave, ("bad.tar", "cut")])
+    assert len([key for batch in clean for key in batch.keys]) == 6
+
+
+def test_a_microbatch_that_fails_whole_arrives_empty(tmp_path: Path) -> None:
+    dataset = od.ShardDataset(bad_shard(tmp_path), recipe=RECIPE)
+    one = od.DataLoader(dataset, batch_size=1, on_error="skip")
+    batches = list(one)
+    assert len(batches) == 7
+    assert batches[-1].keys == () and batches[-1].loss_tokens == 0
+    assert batches[-1].image.patches.shape[0] == 4  # one dummy token: 2x2 patches
+
+
+def test_failure_budget(tmp_path: Path) -> None:
+    dataset = od.ShardDataset(bad_shard(tmp_path), recipe=RECIPE)
+    with pytest.raises(od.TooManyFailures, match="policy allows 1"):
+        od.DataLoader(dataset, batch_size=3, on_error=od.ErrorPolicy("skip", max_failures=1))
+    one = od.DataLoader(dataset, batch_size=3, on_error=od.ErrorPolicy("skip", max_failures=Fraction(2, 9)))
+    with pytest.raises(od.TooManyFailures, match="policy allows 2"):
+        list(one)
+
+
+def test_unknown_quarantine_is_refused(dataset: od.ShardDataset) -> None:
+    with pytest.raises(ValueError, match="quarantine names sample 'nobody'"):
+        loader(dataset, quarantine=[(dataset.urls[0], "nobody")])
+
+
+def test_quarantine_from_a_file(dataset: od.ShardDataset, tmp_path: Path) -> None:
+    listed = tmp_path / "quarantine.jsonl"
+    listed.write_text(json.dumps({"shard": dataset.urls[0], "key": "s0-0003"}) + "\n")
+    one = loader(dataset, quarantine=listed)
+    keys = {key for batch in one for _, key in batch.keys}
+    assert len(keys) == 59 and "s0-0003" not in keys
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"batch_size": 0, "global_batch_size": None}, "batch_size must be at least 1, got 0"),
+        ({"batch_size": 4}, "batch_size=4 and global_batch_size=24 both given"),
+        ({"global_batch_size": 0}, "global_batch_size must be at least 1"),
+        ({"num_workers": -1}, "num_workers must be at least 0"),
+        ({"prefetch_factor": 0}, "prefetch_factor must be at least 1"),
+        ({"balance": "sideways"}, "balance must be one of"),
+        ({"on_error": "ignore"}, "on_error must be"),
+        ({"dp": (2, 2)}, "dp rank must be in 0..1, got 2"),
+        ({"sampler": [1, 2]}, "order of its own"),
+        ({"cost": lambda sample: 1}, "od.CostModel"),
+    ],
+)
+def test_bad_arguments(dataset: od.ShardDataset, options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        loader(dataset, **options)
+
+
+def test_more_than_one_rank_needs_an_index(shards: list[str]) -> None:
+    dataset = od.ShardDataset(shards[:1], recipe=RECIPE)
+    with pytest.raises(od.MissingIndexError, match="orchdata index"):
+        od.DataLoader(dataset, batch_size=2, dp=(0, 2))
+
+
+def test_stats(dataset: od.ShardDataset) -> None:
+    cost = od.CostModel(image=od.PhaseCost(1.0), audio=od.PhaseCost(1.0), llm=od.PhaseCost(1.0))
+    one = loader(dataset, dp=(0, 4), cost=cost, drop_last=True)
+    list(one)
+    stats = one.stats()
+    json.dumps(stats)
+    assert stats["steps"] == 2
+    assert set(stats["phases"]) == {"image", "audio", "llm"}
+    for phase in stats["phases"].values():
+        assert phase["imbalance"] >= 1.0 and phase["lower_bound_over_mean"] >= 1.0
+    llm = stats["phases"]["llm"]
+    assert llm["imbalance"] < llm["imbalance_unbalanced"]
+    assert 0 < stats["padding"] < 1
+    assert stats["milliseconds"]["decoding"] > 0
+    assert stats["failures"]["count"] == 0
+
+
+# Map-style data sets
+
+
+class Numbers(torch.utils.data.Dataset[dict[str, int]]):
+    def __init__(self, count: int, bad: tuple[int, ...] = ()) -> None:
+        self.count = count
+        self.bad = bad
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, number: int) -> dict[str, int]:
+        if number in self.bad:
+            raise OSError("disk on fire")
+        return {"number": number, "length": 1 + number % 9}
+
+
+def test_map_style_balances_equal_counts() -> None:
+    dataset = Numbers(48)
+    loaders = [
+        od.DataLoader(dataset, batch_size=4, shuffle=True, cost=lambda sample: sample["length"], dp=(rank, 4))
+        for rank in range(4)
+    ]
+    seen = []
+    for step in zip(*loaders, strict=True):
+        assert [len(batch["number"]) for batch in step] == [4] * 4
+        sums = [int(batch["length"].sum()) for batch in step]
+        assert max(sums) - min(sums) <= 2
+        seen += [number for batch in step for number in batch["number"].tolist()]
+    assert sorted(seen) == list(range(48))
+
+
+def test_map_style_rank_without_a_sample_repeats_the_first() -> None:
+    loaders = [od.DataLoader(Numbers(5), global_batch_size=3, dp=(rank, 4), num_threads=0) for rank in range(4)]
+    for step in zip(*loaders, strict=True):
+        assert all(len(batch["number"]) >= 1 for batch in step)
+
+
+def test_map_style_samplers() -> None:
+    dataset = Numbers(10)
+    one = od.DataLoader(dataset, batch_size=3, sampler=torch.utils.data.SequentialSampler(dataset))
+    assert [batch["number"].tolist() for batch in one] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
+    batches = [[1, 2], [7], [3, 4, 5]]
+    assert [batch["number"].tolist() for batch in od.DataLoader(dataset, batch_sampler=batches)] == batches
+    with pytest.raises(ValueError, match="sharded twice"):
+        od.DataLoader(dataset, sampler=[1, 2], dp=(0, 2))
+
+
+def test_map_style_failures() -> None:
+    with pytest.raises(OSError, match="disk on fire"):
+        list(od.DataLoader(Numbers(6, bad=(2,)), batch_size=3))
+    one = od.DataLoader(Numbers(6, bad=(2,)), batch_size=3, on_error="skip")
+    assert [batch["number"].tolist() for batch in one] == [[0, 1], [3, 4, 5]]
+    assert one.stats()["failures"]["by_reason"] == {"OSError: disk on fire": 1}
+
+
+def test_map_style_resumes() -> None:
+    options: dict[str, Any] = {"batch_size": 4, "shuffle": True, "seed": 1, "cost": np.arange(1, 41)}
+    one = od.DataLoader(Numbers(40), **options)
+    whole = [batch["number"].tolist() for batch in one]
+    again = od.DataLoader(Numbers(40), **options)
+    steps = iter(again)
+    next(steps), next(steps), next(steps)
+    resumed = od.DataLoader(Numbers(40), **options)
+    resumed.load_state_dict(again.state_dict())
+    assert [batch["number"].tolist() for batch in resumed] == whole[3:]
+
+
+@pytest.mark.parametrize(
+    ("cost", "reason"),
+    [([1, 2], "10 of them"), ([0.5] * 10, "costs are integers"), ([1] * 9 + [-3], "sample 9 has -3")],
+)
+def test_map_style_bad_costs(cost: Any, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        od.DataLoader(Numbers(10), cost=cost)
+
+
+def test_an_iterable_is_refused() -> None:
+    with pytest.raises(TypeError, match="map-style"):
+        od.DataLoader(iter([1, 2, 3]))

@@ -1,0 +1,168 @@
+"""`orchdata demo`, made short: it runs end to end, its numbers are consistent, and nothing is left behind."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from orchdata.demo import DemoConfig, DemoReport, render, run_demo
+from orchdata.demo.launch import LaunchError, torchrun
+from orchdata.demo.report import compare_curves, summarise_lane
+
+SHORT = DemoConfig(samples=48, steps=4, block_steps=2, warmup_steps=1, batch_size=4)
+
+
+def record(compute_seconds: float, *, tokens: int = 100, loss_sum: float = 10.0) -> dict[str, Any]:
+    return {
+        "load_seconds": 0.5,
+        "compute_seconds": compute_seconds,
+        "step_seconds": 5.0,
+        "loss_sum": loss_sum,
+        "loss_tokens": 20,
+        "llm_tokens": tokens,
+        "samples": 4,
+        "imbalance": {"llm": 1.5, "step": 1.25},
+    }
+
+
+def test_a_lane_is_summarised_over_its_measured_steps() -> None:
+    warmup = record(100.0)
+    result, steps, losses = summarise_lane(
+        [[warmup, record(4.0), record(3.0)], [warmup, record(2.0), record(3.0)]], warmup_steps=1
+    )
+    assert steps.tolist() == [5.0, 5.0]
+    assert losses.tolist() == [1.0, 1.0, 1.0]  # (10 + 10) / 20
+    assert result.waiting_ms == 500  # one rank of two waits 2 s in one step of two
+    assert result.waiting_share == pytest.approx(0.1)  # 0.5 s of 5
+    assert result.compute_imbalance == pytest.approx(7 / 6)  # (4 + 3) / (3 + 3)
+    assert result.tokens_per_second == 40  # 4 x 100 tokens in 10 s
+    assert result.planned_imbalance == {"llm": 1.5, "step": 1.25}
+
+
+def test_curves_are_compared_by_their_largest_relative_difference() -> None:
+    assert compare_curves(np.array([2.0, 4.0]), np.array([2.0, 3.0])) == 0.25
+
+
+@pytest.mark.parametrize("name", ["samples", "ranks", "steps", "batch_size"])
+def test_sizes_below_one_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+        DemoConfig(**{name: 0})
+
+
+def test_too_few_samples_for_a_step_are_refused() -> None:
+    with pytest.raises(ValueError, match="samples must be at least ranks x batch_size, 16"):
+        DemoConfig(samples=15, batch_size=8)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[DemoReport, list[tuple[str, int, int]], Path]:
+    """A short demo, what it told of its progress, and the folder it had for temporary files."""
+    folder = tmp_path_factory.mktemp("demo")
+    told: list[tuple[str, int, int]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(folder))
+        patch.setenv("ORCHDATA_CACHE", str(folder / "user-cache"))
+        report = run_demo(SHORT, progress=lambda *step: told.append(step))
+    return report, told, folder
+
+
+def test_the_demo_trains_both_lanes_alike(finished: tuple[DemoReport, Any, Any]) -> None:
+    report = finished[0]
+    assert set(report.lanes) == {"unbalanced", "balanced"}
+    assert report.loss_difference < 1e-3  # float32, other order of summation
+    for lane in report.lanes.values():
+        assert lane.step_ms > 0
+        assert lane.tokens_per_second > 0
+        assert 0 <= lane.waiting_share < 1
+        assert set(lane.planned_imbalance) == {"image", "audio", "llm", "step"}
+    planned = {name: lane.planned_imbalance["step"] for name, lane in report.lanes.items()}
+    assert planned["balanced"] < planned["unbalanced"]
+
+
+def test_the_demo_tells_how_far_it_is(finished: tuple[DemoReport, list[tuple[str, int, int]], Any]) -> None:
+    told = finished[1]
+    assert ("writing samples", 48, 48) in told
+    assert told[-1] == ("training", 5, 5)
+
+
+def test_the_demo_leaves_no_file(finished: tuple[Any, Any, Path]) -> None:
+    assert list(finished[2].iterdir()) == []
+
+
+def test_the_report_is_json_and_a_table(finished: tuple[DemoReport, Any, Any]) -> None:
+    report = finished[0]
+    content = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    assert content["ranks"] == 2
+    assert content["dataset"]["samples"] == 48
+    assert "CPU" in content["measured"]
+    console = Console(width=120, file=io.StringIO())
+    console.print(render(report))
+    text = console.file.getvalue()
+    assert "step time, median (ms)" in text
+    assert "not a prediction for your GPUs" in " ".join(text.split())
+
+
+def launch(tmp_path: Path, source: str, told: Callable[[int, int], None] = lambda done, total: None) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(source)
+    with (tmp_path / "log").open("w+b") as log:
+        torchrun([str(script)], num_ranks=2, environment={}, log=log, progress=told)
+
+
+def test_a_failing_rank_is_quoted(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="no more tea"):
+        launch(tmp_path, "raise RuntimeError('no more tea')")
+
+
+def children_of(pid: int) -> list[int]:
+    listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True).stdout.split()
+    direct = [int(child) for child in listed]
+    return direct + [grandchild for child in direct for grandchild in children_of(child)]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks end with their parent by prctl, which is Linux's")
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL])
+def test_no_process_outlives_the_demo(tmp_path: Path, ending: signal.Signals) -> None:
+    sleeper = tmp_path / "sleeper.py"
+    sleeper.write_text(
+        "import time; from orchdata.demo.launch import end_with_parent; end_with_parent(); print('{}', flush=True)\n"
+        'print(\'{"done": 1, "total": 1}\', flush=True); time.sleep(100)'
+    )
+    runner = tmp_path / "runner.py"
+    runner.write_text(
+        "import sys\nfrom orchdata.demo.launch import torchrun\n"
+        f"torchrun([{str(sleeper)!r}], num_ranks=2, environment={{}}, log=open({str(tmp_path / 'log')!r}, 'w+b'),\n"
+        "         progress=lambda done, total: print('up', flush=True))"
+    )
+    process = subprocess.Popen([sys.executable, str(runner)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    with process:
+        assert process.stdout is not None
+        for _ in range(2):
+            assert process.stdout.readline() == b"up\n"
+        others = children_of(process.pid)
+        assert len(others) >= 3  # the launcher and two ranks
+        process.send_signal(ending)
+        process.wait(30)
+    deadline = time.monotonic() + 20
+    while any(map(is_running, others)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(map(is_running, others))

@@ -1,0 +1,48 @@
+"""The public face: `orchdata.__all__` is what docs/api.md lists, and every name is there when asked for."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import orchdata
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def _documented() -> list[str]:
+    """Names of the first column of the tables in docs/api.md, written as `od.Name`."""
+    return re.findall(r"^\| `od\.(\w+)", (REPOSITORY / "docs" / "api.md").read_text(), re.MULTILINE)
+
+
+def test_all_is_what_the_docs_list() -> None:
+    assert sorted(orchdata.__all__) == sorted(_documented())
+    assert len(set(orchdata.__all__)) == len(orchdata.__all__)
+
+
+@pytest.mark.parametrize("name", orchdata.__all__)
+def test_public_name_exists_and_says_what_it_is(name: str) -> None:
+    value = getattr(orchdata, name)
+    assert value.__name__ == name
+    assert value.__module__.startswith("orchdata.")
+    assert value.__doc__
+
+
+def test_type_checkers_see_the_names_that_are_loaded_late() -> None:
+    tree = ast.parse(Path(orchdata.__file__).read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    seen = {alias.name: str(node.module) for node in block.body for alias in node.names}
+    assert seen == orchdata._HOMES
+    assert set(seen) == set(orchdata.__all__)
+
+
+def test_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'Dataloader'"):
+        orchdata.Dataloader  # noqa: B018
+
+
+def test_dir_lists_the_public_names() -> None:
+    assert set(orchdata.__all__) <= set(dir(orchdata))

@@ -1,0 +1,192 @@
+"""`orchdata synth`: same description, same bytes; what is asked for is what is written; errors name the field."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+from PIL import Image
+from webdataset.tariterators import group_by_keys, tar_file_expander
+
+from orchdata.synth import OMNI, make_sample, read_description, synthesize
+from orchdata.synth_media import make_sentences
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def describe(**changes: Any) -> dict[str, Any]:
+    base = {"seed": 3, "samples": 12, "shards": 2, "kinds": {"plain": {"words": 5}}}
+    return base | changes
+
+
+def read_samples(folder: Path) -> list[dict[str, Any]]:
+    """All samples of all shards in order, grouped by webdataset's own reader."""
+    samples: list[dict[str, Any]] = []
+    for path in sorted(folder.glob("*.tar")):
+        with path.open("rb") as stream:
+            samples += group_by_keys(tar_file_expander([{"url": path.name, "stream": stream}]))
+    return samples
+
+
+def fields_of(sample: dict[str, Any]) -> dict[str, Any]:
+    """A sample without where it was read from."""
+    return {name: value for name, value in sample.items() if name == "__key__" or not name.startswith("__")}
+
+
+def test_the_yaml_file_and_the_built_in_description_are_one() -> None:
+    assert read_description(REPOSITORY / "datasets" / "omni.yaml") == OMNI
+
+
+def test_every_shipped_description_is_valid() -> None:
+    for path in (REPOSITORY / "datasets").glob("*.yaml"):
+        read_description(path)
+
+
+def test_same_description_same_bytes(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        synthesize(OMNI, tmp_path / name, samples=16)
+    first, second = (sorted((tmp_path / name).glob("*.tar")) for name in ("first", "second"))
+    assert len(first) == OMNI.shards
+    assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
+
+
+def test_a_shorter_dataset_is_a_prefix_of_a_longer_one(tmp_path: Path) -> None:
+    synthesize(OMNI, tmp_path / "short", samples=6)
+    synthesize(OMNI, tmp_path / "long", samples=14)
+    short, long = (read_samples(tmp_path / name) for name in ("short", "long"))
+    assert [fields_of(sample) for sample in short] == [fields_of(sample) for sample in long[:6]]
+
+
+def test_another_seed_is_another_dataset() -> None:
+    assert make_sample(read_description(describe(seed=1)), 0) != make_sample(read_description(describe(seed=2)), 0)
+
+
+def test_the_report_counts_what_was_written(tmp_path: Path) -> None:
+    calls: list[tuple[int, int]] = []
+    report = synthesize(OMNI, tmp_path, samples=40, progress=lambda done, total: calls.append((done, total)))
+    samples = read_samples(tmp_path)
+    assert report.samples == len(samples) == 40
+    assert calls == [(done, 40) for done in range(1, 41)]
+    assert sum(report.kinds.values()) == 40
+
+    pixels, seconds, images, clips = 0, 0.0, 0, 0
+    for sample in samples:
+        for field, data in sample.items():
+            if field.split(".")[-1] in ("jpg", "png"):
+                width, height = Image.open(io.BytesIO(data)).size
+                pixels, images = pixels + width * height, images + 1
+            elif field.split(".")[-1] in ("flac", "wav"):
+                seconds, clips = seconds + soundfile.info(io.BytesIO(data)).duration, clips + 1
+    assert (report.images, report.image_pixels, report.audio_clips) == (images, pixels, clips)
+    assert report.audio_seconds == pytest.approx(seconds, abs=1e-3 * clips)
+    assert report.payload_bytes == sum(
+        len(data) for sample in samples for field, data in sample.items() if not field.startswith("__")
+    )
+    json.dumps(report.to_dict())
+
+
+def test_kinds_come_as_often_as_their_weights_say() -> None:
+    kinds = {"often": {"weight": 3, "words": 1}, "seldom": {"weight": 1, "words": 1}}
+    description = read_description(describe(kinds=kinds))
+    drawn = [make_sample(description, index)[0] for index in range(800)]
+    assert drawn.count("often") / 800 == pytest.approx(0.75, abs=0.05)
+
+
+def test_chats_have_a_placeholder_for_every_medium() -> None:
+    kind = {"style": "chat", "words": 20, "turns": 2, "image": {"count": 3, "width": 32}, "audio": {"seconds": 0.1}}
+    _, fields, _ = make_sample(read_description(describe(kinds={"chat": kind})), 0)
+    assert sorted(fields) == ["0.jpg", "1.jpg", "2.jpg", "flac", "json"]
+    chat = json.loads(fields["json"])
+    assert [turn["role"] for turn in chat] == ["user", "assistant"] * 2
+    text = " ".join(turn["content"] for turn in chat)
+    assert (text.count("<image>"), text.count("<audio>")) == (3, 1)
+    assert sum(len(turn["content"].split()) for turn in chat if turn["role"] == "assistant") == 20
+
+
+def test_sizes_rates_and_formats_are_as_described() -> None:
+    kind = {
+        "words": 3,
+        "image": {"width": 100, "aspect": 2, "formats": "png"},
+        "audio": {"seconds": 0.5, "rates": 22050, "formats": "wav"},
+    }
+    _, fields, _ = make_sample(read_description(describe(kinds={"one": kind})), 0)
+    image, sound = Image.open(io.BytesIO(fields["png"])), soundfile.info(io.BytesIO(fields["wav"]))
+    assert (image.format, image.size) == ("PNG", (100, 50))
+    assert (sound.format, sound.samplerate, sound.frames) == ("WAV", 22050, 11025)
+    assert len(fields["txt"].split()) == 3
+
+
+def test_jpegs_weigh_about_what_photographs_do() -> None:
+    kind = {"words": 1, "image": {"width": 640}}
+    description = read_description(describe(kinds={"one": kind}))
+    bits = []
+    for index in range(5):
+        _, fields, counts = make_sample(description, index)
+        bits.append(8 * len(fields["jpg"]) / counts["image_pixels"])
+    assert 0.8 < np.mean(bits) < 4  # bits per pixel
+
+
+def test_sentences_have_the_words_asked_for() -> None:
+    rng = np.random.default_rng(0)
+    assert [len(make_sentences(rng, words).split()) for words in (0, 1, 9, 100)] == [0, 1, 9, 100]
+
+
+def test_other_shards_in_the_folder_are_not_mixed_in(tmp_path: Path) -> None:
+    synthesize(describe(shards=3), tmp_path)
+    synthesize(describe(shards=3), tmp_path)  # the same names are replaced
+    with pytest.raises(FileExistsError, match=r"shard-000002\.tar"):
+        synthesize(describe(shards=2), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sed": 1}, "unknown field 'sed'"),
+        ({"seed": -1}, r"seed must lie in \[0,"),
+        ({"samples": 2.5}, "samples must be an integer"),
+        ({"shards": 13}, r"shards must be at most samples \(12\), got 13"),
+        ({"kinds": {}}, "kinds must name at least one"),
+        ({"kinds": {"a": {"weight": 0}}}, "kinds.a.weight must be above 0"),
+        ({"kinds": {"a": {"style": "poem"}}}, "kinds.a.style must be one of text, chat"),
+        ({"kinds": {"a": {"turns": 2}}}, "kinds.a.turns needs"),
+        ({"kinds": {"a": {"words": "many"}}}, "kinds.a.words must be a number"),
+        ({"kinds": {"a": {"words": {"uniform": [9, 3]}}}}, r"kinds.a.words.uniform\[1\] must lie in \[9"),
+        ({"kinds": {"a": {"words": {"normal": [1, 2]}}}}, "kinds.a.words must be a number or one of"),
+        ({"kinds": {"a": {"words": {"lognormal": [5, 0]}}}}, r"lognormal\[1\] must be above 0"),
+        ({"kinds": {"a": {"words": {"lognormal": [50, 1], "max": 10}}}}, r"kinds.a.words.max must lie in \[50"),
+        ({"kinds": {"a": {"image": {"width": 4}}}}, r"kinds.a.image.width must lie in \[8"),
+        ({"kinds": {"a": {"image": {"width": 9000, "aspect": 0.1}}}}, "allows images 90,000 pixels high"),
+        ({"kinds": {"a": {"image": {"formats": {"gif": 1}}}}}, "kinds.a.image.formats must be of jpg, png, got gif"),
+        ({"kinds": {"a": {"audio": {"seconds": {"choice": {"1": 1}}}}}}, "audio.seconds.choice.1 must be a number"),
+        (
+            {"kinds": {"a": {"audio": {"hertz": 1}}}},
+            "kinds.a.audio has unknown field 'hertz'; known are count, seconds",
+        ),
+        ({"kinds": {"a": {"image": None}}}, "kinds.a.image must be a mapping"),
+    ],
+)
+def test_errors_name_the_field(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_description(describe(**changes))
+
+
+def test_errors_in_a_file_name_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("kinds: {a: {weight: -1}}")
+    with pytest.raises(ValueError, match=r"mine.yaml: kinds.a.weight must be above 0, got -1"):
+        read_description(path)
+    path.write_text("kinds: [}")
+    with pytest.raises(ValueError, match=r"mine\.yaml: not readable as YAML"):
+        read_description(path)
+    with pytest.raises(FileNotFoundError):
+        read_description(tmp_path / "absent.yaml")
+
+
+def test_a_number_of_samples_below_one_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="samples must be at least 1, got 0"):
+        synthesize(OMNI, tmp_path, samples=0)

@@ -1,0 +1,113 @@
+"""The wheel, installed into a clean environment outside the checkout, holds every module and a working command."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+SETUPTOOLS = PROJECT["tool"]["setuptools"]
+FOLDERS = ("orchdata", "loaders", "balancers", "native")
+
+
+def test_every_package_is_listed() -> None:
+    namespace = {folder: package for package, folder in SETUPTOOLS["package-dir"].items()}
+    found = set()
+    for folder in FOLDERS:
+        for init in (REPOSITORY / folder).rglob("__init__.py"):
+            nested = init.parent.relative_to(REPOSITORY / folder).parts
+            found.add(".".join([namespace[folder], *nested]))
+    assert sorted(SETUPTOOLS["packages"]) == sorted(found)
+
+
+def test_every_python_file_lies_in_a_package() -> None:
+    for folder in FOLDERS:
+        for path in (REPOSITORY / folder).rglob("*.py"):
+            assert (path.parent / "__init__.py").is_file(), f"{path.parent} has no __init__.py: the wheel would lack it"
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    # Built from a copy: setuptools leaves build/ behind, and files there that were since deleted get into wheels.
+    source = tmp_path_factory.mktemp("source")
+    for folder in FOLDERS:
+        shutil.copytree(REPOSITORY / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(REPOSITORY / name, source)
+    out = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*command, "--no-index", "--wheel-dir", out, source], check=True)
+    return next(out.glob("orchdata-*.whl"))
+
+
+@pytest.fixture(scope="module")
+def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A fresh virtual environment with only the wheel; the dependencies come from this one's site-packages."""
+    root = tmp_path_factory.mktemp("environment")
+    venv.create(root, with_pip=False)
+    command = [sys.executable, "-m", "pip", "--python", root / "bin" / "python", "install"]
+    subprocess.run([*command, "--quiet", "--no-deps", "--no-index", wheel], check=True)
+    site = next((root / "lib").glob("python*/site-packages"))
+    # A .pth inside a directory that a .pth adds is not read: the editable install of the checkout stays invisible.
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return root
+
+
+def _run(environment: Path, *command: str, cwd: Path) -> str:
+    clean = {name: value for name, value in os.environ.items() if name not in {"PYTHONPATH", "MYPYPATH"}}
+    process = subprocess.run(
+        [environment / "bin" / command[0], *command[1:]], cwd=cwd, env=clean, capture_output=True, text=True
+    )
+    assert process.returncode == 0, process.stderr
+    return process.stdout
+
+
+def test_wheel_holds_only_our_namespace(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    tops = {name.split("/")[0] for name in names}
+    version = PROJECT["project"]["version"]
+    assert tops == {"orchdata", f"orchdata-{version}.dist-info"}
+    for package in ("orchdata", "orchdata/loaders", "orchdata/balancers", "orchdata/native"):
+        assert f"{package}/py.typed" in names
+    for folder in FOLDERS:
+        for path in (REPOSITORY / folder).rglob("*.py"):
+            inside = path.relative_to(REPOSITORY).as_posix()
+            assert (inside if folder == "orchdata" else f"orchdata/{inside}") in names
+
+
+def test_every_module_imports_from_the_wheel(environment: Path, tmp_path: Path) -> None:
+    code = (
+        "import importlib, pkgutil, sys, orchdata\n"
+        "assert orchdata.__file__.startswith(sys.prefix), orchdata.__file__\n"
+        "for module in pkgutil.walk_packages(orchdata.__path__, 'orchdata.'):\n"
+        "    if not module.name.endswith('__main__'):\n"
+        "        loaded = importlib.import_module(module.name)\n"
+        "        assert loaded.__file__.startswith(sys.prefix), loaded.__file__\n"
+        "        print(module.name)\n"
+        "for name in orchdata.__all__:\n"
+        "    getattr(orchdata, name)\n"
+    )
+    modules = _run(environment, "python", "-c", code, cwd=tmp_path).split()
+    assert {"orchdata.loaders", "orchdata.balancers", "orchdata.native", "orchdata.cli"} <= set(modules)
+
+
+def test_console_script_runs(environment: Path, tmp_path: Path) -> None:
+    out = _run(environment, "orchdata", "--help", cwd=tmp_path)
+    for command in ("demo", "synth", "index", "profile", "bench"):
+        assert command in out
+
+
+def test_versions_agree() -> None:
+    import orchdata
+
+    assert orchdata.__version__ == PROJECT["project"]["version"]

@@ -1,0 +1,97 @@
+"""The README's and the docs' examples: Python compiles, names exist, links and make targets lead somewhere."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from webdataset import TarWriter
+
+import orchdata
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+PAGES = [REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md")] + sorted((REPOSITORY / "docs").glob("*.md"))
+
+
+def _blocks(language: str) -> list[tuple[str, str]]:
+    pattern = re.compile(rf"^```{language}\n(.*?)^```", re.MULTILINE | re.DOTALL)
+    return [(page.name, block) for page in PAGES for block in pattern.findall(page.read_text())]
+
+
+@pytest.mark.parametrize(("page", "block"), _blocks("python"))
+def test_python_compiles_and_its_names_exist(page: str, block: str) -> None:
+    tree = ast.parse(block)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "od":
+            assert node.attr in orchdata.__all__, f"{page}: od.{node.attr}"
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("orchdata"):
+            module = __import__(str(node.module), fromlist=["_"])
+            for alias in node.names:
+                assert hasattr(module, alias.name), f"{page}: from {node.module} import {alias.name}"
+
+
+@pytest.mark.parametrize(("page", "block"), _blocks("python"))
+def test_attributes_of_a_batch_exist(page: str, block: str) -> None:
+    fields = set(orchdata.Batch.__dataclass_fields__) | set(dir(orchdata.Batch))
+    for node in ast.walk(ast.parse(block)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "batch":
+            assert node.attr in fields, f"{page}: batch.{node.attr}"
+
+
+def _main_job() -> str:
+    return next(block for page, block in _blocks("python") if page == "README.md" and "DataLoader" in block)
+
+
+def test_the_main_job_takes_ten_lines_of_training() -> None:
+    statements = [node for node in ast.walk(ast.parse(_main_job())) if isinstance(node, ast.stmt)]
+    assert len(statements) <= 10
+
+
+def test_the_main_job_runs_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "data").mkdir()
+    for number in range(128):
+        with TarWriter(str(tmp_path / "data" / f"train-{number:06d}.tar"), encoder=False) as writer:
+            writer.write({"__key__": f"{number}", "txt": b"word " * (1 + number % 7)})
+    monkeypatch.chdir(tmp_path)
+    weight = torch.nn.Parameter(torch.zeros(()))
+    tokens = []
+
+    def model(**inputs: Any) -> SimpleNamespace:
+        assert {"image_patches", "audio_features"} <= set(inputs)  # dummies: the cost model has these phases
+        tokens.append(int((inputs["labels"] != -100).sum()))
+        return SimpleNamespace(loss_sum=weight * tokens[-1])
+
+    exec(_main_job(), {"model": model, "optimizer": torch.optim.SGD([weight], lr=1.0)})
+    assert len(tokens) == 128 // 8
+    # Each step's loss is weight * tokens / tokens of the global batch: the gradient is 1.
+    assert weight.item() == pytest.approx(-128 / 8)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+        assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_make_targets_that_are_named_exist() -> None:
+    makefile = (REPOSITORY / "Makefile").read_text()
+    for page in PAGES:
+        for target in re.findall(r"`make ([a-z-]+)|^make ([a-z-]+)", page.read_text(), re.MULTILINE):
+            name = "".join(target)
+            assert re.search(rf"^{name}:", makefile, re.MULTILINE), f"{page.name}: make {name}"
+
+
+def test_commands_that_are_named_exist() -> None:
+    from typer.main import get_command
+
+    from orchdata.cli import app
+
+    commands = get_command(app).commands  # type: ignore[attr-defined]
+    for page in PAGES:
+        for name in re.findall(r"^(?:\| `)?orchdata (\w+)|`orchdata (\w+)", page.read_text(), re.MULTILINE):
+            assert "".join(name) in commands, f"{page.name}: orchdata {''.join(name)}"
