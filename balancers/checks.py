@@ -12,14 +12,16 @@ from orchdata.native.checks import first_invalid
 MAX_TOTAL = 1 << 62
 
 
-def checked_count(value: int, name: str) -> int:
-    """An integer of at least 1."""
+def checked_count(value: int, name: str, least: int = 1) -> int:
+    """An integer of at least `least`."""
     try:
+        if isinstance(value, bool):
+            raise TypeError
         count = operator.index(value)
     except TypeError:
-        raise ValueError(f"{name} must be an integer of at least 1, got {value!r}") from None
-    if count < 1:
-        raise ValueError(f"{name} must be at least 1, got {count}")
+        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}") from None
+    if count < least:
+        raise ValueError(f"{name} must be at least {least}, got {count}")
     return count
 
 

@@ -12,7 +12,6 @@ Needs torch and torchaudio, imported with the first clip. torch runs operations 
 
 from __future__ import annotations
 
-import io
 import threading
 import warnings
 from fractions import Fraction
@@ -37,6 +36,9 @@ _TOLERANCE_SECONDS: Final = 0.05
 _TOLERANCE_SHARE: Final = 0.01
 # Most values of a resampling kernel: odd rates (44,099 Hz) would need gigabytes.
 _KERNEL_VALUES: Final = 1 << 22
+# Longer clips than this are worked on in pieces: input frames of a resampler, frames of a spectrogram.
+_RESAMPLE_FRAMES: Final = 1 << 21
+_MEL_FRAMES: Final = 1 << 14
 
 Wave = NDArray[np.float32]
 _build_lock = threading.Lock()
@@ -68,8 +70,10 @@ def read_mono(data: bytes | memoryview, limits: Limits) -> tuple[Wave, int]:
     """The mean over channels, (num_frames,), and the rate in Hz. Raises DecodeError."""
     import soundfile
 
+    from orchdata.loaders.sound import open_sound
+
     try:
-        with soundfile.SoundFile(io.BytesIO(data)) as sound:
+        with open_sound(data) as sound:
             rate = int(sound.samplerate)
             if rate < 1:
                 raise DecodeError(f"damaged audio: a rate of {rate} Hz")
@@ -108,10 +112,20 @@ def resample(wave: Wave, rate: int, new_rate: int) -> Wave:
     import torch
 
     ratio = kernel_ratio(rate, new_rate)
-    resampler = _resampler(ratio.denominator, ratio.numerator)
+    new, orig = ratio.numerator, ratio.denominator
+    resampler = _resampler(orig, new)
+    # Long waves piece by piece, with what the filter sees on both sides: the convolution unfolds its input.
+    context = ceil(_half_width(ratio) / orig) * orig
+    block = ceil(_RESAMPLE_FRAMES / orig) * orig
+    pieces: list[Wave] = []
     with torch.no_grad():
-        resampled: Wave = resampler(torch.from_numpy(wave)).numpy()
-    return resampled
+        for start in range(0, len(wave), block):
+            first, last = max(0, start - context), start + block + context
+            piece = resampler(torch.from_numpy(wave[first:last])).numpy()
+            skip = (start - first) // orig * new
+            stop = skip + block // orig * new if start + block < len(wave) else len(piece)
+            pieces.append(piece[skip:stop])
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
 
 def kernel_ratio(rate: int, new_rate: int) -> Fraction:
@@ -126,8 +140,12 @@ def kernel_ratio(rate: int, new_rate: int) -> Fraction:
 
 def _kernel_values(ratio: Fraction) -> int:
     """Of torchaudio's windowed sinc: a filter of the original rate and six zero crossings to each side, per phase."""
-    new, orig = ratio.numerator, ratio.denominator
-    return new * (orig + 2 * ceil(6 * orig / (0.99 * min(orig, new))))
+    return ratio.numerator * (ratio.denominator + 2 * _half_width(ratio))
+
+
+def _half_width(ratio: Fraction) -> int:
+    """Frames that the filter sees to each side."""
+    return ceil(6 * ratio.denominator / (0.99 * min(ratio.denominator, ratio.numerator)))
 
 
 def fit(wave: Wave, num_samples: int, rate: int) -> Wave:
@@ -149,7 +167,7 @@ def _write_log_mel(wave: Wave, pre: AudioPreprocessor, out: NDArray[Any]) -> Non
     padded = np.zeros(len(out) * pre.hop_length + pre.n_fft, np.float32)
     padded[: len(wave)] = wave
     with torch.no_grad():
-        mel = _mel(pre)(torch.from_numpy(padded))[:, : len(out)]
+        mel = _mel_frames(torch.from_numpy(padded), pre, len(out))
         mel.clamp_(min=1e-10).log10_()
         torch.maximum(mel, mel.max() - 8.0, out=mel)
         mel.add_(4.0).div_(4.0)
@@ -157,6 +175,23 @@ def _write_log_mel(wave: Wave, pre: AudioPreprocessor, out: NDArray[Any]) -> Non
         if pre.dtype == "bfloat16":
             target = target.view(torch.bfloat16)
         target.copy_(mel.T)
+
+
+def _mel_frames(wave: torch.Tensor, pre: AudioPreprocessor, num_frames: int) -> torch.Tensor:
+    """Mel power of the first frames, (num_mels, num_frames); long clips piece by piece, as spectra are large."""
+    import torch
+
+    if num_frames <= _MEL_FRAMES:
+        mel: torch.Tensor = _mel(pre)(wave)[:, :num_frames]
+        return mel
+    context = ceil(pre.n_fft / 2 / pre.hop_length)  # windows that a piece's own ends reach into
+    out = torch.empty(pre.num_mels, num_frames)
+    for start in range(0, num_frames, _MEL_FRAMES):
+        stop = min(start + _MEL_FRAMES, num_frames)
+        first = max(0, start - context)
+        piece = wave[first * pre.hop_length : (stop + context) * pre.hop_length]
+        out[:, start:stop] = _mel(pre)(piece)[:, start - first : stop - first]
+    return out
 
 
 @lru_cache(maxsize=32)

@@ -124,7 +124,7 @@ class _Builder:
         limits = self.recipe.limits
         facts = load_facts(url, limits=limits, cache=self.cache, force=self.force)
         meta = FactsMeta.of(facts.schema)
-        shard = ShardInfo(url, meta.size, meta.checksum)
+        shard = ShardInfo(url, meta.size, meta.checksum, meta.version)
         # The version (time of change) too: text edited in place may leave size and headers as they were.
         content = [FORMAT, meta.checksum, meta.version]
         known = bool(meta.checksum)  # without one the shard could not be opened, for a reason that may pass

@@ -33,7 +33,10 @@ class CacheFolder:
         if max_bytes < 1:
             raise ValueError(f"max_bytes must be at least 1, got {max_bytes}")
         self.root = Path(os.environ.get(CACHE_VARIABLE) or "~/.cache/orchdata") if root is None else Path(root)
-        self.root = self.root.expanduser().absolute()
+        try:
+            self.root = self.root.expanduser().absolute()
+        except RuntimeError as error:  # no $HOME, and the user has no entry in the system's list
+            raise OSError(f"no cache folder: {self.root} needs a home directory; set {CACHE_VARIABLE}") from error
         self.max_bytes = max_bytes
 
     def file(self, kind: str, name: str) -> Path:
@@ -119,9 +122,17 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], None]) -> None:
             os.fsync(file.fileno())
         Path(partial).chmod(0o666 & ~_umask())
         Path(partial).replace(path)
+    except OSError as error:
+        Path(partial).unlink(missing_ok=True)
+        raise named(error, path) from error
     except BaseException:
         Path(partial).unlink(missing_ok=True)
         raise
+
+
+def named(error: OSError, path: Path) -> OSError:
+    """The error with the file it is about: a write to a full disk does not say."""
+    return OSError(error.errno, os.strerror(error.errno), str(path)) if error.errno and not error.filename else error
 
 
 def _umask() -> int:

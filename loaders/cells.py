@@ -47,7 +47,7 @@ class Column:
         if not scalar.is_valid:
             return None
         if self.form == "text":
-            return str(scalar.as_py()).encode()
+            return text_bytes(scalar)
         if self.form == "chat":
             return _encode(scalar.as_py())
         if self.form == "binary":
@@ -67,6 +67,12 @@ class Column:
             return self.kind
         by_path = classify(path)[0] if path else OTHER
         return by_path if by_path != OTHER else sniff(data)
+
+
+def text_bytes(scalar: pa.Scalar) -> bytes:
+    """A string as it is stored: perhaps not UTF-8, which only the sample it belongs to should fail for."""
+    value = scalar.value if isinstance(scalar, pa.DictionaryScalar) else scalar
+    return bytes(value.as_buffer())
 
 
 def plan_columns(schema: pa.Schema) -> tuple[list[Column], list[str], str | None]:
@@ -113,7 +119,7 @@ def _plan_column(name: str, type_: pa.DataType, feature: object) -> Column | Non
     item = type_.value_type if listed else type_
     if pa.types.is_dictionary(item):
         item = item.value_type
-    if _is_text(item):
+    if is_text(item):
         return None if listed else Column(name, "text", False, TEXT)
     if _is_binary(item):
         return Column(name, "binary", listed, _declared_kind(name, feature))
@@ -150,7 +156,7 @@ def _is_list(type_: pa.DataType) -> bool:
     return bool(pa.types.is_list(type_) or pa.types.is_large_list(type_) or pa.types.is_fixed_size_list(type_))
 
 
-def _is_text(type_: pa.DataType) -> bool:
+def is_text(type_: pa.DataType) -> bool:
     return bool(pa.types.is_string(type_) or pa.types.is_large_string(type_) or pa.types.is_string_view(type_))
 
 

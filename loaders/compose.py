@@ -194,7 +194,7 @@ def _check_named(document: Document, members: Sequence[Member], recipe: Recipe) 
 def _document(member: Member, payload: bytes | memoryview, recipe: Recipe) -> Document:
     _check_text(member, payload, recipe)
     try:
-        return read_document(payload, recipe.text)
+        return read_document(payload, recipe.text, lines=member.field.removesuffix(".gz").endswith("jsonl"))
     except DecodeError as error:
         raise error.at(member.field) from error.__cause__
 

@@ -49,10 +49,13 @@ class Document:
     named: Mapping[int, list[str]] = field(default_factory=dict)
 
 
-def read_document(payload: bytes | memoryview, pre: TextPreprocessor) -> Document:
-    """Parse one JSON member. Raises DecodeError for broken JSON or a conversation that cannot be read."""
+def read_document(payload: bytes | memoryview, pre: TextPreprocessor, *, lines: bool = False) -> Document:
+    """Parse one JSON member; with `lines` each line is JSON, and several of them are a list.
+
+    Raises DecodeError for broken JSON or a conversation that cannot be read.
+    """
     try:
-        value = json.loads(decode_utf8(payload))
+        value = _parse(decode_utf8(payload), lines=lines)
     except (ValueError, RecursionError) as error:
         raise DecodeError(f"not valid JSON: {error}") from None
     if isinstance(value, list):
@@ -66,6 +69,13 @@ def read_document(payload: bytes | memoryview, pre: TextPreprocessor) -> Documen
         if isinstance(value.get(key), str):
             return Document(text=value[key])
     return Document()
+
+
+def _parse(text: str, *, lines: bool) -> Any:
+    if not lines:
+        return json.loads(text)
+    values = [json.loads(line) for line in text.split("\n") if line.strip()]
+    return values[0] if len(values) == 1 else values
 
 
 def split_placeholders(text: str, pre: TextPreprocessor) -> Content:

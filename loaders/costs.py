@@ -8,6 +8,7 @@ tokenizer.
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -255,28 +256,29 @@ class _Rows:
         self._encodings = encodings
         self.field_numbers: dict[str, int] = {}
         self.ignored: Counter[str] = Counter()
-        self._samples: list[tuple[int, int, int, int]] = []  # llm_tokens, loss_tokens, parts, members
+        # Flat arrays of int64: tuples by the million would keep the garbage collector busy.
+        self._samples = array("q")  # llm_tokens, loss_tokens, parts, members of each
         self._keys: list[str] = []
         self._errors: list[FieldError | None] = []
-        self._parts: list[tuple[int, ...]] = []
-        self._members: list[tuple[int, ...]] = []
+        self._parts = array("q")  # as PARTS
+        self._members = array("q")  # as MEMBERS
 
     def add(self, sample: _Sample, measured: Measured) -> None:
         used, members = measured.used_members, sample.members
         numbers = self.field_numbers
         for index in used:
             member, row = members[index], sample.start + index
-            header = (member.width, member.height) if member.kind == IMAGE else (member.frames, member.rate)
-            field = numbers.setdefault(member.field, len(numbers))
-            place = (self._encodings[row], self._offsets[row], member.size)
-            self._members.append((field, member.kind, *place, *header))
-        for modality, index, *sizes in measured.parts:
-            self._parts.append((modality, used.index(index), *sizes))
+            name, kind, width, height, frames, rate, size, _ = member
+            header = (width, height) if kind == IMAGE else (frames, rate)
+            number = numbers.setdefault(name, len(numbers))
+            self._members.extend((number, kind, self._encodings[row], self._offsets[row], size, *header))
+        for part in measured.parts:
+            self._parts.extend((part[0], used.index(part[1]), *part[2:]))
         if len(used) < len(members):
             for index, member in enumerate(members):
                 if index not in used:
                     self.ignored[member.field] += 1
-        self._samples.append((measured.llm_tokens, measured.loss_tokens, len(measured.parts), len(used)))
+        self._samples.extend((measured.llm_tokens, measured.loss_tokens, len(measured.parts), len(used)))
         self._keys.append(sample.key)
         self._errors.append(None)
 
@@ -284,13 +286,13 @@ class _Rows:
         for member in sample.members:
             if member.kind == OTHER and member.error is None:
                 self.ignored[member.field] += 1
-        self._samples.append((0, 0, 0, 0))
+        self._samples.extend((0, 0, 0, 0))
         self._keys.append(sample.key)
         self._errors.append(error)
 
     def columns(self) -> Columns:
         """All rows as columns."""
-        samples = np.array(self._samples, np.int64).reshape(-1, 4)
+        samples = np.frombuffer(self._samples, np.int64).reshape(-1, 4)
         arrays: dict[str, Any] = {
             "shard": np.zeros(len(samples), np.int32),
             "llm_tokens": samples[:, 0].astype(np.int32),
@@ -299,7 +301,7 @@ class _Rows:
             "member_offsets": _offsets(samples[:, 3]),
         }
         for kind, names, found in (("part", PARTS, self._parts), ("member", MEMBERS, self._members)):
-            table = np.array(found, np.int64).reshape(-1, len(names))
+            table = np.frombuffer(found, np.int64).reshape(-1, len(names))
             for column, (name, dtype) in enumerate(names.items()):
                 arrays[f"{kind}_{name}"] = table[:, column].astype(dtype)
 

@@ -30,6 +30,8 @@ class DataError(OrchdataError):
         self.reason = reason
 
     def __str__(self) -> str:
+        if not self.key and not self.field:  # a whole shard
+            return f"{self.shard}: {self.reason}"
         return f"{self.shard}: sample {self.key!r}, field {self.field!r}: {self.reason}"
 
     def __eq__(self, other: object) -> bool:

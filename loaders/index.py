@@ -32,11 +32,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ShardInfo:
-    """A shard as it was indexed: its size in bytes, and a checksum of size and headers."""
+    """A shard as it was indexed: its size in bytes, a checksum of size and headers, and `Storage.version`."""
 
     url: str
     size: int
     checksum: str
+    version: str = ""
 
 
 class Index:

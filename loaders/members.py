@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 from orchdata.loaders.modality import AUDIO, IMAGE, TEXT
 
-_JSON_NAMES: Final = ("json", "jsn", "messages", "conversations")
+_JSON_NAMES: Final = ("json", "jsonl", "jsn", "messages", "conversations")
 _LEADING_NUMBER: Final = re.compile(r"(\d+)\.")
 
 
@@ -88,8 +88,8 @@ def _number(name: str) -> int:
 
 
 def _name(name: str) -> str:
-    """A field's name without its leading number and `.gz`."""
-    return _LEADING_NUMBER.sub("", name.removesuffix(".gz"), count=1)
+    """A field's name in lower case (columns of Parquet files keep theirs), without its leading number and `.gz`."""
+    return _LEADING_NUMBER.sub("", name.lower().removesuffix(".gz"), count=1)
 
 
 def _is_json(name: str) -> bool:

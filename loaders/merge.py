@@ -10,6 +10,7 @@ import os
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import astuple
 from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from orchdata.loaders.cache import named
 from orchdata.loaders.index import ShardInfo, content_fingerprint
 from orchdata.loaders.table import STRINGS, Columns, TableSize, allocate_table
 from orchdata.loaders.totals import Totals, add_totals
@@ -63,7 +65,7 @@ def merge_tables(path: Path, sources: Sequence[TableSource], recipe: RecipeIdent
         "fingerprint": content_fingerprint([source.shard for source in sources], recipe.fingerprint),
         "build_id": build_id,
         "recipe": recipe.description,
-        "shards": [[source.shard.url, source.shard.size, source.shard.checksum] for source in sources],
+        "shards": [astuple(source.shard) for source in sources],
         "shard_rows": np.cumsum([0, *(size.samples for size in sizes)]).tolist(),
         "fields": list(fields),
         "totals": reduce(add_totals, (source.totals for source in sources)),
@@ -126,5 +128,7 @@ def replaced_file(path: Path) -> Iterator[Path]:
         with temporary.open("rb+") as file:
             os.fsync(file.fileno())
         temporary.replace(path)
+    except OSError as error:
+        raise named(error, path) from error
     finally:
         temporary.unlink(missing_ok=True)

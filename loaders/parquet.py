@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from orchdata.loaders.cells import Column, PathOnly, plan_columns
+from orchdata.loaders.cells import Column, PathOnly, is_text, plan_columns, text_bytes
 from orchdata.loaders.columns import FactsBuilder, FactsMeta, shard_failure, with_meta
 from orchdata.loaders.errors import FieldError, ShardError
 from orchdata.loaders.fields import OTHER, PARQUET
@@ -88,6 +88,11 @@ class ParquetShard:
         self._columns: dict[str, Column] = {}
         self._starts = np.zeros(1, np.int64)  # first row of each row group, and the end
 
+    def checksum(self) -> str:
+        digest = hashlib.blake2b(str(self.size).encode(), digest_size=16)
+        digest.update(self._file.read(max(0, self.size - _FOOTER_BYTES), _FOOTER_BYTES))
+        return digest.hexdigest()
+
     def facts(self) -> pa.Table:
         """Read all cells of the columns with media or text, and their headers. Bad data are rows with an error."""
         ignored: dict[str, int] = {}
@@ -101,13 +106,11 @@ class ParquetShard:
             table = shard_failure(str(error))
         except Exception as error:  # noqa: BLE001 - pyarrow raises many kinds for damaged files
             table = shard_failure(f"not a readable Parquet file: {_short(error)}")
-        digest = hashlib.blake2b(str(self.size).encode(), digest_size=16)
-        digest.update(self._file.read(max(0, self.size - _FOOTER_BYTES), _FOOTER_BYTES))
         meta = FactsMeta(
             url=self.url,
             size=self.size,
             version=self.version,
-            checksum=digest.hexdigest(),
+            checksum=self.checksum(),
             limits=limits_fingerprint(self._limits),
             ignored=ignored,
         )
@@ -215,8 +218,8 @@ class _Scan:
             cells = [batch.column(column.name) for column in columns]
             keys = batch.column(key) if key is not None else None
             for i in range(batch.num_rows):
-                named = keys[i].as_py() if keys is not None else None
-                self._add_row(number, str(number if named is None else named), columns, [cell[i] for cell in cells])
+                named = _key(keys[i]) if keys is not None else None
+                self._add_row(number, str(number) if named is None else named, columns, [cell[i] for cell in cells])
                 number += 1
         headers = np.array([(h.width, h.height, h.frames, h.rate) for h in self._headers], np.int64).reshape(-1, 4)
         self._builder.append_media(*headers.T)
@@ -256,13 +259,15 @@ class _Scan:
         kind = column.kind
         try:
             data = column.cell(scalar)
+            path = scalar["path"].as_py() if column.form == "struct" and scalar.is_valid and "path" in scalar else None
         except PathOnly as problem:
             error = str(problem)
+        except UnicodeDecodeError as problem:
+            error = f"holds a string that is not valid UTF-8: {problem.reason}"
         else:
             if data is None:
                 return
             size = len(data)
-            path = scalar["path"].as_py() if column.form == "struct" and "path" in scalar else None
             kind = column.kind_of(data, path)
             error = size_error(kind, size, self._limits) if kind != OTHER else None
             if error is None and kind in (IMAGE, AUDIO):
@@ -272,6 +277,14 @@ class _Scan:
                     error = str(problem)
         self._builder.append(number, key, field, kind=kind, offset=number, size=size, encoding=PARQUET, error=error)
         self._headers.append(header)
+
+
+def _key(scalar: pa.Scalar) -> str | None:
+    """A key as text, None for null; bytes that are not UTF-8 become escapes."""
+    if not scalar.is_valid:
+        return None
+    type_ = scalar.type.value_type if isinstance(scalar, pa.DictionaryScalar) else scalar.type
+    return text_bytes(scalar).decode("utf-8", "backslashreplace") if is_text(type_) else str(scalar.as_py())
 
 
 def _items(column: Column, scalar: pa.Scalar) -> Iterator[tuple[str, pa.Scalar]]:

@@ -75,7 +75,7 @@ def _text(entry: object) -> str:
 
 
 def _expand(pattern: str, *, literal: bool, check: bool) -> Iterator[str]:
-    if literal or ("{" not in pattern and "\\" not in pattern):
+    if literal or ("{" not in pattern and "\\" not in pattern) or Path(pattern).exists():
         expanded = [pattern]
     else:
         try:

@@ -12,6 +12,7 @@ import pyarrow as pa
 from orchdata.loaders.cache import CacheFolder
 from orchdata.loaders.compressed import compression, open_decompressed
 from orchdata.loaders.errors import StaleIndexError
+from orchdata.loaders.index import ShardInfo
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.parquet import ParquetShard
 from orchdata.loaders.paths import PARQUET_SUFFIXES, suffix_of
@@ -34,6 +35,10 @@ class Shard(Protocol):
 
     def facts(self) -> pa.Table:
         """Its facts (see `columns`), from a full pass. Bad data are rows with an error, never an exception."""
+        ...
+
+    def checksum(self) -> str:
+        """Of its size and headers, as in its facts."""
         ...
 
     def read(self, offset: int, size: int, encoding: int, field: str) -> bytes | memoryview:
@@ -90,11 +95,11 @@ class OpenShards:
         self._shards: OrderedDict[str, Shard] = OrderedDict()
         self._opening: dict[str, threading.Lock] = {}
 
-    def get(self, url: str, size: int | None = None) -> Shard:
-        """The open shard. `size` is what the index says it has, checked when it is opened.
+    def get(self, url: str, indexed: ShardInfo | None = None) -> Shard:
+        """The open shard. `indexed` is what the index says of it, checked when it is opened.
 
         Raises:
-            StaleIndexError: the shard has another size.
+            StaleIndexError: it is not the shard that was indexed.
             ShardError, ValueError: as `open_shard`.
         """
         if (shard := self._find(url)) is not None:
@@ -103,7 +108,7 @@ class OpenShards:
             opening = self._opening.setdefault(url, threading.Lock())
         with opening:  # opening may decompress for minutes: others of the same shard wait, the rest does not
             try:
-                return self._find(url) or self._open(url, size)
+                return self._find(url) or self._open(url, indexed)
             finally:
                 with self._lock:
                     self._opening.pop(url, None)
@@ -116,13 +121,12 @@ class OpenShards:
         for shard in shards:
             shard.close()
 
-    def _open(self, url: str, size: int | None) -> Shard:
+    def _open(self, url: str, indexed: ShardInfo | None) -> Shard:
         shard = open_shard(url, limits=self._limits, cache=self._cache)
-        if size is not None and shard.size != size:
+        difference = None if indexed is None else _difference(shard, indexed)
+        if difference is not None:
             shard.close()
-            raise StaleIndexError(
-                url, f"has {shard.size} bytes, {size} when it was indexed: run `orchdata index` again"
-            )
+            raise StaleIndexError(url, f"{difference}: run `orchdata index` again")
         with self._lock:
             self._shards[url] = shard
             while len(self._shards) > self._capacity:
@@ -135,3 +139,13 @@ class OpenShards:
             if shard is not None:
                 self._shards.move_to_end(url)
             return shard
+
+
+def _difference(shard: Shard, indexed: ShardInfo) -> str | None:
+    """What tells the shard from the one that was indexed."""
+    if shard.size != indexed.size:
+        return f"has {shard.size} bytes, {indexed.size} when it was indexed"
+    # A copy of the same data has another time of change; its headers tell whether it is one.
+    if shard.version != indexed.version and shard.checksum() != indexed.checksum:
+        return "was written anew since it was indexed, with the same size and other members"
+    return None

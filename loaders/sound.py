@@ -11,10 +11,13 @@ UNKNOWN_FRAMES = 1 << 48
 
 
 class Sound(soundfile.SoundFile):  # type: ignore[misc]
-    """A SoundFile that can also be read, forward, where its length is not known: soundfile seeks after each read."""
+    """A SoundFile that is only read forward.
+
+    soundfile seeks after each read, which fails where the header tells no length (a FLAC streamed out) or a wrong one.
+    """
 
     def seekable(self) -> bool:
-        return self.frames < UNKNOWN_FRAMES and bool(super().seekable())
+        return False
 
 
 def open_sound(data: bytes | memoryview) -> Sound:

@@ -49,6 +49,9 @@ class TarShard:
         self._file = file
         self._limits = limits
 
+    def checksum(self) -> str:
+        return FactsMeta.of(self.facts().schema).checksum
+
     def facts(self) -> pa.Table:
         """Walk the archive and read the media headers. Bad data are rows with an error, never an exception."""
         digest = hashlib.blake2b(digest_size=16)

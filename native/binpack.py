@@ -6,13 +6,14 @@ An item above a cap is oversize: it may only be alone in its bin.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from orchdata.native.jit import kernel
 
 SEARCH_NODES = 20_000
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def fits(load: NDArray[np.int64], size: NDArray[np.int64], caps: NDArray[np.int64], empty: bool) -> bool:
     """Whether an item may join a bin; an empty bin takes anything."""
     room = True
@@ -21,7 +22,7 @@ def fits(load: NDArray[np.int64], size: NDArray[np.int64], caps: NDArray[np.int6
     return empty or room
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def fullness(load: NDArray[np.int64], caps: NDArray[np.int64]) -> float:
     """Largest share of a cap that a bin's load, or an item's size, takes."""
     share = 0.0
@@ -30,7 +31,7 @@ def fullness(load: NDArray[np.int64], caps: NDArray[np.int64]) -> float:
     return share
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def by_fullness(sizes: NDArray[np.int64], caps: NDArray[np.int64]) -> NDArray[np.int64]:
     """Items from the one that takes the largest share of a cap; ties by position."""
     num_items = sizes.shape[0]
@@ -40,7 +41,7 @@ def by_fullness(sizes: NDArray[np.int64], caps: NDArray[np.int64]) -> NDArray[np
     return np.argsort(shares, kind="mergesort")
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def bins_needed(sizes: NDArray[np.int64], caps: NDArray[np.int64]) -> int:
     """A lower bound of the bins needed: oversize items have one each, the others share by each cap."""
     num_items, num_caps = sizes.shape
@@ -63,7 +64,7 @@ def bins_needed(sizes: NDArray[np.int64], caps: NDArray[np.int64]) -> int:
     return alone + shared
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def best_fit(
     sizes: NDArray[np.int64],
     caps: NDArray[np.int64],
@@ -92,7 +93,7 @@ def best_fit(
     return True
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def least_loaded_fit(
     costs: NDArray[np.int64],
     sizes: NDArray[np.int64],
@@ -119,7 +120,7 @@ def least_loaded_fit(
     return True
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def search_fit(
     sizes: NDArray[np.int64],
     caps: NDArray[np.int64],
@@ -168,7 +169,7 @@ def search_fit(
     return bool(depth == num_items)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def level(
     costs: NDArray[np.int64],
     sizes: NDArray[np.int64],

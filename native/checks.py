@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from orchdata.native.jit import kernel
 
-@njit(nogil=True, cache=True)
+
+@kernel
 def first_invalid(costs: NDArray[np.int64], max_total: int) -> tuple[int, bool]:
     """First sample with a negative cost, or at which the running sum passes `max_total`.
 

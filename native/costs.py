@@ -7,14 +7,15 @@ small quadratic coefficient keeps its precision. All in int64, without fastmath:
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from orchdata.native.jit import kernel
 
 COST_SHIFT = 20
 MAX_FIXED_POINT = 1 << 62
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def longest_sequence(linear: int, quadratic: int, constant: int) -> int:
     """Most positions whose cost before the shift stays within 2**62, at most 2**31 - 1."""
     low = np.int64(0)
@@ -33,7 +34,7 @@ def longest_sequence(linear: int, quadratic: int, constant: int) -> int:
     return low
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def sequence_cost(length: int, linear: int, quadratic: int, constant: int) -> int:
     """Cost of one sequence; the caller has checked its length."""
     if length <= 0:
@@ -41,7 +42,7 @@ def sequence_cost(length: int, linear: int, quadratic: int, constant: int) -> in
     return max(np.int64(1), (linear * length + quadratic * length * length + constant) >> COST_SHIFT)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def sequence_costs(lengths: NDArray[np.int64], linear: int, quadratic: int, constant: int) -> NDArray[np.int64]:
     """Cost of each sequence of `lengths` positions.
 
@@ -65,7 +66,7 @@ def sequence_costs(lengths: NDArray[np.int64], linear: int, quadratic: int, cons
     return costs
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def part_costs(
     rows: NDArray[np.int64],
     part_offsets: NDArray[np.int64],

@@ -7,8 +7,9 @@ What is taken here must equal, exactly, what Pillow (after `exif_transpose`) and
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from orchdata.native.jit import kernel
 
 FOUND, MORE, UNUSUAL, SKIPPED = 0, 1, 2, 3
 IMAGE, AUDIO = 1, 2
@@ -19,7 +20,7 @@ _XMP_ORIENTATION = np.frombuffer(b"tiff:Orientation", dtype=np.uint8)
 _PNG = np.frombuffer(b"\x89PNG\r\n\x1a\n", dtype=np.uint8)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _matches(buffer: NDArray[np.uint8], at: int, end: int, pattern: NDArray[np.uint8]) -> bool:
     if at + pattern.size > end:
         return False
@@ -29,7 +30,7 @@ def _matches(buffer: NDArray[np.uint8], at: int, end: int, pattern: NDArray[np.u
     return same == pattern.size
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _contains(buffer: NDArray[np.uint8], start: int, end: int, pattern: NDArray[np.uint8]) -> bool:
     for i in range(start, end - pattern.size + 1):
         if buffer[i] == pattern[0] and _matches(buffer, i, end, pattern):
@@ -37,20 +38,20 @@ def _contains(buffer: NDArray[np.uint8], start: int, end: int, pattern: NDArray[
     return False
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _u16(buffer: NDArray[np.uint8], at: int, little: bool) -> int:
     if little:
         return np.int64(buffer[at]) | (np.int64(buffer[at + 1]) << 8)
     return (np.int64(buffer[at]) << 8) | np.int64(buffer[at + 1])
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _u32(buffer: NDArray[np.uint8], at: int, little: bool) -> int:
     low, high = _u16(buffer, at, little), _u16(buffer, at + 2, little)
     return (low | (high << 16)) if little else ((low << 16) | high)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _exif_orientation(buffer: NDArray[np.uint8], start: int, end: int) -> int:
     """Orientation tag of the TIFF block in [start, end): 0 without one, -1 when it takes Pillow to say."""
     if start + 8 > end:
@@ -78,7 +79,7 @@ def _exif_orientation(buffer: NDArray[np.uint8], start: int, end: int) -> int:
     return orientation
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _jpeg(buffer: NDArray[np.uint8], start: int, end: int, whole: bool) -> tuple[int, int, int]:
     """(status, width, height): walks the segments up to the start of scan."""
     short = UNUSUAL if whole else MORE
@@ -110,7 +111,7 @@ def _jpeg(buffer: NDArray[np.uint8], start: int, end: int, whole: bool) -> tuple
     return short, 0, 0
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _is_segment(marker: int) -> bool:
     """A marker with a length that a plain header may hold: no other kind of frame, restart, start, end or padding."""
     if marker == 0xFFC4 or marker == 0xFFCC:  # tables
@@ -118,7 +119,7 @@ def _is_segment(marker: int) -> bool:
     return 0xFFC0 <= marker <= 0xFFC2 or 0xFFDB <= marker <= 0xFFFE
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _is_plain_frame(buffer: NDArray[np.uint8], payload: int, length: int) -> bool:
     """Eight bits; grey, three or four components."""
     if length < 8 or buffer[payload] != 8:
@@ -127,7 +128,7 @@ def _is_plain_frame(buffer: NDArray[np.uint8], payload: int, length: int) -> boo
     return (components == 1 or components == 3 or components == 4) and length == 8 + 3 * components
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _png(buffer: NDArray[np.uint8], start: int, end: int, whole: bool) -> tuple[int, int, int]:
     """(status, width, height): a PNG may say its orientation in any chunk, so all are walked."""
     short = UNUSUAL if whole else MORE
@@ -157,7 +158,7 @@ def _png(buffer: NDArray[np.uint8], start: int, end: int, whole: bool) -> tuple[
         at += 12 + length
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _wav(buffer: NDArray[np.uint8], start: int, end: int, whole: bool, size: int) -> tuple[int, int, int]:
     """(status, frames, rate) of plain PCM or float RIFF."""
     short = UNUSUAL if whole else MORE
@@ -197,7 +198,7 @@ def _wav(buffer: NDArray[np.uint8], start: int, end: int, whole: bool, size: int
         at += 8 + length + (length & 1)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _flac(buffer: NDArray[np.uint8], start: int, end: int, whole: bool) -> tuple[int, int, int]:
     """(status, frames, rate) of STREAMINFO."""
     if start + 26 > end:
@@ -211,7 +212,7 @@ def _flac(buffer: NDArray[np.uint8], start: int, end: int, whole: bool) -> tuple
     return FOUND, frames, rate
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def scan_media(
     buffer: NDArray[np.uint8],
     starts: NDArray[np.int64],

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from orchdata.native.binpack import best_fit, bins_needed, by_fullness, least_loaded_fit, level, search_fit
+from orchdata.native.jit import kernel
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def samples_by_rank(rank: NDArray[np.int32], num_ranks: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Samples grouped by rank, in their order: (offsets (num_ranks + 1,), samples); -1 is left out."""
     offsets = np.zeros(num_ranks + 1, np.int64)
@@ -27,7 +27,7 @@ def samples_by_rank(rank: NDArray[np.int32], num_ranks: int) -> tuple[NDArray[np
     return offsets, samples
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def pack_rank(
     costs: NDArray[np.int64],
     sizes: NDArray[np.int64],
@@ -48,7 +48,7 @@ def pack_rank(
     return search_fit(sizes, caps, order, num_bins, bins)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def rename(costs: NDArray[np.int64], num_bins: int, bins: NDArray[np.int32], by_cost: bool) -> None:
     """Number one rank's microbatches by descending cost, else by their first sample; empty ones last. In place."""
     work = np.zeros(num_bins, np.int64)
@@ -66,7 +66,7 @@ def rename(costs: NDArray[np.int64], num_bins: int, bins: NDArray[np.int32], by_
         bins[item] = name[bins[item]]
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def split(
     costs: NDArray[np.int64],
     rank: NDArray[np.int32],

@@ -6,8 +6,9 @@ Frame headers as in ISO 11172-3 and 13818-3 (and the 2.5 extension); the Xing/In
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from orchdata.native.jit import kernel
 
 _KBITS_V1 = np.array([0, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 0], dtype=np.int64)
 _KBITS_V2 = np.array([0, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160, 0], dtype=np.int64)
@@ -17,7 +18,7 @@ _XING, _INFO, _VBRI = 0x58696E67, 0x496E666F, 0x56425249
 _TAG_TELLS_FRAMES = 1
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def scan_mp3(data: NDArray[np.uint8]) -> tuple[int, int, int]:
     """Count the frames of a layer III stream.
 
@@ -53,13 +54,13 @@ def scan_mp3(data: NDArray[np.uint8]) -> tuple[int, int, int]:
     return frames, samples, tagged
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _u32(data: NDArray[np.uint8], at: int) -> int:
     high = (np.int64(data[at]) << 24) | (np.int64(data[at + 1]) << 16)
     return high | (np.int64(data[at + 2]) << 8) | np.int64(data[at + 3])
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _audio_span(data: NDArray[np.uint8]) -> tuple[int, int]:
     """Where the frames start and end: after ID3v2, before ID3v1."""
     at, end = np.int64(0), np.int64(data.size)
@@ -73,7 +74,7 @@ def _audio_span(data: NDArray[np.uint8]) -> tuple[int, int]:
     return at, end
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _frame(data: NDArray[np.uint8], at: int, end: int) -> tuple[int, int, int]:
     """(bytes, samples, what has to stay the same) of the frame at `at`; 0 bytes where there is no whole one."""
     if at + 4 > end:
@@ -95,7 +96,7 @@ def _frame(data: NDArray[np.uint8], at: int, end: int) -> tuple[int, int, int]:
     return length, samples, (mono << 24) | (version << 20) | rate
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _first_frame(data: NDArray[np.uint8], at: int, length: int) -> tuple[int, bool, bool]:
     """(place of a Xing/Info tag, whether it is there, whether the frame is audio that needs no earlier data)."""
     header = _u32(data, at)

@@ -7,11 +7,12 @@ large samples each, where longest-first greedy is at its worst.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from orchdata.native.jit import kernel
 
-@njit(nogil=True, cache=True)
+
+@kernel
 def first_fit(
     descending: NDArray[np.int64], num_ranks: int, capacity: int, limit: int, owner: NDArray[np.int32]
 ) -> bool:
@@ -56,7 +57,7 @@ def first_fit(
     return True
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def multifit(
     descending: NDArray[np.int64],
     num_ranks: int,

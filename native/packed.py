@@ -7,9 +7,9 @@ result is the same on every machine.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from orchdata.native.jit import kernel
 from orchdata.native.multifit import multifit
 from orchdata.native.ranking import bit_length
 from orchdata.native.refine import refine
@@ -18,7 +18,7 @@ from orchdata.native.sorting import descending_order
 NEVER = (1 << 63) - 1  # Key of a rank that is full.
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def strong_lower_bound(descending: NDArray[np.int64], num_ranks: int) -> int:
     """No assignment has a smaller makespan than this.
 
@@ -47,7 +47,7 @@ def strong_lower_bound(descending: NDArray[np.int64], num_ranks: int) -> int:
     return bound
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def replay(tree: NDArray[np.int64], node: int, key: int) -> None:
     """Write a leaf of a tournament tree and replay its matches: each node holds the smaller key of its two children.
 
@@ -60,7 +60,7 @@ def replay(tree: NDArray[np.int64], node: int, key: int) -> None:
         tree[node] = key
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def longest_first(
     descending: NDArray[np.int64],
     limit: int,
@@ -120,7 +120,7 @@ def longest_first(
     return owner
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def equal_count_bound(descending: NDArray[np.int64], num_ranks: int) -> int:
     """With equal counts, the largest sample shares its rank with at least k-1 others: the cheapest k-1."""
     num_samples = descending.shape[0]
@@ -131,7 +131,7 @@ def equal_count_bound(descending: NDArray[np.int64], num_ranks: int) -> int:
     return bound
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def recount(
     descending: NDArray[np.int64],
     owner: NDArray[np.int32],
@@ -146,7 +146,7 @@ def recount(
         counts[owner[place]] += 1
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def solve(
     costs: NDArray[np.int64], num_ranks: int, max_samples: int, max_cost: int, equal_count: bool, tolerance: float
 ) -> tuple[NDArray[np.int32], NDArray[np.int64], int]:

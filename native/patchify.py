@@ -11,8 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from orchdata.native.jit import kernel
 
 
 def patchify(pixels: NDArray[np.uint8], patch: int, merge: int, table: NDArray[Any], out: NDArray[Any]) -> None:
@@ -57,8 +58,8 @@ def bfloat16_bits(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     return ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
 
 
-@njit(cache=True, nogil=True)
-def _patchify(pixels, patch, merge, table, out):  # type: ignore[no-untyped-def]
+@kernel
+def _patchify(pixels: NDArray[np.uint8], patch: int, merge: int, table: NDArray[Any], out: NDArray[Any]) -> None:
     area = patch * patch
     red, green, blue = table[0], table[1], table[2]
     step = patch * merge

@@ -10,9 +10,10 @@ Everything is uint64: numba turns uint64 with int64 into float64.
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
+
+from orchdata.native.jit import kernel
 
 BLOCK = 256  # consecutive samples that are moved together before a window mixes them
 
@@ -27,7 +28,7 @@ _MIX_A, _MIX_B = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _SHIFT_A, _SHIFT_B, _SHIFT_C = np.uint64(30), np.uint64(27), np.uint64(31)
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def derive_key(key: np.uint64, value: np.uint64) -> np.uint64:
     """Key of child `value` under `key`: a splitmix64 step (Steele, Lea, Flood 2014), distinct for every value."""
     x = (key ^ (value * _GOLDEN)) + _GOLDEN
@@ -36,7 +37,7 @@ def derive_key(key: np.uint64, value: np.uint64) -> np.uint64:
     return x ^ (x >> _SHIFT_C)
 
 
-@numba.njit(cache=True, nogil=True, inline="always")
+@kernel
 def _hash32(value: np.uint64, key: np.uint64) -> np.uint64:
     """32 hashed bits."""
     x = (value + key) * _MIX_A
@@ -44,7 +45,7 @@ def _hash32(value: np.uint64, key: np.uint64) -> np.uint64:
     return x >> _HALF
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _side(size: np.uint64) -> np.uint64:
     """ceil(sqrt(size)), exactly."""
     side = np.uint64(np.sqrt(np.float64(size)))
@@ -53,7 +54,7 @@ def _side(size: np.uint64) -> np.uint64:
     return side
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _permute_one(value: np.uint64, size: np.uint64, a: np.uint64, b: np.uint64, key: np.uint64) -> np.uint64:
     while True:
         right = value // a
@@ -78,7 +79,7 @@ def _permute_one(value: np.uint64, size: np.uint64, a: np.uint64, b: np.uint64, 
     return value
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def permute(size: np.uint64, key: np.uint64, values: NDArray[np.uint64]) -> None:
     """Replace each of `values` (n,), all below `size` <= 2**62, by its image under the permutation `key`."""
     a = _side(size)
@@ -87,7 +88,7 @@ def permute(size: np.uint64, key: np.uint64, values: NDArray[np.uint64]) -> None
         values[i] = _permute_one(values[i], size, a, b, key)
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def shuffled_rows(
     num_samples: np.uint64,
     window: np.uint64,

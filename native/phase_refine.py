@@ -6,9 +6,9 @@ What a rank has above the targets of the phases, summed over phases, is its exce
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from orchdata.native.jit import kernel
 from orchdata.native.ranking import list_members, ranks_by_load
 
 SLACK = 4  # Free places in each rank's list, so that a move does not rebuild all lists.
@@ -16,7 +16,7 @@ MAX_ROUNDS = 16
 MAX_ATTEMPTS = 8
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def phase_loads(costs: NDArray[np.int64], owner: NDArray[np.int32], num_ranks: int) -> NDArray[np.int64]:
     """Loads int64 (num_ranks, num_phases) of an assignment; samples with owner -1 are left out."""
     num_samples, num_phases = costs.shape
@@ -28,7 +28,7 @@ def phase_loads(costs: NDArray[np.int64], owner: NDArray[np.int32], num_ranks: i
     return loads
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def excess(loads: NDArray[np.int64], targets: NDArray[np.int64], rank: int) -> int:
     """What one rank has above the targets."""
     total = np.int64(0)
@@ -37,7 +37,7 @@ def excess(loads: NDArray[np.int64], targets: NDArray[np.int64], rank: int) -> i
     return total
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def excess_after(
     costs: NDArray[np.int64],
     loads: NDArray[np.int64],
@@ -58,7 +58,7 @@ def excess_after(
     return total
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def best_joint_exchange(
     costs: NDArray[np.int64],
     loads: NDArray[np.int64],
@@ -98,7 +98,7 @@ def best_joint_exchange(
     return best, best_index, best_other
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def best_joint_partner(
     costs: NDArray[np.int64],
     loads: NDArray[np.int64],
@@ -139,7 +139,7 @@ def best_joint_partner(
     return partner, index, other, work
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def joint_exchange(
     costs: NDArray[np.int64],
     owner: NDArray[np.int32],
@@ -172,7 +172,7 @@ def joint_exchange(
     loads[light] += costs[given]
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def worst_phase(loads: NDArray[np.int64], targets: NDArray[np.int64], rank: int) -> int:
     """The phase in which a rank is furthest above the target."""
     worst = 0
@@ -182,7 +182,7 @@ def worst_phase(loads: NDArray[np.int64], targets: NDArray[np.int64], rank: int)
     return worst
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def refine_phases(
     costs: NDArray[np.int64],
     owner: NDArray[np.int32],

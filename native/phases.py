@@ -6,9 +6,9 @@ Where ranks wait for each other after every phase, a step takes the sum over pha
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from orchdata.native.jit import kernel
 from orchdata.native.packed import NEVER, replay
 from orchdata.native.phase_refine import phase_loads, refine_phases
 from orchdata.native.ranking import bit_length
@@ -18,7 +18,7 @@ WINDOWS = (8, 32)
 WORK_BUDGET = 200_000  # Pairs of samples looked at in each search.
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def longest_first_by_phase(
     costs: NDArray[np.int64],
     order: NDArray[np.int32],
@@ -75,7 +75,7 @@ def longest_first_by_phase(
     return owner
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def dominant_phases(costs: NDArray[np.int64], primary: int) -> NDArray[np.int32]:
     """The phase in which each sample takes the largest share of the whole batch's cost; `primary` on a tie."""
     num_samples, num_phases = costs.shape
@@ -93,7 +93,7 @@ def dominant_phases(costs: NDArray[np.int64], primary: int) -> NDArray[np.int32]
     return phase
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def order_by_phase(costs: NDArray[np.int64], phase: NDArray[np.int32], primary: int) -> NDArray[np.int32]:
     """Samples from the largest in their own phase, phase after phase and `primary` last: its samples fill the gaps."""
     num_samples, num_phases = costs.shape
@@ -113,7 +113,7 @@ def order_by_phase(costs: NDArray[np.int64], phase: NDArray[np.int32], primary: 
     return order
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def sum_of_peaks(costs: NDArray[np.int64], owner: NDArray[np.int32], num_ranks: int) -> int:
     """What a step takes where ranks wait after each phase: the sum over phases of the largest load."""
     loads = phase_loads(costs, owner, num_ranks)
@@ -123,7 +123,7 @@ def sum_of_peaks(costs: NDArray[np.int64], owner: NDArray[np.int32], num_ranks: 
     return total
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def solve_barrier(
     costs: NDArray[np.int64],
     primary_owner: NDArray[np.int32],

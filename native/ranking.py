@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from orchdata.native.jit import kernel
 
-@njit(nogil=True, cache=True)
+
+@kernel
 def bit_length(value: int) -> int:
     """Number of bits of a non-negative integer."""
     bits = 0
@@ -17,7 +18,7 @@ def bit_length(value: int) -> int:
     return bits
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def list_members(
     owner: NDArray[np.int32], counts: NDArray[np.int32], slack: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
@@ -40,7 +41,7 @@ def list_members(
     return offsets, places
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def ranks_by_load(loads: NDArray[np.int64], threshold: int, above: bool) -> NDArray[np.int64]:
     """Ranks with a load above the threshold from the heaviest, or those not above it from the lightest."""
     num_ranks = loads.shape[0]

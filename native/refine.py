@@ -7,9 +7,9 @@ list that ascends in places descends in cost.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from orchdata.native.jit import kernel
 from orchdata.native.ranking import list_members, ranks_by_load
 
 SLACK = 4  # Free places in each rank's list, so that a move does not rebuild all lists.
@@ -17,7 +17,7 @@ MAX_ROUNDS = 24
 MAX_ATTEMPTS = 8
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def best_exchange(
     descending: NDArray[np.int64],
     heavy: NDArray[np.int32],
@@ -60,7 +60,7 @@ def best_exchange(
     return gain, best_heavy, best_light
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def replace_sorted(places: NDArray[np.int32], size: int, index: int, place: int) -> None:
     """Put `place` instead of places[index] into an ascending list of `size` entries."""
     while index > 0 and places[index - 1] > place:
@@ -72,7 +72,7 @@ def replace_sorted(places: NDArray[np.int32], size: int, index: int, place: int)
     places[index] = place
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def best_partner(
     descending: NDArray[np.int64],
     loads: NDArray[np.int64],
@@ -111,7 +111,7 @@ def best_partner(
     return slot, index, other
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def exchange(
     descending: NDArray[np.int64],
     owner: NDArray[np.int32],
@@ -146,7 +146,7 @@ def exchange(
     loads[light] += difference
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def refine(
     descending: NDArray[np.int64],
     owner: NDArray[np.int32],

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from orchdata.native.jit import kernel
 
-@njit(nogil=True, cache=True)
+
+@kernel
 def descending_order(costs: NDArray[np.int64]) -> NDArray[np.int32]:
     """Sort by (cost descending, position ascending), by a least-significant-digit radix sort.
 

@@ -8,8 +8,9 @@ Everything else is `UNUSUAL`, and the caller reads the whole archive with `tarfi
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from orchdata.native.jit import kernel
 
 MORE, FULL, END, UNUSUAL = 0, 1, 2, 3
 HEADER_BYTES = 512
@@ -29,7 +30,7 @@ _HARMLESS = np.frombuffer(b"mtime\natime\nctime\nuid\nuname\ngid\ngname\ncomment
 _PATH = np.frombuffer(b"path\n", dtype=np.uint8)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def scan_block(
     buffer: NDArray[np.uint8],
     start: int,
@@ -94,7 +95,7 @@ def scan_block(
     return count, position, MORE
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _is_plain(buffer: NDArray[np.uint8], at: int, kind: int, size: int) -> bool:
     """A regular file, or a directory without content."""
     if kind == _OLD_FILE:  # of the old form, a directory is a file whose name ends in a slash
@@ -103,7 +104,7 @@ def _is_plain(buffer: NDArray[np.uint8], at: int, kind: int, size: int) -> bool:
     return bool(kind == _FILE or (kind == _DIR and size == 0))
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _octal(buffer: NDArray[np.uint8], at: int) -> int:
     """The 12 bytes at `at` as eleven octal digits and an end; -1 for any other way to write a number."""
     value = np.int64(0)
@@ -116,12 +117,12 @@ def _octal(buffer: NDArray[np.uint8], at: int) -> int:
     return value
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _padded(size: int) -> int:
     return (size + 511) // 512 * 512
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _is_zero(buffer: NDArray[np.uint8], at: int) -> bool:
     total = np.int64(0)
     for i in range(at, at + HEADER_BYTES):
@@ -129,7 +130,7 @@ def _is_zero(buffer: NDArray[np.uint8], at: int) -> bool:
     return bool(total == 0)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _checksum_matches(buffer: NDArray[np.uint8], at: int) -> bool:
     """The sum of the header's bytes, those of the checksum taken as spaces; in octal, then NUL or spaces."""
     stored = np.int64(0)
@@ -154,7 +155,7 @@ def _checksum_matches(buffer: NDArray[np.uint8], at: int) -> bool:
     return bool(total == stored)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _length_to_nul(buffer: NDArray[np.uint8], start: int, limit: int) -> int:
     for i in range(limit):
         if buffer[start + i] == 0:
@@ -162,14 +163,14 @@ def _length_to_nul(buffer: NDArray[np.uint8], start: int, limit: int) -> int:
     return limit
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _long_name(buffer: NDArray[np.uint8], start: int, size: int) -> tuple[int, int]:
     """(start, length) of a GNU long name; length -1 where tarfile has to say."""
     length = _length_to_nul(buffer, start, size)
     return start, (length if length > 0 else -1)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _pax_name(buffer: NDArray[np.uint8], start: int, size: int) -> tuple[int, int]:
     """(start, length) of the value of `path` in PAX records; length 0 without one, -1 where tarfile has to say."""
     name, name_length = 0, 0
@@ -198,7 +199,7 @@ def _pax_name(buffer: NDArray[np.uint8], start: int, size: int) -> tuple[int, in
     return name, name_length
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _find(buffer: NDArray[np.uint8], start: int, end: int, byte: int) -> int:
     """Where `byte` is first in [start, end), else `end`."""
     for i in range(start, end):
@@ -207,7 +208,7 @@ def _find(buffer: NDArray[np.uint8], start: int, end: int, byte: int) -> int:
     return end
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _is_one_of(buffer: NDArray[np.uint8], start: int, length: int, words: NDArray[np.uint8]) -> bool:
     """Whether the bytes are one of `words`, each of which ends with a newline."""
     word = 0

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from orchdata.balancers.checks import checked_count
+
 Scope = Literal["none", "grouped", "grid", "global"]
 AssignmentKind = Literal["joint", "per_phase"]
 Objective = Literal["barrier", "sum"]
@@ -55,13 +57,13 @@ class Balance:
                 raise ValueError(f"Balance.{name} must be one of {', '.join(get_args(kind))}, got {value!r}")
         if self.order not in (None, "1f1b"):
             raise ValueError(f"Balance.order must be None or '1f1b', got {self.order!r}")
+        if not isinstance(self.equal_count, bool):
+            raise ValueError(f"Balance.equal_count must be True or False, got {self.equal_count!r}")
         for name in ("max_samples", "group_size", "num_stages"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"Balance.{name} must be at least 1, got {value}")
+            if (value := getattr(self, name)) is not None:
+                checked_count(value, f"Balance.{name}")
         for phase, cap in self.caps.items():
-            if cap < 1:
-                raise ValueError(f"Balance.max_tokens must be at least 1, got {cap} for phase {phase!r}")
+            checked_count(cap, f"Balance.max_tokens of phase {phase!r}")
         self._refuse_what_needs_training_support()
 
     def _refuse_what_needs_training_support(self) -> None:

@@ -198,7 +198,7 @@ class Batch:
 
     def to(self, device: Any, non_blocking: bool = False) -> Batch:
         """The same batch with its tensors on `device`."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        return self._map(lambda tensor: tensor.to(device=device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Batch:
         """The same batch in page-locked memory."""

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -33,23 +34,25 @@ class SampleAssembler:
         collate_fn: list of samples -> batch.
         repeat_first: a rank without a sample gets the global batch's first one, as torch's DistributedSampler
             pads; otherwise `collate_fn` gets an empty list.
+        num_rows: rows of the data set; where a global batch fails as a whole, the next row that works is repeated.
     """
 
     load: Load
     collate_fn: Callable[[list[Any]], Any]
     repeat_first: bool
+    num_rows: int = 0
     pin_memory: bool = False
 
     def begin(self, plan: Plan, rank: int, microbatch: int, positions: NDArray[np.int64]) -> SampleAssembly:
-        return SampleAssembly(self, plan.row[positions], int(plan.row[0]))
+        return SampleAssembly(self, plan.row[positions], plan.row)
 
 
 class SampleAssembly:
     """One microbatch of samples under construction."""
 
-    def __init__(self, assembler: SampleAssembler, rows: NDArray[np.int64], first_row: int) -> None:
+    def __init__(self, assembler: SampleAssembler, rows: NDArray[np.int64], global_rows: NDArray[np.int64]) -> None:
         self._assembler = assembler
-        self._first_row = first_row
+        self._global_rows = global_rows
         self._samples: dict[int, Any] = {}
         self._failures: dict[int, DataError] = {}
         self._seconds = 0.0
@@ -58,9 +61,7 @@ class SampleAssembly:
 
     def finish(self) -> Assembled:
         if not self._samples and self._assembler.repeat_first:
-            self._load(-1, self._first_row)
-            if not self._samples:
-                raise self._failures[-1]
+            self._samples[0] = self._repeated()
         started = time.perf_counter()
         batch = self._assembler.collate_fn([self._samples[place] for place in sorted(self._samples)])
         if self._assembler.pin_memory:
@@ -68,6 +69,19 @@ class SampleAssembly:
         seconds = {"decoding": self._seconds, "packing": time.perf_counter() - started}
         failures = [self._failures[place] for place in sorted(self._failures)]
         return Assembled(batch, failures, seconds)
+
+    def _repeated(self) -> Any:
+        """The first sample of the global batch that works, else the next one of the data set."""
+        rows, total = self._global_rows.tolist(), self._assembler.num_rows
+        following = ((rows[-1] + distance) % total for distance in range(1, total))
+        failure: DataError | None = None
+        for row in chain(rows, following):
+            try:
+                return self._assembler.load(row)
+            except DataError as error:
+                failure = failure or error
+        assert failure is not None
+        raise failure
 
     def _load(self, place: int, row: int) -> None:
         started = time.perf_counter()

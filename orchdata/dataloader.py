@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import time
 import warnings
 from collections import deque
@@ -12,10 +13,12 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from os import PathLike
 from typing import Any
 
+import numpy as np
 import torch
 
 from orchdata.balance import Balance, as_balance
 from orchdata.balancers import CostModel
+from orchdata.balancers.checks import checked_count
 from orchdata.dataset import ShardDataset
 from orchdata.engines import Engine, InlineEngine, ThreadEngine
 from orchdata.layout import Packed
@@ -46,7 +49,8 @@ class DataLoader:
         collate_fn: default `od.Packed()` for shards, torch's for map-style; or list of samples -> anything.
         pin_memory: copy batches to page-locked memory.
         drop_last: drop the global remainder of an epoch; without it the last global batch is smaller.
-        timeout: seconds to wait for a step, 0 without limit.
+        timeout: seconds to wait for a step, 0 without limit. A thread that hangs is left behind, and keeps the process
+            from ending; inline there is nobody to time it.
         worker_init_fn: called in each thread with its number.
         prefetch_factor: steps kept under way per worker, default 2.
         persistent_workers: keep threads from one epoch to the next.
@@ -74,7 +78,7 @@ class DataLoader:
         self,
         dataset: Any,
         batch_size: int | None = None,
-        shuffle: bool | Shuffle = False,
+        shuffle: bool | Shuffle | None = False,
         sampler: Any = None,
         batch_sampler: Any = None,
         num_workers: int = 0,
@@ -97,18 +101,18 @@ class DataLoader:
         on_error: str | ErrorPolicy = "raise",
         quarantine: Sequence[tuple[str, str]] | str | PathLike[str] | None = None,
     ) -> None:
-        _check_range("num_workers", num_workers, 0)
-        _check_range("num_threads", num_threads, 0)
-        _check_range("timeout", timeout, 0)
-        _check_range("prefetch_factor", 2 if prefetch_factor is None else prefetch_factor, 1)
-        if generator is not None and seed is not None:
-            raise ValueError("seed and generator both given: the seed comes from one of them")
+        if isinstance(timeout, bool) or not hasattr(timeout, "__float__") or not timeout >= 0:
+            raise ValueError(f"timeout is a number of seconds, 0 for no limit, got {timeout!r}")
+        functions: dict[str, Any] = {"collate_fn": collate_fn, "worker_init_fn": worker_init_fn}
+        for name, given in functions.items():
+            if given is Packed or not (given is None or isinstance(given, Packed) or callable(given)):
+                raise TypeError(f"{name} must be callable, got {given!r}")
         self._rank = resolve_rank(dp)
         self._policy = as_policy(on_error)
         self._timeout = timeout
-        self._num_workers = num_workers
-        self._num_threads = num_threads
-        self._prefetch_factor = prefetch_factor or 2
+        self._num_workers = checked_count(num_workers, "num_workers", 0)
+        self._num_threads = checked_count(num_threads, "num_threads", 0)
+        self._prefetch_factor = checked_count(2 if prefetch_factor is None else prefetch_factor, "prefetch_factor")
         self._persistent = persistent_workers
         self._worker_init_fn = worker_init_fn
         self.multiprocessing_context = multiprocessing_context
@@ -120,7 +124,7 @@ class DataLoader:
             "rank": self._rank,
             "global_batch_size": self.global_batch_size,
             "shuffle": _as_shuffle(shuffle),
-            "seed": int(generator.initial_seed()) if generator is not None else (seed or 0),
+            "seed": _seed(seed, generator),
             "drop_last": drop_last,
             "balance": as_balance(balance, equal_count=not isinstance(dataset, ShardDataset)),
             "policy": self._policy,
@@ -137,15 +141,15 @@ class DataLoader:
                 raise ValueError("quarantine names samples of shards; leave them out of a map-style data set yourself")
             self._source = map_source(dataset, sampler=sampler, batch_sampler=batch_sampler, **common)
         self.dataset = dataset
-        self._position = Position()
-        self._next_step = 0
-        self._engine: Engine | None = None
+        self._position = Position()  # what was delivered
+        self._begin = Position()  # where the next iteration starts: after `break` not the same
+        self._idle_engine: Engine | None = None
         self._stats = Stats(self._rank.rank)
         self._bear(self._source.failures)
-        if not len(self) and self._source.num_samples:
+        if not len(self):
             warnings.warn(
-                f"drop_last leaves no step: {self._source.num_samples} samples, global batch size "
-                f"{self.global_batch_size}",
+                f"no step to make: {self._source.num_samples} usable samples of {self._source.num_indexed}, global "
+                f"batch size {self.global_batch_size}, drop_last={drop_last}",
                 stacklevel=2,
             )
 
@@ -155,17 +159,17 @@ class DataLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """Microbatches from where the loader stands to the end of the epoch, then the next epoch begins."""
-        for batches in self._run():
-            last = len(batches) - 1
-            for place, batch in enumerate(batches):
-                if place == last:
-                    self._deliver()
-                yield batch
+        for after, batches in self._run():
+            batches.reverse()
+            while batches:
+                if len(batches) == 1:
+                    self._position = after
+                yield batches.pop()  # kept by nobody here, so that the caller decides how long it lives
 
     def steps(self) -> Iterator[list[Any]]:
         """Optimizer steps, each the list of its microbatches."""
-        for batches in self._run():
-            self._deliver()
+        for after, batches in self._run():
+            self._position = after
             yield batches
 
     def state_dict(self) -> dict[str, Any]:
@@ -178,15 +182,13 @@ class DataLoader:
         """Continue from `state` at the next iteration, in O(1). Raises StateError, naming the difference, where it
         belongs to another data set, recipe, order or global batch size.
         """
-        self._position = load_state(state, self._source.fingerprint, len(self))
-        self._next_step = self._position.step
+        self._position = self._begin = load_state(state, self._source.fingerprint, len(self))
 
     def set_epoch(self, epoch: int) -> None:
         """Begin `epoch` at the next iteration; in the epoch the loader already stands in, its position is kept."""
-        _check_range("epoch", epoch, 0)
-        if epoch != self._position.epoch:
-            self._position = Position(epoch)
-            self._next_step = 0
+        epoch = checked_count(epoch, "epoch", 0)
+        if epoch != self._begin.epoch:
+            self._position = self._begin = Position(epoch)
 
     def stats(self) -> dict[str, Any]:
         """Balance, milliseconds by stage and failures of the delivered steps; see `orchdata.stats.Stats.as_dict`."""
@@ -194,40 +196,50 @@ class DataLoader:
 
     def close(self) -> None:
         """Stop the threads that `persistent_workers` keeps."""
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
+        if self._idle_engine is not None:
+            self._idle_engine.close()
+            self._idle_engine = None
 
-    def _run(self) -> Iterator[list[Any]]:
-        epoch, start, stop = self._position.epoch, self._next_step, len(self)
-        self._position = Position(epoch, start)
-        self._next_step = 0
+    def _run(self) -> Iterator[tuple[Position, list[Any]]]:
+        """Each step's microbatches, and where the loader stands once they are delivered."""
+        begin, stop = self._begin, len(self)
+        epoch = begin.epoch
+        self._position = begin
+        again = self._begin = Position(epoch)
         self._source.begin_epoch(epoch)
-        engine = self._engine or self._make_engine()
-        self._engine = engine if self._persistent else None
+        engine, self._idle_engine = self._idle_engine or self._make_engine(), None
         under_way: deque[Future[BuiltStep]] = deque()
-        submitted = start
+
+        def submit(first: int, depth: int) -> None:
+            for step in range(first + len(under_way), min(stop, first + depth)):
+                under_way.append(engine.submit(epoch, step))
+
         try:
-            for _ in range(start, stop):
-                while submitted < stop and len(under_way) < engine.depth:
-                    under_way.append(engine.submit(epoch, submitted))
-                    submitted += 1
-                yield self._receive(under_way.popleft())
+            for step in range(begin.step, stop):
+                submit(step, max(1, engine.depth))
+                batches = self._receive(engine, under_way.popleft())
+                submit(step + 1, engine.depth)
+                yield Position(epoch, step + 1), batches
+                del batches  # or the last step would live on while the next is waited for
         except BaseException:
-            self._engine = None
             engine.close()
             raise
-        if not self._persistent:
+        if self._persistent and self._idle_engine is None:
+            self._idle_engine = engine
+        else:
             engine.close()
-        self._position = Position(epoch + 1)
+        if self._begin == again:
+            self._begin = Position(epoch + 1)
+        self._position = self._begin
 
-    def _receive(self, future: Future[BuiltStep]) -> list[Any]:
+    def _receive(self, engine: Engine, future: Future[BuiltStep]) -> list[Any]:
         started = time.perf_counter()
         try:
             built = future.result(self._timeout or None)
         except FutureTimeout:
             if future.done():
                 raise
+            engine.close(wait=False)
             raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds") from None
         self._stats.add_step(built, time.perf_counter() - started)
         self._bear(built.failures)
@@ -243,13 +255,10 @@ class DataLoader:
             for failure in failures:
                 self._policy.handler(failure)
         budget = self._policy.budget(self._source.num_indexed)
-        if budget is not None and self._stats.num_failures > budget:
+        if budget is not None and self._stats.num_failed_samples > budget:
             raise TooManyFailures(
-                f"{self._stats.num_failures} samples failed, the policy allows {budget}; the last: {failures[-1]}"
+                f"{self._stats.num_failed_samples} samples failed, the policy allows {budget}; the last: {failures[-1]}"
             ) from failures[-1]
-
-    def _deliver(self) -> None:
-        self._position = Position(self._position.epoch, self._position.step + 1)
 
     def _make_engine(self) -> Engine:
         spec: StepSpec = self._source.spec
@@ -266,9 +275,16 @@ class DataLoader:
         )
 
 
-def _check_range(name: str, value: float, least: float) -> None:
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
+def _seed(seed: int | None, generator: torch.Generator | None) -> int:
+    if generator is None:
+        if isinstance(seed, bool) or not (seed is None or hasattr(seed, "__index__")):
+            raise ValueError(f"seed must be an integer, got {seed!r}")
+        return 0 if seed is None else operator.index(seed)
+    if seed is not None:
+        raise ValueError("seed and generator both given: the seed comes from one of them")
+    if not isinstance(generator, torch.Generator):
+        raise TypeError(f"generator must be a torch.Generator, got {generator!r}")
+    return int(generator.initial_seed())
 
 
 def _batch_sizes(
@@ -283,16 +299,16 @@ def _batch_sizes(
             raise ValueError("batch_sampler sets the batch sizes: leave batch_size and global_batch_size out")
         return None, 1
     if global_batch_size is not None:
-        _check_range("global_batch_size", global_batch_size, 1)
-        return None, global_batch_size
-    batch_size = 1 if batch_size is None else batch_size
-    _check_range("batch_size", batch_size, 1)
+        return None, checked_count(global_batch_size, "global_batch_size")
+    batch_size = checked_count(1 if batch_size is None else batch_size, "batch_size")
     return batch_size, batch_size * num_ranks
 
 
-def _as_shuffle(shuffle: bool | Shuffle) -> Shuffle | None:
+def _as_shuffle(shuffle: bool | Shuffle | None) -> Shuffle | None:
     if isinstance(shuffle, Shuffle):
         return shuffle
+    if shuffle is not None and not isinstance(shuffle, (bool, np.bool_)):
+        raise ValueError(f"shuffle must be True, False or an od.Shuffle, got {shuffle!r}")
     return Shuffle() if shuffle else None
 
 
@@ -309,7 +325,10 @@ def _read_quarantine(quarantine: Sequence[tuple[str, str]] | str | PathLike[str]
     if isinstance(quarantine, (str, PathLike)):
         with open(quarantine, encoding="utf-8") as file:
             rows = [json.loads(line) for line in file if line.strip()]
-        return [(row["shard"], row["key"]) for row in rows]
+        quarantine = [(row["shard"], row["key"]) for row in rows]
+    for pair in quarantine:
+        if isinstance(pair, str) or len(pair) != 2:
+            raise ValueError(f"quarantine is (shard, key) pairs, got {pair!r}")
     return [(shard, key) for shard, key in quarantine]
 
 

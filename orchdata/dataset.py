@@ -8,7 +8,7 @@ from os import PathLike
 
 from orchdata.loaders.build import BuildProgress, build_index
 from orchdata.loaders.errors import MissingIndexError
-from orchdata.loaders.index import Index, open_index
+from orchdata.loaders.index import Index, absolute, open_index
 from orchdata.loaders.paths import expand_paths
 from orchdata.loaders.recipe import Recipe
 
@@ -29,7 +29,7 @@ class ShardDataset:
     """
 
     def __init__(self, paths: Paths, recipe: Recipe | None = None) -> None:
-        self.urls: tuple[str, ...] = tuple(expand_paths(paths))
+        self.urls: tuple[str, ...] = tuple(absolute(url) for url in expand_paths(paths))
         self.recipe = recipe if recipe is not None else Recipe()
 
     def index(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Protocol
 
@@ -15,22 +15,22 @@ class Engine(Protocol):
     """Builds steps, several at a time.
 
     Attributes:
-        depth: steps worth having under way at once.
+        depth: steps worth having under way while the caller works on another; 0 where nothing runs beside him.
     """
 
     depth: int
 
     def submit(self, epoch: int, step: int) -> Future[BuiltStep]: ...
 
-    def close(self) -> None:
-        """Stop; steps under way are cancelled. May be called twice."""
+    def close(self, wait: bool = True) -> None:
+        """Stop; steps under way are cancelled, and waited for unless told not to. A second call does nothing."""
 
 
 class InlineEngine:
     """Builds a step in the calling thread, when it is asked for."""
 
     def __init__(self, spec: StepSpec) -> None:
-        self.depth = 1
+        self.depth = 0
         self._spec = spec
 
     def submit(self, epoch: int, step: int) -> Future[BuiltStep]:
@@ -41,7 +41,7 @@ class InlineEngine:
             future.set_exception(error)
         return future
 
-    def close(self) -> None:
+    def close(self, wait: bool = True) -> None:
         pass
 
 
@@ -62,25 +62,38 @@ class ThreadEngine:
         self.depth = depth
         self._spec = spec
         self._closed = False
-        numbers = iter(range(num_threads))
-        self._pool = ThreadPoolExecutor(
-            num_threads,
-            thread_name_prefix="orchdata",
-            initializer=_prepare_thread,
-            initargs=(numbers, initializer),
-        )
+        self._initializer = initializer
+        self._broken: Exception | None = None
+        self._numbers = iter(range(num_threads))
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="orchdata", initializer=self._prepare_thread)
 
     def submit(self, epoch: int, step: int) -> Future[BuiltStep]:
         future: Future[BuiltStep] = Future()
         self._pool.submit(self._start, future, epoch, step)
         return future
 
-    def close(self) -> None:
+    def close(self, wait: bool = True) -> None:
+        if self._closed:
+            return
         self._closed = True
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        # What is queued ends at once, being closed; to cancel it fails where the interpreter is already ending.
+        self._pool.shutdown(wait=wait)
+
+    def _prepare_thread(self) -> None:
+        use_one_thread()
+        if self._initializer is None:
+            return
+        try:
+            self._initializer(next(self._numbers))
+        except Exception as error:  # noqa: BLE001 - raised by steps: the pool would drop them, and callers wait for ever
+            self._broken = error
 
     def _start(self, future: Future[BuiltStep], epoch: int, step: int) -> None:
+        if self._closed:
+            return
         try:
+            if self._broken is not None:
+                raise self._broken
             started = StartedStep(self._spec, epoch, step)
             run = _StepRun(started, future)
             for task in started.tasks:
@@ -97,12 +110,6 @@ class ThreadEngine:
             _fail(run.future, error)
         finally:
             run.end_task()
-
-
-def _prepare_thread(numbers: Iterator[int], initializer: Callable[[int], None] | None) -> None:
-    use_one_thread()
-    if initializer is not None:
-        initializer(next(numbers))
 
 
 class _StepRun:

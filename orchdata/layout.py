@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from orchdata.balancers.checks import checked_count
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Packed:
@@ -28,5 +30,4 @@ class Packed:
             raise ValueError(f"Packed.positions must be 'restart' or 'mrope', got {self.positions!r}")
         if self.empty not in ("dummy", "zero"):
             raise ValueError(f"Packed.empty must be 'dummy' or 'zero', got {self.empty!r}")
-        if self.multiple_of < 1:
-            raise ValueError(f"Packed.multiple_of must be at least 1, got {self.multiple_of}")
+        checked_count(self.multiple_of, "Packed.multiple_of")

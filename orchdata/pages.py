@@ -80,7 +80,8 @@ class Pages:
         recipe = self.source.recipe
         texts = {member: payloads[member] for member in text_members(sample.members, recipe)}
         spans = compose(sample.members, texts, recipe)
-        writer = SequenceWriter(self, place)
+        source = sample.members[next(iter(texts))].field if texts else "*"
+        writer = SequenceWriter(self, place, source)
         slot = 0
         for span in spans:
             if isinstance(span, MediaSlot):
@@ -131,8 +132,9 @@ class Pages:
 class SequenceWriter:
     """Writes one sample's merged LLM sequence, left to right."""
 
-    def __init__(self, pages: Pages, place: int) -> None:
+    def __init__(self, pages: Pages, place: int, text_field: str) -> None:
         self._pages = pages
+        self._text_field = text_field
         self._start = self._cursor = int(pages.starts[place])
         self._end = self._start + int(pages.lengths[place])
         self._padded_end = int(pages.starts[place + 1])
@@ -149,7 +151,7 @@ class SequenceWriter:
         self._position += len(token_ids)
         text_stop = self._text_cursor + len(token_ids)
         if text_stop > self._text_end:
-            raise FieldError("text", self._disagreement())
+            raise FieldError(self._text_field, self._disagreement())
         pages.text_ids[self._text_cursor : text_stop] = token_ids
         self._text_cursor = text_stop
 
@@ -173,18 +175,20 @@ class SequenceWriter:
 
     def close(self, loss_tokens: int) -> None:
         if self._cursor != self._end:
-            raise FieldError("text", self._disagreement())
+            raise FieldError(self._text_field, self._disagreement())
         if self._end > self._start:
             self._pages.labels[self._start] = IGNORE
         found = int((self._pages.labels[self._start : self._end] != IGNORE).sum())
         if found != loss_tokens:
-            raise FieldError("text", f"the index says {loss_tokens} loss tokens, the text yields {found}; index again")
+            raise FieldError(
+                self._text_field, f"the index says {loss_tokens} loss tokens, the text yields {found}; index again"
+            )
         self._pages._blank(self._end, self._padded_end, self._position)
 
     def _advance(self, tokens: int) -> int:
         self._cursor += tokens
         if self._cursor > self._end:
-            raise FieldError("text", self._disagreement())
+            raise FieldError(self._text_field, self._disagreement())
         return self._cursor
 
     def _disagreement(self) -> str:

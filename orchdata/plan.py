@@ -63,6 +63,14 @@ class PlanSpec:
     global_batch_size: int
     drop_last: bool
 
+    def __post_init__(self) -> None:
+        cap, most = self.balance.max_samples, min(self.global_batch_size, self.order.num_samples)
+        if cap is not None and cap * self.num_ranks < most:
+            raise ValueError(
+                f"Balance.max_samples={cap} on {self.num_ranks} ranks holds {cap * self.num_ranks} samples, but a "
+                f"global batch has {most}: raise it to at least {-(-most // self.num_ranks)}"
+            )
+
     @property
     def num_steps(self) -> int:
         """Optimizer steps of an epoch."""

@@ -20,7 +20,8 @@ class ErrorPolicy:
     Attributes:
         action: "raise" or "skip".
         max_failures: with "skip", the most failures to bear: a count, or a Fraction of the data set's samples.
-            None bears any number. Failures found by the index count too.
+            None bears any number. Failures found by the index count too, and a sample that
+            fails in each epoch counts once.
         handler: called with each DataError, on the thread that iterates.
     """
 
@@ -31,10 +32,13 @@ class ErrorPolicy:
     def __post_init__(self) -> None:
         if self.action not in ("raise", "skip"):
             raise ValueError(f"on_error must be 'raise', 'skip' or an od.ErrorPolicy, got {self.action!r}")
-        if self.max_failures is not None and self.max_failures < 0:
-            raise ValueError(f"max_failures must be at least 0, got {self.max_failures}")
-        if isinstance(self.max_failures, float):
-            raise TypeError("max_failures is a count (int) or a share (fractions.Fraction), got a float")
+        allowed = self.max_failures
+        if allowed is not None and (isinstance(allowed, bool) or not isinstance(allowed, (int, Fraction))):
+            raise TypeError(f"max_failures is a count (int) or a share (fractions.Fraction), got {allowed!r}")
+        if allowed is not None and allowed < 0:
+            raise ValueError(f"max_failures must be at least 0, got {allowed}")
+        if self.handler is not None and not callable(self.handler):
+            raise TypeError(f"handler is called with each DataError, got {self.handler!r}")
 
     def budget(self, num_samples: int) -> int | None:
         """Failures allowed over `num_samples` samples; None for no limit."""

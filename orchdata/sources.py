@@ -87,8 +87,8 @@ def shard_source(
             first.shard,
             first.key,
             first.field,
-            f"{first.reason} (the first of {len(bad)} bad samples; on_error='skip' leaves them out, quarantine= names "
-            "samples to leave out)",
+            f"{first.reason} (the first of {len(bad)} bad samples; on_error='skip' leaves them out, quarantine= "
+            "names samples to leave out; mended shards are seen after `orchdata index`)",
         )
     excluded = np.union1d(quarantined, bad)
     excluded = np.union1d(excluded, _oversize_rows(index, costs, balance, excluded))
@@ -184,6 +184,7 @@ def map_source(
         load=map_loader(dataset, skip_errors=policy.action == "skip"),
         collate_fn=collate_fn if collate_fn is not None else default_collate,
         repeat_first=True,
+        num_rows=num_indexed,
         pin_memory=pin_memory,
     )
     return Source(
@@ -258,6 +259,9 @@ def _quarantined_rows(index: Index, quarantine: Sequence[tuple[str, str]]) -> In
 
 def _oversize_rows(index: Index, costs: IndexCosts, balance: Balance, excluded: Ints) -> Ints:
     """Rows above a cap, to be dropped. Raises ValueError under oversize="error"."""
+    for phase in balance.caps:
+        if phase not in (*ENCODERS, "llm"):
+            raise ValueError(f"Balance.max_tokens names phase {phase!r}; the phases are {', '.join(ENCODERS)} and llm")
     if not balance.caps or balance.oversize == "own":
         return np.zeros(0, np.int64)
     found: list[Ints] = []
@@ -285,7 +289,7 @@ def _map_costs(dataset: Any, cost: Any, *, skip_errors: bool) -> tuple[Ints, lis
     if cost is None:
         return np.ones(num_samples, np.int64), failures
     if not callable(cost):
-        values = np.asarray(cost)
+        values = np.asarray(cost) if num_samples else np.zeros(0, np.int64)
     else:
         load = map_loader(dataset, skip_errors=skip_errors)
         listed: list[Any] = []

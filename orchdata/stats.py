@@ -32,6 +32,7 @@ class Stats:
         self._padded_tokens = 0
         self._failures: list[DataError] = []
         self._reasons: Counter[str] = Counter()
+        self._failed: set[tuple[str, str]] = set()
         self.num_failures = 0
 
     def add_step(self, built: BuiltStep, waiting_seconds: float) -> None:
@@ -53,7 +54,13 @@ class Stats:
     def add_failures(self, failures: Sequence[DataError]) -> None:
         self.num_failures += len(failures)
         self._reasons.update(failure.reason for failure in failures)
+        self._failed.update((failure.shard, failure.key) for failure in failures)
         self._failures.extend(failures[: _LISTED_FAILURES - len(self._failures)])
+
+    @property
+    def num_failed_samples(self) -> int:
+        """Distinct ones: a sample that fails in every epoch is one."""
+        return len(self._failed)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values.

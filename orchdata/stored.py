@@ -27,7 +27,7 @@ class StoredSample:
         locations = self._index.read_spec(self.row)
         info = self._index.shards[self._index.shard[self.row]]
         try:
-            payloads = self._shards.get(info.url, info.size).read_many([locations[member] for member in needed])
+            payloads = self._shards.get(info.url, info).read_many([locations[member] for member in needed])
         except FieldError as error:
             raise error.at(self.shard, self.key) from error.__cause__
         return dict(zip(needed, payloads, strict=True))

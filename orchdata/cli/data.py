@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from contextlib import redirect_stdout
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -75,7 +77,7 @@ def _build(paths: list[str], recipe_name: str | None, *, force: bool) -> tuple[I
     recipe = load_object(recipe_name, Recipe, "--recipe") if recipe_name is not None else Recipe()
     urls = expand_paths(paths)
     scanned = 0
-    with progress_bar("indexing shards") as advance:
+    with progress_bar("indexing shards") as advance, redirect_stdout(sys.stderr):  # whatever a tokenizer prints
 
         def shard_done(shard: BuildProgress) -> None:
             nonlocal scanned

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from contextlib import redirect_stdout
 from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -38,7 +39,8 @@ def load_object(name: str, kind: type[Kind], option: str) -> Kind:
     if here not in sys.path:
         sys.path.insert(0, here)
     try:
-        value = attrgetter(attribute)(importlib.import_module(module_name))
+        with redirect_stdout(sys.stderr):  # what it prints is not our output
+            value = attrgetter(attribute)(importlib.import_module(module_name))
     except Exception as error:  # whatever the user's module raises while it is imported
         raise ValueError(f"{option} {name}: {type(error).__name__}: {error}") from error
     if not isinstance(value, kind):

@@ -38,8 +38,8 @@ def synth(
 @one_line_errors
 def demo(
     samples: Annotated[int, typer.Option(help="Samples of the dataset.")] = 512,
-    steps: Annotated[int, typer.Option(help="Measured steps, unbalanced and balanced each.")] = 40,
-    batch_size: Annotated[int, typer.Option(help="Samples per rank and step.")] = 8,
+    steps: Annotated[int, typer.Option(help="Measured steps, unbalanced and balanced each.")] = 48,
+    batch_size: Annotated[int, typer.Option(help="Samples per rank and step.")] = 4,
     seed: Annotated[int, typer.Option(help="Seed of dataset, order and weights.")] = 0,
     as_json: JsonOption = False,
 ) -> None:

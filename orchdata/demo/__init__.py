@@ -13,10 +13,16 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
 
 from orchdata.demo.report import DemoReport, compare_curves, render, summarise_lane
+
+if TYPE_CHECKING:
+    from orchdata.profile import Profile
+    from orchdata.synth import SynthReport
 
 __all__ = ["DemoConfig", "DemoReport", "render", "run_demo"]
 
@@ -66,13 +72,6 @@ def run_demo(config: DemoConfig | None = None, *, progress: Progress | None = No
     Raises:
         LaunchError: a training process failed; the message quotes the end of its log.
     """
-    from dataclasses import replace
-
-    from orchdata.demo.launch import torchrun
-    from orchdata.demo.setup import make_cost, make_model_config, make_recipe
-    from orchdata.loaders.build import build_index
-    from orchdata.loaders.cache import CacheFolder
-    from orchdata.profile import profile
     from orchdata.synth import OMNI, synthesize
 
     config = config if config is not None else DemoConfig()
@@ -80,51 +79,70 @@ def run_demo(config: DemoConfig | None = None, *, progress: Progress | None = No
     watch = _Watch()
     with tempfile.TemporaryDirectory(prefix="orchdata-demo-") as name:
         folder = Path(name)
-        made = synthesize(
+        dataset = synthesize(
             replace(OMNI, seed=config.seed),
             folder / "shards",
             samples=config.samples,
             progress=lambda done, total: tell("writing samples", done, total),
         )
         watch.note("synth")
-
-        recipe = make_recipe()
-        cost = make_cost(make_model_config(recipe))
-        index = build_index(
-            [str(path) for path in made.paths],
-            recipe,
-            cache=CacheFolder(folder / "cache"),
-            progress=lambda built: tell("indexing shards", built.done, built.total),
-        )
-        profiled = profile(
-            index, cost=cost, ranks=(config.ranks, 8, 64), batch_size=config.batch_size, seed=config.seed
-        )
+        profiled = _profile(config, dataset, folder, tell)
         watch.note("profile")
-
-        task = {
-            "shards": [str(path) for path in made.paths],
-            "steps": config.steps,
-            "block_steps": config.block_steps,
-            "warmup_steps": config.warmup_steps,
-            "global_batch_size": config.ranks * config.batch_size,
-            "seed": config.seed,
-        }
-        (folder / "task.json").write_text(json.dumps(task))
-        with (folder / "ranks.log").open("w+b") as log:
-            torchrun(
-                ["-m", "orchdata.demo.train", str(folder / "task.json"), str(folder / "result.json")],
-                num_ranks=config.ranks,
-                environment={"ORCHDATA_CACHE": str(folder / "cache")},
-                log=log,
-                progress=lambda done, total: tell("training", done, total),
-            )
-        result = json.loads((folder / "result.json").read_text())
+        result = _train(config, dataset, folder, tell)
         watch.note("train")
+    return _report(config, dataset, profiled, result, watch.seconds)
 
+
+def _profile(config: DemoConfig, dataset: SynthReport, folder: Path, tell: Progress) -> Profile:
+    """Index the shards, which the ranks will need, and profile them."""
+    from orchdata.demo.setup import make_cost, make_model_config, make_recipe
+    from orchdata.loaders.build import build_index
+    from orchdata.loaders.cache import CacheFolder
+    from orchdata.profile import profile
+
+    recipe = make_recipe()
+    index = build_index(
+        [str(path) for path in dataset.paths],
+        recipe,
+        cache=CacheFolder(folder / "cache"),
+        progress=lambda built: tell("indexing shards", built.done, built.total),
+    )
+    cost = make_cost(make_model_config(recipe))
+    return profile(index, cost=cost, ranks=(config.ranks, 8, 64), batch_size=config.batch_size, seed=config.seed)
+
+
+def _train(config: DemoConfig, dataset: SynthReport, folder: Path, tell: Progress) -> dict[str, Any]:
+    """Train on all ranks; returns what `orchdata.demo.train.train` does."""
+    from orchdata.demo.launch import torchrun
+
+    task = {
+        "shards": [str(path) for path in dataset.paths],
+        "steps": config.steps,
+        "block_steps": config.block_steps,
+        "warmup_steps": config.warmup_steps,
+        "global_batch_size": config.ranks * config.batch_size,
+        "seed": config.seed,
+    }
+    task_path, result_path = folder / "task.json", folder / "result.json"
+    task_path.write_text(json.dumps(task))
+    with (folder / "ranks.log").open("w+b") as log:
+        torchrun(
+            ["-m", "orchdata.demo.train", str(task_path), str(result_path)],
+            num_ranks=config.ranks,
+            environment={"ORCHDATA_CACHE": str(folder / "cache")},
+            log=log,
+            progress=lambda done, total: tell("training", done, total),
+        )
+    result: dict[str, Any] = json.loads(result_path.read_text())
+    return result
+
+
+def _report(
+    config: DemoConfig, dataset: SynthReport, profiled: Profile, result: dict[str, Any], seconds: dict[str, float]
+) -> DemoReport:
     summaries = {name: summarise_lane(records, config.warmup_steps) for name, records in result["lanes"].items()}
     _, steps_before, losses_before = summaries["unbalanced"]
     _, steps_after, losses_after = summaries["balanced"]
-    ratios = sorted((steps_before / steps_after).tolist())
     return DemoReport(
         ranks=config.ranks,
         cores=_usable_cores(),
@@ -134,11 +152,11 @@ def run_demo(config: DemoConfig | None = None, *, progress: Progress | None = No
         global_batch_size=config.ranks * config.batch_size,
         lanes={name: summary[0] for name, summary in summaries.items()},
         speedup=float(steps_before.sum() / steps_after.sum()),
-        speedup_of_median_step=ratios[len(ratios) // 2],
+        speedup_of_median_step=median((steps_before / steps_after).tolist()),
         loss_difference=compare_curves(losses_before, losses_after),
-        dataset=made,
+        dataset=dataset,
         profile=profiled,
-        seconds=watch.seconds,
+        seconds=seconds,
     )
 
 

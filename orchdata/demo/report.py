@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from orchdata.profile import Profile
     from orchdata.synth import SynthReport
 
+_BUSY_BELOW = 0.9
 Records = Sequence[Sequence[Mapping[str, Any]]]  # [rank][step]
 
 
@@ -31,6 +32,8 @@ class LaneResult:
         waiting_ms: mean over steps and ranks of the time a rank waited for the slowest.
         waiting_share: waiting over step time.
         compute_imbalance: sum over steps of the longest compute time over that of the mean.
+        cpu_imbalance: the same in CPU time, which other work on the machine does not lengthen.
+        cpu_share: CPU time over compute time; well below 1, other work took the ranks' cores.
         tokens_per_second: LLM tokens of all ranks over step time; loading is not in it.
         load_ms: median time the slowest rank took to read and decode its batch, outside the step.
         planned_imbalance: phase -> sum over steps of max over ranks / mean, as planned by the cost model; `step` is
@@ -43,6 +46,8 @@ class LaneResult:
     waiting_ms: float
     waiting_share: float
     compute_imbalance: float
+    cpu_imbalance: float
+    cpu_share: float
     tokens_per_second: float
     load_ms: float
     planned_imbalance: dict[str, float]
@@ -87,6 +92,7 @@ def summarise_lane(records: Records, warmup_steps: int) -> tuple[LaneResult, NDA
     loss_sums = _column(records, "loss_sum").sum(axis=0)
     losses = loss_sums / np.maximum(1, _column(records, "loss_tokens")[0])
     compute = _column(records, "compute_seconds")[:, warmup_steps:]
+    cpu = _column(records, "cpu_seconds")[:, warmup_steps:]
     step = _column(records, "step_seconds")[:, warmup_steps:].max(axis=0)
     waiting = compute.max(axis=0) - compute
     planned = [record["imbalance"] for record in records[0][warmup_steps:]]
@@ -95,7 +101,9 @@ def summarise_lane(records: Records, warmup_steps: int) -> tuple[LaneResult, NDA
         step_ms_p90=1000 * float(np.percentile(step, 90)),
         waiting_ms=1000 * float(waiting.mean()),
         waiting_share=float(waiting.mean(axis=0).sum() / step.sum()),
-        compute_imbalance=float(compute.max(axis=0).sum() / compute.mean(axis=0).sum()),
+        compute_imbalance=_max_over_mean(compute),
+        cpu_imbalance=_max_over_mean(cpu),
+        cpu_share=float(cpu.sum() / compute.sum()),
         tokens_per_second=float(_column(records, "llm_tokens")[:, warmup_steps:].sum() / step.sum()),
         load_ms=1000 * float(np.median(_column(records, "load_seconds")[:, warmup_steps:].max(axis=0))),
         planned_imbalance={phase: float(np.mean([one[phase] for one in planned])) for phase in planned[0]},
@@ -108,6 +116,11 @@ def summarise_lane(records: Records, warmup_steps: int) -> tuple[LaneResult, NDA
 def compare_curves(first: NDArray[np.float64], second: NDArray[np.float64]) -> float:
     """Largest relative difference of two loss curves."""
     return float(np.max(np.abs(first - second) / np.maximum(np.abs(first), 1e-12)))
+
+
+def _max_over_mean(seconds: NDArray[np.float64]) -> float:
+    """Of (num_ranks, num_steps): the sum over steps of the longest, over that of the mean."""
+    return float(seconds.max(axis=0).sum() / seconds.mean(axis=0).sum())
 
 
 def _column(records: Records, name: str) -> NDArray[np.float64]:
@@ -147,6 +160,7 @@ def render(report: DemoReport) -> RenderableType:
     add("time a rank waits for the slowest (ms)", "{:.0f}", "waiting_ms")
     add("  share of the step lost to waiting", "{:.1%}", "waiting_share")
     add("compute imbalance, measured (max/mean)", "{:.3f}", "compute_imbalance")
+    add("  in CPU time", "{:.3f}", "cpu_imbalance")
     for phase, value in before.planned_imbalance.items():
         label = "all phases" if phase == "step" else f"{phase} phase"
         table.add_row(f"  {label}, by cost model", f"{value:.3f}", f"{after.planned_imbalance[phase]:.3f}")
@@ -159,4 +173,12 @@ def render(report: DemoReport) -> RenderableType:
         f"(median step: {report.speedup_of_median_step:.2f} times). "
         f"The loss curves differ by at most {report.loss_difference:.1e}, relative: float32 sums in another order."
     )
-    return Group(table, Text(verdict, style="bold"), Text(f"Measured: {what_was_measured(report)}.", style="dim"))
+    lines = [Text(verdict, style="bold"), Text(f"Measured: {what_was_measured(report)}.", style="dim")]
+    share = min(lane.cpu_share for lane in report.lanes.values())
+    if share < _BUSY_BELOW:
+        warning = (
+            f"The machine was busy: the ranks had their cores {share:.0%} of the time, so step times and waiting are "
+            "mostly of other work. Trust the imbalance in CPU time, or run it again on a quiet machine."
+        )
+        lines.insert(1, Text(warning, style="yellow"))
+    return Group(table, *lines)

@@ -48,10 +48,20 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRecord:
-    """What one rank saw of one step. Plan fields are the same on every rank."""
+    """What one rank saw of one step.
+
+    Attributes:
+        load_seconds: until its batch was at hand.
+        compute_seconds, cpu_seconds: from the barrier until its last gradient was ready, on the clock and of CPU time.
+        step_seconds: from the barrier until its weights were updated.
+        loss_sum, llm_tokens, samples: of its own batch.
+        loss_tokens: planned for all ranks.
+        imbalance: phase -> max/mean of the planned cost over ranks, the same on every rank; `step` is all phases.
+    """
 
     load_seconds: float
     compute_seconds: float
+    cpu_seconds: float
     step_seconds: float
     loss_sum: float
     loss_tokens: int
@@ -64,13 +74,13 @@ class GradientClock:
     """Knows when this rank's last gradient was ready: from then on it only waits and communicates."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.ready_at = 0.0
+        self.ready_at = self.cpu_ready_at = 0.0
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._tick)
 
     def _tick(self, parameter: Tensor) -> None:
-        self.ready_at = time.perf_counter()
+        self.ready_at, self.cpu_ready_at = time.perf_counter(), time.process_time()
 
 
 @dataclass(slots=True)
@@ -90,7 +100,7 @@ class Lane:
         load_seconds = time.perf_counter() - start
 
         dist.barrier()
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         out = self.model(**batch.model_inputs())
         (out.loss_sum * batch.loss_scale).backward()
         self.optimizer.step()
@@ -101,6 +111,7 @@ class Lane:
             StepRecord(
                 load_seconds=load_seconds,
                 compute_seconds=self.clock.ready_at - start,
+                cpu_seconds=self.clock.cpu_ready_at - cpu_start,
                 step_seconds=stop - start,
                 loss_sum=out.loss_sum.item(),
                 loss_tokens=batch.global_loss_tokens,

@@ -156,6 +156,15 @@ def test_what_is_not_audio_is_an_error(data, reason):
         features(data, 16_000)
 
 
+@pytest.mark.parametrize("total", [0, 16_001, 1 << 35])
+def test_a_flac_whose_total_is_unknown_or_wrong_decodes_to_what_it_holds(total):
+    data = bytearray(encoded(tone(16_000, 16_000), 16_000, "FLAC", "PCM_16"))
+    data[21:26] = (int.from_bytes(data[21:26]) >> 36 << 36 | total).to_bytes(5)
+    wave, rate = read_mono(bytes(data), LIMITS)
+    assert (len(wave), rate) == (16_000, 16_000)
+    assert features(bytes(data), 16_000).shape == (100, 128)
+
+
 def test_an_empty_clip_is_an_error():
     with pytest.raises(DecodeError, match="no frames"):
         features(encoded(np.zeros(0, np.float32), 16_000), 1)
@@ -186,6 +195,19 @@ def test_bfloat16_is_the_rounded_float32():
 def test_a_recipe_with_empty_mel_bands_does_not_warn():
     pre = AudioPreprocessor(num_mels=160)  # warnings are errors in these tests
     assert features(encoded(tone(8000, 16_000), 16_000), 8000, pre).shape == (52, 160)
+
+
+@pytest.mark.parametrize("rate", [8_000, 44_100, 11_025, 16_000, 96_000])
+def test_long_clips_are_worked_on_in_pieces(rate, monkeypatch):
+    wave = np.random.default_rng(rate).normal(size=3 * rate + 17).astype(np.float32) * 0.1
+    num_samples = PRE.num_samples(len(wave), rate)
+    whole = resample(wave, rate, 16_000)
+    pre = AudioPreprocessor(dtype="float32")
+    expected = features(encoded(wave, rate), num_samples, pre)
+    monkeypatch.setattr("orchdata.loaders.audio._RESAMPLE_FRAMES", 5_000)
+    monkeypatch.setattr("orchdata.loaders.audio._MEL_FRAMES", 37)
+    np.testing.assert_allclose(resample(wave, rate, 16_000), whole, atol=1e-6)
+    np.testing.assert_allclose(features(encoded(wave, rate), num_samples, pre), expected, atol=1e-4)
 
 
 def test_threads_share_kernels_and_get_equal_results():

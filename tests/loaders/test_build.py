@@ -297,7 +297,7 @@ def test_every_real_shard_loads_or_says_why_not(fixtures_dir: Path) -> None:
             continue
         info = index.shards[index.shard[row]]
         spec, members = index.read_spec(row), index.members(row)
-        payloads = dict(enumerate(shards.get(info.url, info.size).read_many(spec)))
+        payloads = dict(enumerate(shards.get(info.url, info).read_many(spec)))
         try:
             parts = decode_sample(members, payloads, recipe)
         except FieldError as error:  # headers were fine, content is not

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
@@ -23,6 +24,23 @@ def filled(content: bytes) -> object:
 def test_the_root_comes_from_the_environment(private_cache: Path) -> None:
     assert CacheFolder().root == private_cache
     assert CacheFolder().file("index", "x").parent.is_dir()
+
+
+def test_without_a_home_the_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ORCHDATA_CACHE")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # a user of a container, whom no list knows
+    with pytest.raises(OSError, match="set ORCHDATA_CACHE"):
+        CacheFolder()
+
+
+def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
+    def write(file: IO[bytes]) -> None:
+        raise OSError(errno.ENOSPC, "from a write")
+
+    with pytest.raises(OSError, match=r"No space left on device.*facts\.parquet"):
+        write_atomically(tmp_path / "facts.parquet", write)
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_entry_is_made_once_by_many_threads(tmp_path: Path) -> None:

@@ -155,6 +155,21 @@ def test_a_key_given_twice_makes_both_rows_bad(tmp_path: Path) -> None:
     assert first["kind"] == second["kind"] == OTHER
 
 
+def test_a_string_that_is_not_utf8_is_one_rows(tmp_path: Path) -> None:
+    offsets, data = np.array([0, 2, 4, 6], np.int32), b"ok\xff\xfeko"
+    bad = pa.StringArray.from_buffers(3, pa.py_buffer(offsets), pa.py_buffer(data))
+    path = write(tmp_path / "a.parquet", {"id": bad, "txt": bad, "caption": bad.dictionary_encode()})
+    found = rows(path)
+    assert [row["key"] for row in found[::2]] == ["ok", "\\xff\\xfe", "ko"]
+    opened = shard(path)
+    assert all(row["error"] is None for row in found)
+    assert [read(opened, row) for row in found] == [b"ok", b"ok", b"\xff\xfe", b"\xff\xfe", b"ko", b"ko"]
+    roles = pa.StructArray.from_arrays([bad, bad], ["role", "content"])
+    chat = pa.ListArray.from_arrays(pa.array([0, 1, 2, 3], pa.int32()), roles)
+    errors = [row["error"] for row in rows(write(tmp_path / "b.parquet", {"messages": chat}))]
+    assert errors == [None, "holds a string that is not valid UTF-8: invalid start byte", None]
+
+
 def test_a_path_without_bytes_is_not_followed(tmp_path: Path) -> None:
     path = write(
         tmp_path / "a.parquet", {"image": [{"bytes": None, "path": "/etc/passwd"}, {"bytes": png(1, 1), "path": ""}]}

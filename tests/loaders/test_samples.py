@@ -65,6 +65,7 @@ def shown(members: list[Member], texts: dict[int, bytes], recipe: Recipe = RECIP
     return rendered
 
 
+CHAT = ["[user]q;[assistant]", "a;!"]
 USER_THEN_ASSISTANT = [{"role": "user", "content": "hi <image>"}, {"role": "assistant", "content": "ok"}]
 
 
@@ -91,6 +92,13 @@ USER_THEN_ASSISTANT = [{"role": "user", "content": "hi <image>"}, {"role": "assi
         ({"txt_1": "b", "txt_0": "a"}, ["ab!"]),
         ({"caption": "no", "txt": "yes"}, ["yes!"]),
         ({"txt_en": "by extension"}, ["by extension!"]),
+        # Columns of Parquet files keep the case of their names.
+        ({"Text": "in capitals"}, ["in capitals!"]),
+        ({"JSON": {"text": "in capitals"}}, ["in capitals!"]),
+        # JSON Lines: one is what it says, several are a list.
+        ({"jsonl": '{"text": "one"}\n'}, ["one!"]),
+        ({"jsonl": '{"role": "user", "content": "q"}\n\n{"role": "assistant", "content": "a"}'}, CHAT),
+        ({"txt": "yes", "jsonl": '{"a": 1}\n{"a": 2}'}, ["yes!"]),
         ({"gz_txt": "gunzipped by the reader"}, ["gunzipped by the reader!"]),
     ],
 )

@@ -9,6 +9,7 @@ import os
 import tarfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -16,7 +17,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from orchdata.loaders.cache import CacheFolder
+from orchdata.loaders.columns import FactsMeta
 from orchdata.loaders.errors import ShardError, StaleIndexError
+from orchdata.loaders.facts import load_facts
+from orchdata.loaders.index import ShardInfo
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.parquet import ParquetShard
 from orchdata.loaders.shards import OpenShards, open_shard
@@ -100,10 +104,35 @@ def test_another_size_than_indexed_is_stale(tmp_path: Path, shards: OpenShards) 
     path = tmp_path / "a.tar"
     path.write_bytes(tar_bytes(b"x"))
     size = path.stat().st_size
-    assert shards.get(str(path), size).size == size
+    indexed = indexed_as(path)
+    assert shards.get(str(path), indexed).size == size
     shards.close()
     with pytest.raises(StaleIndexError, match=rf"a\.tar: has {size} bytes, 7 when it was indexed"):
-        shards.get(str(path), 7)
+        shards.get(str(path), replace(indexed, size=7))
+
+
+def indexed_as(path: Path) -> ShardInfo:
+    meta = FactsMeta.of(load_facts(str(path), limits=Limits(), cache=CacheFolder()).schema)
+    return ShardInfo(str(path), meta.size, meta.checksum, meta.version)
+
+
+def test_other_members_in_the_same_size_are_stale(tmp_path: Path, shards: OpenShards) -> None:
+    path = tmp_path / "a.tar"
+    path.write_bytes(tar_bytes(b"one"))
+    indexed = indexed_as(path)
+    path.write_bytes(tar_bytes(b"seven"))
+    os.utime(path, ns=(1, 1))
+    assert path.stat().st_size == indexed.size
+    with pytest.raises(StaleIndexError, match="written anew since it was indexed"):
+        shards.get(str(path), indexed)
+
+
+def test_a_copy_of_the_indexed_shard_is_not_stale(tmp_path: Path, shards: OpenShards) -> None:
+    path = tmp_path / "a.tar"
+    path.write_bytes(tar_bytes(b"one"))
+    indexed = indexed_as(path)
+    os.utime(path, ns=(1, 1))
+    assert shards.get(str(path), indexed).checksum() == indexed.checksum
 
 
 def test_threads_open_a_shard_once(tmp_path: Path, shards: OpenShards) -> None:

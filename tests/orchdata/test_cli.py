@@ -144,6 +144,19 @@ def test_recipe_and_cost_are_found_in_the_working_directory(
     assert found["bad"] == 0  # without images the image that is none is not asked for
 
 
+def test_what_user_code_prints_does_not_end_up_in_the_json(
+    mixed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "noisy.py").write_text(
+        "import orchdata as od\nprint('imported')\n"
+        "def tokenize(text):\n    print('called')\n    return list(text.encode())\n"
+        "recipe = od.Recipe(text=od.TextPreprocessor(tokenize, id='noisy'))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert run_json("index", mixed, "--recipe", "noisy:recipe")["samples"] == 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -209,3 +222,15 @@ def test_demo_reports_both_ways(tmp_path: Path) -> None:
     assert set(report["lanes"]) == {"unbalanced", "balanced"}
     assert report["profile"]["samples"] == 64
     assert report["loss_difference"] < 1e-2
+
+
+def test_demo_options_default_to_its_configuration() -> None:
+    from dataclasses import fields
+    from inspect import signature
+
+    from orchdata.cli.runs import demo
+    from orchdata.demo import DemoConfig
+
+    options = signature(demo).parameters
+    defaults = {field.name: field.default for field in fields(DemoConfig) if field.name in options}
+    assert {name: options[name].default for name in defaults} == defaults

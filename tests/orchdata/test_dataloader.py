@@ -2,7 +2,12 @@ from __future__ import annotations
 
 import gc
 import json
+import subprocess
+import sys
 import threading
+import time
+import warnings
+import weakref
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -226,6 +231,112 @@ def test_a_new_iteration_after_break_starts_the_epoch_again(dataset: od.ShardDat
     assert equal(first, next(iter(one)))
 
 
+@pytest.mark.parametrize("persistent", [False, True])
+def test_two_iterations_at_once_are_independent(dataset: od.ShardDataset, persistent: bool) -> None:
+    one = loader(dataset, global_batch_size=10, persistent_workers=persistent)
+    for step, (left, right) in enumerate(zip(one, one, strict=True)):
+        assert equal(left, right)
+        assert one.state_dict()["step"] == step + 1
+    assert one.state_dict()["epoch"] == 1
+    left, right = iter(one), iter(one)
+    next(left), next(right)
+    left.close()
+    assert len(list(right)) == 5  # closing one must not take the other's threads
+    one.close()
+
+
+def test_set_epoch_inside_an_iteration_holds_for_the_next(dataset: od.ShardDataset) -> None:
+    one = loader(dataset, global_batch_size=20)
+    for step, batch in enumerate(one):
+        one.set_epoch(7)
+        assert batch.plan.epoch == 0 and batch.step == step
+    assert one.state_dict()["epoch"] == 7
+    assert next(iter(one)).plan.epoch == 7
+
+
+def test_numpy_integers_are_integers(dataset: od.ShardDataset) -> None:
+    one = loader(dataset, global_batch_size=np.int64(10), seed=np.int64(-3))
+    one.set_epoch(np.int64(2))
+    plain = loader(dataset, global_batch_size=10, seed=-3)
+    plain.load_state_dict(json.loads(json.dumps(one.state_dict())))
+    assert equal(next(iter(plain)), next(iter(one)))
+
+
+def test_the_next_steps_are_built_while_the_caller_works() -> None:
+    loaded: list[int] = []
+
+    class Noting(Numbers):
+        def __getitem__(self, number: int) -> dict[str, int]:
+            loaded.append(number)
+            return super().__getitem__(number)
+
+    for prefetch_factor in (1, 3):
+        loaded.clear()
+        for _ in od.DataLoader(Noting(20), prefetch_factor=prefetch_factor, num_threads=1):
+            deadline = time.monotonic() + 5
+            while len(loaded) <= prefetch_factor and time.monotonic() < deadline:
+                time.sleep(0.01)
+            time.sleep(0.05)
+            break
+        assert sorted(loaded) == list(range(prefetch_factor + 1))  # the one in use, and no more than these ahead
+    loaded.clear()
+    next(iter(od.DataLoader(Noting(20), num_threads=0)))
+    assert loaded == [0]
+
+
+def test_a_delivered_batch_is_kept_by_the_caller_alone(dataset: od.ShardDataset) -> None:
+    gone: list[int] = []
+    for batch in loader(dataset, balance=od.Balance(max_tokens=400)):
+        weakref.finalize(batch.llm.input_ids, gone.append, batch.microbatch)
+        before = len(gone)
+        del batch
+        assert len(gone) == before + 1
+
+
+def test_timeout_does_not_wait_for_what_hangs() -> None:
+    release = threading.Event()
+
+    class Hanging(Numbers):
+        def __getitem__(self, number: int) -> dict[str, int]:
+            if number == 2:
+                release.wait(30)
+            return super().__getitem__(number)
+
+    try:
+        with pytest.raises(RuntimeError, match=r"timed out after 0\.2 seconds"):
+            list(od.DataLoader(Hanging(4), timeout=0.2))
+        assert not release.is_set()
+    finally:
+        release.set()
+
+
+def test_an_iterator_that_is_open_at_exit_is_silent() -> None:
+    program = (
+        "import orchdata as od\n"
+        "steps = iter(od.DataLoader(list(range(1000)), batch_size=2, num_threads=3))\n"
+        "next(steps)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert ended.stderr == ""
+
+
+def test_a_failing_worker_init_fn_is_raised(dataset: od.ShardDataset) -> None:
+    def explode(number: int) -> None:
+        raise ZeroDivisionError("no worker today")
+
+    with pytest.raises(ZeroDivisionError, match="no worker today"):
+        list(loader(dataset, worker_init_fn=explode))
+
+
+def test_a_launcher_without_process_group_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.warns(UserWarning, match="WORLD_SIZE is 4, but torch.distributed is not initialized"):
+        od.DataLoader(Numbers(4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        od.DataLoader(Numbers(4), dp=(1, 4))
+
+
 def test_state_of_another_loader_is_refused(dataset: od.ShardDataset) -> None:
     state = loader(dataset).state_dict()
     with pytest.raises(od.StateError, match="global_batch_size is 24 in the state and 12 here"):
@@ -282,6 +393,13 @@ def test_empty_zero_gives_tensors_of_zero_length(tmp_path: Path) -> None:
     assert batches[1].image.patches.shape == (0, 588)
     assert batches[1].image.cu_seqlens.tolist() == [0]
     assert batches[1].audio is None  # neither data set nor cost model has audio
+
+
+def test_to_takes_a_device_and_no_dtype(dataset: od.ShardDataset) -> None:
+    batch = next(iter(loader(dataset)))
+    assert equal(batch.to("cpu"), batch)
+    with pytest.raises(TypeError):
+        batch.to(torch.float16)  # would turn token ids into floats
 
 
 def test_merge_joins_dummies_to_the_graph(dataset: od.ShardDataset) -> None:
@@ -378,6 +496,10 @@ def test_failure_budget(tmp_path: Path) -> None:
     one = od.DataLoader(dataset, batch_size=3, on_error=od.ErrorPolicy("skip", max_failures=Fraction(2, 9)))
     with pytest.raises(od.TooManyFailures, match="policy allows 2"):
         list(one)
+    enough = od.DataLoader(dataset, batch_size=3, on_error=od.ErrorPolicy("skip", max_failures=3))
+    for _ in range(3):  # the sample that fails in each epoch is one sample
+        list(enough)
+    assert enough.stats()["failures"]["count"] == 2 + 3
 
 
 def test_unknown_quarantine_is_refused(dataset: od.ShardDataset) -> None:
@@ -406,11 +528,27 @@ def test_quarantine_from_a_file(dataset: od.ShardDataset, tmp_path: Path) -> Non
         ({"dp": (2, 2)}, "dp rank must be in 0..1, got 2"),
         ({"sampler": [1, 2]}, "order of its own"),
         ({"cost": lambda sample: 1}, "od.CostModel"),
+        ({"batch_size": 2.5, "global_batch_size": None}, "batch_size must be an integer of at least 1, got 2.5"),
+        ({"global_batch_size": "24"}, "global_batch_size must be an integer of at least 1, got '24'"),
+        ({"num_threads": "2"}, "num_threads must be an integer of at least 0, got '2'"),
+        ({"shuffle": "yes"}, "shuffle must be True, False or an od.Shuffle, got 'yes'"),
+        ({"seed": 1.5}, "seed must be an integer, got 1.5"),
+        ({"timeout": None}, "timeout is a number of seconds"),
+        ({"dp": ("0", 2)}, "dp rank must be an integer"),
+        ({"quarantine": ["s0-0003"]}, r"quarantine is \(shard, key\) pairs, got 's0-0003'"),
+        ({"dp": (0, 2), "balance": od.Balance(max_samples=11)}, "raise it to at least 12"),
+        ({"balance": od.Balance(max_tokens={"video": 9})}, "max_tokens names phase 'video'"),
     ],
 )
 def test_bad_arguments(dataset: od.ShardDataset, options: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         loader(dataset, **options)
+
+
+@pytest.mark.parametrize("name", ["dp", "generator", "worker_init_fn", "collate_fn"])
+def test_arguments_of_a_wrong_kind(dataset: od.ShardDataset, name: str) -> None:
+    with pytest.raises(TypeError, match=name):
+        loader(dataset, seed=None, **{name: "nonsense"})
 
 
 def test_more_than_one_rank_needs_an_index(shards: list[str]) -> None:
@@ -490,6 +628,14 @@ def test_map_style_failures() -> None:
     one = od.DataLoader(Numbers(6, bad=(2,)), batch_size=3, on_error="skip")
     assert [batch["number"].tolist() for batch in one] == [[0, 1], [3, 4, 5]]
     assert one.stats()["failures"]["by_reason"] == {"OSError: disk on fire": 1}
+
+
+def test_map_style_global_batch_that_fails_whole_repeats_the_next_that_works() -> None:
+    one = od.DataLoader(Numbers(6, bad=(2, 3, 5)), batch_size=1, on_error="skip")
+    assert [batch["number"].tolist() for batch in one] == [[0], [1], [4], [4], [4], [0]]
+    assert one.stats()["failures"]["count"] == 3
+    with pytest.raises(od.DataError, match="disk on fire"):
+        list(od.DataLoader(Numbers(2, bad=(0, 1)), on_error="skip"))
 
 
 def test_map_style_resumes() -> None:

@@ -28,6 +28,7 @@ def record(compute_seconds: float, *, tokens: int = 100, loss_sum: float = 10.0)
     return {
         "load_seconds": 0.5,
         "compute_seconds": compute_seconds,
+        "cpu_seconds": compute_seconds / 2,
         "step_seconds": 5.0,
         "loss_sum": loss_sum,
         "loss_tokens": 20,
@@ -47,6 +48,8 @@ def test_a_lane_is_summarised_over_its_measured_steps() -> None:
     assert result.waiting_ms == 500  # one rank of two waits 2 s in one step of two
     assert result.waiting_share == pytest.approx(0.1)  # 0.5 s of 5
     assert result.compute_imbalance == pytest.approx(7 / 6)  # (4 + 3) / (3 + 3)
+    assert result.cpu_imbalance == pytest.approx(7 / 6)
+    assert result.cpu_share == 0.5
     assert result.tokens_per_second == 40  # 4 x 100 tokens in 10 s
     assert result.planned_imbalance == {"llm": 1.5, "step": 1.25}
 
@@ -86,6 +89,7 @@ def test_the_demo_trains_both_lanes_alike(finished: tuple[DemoReport, Any, Any])
         assert lane.step_ms > 0
         assert lane.tokens_per_second > 0
         assert 0 <= lane.waiting_share < 1
+        assert 0 < lane.cpu_share < 1.2
         assert set(lane.planned_imbalance) == {"image", "audio", "llm", "step"}
     planned = {name: lane.planned_imbalance["step"] for name, lane in report.lanes.items()}
     assert planned["balanced"] < planned["unbalanced"]
@@ -126,17 +130,22 @@ def test_a_failing_rank_is_quoted(tmp_path: Path) -> None:
         launch(tmp_path, "raise RuntimeError('no more tea')")
 
 
+def stat_of(pid: int) -> list[str]:
+    """State, parent and so on of a process, from /proc; empty where there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
 def children_of(pid: int) -> list[int]:
-    listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True).stdout.split()
-    direct = [int(child) for child in listed]
+    everyone = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+    direct = [other for other in everyone if stat_of(other)[1:2] == [str(pid)]]
     return direct + [grandchild for child in direct for grandchild in children_of(child)]
 
 
 def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    return stat_of(pid)[:1] not in ([], ["Z"])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks end with their parent by prctl, which is Linux's")

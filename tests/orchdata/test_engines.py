@@ -90,6 +90,17 @@ def test_threads_are_numbered() -> None:
     assert sorted(numbers) == list(range(len(numbers)))
 
 
+def test_a_failing_initializer_is_raised_by_steps() -> None:
+    def explode(number: int) -> None:
+        raise ZeroDivisionError(f"thread {number}")
+
+    running = ThreadEngine(spec(), num_threads=2, depth=2, initializer=explode)
+    for step in range(4):
+        with pytest.raises(ZeroDivisionError, match="thread"):
+            running.submit(0, step).result(10)
+    running.close()
+
+
 def test_torch_is_not_touched_by_engines() -> None:
     threads = torch.get_num_threads()
     ENGINES["four threads"](spec()).close()

@@ -153,8 +153,8 @@ def test_a_step_outside_the_epoch_is_an_error() -> None:
     [
         ({"scope": "most"}, "scope must be one of"),
         ({"objective": "max"}, "objective must be one of"),
-        ({"max_tokens": 0}, "at least 1, got 0 for phase 'llm'"),
-        ({"max_tokens": {"image": -2}}, "got -2 for phase 'image'"),
+        ({"max_tokens": 0}, "of phase 'llm' must be at least 1, got 0"),
+        ({"max_tokens": {"image": -2}}, "of phase 'image' must be at least 1, got -2"),
         ({"max_samples": 0}, "max_samples must be at least 1"),
         ({"oversize": "shrink"}, "oversize must be one of"),
     ],

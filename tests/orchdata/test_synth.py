@@ -14,7 +14,7 @@ from PIL import Image
 from webdataset.tariterators import group_by_keys, tar_file_expander
 
 from orchdata.synth import OMNI, make_sample, read_description, synthesize
-from orchdata.synth_media import make_sentences
+from orchdata.synth.media import make_sentences
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -26,9 +26,9 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
+from orchdata.synth.distributions import Choice, Constant, Distribution, LogNormal, Uniform
 
 IMAGE_FORMATS = ("jpg", "png")
 AUDIO_FORMATS = ("flac", "wav")
@@ -36,77 +36,6 @@ STYLES = ("text", "chat")
 _MAX_SIDE = 16_384
 _MAX_HEIGHT = 65_500
 _MAX_CLIP_SECONDS = 3_600.0
-
-
-class Distribution(Protocol):
-    """Something numbers are drawn from; `low` and `high` bound every draw."""
-
-    @property
-    def low(self) -> float: ...
-    @property
-    def high(self) -> float: ...
-    def draw(self, rng: np.random.Generator) -> float: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Constant:
-    """Always the same value."""
-
-    value: float
-
-    @property
-    def low(self) -> float:
-        return self.value
-
-    @property
-    def high(self) -> float:
-        return self.value
-
-    def draw(self, rng: np.random.Generator) -> float:
-        return self.value
-
-
-@dataclass(frozen=True, slots=True)
-class Uniform:
-    """Evenly spread over [low, high]."""
-
-    low: float
-    high: float
-
-    def draw(self, rng: np.random.Generator) -> float:
-        return float(rng.uniform(self.low, self.high))
-
-
-@dataclass(frozen=True, slots=True)
-class LogNormal:
-    """exp(normal(log(median), sigma)), clipped to [low, high]: the long tail that real data has."""
-
-    median: float
-    sigma: float
-    low: float = 0.0
-    high: float = math.inf
-
-    def draw(self, rng: np.random.Generator) -> float:
-        return float(np.clip(self.median * math.exp(self.sigma * rng.standard_normal()), self.low, self.high))
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """One of a few values, by weight."""
-
-    values: tuple[float, ...]
-    weights: tuple[float, ...]
-
-    @property
-    def low(self) -> float:
-        return min(self.values)
-
-    @property
-    def high(self) -> float:
-        return max(self.values)
-
-    def draw(self, rng: np.random.Generator) -> float:
-        return self.values[pick(rng, self.weights)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,12 +79,6 @@ class Description:
     samples: int = 512
     shards: int = 4
     seed: int = 0
-
-
-def pick(rng: np.random.Generator, weights: tuple[float, ...]) -> int:
-    """Draw an index in proportion to positive `weights`, of any sum."""
-    cumulative = np.cumsum(weights)
-    return int(np.searchsorted(cumulative, rng.random() * cumulative[-1], side="right"))
 
 
 def read_description(source: Description | Mapping[str, Any] | str | Path) -> Description:

@@ -18,18 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from orchdata.synth_description import (
-    AudioMix,
-    Choice,
-    Description,
-    ImageMix,
-    Kind,
-    LogNormal,
-    Uniform,
-    pick,
-    read_description,
-)
-from orchdata.synth_media import make_audio, make_image, make_sentences
+from orchdata.synth.description import AudioMix, Description, ImageMix, Kind, read_description
+from orchdata.synth.distributions import Choice, LogNormal, Uniform, pick
+from orchdata.synth.media import make_audio, make_image, make_sentences
 
 __all__ = ["OMNI", "Description", "SynthReport", "make_sample", "read_description", "synthesize"]
 
