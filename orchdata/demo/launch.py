@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
-from typing import IO
+from typing import IO, NoReturn
 
 _PR_SET_PDEATHSIG = 1
 _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
@@ -76,6 +76,21 @@ def end_with_parent() -> None:
     """Ask Linux for SIGTERM when the parent of this process ends, even by SIGKILL; elsewhere do nothing."""
     if _prctl is not None:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def leave() -> NoReturn:
+    """End this rank, its work done, without running destructors.
+
+    Threads that gloo may still hold then abort a process that ends the long way ("terminate called without an active
+    exception"), and torchrun takes finished training for a failure.
+    """
+    import torch.distributed as dist
+
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import orchdata as od
-from orchdata.demo.launch import end_with_parent
+from orchdata.demo.launch import end_with_parent, leave
 from orchdata.demo.model import MultimodalLM
 from orchdata.demo.setup import make_cost, make_model_config, make_recipe
 
@@ -197,12 +197,10 @@ def main(task_path: str, result_path: str) -> None:
     content = json.loads(Path(task_path).read_text())
     task = Task(**content | {"shards": tuple(content["shards"])})
     dist.init_process_group("gloo")
-    try:
-        result = train(task)
-        if result:
-            Path(result_path).write_text(json.dumps(result))
-    finally:
-        dist.destroy_process_group()
+    result = train(task)
+    if result:
+        Path(result_path).write_text(json.dumps(result))
+    leave()
 
 
 if __name__ == "__main__":

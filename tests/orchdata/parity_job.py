@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import orchdata as od
 from orchdata.demo.attention import Block
-from orchdata.demo.launch import end_with_parent
+from orchdata.demo.launch import end_with_parent, leave
 from orchdata.demo.model import ModelConfig, MultimodalLM, Sizes
 from orchdata.demo.setup import fit_to_recipe, make_cost
 
@@ -142,7 +142,7 @@ def main(shards: str, result_path: str) -> None:
         )
     if dist.get_rank() == 0:
         Path(result_path).write_text(json.dumps(results))
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

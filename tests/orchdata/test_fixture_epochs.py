@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from itertools import cycle, islice
 from pathlib import Path
 
@@ -80,7 +81,9 @@ def test_every_fixture_shard_loads_or_says_why(fixtures_dir: Path) -> None:
     assert len(paths) >= 9
     delivered: dict[str, int] = {}
     for path in paths:
-        loader = od.DataLoader(od.ShardDataset(path), batch_size=4, on_error="skip", num_threads=2)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "no step to make")  # of two shards nothing can be read
+            loader = od.DataLoader(od.ShardDataset(path), batch_size=4, on_error="skip", num_threads=2)
         count = sum(len(batch.keys) for batch in loader)
         failures = loader.stats()["failures"]["samples"]
         for failure in failures:
