@@ -22,6 +22,8 @@ _ORIENTATION: Final = 0x0112
 _ORIENTATION_MARKS: Final = (b"Exif\0\0", b"tiff:Orientation")
 # libjpeg's warnings about what stands before the scan; the picture itself can still be whole.
 _HEADER_WARNING: Final = re.compile(r"bad ICC marker|extraneous bytes before marker 0x(?!d[0-9])")
+_TRAILING: Final = re.compile("extraneous bytes before marker 0xd9")
+_END: Final = b"\xff\xd9"
 # Segments that decoding needs: frame, Huffman and quantisation tables, restart interval, Adobe's colour transform.
 _NEEDED: Final = frozenset({*range(0xC0, 0xD0), 0xDB, 0xDD, 0xEE, 0xE0})
 _START_OF_SCAN: Final = 0xDA
@@ -78,13 +80,16 @@ def decode_jpeg(data: bytes, header: JpegHeader, colours: str, least: tuple[int,
     try:
         return _decode(data, header, colours, least)
     except ValueError as error:
-        if _HEADER_WARNING.search(str(error)) is None:
-            raise DecodeError(f"damaged JPEG: {_tidy(error)}") from None
-    # A flaw before the scan hides later ones: decode again without the segments that may have it.
+        warning = str(error)
+    # A flaw around the scan hides those in it: decode again, as strictly, without the bytes that have it.
     try:
-        return _decode(without_extras(data), header, colours, least)
+        if _HEADER_WARNING.search(warning) is not None:
+            return _decode(without_extras(data), header, colours, least)
+        if _TRAILING.search(warning) is not None and (picture := without_padding(data)) != data:
+            return _decode(picture, header, colours, least)
     except ValueError as error:
-        raise DecodeError(f"damaged JPEG: {_tidy(error)}") from None
+        warning = str(error)
+    raise DecodeError(f"damaged JPEG: {warning.removeprefix('Corrupt JPEG data: ')}")
 
 
 def _decode(data: bytes, header: JpegHeader, colours: str, least: tuple[int, int]) -> NDArray[np.uint8]:
@@ -121,5 +126,10 @@ def without_extras(data: bytes) -> bytes:
     raise ValueError("no start of scan")
 
 
-def _tidy(error: Exception) -> str:
-    return str(error).removeprefix("Corrupt JPEG data: ")
+def without_padding(data: bytes) -> bytes:
+    """The JPEG without zeros before its end marker, which some writers pad with.
+
+    Other bytes left over there are what a damaged scan looks like: they stay.
+    """
+    end = data.rfind(_END)
+    return data[:end].rstrip(b"\0") + data[end:] if end > 0 else data

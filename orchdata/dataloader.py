@@ -24,9 +24,11 @@ from orchdata.engines import Engine, InlineEngine, ThreadEngine
 from orchdata.layout import Packed
 from orchdata.loaders.errors import DataError, TooManyFailures
 from orchdata.loaders.order import Shuffle
+from orchdata.map_source import map_source
 from orchdata.parallel import resolve_rank
 from orchdata.policy import ErrorPolicy, as_policy
-from orchdata.sources import Source, map_source, shard_source
+from orchdata.shard_source import shard_source
+from orchdata.sources import Source, SourceOptions
 from orchdata.state import Position, dump_state, load_state
 from orchdata.stats import Stats
 from orchdata.step import BuiltStep, StepSpec
@@ -120,26 +122,26 @@ class DataLoader:
         self.batch_size, self.global_batch_size = _batch_sizes(
             batch_size, global_batch_size, batch_sampler, self._rank.size
         )
-        common: dict[str, Any] = {
-            "rank": self._rank,
-            "global_batch_size": self.global_batch_size,
-            "shuffle": _as_shuffle(shuffle),
-            "seed": _seed(seed, generator),
-            "drop_last": drop_last,
-            "balance": as_balance(balance, equal_count=not isinstance(dataset, ShardDataset)),
-            "policy": self._policy,
-            "collate_fn": collate_fn,
-            "pin_memory": pin_memory and _can_pin(),
-            "cost": cost,
-        }
+        options = SourceOptions(
+            rank=self._rank,
+            global_batch_size=self.global_batch_size,
+            shuffle=_as_shuffle(shuffle),
+            seed=_seed(seed, generator),
+            drop_last=drop_last,
+            balance=as_balance(balance, equal_count=not isinstance(dataset, ShardDataset)),
+            policy=self._policy,
+            collate_fn=collate_fn,
+            pin_memory=pin_memory and _can_pin(),
+            cost=cost,
+        )
         if isinstance(dataset, ShardDataset):
             if sampler is not None or batch_sampler is not None:
                 raise ValueError("a ShardDataset has an order of its own: use shuffle= in place of a sampler")
-            self._source: Source = shard_source(dataset, quarantine=_read_quarantine(quarantine), **common)
+            self._source: Source = shard_source(dataset, options, _read_quarantine(quarantine))
         else:
             if quarantine is not None:
                 raise ValueError("quarantine names samples of shards; leave them out of a map-style data set yourself")
-            self._source = map_source(dataset, sampler=sampler, batch_sampler=batch_sampler, **common)
+            self._source = map_source(dataset, options, sampler=sampler, batch_sampler=batch_sampler)
         self.dataset = dataset
         self._position = Position()  # what was delivered
         self._begin = Position()  # where the next iteration starts: after `break` not the same

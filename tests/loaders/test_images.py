@@ -281,6 +281,13 @@ def test_cut_files_of_other_formats_are_errors(kind):
         pixels_of(data[: len(data) * 2 // 3], RGB.size)
 
 
+def test_zeros_before_the_end_marker_do_not_matter():
+    clean = jpeg()
+    assert np.array_equal(pixels_of(clean[:-2] + bytes(9) + clean[-2:], (320, 240)), pixels_of(clean, (320, 240)))
+    with pytest.raises(DecodeError, match="extraneous bytes"):
+        pixels_of(clean[:-2] + b"abc" * 10 + clean[-2:], (320, 240))
+
+
 def test_flaws_before_the_scan_do_not_matter():
     clean = jpeg()
     expected = pixels_of(clean, (320, 240))

@@ -1,0 +1,128 @@
+"""A torch map-style data set as a source: its items, balanced by one integer each."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import IterableDataset, default_collate
+
+from orchdata.balancers import CostModel
+from orchdata.collating import SampleAssembler, map_loader
+from orchdata.costs import ArrayCosts
+from orchdata.layout import Packed
+from orchdata.loaders.errors import DataError
+from orchdata.loaders.order import Order
+from orchdata.sources import Source, SourceOptions
+
+Ints = NDArray[np.int64]
+
+
+def map_source(dataset: Any, options: SourceOptions, *, sampler: Any, batch_sampler: Any) -> Source:
+    """Serve `dataset[i]` for i below `len(dataset)`, balanced by `cost`. Raises as DataLoader says."""
+    _check(dataset, options, sampler, batch_sampler)
+    skip_errors = options.policy.action == "skip"
+    num_indexed = len(dataset)
+    values, failures = _map_costs(dataset, options.cost, skip_errors=skip_errors)
+    order: Order | _SamplerOrder
+    if sampler is not None or batch_sampler is not None:
+        order = _SamplerOrder(sampler if batch_sampler is None else batch_sampler, batched=batch_sampler is not None)
+    else:
+        excluded = np.array([int(failure.key) for failure in failures], np.int64)
+        order = Order(num_indexed, shuffle=options.shuffle, seed=options.seed, excluded=excluded)
+    assembler = SampleAssembler(
+        load=map_loader(dataset, skip_errors=skip_errors),
+        collate_fn=cast("Any", options.collate_fn) or default_collate,
+        repeat_first=True,
+        num_rows=num_indexed,
+        pin_memory=options.pin_memory,
+    )
+    return Source(
+        spec=options.step_spec(ArrayCosts(values), order, assembler),
+        fingerprint={
+            "dataset": {"type": type(dataset).__name__, "num_samples": num_indexed, "costs": _digest(values)},
+            "order": order.describe(),
+            "global_batch_size": options.global_batch_size,
+        },
+        failures=failures,
+        num_indexed=num_indexed,
+        begin_epoch=order.begin_epoch if isinstance(order, _SamplerOrder) else lambda epoch: None,
+    )
+
+
+def _check(dataset: Any, options: SourceOptions, sampler: Any, batch_sampler: Any) -> None:
+    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        raise TypeError(
+            f"DataLoader takes a ShardDataset or a map-style data set with __getitem__ and __len__, got "
+            f"{type(dataset).__name__}"
+        )
+    if isinstance(options.collate_fn, Packed) or isinstance(options.cost, CostModel):
+        raise TypeError("od.Packed and od.CostModel are for a ShardDataset; a map-style data set has its own samples")
+    if options.balance.caps:
+        raise ValueError("Balance.max_tokens is for a ShardDataset: a map-style data set gives one batch a step")
+    if (sampler is not None or batch_sampler is not None) and options.rank.size > 1:
+        raise ValueError(
+            "sampler and batch_sampler choose samples for one rank, and this loader shares them over "
+            f"{options.rank.size}: they would be sharded twice; use shuffle= and seed="
+        )
+    if sampler is not None and (options.shuffle is not None or batch_sampler is not None):
+        raise ValueError("sampler excludes shuffle and batch_sampler")
+    if batch_sampler is not None and (options.shuffle is not None or options.drop_last):
+        raise ValueError("batch_sampler excludes shuffle and drop_last")
+
+
+class _SamplerOrder:
+    """The order of a torch sampler, drawn once an epoch; a position is an index, or a whole batch of indices."""
+
+    def __init__(self, sampler: Any, *, batched: bool) -> None:
+        self._sampler = sampler
+        self._batched = batched
+        self._drawn: list[Any] = []
+        self.num_samples = len(sampler)
+
+    def begin_epoch(self, epoch: int) -> None:
+        self._drawn = list(cast("Iterable[Any]", self._sampler))
+
+    def rows(self, epoch: int, start: int, stop: int) -> tuple[NDArray[np.int32], Ints]:
+        drawn = self._drawn[start:stop]
+        row = np.array([index for batch in drawn for index in batch] if self._batched else drawn, np.int64)
+        return np.zeros(len(row), np.int32), row
+
+    def describe(self) -> dict[str, object]:
+        return {"sampler": type(self._sampler).__name__, "num_samples": self.num_samples}
+
+
+def _map_costs(dataset: Any, cost: Any, *, skip_errors: bool) -> tuple[Ints, list[DataError]]:
+    """One integer per sample; a callable is asked once for each, which loads every sample once."""
+    num_samples = len(dataset)
+    failures: list[DataError] = []
+    if cost is None:
+        return np.ones(num_samples, np.int64), failures
+    if not callable(cost):
+        values = np.asarray(cost) if num_samples else np.zeros(0, np.int64)
+    else:
+        load = map_loader(dataset, skip_errors=skip_errors)
+        listed: list[Any] = []
+        for row in range(num_samples):
+            try:
+                listed.append(cost(load(row)))
+            except DataError as failure:
+                if not skip_errors:
+                    raise
+                failures.append(failure)
+                listed.append(0)
+        values = np.asarray(listed if listed else np.zeros(0, np.int64))
+    if values.shape != (num_samples,):
+        raise ValueError(f"cost must be one integer per sample, {num_samples} of them; got shape {values.shape}")
+    if not np.issubdtype(values.dtype, np.integer):
+        raise ValueError(f"costs are integers, got {values.dtype}; scale and round them")
+    if num_samples and int(values.min()) < 0:
+        raise ValueError(f"costs are at least 0, sample {int(values.argmin())} has {int(values.min())}")
+    return values.astype(np.int64), failures
+
+
+def _digest(values: Ints) -> str:
+    return hashlib.blake2b(np.ascontiguousarray(values).tobytes(), digest_size=8).hexdigest()

@@ -1,0 +1,149 @@
+"""Shards as a source: open the index, leave out what cannot be used, read and decode rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchdata.balance import Balance
+from orchdata.balancers import CostModel
+from orchdata.buffers import BufferPool
+from orchdata.collating import SampleAssembler, shard_loader
+from orchdata.costs import IndexCosts
+from orchdata.dataset import ShardDataset
+from orchdata.layout import Packed
+from orchdata.loaders.cache import CacheFolder
+from orchdata.loaders.errors import DataError
+from orchdata.loaders.index import Index
+from orchdata.loaders.modality import ENCODERS
+from orchdata.loaders.order import Order
+from orchdata.loaders.shards import OpenShards
+from orchdata.packing import PackedAssembler
+from orchdata.pages import PageSource
+from orchdata.policy import ErrorPolicy
+from orchdata.progress import progress_bar
+from orchdata.sources import Source, SourceOptions
+from orchdata.step import Assembler
+
+Ints = NDArray[np.int64]
+
+
+def shard_source(dataset: ShardDataset, options: SourceOptions, quarantine: Sequence[tuple[str, str]]) -> Source:
+    """Open the index and leave out what cannot be used. Raises as DataLoader says."""
+    if options.cost is not None and not isinstance(options.cost, CostModel):
+        raise ValueError(f"cost for a ShardDataset is an od.CostModel, got {type(options.cost).__name__}")
+    layout = options.collate_fn if isinstance(options.collate_fn, Packed) else Packed()
+    with progress_bar("indexing") as progress:
+        index = dataset.index(num_ranks=options.rank.size, progress=progress)
+    costs = IndexCosts(index, options.cost, layout.multiple_of)
+    _check_phases(costs, dataset)
+    quarantined = _quarantined_rows(index, quarantine)
+    bad = np.setdiff1d(index.bad_rows(), quarantined)
+    _refuse(index, bad, options.policy)
+    excluded = np.union1d(quarantined, bad)
+    excluded = np.union1d(excluded, _oversize_rows(index, costs, options.balance, excluded))
+    order = Order(index.num_samples, shuffle=options.shuffle, seed=options.seed, excluded=excluded)
+    assembler = _assembler(dataset, options, index, layout, costs.phases[:-1])
+    return Source(
+        spec=options.step_spec(costs, order, assembler),
+        fingerprint={
+            "dataset": index.fingerprint,
+            "recipe": dataset.recipe.fingerprint(),
+            "order": order.describe(),
+            "global_batch_size": options.global_batch_size,
+        },
+        failures=_Failures(index, bad),
+        num_indexed=index.num_samples,
+    )
+
+
+def _assembler(
+    dataset: ShardDataset, options: SourceOptions, index: Index, layout: Packed, encoders: tuple[str, ...]
+) -> Assembler:
+    shards = OpenShards(limits=dataset.recipe.limits, cache=CacheFolder())
+    if options.collate_fn is None or isinstance(options.collate_fn, Packed):
+        pages = PageSource(index=index, recipe=dataset.recipe, layout=layout, encoders=encoders, pool=BufferPool())
+        return PackedAssembler(source=pages, shards=shards, pin_memory=options.pin_memory)
+    return SampleAssembler(
+        load=shard_loader(index, shards, dataset.recipe),
+        collate_fn=options.collate_fn,
+        repeat_first=False,
+        pin_memory=options.pin_memory,
+    )
+
+
+class _Failures(Sequence[DataError]):
+    """The failures of bad rows, made one at a time."""
+
+    def __init__(self, index: Index, rows: Ints) -> None:
+        self._index = index
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, place: Any) -> Any:
+        if isinstance(place, slice):
+            return _Failures(self._index, self._rows[place])
+        return self._index.failure(int(self._rows[place]))
+
+    def __iter__(self) -> Iterator[DataError]:
+        return (self._index.failure(int(row)) for row in self._rows)
+
+
+def _refuse(index: Index, bad: Ints, policy: ErrorPolicy) -> None:
+    """Under "raise", do not begin with bad samples in the data set."""
+    if not len(bad) or policy.action == "skip":
+        return
+    first = index.failure(int(bad[0]))
+    raise DataError(
+        first.shard,
+        first.key,
+        first.field,
+        f"{first.reason} (the first of {len(bad)} bad samples; on_error='skip' leaves them out, quarantine= "
+        "names samples to leave out; mended shards are seen after `orchdata index`)",
+    )
+
+
+def _check_phases(costs: IndexCosts, dataset: ShardDataset) -> None:
+    for phase in costs.balanced:
+        if phase in ENCODERS and getattr(dataset.recipe, phase) is None:
+            raise ValueError(f"the cost model names phase {phase!r}, but the recipe has no {phase} preprocessor")
+
+
+def _quarantined_rows(index: Index, quarantine: Sequence[tuple[str, str]]) -> Ints:
+    rows = []
+    for shard, key in quarantine:
+        row = index.find(shard, key)
+        if row is None:
+            raise ValueError(f"quarantine names sample {key!r} of shard {shard!r}, which the data set does not have")
+        rows.append(row)
+    return np.unique(np.array(rows, np.int64))
+
+
+def _oversize_rows(index: Index, costs: IndexCosts, balance: Balance, excluded: Ints) -> Ints:
+    """Rows above a cap, to be dropped. Raises ValueError under oversize="error"."""
+    for phase in balance.caps:
+        if phase not in (*ENCODERS, "llm"):
+            raise ValueError(f"Balance.max_tokens names phase {phase!r}; the phases are {', '.join(ENCODERS)} and llm")
+    if not balance.caps or balance.oversize == "own":
+        return np.zeros(0, np.int64)
+    found: list[Ints] = []
+    for start in range(0, index.num_samples, 1 << 20):
+        row = np.arange(start, min(start + (1 << 20), index.num_samples))
+        row = row[~np.isin(row, excluded)]
+        for phase, cap in balance.caps.items():
+            sizes = costs.positions(phase, np.zeros(len(row), np.int32), row)
+            large = row[sizes > cap]
+            if len(large) and balance.oversize == "error":
+                worst = int(sizes.argmax())
+                shard = index.shards[index.shard[row[worst]]].url
+                raise ValueError(
+                    f"{shard}: sample {index.key(int(row[worst]))!r} has {int(sizes[worst])} {phase} positions, "
+                    f"max_tokens allows {cap}; raise it, or use Balance(oversize='own') or 'drop'"
+                )
+            found.append(large)
+    return np.unique(np.concatenate([np.zeros(0, np.int64), *found]))
