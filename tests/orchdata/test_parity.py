@@ -19,7 +19,7 @@ import orchdata as od
 from orchdata.demo.launch import torchrun
 from orchdata.synth import make_sample, read_description
 
-JOB = Path(__file__).with_name("parity_job.py")
+JOB = Path(__file__).parents[1] / "support" / "parity_job.py"
 TOLERANCE = 1e-9  # relative, by norm of each parameter
 
 DESCRIPTION = read_description(
