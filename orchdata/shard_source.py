@@ -36,8 +36,7 @@ def shard_source(dataset: ShardDataset, options: SourceOptions, quarantine: Sequ
     if options.cost is not None and not isinstance(options.cost, CostModel):
         raise ValueError(f"cost for a ShardDataset is an od.CostModel, got {type(options.cost).__name__}")
     layout = options.collate_fn if isinstance(options.collate_fn, Packed) else Packed()
-    with progress_bar("indexing") as progress:
-        index = dataset.index(num_ranks=options.rank.size, progress=progress)
+    index = _open_index(dataset, options)
     costs = IndexCosts(index, options.cost, layout.multiple_of)
     _check_phases(costs, dataset)
     quarantined = _quarantined_rows(index, quarantine)
@@ -58,6 +57,15 @@ def shard_source(dataset: ShardDataset, options: SourceOptions, quarantine: Sequ
         failures=_Failures(index, bad),
         num_indexed=index.num_samples,
     )
+
+
+def _open_index(dataset: ShardDataset, options: SourceOptions) -> Index:
+    with progress_bar("indexing") as progress:
+        index = dataset.index(num_ranks=options.rank.size, progress=progress)
+        if options.rank.size == 1 and options.policy.action == "raise" and index.totals["bad"]:
+            # It will be refused, unless shards were mended since: look at them again.
+            index = dataset.index(rebuild=True, progress=progress)
+    return index
 
 
 def _assembler(
@@ -104,7 +112,7 @@ def _refuse(index: Index, bad: Ints, policy: ErrorPolicy) -> None:
         first.key,
         first.field,
         f"{first.reason} (the first of {len(bad)} bad samples; on_error='skip' leaves them out, quarantine= "
-        "names samples to leave out; mended shards are seen after `orchdata index`)",
+        "names samples to leave out; after mending shards, run `orchdata index` again)",
     )
 
 

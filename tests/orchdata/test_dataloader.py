@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from shard_factory import chat, jpeg, omni_shards, write_shard
+from shard_factory import audio, chat, jpeg, omni_shards, write_shard
 
 import orchdata as od
 
@@ -450,6 +450,15 @@ def test_bad_samples_refuse_to_start(tmp_path: Path) -> None:
         od.DataLoader(dataset, batch_size=3)
     for part in ("bad.tar", "'lie'", "first of 2 bad samples"):
         assert part in str(raised.value)
+
+
+def test_a_mended_shard_is_seen_by_a_single_process(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar"
+    write_shard(path, [{"__key__": "a", "wav": b"no audio", "txt": b"text"}])
+    with pytest.raises(od.DataError, match="'a', field 'wav'"):
+        od.DataLoader(od.ShardDataset(path))
+    write_shard(path, [{"__key__": "a", "wav": audio(0.2), "txt": b"text"}])
+    assert len(od.DataLoader(od.ShardDataset(path))) == 1
 
 
 @pytest.mark.parametrize("threads", [0, 2])
