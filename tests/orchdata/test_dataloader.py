@@ -8,14 +8,14 @@ import threading
 import time
 import warnings
 import weakref
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from shard_factory import audio, chat, jpeg, omni_shards, write_shard
+from map_dataset import Numbers
+from shard_factory import chat, jpeg, omni_shards, write_shard
 
 import orchdata as od
 
@@ -429,88 +429,6 @@ def test_merge_puts_features_in_place_and_checks_them(dataset: od.ShardDataset) 
         batch.merge(embeds, {**features, "image": features["image"][1:]})
 
 
-# Failures
-
-
-def bad_shard(folder: Path) -> str:
-    good = [{"__key__": f"good{i}", "jpg": jpeg(80, 60, i), "txt": b"fine"} for i in range(6)]
-    broken = bytearray(jpeg(300, 200, 9))
-    broken[len(broken) // 2 :] = b""  # the header is whole, the picture is cut
-    bad = [
-        {"__key__": "cut", "jpg": bytes(broken), "txt": b"text"},
-        {"__key__": "lie", "wav": b"this is no audio at all", "txt": b"text"},
-        {"__key__": "missing", "txt": b"an <image> that is not there"},
-    ]
-    return write_shard(folder / "bad.tar", [*good, *bad])
-
-
-def test_bad_samples_refuse_to_start(tmp_path: Path) -> None:
-    dataset = od.ShardDataset(bad_shard(tmp_path), recipe=RECIPE)
-    with pytest.raises(od.DataError) as raised:
-        od.DataLoader(dataset, batch_size=3)
-    for part in ("bad.tar", "'lie'", "first of 2 bad samples"):
-        assert part in str(raised.value)
-
-
-def test_a_mended_shard_is_seen_by_a_single_process(tmp_path: Path) -> None:
-    path = tmp_path / "a.tar"
-    write_shard(path, [{"__key__": "a", "wav": b"no audio", "txt": b"text"}])
-    with pytest.raises(od.DataError, match="'a', field 'wav'"):
-        od.DataLoader(od.ShardDataset(path))
-    write_shard(path, [{"__key__": "a", "wav": audio(0.2), "txt": b"text"}])
-    assert len(od.DataLoader(od.ShardDataset(path))) == 1
-
-
-@pytest.mark.parametrize("threads", [0, 2])
-def test_skip_delivers_the_rest_and_lists_failures(tmp_path: Path, threads: int) -> None:
-    dataset = od.ShardDataset(bad_shard(tmp_path), recipe=RECIPE)
-    handled: list[od.DataError] = []
-    one = od.DataLoader(
-        dataset, batch_size=7, on_error=od.ErrorPolicy("skip", handler=handled.append), num_threads=threads
-    )
-    batches = list(one)
-    keys = [key for batch in batches for _, key in batch.keys]
-    assert keys == [f"good{i}" for i in range(6)]
-    # "cut" is planned (an image, then 4 bytes of text with loss), fails while decoding, and stays in the denominator
-    assert sum(batch.loss_tokens for batch in batches) == batches[0].global_loss_tokens - 4
-    failures = one.stats()["failures"]
-    assert failures["count"] == 3 == len(handled)
-    assert {row["key"] for row in failures["samples"]} == {"cut", "lie", "missing"}
-    assert all(row["shard"].endswith("bad.tar") and row["reason"] for row in failures["samples"])
-
-
-def test_decode_failure_raises_under_raise(tmp_path: Path) -> None:
-    dataset = od.ShardDataset(bad_shard(tmp_path), recipe=RECIPE)
-    leave = [("bad.tar", "lie"), ("bad.tar", "missing")]
-    one = od.DataLoader(dataset, batch_size=7, quarantine=leave)
-    with pytest.raises(od.DataError, match="'cut', field 'jpg'"):
-        list(one)
-    clean = od.DataLoader(dataset, batch_size=6, quarantine=[*leave, ("bad.tar", "cut")])
-    assert len([key for batch in clean for key in batch.keys]) == 6
-
-
-def test_a_microbatch_that_fails_whole_arrives_empty(tmp_path: Path) -> None:
-    dataset = od.ShardDataset(bad_shard(tmp_path), recipe=RECIPE)
-    one = od.DataLoader(dataset, batch_size=1, on_error="skip")
-    batches = list(one)
-    assert len(batches) == 7
-    assert batches[-1].keys == () and batches[-1].loss_tokens == 0
-    assert batches[-1].image.patches.shape[0] == 4  # one dummy token: 2x2 patches
-
-
-def test_failure_budget(tmp_path: Path) -> None:
-    dataset = od.ShardDataset(bad_shard(tmp_path), recipe=RECIPE)
-    with pytest.raises(od.TooManyFailures, match="policy allows 1"):
-        od.DataLoader(dataset, batch_size=3, on_error=od.ErrorPolicy("skip", max_failures=1))
-    one = od.DataLoader(dataset, batch_size=3, on_error=od.ErrorPolicy("skip", max_failures=Fraction(2, 9)))
-    with pytest.raises(od.TooManyFailures, match="policy allows 2"):
-        list(one)
-    enough = od.DataLoader(dataset, batch_size=3, on_error=od.ErrorPolicy("skip", max_failures=3))
-    for _ in range(3):  # the sample that fails in each epoch is one sample
-        list(enough)
-    assert enough.stats()["failures"]["count"] == 2 + 3
-
-
 def test_unknown_quarantine_is_refused(dataset: od.ShardDataset) -> None:
     with pytest.raises(ValueError, match="quarantine names sample 'nobody'"):
         loader(dataset, quarantine=[(dataset.urls[0], "nobody")])
@@ -581,93 +499,3 @@ def test_stats(dataset: od.ShardDataset) -> None:
     assert 0 < stats["padding"] < 1
     assert stats["milliseconds"]["decoding"] > 0
     assert stats["failures"]["count"] == 0
-
-
-# Map-style data sets
-
-
-class Numbers(torch.utils.data.Dataset[dict[str, int]]):
-    def __init__(self, count: int, bad: tuple[int, ...] = ()) -> None:
-        self.count = count
-        self.bad = bad
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, number: int) -> dict[str, int]:
-        if number in self.bad:
-            raise OSError("disk on fire")
-        return {"number": number, "length": 1 + number % 9}
-
-
-def test_map_style_balances_equal_counts() -> None:
-    dataset = Numbers(48)
-    loaders = [
-        od.DataLoader(dataset, batch_size=4, shuffle=True, cost=lambda sample: sample["length"], dp=(rank, 4))
-        for rank in range(4)
-    ]
-    seen = []
-    for step in zip(*loaders, strict=True):
-        assert [len(batch["number"]) for batch in step] == [4] * 4
-        sums = [int(batch["length"].sum()) for batch in step]
-        assert max(sums) - min(sums) <= 2
-        seen += [number for batch in step for number in batch["number"].tolist()]
-    assert sorted(seen) == list(range(48))
-
-
-def test_map_style_rank_without_a_sample_repeats_the_first() -> None:
-    loaders = [od.DataLoader(Numbers(5), global_batch_size=3, dp=(rank, 4), num_threads=0) for rank in range(4)]
-    for step in zip(*loaders, strict=True):
-        assert all(len(batch["number"]) >= 1 for batch in step)
-
-
-def test_map_style_samplers() -> None:
-    dataset = Numbers(10)
-    one = od.DataLoader(dataset, batch_size=3, sampler=torch.utils.data.SequentialSampler(dataset))
-    assert [batch["number"].tolist() for batch in one] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
-    batches = [[1, 2], [7], [3, 4, 5]]
-    assert [batch["number"].tolist() for batch in od.DataLoader(dataset, batch_sampler=batches)] == batches
-    with pytest.raises(ValueError, match="sharded twice"):
-        od.DataLoader(dataset, sampler=[1, 2], dp=(0, 2))
-
-
-def test_map_style_failures() -> None:
-    with pytest.raises(OSError, match="disk on fire"):
-        list(od.DataLoader(Numbers(6, bad=(2,)), batch_size=3))
-    one = od.DataLoader(Numbers(6, bad=(2,)), batch_size=3, on_error="skip")
-    assert [batch["number"].tolist() for batch in one] == [[0, 1], [3, 4, 5]]
-    assert one.stats()["failures"]["by_reason"] == {"OSError: disk on fire": 1}
-
-
-def test_map_style_global_batch_that_fails_whole_repeats_the_next_that_works() -> None:
-    one = od.DataLoader(Numbers(6, bad=(2, 3, 5)), batch_size=1, on_error="skip")
-    assert [batch["number"].tolist() for batch in one] == [[0], [1], [4], [4], [4], [0]]
-    assert one.stats()["failures"]["count"] == 3
-    with pytest.raises(od.DataError, match="disk on fire"):
-        list(od.DataLoader(Numbers(2, bad=(0, 1)), on_error="skip"))
-
-
-def test_map_style_resumes() -> None:
-    options: dict[str, Any] = {"batch_size": 4, "shuffle": True, "seed": 1, "cost": np.arange(1, 41)}
-    one = od.DataLoader(Numbers(40), **options)
-    whole = [batch["number"].tolist() for batch in one]
-    again = od.DataLoader(Numbers(40), **options)
-    steps = iter(again)
-    next(steps), next(steps), next(steps)
-    resumed = od.DataLoader(Numbers(40), **options)
-    resumed.load_state_dict(again.state_dict())
-    assert [batch["number"].tolist() for batch in resumed] == whole[3:]
-
-
-@pytest.mark.parametrize(
-    ("cost", "reason"),
-    [([1, 2], "10 of them"), ([0.5] * 10, "costs are integers"), ([1] * 9 + [-3], "sample 9 has -3")],
-)
-def test_map_style_bad_costs(cost: Any, reason: str) -> None:
-    with pytest.raises(ValueError, match=reason):
-        od.DataLoader(Numbers(10), cost=cost)
-
-
-def test_an_iterable_is_refused() -> None:
-    with pytest.raises(TypeError, match="map-style"):
-        od.DataLoader(iter([1, 2, 3]))

@@ -1,0 +1,92 @@
+"""Samples that cannot be used: refused, or skipped, counted and listed; the plan stays as it was."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from shard_factory import audio, jpeg, write_shard
+
+import orchdata as od
+
+RECIPE = od.Recipe(image=od.ImagePreprocessor(max_tokens=64, dtype="float32"))
+
+
+def bad_shard(folder: Path) -> str:
+    good = [{"__key__": f"good{i}", "jpg": jpeg(80, 60, i), "txt": b"fine"} for i in range(6)]
+    broken = bytearray(jpeg(300, 200, 9))
+    broken[len(broken) // 2 :] = b""  # the header is whole, the picture is cut
+    bad = [
+        {"__key__": "cut", "jpg": bytes(broken), "txt": b"text"},
+        {"__key__": "lie", "wav": b"this is no audio at all", "txt": b"text"},
+        {"__key__": "missing", "txt": b"an <image> that is not there"},
+    ]
+    return write_shard(folder / "bad.tar", [*good, *bad])
+
+
+def test_bad_samples_refuse_to_start(tmp_path: Path) -> None:
+    dataset = od.ShardDataset(bad_shard(tmp_path), recipe=RECIPE)
+    with pytest.raises(od.DataError) as raised:
+        od.DataLoader(dataset, batch_size=3)
+    for part in ("bad.tar", "'lie'", "first of 2 bad samples"):
+        assert part in str(raised.value)
+
+
+def test_a_mended_shard_is_seen_by_a_single_process(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar"
+    write_shard(path, [{"__key__": "a", "wav": b"no audio", "txt": b"text"}])
+    with pytest.raises(od.DataError, match="'a', field 'wav'"):
+        od.DataLoader(od.ShardDataset(path))
+    write_shard(path, [{"__key__": "a", "wav": audio(0.2), "txt": b"text"}])
+    assert len(od.DataLoader(od.ShardDataset(path))) == 1
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+def test_skip_delivers_the_rest_and_lists_failures(tmp_path: Path, threads: int) -> None:
+    dataset = od.ShardDataset(bad_shard(tmp_path), recipe=RECIPE)
+    handled: list[od.DataError] = []
+    one = od.DataLoader(
+        dataset, batch_size=7, on_error=od.ErrorPolicy("skip", handler=handled.append), num_threads=threads
+    )
+    batches = list(one)
+    keys = [key for batch in batches for _, key in batch.keys]
+    assert keys == [f"good{i}" for i in range(6)]
+    # "cut" is planned (an image, then 4 bytes of text with loss), fails while decoding, and stays in the denominator
+    assert sum(batch.loss_tokens for batch in batches) == batches[0].global_loss_tokens - 4
+    failures = one.stats()["failures"]
+    assert failures["count"] == 3 == len(handled)
+    assert {row["key"] for row in failures["samples"]} == {"cut", "lie", "missing"}
+    assert all(row["shard"].endswith("bad.tar") and row["reason"] for row in failures["samples"])
+
+
+def test_decode_failure_raises_under_raise(tmp_path: Path) -> None:
+    dataset = od.ShardDataset(bad_shard(tmp_path), recipe=RECIPE)
+    leave = [("bad.tar", "lie"), ("bad.tar", "missing")]
+    one = od.DataLoader(dataset, batch_size=7, quarantine=leave)
+    with pytest.raises(od.DataError, match="'cut', field 'jpg'"):
+        list(one)
+    clean = od.DataLoader(dataset, batch_size=6, quarantine=[*leave, ("bad.tar", "cut")])
+    assert len([key for batch in clean for key in batch.keys]) == 6
+
+
+def test_a_microbatch_that_fails_whole_arrives_empty(tmp_path: Path) -> None:
+    dataset = od.ShardDataset(bad_shard(tmp_path), recipe=RECIPE)
+    one = od.DataLoader(dataset, batch_size=1, on_error="skip")
+    batches = list(one)
+    assert len(batches) == 7
+    assert batches[-1].keys == () and batches[-1].loss_tokens == 0
+    assert batches[-1].image.patches.shape[0] == 4  # one dummy token: 2x2 patches
+
+
+def test_failure_budget(tmp_path: Path) -> None:
+    dataset = od.ShardDataset(bad_shard(tmp_path), recipe=RECIPE)
+    with pytest.raises(od.TooManyFailures, match="policy allows 1"):
+        od.DataLoader(dataset, batch_size=3, on_error=od.ErrorPolicy("skip", max_failures=1))
+    one = od.DataLoader(dataset, batch_size=3, on_error=od.ErrorPolicy("skip", max_failures=Fraction(2, 9)))
+    with pytest.raises(od.TooManyFailures, match="policy allows 2"):
+        list(one)
+    enough = od.DataLoader(dataset, batch_size=3, on_error=od.ErrorPolicy("skip", max_failures=3))
+    for _ in range(3):  # the sample that fails in each epoch is one sample
+        list(enough)
+    assert enough.stats()["failures"]["count"] == 2 + 3
