@@ -40,9 +40,8 @@ def main(arguments: list[str] | None = None) -> None:
     torch.manual_seed(0)
     small = Sizes(hidden=64, layers=2, ffn=256)
     config = fit_to_recipe(ModelConfig(llm=small, image=small, audio=small), RECIPE)
-    model: torch.nn.Module = MultimodalLM(config)
-    if distributed:
-        model = DistributedDataParallel(model)
+    model = MultimodalLM(config)
+    net = DistributedDataParallel(model) if distributed else model  # weights are saved without DDP's prefix
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     loader = od.DataLoader(
         od.ShardDataset(args.shards, recipe=RECIPE),
@@ -64,7 +63,7 @@ def main(arguments: list[str] | None = None) -> None:
     loss = torch.zeros(1)
     while step < args.steps:
         for batch in loader:
-            out = model(**batch.model_inputs())
+            out = net(**batch.model_inputs())
             (out.loss_sum * batch.loss_scale).backward()
             loss += out.loss_sum.detach() / max(1, batch.global_loss_tokens)
             if not batch.is_last_microbatch:

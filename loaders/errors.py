@@ -14,6 +14,8 @@ whoever knows them turns it into a DataError with `FieldError.at`.
 
 from __future__ import annotations
 
+import re
+
 
 class OrchdataError(Exception):
     """Base of all errors about data; arguments of the wrong kind are plain ValueError or TypeError."""
@@ -79,3 +81,12 @@ class FieldError(Exception):
 
     def at(self, shard: str, key: str) -> DataError:
         return DataError(shard, key, self.field, self.reason)
+
+
+def reason_kind(reason: str) -> str:
+    """What reasons of one kind have in common: without quoted names and numbers (`UTF-8` and `MP3` are none)."""
+    return _NUMBER.sub("N", _QUOTED.sub("'...'", reason))
+
+
+_QUOTED = re.compile(r"'[^']*'(, '[^']*')*")
+_NUMBER = re.compile(r"(?<![A-Z\d])(?<![A-Z]-)\d+(\.\d+)?")

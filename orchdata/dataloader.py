@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from orchdata.balance import Balance, as_balance
 from orchdata.balancers import CostModel
@@ -26,6 +27,7 @@ from orchdata.loaders.errors import DataError, TooManyFailures
 from orchdata.loaders.order import Shuffle
 from orchdata.map_source import map_source
 from orchdata.parallel import resolve_rank
+from orchdata.plan import make_plan
 from orchdata.policy import ErrorPolicy, as_policy
 from orchdata.shard_source import shard_source
 from orchdata.sources import Source, SourceOptions
@@ -196,6 +198,17 @@ class DataLoader:
         """Balance, milliseconds by stage and failures of the delivered steps; see `orchdata.stats.Stats.as_dict`."""
         return self._stats.as_dict()
 
+    def gather_failures(self, group: Any = None) -> list[DataError]:
+        """The listed failures of all ranks, each once, sorted by shard and key. A collective over `group`, where
+        torch.distributed is initialised; without it this loader's own.
+        """
+        listed = [DataError(**sample) for sample in self._stats.as_dict()["failures"]["samples"]]
+        by_rank: list[Any] = [listed]
+        if dist.is_available() and dist.is_initialized():
+            by_rank = [None] * dist.get_world_size(group)
+            dist.all_gather_object(by_rank, listed, group=group)
+        return sorted({failure for failures in by_rank for failure in failures}, key=lambda failure: failure.args)
+
     def close(self) -> None:
         """Stop the threads that `persistent_workers` keeps."""
         if self._idle_engine is not None:
@@ -211,6 +224,8 @@ class DataLoader:
         self._source.begin_epoch(epoch)
         engine, self._idle_engine = self._idle_engine or self._make_engine(), None
         under_way: deque[Future[BuiltStep]] = deque()
+        if begin.step < stop:
+            make_plan(self._source.spec.plan, epoch, begin.step)  # compiles on first use, which `timeout` is not for
 
         def submit(first: int, depth: int) -> None:
             for step in range(first + len(under_way), min(stop, first + depth)):
@@ -325,13 +340,25 @@ def _read_quarantine(quarantine: Sequence[tuple[str, str]] | str | PathLike[str]
     if quarantine is None:
         return []
     if isinstance(quarantine, (str, PathLike)):
-        with open(quarantine, encoding="utf-8") as file:
-            rows = [json.loads(line) for line in file if line.strip()]
-        quarantine = [(row["shard"], row["key"]) for row in rows]
+        quarantine = list(_quarantine_lines(quarantine))
     for pair in quarantine:
         if isinstance(pair, str) or len(pair) != 2:
             raise ValueError(f"quarantine is (shard, key) pairs, got {pair!r}")
     return [(shard, key) for shard, key in quarantine]
+
+
+def _quarantine_lines(path: str | PathLike[str]) -> Iterator[tuple[str, str]]:
+    with open(path, encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+                yield row["shard"], row["key"]
+            except (ValueError, KeyError, TypeError):
+                raise ValueError(
+                    f'quarantine file {path}, line {number}: expected {{"shard": ..., "key": ...}}, got {line[:80]!r}'
+                ) from None
 
 
 _said_workers_are_threads = False

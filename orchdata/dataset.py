@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Sequence
-from os import PathLike
+from os import PathLike, fspath
 
 from orchdata.loaders.build import BuildProgress, build_index
 from orchdata.loaders.errors import MissingIndexError
@@ -29,7 +29,9 @@ class ShardDataset:
     """
 
     def __init__(self, paths: Paths, recipe: Recipe | None = None) -> None:
-        self.urls: tuple[str, ...] = tuple(absolute(url) for url in expand_paths(paths))
+        given = [paths] if isinstance(paths, (str, PathLike)) else list(paths)
+        self.urls: tuple[str, ...] = tuple(absolute(url) for url in expand_paths(given))
+        self._given = tuple(absolute(fspath(path)) for path in given)
         self.recipe = recipe if recipe is not None else Recipe()
 
     def index(
@@ -60,8 +62,8 @@ class ShardDataset:
         return build_index(self.urls, self.recipe, progress=None if progress is None else _shards_done(progress))
 
     def _as_arguments(self) -> str:
-        shown = " ".join(shlex.quote(url) for url in self.urls[:3])
-        return shown if len(self.urls) <= 3 else f"{shown} ... ({len(self.urls)} shards)"
+        shown = " ".join(shlex.quote(path) for path in self._given[:3])
+        return shown if len(self._given) <= 3 else f"{shown} ... ({len(self.urls)} shards)"
 
     def __repr__(self) -> str:
         return f"ShardDataset({len(self.urls)} shards, first {self.urls[0]!r})"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from os import PathLike
 from typing import Any, cast
 
 import numpy as np
@@ -54,6 +55,8 @@ def map_source(dataset: Any, options: SourceOptions, *, sampler: Any, batch_samp
 
 
 def _check(dataset: Any, options: SourceOptions, sampler: Any, batch_sampler: Any) -> None:
+    if isinstance(dataset, (str, bytes, PathLike)):
+        raise TypeError(f"DataLoader takes a data set, got the path {dataset!r}: use od.ShardDataset({dataset!r})")
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise TypeError(
             f"DataLoader takes a ShardDataset or a map-style data set with __getitem__ and __len__, got "

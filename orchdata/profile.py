@@ -8,7 +8,6 @@ Everything is read from the index: no sample is decoded.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -20,7 +19,7 @@ from numpy.typing import NDArray
 from orchdata.balance import Balance
 from orchdata.balancers import CostModel
 from orchdata.costs import IndexCosts
-from orchdata.loaders.errors import DataError
+from orchdata.loaders.errors import DataError, reason_kind
 from orchdata.loaders.index import Index
 from orchdata.loaders.order import Order, Shuffle
 from orchdata.plan import Plan, PlanSpec, SampleOrder, make_plan
@@ -180,10 +179,7 @@ def profile(
 
 def count_reasons(failures: Iterable[DataError]) -> dict[str, int]:
     """Failures by kind of reason, the most frequent first; quoted names and numbers do not tell kinds apart."""
-    counts = Counter(
-        re.sub(r"\d+(\.\d+)?", "N", re.sub(r"'[^']*'(, '[^']*')*", "'...'", failure.reason)) for failure in failures
-    )
-    return dict(counts.most_common())
+    return dict(Counter(reason_kind(failure.reason) for failure in failures).most_common())
 
 
 def split_failures(index: Index) -> tuple[list[DataError], list[DataError]]:

@@ -17,7 +17,7 @@ from orchdata.dataset import ShardDataset
 from orchdata.layout import Packed
 from orchdata.loaders.cache import CacheFolder
 from orchdata.loaders.errors import DataError
-from orchdata.loaders.index import Index
+from orchdata.loaders.index import Index, content_fingerprint
 from orchdata.loaders.modality import ENCODERS
 from orchdata.loaders.order import Order
 from orchdata.loaders.shards import OpenShards
@@ -49,8 +49,8 @@ def shard_source(dataset: ShardDataset, options: SourceOptions, quarantine: Sequ
     return Source(
         spec=options.step_spec(costs, order, assembler),
         fingerprint={
-            "dataset": index.fingerprint,
-            "recipe": dataset.recipe.fingerprint(),
+            "dataset": content_fingerprint(index.shards, ""),
+            "recipe": dataset.recipe.describe(),
             "order": order.describe(),
             "global_batch_size": options.global_batch_size,
         },

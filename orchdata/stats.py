@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from orchdata.loaders.errors import DataError
+from orchdata.loaders.errors import DataError, reason_kind
 from orchdata.plan import Plan
 from orchdata.step import BuiltStep
 
@@ -53,7 +53,7 @@ class Stats:
 
     def add_failures(self, failures: Sequence[DataError]) -> None:
         self.num_failures += len(failures)
-        self._reasons.update(failure.reason for failure in failures)
+        self._reasons.update(reason_kind(failure.reason) for failure in failures)
         self._failed.update((failure.shard, failure.key) for failure in failures)
         self._failures.extend(failures[: _LISTED_FAILURES - len(self._failures)])
 
@@ -87,7 +87,7 @@ class Stats:
             },
             "failures": {
                 "count": self.num_failures,
-                "by_reason": dict(self._reasons),
+                "by_reason": dict(self._reasons.most_common()),
                 "samples": [
                     {"shard": f.shard, "key": f.key, "field": f.field, "reason": f.reason} for f in self._failures
                 ],

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -344,7 +345,7 @@ def test_state_of_another_loader_is_refused(dataset: od.ShardDataset) -> None:
     with pytest.raises(od.StateError, match=r"order\.seed"):
         loader(dataset, seed=6).load_state_dict(state)
     other = od.ShardDataset(list(dataset.urls), recipe=od.Recipe())
-    with pytest.raises(od.StateError, match="recipe"):
+    with pytest.raises(od.StateError, match=r"recipe\.image\.max_tokens is 64 in the state and 4096 here"):
         loader(other).load_state_dict(state)
 
 
@@ -434,6 +435,14 @@ def test_unknown_quarantine_is_refused(dataset: od.ShardDataset) -> None:
         loader(dataset, quarantine=[(dataset.urls[0], "nobody")])
 
 
+@pytest.mark.parametrize("line", ["hello", '{"key": "s0-0003"}', '["s0.tar", "s0-0003"]'])
+def test_a_quarantine_file_names_its_bad_line(dataset: od.ShardDataset, tmp_path: Path, line: str) -> None:
+    listed = tmp_path / "quarantine.jsonl"
+    listed.write_text(f"\n{line}\n")
+    with pytest.raises(ValueError, match=r"quarantine\.jsonl, line 2: expected"):
+        loader(dataset, quarantine=listed)
+
+
 def test_quarantine_from_a_file(dataset: od.ShardDataset, tmp_path: Path) -> None:
     listed = tmp_path / "quarantine.jsonl"
     listed.write_text(json.dumps({"shard": dataset.urls[0], "key": "s0-0003"}) + "\n")
@@ -482,6 +491,9 @@ def test_more_than_one_rank_needs_an_index(shards: list[str]) -> None:
     dataset = od.ShardDataset(shards[:1], recipe=RECIPE)
     with pytest.raises(od.MissingIndexError, match="orchdata index"):
         od.DataLoader(dataset, batch_size=2, dp=(0, 2))
+    pattern = str(Path(shards[0]).parent / "*.tar")
+    with pytest.raises(od.MissingIndexError, match=re.escape(f"orchdata index '{pattern}' --recipe")):
+        od.ShardDataset(pattern, recipe=RECIPE).index(num_ranks=2)  # as it was given, however many shards that is
 
 
 def test_stats(dataset: od.ShardDataset) -> None:

@@ -45,6 +45,8 @@ def test_train_resumes_and_runs_on_two_ranks(
     assert done.returncode == 0, done.stderr
     two = done.stdout.splitlines()
     assert [loss_of(line) for line in two] == pytest.approx([loss_of(line) for line in whole], rel=1e-3)
+    more = [loss_of(line) for line in run("two.pt", 8)]  # one rank goes on where two stopped
+    assert more == pytest.approx([loss_of(line) for line in run("whole.pt", 8)], rel=1e-3)
 
 
 def loss_of(line: str) -> float:

@@ -6,6 +6,7 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from shard_factory import audio, jpeg, write_shard
 
 import orchdata as od
@@ -58,6 +59,7 @@ def test_skip_delivers_the_rest_and_lists_failures(tmp_path: Path, threads: int)
     assert failures["count"] == 3 == len(handled)
     assert {row["key"] for row in failures["samples"]} == {"cut", "lie", "missing"}
     assert all(row["shard"].endswith("bad.tar") and row["reason"] for row in failures["samples"])
+    assert "not audio: starts with '...'" in failures["by_reason"]  # by kind, whatever each sample starts with
 
 
 def test_decode_failure_raises_under_raise(tmp_path: Path) -> None:
@@ -90,3 +92,16 @@ def test_failure_budget(tmp_path: Path) -> None:
     for _ in range(3):  # the sample that fails in each epoch is one sample
         list(enough)
     assert enough.stats()["failures"]["count"] == 2 + 3
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_failures_are_gathered_over_ranks(tmp_path: Path, distributed: bool) -> None:
+    one = od.DataLoader(od.ShardDataset(bad_shard(tmp_path), recipe=RECIPE), batch_size=7, on_error="skip", dp=(0, 1))
+    list(one)
+    if distributed:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert [failure.key for failure in one.gather_failures()] == ["cut", "lie", "missing"]
+    finally:
+        if distributed:
+            dist.destroy_process_group()

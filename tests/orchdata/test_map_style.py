@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,12 @@ def test_map_style_rank_without_a_sample_repeats_the_first() -> None:
     loaders = [od.DataLoader(Numbers(5), global_batch_size=3, dp=(rank, 4), num_threads=0) for rank in range(4)]
     for step in zip(*loaders, strict=True):
         assert all(len(batch["number"]) >= 1 for batch in step)
+
+
+@pytest.mark.parametrize("path", ["train-{000..127}.tar", Path("train.tar")])
+def test_a_path_is_not_a_data_set(path: str | Path) -> None:
+    with pytest.raises(TypeError, match="od.ShardDataset"):
+        od.DataLoader(path, batch_size=4)  # a str has a length and items: its characters
 
 
 def test_map_style_samplers() -> None:

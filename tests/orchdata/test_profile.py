@@ -65,8 +65,13 @@ def test_bad_samples_are_counted_by_reason(small: Index) -> None:
 
 def test_reasons_that_differ_in_names_and_numbers_are_of_one_kind() -> None:
     reasons = ["3 images but 2 placeholders", "7 images but 1 placeholders", "no field 'a', 'b'", "no field 'c'"]
+    reasons += ["not valid UTF-8: invalid byte at byte 7", "not valid UTF-8: invalid byte at byte 31"]
     counts = count_reasons(DataError("s.tar", "k", "f", reason) for reason in reasons)
-    assert counts == {"N images but N placeholders": 2, "no field '...'": 2}
+    assert counts == {
+        "N images but N placeholders": 2,
+        "no field '...'": 2,
+        "not valid UTF-8: invalid byte at byte N": 2,
+    }
 
 
 def test_imbalance_of_one_global_batch_worked_out_by_hand(tmp_path: Path) -> None:
