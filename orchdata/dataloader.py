@@ -202,7 +202,7 @@ class DataLoader:
         """The listed failures of all ranks, each once, sorted by shard and key. A collective over `group`, where
         torch.distributed is initialised; without it this loader's own.
         """
-        listed = [DataError(**sample) for sample in self._stats.as_dict()["failures"]["samples"]]
+        listed = self._stats.failures
         by_rank: list[Any] = [listed]
         if dist.is_available() and dist.is_initialized():
             by_rank = [None] * dist.get_world_size(group)

@@ -30,7 +30,7 @@ class Stats:
         self._loads: dict[str, np.ndarray[Any, np.dtype[np.float64]]] = {}
         self._tokens = 0
         self._padded_tokens = 0
-        self._failures: list[DataError] = []
+        self.failures: list[DataError] = []
         self._reasons: Counter[str] = Counter()
         self._failed: set[tuple[str, str]] = set()
         self.num_failures = 0
@@ -55,7 +55,7 @@ class Stats:
         self.num_failures += len(failures)
         self._reasons.update(reason_kind(failure.reason) for failure in failures)
         self._failed.update((failure.shard, failure.key) for failure in failures)
-        self._failures.extend(failures[: _LISTED_FAILURES - len(self._failures)])
+        self.failures.extend(failures[: _LISTED_FAILURES - len(self.failures)])
 
     @property
     def num_failed_samples(self) -> int:
@@ -89,7 +89,7 @@ class Stats:
                 "count": self.num_failures,
                 "by_reason": dict(self._reasons.most_common()),
                 "samples": [
-                    {"shard": f.shard, "key": f.key, "field": f.field, "reason": f.reason} for f in self._failures
+                    {"shard": f.shard, "key": f.key, "field": f.field, "reason": f.reason} for f in self.failures
                 ],
             },
         }
