@@ -2,20 +2,46 @@
 
 from __future__ import annotations
 
-from orchdata.balancers.assignment import Assignment, lower_bound
+from orchdata.balancers.advice import Advice, Option, advise
+from orchdata.balancers.assignment import Assignment, MovedAssignment, lower_bound
 from orchdata.balancers.costs import CostModel, PhaseCost, TransformerCost
+from orchdata.balancers.fit import FittedCost, fit_phase_cost
+from orchdata.balancers.grid import GridAssignment, balance_grid, balance_grouped, grid_round
 from orchdata.balancers.microbatches import split_microbatches
+from orchdata.balancers.moves import balance_from
 from orchdata.balancers.packed import balance
+from orchdata.balancers.padded import balance_padded
 from orchdata.balancers.phases import PhaseAssignment, balance_phases
+from orchdata.balancers.pipeline import MicrobatchOrder, order_after_disttrain, order_microbatches, simulate_1f1b
+from orchdata.balancers.placement import NodePlacement, place_on_nodes, traffic_between
 
 __all__ = [
+    "Advice",
     "Assignment",
     "CostModel",
+    "FittedCost",
+    "GridAssignment",
+    "MicrobatchOrder",
+    "MovedAssignment",
+    "NodePlacement",
+    "Option",
     "PhaseAssignment",
     "PhaseCost",
     "TransformerCost",
+    "advise",
     "balance",
+    "balance_from",
+    "balance_grid",
+    "balance_grouped",
+    "balance_padded",
     "balance_phases",
+    "fit_phase_cost",
+    "grid_round",
     "lower_bound",
+    "order_after_disttrain",
+    "order_microbatches",
+    "place_on_nodes",
+    "simulate_1f1b",
     "split_microbatches",
+    "traffic_between",
 ]

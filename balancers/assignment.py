@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from orchdata.balancers.checks import checked_costs, checked_count
-from orchdata.native.packed import strong_lower_bound
+from orchdata.balancers.checks import checked_costs, checked_ranks_count
+from orchdata.native.bounds import strong_lower_bound
 from orchdata.native.sorting import descending_order
 
 
@@ -35,6 +35,39 @@ class Assignment:
         return self.makespan * len(self.loads) / total if total else 1.0
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class MovedAssignment(Assignment):
+    """An assignment of samples that ranks already hold, and what it moves between them.
+
+    Samples that cost 0 have rank -1 and do not move. Where nodes were not given, every rank is a node of its own.
+
+    Attributes:
+        moved_samples: how many change their rank.
+        moved_cost_within, moved_cost_between: their costs, inside nodes and between nodes.
+        moved_size_within, moved_size_between: their sizes, in the unit of `sizes`.
+    """
+
+    moved_samples: int
+    moved_cost_within: int
+    moved_cost_between: int
+    moved_size_within: int
+    moved_size_between: int
+
+    @property
+    def moved_share(self) -> float:
+        """Share of all cost that changes its rank; 0.0 without any load."""
+        total = int(self.loads.sum())
+        return (self.moved_cost_within + self.moved_cost_between) / total if total else 0.0
+
+
+def loads_of(costs: ArrayLike, rank: NDArray[np.int32], num_ranks: int) -> NDArray[np.int64]:
+    """Sum of costs on each rank, int64 (num_ranks,); samples of rank -1 are left out."""
+    loads = np.zeros(num_ranks, np.int64)
+    present = rank >= 0
+    np.add.at(loads, rank[present], np.asarray(costs, np.int64)[present])
+    return loads
+
+
 def lower_bound(costs: ArrayLike, num_ranks: int) -> int:
     """Smallest makespan that any assignment of the samples to `num_ranks` ranks could have.
 
@@ -49,5 +82,5 @@ def lower_bound(costs: ArrayLike, num_ranks: int) -> int:
         ValueError: costs that are not non-negative integers, or num_ranks below 1.
     """
     checked = checked_costs(costs)
-    num_ranks = checked_count(num_ranks, "num_ranks")
+    num_ranks = checked_ranks_count(num_ranks)
     return int(strong_lower_bound(checked[descending_order(checked)], num_ranks))

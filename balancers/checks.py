@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from numbers import Real
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -10,6 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 from orchdata.native.checks import first_invalid
 
 MAX_TOTAL = 1 << 62
+MAX_RANKS = 1 << 24
 
 
 def checked_count(value: int, name: str, least: int = 1) -> int:
@@ -23,6 +25,21 @@ def checked_count(value: int, name: str, least: int = 1) -> int:
     if count < least:
         raise ValueError(f"{name} must be at least {least}, got {count}")
     return count
+
+
+def checked_ranks_count(num_ranks: int) -> int:
+    """A number of ranks, from 1 to 2**24."""
+    count = checked_count(num_ranks, "num_ranks")
+    if count > MAX_RANKS:
+        raise ValueError(f"num_ranks must be at most {MAX_RANKS:,}, got {count:,}")
+    return count
+
+
+def checked_flag(value: bool, name: str) -> bool:
+    """True or False, numpy's too: a word would be taken for True."""
+    if not isinstance(value, bool | np.bool_):
+        raise ValueError(f"{name} must be True or False, got {value!r}")
+    return bool(value)
 
 
 def checked_costs(costs: ArrayLike, name: str = "costs") -> NDArray[np.int64]:
@@ -39,11 +56,12 @@ def checked_costs(costs: ArrayLike, name: str = "costs") -> NDArray[np.int64]:
     if array.dtype.kind == "f":
         array = _whole_numbers(array, name)
     elif array.dtype.kind not in "iu":
-        raise ValueError(f"{name} must be integers, got dtype {array.dtype}: use a CostModel to make costs")
+        raise ValueError(f"{name} must be integers, got dtype {array.dtype}{_hint(name)}")
     elif array.dtype.kind == "u" and array.size and int(array.max()) > MAX_TOTAL:
         index = int(array.argmax())
         raise ValueError(f"{name}[{index}] is {array[index]}, above the limit of 2**62 for their sum: scale them down")
-    checked = np.ascontiguousarray(array, dtype=np.int64)
+    # Kernels are compiled for writable arrays alone, though they write to none of these.
+    checked = np.require(array, np.int64, ["C", "W"])
     index, total_exceeded = first_invalid(checked, MAX_TOTAL)
     if index >= 0:
         if total_exceeded:
@@ -52,13 +70,49 @@ def checked_costs(costs: ArrayLike, name: str = "costs") -> NDArray[np.int64]:
     return checked
 
 
+def checked_ranks(
+    ranks: ArrayLike, num_ranks: int, num_samples: int, name: str, *, least: int = 0
+) -> NDArray[np.int32]:
+    """Contiguous int32 (num_samples,), each from `least` (-1 lets samples be left out) to num_ranks - 1."""
+    array = np.asarray(ranks)
+    if array.shape != (num_samples,):
+        raise ValueError(f"{name} must have one entry for each of the {num_samples} costs, got shape {array.shape}")
+    if num_samples and array.dtype.kind not in "iu":
+        raise ValueError(f"{name} must be integers, got dtype {array.dtype}")
+    outside = (array < least) | (array >= num_ranks)
+    if outside.any():
+        sample = int(outside.argmax())
+        raise ValueError(f"{name}[{sample}] is {array[sample]}; it must be from {least} to {num_ranks - 1}")
+    return np.require(array, np.int32, ["C", "W"])
+
+
+def checked_max_samples(max_samples: int, present: int, num_ranks: int) -> int:
+    """A cap on the samples of a rank that can hold those present; at most their number, as more does not bind."""
+    most = checked_count(max_samples, "max_samples")
+    if present > num_ranks * most:
+        raise ValueError(
+            f"max_samples={most} on {num_ranks} ranks holds {num_ranks * most} samples, but there are"
+            f" {present}: raise it to at least {-(-present // num_ranks)}"
+        )
+    return min(most, max(1, present))
+
+
+def checked_tolerance(tolerance: float) -> float:
+    """A share from 0 to below 1."""
+    if isinstance(tolerance, bool) or not isinstance(tolerance, Real) or not 0 <= tolerance < 1:
+        raise ValueError(f"tolerance must be from 0 to below 1, got {tolerance!r}")
+    return float(tolerance)
+
+
 def _whole_numbers(array: NDArray[np.floating], name: str) -> NDArray[np.int64]:
     """Floats as int64 where that loses nothing."""
+    array = array.astype(np.float64)  # A half float does not reach the limit compared with.
     bad = ~(np.isfinite(array) & (np.abs(array) <= MAX_TOTAL) & (np.floor(array) == array))
     if bad.any():
         index = int(bad.argmax())
-        raise ValueError(
-            f"{name}[{index}] is {array[index]}; it must be a whole number from 0 to 2**62:"
-            " use a CostModel to make costs"
-        )
+        raise ValueError(f"{name}[{index}] is {array[index]}; it must be a whole number from 0 to 2**62{_hint(name)}")
     return array.astype(np.int64)
+
+
+def _hint(name: str) -> str:
+    return ": use a CostModel to make costs" if name.startswith("costs") else ""

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from orchdata.balancers.checks import checked_costs
+from orchdata.balancers.checks import checked_costs, checked_count
 from orchdata.native.costs import COST_SHIFT, MAX_FIXED_POINT, sequence_costs
 
 LONGEST_POSITIONS = 1 << 20
@@ -43,9 +44,7 @@ class PhaseCost:
 
     def __post_init__(self) -> None:
         for name in ("linear", "quadratic", "constant"):
-            value = getattr(self, name)
-            if not (isinstance(value, int | float) and math.isfinite(value) and value >= 0):
-                raise ValueError(f"PhaseCost.{name} must be a finite number of at least 0, got {value!r}")
+            object.__setattr__(self, name, _checked_coefficient(getattr(self, name), f"PhaseCost.{name}"))
         if not self.linear + self.quadratic + self.constant > 0:
             raise ValueError("PhaseCost needs a coefficient above 0: leave the phase out if it costs nothing")
 
@@ -67,6 +66,9 @@ class TransformerCost:
     - projections: queries and output 4*h*h, keys and values 4*h*h*r, for each position;
     - feed-forward: 4*h*ffn, or 6*h*ffn when gated, for each position;
     - attention: scores and weighted sum 4*h for each pair of positions, half of the pairs when causal.
+
+    Heads together are as wide as the residual stream. Norms, activations and softmax are not counted: they grow with
+    h or the number of heads, not with h*h.
 
     A vocabulary adds 2*h*vocab for each position. A multiply and an add count as two. Backward costs twice the
     forward; recomputing activations adds one more forward. A frozen phase is forward only: as the first phase of a
@@ -99,25 +101,35 @@ class TransformerCost:
     def __post_init__(self) -> None:
         for name in ("hidden", "layers", "ffn", "heads", "kv_heads", "vocab"):
             value = getattr(self, name)
-            if value is None and name in ("heads", "kv_heads", "vocab"):
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"TransformerCost.{name} must be an integer of at least 1, got {value!r}")
+            if value is not None or name not in ("heads", "kv_heads", "vocab"):
+                object.__setattr__(self, name, checked_count(value, f"TransformerCost.{name}"))
+        for name in ("causal", "gated", "trainable", "recompute"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"TransformerCost.{name} must be True or False, got {getattr(self, name)!r}")
         if self.kv_heads is not None and (self.heads is None or self.heads % self.kv_heads):
             raise ValueError(f"TransformerCost.kv_heads={self.kv_heads} must divide heads, got heads={self.heads}")
 
     def phase_cost(self) -> PhaseCost:
-        """Coefficients in operations a position and a pair of positions."""
+        """Coefficients in operations a position and a pair of positions.
+
+        Raises:
+            ValueError: they are above what a float holds.
+        """
+        try:
+            linear, quadratic = self._operations()
+        except OverflowError:
+            raise ValueError(f"{self} costs more than a float holds: is a width mistaken?") from None
+        return PhaseCost(linear, quadratic)
+
+    def _operations(self) -> tuple[float, float]:
         shared = self.kv_heads / self.heads if self.heads and self.kv_heads else 1.0
         projections = 4 * self.hidden**2 * (1 + shared)
         feed_forward = (6 if self.gated else 4) * self.hidden * self.ffn
         head = 2 * self.hidden * (self.vocab or 0)
         pairs = (2 if self.causal else 4) * self.hidden
         passes = (4 if self.recompute else 3) if self.trainable else 1
-        return PhaseCost(
-            linear=float(passes * (self.layers * (projections + feed_forward) + head)),
-            quadratic=float(passes * self.layers * pairs),
-        )
+        linear = passes * (self.layers * (projections + feed_forward) + head)
+        return float(linear), float(passes * self.layers * pairs)
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -164,14 +176,7 @@ class CostModel:
         Raises:
             ValueError: the model has no such phase.
         """
-        cost = self._cost(phase)
-        shift = self.exponent + COST_SHIFT
-        # Each is rounded to nearest; ldexp is exact, and so is round on a float.
-        return (
-            round(math.ldexp(cost.linear, shift)),
-            round(math.ldexp(cost.quadratic, shift)),
-            round(math.ldexp(cost.constant, shift)),
-        )
+        return _quantised(self._cost(phase), self.exponent)
 
     def sequence_costs(self, phase: str, lengths: ArrayLike) -> NDArray[np.int64]:
         """Cost of each sequence of `lengths` positions in a phase: 0 without positions, else at least 1.
@@ -205,7 +210,34 @@ def _exponent(costs: tuple[PhaseCost, ...]) -> int:
     longest = sum(cost.at(LONGEST_POSITIONS) for cost in costs)
     if not math.isfinite(longest):
         raise ValueError("the cost model's coefficients are too large: give them in a larger unit, as GFLOPs")
-    # One bit of reserve for rounding each coefficient up.
     largest = math.frexp(MAX_FIXED_POINT / 2)[1] - math.frexp(longest)[1] - COST_SHIFT
-    whole = all(float(value).is_integer() for cost in costs for value in (cost.linear, cost.quadratic, cost.constant))
+    # Rounding each coefficient up may pass the limit where the sum is just below it.
+    if sum(_fixed_point(cost, largest, LONGEST_POSITIONS) for cost in costs) > MAX_FIXED_POINT:
+        largest -= 1
+    whole = all(value.is_integer() for cost in costs for value in (cost.linear, cost.quadratic, cost.constant))
     return 0 if whole and largest >= 0 else largest
+
+
+def _quantised(cost: PhaseCost, exponent: int) -> tuple[int, int, int]:
+    """(linear, quadratic, constant), each rounded to nearest: ldexp is exact, and so is round on a float."""
+    shift = exponent + COST_SHIFT
+    linear, quadratic, constant = (
+        round(math.ldexp(value, shift)) for value in (cost.linear, cost.quadratic, cost.constant)
+    )
+    return linear, quadratic, constant
+
+
+def _fixed_point(cost: PhaseCost, exponent: int, positions: int) -> int:
+    """Cost of one sequence before the shift, without int64's limit."""
+    linear, quadratic, constant = _quantised(cost, exponent)
+    return linear * positions + quadratic * positions**2 + constant
+
+
+def _checked_coefficient(value: Any, name: str) -> float:
+    try:
+        number = math.nan if isinstance(value, bool) or not isinstance(value, Real) else float(value)
+    except OverflowError:
+        number = math.inf
+    if not (math.isfinite(number) and number >= 0):
+        raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}")
+    return number

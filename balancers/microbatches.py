@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from orchdata.balancers.checks import MAX_TOTAL, checked_costs, checked_count
+from orchdata.balancers.checks import MAX_TOTAL, checked_costs, checked_count, checked_flag, checked_ranks_count
 from orchdata.native.microbatch import split
 
 
@@ -24,8 +24,8 @@ def split_microbatches(
 ) -> tuple[NDArray[np.int32], int]:
     """Split each rank's samples into microbatches that respect the caps and cost about the same.
 
-    The count is the same on all ranks, and the smallest at which all of them pack: best-fit decreasing, then a bounded
-    search. A rank with few samples gets empty microbatches at the end.
+    The count is the same on all ranks, and the smallest at which all of them pack: longest first, best-fit decreasing,
+    then a bounded search. A rank with few samples gets empty microbatches at the end.
 
     Args:
         costs: integers (num_samples,), what is levelled over the microbatches of a rank.
@@ -35,8 +35,11 @@ def split_microbatches(
         max_size: cap on the sum of sizes in a microbatch; one for each column of sizes.
         num_microbatches: how many; by default the fewest that fit.
         oversize: a sample above a cap is an error, or gets a microbatch of its own.
-        in_step: ranks wait for each other after each microbatch: number them by descending cost, so that those of the
-            same number cost about the same. Otherwise they are numbered by their first sample.
+        in_step: ranks wait for each other after each microbatch, so that what counts is the sum over microbatches of
+            the largest cost of a rank. It is lowered as far as is found quickly, never above that of False: where
+            large samples force one microbatch to cost much, other ranks do more of their work in it too. Each rank's
+            microbatches are numbered by descending cost. Otherwise those of a rank cost about the same, and are
+            numbered by their first sample. A given `num_microbatches` stays in use, though fewer might be better.
 
     Returns:
         (microbatch int32 (num_samples,), -1 for samples left out; the number of microbatches, at least 1).
@@ -46,25 +49,33 @@ def split_microbatches(
     """
     if oversize not in ("error", "own"):
         raise ValueError(f"oversize must be 'error' or 'own', got {oversize!r}")
-    num_ranks = checked_count(num_ranks, "num_ranks")
+    num_ranks = checked_ranks_count(num_ranks)
     work = checked_costs(costs)
     owner = _checked_rank(rank, num_ranks, len(work))
     columns = _checked_sizes(work if sizes is None else sizes, len(work))
     caps = _checked_caps(max_size, columns.shape[1])
-    above = (columns > caps) & (owner >= 0)[:, None]
-    if oversize == "error" and above.any():
-        sample, column = (int(index) for index in np.argwhere(above)[0])
-        raise ValueError(
-            f"sample {sample} has size {columns[sample, column]}, above the cap of {caps[column]} of a microbatch:"
-            " raise the cap, give it a microbatch of its own (oversize='own'), or leave it out"
-        )
+    if oversize == "error":
+        _refuse_oversize(columns, caps, owner)
+    in_step = checked_flag(in_step, "in_step")
     wanted = 0 if num_microbatches is None else checked_count(num_microbatches, "num_microbatches")
     microbatch, count = split(work, owner, num_ranks, columns, caps, wanted, in_step)
     if wanted and count > wanted:
         raise ValueError(
-            f"num_microbatches={wanted} do not hold the samples within max_size={caps.tolist()}: {count} do"
+            f"num_microbatches={wanted} do not hold the samples within max_size={caps.tolist()}: {count} do; raise it,"
+            " or raise max_size"
         )
     return microbatch, int(count)
+
+
+def _refuse_oversize(sizes: NDArray[np.int64], caps: NDArray[np.int64], owner: NDArray[np.int32]) -> None:
+    above = (sizes > caps) & (owner >= 0)[:, None]
+    if above.any():
+        sample, column = (int(index) for index in np.argwhere(above)[0])
+        where = f" (column {column} of sizes)" if len(caps) > 1 else ""
+        raise ValueError(
+            f"sample {sample} has size {sizes[sample, column]}, above the cap of {caps[column]} of a microbatch{where}:"
+            " raise the cap, give it a microbatch of its own (oversize='own'), or leave it out"
+        )
 
 
 def _checked_rank(rank: ArrayLike, num_ranks: int, num_samples: int) -> NDArray[np.int32]:
@@ -72,22 +83,25 @@ def _checked_rank(rank: ArrayLike, num_ranks: int, num_samples: int) -> NDArray[
     if array.shape != (num_samples,):
         raise ValueError(f"rank must have one entry for each of the {num_samples} costs, got shape {array.shape}")
     if num_samples and array.dtype.kind not in "iu":
-        raise ValueError(f"rank must be integers, got dtype {array.dtype}")
+        raise ValueError(f"rank must be integers, got dtype {array.dtype}: pass Assignment.rank")
     outside = (array < -1) | (array >= num_ranks)
     if outside.any():
         sample = int(outside.argmax())
-        raise ValueError(f"rank[{sample}] is {array[sample]}; it must be from -1 to {num_ranks - 1}")
-    return np.ascontiguousarray(array, dtype=np.int32)
+        raise ValueError(f"rank[{sample}] is {array[sample]}; it must be from -1 (left out) to {num_ranks - 1}")
+    return np.require(array, np.int32, ["C", "W"])
 
 
 def _checked_sizes(sizes: ArrayLike, num_samples: int) -> NDArray[np.int64]:
     """Sizes int64 (num_samples, num_caps)."""
     array = np.asarray(sizes)
+    if array.ndim not in (1, 2) or len(array) != num_samples or array.shape[1:] == (0,):
+        raise ValueError(
+            f"sizes must have one row for each of the {num_samples} costs, and a column for each cap, got shape"
+            f" {array.shape}"
+        )
     if array.ndim == 1:
-        array = array[:, None]
-    if array.ndim != 2 or len(array) != num_samples or array.shape[1] == 0:
-        raise ValueError(f"sizes must have one row for each of the {num_samples} costs, got shape {array.shape}")
-    columns = [checked_costs(array[:, k], "sizes") for k in range(array.shape[1])]
+        return checked_costs(array, "sizes")[:, None]
+    columns = [checked_costs(array[:, k], f"sizes[:, {k}]") for k in range(array.shape[1])]
     return np.ascontiguousarray(np.stack(columns, axis=1))
 
 

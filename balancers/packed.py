@@ -12,7 +12,15 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from orchdata.balancers.assignment import Assignment
-from orchdata.balancers.checks import checked_costs, checked_count
+from orchdata.balancers.checks import (
+    MAX_TOTAL,
+    checked_costs,
+    checked_count,
+    checked_flag,
+    checked_max_samples,
+    checked_ranks_count,
+    checked_tolerance,
+)
 from orchdata.native.packed import solve
 
 
@@ -42,31 +50,20 @@ def balance(
         ValueError: costs that are not non-negative integers, or a cap that cannot hold.
     """
     checked = checked_costs(costs)
-    num_ranks = checked_count(num_ranks, "num_ranks")
-    if not 0 <= tolerance < 1:
-        raise ValueError(f"tolerance must be from 0 to below 1, got {tolerance}")
+    num_ranks = checked_ranks_count(num_ranks)
+    equal_count = checked_flag(equal_count, "equal_count")
+    tolerance = checked_tolerance(tolerance)
     if max_samples is not None:
-        max_samples = _checked_max_samples(checked, num_ranks, max_samples)
+        max_samples = checked_max_samples(max_samples, int(np.count_nonzero(checked)), num_ranks)
     if max_cost is not None:
-        max_cost = checked_count(max_cost, "max_cost")
+        max_cost = min(checked_count(max_cost, "max_cost"), MAX_TOTAL)
     rank, loads, bound = solve(
-        checked, num_ranks, max_samples or max(1, len(checked)), max_cost or 0, equal_count, float(tolerance)
+        checked, num_ranks, max_samples or max(1, len(checked)), max_cost or 0, equal_count, tolerance
     )
     makespan = int(loads.max())
     if max_cost is not None and makespan > max_cost:
         raise ValueError(_cap_message(checked, num_ranks, max_cost, makespan, int(bound)))
     return Assignment(rank, loads, makespan, int(bound))
-
-
-def _checked_max_samples(costs: NDArray[np.int64], num_ranks: int, max_samples: int) -> int:
-    max_samples = checked_count(max_samples, "max_samples")
-    present = int(np.count_nonzero(costs))
-    if present > num_ranks * max_samples:
-        raise ValueError(
-            f"max_samples={max_samples} on {num_ranks} ranks holds {num_ranks * max_samples} samples, but there are"
-            f" {present}: raise it to at least {-(-present // num_ranks)}"
-        )
-    return max_samples
 
 
 def _cap_message(costs: NDArray[np.int64], num_ranks: int, max_cost: int, makespan: int, bound: int) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from orchdata.balancers.assignment import lower_bound
-from orchdata.balancers.checks import MAX_TOTAL, checked_costs, checked_count
+from orchdata.balancers.checks import MAX_TOTAL, checked_costs, checked_flag, checked_ranks_count
 from orchdata.balancers.packed import balance
 from orchdata.native.phase_refine import phase_loads
 from orchdata.native.phases import solve_barrier
@@ -81,17 +81,23 @@ def balance_phases(
         raise ValueError(f"assignment must be 'joint' or 'per_phase', got {assignment!r}")
     if objective not in ("barrier", "sum"):
         raise ValueError(f"objective must be 'barrier' or 'sum', got {objective!r}")
-    num_ranks = checked_count(num_ranks, "num_ranks")
+    num_ranks = checked_ranks_count(num_ranks)
+    equal_count = checked_flag(equal_count, "equal_count")
+    if not isinstance(costs_by_phase, Mapping):
+        raise ValueError(f"costs_by_phase must map names of phases to costs, got {type(costs_by_phase).__name__}")
     names = tuple(costs_by_phase)
     if primary not in names:
-        raise ValueError(f"costs_by_phase needs the primary phase {primary!r}, got {', '.join(names) or 'no phase'}")
+        raise ValueError(
+            f"costs_by_phase needs the primary phase {primary!r}, got {', '.join(map(str, names)) or 'no phase'}"
+        )
     costs = _checked_phases(costs_by_phase, names)
-    bounds = tuple(lower_bound(row, num_ranks) for row in costs)
     if assignment == "per_phase":
         parts = [balance(row, num_ranks, equal_count=equal_count, max_samples=max_samples) for row in costs]
         rank = np.stack([part.rank for part in parts])
         loads = np.stack([part.loads for part in parts])
+        bounds = tuple(part.lower_bound for part in parts)
     else:
+        bounds = tuple(lower_bound(row, num_ranks) for row in costs)
         rank = _joint(costs, bounds, num_ranks, objective, equal_count, max_samples, names.index(primary))
         loads = np.ascontiguousarray(phase_loads(np.ascontiguousarray(costs.T), rank, num_ranks).T)
     return PhaseAssignment(names, rank, loads, tuple(int(peak) for peak in loads.max(axis=1)), bounds)

@@ -43,9 +43,13 @@ def by_fullness(sizes: NDArray[np.int64], caps: NDArray[np.int64]) -> NDArray[np
 
 @kernel
 def bins_needed(sizes: NDArray[np.int64], caps: NDArray[np.int64]) -> int:
-    """A lower bound of the bins needed: oversize items have one each, the others share by each cap."""
+    """A lower bound of the bins needed: oversize items have one each, the others share by each cap.
+
+    No two items above half of a cap share a bin.
+    """
     num_items, num_caps = sizes.shape
     total = np.zeros(num_caps, np.int64)
+    large = np.zeros(num_caps, np.int64)
     alone = 0
     for item in range(num_items):
         oversize = False
@@ -56,67 +60,49 @@ def bins_needed(sizes: NDArray[np.int64], caps: NDArray[np.int64]) -> int:
             continue
         for k in range(num_caps):
             total[k] += sizes[item, k]
+            large[k] += sizes[item, k] > caps[k] // 2
     shared = np.int64(0)
     for k in range(num_caps):
-        shared = max(shared, (total[k] + caps[k] - 1) // caps[k])
+        shared = max(shared, (total[k] + caps[k] - 1) // caps[k], large[k])
     if alone < num_items:
         shared = max(shared, np.int64(1))
     return alone + shared
 
 
 @kernel
-def best_fit(
-    sizes: NDArray[np.int64],
-    caps: NDArray[np.int64],
-    order: NDArray[np.int64],
-    num_bins: int,
-    bins: NDArray[np.int32],
-) -> bool:
-    """Put each item, in `order`, into the fullest bin that has room; False where one fits nowhere. Writes `bins`."""
-    num_caps = caps.shape[0]
-    loads = np.zeros((num_bins, num_caps), np.int64)
-    counts = np.zeros(num_bins, np.int32)
-    for item in order:
-        chosen = -1
-        most = -1.0
-        for b in range(num_bins):
-            if fits(loads[b], sizes[item], caps, counts[b] == 0):
-                share = fullness(loads[b], caps)
-                if share > most:
-                    most = share
-                    chosen = b
-        if chosen < 0:
-            return False
-        bins[item] = chosen
-        counts[chosen] += 1
-        loads[chosen] += sizes[item]
-    return True
-
-
-@kernel
-def least_loaded_fit(
+def greedy_fit(
     costs: NDArray[np.int64],
     sizes: NDArray[np.int64],
     caps: NDArray[np.int64],
     order: NDArray[np.int64],
     num_bins: int,
+    fullest: bool,
     bins: NDArray[np.int32],
 ) -> bool:
-    """Put each item, in `order`, into the bin of least cost that has room; False where one fits nowhere."""
+    """Put each item, in `order`, into the fullest bin that has room (best fit), else into that of least cost (LPT).
+
+    Writes `bins`; False where an item fits nowhere.
+    """
     loads = np.zeros((num_bins, caps.shape[0]), np.int64)
     counts = np.zeros(num_bins, np.int32)
     work = np.zeros(num_bins, np.int64)
+    share = np.zeros(num_bins, np.float64)
     for item in order:
         chosen = -1
         for b in range(num_bins):
-            if (chosen < 0 or work[b] < work[chosen]) and fits(loads[b], sizes[item], caps, counts[b] == 0):
+            preferred = chosen < 0 or (share[b] > share[chosen] if fullest else work[b] < work[chosen])
+            if preferred and fits(loads[b], sizes[item], caps, counts[b] == 0):
                 chosen = b
         if chosen < 0:
             return False
         bins[item] = chosen
         counts[chosen] += 1
-        loads[chosen] += sizes[item]
-        work[chosen] += costs[item]
+        for k in range(caps.shape[0]):
+            loads[chosen, k] += sizes[item, k]
+        if fullest:
+            share[chosen] = fullness(loads[chosen], caps)
+        else:
+            work[chosen] += costs[item]
     return True
 
 
@@ -228,3 +214,52 @@ def level(
             counts[best_bin] += 1
         work[heavy] -= difference
         work[best_bin] += difference
+
+
+@kernel
+def pack_rank(
+    costs: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    caps: NDArray[np.int64],
+    num_bins: int,
+    bins: NDArray[np.int32],
+) -> bool:
+    """Pack one rank's samples, from the most costly, into `num_bins` microbatches; False where none was found."""
+    if num_bins == 1:
+        bins[:] = 0
+        return bins_needed(sizes, caps) == 1
+    if greedy_fit(costs, sizes, caps, np.arange(costs.shape[0]), num_bins, False, bins):
+        return True
+    order = by_fullness(sizes, caps)
+    if greedy_fit(costs, sizes, caps, order, num_bins, True, bins):
+        return True
+    return search_fit(sizes, caps, order, num_bins, bins)
+
+
+@kernel
+def rename(
+    costs: NDArray[np.int64], samples: NDArray[np.int64], num_bins: int, bins: NDArray[np.int32], by_cost: bool
+) -> None:
+    """Number one rank's microbatches by descending cost, else by their first sample; empty ones last. In place."""
+    work = np.zeros(num_bins, np.int64)
+    first = np.full(num_bins, np.int64((1 << 63) - 1))
+    for item in range(costs.shape[0]):
+        work[bins[item]] += costs[item]
+        first[bins[item]] = min(first[bins[item]], samples[item])
+    order = np.empty(num_bins, np.int64)
+    # By insertion: there are few, and for few it is far faster than a sort of arrays.
+    for b in range(num_bins):
+        number = b
+        while number > 0:
+            other = order[number - 1]
+            tie = not by_cost or work[b] == work[other]
+            if not (first[b] < first[other] if tie else work[b] > work[other]):
+                break
+            order[number] = other
+            number -= 1
+        order[number] = b
+    name = np.empty(num_bins, np.int32)
+    for number in range(num_bins):
+        name[order[number]] = number
+    for item in range(costs.shape[0]):
+        bins[item] = name[bins[item]]

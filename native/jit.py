@@ -16,10 +16,23 @@ def kernel(function: Kernel) -> Kernel:
     numba keeps compiled code beside the source, or in NUMBA_CACHE_DIR or the user's cache folder. Where it may write
     nowhere (a container with an unknown user) it refuses to import: then each process compiles anew.
     """
+    return _compiled(function)
+
+
+def kernel_at_import(signature: str) -> Callable[[Kernel], Kernel]:
+    """Compile a function for one signature where it is defined, or load it from disk.
+
+    For the first kernel that everybody calls: numba prepares itself at the first of all compilations, which takes a
+    quarter of a second that belongs to importing and not to the first step.
+    """
+    return lambda function: _compiled(function, signature)
+
+
+def _compiled(function: Kernel, signature: str | None = None) -> Kernel:
     try:
-        compiled: Kernel = njit(nogil=True, cache=True)(function)
+        compiled: Kernel = njit(signature, nogil=True, cache=True)(function)
     except RuntimeError as error:
         if "locator" not in str(error):
             raise
-        compiled = njit(nogil=True)(function)
+        compiled = njit(signature, nogil=True)(function)
     return compiled

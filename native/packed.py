@@ -9,55 +9,14 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from orchdata.native.bounds import common_divisor, equal_count_bound, strong_lower_bound
 from orchdata.native.jit import kernel
 from orchdata.native.multifit import multifit
 from orchdata.native.ranking import bit_length
-from orchdata.native.refine import refine
-from orchdata.native.sorting import descending_order
-
-NEVER = (1 << 63) - 1  # Key of a rank that is full.
-
-
-@kernel
-def strong_lower_bound(descending: NDArray[np.int64], num_ranks: int) -> int:
-    """No assignment has a smaller makespan than this.
-
-    The mean, rounded up; and, as among the k*m+1 largest some rank holds k+1, the sum of the k+1 smallest of those.
-
-    Args:
-        descending: int64 (num_samples,), costs from the largest.
-        num_ranks: m.
-
-    Returns:
-        The bound; 0 without samples.
-    """
-    num_samples = descending.shape[0]
-    total = np.int64(0)
-    for place in range(num_samples):
-        total += descending[place]
-    bound = (total + num_ranks - 1) // num_ranks
-    extra = 0
-    while extra * num_ranks < num_samples:
-        last = extra * num_ranks
-        group = np.int64(0)
-        for place in range(last - extra, last + 1):
-            group += descending[place]
-        bound = max(bound, group)
-        extra += 1
-    return bound
-
-
-@kernel
-def replay(tree: NDArray[np.int64], node: int, key: int) -> None:
-    """Write a leaf of a tournament tree and replay its matches: each node holds the smaller key of its two children.
-
-    The key carries the rank, so the root names the winner. Unlike a heap it has no branch to mispredict.
-    """
-    tree[node] = key
-    while node > 1:
-        key = min(key, tree[node ^ 1])
-        node >>= 1
-        tree[node] = key
+from orchdata.native.refine import lower_makespan, search_budget
+from orchdata.native.resplit import resplit
+from orchdata.native.sorting import present_descending
+from orchdata.native.tournament import NEVER, replay, tournament
 
 
 @kernel
@@ -99,11 +58,8 @@ def longest_first(
     shift = max(0, bit_length(peak) + low_bits - 63)
     rank_mask = np.int64((1 << rank_bits) - 1)
     leaves = 1 << rank_bits
-    tree = np.full(2 * leaves, np.int64(NEVER))
-    for rank in range(num_ranks):
-        tree[leaves + rank] = rank
-    for node in range(leaves - 1, 0, -1):
-        tree[node] = min(tree[2 * node], tree[2 * node + 1])
+    tree = np.empty(2 * leaves, np.int64)
+    tournament(np.arange(num_ranks), tree)
     for place in range(num_samples):
         rank = tree[1] & rank_mask
         # Ranks at the limit may hold one more only while there are extras left.
@@ -118,17 +74,6 @@ def longest_first(
         key = ((loads[rank] >> shift) << low_bits) | (np.int64(counts[rank]) << rank_bits) | rank
         replay(tree, leaves + rank, key if counts[rank] <= limit else NEVER)
     return owner
-
-
-@kernel
-def equal_count_bound(descending: NDArray[np.int64], num_ranks: int) -> int:
-    """With equal counts, the largest sample shares its rank with at least k-1 others: the cheapest k-1."""
-    num_samples = descending.shape[0]
-    companions = num_samples // num_ranks - 1
-    bound = descending[0] if num_samples > 0 else np.int64(0)
-    for place in range(num_samples - max(companions, 0), num_samples):
-        bound += descending[place]
-    return bound
 
 
 @kernel
@@ -163,14 +108,8 @@ def solve(
     Returns:
         (rank int32 (num_samples,), -1 for a cost of 0; loads int64 (num_ranks,); lower bound).
     """
-    order = descending_order(costs)
+    order, descending = present_descending(costs)
     num_samples = order.shape[0]
-    while num_samples > 0 and costs[order[num_samples - 1]] == 0:
-        num_samples -= 1
-    order = order[:num_samples]
-    descending = np.empty(num_samples, np.int64)
-    for place in range(num_samples):
-        descending[place] = costs[order[place]]
     bound = np.int64(strong_lower_bound(descending, num_ranks))
     limit = np.int64(min(max_samples, num_samples))
     extras = np.int64(0)
@@ -186,17 +125,20 @@ def solve(
     loads = np.empty(num_ranks, np.int64)
     counts = np.empty(num_ranks, np.int32)
     owner = longest_first(descending, limit, extras, loads, counts)
-    for window in (16, 64):
-        if loads.max() > target:
-            refine(descending, owner, loads, counts, target, moves_limit, window)
+    budget = search_budget(num_samples, num_ranks)
+    if loads.max() > target:
+        divisor = common_divisor(descending)
+        target = max(target, (bound + divisor - 1) // divisor * divisor)
+        budget = lower_makespan(descending, owner, loads, counts, target, moves_limit, budget)
     if loads.max() > target and not equal_count:
         fitted = multifit(descending, num_ranks, bound, loads.max(), limit, 8)
         if fitted.shape[0] > 0:
             owner = fitted
             recount(descending, owner, loads, counts)
-            # Worth it in small batches only: first-fit leaves the last ranks so empty that refining takes long.
-            if loads.max() > target and num_samples <= 4096:
-                refine(descending, owner, loads, counts, target, moves_limit, 64)
+            if loads.max() > target:
+                lower_makespan(descending, owner, loads, counts, target, moves_limit, budget)
+    if loads.max() > target:
+        resplit(descending, owner, loads, counts, target, moves_limit, search_budget(num_samples, num_ranks))
     rank = np.full(costs.shape[0], np.int32(-1))
     for place in range(num_samples):
         rank[order[place]] = owner[place]

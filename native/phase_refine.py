@@ -9,9 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.native.jit import kernel
-from orchdata.native.ranking import list_members, ranks_by_load
+from orchdata.native.ranking import SLACK, list_members, ranks_by_load
 
-SLACK = 4  # Free places in each rank's list, so that a move does not rebuild all lists.
 MAX_ROUNDS = 16
 MAX_ATTEMPTS = 8
 

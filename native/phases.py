@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.native.jit import kernel
-from orchdata.native.packed import NEVER, replay
 from orchdata.native.phase_refine import phase_loads, refine_phases
 from orchdata.native.ranking import bit_length
 from orchdata.native.sorting import descending_order
+from orchdata.native.tournament import NEVER, replay, tournament
 
 WINDOWS = (8, 32)
 WORK_BUDGET = 200_000  # Pairs of samples looked at in each search.
@@ -47,11 +47,9 @@ def longest_first_by_phase(
     shift = np.empty(num_phases, np.int64)
     for p in range(num_phases):
         shift[p] = max(0, bit_length(costs[:, p].sum()) + rank_bits - 62)
-    trees = np.full((num_phases, 2 * leaves), np.int64(NEVER))
+    trees = np.empty((num_phases, 2 * leaves), np.int64)
     for p in range(num_phases):
-        trees[p, leaves : leaves + num_ranks] = np.arange(num_ranks)
-        for node in range(leaves - 1, 0, -1):
-            trees[p, node] = min(trees[p, 2 * node], trees[p, 2 * node + 1])
+        tournament(np.arange(num_ranks), trees[p])
     owner = np.empty(num_samples, np.int32)
     loads = np.zeros((num_ranks, num_phases), np.int64)
     counts = np.zeros(num_ranks, np.int32)

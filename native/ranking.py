@@ -7,6 +7,8 @@ from numpy.typing import NDArray
 
 from orchdata.native.jit import kernel
 
+SLACK = 4  # Free places in each rank's list, so that a move does not rebuild all lists.
+
 
 @kernel
 def bit_length(value: int) -> int:

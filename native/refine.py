@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.native.jit import kernel
-from orchdata.native.ranking import list_members, ranks_by_load
+from orchdata.native.ranking import SLACK, list_members, ranks_by_load
 
-SLACK = 4  # Free places in each rank's list, so that a move does not rebuild all lists.
+WINDOWS = (16, 64)  # How many of the lightest ranks each heavy one is tried against, in turn.
 MAX_ROUNDS = 24
 MAX_ATTEMPTS = 8
 
@@ -83,16 +83,18 @@ def best_partner(
     partners: NDArray[np.int64],
     target: int,
     limit: int,
-) -> tuple[int, int, int]:
+) -> tuple[int, int, int, int]:
     """The best exchange of a heavy rank with any of `partners`; the first that brings it to the target is enough.
 
     Returns:
-        (index into partners or -1, index into what heavy holds, index into what the partner holds or -1 for a move).
+        (index into partners or -1, index into what heavy holds, index into what the partner holds or -1 for a move,
+        samples looked at).
     """
     gain = np.int64(0)
     slot = -1
     index = -1
     other = -1
+    work = 0
     held = places[offsets[heavy] : offsets[heavy] + counts[heavy]]
     for candidate in range(partners.shape[0]):
         light = partners[candidate]
@@ -101,6 +103,7 @@ def best_partner(
             continue
         start = offsets[light]
         may_move = start + counts[light] < offsets[light + 1] and counts[light] < limit
+        work += counts[heavy] + counts[light]
         found, index_found, other_found = best_exchange(
             descending, held, places[start : start + counts[light]], gap, may_move
         )
@@ -108,7 +111,7 @@ def best_partner(
             gain, slot, index, other = found, candidate, index_found, other_found
             if loads[heavy] - gain <= target:
                 break
-    return slot, index, other
+    return slot, index, other, work
 
 
 @kernel
@@ -155,8 +158,11 @@ def refine(
     target: int,
     limit: int,
     window: int,
-) -> None:
+    budget: int,
+) -> int:
     """Lower the loads above `target` by moves and swaps with the `window` lightest ranks, in place.
+
+    The makespan never rises.
 
     Args:
         descending: int64 (num_samples,), costs from the largest.
@@ -166,24 +172,31 @@ def refine(
         target: load at which a rank needs no more help.
         limit: samples a rank may hold after a move; -1: swaps only, so counts stay.
         window: how many of the lightest ranks each heavy rank is tried against.
+        budget: samples to look at, about: a bound on the work that is the same on every machine.
+
+    Returns:
+        What is left of the budget.
     """
     offsets, places = list_members(owner, counts, SLACK)
     for _round in range(MAX_ROUNDS):
         heavy_ranks = ranks_by_load(loads, target, True)
         if heavy_ranks.shape[0] == 0:
-            return
+            return budget
         light_ranks = ranks_by_load(loads, target, False)
         partners = light_ranks[:window].copy()
         upcoming = partners.shape[0]
         progress = False
         for heavy in heavy_ranks:
             for _attempt in range(MAX_ATTEMPTS):
-                if loads[heavy] <= target:
+                if loads[heavy] <= target or budget <= 0:
                     break
-                slot, index, other = best_partner(
+                slot, index, other, work = best_partner(
                     descending, loads, counts, offsets, places, heavy, partners, target, limit
                 )
+                budget -= work
                 if slot < 0:
+                    # The makespan stays above this rank's load: the others may use the room up to it.
+                    target = max(target, loads[heavy])
                     break
                 progress = True
                 light = partners[slot]
@@ -192,7 +205,56 @@ def refine(
                 if upcoming < light_ranks.shape[0] and loads[light] >= loads[light_ranks[upcoming]]:
                     partners[slot] = light_ranks[upcoming]
                     upcoming += 1
-        if not progress:
-            return
+        if not progress or budget <= 0:
+            return budget
         if limit >= 0:
             offsets, places = list_members(owner, counts, SLACK)
+    return budget
+
+
+@kernel
+def search_budget(num_samples: int, num_ranks: int) -> int:
+    """Samples to look at in refining: a few times what longest-first takes, on any machine."""
+    return np.int64(100 * num_samples + 1000 * num_ranks)
+
+
+@kernel
+def lower_makespan(
+    descending: NDArray[np.int64],
+    owner: NDArray[np.int32],
+    loads: NDArray[np.int64],
+    counts: NDArray[np.int32],
+    target: int,
+    limit: int,
+    budget: int,
+) -> int:
+    """Refine an assignment in place until its makespan is at the target, or as near to it as the budget allows.
+
+    Args:
+        descending: int64 (num_samples,), costs from the largest.
+        owner, loads, counts: the assignment, as `refine` takes it.
+        target: makespan that is good enough.
+        limit: samples a rank may hold after a move; -1: swaps only.
+        budget: samples to look at, about.
+
+    Returns:
+        What is left of the budget.
+    """
+    share = budget // 4
+    for window in WINDOWS:
+        if loads.max() > target and share > 0:
+            budget -= share
+            share = refine(descending, owner, loads, counts, target, limit, window, share)
+            budget += share
+    # Where the target is out of reach, the first ranks helped use up the room there is. Bisecting for one that can be
+    # reached helps all of the heaviest alike.
+    low = np.int64(target)
+    while budget > 0 and loads.max() - low > 1 + (low >> 11):
+        middle = low + (loads.max() - low) // 2
+        budget = refine(descending, owner, loads, counts, middle, limit, WINDOWS[-1], budget)
+        if loads.max() > middle:
+            low = middle
+    # A giant may need what only a few ranks hold, and these need not be light.
+    if loads.max() > target and budget > 0:
+        budget = refine(descending, owner, loads, counts, target, limit, loads.shape[0], budget)
+    return budget

@@ -47,3 +47,16 @@ def descending_order(costs: NDArray[np.int64]) -> NDArray[np.int32]:
         source, target = target, source
         shift += bits
     return source
+
+
+@kernel
+def present_descending(costs: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    """Samples that cost anything, from the largest: positions int32 (num_present,) and costs int64 (num_present,)."""
+    order = descending_order(costs)
+    num_present = order.shape[0]
+    while num_present > 0 and costs[order[num_present - 1]] == 0:
+        num_present -= 1
+    descending = np.empty(num_present, np.int64)
+    for place in range(num_present):
+        descending[place] = costs[order[place]]
+    return order[:num_present], descending

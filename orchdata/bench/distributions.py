@@ -81,9 +81,11 @@ DISTRIBUTIONS: Mapping[str, Distribution] = {
     "image": image_patches,
     "image quadratic": lambda generator, count: quadratic(image_patches(generator, count), ENCODER_CROSSOVER),
     "speech": speech_frames,
+    "speech quadratic": lambda generator, count: quadratic(speech_frames(generator, count), ENCODER_CROSSOVER),
     "omni": omni_lengths,
     "omni quadratic": lambda generator, count: quadratic(omni_lengths(generator, count)),
     "long tail": long_tail,
+    "long tail quadratic": lambda generator, count: quadratic(long_tail(generator, count)),
     "audio phase": audio_phase,
     "image phase": image_phase,
 }

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
+    from rich.console import Group
     from rich.table import Table
 
 Clock = Callable[[], float]
@@ -76,6 +77,38 @@ class Result:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class WideTable:
+    """Many numbers of many cases side by side.
+
+    Attributes:
+        title: what is shown, with its units where the columns do not say.
+        columns: headings; the first is of the cases' names.
+        rows: name and numbers of each case; None where there is no number.
+        unit: "x" where the numbers are ratios.
+        note: what a reader needs beside the numbers.
+    """
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str | float | None, ...], ...]
+    unit: str = ""
+    note: str = ""
+
+    def render(self) -> Table:
+        """A table for people."""
+        from rich.table import Table
+
+        table = Table(title=self.title, caption=self.note or None, title_justify="left", caption_justify="left")
+        for number, heading in enumerate(self.columns):
+            table.add_column(heading, justify="right" if number else "left", no_wrap=not number)
+        for row in self.rows:
+            table.add_row(
+                *("-" if cell is None else cell if isinstance(cell, str) else _digits(cell, self.unit) for cell in row)
+            )
+        return table
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
     """All results of one benchmark, with what is needed to repeat it.
 
@@ -83,12 +116,14 @@ class Report:
         command: as typed: `orchdata bench plan`.
         config: the benchmark's configuration, JSON-safe.
         results: in the order to show.
+        tables: shown before them.
         machine: see `machine()`.
     """
 
     command: str
     config: Mapping[str, Any]
     results: Sequence[Result]
+    tables: Sequence[WideTable] = ()
     machine: Mapping[str, Any] = field(default_factory=lambda: machine())
 
     @property
@@ -104,6 +139,7 @@ class Report:
             "machine": dict(self.machine),
             "met": self.met,
             "results": [result.to_dict() for result in self.results],
+            "tables": [asdict(table) for table in self.tables],
         }
 
     def json_lines(self) -> Iterator[str]:
@@ -112,8 +148,14 @@ class Report:
         for result in self.results:
             yield json.dumps({**shared, **result.to_dict()}, sort_keys=True)
 
-    def render(self) -> Table:
-        """A table for people."""
+    def render(self) -> Group:
+        """Tables for people."""
+        from rich.console import Group
+
+        return Group(*(table.render() for table in self.tables), self.render_results())
+
+    def render_results(self) -> Table:
+        """The results, with the settings and the machine."""
         from rich.table import Table
 
         settings = ", ".join(f"{name}={value}" for name, value in self.config.items() if value is not None)
@@ -128,17 +170,21 @@ class Report:
         table.add_column("note")
         for result in self.results:
             low, high = result.spread
-            spread = "" if len(result.values) == 1 else f"{_digits(low)} - {_digits(high)}"
-            table.add_row(result.name, f"{_digits(result.median)} {result.unit}", spread, _demand(result), result.note)
+            low_text, high_text = _digits(low, result.unit), _digits(high, result.unit)
+            spread = "" if len(result.values) == 1 else f"{low_text} - {high_text}"
+            median = f"{_digits(result.median, result.unit)} {result.unit}"
+            table.add_row(result.name, median, spread, _demand(result), result.note)
         return table
 
 
-def make_report(command: str, config: Any, results: Sequence[Result]) -> Report:
-    """A report of `results` measured under a configuration dataclass."""
+def make_report(command: str, config: Any, found: Sequence[Result | WideTable]) -> Report:
+    """A report of what was found under a configuration dataclass."""
     if not is_dataclass(config) or isinstance(config, type):
         raise TypeError(f"config must be a dataclass instance, got {config!r}")
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(config).items()}
-    return Report(command=command, config=settings, results=tuple(results))
+    results = tuple(entry for entry in found if isinstance(entry, Result))
+    tables = tuple(entry for entry in found if isinstance(entry, WideTable))
+    return Report(command=command, config=settings, results=results, tables=tables)
 
 
 def interleave(
@@ -163,6 +209,8 @@ def interleave(
         raise ValueError(f"repeats must be at least 1 and warmup at least 0, got {repeats} and {warmup}")
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     enabled = gc.isenabled()
+    gc.collect()
+    gc.freeze()  # What is there already need not be looked through again and again.
     try:
         for turn in range(warmup + repeats):
             names = list(functions) if turn % 2 == 0 else list(functions)[::-1]
@@ -177,6 +225,7 @@ def interleave(
                 if turn >= warmup:
                     seconds[name].append(elapsed)
     finally:
+        gc.unfreeze()
         if enabled:
             gc.enable()
     return {name: tuple(values) for name, values in seconds.items()}
@@ -230,15 +279,15 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _digits(value: float) -> str:
-    """Three significant digits, thousands in full."""
+def _digits(value: float, unit: str = "") -> str:
+    """Three significant digits, thousands in full; ratios close to 1 with as many decimals as tell them from it."""
     if value == 0 or abs(value) >= 100:
         return f"{value:,.0f}"
-    return f"{value:.3g}"
+    return f"{value:.5g}" if unit == "x" and 0.9 < value < 1.1 else f"{value:.3g}"
 
 
 def _demand(result: Result) -> str:
     if result.demand is None:
         return ""
     sign = "<=" if result.better == "low" else ">="
-    return f"{sign} {_digits(result.demand)}: {'met' if result.met else 'MISSED'}"
+    return f"{sign} {_digits(result.demand, result.unit)}: {'met' if result.met else 'MISSED'}"

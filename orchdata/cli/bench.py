@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +12,7 @@ from orchdata.cli.options import JsonOption
 from orchdata.cli.output import one_line_errors, print_json, print_table
 
 if TYPE_CHECKING:
-    from orchdata.bench.harness import Result
+    from orchdata.bench.harness import Result, WideTable
 
 app = typer.Typer(help="Measure on this machine.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -77,7 +77,24 @@ def throughput(
     _measure("throughput", config, run, as_json)
 
 
-def _measure(name: str, config: Any, run: Callable[[Any], list[Result]], as_json: bool) -> None:
+@app.command()
+@one_line_errors
+def balance(
+    ranks: Annotated[int, typer.Option(help="Simulated ranks of the distribution table.")] = 2_560,
+    samples_per_rank: Annotated[int, typer.Option(help="Samples per rank of the distribution table.")] = 16,
+    repeats: RepeatsOption = 5,
+    seed: SeedOption = 0,
+    quick: Annotated[bool, typer.Option(help="Everything at few ranks, without demands: does it run?")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Balancing against its lower bound, its peers and its demands, on made-up and real lengths."""
+    from orchdata.bench.balance.run import BalanceBench, run
+
+    config = BalanceBench(ranks=ranks, samples_per_rank=samples_per_rank, repeats=repeats, seed=seed, quick=quick)
+    _measure("balance", config, run, as_json)
+
+
+def _measure(name: str, config: Any, run: Callable[[Any], Sequence[Result | WideTable]], as_json: bool) -> None:
     from rich.console import Console
 
     from orchdata.bench.harness import make_report

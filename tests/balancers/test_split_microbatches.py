@@ -2,18 +2,46 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from orchdata.balancers import balance, split_microbatches
+from orchdata.bench.distributions import omni_lengths, quadratic
 
 # The first call of a kernel compiles or loads it.
 settings.register_profile("kernels", deadline=None)
 settings.load_profile("kernels")
 
 size_lists = st.lists(st.integers(1, 40), max_size=40)
+small_samples = st.lists(
+    st.tuples(st.integers(0, 2), st.integers(1, 30), st.integers(0, 12), st.integers(0, 12)), max_size=8
+)
+
+
+def legal(sizes: NDArray[np.int64], ways: tuple[int, ...], caps: list[int]) -> bool:
+    """Within the caps, but for a sample that is alone."""
+    bins = np.array(ways)
+    return all((sizes[bins == b].sum(axis=0) <= caps).all() or (bins == b).sum() == 1 for b in set(ways))
+
+
+def fewest_twin(sizes: NDArray[np.int64], caps: list[int]) -> int:
+    """Of all ways, from one microbatch up."""
+    return next(
+        count
+        for count in range(1, 9)
+        if any(legal(sizes, ways, caps) for ways in product(range(count), repeat=len(sizes)))
+    )
+
+
+def sum_of_peaks(costs: NDArray[np.int64], rank: NDArray[np.int64], microbatch: NDArray[np.int32], count: int) -> int:
+    loads = np.zeros((int(rank.max(initial=0)) + 1, count), np.int64)
+    np.add.at(loads, (rank, microbatch), costs)
+    return int(loads.max(axis=0).sum())
 
 
 @given(size_lists, st.integers(1, 5), st.booleans())
@@ -80,6 +108,100 @@ def test_left_out_samples_and_empty_input() -> None:
     assert (microbatch.tolist(), count) == ([], 1)
 
 
+@settings(max_examples=60)
+@given(small_samples, st.integers(1, 3), st.booleans())
+def test_the_count_equals_brute_force_with_several_caps(
+    samples: list[tuple[int, int, int, int]], num_caps: int, in_step: bool
+) -> None:
+    columns = np.array(samples, np.int64).reshape(-1, 4)
+    rank, sizes, caps = columns[:, 0], columns[:, 1 : 1 + num_caps], [20, 10, 9][:num_caps]
+    microbatch, count = split_microbatches(
+        columns[:, 1], rank, 3, sizes=sizes, max_size=caps, oversize="own", in_step=in_step
+    )
+    assert count == max(fewest_twin(sizes[rank == r], caps) for r in range(3))
+    assert all(legal(sizes[rank == r], tuple(microbatch[rank == r]), caps) for r in range(3))
+
+
+@given(small_samples, st.integers(0, 3), st.booleans())
+def test_in_step_is_never_worse_and_sorted(
+    samples: list[tuple[int, int, int, int]], spare: int, given_number: bool
+) -> None:
+    costs, rank, sizes = np.array([(s[1], s[0], s[2]) for s in samples], np.int64).reshape(-1, 3).T
+    options = {"sizes": sizes, "max_size": 12 + spare}
+    plain, count = split_microbatches(costs, rank, 3, **options)  # type: ignore[arg-type]
+    if given_number:
+        count += spare
+        plain, _ = split_microbatches(costs, rank, 3, **options, num_microbatches=count)  # type: ignore[arg-type]
+    in_step, same = split_microbatches(
+        costs,
+        rank,
+        3,
+        **options,
+        num_microbatches=count if given_number else None,
+        in_step=True,  # type: ignore[arg-type]
+    )
+    assert same == count
+    loads = np.zeros((3, count), np.int64)
+    np.add.at(loads, (rank, in_step), costs)
+    assert (np.diff(loads, axis=1) <= 0).all()
+    assert (
+        loads.sum(axis=1).max() <= sum_of_peaks(costs, rank, in_step, count) <= sum_of_peaks(costs, rank, plain, count)
+    )
+    held = np.zeros((3, count), np.int64)
+    np.add.at(held, (rank, in_step), sizes)
+    assert held.max() <= 12 + spare
+
+
+def test_in_step_fills_up_the_peak_that_a_large_sample_forces() -> None:
+    costs, rank = np.array([8, 1, 1, 4, 3, 2, 1]), np.array([0, 0, 0, 1, 1, 1, 1])
+    plain, count = split_microbatches(costs, rank, 2, max_size=9)
+    assert (count, sum_of_peaks(costs, rank, plain, count)) == (2, 13)  # 8 + 2 and 5 + 5
+    in_step, _ = split_microbatches(costs, rank, 2, max_size=9, in_step=True)
+    assert sum_of_peaks(costs, rank, in_step, count) == 10  # 8 + 2 on both ranks
+
+
+@pytest.mark.parametrize("num_microbatches", [4, 8])
+def test_in_step_comes_near_the_largest_load_on_a_mixture(num_microbatches: int) -> None:
+    lengths = omni_lengths(np.random.default_rng(5), 64 * 16)
+    costs, options = quadratic(lengths), {"sizes": lengths, "max_size": int(lengths.max())}
+    rank = balance(costs, 64).rank
+    peaks = [
+        sum_of_peaks(
+            costs,
+            rank,
+            split_microbatches(
+                costs,
+                rank,
+                64,
+                **options,
+                num_microbatches=num_microbatches,
+                in_step=in_step,  # type: ignore[arg-type]
+            )[0],
+            num_microbatches,
+        )
+        for in_step in (False, True)
+    ]
+    largest = np.bincount(rank, weights=costs).max()
+    assert peaks[1] < 1.2 * largest
+    assert peaks[0] > 1.5 * largest
+
+
+def test_more_microbatches_than_samples() -> None:
+    for in_step in (False, True):
+        microbatch, count = split_microbatches(
+            [5, 4, 3], [0, 0, 1], 2, max_size=9, num_microbatches=10**9, in_step=in_step
+        )
+        assert (microbatch.tolist(), count) == ([0, 1, 0], 10**9)
+
+
+def test_integers_of_any_kind_and_layout() -> None:
+    costs, rank = np.array([5, 4, 3, 3], np.int32), np.array([0, 1, 0, 1], np.uint8)
+    expected = split_microbatches([5, 4, 3, 3], [0, 1, 0, 1], 2, max_size=5)[0].tolist()
+    assert split_microbatches(costs.repeat(2)[::2], rank.repeat(2)[::2], 2, max_size=5)[0].tolist() == expected
+    sizes = np.asfortranarray(np.stack([costs, costs], axis=1))
+    assert split_microbatches(costs, rank, 2, sizes=sizes, max_size=[5, 5])[0].tolist() == expected
+
+
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(1, 4))
 def test_oversize_samples_are_alone(sizes: list[int], num_ranks: int) -> None:
     rank = np.arange(len(sizes)) % num_ranks
@@ -93,9 +215,22 @@ def test_oversize_samples_are_alone(sizes: list[int], num_ranks: int) -> None:
     ("arguments", "message"),
     [
         ({"rank": [0]}, r"rank must have one entry for each of the 2 costs, got shape \(1,\)"),
-        ({"rank": [0, 2]}, r"rank\[1\] is 2; it must be from -1 to 1"),
-        ({"rank": [0.0, 1.0]}, "rank must be integers, got dtype float64"),
-        ({"sizes": [1]}, r"sizes must have one row for each of the 2 costs, got shape \(1, 1\)"),
+        ({"rank": [0, 2]}, r"rank\[1\] is 2; it must be from -1 \(left out\) to 1"),
+        ({"rank": [-2, 1]}, r"rank\[0\] is -2; it must be from -1 \(left out\) to 1"),
+        ({"rank": [0.0, 1.0]}, "rank must be integers, got dtype float64: pass Assignment.rank"),
+        ({"num_ranks": 0}, "num_ranks must be at least 1, got 0"),
+        ({"sizes": [1]}, r"sizes must have one row for each of the 2 costs, .*, got shape \(1,\)"),
+        ({"sizes": 1}, r"sizes must have one row for each of the 2 costs, .*, got shape \(\)"),
+        ({"sizes": [[], []]}, r"a column for each cap, got shape \(2, 0\)"),
+        ({"sizes": [[1, 1], [1, -3]], "max_size": [5, 5]}, r"sizes\[:, 1\]\[1\] is -3; it must be at least 0"),
+        ({"sizes": [1.0, np.nan]}, r"sizes\[1\] is nan; it must be a whole number"),
+        (
+            {"sizes": [[1, 1], [1, 9]], "max_size": [5, 6]},
+            r"sample 1 has size 9, above the cap of 6 of a microbatch \(column 1 of sizes\): raise the cap",
+        ),
+        ({"max_size": 5.0}, r"max_size must be 1 integer\(s\)"),
+        ({"costs": [2**62, 1], "sizes": [1, 1]}, r"costs sum to more than 2\*\*62 at sample 1"),
+        ({"costs": [0.5, 1]}, r"costs\[0\] is 0.5; it must be a whole number"),
         ({"max_size": 0}, "max_size must be at least 1, got 0"),
         ({"max_size": [5, 5]}, r"max_size must be 1 integer\(s\), one for each column of sizes, got \[5, 5\]"),
         ({"oversize": "drop"}, "oversize must be 'error' or 'own', got 'drop'"),

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from itertools import product
+from math import gcd
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from orchdata.native.bounds import common_divisor, equal_count_bound, strong_lower_bound
 from orchdata.native.multifit import first_fit, multifit
-from orchdata.native.packed import longest_first, recount, strong_lower_bound
+from orchdata.native.packed import longest_first, recount
 from orchdata.native.ranking import ranks_by_load
-from orchdata.native.refine import best_exchange, refine
-from orchdata.native.sorting import descending_order
+from orchdata.native.refine import best_exchange, lower_makespan, refine
+from orchdata.native.sorting import descending_order, present_descending
 
 # The first call of a kernel compiles or loads it.
 settings.register_profile("kernels", deadline=None)
@@ -65,6 +69,13 @@ def test_descending_order_is_a_stable_sort(costs: list[int]) -> None:
     assert order.tolist() == sorted(range(len(costs)), key=lambda i: (-costs[i], i))
 
 
+@given(st.lists(st.integers(0, 3), max_size=30))
+def test_only_samples_that_cost_anything_are_present(costs: list[int]) -> None:
+    order, sorted_costs = present_descending(np.array(costs, np.int64))
+    assert order.tolist() == sorted((i for i in range(len(costs)) if costs[i]), key=lambda i: (-costs[i], i))
+    assert sorted_costs.tolist() == [costs[i] for i in order]
+
+
 def test_descending_order_of_a_large_batch() -> None:
     costs = np.random.default_rng(0).integers(0, 2**61, 10_000)  # Above 4,096 the digits are wider.
     assert np.array_equal(descending_order(costs), np.argsort(-costs, kind="stable"))
@@ -73,6 +84,27 @@ def test_descending_order_of_a_large_batch() -> None:
 @given(cost_lists, st.integers(1, 9))
 def test_lower_bound_equals_its_twin(costs: list[int], num_ranks: int) -> None:
     assert strong_lower_bound(descending(costs), num_ranks) == lower_bound_twin(costs, num_ranks)
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=7), st.integers(1, 4))
+def test_no_assignment_of_equal_counts_is_below_its_bound(costs: list[int], num_ranks: int) -> None:
+    fewest, extras = divmod(len(costs), num_ranks)
+    best = sum(costs)
+    for ways in product(range(num_ranks), repeat=len(costs)):
+        counts = sorted(ways.count(rank) for rank in range(num_ranks))
+        if counts == [fewest] * (num_ranks - extras) + [fewest + 1] * extras:
+            best = min(best, max(sum(c for c, w in zip(costs, ways, strict=True) if w == r) for r in range(num_ranks)))
+    assert equal_count_bound(descending(costs), num_ranks) <= best
+
+
+def test_equal_count_bound_counts_what_the_giants_must_take() -> None:
+    # Two giants need four companions between them, and only three samples are small: (90 + 90 + 1 + 1 + 1 + 20) / 2.
+    assert equal_count_bound(descending([90, 90, 20, 20, 20, 1, 1, 1, 20]), 3) == 102
+
+
+@given(cost_lists)
+def test_common_divisor(costs: list[int]) -> None:
+    assert common_divisor(descending(costs)) == gcd(*costs)
 
 
 @given(cost_lists, st.integers(1, 9), st.sampled_from(["free", "equal", "capped"]))
@@ -148,9 +180,11 @@ def test_refinement_keeps_the_books_and_never_makes_it_worse(
     loads, counts = np.empty(num_ranks, np.int64), np.empty(num_ranks, np.int32)
     recount(sorted_costs, owner, loads, counts)
     before, counts_before = loads.max(), counts.copy()
-    refine(
-        sorted_costs, owner, loads, counts, strong_lower_bound(sorted_costs, num_ranks), -1 if swaps_only else 99, 16
-    )
+    bound, limit = strong_lower_bound(sorted_costs, num_ranks), -1 if swaps_only else 99
+    assert refine(sorted_costs, owner, loads, counts, bound, limit, 2, 100) <= 100
+    assert loads.max() <= before
+    before = loads.max()
+    lower_makespan(sorted_costs, owner, loads, counts, bound, limit, 10_000)
     true_loads, true_counts = np.empty_like(loads), np.empty_like(counts)
     recount(sorted_costs, owner, true_loads, true_counts)
     assert loads.tolist() == true_loads.tolist()

@@ -10,11 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 from orchdata.bench import index, plan, throughput
 from orchdata.bench.corpus import Corpus
 from orchdata.bench.distributions import DISTRIBUTIONS, omni_phases
-from orchdata.bench.harness import Report, Result, anonymous_bytes, interleave, machine, make_report
+from orchdata.bench.harness import Report, Result, WideTable, anonymous_bytes, interleave, machine, make_report
 from orchdata.dataloader import DataLoader
 from orchdata.dataset import ShardDataset
 from orchdata.loaders.recipe import Recipe
@@ -60,9 +61,23 @@ def test_a_report_is_json_lines_and_a_table() -> None:
         ("x", False, "orchdata bench x"),
         ("y", None, "orchdata bench x"),
     ]
-    assert report.render().row_count == 2
+    assert report.render_results().row_count == 2
     with pytest.raises(TypeError, match="config must be a dataclass instance"):
         make_report("x", {"seed": 3}, results)
+
+
+def test_a_report_shows_wide_tables_before_its_results() -> None:
+    rows = (("text", 1.00094, None),)
+    table = WideTable(title="ratios", columns=("case", "ours", "peer"), rows=rows, unit="x", note="of one batch")
+    report = make_report("orchdata bench x", Settings(), [Result(name="x", unit="ms", values=(2.0,)), table])
+    assert [result.name for result in report.results] == ["x"]
+    assert json.loads(json.dumps(report.to_dict()))["tables"][0]["rows"] == [["text", 1.00094, None]]
+    console = Console(width=100)
+    with console.capture() as capture:
+        console.print(report.render())
+    shown = capture.get()
+    assert "1.0009" in shown
+    assert shown.index("ratios") < shown.index("orchdata bench x")
 
 
 def test_the_machine_is_described() -> None:

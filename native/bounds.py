@@ -1,0 +1,80 @@
+"""Bounds: costs -> the smallest makespan that any assignment could have."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchdata.native.jit import kernel
+
+
+@kernel
+def strong_lower_bound(descending: NDArray[np.int64], num_ranks: int) -> int:
+    """No assignment has a smaller makespan than this.
+
+    The mean, rounded up; and, as among the k*m+1 largest some rank holds k+1, the sum of the k+1 smallest of those.
+
+    Args:
+        descending: int64 (num_samples,), costs from the largest.
+        num_ranks: m.
+
+    Returns:
+        The bound; 0 without samples.
+    """
+    num_samples = descending.shape[0]
+    sums = np.zeros(num_samples + 1, np.int64)
+    for place in range(num_samples):
+        sums[place + 1] = sums[place] + descending[place]
+    bound = (sums[num_samples] + num_ranks - 1) // num_ranks
+    extra = 0
+    while extra * num_ranks < num_samples:
+        last = extra * num_ranks
+        bound = max(bound, sums[last + 1] - sums[last - extra])
+        extra += 1
+    return bound
+
+
+@kernel
+def equal_count_bound(descending: NDArray[np.int64], num_ranks: int) -> int:
+    """No assignment with equal counts has a smaller makespan than this.
+
+    Where the g largest samples are on different ranks, each of those holds k-1 more, at best the g*(k-1) smallest of
+    all: the mean over the g ranks is a bound. Otherwise a rank holds two of the g largest, and k-2 more.
+
+    Args:
+        descending: int64 (num_samples,), costs from the largest; each rank holds at least k = num_samples // num_ranks.
+        num_ranks: at least 1.
+    """
+    num_samples = descending.shape[0]
+    held = num_samples // num_ranks
+    if held == 0:
+        return descending[0] if num_samples > 0 else np.int64(0)
+    bound = np.int64(0)
+    together = np.int64(0)
+    smallest = num_samples
+    companions = np.int64(0)  # The cheapest k-2 samples.
+    for place in range(num_samples - max(held - 2, 0), num_samples):
+        companions += descending[place]
+    for group in range(1, num_ranks + 1):
+        together += descending[group - 1]
+        for _companion in range(held - 1):
+            smallest -= 1
+            together += descending[smallest]
+        apart = (together + group - 1) // group
+        if group > 1 and held > 1:
+            apart = min(apart, descending[group - 2] + descending[group - 1] + companions)
+        bound = max(bound, apart)
+    return bound
+
+
+@kernel
+def common_divisor(descending: NDArray[np.int64]) -> int:
+    """The greatest common divisor of all costs: loads are multiples of it."""
+    divisor = np.int64(0)
+    for place in range(descending.shape[0] - 1, -1, -1):
+        other = descending[place]
+        while other > 0:
+            divisor, other = other, divisor % other
+        if divisor == 1:
+            break
+    return divisor

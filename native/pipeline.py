@@ -1,0 +1,203 @@
+"""1F1B kernels: times of each microbatch on each stage -> makespan of an order, bound of all, order after DistTrain.
+
+Times are flat, float64 (num_microbatches * num_stages,), the stages of a microbatch side by side; an order is int64
+(num_microbatches,), the microbatch at each position. What is rounded is rounded in a fixed order, by operations that
+IEEE 754 defines to the last bit: the result is the same on every machine.
+
+With p stages, give forward j of stage s the slot 2j + s and backward j the slot 2j + 2p - 1 - s. Within a stage the
+slots then follow the 1F1B order, and what an operation waits for on a neighbour is always that neighbour's last
+operation before the slot. So the state is one number a stage, the end of its last operation, and a slot pairs each
+stage that runs a backward with the next one, which runs a forward: both start at the later of their two ends.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchdata.native.jit import kernel
+
+Times = NDArray[np.float64]
+Order = NDArray[np.int64]
+
+
+@kernel
+def run_slots(forward: Times, backward: Times, order: Order, first: int, stop: int, ends: Times) -> None:
+    """Run the slots first, ..., stop - 1 of the schedule; all of it has 2 * (num_microbatches + num_stages) - 2.
+
+    Args:
+        ends: float64 (num_stages,), when each stage is done with the slots before `first`; updated.
+    """
+    count, stages = order.shape[0], ends.shape[0]
+    for slot in range(first, stop):
+        stage = slot & 1 ^ 1
+        if stage == 1 and slot < 2 * count:
+            ends[0] += forward[order[slot >> 1] * stages]
+        # Filling or draining: of these pairs at most one runs.
+        paired = min(stages - 1, max(2 * stages - 1 - slot, slot - 2 * count))
+        while stage < paired:
+            up, down = ends[stage], ends[stage + 1]
+            ahead = (slot - stage - 1) >> 1
+            behind = (slot - 2 * stages + 1 + stage) >> 1
+            if 0 <= ahead < count:
+                ends[stage + 1] = (up if up > down else down) + forward[order[ahead] * stages + stage + 1]
+            elif 0 <= behind < count:
+                ends[stage] = (up if up > down else down) + backward[order[behind] * stages + stage]
+            stage += 2
+        ahead = (slot - stage - 1) >> 1
+        behind = (slot - 2 * stages + 1 + stage) >> 1
+        while stage < stages - 1:
+            # Unsigned, as numba tests a signed index for counting from the end; and no max(), which tests for NaN.
+            here, there = np.uint64(stage), np.uint64(stage + 1)
+            up, down = ends[here], ends[there]
+            start = up if up > down else down
+            ends[here] = start + backward[np.uint64(order[np.uint64(behind)] * stages + stage)]
+            ends[there] = start + forward[np.uint64(order[np.uint64(ahead)] * stages + stage + 1)]
+            stage, ahead, behind = stage + 2, ahead - 1, behind + 1
+        behind = (slot - stages) >> 1
+        if stage < stages and 0 <= behind < count:
+            ends[stage] += backward[order[behind] * stages + stage]
+
+
+@kernel
+def run_all(forward: Times, backward: Times, order: Order, ends: Times) -> float:
+    """Makespan of an order; `ends` float64 (num_stages,) is overwritten."""
+    ends[:] = 0.0
+    run_slots(forward, backward, order, 0, 2 * (order.shape[0] + ends.shape[0]) - 2, ends)
+    # The last operation is the first stage's backward.
+    makespan: float = ends[0]
+    return makespan
+
+
+@kernel
+def least_pair(first: Times, last: Times) -> float:
+    """Least first[a] + last[z] over a != z; a == z where there is one microbatch only."""
+    least: float = first[0] + last[0] if first.shape[0] == 1 else np.inf
+    a, z = np.argmin(first), np.argmin(last)
+    for i in range(first.shape[0]):
+        if i != z:
+            least = min(least, first[i] + last[z])
+        if i != a:
+            least = min(least, first[a] + last[i])
+    return least
+
+
+@kernel
+def largest_others(times: Times, count: int) -> Times:
+    """For each microbatch, the sum of the `count` largest times among the others, float64 (num_microbatches,)."""
+    ascending = np.sort(times)
+    last = ascending.shape[0] - 1
+    count = min(count, last)
+    others = 0.0
+    for place in range(count):
+        others += ascending[last - place]
+    sums = np.full(times.shape[0], others)
+    for microbatch in range(times.shape[0]):
+        # One of the largest makes room for the next.
+        if times[microbatch] > ascending[last - count]:
+            sums[microbatch] = 0.0
+            skipped = False
+            for place in range(count + 1):
+                if not skipped and ascending[last - place] == times[microbatch]:
+                    skipped = True
+                else:
+                    sums[microbatch] += ascending[last - place]
+    return sums
+
+
+@kernel
+def lower_bound(forward: Times, backward: Times, num_stages: int) -> float:
+    """No order has a smaller makespan than this.
+
+    A stage works for the sum of its times. Before that it waits until some microbatch a has come down to it, and after
+    it until another, z, has gone up from it. In between it waits, too: from its forward of a to its backward of a
+    passes the time a spends on later stages, while the stage has at most as many forwards to do as its warm-up; the
+    same holds for z and backwards; and for any microbatch with both. The first two waits add up where the first
+    backward comes before the last forward.
+    """
+    count = forward.shape[0] // num_stages
+    down, up, later = np.zeros(count), np.zeros(count), np.zeros(count)
+    for microbatch in range(count):
+        for stage in range(num_stages):
+            later[microbatch] += forward[microbatch * num_stages + stage] + backward[microbatch * num_stages + stage]
+    bound: float = np.max(later)
+    for stage in range(num_stages):
+        here, back = forward[stage::num_stages].copy(), backward[stage::num_stages].copy()
+        warm_up = num_stages - 1 - stage
+        forwards, backwards = largest_others(here, warm_up), largest_others(back, warm_up)
+        work, longest = 0.0, 0.0
+        first, last = down.copy(), up.copy()
+        for microbatch in range(count):
+            work += here[microbatch] + back[microbatch]
+            later[microbatch] -= here[microbatch] + back[microbatch]
+            first[microbatch] += max(0.0, later[microbatch] - forwards[microbatch])
+            last[microbatch] += max(0.0, later[microbatch] - backwards[microbatch])
+            longest = max(longest, later[microbatch] - forwards[microbatch] - backwards[microbatch])
+        waits = max(least_pair(first, up), least_pair(down, last), least_pair(down, up) + longest)
+        if count > warm_up + 1:
+            waits = max(waits, least_pair(first, last))
+        bound = max(bound, work + waits)
+        down += here
+        up += back
+    return bound
+
+
+@kernel
+def sizes_of(forward: Times, backward: Times, count: int) -> Times:
+    """Time of each microbatch over all stages, float64 (num_microbatches,), added up in a fixed order."""
+    stages = forward.shape[0] // count
+    sizes = np.zeros(count)
+    for microbatch in range(count):
+        for place in range(microbatch * stages, (microbatch + 1) * stages):
+            sizes[microbatch] += forward[place] + backward[place]
+    return sizes
+
+
+@kernel
+def closest(candidates: Order, count: int, forward: Times, num_stages: int, interval: float) -> int:
+    """Which of the first `count` candidates has the forward on stage 0 nearest to `interval`; ties to the first."""
+    best, least = 0, np.inf
+    for index in range(count):
+        distance = abs(forward[candidates[index] * num_stages] - interval)
+        if distance < least:
+            best, least = index, distance
+    return best
+
+
+@kernel
+def fill_intervals(forward: Times, backward: Times, ascending: Order, num_stages: int) -> Order:
+    """Smallest first, num_stages - 1 of the next smallest last, the others by best fit (after DistTrain).
+
+    Args:
+        ascending: int64 (num_microbatches,), microbatches from the smallest.
+    """
+    count = ascending.shape[0]
+    tail = min(num_stages - 1, count - 1)
+    order = ascending.copy()
+    # The reserved ones drain from the largest to the smallest.
+    order[count - tail :] = ascending[1 : tail + 1][::-1]
+    left = ascending[tail + 1 :].copy()
+    ends = np.zeros(num_stages)
+    smallest = ascending[0] * num_stages
+    room, done = 0.0, 0
+    for place in range(smallest + 1, smallest + num_stages):
+        room += forward[place] + backward[place]
+    for position in range(1, count - tail):
+        remaining = count - tail - position
+        free = 0.0
+        if position < num_stages:
+            # Warm-up: what fits into the first microbatch's way down and up, in equal shares.
+            interval = room / (num_stages - position)
+        else:
+            run_slots(forward, backward, order, done, 2 * position, ends)
+            free = ends[0]
+            done = 2 * position + 1
+            # In this slot stage 1 returns the next backward, whatever forward stage 0 runs in it.
+            run_slots(forward, backward, order, done - 1, done, ends)
+            interval = ends[1] - free if num_stages > 1 else 0.0
+        index = closest(left, remaining, forward, num_stages, interval)
+        order[position] = left[index]
+        room -= forward[left[index] * num_stages]
+        ends[0] = free + forward[left[index] * num_stages]
+        left[index : remaining - 1] = left[index + 1 : remaining].copy()
+    return order

@@ -1,0 +1,93 @@
+"""`python scripts/plot_balancing.py [FOLDER]`: the plots of docs/balancing.md, one SVG for each regime.
+
+Needs matplotlib (`pip install 'orchdata[plots]'`). The same versions write the same bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from orchdata.bench.balance.regimes import REGIMES, Regime, Row, rows
+
+# Grey for what is not balanced; distinct also without colour vision (Okabe and Ito).
+COLOURS = ("#767676", "#e69f00", "#009e73", "#0072b2")
+STYLE = {
+    "svg.hashsalt": "orchdata",
+    "svg.fonttype": "none",
+    "font.family": "sans-serif",
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
+LABEL_GAP = 0.075  # Least distance of two labels, as a share of the height.
+
+
+def draw(regime: Regime, found: Sequence[Row], path: Path) -> None:
+    """Write one plot: a line for each series with its name at the end, and a band over the seeds."""
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(6.4, 3.6), facecolor="white", layout="constrained")
+        axes = figure.add_subplot(facecolor="white")
+        names = list(dict.fromkeys(row.series for row in found))
+        colours = (COLOURS[0], *COLOURS[-len(names) + 1 :])
+        for name, colour in zip(names, colours, strict=True):
+            line = [row for row in found if row.series == name]
+            steps = [row.step for row in line]
+            axes.fill_between(
+                steps, [row.low for row in line], [row.high for row in line], color=colour, alpha=0.18, lw=0
+            )
+            axes.plot(steps, [row.mean for row in line], color=colour, marker="o", markersize=3.5, clip_on=False)
+        steps = sorted({row.step for row in found})
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(steps, [f"{step:,}" for step in steps])
+        axes.minorticks_off()
+        # A share starts at 0, a ratio at 1.
+        axes.set_ylim(bottom=0.0 if "%" in regime.value else 1.0)
+        axes.set_xlabel(regime.axis)
+        axes.set_ylabel(regime.value)
+        axes.set_title(regime.title, loc="left", fontsize=11)
+        _label(axes, names, colours, found)
+        figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
+
+
+def _label(axes: Axes, names: Sequence[str], colours: Sequence[str], found: Sequence[Row]) -> None:
+    """Name and last value of each series beside its end, pushed apart where they would overlap."""
+    last = max(row.step for row in found)
+    ends = {row.series: row.mean for row in found if row.step == last}
+    low, high = axes.get_ylim()
+    place = low - high
+    for name in sorted(names, key=lambda name: ends[name]):
+        place = max((ends[name] - low) / (high - low), place + LABEL_GAP)
+        axes.annotate(
+            f"{name} {ends[name]:.4g}",
+            (1.0, place),
+            xycoords="axes fraction",
+            xytext=(6, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=9,
+            color=colours[names.index(name)],
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", nargs="?", type=Path, default=Path("docs/plots"), help="where to write (docs/plots)")
+    parser.add_argument("--seeds", type=int, default=5, help="batches at each point")
+    parser.add_argument("--steps", help="ranks (microbatches) to measure at, as 8,32; default: up to 2,560")
+    options = parser.parse_args()
+    steps = [int(step) for step in options.steps.split(",")] if options.steps else None
+    options.folder.mkdir(parents=True, exist_ok=True)
+    for name, regime in REGIMES.items():
+        path = options.folder / f"{name}.svg"
+        draw(regime, list(rows(regime, seeds=options.seeds, steps=steps)), path)
+        print(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""Minimal move: balanced like the rest, but most samples stay where they are, and what moves is counted."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orchdata.balancers import balance, balance_from, lower_bound
+from orchdata.bench.distributions import DISTRIBUTIONS
+
+# The first call of a kernel compiles or loads it.
+settings.register_profile("kernels", deadline=None)
+settings.load_profile("kernels")
+
+held_samples = st.integers(1, 9).flatmap(
+    lambda num_ranks: st.tuples(
+        st.just(num_ranks),
+        st.lists(st.tuples(st.integers(0, 500), st.integers(0, num_ranks - 1), st.integers(0, 99)), max_size=60),
+    )
+)
+
+
+@given(held_samples, st.integers(1, 4))
+def test_every_sample_once_and_moves_are_counted(
+    held: tuple[int, list[tuple[int, int, int]]], ranks_per_node: int
+) -> None:
+    num_ranks, samples = held
+    costs, owner, sizes = ([sample[k] for sample in samples] for k in range(3))
+    found = balance_from(costs, owner, num_ranks, sizes=sizes, ranks_per_node=ranks_per_node)
+    assert [r == -1 for r in found.rank] == [cost == 0 for cost in costs]
+    loads = [sum(c for c, r in zip(costs, found.rank, strict=True) if r == rank) for rank in range(num_ranks)]
+    assert found.loads.tolist() == loads
+    assert found.makespan == max(loads) >= found.lower_bound == lower_bound(costs, num_ranks)
+    moved = [i for i, cost in enumerate(costs) if cost and found.rank[i] != owner[i]]
+    between = [i for i in moved if found.rank[i] // ranks_per_node != owner[i] // ranks_per_node]
+    within = [i for i in moved if i not in between]
+    assert found.moved_samples == len(moved)
+    assert found.moved_cost_within == sum(costs[i] for i in within)
+    assert found.moved_cost_between == sum(costs[i] for i in between)
+    assert found.moved_size_within == sum(sizes[i] for i in within)
+    assert found.moved_size_between == sum(sizes[i] for i in between)
+
+
+@given(held_samples)
+def test_never_worse_than_leaving_all_where_it_is(held: tuple[int, list[tuple[int, int, int]]]) -> None:
+    num_ranks, samples = held
+    costs, owner = [sample[0] for sample in samples], [sample[1] for sample in samples]
+    stays = max(sum(c for c, r in zip(costs, owner, strict=True) if r == rank) for rank in range(num_ranks))
+    assert balance_from(costs, owner, num_ranks).makespan <= stays
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+@pytest.mark.parametrize("num_ranks", [8, 64, 512])
+def test_reaches_the_bound_from_any_holders(name: str, num_ranks: int) -> None:
+    generator = np.random.default_rng(5)
+    costs = DISTRIBUTIONS[name](generator, num_ranks * 16)
+    best = balance(costs, num_ranks).makespan
+    for owner in (
+        np.arange(len(costs)) % num_ranks,  # Dealt out in turn.
+        np.zeros(len(costs), np.int64),  # All on one rank.
+        np.sort(generator.integers(0, num_ranks, len(costs))),  # Uneven counts.
+        np.argsort(np.argsort(costs)) // 16,  # The largest together.
+    ):
+        found = balance_from(costs, owner, num_ranks)
+        assert found.makespan <= max(best, found.lower_bound) * 1.003
+
+
+def test_moves_little_of_what_is_dealt_in_turn() -> None:
+    shares = []
+    for name in DISTRIBUTIONS:
+        costs = DISTRIBUTIONS[name](np.random.default_rng(2), 512 * 16)
+        found = balance_from(costs, np.arange(len(costs)) % 512, 512)
+        shares.append(found.moved_share)
+        again = balance_from(costs[costs > 0], found.rank[costs > 0], 512, tolerance=2e-3)
+        assert again.moved_samples == 0  # Nothing moves once it is balanced.
+    assert np.mean(shares) <= 0.2
+
+
+def test_prefers_the_same_node() -> None:
+    # Rank 0 is 4 over; rank 1 shares its node, ranks 2 and 3 have as much room.
+    found = balance_from([4, 4, 4, 4, 4, 4, 2, 2], [0, 0, 0, 1, 2, 2, 3, 3], 4, ranks_per_node=2, tolerance=0.2)
+    assert found.makespan == 8
+    assert (found.moved_cost_within, found.moved_cost_between) == (4, 0)
+
+
+def test_a_fresh_start_where_giving_up_the_excess_stalls() -> None:
+    costs = np.array([7, 7, 7, 6, 6, 6, 6, 5, 5, 5])
+    owner = np.array([0, 0, 0, 1, 1, 1, 1, 2, 2, 2])
+    assert balance_from(costs, owner, 3, tolerance=0).makespan <= balance(costs, 3, tolerance=0).makespan
+
+
+def test_equal_on_repeats() -> None:
+    costs = DISTRIBUTIONS["audio phase"](np.random.default_rng(3), 60)
+    owner = np.random.default_rng(4).integers(0, 6, 60)
+    first = balance_from(costs, owner, 6, ranks_per_node=2).rank.tobytes()
+    assert all(balance_from(costs, owner, 6, ranks_per_node=2).rank.tobytes() == first for _ in range(1000))
+
+
+def test_empty_and_free_inputs() -> None:
+    assert balance_from([], [], 3).loads.tolist() == [0, 0, 0]
+    found = balance_from([0, 5], [1, 1], 2)
+    assert (found.rank.tolist(), found.moved_samples, found.moved_share) == ([-1, 1], 0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        (([1, 2], [0], 2), {}, r"owner must have one entry for each of the 2 costs, got shape \(1,\)"),
+        (([1, 2], [0, 2], 2), {}, r"owner\[1\] is 2; it must be from 0 to 1"),
+        (([1, 2], [0, -1], 2), {}, r"owner\[1\] is -1; it must be from 0 to 1"),
+        (([1, 2], [0.0, 1.0], 2), {}, "owner must be integers, got dtype float64"),
+        (([1, -2], [0, 1], 2), {}, r"costs\[1\] is -2; it must be at least 0"),
+        (([1, 2], [0, 1], 0), {}, "num_ranks must be at least 1, got 0"),
+        (([1, 2], [0, 1], 2), {"sizes": [1]}, "sizes must have one entry for each of the 2 costs, got 1"),
+        (([1, 2], [0, 1], 2), {"sizes": [1, -1]}, r"sizes\[1\] is -1"),
+        (([1, 2], [0, 1], 2), {"ranks_per_node": 0}, "ranks_per_node must be at least 1, got 0"),
+        (([1, 2], [0, 1], 2), {"tolerance": 1.5}, "tolerance must be from 0 to below 1, got 1.5"),
+    ],
+)
+def test_errors_name_value_and_limit(arguments: tuple[object, ...], options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        balance_from(*arguments, **options)  # type: ignore[arg-type]

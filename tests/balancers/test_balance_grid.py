@@ -1,0 +1,153 @@
+"""Groups and grids of ranks: balanced from local knowledge only, and the same plan as from all of it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from orchdata.balancers import balance_from, balance_grid, balance_grouped, grid_round, lower_bound
+from orchdata.bench.distributions import DISTRIBUTIONS
+
+# The first call of a kernel compiles or loads it.
+settings.register_profile("kernels", deadline=None)
+settings.load_profile("kernels")
+
+held_samples = st.tuples(st.integers(1, 10), st.integers(1, 4)).flatmap(
+    lambda shape: st.tuples(
+        st.just(shape[0]),
+        st.just(shape[1]),
+        st.lists(st.tuples(st.integers(0, 500), st.integers(0, shape[0] - 1)), max_size=60),
+    )
+)
+Held = tuple[int, int, list[tuple[int, int]]]
+
+
+class Rank:
+    """What one rank knows: its own samples, and what the members of its row and column told it."""
+
+    def __init__(self, rank: int, ranks_per_node: int, samples: NDArray[np.int64], costs: NDArray[np.int64]) -> None:
+        self.node, self.column = divmod(rank, ranks_per_node)
+        self.samples = samples
+        self.sent = costs.astype(np.float32)
+
+
+def two_rounds(costs: NDArray[np.int64], owner: NDArray[np.int64], num_ranks: int, ranks_per_node: int) -> list[int]:
+    """The grid's plan, made by ranks that only hear their row, then their column."""
+    present = costs > 0
+    ranks = [
+        Rank(rank, ranks_per_node, np.flatnonzero(present & (owner == rank)), costs[present & (owner == rank)])
+        for rank in range(num_ranks)
+    ]
+    plan = [-1] * len(costs)
+    after: list[Rank] = []
+    for me in ranks:
+        row = [rank for rank in ranks if rank.node == me.node]
+        goes_to = grid_round([rank.sent for rank in row])  # Heard: 4-byte costs of the row, by who holds them.
+        mine = [(member, goes == me.column) for member, goes in zip(row, goes_to, strict=True)]
+        holding = Rank(me.node * ranks_per_node + me.column, ranks_per_node, me.samples, me.sent)
+        holding.samples = np.concatenate([member.samples[chosen] for member, chosen in mine])
+        holding.sent = np.concatenate([member.sent[chosen] for member, chosen in mine])
+        after.append(holding)
+    for me in after:
+        column = [rank for rank in after if rank.column == me.column]
+        goes_to = grid_round([rank.sent for rank in column])
+        place = column.index(me)
+        for sample, node in zip(me.samples.tolist(), goes_to[place].tolist(), strict=True):
+            plan[sample] = node * ranks_per_node + me.column
+    return plan
+
+
+@settings(max_examples=60)
+@given(held_samples)
+def test_ranks_that_hear_only_row_and_column_find_the_same_plan(held: Held) -> None:
+    num_ranks, ranks_per_node, samples = held
+    costs = np.array([cost for cost, _ in samples], np.int64)
+    owner = np.array([rank for _, rank in samples], np.int64)
+    found = balance_grid(costs, owner, num_ranks, ranks_per_node)
+    assert two_rounds(costs, owner, num_ranks, ranks_per_node) == found.rank.tolist()
+
+
+def test_the_same_plan_with_costs_that_4_bytes_round() -> None:
+    generator = np.random.default_rng(0)
+    costs = generator.integers(2**40, 2**44, 24 * 8)
+    owner = generator.integers(0, 24, len(costs))
+    assert two_rounds(costs, owner, 24, 8) == balance_grid(costs, owner, 24, 8).rank.tolist()
+
+
+@given(held_samples)
+def test_every_sample_once_and_what_a_rank_hears_is_counted(held: Held) -> None:
+    num_ranks, ranks_per_node, samples = held
+    costs = np.array([cost for cost, _ in samples], np.int64)
+    owner = np.array([rank for _, rank in samples], np.int64)
+    found = balance_grid(costs, owner, num_ranks, ranks_per_node)
+    assert [r == -1 for r in found.rank] == [cost == 0 for cost in costs]
+    assert found.loads.tolist() == [int(costs[found.rank == rank].sum()) for rank in range(num_ranks)]
+    assert found.makespan >= found.lower_bound == lower_bound(costs, num_ranks)
+    present = costs > 0
+    ranks = np.arange(num_ranks)
+    # A sample keeps its node in the first round, and its column in the second.
+    heard = [
+        4 * ((ranks // ranks_per_node == rank // ranks_per_node).sum())
+        + 4 * (ranks % ranks_per_node == rank % ranks_per_node).sum()
+        + 4 * (present & (owner // ranks_per_node == rank // ranks_per_node)).sum()
+        + 4 * (present & (found.rank % ranks_per_node == rank % ranks_per_node)).sum()
+        for rank in range(num_ranks)
+    ]
+    assert found.metadata_bytes == max(heard)
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_a_grid_comes_close_to_balancing_all_ranks(name: str) -> None:
+    costs = DISTRIBUTIONS[name](np.random.default_rng(3), 512 * 16)
+    found = balance_grid(costs, np.arange(len(costs)) % 512, 512, 8)
+    assert found.makespan <= found.lower_bound * 1.003
+
+
+@given(held_samples)
+def test_groups_are_balanced_alone_and_nothing_leaves_them(held: Held) -> None:
+    num_ranks, group_size, samples = held
+    costs = np.array([cost for cost, _ in samples], np.int64)
+    owner = np.array([rank for _, rank in samples], np.int64)
+    found = balance_grouped(costs, owner, num_ranks, group_size)
+    assert found.moved_cost_between == 0
+    bound = 0
+    for first in range(0, num_ranks, group_size):
+        mine = (owner >= first) & (owner < first + group_size)
+        members = min(group_size, num_ranks - first)
+        # Listed by holder, as the ranks of a group tell each other.
+        listed = np.flatnonzero(mine)[np.argsort(owner[mine], kind="stable")]
+        alone = balance_from(costs[listed], owner[listed] - first, members)
+        assert np.where(alone.rank >= 0, alone.rank + first, -1).tolist() == found.rank[listed].tolist()
+        bound = max(bound, alone.lower_bound)
+    assert found.lower_bound == bound
+
+
+def test_one_group_of_all_and_groups_of_one() -> None:
+    costs, owner = [9, 5, 4, 3, 3], [0, 0, 0, 1, 2]
+    assert balance_grouped(costs, owner, 3, 8).rank.tolist() == balance_from(costs, owner, 3).rank.tolist()
+    assert balance_grouped(costs, owner, 3, 1).rank.tolist() == owner
+    assert balance_grid(costs, owner, 3, 1).loads.tolist() == balance_from(costs, owner, 3).loads.tolist()
+    assert balance_grid(costs, owner, 3, 3).loads.tolist() == balance_from(costs, owner, 3).loads.tolist()
+
+
+@pytest.mark.parametrize("function", [balance_grid, balance_grouped])
+def test_errors_name_value_and_limit(function: object) -> None:
+    for arguments, message in (
+        (([1, 2], [0], 2, 1), r"owner must have one entry for each of the 2 costs, got shape \(1,\)"),
+        (([1, 2], [0, 5], 2, 1), r"owner\[1\] is 5; it must be from 0 to 1"),
+        (([1.5, 2], [0, 1], 2, 1), r"costs\[0\] is 1.5"),
+        (([1, 2], [0, 1], 2, 0), "must be at least 1, got 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            function(*arguments)  # type: ignore[operator]
+
+
+def test_a_round_needs_a_member_and_whole_costs() -> None:
+    with pytest.raises(ValueError, match="at least one member, got none"):
+        grid_round([])
+    with pytest.raises(ValueError, match=r"costs held by member 1\[0\] is 0.5"):
+        grid_round([np.array([1.0]), np.array([0.5])])
+    assert [goes.tolist() for goes in grid_round([[], [4, 4]])] == [[], [0, 1]]

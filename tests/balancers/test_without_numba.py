@@ -1,0 +1,60 @@
+"""Every balancer gives the same without compilation: kernels are plain Python, and nothing overflows or warns."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+PROGRAM = """
+import json, numpy as np
+from orchdata.balancers import *
+from orchdata.bench.distributions import DISTRIBUTIONS, omni_lengths, quadratic
+
+def numbers(found):
+    return [np.asarray(getattr(found, name)).tolist() for name in type(found).__dataclass_fields__ if name != "method"]
+
+answer = []
+for name, make in DISTRIBUTIONS.items():
+    costs = make(np.random.default_rng(3), 48)
+    owner = np.random.default_rng(4).integers(0, 6, 48)
+    answer += map(numbers, (
+        balance(costs, 5),
+        balance(costs, 5, equal_count=True),
+        balance_padded(costs, 5, PhaseCost(1.0, 0.001), multiple_of=8),
+        balance_padded(costs, 5, PhaseCost(1.0), max_samples=12),
+        balance_from(costs, owner, 6, ranks_per_node=2),
+        balance_grid(costs, owner, 6, 2),
+        balance_grouped(costs, owner, 6, 4),
+        place_on_nodes(traffic_between(owner, owner[::-1], 6), 2),
+    ))
+lengths = omni_lengths(np.random.default_rng(6), 48)
+costs = quadratic(lengths)
+image = DISTRIBUTIONS["image phase"](np.random.default_rng(4), 48)
+rank = balance_phases({"image": image, "llm": costs}, 4).rank
+answer += [rank.tolist(), CostModel(llm=PhaseCost(0.3, 0.001)).sequence_costs("llm", lengths).tolist()]
+for in_step in (False, True):
+    answer.append(
+        split_microbatches(costs, rank, 4, sizes=lengths, max_size=7000, oversize="own", in_step=in_step)[0].tolist()
+    )
+for stages, count in ((1, 3), (3, 2), (2, 5), (4, 7)):
+    forward, backward = np.random.default_rng(stages).lognormal(0, 1, (2, stages, count))
+    answer += [numbers(order_microbatches(forward, backward, seed=3)), simulate_1f1b(forward, backward)]
+    answer.append(order_after_disttrain(forward, backward).tolist())
+print(json.dumps(answer))
+"""
+
+
+def test_the_same_without_numba() -> None:
+    compiled, interpreted = (
+        subprocess.run(
+            [sys.executable, "-W", "error::RuntimeWarning", "-c", PROGRAM],
+            env={**os.environ, "NUMBA_DISABLE_JIT": disabled},
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        for disabled in ("0", "1")
+    )
+    assert json.loads(compiled) == json.loads(interpreted)
