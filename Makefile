@@ -28,6 +28,7 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 
 bench: $(STAMP)
+	$(BIN)/orchdata bench balance
 	$(BIN)/orchdata bench plan
 	$(BIN)/orchdata bench index
 	$(BIN)/orchdata bench throughput

@@ -83,6 +83,7 @@ def main(arguments: list[str] | None = None) -> None:
         weights = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         torch.save({"step": step, "loader": loader.state_dict(), **weights}, args.checkpoint)
     if distributed:
+        dist.barrier()  # A rank that leaves while others work may be aborted by gloo's threads.
         dist.destroy_process_group()
 
 

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from orchdata.batch import Batch
     from orchdata.dataloader import DataLoader
     from orchdata.dataset import ShardDataset
-    from orchdata.layout import Packed
+    from orchdata.exchanging import exchange
+    from orchdata.layout import Packed, Padded
     from orchdata.loaders.errors import (
         DataError,
         MissingIndexError,
@@ -32,8 +33,13 @@ if TYPE_CHECKING:
     from orchdata.loaders.samples import Sample
     from orchdata.loaders.template import ChatTemplate
     from orchdata.loaders.text import TextPreprocessor
+    from orchdata.parallel import DataParallel
     from orchdata.plan import Plan
     from orchdata.policy import ErrorPolicy
+    from orchdata.post_balancing import post_balance
+    from orchdata.post_peers import StepError
+    from orchdata.post_step import PostBatch
+    from orchdata.route import Route, make_route
 
 __version__ = "0.1.0"
 
@@ -51,11 +57,19 @@ _HOMES = {
     "PhaseCost": "orchdata.balancers",
     "TransformerCost": "orchdata.balancers",
     "Balance": "orchdata.balance",
+    "DataParallel": "orchdata.parallel",
     "Shuffle": "orchdata.loaders.order",
     "Packed": "orchdata.layout",
+    "Padded": "orchdata.layout",
     "Batch": "orchdata.batch",
     "Plan": "orchdata.plan",
     "Sample": "orchdata.loaders.samples",
+    "exchange": "orchdata.exchanging",
+    "post_balance": "orchdata.post_balancing",
+    "PostBatch": "orchdata.post_step",
+    "StepError": "orchdata.post_peers",
+    "Route": "orchdata.route",
+    "make_route": "orchdata.route",
     "ErrorPolicy": "orchdata.policy",
     "OrchdataError": "orchdata.loaders.errors",
     "DataError": "orchdata.loaders.errors",
@@ -81,12 +95,21 @@ __all__ = [
     "PhaseCost",
     "TransformerCost",
     "Balance",
+    "DataParallel",
     "Shuffle",
     # What arrives
     "Packed",
+    "Padded",
     "Batch",
     "Plan",
     "Sample",
+    # Between ranks
+    "exchange",
+    "Route",
+    "make_route",
+    "post_balance",
+    "PostBatch",
+    "StepError",
     # What goes wrong
     "ErrorPolicy",
     "OrchdataError",

@@ -19,16 +19,20 @@ class Balance:
     """How the samples of a global batch are shared out; which samples are in it never depends on this.
 
     Attributes:
-        scope: "none" deals samples out in turn, "global" balances over all ranks.
+        scope: "none" deals samples out in turn, "global" balances over all ranks, "grouped" inside groups of ranks
+            that are near the same streams of the order, "grid" inside groups and then among the ranks of the same place
+            in all groups. The latter two balance the sum over phases.
         assignment: "joint" puts a whole sample on one rank, which fits any model.
-        objective: "barrier" where ranks wait for each other after each phase (minimises the sum over phases of
-            the largest load), "sum" where they wait only at the end of the step.
+        objective: "barrier" where ranks wait for each other after each phase, as under FSDP (minimises the sum over
+            phases of the largest load, and lets microbatches of the same number cost about the same), "sum" where they
+            wait only at the end of the step.
         max_tokens: positions per microbatch and rank: an int caps `llm`, a mapping caps each phase it names.
             A step has the fewest microbatches that respect it, the same number on every rank.
         max_samples: most samples one rank may get in a step.
         equal_count: give every rank the same number of samples, give or take one.
-        group_size: ranks in a group under scope "grouped".
-        order: the order of a rank's microbatches: None keeps the planned one.
+        group_size: ranks in a group, as those of a node; by default LOCAL_WORLD_SIZE, as torchrun sets it.
+        order: the order of a rank's microbatches: None keeps the planned one, "1f1b" takes one in which the stages of
+            a pipeline wait for each other little.
         num_stages: pipeline stages, for `order`.
         oversize: what becomes of a sample above `max_tokens`: "error" refuses to start, "own" gives it a
             microbatch to itself, "drop" takes it out of the order on every rank.
@@ -64,16 +68,21 @@ class Balance:
                 checked_count(value, f"Balance.{name}")
         for phase, cap in self.caps.items():
             checked_count(cap, f"Balance.max_tokens of phase {phase!r}")
-        self._refuse_what_needs_training_support()
+        self._check_combinations()
 
-    def _refuse_what_needs_training_support(self) -> None:
-        if self.scope in ("grouped", "grid"):
-            raise NotImplementedError(f"Balance.scope={self.scope!r} is planned; use 'global' or 'none'")
+    def _check_combinations(self) -> None:
         if self.assignment == "per_phase":
             raise NotImplementedError("Balance.assignment='per_phase' is planned; use 'joint'")
-        for name in ("order", "num_stages", "group_size"):
-            if getattr(self, name) is not None:
-                raise NotImplementedError(f"Balance.{name} is planned; leave it None")
+        if self.group_size is not None and self.scope not in ("grouped", "grid"):
+            raise ValueError(f"Balance.group_size is for scope 'grouped' or 'grid', got scope={self.scope!r}")
+        if self.scope == "grid" and (self.equal_count or self.max_samples is not None):
+            raise ValueError(
+                "Balance.scope='grid' moves samples by cost alone: counts hold under 'grouped' or 'global'"
+            )
+        if (self.order is None) != (self.num_stages is None):
+            raise ValueError(
+                f"Balance.order and num_stages go together, got order={self.order!r}, num_stages={self.num_stages}"
+            )
 
     @property
     def caps(self) -> dict[str, int]:

@@ -3,6 +3,9 @@
 Layout (packed): sequences lie behind one another without padding, `cu_seqlens` (int32, one more entry than
 sequences, first 0) says where each begins. The LLM sequence is already merged: placeholders stand where image and
 audio tokens go, and `merge` puts the encoders' features there.
+
+Layout (padded): LLM tensors have one row a sample, (num_samples, L), and an attention mask; encoder inputs stay packed
+or become one row an item, with a mask of their own. Text alone stays packed.
 """
 
 from __future__ import annotations
@@ -50,12 +53,16 @@ class ImageBatch(_Tensors):
     """Images as patches; each image is a sequence of its own.
 
     Attributes:
-        patches: (num_patches, patch_dim) in the recipe's dtype. `merge * merge` rows in a row form one merged
-            token; the elements of a row are ordered (channel, row, column).
+        patches: (num_patches, patch_dim) in the recipe's dtype; padded, (num_images, max_seqlen, patch_dim) with zeros
+            behind each image. `merge * merge` rows in a row form one merged token; the elements of a row are ordered
+            (channel, row, column).
         grid_hw: int32 (num_images, 2), patches along height and width.
-        cu_seqlens: int32 (num_images + 1,) over patches.
+        cu_seqlens: int32 (num_images + 1,) over patches, padding not counted.
         max_seqlen: most patches in one image.
         num_tokens: merged tokens that belong to samples. A dummy image comes last and is not counted.
+        mask: padded only: bool (num_images, max_seqlen), True for patches.
+        token_places: padded only: int64 (2, num_tokens), the image of each token and its number there, so that
+            `features[token_places[0], token_places[1]]` packs an encoder's (num_images, max_tokens, hidden).
     """
 
     patches: Tensor
@@ -63,6 +70,8 @@ class ImageBatch(_Tensors):
     cu_seqlens: Tensor
     max_seqlen: int
     num_tokens: int
+    mask: Tensor | None = None
+    token_places: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,30 +79,44 @@ class AudioBatch(_Tensors):
     """Audio clips as log-mel frames; each clip is a sequence of its own.
 
     Attributes:
-        features: (num_frames, num_mels) in the recipe's dtype.
-        cu_seqlens: int32 (num_clips + 1,) over mel frames.
+        features: (num_frames, num_mels) in the recipe's dtype; padded, (num_clips, max_seqlen, num_mels) with zeros
+            behind each clip.
+        cu_seqlens: int32 (num_clips + 1,) over mel frames, padding not counted.
         max_seqlen: most mel frames in one clip.
         num_tokens: tokens that belong to samples. A dummy clip comes last and is not counted.
+        mask: padded only: bool (num_clips, max_seqlen), True for frames.
+        token_places: padded only: int64 (2, num_tokens), the clip of each token and its number there, so that
+            `features[token_places[0], token_places[1]]` packs an encoder's (num_clips, max_tokens, hidden).
     """
 
     features: Tensor
     cu_seqlens: Tensor
     max_seqlen: int
     num_tokens: int
+    mask: Tensor | None = None
+    token_places: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class LLMBatch(_Tensors):
-    """The merged sequence of all samples.
+    """The merged sequences of all samples.
+
+    Tensors are (T,) packed, and (num_samples, L) padded. Padding follows a sample's tokens: input id 0, no loss, and
+    positions that count on.
 
     Attributes:
-        input_ids: int64 (T,), placeholder ids where features go.
-        position_ids: int64 (T,), restarting at each sample; (3, T) under "mrope" (time, height, width).
-        labels: int64 (T,), unshifted; -100 where there is no loss and on each sample's first token.
-        cu_seqlens: int32 (num_samples + 1,).
-        max_seqlen: longest sequence.
-        image_positions, audio_positions: int64 (num_tokens,), the places in T of each modality's tokens, in the
-            order in which the encoder yields them; None where the batch has no such modality.
+        input_ids: int64 (T,) or (num_samples, L), placeholder ids where features go.
+        position_ids: int64, as input_ids, restarting at each sample; (3, T) or (3, num_samples, L) under "mrope" (time,
+            height, width).
+        labels: int64, as input_ids, unshifted; -100 where there is no loss, on padding and on each sample's first
+            token.
+        cu_seqlens: int32 (num_samples + 1,). Packed, where each sequence begins in T, the padding of `multiple_of`
+            included; padded, over the tokens that `attention_mask` marks, as flash-attention's unpadding counts them.
+        max_seqlen: longest sequence, counted as in cu_seqlens.
+        attention_mask: padded only: bool (num_samples, L), True for a sample's tokens, and for a dummy's first
+            place.
+        image_positions, audio_positions: int64 (num_tokens,), the places of each modality's tokens in T, or in
+            (num_samples * L), in the order in which the encoder yields them; None where the batch has no such modality.
     """
 
     input_ids: Tensor
@@ -101,6 +124,7 @@ class LLMBatch(_Tensors):
     labels: Tensor
     cu_seqlens: Tensor
     max_seqlen: int
+    attention_mask: Tensor | None = None
     image_positions: Tensor | None = None
     audio_positions: Tensor | None = None
 
@@ -143,57 +167,69 @@ class Batch:
         return self.dp_size / max(1, self.global_loss_tokens)
 
     def merge(self, embeds: Tensor, features: Mapping[str, Tensor]) -> Tensor:
-        """Put encoder outputs into the embedded sequence.
+        """Put encoder outputs into the embedded sequences.
 
         Args:
-            embeds: (T, hidden) or (1, T, hidden), the embedding of `llm.input_ids`.
+            embeds: (T, hidden) or (1, T, hidden), padded (num_samples, L, hidden): the embedding of `llm.input_ids`.
             features: modality -> (num_tokens, hidden), every modality this batch has, in the encoder's order; rows
-                past `num_tokens` are a dummy's: they reach no position, but stay joined to the graph.
+                past `num_tokens` are a dummy's: they reach no position, but stay joined to the graph. From padded
+                encoders also (num_items, max_tokens, hidden).
 
         Returns:
             A new tensor like `embeds`. Every given feature tensor takes part in the graph, even without a token.
+
+        Raises:
+            ValueError: features of a modality the batch lacks, or none of one it has; sizes that disagree.
         """
         for name in features:
             if name not in ("image", "audio") or getattr(self, name) is None:
                 raise ValueError(f"features of {name!r} were given, but the batch has no such modality")
+        if embeds.shape[:-1].numel() != self.llm.input_ids.numel():
+            raise ValueError(
+                f"embeds of shape {tuple(embeds.shape)} do not embed input_ids of shape "
+                f"{tuple(self.llm.input_ids.shape)}: pass embed(batch.llm.input_ids)"
+            )
         for name in ("image", "audio"):
             held = getattr(self, name)
             if held is None:
                 continue
             if name not in features:
                 raise ValueError(f"the batch has {name}, but no features of it were given")
-            if held.num_tokens and features[name].shape[0] != held.num_tokens:
+            positions = getattr(self.llm, f"{name}_positions")
+            rows = _token_rows(name, held, features[name])
+            if len(positions) and rows.shape[0] != len(positions):
                 raise ValueError(
-                    f"the batch has {held.num_tokens} {name} tokens, the features have {features[name].shape[0]} rows"
+                    f"the batch has {len(positions)} {name} tokens, the features have {rows.shape[0]} rows"
                 )
-            embeds = merge_features(embeds, features[name], getattr(self.llm, f"{name}_positions"))
+            embeds = merge_features(embeds, rows, positions)
         return embeds
 
     def model_inputs(self) -> dict[str, Any]:
-        """Keyword arguments for a model: plain tensors and ints, without the modalities this batch lacks."""
+        """Keyword arguments for a model: plain tensors and ints, without the modalities this batch lacks.
+
+        Packed: input_ids, position_ids, labels, cu_seqlens, max_seqlen; for images image_patches, image_grid_hw,
+        image_cu_seqlens, image_max_seqlen, image_positions; for audio audio_features, audio_cu_seqlens,
+        audio_max_seqlen, audio_positions. Padded: attention_mask in place of cu_seqlens and max_seqlen. Padded
+        encoders: image_mask and image_token_places, audio_mask and audio_token_places in place of theirs.
+        """
         llm = self.llm
         inputs: dict[str, Any] = {
             "input_ids": llm.input_ids,
             "position_ids": llm.position_ids,
             "labels": llm.labels,
-            "cu_seqlens": llm.cu_seqlens,
-            "max_seqlen": llm.max_seqlen,
         }
+        if llm.attention_mask is None:
+            inputs |= {"cu_seqlens": llm.cu_seqlens, "max_seqlen": llm.max_seqlen}
+        else:
+            inputs["attention_mask"] = llm.attention_mask
         if self.image is not None:
-            inputs |= {
-                "image_patches": self.image.patches,
-                "image_grid_hw": self.image.grid_hw,
-                "image_cu_seqlens": self.image.cu_seqlens,
-                "image_max_seqlen": self.image.max_seqlen,
-                "image_positions": llm.image_positions,
-            }
+            inputs |= {"image_patches": self.image.patches, "image_grid_hw": self.image.grid_hw}
+            inputs |= _sequence_inputs("image", self.image)
+            inputs["image_positions"] = llm.image_positions
         if self.audio is not None:
-            inputs |= {
-                "audio_features": self.audio.features,
-                "audio_cu_seqlens": self.audio.cu_seqlens,
-                "audio_max_seqlen": self.audio.max_seqlen,
-                "audio_positions": llm.audio_positions,
-            }
+            inputs["audio_features"] = self.audio.features
+            inputs |= _sequence_inputs("audio", self.audio)
+            inputs["audio_positions"] = llm.audio_positions
         return inputs
 
     def to(self, device: Any, non_blocking: bool = False) -> Batch:
@@ -210,9 +246,10 @@ class Batch:
 
 
 def merge_features(embeds: Tensor, features: Tensor, positions: Tensor) -> Tensor:
-    """Put rows of `features` (num_rows, hidden) at `positions` (num_tokens,) of `embeds` (..., T, hidden).
+    """Put rows of `features` (num_rows, hidden) at `positions` (num_tokens,) of `embeds` (..., hidden).
 
-    Rows past num_tokens belong to a dummy. Raises ValueError for fewer rows than positions.
+    Positions count through all dimensions of `embeds` but the last. Rows past num_tokens belong to a dummy. Raises
+    ValueError for fewer rows than positions.
     """
     num_tokens = positions.shape[0]
     if features.shape[0] < num_tokens:
@@ -221,9 +258,26 @@ def merge_features(embeds: Tensor, features: Tensor, positions: Tensor) -> Tenso
         )
     if features.shape[-1] != embeds.shape[-1]:
         raise ValueError(f"features are {features.shape[-1]} wide, embeddings {embeds.shape[-1]}")
-    return embeds.index_copy(embeds.dim() - 2, positions, _like(embeds, features[:num_tokens]))
+    rows = embeds.reshape(-1, embeds.shape[-1])
+    return rows.index_copy(0, positions, features[:num_tokens].to(embeds.dtype)).view(embeds.shape)
 
 
-def _like(embeds: Tensor, features: Tensor) -> Tensor:
-    features = features.to(embeds.dtype)
-    return features if embeds.dim() == 2 else features.expand(*embeds.shape[:-2], *features.shape)
+def _token_rows(name: str, held: ImageBatch | AudioBatch, features: Tensor) -> Tensor:
+    """The rows of an encoder's output that go into the sequence, (num_rows, hidden)."""
+    if features.dim() == 2:
+        return features
+    if held.mask is None or held.token_places is None:
+        raise ValueError(f"{name} features have shape {tuple(features.shape)}, expected (num_tokens, hidden)")
+    if features.dim() != 3 or features.shape[0] != held.mask.shape[0]:
+        raise ValueError(
+            f"{name} features have shape {tuple(features.shape)}, expected (num_tokens, hidden) or "
+            f"({held.mask.shape[0]}, max_tokens, hidden)"
+        )
+    item, place = held.token_places
+    return features[item, place]
+
+
+def _sequence_inputs(name: str, held: ImageBatch | AudioBatch) -> dict[str, Any]:
+    if held.mask is not None:
+        return {f"{name}_mask": held.mask, f"{name}_token_places": held.token_places}
+    return {f"{name}_cu_seqlens": held.cu_seqlens, f"{name}_max_seqlen": held.max_seqlen}

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.balancers import CostModel
+from orchdata.balancers import CostModel, PhaseCost
 from orchdata.loaders.index import Index
 from orchdata.loaders.modality import ENCODERS, MODALITIES
 from orchdata.native.costs import COST_SHIFT, part_costs, sequence_costs
+from orchdata.padded_plan import PaddedCost
 
 Ints = NDArray[np.int64]
 
@@ -27,12 +28,14 @@ class IndexCosts:
     Args:
         index: the samples.
         model: cost model of the balanced phases; None balances LLM tokens.
-        multiple_of: LLM sequences are padded to a multiple of this.
+        multiple_of: LLM sequences are padded to a multiple of this: `llm` costs and positions count the padding.
+        rectangular: LLM batches are padded to their longest sample; costs are then of a row as long as the sample.
     """
 
     index: Index
     model: CostModel | None = None
     multiple_of: int = 1
+    rectangular: bool = False
 
     def __post_init__(self) -> None:
         for phase in self.balanced:
@@ -44,6 +47,14 @@ class IndexCosts:
     @property
     def balanced(self) -> tuple[str, ...]:
         return self.model.phases if self.model is not None else ("llm",)
+
+    @property
+    def padded(self) -> PaddedCost | None:
+        """What a row of a rectangular `llm` batch costs; None where batches are packed."""
+        if not self.rectangular:
+            return None
+        cost = PhaseCost(1.0) if self.model is None else self.model.costs[self.model.phases.index("llm")]
+        return PaddedCost(cost, self.multiple_of)
 
     @property
     def phases(self) -> tuple[str, ...]:
@@ -85,6 +96,7 @@ class ArrayCosts:
 
     phases: tuple[str, ...] = ("llm",)
     balanced: tuple[str, ...] = ("llm",)
+    padded: PaddedCost | None = None
 
     def costs(self, phase: str, dataset_id: NDArray[np.int32], row: Ints) -> Ints:
         return np.maximum(self.values[row], 1)

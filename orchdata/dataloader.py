@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import fields, is_dataclass, replace
 from os import PathLike
 from typing import Any
 
@@ -17,18 +18,20 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from orchdata.agreement import check_plans, make_alike
 from orchdata.balance import Balance, as_balance
 from orchdata.balancers import CostModel
 from orchdata.balancers.checks import checked_count
 from orchdata.dataset import ShardDataset
 from orchdata.engines import Engine, InlineEngine, ThreadEngine
-from orchdata.layout import Packed
+from orchdata.layout import Packed, Padded
 from orchdata.loaders.errors import DataError, TooManyFailures
 from orchdata.loaders.order import Shuffle
 from orchdata.map_source import map_source
-from orchdata.parallel import resolve_rank
+from orchdata.parallel import DataParallel, Rank, resolve_rank
 from orchdata.plan import make_plan
 from orchdata.policy import ErrorPolicy, as_policy
+from orchdata.replicate import ReceivingEngine, Replication
 from orchdata.shard_source import shard_source
 from orchdata.sources import Source, SourceOptions
 from orchdata.state import Position, dump_state, load_state
@@ -67,13 +70,16 @@ class DataLoader:
             global batch size only, never on ranks or workers.
         cost: a CostModel for shards (None balances LLM tokens; its phases name the model's); for map-style data
             sets a callable sample -> int, or one integer per sample.
-        balance: "none", "global", or an `od.Balance`.
-        dp: process group, one-dimensional DeviceMesh or (rank, size); default torch.distributed's world.
+        balance: "none", "grouped", "grid", "global", or an `od.Balance`.
+        dp: process group, DeviceMesh, `od.DataParallel` or (rank, size); default torch.distributed's world. Of a mesh
+            of several dims the data-parallel ones balance ("dp_replicate", "dp_shard", "dp", "data"; DataParallel
+            names others), and ranks that differ in the rest get the same batches. With a group or mesh, making the
+            loader is a collective: ranks that would plan other steps are refused.
         on_error: "raise", "skip" or an `od.ErrorPolicy`.
         quarantine: (shard, key) pairs to leave out, or a JSON Lines file of `{"shard": ..., "key": ...}`.
 
     Raises:
-        ValueError: an argument outside its range, or arguments that contradict each other.
+        ValueError: an argument outside its range, arguments that contradict each other, or ranks that differ.
         DataError: under on_error="raise", when the index lists bad samples; names the first and counts them.
         MissingIndexError: more than one rank and no index.
     """
@@ -86,7 +92,7 @@ class DataLoader:
         sampler: Any = None,
         batch_sampler: Any = None,
         num_workers: int = 0,
-        collate_fn: Packed | Callable[[list[Any]], Any] | None = None,
+        collate_fn: Packed | Padded | Callable[[list[Any]], Any] | None = None,
         pin_memory: bool = False,
         drop_last: bool = False,
         timeout: float = 0,
@@ -109,7 +115,8 @@ class DataLoader:
             raise ValueError(f"timeout is a number of seconds, 0 for no limit, got {timeout!r}")
         functions: dict[str, Any] = {"collate_fn": collate_fn, "worker_init_fn": worker_init_fn}
         for name, given in functions.items():
-            if given is Packed or not (given is None or isinstance(given, Packed) or callable(given)):
+            known = given is None or isinstance(given, Packed | Padded) or callable(given)
+            if given in (Packed, Padded) or not known:
                 raise TypeError(f"{name} must be callable, got {given!r}")
         self._rank = resolve_rank(dp)
         self._policy = as_policy(on_error)
@@ -130,20 +137,19 @@ class DataLoader:
             shuffle=_as_shuffle(shuffle),
             seed=_seed(seed, generator),
             drop_last=drop_last,
-            balance=as_balance(balance, equal_count=not isinstance(dataset, ShardDataset)),
+            balance=_grouped(as_balance(balance, equal_count=not isinstance(dataset, ShardDataset)), self._rank),
             policy=self._policy,
             collate_fn=collate_fn,
             pin_memory=pin_memory and _can_pin(),
             cost=cost,
         )
-        if isinstance(dataset, ShardDataset):
-            if sampler is not None or batch_sampler is not None:
-                raise ValueError("a ShardDataset has an order of its own: use shuffle= in place of a sampler")
-            self._source: Source = shard_source(dataset, options, _read_quarantine(quarantine))
-        else:
-            if quarantine is not None:
-                raise ValueError("quarantine names samples of shards; leave them out of a map-style data set yourself")
-            self._source = map_source(dataset, options, sampler=sampler, batch_sampler=batch_sampler)
+        self._source = make_alike(
+            lambda: _make_source(dataset, options, sampler, batch_sampler, quarantine),
+            lambda source: _describe(source, options, dp),
+            self._rank.groups,
+        )
+        self._replication = Replication(self._rank, self._source.spec) if self._rank.shared else None
+        self._pin_memory = options.pin_memory
         self.dataset = dataset
         self._position = Position()  # what was delivered
         self._begin = Position()  # where the next iteration starts: after `break` not the same
@@ -224,7 +230,10 @@ class DataLoader:
         self._source.begin_epoch(epoch)
         engine, self._idle_engine = self._idle_engine or self._make_engine(), None
         under_way: deque[Future[BuiltStep]] = deque()
-        if begin.step < stop:
+        every = self._rank.check_plan_every
+        if every:
+            self._check_plans(begin)
+        elif begin.step < stop:
             make_plan(self._source.spec.plan, epoch, begin.step)  # compiles on first use, which `timeout` is not for
 
         def submit(first: int, depth: int) -> None:
@@ -234,10 +243,12 @@ class DataLoader:
         try:
             for step in range(begin.step, stop):
                 submit(step, max(1, engine.depth))
-                batches = self._receive(engine, under_way.popleft())
+                batches = self._deliver(engine, under_way.popleft(), Position(epoch, step))
                 submit(step + 1, engine.depth)
                 yield Position(epoch, step + 1), batches
                 del batches  # or the last step would live on while the next is waited for
+                if every and step + 1 < stop and (step + 1 - begin.step) % every == 0:
+                    self._check_plans(Position(epoch, step + 1))
         except BaseException:
             engine.close()
             raise
@@ -249,7 +260,25 @@ class DataLoader:
             self._begin = Position(epoch + 1)
         self._position = self._begin
 
-    def _receive(self, engine: Engine, future: Future[BuiltStep]) -> list[Any]:
+    def _check_plans(self, position: Position) -> None:
+        plan = self._source.spec.plan
+        ends = position.step == plan.num_steps
+        plan_hash = None if ends else make_plan(plan, position.epoch, position.step).hash
+        check_plans(position.epoch, position.step, plan_hash, self._rank.groups)
+
+    def _deliver(self, engine: Engine, future: Future[BuiltStep], position: Position) -> list[Any]:
+        """A step's microbatches; where this rank reads for peers, they get them too, or the error."""
+        if self._replication is None or not self._replication.is_reader:
+            return self._receive(engine, future).batches
+        try:
+            built = self._receive(engine, future)
+        except Exception as error:
+            self._replication.send_error(error)
+            raise
+        self._replication.send(position.epoch, position.step, built)
+        return built.batches
+
+    def _receive(self, engine: Engine, future: Future[BuiltStep]) -> BuiltStep:
         started = time.perf_counter()
         try:
             built = future.result(self._timeout or None)
@@ -259,8 +288,9 @@ class DataLoader:
             engine.close(wait=False)
             raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds") from None
         self._stats.add_step(built, time.perf_counter() - started)
-        self._bear(built.failures)
-        return built.batches
+        if not isinstance(engine, ReceivingEngine):  # whoever read them has borne them
+            self._bear(built.failures)
+        return built
 
     def _bear(self, failures: Sequence[DataError]) -> None:
         if not failures:
@@ -279,6 +309,8 @@ class DataLoader:
 
     def _make_engine(self) -> Engine:
         spec: StepSpec = self._source.spec
+        if self._replication is not None and not self._replication.is_reader:
+            return ReceivingEngine(spec, self._replication, pin_memory=self._pin_memory)
         if self._num_workers == 0 and self._num_threads == 0:
             return InlineEngine(spec)
         workers = max(1, self._num_workers)
@@ -290,6 +322,42 @@ class DataLoader:
             depth=workers * self._prefetch_factor,
             initializer=self._worker_init_fn,
         )
+
+
+def _make_source(dataset: Any, options: SourceOptions, sampler: Any, batch_sampler: Any, quarantine: Any) -> Source:
+    if not isinstance(dataset, ShardDataset):
+        if quarantine is not None:
+            raise ValueError("quarantine names samples of shards; leave them out of a map-style data set yourself")
+        return map_source(dataset, options, sampler=sampler, batch_sampler=batch_sampler)
+    if sampler is not None or batch_sampler is not None:
+        raise ValueError("a ShardDataset has an order of its own: use shuffle= in place of a sampler")
+    return shard_source(dataset, options, _read_quarantine(quarantine))
+
+
+def _describe(source: Source, options: SourceOptions, dp: Any) -> dict[str, Any]:
+    """What all ranks must share, JSON-safe."""
+    collate = options.collate_fn
+    return {
+        **source.fingerprint,
+        "balance": {field.name: getattr(options.balance, field.name) for field in fields(options.balance)},
+        "cost": options.cost.describe() if isinstance(options.cost, CostModel) else None,
+        "drop_last": options.drop_last,
+        "collate_fn": f"{collate}" if is_dataclass(collate) else getattr(collate, "__qualname__", None),
+        "replicate": dp.replicate if isinstance(dp, DataParallel) else "broadcast",
+        "check_plan_every": options.rank.check_plan_every,
+    }
+
+
+def _grouped(balance: Balance, rank: Rank) -> Balance:
+    """Groups are nodes where their size is not given."""
+    if balance.scope not in ("grouped", "grid") or balance.group_size is not None:
+        return balance
+    if rank.ranks_per_node is None:
+        raise ValueError(
+            f"balance={balance.scope!r} needs a group size: od.Balance(scope={balance.scope!r}, group_size=...),"
+            " od.DataParallel(mesh, ranks_per_node=...), or LOCAL_WORLD_SIZE, which torchrun sets"
+        )
+    return replace(balance, group_size=rank.ranks_per_node)
 
 
 def _seed(seed: int | None, generator: torch.Generator | None) -> int:

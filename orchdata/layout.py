@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias, get_args
+
+import numpy as np
+from numpy.typing import NDArray
 
 from orchdata.balancers.checks import checked_count
+
+Positions = Literal["restart", "mrope"]
+Empty = Literal["dummy", "zero"]
+Encoders = Literal["packed", "padded"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Packed:
-    """Sequences behind one another, without padding.
+    """Sequences behind one another, without a batch dimension.
 
     Attributes:
         positions: "restart" counts from 0 in each sample; "mrope" gives (time, height, width) positions, after
@@ -18,16 +25,66 @@ class Packed:
             height and width and advances by its longer side.
         empty: what a rank without any item of a modality gets: one minimal "dummy" item, excluded from loss and
             costs, or tensors of "zero" length.
-        multiple_of: each sample's LLM sequence is padded to a multiple of this.
+        multiple_of: each sample's LLM sequence is padded at its end to a multiple of this, and so is their total: 2 * C
+            for context parallelism over C ranks, the ranks for sequence parallelism, 8 or 16 for FP8, or their least
+            common multiple. `cu_seqlens`, costs and caps count the padding. Encoder sequences are never padded.
     """
 
-    positions: Literal["restart", "mrope"] = "restart"
-    empty: Literal["dummy", "zero"] = "dummy"
+    positions: Positions = "restart"
+    empty: Empty = "dummy"
     multiple_of: int = 1
 
     def __post_init__(self) -> None:
-        if self.positions not in ("restart", "mrope"):
-            raise ValueError(f"Packed.positions must be 'restart' or 'mrope', got {self.positions!r}")
-        if self.empty not in ("dummy", "zero"):
-            raise ValueError(f"Packed.empty must be 'dummy' or 'zero', got {self.empty!r}")
-        checked_count(self.multiple_of, "Packed.multiple_of")
+        _check(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Padded:
+    """One row a sample: LLM tensors (num_samples, L), with an attention mask, as Hugging Face models take them.
+
+    L is the longest sample of the microbatch, aligned up to `multiple_of`. Where that is at least the longest sample
+    of the data set, L is always `multiple_of`: a fixed shape. Samples are balanced by what a rectangle costs: a rank's
+    `llm` load is its count of rows times the cost of its longest, and `Balance.max_tokens` caps rows times L.
+
+    Attributes:
+        positions, empty: as `Packed` has them; the dummy of a rank without samples is one row of `multiple_of`.
+        multiple_of: L is a multiple of it. Encoder sequences are not aligned.
+        encoders: "packed" keeps patches and frames behind one another with `cu_seqlens`, as vision towers take them;
+            "padded" gives (num_images, max_patches, patch_dim) and (num_clips, max_frames, num_mels) with masks. The
+            costs of encoder phases count no padding either way.
+    """
+
+    positions: Positions = "restart"
+    empty: Empty = "dummy"
+    multiple_of: int = 1
+    encoders: Encoders = "packed"
+
+    def __post_init__(self) -> None:
+        _check(self)
+        if self.encoders not in get_args(Encoders):
+            raise ValueError(f"Padded.encoders must be 'packed' or 'padded', got {self.encoders!r}")
+
+
+Layout: TypeAlias = Packed | Padded
+
+
+def padded_encoders(layout: Layout) -> bool:
+    """Whether encoder items are rows of a rectangle."""
+    return isinstance(layout, Padded) and layout.encoders == "padded"
+
+
+def row_lengths(layout: Layout, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Places in memory for each LLM sequence of `lengths` positions, int64 (num_samples,)."""
+    aligned = -(-lengths // layout.multiple_of) * layout.multiple_of
+    if isinstance(layout, Packed):
+        return aligned
+    return np.full_like(aligned, aligned.max(initial=0))
+
+
+def _check(layout: Layout) -> None:
+    name = type(layout).__name__
+    if layout.positions not in get_args(Positions):
+        raise ValueError(f"{name}.positions must be 'restart' or 'mrope', got {layout.positions!r}")
+    if layout.empty not in get_args(Empty):
+        raise ValueError(f"{name}.empty must be 'dummy' or 'zero', got {layout.empty!r}")
+    checked_count(layout.multiple_of, f"{name}.multiple_of")

@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset, default_collate
 from orchdata.balancers import CostModel
 from orchdata.collating import SampleAssembler, map_loader
 from orchdata.costs import ArrayCosts
-from orchdata.layout import Packed
+from orchdata.layout import Packed, Padded
 from orchdata.loaders.errors import DataError
 from orchdata.loaders.order import Order
 from orchdata.sources import Source, SourceOptions
@@ -62,8 +62,8 @@ def _check(dataset: Any, options: SourceOptions, sampler: Any, batch_sampler: An
             f"DataLoader takes a ShardDataset or a map-style data set with __getitem__ and __len__, got "
             f"{type(dataset).__name__}"
         )
-    if isinstance(options.collate_fn, Packed) or isinstance(options.cost, CostModel):
-        raise TypeError("od.Packed and od.CostModel are for a ShardDataset; a map-style data set has its own samples")
+    if isinstance(options.collate_fn, Packed | Padded) or isinstance(options.cost, CostModel):
+        raise TypeError("Packed, Padded and CostModel are for a ShardDataset; a map-style data set has its own samples")
     if options.balance.caps:
         raise ValueError("Balance.max_tokens is for a ShardDataset: a map-style data set gives one batch a step")
     if (sampler is not None or batch_sampler is not None) and options.rank.size > 1:

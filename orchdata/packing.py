@@ -1,4 +1,4 @@
-"""Packed batches: the samples of a microbatch written straight into its memory, by any thread."""
+"""Batches, packed or padded: the samples of a microbatch written straight into its memory, by any thread."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from orchdata.loaders.errors import DataError, FieldError
 from orchdata.loaders.shards import OpenShards
-from orchdata.pages import Pages, PageSource
+from orchdata.media_pages import PageSource
+from orchdata.pages import Pages
 from orchdata.plan import Plan
 from orchdata.step import Assembled
 from orchdata.stored import StoredSample
@@ -20,7 +21,7 @@ from orchdata.stored import StoredSample
 
 @dataclass(frozen=True, kw_only=True)
 class PackedAssembler:
-    """Makes packed batches from an index's samples."""
+    """Makes batches from an index's samples, in the layout that `source` names."""
 
     source: PageSource
     shards: OpenShards
@@ -31,7 +32,7 @@ class PackedAssembler:
 
 
 class PackedAssembly:
-    """One packed microbatch under construction."""
+    """One microbatch under construction."""
 
     def __init__(self, assembler: PackedAssembler, plan: Plan, microbatch: int, rows: NDArray[np.int64]) -> None:
         self._assembler = assembler

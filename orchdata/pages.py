@@ -1,50 +1,28 @@
-"""The memory of a packed microbatch: where every sample and part lies in it.
+"""The memory of a microbatch: where every sample and part lies in it.
 
 The index gives every size before anything is read, so memory is laid out first; each sample then has its own slice
-of every tensor, and threads fill them without meeting.
+of every tensor, and threads fill them without meeting. A padded microbatch is a packed one whose LLM sequences are
+all padded to the same length: its memory, seen as rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from orchdata.batch import AudioBatch, Batch, ImageBatch, Key, LLMBatch, TextBatch
-from orchdata.buffers import BufferPool
-from orchdata.layout import Packed
-from orchdata.loaders.audio import decode_audio
-from orchdata.loaders.decode_error import DecodeError
+from orchdata.batch import Batch, Key, LLMBatch, TextBatch
+from orchdata.layout import Padded, row_lengths
 from orchdata.loaders.errors import FieldError
-from orchdata.loaders.images import decode_image
-from orchdata.loaders.index import Index
 from orchdata.loaders.modality import AUDIO, IMAGE
-from orchdata.loaders.preprocessors import STORED
-from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.samples import MediaSlot, as_tensor, compose, text_members
+from orchdata.loaders.samples import MediaSlot, compose, text_members
+from orchdata.media_pages import MediaPages, PageSource, cu_seqlens, row_mask, starts_of
 from orchdata.plan import Plan
 from orchdata.stored import StoredSample
 
 IGNORE = -100
-
-
-@dataclass(frozen=True, kw_only=True)
-class PageSource:
-    """What pages are laid out from.
-
-    Attributes:
-        encoders: modalities every batch has, if need be as a dummy.
-    """
-
-    index: Index
-    recipe: Recipe
-    layout: Packed
-    encoders: tuple[str, ...]
-    pool: BufferPool
 
 
 class Pages:
@@ -56,17 +34,17 @@ class Pages:
         self.rows = rows
         self.keys: tuple[Key, ...] = tuple((index.shards[index.shard[row]].url, index.key(int(row))) for row in rows)
         self.lengths = index.llm_tokens[rows].astype(np.int64)
-        padded = -(-self.lengths // layout.multiple_of) * layout.multiple_of
+        padded = row_lengths(layout, self.lengths)
         if not len(rows) and layout.empty == "dummy":
             padded = np.array([layout.multiple_of])
-        self.starts = _starts(padded)
+        self.starts = starts_of(padded)
         self.media = {
             name: MediaPages(source, rows, name, code)
             for name, code in (("image", IMAGE), ("audio", AUDIO))
             if name in source.encoders
         }
         text_lengths = self.lengths - sum(media.sample_tokens() for media in self.media.values())
-        self.text_starts = _starts(text_lengths)
+        self.text_starts = starts_of(text_lengths)
         total = int(self.starts[-1])
         self.input_ids = source.pool.empty((total,), np.int64)
         self.labels = source.pool.empty((total,), np.int64)
@@ -97,21 +75,12 @@ class Pages:
         writer.close(int(self.source.index.loss_tokens[sample.row]))
 
     def batch(self, plan: Plan, microbatch: int) -> Batch:
-        mrope = self.source.layout.positions == "mrope"
         image, audio = self.media.get("image"), self.media.get("audio")
-        where = {f"{name}_positions": torch.from_numpy(media.where) for name, media in self.media.items()}
         return Batch(
-            text=TextBatch(input_ids=torch.from_numpy(self.text_ids), cu_seqlens=_cu_seqlens(self.text_starts)),
+            text=TextBatch(input_ids=torch.from_numpy(self.text_ids), cu_seqlens=cu_seqlens(self.text_starts)),
             image=None if image is None else image.image(),
             audio=None if audio is None else audio.audio(),
-            llm=LLMBatch(
-                input_ids=torch.from_numpy(self.input_ids),
-                position_ids=torch.from_numpy(self.position_ids if mrope else self.position_ids[0]),
-                labels=torch.from_numpy(self.labels),
-                cu_seqlens=_cu_seqlens(self.starts),
-                max_seqlen=int(np.diff(self.starts).max(initial=0)),
-                **where,
-            ),
+            llm=self._llm(),
             keys=self.keys,
             plan=plan,
             step=plan.step,
@@ -120,6 +89,30 @@ class Pages:
             dp_size=plan.num_ranks,
             loss_tokens=int((self.labels != IGNORE).sum()),
             global_loss_tokens=plan.loss_tokens,
+        )
+
+    def _llm(self) -> LLMBatch:
+        padded = isinstance(self.source.layout, Padded)
+        starts = self.starts
+        shape: tuple[int, ...] = (int(starts[-1]),)
+        mask = None
+        if padded:
+            num_rows = len(starts) - 1
+            shape = (num_rows, int(starts[-1]) // max(1, num_rows))
+            # A dummy's first place is marked: a row masked altogether would turn attention's softmax into NaN.
+            lengths = self.lengths if len(self.rows) else np.ones(num_rows, np.int64)
+            starts = starts_of(lengths)
+            mask = torch.from_numpy(row_mask(lengths, shape[1]))
+        mrope = self.source.layout.positions == "mrope"
+        position_ids = self.position_ids.reshape(3, *shape)
+        return LLMBatch(
+            input_ids=torch.from_numpy(self.input_ids.reshape(shape)),
+            position_ids=torch.from_numpy(position_ids if mrope else position_ids[0]),
+            labels=torch.from_numpy(self.labels.reshape(shape)),
+            cu_seqlens=cu_seqlens(starts),
+            max_seqlen=int(np.diff(starts).max(initial=0)),
+            attention_mask=mask,
+            **{f"{name}_positions": torch.from_numpy(media.where) for name, media in self.media.items()},
         )
 
     def _blank(self, start: int, stop: int, first_position: int = 0) -> None:
@@ -196,107 +189,3 @@ class SequenceWriter:
             f"the index says {self._end - self._start} tokens, the text yields another number: "
             "its bytes or the tokenizer behind the recipe's id changed; index again"
         )
-
-
-class MediaPages:
-    """The memory of one modality: parts of all samples, then a dummy where there is none."""
-
-    def __init__(self, source: PageSource, rows: NDArray[np.int64], name: str, code: int) -> None:
-        index = source.index
-        self.name = name
-        self._source = source
-        self._index = index
-        spans = [np.arange(index.part_offsets[row], index.part_offsets[row + 1]) for row in rows]
-        parts = np.concatenate([np.zeros(0, np.int64), *spans])
-        owner = np.repeat(np.arange(len(rows)), [len(span) for span in spans])
-        mine = index.part_modality[parts] == code
-        self._parts = parts[mine]
-        self._owner = owner[mine]
-        self._num_samples = len(rows)
-        self._place = {int(part): place for place, part in enumerate(self._parts)}
-        self._extent = np.stack(
-            [index.part_extent0[self._parts], index.part_extent1[self._parts]], axis=1, dtype=np.int64
-        ).reshape(-1, 2)
-        self._tokens = index.part_tokens[self._parts].astype(np.int64)
-        self._token_starts = _starts(self._tokens)
-        self.where = source.pool.empty((int(self._token_starts[-1]),), np.int64)
-        self._dummy = not len(self._parts) and source.layout.empty == "dummy"
-        if self._dummy:
-            self._extent = np.array([self._dummy_extent()])
-        self._row_starts = _starts(self._num_rows(self._extent))
-        pre = self._preprocessor
-        width = pre.patch_dim if name == "image" else pre.num_mels
-        self._data = source.pool.empty((int(self._row_starts[-1]), width), STORED[pre.dtype])
-        if self._dummy:
-            self._data[:] = 0
-
-    @property
-    def _preprocessor(self) -> Any:
-        return getattr(self._source.recipe, self.name)
-
-    def num_tokens(self, part: int) -> int:
-        return int(self._tokens[self._place[part]])
-
-    def sample_tokens(self) -> NDArray[np.int64]:
-        """Tokens of this modality in each sample, int64 (num_samples,)."""
-        totals = np.zeros(self._num_samples, np.int64)
-        np.add.at(totals, self._owner, self._tokens)
-        return totals
-
-    def token_slice(self, part: int) -> slice:
-        place = self._place[part]
-        return slice(int(self._token_starts[place]), int(self._token_starts[place + 1]))
-
-    def merged_grid(self, part: int) -> tuple[int, int]:
-        height, width = self._extent[self._place[part]]
-        return int(height) // self._preprocessor.merge, int(width) // self._preprocessor.merge
-
-    def decode(self, part: int, data: bytes | memoryview, field: str) -> None:
-        """Decode one part into its rows. Raises FieldError."""
-        place = self._place[part]
-        out = self._data[int(self._row_starts[place]) : int(self._row_starts[place + 1])]
-        first, second = (int(value) for value in self._extent[place])
-        limits = self._source.recipe.limits
-        try:
-            if self.name == "image":
-                decode_image(data, self._preprocessor, limits, out, (first, second))
-            else:
-                decode_audio(data, self._preprocessor, limits, out, first)
-        except DecodeError as error:
-            raise error.at(field) from error.__cause__
-
-    def image(self) -> ImageBatch:
-        return ImageBatch(
-            patches=self._rows_tensor(),
-            grid_hw=torch.from_numpy(self._extent.astype(np.int32)),
-            cu_seqlens=_cu_seqlens(self._row_starts),
-            max_seqlen=int(np.diff(self._row_starts).max(initial=0)),
-            num_tokens=int(self._token_starts[-1]),
-        )
-
-    def audio(self) -> AudioBatch:
-        return AudioBatch(
-            features=self._rows_tensor(),
-            cu_seqlens=_cu_seqlens(self._row_starts),
-            max_seqlen=int(np.diff(self._row_starts).max(initial=0)),
-            num_tokens=int(self._token_starts[-1]),
-        )
-
-    def _rows_tensor(self) -> torch.Tensor:
-        return as_tensor(self._data, self._preprocessor.dtype)
-
-    def _num_rows(self, extent: NDArray[np.int64]) -> NDArray[np.int64]:
-        return extent[:, 0] * extent[:, 1] if self.name == "image" else extent[:, 1]
-
-    def _dummy_extent(self) -> tuple[int, int]:
-        pre = self._preprocessor
-        return (pre.merge, pre.merge) if self.name == "image" else (0, pre.mel_frames(1))
-
-
-def _starts(lengths: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
-    """Running sums from 0: int64 (len(lengths) + 1,)."""
-    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-
-
-def _cu_seqlens(starts: NDArray[np.int64]) -> torch.Tensor:
-    return torch.from_numpy(starts.astype(np.int32))

@@ -4,19 +4,70 @@ from __future__ import annotations
 
 import os
 import warnings
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, Literal, get_args
 
 from orchdata.balancers.checks import checked_count
+
+DIMS = ("dp_replicate", "dp_shard")
+
+Replicate = Literal["read", "broadcast"]
+
+
+@dataclass(frozen=True, slots=True)
+class DataParallel:
+    """Which ranks of a mesh are data-parallel, and how their peers get the same batches.
+
+    Attributes:
+        mesh: a DeviceMesh with named dims, or the process group of the data-parallel ranks, which knows of no peers.
+        dims: the data-parallel dims, those of them that the mesh has; together they count as one, row-major in the
+            mesh's order. Ranks that differ in other dims only (tensor, context, pipeline) are peers.
+        replicate: "broadcast" has one peer of each data-parallel rank build its steps, the one at 0 in all other
+            dims, and send them to the rest on the CPU; "read" has every peer build them itself.
+        ranks_per_node: data-parallel ranks of a node, the groups of balance="grouped" and "grid"; by default from
+            LOCAL_WORLD_SIZE, as torchrun sets it.
+        check_plan_every: compare plan hashes over all ranks of the mesh when an iteration starts and every so many
+            steps after; 0 never does.
+    """
+
+    mesh: Any
+    dims: tuple[str, ...] = DIMS
+    replicate: Replicate = "broadcast"
+    ranks_per_node: int | None = None
+    check_plan_every: int = 0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.dims, str) or not self.dims or not all(isinstance(name, str) for name in self.dims):
+            raise ValueError(f"DataParallel.dims must be names of mesh dims, as ('dp',), got {self.dims!r}")
+        if self.replicate not in get_args(Replicate):
+            raise ValueError(f"DataParallel.replicate must be 'read' or 'broadcast', got {self.replicate!r}")
+        if self.ranks_per_node is not None:
+            checked_count(self.ranks_per_node, "DataParallel.ranks_per_node")
+        checked_count(self.check_plan_every, "DataParallel.check_plan_every", 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """A data-parallel rank: its number, how many there are, and the process group if one is known."""
+    """A data-parallel rank: its number and how many there are.
+
+    Attributes:
+        group: the process group of the data-parallel ranks, if one is known.
+        groups: process groups to compare plans over, one after another; together they reach every rank that runs
+            this loader. Empty where none was given.
+        shared: for each data-parallel rank the global ranks that its reader sends to, the reader first; empty where
+            every rank reads for itself.
+        ranks_per_node: data-parallel ranks of a node, if known.
+        check_plan_every: steps between comparisons of plans, 0 for none.
+    """
 
     rank: int = 0
     size: int = 1
     group: Any = None
+    groups: tuple[Any, ...] = ()
+    shared: tuple[tuple[int, ...], ...] = ()
+    ranks_per_node: int | None = None
+    check_plan_every: int = 0
 
     def __post_init__(self) -> None:
         if self.size < 1:
@@ -26,10 +77,10 @@ class Rank:
 
 
 def resolve_rank(dp: Any = None) -> Rank:
-    """The rank meant by `dp`: None (torch.distributed's world, else a single rank), (rank, size), a process
-    group, or a one-dimensional DeviceMesh.
+    """The rank meant by `dp`: None (torch.distributed's world, else a single rank), (rank, size), a process group, a
+    DeviceMesh or a DataParallel.
 
-    Raises ValueError for a process that is not in the group, or a mesh whose data-parallel dims are not named.
+    Raises ValueError for a process that is not in the group or mesh, or a mesh without a data-parallel dim.
     """
     import torch.distributed as dist
 
@@ -38,26 +89,86 @@ def resolve_rank(dp: Any = None) -> Rank:
     if isinstance(dp, tuple):
         if len(dp) != 2:
             raise ValueError(f"dp as a tuple is (rank, size), got {dp!r}")
-        return Rank(checked_count(dp[0], "dp rank", 0), checked_count(dp[1], "dp size"))
+        rank, size = checked_count(dp[0], "dp rank", 0), checked_count(dp[1], "dp size")
+        return Rank(rank, size, ranks_per_node=ranks_per_node())
     if dp is None:
         if not (dist.is_available() and dist.is_initialized()):
             _warn_of_a_launcher()
-            return Rank()
-        return Rank(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
-    if hasattr(dp, "get_group") and hasattr(dp, "ndim"):
-        if dp.ndim != 1:
-            raise ValueError(
-                f"dp is a mesh of {dp.ndim} dims {dp.mesh_dim_names}: pass the data-parallel one, mesh['dp']"
-            )
-        dp = dp.get_group()
-    if dist.is_available() and dp == dist.GroupMember.NON_GROUP_MEMBER:
+            return Rank(ranks_per_node=ranks_per_node())
+        return Rank(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, ranks_per_node=ranks_per_node())
+    if isinstance(dp, DataParallel):
+        found = _of_mesh(dp) if _is_mesh(dp.mesh) else _of_group(dp.mesh)
+        near = dp.ranks_per_node or found.ranks_per_node
+        return replace(found, ranks_per_node=near, check_plan_every=dp.check_plan_every)
+    if _is_mesh(dp):
+        return _of_group(dp.get_group()) if dp.ndim == 1 else _of_mesh(DataParallel(dp, dims=(*DIMS, "dp", "data")))
+    return _of_group(dp)
+
+
+def _is_mesh(value: Any) -> bool:
+    return hasattr(value, "get_group") and hasattr(value, "ndim")
+
+
+def _of_group(group: Any) -> Rank:
+    import torch.distributed as dist
+
+    if dist.is_available() and group == dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError("dp is a process group this process does not belong to")
-    if not (dist.is_available() and isinstance(dp, dist.ProcessGroup)):
-        raise TypeError(f"dp is a process group, a one-dimensional DeviceMesh or (rank, size), got {dp!r}")
-    rank = dist.get_rank(dp)
+    if not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
+        raise TypeError(f"dp is a process group, a DeviceMesh, an od.DataParallel or (rank, size), got {group!r}")
+    rank = dist.get_rank(group)
     if rank < 0:
         raise ValueError("dp is a process group this process does not belong to")
-    return Rank(rank, dist.get_world_size(dp), dp)
+    return Rank(rank, dist.get_world_size(group), group, (group,), ranks_per_node=ranks_per_node())
+
+
+def _of_mesh(dp: DataParallel) -> Rank:
+    import torch.distributed as dist
+
+    mesh = dp.mesh
+    names = mesh.mesh_dim_names or ()
+    dims = [dim for dim, name in enumerate(names) if name in dp.dims]
+    if not dims:
+        raise ValueError(
+            f"the mesh has the dims {names or 'without names'}, and none of {dp.dims} is among them: name the "
+            "data-parallel ones, od.DataParallel(mesh, dims=...)"
+        )
+    peers = [dim for dim in range(mesh.ndim) if dim not in dims]
+    size = prod(mesh.size(dim) for dim in dims)
+    ranks = mesh.mesh.cpu().permute(*dims, *peers).reshape(size, -1)
+    mine = (ranks == dist.get_rank()).nonzero()
+    if not len(mine):
+        raise ValueError(
+            f"dp is a mesh of the ranks {mesh.mesh.tolist()}; this process, rank {dist.get_rank()}, is none"
+        )
+    shared: tuple[tuple[int, ...], ...] = ()
+    if dp.replicate == "broadcast" and ranks.shape[1] > 1:
+        if ranks.numel() != dist.get_world_size():
+            raise ValueError(
+                f"replicate='broadcast' makes process groups, which takes all {dist.get_world_size()} ranks of the "
+                f"job, and the mesh has {ranks.numel()}: pass the mesh of all ranks, or replicate='read'"
+            )
+        shared = tuple(tuple(row) for row in ranks.tolist())
+    return Rank(
+        int(mine[0, 0]),
+        size,
+        mesh.get_group(dims[0]) if len(dims) == 1 else None,
+        tuple(mesh.get_group(dim) for dim in range(mesh.ndim)),
+        shared,
+        _ranks_of_a_node(ranks[:, 0].tolist()),
+    )
+
+
+def _ranks_of_a_node(first_peers: list[int]) -> int | None:
+    """Data-parallel ranks on the first node, by their first peers; nodes have LOCAL_WORLD_SIZE ranks each."""
+    local = ranks_per_node()
+    return local and sum(rank // local == first_peers[0] // local for rank in first_peers)
+
+
+def ranks_per_node() -> int | None:
+    """Ranks that the launcher started on this node (LOCAL_WORLD_SIZE, as torchrun sets it); None where it is silent."""
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(local) if local.isdecimal() and int(local) else None
 
 
 def _warn_of_a_launcher() -> None:

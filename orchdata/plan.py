@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -17,7 +17,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.balance import Balance
-from orchdata.balancers import balance_phases, lower_bound, split_microbatches
+from orchdata.balancers import lower_bound, split_microbatches
+from orchdata.balancers.assignment import loads_of
+from orchdata.padded_plan import (
+    PaddedCost,
+    PaddedShares,
+    dealt_shares,
+    padded_loads,
+    padded_lower_bound,
+    share_out_padded,
+)
+from orchdata.scopes import assign, dealt, near_ranks
 
 Ints = NDArray[np.int64]
 
@@ -35,6 +45,10 @@ class SampleCosts(Protocol):
     @property
     def balanced(self) -> tuple[str, ...]:
         """Those of them that are balanced, a subset."""
+
+    @property
+    def padded(self) -> PaddedCost | None:
+        """What a row costs where `llm` batches are padded to their longest sample; None where they are packed."""
 
     def costs(self, phase: str, dataset_id: NDArray[np.int32], row: Ints) -> Ints: ...
 
@@ -54,7 +68,11 @@ class SampleOrder(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSpec:
-    """Everything a plan depends on, apart from epoch and step."""
+    """Everything a plan depends on, apart from epoch and step.
+
+    Attributes:
+        streams: of the order: position p is drawn from stream p % streams.
+    """
 
     source: SampleCosts
     order: SampleOrder
@@ -62,8 +80,11 @@ class PlanSpec:
     num_ranks: int
     global_batch_size: int
     drop_last: bool
+    streams: int = 1
 
     def __post_init__(self) -> None:
+        if self.balance.scope in ("grouped", "grid") and self.balance.group_size is None:
+            raise ValueError(f"Balance.scope={self.balance.scope!r} needs group_size, the ranks of a group")
         cap, most = self.balance.max_samples, min(self.global_batch_size, self.order.num_samples)
         if cap is not None and cap * self.num_ranks < most:
             raise ValueError(
@@ -88,6 +109,8 @@ class Plan:
         costs: phase -> int64 (n,), 0 where the sample lacks the phase.
         llm_positions: int64 (n,).
         loss_tokens: planned loss tokens of the whole step over all ranks.
+        near: int32 (n,), the rank whose streams each sample is drawn from.
+        group_size: ranks of a group; None where ranks are not grouped.
     """
 
     epoch: int
@@ -101,6 +124,9 @@ class Plan:
     costs: Mapping[str, Ints]
     llm_positions: Ints
     loss_tokens: int
+    near: NDArray[np.int32]
+    group_size: int | None = None
+    padded: PaddedCost | None = None
 
     @property
     def phases(self) -> tuple[str, ...]:
@@ -116,15 +142,30 @@ class Plan:
         return np.where(self.costs[phase] > 0, self.rank, np.int32(-1))
 
     def loads(self, phase: str) -> Ints:
-        """Cost of `phase` on each rank, int64 (num_ranks,)."""
-        return _loads(self.costs[phase], self.rank, self.num_ranks)
+        """Cost of `phase` on each rank, int64 (num_ranks,); with the padding, where `llm` is padded."""
+        if phase == "llm" and self.padded is not None:
+            shares = PaddedShares(self.rank, self.microbatch, self.num_microbatches)
+            return padded_loads(self.costs[phase], shares, self.num_ranks)
+        return loads_of(self.costs[phase], self.rank, self.num_ranks)
 
     def loads_unbalanced(self, phase: str) -> Ints:
         """What `loads` would be had samples been dealt out in turn."""
-        return _loads(self.costs[phase], _dealt(len(self.row), self.num_ranks), self.num_ranks)
+        if phase == "llm" and self.padded is not None:
+            shares = dealt_shares(self.llm_positions, self.num_ranks, self.num_microbatches)
+            return padded_loads(self.costs[phase], shares, self.num_ranks)
+        return loads_of(self.costs[phase], dealt(len(self.row), self.num_ranks), self.num_ranks)
+
+    def own_streams(self, rank: int) -> float | None:
+        """Share of a rank's samples that are drawn from its group's own streams; None where ranks are not grouped."""
+        if self.group_size is None:
+            return None
+        mine = self.near[self.rank == rank] // self.group_size
+        return float(np.mean(mine == rank // self.group_size)) if len(mine) else 1.0
 
     def lower_bound(self, phase: str) -> int:
         """No assignment of whole samples has a smaller largest load in `phase`."""
+        if phase == "llm" and self.padded is not None and self.num_microbatches == 1:
+            return padded_lower_bound(self.costs[phase], self.llm_positions, self.num_ranks, self.padded)
         return int(lower_bound(self.costs[phase], self.num_ranks))
 
     def imbalance(self, phase: str) -> float:
@@ -150,8 +191,22 @@ def make_plan(spec: PlanSpec, epoch: int, step: int) -> Plan:
     stop = min(start + spec.global_batch_size, spec.order.num_samples)
     dataset_id, row = spec.order.rows(epoch, start, stop)
     costs = {phase: spec.source.costs(phase, dataset_id, row) for phase in spec.source.phases}
-    rank = _assign(spec, costs)
-    microbatch, num_microbatches = _split(spec, dataset_id, row, rank, costs)
+    near = near_ranks(start, len(row), spec.streams, spec.num_ranks)
+    rank = assign({phase: costs[phase] for phase in spec.source.balanced}, spec.balance, spec.num_ranks, near)
+    llm_positions = spec.source.positions("llm", dataset_id, row)
+    if spec.source.padded is None:
+        microbatch, num_microbatches = _split(spec, dataset_id, row, rank, costs)
+    else:
+        shares = share_out_padded(
+            {phase: costs[phase] for phase in spec.source.balanced},
+            llm_positions,
+            rank,
+            spec.num_ranks,
+            spec.balance,
+            spec.source.padded,
+            {phase: spec.source.positions(phase, dataset_id, row) for phase in spec.balance.caps},
+        )
+        rank, microbatch, num_microbatches = shares.rank, shares.microbatch, shares.num_microbatches
     return Plan(
         epoch=epoch,
         step=step,
@@ -162,23 +217,12 @@ def make_plan(spec: PlanSpec, epoch: int, step: int) -> Plan:
         rank=rank,
         microbatch=microbatch,
         costs=costs,
-        llm_positions=spec.source.positions("llm", dataset_id, row),
+        llm_positions=llm_positions,
+        padded=spec.source.padded,
         loss_tokens=int(spec.source.loss_tokens(dataset_id, row).sum()),
+        near=near,
+        group_size=spec.balance.group_size,
     )
-
-
-def _assign(spec: PlanSpec, costs: Mapping[str, Ints]) -> NDArray[np.int32]:
-    num_samples = len(next(iter(costs.values())))
-    if spec.balance.scope == "none" or spec.num_ranks == 1:
-        return _dealt(num_samples, spec.num_ranks)
-    shared_out = balance_phases(
-        {phase: costs[phase] for phase in spec.source.balanced},
-        spec.num_ranks,
-        objective=spec.balance.objective,
-        equal_count=spec.balance.equal_count,
-        max_samples=spec.balance.max_samples,
-    )
-    return shared_out.rank
 
 
 def _split(
@@ -189,31 +233,15 @@ def _split(
         return np.zeros(len(row), np.int32), 1
     sizes = np.stack([spec.source.positions(phase, dataset_id, row) for phase in caps], axis=1)
     return split_microbatches(
-        sum_costs([costs[phase] for phase in spec.source.balanced]),
+        np.sum([costs[phase] for phase in spec.source.balanced], axis=0),
         rank,
         spec.num_ranks,
         sizes=sizes,
         max_size=np.array(list(caps.values()), np.int64),
         oversize="own" if spec.balance.oversize == "own" else "error",
+        # Ranks that wait after each phase wait in each microbatch.
+        in_step=spec.balance.objective == "barrier" and spec.balance.order is None,
     )
-
-
-def sum_costs(columns: Sequence[Ints]) -> Ints:
-    """The sum over phases of each sample's cost, int64 (n,)."""
-    total = np.zeros(len(columns[0]), np.int64)
-    for column in columns:
-        total += column
-    return total
-
-
-def _dealt(num_samples: int, num_ranks: int) -> NDArray[np.int32]:
-    return (np.arange(num_samples) % num_ranks).astype(np.int32)
-
-
-def _loads(costs: Ints, rank: NDArray[np.int32], num_ranks: int) -> Ints:
-    loads = np.zeros(num_ranks, np.int64)
-    np.add.at(loads, rank, costs)
-    return loads
 
 
 def _max_over_mean(loads: Ints) -> float:

@@ -22,7 +22,8 @@ from orchdata.costs import IndexCosts
 from orchdata.loaders.errors import DataError, reason_kind
 from orchdata.loaders.index import Index
 from orchdata.loaders.order import Order, Shuffle
-from orchdata.plan import Plan, PlanSpec, SampleOrder, make_plan
+from orchdata.plan import PlanSpec, SampleOrder, make_plan
+from orchdata.stats import step_loads
 
 PERCENTILES = {"min": 0, "p25": 25, "p50": 50, "p75": 75, "p95": 95, "p99": 99, "max": 100}
 
@@ -233,7 +234,7 @@ def _scale(source: IndexCosts, order: Order, num_ranks: int, batch_size: int, st
     )
     chosen = np.unique(np.linspace(0, spec.num_steps - 1, min(steps, spec.num_steps)).astype(np.int64))
     plans = [make_plan(spec, epoch=0, step=int(step)) for step in chosen]
-    loads = {phase: np.array([_loads(plan, phase) for plan in plans]).sum(axis=0) for phase in source.phases}
+    loads = {phase: np.sum([step_loads(plan, phase) for plan in plans], axis=0) for phase in source.phases}
     step = np.sum([loads[phase] for phase in source.balanced], axis=0)
     return Scale(
         ranks=num_ranks,
@@ -244,17 +245,6 @@ def _scale(source: IndexCosts, order: Order, num_ranks: int, batch_size: int, st
         phases={phase: _imbalance(values) for phase, values in loads.items()},
         step=_imbalance(step),
         speedup=float(step[0] / step[1]),
-    )
-
-
-def _loads(plan: Plan, phase: str) -> tuple[float, float, float, float]:
-    """Largest load unbalanced, largest load balanced, lower bound and mean load of a phase in one step."""
-    balanced = plan.loads(phase)
-    return (
-        float(plan.loads_unbalanced(phase).max()),
-        float(balanced.max()),
-        float(plan.lower_bound(phase)),
-        float(balanced.mean()),
     )
 
 

@@ -14,15 +14,15 @@ from orchdata.buffers import BufferPool
 from orchdata.collating import SampleAssembler, shard_loader
 from orchdata.costs import IndexCosts
 from orchdata.dataset import ShardDataset
-from orchdata.layout import Packed
+from orchdata.layout import Layout, Packed, Padded, padded_encoders
 from orchdata.loaders.cache import CacheFolder
 from orchdata.loaders.errors import DataError
 from orchdata.loaders.index import Index, content_fingerprint
 from orchdata.loaders.modality import ENCODERS
 from orchdata.loaders.order import Order
 from orchdata.loaders.shards import OpenShards
+from orchdata.media_pages import PageSource
 from orchdata.packing import PackedAssembler
-from orchdata.pages import PageSource
 from orchdata.policy import ErrorPolicy
 from orchdata.progress import progress_bar
 from orchdata.sources import Source, SourceOptions
@@ -35,9 +35,10 @@ def shard_source(dataset: ShardDataset, options: SourceOptions, quarantine: Sequ
     """Open the index and leave out what cannot be used. Raises as DataLoader says."""
     if options.cost is not None and not isinstance(options.cost, CostModel):
         raise ValueError(f"cost for a ShardDataset is an od.CostModel, got {type(options.cost).__name__}")
-    layout = options.collate_fn if isinstance(options.collate_fn, Packed) else Packed()
+    layout = options.collate_fn if isinstance(options.collate_fn, Packed | Padded) else Packed()
+    _check_caps(options.balance, layout)
     index = _open_index(dataset, options)
-    costs = IndexCosts(index, options.cost, layout.multiple_of)
+    costs = IndexCosts(index, options.cost, layout.multiple_of, rectangular=isinstance(layout, Padded))
     _check_phases(costs, dataset)
     quarantined = _quarantined_rows(index, quarantine)
     bad = np.setdiff1d(index.bad_rows(), quarantined)
@@ -69,10 +70,10 @@ def _open_index(dataset: ShardDataset, options: SourceOptions) -> Index:
 
 
 def _assembler(
-    dataset: ShardDataset, options: SourceOptions, index: Index, layout: Packed, encoders: tuple[str, ...]
+    dataset: ShardDataset, options: SourceOptions, index: Index, layout: Layout, encoders: tuple[str, ...]
 ) -> Assembler:
     shards = OpenShards(limits=dataset.recipe.limits, cache=CacheFolder())
-    if options.collate_fn is None or isinstance(options.collate_fn, Packed):
+    if options.collate_fn is None or isinstance(options.collate_fn, Packed | Padded):
         pages = PageSource(index=index, recipe=dataset.recipe, layout=layout, encoders=encoders, pool=BufferPool())
         return PackedAssembler(source=pages, shards=shards, pin_memory=options.pin_memory)
     return SampleAssembler(
@@ -114,6 +115,16 @@ def _refuse(index: Index, bad: Ints, policy: ErrorPolicy) -> None:
         f"{first.reason} (the first of {len(bad)} bad samples; on_error='skip' leaves them out, quarantine= "
         "names samples to leave out; after mending shards, run `orchdata index` again)",
     )
+
+
+def _check_caps(balance: Balance, layout: Layout) -> None:
+    """The plan knows how many positions an encoder gets, not how large the rectangle around its items is."""
+    capped = [phase for phase in balance.caps if phase != "llm"]
+    if capped and padded_encoders(layout):
+        raise ValueError(
+            f"Balance.max_tokens caps {', '.join(capped)}, which od.Padded(encoders='padded') would exceed: its "
+            "padding is not planned; use encoders='packed', or cap llm alone"
+        )
 
 
 def _check_phases(costs: IndexCosts, dataset: ShardDataset) -> None:

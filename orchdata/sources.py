@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from orchdata.balance import Balance
-from orchdata.layout import Packed
+from orchdata.layout import Packed, Padded
 from orchdata.loaders.errors import DataError
 from orchdata.loaders.order import Shuffle
 from orchdata.parallel import Rank
@@ -27,7 +27,7 @@ class SourceOptions:
     drop_last: bool
     balance: Balance
     policy: ErrorPolicy
-    collate_fn: Packed | Callable[[list[Any]], Any] | None
+    collate_fn: Packed | Padded | Callable[[list[Any]], Any] | None
     pin_memory: bool
     cost: Any
 
@@ -39,6 +39,7 @@ class SourceOptions:
             num_ranks=self.rank.size,
             global_batch_size=self.global_batch_size,
             drop_last=self.drop_last,
+            streams=1 if self.shuffle is None else self.shuffle.streams,
         )
         return StepSpec(plan=plan, assembler=assembler, rank=self.rank.rank)
 

@@ -30,6 +30,7 @@ class Stats:
         self._loads: dict[str, np.ndarray[Any, np.dtype[np.float64]]] = {}
         self._tokens = 0
         self._padded_tokens = 0
+        self._own_streams: float | None = None
         self.failures: list[DataError] = []
         self._reasons: Counter[str] = Counter()
         self._failed: set[tuple[str, str]] = set()
@@ -44,7 +45,10 @@ class Stats:
         self._waiting_seconds += waiting_seconds
         self._seconds.update(built.seconds)
         for phase in plan.phases:
-            self._loads[phase] = self._loads.get(phase, np.zeros(4)) + _loads_of(plan, phase)
+            self._loads[phase] = self._loads.get(phase, np.zeros(4)) + step_loads(plan, phase)
+        own = plan.own_streams(self._rank)
+        if own is not None:
+            self._own_streams = (self._own_streams or 0.0) + own
         lengths = plan.llm_positions[mine]
         self._tokens += int(lengths.sum())
         for microbatch in range(plan.num_microbatches):
@@ -68,6 +72,8 @@ class Stats:
         `phases[name]`: `imbalance_unbalanced` and `imbalance` (max/mean of rank loads had samples been dealt out in
         turn, and as planned), `lower_bound_over_mean` (what no assignment can beat).
         `padding`: share of LLM positions that would be padding, had this rank's microbatches been padded.
+        `own_streams`: where ranks are grouped, the share of this rank's samples drawn from its group's streams, mean
+        over steps; else None.
         `milliseconds`: `waiting` is time the training loop waited for a step; the others are busy time, summed over
         threads. All per step. `failures`: `count`, `by_reason`, and the first of them in `samples`.
         """
@@ -78,6 +84,7 @@ class Stats:
             "loss_tokens": self._loss_tokens,
             "phases": {phase: _ratios(sums) for phase, sums in self._loads.items()},
             "padding": 1 - self._tokens / self._padded_tokens if self._padded_tokens else 0.0,
+            "own_streams": None if self._own_streams is None else self._own_streams / steps,
             "milliseconds": {
                 "waiting": 1000 * self._waiting_seconds / steps,
                 **{
@@ -95,7 +102,8 @@ class Stats:
         }
 
 
-def _loads_of(plan: Plan, phase: str) -> np.ndarray[Any, np.dtype[np.float64]]:
+def step_loads(plan: Plan, phase: str) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Largest load unbalanced and balanced, lower bound and mean load of a phase in one step, float64 (4,)."""
     loads = plan.loads(phase)
     unbalanced = plan.loads_unbalanced(phase)
     return np.array([unbalanced.max(), loads.max(), plan.lower_bound(phase), loads.mean()], np.float64)

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.loaders.errors import DataError
+from orchdata.pipeline import pipeline_order
 from orchdata.plan import Plan, PlanSpec, make_plan
 
 Task = Callable[[], None]
@@ -79,8 +80,8 @@ class StartedStep:
         self.plan = make_plan(spec.plan, epoch, step)
         self._planning_seconds = time.perf_counter() - started
         self._assemblies = [
-            spec.assembler.begin(self.plan, spec.rank, microbatch, self.plan.positions(spec.rank, microbatch))
-            for microbatch in range(self.plan.num_microbatches)
+            spec.assembler.begin(self.plan, spec.rank, place, self.plan.positions(spec.rank, microbatch))
+            for place, microbatch in enumerate(_microbatch_order(spec, self.plan))
         ]
         self.tasks: list[Task] = [task for assembly in self._assemblies for task in assembly.tasks]
 
@@ -93,6 +94,13 @@ class StartedStep:
                 seconds[stage] = seconds.get(stage, 0.0) + spent
         failures = [failure for assembled in made for failure in assembled.failures]
         return BuiltStep(self.plan, [assembled.batch for assembled in made], failures, seconds)
+
+
+def _microbatch_order(spec: StepSpec, plan: Plan) -> list[int]:
+    balance = spec.plan.balance
+    if balance.num_stages is None or plan.num_microbatches == 1:
+        return list(range(plan.num_microbatches))
+    return [int(microbatch) for microbatch in pipeline_order(plan, spec.rank, balance.num_stages)]
 
 
 def build_step(spec: StepSpec, epoch: int, step: int) -> BuiltStep:

@@ -94,6 +94,23 @@ def balance(
     _measure("balance", config, run, as_json)
 
 
+@app.command()
+@one_line_errors
+def exchange(
+    parts_per_rank: Annotated[int, typer.Option(help="Images that a rank encodes, on average.")] = 32,
+    tokens: Annotated[int, typer.Option(help="Median of an image's merged tokens.")] = 128,
+    hidden: Annotated[int, typer.Option(help="Width of a row, in bfloat16.")] = 1_280,
+    repeats: RepeatsOption = 30,
+    seed: SeedOption = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Features between ranks, against a plain all-to-all and all-gather-and-drop, on 2 and 4 gloo ranks."""
+    from orchdata.bench.exchange import ExchangeBench, run
+
+    config = ExchangeBench(parts_per_rank=parts_per_rank, tokens=tokens, hidden=hidden, repeats=repeats, seed=seed)
+    _measure("exchange", config, run, as_json)
+
+
 def _measure(name: str, config: Any, run: Callable[[Any], Sequence[Result | WideTable]], as_json: bool) -> None:
     from rich.console import Console
 

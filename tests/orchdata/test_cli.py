@@ -193,13 +193,21 @@ def test_synth_refuses_no_samples(tmp_path: Path) -> None:
     assert "samples must be at least 1, got 0" in error_line("synth", DESCRIPTION, tmp_path, "--samples", "0")
 
 
-@pytest.mark.parametrize("name", ["plan", "index", "throughput"])
-def test_bench_options_are_the_fields_of_its_configuration(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [
+        ("balance", "balance.run"),
+        ("plan", "plan"),
+        ("index", "index"),
+        ("throughput", "throughput"),
+        ("exchange", "exchange"),
+    ],
+)
+def test_bench_options_are_the_fields_of_its_configuration(name: str, module: str) -> None:
     # A default written twice must not drift apart.
     command = get_command(app).commands["bench"].commands[name]  # type: ignore[attr-defined]
     options = {option.name: option.default for option in command.params if option.name != "as_json"}
-    module = import_module(f"orchdata.bench.{name}")
-    config = getattr(module, f"{name.capitalize()}Bench")()
+    config = getattr(import_module(f"orchdata.bench.{module}"), f"{name.capitalize()}Bench")()
     assert options == {option: getattr(config, option) for option in options}
 
 

@@ -39,7 +39,8 @@ def test_train_resumes_and_runs_on_two_ranks(
     assert run("part.pt", 3) + run("part.pt", 6) == whole
 
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    script = [str(REPOSITORY / "examples" / "train.py"), *options, str(tmp_path / "two.pt"), "--steps", "6"]
+    program = [str(REPOSITORY / part) for part in ("tests/support/run_program.py", "examples/train.py")]
+    script = [*program, *options, str(tmp_path / "two.pt"), "--steps", "6"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run([*launcher, *script], env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -23,6 +23,7 @@ class Table:
     columns: dict[str, Ints]
     balanced: tuple[str, ...] = ("image", "llm")
     phases: tuple[str, ...] = field(default=("image", "llm"))
+    padded: None = None
 
     def costs(self, phase: str, dataset_id: NDArray[np.int32], row: Ints) -> Ints:
         return self.columns[phase][row]

@@ -1,0 +1,183 @@
+"""The ranks of post_balance among themselves: gathers and one ragged all-to-all on a gloo group of their own.
+
+Gloo tells only some ranks that another is gone; the rest would wait for the timeout. So a rank that cannot go on leaves
+a note in the group's store and takes its connections down, which wakes the others; who then leaves no note is missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from itertools import count
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+Bytes = NDArray[np.uint8]
+
+# Ranks that wait for their trainer look for notes this often, and others give them this long to leave their own.
+POLL_SECONDS = 1.0
+_NOTES_SECONDS = 5.0
+_LOST = "lost"  # The note of a rank that only noticed.
+
+# The newer name of one function; torch warns of the older.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_numbers = count()
+
+
+class StepError(RuntimeError):
+    """No rank can go on with a step of post_balance.
+
+    Attributes:
+        step: that could not be made.
+        rank: of the group, where it is known which one caused it, else None.
+    """
+
+    def __init__(self, message: str, step: int, rank: int | None) -> None:
+        super().__init__(message)
+        self.step = step
+        self.rank = rank
+
+
+class LostPeersError(Exception):
+    """A collective failed: some rank is gone, or late."""
+
+
+class Peers:
+    """This rank and the others.
+
+    Args:
+        group: the ranks; None for a single one. A gloo group of the same ranks is made: a collective.
+        timeout: seconds a rank waits for the others in one collective; None for torch's default.
+    """
+
+    def __init__(self, group: Any, timeout: float | None) -> None:
+        self._group: Any = None
+        self._store: Any = None
+        self.rank, self.size = 0, 1
+        if group is None or dist.get_world_size(group) == 1:
+            return
+        ranks = dist.get_process_group_ranks(group)
+        self._group = dist.new_group(
+            ranks,
+            backend="gloo",
+            timeout=None if timeout is None else timedelta(seconds=timeout),
+            # Ranks outside the group need not take part.
+            use_local_synchronization=len(ranks) < dist.get_world_size(),
+        )
+        self.rank, self.size = dist.get_rank(self._group), dist.get_world_size(self._group)
+        if hasattr(self._group, "get_group_store"):
+            self._store = self._group.get_group_store()
+        self._prefix = f"post_balance/{next(_numbers)}"
+
+    @property
+    def connected(self) -> bool:
+        """Whether collectives are possible."""
+        return self.size == 1 or self._group is not None
+
+    def gather(self, values: Ints) -> Ints:
+        """Stack int64 arrays of one shape from all ranks: (num_ranks, *shape)."""
+        if self.size == 1:
+            return values[None]
+        gathered = np.empty((self.size, *values.shape), np.int64)
+        self._run(_all_gather, torch.from_numpy(gathered).view(-1), torch.from_numpy(values).reshape(-1))
+        return gathered
+
+    def gather_rows(self, rows: Ints, counts: Ints) -> Ints:
+        """Concatenate int64 (counts[rank], num_columns) from all ranks."""
+        if not counts.any():
+            return rows
+        padded = np.zeros((int(counts.max()), rows.shape[1]), np.int64)
+        padded[: len(rows)] = rows
+        gathered = self.gather(padded)
+        return gathered[np.arange(len(padded)) < counts[:, None]]
+
+    def gather_texts(self, text: str) -> list[str]:
+        """Every rank's text."""
+        own = np.frombuffer(text.encode(), np.uint8)
+        counts = self.gather(np.array([len(own)]))[:, 0]
+        letters = self.gather_rows(own.astype(np.int64)[:, None], counts)[:, 0].astype(np.uint8)
+        return [part.tobytes().decode() for part in np.split(letters, np.cumsum(counts)[:-1])]
+
+    def exchange(self, outgoing: Bytes, to_each: Sequence[int], from_each: Sequence[int]) -> Bytes:
+        """One ragged all-to-all: bytes for each rank in turn -> the bytes from each, in new writable memory."""
+        incoming = torch.empty(sum(from_each), dtype=torch.uint8)
+        self._run(dist.all_to_all_single, incoming, torch.from_numpy(outgoing), list(from_each), list(to_each))
+        received: Bytes = incoming.numpy()
+        return received
+
+    def check_others(self) -> None:
+        """Raise LostPeersError if some rank has given up."""
+        if self._store is not None and self._has(f"{self._prefix}/over"):
+            raise LostPeersError("another rank gave up")
+
+    def leave(self, reason: str) -> None:
+        """Leave a note for the others; what the first note of a rank says stays."""
+        if self._store is None or self._has(f"{self._prefix}/{self.rank}"):
+            return
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"{self._prefix}/{self.rank}", reason)
+
+    def give_up(self, reason: str = _LOST) -> None:
+        """Leave a note and take the connections down: no further collective is possible."""
+        self.leave(reason)
+        if self._store is not None:
+            with contextlib.suppress(RuntimeError):
+                self._store.set(f"{self._prefix}/over", "1")
+        group, self._group = self._group, None
+        if group is not None and dist.is_initialized():
+            with contextlib.suppress(RuntimeError, ValueError, AssertionError):
+                dist.destroy_process_group(group)
+
+    def explain_loss(self, step: int, error: LostPeersError) -> StepError:
+        """Give up and find out who caused it, from the notes of the others."""
+        self.give_up()
+        lost = f"post_balance lost other ranks at step {step}"
+        if self._store is None:
+            return StepError(f"{lost}: {error}", step, None)
+        notes = self._notes()
+        for rank, note in notes.items():
+            if note != _LOST:
+                return StepError(f"{lost}: rank {rank} {note}", step, rank)
+        missing = [rank for rank in range(self.size) if rank not in notes]
+        if not missing:
+            return StepError(f"{lost}, though all are there: {error}", step, None)
+        named = ", ".join(map(str, missing))
+        text = f"{lost}: no word from rank {named}, which died or hangs ({error})"
+        return StepError(text, step, missing[0] if len(missing) == 1 else None)
+
+    def _notes(self) -> dict[int, str]:
+        notes: dict[int, str] = {}
+        deadline = time.monotonic() + _NOTES_SECONDS
+        while len(notes) < self.size:
+            for rank in range(self.size):
+                if rank not in notes and self._has(f"{self._prefix}/{rank}"):
+                    notes[rank] = self._store.get(f"{self._prefix}/{rank}").decode(errors="replace")
+            if time.monotonic() > deadline or any(note != _LOST for note in notes.values()):
+                break
+            time.sleep(0.02)
+        return notes
+
+    def _has(self, key: str) -> bool:
+        # The store goes with the rank that serves it.
+        with contextlib.suppress(RuntimeError):
+            return bool(self._store.check([key]))
+        return False
+
+    def _run(self, collective: Any, *arguments: Any) -> None:
+        if self._group is None:
+            raise LostPeersError("its connections are down")
+        try:
+            collective(*arguments, group=self._group)
+            return
+        except RuntimeError as error:
+            # Without gloo's own source lines and advice.
+            reason = str(error).partition("] ")[2].partition(". This is")[0] or str(error)
+        # Not raised from that error: its traceback holds the group, whose connections then could not be taken down.
+        raise LostPeersError(reason)

@@ -1,0 +1,176 @@
+"""Replication: the peers of a data-parallel rank get the steps that one of them, the reader, builds.
+
+    reader:   build -> deliver -> one message (see wire) -> broadcast
+    receiver: plan -> receive -> views of the message -> the same batches
+
+Plans are not sent: a receiver makes its own, and its hash is compared with the reader's. A step is sent when it is
+delivered, from the thread that iterates, so that nothing is under way between two steps: peers that stop at the same
+step owe each other nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import fields, is_dataclass
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from orchdata.buffers import BufferPool
+from orchdata.collating import SampleAssembler
+from orchdata.loaders.errors import DataError
+from orchdata.parallel import Rank
+from orchdata.plan import Plan, make_plan
+from orchdata.step import BuiltStep, StepSpec
+from orchdata.wire import Message, describe, read
+
+_BUILT, _FAILED = 0, 1
+_CLASS = "dataclass"  # marks a dict that was one
+
+
+class Replication:
+    """The channel between a reader and its peers: a gloo group of its own, whatever the trainer uses.
+
+    All ranks of the job make theirs together; every peer then sends or receives the same steps in the same order.
+
+    Raises RuntimeError, naming the rank, where another peer fails or is lost, and ValueError for steps that a user's
+    collate_fn makes: they hold anything.
+    """
+
+    def __init__(self, rank: Rank, spec: StepSpec) -> None:
+        if isinstance(spec.assembler, SampleAssembler):
+            raise ValueError(
+                "replicate='broadcast' sends an od.Batch, and a map-style data set or a collate_fn makes anything: "
+                "have every peer read, od.DataParallel(mesh, replicate='read')"
+            )
+        # To make a group is a collective of the job: every rank makes those of all, in the same order.
+        groups = [dist.new_group(list(peers), backend="gloo") for peers in rank.shared]
+        self._group = groups[rank.rank]
+        self._peers = rank.shared[rank.rank]
+        self._reader = self._peers[0]
+        self._pool = BufferPool()
+
+    @property
+    def is_reader(self) -> bool:
+        return dist.get_rank() == self._reader
+
+    def send(self, epoch: int, step: int, built: BuiltStep) -> None:
+        """Send a delivered step. Raises TypeError for a batch that holds what cannot be described."""
+        content = {
+            "epoch": epoch,
+            "step": step,
+            "plan": built.plan.hash,
+            "failures": [list(failure.args) for failure in built.failures],
+            "batches": _plain(built.batches),
+        }
+        try:
+            message = describe(content)
+        except TypeError as error:
+            self.send_error(error)
+            raise TypeError(f"{error}: use od.DataParallel(mesh, replicate='read')") from error
+        self._send(_BUILT, message)
+
+    def send_error(self, error: Exception) -> None:
+        """Let peers raise too, in place of waiting for a step."""
+        with contextlib.suppress(RuntimeError):  # of peers that are lost: `error` is what this rank raises
+            self._send(_FAILED, describe(f"{type(error).__name__}: {error}"))
+
+    def receive(self, plan: Plan) -> tuple[list[Any], list[DataError]]:
+        """The reader's batches and failures of the step of `plan`. Raises RuntimeError with the reader's error, or
+        where it is at another step or has another plan.
+        """
+        status, content = self._receive(f"got no step {plan.step} of epoch {plan.epoch}")
+        if status == _FAILED:
+            raise RuntimeError(f"rank {self._reader} reads for this rank, {dist.get_rank()}, and failed: {content}")
+        for name, own in (("epoch", plan.epoch), ("step", plan.step), ("plan", plan.hash)):
+            if content[name] != own:
+                raise RuntimeError(
+                    f"{name} is {content[name]!r} on rank {self._reader}, which reads for rank {dist.get_rank()}, and "
+                    f"{own!r} there: peers must iterate in step over equal loaders"
+                )
+        return _revive(content["batches"], plan), [DataError(*args) for args in content["failures"]]
+
+    def _send(self, status: int, message: Message) -> None:
+        buffer = self._pool.empty((message.num_bytes,), np.uint8)
+        message.write_to(buffer)
+        consequence = f"could not send to ranks {self._peers[1:]}"
+        self._broadcast(torch.tensor([status, message.num_bytes]), consequence)
+        self._broadcast(torch.from_numpy(buffer), consequence)
+
+    def _receive(self, consequence: str) -> tuple[int, Any]:
+        header = torch.zeros(2, dtype=torch.int64)
+        self._broadcast(header, consequence)
+        status, num_bytes = header.tolist()
+        buffer = self._pool.empty((num_bytes,), np.uint8)
+        self._broadcast(torch.from_numpy(buffer), consequence)
+        return status, read(buffer)
+
+    def _broadcast(self, tensor: Tensor, consequence: str) -> None:
+        try:
+            dist.broadcast(tensor, src=self._reader, group=self._group)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank {dist.get_rank()} {consequence} (rank {self._reader} reads for ranks {self._peers[1:]}): {error}"
+            ) from error
+
+
+class ReceivingEngine:
+    """Receives the steps that the reader delivers, in its order, in the calling thread."""
+
+    def __init__(self, spec: StepSpec, channel: Replication, *, pin_memory: bool) -> None:
+        self.depth = 0
+        self._spec = spec
+        self._channel = channel
+        self._pin_memory = pin_memory
+
+    def submit(self, epoch: int, step: int) -> Future[BuiltStep]:
+        future: Future[BuiltStep] = Future()
+        try:
+            started = time.perf_counter()
+            plan = make_plan(self._spec.plan, epoch, step)
+            seconds = {"planning": time.perf_counter() - started}
+            batches, failures = self._channel.receive(plan)
+            if self._pin_memory:
+                batches = [batch.pin_memory() for batch in batches]
+            future.set_result(BuiltStep(plan, batches, failures, seconds))
+        except Exception as error:  # noqa: BLE001 - it is passed on
+            future.set_exception(error)
+        return future
+
+    def close(self, wait: bool = True) -> None:
+        pass
+
+
+def _plain(value: Any) -> Any:
+    """Batches as what `wire` carries: dataclasses become dicts, a plan a mark in its place."""
+    if isinstance(value, Plan):
+        return {_CLASS: "Plan"}
+    if type(value) in (list, tuple):
+        return type(value)(_plain(item) for item in value)
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
+    if is_dataclass(value) and type(value).__module__.startswith("orchdata."):
+        held = {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+        return {_CLASS: f"{type(value).__module__}:{type(value).__qualname__}", "fields": held}
+    return value
+
+
+def _revive(value: Any, plan: Plan) -> Any:
+    """The way back."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(_revive(item, plan) for item in value)
+    if not isinstance(value, dict):
+        return value
+    if _CLASS not in value:
+        return {name: _revive(item, plan) for name, item in value.items()}
+    if value[_CLASS] == "Plan":
+        return plan
+    module, _, name = value[_CLASS].partition(":")
+    return getattr(import_module(module), name)(**_revive(value["fields"], plan))

@@ -1,0 +1,275 @@
+"""Which ranks balance, and that their peers get the same batches: gloo processes on 2 x 2 meshes (mesh_job.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from mesh_job import GLOBAL_BATCH_SIZE, RECIPE, run_ranks
+from shard_factory import jpeg, omni_samples, write_shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import orchdata as od
+from orchdata.parallel import DataParallel, resolve_rank
+
+NUM_SAMPLES = 20
+NUM_STEPS = 3  # 20 samples in global batches of 8: 8, 8, 4
+
+PEERS = {
+    "read": [(0, 1), (2, 3)],
+    "broadcast": [(0, 1), (2, 3)],
+    "mesh": [(0, 1), (2, 3)],
+    "tp first": [(0, 2), (1, 3)],
+}
+PEERS |= dict.fromkeys(("microbatched", "mrope", "skip"), PEERS["broadcast"])
+ALL = [*PEERS, "hsdp"]
+
+Ranks = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("shards")
+    samples = omni_samples(NUM_SAMPLES)
+    write_shard(folder / "good.tar", samples)
+    cut = jpeg(120, 90)
+    broken = {"__key__": "broken", "jpg": cut[: len(cut) // 2] + bytes(len(cut) - len(cut) // 2), "txt": b"a picture"}
+    write_shard(folder / "bad.tar", [*samples[:-1], broken])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ORCHDATA_CACHE", str(folder / "cache"))
+        for name in ("good", "bad"):
+            od.ShardDataset(folder / f"{name}.tar", recipe=RECIPE).index()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ranks(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    return run_ranks("share", 4, shards, tmp_path_factory.mktemp("share"))
+
+
+@pytest.fixture(scope="module")
+def three_ranks(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    return run_ranks("subgroup", 3, shards, tmp_path_factory.mktemp("subgroup"))
+
+
+def keys(epoch: dict[str, Any], step: int) -> set[str]:
+    return {key for _, key in epoch["steps"][step]["keys"]}
+
+
+def assert_exactly_once(epochs: list[dict[str, Any]], missing: int = 0) -> None:
+    for step, size in enumerate([8, 8, 4]):
+        held = [keys(epoch, step) for epoch in epochs]
+        assert sum(map(len, held)) == len(set().union(*held))  # disjoint
+        assert size - missing <= len(set().union(*held)) <= size
+    delivered = [key for epoch in epochs for step in range(NUM_STEPS) for key in keys(epoch, step)]
+    assert len(delivered) == len(set(delivered)) == NUM_SAMPLES - missing
+
+
+@pytest.mark.parametrize("scenario", PEERS)
+def test_peers_get_equal_batches_to_the_bit(ranks: Ranks, scenario: str) -> None:
+    for one, other in PEERS[scenario]:
+        assert ranks[one][scenario]["steps"] == ranks[other][scenario]["steps"]
+
+
+@pytest.mark.parametrize("scenario", PEERS)
+def test_data_parallel_ranks_share_each_global_batch(ranks: Ranks, scenario: str) -> None:
+    readers = [ranks[peers[0]][scenario] for peers in PEERS[scenario]]
+    assert_exactly_once(readers, missing=1 if scenario == "skip" else 0)
+
+
+def test_the_two_dims_of_hsdp_count_as_one(ranks: Ranks) -> None:
+    assert_exactly_once([rank["hsdp"] for rank in ranks])
+
+
+def test_broadcast_batches_are_those_that_peers_read(ranks: Ranks) -> None:
+    for rank in ranks:
+        assert rank["broadcast"]["steps"] == rank["read"]["steps"] == rank["mesh"]["steps"]
+
+
+def test_a_step_of_several_microbatches_is_broadcast_whole(ranks: Ranks) -> None:
+    assert max(len(step["digests"]) for step in ranks[1]["microbatched"]["steps"]) > 1
+
+
+@pytest.mark.parametrize("scenario", ALL)
+def test_length_and_state_are_the_same_on_all_ranks(ranks: Ranks, scenario: str) -> None:
+    assert {rank[scenario]["len"] for rank in ranks} == {NUM_STEPS}
+    assert all(rank[scenario]["state"] == ranks[0][scenario]["state"] for rank in ranks)
+
+
+@pytest.mark.parametrize("scenario", PEERS)
+def test_stats_are_the_same_on_all_peers(ranks: Ranks, scenario: str) -> None:
+    for peers in PEERS[scenario]:
+        assert len({ranks[peer][scenario]["samples"] for peer in peers}) == 1
+        assert all(ranks[peer][scenario]["phases"] == ranks[0][scenario]["phases"] for peer in peers)
+
+
+def test_only_the_reader_has_threads_that_decode(ranks: Ranks) -> None:
+    assert [rank["broadcast"]["threads"] for rank in ranks] == [2, 0, 2, 0]
+    assert [rank["read"]["threads"] for rank in ranks] == [2, 2, 2, 2]
+
+
+def test_a_failure_is_counted_on_the_reader(ranks: Ranks) -> None:
+    counts = [rank["skip"]["failures"] for rank in ranks]
+    assert sorted(counts) == [0, 0, 0, 1]
+    assert counts[1] == counts[3] == 0
+    assert sum(ranks[reader]["skip"]["samples"] for reader in (0, 2)) == NUM_SAMPLES - 1
+
+
+def test_an_error_of_the_reader_reaches_its_peers(ranks: Ranks) -> None:
+    said = [rank["raise"] for rank in ranks]
+    failed = 0 if said[0] else 2  # whoever of the readers drew it
+    assert said[failed].startswith("DataError: ")
+    assert "sample 'broken', field 'jpg'" in said[failed]
+    assert said[failed + 1] == (
+        f"RuntimeError: rank {failed} reads for this rank, {failed + 1}, and failed: {said[failed]}"
+    )
+    assert said[2 - failed] is said[3 - failed] is None
+
+
+def test_an_iteration_left_early_resumes_on_all_peers(ranks: Ranks) -> None:
+    for rank in ranks:
+        assert rank["resumed"] == [digest for step in rank["broadcast"]["steps"] for digest in step["digests"]]
+
+
+def test_peers_that_iterate_apart_are_told(ranks: Ranks) -> None:
+    said = [rank["apart"] for rank in ranks]
+    assert said[0] is said[2] is None
+    assert said[1] == (
+        "RuntimeError: epoch is 0 on rank 0, which reads for rank 1, and 1 there: peers must iterate in step over "
+        "equal loaders"
+    )
+
+
+@pytest.mark.parametrize("scenario", ["collate", "map broadcast"])
+def test_what_only_the_user_can_describe_is_not_broadcast(ranks: Ranks, scenario: str) -> None:
+    for rank in ranks:
+        assert "od.DataParallel(mesh, replicate='read')" in rank[scenario]
+        assert rank[scenario].startswith("ValueError: replicate='broadcast' sends an od.Batch")
+
+
+def test_peers_read_a_map_style_data_set_alike(ranks: Ranks) -> None:
+    read = [rank["map read"] for rank in ranks]
+    assert read[0] == read[1]
+    assert read[2] == read[3]
+    assert sorted(number for rank in (0, 2) for batch in read[rank] for number in batch) == list(range(8))
+
+
+@pytest.mark.parametrize("scenario", ["group", "checked"])
+def test_a_group_of_two_ranks_of_three(three_ranks: Ranks, scenario: str) -> None:
+    assert_exactly_once([three_ranks[0][scenario], three_ranks[2][scenario]])
+
+
+def test_a_rank_outside_group_or_mesh_is_refused(three_ranks: Ranks) -> None:
+    assert three_ranks[1]["outside"] == "ValueError: dp is a process group this process does not belong to"
+    assert three_ranks[1]["mesh"] == "ValueError: dp is a mesh of the ranks [0, 2]; this process, rank 1, is none"
+
+
+def test_both_of_two_ranks_are_named(three_ranks: Ranks) -> None:
+    for rank in (0, 2):
+        assert "ranks 0, 2 differ from each other: order.seed is 0 on rank 0, 2 on rank 2" in three_ranks[rank]["seed"]
+
+
+@pytest.fixture
+def rank_5_of_8() -> Iterator[None]:
+    dist.init_process_group("fake", rank=5, world_size=8, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+def mesh(*names: str, shape: tuple[int, ...] = (2, 2, 2)) -> DeviceMesh:
+    return DeviceMesh("cpu", torch.arange(8).reshape(shape), mesh_dim_names=names or None)
+
+
+@pytest.mark.usefixtures("rank_5_of_8")
+def test_data_parallel_dims_are_row_major_in_the_order_of_the_mesh() -> None:
+    # rank 5 is at (1, 0, 1)
+    found = resolve_rank(DataParallel(mesh("dp_replicate", "dp_shard", "tp")))
+    assert (found.rank, found.size) == (2, 4)  # (1, 0) of 2 x 2
+    assert found.shared == ((0, 1), (2, 3), (4, 5), (6, 7))
+    found = resolve_rank(DataParallel(mesh("dp_replicate", "cp", "dp_shard")))
+    assert (found.rank, found.size) == (3, 4)  # (1, 1)
+    assert found.shared == ((0, 2), (1, 3), (4, 6), (5, 7))
+    found = resolve_rank(DataParallel(mesh("pp", "dp", "tp"), dims=("dp",), replicate="read"))
+    assert (found.rank, found.size, found.shared) == (0, 2, ())
+
+
+@pytest.mark.usefixtures("rank_5_of_8")
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [(("dp", "cp", "tp"), (1, 2)), (("pp", "data", "tp"), (0, 2)), (("tp", "dp_shard", "cp"), (0, 2))],
+)
+def test_common_names_of_dims_are_found(names: tuple[str, ...], expected: tuple[int, int]) -> None:
+    found = resolve_rank(mesh(*names))
+    assert (found.rank, found.size) == expected
+
+
+@pytest.mark.usefixtures("rank_5_of_8")
+def test_a_mesh_of_one_dim_needs_no_name() -> None:
+    found = resolve_rank(mesh(shape=(8,)))
+    assert (found.rank, found.size, found.shared) == (5, 8, ())
+    assert len(found.groups) == 1
+
+
+@pytest.mark.usefixtures("rank_5_of_8")
+@pytest.mark.parametrize(
+    ("names", "local", "given", "expected"),
+    [
+        (("dp_replicate", "dp_shard", "tp"), "4", None, 2),  # nodes of ranks 0-3 and 4-7, peers in pairs
+        (("pp", "dp", "tp"), "4", None, 2),  # stages on nodes of their own
+        (("dp", "cp", "tp"), "8", None, 2),
+        (("dp", "cp", "tp"), "2", None, 1),  # a data-parallel rank spans two nodes
+        (("dp", "cp", "tp"), "", None, None),
+        (("dp_replicate", "dp_shard", "tp"), "8", 3, 3),
+    ],
+)
+def test_ranks_of_a_node_are_counted_without_peers(
+    names: tuple[str, ...], local: str, given: int | None, expected: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    dims = ("dp_replicate", "dp_shard", "dp")
+    assert resolve_rank(DataParallel(mesh(*names), dims=dims, ranks_per_node=given)).ranks_per_node == expected
+
+
+@pytest.mark.usefixtures("rank_5_of_8")
+def test_a_mesh_without_a_data_parallel_dim_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"the mesh has the dims \('pp', 'cp', 'tp'\), and none of .*'dp', 'data'\)"):
+        resolve_rank(mesh("pp", "cp", "tp"))
+    with pytest.raises(ValueError, match="without names"):
+        resolve_rank(mesh())
+    with pytest.raises(ValueError, match=r"none of \('dp_replicate', 'dp_shard'\) is among them"):
+        resolve_rank(DataParallel(mesh("dp", "cp", "tp")))
+
+
+@pytest.mark.usefixtures("rank_5_of_8")
+def test_broadcast_needs_the_mesh_of_all_ranks() -> None:
+    part = mesh("pp", "dp", "tp")["dp", "tp"]
+    with pytest.raises(ValueError, match=r"takes all 8 ranks of the job, and the mesh has 4: .* replicate='read'"):
+        resolve_rank(part)
+    found = resolve_rank(DataParallel(part, dims=("dp",), replicate="read"))
+    assert (found.rank, found.size) == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"dims": "dp"}, r"dims must be names of mesh dims, as \('dp',\), got 'dp'"),
+        ({"dims": ()}, "dims must be names"),
+        ({"replicate": "send"}, "replicate must be 'read' or 'broadcast', got 'send'"),
+        ({"ranks_per_node": 0}, "ranks_per_node must be at least 1, got 0"),
+        ({"check_plan_every": -1}, "check_plan_every must be at least 0, got -1"),
+    ],
+)
+def test_values_of_data_parallel_are_checked(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        DataParallel(None, **options)
+
+
+def test_neither_group_nor_mesh_is_refused() -> None:
+    with pytest.raises(TypeError, match="a process group, a DeviceMesh, an od.DataParallel or"):
+        resolve_rank(DataParallel("dp"))
+    assert GLOBAL_BATCH_SIZE * 2 < NUM_SAMPLES < GLOBAL_BATCH_SIZE * NUM_STEPS  # guards NUM_STEPS

@@ -1,0 +1,244 @@
+"""Run by test_parallel and test_agreement under torchrun: loaders over meshes; each rank writes what it saw.
+
+torchrun --nproc-per-node N mesh_job.py SUITE SHARDS_FOLDER RESULTS_FOLDER
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import signal
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from datetime import timedelta
+from itertools import islice
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from map_dataset import Numbers
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import orchdata as od
+from orchdata.demo.launch import end_with_parent, leave, torchrun
+from orchdata.parallel import DataParallel
+from orchdata.plan import Plan
+
+LIMIT_SECONDS = 90
+RECIPE = od.Recipe(
+    image=od.ImagePreprocessor(patch_size=14, merge=2, min_tokens=1, max_tokens=16),
+    audio=od.AudioPreprocessor(num_mels=16, dtype="float32"),
+)
+GLOBAL_BATCH_SIZE = 8
+
+Found = dict[str, Any]
+
+
+def run_ranks(suite: str, num_ranks: int, shards: Path, folder: Path) -> list[Found]:
+    """What each rank of the job found, by scenario."""
+    with (folder / "log").open("w+b") as log:
+        torchrun(
+            [__file__, suite, str(shards), str(folder)],
+            num_ranks=num_ranks,
+            environment={"ORCHDATA_CACHE": str(shards / "cache")},
+            log=log,
+            progress=lambda done, total: None,
+        )
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(num_ranks)]
+
+
+class Job:
+    """The loaders of one rank."""
+
+    def __init__(self, shards: Path) -> None:
+        self.shards = shards
+        self.rank = dist.get_rank()
+
+    def loader(self, dp: Any, *, data: str = "good", **options: Any) -> od.DataLoader:
+        options = {"global_batch_size": GLOBAL_BATCH_SIZE, "shuffle": True, "seed": 3, "num_threads": 2} | options
+        return od.DataLoader(od.ShardDataset(self.shards / f"{data}.tar", recipe=RECIPE), dp=dp, **options)
+
+    def share(self) -> Found:
+        """A mesh of 2 x 2."""
+        by_dp = self.mesh("dp", "tp")
+        by_tp = self.mesh("tp", "dp")
+        both = self.mesh("dp_replicate", "dp_shard")
+        read = DataParallel(by_dp, dims=("dp",), replicate="read", check_plan_every=2)
+        broadcast = DataParallel(by_dp, dims=("dp",), replicate="broadcast", check_plan_every=2)
+        microbatched = od.Balance(max_tokens=150, oversize="own")
+        found: Found = {
+            "read": seen(self.loader(read)),
+            "broadcast": seen(self.loader(broadcast)),
+            "mesh": seen(self.loader(by_dp)),
+            "tp first": seen(self.loader(by_tp)),
+            "hsdp": seen(self.loader(DataParallel(both))),
+            "microbatched": seen(self.loader(broadcast, balance=microbatched)),
+            "mrope": seen(self.loader(broadcast, collate_fn=od.Packed(positions="mrope", empty="zero"))),
+            "skip": seen(self.loader(broadcast, data="bad", on_error="skip")),
+            "raise": message(lambda: seen(self.loader(broadcast, data="bad"))),
+            "collate": message(lambda: self.loader(broadcast, collate_fn=len)),
+            "map broadcast": message(lambda: od.DataLoader(Numbers(8), dp=broadcast)),
+            "map read": [batch["number"].tolist() for batch in od.DataLoader(Numbers(8), dp=read)],
+        }
+        resumed = self.loader(broadcast)
+        begun = [digest(batch) for batch in islice(resumed, 2)]  # left inside the epoch, steps under way
+        resumed.load_state_dict(json.loads(json.dumps(resumed.state_dict())))
+        found["resumed"] = begun + [digest(batch) for batch in resumed]
+        apart = self.loader(DataParallel(by_dp, dims=("dp",)))
+        apart.set_epoch(by_dp.get_coordinate()[1])
+        found["apart"] = message(lambda: next(iter(apart)))
+        return found
+
+    def agree(self) -> Found:
+        """A mesh of 2 x 2 with ranks that differ."""
+        dp = DataParallel(self.mesh("dp", "tp"), dims=("dp",), check_plan_every=2)
+        often = DataParallel(self.mesh("dp_replicate", "dp_shard"), check_plan_every=2)
+        odd = self.rank == 2
+
+        def refused(usual: dict[str, Any], differing: dict[str, Any], dp: Any = dp) -> str | None:
+            return message(lambda: self.loader(dp, **(differing if odd else usual)))
+
+        found: Found = {
+            "seed": refused({"seed": 1}, {"seed": 2}),
+            "size": refused({}, {"global_batch_size": 6}),
+            "dataset": refused({}, {"data": "other"}),
+            "cost": refused({"cost": None}, {"cost": od.CostModel.tokens()}),
+            "balance": refused({}, {"balance": "none"}),
+            "no index": refused({}, {"data": "unindexed"}),
+            "world": refused({"seed": 1}, {"seed": 2}, dist.group.WORLD),
+            "tuple": refused({"seed": 1}, {"seed": 2}, (0, 1)),
+            "halves": message(lambda: self.loader(dp, seed=self.rank % 2)),
+            "alike": message(lambda: self.loader(dp)),
+        }
+        loader = self.loader(often)
+        steps = iter(loader.steps())
+        next(steps)
+        with other_plans(odd):
+            found["first step"] = message(lambda: next(iter(self.loader(often))))
+            found["uncompared step"] = message(lambda: next(steps))
+            found["compared step"] = message(lambda: next(steps))
+        moved = self.loader(often)
+        moved.set_epoch(int(odd))
+        found["epoch"] = message(lambda: next(iter(moved)))
+        with other_plans(self.rank == 1):  # a receiver, and nobody compares
+            unchecked = self.loader(DataParallel(self.mesh("dp", "tp"), dims=("dp",)))
+            found["receiver"] = message(lambda: next(iter(unchecked)))
+        return found
+
+    def subgroup(self) -> Found:
+        """Ranks 0 and 2 of three."""
+        group = dist.new_group([0, 2])
+        if self.rank == 1:
+            mesh = DeviceMesh("cpu", [0, 2], mesh_dim_names=("dp",), _init_backend=False)
+            return {
+                "outside": message(lambda: self.loader(group)),
+                "mesh": message(lambda: self.loader(DataParallel(mesh, dims=("dp",)))),
+            }
+        dp = DataParallel(group, check_plan_every=1)
+        return {
+            "group": seen(self.loader(group)),
+            "checked": seen(self.loader(dp)),
+            "seed": message(lambda: self.loader(dp, seed=self.rank)),
+        }
+
+    def mesh(self, *names: str) -> DeviceMesh:
+        return init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+
+
+def seen(loader: od.DataLoader) -> Found:
+    """An epoch on this rank."""
+    before = threading.active_count()
+    steps, most = [], before
+    for step in loader.steps():
+        most = max(most, threading.active_count())
+        steps.append(
+            {
+                "keys": [list(key) for batch in step for key in batch.keys],
+                "digests": [digest(batch) for batch in step],
+                "plan": step[0].plan.hash,
+            }
+        )
+    stats = loader.stats()
+    return {
+        "steps": steps,
+        "len": len(loader),
+        "state": loader.state_dict(),
+        "samples": stats["samples"],
+        "failures": stats["failures"]["count"],
+        "phases": stats["phases"],
+        "threads": most - before,
+    }
+
+
+def message(act: Callable[[], Any]) -> str | None:
+    """The error of `act`, with its type."""
+    try:
+        act()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+@contextmanager
+def other_plans(here: bool) -> Any:
+    """As if this rank planned otherwise."""
+    original = Plan.hash
+    if here:
+        Plan.hash = property(lambda plan: "of another plan")  # type: ignore[assignment,misc]
+    try:
+        yield
+    finally:
+        Plan.hash = original  # type: ignore[misc]
+
+
+def digest(value: Any) -> str:
+    """Of all that a batch holds, to the bit."""
+    found = hashlib.blake2b(digest_size=8)
+    for part in _parts(value):
+        found.update(part)
+    return found.hexdigest()
+
+
+def _parts(value: Any) -> Any:
+    if isinstance(value, Plan):
+        yield value.hash.encode()
+    elif isinstance(value, torch.Tensor):
+        yield f"{value.dtype}{tuple(value.shape)}".encode()
+        yield value.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).numpy().tobytes()
+    elif isinstance(value, np.ndarray):
+        yield from _parts(torch.from_numpy(value))
+    elif is_dataclass(value):
+        for field in fields(value):
+            yield field.name.encode()
+            yield from _parts(getattr(value, field.name))
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            yield str(name).encode()
+            yield from _parts(item)
+    elif isinstance(value, (list, tuple)):
+        yield f"{type(value)}{len(value)}".encode()
+        for item in value:
+            yield from _parts(item)
+    else:
+        yield repr(value).encode()
+
+
+def main(suite: str, shards: str, folder: str) -> None:
+    end_with_parent()
+    signal.alarm(LIMIT_SECONDS)  # a hang must end the test, not stay
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=LIMIT_SECONDS))
+    found = getattr(Job(Path(shards)), suite)()
+    out: IO[str]
+    with (Path(folder) / f"{dist.get_rank()}.json").open("w") as out:
+        json.dump(found, out)
+    leave()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

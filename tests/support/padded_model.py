@@ -1,0 +1,77 @@
+"""The demo's model on padded batches: the same parameters, rectangles with masks in place of packed sequences."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from orchdata.batch import merge_features
+from orchdata.demo.attention import Stack, rotary, rotate
+from orchdata.demo.model import Encoder, ModelOutput, MultimodalLM, patch_positions, strided_frames
+
+
+class PaddedLM(MultimodalLM):
+    """Takes `Batch.model_inputs()` of od.Padded, encoders packed or padded."""
+
+    def forward(  # type: ignore[override]
+        self, input_ids: Tensor, position_ids: Tensor, labels: Tensor, attention_mask: Tensor, **media: Any
+    ) -> ModelOutput:
+        x = self.embed(input_ids)
+        if self.image is not None:
+            x = merge_features(x, self._image_tokens(x.dtype, media), media["image_positions"])
+        if self.audio is not None:
+            x = merge_features(x, self._audio_tokens(x.dtype, media), media["audio_positions"])
+        x = padded_stack(self.llm, x, position_ids.reshape(-1, *x.shape[:2]), attention_mask)
+        targets = labels[:, 1:]
+        asked = targets != -100
+        loss = F.cross_entropy(self.head(x[:, :-1][asked]), targets[asked], reduction="sum")
+        return ModelOutput(loss, int(asked.sum()))
+
+    def _image_tokens(self, dtype: torch.dtype, media: dict[str, Any]) -> Tensor:
+        assert self.image is not None
+        patches, places = media["image_patches"].to(dtype), patch_positions(media["image_grid_hw"], self.config.merge)
+        if "image_mask" not in media:
+            packed: Tensor = self.image(patches, media["image_cu_seqlens"], places)
+            return packed
+        mask = media["image_mask"]
+        positions = torch.zeros(2, *mask.shape, dtype=torch.int64)
+        positions[:, mask] = places
+        return padded_tokens(self.image, patches, positions, mask)[tuple(media["image_token_places"])]
+
+    def _audio_tokens(self, dtype: torch.dtype, media: dict[str, Any]) -> Tensor:
+        assert self.audio is not None
+        frames, stride = media["audio_features"].to(dtype), self.config.conv_stride
+        if "audio_mask" not in media:
+            packed: Tensor = self.audio(*strided_frames(frames, media["audio_cu_seqlens"], stride))
+            return packed
+        before = F.pad(frames[:, stride - 1 : -1 : stride], (0, 0, 1, 0))
+        windows = torch.cat((before, frames.unflatten(1, (-1, stride)).flatten(2)), dim=2)
+        positions = torch.arange(windows.shape[1]).expand(1, *windows.shape[:2])
+        tokens = padded_tokens(self.audio, windows, positions, media["audio_mask"][:, ::stride])
+        return tokens[tuple(media["audio_token_places"])]
+
+
+def padded_tokens(encoder: Encoder, rows: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+    """rows (num_items, num_positions, in_dim) -> (num_items, num_positions / group, out_dim)."""
+    x = padded_stack(encoder.stack, encoder.embed(rows), positions, mask, causal=False)
+    tokens: Tensor = encoder.projector(x.unflatten(1, (-1, encoder.group)).flatten(2))
+    return tokens
+
+
+def padded_stack(stack: Stack, x: Tensor, positions: Tensor, mask: Tensor, *, causal: bool = True) -> Tensor:
+    """`Stack` on x (num_rows, length, hidden), positions (num_axes, num_rows, length), keys where mask is True."""
+    cos, sin = (angle.unflatten(0, x.shape[:2]) for angle in rotary(positions.flatten(1), stack.head_dim, x.dtype))
+    seen = mask[:, None, None, :]
+    if causal:
+        seen = seen & torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+    for block in stack.blocks:
+        query, key, value = block.qkv(block.norm_attention(x)).unflatten(-1, (3, block.num_heads, -1)).unbind(2)
+        heads_first = (part.transpose(1, 2) for part in (rotate(query, cos, sin), rotate(key, cos, sin), value))
+        mixed = F.scaled_dot_product_attention(*heads_first, attn_mask=seen)
+        x = x + block.proj(mixed.transpose(1, 2).flatten(2))
+        x = x + block.down(F.gelu(block.up(block.norm_ffn(x))))
+    out: Tensor = stack.norm(x)
+    return out

@@ -1,0 +1,273 @@
+"""Run by test_post_balance, once for each rank: iterates over post_balance and writes what it saw.
+
+python post_balance_job.py SCENARIO RANK SIZE FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from orchdata.balance import Balance
+from orchdata.post_balancing import PostBalanced, post_balance
+
+TIMEOUT_SECONDS = 30
+
+
+class Drawn:
+    """A loader with a state: gives the lists of `steps`, in turn."""
+
+    def __init__(self, steps: list[list[dict[str, Any]]], fail_at: int | None = None) -> None:
+        self.steps = steps
+        self.fail_at = fail_at
+        self.position = 0
+
+    def __iter__(self) -> Iterator[list[dict[str, Any]]]:
+        for position in range(self.position, len(self.steps)):
+            if position == self.fail_at:
+                raise OSError("the disk is gone")
+            self.position = position + 1
+            yield self.steps[position]
+        self.position = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+def make_sample(rank: int, step: int, index: int, cost: int) -> dict[str, Any]:
+    """A sample whose content follows from its key, so that whoever gets it can check it."""
+    key = f"{rank}-{step}-{index}"
+    values = torch.arange(cost % 97, dtype=torch.bfloat16)
+    pixels = np.full((3, index + 1), rank, np.uint8)
+    return {"key": key, "cost": cost, "ids": values, "pixels": pixels, "raw": key.encode()}
+
+
+def intact(sample: dict[str, Any]) -> bool:
+    rank, step, index = map(int, sample["key"].split("-"))
+    wanted = make_sample(rank, step, index, sample["cost"])
+    return (
+        torch.equal(sample["ids"], wanted["ids"])
+        and sample["ids"].dtype == torch.bfloat16
+        and np.array_equal(sample["pixels"], wanted["pixels"])
+        and sample["raw"] == wanted["raw"]
+    )
+
+
+def make_steps(rank: int, num_steps: int, counts: tuple[int, ...] = (6,)) -> list[list[dict[str, Any]]]:
+    """Lists of samples with a long tail, longer on higher ranks."""
+    random = np.random.default_rng(rank)
+    return [
+        [
+            make_sample(rank, step, index, int(random.integers(1, 100) * (rank + 1) ** 2))
+            for index in range(counts[step % len(counts)])
+        ]
+        for step in range(num_steps)
+    ]
+
+
+def wrap(loader: Any, **options: Any) -> PostBalanced:
+    options = {"timeout": TIMEOUT_SECONDS, "loss_tokens": lambda sample: sample["cost"], **options}
+    return post_balance(loader, cost=lambda sample: sample["cost"], **options)
+
+
+def seen_of(batches: Any) -> list[dict[str, Any]]:
+    return [
+        {
+            "step": batch.step,
+            "keys": [sample["key"] for sample in batch.samples],
+            "costs": [sample["cost"] for sample in batch.samples],
+            "intact": all(map(intact, batch.samples)),
+            "loss_scale": batch.loss_scale,
+            "hash": batch.plan.hash,
+        }
+        for batch in batches
+    ]
+
+
+def run_epochs(loader: Any, epochs: int = 1, **options: Any) -> dict[str, Any]:
+    balanced = wrap(loader, **options)
+    return {"epochs": [seen_of(balanced) for _ in range(epochs)], "stats": balanced.stats()}
+
+
+def uneven(rank: int, size: int) -> dict[str, Any]:
+    """Rank 0 has no sample from the start; the others have steps in growing number, some of them empty lists."""
+    return run_epochs(Drawn(make_steps(rank, 3 * rank, (6, 0, 9))), epochs=2)
+
+
+def giant(rank: int, size: int) -> dict[str, Any]:
+    steps = [[make_sample(rank, 0, index, 10) for index in range(4)]]
+    if rank == 1:
+        steps[0][2] = make_sample(rank, 0, 2, 1_000_000)
+    return run_epochs(Drawn(steps), gain=0.0)
+
+
+def balances(rank: int, size: int) -> dict[str, Any]:
+    rules: dict[str, Any] = {
+        "none": "none",
+        "global": "global",
+        "grouped": Balance(scope="grouped", group_size=2),
+        "grid": Balance(scope="grid", group_size=2),
+        "equal_count": Balance(scope="global", equal_count=True),
+        "max_samples": Balance(scope="grouped", group_size=2, max_samples=7),
+    }
+    return {name: run_epochs(Drawn(make_steps(rank, 3)), balance=rule) for name, rule in rules.items()}
+
+
+def gain(rank: int, size: int) -> dict[str, Any]:
+    """Loads 90 and 110 in step 0: moving can take 10 of 110 off, 9.1 %. Loads 10 and 110 in step 1: 45 %."""
+    costs = [[30, 30, 30], [10]] if rank == 0 else [[30, 30, 30, 10, 10], [50, 50, 10]]
+    steps = [[make_sample(rank, step, i, cost) for i, cost in enumerate(row)] for step, row in enumerate(costs)]
+    return run_epochs(Drawn(steps), gain=0.2)
+
+
+def failing_loader(rank: int, size: int) -> dict[str, Any]:
+    return caught(wrap(Drawn(make_steps(rank, 8), fail_at=5 if rank == 1 else None)))
+
+
+def bad_sample(rank: int, size: int) -> dict[str, Any]:
+    steps = make_steps(rank, 4)
+    if rank == size - 1:
+        steps[2][1]["meta"] = [{1, 2}]
+    return caught(wrap(Drawn(steps)))
+
+
+def caught(balanced: PostBalanced, pause: float = 0.0) -> dict[str, Any]:
+    steps = []
+    try:
+        for batch in balanced:
+            steps.append(batch.step)
+            time.sleep(pause)
+    except RuntimeError as error:
+        return {
+            "steps": steps,
+            "error": str(error),
+            "rank": getattr(error, "rank", None),
+            "cause": type(error.__cause__).__name__,
+        }
+    return {"steps": steps, "error": None}
+
+
+def dying_rank(rank: int, size: int) -> dict[str, Any]:
+    balanced = wrap(Drawn(make_steps(rank, 50)))
+    if rank == 1:
+        for batch in balanced:
+            if batch.step == 3:
+                os._exit(7)
+    started = time.monotonic()
+    # One rank is slow: it waits for room, not for the others, when the rank dies.
+    found = caught(balanced, pause=0.5 if rank == 0 else 0.0)
+    return {**found, "seconds": time.monotonic() - started}
+
+
+def one_leaves(rank: int, size: int) -> dict[str, Any]:
+    balanced = wrap(Drawn(make_steps(rank, 50)))
+    if rank != 1:
+        return caught(balanced)
+    for batch in balanced:
+        if batch.step == 2:
+            break
+    return {"threads": threads()}
+
+
+def all_leave(rank: int, size: int) -> dict[str, Any]:
+    """Every rank breaks, and the next epoch begins at the first step."""
+    balanced = wrap(Drawn(make_steps(rank, 50)))
+    for batch in balanced:
+        if batch.step == 2:
+            break
+    after_break = threads()
+    balanced._loader.position = 0
+    iterator = iter(balanced)
+    first = next(iterator).step
+    balanced.close()
+    after_close = threads()
+    del iterator
+    balanced._loader.position = 0
+    iterator = iter(balanced)
+    again = next(iterator).step
+    del iterator
+    return {"first": [first, again], "threads": [after_break, after_close, threads()]}
+
+
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("orchdata")]
+
+
+def resume(rank: int, size: int) -> dict[str, Any]:
+    """The state after 3 steps, taken while others are prefetched; rank 0 has only two steps of its own."""
+    steps = make_steps(rank, 2 if rank == 0 else 7)
+    whole = seen_of(wrap(Drawn(steps)))
+    balanced = wrap(Drawn(steps))
+    before, states = [], [balanced.state_dict()]
+    for batch in balanced:
+        before += seen_of([batch])
+        time.sleep(0.1)  # so that steps ahead are drawn
+        states.append(balanced.state_dict())
+        if batch.step == 2:
+            break
+    again = wrap(Drawn(steps))
+    again.load_state_dict(json.loads(json.dumps(states[-1])))
+    after = seen_of(again)
+    return {"whole": whole, "resumed": before + after, "states": states, "end": again.state_dict()}
+
+
+def unlike(rank: int, size: int) -> dict[str, Any]:
+    try:
+        wrap(Drawn([]), gain=0.02 if rank == 0 else 0.5)
+    except ValueError as error:
+        return {"error": str(error)}
+    return {"error": None}
+
+
+def subgroup(rank: int, size: int) -> dict[str, Any]:
+    """Ranks 1 and 2 of three balance; rank 0 knows nothing of it."""
+    members = dist.new_group([1, 2])
+    return run_epochs(Drawn(make_steps(rank, 3)), group=members) if rank else {"epochs": [[]]}
+
+
+def overhead(rank: int, size: int) -> dict[str, Any]:
+    """Seconds a step with small samples, beside the same loader alone."""
+    steps = make_steps(rank, 300, (16,))
+    balanced = wrap(Drawn(steps))
+    for _ in balanced:
+        pass
+    started = time.perf_counter()
+    for _ in balanced:
+        pass
+    return {"ms": 1000 * (time.perf_counter() - started) / len(steps), "stats": balanced.stats()}
+
+
+def main(scenario: str, rank: str, size: str, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=int(rank),
+        world_size=int(size),
+        timeout=timedelta(seconds=TIMEOUT_SECONDS),
+    )
+    result = globals()[scenario](int(rank), int(size))
+    Path(folder, f"{rank}.json").write_text(json.dumps(result))
+    if scenario not in ("dying_rank", "one_leaves"):
+        dist.barrier()
+        dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # Threads that gloo may still hold abort a process that ends the long way.
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
