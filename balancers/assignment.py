@@ -60,6 +60,19 @@ class MovedAssignment(Assignment):
         return (self.moved_cost_within + self.moved_cost_between) / total if total else 0.0
 
 
+def cells_of(
+    costs: NDArray[np.int64],
+    rank: NDArray[np.int32],
+    microbatch: NDArray[np.int32],
+    num_ranks: int,
+    num_microbatches: int,
+) -> NDArray[np.int64]:
+    """Cost of each rank's microbatches, int64 (num_ranks, num_microbatches)."""
+    cells = np.zeros((num_ranks, num_microbatches), np.int64)
+    np.add.at(cells, (rank, microbatch), costs)
+    return cells
+
+
 def loads_of(costs: ArrayLike, rank: NDArray[np.int32], num_ranks: int) -> NDArray[np.int64]:
     """Sum of costs on each rank, int64 (num_ranks,); samples of rank -1 are left out."""
     loads = np.zeros(num_ranks, np.int64)

@@ -124,6 +124,14 @@ class Index:
     def key(self, row: int) -> str:
         return self._columns.text("key", row)
 
+    def parts_of(self, rows: NDArray[np.int64], modality: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The parts of one modality in `rows`, in order, and the place in `rows` of each one's sample: int64, int64."""
+        first = self.part_offsets[rows]
+        counts = self.part_offsets[rows + 1] - first
+        parts = np.repeat(first - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
+        mine = self.part_modality[parts] == modality
+        return parts[mine], np.repeat(np.arange(len(rows)), counts)[mine]
+
     def bad_rows(self) -> NDArray[np.int64]:
         """Samples that cannot be used, ascending, int64."""
         return self._columns.bad_rows() if self.totals["bad"] else np.zeros(0, np.int64)

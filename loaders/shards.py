@@ -16,6 +16,7 @@ from orchdata.loaders.index import ShardInfo
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.parquet import ParquetShard
 from orchdata.loaders.paths import PARQUET_SUFFIXES, suffix_of
+from orchdata.loaders.reads import CountedFile, ReadBytes
 from orchdata.loaders.storage import LocalFile, Storage
 from orchdata.loaders.tar import TarShard
 
@@ -54,8 +55,10 @@ class Shard(Protocol):
         ...
 
 
-def open_shard(url: str, *, limits: Limits, cache: CacheFolder) -> Shard:
+def open_shard(url: str, *, limits: Limits, cache: CacheFolder, reads: ReadBytes | None = None) -> Shard:
     """Open a shard by its suffix; compressed tars are decompressed into the cache first, once.
+
+    What is read of it, then and later, is counted in `reads`.
 
     Raises:
         ValueError: unknown suffix.
@@ -63,15 +66,19 @@ def open_shard(url: str, *, limits: Limits, cache: CacheFolder) -> Shard:
     """
     suffix = suffix_of(url)
     file: Storage = LocalFile(url)
+    if reads is not None:
+        file = CountedFile(file, reads.storage)
     if suffix in PARQUET_SUFFIXES:
         return ParquetShard(url, file, limits=limits)
     # By content: webdataset reads a gzipped .tar too, and a plain .tar.gz.
     if compression(file.read(0, 4)) is None:
         return TarShard(url, file, limits=limits)
     try:
-        content = open_decompressed(file, limits=limits, cache=cache)
+        content: Storage = open_decompressed(file, limits=limits, cache=cache)
     finally:
         file.close()
+    if reads is not None:
+        content = CountedFile(content, reads.cache)
     return TarShard(url, content, limits=limits, size=file.size, version=file.version)
 
 
@@ -83,11 +90,15 @@ class OpenShards:
     Args:
         limits, cache: for opening.
         capacity: how many stay open.
+
+    Attributes:
+        reads: what was read of all of them; `used` is for whoever asks for members to add to.
     """
 
     def __init__(self, *, limits: Limits, cache: CacheFolder, capacity: int = 64) -> None:
         if capacity < 1:
             raise ValueError(f"capacity must be at least 1, got {capacity}")
+        self.reads = ReadBytes()
         self._limits = limits
         self._cache = cache
         self._capacity = capacity
@@ -122,7 +133,7 @@ class OpenShards:
             shard.close()
 
     def _open(self, url: str, indexed: ShardInfo | None) -> Shard:
-        shard = open_shard(url, limits=self._limits, cache=self._cache)
+        shard = open_shard(url, limits=self._limits, cache=self._cache, reads=self.reads)
         difference = None if indexed is None else _difference(shard, indexed)
         if difference is not None:
             shard.close()

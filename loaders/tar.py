@@ -167,6 +167,13 @@ def _neighbours(members: Sequence[tuple[int, int, int, str]], member_bytes: int)
     return runs
 
 
+def bytes_read_together(members: Sequence[tuple[int, int, int, str]]) -> int:
+    """What `TarShard.read_many` reads of the archive for members of one sample: theirs, and gaps between neighbours."""
+    largest = max((size for _, size, _, _ in members), default=0)
+    runs = [[members[i] for i in run] for run in _neighbours(members, largest)]
+    return sum(run[-1][0] + run[-1][1] - run[0][0] for run in runs)
+
+
 class _Scan:
     """One pass over an archive: groups members into samples and reads their media headers."""
 

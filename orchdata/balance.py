@@ -22,7 +22,9 @@ class Balance:
         scope: "none" deals samples out in turn, "global" balances over all ranks, "grouped" inside groups of ranks
             that are near the same streams of the order, "grid" inside groups and then among the ranks of the same place
             in all groups. The latter two balance the sum over phases.
-        assignment: "joint" puts a whole sample on one rank, which fits any model.
+        assignment: "joint" puts a whole sample on one rank, which fits any model; "per_phase" balances each encoder
+            apart: a rank encodes parts of any sample of its micro-step, and `od.exchange` carries the features to the
+            samples. Every micro-step is then balanced by itself, whatever the objective.
         objective: "barrier" where ranks wait for each other after each phase, as under FSDP (minimises the sum over
             phases of the largest load, and lets microbatches of the same number cost about the same), "sum" where they
             wait only at the end of the step.
@@ -71,8 +73,6 @@ class Balance:
         self._check_combinations()
 
     def _check_combinations(self) -> None:
-        if self.assignment == "per_phase":
-            raise NotImplementedError("Balance.assignment='per_phase' is planned; use 'joint'")
         if self.group_size is not None and self.scope not in ("grouped", "grid"):
             raise ValueError(f"Balance.group_size is for scope 'grouped' or 'grid', got scope={self.scope!r}")
         if self.scope == "grid" and (self.equal_count or self.max_samples is not None):

@@ -11,15 +11,20 @@ or become one row an item, with a mask of their own. Text alone stays packed.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from orchdata.exchanging import exchange
 from orchdata.plan import Plan
+from orchdata.route import Route
 
 Key = tuple[str, str]
+
+IGNORE = -100
+_MEDIA = ("image", "audio")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,9 +33,7 @@ class _Tensors:
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Any:
         changed = {
-            field.name: change(value)
-            for field in fields(self)
-            if isinstance(value := getattr(self, field.name), Tensor)
+            each.name: change(value) for each in fields(self) if isinstance(value := getattr(self, each.name), Tensor)
         }
         return replace(self, **changed)
 
@@ -63,6 +66,7 @@ class ImageBatch(_Tensors):
         mask: padded only: bool (num_images, max_seqlen), True for patches.
         token_places: padded only: int64 (2, num_tokens), the image of each token and its number there, so that
             `features[token_places[0], token_places[1]]` packs an encoder's (num_images, max_tokens, hidden).
+        valid: per phase only: bool (num_images,) without a dummy, False for an image that could not be decoded.
     """
 
     patches: Tensor
@@ -72,6 +76,7 @@ class ImageBatch(_Tensors):
     num_tokens: int
     mask: Tensor | None = None
     token_places: Tensor | None = None
+    valid: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +92,7 @@ class AudioBatch(_Tensors):
         mask: padded only: bool (num_clips, max_seqlen), True for frames.
         token_places: padded only: int64 (2, num_tokens), the clip of each token and its number there, so that
             `features[token_places[0], token_places[1]]` packs an encoder's (num_clips, max_tokens, hidden).
+        valid: per phase only: bool (num_clips,) without a dummy, False for a clip that could not be decoded.
     """
 
     features: Tensor
@@ -95,6 +101,7 @@ class AudioBatch(_Tensors):
     num_tokens: int
     mask: Tensor | None = None
     token_places: Tensor | None = None
+    valid: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +123,10 @@ class LLMBatch(_Tensors):
         attention_mask: padded only: bool (num_samples, L), True for a sample's tokens, and for a dummy's first
             place.
         image_positions, audio_positions: int64 (num_tokens,), the places of each modality's tokens in T, or in
-            (num_samples * L), in the order in which the encoder yields them; None where the batch has no such modality.
+            (num_samples * L), in the order in which the encoder yields them, or `exchange` does; None where the batch
+            has no such modality.
+        image_owners, audio_owners: per phase only: int64 (num_parts,), the sample in this batch of each part that
+            arrives, in that order.
     """
 
     input_ids: Tensor
@@ -127,21 +137,29 @@ class LLMBatch(_Tensors):
     attention_mask: Tensor | None = None
     image_positions: Tensor | None = None
     audio_positions: Tensor | None = None
+    image_owners: Tensor | None = None
+    audio_owners: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
     """One microbatch of one rank.
 
+    Under `Balance(assignment="per_phase")`, `image` and `audio` hold what this rank encodes, of any rank's samples, and
+    `text` and `llm` its own samples. `exchange(features, batch.route("image"), ...)` gives the features that `merge`
+    puts into the latter.
+
     Attributes:
         text, image, audio, llm: the tensors. `image` and `audio` are None only where data set and cost model both
             lack them: a rank that drew none gets a dummy, so that every rank runs every module.
-        keys: (shard, key) of each sample, in the order of `llm.cu_seqlens`. What failed to decode is not there.
+        keys: (shard, key) of each sample, in the order of `llm.cu_seqlens`. What failed to decode is not there; per
+            phase it is, with its labels masked (see `mask_failed`).
         plan: the whole step's plan.
         step, microbatch, num_microbatches: where this batch stands; `step` counts optimizer steps of the epoch.
         dp_size: data-parallel ranks.
         loss_tokens: labels other than -100 in this batch.
         global_loss_tokens: planned loss tokens of the whole optimizer step, over all ranks and microbatches.
+        routes: per phase only: modality -> the way of its features, see `route`.
     """
 
     text: TextBatch
@@ -156,6 +174,7 @@ class Batch:
     dp_size: int
     loss_tokens: int
     global_loss_tokens: int
+    routes: Mapping[str, Route] = field(default_factory=dict)
 
     @property
     def is_last_microbatch(self) -> bool:
@@ -166,8 +185,49 @@ class Batch:
         """Times the summed loss: the global token mean, for trainers that average gradients over DP ranks."""
         return self.dp_size / max(1, self.global_loss_tokens)
 
+    def route(self, modality: str) -> Route:
+        """The way of a modality's features from the ranks that encode them to those that have their samples.
+
+        Raises ValueError where features stay where they are (assignment="joint"), and for an unknown modality.
+        """
+        if modality in self.routes:
+            return self.routes[modality]
+        if modality not in _MEDIA or getattr(self, modality) is None:
+            raise ValueError(f"there is no route for {modality!r}: the batch has no such modality")
+        raise ValueError(
+            f"there is no route for {modality!r}: each rank encodes its own samples, so that features stay where they "
+            "are; od.Balance(assignment='per_phase') makes routes"
+        )
+
+    def mask_failed(self, group: Any = None) -> Batch:
+        """The same batch, without loss for samples with a part that failed to decode, on whatever rank.
+
+        Each rank knows what failed there; one byte a part tells the others. A collective over `group`, the ranks of
+        the routes, on the tensors' device: every rank calls it, or none. Under on_error="skip" a DataLoader that was
+        given a process group (or finds torch.distributed initialized) has done so. The planned denominator of the loss
+        stays. Without routes nothing is to be done.
+        """
+        flags = {}
+        for name, route in self.routes.items():
+            valid = getattr(self, name).valid.to(torch.uint8)
+            flags[name] = exchange(valid, route.parts, group=group, requires_grad=False, async_op=True)
+        failed = [getattr(self.llm, f"{name}_owners")[flag.wait() == 0] for name, flag in flags.items()]
+        samples = torch.cat(failed) if failed else None
+        if samples is None or not len(samples):
+            return self
+        llm = self.llm
+        if llm.attention_mask is not None:
+            inside = torch.zeros(len(llm.labels), dtype=torch.bool, device=samples.device)
+            inside[samples] = True
+            masked = inside[:, None]
+        else:
+            place = torch.arange(len(llm.labels), device=samples.device)
+            masked = torch.isin(torch.searchsorted(llm.cu_seqlens[1:].long(), place, right=True), samples)
+        labels = llm.labels.masked_fill(masked, IGNORE)
+        return replace(self, llm=replace(llm, labels=labels), loss_tokens=int((labels != IGNORE).sum()))
+
     def merge(self, embeds: Tensor, features: Mapping[str, Tensor]) -> Tensor:
-        """Put encoder outputs into the embedded sequences.
+        """Put encoder outputs, or what `exchange` made of them, into the embedded sequences.
 
         Args:
             embeds: (T, hidden) or (1, T, hidden), padded (num_samples, L, hidden): the embedding of `llm.input_ids`.
@@ -182,14 +242,14 @@ class Batch:
             ValueError: features of a modality the batch lacks, or none of one it has; sizes that disagree.
         """
         for name in features:
-            if name not in ("image", "audio") or getattr(self, name) is None:
+            if name not in _MEDIA or getattr(self, name) is None:
                 raise ValueError(f"features of {name!r} were given, but the batch has no such modality")
         if embeds.shape[:-1].numel() != self.llm.input_ids.numel():
             raise ValueError(
                 f"embeds of shape {tuple(embeds.shape)} do not embed input_ids of shape "
                 f"{tuple(self.llm.input_ids.shape)}: pass embed(batch.llm.input_ids)"
             )
-        for name in ("image", "audio"):
+        for name in _MEDIA:
             held = getattr(self, name)
             if held is None:
                 continue
@@ -210,7 +270,8 @@ class Batch:
         Packed: input_ids, position_ids, labels, cu_seqlens, max_seqlen; for images image_patches, image_grid_hw,
         image_cu_seqlens, image_max_seqlen, image_positions; for audio audio_features, audio_cu_seqlens,
         audio_max_seqlen, audio_positions. Padded: attention_mask in place of cu_seqlens and max_seqlen. Padded
-        encoders: image_mask and image_token_places, audio_mask and audio_token_places in place of theirs.
+        encoders: image_mask and image_token_places, audio_mask and audio_token_places in place of theirs. Per phase:
+        image_route and audio_route too.
         """
         llm = self.llm
         inputs: dict[str, Any] = {
@@ -230,7 +291,7 @@ class Batch:
             inputs["audio_features"] = self.audio.features
             inputs |= _sequence_inputs("audio", self.audio)
             inputs["audio_positions"] = llm.audio_positions
-        return inputs
+        return inputs | {f"{name}_route": route for name, route in self.routes.items()}
 
     def to(self, device: Any, non_blocking: bool = False) -> Batch:
         """The same batch with its tensors on `device`."""
@@ -241,7 +302,7 @@ class Batch:
         return self._map(torch.Tensor.pin_memory)
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        held = {name: part for name in ("text", "image", "audio", "llm") if (part := getattr(self, name)) is not None}
+        held = {name: part for name in ("text", *_MEDIA, "llm") if (part := getattr(self, name)) is not None}
         return replace(self, **{name: part._map(change) for name, part in held.items()})
 
 

@@ -18,8 +18,7 @@ from orchdata.loaders.index import Index
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples import Sample, decode_sample
 from orchdata.loaders.shards import OpenShards
-from orchdata.plan import Plan
-from orchdata.step import Assembled
+from orchdata.step import Assembled, Share
 from orchdata.stored import StoredSample
 
 Load = Callable[[int], Any]
@@ -43,8 +42,8 @@ class SampleAssembler:
     num_rows: int = 0
     pin_memory: bool = False
 
-    def begin(self, plan: Plan, rank: int, microbatch: int, positions: NDArray[np.int64]) -> SampleAssembly:
-        return SampleAssembly(self, plan.row[positions], plan.row)
+    def begin(self, share: Share) -> SampleAssembly:
+        return SampleAssembly(self, share.rows, share.plan.row)
 
 
 class SampleAssembly:

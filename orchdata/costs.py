@@ -15,6 +15,7 @@ from orchdata.loaders.index import Index
 from orchdata.loaders.modality import ENCODERS, MODALITIES
 from orchdata.native.costs import COST_SHIFT, part_costs, sequence_costs
 from orchdata.padded_plan import PaddedCost
+from orchdata.part_plan import Parts
 
 Ints = NDArray[np.int64]
 
@@ -62,15 +63,30 @@ class IndexCosts:
         return (*found, "llm")
 
     def costs(self, phase: str, dataset_id: NDArray[np.int32], row: Ints) -> Ints:
-        if self.model is None or phase not in self.model.phases:
-            return self._evaluate(phase, row, _ONE_A_POSITION)
-        return self._evaluate(phase, row, self.model.coefficients(phase))
+        return self._evaluate(phase, row, self._coefficients(phase))
 
     def positions(self, phase: str, dataset_id: NDArray[np.int32], row: Ints) -> Ints:
         return self._evaluate(phase, row, _ONE_A_POSITION)
 
     def loss_tokens(self, dataset_id: NDArray[np.int32], row: Ints) -> Ints:
         return self.index.loss_tokens[row].astype(np.int64)
+
+    def parts(self, phase: str, dataset_id: NDArray[np.int32], row: Ints) -> Parts:
+        part, sample = self.index.parts_of(row, MODALITIES.index(phase))
+        positions = self.index.part_positions[part].astype(np.int64)
+        return Parts(
+            sample=sample,
+            part=part,
+            positions=positions,
+            tokens=self.index.part_tokens[part].astype(np.int64),
+            costs=sequence_costs(positions, *self._coefficients(phase)),
+            rank=np.full(len(part), -1, np.int32),
+        )
+
+    def _coefficients(self, phase: str) -> tuple[int, int, int]:
+        if self.model is None or phase not in self.model.phases:
+            return _ONE_A_POSITION
+        return self.model.coefficients(phase)
 
     def _evaluate(self, phase: str, row: Ints, coefficients: tuple[int, int, int]) -> Ints:
         if phase == "llm":
@@ -106,3 +122,6 @@ class ArrayCosts:
 
     def loss_tokens(self, dataset_id: NDArray[np.int32], row: Ints) -> Ints:
         return np.zeros(len(row), np.int64)
+
+    def parts(self, phase: str, dataset_id: NDArray[np.int32], row: Ints) -> Parts:
+        raise ValueError(f"one cost a sample says nothing of its parts in phase {phase!r}")

@@ -32,6 +32,7 @@ from orchdata.parallel import DataParallel, Rank, resolve_rank
 from orchdata.plan import make_plan
 from orchdata.policy import ErrorPolicy, as_policy
 from orchdata.replicate import ReceivingEngine, Replication
+from orchdata.settling import Settling
 from orchdata.shard_source import shard_source
 from orchdata.sources import Source, SourceOptions
 from orchdata.state import Position, dump_state, load_state
@@ -149,12 +150,13 @@ class DataLoader:
             self._rank.groups,
         )
         self._replication = Replication(self._rank, self._source.spec) if self._rank.shared else None
+        self._settling = _make_settling(options, self._replication)
         self._pin_memory = options.pin_memory
         self.dataset = dataset
         self._position = Position()  # what was delivered
         self._begin = Position()  # where the next iteration starts: after `break` not the same
         self._idle_engine: Engine | None = None
-        self._stats = Stats(self._rank.rank)
+        self._stats = Stats(self._rank.rank, self._source.reads)
         self._bear(self._source.failures)
         if not len(self):
             warnings.warn(
@@ -269,14 +271,19 @@ class DataLoader:
     def _deliver(self, engine: Engine, future: Future[BuiltStep], position: Position) -> list[Any]:
         """A step's microbatches; where this rank reads for peers, they get them too, or the error."""
         if self._replication is None or not self._replication.is_reader:
-            return self._receive(engine, future).batches
+            return self._settled(self._receive(engine, future)).batches
         try:
-            built = self._receive(engine, future)
+            built = self._settled(self._receive(engine, future))
         except Exception as error:
             self._replication.send_error(error)
             raise
         self._replication.send(position.epoch, position.step, built)
         return built.batches
+
+    def _settled(self, built: BuiltStep) -> BuiltStep:
+        if self._settling is None:
+            return built
+        return replace(built, batches=self._settling.settle(built.plan.step, built.batches))
 
     def _receive(self, engine: Engine, future: Future[BuiltStep]) -> BuiltStep:
         started = time.perf_counter()
@@ -322,6 +329,15 @@ class DataLoader:
             depth=workers * self._prefetch_factor,
             initializer=self._worker_init_fn,
         )
+
+
+def _make_settling(options: SourceOptions, replication: Replication | None) -> Settling | None:
+    """Where parts may fail on one rank and matter to another; receivers of a broadcast get what is settled."""
+    apart = options.balance.assignment == "per_phase" and options.policy.action == "skip"
+    if not apart or (replication is not None and not replication.is_reader):
+        return None
+    known = options.rank.size == len(options.rank.members) or options.rank.size == 1
+    return Settling(options.rank.members) if known else None
 
 
 def _make_source(dataset: Any, options: SourceOptions, sampler: Any, batch_sampler: Any, quarantine: Any) -> Source:

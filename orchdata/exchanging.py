@@ -136,6 +136,8 @@ class _Flight:
 
     def start(self, rows: Tensor, direction: Direction) -> None:
         route = self._way(direction)
+        if direction == "forward":
+            rows = _without(rows, self.route)
         sent = _ordered(rows[: route.num_rows_in], route.send_order).contiguous()
         received = sent.new_empty((route.num_rows_out, *sent.shape[1:]))
         work = None
@@ -190,7 +192,7 @@ class _Start(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _ticket: Tensor) -> tuple[Tensor | None, None, None]:
-        gradient: Tensor = ctx.flight.finish("backward")
+        gradient: Tensor = _without(ctx.flight.finish("backward"), ctx.flight.route)
         if not ctx.needs_input_grad[0]:
             return None, None, None
         if len(gradient) != ctx.num_rows:  # a dummy's
@@ -217,6 +219,13 @@ def _ordered(rows: Tensor, order: NDArray[Any] | None) -> Tensor:
     return rows if order is None else rows.index_select(0, torch.tensor(order, device=rows.device))
 
 
+def _without(rows: Tensor, route: Route) -> Tensor:
+    """Rows with those of failed parts as zeros."""
+    if route.zeroed is None:
+        return rows
+    return rows.index_fill(0, torch.tensor(route.zeroed, device=rows.device), 0)
+
+
 def _name(route: Route) -> str:
     return f"exchange ({route.label})" if route.label else "exchange"
 
@@ -237,6 +246,8 @@ def _check_features(features: Tensor, route: Route, requires_grad: bool) -> None
 
 
 def _check_group(features: Tensor, route: Route, group: Group) -> None:
+    if route.num_ranks == 1 and group is None:
+        return
     if not (dist.is_available() and dist.is_initialized()):
         if route.num_ranks > 1 or group is not None:
             raise ValueError(

@@ -17,7 +17,7 @@ from orchdata.costs import ArrayCosts
 from orchdata.layout import Packed, Padded
 from orchdata.loaders.errors import DataError
 from orchdata.loaders.order import Order
-from orchdata.sources import Source, SourceOptions
+from orchdata.sources import Source, SourceOptions, refuse_parts
 
 Ints = NDArray[np.int64]
 
@@ -64,6 +64,7 @@ def _check(dataset: Any, options: SourceOptions, sampler: Any, batch_sampler: An
         )
     if isinstance(options.collate_fn, Packed | Padded) or isinstance(options.cost, CostModel):
         raise TypeError("Packed, Padded and CostModel are for a ShardDataset; a map-style data set has its own samples")
+    refuse_parts(options.balance, "the items of a map-style data set are whole")
     if options.balance.caps:
         raise ValueError("Balance.max_tokens is for a ShardDataset: a map-style data set gives one batch a step")
     if (sampler is not None or batch_sampler is not None) and options.rank.size > 1:

@@ -1,9 +1,13 @@
-"""The memory of one encoder modality in a microbatch: where every part's rows lie, and where its tokens go."""
+"""The memory of one encoder modality in a microbatch.
+
+`MediaPages` is what the rank encodes: where every part's rows lie. `MediaSlots` is what its samples are made of: where
+every part's tokens go.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +24,8 @@ from orchdata.loaders.index import Index
 from orchdata.loaders.preprocessors import STORED
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples import as_tensor
+from orchdata.route import Route
+from orchdata.work import MediaWork
 
 Ints = NDArray[np.int64]
 
@@ -39,29 +45,51 @@ class PageSource:
     pool: BufferPool
 
 
-class MediaPages:
-    """The memory of one modality: parts of all samples, then a dummy where there is none."""
+class MediaSlots:
+    """Where the tokens of one modality go, in the sequence in which they come."""
 
-    def __init__(self, source: PageSource, rows: Ints, name: str, code: int) -> None:
-        index = source.index
+    def __init__(self, source: PageSource, name: str, work: MediaWork, num_samples: int) -> None:
+        self.name = name
+        self.owner = work.owner
+        self._source = source
+        self._num_samples = num_samples
+        self._place = {int(part): place for place, part in enumerate(work.arriving)}
+        self._tokens = source.index.part_tokens[work.arriving].astype(np.int64)
+        self._starts = starts_of(self._tokens)
+        self.where = source.pool.empty((int(self._starts[-1]),), np.int64)
+
+    def num_tokens(self, part: int) -> int:
+        return int(self._tokens[self._place[part]])
+
+    def sample_tokens(self) -> Ints:
+        """Tokens of this modality in each sample, int64 (num_samples,)."""
+        totals = np.zeros(self._num_samples, np.int64)
+        np.add.at(totals, self.owner, self._tokens)
+        return totals
+
+    def put(self, part: int, start: int) -> None:
+        """The tokens of `part` go to `start` and on."""
+        place = self._place[part]
+        self.where[self._starts[place] : self._starts[place + 1]] = np.arange(start, start + self._tokens[place])
+
+    def merged_grid(self, part: int) -> tuple[int, int]:
+        index, merge = self._source.index, self._source.recipe.image.merge  # type: ignore[union-attr]
+        return int(index.part_extent0[part]) // merge, int(index.part_extent1[part]) // merge
+
+
+class MediaPages:
+    """The memory of the parts of one modality that are encoded here; a dummy where there is none."""
+
+    def __init__(self, source: PageSource, name: str, work: MediaWork) -> None:
+        index, parts = source.index, work.encoded
         self.name = name
         self._source = source
-        self._index = index
-        spans = [np.arange(index.part_offsets[row], index.part_offsets[row + 1]) for row in rows]
-        parts = np.concatenate([np.zeros(0, np.int64), *spans])
-        owner = np.repeat(np.arange(len(rows)), [len(span) for span in spans])
-        mine = index.part_modality[parts] == code
-        self._parts = parts[mine]
-        self._owner = owner[mine]
-        self._num_samples = len(rows)
-        self._place = {int(part): place for place, part in enumerate(self._parts)}
-        self._extent = np.stack(
-            [index.part_extent0[self._parts], index.part_extent1[self._parts]], axis=1, dtype=np.int64
-        ).reshape(-1, 2)
-        self._tokens = index.part_tokens[self._parts].astype(np.int64)
-        self._token_starts = starts_of(self._tokens)
-        self.where = source.pool.empty((int(self._token_starts[-1]),), np.int64)
-        self._dummy = not len(self._parts) and source.layout.empty == "dummy"
+        self._place = {int(part): place for place, part in enumerate(parts)}
+        self._route = work.route
+        self._valid = np.ones(len(parts), np.bool_)
+        self._extent = np.stack([index.part_extent0[parts], index.part_extent1[parts]], axis=1, dtype=np.int64)
+        self._tokens = index.part_tokens[parts].astype(np.int64)
+        self._dummy = not len(parts) and source.layout.empty == "dummy"
         if self._dummy:
             self._extent = np.array([self._dummy_extent()])
         self._num_rows = self._extent[:, 0] * self._extent[:, 1] if name == "image" else self._extent[:, 1]
@@ -77,22 +105,19 @@ class MediaPages:
     def _preprocessor(self) -> Any:
         return getattr(self._source.recipe, self.name)
 
-    def num_tokens(self, part: int) -> int:
-        return int(self._tokens[self._place[part]])
+    def route(self) -> Route | None:
+        """The way of the features; those of parts that failed travel as zeros."""
+        if self._route is None or self._valid.all():
+            return self._route
+        starts = starts_of(self._tokens)
+        spans = [np.arange(starts[part], starts[part + 1]) for part in np.flatnonzero(~self._valid)]
+        return replace(self._route, zeroed=np.concatenate(spans))
 
-    def sample_tokens(self) -> Ints:
-        """Tokens of this modality in each sample, int64 (num_samples,)."""
-        totals = np.zeros(self._num_samples, np.int64)
-        np.add.at(totals, self._owner, self._tokens)
-        return totals
-
-    def token_slice(self, part: int) -> slice:
+    def blank(self, part: int) -> None:
+        """`part` could not be decoded: zeros, marked so."""
         place = self._place[part]
-        return slice(int(self._token_starts[place]), int(self._token_starts[place + 1]))
-
-    def merged_grid(self, part: int) -> tuple[int, int]:
-        height, width = self._extent[self._place[part]]
-        return int(height) // self._preprocessor.merge, int(width) // self._preprocessor.merge
+        self._valid[place] = False
+        self._data[self._row_starts[place] : self._row_starts[place + 1]] = 0
 
     def decode(self, part: int, data: bytes | memoryview, field: str) -> None:
         """Decode one part into its rows. Raises FieldError."""
@@ -123,7 +148,8 @@ class MediaPages:
         held: dict[str, Any] = {
             "cu_seqlens": cu_seqlens(starts_of(self._num_rows)),
             "max_seqlen": int(self._num_rows.max(initial=0)),
-            "num_tokens": int(self._token_starts[-1]),
+            "num_tokens": int(self._tokens.sum()),
+            "valid": None if self._route is None else torch.from_numpy(self._valid),
         }
         if self._padded:
             held["mask"] = torch.from_numpy(row_mask(self._num_rows, held["max_seqlen"]))

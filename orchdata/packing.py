@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -12,11 +13,11 @@ from numpy.typing import NDArray
 
 from orchdata.loaders.errors import DataError, FieldError
 from orchdata.loaders.shards import OpenShards
-from orchdata.media_pages import PageSource
+from orchdata.media_pages import MediaPages, PageSource
 from orchdata.pages import Pages
-from orchdata.plan import Plan
-from orchdata.step import Assembled
+from orchdata.step import Assembled, Share
 from orchdata.stored import StoredSample
+from orchdata.work import MediaWork, own_work, planned_work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,57 +28,109 @@ class PackedAssembler:
     shards: OpenShards
     pin_memory: bool = False
 
-    def begin(self, plan: Plan, rank: int, microbatch: int, positions: NDArray[np.int64]) -> PackedAssembly:
-        return PackedAssembly(self, plan, microbatch, plan.row[positions])
+    def begin(self, share: Share) -> PackedAssembly:
+        if share.plan.parts:
+            work = {name: planned_work(share, name) for name in self.source.encoders}
+            return PackedAssembly(self, share, share.rows, work)
+        return self.begin_with(share, share.rows)
+
+    def begin_with(self, share: Share, rows: NDArray[np.int64]) -> PackedAssembly:
+        """`begin` with some of the rank's samples, each encoded where it is."""
+        work = {name: own_work(self.source.index, rows, name) for name in self.source.encoders}
+        return PackedAssembly(self, share, rows, work)
+
+
+@dataclass
+class _Stored:
+    """What one stored sample gives a microbatch: its sequence, at `place`, and parts to encode."""
+
+    place: int | None = None
+    parts: list[tuple[MediaPages, int]] = field(default_factory=list)
 
 
 class PackedAssembly:
     """One microbatch under construction."""
 
-    def __init__(self, assembler: PackedAssembler, plan: Plan, microbatch: int, rows: NDArray[np.int64]) -> None:
+    def __init__(
+        self, assembler: PackedAssembler, share: Share, rows: NDArray[np.int64], work: Mapping[str, MediaWork]
+    ) -> None:
         self._assembler = assembler
-        self._plan = plan
-        self._microbatch = microbatch
+        self._share = share
         self._rows = rows
-        self._pages = Pages(assembler.source, rows)
-        self._failures: dict[int, DataError] = {}
+        self._pages = Pages(assembler.source, rows, work)
+        self._failures: dict[int, list[DataError]] = {}
         self._seconds = {"reading": 0.0, "decoding": 0.0}
         self._lock = threading.Lock()
-        self.tasks = [partial(self._fill, place) for place in range(len(rows))]
+        self._stored = {int(row): _Stored(place) for place, row in enumerate(rows)}
+        for name, media in self._pages.media.items():
+            for part, row in zip(work[name].encoded.tolist(), work[name].encoded_row.tolist(), strict=True):
+                self._stored.setdefault(row, _Stored()).parts.append((media, part))
+        self.tasks = [partial(self._fill, row, wanted) for row, wanted in self._stored.items()]
+
+    @property
+    def _apart(self) -> bool:
+        """Whether others wait for what this rank encodes, so that what fails has to leave its place as planned."""
+        return bool(self._share.plan.parts)
 
     def finish(self) -> Assembled:
-        if self._failures:
-            return self._without_failures()
+        failures = [failure for row in self._stored for failure in self._failures.get(row, ())]
+        if failures and not self._apart:
+            return self._without_failures(failures)
         started = time.perf_counter()
-        batch = self._pages.batch(self._plan, self._microbatch)
+        batch = self._pages.batch(self._share)
         if self._assembler.pin_memory:
             batch = batch.pin_memory()
-        return Assembled(batch, [], {**self._seconds, "packing": time.perf_counter() - started})
+        return Assembled(batch, failures, {**self._seconds, "packing": time.perf_counter() - started})
 
-    def _fill(self, place: int) -> None:
+    def _fill(self, row: int, wanted: _Stored) -> None:
         started = time.perf_counter()
-        sample = StoredSample(self._assembler.source.index, self._assembler.shards, int(self._rows[place]))
-        try:
-            payloads = sample.read(self._assembler.source.recipe)
-            read = time.perf_counter()
+        source, pages, place = self._assembler.source, self._pages, wanted.place
+        sample = StoredSample(source.index, self._assembler.shards, row)
+        failures: list[DataError] = []
+
+        def attempt(work: Callable[[], None], undo: Callable[[], None]) -> None:
+            if failures and not self._apart:
+                return  # The sample is left out altogether.
             try:
-                self._pages.fill(place, sample, payloads)
+                work()
             except FieldError as error:
-                raise error.at(sample.shard, sample.key) from error.__cause__
+                failures.append(_located(error, sample))
+                undo()
+
+        try:
+            payloads = sample.read(source.recipe, text=place is not None, parts=[part for _, part in wanted.parts])
         except DataError as failure:
-            with self._lock:
-                self._failures[place] = failure
-            return
+            failures.append(failure)
+            if place is not None:
+                pages.blank(place, sample)
+            for media, part in wanted.parts:
+                media.blank(part)
+        else:
+            read = time.perf_counter()
+            if place is not None:
+                attempt(partial(pages.write, place, sample, payloads), partial(pages.blank, place, sample))
+            for media, part in wanted.parts:
+                member = sample.member_of(part)
+                decode = partial(media.decode, part, payloads[member], sample.members[member].field)
+                attempt(decode, partial(media.blank, part))
         with self._lock:
+            if failures:
+                self._failures[row] = failures
+                return
             self._seconds["reading"] += read - started
             self._seconds["decoding"] += time.perf_counter() - read
 
-    def _without_failures(self) -> Assembled:
+    def _without_failures(self, failures: Sequence[DataError]) -> Assembled:
         """Failures are rare and memory is laid out for all samples: build the microbatch again from those that work."""
-        places = sorted(self._failures)
-        failures = [self._failures[place] for place in places]
-        again = PackedAssembly(self._assembler, self._plan, self._microbatch, np.delete(self._rows, places))
+        rows = self._rows[~np.isin(self._rows, list(self._failures))]
+        again = self._assembler.begin_with(self._share, rows)
         for task in again.tasks:
             task()
         rest = again.finish()
-        return Assembled(rest.batch, failures + rest.failures, rest.seconds)
+        return Assembled(rest.batch, [*failures, *rest.failures], rest.seconds)
+
+
+def _located(error: FieldError, sample: StoredSample) -> DataError:
+    located = error.at(sample.shard, sample.key)
+    located.__cause__ = error.__cause__
+    return located

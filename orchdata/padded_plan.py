@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from orchdata.balance import Balance
 from orchdata.balancers import PhaseCost, balance_padded
+from orchdata.balancers.assignment import cells_of
 from orchdata.scopes import dealt
 
 Ints = NDArray[np.int64]
@@ -130,16 +131,25 @@ def split_padded(rank: Ranks, num_ranks: int, sizes: Mapping[str, Ints], balance
     return PaddedShares(rank, microbatch, num_microbatches)
 
 
-def padded_loads(costs: Ints, shares: PaddedShares, num_ranks: int) -> Ints:
-    """Load of each rank in a padded phase: over its microbatches, rows times the cost of the longest.
+def padded_cells(costs: Ints, shares: PaddedShares, num_ranks: int) -> Ints:
+    """Cost of each rank's microbatches in a padded phase: rows times the cost of the longest.
 
     Args:
         costs: int64 (n,), of a row as long as the sample.
 
     Returns:
-        int64 (num_ranks,).
+        int64 (num_ranks, num_microbatches).
     """
-    loads: Ints = _padded_cells(costs, shares, num_ranks).sum(axis=1)
+    shape = (num_ranks, shares.num_microbatches)
+    counts, longest = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    np.add.at(counts, (shares.rank, shares.microbatch), 1)
+    np.maximum.at(longest, (shares.rank, shares.microbatch), costs)
+    return counts * longest
+
+
+def padded_loads(costs: Ints, shares: PaddedShares, num_ranks: int) -> Ints:
+    """`padded_cells` of each rank together, int64 (num_ranks,)."""
+    loads: Ints = padded_cells(costs, shares, num_ranks).sum(axis=1)
     return loads
 
 
@@ -174,28 +184,14 @@ def _step_cost(costs: Mapping[str, Ints], shares: PaddedShares, num_ranks: int, 
     """Time of a step: what ranks wait for, in each microbatch and phase or only at the end."""
     cells = np.stack(
         [
-            _padded_cells(column, shares, num_ranks) if phase == "llm" else _cells(column, shares, num_ranks)
+            padded_cells(column, shares, num_ranks)
+            if phase == "llm"
+            else cells_of(column, shares.rank, shares.microbatch, num_ranks, shares.num_microbatches)
             for phase, column in costs.items()
         ]
     )
     waits = cells.max(axis=1) if balance.objective == "barrier" else cells.sum(axis=(0, 2)).max()
     return int(np.sum(waits))
-
-
-def _padded_cells(costs: Ints, shares: PaddedShares, num_ranks: int) -> Ints:
-    """Rows times the cost of the longest, int64 (num_ranks, num_microbatches)."""
-    shape = (num_ranks, shares.num_microbatches)
-    counts, longest = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-    np.add.at(counts, (shares.rank, shares.microbatch), 1)
-    np.maximum.at(longest, (shares.rank, shares.microbatch), costs)
-    return counts * longest
-
-
-def _cells(costs: Ints, shares: PaddedShares, num_ranks: int) -> Ints:
-    """Sums of costs, int64 (num_ranks, num_microbatches)."""
-    cells = np.zeros((num_ranks, shares.num_microbatches), np.int64)
-    np.add.at(cells, (shares.rank, shares.microbatch), costs)
-    return cells
 
 
 def _by_rank(rank: Ranks, lengths: Ints, num_ranks: int) -> list[NDArray[np.intp]]:

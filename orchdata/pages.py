@@ -13,22 +13,21 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from orchdata.batch import Batch, Key, LLMBatch, TextBatch
+from orchdata.batch import IGNORE, Batch, Key, LLMBatch, TextBatch
 from orchdata.layout import Padded, row_lengths
 from orchdata.loaders.errors import FieldError
-from orchdata.loaders.modality import AUDIO, IMAGE
+from orchdata.loaders.modality import IMAGE, MODALITIES
 from orchdata.loaders.samples import MediaSlot, compose, text_members
-from orchdata.media_pages import MediaPages, PageSource, cu_seqlens, row_mask, starts_of
-from orchdata.plan import Plan
+from orchdata.media_pages import MediaPages, MediaSlots, PageSource, cu_seqlens, row_mask, starts_of
+from orchdata.step import Share
 from orchdata.stored import StoredSample
-
-IGNORE = -100
+from orchdata.work import MediaWork
 
 
 class Pages:
     """The memory of one microbatch: where every sample and part lies in it."""
 
-    def __init__(self, source: PageSource, rows: NDArray[np.int64]) -> None:
+    def __init__(self, source: PageSource, rows: NDArray[np.int64], work: Mapping[str, MediaWork]) -> None:
         index, layout = source.index, source.layout
         self.source = source
         self.rows = rows
@@ -38,12 +37,9 @@ class Pages:
         if not len(rows) and layout.empty == "dummy":
             padded = np.array([layout.multiple_of])
         self.starts = starts_of(padded)
-        self.media = {
-            name: MediaPages(source, rows, name, code)
-            for name, code in (("image", IMAGE), ("audio", AUDIO))
-            if name in source.encoders
-        }
-        text_lengths = self.lengths - sum(media.sample_tokens() for media in self.media.values())
+        self.media = {name: MediaPages(source, name, mine) for name, mine in work.items()}
+        self.slots = {name: MediaSlots(source, name, mine, len(rows)) for name, mine in work.items()}
+        text_lengths = self.lengths - sum(slots.sample_tokens() for slots in self.slots.values())
         self.text_starts = starts_of(text_lengths)
         total = int(self.starts[-1])
         self.input_ids = source.pool.empty((total,), np.int64)
@@ -53,45 +49,54 @@ class Pages:
         if not len(rows):
             self._blank(0, total)
 
-    def fill(self, place: int, sample: StoredSample, payloads: Mapping[int, bytes | memoryview]) -> None:
-        """Write one sample into its slices. Raises FieldError."""
+    def write(self, place: int, sample: StoredSample, payloads: Mapping[int, bytes | memoryview]) -> None:
+        """Write one sample's sequence into its slices. Raises FieldError."""
         recipe = self.source.recipe
         texts = {member: payloads[member] for member in text_members(sample.members, recipe)}
         spans = compose(sample.members, texts, recipe)
         source = sample.members[next(iter(texts))].field if texts else "*"
         writer = SequenceWriter(self, place, source)
-        slot = 0
+        parts = iter(sample.parts)
         for span in spans:
             if isinstance(span, MediaSlot):
                 name = "image" if span.modality == IMAGE else "audio"
                 token_id = recipe.text.image_token_id if span.modality == IMAGE else recipe.text.audio_token_id
-                media = self.media[name]
-                part = sample.parts[slot]
-                slot += 1
-                writer.media(media, part, token_id)
-                media.decode(part, payloads[span.member], sample.members[span.member].field)
+                writer.media(self.slots[name], next(parts), token_id)
             else:
                 writer.text(np.asarray(span.token_ids, np.int64), span.loss)
         writer.close(int(self.source.index.loss_tokens[sample.row]))
 
-    def batch(self, plan: Plan, microbatch: int) -> Batch:
+    def blank(self, place: int, sample: StoredSample) -> None:
+        """Write a sequence without loss, as long as planned, for a sample whose own cannot be written."""
+        start, index = int(self.starts[place]), self.source.index
+        self._blank(start, int(self.starts[place + 1]))
+        self.text_ids[self.text_starts[place] : self.text_starts[place + 1]] = 0
+        for part in sample.parts:
+            slots = self.slots[MODALITIES[index.part_modality[part]]]
+            slots.put(part, start)
+            start += slots.num_tokens(part)
+
+    def batch(self, share: Share) -> Batch:
         image, audio = self.media.get("image"), self.media.get("audio")
+        routes = {name: route for name, media in self.media.items() if (route := media.route()) is not None}
+        plan = share.plan
         return Batch(
             text=TextBatch(input_ids=torch.from_numpy(self.text_ids), cu_seqlens=cu_seqlens(self.text_starts)),
             image=None if image is None else image.image(),
             audio=None if audio is None else audio.audio(),
-            llm=self._llm(),
+            llm=self._llm(apart=bool(plan.parts)),
             keys=self.keys,
             plan=plan,
             step=plan.step,
-            microbatch=microbatch,
+            microbatch=share.place,
             num_microbatches=plan.num_microbatches,
             dp_size=plan.num_ranks,
             loss_tokens=int((self.labels != IGNORE).sum()),
             global_loss_tokens=plan.loss_tokens,
+            routes=routes,
         )
 
-    def _llm(self) -> LLMBatch:
+    def _llm(self, *, apart: bool) -> LLMBatch:
         padded = isinstance(self.source.layout, Padded)
         starts = self.starts
         shape: tuple[int, ...] = (int(starts[-1]),)
@@ -112,7 +117,8 @@ class Pages:
             cu_seqlens=cu_seqlens(starts),
             max_seqlen=int(np.diff(starts).max(initial=0)),
             attention_mask=mask,
-            **{f"{name}_positions": torch.from_numpy(media.where) for name, media in self.media.items()},
+            **{f"{name}_positions": torch.from_numpy(slots.where) for name, slots in self.slots.items()},
+            **{f"{name}_owners": torch.from_numpy(slots.owner) for name, slots in self.slots.items() if apart},
         )
 
     def _blank(self, start: int, stop: int, first_position: int = 0) -> None:
@@ -148,16 +154,16 @@ class SequenceWriter:
         pages.text_ids[self._text_cursor : text_stop] = token_ids
         self._text_cursor = text_stop
 
-    def media(self, media: MediaPages, part: int, token_id: int) -> None:
-        tokens = media.num_tokens(part)
+    def media(self, slots: MediaSlots, part: int, token_id: int) -> None:
+        tokens = slots.num_tokens(part)
         stop = self._advance(tokens)
         start, pages = stop - tokens, self._pages
         pages.input_ids[start:stop] = token_id
         pages.labels[start:stop] = IGNORE
-        media.where[media.token_slice(part)] = np.arange(start, stop)
+        slots.put(part, start)
         positions = pages.position_ids[:, start:stop]
-        if pages.source.layout.positions == "mrope" and media.name == "image":
-            height, width = media.merged_grid(part)
+        if pages.source.layout.positions == "mrope" and slots.name == "image":
+            height, width = slots.merged_grid(part)
             positions[0] = self._position
             positions[1] = self._position + np.repeat(np.arange(height), width)
             positions[2] = self._position + np.tile(np.arange(width), height)

@@ -29,6 +29,7 @@ class Route:
         receive_order: int64 (num_rows_out,); `received[receive_order]` is in the receiver's order. None where what
             arrives, grouped by sender, is so already.
         part_route: the same with one row a part; None where each row is a part.
+        zeroed: int64, rows that this rank sends as zeros, with a gradient of zeros: of parts that could not be decoded.
         label: what errors call it: "image, step 12, micro-step 0".
     """
 
@@ -39,6 +40,7 @@ class Route:
     send_order: Ints | None = None
     receive_order: Ints | None = None
     part_route: Route | None = None
+    zeroed: Ints | None = None
     label: str = ""
 
     @property
@@ -65,6 +67,7 @@ class Route:
             send_order=_inverse(self.receive_order),
             receive_order=_inverse(self.send_order),
             part_route=None if self.part_route is None else self.part_route.reverse(),
+            zeroed=None,
         )
 
     def __eq__(self, other: object) -> bool:
@@ -76,6 +79,7 @@ class Route:
             and np.array_equal(self.receive_rows, other.receive_rows)
             and _same(self.send_order, other.send_order)
             and _same(self.receive_order, other.receive_order)
+            and _same(self.zeroed, other.zeroed)
             and self.part_route == other.part_route
         )
 

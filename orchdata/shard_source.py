@@ -25,7 +25,7 @@ from orchdata.media_pages import PageSource
 from orchdata.packing import PackedAssembler
 from orchdata.policy import ErrorPolicy
 from orchdata.progress import progress_bar
-from orchdata.sources import Source, SourceOptions
+from orchdata.sources import Source, SourceOptions, refuse_parts
 from orchdata.step import Assembler
 
 Ints = NDArray[np.int64]
@@ -46,7 +46,8 @@ def shard_source(dataset: ShardDataset, options: SourceOptions, quarantine: Sequ
     excluded = np.union1d(quarantined, bad)
     excluded = np.union1d(excluded, _oversize_rows(index, costs, options.balance, excluded))
     order = Order(index.num_samples, shuffle=options.shuffle, seed=options.seed, excluded=excluded)
-    assembler = _assembler(dataset, options, index, layout, costs.phases[:-1])
+    shards = OpenShards(limits=dataset.recipe.limits, cache=CacheFolder())
+    assembler = _assembler(dataset, options, index, layout, costs.phases[:-1], shards)
     return Source(
         spec=options.step_spec(costs, order, assembler),
         fingerprint={
@@ -57,6 +58,7 @@ def shard_source(dataset: ShardDataset, options: SourceOptions, quarantine: Sequ
         },
         failures=_Failures(index, bad),
         num_indexed=index.num_samples,
+        reads=shards.reads,
     )
 
 
@@ -70,12 +72,17 @@ def _open_index(dataset: ShardDataset, options: SourceOptions) -> Index:
 
 
 def _assembler(
-    dataset: ShardDataset, options: SourceOptions, index: Index, layout: Layout, encoders: tuple[str, ...]
+    dataset: ShardDataset,
+    options: SourceOptions,
+    index: Index,
+    layout: Layout,
+    encoders: tuple[str, ...],
+    shards: OpenShards,
 ) -> Assembler:
-    shards = OpenShards(limits=dataset.recipe.limits, cache=CacheFolder())
     if options.collate_fn is None or isinstance(options.collate_fn, Packed | Padded):
         pages = PageSource(index=index, recipe=dataset.recipe, layout=layout, encoders=encoders, pool=BufferPool())
         return PackedAssembler(source=pages, shards=shards, pin_memory=options.pin_memory)
+    refuse_parts(options.balance, "a collate_fn gets whole samples")
     return SampleAssembler(
         load=shard_loader(index, shards, dataset.recipe),
         collate_fn=options.collate_fn,

@@ -10,6 +10,7 @@ from orchdata.balance import Balance
 from orchdata.layout import Packed, Padded
 from orchdata.loaders.errors import DataError
 from orchdata.loaders.order import Shuffle
+from orchdata.loaders.reads import ReadBytes
 from orchdata.parallel import Rank
 from orchdata.plan import PlanSpec, SampleCosts, SampleOrder
 from orchdata.policy import ErrorPolicy
@@ -54,6 +55,7 @@ class Source:
         failures: samples known to be bad before anything is decoded; they are out of the order.
         num_indexed: samples of the data set, bad ones included.
         begin_epoch: called with the epoch before its first step.
+        reads: what is read of its shards, counted; None where samples are not in shards.
     """
 
     spec: StepSpec
@@ -61,8 +63,18 @@ class Source:
     failures: Sequence[DataError]
     num_indexed: int
     begin_epoch: Callable[[int], None] = field(default=lambda epoch: None)
+    reads: ReadBytes | None = None
 
     @property
     def num_samples(self) -> int:
         """Samples of an epoch."""
         return self.spec.plan.order.num_samples
+
+
+def refuse_parts(balance: Balance, reason: str) -> None:
+    """Raise ValueError where parts of samples are to be assigned, and only whole samples can be."""
+    if balance.assignment == "per_phase":
+        raise ValueError(
+            f"Balance.assignment='per_phase' gives ranks parts of samples, but {reason}: it needs an od.ShardDataset "
+            "with od.Packed or od.Padded; use assignment='joint'"
+        )

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from orchdata.loaders.errors import DataError, reason_kind
+from orchdata.loaders.reads import ReadBytes
 from orchdata.plan import Plan
 from orchdata.step import BuiltStep
 
@@ -18,10 +19,15 @@ _LISTED_FAILURES = 1000
 class Stats:
     """Sums over delivered steps. Ratios are ratios of sums: the sum of largest loads over the sum of mean loads is
     what the whole epoch loses to waiting, which a mean of per-step ratios is not.
+
+    Args:
+        rank: whose share of the steps to look at.
+        reads: counts what is read of shards; None where samples are not in shards.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, reads: ReadBytes | None = None) -> None:
         self._rank = rank
+        self._reads = reads
         self._steps = 0
         self._samples = 0
         self._loss_tokens = 0
@@ -40,7 +46,8 @@ class Stats:
         plan = built.plan
         mine = plan.positions(self._rank)
         self._steps += 1
-        self._samples += len(mine) - len(built.failures)
+        # Per phase a sample whose parts failed stays, without loss.
+        self._samples += len(mine) - (0 if plan.parts else len(built.failures))
         self._loss_tokens += plan.loss_tokens
         self._waiting_seconds += waiting_seconds
         self._seconds.update(built.seconds)
@@ -74,6 +81,13 @@ class Stats:
         `padding`: share of LLM positions that would be padding, had this rank's microbatches been padded.
         `own_streams`: where ranks are grouped, the share of this rank's samples drawn from its group's streams, mean
         over steps; else None.
+        `read_amplification`: bytes this rank read from storage for each byte of the members that its samples use;
+        None where it read none, as where a peer reads for it, and for map-style data sets. Plain tars are a little
+        above 1, by the gaps between members read together; Parquet by the rest of each column chunk that a cell is
+        in; a compressed tar counts from end to end when it is decompressed into the cache folder, and not again
+        while it is kept there. `reads`: the sums behind it (see `ReadBytes`), which may be added up over ranks:
+        `storage_bytes`, `cache_bytes` from decompressed copies, and `used_bytes`; None for map-style data sets. They
+        cover all that was read, prefetched steps included.
         `milliseconds`: `waiting` is time the training loop waited for a step; the others are busy time, summed over
         threads. All per step. `failures`: `count`, `by_reason`, and the first of them in `samples`.
         """
@@ -85,6 +99,8 @@ class Stats:
             "phases": {phase: _ratios(sums) for phase, sums in self._loads.items()},
             "padding": 1 - self._tokens / self._padded_tokens if self._padded_tokens else 0.0,
             "own_streams": None if self._own_streams is None else self._own_streams / steps,
+            "read_amplification": None if self._reads is None else self._reads.amplification,
+            "reads": None if self._reads is None else self._reads.as_dict(),
             "milliseconds": {
                 "waiting": 1000 * self._waiting_seconds / steps,
                 **{

@@ -36,6 +36,26 @@ class Assembled:
     seconds: dict[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Share:
+    """What one rank has of a step in one microbatch.
+
+    Attributes:
+        microbatch: its number in the plan.
+        place: its number among those that the rank is handed, which a pipeline's order makes another.
+    """
+
+    plan: Plan
+    rank: int
+    microbatch: int
+    place: int
+
+    @property
+    def rows(self) -> NDArray[np.int64]:
+        """Its samples, rows of the data set, int64 (num_samples,)."""
+        return self.plan.row[self.plan.positions(self.rank, self.microbatch)]
+
+
 class Assembly(Protocol):
     """One microbatch under construction."""
 
@@ -50,7 +70,7 @@ class Assembly(Protocol):
 class Assembler(Protocol):
     """Makes microbatches of some data set. Safe to use from several threads."""
 
-    def begin(self, plan: Plan, rank: int, microbatch: int, positions: NDArray[np.int64]) -> Assembly: ...
+    def begin(self, share: Share) -> Assembly: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +100,7 @@ class StartedStep:
         self.plan = make_plan(spec.plan, epoch, step)
         self._planning_seconds = time.perf_counter() - started
         self._assemblies = [
-            spec.assembler.begin(self.plan, spec.rank, place, self.plan.positions(spec.rank, microbatch))
+            spec.assembler.begin(Share(self.plan, spec.rank, microbatch, place))
             for place, microbatch in enumerate(_microbatch_order(spec, self.plan))
         ]
         self.tasks: list[Task] = [task for assembly in self._assemblies for task in assembly.tasks]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from orchdata.loaders.errors import FieldError
 from orchdata.loaders.index import Index
 from orchdata.loaders.recipe import Recipe
@@ -21,13 +23,26 @@ class StoredSample:
         self._index = index
         self._shards = shards
 
-    def read(self, recipe: Recipe) -> dict[int, bytes | memoryview]:
-        """Payloads by member, of the members the recipe uses. Raises DataError."""
-        needed = sorted({*text_members(self.members, recipe), *(int(self._index.part_member[p]) for p in self.parts)})
+    def member_of(self, part: int) -> int:
+        """Which of the sample's members a part is."""
+        return int(self._index.part_member[part])
+
+    def read(
+        self, recipe: Recipe, *, text: bool = True, parts: Iterable[int] | None = None
+    ) -> dict[int, bytes | memoryview]:
+        """Payloads by member, of the members the recipe uses. Raises DataError.
+
+        Args:
+            text: whether those of its text are wanted.
+            parts: which of its parts are wanted; default: all.
+        """
+        wanted = {self.member_of(part) for part in (self.parts if parts is None else parts)}
+        needed = sorted(wanted.union(text_members(self.members, recipe) if text else ()))
         locations = self._index.read_spec(self.row)
         info = self._index.shards[self._index.shard[self.row]]
         try:
             payloads = self._shards.get(info.url, info).read_many([locations[member] for member in needed])
         except FieldError as error:
             raise error.at(self.shard, self.key) from error.__cause__
+        self._shards.reads.used.add(sum(locations[member][1] for member in needed))
         return dict(zip(needed, payloads, strict=True))

@@ -11,8 +11,9 @@ no `find_unused_parameters` and FSDP2 never waits.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,8 @@ from torch.nn import functional as F
 
 from orchdata.batch import merge_features
 from orchdata.demo.attention import Stack, lengths_of
+from orchdata.exchanging import exchange
+from orchdata.route import Route
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,11 +141,16 @@ def strided_frames(features: Tensor, cu_seqlens: Tensor, stride: int) -> tuple[T
 
 
 class MultimodalLM(nn.Module):
-    """ViT, audio encoder and causal LM; see the module's picture."""
+    """ViT, audio encoder and causal LM; see the module's picture.
 
-    def __init__(self, config: ModelConfig) -> None:
+    Args:
+        group: process group of the data-parallel ranks, for batches whose parts other ranks encode; default: all.
+    """
+
+    def __init__(self, config: ModelConfig, group: Any = None) -> None:
         super().__init__()
         self.config = config
+        self.group = group
         options = {"frozen": config.freeze_encoders, "checkpointed": config.checkpoint}
         hidden = config.llm.hidden
         self.image = self.audio = None
@@ -170,10 +178,12 @@ class MultimodalLM(nn.Module):
         image_cu_seqlens: Tensor | None = None,
         image_max_seqlen: int = 0,
         image_positions: Tensor | None = None,
+        image_route: Route | None = None,
         audio_features: Tensor | None = None,
         audio_cu_seqlens: Tensor | None = None,
         audio_max_seqlen: int = 0,
         audio_positions: Tensor | None = None,
+        audio_route: Route | None = None,
     ) -> ModelOutput:
         """One microbatch, as `Batch.model_inputs()` gives it, to its summed loss.
 
@@ -184,8 +194,11 @@ class MultimodalLM(nn.Module):
             image_patches: (num_patches, patch_dim), with `image_grid_hw` (num_images, 2) and `image_cu_seqlens`.
             audio_features: (num_frames, num_mels), with `audio_cu_seqlens` over frames.
             image_positions, audio_positions: where the leading rows of an encoder's output go in the sequence.
+            image_route, audio_route: the way of those rows to the ranks that have their samples; without one, they
+                stay.
         """
         x = self.embed(input_ids)
+        travelling = []
         if self.image is not None:
             if image_patches is None or image_grid_hw is None or image_cu_seqlens is None or image_positions is None:
                 raise ValueError(
@@ -193,16 +206,24 @@ class MultimodalLM(nn.Module):
                 )
             places = patch_positions(image_grid_hw, self.config.merge)
             tokens = self.image(image_patches.to(x.dtype), image_cu_seqlens, places)
-            x = merge_features(x, tokens, image_positions)
+            travelling.append((self.depart(tokens, image_route), image_positions))
         if self.audio is not None:
             if audio_features is None or audio_cu_seqlens is None or audio_positions is None:
                 raise ValueError(
                     "the model encodes audio but the batch has no audio phase: name `audio` in the cost model"
                 )
             frames = strided_frames(audio_features.to(x.dtype), audio_cu_seqlens, self.config.conv_stride)
-            x = merge_features(x, self.audio(*frames), audio_positions)
+            travelling.append((self.depart(self.audio(*frames), audio_route), audio_positions))
+        for arrive, positions in travelling:
+            x = merge_features(x, arrive(), positions)
         x = self.llm(x, lengths_of(cu_seqlens), position_ids.reshape(-1, position_ids.shape[-1]))
         return self._loss(x, labels)
+
+    def depart(self, tokens: Tensor, route: Route | None) -> Callable[[], Tensor]:
+        """Send an encoder's output on its way while others are encoded; returns what waits for what arrives."""
+        if route is None:
+            return lambda: tokens
+        return exchange(tokens, route, group=self.group, requires_grad=True, async_op=True).wait
 
     def _loss(self, x: Tensor, labels: Tensor) -> ModelOutput:
         # A sample's first label is -100, so no position is asked to predict the next sample.

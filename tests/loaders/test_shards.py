@@ -23,6 +23,7 @@ from orchdata.loaders.facts import load_facts
 from orchdata.loaders.index import ShardInfo
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.parquet import ParquetShard
+from orchdata.loaders.reads import ByteCount, CountedFile
 from orchdata.loaders.shards import OpenShards, open_shard
 from orchdata.loaders.storage import LocalFile
 from orchdata.loaders.tar import TarShard
@@ -173,3 +174,55 @@ def test_reads_past_the_end_are_short(tmp_path: Path) -> None:
     assert file.read_into(4, memoryview(buffer)) == 3
     assert bytes(buffer[:3]) == b"ent"
     file.close()
+
+
+def test_bytes_are_counted_where_they_are_read(tmp_path: Path, shards: OpenShards) -> None:
+    (tmp_path / "a.tar").write_bytes(tar_bytes(b"x" * 100))
+    shards.get(str(tmp_path / "a.tar")).read(512, 100, 0, "txt")
+    shards.get(str(tmp_path / "a.tar")).read(512, 50, 0, "txt")
+    assert shards.reads.as_dict() == {"storage_bytes": 4 + 100 + 50, "cache_bytes": 0, "used_bytes": 0}  # 4: its magic
+    assert shards.reads.amplification is None
+
+
+def test_shards_let_go_stay_counted(tmp_path: Path, shards: OpenShards) -> None:
+    for i in range(6):
+        (tmp_path / f"{i}.tar").write_bytes(tar_bytes(b"x"))
+        shards.get(str(tmp_path / f"{i}.tar")).read(512, 1, 0, "txt")
+    assert shards.reads.storage.value == 6 * (4 + 1)
+
+
+def test_a_compressed_shard_is_fetched_whole_and_then_read_from_the_cache(tmp_path: Path, shards: OpenShards) -> None:
+    path = tmp_path / "a.tar.gz"
+    path.write_bytes(gzip.compress(tar_bytes(b"x")))
+    for _ in range(2):
+        shards.get(str(path)).read(512, 1, 0, "txt")
+    # The first four bytes tell that it is compressed, and once more how.
+    assert shards.reads.as_dict() == {"storage_bytes": 8 + path.stat().st_size, "cache_bytes": 2, "used_bytes": 0}
+    shards.close()
+    shards.get(str(path))
+    assert shards.reads.storage.value == 16 + path.stat().st_size
+
+
+def test_what_fills_a_buffer_counts_as_it_came(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"content")
+    count = ByteCount()
+    file = CountedFile(LocalFile(tmp_path / "a"), count)
+    assert file.read_into(4, memoryview(bytearray(10))) == 3
+    assert file.read(5, 10) == b"nt"
+    assert count.value == 3 + 2
+    file.close()
+    with pytest.raises(ValueError, match="read after close"):
+        file.read(0, 1)
+
+
+def test_threads_lose_no_byte() -> None:
+    count = ByteCount()
+
+    def add() -> None:
+        for _ in range(10_000):
+            count.add(3)
+
+    with ThreadPoolExecutor(8) as pool:
+        for future in [pool.submit(add) for _ in range(8)]:
+            future.result()
+    assert count.value == 8 * 10_000 * 3

@@ -191,7 +191,9 @@ def test_resume_reads_no_skipped_sample(dataset: od.ShardDataset, monkeypatch: p
     read: list[tuple[str, str]] = []
     original = StoredSample.read
     monkeypatch.setattr(
-        StoredSample, "read", lambda self, recipe: (read.append((self.shard, self.key)), original(self, recipe))[1]
+        StoredSample,
+        "read",
+        lambda self, *args, **kw: (read.append((self.shard, self.key)), original(self, *args, **kw))[1],
     )
     resumed = loader(dataset, global_batch_size=10)
     resumed.load_state_dict(state)

@@ -1,0 +1,348 @@
+"""Encoders balanced apart: every part is encoded once, its features arrive where its sample is, and all else stays.
+
+All ranks of a step are made in this process, and what `exchange` would carry is carried by hand along their routes.
+"""
+
+from __future__ import annotations
+
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from shard_factory import chat, jpeg, omni_samples, omni_shards, write_shard
+from torch import Tensor
+
+import orchdata as od
+from orchdata.balancers import lower_bound
+from orchdata.layout import Layout
+from orchdata.loaders.order import Order, Shuffle
+from orchdata.part_plan import Parts
+from orchdata.plan import Plan, PlanSpec, make_plan
+from orchdata.route import Route
+
+RECIPE = od.Recipe(
+    image=od.ImagePreprocessor(patch_size=8, merge=2, min_tokens=1, max_tokens=12, dtype="float32"),
+    audio=od.AudioPreprocessor(num_mels=16, dtype="float32"),
+)
+PER_PHASE = od.Balance(assignment="per_phase")
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return omni_shards(tmp_path_factory.mktemp("omni"), shards=2, samples=15)
+
+
+@pytest.fixture
+def dataset(shards: list[str]) -> od.ShardDataset:
+    dataset = od.ShardDataset(shards, recipe=RECIPE)
+    dataset.index()
+    return dataset
+
+
+def loader(dataset: od.ShardDataset, rank: int = 0, num_ranks: int = 1, **options: Any) -> od.DataLoader:
+    options = {"global_batch_size": 10, "num_threads": 0, "balance": PER_PHASE} | options
+    return od.DataLoader(dataset, dp=(rank, num_ranks), **options)
+
+
+def rows_of_tokens(batch: od.Batch, name: str) -> Tensor:
+    """What the encoder would make tokens of: (num_tokens, values a token)."""
+    held = getattr(batch, name)
+    rows = held.patches if name == "image" else held.features
+    return rows.reshape(-1, rows.shape[-1] * 4)[: held.num_tokens]  # 2 x 2 patches, or 4 frames
+
+
+def carry(features: list[Tensor], routes: list[Route]) -> list[Tensor]:
+    """What `exchange` does on all ranks, by hand."""
+    grouped = []
+    for rows, route in zip(features, routes, strict=True):
+        assert len(rows) == route.num_rows_in
+        if route.zeroed is not None:
+            rows = rows.index_fill(0, torch.from_numpy(route.zeroed), 0)
+        assert route.send_order is None and route.receive_order is None  # nothing is copied to group or order it
+        grouped.append(rows.split(route.send_rows.tolist()))
+    for rank, route in enumerate(routes):
+        assert [len(theirs[rank]) for theirs in grouped] == route.receive_rows.tolist()
+    return [torch.cat([theirs[rank] for theirs in grouped]) for rank in range(len(routes))]
+
+
+def delivered(steps: list[list[od.Batch]]) -> dict[str, tuple[Tensor, ...]]:
+    """Key -> ids, labels, positions and what stands where its features go, from the batches [rank][microbatch]."""
+    found = {}
+    for batches in zip(*steps, strict=True):
+        carried = {}
+        for name in ("image", "audio"):
+            rows = [rows_of_tokens(batch, name) for batch in batches]
+            if batches[0].routes:
+                rows = carry(rows, [batch.route(name) for batch in batches])
+            carried[name] = rows
+        for rank, batch in enumerate(batches):
+            llm = batch.llm
+            columns = [llm.input_ids, llm.labels, llm.position_ids]
+            for name in ("image", "audio"):
+                where = getattr(llm, f"{name}_positions")
+                placed = torch.zeros(llm.input_ids.numel(), carried[name][rank].shape[-1])
+                placed[where] = carried[name][rank].float()
+                columns.append(placed.reshape(*llm.input_ids.shape, -1).movedim(-1, 0))
+            for number, (_, key) in enumerate(batch.keys):
+                if llm.attention_mask is None:
+                    start, stop = llm.cu_seqlens[number : number + 2].tolist()
+                    found[key] = tuple(column[..., start:stop] for column in columns)
+                else:
+                    length = int(llm.attention_mask[number].sum())
+                    found[key] = tuple(column[..., number, :length] for column in columns)
+    return found
+
+
+def epoch(dataset: od.ShardDataset, num_ranks: int, **options: Any) -> dict[str, tuple[Tensor, ...]]:
+    return delivered([list(loader(dataset, rank, num_ranks, **options)) for rank in range(num_ranks)])
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("layout", "max_tokens"),
+    [
+        (od.Packed(), None),
+        (od.Packed(positions="mrope", multiple_of=8), 150),
+        (od.Packed(), {"llm": 150, "image": 60}),
+        (od.Padded(), None),
+        (od.Padded(positions="mrope"), {"llm": 300, "image": 80}),
+    ],
+)
+def test_samples_get_the_features_they_would_have_at_home(
+    dataset: od.ShardDataset, layout: Layout, max_tokens: Any, num_ranks: int
+) -> None:
+    home = epoch(dataset, 1, collate_fn=type(layout)(positions=layout.positions), balance="none")
+    balance = od.Balance(assignment="per_phase", max_tokens=max_tokens, oversize="own")
+    found = epoch(dataset, num_ranks, collate_fn=layout, balance=balance)
+    assert found.keys() == home.keys()
+    for key, columns in home.items():
+        for ours, theirs in zip(found[key], columns, strict=True):
+            padded = ours.shape[-1] - theirs.shape[-1]
+            assert 0 <= padded < 8 and torch.equal(ours[..., : theirs.shape[-1]], theirs)
+
+
+def test_parts_travel_and_every_phase_is_balanced(dataset: od.ShardDataset) -> None:
+    batches = [next(iter(loader(dataset, rank, 3, global_batch_size=30))) for rank in range(3)]
+    plan = batches[0].plan
+    assert len({batch.plan.hash for batch in batches}) == 1
+    for phase in ("image", "audio"):
+        parts = plan.parts[phase]
+        assert (parts.rank != plan.rank[parts.sample]).any()
+        assert plan.loads(phase).max() <= lower_bound(parts.costs, 3) * 1.03
+        assert plan.imbalance(phase) < plan.loads_unbalanced(phase).max() / plan.loads_unbalanced(phase).mean()
+    assert plan.imbalance("llm") < 1.02
+
+
+def test_model_inputs_carry_routes_only_where_parts_travel(dataset: od.ShardDataset) -> None:
+    apart, joint = (next(iter(loader(dataset, 0, 2, balance=balance))) for balance in (PER_PHASE, "global"))
+    assert apart.model_inputs()["image_route"] is apart.route("image")
+    assert apart.route("audio").label == "audio, step 0, micro-step 0"
+    assert not {"image_route", "audio_route"} & joint.model_inputs().keys()
+    with pytest.raises(ValueError, match="features stay where they are"):
+        joint.route("image")
+    with pytest.raises(ValueError, match="no such modality"):
+        apart.route("video")
+
+
+def test_whole_samples_cannot_be_taken_apart(dataset: od.ShardDataset) -> None:
+    with pytest.raises(ValueError, match="a collate_fn gets whole samples"):
+        loader(dataset, collate_fn=list)
+    with pytest.raises(ValueError, match="map-style data set are whole"):
+        od.DataLoader([1, 2, 3], balance=PER_PHASE)
+
+
+def test_a_pipeline_takes_one_order_on_all_ranks(dataset: od.ShardDataset) -> None:
+    balance = od.Balance(assignment="per_phase", max_tokens=120, order="1f1b", num_stages=2, oversize="own")
+    by_rank = [list(loader(dataset, rank, 2, balance=balance)) for rank in range(2)]
+    labels = [[batch.route("image").label for batch in batches] for batches in by_rank]
+    assert labels[0] == labels[1]
+    assert [batch.microbatch for batch in by_rank[0][: by_rank[0][0].num_microbatches]] == list(
+        range(by_rank[0][0].num_microbatches)
+    )
+    assert epoch(dataset, 2, balance=balance).keys() == epoch(dataset, 1, balance="none").keys()
+
+
+# Plans
+
+
+class Album:
+    """Samples of 0 to 6 images, held in arrays."""
+
+    phases = balanced = ("image", "llm")
+    padded = None
+
+    def __init__(self, num_samples: int, seed: int) -> None:
+        random = np.random.default_rng(seed)
+        self.counts = random.choice([0, 0, 0, 1, 2, 6], num_samples)
+        self.starts = np.concatenate([[0], np.cumsum(self.counts)])
+        self.image = random.integers(4, 200, int(self.starts[-1]))
+        self.text = random.integers(1, 300, num_samples)
+
+    def costs(self, phase: str, dataset_id: Any, row: NDArray[np.int64]) -> NDArray[np.int64]:
+        sums = np.array([self.image[self.starts[r] : self.starts[r + 1]].sum() for r in row], np.int64)
+        return sums if phase == "image" else sums // 4 + self.text[row]
+
+    positions = costs
+
+    def loss_tokens(self, dataset_id: Any, row: NDArray[np.int64]) -> NDArray[np.int64]:
+        return self.text[row]
+
+    def parts(self, phase: str, dataset_id: Any, row: NDArray[np.int64]) -> Parts:
+        spans = [np.arange(self.starts[r], self.starts[r + 1]) for r in row]
+        part = np.concatenate([np.zeros(0, np.int64), *spans])
+        sizes = self.image[part]
+        return Parts(
+            sample=np.repeat(np.arange(len(row)), self.counts[row]),
+            part=part,
+            positions=sizes,
+            tokens=sizes // 4,
+            costs=sizes,
+            rank=np.full(len(part), -1, np.int32),
+        )
+
+
+def planned(seed: int = 0, num_ranks: int = 4, batch: int = 32, **balance: Any) -> Plan:
+    source = Album(batch, seed)
+    spec = PlanSpec(
+        source=source,
+        order=Order(batch, shuffle=Shuffle(), seed=seed),
+        balance=od.Balance(assignment="per_phase", **balance),
+        num_ranks=num_ranks,
+        global_batch_size=batch,
+        drop_last=True,
+    )
+    return make_plan(spec, 0, 0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    num_ranks=st.integers(1, 7),
+    batch=st.integers(1, 40),
+    llm=st.sampled_from([None, 700, 1_500]),
+    image=st.sampled_from([None, 1_200, 2_000]),
+    scope=st.sampled_from(["none", "grouped", "grid", "global"]),
+)
+def test_each_part_is_encoded_once_in_its_samples_micro_step(
+    seed: int, num_ranks: int, batch: int, llm: int | None, image: int | None, scope: str
+) -> None:
+    caps = {phase: cap for phase, cap in (("llm", llm), ("image", image)) if cap}
+    group = {"group_size": 2} if scope in ("grouped", "grid") else {}
+    plan = planned(seed, num_ranks, batch, scope=scope, max_tokens=caps or None, **group)
+    parts = plan.parts["image"]
+    for microbatch in range(plan.num_microbatches):
+        encoded = [plan.encoded("image", rank, microbatch) for rank in range(num_ranks)]
+        arriving = [plan.arriving("image", rank, microbatch) for rank in range(num_ranks)]
+        members = np.flatnonzero(plan.microbatch[parts.sample] == microbatch)
+        assert np.array_equal(np.sort(np.concatenate(encoded)), members)
+        assert np.array_equal(np.sort(np.concatenate(arriving)), members)
+        for rank in range(num_ranks):
+            route = plan.route("image", rank, microbatch)
+            assert route.num_rows_in == parts.tokens[encoded[rank]].sum()
+            assert route.num_rows_out == parts.tokens[arriving[rank]].sum()
+            assert route.parts.num_rows_out == len(arriving[rank])
+            assert set(plan.rank[parts.sample[arriving[rank]]]) <= {rank}
+            if image:
+                assert parts.positions[encoded[rank]].sum() <= image
+            if llm:
+                assert plan.llm_positions[plan.positions(rank, microbatch)].sum() <= llm
+    home = plan.rank[parts.sample]
+    if scope == "none":
+        assert np.array_equal(parts.rank, home)
+    if scope == "grouped":
+        assert np.array_equal(parts.rank // 2, home // 2)
+    assert plan.cells("image").sum() == parts.costs.sum()
+    assert np.array_equal(plan.assignment("image"), parts.rank)
+
+
+def test_micro_steps_are_as_few_as_encoders_of_all_ranks_hold() -> None:
+    """An album of twelve images fits nowhere at once, but spread over four ranks it does."""
+    crowded = [planned(seed, 4, 32, max_tokens={"llm": 4_000, "image": 1_200}) for seed in range(5)]
+    for plan in crowded:
+        cells = plan.cells("image")
+        assert cells.max() <= 1_200
+        assert plan.num_microbatches <= 1 + -(-cells.sum() // (4 * 1_200))
+
+
+def test_encoder_ranks_are_in_the_hash_and_every_rank_plans_the_same() -> None:
+    plan = planned(3)
+    assert plan.hash == planned(3).hash
+    assert plan.hash != planned(3, scope="none").hash
+    plan.parts["image"].rank[0] += 1
+    assert plan.hash == planned(3).hash  # it is made once
+    fresh = planned(3)
+    fresh.parts["image"].rank[0] += 1
+    assert fresh.hash != plan.hash
+
+
+def test_parts_that_can_stay_do() -> None:
+    plan = planned(1, num_ranks=8, batch=256)
+    parts = plan.parts["image"]
+    assert plan.imbalance("image") < 1.01
+    assert (parts.rank == plan.rank[parts.sample]).mean() > 0.5
+
+
+# Failures
+
+
+def corrupt(shard: str, field: str) -> None:
+    """Overwrite a member in place, behind its header: the index stays as it is."""
+    with tarfile.open(shard) as tar:
+        member = tar.getmember(field)
+    with Path(shard).open("r+b") as stream:
+        stream.seek(member.offset_data + member.size // 3)
+        stream.write(b"\x00" * (member.size // 2))
+
+
+def test_a_failed_part_leaves_zeros_a_flag_and_no_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ORCHDATA_CACHE", str(tmp_path / "cache"))
+    samples = omni_samples(4)
+    samples.append({"__key__": "bad", "jpg": jpeg(90, 90, 1), "json": chat("see <image>", "a long enough answer")})
+    shard = write_shard(tmp_path / "a.tar", samples)
+    dataset = od.ShardDataset(shard, recipe=RECIPE)
+    dataset.index()
+    corrupt(shard, "bad.jpg")
+    with pytest.raises(od.DataError, match=r"bad.*jpg"):
+        next(iter(loader(dataset, global_batch_size=5)))
+
+    made = loader(dataset, global_batch_size=5, on_error="skip")
+    (batch,) = made
+    assert batch.image is not None and batch.image.valid is not None
+    assert batch.image.valid.tolist().count(False) == 1 and len(batch.keys) == 5
+    assert [failure["field"] for failure in made.stats()["failures"]["samples"]] == ["jpg"]
+    starts = batch.llm.cu_seqlens.tolist()
+    for number, (_, key) in enumerate(batch.keys):
+        has_loss = bool((batch.llm.labels[starts[number] : starts[number + 1]] != -100).any())
+        assert has_loss == (key != "bad"), key
+    assert batch.loss_tokens < batch.global_loss_tokens
+    place = batch.image.valid.tolist().index(False)
+    first, last = batch.image.cu_seqlens[place : place + 2].tolist()
+    assert not batch.image.patches[first:last].any()
+    zeroed = batch.route("image").zeroed
+    assert zeroed is not None and np.array_equal(zeroed, np.arange(first // 4, last // 4))
+
+
+def test_a_failed_text_keeps_its_place_without_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ORCHDATA_CACHE", str(tmp_path / "cache"))
+    samples = omni_samples(4)
+    samples.append({"__key__": "bad", "jpg": jpeg(90, 90, 1), "txt": b"a text that will be no UTF-8"})
+    shard = write_shard(tmp_path / "a.tar", samples)
+    dataset = od.ShardDataset(shard, recipe=RECIPE)
+    dataset.index()
+    with tarfile.open(shard) as tar:
+        offset = tar.getmember("bad.txt").offset_data
+    with Path(shard).open("r+b") as stream:
+        stream.seek(offset)
+        stream.write(b"\xff\xfe")
+    steps = [[next(iter(loader(dataset, rank, 2, global_batch_size=5, on_error="skip")))] for rank in range(2)]
+    found, home = delivered(steps), epoch(dataset, 1, balance="none", global_batch_size=5, on_error="skip")
+    assert found.keys() == home.keys() | {"bad"}
+    assert (found["bad"][1] == -100).all()
+    for key, columns in home.items():
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(found[key], columns, strict=True))
