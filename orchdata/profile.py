@@ -1,13 +1,14 @@
 """Profile of a dataset, before any GPU is rented: what it holds, and what N ranks would lose to imbalance.
 
     index columns --counts, percentiles--> Modality, Phase
-    order + cost model --make_plan, as in training--> PhaseImbalance, per number of ranks
+    order + cost model --plans, as in training--> Scale, per number of ranks
 
 Everything is read from the index: no sample is decoded.
 """
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -16,16 +17,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.balance import Balance
 from orchdata.balancers import CostModel
 from orchdata.costs import IndexCosts
 from orchdata.loaders.errors import DataError, reason_kind
 from orchdata.loaders.index import Index
-from orchdata.loaders.order import Order, Shuffle
-from orchdata.plan import PlanSpec, SampleOrder, make_plan
-from orchdata.stats import step_loads
+from orchdata.loaders.paths import suffix_of
+from orchdata.loaders.tar import bytes_read_together
+from orchdata.scales import Scale, make_scale
 
 PERCENTILES = {"min": 0, "p25": 25, "p50": 50, "p75": 75, "p95": 95, "p99": 99, "max": 100}
+_RANGE_SAMPLES = 1000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,39 +61,18 @@ class Phase:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PhaseImbalance:
-    """max/mean of rank loads, where 1 is perfect: the time lost in a phase is 1 - 1/this.
+class ReadAmplification:
+    """Bytes read from storage for each byte of the members that samples use, as far as the index tells.
 
     Attributes:
-        unbalanced: samples dealt out in turn, as a plain sampler does.
-        balanced: as the DataLoader assigns them.
-        lower_bound: no assignment of whole samples can do better; above 1 where single samples are too large.
+        by_range: samples of plain tars, read one by one in whatever order and scope: their members, and the gaps
+            between members read together. Of up to 1,000 samples spread over the dataset; None without a plain tar.
+        whole_shards: every shard from end to end once, as a compressed tar is when it is decompressed: below 1 where
+            compression saves more than is left unused. Times `groups_per_shard` where each group does so for itself.
     """
 
-    unbalanced: float
-    balanced: float
-    lower_bound: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Scale:
-    """What a number of ranks would see, over `steps` steps spread evenly over an epoch.
-
-    Attributes:
-        with_replacement: the dataset has fewer samples than a global batch, so samples were drawn with replacement.
-        phases: every phase the dataset has; those the cost model does not name are not balanced.
-        step: of the whole step, over the phases of the cost model, where ranks wait for each other after each phase.
-        speedup: cost of the unbalanced step over that of the balanced one; an estimate by the cost model.
-    """
-
-    ranks: int
-    batch_size: int
-    global_batch_size: int
-    steps: int
-    with_replacement: bool
-    phases: Mapping[str, PhaseImbalance]
-    step: PhaseImbalance
-    speedup: float
+    by_range: float | None
+    whole_shards: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,6 +90,7 @@ class Profile:
     bad_by_reason: Mapping[str, int]
     bytes: int
     loss_tokens: int
+    read_amplification: ReadAmplification
     modalities: Mapping[str, Modality]
     phases: Mapping[str, Phase]
     balanced_phases: tuple[str, ...]
@@ -119,10 +100,8 @@ class Profile:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-safe: plain dicts, lists, strings and finite numbers."""
-        return asdict(self) | {
-            "balanced_phases": list(self.balanced_phases),
-            "scales": [asdict(scale) for scale in self.scales],
-        }
+        plain: dict[str, Any] = json.loads(json.dumps(asdict(self), allow_nan=False))
+        return plain
 
 
 def profile(
@@ -131,6 +110,8 @@ def profile(
     cost: CostModel | None = None,
     ranks: Sequence[int] = (8, 64, 512, 2560),
     batch_size: int = 8,
+    group_size: int = 8,
+    streams: int | None = None,
     seed: int = 0,
     steps: int = 8,
 ) -> Profile:
@@ -141,14 +122,24 @@ def profile(
         cost: the model's cost; None balances LLM tokens and reports encoder phases in positions.
         ranks: numbers of data-parallel ranks to plan for.
         batch_size: samples per rank and step.
+        group_size: ranks of a group, as those of a node; as in `Balance(group_size=...)`.
+        streams: of the order, as in `Shuffle(streams=...)`; None for one a group, which lets each read its own.
         seed: of the order.
-        steps: steps to plan per number of ranks, fewer where an epoch has fewer.
+        steps: steps to plan per number of ranks, spread over an epoch for balance and in a row for locality; fewer
+            where an epoch has fewer.
 
     Raises:
         ValueError: for numbers below 1, or a dataset without a usable sample.
     """
-    for name, value in (("batch_size", batch_size), ("steps", steps), ("ranks", min(ranks, default=0))):
-        if value < 1:
+    numbers = {
+        "batch_size": batch_size,
+        "steps": steps,
+        "ranks": min(ranks, default=0),
+        "group_size": group_size,
+        "streams": streams,
+    }
+    for name, value in numbers.items():
+        if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
     bad = index.bad_rows()
     if len(bad) == index.num_samples:
@@ -158,23 +149,35 @@ def profile(
         )
 
     source = IndexCosts(index, cost)
-    order = Order(index.num_samples, shuffle=Shuffle(), seed=seed, excluded=bad)
     good = np.delete(np.arange(index.num_samples), bad)
     bad_samples, failed_shards = split_failures(index)
     return Profile(
         shards=len(index.shards),
         failed_shards=len(failed_shards),
-        samples=order.num_samples,
+        samples=len(good),
         bad=len(bad_samples),
         bad_by_reason=count_reasons(bad_samples),
         bytes=index.totals["bytes"],
         loss_tokens=index.totals["loss_tokens"],
-        modalities={name: _modality(counts, order.num_samples) for name, counts in index.totals["modalities"].items()},
+        read_amplification=_read_amplification(index, good),
+        modalities={name: _modality(counts, len(good)) for name, counts in index.totals["modalities"].items()},
         phases={phase: _phase(source, phase, good) for phase in source.phases},
         balanced_phases=source.balanced,
         has_cost_model=cost is not None,
         seed=seed,
-        scales=tuple(_scale(source, order, num_ranks, batch_size, steps, seed) for num_ranks in ranks),
+        scales=tuple(
+            make_scale(
+                source,
+                bad,
+                ranks=num_ranks,
+                batch_size=batch_size,
+                group_size=group_size,
+                streams=streams,
+                seed=seed,
+                steps=steps,
+            )
+            for num_ranks in ranks
+        ),
     )
 
 
@@ -187,6 +190,20 @@ def split_failures(index: Index) -> tuple[list[DataError], list[DataError]]:
     """What an index could not use: samples, and whole shards (those have an empty key)."""
     failures = [index.failure(int(row)) for row in index.bad_rows()]
     return [failure for failure in failures if failure.key], [failure for failure in failures if not failure.key]
+
+
+def _read_amplification(index: Index, good: NDArray[np.int64]) -> ReadAmplification:
+    chosen = good[np.linspace(0, len(good) - 1, min(len(good), _RANGE_SAMPLES)).astype(np.int64)]
+    read = used = 0
+    for row in chosen.tolist():
+        if suffix_of(index.shards[int(index.shard[row])].url) == ".tar":
+            members = index.read_spec(row)
+            read += bytes_read_together(members)
+            used += sum(size for _, size, _, _ in members)
+    return ReadAmplification(
+        by_range=read / used if used else None,
+        whole_shards=sum(shard.size for shard in index.shards) / max(1, index.totals["bytes"]),
+    )
 
 
 def _modality(counts: Mapping[str, int], num_samples: int) -> Modality:
@@ -204,52 +221,3 @@ def _phase(source: IndexCosts, phase: str, rows: NDArray[np.int64]) -> Phase:
         sizes = np.percentile(positions, list(PERCENTILES.values()), method="lower")
         percentiles = {name: int(size) for name, size in zip(PERCENTILES, sizes, strict=True)}
     return Phase(samples=len(positions), positions=int(positions.sum()), percentiles=percentiles)
-
-
-@dataclass(frozen=True)
-class _Draws:
-    """Samples of `order` drawn with replacement, seeded: a global batch larger than the dataset can be planned."""
-
-    order: Order
-    seed: int
-    num_samples: int
-
-    def rows(self, epoch: int, start: int, stop: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        picks = np.random.default_rng((self.seed, epoch, start)).integers(self.order.num_samples, size=stop - start)
-        dataset_id, row = self.order.rows(epoch, 0, self.order.num_samples)
-        return dataset_id[picks], row[picks]
-
-
-def _scale(source: IndexCosts, order: Order, num_ranks: int, batch_size: int, steps: int, seed: int) -> Scale:
-    global_batch_size = num_ranks * batch_size
-    with_replacement = order.num_samples < global_batch_size
-    drawn: SampleOrder = _Draws(order, seed, steps * global_batch_size) if with_replacement else order
-    spec = PlanSpec(
-        source=source,
-        order=drawn,
-        balance=Balance(),
-        num_ranks=num_ranks,
-        global_batch_size=global_batch_size,
-        drop_last=True,
-    )
-    chosen = np.unique(np.linspace(0, spec.num_steps - 1, min(steps, spec.num_steps)).astype(np.int64))
-    plans = [make_plan(spec, epoch=0, step=int(step)) for step in chosen]
-    loads = {phase: np.sum([step_loads(plan, phase) for plan in plans], axis=0) for phase in source.phases}
-    step = np.sum([loads[phase] for phase in source.balanced], axis=0)
-    return Scale(
-        ranks=num_ranks,
-        batch_size=batch_size,
-        global_batch_size=global_batch_size,
-        steps=len(plans),
-        with_replacement=with_replacement,
-        phases={phase: _imbalance(values) for phase, values in loads.items()},
-        step=_imbalance(step),
-        speedup=float(step[0] / step[1]),
-    )
-
-
-def _imbalance(loads: NDArray[np.float64]) -> PhaseImbalance:
-    unbalanced, balanced, lower_bound, mean = (float(value) for value in loads)
-    if mean == 0:  # nothing in these steps enters the phase
-        return PhaseImbalance(unbalanced=1.0, balanced=1.0, lower_bound=1.0)
-    return PhaseImbalance(unbalanced=unbalanced / mean, balanced=balanced / mean, lower_bound=lower_bound / mean)

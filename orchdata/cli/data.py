@@ -49,17 +49,27 @@ def profile(
     cost: CostOption = None,
     ranks: Annotated[str, typer.Option(help="Numbers of data-parallel ranks to plan for.")] = "8,64,512,2560",
     batch_size: Annotated[int, typer.Option(help="Samples per rank and step.")] = 8,
+    group_size: Annotated[int, typer.Option(help="Ranks of a group, as those of a node.")] = 8,
+    streams: Annotated[int | None, typer.Option(help="Streams of the order; default: one a group.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the order.")] = 0,
     as_json: JsonOption = False,
 ) -> None:
-    """Profile shards: sizes, modalities, and the imbalance that N ranks would see without and with balancing."""
+    """Profile shards: sizes, modalities, what N ranks would lose to imbalance in each scope, and what each reads."""
     rank_counts = ranks_list(ranks)
     from orchdata.balancers import CostModel
     from orchdata.profile import profile as make_profile
 
     model = load_object(cost, CostModel, "--cost") if cost is not None else None
     built, _ = _build(paths, recipe, force=False)
-    result = make_profile(built, cost=model, ranks=rank_counts, batch_size=batch_size, seed=seed)
+    result = make_profile(
+        built,
+        cost=model,
+        ranks=rank_counts,
+        batch_size=batch_size,
+        group_size=group_size,
+        streams=streams,
+        seed=seed,
+    )
     if as_json:
         print_json(result.to_dict())
         return

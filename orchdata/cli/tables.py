@@ -12,9 +12,9 @@ from orchdata.cli.output import human_bytes
 
 if TYPE_CHECKING:
     from orchdata.profile import Profile
+    from orchdata.scales import Scale
 
 MOST_REASONS = 5
-NOTABLE_BOUND = 1.1
 
 
 def profile_table(profile: Profile) -> RenderableType:
@@ -32,6 +32,7 @@ def profile_table(profile: Profile) -> RenderableType:
         _modality_table(profile),
         _phase_table(profile),
         _scale_table(profile),
+        *([_scope_table(profile)] if any(scale.groups > 1 for scale in profile.scales) else []),
         *(Text(f"- {note}") for note in _notes(profile)),
     )
 
@@ -63,7 +64,7 @@ def _phase_table(profile: Profile) -> Table:
 
 def _scale_table(profile: Profile) -> Table:
     title = "\nImbalance, max/mean over ranks: unbalanced -> balanced (1.00 is perfect)"
-    table = _table(title, "ranks", "batch", *profile.phases, "step", "bound", "speedup")
+    table = _table(title, "ranks", "batch", *profile.phases, "step", "bound", "speedup", "per phase")
     for scale in profile.scales:
         phases = [
             f"{phase.unbalanced:.2f} -> {phase.balanced:.2f}" + ("" if name in profile.balanced_phases else " *")
@@ -78,7 +79,33 @@ def _scale_table(profile: Profile) -> Table:
             step,
             f"{scale.step.lower_bound:.2f}",
             f"{scale.speedup:.2f}x",
+            f"{scale.per_phase_speedup:.2f}x",
         )
+    return table
+
+
+def _scope_table(profile: Profile) -> Table:
+    """Of the numbers of ranks that make several groups."""
+    scales = [scale for scale in profile.scales if scale.groups > 1]
+    title = f"\nScopes, in groups of {scales[0].group_size} ranks: max/mean over ranks, and who reads what"
+    columns = ("scope", *profile.phases, "step", "speedup", "own streams", "groups/shard")
+    table = _table(title, "ranks", *columns)
+    table.columns[1].justify = "left"
+    for scale in scales:
+        for place, (name, scope) in enumerate(scale.scopes.items()):
+            phases = [
+                f"{value:.2f}" + ("" if phase in profile.balanced_phases else " *")
+                for phase, value in scope.phases.items()
+            ]
+            table.add_row(
+                f"{scale.ranks:,}" if place == 0 else "",
+                name,
+                *phases,
+                f"{scope.step:.2f}",
+                f"{scope.speedup:.2f}x",
+                f"{scope.own_streams:.0%}",
+                f"{scope.groups_per_shard:.1f} of {scale.groups:,}",
+            )
     return table
 
 
@@ -86,6 +113,7 @@ def _notes(profile: Profile) -> list[str]:
     notes = [
         "step: the cost model's phases, ranks waiting for each other after each; speedup: an estimate from costs",
         "bound: no assignment of whole samples gets the step below it",
+        'per phase: the speedup where encoders are balanced apart, od.Balance(assignment="per_phase")',
     ]
     unnamed = [name for name in profile.phases if name not in profile.balanced_phases]
     if unnamed:
@@ -98,18 +126,42 @@ def _notes(profile: Profile) -> list[str]:
             f"r: the dataset has fewer samples ({profile.samples:,}) than this global batch, "
             "so samples were drawn with replacement"
         )
-    notes.extend(_bound_notes(profile))
+    notes += _locality_notes(profile)
+    notes += [note for scale in profile.scales for note in _advice_notes(scale)]
     return notes
 
 
-def _bound_notes(profile: Profile) -> list[str]:
-    """Where single samples set the pace, say so: no assignment of whole samples can mend it."""
-    for scale in profile.scales:
-        if scale.step.lower_bound >= NOTABLE_BOUND:
-            bound, phase = max((scale.phases[name].lower_bound, name) for name in profile.balanced_phases)
-            note = (
-                f"from {scale.ranks:,} ranks on the largest samples set the pace, most in {phase} (bound {bound:.2f}): "
-                "more samples per rank would help, or fewer tokens in the largest"
-            )
-            return [note]
-    return []
+def _locality_notes(profile: Profile) -> list[str]:
+    reads = profile.read_amplification
+    by_range = "" if reads.by_range is None else f"{reads.by_range:.2f} by range, whatever the scope; "
+    notes = [f"bytes read for each byte used: {by_range}{reads.whole_shards:.2f} where every shard is read whole, once"]
+    grouped = [scale for scale in profile.scales if scale.groups > 1]
+    if grouped:
+        steps = max(scale.locality_steps for scale in grouped)
+        notes[:0] = [
+            "own streams: samples that stay in the group of ranks whose streams (parts of the dataset) they are from",
+            f"groups/shard: groups that read from a shard in {steps} steps in a row: its fetches, if fetched whole",
+        ]
+    return notes
+
+
+def _advice_notes(scale: Scale) -> list[str]:
+    """What holds the step back, and what would help, in the phase that loses most."""
+    held = [(advice.cost_share * (advice.imbalance - 1), name) for name, advice in scale.advice.items()]
+    name = max(held)[1]
+    advice = scale.advice[name]
+    if advice.limit == "nothing":
+        return []
+    largest = f"{advice.largest_key!r} of {advice.largest_shard.rsplit('/', 1)[-1]}"
+    why = f"{advice.samples_per_rank:.1f} samples per rank do not fill the ranks evenly"
+    if advice.limit == "giant sample":
+        why = f"samples above the mean load of a rank: {advice.giants:,}, up to {advice.largest:.1f} x it ({largest})"
+    ways = {
+        "context parallel": "such samples shared by up to {} ranks each (context parallelism): {:.2f}",
+        "more samples": "{} x the batch: {:.2f}",
+    }
+    helps = [ways[remedy.remedy].format(remedy.factor, remedy.imbalance) for remedy in advice.remedies]
+    return [
+        f"{scale.ranks:,} ranks, {name}: {advice.imbalance:.2f} at best: {why}",
+        *([f"  would help: {'; '.join(helps)}"] if helps else []),
+    ]
