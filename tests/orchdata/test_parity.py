@@ -1,18 +1,19 @@
 """Training parity: balancing changes who computes what, and nothing else.
 
-One torchrun job of two gloo ranks trains every combination (parity_job.py); the tests look at what it found. Steps are
-laid out so that each modality is missing on one rank, on both, and on none.
+A torchrun job of gloo ranks trains each suite (parity_job.py), and the tests look at what it found. Daily: two ranks,
+{DDP, FSDP2} x assignments x {packed, padded} x {one, several microbatches}, and every pair of all other values; three
+ranks. Steps are laid out so that each modality is missing on one rank, on all, and on none.
 """
 
 from __future__ import annotations
 
 import json
-from itertools import product
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from parity_job import MAX_TOKENS, RECIPE
+from parity_job import LAYOUTS, NUM_EPOCHS, RECIPE, SUITES, WRAPPERS, Case, Suite
 from webdataset import TarWriter
 
 import orchdata as od
@@ -52,78 +53,123 @@ STEPS = [
 ]
 
 
+NUM_STEPS = NUM_EPOCHS * len(STEPS)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the job found that trains one suite."""
+
+    num_ranks: int
+    cases: dict[Case, dict[str, Any]]
+    between_references: list[tuple[str, str, float]]
+
+    @property
+    def compared(self) -> dict[Case, dict[str, Any]]:
+        """The cases that must train as one process does."""
+        return {case: result for case, result in self.cases.items() if case.loss == "global"}
+
+
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("parity")
-    shards = folder / "shard-000000.tar"
-    with shards.open("wb") as stream, TarWriter(stream, encoder=False) as writer:
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("parity") / "shard-000000.tar"
+    with path.open("wb") as stream, TarWriter(stream, encoder=False) as writer:
         for index, kind in enumerate(kind for step in STEPS for kind in step):
             writer.write({"__key__": f"{index:04d}-{kind}", **make_sample(DESCRIPTION, index, kind)[1]})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ORCHDATA_CACHE", str(path.parent / "cache"))
+        od.ShardDataset(path, recipe=RECIPE).index()
+    return path
 
-    with pytest.MonkeyPatch.context() as patch, (folder / "log").open("w+b") as log:
-        patch.setenv("ORCHDATA_CACHE", str(folder / "cache"))
-        od.ShardDataset(shards, recipe=RECIPE).index()
+
+def marks(suite: Suite) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.slow, pytest.mark.timeout(600)] if suite.slow else []
+
+
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=marks(suite)) for name, suite in SUITES.items()])
+def found(request: pytest.FixtureRequest, shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    suite, folder = SUITES[request.param], tmp_path_factory.mktemp("job")
+    with (folder / "log").open("w+b") as log:
         torchrun(
-            [str(JOB), str(shards), str(folder / "result.json")],
-            num_ranks=2,
-            environment={"ORCHDATA_CACHE": str(folder / "cache")},
+            [str(JOB), str(shards), request.param, str(folder / "result.json")],
+            num_ranks=suite.num_ranks,
+            environment={"ORCHDATA_CACHE": str(shards.parent / "cache")},
             log=log,
             progress=lambda done, total: None,
         )
-    found: list[dict[str, Any]] = json.loads((folder / "result.json").read_text())
-    return found
+    results = json.loads((folder / "result.json").read_text())
+    by_case = {case: results["cases"][str(case)] for case in suite.cases}
+    return Found(suite.num_ranks, by_case, results["between_references"])
 
 
-def choose(results: list[dict[str, Any]], **wanted: Any) -> dict[str, Any]:
-    (chosen,) = [result for result in results if all(result[name] == value for name, value in wanted.items())]
-    return chosen
+def test_training_ends_where_one_process_does(found: Found) -> None:
+    apart = {str(case): result["from_reference"] for case, result in found.compared.items()}
+    assert {case: difference for case, difference in apart.items() if not difference < TOLERANCE} == {}
+    for result in found.compared.values():
+        assert {batch["step"] for batch in result["seen"][0]} == set(range(NUM_STEPS))
+        assert result["moved"] > 1e-2  # or the comparison would say nothing
 
 
-@pytest.mark.parametrize(
-    ("wrapper", "frozen", "checkpoint", "microbatched"), list(product(("ddp", "fsdp2"), *[(False, True)] * 3))
-)
-def test_balanced_training_ends_where_unbalanced_does(
-    results: list[dict[str, Any]], wrapper: str, frozen: bool, checkpoint: bool, microbatched: bool
-) -> None:
-    max_tokens = MAX_TOKENS if microbatched else None
-    result = choose(
-        results, wrapper=wrapper, frozen=frozen, checkpoint=checkpoint, max_tokens=max_tokens, loss="global"
-    )
-    assert result["difference"] < TOLERANCE
-    assert result["from_reference"] < TOLERANCE  # one process with all samples
-    assert result["moved"] > 1e-2  # or the comparison would say nothing
+def test_every_layout_trains_the_same(found: Found) -> None:
+    assert found.between_references
+    for first, second, difference in found.between_references:
+        if LAYOUTS[first].positions == LAYOUTS[second].positions:
+            assert difference < TOLERANCE
+        else:
+            assert difference > 1e4 * TOLERANCE
 
 
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
-def test_a_per_rank_mean_loss_does_not_pass(results: list[dict[str, Any]], wrapper: str) -> None:
-    result = choose(results, wrapper=wrapper, loss="rank mean")
-    assert result["difference"] > 1e4 * TOLERANCE
-    assert result["from_reference"] > 1e4 * TOLERANCE
+@pytest.mark.parametrize("found", [next(iter(SUITES))], indirect=True)
+def test_a_per_rank_mean_loss_does_not_pass(found: Found) -> None:
+    by_rank_mean = [result for case, result in found.cases.items() if case.loss == "rank mean"]
+    assert len(by_rank_mean) == len(WRAPPERS)
+    assert all(result["from_reference"] > 1e4 * TOLERANCE for result in by_rank_mean)
 
 
-@pytest.mark.parametrize("lane", ["balanced", "unbalanced"])
+def of_step(result: dict[str, Any], step: int) -> list[list[dict[str, Any]]]:
+    """The microbatches of one step, by rank."""
+    return [[batch for batch in rank if batch["step"] == step] for rank in result["seen"]]
+
+
 @pytest.mark.parametrize("modality", ["image", "audio"])
-def test_the_steps_had_empty_phases(results: list[dict[str, Any]], lane: str, modality: str) -> None:
-    """Guards the data above: a modality is missing on no rank, on one, and on all."""
-    result = choose(results, wrapper="ddp", frozen=False, checkpoint=False, max_tokens=None, loss="global")
-    have = [[rank[lane][step][modality] > 0 for rank in result["seen"]] for step in range(len(STEPS))]
-    assert {sum(step) for step in have} == {0, 1, 2}
+def test_the_steps_had_empty_phases(found: Found, modality: str) -> None:
+    """Guards the data above: a modality is missing on no rank, on all, and on all but one."""
+    for result in found.cases.values():
+        steps = [of_step(result, step) for step in range(NUM_STEPS)]
+        ranks = {sum(any(batch[modality] for batch in rank) for rank in step) for step in steps}
+        assert ranks >= {0, 1, found.num_ranks}
 
 
-def test_a_rank_without_any_sample_took_part(results: list[dict[str, Any]]) -> None:
-    for result in results:
-        last = [sum(one["samples"] for one in rank["balanced"] if one["step"] == 9) for rank in result["seen"]]
-        assert sorted(last) == [0, 1]
+def samples_by_rank(result: dict[str, Any], step: int) -> list[list[str]]:
+    return [sorted(key for batch in rank for key in batch["samples"]) for rank in of_step(result, step)]
 
 
-def test_the_plans_differed(results: list[dict[str, Any]]) -> None:
-    for result in results:
-        lanes = [{one["plan"] for one in result["seen"][0][lane]} for lane in ("balanced", "unbalanced")]
-        assert len(lanes[0] - lanes[1]) >= 7  # of ten steps
+def test_ranks_without_any_sample_took_part(found: Found) -> None:
+    for result in found.cases.values():
+        for last in range(len(STEPS) - 1, NUM_STEPS, len(STEPS)):
+            counts = sorted(map(len, samples_by_rank(result, last)))
+            assert counts == [0] * (found.num_ranks - 1) + [1]
 
 
-def test_microbatched_steps_had_several_microbatches(results: list[dict[str, Any]]) -> None:
-    for result in results:
-        counts = [[one["microbatches"] for one in rank["balanced"]] for rank in result["seen"]]
-        assert counts[0] == counts[1]
-        assert (max(counts[0]) > 1) == (result["max_tokens"] is not None)
+def test_balancing_moved_samples(found: Found) -> None:
+    """Guards the comparison: most steps share the samples out in another way than in turn."""
+    for case, result in found.cases.items():
+        in_turn = 0
+        for step in range(NUM_STEPS):
+            by_rank = samples_by_rank(result, step)
+            samples = sorted(key for keys in by_rank for key in keys)
+            in_turn += by_rank == [samples[rank :: found.num_ranks] for rank in range(found.num_ranks)]
+        assert in_turn == NUM_STEPS if case.scope == "none" else in_turn <= 0.3 * NUM_STEPS
+
+
+def test_parts_were_encoded_away_from_home_under_per_phase_alone(found: Found) -> None:
+    for case, result in found.cases.items():
+        rows = [batch["rows_away"] for rank in result["seen"] for batch in rank]
+        assert any(rows) == (case.assignment == "per_phase")
+
+
+def test_microbatched_steps_had_several_microbatches(found: Found) -> None:
+    for case, result in found.cases.items():
+        counts = [[batch["microbatches"] for batch in rank] for rank in result["seen"]]
+        assert all(rank == counts[0] for rank in counts)
+        assert (max(counts[0]) > 1) == case.microbatched

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,21 +10,44 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from orchdata.batch import merge_features
-from orchdata.demo.attention import Stack, rotary, rotate
-from orchdata.demo.model import Encoder, ModelOutput, MultimodalLM, patch_positions, strided_frames
+from orchdata.demo.attention import Block, Stack, rotary, rotate
+from orchdata.demo.model import Encoder, ModelConfig, ModelOutput, MultimodalLM, patch_positions, strided_frames
+
+
+class PaddedBlock(Block):
+    """`Block`, which also takes rows (num_rows, length, hidden), with a mask of the keys seen in place of lengths."""
+
+    def _forward(self, x: Tensor, lengths: Sequence[int] | Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        if not isinstance(lengths, Tensor):
+            return super()._forward(x, lengths, cos, sin)
+        query, key, value = self.qkv(self.norm_attention(x)).unflatten(-1, (3, self.num_heads, -1)).unbind(2)
+        q, k, v = (part.transpose(1, 2) for part in (rotate(query, cos, sin), rotate(key, cos, sin), value))
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=lengths)
+        x = x + self.proj(mixed.transpose(1, 2).flatten(2))
+        out: Tensor = x + self.down(F.gelu(self.up(self.norm_ffn(x))))
+        return out
 
 
 class PaddedLM(MultimodalLM):
     """Takes `Batch.model_inputs()` of od.Padded, encoders packed or padded."""
+
+    def __init__(self, config: ModelConfig, group: Any = None) -> None:
+        super().__init__(config, group)
+        for module in self.modules():
+            if isinstance(module, Block):
+                # As fully_shard does: the parameters stay those of MultimodalLM, drawn in the same sequence.
+                module.__class__ = PaddedBlock
 
     def forward(  # type: ignore[override]
         self, input_ids: Tensor, position_ids: Tensor, labels: Tensor, attention_mask: Tensor, **media: Any
     ) -> ModelOutput:
         x = self.embed(input_ids)
         if self.image is not None:
-            x = merge_features(x, self._image_tokens(x.dtype, media), media["image_positions"])
+            arrive = self.depart(self._image_tokens(x.dtype, media), media.get("image_route"))
+            x = merge_features(x, arrive(), media["image_positions"])
         if self.audio is not None:
-            x = merge_features(x, self._audio_tokens(x.dtype, media), media["audio_positions"])
+            arrive = self.depart(self._audio_tokens(x.dtype, media), media.get("audio_route"))
+            x = merge_features(x, arrive(), media["audio_positions"])
         x = padded_stack(self.llm, x, position_ids.reshape(-1, *x.shape[:2]), attention_mask)
         targets = labels[:, 1:]
         asked = targets != -100
@@ -56,7 +80,8 @@ class PaddedLM(MultimodalLM):
 
 def padded_tokens(encoder: Encoder, rows: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
     """rows (num_items, num_positions, in_dim) -> (num_items, num_positions / group, out_dim)."""
-    x = padded_stack(encoder.stack, encoder.embed(rows), positions, mask, causal=False)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not encoder.frozen):
+        x = padded_stack(encoder.stack, encoder.embed(rows), positions, mask, causal=False)
     tokens: Tensor = encoder.projector(x.unflatten(1, (-1, encoder.group)).flatten(2))
     return tokens
 
@@ -68,10 +93,6 @@ def padded_stack(stack: Stack, x: Tensor, positions: Tensor, mask: Tensor, *, ca
     if causal:
         seen = seen & torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
     for block in stack.blocks:
-        query, key, value = block.qkv(block.norm_attention(x)).unflatten(-1, (3, block.num_heads, -1)).unbind(2)
-        heads_first = (part.transpose(1, 2) for part in (rotate(query, cos, sin), rotate(key, cos, sin), value))
-        mixed = F.scaled_dot_product_attention(*heads_first, attn_mask=seen)
-        x = x + block.proj(mixed.transpose(1, 2).flatten(2))
-        x = x + block.down(F.gelu(block.up(block.norm_ffn(x))))
+        x = block(x, seen, cos, sin)
     out: Tensor = stack.norm(x)
     return out

@@ -1,20 +1,21 @@
-"""Run by test_parity under torchrun: trains the same model balanced and unbalanced, and writes how far they end apart.
+"""Run by test_parity under torchrun: trains a model in many ways, and writes how far each ends from one process.
 
-torchrun --nproc-per-node 2 parity_job.py SHARDS_GLOB RESULT.json
+torchrun --nproc-per-node 2 parity_job.py SHARDS_GLOB SUITE RESULT.json
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import product
+from collections.abc import Iterable, Iterator
+from dataclasses import astuple, dataclass, fields
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from padded_model import PaddedLM
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -27,40 +28,120 @@ from orchdata.demo.model import ModelConfig, MultimodalLM, Sizes
 from orchdata.demo.setup import fit_to_recipe, make_cost
 
 GLOBAL_BATCH_SIZE = 6
-MAX_TOKENS = 260
+MAX_TOKENS = 480  # of all ranks' microbatches
+NUM_EPOCHS = 2
 RECIPE = od.Recipe(
     image=od.ImagePreprocessor(patch_size=8, merge=2, min_tokens=1, max_tokens=12, dtype="float32"),
     audio=od.AudioPreprocessor(num_mels=16, dtype="float32"),
 )
 SMALL = Sizes(hidden=24, layers=2, ffn=48, num_heads=2)
 
+WRAPPERS = ("ddp", "fsdp2")
+ASSIGNMENTS = ("joint", "per_phase")
+LAYOUTS: dict[str, od.Packed | od.Padded] = {
+    "packed": od.Packed(),
+    "packed by 8": od.Packed(multiple_of=8),
+    "packed mrope": od.Packed(positions="mrope"),
+    "padded": od.Padded(),
+    "padded encoders": od.Padded(encoders="padded"),
+    "padded mrope": od.Padded(positions="mrope"),
+}
+
 
 @dataclass(frozen=True)
 class Case:
-    """One way of training. `wrapper` None is a single process that has every sample: the reference."""
+    """One way of training. `wrapper` None is a single process that has every sample: a reference."""
 
     wrapper: str | None
+    assignment: str = "joint"
+    layout: str = "packed"
+    microbatched: bool = False
     frozen: bool = False
     checkpoint: bool = False
-    max_tokens: int | None = None
+    scope: str = "global"
     loss: str = "global"
 
+    def __str__(self) -> str:
+        flags = [field.name for field in fields(self) if getattr(self, field.name) is True]
+        return ", ".join([f"{self.wrapper}", self.assignment, self.layout, *flags, self.scope, f"{self.loss} loss"])
 
-def make_loader(shards: str, case: Case, scope: str) -> od.DataLoader:
-    config = make_config(case)
-    return od.DataLoader(
-        od.ShardDataset(shards, recipe=RECIPE),
-        global_batch_size=GLOBAL_BATCH_SIZE,
-        cost=make_cost(config),
-        balance=od.Balance(scope=scope, max_tokens=case.max_tokens),
-        dp=(0, 1) if case.wrapper is None else None,
-        num_threads=0,
-    )
+    @property
+    def reference(self) -> Case:
+        return Case(None, layout=self.layout, frozen=self.frozen, scope="none")
+
+
+def pairs_of(case: Case) -> set[Any]:
+    """Every two of the values that make the case."""
+    return set(combinations(enumerate(astuple(case)), 2))
+
+
+def cover_pairs(chosen: list[Case], cases: Iterable[Case]) -> list[Case]:
+    """`chosen`, and of `cases` those that bring the most pairs of values still missing, until none is."""
+    left = list(cases)
+    missing = set[Any]().union(*map(pairs_of, left)) - set[Any]().union(*map(pairs_of, chosen))
+    chosen = list(chosen)
+    while missing:
+        chosen.append(max(left, key=lambda case: len(missing & pairs_of(case))))
+        missing -= pairs_of(chosen[-1])
+    return chosen
+
+
+@dataclass(frozen=True)
+class Suite:
+    """What one job trains."""
+
+    num_ranks: int
+    cases: list[Case]
+    slow: bool = False
+
+
+BOTH = (False, True)
+ALL = [Case(*values) for values in product(WRAPPERS, ASSIGNMENTS, LAYOUTS, BOTH, BOTH, BOTH)]
+EVERY_DAY = cover_pairs([Case(*values) for values in product(WRAPPERS, ASSIGNMENTS, ("packed", "padded"), BOTH)], ALL)
+GUARDS = [case for wrapper in WRAPPERS for case in (Case(wrapper, scope="none"), Case(wrapper, loss="rank mean"))]
+MORE_RANKS = [
+    Case(*values)
+    for values in product(WRAPPERS, ASSIGNMENTS, LAYOUTS, BOTH)
+    if values[2:] in (("packed", True), ("padded", False), ("packed mrope", True), ("padded encoders", True))
+]
+SUITES = {
+    "2 ranks": Suite(2, EVERY_DAY + GUARDS),
+    "3 ranks": Suite(3, [Case("ddp", ASSIGNMENTS[-1], microbatched=True), Case("fsdp2", ASSIGNMENTS[-1], "padded")]),
+    "3 ranks, more": Suite(3, MORE_RANKS, slow=True),
+    "4 ranks, more": Suite(4, MORE_RANKS, slow=True),
+} | {
+    f"2 ranks, all of {wrapper}": Suite(2, [case for case in ALL if case.wrapper == wrapper], slow=True)
+    for wrapper in WRAPPERS
+}
 
 
 def make_config(case: Case) -> ModelConfig:
     config = ModelConfig(llm=SMALL, image=SMALL, audio=SMALL, freeze_encoders=case.frozen, checkpoint=case.checkpoint)
     return fit_to_recipe(config, RECIPE)
+
+
+def make_model(case: Case) -> MultimodalLM:
+    """In float64; the same parameters for every case."""
+    torch.manual_seed(0)
+    padded = isinstance(LAYOUTS[case.layout], od.Padded)
+    return (PaddedLM if padded else MultimodalLM)(make_config(case)).double()
+
+
+def make_loader(shards: str, case: Case) -> od.DataLoader:
+    return od.DataLoader(
+        od.ShardDataset(shards, recipe=RECIPE),
+        global_batch_size=GLOBAL_BATCH_SIZE,
+        collate_fn=LAYOUTS[case.layout],
+        cost=make_cost(make_config(case)),
+        balance=od.Balance(
+            scope=case.scope,  # type: ignore[arg-type]
+            assignment=case.assignment,  # type: ignore[arg-type]
+            max_tokens=MAX_TOKENS // dist.get_world_size() if case.microbatched else None,
+            oversize="own",
+        ),
+        dp=(0, 1) if case.wrapper is None else None,
+        num_threads=0,
+    )
 
 
 def wrap(model: MultimodalLM, wrapper: str | None) -> torch.nn.Module:
@@ -74,30 +155,37 @@ def wrap(model: MultimodalLM, wrapper: str | None) -> torch.nn.Module:
     return model
 
 
-def train(shards: str, case: Case, scope: str) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-    """Ten steps of SGD in float64; returns the parameters, and what this rank had in each microbatch."""
-    torch.manual_seed(0)
-    model = wrap(MultimodalLM(make_config(case)).double(), case.wrapper)
+def train(shards: str, case: Case) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+    """Two epochs of SGD in float64; returns the parameters, and what this rank had in each microbatch."""
+    model = wrap(make_model(case), case.wrapper)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.3)
+    loader = make_loader(shards, case)
     seen = []
-    for batch in make_loader(shards, case, scope):
-        out = model(**batch.model_inputs())
-        scale = batch.loss_scale if case.loss == "global" else 1 / max(1, batch.loss_tokens)
-        (out.loss_sum * scale).backward()
-        seen.append(
-            {
-                "step": batch.step,
-                "samples": len(batch.keys),
-                "image": batch.image.num_tokens,
-                "audio": batch.audio.num_tokens,
-                "plan": batch.plan.hash,
-                "microbatches": batch.num_microbatches,
-            }
-        )
-        if batch.is_last_microbatch:
-            optimizer.step()
-            optimizer.zero_grad()
+    for epoch in range(NUM_EPOCHS):
+        loader.set_epoch(epoch)
+        for batch in loader:
+            inputs = batch.model_inputs()
+            out = model(**inputs)
+            scale = batch.loss_scale if case.loss == "global" else 1 / max(1, batch.loss_tokens)
+            (out.loss_sum * scale).backward()
+            seen.append({"step": epoch * len(loader) + batch.step} | describe(batch, inputs))
+            if batch.is_last_microbatch:
+                optimizer.step()
+                optimizer.zero_grad()
     return dict(full_parameters(model)), seen
+
+
+def describe(batch: od.Batch, inputs: dict[str, Any]) -> dict[str, Any]:
+    """What one microbatch had: `rows_away` are encoded here for samples of other ranks."""
+    assert batch.image is not None and batch.audio is not None
+    routes = [value for value in inputs.values() if isinstance(value, od.Route)]
+    return {
+        "samples": [key for _, key in batch.keys],
+        "image": batch.image.num_tokens,
+        "audio": batch.audio.num_tokens,
+        "rows_away": sum(route.num_rows_in - int(route.send_rows[route.rank]) for route in routes),
+        "microbatches": batch.num_microbatches,
+    }
 
 
 def full_parameters(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -111,37 +199,40 @@ def distance(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
     return max(float((first[name] - second[name]).norm() / second[name].norm()) for name in second)
 
 
-def main(shards: str, result_path: str) -> None:
+def train_references(shards: str, cases: list[Case]) -> dict[Case, dict[str, Tensor]]:
+    """Shared out among the ranks: each is one process with all samples."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    wanted = sorted({case.reference for case in cases}, key=str)
+    trained: list[Any] = [None] * num_ranks
+    dist.all_gather_object(trained, {case: train(shards, case)[0] for case in wanted[rank::num_ranks]})
+    return {case: parameters for some in trained for case, parameters in some.items()}
+
+
+def main(shards: str, suite: str, result_path: str) -> None:
     end_with_parent()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    torch.manual_seed(0)
-    initial = dict(full_parameters(MultimodalLM(make_config(Case(None))).double()))
-    references = {frozen: train(shards, Case(None, frozen=frozen), "none")[0] for frozen in (False, True)}
-    cases = [Case(*values) for values in product(("ddp", "fsdp2"), (False, True), (False, True), (None, MAX_TOKENS))]
-    cases += [Case("ddp", loss="rank mean"), Case("fsdp2", loss="rank mean")]
+    cases = SUITES[suite].cases
+    initial = dict(full_parameters(make_model(Case(None))))
+    references = train_references(shards, cases)
 
-    results = []
+    results = {}
     for case in cases:
-        balanced, seen_balanced = train(shards, case, "global")
-        unbalanced, seen_unbalanced = train(shards, case, "none")
+        parameters, seen_here = train(shards, case)
         seen: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(seen, {"balanced": seen_balanced, "unbalanced": seen_unbalanced})
-        results.append(
-            {
-                "wrapper": case.wrapper,
-                "frozen": case.frozen,
-                "checkpoint": case.checkpoint,
-                "max_tokens": case.max_tokens,
-                "loss": case.loss,
-                "difference": distance(balanced, unbalanced),
-                "from_reference": distance(balanced, references[case.frozen]),
-                "moved": distance(balanced, initial),
-                "seen": seen,
-            }
-        )
+        dist.all_gather_object(seen, seen_here)
+        results[str(case)] = {
+            "from_reference": distance(parameters, references[case.reference]),
+            "moved": distance(parameters, initial),
+            "seen": seen,
+        }
     if dist.get_rank() == 0:
-        Path(result_path).write_text(json.dumps(results))
+        between = [
+            (first.layout, second.layout, distance(references[first], references[second]))
+            for first, second in combinations(references, 2)
+            if first.frozen == second.frozen
+        ]
+        Path(result_path).write_text(json.dumps({"cases": results, "between_references": between}))
     leave()
 
 
