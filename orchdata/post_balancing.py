@@ -13,7 +13,7 @@ import torch.distributed as dist
 from orchdata.balance import Balance, as_balance
 from orchdata.loaders.errors import StateError
 from orchdata.parallel import ranks_per_node, resolve_rank
-from orchdata.post_peers import Peers
+from orchdata.post_peers import LostPeersError, Peers
 from orchdata.post_plan import MoveRule
 from orchdata.post_prefetch import Prefetcher
 from orchdata.post_stats import PostStats
@@ -59,6 +59,7 @@ def post_balance(
     Raises:
         ValueError: an argument outside its range, or ranks that were given different ones.
         TypeError: a loader that is no iterable, or a cost that is not callable.
+        RuntimeError: other ranks did not make theirs within the timeout.
     """
     functions = {"cost": cost} if loss_tokens is None else {"cost": cost, "loss_tokens": loss_tokens}
     for name, given in functions.items():
@@ -74,8 +75,11 @@ def post_balance(
     if ranks.size > 1 and ranks.group is None:
         raise ValueError(f"samples move in a process group: group={group!r} names none")
     rule = _rule(as_balance(balance), ranks.group, ranks.size, float(gain))
-    peers = Peers(ranks.group, timeout)
-    _check_alike(peers, rule, counts_tokens=loss_tokens is not None)
+    try:
+        peers = Peers(ranks.group, timeout)
+        _check_alike(peers, rule, counts_tokens=loss_tokens is not None)
+    except LostPeersError as error:
+        raise RuntimeError(f"all {ranks.size} ranks make a post_balance together, and some did not: {error}") from None
     return PostBalanced(loader, cost, loss_tokens, peers, rule)
 
 

@@ -26,8 +26,6 @@ POLL_SECONDS = 1.0
 _NOTES_SECONDS = 5.0
 _LOST = "lost"  # The note of a rank that only noticed.
 
-# The newer name of one function; torch warns of the older.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _numbers = count()
 
 
@@ -49,6 +47,11 @@ class LostPeersError(Exception):
     """A collective failed: some rank is gone, or late."""
 
 
+def unpadded(rows: Ints, counts: Ints) -> Ints:
+    """Rows (num_ranks, most, num_columns) of which each rank has counts[rank] -> (counts.sum(), num_columns)."""
+    return rows[np.arange(rows.shape[1]) < counts[:, None]]
+
+
 class Peers:
     """This rank and the others.
 
@@ -60,6 +63,7 @@ class Peers:
     def __init__(self, group: Any, timeout: float | None) -> None:
         self._group: Any = None
         self._store: Any = None
+        self._prefix = ""
         self.rank, self.size = 0, 1
         if group is None or dist.get_world_size(group) == 1:
             return
@@ -74,7 +78,8 @@ class Peers:
         self.rank, self.size = dist.get_rank(self._group), dist.get_world_size(self._group)
         if hasattr(self._group, "get_group_store"):
             self._store = self._group.get_group_store()
-        self._prefix = f"post_balance/{next(_numbers)}"
+        # The first rank's number: others may have made more or fewer groups. A store can be that of an earlier group.
+        self._prefix = f"post_balance/{self.gather(np.array([next(_numbers)]))[0, 0]}"
 
     @property
     def connected(self) -> bool:
@@ -85,8 +90,10 @@ class Peers:
         """Stack int64 arrays of one shape from all ranks: (num_ranks, *shape)."""
         if self.size == 1:
             return values[None]
-        gathered = np.empty((self.size, *values.shape), np.int64)
-        self._run(_all_gather, torch.from_numpy(gathered).view(-1), torch.from_numpy(values).reshape(-1))
+        # To all at once: gloo's all-gather hands everything around a ring, one rank after another.
+        told = np.repeat(values[None], self.size, axis=0)
+        gathered = np.empty_like(told)
+        self._run(dist.all_to_all_single, torch.from_numpy(gathered).view(-1), torch.from_numpy(told).view(-1))
         return gathered
 
     def gather_rows(self, rows: Ints, counts: Ints) -> Ints:
@@ -95,8 +102,7 @@ class Peers:
             return rows
         padded = np.zeros((int(counts.max()), rows.shape[1]), np.int64)
         padded[: len(rows)] = rows
-        gathered = self.gather(padded)
-        return gathered[np.arange(len(padded)) < counts[:, None]]
+        return unpadded(self.gather(padded), counts)
 
     def gather_texts(self, text: str) -> list[str]:
         """Every rank's text."""
@@ -114,22 +120,18 @@ class Peers:
 
     def check_others(self) -> None:
         """Raise LostPeersError if some rank has given up."""
-        if self._store is not None and self._has(f"{self._prefix}/over"):
+        if self._has(f"{self._prefix}/over"):
             raise LostPeersError("another rank gave up")
 
     def leave(self, reason: str) -> None:
         """Leave a note for the others; what the first note of a rank says stays."""
-        if self._store is None or self._has(f"{self._prefix}/{self.rank}"):
-            return
-        with contextlib.suppress(RuntimeError):
-            self._store.set(f"{self._prefix}/{self.rank}", reason)
+        if not self._has(f"{self._prefix}/{self.rank}"):
+            self._note(f"{self._prefix}/{self.rank}", reason)
 
     def give_up(self, reason: str = _LOST) -> None:
         """Leave a note and take the connections down: no further collective is possible."""
         self.leave(reason)
-        if self._store is not None:
-            with contextlib.suppress(RuntimeError):
-                self._store.set(f"{self._prefix}/over", "1")
+        self._note(f"{self._prefix}/over", "1")
         group, self._group = self._group, None
         if group is not None and dist.is_initialized():
             with contextlib.suppress(RuntimeError, ValueError, AssertionError):
@@ -139,12 +141,13 @@ class Peers:
         """Give up and find out who caused it, from the notes of the others."""
         self.give_up()
         lost = f"post_balance lost other ranks at step {step}"
-        if self._store is None:
-            return StepError(f"{lost}: {error}", step, None)
         notes = self._notes()
         for rank, note in notes.items():
             if note != _LOST:
                 return StepError(f"{lost}: rank {rank} {note}", step, rank)
+        if self._store is None:
+            text = f"{lost}: {error}; who is missing is not known without the job's store, which often goes with rank 0"
+            return StepError(text, step, None)
         missing = [rank for rank in range(self.size) if rank not in notes]
         if not missing:
             return StepError(f"{lost}, though all are there: {error}", step, None)
@@ -155,20 +158,29 @@ class Peers:
     def _notes(self) -> dict[int, str]:
         notes: dict[int, str] = {}
         deadline = time.monotonic() + _NOTES_SECONDS
-        while len(notes) < self.size:
+        while len(notes) < self.size and (store := self._store) is not None:
             for rank in range(self.size):
                 if rank not in notes and self._has(f"{self._prefix}/{rank}"):
-                    notes[rank] = self._store.get(f"{self._prefix}/{rank}").decode(errors="replace")
+                    notes[rank] = store.get(f"{self._prefix}/{rank}").decode(errors="replace")
             if time.monotonic() > deadline or any(note != _LOST for note in notes.values()):
                 break
             time.sleep(0.02)
         return notes
 
+    def _note(self, key: str, text: str) -> None:
+        if (store := self._store) is not None:
+            with contextlib.suppress(RuntimeError):
+                store.set(key, text)
+
     def _has(self, key: str) -> bool:
-        # The store goes with the rank that serves it.
-        with contextlib.suppress(RuntimeError):
-            return bool(self._store.check([key]))
-        return False
+        if (store := self._store) is None:
+            return False
+        try:
+            return bool(store.check([key]))
+        except RuntimeError:
+            # It goes with the rank that serves it; to ask again would only make torch warn again.
+            self._store = None
+            return False
 
     def _run(self, collective: Any, *arguments: Any) -> None:
         if self._group is None:

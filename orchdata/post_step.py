@@ -1,8 +1,8 @@
 """Steps of post_balance: each rank draws its samples, all plan the same, and samples move.
 
 What goes over the wire, for each step: five int64 from every rank (what it does, iteration, step, number of samples,
-the last plan's hash), then three int64 for each sample (cost, loss tokens, bytes; padded to the longest list), then the
-bytes of the samples that move.
+the last plan's hash) with three for each of its first 64 samples (cost, loss tokens, bytes); where some rank has more,
+three for each of them all, padded to the longest list; then the bytes of the samples that move.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ from typing import Any
 
 import numpy as np
 
-from orchdata.post_peers import Bytes, Ints, LostPeersError, Peers, StepError
+from orchdata.post_peers import Bytes, Ints, LostPeersError, Peers, StepError, unpadded
 from orchdata.post_plan import MoveRule, PostPlan, make_post_plan
 from orchdata.wire import Message, describe, read
 
 Cost = Callable[[Any], int | Mapping[str, int]]
 LossTokens = Callable[[Any], int]
+
+# Told at once with what a rank does. A constant, so that ranks that disagree on all else can still say so.
+_FIRST_ROWS = 64
 
 
 class _Doing(IntEnum):
@@ -132,10 +135,8 @@ class StepMaker:
         drawn = _Drawn(_Doing.CLOSING) if closing else self._draw()
         fetched = time.perf_counter()
         try:
-            counts = self._agree(drawn)
-            if counts is None:
-                return None
-            return self._share(drawn, counts, {"fetching": fetched - started})
+            told = self._agree(drawn)
+            return None if told is None else self._share(drawn, *told, started, fetched)
         except LostPeersError as error:
             raise self.peers.explain_loss(self.step, error) from error
         except StepError:
@@ -181,10 +182,13 @@ class StepMaker:
         if hasattr(self._loader, "state_dict"):
             self.state = copy.deepcopy(self._loader.state_dict())
 
-    def _agree(self, drawn: _Drawn) -> Ints | None:
-        """Tell the others what this rank does; the number of samples of each, or None at the end."""
-        own = [drawn.doing, self._iteration, self.step, len(drawn.samples), self._last_hash]
-        told = self.peers.gather(np.array(own, np.int64))
+    def _agree(self, drawn: _Drawn) -> tuple[Ints, Ints] | None:
+        """Tell the others what this rank does and has; samples of each rank, and all their rows, or None at the end."""
+        own = np.zeros(5 + 3 * _FIRST_ROWS, np.int64)
+        own[:5] = drawn.doing, self._iteration, self.step, len(drawn.samples), self._last_hash
+        first = drawn.table[:_FIRST_ROWS].ravel()
+        own[5 : 5 + len(first)] = first
+        told = self.peers.gather(own)
         doing = told[:, 0]
         if (doing == _Doing.FAILED).any():
             raise self._failure(doing, drawn.error) from drawn.error
@@ -207,16 +211,17 @@ class StepMaker:
                     self.step,
                     rank,
                 )
-        return told[:, 3]
+        counts = told[:, 3]
+        if counts.max() > _FIRST_ROWS:
+            return counts, self.peers.gather_rows(drawn.table, counts)
+        return counts, unpadded(told[:, 5:].reshape(self.peers.size, _FIRST_ROWS, 3), counts)
 
     def _failure(self, doing: Ints, error: Exception | None) -> StepError:
         texts = self.peers.gather_texts("" if error is None else _name(error))
         rank = self.peers.rank if error is not None else int(np.argmax(doing == _Doing.FAILED))
         return StepError(f"rank {rank} failed at step {self.step}: {texts[rank]}", self.step, rank)
 
-    def _share(self, drawn: _Drawn, counts: Ints, seconds: dict[str, float]) -> MadeStep:
-        started = time.perf_counter()
-        table = self.peers.gather_rows(drawn.table, counts)
+    def _share(self, drawn: _Drawn, counts: Ints, table: Ints, started: float, fetched: float) -> MadeStep:
         owner = np.repeat(np.arange(self.peers.size, dtype=np.int32), counts)
         try:
             plan = make_post_plan(table[:, 0], table[:, 2], owner, self.peers.size, self._rule)
@@ -228,7 +233,8 @@ class StepMaker:
         batch = PostBatch(samples, self.peers.size / max(1, loss_tokens), self.step, loss_tokens, plan)
         self.step += 1
         self._last_hash = int(plan.hash, 16) >> 1
-        seconds = {**seconds, "planning": planned - started, "moving": time.perf_counter() - planned}
+        moved = time.perf_counter()
+        seconds = {"fetching": fetched - started, "planning": planned - fetched, "moving": moved - planned}
         return MadeStep(batch, self._exhausted, self.state, seconds)
 
     def _moved(self, drawn: _Drawn, plan: PostPlan) -> list[Any]:

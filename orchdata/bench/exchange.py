@@ -4,7 +4,8 @@
                                   --all_to_all_single--------> bytes/s: rows already grouped, left as they come
                                   --all_gather, index_select-> bytes/s: everything everywhere, the rest dropped
 
-All run in turn in every rank of one gloo job; a repeat takes as long as its slowest rank.
+All run in turn in every rank of one gloo job; a repeat takes as long as its slowest rank. Then what `post_balance` adds
+to a step (post_balance.py).
 """
 
 from __future__ import annotations
@@ -15,15 +16,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from orchdata.bench import post_balance
 from orchdata.bench.harness import Result
+from orchdata.bench.post_balance import PostBalanceBench
 from orchdata.demo.launch import end_with_parent, leave, torchrun
 from orchdata.exchanging import exchange
 from orchdata.route import Route, make_route
@@ -42,6 +46,7 @@ class ExchangeBench:
         hidden: width of a row, in bfloat16.
         repeats: of each, in turn, after three rounds that do not count.
         seed: of sizes and assignments.
+        post_balance: measured after that; None to leave it out.
     """
 
     ranks: tuple[int, ...] = (2, 4)
@@ -50,15 +55,17 @@ class ExchangeBench:
     hidden: int = 1_280
     repeats: int = 30
     seed: int = 0
+    post_balance: PostBalanceBench | None = None
 
 
 def run(config: ExchangeBench) -> list[Result]:
     """Measure; raises LaunchError where a rank fails."""
-    return [result for num_ranks in config.ranks for result in _results(config, num_ranks)]
+    exchanged = [result for num_ranks in config.ranks for result in _results(config, num_ranks)]
+    return exchanged + (post_balance.run(config.post_balance, _launch) if config.post_balance else [])
 
 
 def _results(config: ExchangeBench, num_ranks: int) -> list[Result]:
-    seconds = _launch(config, num_ranks)
+    seconds: Seconds = _launch("orchdata.bench.exchange", replace(config, post_balance=None), num_ranks)
     moved = int(_tokens(config, num_ranks).sum()) * config.hidden * 2
     size = f"{moved / num_ranks / 2**20:.0f} MiB a rank"
 
@@ -91,18 +98,20 @@ def _results(config: ExchangeBench, num_ranks: int) -> list[Result]:
     ]
 
 
-def _launch(config: ExchangeBench, num_ranks: int) -> Seconds:
+def _launch(module: str, config: Any, num_ranks: int) -> dict[str, Any]:
+    """What rank 0 of a job wrote."""
     with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "seconds.json"
+        result = Path(folder) / "result.json"
         with (Path(folder) / "log").open("w+b") as log:
             torchrun(
-                ["-m", "orchdata.bench.exchange", json.dumps(asdict(config)), str(result)],
+                ["-m", module, json.dumps(asdict(config)), str(result)],
                 num_ranks=num_ranks,
                 environment={},
                 log=log,
                 progress=lambda done, total: None,
             )
-        return {name: tuple(values) for name, values in json.loads(result.read_text()).items()}
+        found: dict[str, Any] = json.loads(result.read_text())
+        return found
 
 
 def main(settings: str, result: str) -> None:

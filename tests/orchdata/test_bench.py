@@ -12,7 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from orchdata.bench import index, plan, throughput
+from orchdata.bench import exchange, index, plan, post_balance, throughput
 from orchdata.bench.corpus import Corpus
 from orchdata.bench.distributions import DISTRIBUTIONS, omni_phases
 from orchdata.bench.harness import Report, Result, WideTable, anonymous_bytes, interleave, machine, make_report
@@ -150,3 +150,19 @@ def test_both_sides_of_the_throughput_bench_decode_the_same(tmp_path: Path) -> N
     )
     assert mine.keys() == theirs.keys()
     assert all((mine[name] == theirs[name]).all() for name in mine)
+
+
+def test_bench_of_post_balance() -> None:
+    small = post_balance.PostBalanceBench(
+        ranks=(2,), samples_per_rank=6, image_bytes=2_000, words=5, steps=3, training_milliseconds=1.0, repeats=2
+    )
+    config = exchange.ExchangeBench(ranks=(), post_balance=small)
+    found = by_name(make_report("orchdata bench exchange", config, exchange.run(config)))
+    assert len(found["2 ranks: post_balance adds to an empty step"].values) == 2
+    assert found["2 ranks: to a training step"].note.startswith("a training step sleeps 1 ms; 2 ranks shared ")
+    assert found["2 ranks: bytes moved"].median > 0
+    assert 0 < found["2 ranks: samples moved"].median < 100
+    assert found["2 ranks: samples moved"].note == "of 12 a step"  # 6 of each of 2 ranks
+    assert 1.0 <= found["2 ranks: largest load / mean"].median < 1.5
+    with pytest.raises(ValueError, match="steps and repeats must be at least 1, got 0 and 10"):
+        exchange.run(exchange.ExchangeBench(ranks=(), post_balance=post_balance.PostBalanceBench(steps=0)))

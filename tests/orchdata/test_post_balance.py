@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from post_balance_job import Drawn, intact, make_sample, make_steps
+from post_balance_job import LONG_COUNTS, Drawn, intact, make_sample, make_steps
 
 import orchdata as od
 from orchdata.loaders.errors import StateError
@@ -93,6 +93,12 @@ def test_uneven_empty_and_missing_lists_are_shared_out_until_all_ranks_have_no_m
     assert any(one["keys"] for one in results[0]["epochs"][0])  # rank 0 draws nothing, and gets its share
 
 
+def test_lists_longer_than_what_is_told_at_once(tmp_path: Path) -> None:
+    results = run_job("long_lists", 3, tmp_path)
+    by_rank = [result["epochs"][0] for result in results]
+    check_epoch(by_rank, lambda rank: make_steps(rank, 4, LONG_COUNTS[rank]), num_steps=4)
+
+
 def test_every_scope_keeps_its_promise(tmp_path: Path) -> None:
     results = run_job("balances", 4, tmp_path)
 
@@ -163,6 +169,15 @@ def test_a_rank_that_dies_is_named_by_all_others_with_the_step(tmp_path: Path) -
         assert found["steps"] == list(range(last + 1))
         assert found["error"].startswith(f"post_balance lost other ranks at step {last + 1}: no word from rank 1,")
         assert found["rank"] == 1
+        assert found["seconds"] < 20  # the timeout is 30
+
+
+def test_when_the_rank_that_serves_the_store_dies_the_others_are_told_at_once(tmp_path: Path) -> None:
+    for found in run_job("dying_server", 3, tmp_path, dead=0)[1:]:
+        assert found["steps"] == [0, 1, 2, 3]  # it dies while it draws step 4
+        assert found["error"].startswith("post_balance lost other ranks at step 4: ")
+        assert found["error"].endswith("without the job's store, which often goes with rank 0")
+        assert found["rank"] is None
         assert found["seconds"] < 20  # the timeout is 30
 
 

@@ -23,6 +23,7 @@ from orchdata.balance import Balance
 from orchdata.post_balancing import PostBalanced, post_balance
 
 TIMEOUT_SECONDS = 30
+LONG_COUNTS = (70, 3, 64, 65), (2, 1, 64, 80), (0, 2, 64, 130)  # of each rank
 
 
 class Drawn:
@@ -115,6 +116,11 @@ def giant(rank: int, size: int) -> dict[str, Any]:
     return run_epochs(Drawn(steps), gain=0.0)
 
 
+def long_lists(rank: int, size: int) -> dict[str, Any]:
+    """More samples than ranks tell each other at once, on some ranks or all; and then few again."""
+    return run_epochs(Drawn(make_steps(rank, 4, LONG_COUNTS[rank])))
+
+
 def balances(rank: int, size: int) -> dict[str, Any]:
     rules: dict[str, Any] = {
         "none": "none",
@@ -162,6 +168,10 @@ def caught(balanced: PostBalanced, pause: float = 0.0) -> dict[str, Any]:
 
 
 def dying_rank(rank: int, size: int) -> dict[str, Any]:
+    """Ranks 2 and 3 have made another one before, which must not confuse who is missing here."""
+    pair = dist.new_group([2, 3])
+    if rank in (2, 3):
+        wrap(Drawn([]), group=pair)
     balanced = wrap(Drawn(make_steps(rank, 50)))
     if rank == 1:
         for batch in balanced:
@@ -171,6 +181,19 @@ def dying_rank(rank: int, size: int) -> dict[str, Any]:
     # One rank is slow: it waits for room, not for the others, when the rank dies.
     found = caught(balanced, pause=0.5 if rank == 0 else 0.0)
     return {**found, "seconds": time.monotonic() - started}
+
+
+def dying_server(rank: int, size: int) -> dict[str, Any]:
+    """The rank that serves the store dies in its loader, in post_balance's thread."""
+
+    def lists() -> Iterator[list[dict[str, Any]]]:
+        for step, samples in enumerate(make_steps(rank, 50)):
+            if rank == 0 and step == 4:
+                os._exit(7)
+            yield samples
+
+    started = time.monotonic()
+    return {**caught(wrap(lists())), "seconds": time.monotonic() - started}
 
 
 def one_leaves(rank: int, size: int) -> dict[str, Any]:
@@ -251,18 +274,32 @@ def overhead(rank: int, size: int) -> dict[str, Any]:
     return {"ms": 1000 * (time.perf_counter() - started) / len(steps), "stats": balanced.stats()}
 
 
+def tcp_store(folder: str, rank: int) -> dist.TCPStore:
+    """A store that rank 0 serves, at a port that was free."""
+    told = Path(folder, "port")
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        told.with_suffix(".part").write_text(str(store.port))
+        told.with_suffix(".part").rename(told)
+        return store
+    while not told.exists():
+        time.sleep(0.02)
+    return dist.TCPStore("127.0.0.1", int(told.read_text()), is_master=False, wait_for_workers=False)
+
+
 def main(scenario: str, rank: str, size: str, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{folder}/rendezvous",
+        store=tcp_store(folder, int(rank)) if scenario == "dying_server" else None,
+        init_method=None if scenario == "dying_server" else f"file://{folder}/rendezvous",
         rank=int(rank),
         world_size=int(size),
         timeout=timedelta(seconds=TIMEOUT_SECONDS),
     )
     result = globals()[scenario](int(rank), int(size))
     Path(folder, f"{rank}.json").write_text(json.dumps(result))
-    if scenario not in ("dying_rank", "one_leaves"):
+    if scenario not in ("dying_rank", "dying_server", "one_leaves"):
         dist.barrier()
         dist.destroy_process_group()
     sys.stdout.flush()
