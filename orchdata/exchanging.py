@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from orchdata.lost import name_lost
 from orchdata.route import Route
 
 if TYPE_CHECKING:
@@ -149,7 +150,9 @@ class _Flight:
                     received, sent, route.receive_rows.tolist(), route.send_rows.tolist(), self._group, async_op=True
                 )
             except RuntimeError as error:
-                raise RuntimeError(f"{self._name(direction)} could not start: {error}") from error
+                raise RuntimeError(
+                    f"{self._name(direction)} could not start: {error}{name_lost(self._group)}"
+                ) from error
         self._moves[direction] = _Move(sent, received, work)
 
     def finish(self, direction: Direction) -> Tensor:
@@ -158,7 +161,9 @@ class _Flight:
             try:
                 move.work.wait()
             except RuntimeError as error:
-                raise RuntimeError(f"{self._name(direction)} failed: {_CAUSES[direction]}. {error}") from error
+                raise RuntimeError(
+                    f"{self._name(direction)} failed: {_CAUSES[direction]}. {error}{name_lost(self._group)}"
+                ) from error
         received = move.received
         del move  # What was sent makes room for what is ordered.
         return _ordered(received, self._way(direction).receive_order)

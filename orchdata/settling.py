@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from orchdata.batch import Batch
+from orchdata.lost import name_lost
 
 
 class Settling:
@@ -43,6 +44,7 @@ class Settling:
         except RuntimeError as error:
             raise RuntimeError(
                 f"rank {dist.get_rank()} lost others at step {step}, when ranks tell which parts failed: {error}"
+                f"{name_lost(self._group)}"
             ) from error
 
 
