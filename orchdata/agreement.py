@@ -25,7 +25,7 @@ _SHOWN_CHARACTERS = 200
 
 def gather(value: Any, groups: Sequence[Any]) -> dict[int, Any]:
     """The `value` of every rank that `groups` reach, by global rank. A collective over each of them in turn."""
-    held = {dist.get_rank(): value}
+    held = {dist.get_rank() if groups else 0: value}
     for group in groups:
         by_rank: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(by_rank, held, group=group)

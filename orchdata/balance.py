@@ -37,7 +37,9 @@ class Balance:
             a pipeline wait for each other little.
         num_stages: pipeline stages, for `order`.
         oversize: what becomes of a sample above `max_tokens`: "error" refuses to start, "own" gives it a
-            microbatch to itself, "drop" takes it out of the order on every rank.
+            microbatch to itself, "drop" takes it out of the order on every rank. Per phase the same samples are above
+            it, though their parts may be shared, so that what is dropped does not depend on the number of ranks; those
+            of an "own" one are shared where all ranks then keep within the cap.
     """
 
     scope: Scope = "global"

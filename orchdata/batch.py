@@ -207,23 +207,28 @@ class Batch:
         given a process group (or finds torch.distributed initialized) has done so. The planned denominator of the loss
         stays. Without routes nothing is to be done.
         """
-        flags = {}
+        handles = {}
         for name, route in self.routes.items():
             valid = getattr(self, name).valid.to(torch.uint8)
-            flags[name] = exchange(valid, route.parts, group=group, requires_grad=False, async_op=True)
-        failed = [getattr(self.llm, f"{name}_owners")[flag.wait() == 0] for name, flag in flags.items()]
-        samples = torch.cat(failed) if failed else None
-        if samples is None or not len(samples):
-            return self
+            handles[name] = exchange(valid, route.parts, group=group, requires_grad=False, async_op=True)
+        return self.masked({name: handle.wait() != 0 for name, handle in handles.items()})
+
+    def masked(self, valid: Mapping[str, Tensor]) -> Batch:
+        """The same batch, without loss for samples that have a part marked False in `valid`: modality -> bool
+        (num_parts,), parts in the sequence in which they arrive.
+        """
         llm = self.llm
+        failed = [getattr(llm, f"{name}_owners")[~flags.to(llm.labels.device)] for name, flags in valid.items()]
+        samples = torch.cat([llm.labels.new_zeros(0), *failed])
+        if not len(samples):
+            return self
         if llm.attention_mask is not None:
-            inside = torch.zeros(len(llm.labels), dtype=torch.bool, device=samples.device)
-            inside[samples] = True
-            masked = inside[:, None]
+            sample = torch.arange(len(llm.labels), device=samples.device)[:, None]
         else:
             place = torch.arange(len(llm.labels), device=samples.device)
-            masked = torch.isin(torch.searchsorted(llm.cu_seqlens[1:].long(), place, right=True), samples)
-        labels = llm.labels.masked_fill(masked, IGNORE)
+            sample = torch.searchsorted(llm.cu_seqlens[1:].long(), place, right=True)
+        labels = llm.labels.masked_fill(torch.isin(sample, samples), IGNORE)
+        labels = labels.pin_memory() if llm.labels.is_pinned() else labels
         return replace(self, llm=replace(llm, labels=labels), loss_tokens=int((labels != IGNORE).sum()))
 
     def merge(self, embeds: Tensor, features: Mapping[str, Tensor]) -> Tensor:

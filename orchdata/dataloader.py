@@ -271,19 +271,24 @@ class DataLoader:
     def _deliver(self, engine: Engine, future: Future[BuiltStep], position: Position) -> list[Any]:
         """A step's microbatches; where this rank reads for peers, they get them too, or the error."""
         if self._replication is None or not self._replication.is_reader:
-            return self._settled(self._receive(engine, future)).batches
+            return self._settled(engine, future, position).batches
         try:
-            built = self._settled(self._receive(engine, future))
+            built = self._settled(engine, future, position)
         except Exception as error:
             self._replication.send_error(error)
             raise
         self._replication.send(position.epoch, position.step, built)
         return built.batches
 
-    def _settled(self, built: BuiltStep) -> BuiltStep:
+    def _settled(self, engine: Engine, future: Future[BuiltStep], position: Position) -> BuiltStep:
         if self._settling is None:
-            return built
-        return replace(built, batches=self._settling.settle(built.plan.step, built.batches))
+            return self._receive(engine, future)
+        try:
+            built = self._receive(engine, future)
+        except Exception as error:
+            self._settling.give_up(position.step, error)
+            raise
+        return replace(built, batches=self._settling.settle(position.step, built.batches))
 
     def _receive(self, engine: Engine, future: Future[BuiltStep]) -> BuiltStep:
         started = time.perf_counter()
@@ -333,11 +338,13 @@ class DataLoader:
 
 def _make_settling(options: SourceOptions, replication: Replication | None) -> Settling | None:
     """Where parts may fail on one rank and matter to another; receivers of a broadcast get what is settled."""
+    rank = options.rank
     apart = options.balance.assignment == "per_phase" and options.policy.action == "skip"
     if not apart or (replication is not None and not replication.is_reader):
         return None
-    known = options.rank.size == len(options.rank.members) or options.rank.size == 1
-    return Settling(options.rank.members) if known else None
+    if rank.size == 1:
+        return Settling(())
+    return Settling(rank.dp_groups) if rank.dp_groups else None
 
 
 def _make_source(dataset: Any, options: SourceOptions, sampler: Any, batch_sampler: Any, quarantine: Any) -> Source:

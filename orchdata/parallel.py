@@ -59,7 +59,8 @@ class Rank:
             every rank reads for itself.
         ranks_per_node: data-parallel ranks of a node, if known.
         check_plan_every: steps between comparisons of plans, 0 for none.
-        members: global ranks of the data-parallel ranks, this one among them; empty without torch.distributed.
+        dp_groups: process groups, one after another, that together reach the data-parallel ranks and no others; empty
+            without torch.distributed.
     """
 
     rank: int = 0
@@ -69,7 +70,7 @@ class Rank:
     shared: tuple[tuple[int, ...], ...] = ()
     ranks_per_node: int | None = None
     check_plan_every: int = 0
-    members: tuple[int, ...] = ()
+    dp_groups: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
         if self.size < 1:
@@ -97,8 +98,8 @@ def resolve_rank(dp: Any = None) -> Rank:
         if not (dist.is_available() and dist.is_initialized()):
             _warn_of_a_launcher()
             return Rank(ranks_per_node=ranks_per_node())
-        everyone = tuple(range(dist.get_world_size()))
-        return Rank(dist.get_rank(), len(everyone), dist.group.WORLD, ranks_per_node=ranks_per_node(), members=everyone)
+        world = dist.group.WORLD
+        return Rank(dist.get_rank(), dist.get_world_size(), world, ranks_per_node=ranks_per_node(), dp_groups=(world,))
     if isinstance(dp, DataParallel):
         found = _of_mesh(dp) if _is_mesh(dp.mesh) else _of_group(dp.mesh)
         near = dp.ranks_per_node or found.ranks_per_node
@@ -122,8 +123,7 @@ def _of_group(group: Any) -> Rank:
     rank = dist.get_rank(group)
     if rank < 0:
         raise ValueError("dp is a process group this process does not belong to")
-    members = tuple(dist.get_process_group_ranks(group))
-    return Rank(rank, len(members), group, (group,), ranks_per_node=ranks_per_node(), members=members)
+    return Rank(rank, dist.get_world_size(group), group, (group,), ranks_per_node=ranks_per_node(), dp_groups=(group,))
 
 
 def _of_mesh(dp: DataParallel) -> Rank:
@@ -140,6 +140,7 @@ def _of_mesh(dp: DataParallel) -> Rank:
     peers = [dim for dim in range(mesh.ndim) if dim not in dims]
     size = prod(mesh.size(dim) for dim in dims)
     ranks = mesh.mesh.cpu().permute(*dims, *peers).reshape(size, -1)
+    ranks = ranks[ranks[:, 0].argsort()]  # Numbered as torch numbers the ranks of a group.
     mine = (ranks == dist.get_rank()).nonzero()
     if not len(mine):
         raise ValueError(
@@ -160,7 +161,7 @@ def _of_mesh(dp: DataParallel) -> Rank:
         tuple(mesh.get_group(dim) for dim in range(mesh.ndim)),
         shared,
         _ranks_of_a_node(ranks[:, 0].tolist()),
-        members=tuple(ranks[:, int(mine[0, 1])].tolist()),
+        dp_groups=tuple(mesh.get_group(dim) for dim in dims),
     )
 
 

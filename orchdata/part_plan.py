@@ -9,6 +9,7 @@ may encode them; a part stays with its sample where that costs nothing. Pure num
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -75,8 +76,11 @@ def fit_parts(
     num_microbatches: int,
     num_ranks: int,
     balance: Balance,
+    *,
+    or_home: bool = False,
 ) -> Parts | None:
-    """`share_out_parts` with at most `cap` positions on a rank in a micro-step; None where that was not found.
+    """`share_out_parts` with at most `cap` positions on a rank in a micro-step; None where that was not found, or with
+    `or_home` the parts of such a micro-step with their samples.
 
     A part above the cap has its rank to itself in its micro-step.
     """
@@ -84,12 +88,14 @@ def fit_parts(
     step = microbatch[parts.sample]
     for number in np.unique(_overfull(found, step, cap, num_ranks)):
         members = np.flatnonzero(step == number)
-        if balance.scope != "global" or int(parts.positions[members].max()) > cap:
+        sizes = parts.positions[members]
+        if balance.scope == "global" and int(sizes.max()) <= cap:
+            with contextlib.suppress(ValueError):
+                found.rank[members] = balance_packed(sizes, num_ranks, max_cost=cap).rank
+                continue
+        if not or_home:
             return None
-        try:
-            found.rank[members] = balance_packed(parts.positions[members], num_ranks, max_cost=cap).rank
-        except ValueError:
-            return None
+        found.rank[members] = llm_rank[parts.sample[members]]
     return found
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -347,23 +347,28 @@ class _GlobalBatch:
             for number in range(fewest, min(fewest + _TRIES, num_microbatches)):
                 candidate, _ = self.split(rank, llm, number)
                 fitted = self._fit(found, rank, candidate, number)
-                fits = {phase: parts for phase, parts in fitted.items() if parts is not None}
-                if len(fits) == len(found):
-                    return candidate, number, fits
-        fitted = self._fit(found, rank, microbatch, num_microbatches)
-        at_home = {phase: replace(parts, rank=rank[parts.sample]) for phase, parts in found.items()}
-        return microbatch, num_microbatches, at_home | {p: parts for p, parts in fitted.items() if parts is not None}
+                if len(fitted) == len(found):
+                    return candidate, number, fitted
+        return microbatch, num_microbatches, self._fit(found, rank, microbatch, num_microbatches, or_home=True)
 
     def _fit(
-        self, found: Mapping[str, Parts], rank: NDArray[np.int32], microbatch: NDArray[np.int32], num_microbatches: int
-    ) -> dict[str, Parts | None]:
-        balance, num_ranks = self.spec.balance, self.spec.num_ranks
-        return {
-            phase: share_out_parts(parts, rank, microbatch, num_microbatches, num_ranks, balance)
+        self,
+        found: Mapping[str, Parts],
+        rank: NDArray[np.int32],
+        microbatch: NDArray[np.int32],
+        num_microbatches: int,
+        *,
+        or_home: bool = False,
+    ) -> dict[str, Parts]:
+        """Who encodes which part; without the phases whose cap cannot be kept, unless parts may stay at home."""
+        balance, where = self.spec.balance, (rank, microbatch, num_microbatches, self.spec.num_ranks)
+        fitted = {
+            phase: share_out_parts(parts, *where, balance)
             if phase not in balance.caps
-            else fit_parts(parts, balance.caps[phase], rank, microbatch, num_microbatches, num_ranks, balance)
+            else fit_parts(parts, balance.caps[phase], *where, balance, or_home=or_home)
             for phase, parts in found.items()
         }
+        return {phase: parts for phase, parts in fitted.items() if parts is not None}
 
 
 def _max_over_mean(loads: Ints) -> float:

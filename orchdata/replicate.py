@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from dataclasses import fields, is_dataclass
 from importlib import import_module
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -34,6 +35,9 @@ from orchdata.wire import Message, describe, read
 _BUILT, _FAILED = 0, 1
 _CLASS = "dataclass"  # marks a dict that was one
 
+# Of each job (a process may join several, one after another).
+_made: WeakKeyDictionary[Any, dict[tuple[tuple[int, ...], ...], list[Any]]] = WeakKeyDictionary()
+
 
 class Replication:
     """The channel between a reader and its peers: a gloo group of its own, whatever the trainer uses.
@@ -50,9 +54,7 @@ class Replication:
                 "replicate='broadcast' sends an od.Batch, and a map-style data set or a collate_fn makes anything: "
                 "have every peer read, od.DataParallel(mesh, replicate='read')"
             )
-        # To make a group is a collective of the job: every rank makes those of all, in the same order.
-        groups = [dist.new_group(list(peers), backend="gloo") for peers in rank.shared]
-        self._group = groups[rank.rank]
+        self._group = _groups(rank.shared)[rank.rank]
         self._peers = rank.shared[rank.rank]
         self._reader = self._peers[0]
         self._pool = BufferPool()
@@ -119,6 +121,15 @@ class Replication:
             raise RuntimeError(
                 f"rank {dist.get_rank()} {consequence} (rank {self._reader} reads for ranks {self._peers[1:]}): {error}"
             ) from error
+
+
+def _groups(shared: tuple[tuple[int, ...], ...]) -> list[Any]:
+    """A gloo group for each of these, the same for all loaders of a job: a group keeps threads and connections."""
+    made = _made.setdefault(dist.group.WORLD, {})
+    if shared not in made:
+        # To make a group is a collective of the job: every rank makes those of all, in the same order.
+        made[shared] = [dist.new_group(list(peers), backend="gloo") for peers in shared]
+    return made[shared]
 
 
 class ReceivingEngine:
