@@ -32,6 +32,8 @@ bench: $(STAMP)
 	$(BIN)/orchdata bench plan
 	$(BIN)/orchdata bench index
 	$(BIN)/orchdata bench throughput
+	$(BIN)/orchdata bench exchange
+	$(BIN)/orchdata bench train
 
 # torch first, so that nothing later pulls another one in; torchaudio's libraries need CUDA, see the script.
 $(STAMP): pyproject.toml constraints.txt scripts/torchaudio_cpu.py

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -104,11 +105,47 @@ def exchange(
     seed: SeedOption = 0,
     as_json: JsonOption = False,
 ) -> None:
-    """Features between ranks, against a plain all-to-all and all-gather-and-drop, on 2 and 4 gloo ranks."""
+    """Features between ranks against a plain all-to-all and all-gather-and-drop; what post_balance adds to a step."""
     from orchdata.bench.exchange import ExchangeBench, run
+    from orchdata.bench.post_balance import PostBalanceBench
 
-    config = ExchangeBench(parts_per_rank=parts_per_rank, tokens=tokens, hidden=hidden, repeats=repeats, seed=seed)
+    moving = PostBalanceBench(repeats=min(repeats, 10), seed=seed)
+    config = ExchangeBench(
+        parts_per_rank=parts_per_rank, tokens=tokens, hidden=hidden, repeats=repeats, seed=seed, post_balance=moving
+    )
     _measure("exchange", config, run, as_json)
+
+
+@app.command()
+@one_line_errors
+def train(
+    ranks: Annotated[int, typer.Option(help="Data-parallel ranks, a core each.")] = 2,
+    steps: Annotated[int, typer.Option(help="Measured steps of each way to balance.")] = 24,
+    repeats: Annotated[int, typer.Option(help="Times to train on each batch.")] = 3,
+    batch_size: Annotated[int, typer.Option(help="Samples per rank and step.")] = 8,
+    dataset: Annotated[Path | None, typer.Option(help="A dataset description; default: datasets/skewed.yaml.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of dataset, order and weights.")] = 0,
+    quick: Annotated[bool, typer.Option(help="A short calibration and no demands: does it run?")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Training a small model unbalanced and balanced in turn, against the gain that plans and fitted costs predict."""
+    from orchdata.bench.train import TrainBench, run
+    from orchdata.demo.launch import LaunchError
+
+    config = TrainBench(
+        ranks=ranks,
+        steps=steps,
+        repeats=repeats,
+        batch_size=batch_size,
+        dataset=dataset,
+        seed=seed,
+        quick=quick,
+    )
+    try:
+        _measure("train", config, run, as_json)
+    except LaunchError as error:
+        typer.echo(f"orchdata: error: {error}", err=True)  # with the end of the training's log
+        raise typer.Exit(1) from error
 
 
 def _measure(name: str, config: Any, run: Callable[[Any], Sequence[Result | WideTable]], as_json: bool) -> None:

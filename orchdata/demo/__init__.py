@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from orchdata.demo.report import DemoReport, compare_curves, render, summarise_lane
+from orchdata.demo.report import DemoReport, compare_curves, median_repeats, render, summarise_lane
 
 if TYPE_CHECKING:
     from orchdata.profile import Profile
@@ -140,7 +140,9 @@ def _train(config: DemoConfig, dataset: SynthReport, folder: Path, tell: Progres
 def _report(
     config: DemoConfig, dataset: SynthReport, profiled: Profile, result: dict[str, Any], seconds: dict[str, float]
 ) -> DemoReport:
-    summaries = {name: summarise_lane(records, config.warmup_steps) for name, records in result["lanes"].items()}
+    summaries = {
+        name: summarise_lane(median_repeats(records), config.warmup_steps) for name, records in result["lanes"].items()
+    }
     _, steps_before, losses_before = summaries["unbalanced"]
     _, steps_after, losses_after = summaries["balanced"]
     return DemoReport(

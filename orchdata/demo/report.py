@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _BUSY_BELOW = 0.9
 Records = Sequence[Sequence[Mapping[str, Any]]]  # [rank][step]
+RepeatedRecords = Sequence[Sequence[Sequence[Mapping[str, Any]]]]  # [rank][step][repeat]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,11 +90,11 @@ class DemoReport:
 
 def summarise_lane(records: Records, warmup_steps: int) -> tuple[LaneResult, NDArray[np.float64], NDArray[np.float64]]:
     """One lane's records to its result, its step times (seconds) and its loss curve (warm-up included in the curve)."""
-    loss_sums = _column(records, "loss_sum").sum(axis=0)
-    losses = loss_sums / np.maximum(1, _column(records, "loss_tokens")[0])
-    compute = _column(records, "compute_seconds")[:, warmup_steps:]
-    cpu = _column(records, "cpu_seconds")[:, warmup_steps:]
-    step = _column(records, "step_seconds")[:, warmup_steps:].max(axis=0)
+    loss_sums = column(records, "loss_sum").sum(axis=0)
+    losses = loss_sums / np.maximum(1, column(records, "loss_tokens")[0])
+    compute = column(records, "compute_seconds")[:, warmup_steps:]
+    cpu = column(records, "cpu_seconds")[:, warmup_steps:]
+    step = column(records, "step_seconds")[:, warmup_steps:].max(axis=0)
     waiting = compute.max(axis=0) - compute
     planned = [record["imbalance"] for record in records[0][warmup_steps:]]
     result = LaneResult(
@@ -104,13 +105,20 @@ def summarise_lane(records: Records, warmup_steps: int) -> tuple[LaneResult, NDA
         compute_imbalance=_max_over_mean(compute),
         cpu_imbalance=_max_over_mean(cpu),
         cpu_share=float(cpu.sum() / compute.sum()),
-        tokens_per_second=float(_column(records, "llm_tokens")[:, warmup_steps:].sum() / step.sum()),
-        load_ms=1000 * float(np.median(_column(records, "load_seconds")[:, warmup_steps:].max(axis=0))),
+        tokens_per_second=float(column(records, "llm_tokens")[:, warmup_steps:].sum() / step.sum()),
+        load_ms=1000 * float(np.median(column(records, "load_seconds")[:, warmup_steps:].max(axis=0))),
         planned_imbalance={phase: float(np.mean([one[phase] for one in planned])) for phase in planned[0]},
         loss_first=float(losses[0]),
         loss_last=float(losses[-1]),
     )
     return result, step, losses
+
+
+def median_repeats(records: RepeatedRecords) -> Records:
+    """Of each step the repeat of median time (the lower of two), the same one on every rank."""
+    slowest = np.array([[[one["step_seconds"] for one in step] for step in rank] for rank in records]).max(axis=0)
+    chosen = np.argsort(slowest, axis=1, kind="stable")[:, (slowest.shape[1] - 1) // 2]
+    return [[step[repeat] for step, repeat in zip(rank, chosen, strict=True)] for rank in records]
 
 
 def compare_curves(first: NDArray[np.float64], second: NDArray[np.float64]) -> float:
@@ -123,7 +131,7 @@ def _max_over_mean(seconds: NDArray[np.float64]) -> float:
     return float(seconds.max(axis=0).sum() / seconds.mean(axis=0).sum())
 
 
-def _column(records: Records, name: str) -> NDArray[np.float64]:
+def column(records: Records, name: str) -> NDArray[np.float64]:
     """One field of all records, float64 (num_ranks, num_steps)."""
     return np.array([[record[name] for record in rank] for rank in records], np.float64)
 

@@ -2,10 +2,10 @@
 
     python -m torch.distributed.run --standalone --nproc-per-node 2 -m orchdata.demo.train TASK.json RESULT.json
 
-Two *lanes* hold a loader, a model and an optimizer each; the models start equal, and both lanes see the same global
-batches. Blocks of steps alternate between them, so that whatever else the machine does falls on both. Every step starts
-at a barrier, with its batch at hand. A rank is computing until its last gradient is ready; what it then waits for the
-slowest rank is lost.
+*Lanes* hold a loader, a model and an optimizer each; the models start equal, and all lanes see the same global batches.
+Blocks of steps alternate between them, so that whatever else the machine does falls on all. Every step starts at a
+barrier, with its batch at hand. A rank is computing until its last gradient is ready; what it then waits for the
+slowest rank is lost. `orchdata bench train` runs other lanes in the same way.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -29,6 +30,9 @@ import orchdata as od
 from orchdata.demo.launch import end_with_parent, leave
 from orchdata.demo.model import MultimodalLM
 from orchdata.demo.setup import make_cost, make_model_config, make_recipe
+from orchdata.route import Route
+
+Loads: TypeAlias = dict[str, NDArray[np.int64]]  # phase -> cost on each rank, (num_ranks,)
 
 # What each lane asks of the loader. Ranks meet only when gradients are reduced, at the end of the step: "sum".
 LANES = {"unbalanced": od.Balance(scope="none"), "balanced": od.Balance(scope="global", objective="sum")}
@@ -36,7 +40,10 @@ LANES = {"unbalanced": od.Balance(scope="none"), "balanced": od.Balance(scope="g
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """What to train on, and how much: `steps` measured steps of each lane, after `warmup_steps` others."""
+    """What to train on, and how much: `steps` measured steps of each lane, after `warmup_steps` others.
+
+    `repeats` trainings on each batch, the lanes in turn; batches of `block_steps` steps are held at a time.
+    """
 
     shards: tuple[str, ...]
     steps: int
@@ -44,6 +51,7 @@ class Task:
     warmup_steps: int
     global_batch_size: int
     seed: int
+    repeats: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +64,8 @@ class StepRecord:
         step_seconds: from the barrier until its weights were updated.
         loss_sum, llm_tokens, samples: of its own batch.
         loss_tokens: planned for all ranks.
-        imbalance: phase -> max/mean of the planned cost over ranks, the same on every rank; `step` is all phases.
+        loads: phase -> planned cost on each rank, the same on every rank.
+        imbalance: phase -> max/mean of these; `step` is all phases.
     """
 
     load_seconds: float
@@ -67,6 +76,7 @@ class StepRecord:
     loss_tokens: int
     llm_tokens: int
     samples: int
+    loads: dict[str, list[int]]
     imbalance: dict[str, float]
 
 
@@ -83,22 +93,40 @@ class GradientClock:
         self.ready_at, self.cpu_ready_at = time.perf_counter(), time.process_time()
 
 
+def plan_loads(plan: od.Plan) -> Loads:
+    """Loads by the cost model that the plan was made with."""
+    return {phase: plan.loads(phase) for phase in plan.phases}
+
+
 @dataclass(slots=True)
 class Lane:
-    """One way of sharing out the work, with its own model."""
+    """One way of sharing out the work, with its own model.
+
+    Attributes:
+        weigh: plan -> loads to report.
+        records: of each step, one a repeat.
+        routes: of each step, the ways of its features to other ranks, if any.
+    """
 
     batches: Iterator[od.Batch]
     model: DistributedDataParallel
     clock: GradientClock
     optimizer: torch.optim.Optimizer
-    records: list[StepRecord] = field(default_factory=list)
+    weigh: Callable[[od.Plan], Loads] = plan_loads
+    records: list[list[StepRecord]] = field(default_factory=list)
+    routes: list[list[Route]] = field(default_factory=list)
 
-    def step(self) -> None:
-        """Load a batch, meet the other ranks, train on it, and note what that took."""
+    def load(self) -> tuple[od.Batch, float]:
+        """The next batch, and the seconds until it was at hand."""
         start = time.perf_counter()
         batch = next(self.batches)
-        load_seconds = time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        self.records.append([])
+        self.routes.append([value for value in batch.model_inputs().values() if isinstance(value, Route)])
+        return batch, seconds
 
+    def train(self, step: int, batch: od.Batch, load_seconds: float) -> None:
+        """Meet the other ranks, train on a batch, and note what that took."""
         dist.barrier()
         start, cpu_start = time.perf_counter(), time.process_time()
         out = self.model(**batch.model_inputs())
@@ -107,7 +135,8 @@ class Lane:
         self.optimizer.zero_grad()
         stop = time.perf_counter()
 
-        self.records.append(
+        loads = self.weigh(batch.plan)
+        self.records[step].append(
             StepRecord(
                 load_seconds=load_seconds,
                 compute_seconds=self.clock.ready_at - start,
@@ -117,15 +146,16 @@ class Lane:
                 loss_tokens=batch.global_loss_tokens,
                 llm_tokens=batch.llm.input_ids.shape[-1],
                 samples=len(batch.keys),
-                imbalance=_imbalance(batch.plan),
+                loads={phase: values.tolist() for phase, values in loads.items()},
+                imbalance=_imbalance(loads),
             )
         )
 
 
-def _imbalance(plan: od.Plan) -> dict[str, float]:
+def _imbalance(loads: Loads) -> dict[str, float]:
     """max/mean over ranks of each phase's cost, and of all phases together."""
-    loads = np.sum([plan.loads(phase) for phase in plan.phases], axis=0)
-    return {phase: plan.imbalance(phase) for phase in plan.phases} | {"step": float(loads.max() / loads.mean())}
+    every = loads | {"step": np.sum(list(loads.values()), axis=0)}
+    return {name: float(values.max() / values.mean()) if values.any() else 1.0 for name, values in every.items()}
 
 
 def _forever(loader: od.DataLoader) -> Iterator[od.Batch]:
@@ -136,8 +166,17 @@ def _forever(loader: od.DataLoader) -> Iterator[od.Batch]:
         epoch += 1
 
 
-def make_lane(task: Task, balance: od.Balance) -> Lane:
-    """A loader that reads when asked (its threads would take time from the ranks), and a model of seeded weights."""
+def make_lane(
+    task: Task,
+    balance: od.Balance,
+    *,
+    cost: od.CostModel | None = None,
+    weigh: Callable[[od.Plan], Loads] = plan_loads,
+) -> Lane:
+    """A loader that reads when asked (its threads would take time from the ranks), and a model of seeded weights.
+
+    `cost` is by default what follows from the model's sizes.
+    """
     recipe = make_recipe()
     config = make_model_config(recipe)
     loader = od.DataLoader(
@@ -146,26 +185,29 @@ def make_lane(task: Task, balance: od.Balance) -> Lane:
         shuffle=True,
         seed=task.seed,
         drop_last=True,
-        cost=make_cost(config),
+        cost=make_cost(config) if cost is None else cost,
         balance=balance,
         num_threads=0,
     )
     torch.manual_seed(task.seed)
     model = DistributedDataParallel(MultimodalLM(config))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return Lane(_forever(loader), model, GradientClock(model), optimizer)
+    return Lane(_forever(loader), model, GradientClock(model), optimizer, weigh)
 
 
-def train(task: Task) -> dict[str, Any]:
-    """Run all lanes; returns each lane's records by rank, on rank 0 (an empty dict elsewhere)."""
-    lanes = {name: make_lane(task, balance) for name, balance in LANES.items()}
+def run_in_turn(task: Task, lanes: Mapping[str, Lane]) -> dict[str, Any]:
+    """Train all lanes; returns each one's records by rank, step and repeat, on rank 0 (an empty dict elsewhere)."""
     total = task.warmup_steps + task.steps
-    done = 0
+    done = turn = 0
     while done < total:
-        block = min(task.warmup_steps if done < task.warmup_steps else task.block_steps, total - done)
-        for lane in lanes.values():
-            for _ in range(block):
-                lane.step()
+        block = min(task.warmup_steps - done if done < task.warmup_steps else task.block_steps, total - done)
+        batches = {name: [lane.load() for _ in range(block)] for name, lane in lanes.items()}
+        for _ in range(task.repeats):
+            # Every second round runs backwards, so that no lane always follows the same other.
+            for name, lane in list(lanes.items())[:: -1 if turn % 2 else 1]:
+                for step, (batch, load_seconds) in enumerate(batches[name], start=done):
+                    lane.train(step, batch, load_seconds)
+            turn += 1
         done += block
         if dist.get_rank() == 0:
             sys.stdout.write(json.dumps({"done": done, "total": total}) + "\n")
@@ -174,10 +216,17 @@ def train(task: Task) -> dict[str, Any]:
     gathered: dict[str, Any] = {}
     for name, lane in lanes.items():
         by_rank: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(by_rank, [asdict(record) for record in lane.records])
+        dist.all_gather_object(by_rank, [[asdict(record) for record in repeats] for repeats in lane.records])
         gathered[name] = by_rank
+    return gathered if dist.get_rank() == 0 else {}
+
+
+def train(task: Task) -> dict[str, Any]:
+    """Run the demo's lanes; returns the model's size and each lane's records on rank 0 (an empty dict elsewhere)."""
+    lanes = {name: make_lane(task, balance) for name, balance in LANES.items()}
+    gathered = run_in_turn(task, lanes)
     parameters = sum(parameter.numel() for parameter in next(iter(lanes.values())).model.parameters())
-    return {"parameters": parameters, "lanes": gathered} if dist.get_rank() == 0 else {}
+    return {"parameters": parameters, "lanes": gathered} if gathered else {}
 
 
 def _take_one_core() -> None:
@@ -190,17 +239,25 @@ def _take_one_core() -> None:
             os.sched_setaffinity(0, {cores[local_rank]})
 
 
-def main(task_path: str, result_path: str) -> None:
-    """Entry point of each rank."""
+def run_rank(result_path: str, work: Callable[[], dict[str, Any]]) -> None:
+    """What each rank does: take its core, meet the others, work; who gets a result back writes it."""
     end_with_parent()
     _take_one_core()
-    content = json.loads(Path(task_path).read_text())
-    task = Task(**content | {"shards": tuple(content["shards"])})
     dist.init_process_group("gloo")
-    result = train(task)
+    result = work()
     if result:
         Path(result_path).write_text(json.dumps(result))
     leave()
+
+
+def read_task(content: Mapping[str, Any]) -> Task:
+    """A task, back from JSON."""
+    return Task(**{**content, "shards": tuple(content["shards"])})
+
+
+def main(task_path: str, result_path: str) -> None:
+    """Entry point of each rank."""
+    run_rank(result_path, lambda: train(read_task(json.loads(Path(task_path).read_text()))))
 
 
 if __name__ == "__main__":

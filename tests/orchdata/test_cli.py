@@ -201,6 +201,7 @@ def test_synth_refuses_no_samples(tmp_path: Path) -> None:
         ("index", "index"),
         ("throughput", "throughput"),
         ("exchange", "exchange"),
+        ("train", "train"),
     ],
 )
 def test_bench_options_are_the_fields_of_its_configuration(name: str, module: str) -> None:

@@ -1,0 +1,102 @@
+"""`orchdata bench train`: the demo's model, trained with and without balancing, against what its plans predict.
+
+    SKEWED --synthesize, index--> shards --torchrun: orchdata.bench.train.job--> calibration, records --> report
+
+All lanes take the same global batches in turn, in one run, each rank on a core of its own. Their plans share one cost
+model, fitted to timed passes of made-up batches before. By it, a step is predicted to take what its slowest rank's
+phases cost together, or where ranks meet after each phase, each phase's slowest; and what any step takes.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from orchdata.bench.harness import Result, WideTable
+from orchdata.bench.train.dataset import SKEWED
+
+__all__ = ["SKEWED", "TrainBench", "run"]
+
+_WARMUP_STEPS = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainBench:
+    """What to measure.
+
+    Attributes:
+        ranks: processes, of one CPU thread each.
+        steps: optimizer steps of each lane, after two of warm-up.
+        repeats: trainings on each step's batch, the lanes in turn; a step counts as its repeat of median time.
+        batch_size: samples per rank and step (a mean, once balanced).
+        dataset: description as for `orchdata synth`, with images and audio; None is `SKEWED`.
+        seed: of dataset, order and weights.
+        quick: few lengths and repeats of the calibration, and no demands: to see that everything runs.
+    """
+
+    ranks: int = 2
+    steps: int = 24
+    repeats: int = 3
+    batch_size: int = 8
+    dataset: Path | None = None
+    seed: int = 0
+    quick: bool = False
+
+    def __post_init__(self) -> None:
+        for name, least in (("ranks", 2), ("steps", 1), ("repeats", 1), ("batch_size", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+
+
+def run(config: TrainBench) -> list[Result | WideTable]:
+    """Measure; raises LaunchError where a rank fails, ValueError for a dataset without images or audio."""
+    from orchdata.bench.train.report import make_results
+    from orchdata.demo.launch import torchrun
+    from orchdata.demo.setup import make_recipe
+    from orchdata.loaders.build import build_index
+    from orchdata.loaders.cache import CacheFolder
+    from orchdata.synth import read_description, synthesize
+
+    description = replace(read_description(config.dataset or SKEWED), seed=config.seed)
+    with tempfile.TemporaryDirectory(prefix="orchdata-bench-") as name:
+        folder = Path(name)
+        # As many samples as are trained on, and enough lengths for the fit; a shorter dataset is a prefix of a longer.
+        needed = max(128, (config.steps + _WARMUP_STEPS) * config.batch_size * config.ranks)
+        written = synthesize(description, folder / "shards", samples=min(description.samples, needed))
+        shards = [str(path) for path in written.paths]
+        index = build_index(shards, make_recipe(), cache=CacheFolder(folder / "cache"))
+        for modality in ("image", "audio"):
+            if not index.totals["modalities"][modality]["parts"]:
+                raise ValueError(f"the dataset has no {modality}: its phase cannot be measured")
+        result_path = folder / "result.json"
+        (folder / "job.json").write_text(json.dumps(_job(config, shards)))
+        with (folder / "ranks.log").open("w+b") as log:
+            torchrun(
+                ["-m", "orchdata.bench.train.job", str(folder / "job.json"), str(result_path)],
+                num_ranks=config.ranks,
+                environment={"ORCHDATA_CACHE": str(folder / "cache")},
+                log=log,
+                progress=lambda done, total: None,
+            )
+        return make_results(json.loads(result_path.read_text()), _WARMUP_STEPS, demands=not config.quick)
+
+
+def _job(config: TrainBench, shards: list[str]) -> dict[str, Any]:
+    """A `job.Job` as JSON. That module needs torch, which this one does without."""
+    return {
+        "task": {
+            "shards": shards,
+            "steps": config.steps,
+            "block_steps": 2,
+            "warmup_steps": _WARMUP_STEPS,
+            "global_batch_size": config.ranks * config.batch_size,
+            "seed": config.seed,
+            "repeats": config.repeats,
+        },
+        "lengths": 3 if config.quick else 6,
+        "calibration_repeats": 1 if config.quick else 5,
+        "exchange_repeats": 1 if config.quick else 5,
+    }
