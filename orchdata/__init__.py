@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from orchdata.batch import Batch
     from orchdata.dataloader import DataLoader
     from orchdata.dataset import ShardDataset
-    from orchdata.exchanging import exchange
+    from orchdata.foreign.balancing import post_balance
+    from orchdata.foreign.peers import StepError
+    from orchdata.foreign.step import PostBatch
     from orchdata.layout import Packed, Padded
     from orchdata.loaders.errors import (
         DataError,
@@ -33,13 +35,11 @@ if TYPE_CHECKING:
     from orchdata.loaders.samples import Sample
     from orchdata.loaders.template import ChatTemplate
     from orchdata.loaders.text import TextPreprocessor
-    from orchdata.parallel import DataParallel
     from orchdata.plan import Plan
     from orchdata.policy import ErrorPolicy
-    from orchdata.post_balancing import post_balance
-    from orchdata.post_peers import StepError
-    from orchdata.post_step import PostBatch
-    from orchdata.route import Route, make_route
+    from orchdata.ranks.exchanging import exchange
+    from orchdata.ranks.parallel import DataParallel
+    from orchdata.ranks.route import Route, make_route
 
 __version__ = "0.1.0"
 
@@ -57,19 +57,19 @@ _HOMES = {
     "PhaseCost": "orchdata.balancers",
     "TransformerCost": "orchdata.balancers",
     "Balance": "orchdata.balance",
-    "DataParallel": "orchdata.parallel",
+    "DataParallel": "orchdata.ranks.parallel",
     "Shuffle": "orchdata.loaders.order",
     "Packed": "orchdata.layout",
     "Padded": "orchdata.layout",
     "Batch": "orchdata.batch",
     "Plan": "orchdata.plan",
     "Sample": "orchdata.loaders.samples",
-    "exchange": "orchdata.exchanging",
-    "post_balance": "orchdata.post_balancing",
-    "PostBatch": "orchdata.post_step",
-    "StepError": "orchdata.post_peers",
-    "Route": "orchdata.route",
-    "make_route": "orchdata.route",
+    "exchange": "orchdata.ranks.exchanging",
+    "post_balance": "orchdata.foreign.balancing",
+    "PostBatch": "orchdata.foreign.step",
+    "StepError": "orchdata.foreign.peers",
+    "Route": "orchdata.ranks.route",
+    "make_route": "orchdata.ranks.route",
     "ErrorPolicy": "orchdata.policy",
     "OrchdataError": "orchdata.loaders.errors",
     "DataError": "orchdata.loaders.errors",

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from orchdata.exchanging import exchange
 from orchdata.plan import Plan
-from orchdata.route import Route
+from orchdata.ranks.exchanging import exchange
+from orchdata.ranks.route import Route
 
 Key = tuple[str, str]
 

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from orchdata.agreement import check_plans, make_alike
 from orchdata.balance import Balance, as_balance
 from orchdata.balancers import CostModel
 from orchdata.balancers.checks import checked_count
@@ -28,11 +27,12 @@ from orchdata.layout import Packed, Padded
 from orchdata.loaders.errors import DataError, TooManyFailures
 from orchdata.loaders.order import Shuffle
 from orchdata.map_source import map_source
-from orchdata.parallel import DataParallel, Rank, resolve_rank
 from orchdata.plan import make_plan
 from orchdata.policy import ErrorPolicy, as_policy
-from orchdata.replicate import ReceivingEngine, Replication
-from orchdata.settling import Settling
+from orchdata.ranks.agreement import check_plans, make_alike
+from orchdata.ranks.parallel import DataParallel, Rank, resolve_rank
+from orchdata.ranks.replicate import ReceivingEngine, Replication
+from orchdata.ranks.settling import Settling
 from orchdata.shard_source import shard_source
 from orchdata.sources import Source, SourceOptions
 from orchdata.state import Position, dump_state, load_state

@@ -24,7 +24,7 @@ from orchdata.loaders.index import Index
 from orchdata.loaders.preprocessors import STORED
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples import as_tensor
-from orchdata.route import Route
+from orchdata.ranks.route import Route
 from orchdata.work import MediaWork
 
 Ints = NDArray[np.int64]

@@ -31,7 +31,7 @@ from orchdata.padded_plan import (
     share_out_padded,
 )
 from orchdata.part_plan import Parts, arrival_order, encoding_order, fit_parts, share_out_parts
-from orchdata.route import Route, make_route
+from orchdata.ranks.route import Route, make_route
 from orchdata.scopes import assign, dealt, near_ranks
 
 Ints = NDArray[np.int64]

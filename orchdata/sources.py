@@ -11,9 +11,9 @@ from orchdata.layout import Packed, Padded
 from orchdata.loaders.errors import DataError
 from orchdata.loaders.order import Shuffle
 from orchdata.loaders.reads import ReadBytes
-from orchdata.parallel import Rank
 from orchdata.plan import PlanSpec, SampleCosts, SampleOrder
 from orchdata.policy import ErrorPolicy
+from orchdata.ranks.parallel import Rank
 from orchdata.step import Assembler, StepSpec
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from orchdata.loaders.index import Index
 from orchdata.loaders.modality import MODALITIES
-from orchdata.route import Route
+from orchdata.ranks.route import Route
 from orchdata.step import Share
 
 Ints = NDArray[np.int64]

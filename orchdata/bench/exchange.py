@@ -29,8 +29,8 @@ from orchdata.bench import post_balance
 from orchdata.bench.harness import Result
 from orchdata.bench.post_balance import PostBalanceBench
 from orchdata.demo.launch import end_with_parent, leave, torchrun
-from orchdata.exchanging import exchange
-from orchdata.route import Route, make_route
+from orchdata.ranks.exchanging import exchange
+from orchdata.ranks.route import Route, make_route
 
 Seconds = dict[str, tuple[float, ...]]
 

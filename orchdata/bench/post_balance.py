@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from orchdata.bench.harness import Result
 from orchdata.demo.launch import end_with_parent, leave
-from orchdata.post_balancing import post_balance
+from orchdata.foreign.balancing import post_balance
 
 Launch = Callable[[str, Any, int], dict[str, Any]]
 

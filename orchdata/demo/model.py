@@ -21,8 +21,8 @@ from torch.nn import functional as F
 
 from orchdata.batch import merge_features
 from orchdata.demo.attention import Stack, lengths_of
-from orchdata.exchanging import exchange
-from orchdata.route import Route
+from orchdata.ranks.exchanging import exchange
+from orchdata.ranks.route import Route
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

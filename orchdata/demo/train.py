@@ -30,7 +30,7 @@ import orchdata as od
 from orchdata.demo.launch import end_with_parent, leave
 from orchdata.demo.model import MultimodalLM
 from orchdata.demo.setup import make_cost, make_model_config, make_recipe
-from orchdata.route import Route
+from orchdata.ranks.route import Route
 
 Loads: TypeAlias = dict[str, NDArray[np.int64]]  # phase -> cost on each rank, (num_ranks,)
 

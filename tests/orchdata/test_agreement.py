@@ -9,7 +9,7 @@ from mesh_job import RECIPE, run_ranks
 from shard_factory import omni_samples, write_shard
 
 import orchdata as od
-from orchdata.agreement import find_difference, make_alike
+from orchdata.ranks.agreement import find_difference, make_alike
 
 Ranks = list[dict[str, Any]]
 

@@ -16,8 +16,8 @@ import torch
 from exchange_job import CHECKS, IMPATIENCE
 
 from orchdata.bench.exchange import ExchangeBench, run
-from orchdata.exchanging import exchange
-from orchdata.route import Route, make_route
+from orchdata.ranks.exchanging import exchange
+from orchdata.ranks.route import Route, make_route
 
 JOB = Path(__file__).parents[1] / "support" / "exchange_job.py"
 GIVE_UP_SECONDS = 200

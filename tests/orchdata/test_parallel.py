@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import orchdata as od
-from orchdata.parallel import DataParallel, resolve_rank
+from orchdata.ranks.parallel import DataParallel, resolve_rank
 
 NUM_SAMPLES = 20
 NUM_STEPS = 3  # 20 samples in global batches of 8: 8, 8, 4

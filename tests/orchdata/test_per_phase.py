@@ -24,7 +24,7 @@ from orchdata.layout import Layout
 from orchdata.loaders.order import Order, Shuffle
 from orchdata.part_plan import Parts
 from orchdata.plan import Plan, PlanSpec, make_plan
-from orchdata.route import Route
+from orchdata.ranks.route import Route
 
 RECIPE = od.Recipe(
     image=od.ImagePreprocessor(patch_size=8, merge=2, min_tokens=1, max_tokens=12, dtype="float32"),

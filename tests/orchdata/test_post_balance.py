@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from post_balance_job import LONG_COUNTS, Drawn, intact, make_sample, make_steps
 
 import orchdata as od
+from orchdata.foreign.balancing import post_balance
+from orchdata.foreign.plan import MoveRule, make_post_plan
+from orchdata.foreign.step import StepError
 from orchdata.loaders.errors import StateError
-from orchdata.post_balancing import post_balance
-from orchdata.post_plan import MoveRule, make_post_plan
-from orchdata.post_step import StepError
 
 JOB = Path(__file__).parents[1] / "support" / "post_balance_job.py"
 OWN = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "2"}

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchdata.route import Route, make_route
+from orchdata.ranks.route import Route, make_route
 
 Row = tuple[int, int]  # part, row of it
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from orchdata.wire import ALIGNMENT, WireError, describe, read
+from orchdata.ranks.wire import ALIGNMENT, WireError, describe, read
 
 TORCH_DTYPES = [torch.bool, torch.uint8, torch.int16, torch.int64, torch.uint32, torch.float16, torch.bfloat16]
 TORCH_DTYPES += [torch.float32, torch.float64, torch.complex64, torch.float8_e4m3fn]

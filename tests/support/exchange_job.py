@@ -26,8 +26,8 @@ from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.utils.checkpoint import checkpoint
 
 from orchdata.demo.launch import end_with_parent, leave
-from orchdata.exchanging import exchange
-from orchdata.route import Route, make_route
+from orchdata.ranks.exchanging import exchange
+from orchdata.ranks.route import Route, make_route
 
 PATIENCE = timedelta(seconds=60)
 IMPATIENCE = timedelta(seconds=3)

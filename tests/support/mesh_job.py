@@ -26,8 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import orchdata as od
 from orchdata.demo.launch import end_with_parent, leave, torchrun
-from orchdata.parallel import DataParallel
 from orchdata.plan import Plan
+from orchdata.ranks.parallel import DataParallel
 
 LIMIT_SECONDS = 90
 RECIPE = od.Recipe(

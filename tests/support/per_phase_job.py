@@ -31,7 +31,7 @@ import orchdata as od
 from orchdata.demo.launch import end_with_parent, leave, torchrun
 from orchdata.demo.model import ModelConfig, MultimodalLM, Sizes
 from orchdata.demo.setup import fit_to_recipe, make_cost
-from orchdata.parallel import DataParallel
+from orchdata.ranks.parallel import DataParallel
 
 LIMIT_SECONDS = 240
 PATIENCE = timedelta(seconds=30)

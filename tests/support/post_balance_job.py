@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from orchdata.balance import Balance
-from orchdata.post_balancing import PostBalanced, post_balance
+from orchdata.foreign.balancing import PostBalanced, post_balance
 
 TIMEOUT_SECONDS = 30
 LONG_COUNTS = (70, 3, 64, 65), (2, 1, 64, 80), (0, 2, 64, 130)  # of each rank

@@ -26,7 +26,7 @@ from orchdata.costs import IndexCosts
 from orchdata.demo.setup import make_model_config, make_recipe
 from orchdata.demo.train import Lane, Loads, Task, make_lane, read_task, run_in_turn, run_rank
 from orchdata.loaders.index import Index
-from orchdata.route import Route
+from orchdata.ranks.route import Route
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

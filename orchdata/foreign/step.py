@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from orchdata.post_peers import Bytes, Ints, LostPeersError, Peers, StepError, unpadded
-from orchdata.post_plan import MoveRule, PostPlan, make_post_plan
-from orchdata.wire import Message, describe, read
+from orchdata.foreign.peers import Bytes, Ints, LostPeersError, Peers, StepError, unpadded
+from orchdata.foreign.plan import MoveRule, PostPlan, make_post_plan
+from orchdata.ranks.wire import Message, describe, read
 
 Cost = Callable[[Any], int | Mapping[str, int]]
 LossTokens = Callable[[Any], int]

@@ -11,13 +11,13 @@ import numpy as np
 import torch.distributed as dist
 
 from orchdata.balance import Balance, as_balance
+from orchdata.foreign.peers import LostPeersError, Peers
+from orchdata.foreign.plan import MoveRule
+from orchdata.foreign.prefetch import Prefetcher
+from orchdata.foreign.stats import PostStats
+from orchdata.foreign.step import Cost, LossTokens, MadeStep, PostBatch, StepMaker
 from orchdata.loaders.errors import StateError
-from orchdata.parallel import ranks_per_node, resolve_rank
-from orchdata.post_peers import LostPeersError, Peers
-from orchdata.post_plan import MoveRule
-from orchdata.post_prefetch import Prefetcher
-from orchdata.post_stats import PostStats
-from orchdata.post_step import Cost, LossTokens, MadeStep, PostBatch, StepMaker
+from orchdata.ranks.parallel import ranks_per_node, resolve_rank
 
 VERSION = 1
 _STEPS_AHEAD = 2
@@ -166,7 +166,7 @@ class PostBalanced:
         self._state = self._loaded = dict(state)
 
     def stats(self) -> dict[str, Any]:
-        """Moves, imbalance and milliseconds of the delivered steps; see `orchdata.post_stats.PostStats.as_dict`."""
+        """Moves, imbalance and milliseconds of the delivered steps; see `orchdata.foreign.stats.PostStats.as_dict`."""
         return self._stats.as_dict()
 
     def close(self) -> None:

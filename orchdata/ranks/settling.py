@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from orchdata.agreement import gather
 from orchdata.batch import Batch
-from orchdata.lost import name_lost
+from orchdata.ranks.agreement import gather
+from orchdata.ranks.lost import name_lost
 
 
 class Settling:

@@ -6,8 +6,8 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 
-from orchdata.post_peers import POLL_SECONDS, LostPeersError
-from orchdata.post_step import MadeStep, StepMaker
+from orchdata.foreign.peers import POLL_SECONDS, LostPeersError
+from orchdata.foreign.step import MadeStep, StepMaker
 
 
 class Prefetcher:

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from orchdata.lost import name_lost
-from orchdata.route import Route
+from orchdata.ranks.lost import name_lost
+from orchdata.ranks.route import Route
 
 if TYPE_CHECKING:
     Group = dist.ProcessGroup | None

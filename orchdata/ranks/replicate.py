@@ -27,10 +27,10 @@ from torch import Tensor
 from orchdata.buffers import BufferPool
 from orchdata.collating import SampleAssembler
 from orchdata.loaders.errors import DataError
-from orchdata.parallel import Rank
 from orchdata.plan import Plan, make_plan
+from orchdata.ranks.parallel import Rank
+from orchdata.ranks.wire import Message, describe, read
 from orchdata.step import BuiltStep, StepSpec
-from orchdata.wire import Message, describe, read
 
 _BUILT, _FAILED = 0, 1
 _CLASS = "dataclass"  # marks a dict that was one

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from orchdata.post_plan import PostPlan
-from orchdata.post_step import MadeStep
+from orchdata.foreign.plan import PostPlan
+from orchdata.foreign.step import MadeStep
 
 _STAGES = ("waiting", "fetching", "planning", "moving")
 
