@@ -5,7 +5,7 @@ from __future__ import annotations
 from orchdata.balancers.advice import Advice, Option, advise
 from orchdata.balancers.assignment import Assignment, MovedAssignment, lower_bound
 from orchdata.balancers.costs import CostModel, PhaseCost, TransformerCost
-from orchdata.balancers.fit import FittedCost, fit_phase_cost
+from orchdata.balancers.fit import FittedCost, FittedCosts, fit_phase_cost, fit_phase_costs
 from orchdata.balancers.grid import GridAssignment, balance_grid, balance_grouped, grid_round
 from orchdata.balancers.microbatches import split_microbatches
 from orchdata.balancers.moves import balance_from
@@ -20,6 +20,7 @@ __all__ = [
     "Assignment",
     "CostModel",
     "FittedCost",
+    "FittedCosts",
     "GridAssignment",
     "MicrobatchOrder",
     "MovedAssignment",
@@ -36,6 +37,7 @@ __all__ = [
     "balance_padded",
     "balance_phases",
     "fit_phase_cost",
+    "fit_phase_costs",
     "grid_round",
     "lower_bound",
     "order_after_disttrain",

@@ -1,4 +1,6 @@
-"""Fitting a phase's cost: measured sequences and their seconds -> the PhaseCost that predicts them, in seconds.
+"""Fitting costs: measured sequences and their seconds -> the PhaseCost that predicts them, in seconds.
+
+One phase timed by itself, or all phases of a model at once from the times of whole steps.
 
 Least squares over constant, linear and quadratic, none of them below 0 (Lawson and Hanson 1974, as in scipy): a phase
 does not get faster with length, and a negative coefficient would predict negative times outside the measured range.
@@ -10,7 +12,7 @@ constant.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from orchdata.balancers.checks import checked_costs
-from orchdata.balancers.costs import PhaseCost
+from orchdata.balancers.costs import CostModel, PhaseCost
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,26 +57,98 @@ def fit_phase_cost(lengths: ArrayLike | Sequence[ArrayLike], seconds: ArrayLike)
         ValueError: lengths or seconds out of range, not one time for each measurement, or lengths that do not tell
             the three coefficients apart: at least three different ones do.
     """
-    from scipy.optimize import nnls
-
     features = _features(lengths)
     times = _checked_seconds(seconds, len(features))
-    longest = times.max()
-    with np.errstate(over="ignore", divide="ignore"):
-        equations = features / (times / longest)[:, None]
-        scale = np.sqrt(np.square(equations).sum(axis=0))
-    if not np.isfinite(scale).all():
-        raise ValueError(f"seconds[{times.argmin()}] is {times.min()}, too small beside {longest}: leave it out")
-    solution, _ = nnls(equations / scale, np.ones(len(equations)))
-    coefficients = solution / scale
-    errors = equations @ coefficients - 1.0
-    constant, linear, quadratic = (float(value) for value in coefficients * longest)
+    coefficients, errors = _solve(features, times)
+    constant, linear, quadratic = (float(value) for value in coefficients)
     return FittedCost(
         cost=PhaseCost(linear, quadratic, constant),
         residual=float(np.sqrt(np.mean(np.square(errors)))),
         worst_residual=float(np.abs(errors).max()),
         num_samples=len(errors),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class FittedCosts:
+    """The costs of a model's phases as measured, and how well they predict the measurements they were fitted to.
+
+    Attributes:
+        costs: phase -> seconds of one sequence of l positions.
+        seconds: what a measurement takes whatever is in it.
+        residual, worst_residual, num_samples: as FittedCost has them.
+    """
+
+    costs: Mapping[str, PhaseCost]
+    seconds: float
+    residual: float
+    worst_residual: float
+    num_samples: int
+
+    @property
+    def model(self) -> CostModel:
+        return CostModel(**self.costs)
+
+
+def fit_phase_costs(lengths: Mapping[str, Sequence[ArrayLike]], seconds: ArrayLike) -> FittedCosts:
+    """Fit all phases at once to the times of whole steps, in which the phases' shares differ.
+
+    A rank's forward and backward of each of some tens of steps, unbalanced so that they differ, is enough: no phase has
+    to be timed by itself. Least squares as in `fit_phase_cost`, with a constant of the step beside each phase's three.
+
+    Args:
+        lengths: phase -> for each measurement the positions of its sequences, integers of at least 1; it may have none.
+        seconds: numbers (num_samples,), above 0.
+
+    Raises:
+        ValueError: lengths or seconds out of range, not one time for each measurement, or a phase whose cost the
+            measurements do not show.
+    """
+    if not isinstance(lengths, Mapping) or not lengths:
+        raise ValueError("lengths must map names of phases to the sequences of each measurement")
+    columns = []
+    for phase, measured in lengths.items():
+        rows = [_checked_lengths(entry, f"lengths[{phase!r}][{index}]") for index, entry in enumerate(measured)]
+        columns.append(np.array([(len(row), row.sum(), np.square(row).sum()) for row in rows]).reshape(-1, 3))
+    if len({len(column) for column in columns}) > 1:
+        raise ValueError(f"all phases must have the same measurements, got {[len(column) for column in columns]}")
+    features = np.concatenate([*columns, np.ones((len(columns[0]), 1))], axis=1)
+    times = _checked_seconds(seconds, len(features))
+    coefficients, errors = _solve(features, times)
+    by_phase = dict(zip(lengths, coefficients[:-1].reshape(-1, 3), strict=True))
+    for phase, found in by_phase.items():
+        if not found.any():
+            raise ValueError(
+                f"phase {phase!r} costs nothing by these measurements: measure steps that differ more in it"
+            )
+    return FittedCosts(
+        costs={
+            phase: PhaseCost(float(linear), float(quadratic), float(constant))
+            for phase, (constant, linear, quadratic) in by_phase.items()
+        },
+        seconds=float(coefficients[-1]),
+        residual=float(np.sqrt(np.mean(np.square(errors)))),
+        worst_residual=float(np.abs(errors).max()),
+        num_samples=len(errors),
+    )
+
+
+def _solve(
+    features: NDArray[np.float64], times: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Coefficients of at least 0, and relative errors of what they predict."""
+    from scipy.optimize import nnls
+
+    longest = times.max()
+    with np.errstate(over="ignore", divide="ignore"):
+        equations = features / (times / longest)[:, None]
+        scale = np.sqrt(np.square(equations).sum(axis=0))
+    if not np.isfinite(scale).all():
+        raise ValueError(f"seconds[{times.argmin()}] is {times.min()}, too small beside {longest}: leave it out")
+    scale[scale == 0] = 1.0  # a column without any sequence
+    solution, _ = nnls(equations / scale, np.ones(len(equations)))
+    coefficients = solution / scale
+    return coefficients * longest, equations @ coefficients - 1.0
 
 
 def _features(lengths: Any) -> NDArray[np.float64]:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchdata.balancers import CostModel, PhaseCost
-from orchdata.balancers.fit import fit_phase_cost
+from orchdata.balancers.fit import fit_phase_cost, fit_phase_costs
 
 LENGTHS = np.unique(np.geomspace(10, 1_000_000, 40).astype(np.int64))
 # Seconds a sequence, position and pair of positions: both ends of the range of lengths show each of them.
@@ -140,3 +140,52 @@ def test_a_cost_model_takes_seconds(truth: PhaseCost) -> None:
 def test_bad_input(lengths: object, seconds: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         fit_phase_cost(lengths, seconds)  # type: ignore[arg-type]
+
+
+def steps(seed: int, count: int = 60) -> dict[str, list[list[int]]]:
+    """What some steps have of two phases; some have nothing of the first."""
+    random = np.random.default_rng(seed)
+    return {
+        "image": [random.integers(16, 4_000, random.integers(0, 9)).tolist() for _ in range(count)],
+        "llm": [random.integers(10, 3_000, random.integers(1, 17)).tolist() for _ in range(count)],
+    }
+
+
+def seconds_of(lengths: dict[str, list[list[int]]], truth: dict[str, PhaseCost], constant: float) -> np.ndarray:
+    times = [
+        sum(truth[phase].at(length) for phase in truth for length in lengths[phase][step])
+        for step in range(len(lengths["llm"]))
+    ]
+    return np.array(times) + constant
+
+
+def test_phases_are_told_apart_from_times_of_whole_steps() -> None:
+    truth = {"image": PhaseCost(2e-5, 4e-8, 1e-3), "llm": PhaseCost(6e-5, 5e-8, 1e-4)}
+    lengths = steps(0)
+    fitted = fit_phase_costs(lengths, seconds_of(lengths, truth, 0.02))
+    assert fitted.seconds == pytest.approx(0.02, rel=1e-6)
+    for phase, exact in truth.items():
+        assert values(fitted.costs[phase]) == pytest.approx(values(exact), rel=1e-6)
+    assert fitted.residual <= fitted.worst_residual < 1e-9
+    assert fitted.num_samples == 60
+    assert fitted.model.phases == ("image", "llm")
+
+
+def test_noise_in_times_of_whole_steps_leaves_predictions() -> None:
+    truth = {"image": PhaseCost(2e-5, 4e-8), "llm": PhaseCost(6e-5, 5e-8)}
+    lengths, others = steps(1), steps(2)
+    noise = 1 + 0.05 * np.random.default_rng(3).standard_normal(60)
+    fitted = fit_phase_costs(lengths, seconds_of(lengths, truth, 0.02) * noise)
+    predicted = seconds_of(others, dict(fitted.costs), fitted.seconds)
+    assert np.abs(predicted / seconds_of(others, truth, 0.02) - 1).mean() < 0.03
+
+
+def test_measurements_that_do_not_show_a_phase_are_refused() -> None:
+    with pytest.raises(ValueError, match="phase 'audio' costs nothing by these measurements"):
+        fit_phase_costs({"audio": [[], [], []], "llm": [[1], [10], [100]]}, [1.0, 2.0, 3.0])
+    with pytest.raises(ValueError, match="the same measurements"):
+        fit_phase_costs({"audio": [[1]], "llm": [[1], [10]]}, [1.0, 2.0])
+    with pytest.raises(ValueError, match="a measured sequence has at least 1 position"):
+        fit_phase_costs({"llm": [[0]]}, [1.0])
+    with pytest.raises(ValueError, match="lengths must map"):
+        fit_phase_costs({}, [1.0])

@@ -7,18 +7,18 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
+from shard_factory import omni_samples, write_shard
 
+import orchdata as od
 from orchdata.bench.harness import Result, WideTable, make_report
 from orchdata.bench.train import SKEWED, TrainBench, run
-from orchdata.bench.train.calibration import length_classes, made_up_batch
+from orchdata.bench.train.calibration import lengths_of
 from orchdata.bench.train.job import LANES, predicted_seconds
 from orchdata.bench.train.report import make_results
-from orchdata.demo.model import MultimodalLM
 from orchdata.demo.report import median_repeats
 from orchdata.demo.setup import make_model_config, make_recipe
+from orchdata.loaders.modality import MODALITIES
 from orchdata.synth import read_description
 
 DESCRIPTION = Path(__file__).resolve().parents[2] / "datasets" / "skewed.yaml"
@@ -34,22 +34,17 @@ def test_a_step_takes_its_slowest_rank_or_the_slowest_of_each_phase() -> None:
     assert predicted_seconds(loads, "phase", exponent=1) == 5.0  # (4 + 6) / 2
 
 
-def test_lengths_are_spread_by_ratio_and_occur() -> None:
-    lengths = np.array([10] * 50 + [90, 100, 110] + [1000] * 50)
-    assert length_classes(lengths, 3) == [10, 100, 1000]
-
-
-def test_a_made_up_batch_has_the_sequences_asked_for_and_trains_every_weight() -> None:
-    config = make_model_config(make_recipe())
-    inputs = made_up_batch(config, {"image": [64, 64], "llm": [5, 7]}, loss_share=0.5)
-    assert inputs["image_grid_hw"].prod(dim=1).tolist() == [64, 64]
-    assert inputs["image_cu_seqlens"].tolist() == [0, 64, 128]
-    assert inputs["cu_seqlens"].tolist() == [0, 5, 12]
-    assert inputs["audio_cu_seqlens"].tolist() == [0, config.pool * config.conv_stride]  # one token
-    torch.manual_seed(0)
-    model = MultimodalLM(config)
-    model(**inputs).loss_sum.backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
+def test_lengths_are_what_enters_each_phase(tmp_path: Path) -> None:
+    recipe = make_recipe()
+    write_shard(tmp_path / "a.tar", omni_samples(5))
+    dataset = od.ShardDataset(tmp_path / "a.tar", recipe=recipe)
+    index = dataset.index()
+    (batch,) = od.DataLoader(dataset, global_batch_size=5, num_threads=0)
+    lengths = lengths_of(batch, make_model_config(recipe).conv_stride)
+    for code, phase in enumerate(MODALITIES):
+        if phase in lengths:
+            assert lengths[phase] == index.part_positions[index.part_modality == code].tolist()
+    assert lengths["llm"] == index.llm_tokens.tolist()
 
 
 def record(seconds: float, loads: dict[str, list[int]]) -> dict[str, Any]:
@@ -77,15 +72,15 @@ def test_the_repeat_of_median_time_counts_on_every_rank() -> None:
 def test_gains_are_shares_of_the_unbalanced_time() -> None:
     seconds = {"unbalanced": 10.0, "LLM only": 10.0, "joint": 8.0, "per phase": 6.0}
     loads = {"unbalanced": [12, 4], "LLM only": [12, 4], "joint": [8, 8], "per phase": [8, 8]}
-    fit = {"cost": {"linear": 1.0, "quadratic": 0.0, "constant": 0.0}}
-    fit |= {"residual": 0.1, "worst_residual": 0.2, "num_samples": 6}
+    fit = {"costs": {"llm": {"linear": 1.0, "quadratic": 0.0, "constant": 0.0}}}
+    fit |= {"seconds": 1.0, "residual": 0.1, "worst_residual": 0.2, "num_samples": 6}
     lanes = {
         name: [[[record(seconds[name], {"llm": loads[name]})]], [[record(1.0, {"llm": loads[name]})]]] for name in LANES
     }
     content = {
         "lanes": lanes,
         "exchange_seconds": {name: [0.3 if name == "per phase" else 0.0] for name in LANES},
-        "calibration": {"fits": {"llm": fit}, "step_seconds": 4.0, "exponent": 1},
+        "calibration": {"fit": fit, "step_seconds": 4.0, "exponent": 1},
     }
     found = {one.name: one for one in make_results(content, 0, demands=True) if isinstance(one, Result)}
     # Predicted: 12 / 2 + 4 seconds unbalanced, 8 / 2 + 4 balanced: 20 % gained.

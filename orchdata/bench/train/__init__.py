@@ -3,7 +3,7 @@
     SKEWED --synthesize, index--> shards --torchrun: orchdata.bench.train.job--> calibration, records --> report
 
 All lanes take the same global batches in turn, in one run, each rank on a core of its own. Their plans share one cost
-model, fitted to timed passes of made-up batches before. By it, a step is predicted to take what its slowest rank's
+model, fitted to the times of other steps before. By it, a step is predicted to take what its slowest rank's
 phases cost together, or where ranks meet after each phase, each phase's slowest; and what any step takes.
 """
 
@@ -34,7 +34,7 @@ class TrainBench:
         batch_size: samples per rank and step (a mean, once balanced).
         dataset: description as for `orchdata synth`, with images and audio; None is `SKEWED`.
         seed: of dataset, order and weights.
-        quick: few lengths and repeats of the calibration, and no demands: to see that everything runs.
+        quick: few steps and repeats of the calibration, and no demands: to see that everything runs.
     """
 
     ranks: int = 2
@@ -63,7 +63,7 @@ def run(config: TrainBench) -> list[Result | WideTable]:
     description = replace(read_description(config.dataset or SKEWED), seed=config.seed)
     with tempfile.TemporaryDirectory(prefix="orchdata-bench-") as name:
         folder = Path(name)
-        # As many samples as are trained on, and enough lengths for the fit; a shorter dataset is a prefix of a longer.
+        # As many samples as are trained on, and enough for the fit; a shorter dataset is a prefix of a longer.
         needed = max(128, (config.steps + _WARMUP_STEPS) * config.batch_size * config.ranks)
         written = synthesize(description, folder / "shards", samples=min(description.samples, needed))
         shards = [str(path) for path in written.paths]
@@ -96,7 +96,7 @@ def _job(config: TrainBench, shards: list[str]) -> dict[str, Any]:
             "seed": config.seed,
             "repeats": config.repeats,
         },
-        "lengths": 3 if config.quick else 6,
-        "calibration_repeats": 1 if config.quick else 5,
+        "calibration_steps": 8 if config.quick else 32,
+        "calibration_repeats": 1 if config.quick else 3,
         "exchange_repeats": 1 if config.quick else 5,
     }

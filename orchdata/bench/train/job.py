@@ -1,7 +1,7 @@
 """One rank of `orchdata bench train`, run by torchrun: calibrate, train all lanes in turn, replay the exchanges.
 
-index --calibrate--> cost model in seconds --plans of every lane--> steps, in turn --> records
-                                                                     +--> routes --replayed alone--> seconds
+other steps --calibrate--> cost model in seconds --plans of every lane--> steps, in turn --> records
+                                                                           +--> routes --replayed alone--> seconds
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class Job:
 
     Attributes:
         task: what to train on, and how much.
-        lengths, calibration_repeats: of the calibration.
+        calibration_steps, calibration_repeats: of the calibration.
         exchange_repeats: times to replay each step's exchanges.
     """
 
     task: Task
-    lengths: int
+    calibration_steps: int
     calibration_repeats: int
     exchange_repeats: int
 
@@ -74,13 +74,9 @@ def work(job: Job) -> dict[str, Any]:
     config = make_model_config(recipe)
     index = od.ShardDataset(job.task.shards, recipe=recipe).index(num_ranks=dist.get_world_size())
     calibration = calibrate(
-        index,
-        config,
-        samples_per_rank=job.task.global_batch_size / dist.get_world_size(),
-        num_lengths=job.lengths,
-        repeats=job.calibration_repeats,
+        job.task, conv_stride=config.conv_stride, steps=job.calibration_steps, repeats=job.calibration_repeats
     )
-    lanes = {name: _lane(job.task, spec, index, calibration.cost) for name, spec in LANES.items()}
+    lanes = {name: _lane(job.task, spec, index, calibration.fit.model) for name, spec in LANES.items()}
     records = run_in_turn(job.task, lanes)
     hidden = config.llm.hidden
     exchanges = {name: replay(lane.routes, hidden, job.exchange_repeats) for name, lane in lanes.items()}
@@ -134,8 +130,8 @@ def replay(routes: Sequence[Sequence[Route]], hidden: int, repeats: int) -> list
 
 
 def _to_dict(calibration: Calibration) -> dict[str, Any]:
-    fits = {phase: asdict(fit) for phase, fit in calibration.fits.items()}
-    return {"fits": fits, "step_seconds": calibration.step_seconds, "exponent": calibration.cost.exponent}
+    step_seconds, exponent = calibration.step_seconds, calibration.fit.model.exponent
+    return {"fit": asdict(calibration.fit), "step_seconds": step_seconds, "exponent": exponent}
 
 
 def predicted_seconds(loads: Mapping[str, Sequence[int]], waits: str, exponent: int) -> float:

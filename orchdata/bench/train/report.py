@@ -138,23 +138,20 @@ def _gain_result(name: str, base: LaneTimes, lane: LaneTimes, demands: bool) -> 
 
 
 def _calibration_table(calibration: Mapping[str, Any]) -> WideTable:
+    fit = calibration["fit"]
     rows = tuple(
-        (
-            phase,
-            1e6 * fit["cost"]["linear"],
-            1e9 * fit["cost"]["quadratic"],
-            1e6 * fit["cost"]["constant"],
-            100 * fit["residual"],
-            100 * fit["worst_residual"],
-            float(fit["num_samples"]),
-        )
-        for phase, fit in calibration["fits"].items()
+        (phase, 1e6 * cost["linear"], 1e9 * cost["quadratic"], 1e6 * cost["constant"])
+        for phase, cost in fit["costs"].items()
     )
     return WideTable(
         title="Fitted costs, forward and backward",
-        columns=("phase", "us a position", "ns a pair", "us a sequence", "residual %", "worst %", "measurements"),
+        columns=("phase", "us a position", "ns a pair", "us a sequence"),
         rows=rows,
-        note=f"and {1000 * calibration['step_seconds']:.1f} ms a step, whatever is in it",
+        note=(
+            f"and {1000 * calibration['step_seconds']:.1f} ms a step, whatever is in it; "
+            f"fitted to {fit['num_samples']} other steps: residual {100 * fit['residual']:.1f} %, "
+            f"worst {100 * fit['worst_residual']:.1f} %"
+        ),
     )
 
 
