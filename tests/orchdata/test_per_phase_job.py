@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import per_phase_job
 import pytest
-from per_phase_job import CASES, IMAGE_CAP, RECIPE, SUITES, Case, reference_name, run_ranks
+from mesh_job import run_ranks
+from per_phase_job import CASES, IMAGE_CAP, RECIPE, SUITES, Case, reference_name
 from shard_factory import audio, chat, jpeg, write_shard
 
 import orchdata as od
@@ -105,7 +107,10 @@ def overwrite(path: str, index: Any) -> None:
 @pytest.fixture(scope="module")
 def jobs(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ranks]:
     """Each suite is run once."""
-    return functools.cache(lambda suite: run_ranks(suite, shards, tmp_path_factory.mktemp("job")))
+    job = str(per_phase_job.__file__)
+    return functools.cache(
+        lambda suite: run_ranks(suite, SUITES[suite].num_ranks, shards, tmp_path_factory.mktemp("job"), job)
+    )
 
 
 @pytest.fixture

@@ -39,11 +39,11 @@ GLOBAL_BATCH_SIZE = 8
 Found = dict[str, Any]
 
 
-def run_ranks(suite: str, num_ranks: int, shards: Path, folder: Path) -> list[Found]:
+def run_ranks(suite: str, num_ranks: int, shards: Path, folder: Path, job: str = __file__) -> list[Found]:
     """What each rank of the job found, by scenario."""
     with (folder / "log").open("w+b") as log:
         torchrun(
-            [__file__, suite, str(shards), str(folder)],
+            [job, suite, str(shards), str(folder)],
             num_ranks=num_ranks,
             environment={"ORCHDATA_CACHE": str(shards / "cache")},
             log=log,

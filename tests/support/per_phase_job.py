@@ -21,14 +21,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from mesh_job import digest
+from mesh_job import Found, digest
 from padded_model import PaddedLM
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import orchdata as od
-from orchdata.demo.launch import end_with_parent, leave, torchrun
+from orchdata.demo.launch import end_with_parent, leave
 from orchdata.demo.model import ModelConfig, MultimodalLM, Sizes
 from orchdata.demo.setup import fit_to_recipe, make_cost
 from orchdata.ranks.parallel import DataParallel
@@ -53,7 +53,6 @@ LAYOUTS = {
 CAP = 190  # LLM positions of a microbatch
 IMAGE_CAP = 250  # below the patches of the largest sample, above half of them
 
-Found = dict[str, Any]
 Options = dict[str, Any]
 
 
@@ -136,20 +135,6 @@ SUITES |= {
     )
     for size in (2, 3, 4)
 }
-
-
-def run_ranks(suite: str, shards: Path, folder: Path) -> list[Found]:
-    """What each rank of the job found, by case and scenario."""
-    num_ranks = SUITES[suite].num_ranks
-    with (folder / "log").open("w+b") as log:
-        torchrun(
-            [__file__, suite, str(shards), str(folder)],
-            num_ranks=num_ranks,
-            environment={"ORCHDATA_CACHE": str(shards / "cache")},
-            log=log,
-            progress=lambda done, total: None,
-        )
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(num_ranks)]
 
 
 class Job:
