@@ -88,7 +88,8 @@ def balance_phases(
     names = tuple(costs_by_phase)
     if primary not in names:
         raise ValueError(
-            f"costs_by_phase needs the primary phase {primary!r}, got {', '.join(map(str, names)) or 'no phase'}"
+            f"costs_by_phase needs the primary phase {primary!r}, got {', '.join(map(str, names)) or 'no phase'}: "
+            "name yours with primary="
         )
     costs = _checked_phases(costs_by_phase, names)
     if assignment == "per_phase":

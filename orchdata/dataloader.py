@@ -365,6 +365,7 @@ def _describe(source: Source, options: SourceOptions, dp: Any) -> dict[str, Any]
         "balance": {field.name: getattr(options.balance, field.name) for field in fields(options.balance)},
         "cost": options.cost.describe() if isinstance(options.cost, CostModel) else None,
         "drop_last": options.drop_last,
+        "on_error": options.policy.action,
         "collate_fn": f"{collate}" if is_dataclass(collate) else getattr(collate, "__qualname__", None),
         "replicate": dp.replicate if isinstance(dp, DataParallel) else "broadcast",
         "check_plan_every": options.rank.check_plan_every,

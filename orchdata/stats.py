@@ -77,7 +77,9 @@ class Stats:
         """Plain values.
 
         `phases[name]`: `imbalance_unbalanced` and `imbalance` (max/mean of rank loads had samples been dealt out in
-        turn, and as planned), `lower_bound_over_mean` (what no assignment can beat).
+        turn, and as planned), `lower_bound_over_mean` (what no assignment can beat). Under od.Padded the loads of
+        `llm` count padding and the mean does not, so that it shows in all three; dealt out means cut into as many
+        microbatches as the plan has.
         `padding`: share of LLM positions that would be padding, had this rank's microbatches been padded.
         `own_streams`: where ranks are grouped, the share of this rank's samples drawn from its group's streams, mean
         over steps; else None.
@@ -122,7 +124,8 @@ def step_loads(plan: Plan, phase: str) -> np.ndarray[Any, np.dtype[np.float64]]:
     """Largest load unbalanced and balanced, lower bound and mean load of a phase in one step, float64 (4,)."""
     loads = plan.loads(phase)
     unbalanced = plan.loads_unbalanced(phase)
-    return np.array([unbalanced.max(), loads.max(), plan.lower_bound(phase), loads.mean()], np.float64)
+    mean = plan.costs[phase].sum() / plan.num_ranks
+    return np.array([unbalanced.max(), loads.max(), plan.lower_bound(phase), mean], np.float64)
 
 
 def _ratios(sums: np.ndarray[Any, np.dtype[np.float64]]) -> dict[str, float]:

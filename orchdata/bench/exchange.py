@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from orchdata.balancers.checks import checked_count
 from orchdata.bench import post_balance
 from orchdata.bench.harness import Result
 from orchdata.bench.post_balance import PostBalanceBench
@@ -56,6 +57,11 @@ class ExchangeBench:
     repeats: int = 30
     seed: int = 0
     post_balance: PostBalanceBench | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("parts_per_rank", "tokens", "hidden", "repeats"):
+            checked_count(getattr(self, name), name)
+        checked_count(self.seed, "seed", 0)
 
 
 def run(config: ExchangeBench) -> list[Result]:

@@ -79,7 +79,7 @@ def _scale_table(profile: Profile) -> Table:
             step,
             f"{scale.step.lower_bound:.2f}",
             f"{scale.speedup:.2f}x",
-            f"{scale.per_phase_speedup:.2f}x",
+            f"{scale.per_phase_speedup:.2f}x" if len(profile.balanced_phases) > 1 else "-",
         )
     return table
 
@@ -113,7 +113,7 @@ def _notes(profile: Profile) -> list[str]:
     notes = [
         "step: the cost model's phases, ranks waiting for each other after each; speedup: an estimate from costs",
         "bound: no assignment of whole samples gets the step below it",
-        'per phase: the speedup where encoders are balanced apart, od.Balance(assignment="per_phase")',
+        'per phase: the speedup with encoders balanced apart, Balance(assignment="per_phase"), without the exchange',
     ]
     unnamed = [name for name in profile.phases if name not in profile.balanced_phases]
     if unnamed:
@@ -135,6 +135,10 @@ def _locality_notes(profile: Profile) -> list[str]:
     reads = profile.read_amplification
     by_range = "" if reads.by_range is None else f"{reads.by_range:.2f} by range, whatever the scope; "
     notes = [f"bytes read for each byte used: {by_range}{reads.whole_shards:.2f} where every shard is read whole, once"]
+    alone = [f"{scale.ranks:,}" for scale in profile.scales if scale.groups == 1]
+    if alone:
+        size = profile.scales[0].group_size
+        notes.append(f"{' and '.join(alone)} ranks are one group (of up to {size}), where scopes do not differ")
     grouped = [scale for scale in profile.scales if scale.groups > 1]
     if grouped:
         steps = max(scale.locality_steps for scale in grouped)
@@ -162,6 +166,6 @@ def _advice_notes(scale: Scale) -> list[str]:
     }
     helps = [ways[remedy.remedy].format(remedy.factor, remedy.imbalance) for remedy in advice.remedies]
     return [
-        f"{scale.ranks:,} ranks, {name}: {advice.imbalance:.2f} at best: {why}",
+        f"{scale.ranks:,} ranks, {name}: {advice.imbalance:.2f} at best in a usual step of {scale.steps}: {why}",
         *([f"  would help: {'; '.join(helps)}"] if helps else []),
     ]

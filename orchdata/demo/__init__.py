@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from orchdata.demo.report import DemoReport, compare_curves, median_repeats, render, summarise_lane
+from orchdata.demo.report import DemoReport, compare_curves, fastest_repeats, render, summarise_lane
 
 if TYPE_CHECKING:
     from orchdata.profile import Profile
@@ -141,7 +141,7 @@ def _report(
     config: DemoConfig, dataset: SynthReport, profiled: Profile, result: dict[str, Any], seconds: dict[str, float]
 ) -> DemoReport:
     summaries = {
-        name: summarise_lane(median_repeats(records), config.warmup_steps) for name, records in result["lanes"].items()
+        name: summarise_lane(fastest_repeats(records), config.warmup_steps) for name, records in result["lanes"].items()
     }
     _, steps_before, losses_before = summaries["unbalanced"]
     _, steps_after, losses_after = summaries["balanced"]

@@ -114,10 +114,10 @@ def summarise_lane(records: Records, warmup_steps: int) -> tuple[LaneResult, NDA
     return result, step, losses
 
 
-def median_repeats(records: RepeatedRecords) -> Records:
-    """Of each step the repeat of median time (the lower of two), the same one on every rank."""
+def fastest_repeats(records: RepeatedRecords) -> Records:
+    """Of each step the repeat that took least, the same one on every rank: other work lengthened it least."""
     slowest = np.array([[[one["step_seconds"] for one in step] for step in rank] for rank in records]).max(axis=0)
-    chosen = np.argsort(slowest, axis=1, kind="stable")[:, (slowest.shape[1] - 1) // 2]
+    chosen = slowest.argmin(axis=1)
     return [[step[repeat] for step, repeat in zip(rank, chosen, strict=True)] for rank in records]
 
 

@@ -215,6 +215,8 @@ def _rule(balance: Balance, group: Any, num_ranks: int, gain: float) -> MoveRule
     for name in ("max_tokens", "order"):
         if getattr(balance, name) is not None:
             raise ValueError(f"Balance.{name} is for a DataLoader: post_balance makes no microbatches")
+    if balance.assignment == "per_phase":
+        raise ValueError("Balance.assignment='per_phase' is for a DataLoader: post_balance moves whole samples")
     node = _ranks_per_node(group, num_ranks)
     if node is None and balance.group_size is None and balance.scope in ("grouped", "grid"):
         raise ValueError(

@@ -69,7 +69,8 @@ def exchange(
             torch.distributed, and no message is sent.
         requires_grad: whether the result requires a gradient. It must be the same on every rank, and is never taken
             from `features`. Without grad mode the result requires none.
-        async_op: return at once with a handle; its `wait()` gives the result.
+        async_op: return at once with a handle; its `wait()` gives the result. Until then the features must not be
+            changed in place.
 
     Returns:
         (num_rows_out, ...), a new tensor in the receiver's order; or a handle.
@@ -78,8 +79,8 @@ def exchange(
         ValueError: features that disagree with the route, a route of another group or rank, integers that are to
             require a gradient, a device that the backend does not serve. Only this rank knows: the others fail when
             the group's timeout is over.
-        RuntimeError: inside a checkpointed region, which would run the collective again in backward; or another rank
-            died or did not take part within the group's timeout.
+        RuntimeError: inside a checkpointed region, which would run the collective again in backward; features changed
+            before `wait()`; or another rank died or did not take part within the group's timeout.
     """
     _refuse_recomputation(route)
     _check_features(features, route, requires_grad)
@@ -93,6 +94,7 @@ class ExchangeHandle:
 
     def __init__(self, features: Tensor, route: Route, group: Group, requires_grad: bool) -> None:
         self._flight = _Flight(route, group)
+        self._watched = None if features.is_inference() else (features, features._version)
         self._ticket: Tensor | None = None
         self._result: Tensor | None = None
         if requires_grad and torch.is_grad_enabled():
@@ -107,12 +109,22 @@ class ExchangeHandle:
         """The result; waits for it the first time. Raises RuntimeError as `exchange` does."""
         if self._result is None:
             _refuse_recomputation(self._flight.route)
+            self._check_unchanged()
             if self._ticket is None:
                 self._result = self._flight.finish("forward")
             else:
                 with torch.enable_grad():
                     self._result = _Finish.apply(self._ticket, self._flight)  # type: ignore[no-untyped-call]
         return self._result
+
+    def _check_unchanged(self) -> None:
+        """Rows are sent from where they lie."""
+        watched, self._watched = self._watched, None
+        if watched is not None and watched[0]._version != watched[1]:
+            raise RuntimeError(
+                f"{_name(self._flight.route)}: the features were changed in place while they travelled: leave them "
+                "alone until wait()"
+            )
 
 
 Direction = Literal["forward", "backward"]

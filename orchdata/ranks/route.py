@@ -120,7 +120,7 @@ def make_route(
     num_ranks = checked_count(num_ranks, "num_ranks")
     if checked_count(rank, "rank", 0) >= num_ranks:
         raise ValueError(f"rank must be in 0..{num_ranks - 1}, got {rank}")
-    sizes = _integers(tokens, "tokens", np.size(tokens), None)
+    sizes = _integers(tokens, "tokens", np.asarray(tokens).size, None)
     count = len(sizes)
     encoders = _integers(encoder_rank, "encoder_rank", count, num_ranks)
     receivers = _integers(llm_rank, "llm_rank", count, num_ranks)

@@ -87,6 +87,15 @@ def test_one_rank_needs_no_process_group() -> None:
     assert features.grad.flatten().tolist() == [30.0, 10.0, 20.0]
 
 
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_features_changed_before_wait_are_refused(requires_grad: bool) -> None:
+    features = torch.ones(3, 1)
+    handle = exchange(features, alone(), requires_grad=requires_grad, async_op=True)
+    features.zero_()
+    with pytest.raises(RuntimeError, match="changed in place while they travelled"):
+        handle.wait()
+
+
 def test_the_result_is_never_the_input() -> None:
     features = torch.ones(3, 1)
     exchange(features, alone(), requires_grad=False).zero_()

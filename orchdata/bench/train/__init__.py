@@ -30,7 +30,8 @@ class TrainBench:
     Attributes:
         ranks: processes, of one CPU thread each.
         steps: optimizer steps of each lane, after two of warm-up.
-        repeats: trainings on each step's batch, the lanes in turn; a step counts as its repeat of median time.
+        repeats: trainings on each step's batch, the lanes in turn; a step counts as its fastest repeat, which
+            other work on the machine lengthened least.
         batch_size: samples per rank and step (a mean, once balanced).
         dataset: description as for `orchdata synth`, with images and audio; None is `SKEWED`.
         seed: of dataset, order and weights.
@@ -97,6 +98,6 @@ def _job(config: TrainBench, shards: list[str]) -> dict[str, Any]:
             "repeats": config.repeats,
         },
         "calibration_steps": 8 if config.quick else 32,
-        "calibration_repeats": 1 if config.quick else 3,
+        "calibration_repeats": 1 if config.quick else 5,
         "exchange_repeats": 1 if config.quick else 5,
     }

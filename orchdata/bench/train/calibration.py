@@ -48,7 +48,7 @@ def calibrate(task: Task, *, conv_stride: int, steps: int, repeats: int) -> Cali
         task: what will be trained on, here in another order.
         conv_stride: mel frames for each position of the audio encoder.
         steps: to measure, on every rank.
-        repeats: trainings on each step's batch; its median time counts.
+        repeats: trainings on each step's batch; the fastest counts.
     """
     lane = make_lane(replace(task, seed=task.seed + 1), od.Balance(scope="none"))
     mine = [_measure(lane, step, repeats, conv_stride) for step in range(_WARMUP_STEPS + steps)][_WARMUP_STEPS:]
@@ -65,13 +65,13 @@ def calibrate(task: Task, *, conv_stride: int, steps: int, repeats: int) -> Cali
 
 
 def _measure(lane: Lane, step: int, repeats: int, conv_stride: int) -> tuple[Lengths, float, float]:
-    """What this rank's batch holds, its CPU seconds, and what follows the last gradient; medians over repeats."""
+    """What this rank's batch holds, its CPU seconds, and what follows the last gradient; the least of all repeats."""
     batch, seconds = lane.load()
     for _ in range(repeats):
         lane.train(step, batch, seconds)
     records = lane.records[step]
-    cpu = statistics.median(one.cpu_seconds for one in records)
-    after = statistics.median(one.step_seconds - one.compute_seconds for one in records)
+    cpu = min(one.cpu_seconds for one in records)
+    after = min(one.step_seconds - one.compute_seconds for one in records)
     return lengths_of(batch, conv_stride), cpu, after
 
 

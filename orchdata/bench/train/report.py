@@ -21,7 +21,7 @@ from orchdata.demo.report import (
     RepeatedRecords,
     column,
     compare_curves,
-    median_repeats,
+    fastest_repeats,
     summarise_lane,
 )
 
@@ -38,7 +38,7 @@ class LaneTimes:
 
     Attributes:
         result: as the demo has it.
-        steps: seconds of each step, the repeat of median time.
+        steps: seconds of each step, its fastest repeat.
         repeats: seconds of all repeats, (num_steps, num_repeats).
         predicted: seconds of each step.
         exchange: seconds that its exchanges take alone; zeros where it has none.
@@ -94,7 +94,7 @@ def make_results(content: Mapping[str, Any], warmup_steps: int, *, demands: bool
 def _times(
     records: RepeatedRecords, exchange: Sequence[float], waits: str, calibration: Mapping[str, Any], warmup_steps: int
 ) -> LaneTimes:
-    chosen = median_repeats(records)
+    chosen = fastest_repeats(records)
     result, steps, _ = summarise_lane(chosen, warmup_steps)
     _, _, losses = summarise_lane([[repeats[0] for repeats in rank] for rank in records], warmup_steps)
     compute, cpu = (column(chosen, name)[:, warmup_steps:] for name in ("compute_seconds", "cpu_seconds"))
