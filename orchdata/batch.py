@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from orchdata.loaders.modality import ENCODERS
 from orchdata.plan import Plan
 from orchdata.ranks.exchanging import exchange
 from orchdata.ranks.route import Route
@@ -24,7 +25,6 @@ from orchdata.ranks.route import Route
 Key = tuple[str, str]
 
 IGNORE = -100
-_MEDIA = ("image", "audio")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +192,7 @@ class Batch:
         """
         if modality in self.routes:
             return self.routes[modality]
-        if modality not in _MEDIA or getattr(self, modality) is None:
+        if modality not in ENCODERS or getattr(self, modality) is None:
             raise ValueError(f"there is no route for {modality!r}: the batch has no such modality")
         raise ValueError(
             f"there is no route for {modality!r}: each rank encodes its own samples, so that features stay where they "
@@ -247,14 +247,14 @@ class Batch:
             ValueError: features of a modality the batch lacks, or none of one it has; sizes that disagree.
         """
         for name in features:
-            if name not in _MEDIA or getattr(self, name) is None:
+            if name not in ENCODERS or getattr(self, name) is None:
                 raise ValueError(f"features of {name!r} were given, but the batch has no such modality")
         if embeds.shape[:-1].numel() != self.llm.input_ids.numel():
             raise ValueError(
                 f"embeds of shape {tuple(embeds.shape)} do not embed input_ids of shape "
                 f"{tuple(self.llm.input_ids.shape)}: pass embed(batch.llm.input_ids)"
             )
-        for name in _MEDIA:
+        for name in ENCODERS:
             held = getattr(self, name)
             if held is None:
                 continue
@@ -307,7 +307,7 @@ class Batch:
         return self._map(torch.Tensor.pin_memory)
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        held = {name: part for name in ("text", *_MEDIA, "llm") if (part := getattr(self, name)) is not None}
+        held = {name: part for name in ("text", *ENCODERS, "llm") if (part := getattr(self, name)) is not None}
         return replace(self, **{name: part._map(change) for name, part in held.items()})
 
 

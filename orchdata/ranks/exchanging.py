@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from orchdata.ranks.lost import name_lost
+from orchdata.ranks.parallel import served_devices
 from orchdata.ranks.route import Route
 
 if TYPE_CHECKING:
@@ -280,7 +281,7 @@ def _check_group(features: Tensor, route: Route, group: Group) -> None:
             f"{_name(route)}: the route is of rank {route.rank} of {route.num_ranks}, the process is rank {rank} of "
             f"{size} in the group: pass the group that the loader was given"
         )
-    served = [entry.partition(":")[0] for entry in dist.get_backend_config(group).split(",")]
+    served = served_devices(group)
     if size > 1 and features.device.type not in served:
         raise ValueError(
             f"{_name(route)}: the features are on {features.device}, the group's backend serves {', '.join(served)}: "

@@ -171,6 +171,13 @@ def _ranks_of_a_node(first_peers: list[int]) -> int | None:
     return local and sum(rank // local == first_peers[0] // local for rank in first_peers)
 
 
+def served_devices(group: Any) -> list[str]:
+    """Device types whose tensors the group carries: ["cpu"] for gloo, ["cpu", "cuda"] with NCCL beside it."""
+    import torch.distributed as dist
+
+    return [entry.partition(":")[0] for entry in dist.get_backend_config(group).split(",")]
+
+
 def ranks_per_node() -> int | None:
     """Ranks that the launcher started on this node (LOCAL_WORLD_SIZE, as torchrun sets it); None where it is silent."""
     local = os.environ.get("LOCAL_WORLD_SIZE", "")

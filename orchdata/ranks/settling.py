@@ -18,6 +18,7 @@ import torch.distributed as dist
 from orchdata.batch import Batch
 from orchdata.ranks.agreement import gather
 from orchdata.ranks.lost import name_lost
+from orchdata.ranks.parallel import served_devices
 
 
 class Settling:
@@ -92,11 +93,10 @@ def _arriving(name: str, rank: int, by_rank: Sequence[Flags]) -> torch.Tensor:
 
 
 def _num_failed(batch: Batch) -> int:
-    encoded = [part.valid for part in (batch.image, batch.audio) if part is not None and part.valid is not None]
-    return sum(int((~valid).sum()) for valid in encoded)
+    return sum(int((~getattr(batch, name).valid).sum()) for name in batch.routes)
 
 
 def _device(group: Any) -> torch.device:
     """Where the group's backend wants small tensors."""
-    served = [entry.partition(":")[0] for entry in dist.get_backend_config(group).split(",")]
+    served = served_devices(group)
     return torch.device("cpu" if "cpu" in served else served[0])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from padded_model import PaddedLM
-from shard_factory import chat, jpeg, omni_shards, write_shard
+from shard_factory import RECIPE, chat, jpeg, omni_shards, write_shard
 from torch import Tensor
 
 import orchdata as od
@@ -17,10 +17,6 @@ from orchdata.demo.model import ModelConfig, MultimodalLM, Sizes
 from orchdata.demo.setup import fit_to_recipe, make_cost
 from orchdata.layout import Layout
 
-RECIPE = od.Recipe(
-    image=od.ImagePreprocessor(patch_size=8, merge=2, min_tokens=1, max_tokens=12, dtype="float32"),
-    audio=od.AudioPreprocessor(num_mels=16, dtype="float32"),
-)
 SMALL = Sizes(hidden=24, layers=2, ffn=48, num_heads=2)
 CONFIG = fit_to_recipe(ModelConfig(llm=SMALL, image=SMALL, audio=SMALL), RECIPE)
 

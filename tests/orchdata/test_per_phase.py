@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from shard_factory import chat, jpeg, omni_samples, omni_shards, write_shard
+from shard_factory import RECIPE, chat, jpeg, omni_samples, omni_shards, write_shard
 from torch import Tensor
 
 import orchdata as od
@@ -26,10 +26,6 @@ from orchdata.part_plan import Parts
 from orchdata.plan import Plan, PlanSpec, make_plan
 from orchdata.ranks.route import Route
 
-RECIPE = od.Recipe(
-    image=od.ImagePreprocessor(patch_size=8, merge=2, min_tokens=1, max_tokens=12, dtype="float32"),
-    audio=od.AudioPreprocessor(num_mels=16, dtype="float32"),
-)
 PER_PHASE = od.Balance(assignment="per_phase")
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from padded_model import PaddedLM
+from shard_factory import RECIPE
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -30,10 +31,6 @@ from orchdata.demo.setup import fit_to_recipe, make_cost
 GLOBAL_BATCH_SIZE = 6
 MAX_TOKENS = 480  # of all ranks' microbatches
 NUM_EPOCHS = 2
-RECIPE = od.Recipe(
-    image=od.ImagePreprocessor(patch_size=8, merge=2, min_tokens=1, max_tokens=12, dtype="float32"),
-    audio=od.AudioPreprocessor(num_mels=16, dtype="float32"),
-)
 SMALL = Sizes(hidden=24, layers=2, ffn=48, num_heads=2)
 
 WRAPPERS = ("ddp", "fsdp2")

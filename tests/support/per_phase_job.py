@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from mesh_job import Found, digest
 from padded_model import PaddedLM
+from shard_factory import RECIPE
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -36,10 +37,6 @@ from orchdata.ranks.parallel import DataParallel
 LIMIT_SECONDS = 240
 PATIENCE = timedelta(seconds=30)
 GLOBAL_BATCH_SIZE = 6
-RECIPE = od.Recipe(
-    image=od.ImagePreprocessor(patch_size=8, merge=2, min_tokens=1, max_tokens=12, dtype="float32"),
-    audio=od.AudioPreprocessor(num_mels=16, dtype="float32"),
-)
 SMALL = Sizes(hidden=16, layers=1, ffn=32, num_heads=2)
 CONFIG = fit_to_recipe(ModelConfig(llm=SMALL, image=SMALL, audio=SMALL), RECIPE)
 POSITION_ROWS = {"image": 1, "audio": CONFIG.conv_stride}  # patches or frames for each position of an encoder

@@ -13,6 +13,14 @@ import soundfile
 import webdataset
 from PIL import Image
 
+import orchdata as od
+
+# Images of at most 12 tokens and short audio rows: what tests train on.
+RECIPE = od.Recipe(
+    image=od.ImagePreprocessor(patch_size=8, merge=2, min_tokens=1, max_tokens=12, dtype="float32"),
+    audio=od.AudioPreprocessor(num_mels=16, dtype="float32"),
+)
+
 
 def jpeg(width: int, height: int, seed: int = 0) -> bytes:
     pixels = np.random.default_rng(seed).integers(0, 256, (8, 8, 3), np.uint8)
