@@ -4,12 +4,15 @@ OrchdataError
 ├── DataError          one sample cannot be used: shard, key, field, reason
 ├── ShardError         a shard cannot be read at all (as a value it is a DataError with an empty key)
 ├── MissingIndexError  more than one rank, and no index to plan from
-├── StaleIndexError    a shard is not the one that was indexed
+│   └── StaleIndexError  a shard is not the one that was indexed
+├── StorageError       bytes could not be read, or kept in the cache, now: a full disk, a lost mount; no fault of data
 ├── StateError         a state that belongs to another dataset, recipe or order
 └── TooManyFailures    the failure budget of an ErrorPolicy is spent
 
 `FieldError` is the inner form of a DataError, raised where shard and key are not known;
 whoever knows them turns it into a DataError with `FieldError.at`.
+
+Whoever makes any exception over data a failure of those data lets `NOT_DATA` through first.
 """
 
 from __future__ import annotations
@@ -63,12 +66,37 @@ class StaleIndexError(ShardError):
     """A shard differs from the one that was indexed (size or header checksum)."""
 
 
+class StorageError(OrchdataError):
+    """Bytes that could not be read, or written to the cache folder, now, however often it was tried.
+
+    Whether the data are good is not known: it is never counted as a failure of a sample, and never written to an index.
+
+    Attributes:
+        url: the file it is about.
+        reason: what the system said, and of what.
+        errno: the system's number, or None.
+    """
+
+    def __init__(self, url: str, reason: str, errno: int | None = None) -> None:
+        super().__init__(url, reason, errno)
+        self.url = url
+        self.reason = reason
+        self.errno = errno
+
+    def __str__(self) -> str:
+        return f"{self.url}: {self.reason}"
+
+
 class StateError(OrchdataError):
     """A state_dict that belongs to another dataset, recipe, order or batch size; names the difference."""
 
 
 class TooManyFailures(OrchdataError):
     """More samples failed than the ErrorPolicy allows."""
+
+
+NOT_DATA = (StorageError, StaleIndexError, MemoryError)
+"""What says nothing about the data it was met in."""
 
 
 class FieldError(Exception):

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         ShardError,
         StaleIndexError,
         StateError,
+        StorageError,
         TooManyFailures,
     )
     from orchdata.loaders.limits import Limits
@@ -76,6 +77,7 @@ _HOMES = {
     "ShardError": "orchdata.loaders.errors",
     "MissingIndexError": "orchdata.loaders.errors",
     "StaleIndexError": "orchdata.loaders.errors",
+    "StorageError": "orchdata.loaders.errors",
     "StateError": "orchdata.loaders.errors",
     "TooManyFailures": "orchdata.loaders.errors",
 }
@@ -117,6 +119,7 @@ __all__ = [
     "ShardError",
     "MissingIndexError",
     "StaleIndexError",
+    "StorageError",
     "StateError",
     "TooManyFailures",
 ]
