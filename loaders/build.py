@@ -10,19 +10,24 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
+import pyarrow as pa
+
 from orchdata.loaders.cache import CacheFolder
-from orchdata.loaders.columns import FactsMeta
-from orchdata.loaders.costs import CostTable, cost_shard
+from orchdata.loaders.columns import FactsMeta, all_failed
+from orchdata.loaders.costs import CostTable, ShardCosts, cost_shard
+from orchdata.loaders.errors import NOT_DATA, StaleIndexError, StorageError
 from orchdata.loaders.facts import load_facts
 from orchdata.loaders.index import Index, ShardInfo, absolute, content_fingerprint, digest, index_path
 from orchdata.loaders.merge import TEMPORARY_SUFFIX, RecipeIdentity, merge_tables
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.shards import open_shard
+from orchdata.loaders.retries import BUILD_SECONDS, Patience
+from orchdata.loaders.shards import Shard, open_shard
 from orchdata.loaders.table import FORMAT
 
 _KEEP_SECONDS = 24 * 3600
@@ -55,10 +60,12 @@ def build_index(
     num_threads: int | None = None,
     progress: Callable[[BuildProgress], None] | None = None,
     force: bool = False,
+    retry_seconds: float = BUILD_SECONDS,
 ) -> Index:
     """Make or refresh the index of shards under a recipe, and open it.
 
-    A bad sample or shard is a row of the index with an error, never an exception.
+    A bad sample or shard is a row of the index with an error, never an exception. What cannot be read or written now is
+    no bad sample: it is tried again, with a warning, and ends the build if it lasts.
 
     Args:
         urls: paths of the shards, expanded, in order; at least one.
@@ -67,11 +74,12 @@ def build_index(
         num_threads: shards at a time; default: one per CPU, at most 8.
         progress: called in this thread after each shard.
         force: scan and measure everything again.
+        retry_seconds: how long trouble is borne, over the whole build. A shard that does not exist ends it at once.
 
     Raises:
         ValueError: no shards, or an unknown suffix.
-        ShardError: a shard does not exist, or reading it fails.
-        OSError: the cache cannot be written.
+        StorageError: a shard cannot be read, or the cache cannot be written.
+        StaleIndexError: a shard goes on changing while it is read.
     """
     if not urls:
         raise ValueError("no shards to index")
@@ -81,23 +89,39 @@ def build_index(
     cache = cache or CacheFolder()
     fingerprint = recipe.fingerprint()
     builder = _Builder(recipe, fingerprint, cache, force)
-    tables = _in_parallel(builder, [absolute(url) for url in urls], workers, progress)
+    patience = Patience(retry_seconds, lambda error: _warn_of(error, retry_seconds))
+    tables = _in_parallel(builder, [absolute(url) for url in urls], workers, progress, patience)
 
     path = index_path(urls, fingerprint, cache)
     build_id = digest([table.path.name for table in tables])
-    if not _is_made_of(path, tables, fingerprint, build_id):
-        merge_tables(path, tables, RecipeIdentity(fingerprint, recipe.describe()), build_id=build_id)
+
+    def merge() -> None:
+        if not _is_made_of(path, tables, fingerprint, build_id):
+            merge_tables(path, tables, RecipeIdentity(fingerprint, recipe.describe()), build_id=build_id)
+
+    patience.keep_trying(merge, StorageError)
     _forget_older(path, tables)
     return Index(path)
 
 
+def _warn_of(error: Exception, seconds: float) -> None:
+    warnings.warn(f"{error}; trying again for up to {seconds:g} s of waiting in this build", stacklevel=2)
+
+
 def _in_parallel(
-    builder: _Builder, urls: Sequence[str], workers: int, progress: Callable[[BuildProgress], None] | None
+    builder: _Builder,
+    urls: Sequence[str],
+    workers: int,
+    progress: Callable[[BuildProgress], None] | None,
+    patience: Patience,
 ) -> list[CostTable]:
+    def costs(url: str) -> tuple[CostTable, bool]:
+        return patience.keep_trying(lambda: builder.costs(url), StorageError, StaleIndexError)
+
     tables: dict[str, CostTable] = {}
     pool = ThreadPoolExecutor(workers, thread_name_prefix="orchdata-index")
     try:
-        futures: dict[Future[tuple[CostTable, bool]], str] = {pool.submit(builder.costs, url): url for url in urls}
+        futures: dict[Future[tuple[CostTable, bool]], str] = {pool.submit(costs, url): url for url in urls}
         for future in as_completed(futures):
             url = futures[future]
             tables[url], measured = future.result()
@@ -106,6 +130,7 @@ def _in_parallel(
                 counts = {"samples": totals["samples"], "bad": totals["bad"], "done": len(tables), "total": len(urls)}
                 progress(BuildProgress(url=url, measured=measured, **counts))
     finally:
+        patience.end()
         pool.shutdown(cancel_futures=True)  # after an error or Ctrl-C: shards under way end, no other begins
     return [tables[url] for url in urls]
 
@@ -124,7 +149,7 @@ class _Builder:
         limits = self.recipe.limits
         facts = load_facts(url, limits=limits, cache=self.cache, force=self.force)
         meta = FactsMeta.of(facts.schema)
-        shard = ShardInfo(url, meta.size, meta.checksum, meta.version)
+        shard = ShardInfo(url, meta.size, meta.checksum, meta.version, meta.lost_samples, meta.lost_bytes)
         # The version (time of change) too: text edited in place may leave size and headers as they were.
         content = [FORMAT, meta.checksum, meta.version]
         known = bool(meta.checksum)  # without one the shard could not be opened, for a reason that may pass
@@ -136,8 +161,20 @@ class _Builder:
                 return CostTable.open(path, shard), False
             except (FileNotFoundError, ValueError):
                 pass
-        cost_shard(facts, lambda: open_shard(url, limits=limits, cache=self.cache), self.recipe).write(path)
+        self._measured(facts, url).write(path)
         return CostTable.open(path, shard), True
+
+    def _measured(self, facts: pa.Table, url: str) -> ShardCosts:
+        def shard() -> Shard:
+            return open_shard(url, limits=self.recipe.limits, cache=self.cache)
+
+        try:
+            return cost_shard(facts, shard, self.recipe)
+        except NOT_DATA:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever a shard makes a reader raise is that shard's failure
+            reason = f"the shard cannot be measured: {type(error).__name__}: {error}"
+            return cost_shard(all_failed(facts, reason), shard, self.recipe)
 
 
 def _is_made_of(path: Path, tables: Sequence[CostTable], recipe: str, build_id: str) -> bool:
@@ -162,5 +199,5 @@ def _forget_older(index: Path, tables: Sequence[CostTable]) -> None:
             try:
                 if time.time() - entry.stat().st_mtime > _KEEP_SECONDS:
                     entry.unlink()
-            except FileNotFoundError:
-                pass  # another builder was faster
+            except OSError:
+                pass  # another builder was faster, or it is another user's

@@ -11,14 +11,20 @@ import fcntl
 import os
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple, cast
+
+from orchdata.loaders.retries import tried
 
 CACHE_VARIABLE = "ORCHDATA_CACHE"
 _TOUCH_SECONDS = 60.0
 _ENTRY_SUFFIX = ".tar"
 _PARTIAL_SUFFIX = ".part"
+_USED_SUFFIX = ".used"
+_SUM_SUFFIX = ".sum"
+_BLOCK_BYTES = 1 << 20
 
 
 class CacheFolder:
@@ -40,67 +46,98 @@ class CacheFolder:
         self.max_bytes = max_bytes
 
     def file(self, kind: str, name: str) -> Path:
-        """Path of a file of some kind, its folder made. Nothing evicts it; write it with `write_atomically`."""
+        """Path of a file of some kind, its folder made. Nothing evicts it; write it with `write_atomically`.
+
+        Raises StorageError where the folder cannot be made.
+        """
         folder = self.root / kind
-        folder.mkdir(parents=True, exist_ok=True)
+        if not folder.is_dir():
+            tried(str(folder), "cannot be made", lambda: folder.mkdir(parents=True, exist_ok=True))
         return folder / name
 
     def entry(self, name: str, make: Callable[[IO[bytes], int], None]) -> Path:
         """Path of a decompressed shard, made by `make(file, limit)` if it is not there.
 
-        `limit` is the cap on its size. What `make` raises is passed on, and leaves nothing.
-        Another process may evict the entry before it is opened: then ask again.
+        `limit` is the cap on its size. What `make` raises is passed on, and leaves nothing; what the system refuses is
+        tried again, from the start.
+        Another process may evict the entry before it is opened: then ask again. One that is there is only looked at: a
+        complete cache may be read-only, and another user's.
+
+        Raises StorageError where the cache cannot be written.
         """
-        path = self.file("shards", name + _ENTRY_SUFFIX)
-        if self._touch(path):
-            return path
+        path = self.root / "shards" / (name + _ENTRY_SUFFIX)
+        if not tried(str(path), "cannot be read", lambda: _is_whole(path)):
+            path = self.file("shards", path.name)
+            tried(str(path), "cannot be written", lambda: self._make(name, path, make))
+        self._mark_used(path)
+        return path
+
+    def _make(self, name: str, path: Path, make: Callable[[IO[bytes], int], None]) -> None:
         with self._lock(name):
-            if self._touch(path):  # made while we waited
-                return path
+            if _is_whole(path):  # made while we waited
+                return
             self._remove_partials(path.parent)
             descriptor, partial = tempfile.mkstemp(prefix=f"{name}.", suffix=_PARTIAL_SUFFIX, dir=path.parent)
             try:
                 with os.fdopen(descriptor, "wb") as file:
                     fcntl.flock(file, fcntl.LOCK_EX)  # tells others that its maker lives
-                    make(file, self.max_bytes)
+                    summed = _Summed(file)
+                    make(cast("IO[bytes]", summed), self.max_bytes)
                     file.flush()
                     os.fsync(file.fileno())
-                    self._evict(path.parent, os.fstat(file.fileno()).st_size)
-                    Path(partial).rename(path)
+                    os.fchmod(file.fileno(), _file_mode())
+                    status = os.fstat(file.fileno())
+                    self._evict(path.parent, status.st_size)
+                    kept = _Sum(status.st_size, summed.crc32, status.st_mtime_ns)
+                    _write_once(path.with_suffix(_SUM_SUFFIX), kept.write)
+                    Path(partial).replace(path)
             except BaseException:
-                Path(partial).unlink(missing_ok=True)
+                _remove(Path(partial))
                 raise
-        return path
 
-    def _touch(self, path: Path) -> bool:
-        """Whether an entry is there; marks it as used."""
-        try:
-            # Modification time is the time of last use: access times are often not kept (noatime).
-            if time.time() - path.stat().st_mtime > _TOUCH_SECONDS:
-                os.utime(path)
-        except FileNotFoundError:
-            return False
-        return True
+    def _mark_used(self, path: Path) -> None:
+        """Best effort. A file beside the entry, whose own times tell that it is what was opened."""
+        mark = path.with_suffix(_USED_SUFFIX)
+        with contextlib.suppress(OSError):
+            try:
+                fresh = time.time() - mark.stat().st_mtime <= _TOUCH_SECONDS
+            except FileNotFoundError:
+                fresh = False
+            if not fresh:
+                mark.touch()
 
     @contextlib.contextmanager
     def _lock(self, name: str) -> Iterator[None]:
-        with open(self.file("locks", name), "wb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+        path = self.file("locks", name)
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except PermissionError:
+            if not path.exists():
+                raise
+            # Another user's: to lock it, reading is enough.
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
             yield
+        finally:
+            os.close(descriptor)
 
     def _evict(self, folder: Path, needed: int) -> None:
-        """Make room for `needed` bytes below the cap."""
+        """Make room for `needed` bytes below the cap; what may not be removed, being another user's, stays."""
         entries: list[tuple[float, int, Path]] = []
         for path in folder.glob("*" + _ENTRY_SUFFIX):
             with contextlib.suppress(FileNotFoundError):
                 status = path.stat()
-                entries.append((status.st_mtime, status.st_size, path))
+                entries.append((_last_used(path, status), status.st_size, path))
         held = sum(size for _, size, _ in entries)
         for _, size, path in sorted(entries):
             if held + needed <= self.max_bytes:
                 break
-            path.unlink(missing_ok=True)  # whoever has it open keeps it until closed
-            held -= size
+            _remove(path)  # whoever has it open keeps it until closed
+            for suffix in (_USED_SUFFIX, _SUM_SUFFIX):
+                _remove(path.with_suffix(suffix))
+            if not path.exists():
+                held -= size
 
     def _remove_partials(self, folder: Path) -> None:
         """Remove what makers that were killed left behind: nobody holds a lock on it."""
@@ -112,33 +149,83 @@ class CacheFolder:
                     path.unlink(missing_ok=True)
 
 
+class _Sum(NamedTuple):
+    """What an entry was when it was made; kept beside it."""
+
+    size: int
+    crc32: int
+    mtime_ns: int
+
+    def write(self, file: IO[bytes]) -> None:
+        file.write(" ".join(map(str, self)).encode())
+
+
+class _Summed:
+    """A file that is written once, from start to end, and summed up on the way."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.crc32 = 0
+        self._file = file
+
+    def write(self, data: bytes) -> int:
+        self.crc32 = zlib.crc32(data, self.crc32)
+        return self._file.write(data)
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether an entry is there, and is what was made. Its bytes are read only where it was copied or written to."""
+    try:
+        kept = _Sum(*map(int, path.with_suffix(_SUM_SUFFIX).read_bytes().split()))
+        status = path.stat()
+        if status.st_size != kept.size or status.st_mtime_ns == kept.mtime_ns:
+            return status.st_size == kept.size
+        crc32 = 0
+        with open(path, "rb") as file:
+            while data := file.read(_BLOCK_BYTES):
+                crc32 = zlib.crc32(data, crc32)
+        return crc32 == kept.crc32
+    except (FileNotFoundError, ValueError, TypeError):
+        return False
+
+
 def write_atomically(path: Path, write: Callable[[IO[bytes]], None]) -> None:
-    """Write a file so that it is there whole or not at all, even after a crash: temporary file, fsync, rename."""
+    """Write a file so that it is there whole or not at all, even after a crash: temporary file, fsync, rename.
+
+    `write` is called again where the system refused. Raises StorageError where it goes on refusing.
+    """
+    tried(str(path), "cannot be written", lambda: _write_once(path, write))
+
+
+def _write_once(path: Path, write: Callable[[IO[bytes]], None]) -> None:
     descriptor, partial = tempfile.mkstemp(prefix=f".{path.name}.", suffix=_PARTIAL_SUFFIX, dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
-        Path(partial).chmod(0o666 & ~_umask())
+            os.fchmod(file.fileno(), _file_mode())
         Path(partial).replace(path)
-    except OSError as error:
-        Path(partial).unlink(missing_ok=True)
-        raise named(error, path) from error
     except BaseException:
-        Path(partial).unlink(missing_ok=True)
+        _remove(Path(partial))
         raise
 
 
-def named(error: OSError, path: Path) -> OSError:
-    """The error with the file it is about: a write to a full disk does not say."""
-    return OSError(error.errno, os.strerror(error.errno), str(path)) if error.errno and not error.filename else error
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()
 
 
-def _umask() -> int:
-    # There is no way to ask without setting it, and setting it concerns all threads: Linux shows it here.
+def _last_used(path: Path, status: os.stat_result) -> float:
+    with contextlib.suppress(OSError):
+        return path.with_suffix(_USED_SUFFIX).stat().st_mtime
+    return status.st_mtime
+
+
+def _file_mode() -> int:
+    """What a plain `open` would have given: mkstemp's files are for one user alone."""
+    # There is no way to ask for the umask without setting it, and setting it concerns all threads: Linux shows it here.
     with contextlib.suppress(OSError), open("/proc/self/status") as status:
         for line in status:
             if line.startswith("Umask:"):
-                return int(line.split()[1], 8)
-    return 0o022
+                return 0o666 & ~int(line.split()[1], 8)
+    return 0o644

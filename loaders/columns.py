@@ -51,6 +51,8 @@ class FactsMeta:
         version: of its content, as `Storage.version`.
         checksum: of its size and its headers, hex.
         ignored: how many members of each ignored field.
+        lost_samples: that damage hides, beside those that have a row, where the shard tells how many it had.
+        lost_bytes: of the shard as stored, behind damage: what they held is not known.
         format: FORMAT_VERSION that wrote it.
         limits: fingerprint of the limits that were held.
     """
@@ -61,6 +63,8 @@ class FactsMeta:
     checksum: str
     limits: str
     ignored: Mapping[str, int] = field(default_factory=dict)
+    lost_samples: int = 0
+    lost_bytes: int = 0
     format: int = FORMAT_VERSION
 
     @staticmethod
@@ -154,6 +158,15 @@ def shard_failure(reason: str) -> pa.Table:
     builder = FactsBuilder()
     builder.append(0, "", "", error=reason)
     return builder.table()
+
+
+def all_failed(facts: pa.Table, reason: str) -> pa.Table:
+    """The facts with every sample bad for the same reason."""
+    rows = len(facts)
+    for name, value in (("kind", OTHER), ("error", reason)):
+        number = SCHEMA.get_field_index(name)
+        facts = facts.set_column(number, SCHEMA.field(name), pa.repeat(pa.scalar(value, SCHEMA.field(name).type), rows))
+    return facts
 
 
 def with_meta(table: pa.Table, meta: FactsMeta) -> pa.Table:

@@ -5,6 +5,7 @@ Any framing: gzip with several members, zstd with several or skippable frames, w
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import zlib
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from typing import IO
 import zstandard
 
 from orchdata.loaders.cache import CacheFolder
-from orchdata.loaders.errors import ShardError
+from orchdata.loaders.errors import ShardError, StorageError
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.storage import LocalFile, Storage
 
@@ -46,8 +47,10 @@ def open_decompressed(file: Storage, *, limits: Limits, cache: CacheFolder) -> L
     The entry belongs to (url, size, version): a shard that changes is decompressed again.
 
     Raises:
-        ShardError: the stream is damaged, cut, or above Limits.decompressed_bytes, Limits.decompression_ratio or the
-            cache folder's cap; nothing is left in the cache.
+        ShardError: the stream is damaged, cut, or above Limits.decompressed_bytes or Limits.decompression_ratio;
+            nothing is left in the cache.
+        StorageError: it cannot be read, or the cache cannot be written, or may not hold as much.
+        StaleIndexError: it changed meanwhile.
     """
     identity = "\0".join((str(Path(file.url).absolute()), str(file.size), file.version))
     name = hashlib.blake2b(identity.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
@@ -61,16 +64,16 @@ def open_decompressed(file: Storage, *, limits: Limits, cache: CacheFolder) -> L
                 _check(file, written, consumed, limits, cap)
                 out.write(piece)
         except _Damaged as error:
+            file.check_unchanged()  # or it may be the change that looks like damage
             raise ShardError(file.url, f"cannot be decompressed: {error}") from error
-        except OSError as error:
-            raise ShardError(file.url, f"cannot be decompressed to {cache.root}: {error.strerror}") from error
+        file.check_unchanged()
 
     while True:
         path = cache.entry(name, make)
         try:
             return LocalFile(path, url=file.url)
-        except ShardError as error:
-            if not isinstance(error.__cause__, FileNotFoundError):  # else evicted just now
+        except StorageError as error:
+            if error.errno != errno.ENOENT:  # else evicted just now
                 raise
 
 
@@ -78,7 +81,7 @@ def _check(file: Storage, written: int, consumed: int, limits: Limits, cap: int)
     if written > limits.decompressed_bytes:
         raise ShardError(file.url, f"decompresses to more than Limits.decompressed_bytes={limits.decompressed_bytes}")
     if written > cap:
-        raise ShardError(file.url, f"decompresses to more than the cache folder may hold, {cap} bytes")
+        raise StorageError(file.url, f"decompresses to more than the cache folder may hold, {cap} bytes")
     if written - _RATIO_FREE_BYTES > limits.decompression_ratio * consumed:
         ratio = written / max(1, consumed)
         raise ShardError(

@@ -22,7 +22,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from orchdata.loaders.compose import Member, text_members
-from orchdata.loaders.errors import FieldError
+from orchdata.loaders.errors import NOT_DATA, FieldError
 from orchdata.loaders.fields import OTHER, RAW
 from orchdata.loaders.index import ShardInfo
 from orchdata.loaders.measure import Measured, measure
@@ -103,7 +103,8 @@ def cost_shard(facts: pa.Table, open_shard: Callable[[], Shard], recipe: Recipe)
         recipe: what to measure under.
 
     Raises:
-        ShardError: the shard cannot be read at all any more.
+        ShardError: the shard cannot be opened any more.
+        StorageError, StaleIndexError, MemoryError: nothing that the samples did.
     """
     offsets, encodings = facts.column("offset").to_pylist(), facts.column("encoding").to_pylist()
     rows = _Rows(offsets, encodings)
@@ -140,7 +141,13 @@ def _samples(facts: pa.Table, recipe: Recipe) -> Iterator[_Sample]:
         alike = (*fields[start : start + count], *kinds[start : start + count])
         wanted = wanted_of.get(alike)
         if wanted is None:
-            wanted = wanted_of[alike] = text_members(mine, recipe)
+            try:
+                wanted = wanted_of[alike] = text_members(mine, recipe)
+            except NOT_DATA:
+                raise
+            except Exception as problem:  # noqa: BLE001 - as in _measure
+                yield _Sample(key, start, mine, [], _as_field_error(problem))
+                continue
         yield _Sample(key, start, mine, wanted, None)
 
 
@@ -216,7 +223,9 @@ def _read_run(
     if len(run) > 1:
         try:
             data = memoryview(shard.read(first, stop - first, RAW, run[0][1].field))
-        except FieldError:
+        except NOT_DATA:
+            raise
+        except Exception:  # noqa: BLE001, S110 - each is read on its own, and says what is wrong
             pass
         else:
             for row, member in run:
@@ -229,8 +238,10 @@ def _read_run(
 def _read(shard: Shard, offset: int, member: Member, encoding: int) -> _Text:
     try:
         return shard.read(offset, member.size, encoding, member.field)
-    except FieldError as error:
-        return error
+    except NOT_DATA:
+        raise
+    except Exception as error:  # noqa: BLE001 - as in _measure
+        return _as_field_error(error)
 
 
 def _measure(sample: _Sample, texts: Mapping[int, _Text], recipe: Recipe, rows: _Rows) -> None:
@@ -244,8 +255,16 @@ def _measure(sample: _Sample, texts: Mapping[int, _Text], recipe: Recipe, rows: 
                 raise payload
             payloads[index] = payload
         rows.add(sample, measure(sample.members, payloads, recipe))
-    except FieldError as error:
-        rows.add_bad(sample, error)
+    except NOT_DATA:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever a sample makes its measuring raise is that sample's failure
+        rows.add_bad(sample, _as_field_error(error))
+
+
+def _as_field_error(error: Exception) -> FieldError:
+    if isinstance(error, FieldError):
+        return error
+    return FieldError("*", f"cannot be measured: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
 
 
 class _Rows:
@@ -266,19 +285,22 @@ class _Rows:
     def add(self, sample: _Sample, measured: Measured) -> None:
         used, members = measured.used_members, sample.members
         numbers = self.field_numbers
+        row_members, row_parts = array("q"), array("q")  # whole before they are kept: a number may not fit
         for index in used:
             member, row = members[index], sample.start + index
             name, kind, width, height, frames, rate, size, _ = member
             header = (width, height) if kind == IMAGE else (frames, rate)
             number = numbers.setdefault(name, len(numbers))
-            self._members.extend((number, kind, self._encodings[row], self._offsets[row], size, *header))
+            row_members.extend((number, kind, self._encodings[row], self._offsets[row], size, *header))
         for part in measured.parts:
-            self._parts.extend((part[0], used.index(part[1]), *part[2:]))
+            row_parts.extend((part[0], used.index(part[1]), *part[2:]))
         if len(used) < len(members):
             for index, member in enumerate(members):
                 if index not in used:
                     self.ignored[member.field] += 1
         self._samples.extend((measured.llm_tokens, measured.loss_tokens, len(measured.parts), len(used)))
+        self._members.extend(row_members)
+        self._parts.extend(row_parts)
         self._keys.append(sample.key)
         self._errors.append(None)
 

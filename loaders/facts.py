@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from contextlib import closing
 from pathlib import Path
 from typing import IO
 
@@ -11,8 +12,10 @@ import pyarrow.parquet as pq
 
 from orchdata.loaders.cache import CacheFolder, write_atomically
 from orchdata.loaders.columns import FORMAT_VERSION, SCHEMA, FactsMeta, shard_failure, with_meta
-from orchdata.loaders.errors import ShardError
+from orchdata.loaders.errors import NOT_DATA, ShardError
 from orchdata.loaders.limits import Limits
+from orchdata.loaders.paths import suffix_of
+from orchdata.loaders.retries import tried
 from orchdata.loaders.shards import open_shard
 from orchdata.loaders.tar import limits_fingerprint
 
@@ -29,19 +32,23 @@ def load_facts(url: str, *, limits: Limits, cache: CacheFolder, force: bool = Fa
 
     Raises:
         ValueError: unknown suffix.
-        ShardError: there is no such file. Damage to the file is in the facts.
+        StorageError: the file cannot be read, or the facts cannot be kept, now. Damage to the file is in the facts.
+        StaleIndexError: it changes while it is read.
     """
+    suffix_of(url)
     path = facts_path(url, limits=limits, cache=cache, beside=beside)
     if not force and (kept := _kept(path, url, limits)) is not None:
         return kept
     try:
-        shard = open_shard(url, limits=limits, cache=cache)
+        with closing(open_shard(url, limits=limits, cache=cache)) as shard:
+            table = shard.facts()
+    except NOT_DATA:
+        raise
     except ShardError as error:
         return _unopened(url, error, limits)
-    try:
-        table = shard.facts()
-    finally:
-        shard.close()
+    except Exception as error:  # noqa: BLE001 - whatever a shard makes a reader raise is that shard's failure
+        reason = f"cannot be scanned: {type(error).__name__}: {error}"
+        return _unopened(url, ShardError(url, reason), limits)
 
     def write(file: IO[bytes]) -> None:
         pq.write_table(table, file, compression="zstd")
@@ -81,16 +88,14 @@ def _kept(path: Path, url: str, limits: Limits) -> pa.Table | None:
 
 
 def _unopened(url: str, error: ShardError, limits: Limits) -> pa.Table:
-    """Facts of a shard that is there and cannot be opened (a damaged .tar.gz): not kept, as the cause may pass."""
-    try:
-        status = Path(url).stat()
-    except OSError:
-        raise error from None
+    """Facts of a shard that is there and cannot be opened or scanned (a damaged .tar.gz): not kept."""
+    status = tried(url, "cannot be looked at", lambda: Path(url).stat())
     meta = FactsMeta(
         url=url,
         size=status.st_size,
         version=str(status.st_mtime_ns),
         checksum="",
         limits=limits_fingerprint(limits),
+        lost_bytes=status.st_size,
     )
     return with_meta(shard_failure(error.reason), meta)

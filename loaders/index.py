@@ -32,12 +32,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ShardInfo:
-    """A shard as it was indexed: its size in bytes, a checksum of size and headers, and `Storage.version`."""
+    """A shard as it was indexed.
+
+    Attributes:
+        size: bytes as stored.
+        checksum: of size and headers.
+        version: `Storage.version`.
+        lost_samples: that damage hides, where the shard tells how many it had; they have no row.
+        lost_bytes: behind damage, whose samples are not known.
+    """
 
     url: str
     size: int
     checksum: str
     version: str = ""
+    lost_samples: int = 0
+    lost_bytes: int = 0
 
 
 class Index:
@@ -140,6 +150,27 @@ class Index:
         """Why a bad sample is bad."""
         field, reason = self._columns.text("error_field", row), self._columns.text("error_reason", row)
         return DataError(self.shards[int(self.shard[row])].url, self.key(row), field, reason)
+
+    def rows_of(self, shard: int) -> NDArray[np.int64]:
+        """The rows of one shard, int64."""
+        return np.arange(self.shard_rows[shard], self.shard_rows[shard + 1])
+
+    def lost_samples(self) -> NDArray[np.int64]:
+        """How many samples damage hides in each shard, beside those that have a row: int64 (num_shards,).
+
+        What a shard does not tell is estimated from its bytes, at as many a sample as those that can be read take.
+        """
+        lost_bytes = np.array([shard.lost_bytes for shard in self.shards], np.int64)
+        told = np.array([shard.lost_samples for shard in self.shards], np.int64)
+        # A shard that cannot be read at all has one row, without a key, which stands for one of its samples.
+        stands = np.zeros(len(self.shards), np.int64)
+        for number in np.flatnonzero((lost_bytes > 0) & (np.diff(self.shard_rows) == 1)).tolist():
+            stands[number] = not self.key(int(self.shard_rows[number]))
+        readable = sum(shard.size for shard in self.shards) - int(lost_bytes.sum())
+        samples_per_byte = (self.num_samples - int(stands.sum())) / max(1, readable)
+        estimated = np.rint(lost_bytes * samples_per_byte).astype(np.int64)
+        lost: NDArray[np.int64] = np.maximum(0, np.where(told > 0, told, estimated) - stands)
+        return lost
 
     def read_spec(self, row: int) -> list[tuple[int, int, int, str]]:
         """(offset, size, encoding, field) of each member, as `Shard.read_many` takes them."""

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.loaders.cache import named
 from orchdata.loaders.index import ShardInfo, content_fingerprint
+from orchdata.loaders.retries import storage_error
 from orchdata.loaders.table import STRINGS, Columns, TableSize, allocate_table
 from orchdata.loaders.totals import Totals, add_totals
 
@@ -57,7 +57,7 @@ def merge_tables(path: Path, sources: Sequence[TableSource], recipe: RecipeIdent
         build_id: kept in the index, to tell whether it was made from the same tables.
 
     Raises:
-        OSError: the disk is full, or not writable.
+        StorageError: the disk is full, or not writable.
     """
     fields = {name: number for number, name in enumerate(dict.fromkeys(f for s in sources for f in s.fields))}
     sizes = [source.size for source in sources]
@@ -129,6 +129,6 @@ def replaced_file(path: Path) -> Iterator[Path]:
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
-        raise named(error, path) from error
+        raise storage_error(str(path), "cannot be written", error) from error
     finally:
         temporary.unlink(missing_ok=True)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fnmatch
 import glob
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import braceexpand
+
+from orchdata.loaders.retries import tried
 
 TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.zst", ".tzst")
 PARQUET_SUFFIXES = (".parquet",)
@@ -25,6 +28,7 @@ def expand_paths(paths: Paths, *, check: bool = True) -> list[str]:
 
     Raises:
         FileNotFoundError: a path does not exist, or a pattern matches nothing; it is named.
+        StorageError: a folder cannot be listed, so that nobody knows what a pattern matches.
         ValueError: an unknown suffix, a folder, a command (`pipe:`), a remote URL, unbalanced braces, a shard given
             twice, or no path at all.
     """
@@ -75,7 +79,7 @@ def _text(entry: object) -> str:
 
 
 def _expand(pattern: str, *, literal: bool, check: bool) -> Iterator[str]:
-    if literal or ("{" not in pattern and "\\" not in pattern) or Path(pattern).exists():
+    if literal or ("{" not in pattern and "\\" not in pattern) or _exists(pattern):
         expanded = [pattern]
     else:
         try:
@@ -84,15 +88,69 @@ def _expand(pattern: str, *, literal: bool, check: bool) -> Iterator[str]:
             raise ValueError(f"{pattern!r}: unbalanced braces") from error
     for path in expanded:
         named = path if path == pattern else f"{path} (from {pattern!r})"
-        if glob.has_magic(path) and not literal and not Path(path).exists():
-            matches = sorted(glob.glob(path, recursive=True))
+        if glob.has_magic(path) and not literal and not _exists(path):
+            matches = sorted(_matches(Path(path)))
             if not matches:
                 raise FileNotFoundError(f"no file matches {named}")
             yield from matches
             continue
         if check:
-            if Path(path).is_dir():
+            if _is_folder(path):
                 raise ValueError(f"{named} is a folder; give its shards, for example '{path.rstrip('/')}/*.tar'")
-            if not Path(path).exists():
+            if not _exists(path):
                 raise FileNotFoundError(f"no such shard: {named}")
         yield path
+
+
+def _exists(path: str) -> bool:
+    return tried(path, "cannot be looked at", lambda: Path(path).exists())
+
+
+def _is_folder(path: str) -> bool:
+    return tried(path, "cannot be looked at", lambda: Path(path).is_dir())
+
+
+def _matches(pattern: Path) -> set[str]:
+    """Paths that match a glob, `**` included. Unlike the standard library's it never leaves out what it cannot list."""
+    found = {Path(pattern.anchor)}
+    parts = pattern.parts[bool(pattern.anchor) :]
+    for place, part in enumerate(parts):
+        if part == "**":
+            found = {path for folder in found for path in _below(folder, ())}
+            if place == len(parts) - 1:
+                found |= {folder / name for folder in found for name in _names(folder) if not name.startswith(".")}
+        elif glob.has_magic(part):
+            found = {
+                folder / name for folder in found for name in fnmatch.filter(_names(folder), part) if _fits(name, part)
+            }
+        else:
+            found = {folder / part for folder in found}
+    return {str(path) for path in found if _exists(str(path))}
+
+
+def _below(folder: Path, above: tuple[str, ...]) -> Iterator[Path]:
+    """A folder and all folders below it, hidden ones left out; links are followed, but into no folder they lie in."""
+    real = os.path.realpath(folder)
+    if real in above:
+        return
+    yield folder
+    for name in _names(folder):
+        if not name.startswith(".") and _is_folder(str(folder / name)):
+            yield from _below(folder / name, (*above, real))
+
+
+def _fits(name: str, pattern: str) -> bool:
+    """Hidden files match patterns that begin with a dot only."""
+    return pattern.startswith(".") or not name.startswith(".")
+
+
+def _names(folder: Path) -> list[str]:
+    """What is in a folder; nothing where it is none."""
+
+    def names() -> list[str]:
+        try:
+            return os.listdir(folder)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    return tried(str(folder), "cannot be listed", names)

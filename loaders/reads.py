@@ -69,5 +69,8 @@ class CountedFile:
         self._count.add(got)
         return got
 
+    def check_unchanged(self) -> None:
+        self._file.check_unchanged()
+
     def close(self) -> None:
         self._file.close()

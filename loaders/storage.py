@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
-from orchdata.loaders.errors import ShardError
+from orchdata.loaders.errors import ShardError, StaleIndexError
+from orchdata.loaders.retries import again, tried
+
+T = TypeVar("T")
 
 
 class Storage(Protocol):
     """Bytes that can be read at any position by many threads at once.
+
+    What cannot be read now is a StorageError, after some tries; no reader of data takes it for bad data.
 
     Attributes:
         url: the name to show in errors.
@@ -36,6 +43,13 @@ class Storage(Protocol):
         """Fill `buffer` from `offset`; returns the bytes written, fewer only where the file ends."""
         ...
 
+    def check_unchanged(self) -> None:
+        """Raise StaleIndexError if the content may have changed since it was opened.
+
+        What was read before the call is then not known to be what was indexed; to be called after reading.
+        """
+        ...
+
     def close(self) -> None:
         """Give the resources back, once reads under way have ended."""
         ...
@@ -46,29 +60,30 @@ class LocalFile:
 
     Reads under way in other threads keep the descriptor open, so `close` can never let them read a file that got its
     number next. Without `close` the descriptor goes with the object.
+
+    Raises:
+        StorageError: it cannot be opened now.
+        ShardError: it is no regular file.
     """
 
     def __init__(self, path: str | Path, *, url: str | None = None) -> None:
         self.url = os.fspath(path) if url is None else url
-        try:
-            # Not blocking: the open of a named pipe would wait for its writer.
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except OSError as error:
-            raise ShardError(self.url, f"cannot be opened: {error.strerror}") from error
+        self._path = path
+        self._fd = tried(self.url, "cannot be opened", self._open)
         self._finalizer = weakref.finalize(self, os.close, self._fd)
-        status = os.fstat(self._fd)
+        status = tried(self.url, "cannot be opened", lambda: os.fstat(self._fd))
         if not stat.S_ISREG(status.st_mode):
             self._finalizer()
             raise ShardError(self.url, "cannot be opened: not a regular file")
         self.size = status.st_size
         self.version = str(status.st_mtime_ns)
+        self._opened = status
         self._lock = threading.Lock()
         self._readers = 0
         self._closing = False
 
     def read(self, offset: int, size: int) -> bytes:
-        fd = self._enter()
-        try:
+        def read(fd: int) -> bytes:
             data = os.pread(fd, size, offset)
             if len(data) == size or not data:
                 return data
@@ -78,14 +93,11 @@ class LocalFile:
                 pieces.append(data)
                 got += len(data)
             return b"".join(pieces)
-        except OSError as error:
-            raise ShardError(self.url, f"cannot be read at {offset}: {error.strerror}") from error
-        finally:
-            self._leave()
+
+        return self._read(offset, read)
 
     def read_into(self, offset: int, buffer: memoryview) -> int:
-        fd = self._enter()
-        try:
+        def read(fd: int) -> int:
             got = os.preadv(fd, [buffer], offset)
             while 0 < got < len(buffer):
                 more = os.preadv(fd, [buffer[got:]], offset + got)
@@ -93,16 +105,63 @@ class LocalFile:
                     break
                 got += more
             return got
-        except OSError as error:
-            raise ShardError(self.url, f"cannot be read at {offset}: {error.strerror}") from error
+
+        return self._read(offset, read)
+
+    def check_unchanged(self) -> None:
+        fd = self._enter()
+        try:
+            now = tried(self.url, "cannot be looked at", lambda: os.fstat(fd))
         finally:
             self._leave()
+        then = self._opened
+        # To be removed is a change of the inode too (ctime), and leaves the content to those who have it open.
+        kept = now.st_ctime_ns == then.st_ctime_ns or now.st_nlink == 0
+        if now.st_size != then.st_size or now.st_mtime_ns != then.st_mtime_ns or not kept:
+            raise StaleIndexError(
+                self.url,
+                f"was changed while it was open (size {then.st_size} to {now.st_size}, time of change "
+                f"{_seconds(then)} to {_seconds(now)}): run `orchdata index` again, or, if it is the same file still, "
+                "start again from the last checkpoint",
+            )
 
     def close(self) -> None:
         with self._lock:
             self._closing = True
             if self._readers == 0:
                 self._finalizer()
+
+    def _open(self) -> int:
+        # Not blocking: the open of a named pipe would wait for its writer.
+        return os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+
+    def _read(self, offset: int, read: Callable[[int], T]) -> T:
+        fd = self._enter()
+        try:
+            try:
+                return read(fd)
+            except OSError as error:
+                return again(self.url, f"cannot be read at {offset}", lambda: self._read_again(fd, read), error)
+        finally:
+            self._leave()
+
+    def _read_again(self, fd: int, read: Callable[[int], T]) -> T:
+        try:
+            return read(fd)
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+        # A network file system has forgotten the file: the same number, opened anew.
+        fresh = self._open()
+        try:
+            status = os.fstat(fresh)
+            if (status.st_size, status.st_mtime_ns) != (self._opened.st_size, self._opened.st_mtime_ns):
+                raise StaleIndexError(self.url, "was replaced while it was open: run `orchdata index` again")
+            os.dup2(fresh, fd, inheritable=False)
+            self._opened = status
+        finally:
+            os.close(fresh)
+        return read(fd)
 
     def _enter(self) -> int:
         with self._lock:
@@ -116,3 +175,7 @@ class LocalFile:
             self._readers -= 1
             if self._closing and self._readers == 0:
                 self._finalizer()
+
+
+def _seconds(status: os.stat_result) -> str:
+    return f"{max(status.st_mtime_ns, status.st_ctime_ns) / 1e9:.3f}"

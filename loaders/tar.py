@@ -7,14 +7,16 @@ import hashlib
 import io
 import tarfile
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from orchdata.loaders.columns import FactsBuilder, FactsMeta, count_ignored, shard_failure, with_meta
-from orchdata.loaders.errors import FieldError, ShardError
+from orchdata.loaders.errors import FieldError
 from orchdata.loaders.fields import GZIP, OTHER, RAW, SPARSE, classify, printable, split_name
 from orchdata.loaders.headers import HeaderError, MediaHeader, above_limits, read_header, starts_with
 from orchdata.loaders.limits import Limits
@@ -24,7 +26,7 @@ from orchdata.loaders.tarwalk import NotATar, TarBatch, UnusualTar, read_sparse,
 from orchdata.native.mediascan import FOUND, scan_media
 
 Bytes = bytes | memoryview
-Walk = Callable[[Storage, "hashlib.blake2b"], Iterator[TarBatch]]
+T = TypeVar("T")
 
 COALESCE_GAP_BYTES = 8192
 """Members of a sample closer than this are read in one go, headers between them included."""
@@ -50,35 +52,52 @@ class TarShard:
         self._limits = limits
 
     def checksum(self) -> str:
-        return FactsMeta.of(self.facts().schema).checksum
+        """Of size and headers, as in the facts; looks at nothing else."""
+        try:
+            return self._walked(lambda batches: deque(batches, maxlen=0))[1]
+        except NotATar:
+            return self._digest(hashlib.blake2b(digest_size=16))
 
     def facts(self) -> pa.Table:
         """Walk the archive and read the media headers. Bad data are rows with an error, never an exception."""
-        digest = hashlib.blake2b(digest_size=16)
+        lost_bytes = self.size
         try:
-            if self._file.size == 0:
-                raise NotATar("empty file")
-            try:
-                table = _Scan(self._file, self._limits).run(walk_plain, digest)
-            except UnusualTar:
-                digest = hashlib.blake2b(digest_size=16)
-                table = _Scan(self._file, self._limits).run(walk_any, digest)
+            scan, checksum = self._walked(lambda batches: _Scan(self._file, self._limits).run(batches))
+            table = scan.table
+            # Counted in the shard as stored: of a compressed one it is an estimate.
+            lost_bytes = scan.lost_bytes * self.size // self._file.size
         except NotATar as error:
             head = self._file.read(0, 8)
             table = shard_failure(str(error) if not head else f"not a tar ({error}): starts with {starts_with(head)}")
-        digest.update(str(self.size).encode())
+            checksum = self._digest(hashlib.blake2b(digest_size=16))
         meta = FactsMeta(
             url=self.url,
             size=self.size,
             version=self.version,
-            checksum=digest.hexdigest(),
-            limits=self._limits_fingerprint(),
+            checksum=checksum,
+            limits=limits_fingerprint(self._limits),
             ignored=count_ignored(table),
+            lost_bytes=lost_bytes,
         )
         return with_meta(table, meta)
 
-    def _limits_fingerprint(self) -> str:
-        return limits_fingerprint(self._limits)
+    def _walked(self, consume: Callable[[Iterator[TarBatch]], T]) -> tuple[T, str]:
+        """What `consume` makes of the members, and the checksum. Raises NotATar."""
+        if self._file.size == 0:
+            raise NotATar("empty file")
+        digest = hashlib.blake2b(digest_size=16)
+        try:
+            result = consume(walk_plain(self._file, digest))
+        except UnusualTar:
+            digest = hashlib.blake2b(digest_size=16)
+            result = consume(walk_any(self._file, digest))
+        finally:
+            self._file.check_unchanged()  # or it may be the change that looks like damage
+        return result, self._digest(digest)
+
+    def _digest(self, headers: hashlib.blake2b) -> str:
+        headers.update(str(self.size).encode())
+        return headers.hexdigest()
 
     def read(self, offset: int, size: int, encoding: int, field: str) -> Bytes:
         """The content of one member, as `facts` describes it; gzipped text comes decompressed.
@@ -94,6 +113,7 @@ class TarShard:
                 raise FieldError(field, f"damaged sparse member: {error}") from error
         else:
             data = self._file.read(offset, size)
+        self._file.check_unchanged()
         if len(data) < size:
             raise FieldError(field, f"cut: {len(data)} of {size} bytes are in the shard")
         return gunzip(data, field, self._limits) if encoding == GZIP else data
@@ -110,6 +130,7 @@ class TarShard:
                 continue
             first, last = members[run[0]], members[run[-1]]
             view = memoryview(self._file.read(first[0], last[0] + last[1] - first[0]))
+            self._file.check_unchanged()
             for i in run:
                 offset, size, _, field = members[i]
                 content = view[offset - first[0] : offset - first[0] + size]
@@ -174,6 +195,13 @@ def bytes_read_together(members: Sequence[tuple[int, int, int, str]]) -> int:
     return sum(run[-1][0] + run[-1][1] - run[0][0] for run in runs)
 
 
+class _Scanned(NamedTuple):
+    """Facts of an archive, and how many of its bytes lie behind damage, so that nobody knows what they hold."""
+
+    table: pa.Table
+    lost_bytes: int
+
+
 class _Scan:
     """One pass over an archive: groups members into samples and reads their media headers."""
 
@@ -189,20 +217,23 @@ class _Scan:
         self._nameless: list[str] = []
         self._regular = 0
 
-    def run(self, walk: Walk, digest: hashlib.blake2b) -> pa.Table:
+    def run(self, batches: Iterator[TarBatch]) -> _Scanned:
         damage: str | None = None
-        for batch in walk(self._file, digest):
+        end = 0
+        for batch in batches:
             first_row = len(self._builder)
             taken = self._group(batch)
             self._scan_media(batch, taken, first_row)
             damage = batch.damage
+            if batch.offsets:
+                end = batch.offsets[-1] + batch.sizes[-1]
         builder = self._builder
         if damage is not None and len(builder):
             # The archive ends inside this sample, or right after it: it is not known to be whole.
             builder.fail_structure(len(builder) - 1, damage)
         if not len(builder):
-            return shard_failure(damage or self._no_samples())
-        return builder.table()
+            return _Scanned(shard_failure(damage or self._no_samples()), self._file.size)
+        return _Scanned(builder.table(), 0 if damage is None else max(0, self._file.size - end))
 
     def _no_samples(self) -> str:
         if not self._regular:
@@ -301,7 +332,4 @@ class _Scan:
             except (tarfile.TarError, OSError, ValueError) as error:
                 raise HeaderError(f"damaged sparse member: {error}") from error
             return read_header(kind, size, lambda count: data[:count], self._limits)
-        try:
-            return read_header(kind, size, lambda count: self._file.read(offset, count), self._limits)
-        except ShardError as error:
-            raise HeaderError(str(error)) from error
+        return read_header(kind, size, lambda count: self._file.read(offset, count), self._limits)

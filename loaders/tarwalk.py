@@ -16,6 +16,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
+from orchdata.loaders.errors import NOT_DATA
 from orchdata.loaders.fields import RAW, SPARSE
 from orchdata.loaders.storage import Storage
 from orchdata.native.tarscan import (
@@ -160,6 +161,8 @@ def walk_any(file: Storage, digest: hashlib.blake2b) -> Iterator[TarBatch]:
     """Walk any archive as tarfile reads it. Raises NotATar when the first header is none."""
     try:
         archive = open_tarfile(file, limit=EXTENDED_HEADER_LIMIT)
+    except NOT_DATA:
+        raise
     except Exception as error:  # damaged headers make tarfile raise several kinds
         raise NotATar(_reason(error)) from error
     ended = False
@@ -180,6 +183,8 @@ def _next_member(file: Storage, archive: tarfile.TarFile) -> tuple[tarfile.TarIn
     """The next member, if any, and what is wrong with the archive there."""
     try:
         info = archive.next()
+    except NOT_DATA:
+        raise
     except Exception as error:  # noqa: BLE001 - damaged headers make tarfile raise several kinds
         return None, f"damaged at byte {archive.offset}: {_reason(error)}"
     archive.members = []  # type: ignore[attr-defined]  # it keeps all

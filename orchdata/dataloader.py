@@ -157,7 +157,7 @@ class DataLoader:
         self._begin = Position()  # where the next iteration starts: after `break` not the same
         self._idle_engine: Engine | None = None
         self._stats = Stats(self._rank.rank, self._source.reads)
-        self._bear(self._source.failures)
+        self._bear(self._source.failures, lost=self._source.num_lost)
         if not len(self):
             warnings.warn(
                 f"no step to make: {self._source.num_samples} usable samples of {self._source.num_indexed}, global "
@@ -304,16 +304,16 @@ class DataLoader:
             self._bear(built.failures)
         return built
 
-    def _bear(self, failures: Sequence[DataError]) -> None:
+    def _bear(self, failures: Sequence[DataError], *, lost: int = 0) -> None:
         if not failures:
             return
         if self._policy.action == "raise":
             raise failures[0]
-        self._stats.add_failures(failures)
+        self._stats.add_failures(failures, lost=lost)
         if self._policy.handler is not None:
             for failure in failures:
                 self._policy.handler(failure)
-        budget = self._policy.budget(self._source.num_indexed)
+        budget = self._policy.budget(self._source.num_indexed + self._source.num_lost)
         if budget is not None and self._stats.num_failed_samples > budget:
             raise TooManyFailures(
                 f"{self._stats.num_failed_samples} samples failed, the policy allows {budget}; the last: {failures[-1]}"

@@ -20,8 +20,8 @@ class ErrorPolicy:
     Attributes:
         action: "raise" or "skip".
         max_failures: with "skip", the most failures to bear: a count, or a Fraction of the data set's samples.
-            None bears any number. Failures found by the index count too, and a sample that
-            fails in each epoch counts once.
+            None bears any number. Failures found by the index count too, a damaged shard by its samples (by its bytes,
+            where it does not tell how many it had), and a sample that fails in each epoch counts once.
         handler: called with each DataError, on the thread that iterates.
     """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -58,6 +59,7 @@ def shard_source(dataset: ShardDataset, options: SourceOptions, quarantine: Sequ
         },
         failures=_Failures(index, bad),
         num_indexed=index.num_samples,
+        num_lost=_warn_of_lost(index) if len(bad) else 0,
         reads=shards.reads,
     )
 
@@ -122,6 +124,21 @@ def _refuse(index: Index, bad: Ints, policy: ErrorPolicy) -> None:
         f"{first.reason} (the first of {len(bad)} bad samples; on_error='skip' leaves them out, quarantine= "
         "names samples to leave out; after mending shards, run `orchdata index` again)",
     )
+
+
+def _warn_of_lost(index: Index) -> int:
+    """How many samples damaged shards hide; a warning where there are any, since no failure is listed for each."""
+    lost = index.lost_samples()
+    damaged = np.flatnonzero(lost)
+    if len(damaged):
+        first = int(damaged[0])
+        reason = index.failure(int(np.intersect1d(index.bad_rows(), index.rows_of(first))[-1])).reason
+        warnings.warn(
+            f"{len(damaged)} of {len(index.shards)} shards are damaged, and about {int(lost.sum())} of their samples "
+            f"lost; the first is {index.shards[first].url}: {reason}",
+            stacklevel=2,
+        )
+    return int(lost.sum())
 
 
 def _check_caps(balance: Balance, layout: Layout) -> None:

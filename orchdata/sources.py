@@ -54,6 +54,7 @@ class Source:
         fingerprint: what a state must agree with, JSON-safe.
         failures: samples known to be bad before anything is decoded; they are out of the order.
         num_indexed: samples of the data set, bad ones included.
+        num_lost: samples of damaged shards that are not even indexed, as far as can be told.
         begin_epoch: called with the epoch before its first step.
         reads: what is read of its shards, counted; None where samples are not in shards.
     """
@@ -62,6 +63,7 @@ class Source:
     fingerprint: Mapping[str, Any]
     failures: Sequence[DataError]
     num_indexed: int
+    num_lost: int = 0
     begin_epoch: Callable[[int], None] = field(default=lambda epoch: None)
     reads: ReadBytes | None = None
 

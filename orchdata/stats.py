@@ -40,6 +40,7 @@ class Stats:
         self.failures: list[DataError] = []
         self._reasons: Counter[str] = Counter()
         self._failed: set[tuple[str, str]] = set()
+        self._lost = 0
         self.num_failures = 0
 
     def add_step(self, built: BuiltStep, waiting_seconds: float) -> None:
@@ -62,7 +63,9 @@ class Stats:
             inside = lengths[plan.microbatch[mine] == microbatch]
             self._padded_tokens += int(inside.max(initial=0)) * len(inside)
 
-    def add_failures(self, failures: Sequence[DataError]) -> None:
+    def add_failures(self, failures: Sequence[DataError], *, lost: int = 0) -> None:
+        """Count failures, and `lost` samples that nothing lists, since damage hides them."""
+        self._lost += lost
         self.num_failures += len(failures)
         self._reasons.update(reason_kind(failure.reason) for failure in failures)
         self._failed.update((failure.shard, failure.key) for failure in failures)
@@ -70,8 +73,8 @@ class Stats:
 
     @property
     def num_failed_samples(self) -> int:
-        """Distinct ones: a sample that fails in every epoch is one."""
-        return len(self._failed)
+        """Distinct ones: a sample that fails in every epoch is one. Lost ones are among them."""
+        return len(self._failed) + self._lost
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values.
@@ -91,7 +94,8 @@ class Stats:
         `storage_bytes`, `cache_bytes` from decompressed copies, and `used_bytes`; None for map-style data sets. They
         cover all that was read, prefetched steps included.
         `milliseconds`: `waiting` is time the training loop waited for a step; the others are busy time, summed over
-        threads. All per step. `failures`: `count`, `by_reason`, and the first of them in `samples`.
+        threads. All per step. `failures`: `count`, `by_reason`, the first of them in `samples`, and in
+        `lost` how many samples damaged shards hide beside those, estimated from their bytes where they do not tell.
         """
         steps = max(1, self._steps)
         return {
@@ -111,7 +115,8 @@ class Stats:
                 },
             },
             "failures": {
-                "count": self.num_failures,
+                "count": self.num_failures + self._lost,
+                "lost": self._lost,
                 "by_reason": dict(self._reasons.most_common()),
                 "samples": [
                     {"shard": f.shard, "key": f.key, "field": f.field, "reason": f.reason} for f in self.failures

@@ -19,6 +19,12 @@ def fixtures_dir() -> Path:
     return path
 
 
+@pytest.fixture
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the system refuses is tried as often as ever, at once."""
+    monkeypatch.setattr("orchdata.loaders.retries.PAUSES_SECONDS", (0, 0, 0))
+
+
 @pytest.fixture(autouse=True)
 def private_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Each test gets a cache folder of its own."""

@@ -12,7 +12,7 @@ import pytest
 import orchdata.loaders.facts
 from orchdata.loaders.cache import CacheFolder
 from orchdata.loaders.columns import SCHEMA, FactsMeta
-from orchdata.loaders.errors import ShardError
+from orchdata.loaders.errors import StorageError
 from orchdata.loaders.facts import facts_path, load_facts
 from orchdata.loaders.limits import Limits
 
@@ -103,7 +103,7 @@ def test_a_damaged_compressed_shard_is_one_row(tmp_path: Path, cache: CacheFolde
 
 
 def test_an_absent_shard_raises(tmp_path: Path, cache: CacheFolder) -> None:
-    with pytest.raises(ShardError, match=r"absent\.tar: cannot be opened"):
+    with pytest.raises(StorageError, match=r"absent\.tar: cannot be opened"):
         load_facts(str(tmp_path / "absent.tar"), limits=Limits(), cache=cache)
     with pytest.raises(ValueError, match="unknown kind of shard"):
         load_facts("a.zip", limits=Limits(), cache=cache)

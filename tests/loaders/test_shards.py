@@ -18,7 +18,7 @@ import pytest
 
 from orchdata.loaders.cache import CacheFolder
 from orchdata.loaders.columns import FactsMeta
-from orchdata.loaders.errors import ShardError, StaleIndexError
+from orchdata.loaders.errors import ShardError, StaleIndexError, StorageError
 from orchdata.loaders.facts import load_facts
 from orchdata.loaders.index import ShardInfo
 from orchdata.loaders.limits import Limits
@@ -65,7 +65,7 @@ def test_unknown_suffix_and_absent_file(tmp_path: Path) -> None:
     cache = CacheFolder(tmp_path)
     with pytest.raises(ValueError, match="unknown kind of shard"):
         open_shard("a.zip", limits=Limits(), cache=cache)
-    with pytest.raises(ShardError, match=r"absent\.tar: cannot be opened: No such file"):
+    with pytest.raises(StorageError, match=r"absent\.tar: cannot be opened: No such file"):
         open_shard(str(tmp_path / "absent.tar"), limits=Limits(), cache=cache)
 
 

@@ -1,0 +1,242 @@
+"""Builds in trouble: what cannot be read now is tried again, ends the build if it lasts, and is never recorded."""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import os
+import threading
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+from shard_factory import omni_shards, write_shard
+
+import orchdata as od
+from orchdata.loaders import costs as costs_module
+from orchdata.loaders.build import build_index
+from orchdata.loaders.errors import FieldError, StorageError, TooManyFailures
+from orchdata.loaders.index import open_index
+from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.retries import Patience
+from orchdata.loaders.storage import LocalFile
+
+Call = Callable[..., Any]
+
+
+def no_space(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+class Trouble:
+    """Refuses calls that concern one file, until told to stop."""
+
+    def __init__(self, name: str, number: int, times: float = float("inf")) -> None:
+        self.name = name
+        self.number = number
+        self.left = times
+
+    def __call__(self, call: Call) -> Call:
+        def refuse(file: LocalFile, *args: Any) -> Any:
+            if self.left > 0 and file.url.endswith(self.name):
+                self.left -= 1
+                raise OSError(self.number, os.strerror(self.number))
+            return call(file, *args)
+
+        return refuse
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> list[str]:
+    paths = omni_shards(tmp_path, shards=2, samples=10)
+    packed = tmp_path / "packed.tar.gz"
+    (tmp_path / "plain").mkdir()
+    packed.write_bytes(gzip.compress(Path(omni_shards(tmp_path / "plain", shards=1, samples=5)[0]).read_bytes()))
+    return [*paths, str(packed)]
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> list[str]:
+    return [text_shard(tmp_path / f"t{number}.tar", f"t{number}-") for number in range(2)]
+
+
+def text_shard(path: Path, prefix: str, count: int = 100) -> str:
+    return write_shard(path, [{"__key__": f"{prefix}{i:03d}", "txt": b"some text"} for i in range(count)])
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EMFILE, errno.EACCES])
+@pytest.mark.parametrize("shard", ["omni-000001.tar", "packed.tar.gz"])
+def test_a_moment_of_trouble_costs_a_build_nothing(
+    shards: list[str], no_pauses: None, monkeypatch: pytest.MonkeyPatch, shard: str, number: int
+) -> None:
+    whole = build_index(shards, Recipe(), num_threads=1)
+    trouble = Trouble(shard, number, times=9)  # more than one call is tried
+    monkeypatch.setattr(LocalFile, "_open", trouble(LocalFile._open))
+    with pytest.warns(UserWarning, match=rf"{shard}: cannot be opened: .*; trying again"):
+        healed = build_index(shards, Recipe(), num_threads=2, force=True)
+    assert trouble.left == 0
+    assert [healed.key(row) for row in range(len(healed))] == [whole.key(row) for row in range(len(whole))]
+    assert not len(healed.bad_rows())
+
+
+@pytest.mark.parametrize("shard", ["omni-000001.tar", "packed.tar.gz"])
+def test_trouble_that_lasts_ends_the_build_and_is_not_recorded(
+    shards: list[str], no_pauses: None, monkeypatch: pytest.MonkeyPatch, shard: str
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalFile, "_open", Trouble(shard, errno.EACCES)(LocalFile._open))
+        with pytest.raises(StorageError, match=rf"{shard}: cannot be opened: Permission denied"):
+            build_index(shards, Recipe(), retry_seconds=0)
+    assert open_index(shards, Recipe()) is None
+    index = build_index(shards, Recipe())
+    assert len(index) == 25  # 10 + 10 + 5
+    assert not len(index.bad_rows())
+
+
+def test_under_skip_too_trouble_in_training_ends_the_run(
+    texts: list[str], no_pauses: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = od.DataLoader(od.ShardDataset(texts), batch_size=10, on_error="skip")
+    monkeypatch.setattr(LocalFile, "_open", Trouble("t1.tar", errno.EACCES)(LocalFile._open))
+    with pytest.raises(StorageError, match=r"t1\.tar"):
+        list(loader)
+    assert loader.stats()["failures"]["count"] == 0
+
+
+@pytest.mark.parametrize("name", ["mkstemp", "fsync"])
+def test_a_full_cache_ends_a_build_and_records_nothing(
+    shards: list[str], no_pauses: None, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr({"mkstemp": "tempfile.mkstemp", "fsync": "os.fsync"}[name], no_space)
+        with pytest.raises(StorageError, match="No space left on device"):
+            build_index(shards, Recipe(), retry_seconds=0)
+    assert not len(build_index(shards, Recipe()).bad_rows())
+
+
+def test_patience_is_for_the_whole_build_and_not_for_each_shard() -> None:
+    told: list[Exception] = []
+    patience = Patience(0.2, told.append)
+
+    def fail() -> None:
+        raise StorageError("x", "no", errno.EIO)
+
+    def keep_trying() -> None:
+        with pytest.raises(StorageError):
+            patience.keep_trying(fail, StorageError)
+
+    threads = [threading.Thread(target=keep_trying) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    calls: list[int] = []
+
+    def count() -> None:
+        calls.append(1)
+        fail()
+
+    with pytest.raises(StorageError):
+        patience.keep_trying(count, StorageError)
+    assert len(told) == 1
+    assert len(calls) == 1  # what the others waited is spent
+
+
+def test_a_shard_that_does_not_exist_is_not_waited_for() -> None:
+    told: list[Exception] = []
+    with pytest.raises(StorageError):
+        Patience(60, told.append).keep_trying(lambda: LocalFile("/nowhere/a.tar"), StorageError)
+    assert not told
+
+
+@pytest.mark.parametrize("error", [TypeError("odd"), ValueError("int of 5000 digits"), RecursionError(), KeyError("x")])
+def test_whatever_measuring_a_sample_raises_is_its_failure(
+    texts: list[str], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    measure, seen = costs_module.measure, [0]
+
+    def odd(*args: Any) -> Any:
+        seen[0] += 1
+        if seen[0] == 7:
+            raise error
+        return measure(*args)
+
+    monkeypatch.setattr(costs_module, "measure", odd)
+    index = build_index(texts, Recipe(), num_threads=1)
+    assert index.bad_rows().tolist() == [6]
+    assert f"cannot be measured: {type(error).__name__}" in str(index.failure(6))
+
+
+@pytest.mark.parametrize("error", [MemoryError(), StorageError("x", "gone")])
+def test_what_says_nothing_about_the_data_ends_the_build(
+    texts: list[str], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*args: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(costs_module, "measure", fail)
+    with pytest.raises(type(error)):
+        build_index(texts, Recipe(), retry_seconds=0)
+    assert open_index(texts, Recipe()) is None
+
+
+def test_whatever_scanning_a_shard_raises_is_its_failure(texts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from orchdata.loaders.tar import TarShard
+
+    facts = TarShard.facts
+
+    def odd(shard: TarShard) -> Any:
+        if shard.url.endswith("t0.tar"):
+            raise TypeError("odd")
+        return facts(shard)
+
+    monkeypatch.setattr(TarShard, "facts", odd)
+    index = build_index(texts, Recipe())
+    assert index.bad_rows().tolist() == [0]
+    assert str(index.failure(0)) == f"{texts[0]}: cannot be scanned: TypeError: odd"
+    assert len(index) == 101
+
+
+def zero(path: str, start: int = 0) -> None:
+    size = os.path.getsize(path)
+    with open(path, "r+b") as file:
+        file.seek(start)
+        file.write(b"\xee" * (size - start))
+
+
+def test_a_damaged_shard_counts_by_its_samples(texts: list[str]) -> None:
+    zero(texts[0])
+    policy = od.ErrorPolicy("skip", max_failures=Fraction(1, 50))
+    with (
+        pytest.raises(TooManyFailures, match=r"100 samples failed, the policy allows 4"),  # 2 % of 200
+        pytest.warns(UserWarning, match=r"1 of 2 shards are damaged, and about 99 of their samples lost.*t0\.tar"),
+    ):
+        od.DataLoader(od.ShardDataset(texts), batch_size=10, on_error=policy)
+
+
+def test_what_lies_behind_damage_counts_too(texts: list[str]) -> None:
+    member = os.path.getsize(texts[0]) // 100 // 512 * 512
+    zero(texts[0], start=40 * member)
+    with pytest.warns(UserWarning, match="damaged"):
+        loader = od.DataLoader(od.ShardDataset(texts), batch_size=10, on_error="skip")
+    failures = loader.stats()["failures"]
+    assert failures["count"] == pytest.approx(60, rel=0.1)  # padding at the end counts as data
+    assert failures["count"] == failures["lost"] + 1  # the sample before the damage is not known to be whole
+
+
+def test_a_sample_that_fails_in_a_sound_shard_counts_once(tmp_path: Path) -> None:
+    shard = write_shard(
+        tmp_path / "a.tar", [{"__key__": f"k{i}", "txt": b"\xff" if i == 3 else b"x"} for i in range(9)]
+    )
+    failures = od.DataLoader(od.ShardDataset(shard), batch_size=2, on_error="skip").stats()["failures"]
+    assert (failures["count"], failures["lost"]) == (1, 0)
+
+
+def test_a_field_error_keeps_its_field(texts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> Any:
+        raise FieldError("txt", "no")
+
+    monkeypatch.setattr(costs_module, "measure", fail)
+    assert build_index(texts, Recipe()).failure(0).field == "txt"
