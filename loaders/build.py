@@ -161,12 +161,16 @@ class _Builder:
                 return CostTable.open(path, shard), False
             except (FileNotFoundError, ValueError):
                 pass
-        self._measured(facts, url).write(path)
+        self._measured(facts, shard).write(path)
         return CostTable.open(path, shard), True
 
-    def _measured(self, facts: pa.Table, url: str) -> ShardCosts:
+    def _measured(self, facts: pa.Table, info: ShardInfo) -> ShardCosts:
         def shard() -> Shard:
-            return open_shard(url, limits=self.recipe.limits, cache=self.cache)
+            opened = open_shard(info.url, limits=self.recipe.limits, cache=self.cache)
+            if (opened.size, opened.version) != (info.size, info.version):
+                opened.close()
+                raise StaleIndexError(info.url, "was changed while it was indexed")
+            return opened
 
         try:
             return cost_shard(facts, shard, self.recipe)

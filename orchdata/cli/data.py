@@ -109,6 +109,7 @@ def index_report(index: Index, scanned: int, seconds: float) -> dict[str, Any]:
         "scanned": scanned,
         "samples": index.num_samples - len(bad_samples) - len(failed_shards),
         "bad": len(bad_samples),
+        "lost": int(index.lost_samples().sum()),
         "bad_by_reason": count_reasons(bad_samples),
         "failures": [_as_dict(failure) for failure in bad_samples[:FIRST_FAILURES]],
         "failed_shards": [_as_dict(failure) for failure in failed_shards],
@@ -136,6 +137,8 @@ def _print_index(report: dict[str, Any]) -> None:
         typer.echo("the first of them:", err=True)
         for failure in report["failures"]:
             typer.echo(f"  {failure['shard']}: {failure['key']} {failure['field']}: {failure['reason']}", err=True)
+    if report["lost"]:
+        typer.echo(f"about {report['lost']:,} more samples lost in damaged shards", err=True)
     for failure in report["failed_shards"]:
         typer.echo(f"shard failed: {failure['shard']}: {failure['reason']}", err=True)
     typer.echo(f"index: {report['path']}")

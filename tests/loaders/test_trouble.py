@@ -15,6 +15,7 @@ import pytest
 from shard_factory import omni_shards, write_shard
 
 import orchdata as od
+from orchdata.loaders import build as build_module
 from orchdata.loaders import costs as costs_module
 from orchdata.loaders.build import build_index
 from orchdata.loaders.errors import FieldError, StorageError, TooManyFailures
@@ -240,3 +241,20 @@ def test_a_field_error_keeps_its_field(texts: list[str], monkeypatch: pytest.Mon
 
     monkeypatch.setattr(costs_module, "measure", fail)
     assert build_index(texts, Recipe()).failure(0).field == "txt"
+
+
+def test_a_shard_rewritten_between_scan_and_measuring_is_scanned_again(
+    texts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cost_shard, rewritten = build_module.cost_shard, []
+
+    def rewrite_first(facts: Any, open_shard: Any, recipe: Any) -> Any:
+        if not rewritten:
+            rewritten.append(text_shard(Path(texts[0]), "new-", count=50))
+        return cost_shard(facts, open_shard, recipe)
+
+    monkeypatch.setattr(build_module, "cost_shard", rewrite_first)
+    with pytest.warns(UserWarning, match=r"t0\.tar: was changed while it was indexed; trying again"):
+        index = build_index(texts, Recipe(), num_threads=1)
+    assert [index.key(row) for row in range(50)] == [f"new-{number:03d}" for number in range(50)]
+    assert len(index) == 150
