@@ -22,7 +22,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from orchdata.loaders.compose import Member, text_members
-from orchdata.loaders.errors import NOT_DATA, FieldError
+from orchdata.loaders.errors import NOT_DATA, FieldError, as_field_error
 from orchdata.loaders.fields import OTHER, RAW
 from orchdata.loaders.index import ShardInfo
 from orchdata.loaders.measure import Measured, measure
@@ -146,7 +146,7 @@ def _samples(facts: pa.Table, recipe: Recipe) -> Iterator[_Sample]:
             except NOT_DATA:
                 raise
             except Exception as problem:  # noqa: BLE001 - as in _measure
-                yield _Sample(key, start, mine, [], _as_field_error(problem))
+                yield _Sample(key, start, mine, [], as_field_error(problem, "measured"))
                 continue
         yield _Sample(key, start, mine, wanted, None)
 
@@ -241,7 +241,7 @@ def _read(shard: Shard, offset: int, member: Member, encoding: int) -> _Text:
     except NOT_DATA:
         raise
     except Exception as error:  # noqa: BLE001 - as in _measure
-        return _as_field_error(error)
+        return as_field_error(error, "measured")
 
 
 def _measure(sample: _Sample, texts: Mapping[int, _Text], recipe: Recipe, rows: _Rows) -> None:
@@ -258,13 +258,7 @@ def _measure(sample: _Sample, texts: Mapping[int, _Text], recipe: Recipe, rows: 
     except NOT_DATA:
         raise
     except Exception as error:  # noqa: BLE001 - whatever a sample makes its measuring raise is that sample's failure
-        rows.add_bad(sample, _as_field_error(error))
-
-
-def _as_field_error(error: Exception) -> FieldError:
-    if isinstance(error, FieldError):
-        return error
-    return FieldError("*", f"cannot be measured: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
+        rows.add_bad(sample, as_field_error(error, "measured"))
 
 
 class _Rows:

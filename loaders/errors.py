@@ -95,7 +95,7 @@ class TooManyFailures(OrchdataError):
     """More samples failed than the ErrorPolicy allows."""
 
 
-NOT_DATA = (StorageError, StaleIndexError, MemoryError)
+NOT_DATA = (StorageError, StaleIndexError, MemoryError, ImportError)
 """What says nothing about the data it was met in."""
 
 
@@ -109,6 +109,13 @@ class FieldError(Exception):
 
     def at(self, shard: str, key: str) -> DataError:
         return DataError(shard, key, self.field, self.reason)
+
+
+def as_field_error(error: Exception, doing: str) -> FieldError:
+    """What an exception that nobody expected says of a sample that could not be `doing` ("measured", "decoded")."""
+    if isinstance(error, FieldError):
+        return error
+    return FieldError("*", f"cannot be {doing}: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
 
 
 def reason_kind(reason: str) -> str:

@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.loaders.errors import DataError, FieldError
+from orchdata.loaders.errors import NOT_DATA, DataError, FieldError, as_field_error
 from orchdata.loaders.shards import OpenShards
 from orchdata.media_pages import MediaPages, PageSource
 from orchdata.pages import Pages
@@ -93,7 +93,9 @@ class PackedAssembly:
                 return  # The sample is left out altogether.
             try:
                 work()
-            except FieldError as error:
+            except NOT_DATA:
+                raise
+            except Exception as error:  # noqa: BLE001 - whatever its bytes make a decoder raise is the sample's failure
                 failures.append(_located(error, sample))
                 undo()
 
@@ -130,7 +132,8 @@ class PackedAssembly:
         return Assembled(rest.batch, [*failures, *rest.failures], rest.seconds)
 
 
-def _located(error: FieldError, sample: StoredSample) -> DataError:
-    located = error.at(sample.shard, sample.key)
-    located.__cause__ = error.__cause__
+def _located(error: Exception, sample: StoredSample) -> DataError:
+    known = isinstance(error, FieldError)
+    located = as_field_error(error, "decoded").at(sample.shard, sample.key)
+    located.__cause__ = error.__cause__ if known else error
     return located

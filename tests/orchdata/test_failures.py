@@ -105,3 +105,34 @@ def test_failures_are_gathered_over_ranks(tmp_path: Path, distributed: bool) -> 
     finally:
         if distributed:
             dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("error", [TypeError("odd"), RecursionError("deep"), IndexError("beyond")])
+def test_whatever_decoding_raises_is_the_samples_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    shard = write_shard(tmp_path / "a.tar", [{"__key__": "a", "jpg": jpeg(80, 60)}, {"__key__": "b", "txt": b"fine"}])
+    loader = od.DataLoader(od.ShardDataset(shard, RECIPE), batch_size=2, on_error="skip", num_threads=0)
+    monkeypatch.setattr("orchdata.media_pages.decode_image", fail)
+    (batch,) = loader
+    assert [key for _, key in batch.keys] == ["b"]
+    (failure,) = loader.gather_failures()
+    assert (failure.key, failure.reason) == ("a", f"cannot be decoded: {type(error).__name__}: {error.args[0]}")
+
+
+@pytest.mark.parametrize("error", [MemoryError("no room"), ImportError("no torchaudio")])
+def test_what_says_nothing_about_the_data_ends_the_run_under_skip_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    shard = write_shard(tmp_path / "a.tar", [{"__key__": "a", "jpg": jpeg(80, 60)}, {"__key__": "b", "txt": b"fine"}])
+    loader = od.DataLoader(od.ShardDataset(shard, RECIPE), batch_size=2, on_error="skip", num_threads=0)
+    monkeypatch.setattr("orchdata.media_pages.decode_image", fail)
+    with pytest.raises(type(error)):
+        list(loader)
+    assert loader.stats()["failures"]["count"] == 0
