@@ -83,41 +83,37 @@ class LocalFile:
         self._closing = False
 
     def read(self, offset: int, size: int) -> bytes:
-        def read(fd: int) -> bytes:
-            data = os.pread(fd, size, offset)
-            if len(data) == size or not data:
-                return data
-            pieces = [data]  # one pread gives at most 2 GiB, and may be interrupted
-            got = len(data)
-            while got < size and (data := os.pread(fd, size - got, offset + got)):
-                pieces.append(data)
-                got += len(data)
-            return b"".join(pieces)
-
-        return self._read(offset, read)
+        fd = self._enter()
+        try:
+            try:
+                return _read(fd, offset, size)
+            except OSError as error:
+                return self._again(offset, lambda: _read(fd, offset, size), error)
+        finally:
+            self._leave()
 
     def read_into(self, offset: int, buffer: memoryview) -> int:
-        def read(fd: int) -> int:
-            got = os.preadv(fd, [buffer], offset)
-            while 0 < got < len(buffer):
-                more = os.preadv(fd, [buffer[got:]], offset + got)
-                if more == 0:
-                    break
-                got += more
-            return got
-
-        return self._read(offset, read)
+        fd = self._enter()
+        try:
+            try:
+                return _read_into(fd, offset, buffer)
+            except OSError as error:
+                return self._again(offset, lambda: _read_into(fd, offset, buffer), error)
+        finally:
+            self._leave()
 
     def check_unchanged(self) -> None:
         fd = self._enter()
         try:
-            now = tried(self.url, "cannot be looked at", lambda: os.fstat(fd))
+            now = os.fstat(fd)
+        except OSError as error:
+            now = again(self.url, "cannot be looked at", lambda: os.fstat(fd), error)
         finally:
             self._leave()
         then = self._opened
+        same = now.st_size == then.st_size and now.st_mtime_ns == then.st_mtime_ns
         # To be removed is a change of the inode too (ctime), and leaves the content to those who have it open.
-        kept = now.st_ctime_ns == then.st_ctime_ns or now.st_nlink == 0
-        if now.st_size != then.st_size or now.st_mtime_ns != then.st_mtime_ns or not kept:
+        if not same or (now.st_ctime_ns != then.st_ctime_ns and now.st_nlink):
             raise StaleIndexError(
                 self.url,
                 f"was changed while it was open (size {then.st_size} to {now.st_size}, time of change "
@@ -135,33 +131,29 @@ class LocalFile:
         # Not blocking: the open of a named pipe would wait for its writer.
         return os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
 
-    def _read(self, offset: int, read: Callable[[int], T]) -> T:
-        fd = self._enter()
-        try:
+    def _again(self, offset: int, read: Callable[[], T], error: OSError) -> T:
+        def reopened() -> T:
             try:
-                return read(fd)
+                return read()
             except OSError as error:
-                return again(self.url, f"cannot be read at {offset}", lambda: self._read_again(fd, read), error)
-        finally:
-            self._leave()
+                if error.errno != errno.ESTALE:
+                    raise
+            self._reopen()
+            return read()
 
-    def _read_again(self, fd: int, read: Callable[[int], T]) -> T:
-        try:
-            return read(fd)
-        except OSError as error:
-            if error.errno != errno.ESTALE:
-                raise
-        # A network file system has forgotten the file: the same number, opened anew.
+        return again(self.url, f"cannot be read at {offset}", reopened, error)
+
+    def _reopen(self) -> None:
+        """A network file system has forgotten the file: the same number, opened anew."""
         fresh = self._open()
         try:
             status = os.fstat(fresh)
             if (status.st_size, status.st_mtime_ns) != (self._opened.st_size, self._opened.st_mtime_ns):
                 raise StaleIndexError(self.url, "was replaced while it was open: run `orchdata index` again")
-            os.dup2(fresh, fd, inheritable=False)
+            os.dup2(fresh, self._fd, inheritable=False)
             self._opened = status
         finally:
             os.close(fresh)
-        return read(fd)
 
     def _enter(self) -> int:
         with self._lock:
@@ -175,6 +167,28 @@ class LocalFile:
             self._readers -= 1
             if self._closing and self._readers == 0:
                 self._finalizer()
+
+
+def _read(fd: int, offset: int, size: int) -> bytes:
+    data = os.pread(fd, size, offset)
+    if len(data) == size or not data:
+        return data
+    pieces = [data]  # one pread gives at most 2 GiB, and may be interrupted
+    got = len(data)
+    while got < size and (data := os.pread(fd, size - got, offset + got)):
+        pieces.append(data)
+        got += len(data)
+    return b"".join(pieces)
+
+
+def _read_into(fd: int, offset: int, buffer: memoryview) -> int:
+    got = os.preadv(fd, [buffer], offset)
+    while 0 < got < len(buffer):
+        more = os.preadv(fd, [buffer[got:]], offset + got)
+        if more == 0:
+            break
+        got += more
+    return got
 
 
 def _seconds(status: os.stat_result) -> str:
