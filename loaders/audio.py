@@ -23,8 +23,10 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from orchdata.loaders.cut_audio import TOLERANCE_SECONDS, TOLERANCE_SHARE, cut_reason
 from orchdata.loaders.decode_error import DecodeError
-from orchdata.loaders.headers import MediaHeader, above_limits
+from orchdata.loaders.errors import NOT_DATA, pass_trouble
+from orchdata.loaders.headers import MediaHeader, above_limits, mp3_reason
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.preprocessors import AudioPreprocessor
 
@@ -32,8 +34,6 @@ if TYPE_CHECKING:
     import torch
 
 _BLOCK_FRAMES: Final = 1 << 16
-_TOLERANCE_SECONDS: Final = 0.05
-_TOLERANCE_SHARE: Final = 0.01
 # Most values of a resampling kernel: odd rates (44,099 Hz) would need gigabytes.
 _KERNEL_VALUES: Final = 1 << 22
 # Longer clips than this are worked on in pieces: input frames of a resampler, frames of a spectrogram.
@@ -77,12 +77,18 @@ def read_mono(data: bytes | memoryview, limits: Limits) -> tuple[Wave, int]:
             rate = int(sound.samplerate)
             if rate < 1:
                 raise DecodeError(f"damaged audio: a rate of {rate} Hz")
-            return _read_blocks(sound, rate, limits), rate
-    except DecodeError:
+            wave = _read_blocks(sound, rate, limits)
+            is_mp3 = sound.format == "MP3"
+        reason = cut_reason(data, len(wave), rate) or (mp3_reason(data, len(wave), rate) if is_mp3 else None)
+        if reason is not None:
+            raise DecodeError(reason)
+        return wave, rate
+    except (*NOT_DATA, DecodeError):
         raise
     except soundfile.LibsndfileError as error:
         raise DecodeError(f"not readable audio: {error.error_string.strip()}") from None
     except Exception as error:
+        pass_trouble(error)
         raise DecodeError(f"damaged audio: {' '.join(str(error).split()) or type(error).__name__}") from error
 
 
@@ -91,7 +97,8 @@ def _read_blocks(sound: Any, rate: int, limits: Limits) -> Wave:
     block = np.empty((_BLOCK_FRAMES // max(1, sound.channels // 8), sound.channels), np.float32)
     pieces: list[Wave] = []
     total = 0
-    while len(got := sound.read(out=block)):
+    told = int(sound.frames) if sound.format == "FLAC" else 0
+    while len(got := _read_block(sound, block, told - total)):
         piece = got[:, 0].copy() if sound.channels == 1 else got.mean(axis=1, dtype=np.float32)
         if not np.isfinite(piece).all():
             raise DecodeError("the audio holds NaN or infinite values")
@@ -103,6 +110,22 @@ def _read_blocks(sound: Any, rate: int, limits: Limits) -> Wave:
     if not total:
         raise DecodeError("the audio has no frames")
     return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+
+def _read_block(sound: Any, block: NDArray[np.float32], left: int) -> NDArray[np.float32]:
+    """The next frames. Of a FLAC, `left` are those that its header tells, and an error behind them is none of its own:
+    a tag that other programs put there.
+    """
+    import soundfile
+
+    if 0 < left < len(block):
+        return np.asarray(sound.read(out=block[:left]))
+    try:
+        return np.asarray(sound.read(out=block))
+    except soundfile.LibsndfileError:
+        if left == 0 and sound.format == "FLAC":
+            return block[:0]
+        raise
 
 
 def resample(wave: Wave, rate: int, new_rate: int) -> Wave:
@@ -151,7 +174,7 @@ def _half_width(ratio: Fraction) -> int:
 def fit(wave: Wave, num_samples: int, rate: int) -> Wave:
     """`wave` cut or padded with zeros to `num_samples`. Raises DecodeError where they differ by more than tolerated."""
     difference = abs(len(wave) - num_samples)
-    if difference > max(_TOLERANCE_SHARE * num_samples, _TOLERANCE_SECONDS * rate):
+    if difference > max(TOLERANCE_SHARE * num_samples, TOLERANCE_SECONDS * rate):
         raise DecodeError(
             f"decoded to {len(wave) / rate:.3f} s of audio, the index says {num_samples / rate:.3f} s: index again"
         )

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, NamedTuple, cast
 
 from orchdata.loaders.retries import tried
+from orchdata.loaders.verified import forget, is_noted, note
 
 CACHE_VARIABLE = "ORCHDATA_CACHE"
 _TOUCH_SECONDS = 60.0
@@ -51,7 +52,7 @@ class CacheFolder:
         Raises StorageError where the folder cannot be made.
         """
         folder = self.root / kind
-        if not folder.is_dir():
+        if not tried(str(folder), "cannot be looked at", folder.is_dir):
             tried(str(folder), "cannot be made", lambda: folder.mkdir(parents=True, exist_ok=True))
         return folder / name
 
@@ -91,6 +92,7 @@ class CacheFolder:
                     kept = _Sum(status.st_size, summed.crc32, status.st_mtime_ns)
                     _write_once(path.with_suffix(_SUM_SUFFIX), kept.write)
                     Path(partial).replace(path)
+                    note(path, os.fstat(file.fileno()))
             except BaseException:
                 _remove(Path(partial))
                 raise
@@ -136,6 +138,7 @@ class CacheFolder:
             _remove(path)  # whoever has it open keeps it until closed
             for suffix in (_USED_SUFFIX, _SUM_SUFFIX):
                 _remove(path.with_suffix(suffix))
+            forget(path)
             if not path.exists():
                 held -= size
 
@@ -173,17 +176,22 @@ class _Summed:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether an entry is there, and is what was made. Its bytes are read only where it was copied or written to."""
+    """Whether an entry is there, and is what was made. Its bytes are read once a machine, see `verified`."""
     try:
         kept = _Sum(*map(int, path.with_suffix(_SUM_SUFFIX).read_bytes().split()))
         status = path.stat()
-        if status.st_size != kept.size or status.st_mtime_ns == kept.mtime_ns:
+        if status.st_size != kept.size or is_noted(path, status):
             return status.st_size == kept.size
+        if status.st_mtime_ns == kept.mtime_ns and not os.access(path.parent, os.W_OK):
+            return True  # no note can be kept here, and to read all of it at each opening would be dear
         crc32 = 0
         with open(path, "rb") as file:
             while data := file.read(_BLOCK_BYTES):
                 crc32 = zlib.crc32(data, crc32)
-        return crc32 == kept.crc32
+        if crc32 != kept.crc32:
+            return False
+        note(path, status)
+        return True
     except (FileNotFoundError, ValueError, TypeError):
         return False
 

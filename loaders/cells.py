@@ -10,8 +10,10 @@ from typing import Any
 
 import pyarrow as pa
 
+from orchdata.loaders.chat_keys import is_beside
 from orchdata.loaders.fields import OTHER, classify
 from orchdata.loaders.modality import AUDIO, IMAGE, TEXT
+from orchdata.loaders.words import NAMED, WORDS_SUFFIX, names_words
 
 _WORDS = {
     IMAGE: frozenset("image images img imgs picture pictures photo photos pixels".split()),
@@ -32,7 +34,8 @@ class Column:
 
     Attributes:
         name: of the column.
-        form: "text", "chat", "binary" or "struct" (bytes and path).
+        form: "text", "chat", "words" (lists and structs with text that are no chat, as JSON), "binary" or "struct"
+            (bytes and path).
         listed: cells are lists; each item is a field `name.0`, `name.1`, ...
         kind: its modality, or OTHER where each cell's first bytes have to tell.
     """
@@ -42,26 +45,45 @@ class Column:
     listed: bool
     kind: int
 
+    @property
+    def field(self) -> str:
+        """What the field of a cell that is not listed is called."""
+        return self.name + WORDS_SUFFIX if self.form == "words" else self.name
+
     def cell(self, scalar: pa.Scalar) -> bytes | None:
         """Bytes of a cell (of an item, where listed), None for null. Raises PathOnly."""
+        data = self.content(scalar)
+        return None if data is None else bytes(data)
+
+    def content(self, scalar: pa.Scalar) -> bytes | memoryview | None:
+        """As `cell`, without a copy where the bytes are stored as such."""
         if not scalar.is_valid:
             return None
         if self.form == "text":
             return text_bytes(scalar)
-        if self.form == "chat":
+        if self.form in ("chat", "words"):
             return _encode(scalar.as_py())
-        if self.form == "binary":
-            return bytes(scalar.as_py())
-        value = scalar.as_py()
-        if value["bytes"] is None:
-            if value.get("path"):
-                raise PathOnly(
-                    f"holds a path, not bytes: {value['path']!r}; embed the bytes when writing the Parquet file"
-                )
-            return None
-        return bytes(value["bytes"])
+        held = scalar if self.form == "binary" else _plain_scalar(scalar)["bytes"]
+        if held.is_valid:
+            return text_bytes(held)
+        path = self.path(scalar)
+        if path:
+            raise PathOnly(f"holds a path, not bytes: {path!r}; embed the bytes when writing the Parquet file")
+        return None
 
-    def kind_of(self, data: bytes, path: str | None = None) -> int:
+    def path(self, scalar: pa.Scalar) -> str | None:
+        """The path beside the bytes of a struct."""
+        if self.form != "struct" or not scalar.is_valid:
+            return None
+        held = _plain_scalar(scalar)
+        path = held["path"].as_py() if "path" in held else None
+        return path if isinstance(path, str) else None
+
+    def num_turns(self, scalar: pa.Scalar) -> int:
+        """Turns of a chat, or items in them where they are more, before any is made a Python object."""
+        return _most_in(scalar)
+
+    def kind_of(self, data: bytes | memoryview, path: str | None = None) -> int:
         """Modality of one cell."""
         if self.kind != OTHER:
             return self.kind
@@ -69,10 +91,34 @@ class Column:
         return by_path if by_path != OTHER else sniff(data)
 
 
-def text_bytes(scalar: pa.Scalar) -> bytes:
+def text_bytes(scalar: pa.Scalar) -> memoryview:
     """A string as it is stored: perhaps not UTF-8, which only the sample it belongs to should fail for."""
-    value = scalar.value if isinstance(scalar, pa.DictionaryScalar) else scalar
-    return bytes(value.as_buffer())
+    return memoryview(_plain_scalar(scalar).as_buffer())
+
+
+def _plain_scalar(scalar: pa.Scalar) -> pa.Scalar:
+    return scalar.value if isinstance(scalar, pa.DictionaryScalar) else scalar
+
+
+def _most_in(scalar: pa.Scalar) -> int:
+    """As `_most_items`, of one cell. pyarrow makes no array of a struct with a field of type null."""
+    if not scalar.is_valid:
+        return 0
+    if _is_list(scalar.type):
+        return max(len(scalar.values), _most_items(scalar.values))
+    if pa.types.is_struct(scalar.type):
+        return max((_most_in(scalar[i]) for i in range(scalar.type.num_fields)), default=0)
+    return 0
+
+
+def _most_items(array: pa.Array) -> int:
+    """The length of the longest array of list items in an array, however deep."""
+    if _is_list(array.type):
+        inner = array.flatten()
+        return max(len(inner), _most_items(inner))
+    if pa.types.is_struct(array.type):
+        return max((_most_items(array.field(i)) for i in range(array.type.num_fields)), default=0)
+    return 0
 
 
 def plan_columns(schema: pa.Schema) -> tuple[list[Column], list[str], str | None]:
@@ -94,14 +140,14 @@ def plan_columns(schema: pa.Schema) -> tuple[list[Column], list[str], str | None
     return used, ignored, key
 
 
-def sniff(data: bytes) -> int:
+def sniff(data: bytes | memoryview) -> int:
     """IMAGE or AUDIO by the first bytes, else OTHER."""
-    head = data[:16]
+    head = bytes(data[:16])
     if head.startswith((b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF87a", b"GIF89a", b"BM", b"II*\0", b"MM\0*")):
         return IMAGE
     if head[:4] == b"RIFF":
         return IMAGE if head[8:12] == b"WEBP" else AUDIO
-    if head.startswith((b"fLaC", b"OggS", b"ID3", b"FORM", b".snd")) or head[:2] in (
+    if head.startswith((b"fLaC", b"OggS", b"ID3", b"FORM", b".snd", b"RF64", b"riff", b"caff")) or head[:2] in (
         b"\xff\xfb",
         b"\xff\xf3",
         b"\xff\xf2",
@@ -119,15 +165,30 @@ def _plan_column(name: str, type_: pa.DataType, feature: object) -> Column | Non
     item = type_.value_type if listed else type_
     if pa.types.is_dictionary(item):
         item = item.value_type
-    if is_text(item):
-        return None if listed else Column(name, "text", False, TEXT)
+    if is_text(item) and not listed:
+        return Column(name, "text", False, TEXT)
     if _is_binary(item):
         return Column(name, "binary", listed, _declared_kind(name, feature))
     if pa.types.is_struct(item):
         fields = {item.field(i).name: item.field(i).type for i in range(item.num_fields)}
         if "bytes" in fields and _is_binary(fields["bytes"]):
             return Column(name, "struct", listed, _declared_kind(name, feature))
+    if (listed or pa.types.is_struct(type_)) and is_beside(name):  # tools beside a chat: whether they say anything
+        return Column(name, "chat", False, TEXT)
+    if _holds_words(name, type_) or (is_text(item) and name.lower() in NAMED):
+        return Column(name, "words", False, TEXT)
     return None
+
+
+def _holds_words(name: str, type_: pa.DataType) -> bool:
+    """Whether a list or struct holds text under a name, or fields of a name, that say so."""
+    while _is_list(type_):
+        type_ = type_.value_type
+    if not pa.types.is_struct(type_):
+        return is_text(type_) and names_words(name)
+    texts = {type_.field(i).name for i in range(type_.num_fields) if is_text(type_.field(i).type)}
+    named = (name, *_field_names(type_)) if texts else _field_names(type_)
+    return any(map(names_words, named)) or {"user", "assistant"} <= texts
 
 
 def _declared_kind(name: str, feature: object) -> int:

@@ -13,15 +13,16 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from orchdata.loaders.fields import OTHER, RAW
+from orchdata.loaders.versions import RULES
 
-FORMAT_VERSION = 1
 SCHEMA = pa.schema(
     [
         pa.field("sample", pa.int32(), nullable=False),
@@ -38,6 +39,9 @@ SCHEMA = pa.schema(
         pa.field("error", pa.string()),
     ]
 )
+_NUMBERS = {field.name: field.type.to_pandas_dtype() for field in SCHEMA if field.type != pa.string()}
+_NOTHING = np.zeros(0, np.int64)
+_ROW_COLUMNS = ("sample", "key", "field", "kind", "offset", "size", "encoding")
 _META_KEY = b"orchdata"
 
 
@@ -53,8 +57,8 @@ class FactsMeta:
         ignored: how many members of each ignored field.
         lost_samples: that damage hides, beside those that have a row, where the shard tells how many it had.
         lost_bytes: of the shard as stored, behind damage: what they held is not known.
-        format: FORMAT_VERSION that wrote it.
         limits: fingerprint of the limits that were held.
+        rules: RULES that it was scanned under.
     """
 
     url: str
@@ -65,7 +69,11 @@ class FactsMeta:
     ignored: Mapping[str, int] = field(default_factory=dict)
     lost_samples: int = 0
     lost_bytes: int = 0
-    format: int = FORMAT_VERSION
+    rules: int = RULES
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-safe; the same as arguments make the same again."""
+        return {name: getattr(self, name) for name in FactsMeta.__slots__}
 
     @staticmethod
     def of(schema: pa.Schema) -> FactsMeta:
@@ -115,8 +123,9 @@ class FactsBuilder:
 
     def extend(self, rows: Sequence[tuple[int, str, str, int, int, int, int]]) -> None:
         """Rows of (sample, key, field, kind, offset, size, encoding)."""
-        names = ("sample", "key", "field", "kind", "offset", "size", "encoding")
-        for name, values in zip(names, zip(*rows, strict=True), strict=False):  # without rows there is nothing to zip
+        for name, values in zip(
+            _ROW_COLUMNS, zip(*rows, strict=True), strict=False
+        ):  # without rows there is nothing to zip
             getattr(self, name).extend(values)
 
     def append_media(
@@ -138,19 +147,21 @@ class FactsBuilder:
     def table(self) -> pa.Table:
         """All rows. Media columns that were never given (rows at the end) are 0."""
         rows = len(self)
-        columns: dict[str, pa.Array] = {}
-        for name in ("sample", "key", "field", "kind", "offset", "size", "encoding"):
-            columns[name] = pa.array(getattr(self, name), SCHEMA.field(name).type)
-        for name, pieces in self.media.items():
-            values = np.zeros(rows, SCHEMA.field(name).type.to_pandas_dtype())
-            given = np.concatenate(pieces) if pieces else np.zeros(0, np.int64)
-            values[: given.size] = given
-            columns[name] = pa.array(values)
-        errors: list[str | None] = [None] * rows
-        for row, reason in self.errors.items():
-            errors[row] = reason
-        columns["error"] = pa.array(errors, pa.string())
-        return pa.table(columns, schema=SCHEMA)
+        columns: list[Any] = []
+        for name, dtype in _NUMBERS.items():
+            if name in self.media:
+                pieces = self.media[name]
+                values = (pieces[0] if len(pieces) == 1 else np.concatenate([_NOTHING, *pieces])).astype(dtype)
+                columns.append(values if values.size == rows else np.pad(values, (0, rows - values.size)))
+            else:
+                columns.append(np.array(getattr(self, name), dtype))
+        columns = [pa.array(values) for values in columns]
+        columns[1:1] = [pa.array(self.key, pa.string()), pa.array(self.field, pa.string())]
+        if self.errors:
+            columns.append(pa.array([self.errors.get(row) for row in range(rows)], pa.string()))
+        else:
+            columns.append(pa.nulls(rows, pa.string()))
+        return pa.Table.from_arrays(columns, schema=SCHEMA)
 
 
 def shard_failure(reason: str) -> pa.Table:
@@ -171,13 +182,14 @@ def all_failed(facts: pa.Table, reason: str) -> pa.Table:
 
 def with_meta(table: pa.Table, meta: FactsMeta) -> pa.Table:
     """The table with `meta` in its schema."""
-    return table.replace_schema_metadata({_META_KEY: json.dumps(asdict(meta), sort_keys=True).encode()})
+    return table.replace_schema_metadata({_META_KEY: json.dumps(meta.as_dict(), sort_keys=True).encode()})
 
 
 def count_ignored(table: pa.Table) -> dict[str, int]:
     """How many rows without error each ignored field has."""
-    kinds = table["kind"].to_numpy()
-    errors = table["error"].is_null().to_numpy()
-    rows = np.flatnonzero((kinds == OTHER) & errors)
+    other = table["kind"].to_numpy() == OTHER
+    if not other.any():
+        return {}
+    rows = np.flatnonzero(other & table["error"].is_null().to_numpy())
     counts = Counter(name for name in table["field"].take(rows).to_pylist() if name)
     return dict(sorted(counts.items()))

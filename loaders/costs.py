@@ -12,59 +12,96 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass
-from itertools import islice
-from pathlib import Path
+from dataclasses import dataclass, field, replace
+from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from orchdata.loaders.columns import FactsMeta
 from orchdata.loaders.compose import Member, text_members
-from orchdata.loaders.errors import NOT_DATA, FieldError, as_field_error
+from orchdata.loaders.errors import NOT_DATA, FieldError, StorageError, as_field_error
 from orchdata.loaders.fields import OTHER, RAW
 from orchdata.loaders.index import ShardInfo
+from orchdata.loaders.limits import Limits
 from orchdata.loaders.measure import Measured, measure
-from orchdata.loaders.merge import replaced_file
 from orchdata.loaders.modality import IMAGE
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.table import MEMBERS, PARTS, Columns, TableSize, map_table, write_table
+from orchdata.loaders.sealed import Buffer, Damaged, read_sealed, seal, write_whole
+from orchdata.loaders.table import MEMBERS, PARTS, Columns, TableSize, body_bytes, pack, views
 from orchdata.loaders.totals import Totals, summarize
+from orchdata.loaders.versions import TABLE_FORMAT
 
 if TYPE_CHECKING:
     from orchdata.loaders.shards import Shard
 
+KIND = b"cost"
 _CHUNK_SAMPLES = 1024  # read ahead at most this many samples
 _CHUNK_BYTES = 16 << 20  # ... or this much text
 _RUN_BYTES = 1 << 20  # one read
+_GZIP_RATIO = 1032  # no gzip member decompresses further
 _GAP_BYTES = 16 << 10  # reading over a gap is cheaper than another call up to about here
 
 
 @dataclass(frozen=True, slots=True)
 class CostTable:
-    """The costs of one shard, in a file of the cache.
+    """The costs of one shard, in a file of the cache, verified when it was opened.
 
     Attributes:
-        path: the table.
-        shard: what it belongs to.
+        path: the file.
+        meta: of the facts that they were measured from.
+        url: of the shard.
         size, fields, totals: as in the index.
+        digest: of the whole content.
+        body: its columns, where they are held; else they are read and verified again when they are asked for.
     """
 
-    path: Path
-    shard: ShardInfo
+    path: str
+    url: str
+    meta: FactsMeta
     size: TableSize
     fields: Sequence[str]
     totals: Totals
+    digest: str
+    body: Buffer | None = field(repr=False, compare=False)
 
     @classmethod
-    def open(cls, path: Path, shard: ShardInfo) -> CostTable:
-        """Read the metadata only. Raises FileNotFoundError, or ValueError for a file of another format."""
-        metadata = map_table(path)[1]
-        return cls(path, shard, TableSize(**metadata["size"]), tuple(metadata["fields"]), metadata["totals"])
+    def open(cls, path: str, url: str) -> CostTable:
+        """Read and verify the file, and hold it. Raises OSError, or ValueError for what is not what was written."""
+        head, body = read_sealed(path, KIND, TABLE_FORMAT)
+        if head.values["url"] != url:
+            raise Damaged(f"it is that of {head.values['url']}")
+        return cls.of(path, head.values, head.digest, body)
+
+    @classmethod
+    def of(cls, path: str, values: dict[str, Any], digest: str, body: Buffer) -> CostTable:
+        size, meta = TableSize(**values["size"]), FactsMeta(**values["meta"])
+        if memoryview(body).nbytes != body_bytes(size):
+            raise Damaged(f"a table of {size} has {body_bytes(size)} bytes, there are {memoryview(body).nbytes}")
+        return cls(path, values["url"], meta, size, tuple(values["fields"]), values["totals"], digest, body)
+
+    @property
+    def shard(self) -> ShardInfo:
+        meta = self.meta
+        return ShardInfo(self.url, meta.size, meta.checksum, meta.version, meta.lost_samples, meta.lost_bytes)
+
+    def let_go(self) -> CostTable:
+        """The same table, not held."""
+        return replace(self, body=None)
 
     def columns(self) -> Columns:
-        return map_table(self.path)[0]
+        """Raises StorageError where the file, not held, is not what it was."""
+        if self.body is not None:
+            return views(self.body, self.size)
+        try:
+            again = CostTable.open(self.path, self.url)
+        except (OSError, ValueError) as error:
+            raise StorageError(str(self.path), f"was there and is not any more: {error}") from error
+        if again.digest != self.digest:
+            raise StorageError(str(self.path), "was replaced while it was in use: build the index again")
+        return again.columns()
 
 
 class ShardCosts(NamedTuple):
@@ -74,11 +111,19 @@ class ShardCosts(NamedTuple):
     fields: list[str]
     totals: Totals
 
-    def write(self, path: Path) -> None:
-        """Write them where `CostTable.open` finds them; the file appears when it is whole."""
-        metadata = {"size": asdict(self.columns.size), "fields": self.fields, "totals": self.totals}
-        with replaced_file(path) as temporary:
-            write_table(temporary, self.columns, metadata)
+    def write(self, path: str, url: str, meta: FactsMeta) -> CostTable:
+        """Write them where `CostTable.open` finds them; the file appears when it is whole. Raises StorageError."""
+        values = {
+            "url": url,
+            "meta": meta.as_dict(),
+            "size": self.columns.size.as_dict(),
+            "fields": self.fields,
+            "totals": self.totals,
+        }
+        body = b"".join(pack(self.columns))
+        file, digest = seal(KIND, TABLE_FORMAT, values, [body])
+        write_whole(path, file)
+        return CostTable.of(path, values, digest, body)
 
 
 @dataclass(slots=True)
@@ -110,29 +155,39 @@ def cost_shard(facts: pa.Table, open_shard: Callable[[], Shard], recipe: Recipe)
     rows = _Rows(offsets, encodings)
     with ExitStack() as stack:
         shard: Shard | None = None
-        for chunk in _chunks(_samples(facts, recipe)):
+        for chunk in _chunks(_samples(facts, recipe), recipe.limits.text_bytes):
             texts: dict[int, _Text] = {}
             if any(sample.wanted for sample in chunk):
                 shard = shard or stack.enter_context(closing(open_shard()))
-                texts = _read_texts(chunk, offsets, encodings, shard)
+                texts = _read_texts(chunk, offsets, encodings, shard, recipe.limits)
             for sample in chunk:
                 _measure(sample, texts, recipe, rows)
     columns = rows.columns()
-    return ShardCosts(columns, list(rows.field_numbers), summarize(columns, rows.ignored))
+    ignored = _never_read(facts) | rows.ignored
+    return ShardCosts(columns, list(rows.field_numbers), summarize(columns, ignored))
+
+
+def _never_read(facts: pa.Table) -> dict[str, int]:
+    """What the scan of the shard ignored; columns of Parquet have no rows in the facts."""
+    try:
+        return dict(FactsMeta.of(facts.schema).ignored)
+    except (KeyError, TypeError, ValueError):
+        return {}
 
 
 def _samples(facts: pa.Table, recipe: Recipe) -> Iterator[_Sample]:
     ordinals = facts.column("sample").to_numpy()
-    starts = np.flatnonzero(np.diff(ordinals, prepend=-1))
-    counts = np.diff(starts, append=len(ordinals))
-    keys = facts.column("key").take(pa.array(starts)).to_pylist()
+    starts = [0, *(np.flatnonzero(ordinals[1:] != ordinals[:-1]) + 1).tolist()]
+    all_keys = facts.column("key").to_pylist()
+    keys = [all_keys[start] for start in starts]
+    counts = [stop - start for start, stop in pairwise([*starts, len(ordinals)])]
     columns = {name: facts.column(name).to_pylist() for name in _MEMBER_COLUMNS}
-    fields = columns["field"] = _shared_strings(facts.column("field"))
+    fields = columns["field"] = _shared_strings(columns["field"])
     kinds = columns["kind"]
     broken = facts.column("error").null_count < len(facts)
     members = map(Member, *columns.values())
     wanted_of: dict[tuple[Any, ...], list[int]] = {}  # samples are alike
-    for key, start, count in zip(keys, starts.tolist(), counts.tolist(), strict=True):
+    for key, start, count in zip(keys, starts, counts, strict=True):
         mine = list(islice(members, count))
         error = _shard_error(mine) if broken else None
         if error is not None:
@@ -154,11 +209,10 @@ def _samples(facts: pa.Table, recipe: Recipe) -> Iterator[_Sample]:
 _MEMBER_COLUMNS = ("field", "kind", "width", "height", "frames", "rate", "size", "error")  # as Member takes them
 
 
-def _shared_strings(column: pa.ChunkedArray) -> list[str]:
-    """A column of few distinct strings as a list that holds each of them once."""
-    encoded = column.combine_chunks().dictionary_encode()
-    values = encoded.dictionary.to_pylist()
-    return [values[number] for number in encoded.indices.to_pylist()]
+def _shared_strings(strings: list[str]) -> list[str]:
+    """A list of few distinct strings that holds each of them once."""
+    shared: dict[str, str] = {}
+    return [shared.setdefault(string, string) for string in strings]
 
 
 def _shard_error(members: Sequence[Member]) -> FieldError | None:
@@ -169,14 +223,15 @@ def _shard_error(members: Sequence[Member]) -> FieldError | None:
     return None
 
 
-def _chunks(samples: Iterable[_Sample]) -> Iterator[list[_Sample]]:
+def _chunks(samples: Iterable[_Sample], text_bytes: int) -> Iterator[list[_Sample]]:
     """Stretches of samples whose texts are read together."""
     chunk: list[_Sample] = []
     held = 0
     for sample in samples:
         chunk.append(sample)
         for index in sample.wanted:
-            held += sample.members[index].size
+            member = sample.members[index]
+            held += min(_GZIP_RATIO * member.size, text_bytes) if member.field.endswith(".gz") else member.size
         if len(chunk) >= _CHUNK_SAMPLES or held >= _CHUNK_BYTES:
             yield chunk
             chunk, held = [], 0
@@ -188,19 +243,27 @@ _Text = bytes | memoryview | FieldError
 
 
 def _read_texts(
-    chunk: Sequence[_Sample], offsets: Sequence[int], encodings: Sequence[int], shard: Shard
+    chunk: Sequence[_Sample], offsets: Sequence[int], encodings: Sequence[int], shard: Shard, limits: Limits
 ) -> dict[int, _Text]:
     """Payload, or what is wrong with it, of every wanted member of the chunk, by row of the facts."""
     texts: dict[int, _Text] = {}
     run: list[tuple[int, Member]] = []
     run_stop = 0
     for sample in chunk:
+        held = 0
         for index in sample.wanted:
             row, member = sample.start + index, sample.members[index]
             if member.error is not None:
                 texts[row] = b""  # never looked at: the error comes first
+                continue
+            held += member.size
+            if held > limits.text_bytes:
+                texts[row] = FieldError(
+                    "*", f"the sample has {held} bytes of text, above Limits.text_bytes={limits.text_bytes}"
+                )
             elif encodings[row] != RAW:
-                texts[row] = _read(shard, offsets[row], member, encodings[row])
+                text = texts[row] = _read(shard, offsets[row], member, encodings[row])
+                held += 0 if isinstance(text, FieldError) else len(text) - member.size
             else:
                 if run and not (
                     0 <= offsets[row] - run_stop <= _GAP_BYTES
@@ -277,26 +340,33 @@ class _Rows:
         self._members = array("q")  # as MEMBERS
 
     def add(self, sample: _Sample, measured: Measured) -> None:
+        num_members, num_parts = len(self._members), len(self._parts)
+        try:
+            self._add_parts(sample, measured)
+            self._samples.extend(
+                (measured.llm_tokens, measured.loss_tokens, len(measured.parts), len(measured.used_members))
+            )
+        except OverflowError:  # nothing of a sample of which one number does not fit
+            del self._members[num_members:], self._parts[num_parts:]
+            raise
+        self._keys.append(sample.key)
+        self._errors.append(None)
+
+    def _add_parts(self, sample: _Sample, measured: Measured) -> None:
         used, members = measured.used_members, sample.members
         numbers = self.field_numbers
-        row_members, row_parts = array("q"), array("q")  # whole before they are kept: a number may not fit
         for index in used:
             member, row = members[index], sample.start + index
             name, kind, width, height, frames, rate, size, _ = member
             header = (width, height) if kind == IMAGE else (frames, rate)
             number = numbers.setdefault(name, len(numbers))
-            row_members.extend((number, kind, self._encodings[row], self._offsets[row], size, *header))
+            self._members.extend((number, kind, self._encodings[row], self._offsets[row], size, *header))
         for part in measured.parts:
-            row_parts.extend((part[0], used.index(part[1]), *part[2:]))
+            self._parts.extend((part[0], used.index(part[1]), *part[2:]))
         if len(used) < len(members):
             for index, member in enumerate(members):
                 if index not in used:
                     self.ignored[member.field] += 1
-        self._samples.extend((measured.llm_tokens, measured.loss_tokens, len(measured.parts), len(used)))
-        self._members.extend(row_members)
-        self._parts.extend(row_parts)
-        self._keys.append(sample.key)
-        self._errors.append(None)
 
     def add_bad(self, sample: _Sample, error: FieldError) -> None:
         for member in sample.members:
@@ -321,15 +391,17 @@ class _Rows:
             for column, (name, dtype) in enumerate(names.items()):
                 arrays[f"{kind}_{name}"] = table[:, column].astype(dtype)
 
-        fields = ["" if error is None else error.field for error in self._errors]
-        reasons = ["" if error is None else error.reason for error in self._errors]
+        errors = [error for error in self._errors if error is not None]
+        arrays["bad_row"] = np.array([row for row, error in enumerate(self._errors) if error is not None], np.int64)
+        fields, reasons = [error.field for error in errors], [error.reason for error in errors]
         for column_name, strings in (("key", self._keys), ("error_field", fields), ("error_reason", reasons)):
             encoded = [string.encode("utf-8", "backslashreplace") for string in strings]
             arrays[f"{column_name}_offsets"] = _offsets(np.array([len(string) for string in encoded], np.int64))
             arrays[f"{column_name}_bytes"] = np.frombuffer(b"".join(encoded), np.uint8)
-        valid = np.packbits([error is not None for error in self._errors], bitorder="little")
-        return Columns(**arrays, error_field_valid=valid, error_reason_valid=valid)
+        return Columns(**arrays)
 
 
 def _offsets(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    offsets = np.zeros(lengths.size + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets

@@ -3,8 +3,9 @@
 OrchdataError
 ├── DataError          one sample cannot be used: shard, key, field, reason
 ├── ShardError         a shard cannot be read at all (as a value it is a DataError with an empty key)
-├── MissingIndexError  more than one rank, and no index to plan from
 │   └── StaleIndexError  a shard is not the one that was indexed
+├── MissingIndexError  more than one rank, and no index to plan from
+│   └── DamagedIndexError  the file of the index is not what was written
 ├── StorageError       bytes could not be read, or kept in the cache, now: a full disk, a lost mount; no fault of data
 ├── StateError         a state that belongs to another dataset, recipe or order
 └── TooManyFailures    the failure budget of an ErrorPolicy is spent
@@ -17,6 +18,7 @@ Whoever makes any exception over data a failure of those data lets `NOT_DATA` th
 
 from __future__ import annotations
 
+import errno
 import re
 
 
@@ -62,6 +64,23 @@ class MissingIndexError(OrchdataError):
     """No index exists and this process may not build one; the message names the command that does."""
 
 
+class DamagedIndexError(MissingIndexError):
+    """The file of the index is cut, altered, or of another format. A single process makes it again, with a warning.
+
+    Attributes:
+        path: the file.
+        reason: what is wrong with it.
+    """
+
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(path, reason)
+        self.path = path
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"the index {self.path} is damaged: {self.reason}; run `orchdata index` again"
+
+
 class StaleIndexError(ShardError):
     """A shard differs from the one that was indexed (size or header checksum)."""
 
@@ -77,11 +96,11 @@ class StorageError(OrchdataError):
         errno: the system's number, or None.
     """
 
-    def __init__(self, url: str, reason: str, errno: int | None = None) -> None:
-        super().__init__(url, reason, errno)
+    def __init__(self, url: str, reason: str, number: int | None = None) -> None:
+        super().__init__(url, reason, number)
         self.url = url
         self.reason = reason
-        self.errno = errno
+        self.errno = number
 
     def __str__(self) -> str:
         return f"{self.url}: {self.reason}"
@@ -95,7 +114,7 @@ class TooManyFailures(OrchdataError):
     """More samples failed than the ErrorPolicy allows."""
 
 
-NOT_DATA = (StorageError, StaleIndexError, MemoryError, ImportError)
+NOT_DATA = (StorageError, StaleIndexError, DamagedIndexError, MemoryError, ImportError)
 """What says nothing about the data it was met in."""
 
 
@@ -111,10 +130,36 @@ class FieldError(Exception):
         return DataError(shard, key, self.field, self.reason)
 
 
+_RESOURCES = frozenset(
+    getattr(errno, name)
+    for name in (
+        *("EMFILE", "ENFILE", "EIO", "ENOSPC", "EDQUOT", "ESTALE", "EACCES", "EPERM"),
+        *("ENOMEM", "EAGAIN", "ETIMEDOUT", "EROFS", "ENODEV", "ENXIO"),
+    )
+)
+
+
+def pass_trouble(error: Exception) -> None:
+    """Raise what says nothing about the data: for whoever makes any other exception a failure of theirs.
+
+    Readers of data have bytes in memory, so that what the system refuses them (a module to load, a thread) is not the
+    data's doing: a StorageError.
+    """
+    if isinstance(error, NOT_DATA):
+        raise error
+    if isinstance(error, OSError) and error.errno in _RESOURCES:
+        what = "a decoder" if error.filename is None else str(error.filename)
+        raise StorageError(what, f"cannot be used: {error.strerror}", error.errno) from error
+
+
 def as_field_error(error: Exception, doing: str) -> FieldError:
-    """What an exception that nobody expected says of a sample that could not be `doing` ("measured", "decoded")."""
+    """What an exception that nobody expected says of a sample that could not be `doing` ("measured", "decoded").
+
+    Raises as `pass_trouble`.
+    """
     if isinstance(error, FieldError):
         return error
+    pass_trouble(error)
     return FieldError("*", f"cannot be {doing}: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
 
 

@@ -21,14 +21,34 @@ TEXT_SUFFIXES = frozenset("txt text transcript transcription caption json jsn js
 # webdataset's own expressions (tariterators.base_plus_ext and tar_file_iterator), so that no name is split otherwise.
 _SPLIT = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")
 _META = re.compile(r"__[^/]*__($|/)")
+_LONG_NAME = 256
 
 
 def split_name(name: str) -> tuple[str, str] | None:
     """(key, lower-cased field) of a member; None for `__meta__` names and names without a dot: no part of a sample."""
     if name.startswith("__") and _META.match(name):
         return None
+    if len(name) > _LONG_NAME:  # the expression's time grows with the square of the length, and names may be a MiB long
+        return _split_long(name)
     match = _SPLIT.match(name)
     return None if match is None else (match[1], match[2].lower())
+
+
+def _split_long(name: str) -> tuple[str, str] | None:
+    """As `_SPLIT` splits."""
+    slash = name.rfind("/")
+    dot = name.find(".", slash + 1)
+    if dot < 0:
+        return None
+    # The key ends with a part without a dot: it begins behind the last slash, or the one before where the basename has
+    # a leading dot; `.*/` does not reach over a newline.
+    newline = name.find("\n", 0, slash + 1)
+    start = (slash if newline < 0 else name.rfind("/", 0, newline)) + 1
+    if start == dot:
+        start = name.rfind("/", 0, max(0, slash)) + 1
+    if start == dot or name.find(".", start, dot) >= 0:
+        return None
+    return name[:dot], name[dot + 1 :].lower()
 
 
 def classify(field: str) -> tuple[int, int]:
@@ -49,4 +69,7 @@ def printable(name: str) -> str:
     """A name as valid Unicode: bytes that are not UTF-8 (surrogates, as tarfile decodes them) become escapes."""
     if name.isascii():
         return name
-    return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+    try:
+        return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+    except UnicodeEncodeError:  # a lone surrogate that stands for no byte
+        return name.encode("utf-8", "backslashreplace").decode()

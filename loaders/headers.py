@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from orchdata.loaders.cut_audio import cut_reason, flac_reason, lacks, mp3_stream_bytes
+from orchdata.loaders.errors import NOT_DATA, pass_trouble
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modality import IMAGE
 from orchdata.native.mediascan import FOUND, MORE, scan_media
-from orchdata.native.mp3scan import scan_mp3
+from orchdata.native.mp3scan import count_mp3, scan_mp3
 
 IMAGE_FORMATS: Final = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "JPEG2000", "AVIF")
 """Pillow's names of the formats that are read (JPEG includes MPO). Others run programs (EPS) or have no signature to
@@ -28,8 +30,11 @@ tell them by (TGA)."""
 if TYPE_CHECKING:
     from orchdata.loaders.sound import Sound
 
+_LONGEST_SIDE = 1 << 25
+"""Pillow's resizing counts what it needs for a longer one in 32 bits, and then reports a lack of memory."""
 SECOND_LOOK_BYTES = 1 << 16
 _BLOCK_FRAMES = 1 << 16
+_ID3V1_BYTES = 128
 _warnings_lock = threading.Lock()
 
 
@@ -85,6 +90,8 @@ def above_limits(header: MediaHeader, limits: Limits) -> str | None:
     if pixels > limits.image_pixels:
         size = f"{header.width}x{header.height} = {pixels} pixels"
         return f"image of {size}, above Limits.image_pixels={limits.image_pixels}"
+    if max(header.width, header.height) > _LONGEST_SIDE:
+        return f"image of {header.width}x{header.height} pixels: no side above {_LONGEST_SIDE} can be resized"
     if header.rate and header.frames > limits.audio_seconds * header.rate:
         return f"audio of {header.frames / header.rate:.0f} s, above Limits.audio_seconds={limits.audio_seconds:g}"
     return None
@@ -124,7 +131,10 @@ def _ask_pillow(data: bytes, limits: Limits) -> MediaHeader:
         raise HeaderError(f"not an image: starts with {starts_with(data)}") from None
     except Image.DecompressionBombError as error:
         raise HeaderError(f"too large an image: {error}; see PIL.Image.MAX_IMAGE_PIXELS") from None
+    except NOT_DATA:
+        raise
     except Exception as error:
+        pass_trouble(error)
         raise HeaderError(f"damaged image: {_describe(error)}") from error
     if width < 1 or height < 1:
         raise HeaderError(f"image of {width}x{height} pixels")
@@ -144,20 +154,27 @@ def _ask_soundfile(data: bytes, limits: Limits) -> MediaHeader:
             frames = int(sound.frames)
             if rate < 1:
                 raise HeaderError(f"audio at {rate} Hz")
-            if sound.format == "MP3":
+            is_mp3 = sound.format == "MP3"
+            if is_mp3:
                 frames = _mp3_frames(data, frames)
-            if frames < 0 or frames >= UNKNOWN_FRAMES or (sound.format == "MP3" and frames == 0):
+            if frames < 0 or frames >= UNKNOWN_FRAMES or (is_mp3 and frames == 0):
                 frames = _count_frames(sound, int(limits.audio_seconds * rate))
-    except HeaderError:
+    except (*NOT_DATA, HeaderError):
         raise
     except soundfile.LibsndfileError as error:
         if _looks_like_audio(data):
             raise HeaderError(f"damaged audio: {error.error_string.strip()}") from None
         raise HeaderError(f"not audio: starts with {starts_with(data)}") from None
     except Exception as error:
+        pass_trouble(error)
         raise HeaderError(f"damaged audio: {_describe(error)}") from error
     if frames < 1:
         raise HeaderError("audio without a single frame")
+    reason = cut_reason(data, frames, rate) or flac_reason(data, frames)
+    if reason is None and is_mp3:
+        reason = mp3_reason(data, frames, rate)
+    if reason is not None:
+        raise HeaderError(reason)
     return MediaHeader(frames=frames, rate=rate)
 
 
@@ -171,9 +188,45 @@ def _mp3_frames(data: bytes, told: int) -> int:
     return told if tagged else min(told, int(frames * samples))
 
 
+def mp3_reason(data: bytes | memoryview, frames: int, rate: int) -> str | None:
+    """Why libsndfile does not deliver all of an MP3, or None.
+
+    Args:
+        data: the whole file.
+        frames: that decoding gives, per channel; rate: in Hz.
+    """
+    end = mp3_stream_bytes(data)
+    if end is None:
+        count, samples = count_mp3(np.frombuffer(data, np.uint8))
+        whole = int(count * samples)
+        if lacks(frames, whole, rate):
+            return (
+                f"VBR MP3 without a Xing tag: the decoder stops at {frames / rate:.3f} of {whole / rate:.3f} s; remux "
+                "it, for example ffmpeg -i in.mp3 -c copy out.mp3"
+            )
+        return None
+    rest = bytes(data[end:])
+    if len(rest) > _ID3V1_BYTES and lacks(frames, frames + _frames_of(rest), rate):
+        return "several MP3 streams behind one another, of which only the first would be read: join or split them"
+    return None
+
+
+def _frames_of(data: bytes) -> int:
+    """Frames of an MP3; 0 for anything else."""
+    import soundfile
+
+    from orchdata.loaders.sound import open_sound
+
+    try:
+        with open_sound(data) as sound:
+            return int(sound.frames) if sound.format == "MP3" else 0
+    except soundfile.LibsndfileError:
+        return 0
+
+
 def _count_frames(sound: Sound, limit: int) -> int:
     """Decode and count, up to just above `limit` frames."""
-    block = np.empty((_BLOCK_FRAMES, sound.channels), np.float32)
+    block = np.empty((_BLOCK_FRAMES // max(1, sound.channels // 8), sound.channels), np.float32)
     count = 0
     while count <= limit:
         got = len(sound.read(out=block))

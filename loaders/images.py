@@ -13,6 +13,7 @@ from __future__ import annotations
 import io
 import struct
 import threading
+import zlib
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, Final
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageFile, JpegImagePlugin
 
 from orchdata.loaders.decode_error import DecodeError
+from orchdata.loaders.errors import NOT_DATA, pass_trouble
 from orchdata.loaders.headers import IMAGE_FORMATS, MediaHeader, above_limits, starts_with
 from orchdata.loaders.jpeg import decode_jpeg, is_jpeg, jpeg_orientation, read_jpeg_header
 from orchdata.loaders.limits import Limits
@@ -31,6 +33,7 @@ from orchdata.native.patchify import channel_table, patchify
 Pixels = NDArray[np.uint8]
 Size = tuple[int, int]  # (width, height), as Pillow has it
 
+_PNG: Final = b"\x89PNG\r\n\x1a\n"
 _ORIENTATION: Final = 0x0112
 _SIXTEEN_BIT: Final = ("I;16", "I;16L", "I;16B", "I;16N")
 _init_lock = threading.Lock()
@@ -73,11 +76,28 @@ def load_pixels(data: bytes, pre: ImagePreprocessor, limits: Limits, grid: tuple
     try:
         if is_jpeg(data):
             return _load_jpeg(data, pre, limits, grid)
+        if data.startswith(_PNG):
+            _check_png(data)
         return _load_other(open_image(data), pre, limits, grid)
-    except DecodeError:
+    except (*NOT_DATA, DecodeError):
         raise
     except Exception as error:  # decoders raise almost anything for damaged bytes
+        pass_trouble(error)
         raise DecodeError(f"damaged image: {_tidy(error)}") from error
+
+
+def _check_png(data: bytes) -> None:
+    """Raise DecodeError where a chunk that pixels come from is damaged: Pillow skips the checksums of pixels."""
+    at, view = len(_PNG), memoryview(data)
+    while at + 12 <= len(data):
+        end = at + 8 + int.from_bytes(data[at : at + 4], "big")
+        name = data[at + 4 : at + 8]
+        if name == b"IEND" or end + 4 > len(data):
+            return  # what is cut Pillow finds
+        needed = not name[0] & 0x20 or name == b"tRNS"  # a small first letter: pixels do without it
+        if needed and zlib.crc32(view[at + 4 : end]) != int.from_bytes(data[end : end + 4], "big"):
+            raise DecodeError(f"damaged PNG image: chunk {starts_with(name)} at byte {at} does not fit its checksum")
+        at = end + 4
 
 
 def open_image(data: bytes) -> ImageFile.ImageFile:

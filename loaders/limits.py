@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
+
+from orchdata.loaders.modality import TEXT
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -10,19 +13,33 @@ class Limits:
     """Upper limits on what one shard or sample may hold. They are part of the recipe's fingerprint.
 
     Attributes:
-        member_bytes: one member of a shard, as stored.
+        member_bytes: one member of a shard, as stored; of a sparse one, as read.
         sample_bytes: all members of one sample together.
+        sample_parts: images and clips of one sample, items of one list, turns of one chat.
+        sample_tokens: LLM tokens of one sample, those of images and audio included.
+        sample_decoded_bytes: memory that decoding the media of one sample takes: patches, audio features, the decoded
+            waves, and the pixels of the largest image.
+        shard_rows: members of one tar, rows or fields of one Parquet file.
+        column_bytes: one column of a Parquet row group, decoded; more only within `decompression_ratio` of the file.
         decompressed_bytes: a .tar.gz or .tar.zst once decompressed.
-        decompression_ratio: decompressed to compressed size, beyond the first MiB.
+        decompression_ratio: decompressed to compressed size, beyond the first MiB (`column_bytes` of a Parquet column);
+            what a sparse member reads as to what is stored of it; memory of the index to bytes of a Parquet file.
+        key_bytes: a sample's key, or the name of a field, as UTF-8.
         image_pixels: width times height of an image, before any resizing.
         audio_seconds: length of one clip.
-        text_bytes: one text or JSON member, after decompression.
+        text_bytes: one text or JSON member, after decompression; also all of one sample together.
     """
 
     member_bytes: int = 1 << 30
     sample_bytes: int = 2 << 30
+    sample_parts: int = 1 << 16
+    sample_tokens: int = 1 << 24
+    sample_decoded_bytes: int = 16 << 30
+    shard_rows: int = 10_000_000
+    column_bytes: int = 1 << 30
     decompressed_bytes: int = 64 << 30
     decompression_ratio: float = 200.0
+    key_bytes: int = 4096
     image_pixels: int = 178_956_970
     audio_seconds: float = 3 * 3600.0
     text_bytes: int = 16 << 20
@@ -31,3 +48,27 @@ class Limits:
         for name in self.__dataclass_fields__:
             if not getattr(self, name) > 0:
                 raise ValueError(f"Limits.{name} must be above 0, got {getattr(self, name)}")
+
+    def name_error(self, what: str, name: str) -> str | None:
+        """Why a name is refused, or None."""
+        if 4 * len(name) <= self.key_bytes or (size := len(name.encode())) <= self.key_bytes:
+            return None
+        return f"a {what} of {size} bytes, above Limits.key_bytes={self.key_bytes}"
+
+    def size_error(self, kind: int, size: int) -> str | None:
+        """Why a member of this kind and size is refused, or None."""
+        if size > self.member_bytes:
+            return f"{size} bytes, above Limits.member_bytes={self.member_bytes}"
+        if kind == TEXT and size > self.text_bytes:
+            return f"text of {size} bytes, above Limits.text_bytes={self.text_bytes}"
+        return None
+
+
+def shortened(name: str) -> str:
+    """A name that is above the limit, to be shown."""
+    return name[:64] + "..."
+
+
+def limits_fingerprint(limits: Limits) -> str:
+    """The limits that facts depend on, in a form to compare."""
+    return hashlib.blake2b(repr(limits).encode(), digest_size=8).hexdigest()

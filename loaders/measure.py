@@ -6,15 +6,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
+import numpy as np
+
 from orchdata.loaders.compose import MediaSlot, compose_with_source
 from orchdata.loaders.errors import FieldError
 from orchdata.loaders.headers import MediaHeader, above_limits
+from orchdata.loaders.limits import Limits
 from orchdata.loaders.members import Member
 from orchdata.loaders.modality import AUDIO, IMAGE
-from orchdata.loaders.preprocessors import image_grid
+from orchdata.loaders.preprocessors import STORED, image_grid
 from orchdata.loaders.recipe import Recipe
 
 _INT32_MAX: Final = 2**31 - 1
+_PIXEL_BYTES: Final = 4
+_WAVE_BYTES: Final = 4
+_ITEM_BYTES: Final = {name: np.dtype(kind).itemsize for name, kind in STORED.items()}
 
 
 class MeasuredPart(NamedTuple):
@@ -48,6 +54,10 @@ class Measured:
 def measure(members: Sequence[Member], texts: Mapping[int, bytes | memoryview], recipe: Recipe) -> Measured:
     """Counts of a sample, without decoding media. Raises FieldError as `compose`, and where a limit is exceeded."""
     spans, text_used = compose_with_source(members, texts, recipe)
+    if len(spans) > recipe.limits.sample_parts:
+        num_parts = sum(isinstance(span, MediaSlot) for span in spans)
+        if num_parts > recipe.limits.sample_parts:
+            raise _above("images and clips", num_parts, "sample_parts", recipe.limits)
     measured = Measured(0, 0)
     for span in spans:
         if isinstance(span, MediaSlot):
@@ -91,12 +101,46 @@ def _check_sample(measured: Measured, members: Sequence[Member], recipe: Recipe)
     for index in measured.used_members:
         name, size = members[index].field, members[index].size
         if size > limits.member_bytes:
-            raise FieldError(name, f"{size} bytes, above the limit member_bytes={limits.member_bytes}")
+            raise FieldError(name, f"{size} bytes, above Limits.member_bytes={limits.member_bytes}")
         total_bytes += size
-    if total_bytes > limits.sample_bytes:
-        raise FieldError("*", f"the sample has {total_bytes} bytes, above the limit sample_bytes={limits.sample_bytes}")
     if measured.llm_tokens == 0:
         raise FieldError(members[measured.used_members[0]].field, "no tokens: the sample is an empty text")
-    largest = max(measured.llm_tokens, *(part.extent0 for part in measured.parts), 0)
+    if total_bytes > limits.sample_bytes:
+        raise _above("bytes", total_bytes, "sample_bytes", limits)
+    if measured.llm_tokens > limits.sample_tokens:
+        raise _above("LLM tokens", measured.llm_tokens, "sample_tokens", limits)
+    largest = measured.llm_tokens
+    if measured.parts:
+        decoded = decoded_bytes(measured.parts, members, recipe)
+        if decoded > limits.sample_decoded_bytes:
+            raise _above("bytes of media once decoded", decoded, "sample_decoded_bytes", limits)
+        largest = max(largest, *[part.extent0 for part in measured.parts])
     if largest > _INT32_MAX:  # the index counts in int32
         raise FieldError("*", f"the sample has {largest} tokens or audio samples, above {_INT32_MAX}")
+
+
+def _above(what: str, count: int, limit: str, limits: Limits) -> FieldError:
+    most = getattr(limits, limit)
+    return FieldError(
+        "*", f"the sample has {count} {what}, above Limits.{limit}={most}: raise it in Recipe(limits=...), or split it"
+    )
+
+
+def decoded_bytes(parts: Sequence[MeasuredPart], members: Sequence[Member], recipe: Recipe) -> int:
+    """Memory that decoding these parts takes, from their headers.
+
+    Patches, features and waves of all; pixels of the largest image, as images are decoded one after the other.
+    """
+    image, audio = recipe.image, recipe.audio
+    # A position of an image, a frame of audio.
+    patch_bytes = 0 if image is None else image.patch_dim * _ITEM_BYTES[image.dtype]
+    frame_bytes = 0 if audio is None else audio.num_mels * _ITEM_BYTES[audio.dtype]
+    total = largest = 0
+    for modality, index, positions, _, extent0, extent1 in parts:
+        member = members[index]
+        if modality == IMAGE:
+            largest = max(largest, member.width * member.height)
+            total += positions * patch_bytes
+        else:
+            total += extent1 * frame_bytes + _WAVE_BYTES * (member.frames + extent0)  # as stored, and resampled
+    return total + _PIXEL_BYTES * largest

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Final, NamedTuple
 
+from orchdata.loaders.chat_keys import is_beside
 from orchdata.loaders.modality import AUDIO, IMAGE, TEXT
+from orchdata.loaders.words import NAMED, WORDS_SUFFIX
 
 _JSON_NAMES: Final = ("json", "jsonl", "jsn", "messages", "conversations")
 _LEADING_NUMBER: Final = re.compile(r"(\d+)\.")
+_TEXT_SUFFIXES: Final = re.compile(r"\.(json|jsn|jsonl|txt|text)$")
 
 
 class Member(NamedTuple):
@@ -42,12 +46,20 @@ class Layout(NamedTuple):
         json: JSON, in the order of the shard.
         plain: the preferred plain text, numbered fields by number.
         image, audio: media, numbered fields by number.
+        beside: text whose name says that it belongs to a conversation (`tools`, `system.txt`), in the order of the
+            shard; perhaps among `json` or `plain` too.
+        others: where there is neither JSON nor plain text, text under other names: a Parquet column of chats may have
+            any name.
+        named: text that names media by path: Parquet columns `image`, `images`, `audio`, `audios` without bytes.
     """
 
     json: tuple[int, ...]
     plain: tuple[int, ...]
     image: tuple[int, ...]
     audio: tuple[int, ...]
+    beside: tuple[int, ...]
+    others: tuple[int, ...]
+    named: tuple[int, ...]
 
 
 def layout_of(members: Sequence[Member], text_fields: tuple[str, ...]) -> Layout:
@@ -59,12 +71,17 @@ def layout_of(members: Sequence[Member], text_fields: tuple[str, ...]) -> Layout
 def _layout(names: tuple[tuple[str, int], ...], text_fields: tuple[str, ...]) -> Layout:
     texts = _in_field_order(names, TEXT)
     json = sorted(index for index in texts if _is_json(names[index][0]))
-    plain = [index for index in texts if index not in json]
+    rest = [index for index in texts if index not in json]
+    plain = _preferred([(index, _name(names[index][0])) for index in rest], text_fields)
+    named = tuple(index for index in sorted(texts) if names[index][0].lower().removesuffix(WORDS_SUFFIX) in NAMED)
     return Layout(
         json=tuple(json),
-        plain=_preferred([(index, _name(names[index][0])) for index in plain], text_fields),
+        plain=plain,
         image=tuple(_in_field_order(names, IMAGE)),
         audio=tuple(_in_field_order(names, AUDIO)),
+        beside=tuple(index for index in sorted(texts) if is_beside(stem(names[index][0]))),
+        others=() if json or plain else tuple(index for index in texts if index not in named),
+        named=named,
     )
 
 
@@ -82,14 +99,25 @@ def _in_field_order(names: Sequence[tuple[str, int]], kind: int) -> list[int]:
     return sorted(found, key=lambda index: (_number(names[index][0]), index))
 
 
-def _number(name: str) -> int:
+def _number(name: str) -> tuple[int, str]:
+    """Sorts as the leading number does, those without one first. Not as an int: it may have thousands of digits."""
     match = _LEADING_NUMBER.match(name)
-    return int(match[1]) if match else -1
+    if match is None:
+        return -1, ""
+    digits = "".join(str(unicodedata.decimal(digit)) for digit in match[1]).lstrip("0")
+    return len(digits), digits
 
 
 def _name(name: str) -> str:
     """A field's name in lower case (columns of Parquet files keep theirs), without its leading number and `.gz`."""
-    return _LEADING_NUMBER.sub("", name.lower().removesuffix(".gz"), count=1)
+    name = name.lower().removesuffix(".gz")
+    match = _LEADING_NUMBER.match(name)
+    return name if match is None else name[match.end() :]
+
+
+def stem(name: str) -> str:
+    """A field's name without number and suffixes of text."""
+    return _TEXT_SUFFIXES.sub("", _name(name))
 
 
 def _is_json(name: str) -> bool:

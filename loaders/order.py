@@ -116,7 +116,7 @@ class Order:
             "excluded": hashlib.blake2b(self._excluded.tobytes(), digest_size=8).hexdigest(),
             "num_excluded": int(self._excluded.size),
             "shuffle": shuffle,
-            "seed": self.seed,
+            "seed": None if self.shuffle is None else self.seed,
         }
 
 

@@ -52,9 +52,8 @@ def again(url: str, doing: str, call: Callable[[], T], error: OSError) -> T:
 
 
 def storage_error(url: str, doing: str, error: OSError) -> StorageError:
-    """The error with the file it is about: a write to a full disk does not say."""
-    named = url if error.filename is None else str(error.filename)
-    return StorageError(named, f"{doing}: {error.strerror or error}", error.errno)
+    """The error with the file it is about: a write to a full disk does not say, and a temporary file means nothing."""
+    return StorageError(url, f"{doing}: {error.strerror or error}", error.errno)
 
 
 class Patience:

@@ -39,7 +39,7 @@ class Shard(Protocol):
         ...
 
     def checksum(self) -> str:
-        """Of its size and headers, as in its facts."""
+        """Of its size and headers (Parquet: its whole content), as in its facts."""
         ...
 
     def read(self, offset: int, size: int, encoding: int, field: str) -> bytes | memoryview:
@@ -80,6 +80,21 @@ def open_shard(url: str, *, limits: Limits, cache: CacheFolder, reads: ReadBytes
     if reads is not None:
         content = CountedFile(content, reads.cache)
     return TarShard(url, content, limits=limits, size=file.size, version=file.version)
+
+
+def open_indexed(
+    url: str, indexed: ShardInfo, *, limits: Limits, cache: CacheFolder, reads: ReadBytes | None = None
+) -> Shard:
+    """`open_shard` of one that was measured before. Raises StaleIndexError too: it is not the one that was."""
+    shard = open_shard(url, limits=limits, cache=cache, reads=reads)
+    try:
+        difference = _difference(shard, indexed)
+        if difference is not None:
+            raise StaleIndexError(url, f"{difference}: run `orchdata index` again")
+    except BaseException:
+        shard.close()
+        raise
+    return shard
 
 
 class OpenShards:
@@ -133,11 +148,10 @@ class OpenShards:
             shard.close()
 
     def _open(self, url: str, indexed: ShardInfo | None) -> Shard:
-        shard = open_shard(url, limits=self._limits, cache=self._cache, reads=self.reads)
-        difference = None if indexed is None else _difference(shard, indexed)
-        if difference is not None:
-            shard.close()
-            raise StaleIndexError(url, f"{difference}: run `orchdata index` again")
+        if indexed is None:
+            shard = open_shard(url, limits=self._limits, cache=self._cache, reads=self.reads)
+        else:
+            shard = open_indexed(url, indexed, limits=self._limits, cache=self._cache, reads=self.reads)
         with self._lock:
             self._shards[url] = shard
             while len(self._shards) > self._capacity:
@@ -156,7 +170,8 @@ def _difference(shard: Shard, indexed: ShardInfo) -> str | None:
     """What tells the shard from the one that was indexed."""
     if shard.size != indexed.size:
         return f"has {shard.size} bytes, {indexed.size} when it was indexed"
-    # A copy of the same data has another time of change; its headers tell whether it is one.
+    # A copy of the same data has another time of change; its headers tell whether it is one. Parquet pages are decoded
+    # by a library that a damaged one can end, so of these all bytes are compared.
     if shard.version != indexed.version and shard.checksum() != indexed.checksum:
-        return "was written anew since it was indexed, with the same size and other members"
+        return "was written anew since it was indexed, with the same size and other content"
     return None

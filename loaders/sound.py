@@ -6,6 +6,8 @@ import io
 
 import soundfile
 
+from orchdata.loaders.cut_audio import unclosed_wav
+
 UNKNOWN_FRAMES = 1 << 48
 """libsndfile says about 2**63 frames where the header tells none (a FLAC that was streamed out)."""
 
@@ -22,4 +24,10 @@ class Sound(soundfile.SoundFile):  # type: ignore[misc]
 
 def open_sound(data: bytes | memoryview) -> Sound:
     """Open audio in memory. Raises soundfile.LibsndfileError."""
-    return Sound(io.BytesIO(data))
+    stream = io.BytesIO(data)
+    start = unclosed_wav(data)
+    if start:  # libsndfile takes a size of 0 at its word
+        stream.seek(start - 4)
+        stream.write((len(data) - start).to_bytes(4, "little"))
+        stream.seek(0)
+    return Sound(stream)

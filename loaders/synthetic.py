@@ -147,8 +147,7 @@ def _offsets(counts: NDArray[np.int64]) -> NDArray[np.int64]:
 
 def _empty(samples: int, parts: int, members: int) -> Columns:
     """Columns of zeros, without keys or errors."""
-    none, bits = np.zeros(0, np.uint8), np.zeros((samples + 7) // 8, np.uint8)
-    small, offsets = np.int32, np.zeros(samples + 1, np.int64)
+    none, small, offsets = np.zeros(0, np.uint8), np.int32, np.zeros(samples + 1, np.int64)
     return Columns(
         shard=np.zeros(samples, small),
         llm_tokens=np.zeros(samples, small),
@@ -170,10 +169,9 @@ def _empty(samples: int, parts: int, members: int) -> Columns:
         member_header1=np.zeros(members, small),
         key_offsets=offsets,
         key_bytes=none,
-        error_field_valid=bits,
-        error_field_offsets=offsets,
+        bad_row=np.zeros(0, np.int64),
+        error_field_offsets=np.zeros(1, np.int64),
         error_field_bytes=none,
-        error_reason_valid=bits,
-        error_reason_offsets=offsets,
+        error_reason_offsets=np.zeros(1, np.int64),
         error_reason_bytes=none,
     )

@@ -1,27 +1,26 @@
-"""The columns of an index on disk: one uncompressed Arrow record batch, mapped instead of read.
+"""The columns of an index on disk: the body of a sealed file, whose layout follows from seven lengths.
 
-    columns of a sample --large_list offsets--> its parts, its members (flat columns over all samples)
+    columns of a sample --offsets--> its parts, its members, its key (flat columns over all samples)
 
-`map_table` gives NumPy views of a mapped file without reading it. `allocate_table` writes a file of the right size and
-gives writable views of it, so that a table of any size is filled piece by piece in bounded memory.
+Nothing in the body says where anything is, so nothing in it can send a reader outside; offsets into other columns are
+checked where they are used. `views` makes arrays of a body in memory or mapped; `TableWriter` fills one of any size,
+table by table, in bounded memory.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from functools import cache
+from typing import Any, Final
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
-FORMAT = 1
-_METADATA = b"orchdata"
+from orchdata.loaders.sealed import Buffer, write_at
 
-PARTS = {
+PARTS: Final[dict[str, Any]] = {
     "modality": np.uint8,
     "member": np.int32,
     "positions": np.int32,
@@ -30,7 +29,7 @@ PARTS = {
     "extent1": np.int32,
 }
 # header0, header1: width and height of an image, frames and rate of audio, else 0.
-MEMBERS = {
+MEMBERS: Final[dict[str, Any]] = {
     "field": np.int32,
     "kind": np.uint8,
     "encoding": np.uint8,
@@ -39,31 +38,37 @@ MEMBERS = {
     "header0": np.int64,
     "header1": np.int32,
 }
+STRINGS: Final = {"key": "samples", "error_field": "bad", "error_reason": "bad"}
+"""String columns, as offsets and bytes, and of what there is one each."""
 
+# Column -> its dtype, the length of TableSize it has, and how many more.
+LAYOUT: Final[dict[str, tuple[Any, str, int]]] = {
+    "shard": (np.int32, "samples", 0),
+    "llm_tokens": (np.int32, "samples", 0),
+    "loss_tokens": (np.int32, "samples", 0),
+    "part_offsets": (np.int64, "samples", 1),
+    **{f"part_{name}": (dtype, "parts", 0) for name, dtype in PARTS.items()},
+    "member_offsets": (np.int64, "samples", 1),
+    **{f"member_{name}": (dtype, "members", 0) for name, dtype in MEMBERS.items()},
+    "bad_row": (np.int64, "bad", 0),
+}
+for _name, _of in STRINGS.items():
+    LAYOUT[f"{_name}_offsets"] = (np.int64, _of, 1)
+    LAYOUT[f"{_name}_bytes"] = (np.uint8, f"{_name}_bytes", 0)
 
-def _list_of(children: Mapping[str, Any]) -> pa.DataType:
-    fields = [pa.field(name, pa.from_numpy_dtype(dtype), nullable=False) for name, dtype in children.items()]
-    return pa.large_list(pa.field("item", pa.struct(fields), nullable=False))
-
-
-SCHEMA = pa.schema(
-    [
-        pa.field("shard", pa.int32(), nullable=False),
-        pa.field("llm_tokens", pa.int32(), nullable=False),
-        pa.field("loss_tokens", pa.int32(), nullable=False),
-        pa.field("parts", _list_of(PARTS), nullable=False),
-        pa.field("members", _list_of(MEMBERS), nullable=False),
-        pa.field("key", pa.large_string(), nullable=False),
-        pa.field("error_field", pa.large_string()),
-        pa.field("error_reason", pa.large_string()),
-    ]
-)
-STRINGS = ("key", "error_field", "error_reason")
+# Offsets -> the column whose elements they count.
+OFFSETS: Final = {
+    "part_offsets": "part_modality",
+    "member_offsets": "member_field",
+    **{f"{name}_offsets": f"{name}_bytes" for name in STRINGS},
+}
+_ALIGNMENT = 8
+_FLUSH_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableSize:
-    """Lengths of all columns: n samples, p parts, m members, and the UTF-8 bytes of each string column."""
+    """Lengths of all columns: n samples, p parts, m members, bad samples, and UTF-8 bytes of each string column."""
 
     samples: int
     parts: int
@@ -73,17 +78,19 @@ class TableSize:
     error_field_bytes: int
     error_reason_bytes: int
 
-    def __add__(self, other: TableSize) -> TableSize:
-        names = self.__dataclass_fields__
-        return TableSize(**{name: getattr(self, name) + getattr(other, name) for name in names})
+    def as_dict(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in TableSize.__slots__}
+
+    @staticmethod
+    def sum(sizes: Sequence[TableSize]) -> TableSize:
+        return TableSize(**{name: sum(getattr(size, name) for size in sizes) for name in TableSize.__slots__})
 
 
 @dataclass(slots=True, eq=False)
 class Columns:
-    """All columns as arrays: views of a mapped file, or its buffers to be filled. Strings as offsets and bytes.
+    """All columns as arrays. Strings are offsets and bytes: `<string>_offsets` int64, `<string>_bytes` uint8 (UTF-8).
 
-    `<string>_offsets` int64 (n + 1,), `<string>_bytes` uint8; `<string>_valid` is the bitmap of which values are set,
-    empty where all are.
+    Errors are those of the rows `bad_row`, ascending, int64.
     """
 
     shard: NDArray[np.int32]
@@ -104,12 +111,11 @@ class Columns:
     member_size: NDArray[np.int64]
     member_header0: NDArray[np.int64]
     member_header1: NDArray[np.int32]
+    bad_row: NDArray[np.int64]
     key_offsets: NDArray[np.int64]
     key_bytes: NDArray[np.uint8]
-    error_field_valid: NDArray[np.uint8]
     error_field_offsets: NDArray[np.int64]
     error_field_bytes: NDArray[np.uint8]
-    error_reason_valid: NDArray[np.uint8]
     error_reason_offsets: NDArray[np.int64]
     error_reason_bytes: NDArray[np.uint8]
 
@@ -119,126 +125,145 @@ class Columns:
             samples=self.shard.size,
             parts=self.part_modality.size,
             members=self.member_field.size,
-            bad=int(self.bad_rows().size),
-            key_bytes=int(self.key_offsets[-1]),
-            error_field_bytes=int(self.error_field_offsets[-1]),
-            error_reason_bytes=int(self.error_reason_offsets[-1]),
+            bad=self.bad_row.size,
+            key_bytes=self.key_bytes.size,
+            error_field_bytes=self.error_field_bytes.size,
+            error_reason_bytes=self.error_reason_bytes.size,
         )
 
-    def bad_rows(self) -> NDArray[np.int64]:
-        """Rows whose error is set, ascending, int64."""
-        if not self.error_reason_valid.size:  # Arrow leaves the bitmap out where every value is set
-            return np.arange(self.shard.size)
-        return np.flatnonzero(np.unpackbits(self.error_reason_valid, bitorder="little", count=self.shard.size))
+    def text(self, column: str, place: int) -> str:
+        """One value of a string column: of a row for `key`, of a place in `bad_row` for errors.
 
-    def text(self, column: str, row: int) -> str:
-        """One value of a string column."""
+        Raises:
+            ValueError: its offsets lie outside the column, or its bytes are no UTF-8.
+        """
         offsets: NDArray[np.int64] = getattr(self, f"{column}_offsets")
-        start, stop = offsets[row : row + 2].tolist()
         values: NDArray[np.uint8] = getattr(self, f"{column}_bytes")
+        start, stop = offsets[place : place + 2].tolist()
+        if not 0 <= start <= stop <= values.size:
+            raise ValueError(f"the {column} of row {place} is said to lie at {start} to {stop} of {values.size} bytes")
         return values[start:stop].tobytes().decode()
 
+    def check_ends(self) -> None:
+        """Check the first and last of all offsets, and which rows are bad: what can be checked without a full pass.
 
-def columns_of(batch: pa.RecordBatch, view: Callable[[pa.Buffer | None, Any, int], NDArray[Any]]) -> Columns:
-    """Find every buffer of a batch of SCHEMA; `view(buffer, dtype, length)` makes it an array."""
-    rows = batch.num_rows
-    arrays: dict[str, NDArray[Any]] = {}
-    for name in ("shard", "llm_tokens", "loss_tokens"):
-        arrays[name] = view(batch.column(name).buffers()[1], np.int32, rows)
-    for name, children in (("part", PARTS), ("member", MEMBERS)):
-        column = batch.column(f"{name}s")
-        buffers = column.buffers()  # list validity, offsets, struct validity, then validity and data of each child
-        arrays[f"{name}_offsets"] = view(buffers[1], np.int64, rows + 1)
-        for child, (field, dtype) in enumerate(children.items()):
-            arrays[f"{name}_{field}"] = view(buffers[4 + 2 * child], dtype, len(column.values))
-    for name in STRINGS:
-        valid, offsets, data = batch.column(name).buffers()
-        arrays[f"{name}_offsets"] = view(offsets, np.int64, rows + 1)
-        # Not the length of the buffer: that is padded.
-        arrays[f"{name}_bytes"] = view(data, np.uint8, int(arrays[f"{name}_offsets"][-1]) if rows else 0)
-        if name != "key":
-            arrays[f"{name}_valid"] = view(valid, np.uint8, (rows + 7) // 8 if valid is not None else 0)
+        Raises ValueError, naming the column.
+        """
+        for name, target in OFFSETS.items():
+            first, last = getattr(self, name)[[0, -1]].tolist()
+            if (first, last) != (0, getattr(self, target).size):
+                raise ValueError(f"{name} run from {first} to {last}, and {target} has {getattr(self, target).size}")
+        ends = np.concatenate([[-1], self.bad_row, [self.shard.size]])
+        if (np.diff(ends) < 1).any():
+            raise ValueError(f"bad rows are not in order, or outside of {self.shard.size} rows")
+
+
+def pack(columns: Columns) -> list[Buffer]:
+    """The body of a table that fits in memory, as pieces to write one after another."""
+    pieces: list[Buffer] = []
+    for name, (dtype, _, _) in LAYOUT.items():
+        values = np.ascontiguousarray(getattr(columns, name), dtype)
+        pieces.append(values.data)
+        if padding := -values.nbytes % _ALIGNMENT:
+            pieces.append(bytes(padding))
+    return pieces
+
+
+def body_bytes(size: TableSize) -> int:
+    """How long the body of a table of this size is."""
+    return _positions(size)[1]
+
+
+def views(body: Buffer, size: TableSize) -> Columns:
+    """The columns of a body: read-only where it is.
+
+    Raises:
+        ValueError: it is not as long as a table of this size.
+    """
+    positions, total = _positions(size)
+    if memoryview(body).nbytes != total:
+        raise ValueError(f"a table of {size} has {total} bytes, there are {memoryview(body).nbytes}")
+    arrays = {
+        name: np.frombuffer(body, dtype, getattr(size, of) + more, positions[name])
+        for name, (dtype, of, more) in LAYOUT.items()
+    }
     return Columns(**arrays)
 
 
-def map_table(path: Path) -> tuple[Columns, dict[str, Any]]:
-    """Map a table: read-only views (they keep the mapping alive) and its metadata. Reads no column.
+class TableWriter:
+    """Writes the body of one table, piece by piece, each behind the one before.
 
-    Raises:
-        ValueError: not a table of this format.
+    Args:
+        fd: where; written by position, so that a full disk is an error and not a signal.
+        start: position of the body.
+        size: of the whole.
     """
-    try:
-        with pa.memory_map(str(path)) as file:
-            reader = pa.ipc.open_file(file)
-            batch = reader.get_batch(0) if reader.num_record_batches == 1 else None
-            metadata = json.loads((reader.schema.metadata or {}).get(_METADATA, b"{}"))
-    except (pa.ArrowInvalid, ValueError) as error:
-        raise ValueError(f"{path} is not an index: {error}") from error
-    if batch is None or metadata.get("format") != FORMAT:
-        raise ValueError(f"{path} is an index of format {metadata.get('format')}, this version reads {FORMAT}")
-    return columns_of(batch, _view), metadata
+
+    def __init__(self, fd: int, start: int, size: TableSize) -> None:
+        positions, total = _positions(size)
+        self._fd = fd
+        self._at = {name: start + position for name, position in positions.items()}
+        self._waiting: list[tuple[Columns, int, NDArray[np.int32]]] = []
+        self._held = 0
+        self._done = dict.fromkeys(("samples", *OFFSETS.values()), 0)
+        os.ftruncate(fd, start + total)
+        for name in OFFSETS:
+            self._write(name, np.zeros(1, np.int64))
+
+    def append(self, columns: Columns, shard: int, field_numbers: NDArray[np.int32]) -> None:
+        """One more table: the rows of `shard`, whose fields are numbered anew."""
+        self._waiting.append((columns, shard, field_numbers))
+        self._held += body_bytes(columns.size)
+        if self._held > _FLUSH_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what waits; to be called at the end."""
+        if not self._waiting:
+            return
+        tables = [columns for columns, _, _ in self._waiting]
+        rows = self._shift("samples", [table.shard.size for table in tables])
+        for name in LAYOUT:
+            values = [getattr(table, name) for table in tables]
+            if name == "shard":
+                lengths = [value.size for value in values]
+                joined = np.repeat(np.array([shard for _, shard, _ in self._waiting], np.int32), lengths)
+            elif name == "member_field":
+                joined = np.concatenate([numbers[columns.member_field] for columns, _, numbers in self._waiting])
+            elif name == "bad_row":
+                joined = np.concatenate(values) + np.repeat(rows, [value.size for value in values])
+            elif name in OFFSETS:
+                target = OFFSETS[name]
+                shifts = self._shift(target, [getattr(table, target).size for table in tables])
+                joined = np.concatenate([value[1:] for value in values])
+                joined += np.repeat(shifts, [value.size - 1 for value in values])
+            else:
+                joined = np.concatenate(values)
+            self._write(name, joined)
+        self._waiting, self._held = [], 0
+
+    def _shift(self, column: str, lengths: Sequence[int]) -> NDArray[np.int64]:
+        """Where each table's part of a column begins in the whole."""
+        ends = self._done[column] + np.cumsum(lengths, dtype=np.int64)
+        self._done[column] = int(ends[-1])
+        return ends - np.array(lengths, np.int64)
+
+    def _write(self, name: str, values: NDArray[Any]) -> None:
+        write_at(self._fd, np.ascontiguousarray(values, LAYOUT[name][0]).data, self._at[name])
+        self._at[name] += values.size * np.dtype(LAYOUT[name][0]).itemsize
 
 
-def _view(buffer: pa.Buffer | None, dtype: Any, length: int) -> NDArray[Any]:
-    return np.zeros(0, dtype) if buffer is None or length == 0 else np.frombuffer(buffer, dtype, length)
+@cache
+def _itemsize(dtype: Any) -> int:
+    return int(np.dtype(dtype).itemsize)
 
 
-def allocate_table(path: Path, size: TableSize, metadata: Mapping[str, Any]) -> Columns:
-    """Write a table of zeros of this size, and give writable views of its columns; changes reach the file itself.
-
-    The blocks are really written, so that a full disk is an error here and no SIGBUS later.
-    """
-    schema = SCHEMA.with_metadata({_METADATA: json.dumps({"format": FORMAT, **metadata}).encode()})
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, schema) as writer:
-        writer.write_batch(pa.RecordBatch.from_arrays(_zeros(size), schema=schema))
-
-    whole = np.memmap(path, np.uint8, "r+")
-    with pa.memory_map(str(path)) as file:
-        base = file.read_buffer(1).address
-        file.seek(0)
-        batch = pa.ipc.open_file(file).get_batch(0)
-
-        def view(buffer: pa.Buffer | None, dtype: Any, length: int) -> NDArray[Any]:
-            if buffer is None or length == 0:
-                return np.zeros(0, dtype)
-            start = buffer.address - base
-            return whole[start : start + length * np.dtype(dtype).itemsize].view(dtype)
-
-        return columns_of(batch, view)
-
-
-def write_table(path: Path, columns: Columns, metadata: Mapping[str, Any]) -> None:
-    """Write a table that fits in memory."""
-    out = allocate_table(path, columns.size, metadata)
-    for name in Columns.__slots__:
-        target = getattr(out, name)
-        if target.size:
-            target[:] = getattr(columns, name)
-
-
-def _zeros(size: TableSize) -> list[pa.Array]:
-    """Columns of zeros over one shared, never touched stretch of memory (the kernel's zero page)."""
-    n = size.samples
-    longest = 8 * max(n + 1, size.parts, size.members, size.key_bytes, size.error_field_bytes, size.error_reason_bytes)
-    zeros = pa.py_buffer(np.zeros(longest, np.uint8))
-
-    def offsets(last: int) -> pa.Buffer:
-        # Only the last offset counts when the writer cuts the values to what the offsets span.
-        array = np.zeros(n + 1, np.int64)
-        array[-1] = last
-        return pa.py_buffer(array)
-
-    def list_of(name: str, length: int) -> pa.Array:
-        kind = SCHEMA.field(name).type
-        children = [pa.Array.from_buffers(field.type, length, [None, zeros]) for field in kind.value_type]
-        values = pa.Array.from_buffers(kind.value_type, length, [None], 0, children=children)
-        return pa.Array.from_buffers(kind, n, [None, offsets(length)], 0, children=[values])
-
-    def strings(length: int, bad: int | None) -> pa.Array:
-        valid, nulls = (None, 0) if bad is None else (zeros, n - bad)
-        return pa.Array.from_buffers(pa.large_string(), n, [valid, offsets(length), zeros], nulls)
-
-    numbers = [pa.Array.from_buffers(pa.int32(), n, [None, zeros]) for _ in range(3)]
-    errors = [strings(size.error_field_bytes, size.bad), strings(size.error_reason_bytes, size.bad)]
-    lists = [list_of("parts", size.parts), list_of("members", size.members)]
-    return [*numbers, *lists, strings(size.key_bytes, None), *errors]
+def _positions(size: TableSize) -> tuple[dict[str, int], int]:
+    """Where each column begins in the body, and how long it is."""
+    positions: dict[str, int] = {}
+    end = 0
+    for name, (dtype, of, more) in LAYOUT.items():
+        positions[name] = end
+        end += (getattr(size, of) + more) * _itemsize(dtype)
+        end += -end % _ALIGNMENT
+    return positions, end

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import hashlib
 import io
-import tarfile
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -19,10 +18,10 @@ from orchdata.loaders.columns import FactsBuilder, FactsMeta, count_ignored, sha
 from orchdata.loaders.errors import FieldError
 from orchdata.loaders.fields import GZIP, OTHER, RAW, SPARSE, classify, printable, split_name
 from orchdata.loaders.headers import HeaderError, MediaHeader, above_limits, read_header, starts_with
-from orchdata.loaders.limits import Limits
-from orchdata.loaders.modality import AUDIO, IMAGE, TEXT
+from orchdata.loaders.limits import Limits, limits_fingerprint, shortened
+from orchdata.loaders.modality import AUDIO, IMAGE
 from orchdata.loaders.storage import Storage
-from orchdata.loaders.tarwalk import NotATar, TarBatch, UnusualTar, read_sparse, walk_any, walk_plain
+from orchdata.loaders.tarwalk import NotATar, SparseError, TarBatch, UnusualTar, read_sparse, walk_any, walk_plain
 from orchdata.native.mediascan import FOUND, scan_media
 
 Bytes = bytes | memoryview
@@ -60,12 +59,12 @@ class TarShard:
 
     def facts(self) -> pa.Table:
         """Walk the archive and read the media headers. Bad data are rows with an error, never an exception."""
-        lost_bytes = self.size
+        lost_bytes = max(1, self.size)
         try:
             scan, checksum = self._walked(lambda batches: _Scan(self._file, self._limits).run(batches))
             table = scan.table
             # Counted in the shard as stored: of a compressed one it is an estimate.
-            lost_bytes = scan.lost_bytes * self.size // self._file.size
+            lost_bytes = -(-scan.lost_bytes * self.size // self._file.size)
         except NotATar as error:
             head = self._file.read(0, 8)
             table = shard_failure(str(error) if not head else f"not a tar ({error}): starts with {starts_with(head)}")
@@ -105,12 +104,12 @@ class TarShard:
         Raises FieldError for content that is damaged, cut or above a limit.
         """
         if size > self._limits.member_bytes:
-            raise FieldError(field, _above_member_limit(size, self._limits))
+            raise FieldError(field, f"{size} bytes, above Limits.member_bytes={self._limits.member_bytes}")
         if encoding == SPARSE:
             try:
-                data = read_sparse(self._file, offset, size, limit=self._limits.member_bytes)
-            except (tarfile.TarError, OSError, ValueError) as error:
-                raise FieldError(field, f"damaged sparse member: {error}") from error
+                data: Bytes = read_sparse(self._file, offset, size, limits=self._limits)
+            except SparseError as error:
+                raise FieldError(field, str(error)) from error
         else:
             data = self._file.read(offset, size)
         self._file.check_unchanged()
@@ -143,12 +142,7 @@ class TarShard:
         self._file.close()
 
 
-def limits_fingerprint(limits: Limits) -> str:
-    """The limits that facts depend on, in a form to compare."""
-    return hashlib.blake2b(repr(limits).encode(), digest_size=8).hexdigest()
-
-
-def gunzip(data: bytes, field: str, limits: Limits) -> bytes:
+def gunzip(data: Bytes, field: str, limits: Limits) -> bytes:
     """Decompress a gzipped text member, at most to Limits.text_bytes. Raises FieldError."""
     try:
         with gzip.GzipFile(fileobj=io.BytesIO(data)) as stream:
@@ -158,19 +152,6 @@ def gunzip(data: bytes, field: str, limits: Limits) -> bytes:
     if len(text) > limits.text_bytes:
         raise FieldError(field, f"more than {limits.text_bytes} bytes decompressed, above Limits.text_bytes")
     return text
-
-
-def size_error(kind: int, size: int, limits: Limits) -> str | None:
-    """Why a member of this size is refused, or None."""
-    if size > limits.member_bytes:
-        return _above_member_limit(size, limits)
-    if kind == TEXT and size > limits.text_bytes:
-        return f"text of {size} bytes, above Limits.text_bytes={limits.text_bytes}"
-    return None
-
-
-def _above_member_limit(size: int, limits: Limits) -> str:
-    return f"{size} bytes, above Limits.member_bytes={limits.member_bytes}"
 
 
 def _neighbours(members: Sequence[tuple[int, int, int, str]], member_bytes: int) -> list[list[int]]:
@@ -210,6 +191,7 @@ class _Scan:
         self._limits = limits
         self._builder = FactsBuilder()
         self._key: str | None = None
+        self._key_error: str | None = None
         self._fields: set[str] = set()
         self._first_row: dict[str, int] = {}  # of each key
         self._sample = -1
@@ -223,17 +205,22 @@ class _Scan:
         for batch in batches:
             first_row = len(self._builder)
             taken = self._group(batch)
+            if len(self._builder) > self._limits.shard_rows:
+                reason = f"more than {self._limits.shard_rows} members, above Limits.shard_rows"
+                return _Scanned(shard_failure(reason), self._file.size)
             self._scan_media(batch, taken, first_row)
             damage = batch.damage
             if batch.offsets:
-                end = batch.offsets[-1] + batch.sizes[-1]
+                end = max(end, batch.offsets[-1] + batch.sizes[-1])  # a link's content is further ahead
         builder = self._builder
         if damage is not None and len(builder):
             # The archive ends inside this sample, or right after it: it is not known to be whole.
             builder.fail_structure(len(builder) - 1, damage)
         if not len(builder):
-            return _Scanned(shard_failure(damage or self._no_samples()), self._file.size)
-        return _Scanned(builder.table(), 0 if damage is None else max(0, self._file.size - end))
+            lost_bytes = 0 if damage is None else self._file.size
+            return _Scanned(shard_failure(damage or self._no_samples()), lost_bytes)
+        # Of an archive that ends too early nobody knows how much is missing: one byte says that something is.
+        return _Scanned(builder.table(), 0 if damage is None else max(1, self._file.size - end))
 
     def _no_samples(self) -> str:
         if not self._regular:
@@ -259,15 +246,22 @@ class _Scan:
                 self._key = key
                 self._sample += 1
                 self._fields = {"__key__", "__url__"}  # webdataset's own: a member cannot take them
-                earlier = self._first_row.setdefault(key, row)
+                self._key_error = self._limits.name_error("key", key)
+                earlier = row if self._key_error else self._first_row.setdefault(key, row)
                 if earlier != row:
                     reason = f"key {key!r} comes back after other keys: a sample's members must be consecutive"
                     structural += [(earlier, reason), (row, reason)]
+            too_long = self._key_error or self._limits.name_error("field's name", field)
+            if too_long is not None:
+                structural.append((row, too_long))
+                key, field = (shortened(key) if self._key_error else key), shortened(field)
             if field in self._fields:
                 structural.append((row, f"field {field!r} comes twice in sample {key!r}"))
             self._fields.add(field)
             kind, encoding = self._classes.get(field) or self._classes.setdefault(field, classify(field))
             size = batch.sizes[i]
+            if i in batch.unread:
+                structural.append((row, batch.unread[i]))
             if size > text_bytes or size > member_bytes:
                 self._too_large(row, kind, size)
             found.append((self._sample, key, field, kind, batch.offsets[i], size, batch.encodings[i] or encoding))
@@ -280,7 +274,7 @@ class _Scan:
         return np.array(taken, np.int64)
 
     def _too_large(self, row: int, kind: int, size: int) -> None:
-        reason = size_error(kind, size, self._limits) if kind != OTHER else None
+        reason = self._limits.size_error(kind, size) if kind != OTHER else None
         if reason is not None:
             self._builder.errors[row] = reason
 
@@ -327,9 +321,12 @@ class _Scan:
         builder = self._builder
         offset, size = builder.offset[row], builder.size[row]
         if builder.encoding[row] == SPARSE:
+
+            def read(count: int) -> bytes:
+                return bytes(read_sparse(self._file, offset, size, limits=self._limits, count=count))
+
             try:
-                data = read_sparse(self._file, offset, size, limit=self._limits.member_bytes)
-            except (tarfile.TarError, OSError, ValueError) as error:
-                raise HeaderError(f"damaged sparse member: {error}") from error
-            return read_header(kind, size, lambda count: data[:count], self._limits)
+                return read_header(kind, size, read, self._limits)
+            except SparseError as error:
+                raise HeaderError(str(error)) from error
         return read_header(kind, size, lambda count: self._file.read(offset, count), self._limits)

@@ -7,17 +7,18 @@ it does not know it raises `UnusualTar`, and the whole archive is read by `tarfi
 from __future__ import annotations
 
 import hashlib
+import posixpath
 import tarfile
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import IO, Any, cast
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import IO, Any, NamedTuple, cast
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from orchdata.loaders.errors import NOT_DATA
-from orchdata.loaders.fields import RAW, SPARSE
+from orchdata.loaders.fields import OTHER, RAW, SPARSE, printable
+from orchdata.loaders.limits import Limits
 from orchdata.loaders.storage import Storage
 from orchdata.native.tarscan import (
     CONTENT,
@@ -37,10 +38,18 @@ BLOCKS = 512
 MEMBERS = 2 * BLOCKS
 """Members in a batch at most: small ones share a block."""
 
-EXTENDED_HEADER_LIMIT = 16 << 20
-"""No PAX header or long name is longer; tarfile would read any size that it claims."""
+EXTENDED_HEADER_LIMIT = 1 << 20
+"""PAX headers, long names and the map of one sparse member are no longer together (a map of some 50,000 stretches);
+tarfile would read any size that they claim, and take seconds for each 16 MiB."""
 
 _ZEROS = bytes(HEADER_BYTES)
+_TAIL_BYTES = 1 << 20
+_NAMES_OF_A_BATCH = 1 << 20
+_GLOBAL_RECORDS, _GLOBAL_BYTES = 1024, 1 << 16
+_LONGEST_TARGET = 4096  # bytes of a path, in Linux: no file has another name to link to
+_SHOWN = 100
+_NO_MEMBER = (tarfile.DIRTYPE, b"D", b"V")  # folders; folders of GNU's incremental archives, and labels
+_RATIO_FREE_BYTES = 1 << 20
 
 
 class UnusualTar(Exception):
@@ -63,6 +72,7 @@ class TarBatch:
         buffer: uint8 (num_bytes,), valid until the next batch is asked for.
         starts, available: int64 (n,): first bytes of each content in `buffer`, and how many are there.
         damage: what ends the archive early, after these members.
+        unread: index of a member -> why its content is not in the archive: links, devices, pipes.
     """
 
     names: list[str]
@@ -73,14 +83,16 @@ class TarBatch:
     starts: NDArray[np.int64]
     available: NDArray[np.int64]
     damage: str | None = None
+    unread: Mapping[int, str] = field(default_factory=dict)
 
 
 def walk_plain(file: Storage, digest: hashlib.blake2b) -> Iterator[TarBatch]:
     """Walk a plain archive. Raises UnusualTar for anything else; `digest` then has to be thrown away."""
-    buffer = np.empty(BLOCKS * BLOCK_BYTES, np.uint8)
-    view = buffer.data
-    members = np.zeros((MEMBERS, NUM_COLUMNS), np.int64)
     read_into, total = file.read_into, file.size
+    # No larger than the archive: fresh memory has to be cleared, which would take most of the time of a small one.
+    buffer = np.empty(min(BLOCKS, -(-total // BLOCK_BYTES)) * BLOCK_BYTES, np.uint8)
+    view = buffer.data
+    members = np.zeros((min(MEMBERS, total // HEADER_BYTES + 1), NUM_COLUMNS), np.int64)
     position, ended = 0, False
     while not ended:
         count, state = 0, MORE
@@ -97,7 +109,7 @@ def walk_plain(file: Storage, digest: hashlib.blake2b) -> Iterator[TarBatch]:
         # Perhaps without the two zero blocks, as a writer that was stopped leaves it.
         ended = state == END or position >= total
         content_end = int(members[count - 1, OFFSET] + members[count - 1, SIZE]) if count else 0
-        damage = _overrun(total, content_end, position) if state != END else None
+        damage = _overrun(total, content_end, position) if state != END else _behind_end(file, position)
         yield _plain_batch(buffer, members[:count], total, damage, digest)
 
 
@@ -108,10 +120,27 @@ def _overrun(total: int, content_end: int, position: int) -> str | None:
     return f"the shard ends at byte {total}, inside the padding of its last member" if position > total else None
 
 
+def _behind_end(file: Storage, position: int) -> str | None:
+    """What is wrong behind the zero block at `position`, which ends the archive: there has to be nothing but zeros."""
+    while position < file.size:
+        data = file.read(position, min(_TAIL_BYTES, file.size - position))
+        if not data:
+            break  # the file shrank, which its owner will see
+        rest = data.lstrip(b"\0")
+        if rest:
+            return (
+                f"data behind the end of the archive at byte {position + len(data) - len(rest)}: what follows is lost "
+                "(joined archives are not read: index each by itself)"
+            )
+        position += len(data)
+    return None
+
+
 def _plain_batch(
     buffer: NDArray[np.uint8], members: NDArray[np.int64], total: int, damage: str | None, digest: hashlib.blake2b
 ) -> TarBatch:
-    digest.update(sliding_window_view(buffer, HEADER_BYTES)[members[:, CONTENT] - HEADER_BYTES].tobytes())
+    windows = np.ndarray((buffer.size - HEADER_BYTES + 1, HEADER_BYTES), np.uint8, buffer.data, strides=(1, 1))
+    digest.update(windows[members[:, CONTENT] - HEADER_BYTES].tobytes())
     names: list[str] = []
     view = buffer.data
     for name, length, prefix, prefix_length in members[:, 1:5].tolist():
@@ -127,16 +156,20 @@ def _plain_batch(
 
 
 class _Stream:
-    """A storage as the seekable binary file that tarfile wants; refuses to read more than `limit` in one go."""
+    """A storage as the seekable binary file that tarfile wants; refuses to read more than `limit` for one member."""
 
     def __init__(self, file: Storage, limit: int, position: int = 0) -> None:
         self._file = file
-        self._limit = limit
+        self._limit = self._left = limit
         self._position = position
 
+    def begin_member(self) -> None:
+        self._left = self._limit
+
     def read(self, size: int) -> bytes:
-        if not 0 <= size <= self._limit:
-            raise tarfile.ReadError(f"an extended header claims {size} bytes")
+        if not 0 <= size <= self._left:
+            raise tarfile.ReadError(f"its extended headers claim more than {self._limit} bytes")
+        self._left -= size
         data = self._file.read(self._position, size)
         self._position += len(data)
         return data
@@ -166,21 +199,65 @@ def walk_any(file: Storage, digest: hashlib.blake2b) -> Iterator[TarBatch]:
     except Exception as error:  # damaged headers make tarfile raise several kinds
         raise NotATar(_reason(error)) from error
     ended = False
+    files: dict[str, _Member] = {}
     while not ended:
-        found: list[tarfile.TarInfo] = []
+        found: list[_Member] = []
         damage = None
-        while len(found) < BLOCKS and not ended:
+        name_length = 0
+        while len(found) < BLOCKS and name_length < _NAMES_OF_A_BATCH and not ended:
             info, damage = _next_member(file, archive)
             ended = info is None or damage is not None
             if info is not None:
-                digest.update(repr((info.name, info.type, info.offset, info.offset_data, info.size)).encode())
-                if info.isreg():
-                    found.append(info)
+                place = (info.name, info.type, info.offset, info.offset_data, info.size)
+                digest.update(repr((*place, info.linkname) if info.linkname else place).encode())
+                if info.type not in _NO_MEMBER:
+                    name_length += len(info.name)
+                    found.append(_member(info, files))
         yield _batch_of(file, found, damage)
+
+
+_LARGEST = (1 << 62) - 1
+
+
+class _Member(NamedTuple):
+    """What is kept of a member: a TarInfo may hold a megabyte of headers and map."""
+
+    name: str
+    offset: int
+    size: int
+    encoding: int
+    unread: str | None = None
+
+
+def _member(info: tarfile.TarInfo, files: dict[str, _Member]) -> _Member:
+    """The member, noted in `files` under its normal path; a hard link is the earlier file that it names."""
+    path = posixpath.normpath(info.name)
+    if info.isreg():
+        sparse = info.issparse()
+        encoding = SPARSE if sparse else RAW
+        # A PAX record may say any number, and columns hold 63 bits.
+        member = _Member(info.name, info.offset if sparse else info.offset_data, min(info.size, _LARGEST), encoding)
+    else:
+        target = files.get(posixpath.normpath(info.linkname)) if info.islnk() else None
+        if target is None:
+            return _Member(info.name, info.offset_data, 0, RAW, _unread(info))
+        member = target._replace(name=info.name)
+    if len(path) <= _LONGEST_TARGET:
+        files[path] = member
+    return member
+
+
+def _unread(info: tarfile.TarInfo) -> str:
+    if info.islnk() or info.issym():
+        shown = info.linkname if len(info.linkname) <= _SHOWN else info.linkname[:_SHOWN] + "..."
+        return f"a link to {printable(shown)!r}, which is not read: write with `tar --hard-dereference -h`"
+    kind = "a device" if info.isdev() and not info.isfifo() else "a pipe" if info.isfifo() else f"of type {info.type!r}"
+    return f"{kind}, not a file: not read"
 
 
 def _next_member(file: Storage, archive: tarfile.TarFile) -> tuple[tarfile.TarInfo | None, str | None]:
     """The next member, if any, and what is wrong with the archive there."""
+    cast(_Stream, archive.fileobj).begin_member()
     try:
         info = archive.next()
     except NOT_DATA:
@@ -188,6 +265,12 @@ def _next_member(file: Storage, archive: tarfile.TarFile) -> tuple[tarfile.TarIn
     except Exception as error:  # noqa: BLE001 - damaged headers make tarfile raise several kinds
         return None, f"damaged at byte {archive.offset}: {_reason(error)}"
     archive.members = []  # type: ignore[attr-defined]  # it keeps all
+    defaults = archive.pax_headers  # which it copies for each member
+    if len(defaults) > _GLOBAL_RECORDS or sum(len(k) + len(v) for k, v in defaults.items()) > _GLOBAL_BYTES:
+        return None, (
+            f"damaged before byte {archive.offset}: global headers of more than {_GLOBAL_RECORDS} records "
+            f"or {_GLOBAL_BYTES} characters; what follows is lost"
+        )
     if info is None:
         return None, _silent_end(file, archive.offset)
     if info.size < 0 or archive.offset <= info.offset:
@@ -201,39 +284,74 @@ def _next_member(file: Storage, archive: tarfile.TarFile) -> tuple[tarfile.TarIn
 def _silent_end(file: Storage, offset: int) -> str | None:
     """What is at the end that tarfile sees. It ends without a word at a header it cannot read."""
     block = file.read(offset, HEADER_BYTES)
-    if not block or block == _ZEROS:
+    if not block:
         return None
+    if block == _ZEROS:
+        return _behind_end(file, offset)
     if len(block) < HEADER_BYTES:
         return f"the shard ends at byte {file.size}, inside a header"
     return f"damaged at byte {offset}: not a tar header; what follows is lost"
 
 
-def _batch_of(file: Storage, found: list[tarfile.TarInfo], damage: str | None) -> TarBatch:
+def _batch_of(file: Storage, found: list[_Member], damage: str | None) -> TarBatch:
     """The batch of these members, their first bytes read."""
-    sparse = [info.issparse() for info in found]
-    offsets = [info.offset if is_sparse else info.offset_data for info, is_sparse in zip(found, sparse, strict=True)]
-    sizes = [info.size for info in found]
     buffer = np.zeros(max(1, len(found)) * BLOCK_BYTES, np.uint8)
     view = buffer.data
     starts = np.arange(len(found), dtype=np.int64) * BLOCK_BYTES
     available = np.zeros(len(found), np.int64)
     for i, start in enumerate(starts.tolist()):
-        if sizes[i] and not sparse[i]:
-            available[i] = file.read_into(offsets[i], view[start : start + min(BLOCK_BYTES, sizes[i])])
-    encodings = [SPARSE if is_sparse else RAW for is_sparse in sparse]
-    return TarBatch([info.name for info in found], offsets, sizes, encodings, buffer, starts, available, damage)
+        size = found[i].size
+        if size and found[i].encoding == RAW:
+            available[i] = file.read_into(found[i].offset, view[start : start + min(BLOCK_BYTES, size)])
+    names, offsets, sizes, encodings = map(list, list(zip(*found, strict=True))[:4]) if found else ([], [], [], [])
+    unread = {i: member.unread for i, member in enumerate(found) if member.unread is not None}
+    return TarBatch(names, offsets, sizes, encodings, buffer, starts, available, damage, unread)
 
 
-def read_sparse(file: Storage, offset: int, size: int, *, limit: int) -> bytes:
-    """The content of the sparse member whose first header is at `offset`. Raises tarfile.TarError if it is damaged."""
-    archive = open_tarfile(file, limit=limit, position=offset)
-    info: Any = archive.next()
-    if info is None or info.size != size:
-        raise tarfile.ReadError("another member than was indexed")
-    reader = archive.extractfile(info)
-    if reader is None:
-        raise tarfile.ReadError("no content")
-    return reader.read(size)
+class SparseError(Exception):
+    """A sparse member that cannot be read; the message is the reason."""
+
+
+def read_sparse(file: Storage, offset: int, size: int, *, limits: Limits, count: int | None = None) -> memoryview:
+    """The content of the sparse member whose first header is at `offset`, or its first `count` bytes.
+
+    Nothing is allocated before what the headers say was held against the limits. Raises SparseError.
+    """
+    try:
+        info: Any = open_tarfile(file, limit=EXTENDED_HEADER_LIMIT, position=offset).next()
+    except (tarfile.TarError, ValueError, OSError) as error:
+        raise SparseError(f"damaged sparse member: {_reason(error)}") from error
+    if info is None or info.size != size or info.sparse is None:
+        raise SparseError("damaged sparse member: another one than was indexed")
+    reason = limits.size_error(OTHER, size) or _map_error(info.sparse, size, limits)
+    if reason is not None:
+        raise SparseError(reason)
+    out = memoryview(bytearray(size if count is None else min(count, size)))
+    stored = info.offset_data
+    for start, length in info.sparse:
+        wanted = min(length, max(0, len(out) - start))
+        if wanted and file.read_into(stored, out[start : start + wanted]) < wanted:
+            raise SparseError(f"damaged sparse member: the shard ends at byte {file.size}, inside its data")
+        stored += length
+    return out.toreadonly()
+
+
+def _map_error(stretches: Sequence[tuple[int, int]], size: int, limits: Limits) -> str | None:
+    """What is wrong with the map of a sparse member: (start, length) of the stretches that are stored."""
+    end = stored = 0
+    for start, length in stretches:
+        if not length:
+            continue
+        if start < end or length < 0:
+            return f"damaged sparse member: its map has {length} bytes at {start}, after {end}"
+        end = start + length
+        stored += max(0, min(end, size) - start)  # as tarfile does, what lies beyond is left out
+    if size > max(_RATIO_FREE_BYTES, limits.decompression_ratio * stored):
+        return (
+            f"a sparse member of {size} bytes, {stored} of them stored, above "
+            f"Limits.decompression_ratio={limits.decompression_ratio:g}"
+        )
+    return None
 
 
 def _reason(error: BaseException) -> str:

@@ -19,22 +19,30 @@ class ChatTemplate:
         prefix: before a turn's content; `{role}` is replaced by the role. Never carries loss.
         suffix: after it; carries loss where the content does, so that the model learns to stop.
         loss_roles: roles whose turns carry loss.
+        roles: the others that a conversation may have. Any other role is an error: a misspelt "Assistant" would go
+            without loss.
     """
 
     prefix: str = "<|im_start|>{role}\n"
     suffix: str = "<|im_end|>\n"
     loss_roles: tuple[str, ...] = ("assistant",)
+    roles: tuple[str, ...] = ("system", "developer", "user", "assistant", "tool", "function", "observation")
 
     def __post_init__(self) -> None:
-        if isinstance(self.loss_roles, str):
-            raise ValueError(f"ChatTemplate.loss_roles must be a tuple of roles, got the string {self.loss_roles!r}")
-        object.__setattr__(self, "loss_roles", tuple(self.loss_roles))
+        for name in ("loss_roles", "roles"):
+            roles = getattr(self, name)
+            if isinstance(roles, str):
+                raise ValueError(f"ChatTemplate.{name} must be a tuple of roles, got the string {roles!r}")
+            object.__setattr__(self, name, tuple(roles))
 
     def before(self, role: str) -> str:
         return self.prefix.replace("{role}", role)
 
     def after(self, role: str) -> str:
         return self.suffix.replace("{role}", role)
+
+    def knows(self, role: str) -> bool:
+        return role in self.roles or role in self.loss_roles
 
     def carries_loss(self, role: str) -> bool:
         return role in self.loss_roles
@@ -61,6 +69,10 @@ class Turn(NamedTuple):
 
     role: str
     content: tuple[str | Placeholder, ...]
+
+    @property
+    def text(self) -> str:
+        return "".join(piece for piece in self.content if isinstance(piece, str))
 
 
 def render(turns: list[Turn], template: ChatTemplate) -> Iterator[Segment]:

@@ -11,6 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.loaders.decode_error import DecodeError
+from orchdata.loaders.errors import NOT_DATA
+from orchdata.loaders.locks import lock_of
 from orchdata.loaders.modality import AUDIO, IMAGE
 from orchdata.loaders.template import ChatTemplate
 
@@ -19,6 +21,11 @@ Tokenizer = Callable[[str], Sequence[int]]
 BYTES_ID: Final = "utf-8-bytes"
 _AUTOMATIC: Final = -1
 _INT32_MAX: Final = 2**31 - 1
+
+WHY_COUNTS_DIFFER: Final = (
+    "its bytes or the tokenizer behind the recipe's id changed (index again), or the tokenizer gives other ids while "
+    "several threads use it (leave TextPreprocessor.thread_safe out, and use it nowhere else meanwhile)"
+)
 
 # Names under which data sets keep their text, in order of preference; chat JSON goes before all of them.
 TEXT_FIELDS: Final = ("txt", "text", "caption", "transcript", "transcription", "sentence")
@@ -32,7 +39,8 @@ class TextPreprocessor:
 
     Attributes:
         tokenizer: any callable str -> list[int]; None takes the UTF-8 bytes, ids 0..255. It is called once per
-            stretch of text with equal loss between media, from several threads at once.
+            stretch of text with equal loss between media, by one thread at a time: calls of the same object take turns
+            in all recipes that hold it, of a bound method by the object behind it.
         id: names the tokenizer in the fingerprint of the index: change it whenever the tokenizer changes. Required
             with a tokenizer.
         template: what surrounds the turns of a conversation.
@@ -42,6 +50,8 @@ class TextPreprocessor:
             with a tokenizer. Never carry loss.
         image_start_id, image_end_id, audio_start_id, audio_end_id: put around every image or clip. No loss.
         image_placeholder, audio_placeholder: text that marks where a part goes; "" finds none.
+        thread_safe: let several threads call the tokenizer at once. It is no part of the fingerprint: results may not
+            depend on it.
         fields: names of plain-text fields, first found wins: the whole field or its last extension, numbers and
             ".gz" apart ("txt" is found in `0.txt`, `en.txt.gz`). JSON members are always looked into.
     """
@@ -59,6 +69,7 @@ class TextPreprocessor:
     audio_end_id: int | None = None
     image_placeholder: str = "<image>"
     audio_placeholder: str = "<audio>"
+    thread_safe: bool = False
     fields: tuple[str, ...] = TEXT_FIELDS
 
     def __post_init__(self) -> None:
@@ -110,17 +121,25 @@ class TextPreprocessor:
         return self.audio_start_id, self.audio_end_id
 
     def encode(self, text: str) -> NDArray[np.int32]:
-        """Token ids of `text`, (num_tokens,). Raises DecodeError where the tokenizer fails or returns no ids."""
+        """Token ids of `text`, (num_tokens,).
+
+        Raises DecodeError where the tokenizer fails or returns no ids; what says nothing about the text, as a
+        MemoryError, passes.
+        """
         if self.tokenizer is None:
             try:
                 return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
             except UnicodeEncodeError as error:
                 raise DecodeError(f"the text is not valid Unicode: {error.reason} at character {error.start}") from None
         try:
-            found = self.tokenizer(text)
+            if self.thread_safe:
+                return _checked_ids(self.tokenizer(text), self.id)
+            with lock_of(self.tokenizer):  # until the ids are copied: they may lie in memory that the next call reuses
+                return _checked_ids(self.tokenizer(text), self.id)
+        except (DecodeError, *NOT_DATA):
+            raise
         except Exception as error:
             raise DecodeError(f"tokenizer {self.id!r} failed: {error!r}") from error
-        return _checked_ids(found, self.id)
 
     def describe(self) -> dict[str, Any]:
         """All that token ids depend on, JSON-safe; the tokenizer by its id."""
@@ -130,6 +149,7 @@ class TextPreprocessor:
             "prefix": template.prefix,
             "suffix": template.suffix,
             "loss_roles": list(template.loss_roles),
+            "roles": list(template.roles),
         }
         for name in (*_SPECIAL_IDS, "image_placeholder", "audio_placeholder"):
             described[name] = getattr(self, name)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from orchdata.loaders.modality import ENCODERS, MODALITIES
 from orchdata.loaders.table import Columns
@@ -31,7 +32,7 @@ def summarize(columns: Columns, ignored_fields: Mapping[str, int]) -> Totals:
     tokens = int(columns.llm_tokens.sum(dtype=np.int64))
     totals: Totals = {
         "samples": columns.shard.size,
-        "bad": int(columns.bad_rows().size),
+        "bad": int(columns.bad_row.size),
         "bytes": int(columns.member_size.sum()),
         "members": columns.member_size.size,
         "llm_tokens": tokens,
@@ -40,24 +41,33 @@ def summarize(columns: Columns, ignored_fields: Mapping[str, int]) -> Totals:
         "ignored_fields": dict(ignored_fields),
         "modalities": {},
     }
-    row_of_part = np.repeat(np.arange(columns.shard.size), np.diff(columns.part_offsets))
-    media_tokens = np.zeros(columns.shard.size, np.int64)
-    np.add.at(media_tokens, row_of_part, columns.part_tokens)
-    text_tokens = columns.llm_tokens - media_tokens
+    ends = np.zeros(columns.part_tokens.size + 1, np.int64)
+    np.cumsum(columns.part_tokens, out=ends[1:])
+    starts = ends[columns.part_offsets]
+    text_tokens = columns.llm_tokens - (starts[1:] - starts[:-1])
     totals["modalities"]["text"] = {
         "samples": int(np.count_nonzero(text_tokens)),
         "tokens": int(text_tokens.sum()),
     }
     for name in ENCODERS:
-        mine = columns.part_modality == MODALITIES.index(name)
+        mine = np.flatnonzero(columns.part_modality == MODALITIES.index(name))
+        positions = columns.part_positions[mine]
         totals["modalities"][name] = {
-            "samples": int(np.count_nonzero(np.diff(row_of_part[mine], prepend=-1))),
-            "parts": int(np.count_nonzero(mine)),
-            "positions": int(columns.part_positions[mine].sum(dtype=np.int64)),
+            "samples": _rows_of(mine, columns),
+            "parts": mine.size,
+            "positions": int(positions.sum(dtype=np.int64)),
             "tokens": int(columns.part_tokens[mine].sum(dtype=np.int64)),
-            "max_positions": int(columns.part_positions[mine].max(initial=0)),
+            "max_positions": int(positions.max(initial=0)),
         }
     return totals
+
+
+def _rows_of(parts: NDArray[np.int64], columns: Columns) -> int:
+    """In how many rows these parts, ascending, are."""
+    if not parts.size:
+        return 0
+    rows = np.searchsorted(columns.part_offsets, parts, side="right")
+    return 1 + int(np.count_nonzero(rows[1:] != rows[:-1]))
 
 
 def add_totals(one: Totals, other: Totals) -> Totals:

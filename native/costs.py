@@ -92,11 +92,16 @@ def part_costs(
 
     Raises:
         ValueError: a part too long for int64.
+        IndexError: a row, or the parts of one, outside of the arrays.
     """
     costs = np.zeros(rows.shape[0], np.int64)
     longest = longest_sequence(linear, quadratic, constant)
     for index in range(rows.shape[0]):
         row = rows[index]
+        if row < 0 or row >= part_offsets.shape[0] - 1:
+            raise IndexError("a row outside of the index")
+        if not 0 <= part_offsets[row] <= part_offsets[row + 1] <= part_modality.shape[0]:
+            raise IndexError("parts of a row outside of the index")
         for part in range(part_offsets[row], part_offsets[row + 1]):
             if part_modality[part] != modality:
                 continue

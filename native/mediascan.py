@@ -14,6 +14,8 @@ from orchdata.native.jit import kernel
 FOUND, MORE, UNUSUAL, SKIPPED = 0, 1, 2, 3
 IMAGE, AUDIO = 1, 2
 
+_LEAST_FLAC_FRAME = 10  # bytes: header 6, subframe 2, checksum 2
+
 _EXIF = np.frombuffer(b"Exif\0\0", dtype=np.uint8)
 _XMP = np.frombuffer(b"http://ns.adobe.com/xap/1.0/\0", dtype=np.uint8)
 _XMP_ORIENTATION = np.frombuffer(b"tiff:Orientation", dtype=np.uint8)
@@ -199,15 +201,19 @@ def _wav(buffer: NDArray[np.uint8], start: int, end: int, whole: bool, size: int
 
 
 @kernel
-def _flac(buffer: NDArray[np.uint8], start: int, end: int, whole: bool) -> tuple[int, int, int]:
-    """(status, frames, rate) of STREAMINFO."""
+def _flac(buffer: NDArray[np.uint8], start: int, end: int, whole: bool, size: int) -> tuple[int, int, int]:
+    """(status, frames, rate) of STREAMINFO, where the file is large enough for so many frames."""
     if start + 26 > end:
         return (UNUSUAL if whole else MORE), 0, 0
     if buffer[start + 4] & 0x7F != 0 or _u32(buffer, start + 4, False) & 0xFFFFFF != 34:
         return UNUSUAL, 0, 0
     rate = _u32(buffer, start + 18, False) >> 12
     frames = ((np.int64(buffer[start + 21]) & 0x0F) << 32) | _u32(buffer, start + 22, False)
-    if rate == 0 or frames == 0:
+    block = _u16(buffer, start + 10, False)  # the largest, in frames
+    if rate == 0 or frames == 0 or block == 0:
+        return UNUSUAL, 0, 0
+    smallest = max(_LEAST_FLAC_FRAME, _u32(buffer, start + 12, False) >> 8)  # bytes of a block; 0: not told
+    if size < 42 + (frames - 1) // block * smallest:
         return UNUSUAL, 0, 0
     return FOUND, frames, rate
 
@@ -255,7 +261,7 @@ def scan_media(
         elif magic == 0x52494646:  # RIFF
             outcome = _wav(buffer, start, end, whole, size)
         elif magic == 0x664C6143:  # fLaC
-            outcome = _flac(buffer, start, end, whole)
+            outcome = _flac(buffer, start, end, whole, size)
         status[i] = outcome[0]
         if outcome[0] == FOUND:
             first[i], second[i] = outcome[1], outcome[2]

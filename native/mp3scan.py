@@ -55,6 +55,35 @@ def scan_mp3(data: NDArray[np.uint8]) -> tuple[int, int, int]:
 
 
 @kernel
+def count_mp3(data: NDArray[np.uint8]) -> tuple[int, int]:
+    """Count the frames of a layer III stream that may have junk in it.
+
+    Args:
+        data: uint8 (num_bytes,), read-only: the whole file.
+
+    Returns:
+        (frames, samples): whole frames of the kind of the first, a tag's among them, each followed by another or by the
+        end; and the samples of one. (0, 0) where there is none.
+    """
+    at, end = _audio_span(data)
+    frames, samples, expected, in_step = 0, 0, np.int64(-1), False
+    while at + 4 <= end:
+        length, these_samples, kept = _frame(data, at, end)
+        good = length > 0 and (expected < 0 or kept == expected)
+        if good and not in_step and at + length + 4 <= end:  # a frame found anew must have another behind it
+            next_length, _, next_kept = _frame(data, at + length, end)
+            good = next_length > 0 and next_kept == kept
+        in_step = good
+        if good:
+            samples, expected = these_samples, kept
+            frames += 1
+            at += length
+        else:
+            at += 1
+    return frames, samples
+
+
+@kernel
 def _u32(data: NDArray[np.uint8], at: int) -> int:
     high = (np.int64(data[at]) << 24) | (np.int64(data[at + 1]) << 16)
     return high | (np.int64(data[at + 2]) << 8) | np.int64(data[at + 3])

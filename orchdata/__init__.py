@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from orchdata.foreign.step import PostBatch
     from orchdata.layout import Packed, Padded
     from orchdata.loaders.errors import (
+        DamagedIndexError,
         DataError,
         MissingIndexError,
         OrchdataError,
@@ -76,6 +77,7 @@ _HOMES = {
     "DataError": "orchdata.loaders.errors",
     "ShardError": "orchdata.loaders.errors",
     "MissingIndexError": "orchdata.loaders.errors",
+    "DamagedIndexError": "orchdata.loaders.errors",
     "StaleIndexError": "orchdata.loaders.errors",
     "StorageError": "orchdata.loaders.errors",
     "StateError": "orchdata.loaders.errors",
@@ -118,6 +120,7 @@ __all__ = [
     "DataError",
     "ShardError",
     "MissingIndexError",
+    "DamagedIndexError",
     "StaleIndexError",
     "StorageError",
     "StateError",

@@ -115,6 +115,8 @@ class LLMBatch(_Tensors):
         input_ids: int64 (T,) or (num_samples, L), placeholder ids where features go.
         position_ids: int64, as input_ids, restarting at each sample; (3, T) or (3, num_samples, L) under "mrope" (time,
             height, width).
+        restart_position_ids: under "mrope" only: int64, as input_ids, counting from 0 in each sample, as position_ids
+            do otherwise. They tell where samples begin, which positions under "mrope" do not.
         labels: int64, as input_ids, unshifted; -100 where there is no loss, on padding and on each sample's first
             token.
         cu_seqlens: int32 (num_samples + 1,). Packed, where each sequence begins in T, the padding of `multiple_of`
@@ -135,6 +137,7 @@ class LLMBatch(_Tensors):
     cu_seqlens: Tensor
     max_seqlen: int
     attention_mask: Tensor | None = None
+    restart_position_ids: Tensor | None = None
     image_positions: Tensor | None = None
     audio_positions: Tensor | None = None
     image_owners: Tensor | None = None

@@ -31,7 +31,7 @@ class BufferPool:
         self._free: dict[int, deque[mmap.mmap]] = {}
 
     def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
-        """An array of `shape` whose contents are undefined."""
+        """An array of `shape` whose contents are undefined. Raises MemoryError."""
         kind = np.dtype(dtype)
         num_bytes = prod(shape) * kind.itemsize
         if num_bytes < _SMALL_BYTES:
@@ -40,7 +40,7 @@ class BufferPool:
         try:
             memory = self._free.setdefault(capacity, deque()).pop()
         except IndexError:
-            memory = mmap.mmap(-1, capacity)
+            memory = _map(capacity)
         base = np.frombuffer(memory, np.uint8)
         weakref.finalize(base, self._give_back, memory).atexit = False
         return base[:num_bytes].view(kind).reshape(shape)
@@ -52,6 +52,13 @@ class BufferPool:
     def _give_back(self, memory: mmap.mmap) -> None:
         if self.free_bytes() + len(memory) <= self._max_free_bytes:
             self._free[len(memory)].append(memory)
+
+
+def _map(capacity: int) -> mmap.mmap:
+    try:
+        return mmap.mmap(-1, capacity)
+    except (OSError, ValueError, OverflowError) as error:  # ENOMEM; more than an address holds
+        raise MemoryError(f"cannot map {capacity} bytes: {error}") from error
 
 
 def _size_class(num_bytes: int) -> int:

@@ -91,17 +91,18 @@ class IndexCosts:
     def _evaluate(self, phase: str, row: Ints, coefficients: tuple[int, int, int]) -> Ints:
         if phase == "llm":
             lengths = self.index.llm_tokens[row].astype(np.int64)
+            self.index.check_unchanged()
             if self.multiple_of > 1:
                 lengths = -(-lengths // self.multiple_of) * self.multiple_of
             return sequence_costs(lengths, *coefficients)
-        return part_costs(
-            row,
-            self.index.part_offsets,
-            self.index.part_modality,
-            self.index.part_positions,
-            MODALITIES.index(phase),
-            *coefficients,
-        )
+        index, modality = self.index, MODALITIES.index(phase)
+        try:
+            return part_costs(
+                row, index.part_offsets, index.part_modality, index.part_positions, modality, *coefficients
+            )
+        except IndexError:
+            index.check_parts(row)  # says which row
+            raise
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import json
 import operator
+import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from os import PathLike
 from typing import Any
 
@@ -21,16 +24,23 @@ import torch.distributed as dist
 from orchdata.balance import Balance, as_balance
 from orchdata.balancers import CostModel
 from orchdata.balancers.checks import checked_count
+from orchdata.batch_sizes import DEFAULT_BATCH_SIZE, batch_sizes
+from orchdata.builders import choose_builders
+from orchdata.cursor import Cursor, Iteration, Steps
 from orchdata.dataset import ShardDataset
-from orchdata.engines import Engine, InlineEngine, ThreadEngine
+from orchdata.describing import describe_loader
+from orchdata.engines import Engine
 from orchdata.layout import Packed, Padded
 from orchdata.loaders.errors import DataError, TooManyFailures
 from orchdata.loaders.order import Shuffle
-from orchdata.map_source import map_source
+from orchdata.map_source import map_source, say_shared
+from orchdata.notices import calling_place, warn_once
 from orchdata.plan import make_plan
 from orchdata.policy import ErrorPolicy, as_policy
-from orchdata.ranks.agreement import check_plans, make_alike
-from orchdata.ranks.parallel import DataParallel, Rank, resolve_rank
+from orchdata.ranks.agreement import check_plans
+from orchdata.ranks.comparing import Agreement, Beginning, tells_others
+from orchdata.ranks.gathering import gather_json
+from orchdata.ranks.parallel import Rank, resolve_rank
 from orchdata.ranks.replicate import ReceivingEngine, Replication
 from orchdata.ranks.settling import Settling
 from orchdata.shard_source import shard_source
@@ -41,7 +51,7 @@ from orchdata.step import BuiltStep, StepSpec
 
 
 class DataLoader:
-    """Balanced microbatches of multimodal samples; names, meanings and defaults are torch's wherever torch has them.
+    """Balanced microbatches of multimodal samples. Argument names are torch's; what differs, the README lists.
 
     Iterating gives microbatches: `Batch` for a ShardDataset, or what `collate_fn` makes. `len()` is the number of
     optimizer steps, the same on every rank.
@@ -49,22 +59,31 @@ class DataLoader:
     Args:
         dataset: a ShardDataset, or any torch map-style data set (a Hugging Face Dataset too). With a map-style one
             counts are equal by default, each step gives `collate_fn`'s result, and scaling the loss is the user's.
-        batch_size: samples per rank and step, a mean once balanced; 1 if neither size is given.
+        batch_size: samples per rank and step, a mean once balanced; 1 if neither size is given. None, for map-style
+            data, gives one sample a rank and step, converted as torch does or handed to `collate_fn` itself.
         shuffle: True, False, or an `od.Shuffle`.
         sampler, batch_sampler: for map-style data sets on one rank, as in torch.
         num_workers: worker processes, `num_threads` threads in each; 0 uses threads of this process. Until worker
-            processes exist, n workers are n times `num_threads` threads.
-        collate_fn: default `od.Packed()` for shards, torch's for map-style; or list of samples -> anything.
+            processes exist, n workers are n times `num_threads` threads, or for map-style data none, unless
+            `num_threads` is given.
+        collate_fn: default `od.Packed()` for shards, torch's for map-style; or list of samples -> anything, called by
+            one thread at a time.
         pin_memory: copy batches to page-locked memory.
         drop_last: drop the global remainder of an epoch; without it the last global batch is smaller.
-        timeout: seconds to wait for a step, 0 without limit. A thread that hangs is left behind, and keeps the process
-            from ending; inline there is nobody to time it.
-        worker_init_fn: called in each thread with its number.
-        prefetch_factor: steps kept under way per worker, default 2.
-        persistent_workers: keep threads from one epoch to the next.
+        timeout: seconds to wait for a step, 0 without limit; then RuntimeError, some 2 seconds later where a thread
+            hangs. It is left behind, and does not keep the process from ending. The next iteration tries the step
+            again. Inline there is nobody to time it, and a limit is refused. Peers that get theirs by broadcast wait as
+            long for the reader's (without a limit, as long as the job's process group), so that it must cover its
+            longest pause.
+        worker_init_fn: for worker processes. Refused with threads, which share the training process's random state;
+            inline it is not called, as in torch.
+        prefetch_factor: steps kept under way per worker, default 2; refused inline, as in torch.
+        persistent_workers: keep threads from one epoch to the next; refused inline, as in torch.
         generator: its initial seed is the seed, where none is given.
-        multiprocessing_context: for worker processes; threads have no use for it.
-        num_threads: threads per worker; 0 with 0 workers runs inline.
+        multiprocessing_context: for worker processes; refused without num_workers, as in torch.
+        num_threads: threads per worker; 0 with 0 workers runs inline. Default: 4 for shards, 0 for map-style data: with
+            more, several threads call `__getitem__` at once, and random augmentations no longer follow
+            `torch.manual_seed`.
         global_batch_size: samples of one optimizer step over all ranks; exactly one of the two sizes. It need not
             divide by the ranks; use it when their number may change.
         seed: of the order. The sequence of global batches depends on data set, exclusions, shuffle, seed, epoch and
@@ -74,8 +93,10 @@ class DataLoader:
         balance: "none", "grouped", "grid", "global", or an `od.Balance`.
         dp: process group, DeviceMesh, `od.DataParallel` or (rank, size); default torch.distributed's world. Of a mesh
             of several dims the data-parallel ones balance ("dp_replicate", "dp_shard", "dp", "data"; DataParallel
-            names others), and ranks that differ in the rest get the same batches. With a group or mesh, making the
-            loader is a collective: ranks that would plan other steps are refused.
+            names others), and ranks that differ in the rest get the same batches. Ranks that would plan other steps are
+            refused: with a group or mesh when the loader is made, which is then a collective; by default at the first
+            step, through the job's store. With (rank, size) nothing is compared, and (0, 1) gives this process every
+            sample, whatever others do.
         on_error: "raise", "skip" or an `od.ErrorPolicy`.
         quarantine: (shard, key) pairs to leave out, or a JSON Lines file of `{"shard": ..., "key": ...}`.
 
@@ -85,10 +106,11 @@ class DataLoader:
         MissingIndexError: more than one rank and no index.
     """
 
+    @tells_others
     def __init__(
         self,
         dataset: Any,
-        batch_size: int | None = None,
+        batch_size: int | None = DEFAULT_BATCH_SIZE,
         shuffle: bool | Shuffle | None = False,
         sampler: Any = None,
         batch_sampler: Any = None,
@@ -103,7 +125,7 @@ class DataLoader:
         *,
         prefetch_factor: int | None = None,
         persistent_workers: bool = False,
-        num_threads: int = 4,
+        num_threads: int | None = None,
         global_batch_size: int | None = None,
         seed: int | None = None,
         cost: CostModel | Callable[[Any], int] | Sequence[int] | None = None,
@@ -112,6 +134,8 @@ class DataLoader:
         on_error: str | ErrorPolicy = "raise",
         quarantine: Sequence[tuple[str, str]] | str | PathLike[str] | None = None,
     ) -> None:
+        self._rank = resolve_rank(dp)
+        self._agreement = Agreement(self._rank)
         if isinstance(timeout, bool) or not hasattr(timeout, "__float__") or not timeout >= 0:
             raise ValueError(f"timeout is a number of seconds, 0 for no limit, got {timeout!r}")
         functions: dict[str, Any] = {"collate_fn": collate_fn, "worker_init_fn": worker_init_fn}
@@ -119,88 +143,112 @@ class DataLoader:
             known = given is None or isinstance(given, Packed | Padded) or callable(given)
             if given in (Packed, Padded) or not known:
                 raise TypeError(f"{name} must be callable, got {given!r}")
-        self._rank = resolve_rank(dp)
         self._policy = as_policy(on_error)
         self._timeout = timeout
-        self._num_workers = checked_count(num_workers, "num_workers", 0)
-        self._num_threads = checked_count(num_threads, "num_threads", 0)
-        self._prefetch_factor = checked_count(2 if prefetch_factor is None else prefetch_factor, "prefetch_factor")
-        self._persistent = persistent_workers
-        self._worker_init_fn = worker_init_fn
-        self.multiprocessing_context = multiprocessing_context
-        self.drop_last = drop_last
-        self.batch_size, self.global_batch_size = _batch_sizes(
-            batch_size, global_batch_size, batch_sampler, self._rank.size
+        in_shards = isinstance(dataset, ShardDataset)
+        self._builders = choose_builders(
+            in_shards=in_shards,
+            num_workers=num_workers,
+            num_threads=num_threads,
+            prefetch_factor=prefetch_factor,
+            persistent_workers=persistent_workers,
+            timeout=timeout,
+            worker_init_fn=worker_init_fn,
+            multiprocessing_context=multiprocessing_context,
         )
+        self._keeps_threads = persistent_workers
+        self.drop_last = drop_last
+        self.batch_size, self.global_batch_size = batch_sizes(
+            batch_size, global_batch_size, batch_sampler is not None, self._rank.size
+        )
+        batched = self.batch_size is not None or global_batch_size is not None or batch_sampler is not None
+        if not batched and in_shards:
+            raise ValueError(
+                "batch_size=None takes a map-style data set's samples one by one; steps of a ShardDataset have sizes: "
+                "give batch_size=1, or global_batch_size"
+            )
         options = SourceOptions(
             rank=self._rank,
             global_batch_size=self.global_batch_size,
             shuffle=_as_shuffle(shuffle),
             seed=_seed(seed, generator),
             drop_last=drop_last,
-            balance=_grouped(as_balance(balance, equal_count=not isinstance(dataset, ShardDataset)), self._rank),
+            balance=_grouped(as_balance(balance, equal_count=not in_shards), self._rank),
             policy=self._policy,
             collate_fn=collate_fn,
+            batched=batched,
             pin_memory=pin_memory and _can_pin(),
             cost=cost,
         )
-        self._source = make_alike(
+        self._source = self._agreement.make(
             lambda: _make_source(dataset, options, sampler, batch_sampler, quarantine),
-            lambda source: _describe(source, options, dp),
-            self._rank.groups,
+            lambda source: describe_loader(dataset, source, options, dp),
         )
-        self._replication = Replication(self._rank, self._source.spec) if self._rank.shared else None
+        self._replication = Replication(self._rank, self._source.spec, timeout) if self._rank.shared else None
         self._settling = _make_settling(options, self._replication)
         self._pin_memory = options.pin_memory
         self.dataset = dataset
-        self._position = Position()  # what was delivered
-        self._begin = Position()  # where the next iteration starts: after `break` not the same
+        self._cursor: Cursor[Beginning] = Cursor()
+        self._has_microbatches = bool(options.balance.caps)
+        self._iterated_at: object = None
         self._idle_engine: Engine | None = None
         self._stats = Stats(self._rank.rank, self._source.reads)
         self._bear(self._source.failures, lost=self._source.num_lost)
-        if not len(self):
+        if dp is None and not in_shards:
+            say_shared(dataset, self._rank)
+        if not self._num_steps:
             warnings.warn(
                 f"no step to make: {self._source.num_samples} usable samples of {self._source.num_indexed}, global "
                 f"batch size {self.global_batch_size}, drop_last={drop_last}",
                 stacklevel=2,
             )
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _ARGUMENTS and "_stats" in self.__dict__:
+            raise ValueError(
+                f"{name} of a loader is given when it is made, and changes nothing later: make another loader"
+            )
+        super().__setattr__(name, value)
+
     def __len__(self) -> int:
-        """Optimizer steps of an epoch, equal on every rank."""
-        return self._source.spec.plan.num_steps
+        """Optimizer steps of an epoch, equal on every rank; under `Balance.max_tokens` there are more microbatches."""
+        # list(loader) asks too, for a hint, at the very place where it has begun to iterate.
+        if self._has_microbatches and self._iterated_at != calling_place():
+            warn_once(
+                "len of a loader with max_tokens",
+                f"len() of a loader is its optimizer steps, {self._num_steps}; iterating gives microbatches, and "
+                "under max_tokens a step may have several. A trainer that counts batches by len() stops early, in a "
+                "global batch: let it iterate loader.steps(), which gives each step's microbatches as a list",
+            )
+        return self._num_steps
 
     def __iter__(self) -> Iterator[Any]:
-        """Microbatches from where the loader stands to the end of the epoch, then the next epoch begins."""
-        for after, batches in self._run():
-            batches.reverse()
-            while batches:
-                if len(batches) == 1:
-                    self._position = after
-                yield batches.pop()  # kept by nobody here, so that the caller decides how long it lives
+        """Microbatches from where the loader stands to the end of the epoch. The next `iter()` begins the next epoch,
+        after `break` too, once a batch was delivered; after an error of the loader's own it goes on with the step that
+        failed.
+        """
+        self._iterated_at = calling_place()
+        return Steps(self._microbatches(Iteration(self._cursor)))
 
     def steps(self) -> Iterator[list[Any]]:
-        """Optimizer steps, each the list of its microbatches."""
-        for after, batches in self._run():
-            self._position = after
-            yield batches
+        """Optimizer steps, `len()` of an epoch, each the list of its microbatches; begins and goes on as `iter()`."""
+        return Steps(self._whole_steps(Iteration(self._cursor)))
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loader stands: JSON-safe, the same on all ranks. Delivered steps count, prefetched ones do not;
         inside a step it points at the step's start.
         """
-        return dump_state(self._position, self._source.fingerprint)
+        return dump_state(self._cursor.delivered, self._source.fingerprint)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state` at the next iteration, in O(1). Raises StateError, naming the difference, where it
         belongs to another data set, recipe, order or global batch size.
         """
-        self._position = self._begin = load_state(state, self._source.fingerprint, len(self))
+        self._cursor.restore(load_state(state, self._source.fingerprint, self._num_steps))
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin `epoch` at the next iteration; in the epoch the loader already stands in, its position is kept."""
-        epoch = checked_count(epoch, "epoch", 0)
-        if epoch != self._begin.epoch:
-            self._position = self._begin = Position(epoch)
+        """Begin `epoch` at the next iteration: at its start, or where a state of this epoch was loaded."""
+        self._cursor.set_epoch(checked_count(epoch, "epoch", 0))
 
     def stats(self) -> dict[str, Any]:
         """Balance, milliseconds by stage and failures of the delivered steps; see `orchdata.stats.Stats.as_dict`."""
@@ -210,12 +258,12 @@ class DataLoader:
         """The listed failures of all ranks, each once, sorted by shard and key. A collective over `group`, where
         torch.distributed is initialised; without it this loader's own.
         """
-        listed = self._stats.failures
-        by_rank: list[Any] = [listed]
+        listed = [list(failure.args) for failure in self._stats.failures]
+        by_rank = [listed]
         if dist.is_available() and dist.is_initialized():
-            by_rank = [None] * dist.get_world_size(group)
-            dist.all_gather_object(by_rank, listed, group=group)
-        return sorted({failure for failures in by_rank for failure in failures}, key=lambda failure: failure.args)
+            by_rank = gather_json(listed, dist.group.WORLD if group is None else group)
+        found = {DataError(*args) for failures in by_rank for args in failures}
+        return sorted(found, key=lambda failure: failure.args)
 
     def close(self) -> None:
         """Stop the threads that `persistent_workers` keeps."""
@@ -223,44 +271,68 @@ class DataLoader:
             self._idle_engine.close()
             self._idle_engine = None
 
-    def _run(self) -> Iterator[tuple[Position, list[Any]]]:
-        """Each step's microbatches, and where the loader stands once they are delivered."""
-        begin, stop = self._begin, len(self)
-        epoch = begin.epoch
-        self._position = begin
-        again = self._begin = Position(epoch)
-        self._source.begin_epoch(epoch)
+    @property
+    def _num_steps(self) -> int:
+        return self._source.spec.plan.num_steps
+
+    def _microbatches(self, iteration: Iteration[Beginning]) -> Generator[Any, None, None]:
+        for step, batches in self._run(iteration):
+            batches.reverse()
+            while batches:
+                if len(batches) == 1:
+                    iteration.deliver(step)
+                yield batches.pop()  # kept by nobody here, so that the caller decides how long it lives
+
+    def _whole_steps(self, iteration: Iteration[Beginning]) -> Generator[list[Any], None, None]:
+        for step, batches in self._run(iteration):
+            iteration.deliver(step)
+            yield batches
+
+    def _run(self, iteration: Iteration[Beginning]) -> Iterator[tuple[int, list[Any]]]:
+        """Each step and its microbatches, up to the end of the epoch."""
+        first, stop, epoch = iteration.begin.step, self._num_steps, iteration.epoch
+        iteration.start()
+        drawn = self._source.begin_epoch(epoch)
         engine, self._idle_engine = self._idle_engine or self._make_engine(), None
         under_way: deque[Future[BuiltStep]] = deque()
         every = self._rank.check_plan_every
-        if every:
-            self._check_plans(begin)
-        elif begin.step < stop:
-            make_plan(self._source.spec.plan, epoch, begin.step)  # compiles on first use, which `timeout` is not for
 
-        def submit(first: int, depth: int) -> None:
-            for step in range(first + len(under_way), min(stop, first + depth)):
+        def submit(ahead: int, depth: int) -> None:
+            for step in range(ahead + len(under_way), min(stop, ahead + depth)):
                 under_way.append(engine.submit(epoch, step))
 
+        def deliver(step: int) -> list[Any]:
+            begun.compare()
+            if every and (step - first) % every == 0:
+                self._check_plans(Position(epoch, step))
+            elif step == first:
+                make_plan(self._source.spec.plan, epoch, step)  # compiles on first use, which `timeout` is not for
+            submit(step, max(1, engine.depth))
+            return self._deliver(engine, under_way.popleft(), Position(epoch, step))
+
         try:
-            for step in range(begin.step, stop):
-                submit(step, max(1, engine.depth))
-                batches = self._deliver(engine, under_way.popleft(), Position(epoch, step))
-                submit(step + 1, engine.depth)
-                yield Position(epoch, step + 1), batches
+            begun = self._agreement.begin(epoch, first, iteration.left())
+            if every and first == stop:
+                self._check_plans(iteration.begin)
+            for step in range(first, stop):
+                try:
+                    batches = deliver(step)
+                    submit(step + 1, engine.depth)
+                except Exception:
+                    iteration.fail(step, begun)
+                    raise
+                iteration.hand_out(step)
+                yield step, batches
                 del batches  # or the last step would live on while the next is waited for
-                if every and step + 1 < stop and (step + 1 - begin.step) % every == 0:
-                    self._check_plans(Position(epoch, step + 1))
         except BaseException:
             engine.close()
             raise
-        if self._persistent and self._idle_engine is None:
+        if self._keeps_threads and self._idle_engine is None:
             self._idle_engine = engine
         else:
             engine.close()
-        if self._begin == again:
-            self._begin = Position(epoch + 1)
-        self._position = self._begin
+        iteration.end()
+        del drawn
 
     def _check_plans(self, position: Position) -> None:
         plan = self._source.spec.plan
@@ -282,26 +354,29 @@ class DataLoader:
 
     def _settled(self, engine: Engine, future: Future[BuiltStep], position: Position) -> BuiltStep:
         if self._settling is None:
-            return self._receive(engine, future)
+            return self._receive(engine, future, position)
         try:
-            built = self._receive(engine, future)
+            built = self._receive(engine, future, position)
         except Exception as error:
             self._settling.give_up(position.step, error)
             raise
         return replace(built, batches=self._settling.settle(position.step, built.batches))
 
-    def _receive(self, engine: Engine, future: Future[BuiltStep]) -> BuiltStep:
+    def _receive(self, engine: Engine, future: Future[BuiltStep], position: Position) -> BuiltStep:
         started = time.perf_counter()
-        try:
-            built = future.result(self._timeout or None)
-        except FutureTimeout:
-            if future.done():
-                raise
-            engine.close(wait=False)
-            raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds") from None
-        self._stats.add_step(built, time.perf_counter() - started)
+        with contextlib.suppress(FutureTimeout):
+            future.exception(min(self._timeout, threading.TIMEOUT_MAX) or None)
+        if not future.done():
+            engine.close()  # before other ranks hear of it: what hangs is then known, and this process ends first
+            raise RuntimeError(
+                f"DataLoader timed out after {self._timeout} seconds, waiting for step {position.step} of epoch "
+                f"{position.epoch}"
+            )
+        built = future.result()
+        waited = time.perf_counter() - started
         if not isinstance(engine, ReceivingEngine):  # whoever read them has borne them
             self._bear(built.failures)
+        self._stats.add_step(built, waited)
         return built
 
     def _bear(self, failures: Sequence[DataError], *, lost: int = 0) -> None:
@@ -323,17 +398,7 @@ class DataLoader:
         spec: StepSpec = self._source.spec
         if self._replication is not None and not self._replication.is_reader:
             return ReceivingEngine(spec, self._replication, pin_memory=self._pin_memory)
-        if self._num_workers == 0 and self._num_threads == 0:
-            return InlineEngine(spec)
-        workers = max(1, self._num_workers)
-        if self._num_workers:
-            _say_workers_are_threads(self._num_workers, self._num_threads)
-        return ThreadEngine(
-            spec,
-            num_threads=workers * max(1, self._num_threads),
-            depth=workers * self._prefetch_factor,
-            initializer=self._worker_init_fn,
-        )
+        return self._builders.make_engine(spec)
 
 
 def _make_settling(options: SourceOptions, replication: Replication | None) -> Settling | None:
@@ -355,21 +420,6 @@ def _make_source(dataset: Any, options: SourceOptions, sampler: Any, batch_sampl
     if sampler is not None or batch_sampler is not None:
         raise ValueError("a ShardDataset has an order of its own: use shuffle= in place of a sampler")
     return shard_source(dataset, options, _read_quarantine(quarantine))
-
-
-def _describe(source: Source, options: SourceOptions, dp: Any) -> dict[str, Any]:
-    """What all ranks must share, JSON-safe."""
-    collate = options.collate_fn
-    return {
-        **source.fingerprint,
-        "balance": {field.name: getattr(options.balance, field.name) for field in fields(options.balance)},
-        "cost": options.cost.describe() if isinstance(options.cost, CostModel) else None,
-        "drop_last": options.drop_last,
-        "on_error": options.policy.action,
-        "collate_fn": f"{collate}" if is_dataclass(collate) else getattr(collate, "__qualname__", None),
-        "replicate": dp.replicate if isinstance(dp, DataParallel) else "broadcast",
-        "check_plan_every": options.rank.check_plan_every,
-    }
 
 
 def _grouped(balance: Balance, rank: Rank) -> Balance:
@@ -394,23 +444,6 @@ def _seed(seed: int | None, generator: torch.Generator | None) -> int:
     if not isinstance(generator, torch.Generator):
         raise TypeError(f"generator must be a torch.Generator, got {generator!r}")
     return int(generator.initial_seed())
-
-
-def _batch_sizes(
-    batch_size: int | None, global_batch_size: int | None, batch_sampler: Any, num_ranks: int
-) -> tuple[int | None, int]:
-    if batch_size is not None and global_batch_size is not None:
-        raise ValueError(
-            f"batch_size={batch_size} and global_batch_size={global_batch_size} both given: pass exactly one"
-        )
-    if batch_sampler is not None:
-        if batch_size is not None or global_batch_size is not None:
-            raise ValueError("batch_sampler sets the batch sizes: leave batch_size and global_batch_size out")
-        return None, 1
-    if global_batch_size is not None:
-        return None, checked_count(global_batch_size, "global_batch_size")
-    batch_size = checked_count(1 if batch_size is None else batch_size, "batch_size")
-    return batch_size, batch_size * num_ranks
 
 
 def _as_shuffle(shuffle: bool | Shuffle | None) -> Shuffle | None:
@@ -453,14 +486,4 @@ def _quarantine_lines(path: str | PathLike[str]) -> Iterator[tuple[str, str]]:
                 ) from None
 
 
-_said_workers_are_threads = False
-
-
-def _say_workers_are_threads(num_workers: int, num_threads: int) -> None:
-    global _said_workers_are_threads
-    if not _said_workers_are_threads:
-        _said_workers_are_threads = True
-        warnings.warn(
-            f"num_workers={num_workers} runs as {num_workers * max(1, num_threads)} threads of this process",
-            stacklevel=4,
-        )
+_ARGUMENTS = frozenset(inspect.signature(DataLoader.__init__).parameters)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from os import PathLike, fspath
 
 from orchdata.loaders.build import BuildProgress, build_index
-from orchdata.loaders.errors import MissingIndexError
+from orchdata.loaders.errors import DamagedIndexError, MissingIndexError
 from orchdata.loaders.index import Index, absolute, open_index
 from orchdata.loaders.paths import expand_paths
 from orchdata.loaders.recipe import Recipe
@@ -47,15 +47,21 @@ class ShardDataset:
             rebuild: look at every shard again, and index those that changed.
             progress: called with (shards done, shards in all).
 
-        Raises MissingIndexError where it is missing and num_ranks is above 1.
+        Raises:
+            MissingIndexError: it is missing or damaged, and num_ranks is above 1.
         """
         if not rebuild:
-            index = open_index(self.urls, self.recipe)
+            found = f"no index for these {len(self.urls)} shards under this recipe"
+            try:
+                index = open_index(self.urls, self.recipe)
+            except DamagedIndexError as error:
+                found = f"the index of these {len(self.urls)} shards is damaged ({error.path}: {error.reason})"
+                index = None
             if index is not None:
                 return index
             if num_ranks > 1:
                 raise MissingIndexError(
-                    f"no index for these {len(self.urls)} shards under this recipe, and {num_ranks} ranks need one; "
+                    f"{found}, and {num_ranks} ranks need one; "
                     f"build it once, before training: orchdata index {self._as_arguments()} --recipe MODULE:NAME "
                     "(no --recipe for the default one)"
                 )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
 from typing import Protocol
 
 from orchdata.loaders.torch_threads import use_one_thread
 from orchdata.step import BuiltStep, StartedStep, StepSpec, Task, build_step
+from orchdata.threads import ThreadPool
 
 
 class Engine(Protocol):
@@ -22,8 +24,8 @@ class Engine(Protocol):
 
     def submit(self, epoch: int, step: int) -> Future[BuiltStep]: ...
 
-    def close(self, wait: bool = True) -> None:
-        """Stop; steps under way are cancelled, and waited for unless told not to. A second call does nothing."""
+    def close(self) -> None:
+        """Stop. What runs is waited for a moment; what hangs is left behind. A second call does nothing."""
 
 
 class InlineEngine:
@@ -41,97 +43,96 @@ class InlineEngine:
             future.set_exception(error)
         return future
 
-    def close(self, wait: bool = True) -> None:
+    def close(self) -> None:
         pass
 
 
 class ThreadEngine:
     """Runs the tasks of several steps on one pool of threads.
 
-    No thread ever waits for another: the thread that ends a step's last task finishes the step.
+    The thread that ends a step's last task finishes the step; a task waits for another only where both use what takes
+    one thread at a time (a tokenizer, a collate_fn).
 
     Args:
         num_threads: threads that read and decode.
         depth: steps under way at once.
-        initializer: called in each thread, with its number, before any work.
     """
 
-    def __init__(
-        self, spec: StepSpec, *, num_threads: int, depth: int, initializer: Callable[[int], None] | None = None
-    ) -> None:
+    def __init__(self, spec: StepSpec, *, num_threads: int, depth: int) -> None:
         self.depth = depth
         self._spec = spec
         self._closed = False
-        self._initializer = initializer
-        self._broken: Exception | None = None
-        self._numbers = iter(range(num_threads))
-        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="orchdata", initializer=self._prepare_thread)
+        self._pool = ThreadPool(num_threads, prepare=_prepare_thread)
 
     def submit(self, epoch: int, step: int) -> Future[BuiltStep]:
         future: Future[BuiltStep] = Future()
-        self._pool.submit(self._start, future, epoch, step)
+        self._pool.submit(partial(self._start, future, epoch, step))
         return future
 
-    def close(self, wait: bool = True) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        # What is queued ends at once, being closed; to cancel it fails where the interpreter is already ending.
-        self._pool.shutdown(wait=wait)
-
-    def _prepare_thread(self) -> None:
-        use_one_thread()
-        if self._initializer is None:
-            return
-        try:
-            self._initializer(next(self._numbers))
-        except Exception as error:  # noqa: BLE001 - raised by steps: the pool would drop them, and callers wait for ever
-            self._broken = error
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True  # what is queued ends at once
+            self._pool.close()
 
     def _start(self, future: Future[BuiltStep], epoch: int, step: int) -> None:
         if self._closed:
             return
         try:
-            if self._broken is not None:
-                raise self._broken
-            started = StartedStep(self._spec, epoch, step)
-            run = _StepRun(started, future)
-            for task in started.tasks:
-                self._pool.submit(self._run, run, task)
-            run.end_task()  # the one held for this start, so that tasks cannot finish the step before all are queued
+            run = _StepRun(StartedStep(self._spec, epoch, step), future)
         except BaseException as error:  # noqa: BLE001 - it is passed on
-            _fail(future, error)
+            future.set_exception(_passed_on(error))
+            return
+        for task in run.tasks:
+            self._pool.submit(partial(self._run, run, task))
+        run.end_task()  # the one held for this start, so that tasks cannot finish the step before all are queued
 
     def _run(self, run: _StepRun, task: Task) -> None:
+        error: BaseException | None = None
         try:
-            if not self._closed and not run.future.done():
+            if not self._closed and not run.has_failed:
                 task()
-        except BaseException as error:  # noqa: BLE001 - it is passed on
-            _fail(run.future, error)
-        finally:
-            run.end_task()
+        except BaseException as raised:  # noqa: BLE001 - it is passed on
+            error = raised
+        run.end_task(error)
 
 
 class _StepRun:
-    """Counts a step's open tasks; the last one finishes it."""
+    """Counts a step's open tasks; the last one finishes it, the first one that fails fails it."""
 
     def __init__(self, started: StartedStep, future: Future[BuiltStep]) -> None:
-        self.future = future
+        self.tasks = started.tasks
+        self.has_failed = False
+        self._future = future
         self._started = started
         self._open_tasks = len(started.tasks) + 1
         self._lock = threading.Lock()
 
-    def end_task(self) -> None:
+    def end_task(self, error: BaseException | None = None) -> None:
         with self._lock:
             self._open_tasks -= 1
-            if self._open_tasks or self.future.done():
+            if self.has_failed:
                 return
-        try:
-            self.future.set_result(self._started.finish())
-        except BaseException as error:  # noqa: BLE001 - it is passed on
-            _fail(self.future, error)
+            self.has_failed = error is not None
+            if error is None and self._open_tasks:
+                return
+        if error is None:
+            try:
+                self._future.set_result(self._started.finish())
+            except BaseException as raised:  # noqa: BLE001 - it is passed on
+                error = raised
+        if error is not None:
+            self._future.set_exception(_passed_on(error))
 
 
-def _fail(future: Future[BuiltStep], error: BaseException) -> None:
-    if not future.done():
-        future.set_exception(error if isinstance(error, Exception) else CancelledError(str(error)))
+def _prepare_thread() -> None:
+    with contextlib.suppress(RuntimeError):  # where the system has no thread left for it, this one may be slower
+        use_one_thread()
+
+
+def _passed_on(error: BaseException) -> Exception:
+    """What the caller raises: what would end a thread (SystemExit, KeyboardInterrupt) is not to end him unasked."""
+    if isinstance(error, Exception):
+        return error
+    passed_on = RuntimeError(f"a thread that builds batches met {error!r}")
+    passed_on.__cause__ = error
+    return passed_on

@@ -22,7 +22,7 @@ class Packed:
     Attributes:
         positions: "restart" counts from 0 in each sample; "mrope" gives (time, height, width) positions, after
             Qwen2-VL's multimodal rotary embedding: text and audio advance all three, an image's merged grid spans
-            height and width and advances by its longer side.
+            height and width and advances by its longer side; `llm.restart_position_ids` then count as "restart" does.
         empty: what a rank without any item of a modality gets: one minimal "dummy" item, excluded from loss and
             costs, or tensors of "zero" length.
         multiple_of: each sample's LLM sequence is padded at its end to a multiple of this, and so is their total: 2 * C
@@ -40,7 +40,7 @@ class Packed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Padded:
-    """One row a sample: LLM tensors (num_samples, L), with an attention mask, as Hugging Face models take them.
+    """One row a sample: LLM tensors (num_samples, L), with an attention mask, as Hugging Face models of text take them.
 
     L is the longest sample of the microbatch, aligned up to `multiple_of`. Where that is at least the longest sample
     of the data set, L is always `multiple_of`: a fixed shape. Samples are balanced by what a rectangle costs: a rank's

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Iterable
+from functools import partial
 from os import PathLike
 from typing import Any, cast
+from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import IterableDataset, Subset, default_collate, default_convert
 
 from orchdata.balancers import CostModel
-from orchdata.collating import SampleAssembler, map_loader
+from orchdata.collating import SampleAssembler, map_loader, map_many
 from orchdata.costs import ArrayCosts
 from orchdata.layout import Packed, Padded
 from orchdata.loaders.errors import DataError
 from orchdata.loaders.order import Order
+from orchdata.notices import warn_once
+from orchdata.ranks.parallel import Rank
 from orchdata.sources import Source, SourceOptions, refuse_parts
 
 Ints = NDArray[np.int64]
@@ -36,9 +41,11 @@ def map_source(dataset: Any, options: SourceOptions, *, sampler: Any, batch_samp
         order = Order(num_indexed, shuffle=options.shuffle, seed=options.seed, excluded=excluded)
     assembler = SampleAssembler(
         load=map_loader(dataset, skip_errors=skip_errors),
-        collate_fn=cast("Any", options.collate_fn) or default_collate,
+        collate_fn=cast("Any", options.collate_fn) or (default_collate if options.batched else default_convert),
         repeat_first=True,
+        batched=options.batched,
         num_rows=num_indexed,
+        load_many=map_many(dataset) if options.batched and not skip_errors else None,
         pin_memory=options.pin_memory,
     )
     return Source(
@@ -50,7 +57,24 @@ def map_source(dataset: Any, options: SourceOptions, *, sampler: Any, batch_samp
         },
         failures=failures,
         num_indexed=num_indexed,
-        begin_epoch=order.begin_epoch if isinstance(order, _SamplerOrder) else lambda epoch: None,
+        begin_epoch=partial(_begin_epoch, dataset, num_indexed, order),
+    )
+
+
+def say_shared(dataset: Any, rank: Rank) -> None:
+    """Tell once, on rank 0, that a map-style data set is shared out over ranks, where nobody has asked for it."""
+    if rank.size == 1 or rank.rank:
+        return
+    size, ranks, split = len(dataset), rank.size, ""
+    if isinstance(dataset, Subset):
+        whole = len(cast("Any", dataset.dataset))
+        if abs(size * ranks - whole) < ranks:
+            split = f" (this Subset has {size} of {whole} samples, and looks so)"
+    warn_once(
+        "samples are shared",
+        f"the {size} samples of {type(dataset).__name__} are shared over {ranks} ranks: each gets about 1 in {ranks}. "
+        "For an evaluation that every rank, or one alone, does in full, and for data that are split by rank already"
+        f"{split}, pass dp=(0, 1); to share them and not be told, dp=torch.distributed.group.WORLD",
     )
 
 
@@ -60,7 +84,7 @@ def _check(dataset: Any, options: SourceOptions, sampler: Any, batch_sampler: An
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise TypeError(
             f"DataLoader takes a ShardDataset or a map-style data set with __getitem__ and __len__, got "
-            f"{type(dataset).__name__}"
+            f"{type(dataset).__name__}; od.post_balance balances what another loader makes of an iterable"
         )
     if isinstance(options.collate_fn, Packed | Padded) or isinstance(options.cost, CostModel):
         raise TypeError("Packed, Padded and CostModel are for a ShardDataset; a map-style data set has its own samples")
@@ -76,27 +100,70 @@ def _check(dataset: Any, options: SourceOptions, sampler: Any, batch_sampler: An
         raise ValueError("sampler excludes shuffle and batch_sampler")
     if batch_sampler is not None and (options.shuffle is not None or options.drop_last):
         raise ValueError("batch_sampler excludes shuffle and drop_last")
+    if options.drop_last and not options.batched:
+        raise ValueError("batch_size=None gives samples one by one: there is no remainder for drop_last to drop")
+
+
+def _begin_epoch(dataset: Any, num_samples: int, order: Order | _SamplerOrder, epoch: int) -> object:
+    if len(dataset) != num_samples:
+        raise ValueError(
+            f"{type(dataset).__name__} had {num_samples} samples when this loader was made and has {len(dataset)} now: "
+            "make another loader"
+        )
+    return order.begin_epoch(epoch) if isinstance(order, _SamplerOrder) else None
+
+
+class _Drawn(list[Any]):
+    """What a sampler gave for an epoch."""
 
 
 class _SamplerOrder:
-    """The order of a torch sampler, drawn once an epoch; a position is an index, or a whole batch of indices."""
+    """The order of a torch sampler, drawn once an epoch; a position is an index, or a whole batch of indices.
+
+    An epoch's draw lives as long as an iteration is in it, and the last one's after that: who goes on in an epoch
+    after an error goes on in the same sequence.
+    """
 
     def __init__(self, sampler: Any, *, batched: bool) -> None:
         self._sampler = sampler
         self._batched = batched
-        self._drawn: list[Any] = []
+        self._drawn: WeakValueDictionary[int, _Drawn] = WeakValueDictionary()
+        self._last = _Drawn()
+        if not hasattr(sampler, "__len__"):
+            raise TypeError(
+                f"{'batch_sampler' if batched else 'sampler'} has no len(), which counts the steps of an epoch: "
+                f"give {type(sampler).__name__} a __len__, or list(sampler) for one draw"
+            )
         self.num_samples = len(sampler)
 
-    def begin_epoch(self, epoch: int) -> None:
-        self._drawn = list(cast("Iterable[Any]", self._sampler))
+    def begin_epoch(self, epoch: int) -> _Drawn:
+        drawn = self._drawn.get(epoch)
+        if drawn is None:
+            items = cast("Iterable[Any]", self._sampler)
+            drawn = _Drawn(list(item) for item in items) if self._batched else _Drawn(items)
+            if len(drawn) != self.num_samples:
+                raise ValueError(
+                    f"{type(self._sampler).__name__} gave {len(drawn)} items for epoch {epoch}, and its len() was "
+                    f"{self.num_samples}: an epoch has as many steps as that says"
+                )
+            self._drawn[epoch] = drawn
+        self._last = drawn
+        return drawn
 
     def rows(self, epoch: int, start: int, stop: int) -> tuple[NDArray[np.int32], Ints]:
-        drawn = self._drawn[start:stop]
-        row = np.array([index for batch in drawn for index in batch] if self._batched else drawn, np.int64)
+        drawn = self._drawn[epoch][start:stop]
+        row = np.array([_index(item) for batch in drawn for item in (batch if self._batched else [batch])], np.int64)
         return np.zeros(len(row), np.int32), row
 
     def describe(self) -> dict[str, object]:
         return {"sampler": type(self._sampler).__name__, "num_samples": self.num_samples}
+
+
+def _index(item: Any) -> int:
+    try:
+        return operator.index(item)
+    except TypeError:
+        raise TypeError(f"a sampler gives indices, integers from 0 to len(dataset) - 1; got {item!r}") from None
 
 
 def _map_costs(dataset: Any, cost: Any, *, skip_errors: bool) -> tuple[Ints, list[DataError]]:

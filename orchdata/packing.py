@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from orchdata.loaders.errors import NOT_DATA, DataError, FieldError, as_field_error
 from orchdata.loaders.shards import OpenShards
 from orchdata.media_pages import MediaPages, PageSource
+from orchdata.memory import out_of_memory
 from orchdata.pages import Pages
 from orchdata.step import Assembled, Share
 from orchdata.stored import StoredSample
@@ -57,7 +58,10 @@ class PackedAssembly:
         self._assembler = assembler
         self._share = share
         self._rows = rows
-        self._pages = Pages(assembler.source, rows, work)
+        try:
+            self._pages = Pages(assembler.source, rows, work)
+        except MemoryError as error:
+            raise out_of_memory(error, assembler.source.index, assembler.source.recipe, rows) from error
         self._failures: dict[int, list[DataError]] = {}
         self._seconds = {"reading": 0.0, "decoding": 0.0}
         self._lock = threading.Lock()
@@ -83,6 +87,13 @@ class PackedAssembly:
         return Assembled(batch, failures, {**self._seconds, "packing": time.perf_counter() - started})
 
     def _fill(self, row: int, wanted: _Stored) -> None:
+        try:
+            self._read_and_decode(row, wanted)
+        except MemoryError as error:
+            source = self._assembler.source
+            raise out_of_memory(error, source.index, source.recipe, self._rows, row) from error
+
+    def _read_and_decode(self, row: int, wanted: _Stored) -> None:
         started = time.perf_counter()
         source, pages, place = self._assembler.source, self._pages, wanted.place
         sample = StoredSample(source.index, self._assembler.shards, row)

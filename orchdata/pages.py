@@ -18,6 +18,7 @@ from orchdata.layout import Padded, row_lengths
 from orchdata.loaders.errors import FieldError
 from orchdata.loaders.modality import IMAGE, MODALITIES
 from orchdata.loaders.samples import MediaSlot, compose, text_members
+from orchdata.loaders.text import WHY_COUNTS_DIFFER
 from orchdata.media_pages import MediaPages, MediaSlots, PageSource, cu_seqlens, row_mask, starts_of
 from orchdata.step import Share
 from orchdata.stored import StoredSample
@@ -31,7 +32,7 @@ class Pages:
         index, layout = source.index, source.layout
         self.source = source
         self.rows = rows
-        self.keys: tuple[Key, ...] = tuple((index.shards[index.shard[row]].url, index.key(int(row))) for row in rows)
+        self.keys: tuple[Key, ...] = tuple((index.shard_of(int(row)).url, index.key(int(row))) for row in rows)
         self.lengths = index.llm_tokens[rows].astype(np.int64)
         padded = row_lengths(layout, self.lengths)
         if not len(rows) and layout.empty == "dummy":
@@ -44,7 +45,8 @@ class Pages:
         total = int(self.starts[-1])
         self.input_ids = source.pool.empty((total,), np.int64)
         self.labels = source.pool.empty((total,), np.int64)
-        self.position_ids = source.pool.empty((3, total), np.int64)
+        # Restarting at each sample; under "mrope" time, height and width follow.
+        self.position_ids = source.pool.empty((4 if layout.positions == "mrope" else 1, total), np.int64)
         self.text_ids = source.pool.empty((int(self.text_starts[-1]),), np.int64)
         if not len(rows):
             self._blank(0, total)
@@ -109,23 +111,25 @@ class Pages:
             starts = starts_of(lengths)
             mask = torch.from_numpy(row_mask(lengths, shape[1]))
         mrope = self.source.layout.positions == "mrope"
-        position_ids = self.position_ids.reshape(3, *shape)
+        restart, *_ = positions = torch.from_numpy(self.position_ids.reshape(len(self.position_ids), *shape))
         return LLMBatch(
             input_ids=torch.from_numpy(self.input_ids.reshape(shape)),
-            position_ids=torch.from_numpy(position_ids if mrope else position_ids[0]),
+            position_ids=positions[1:] if mrope else restart,
             labels=torch.from_numpy(self.labels.reshape(shape)),
             cu_seqlens=cu_seqlens(starts),
             max_seqlen=int(np.diff(starts).max(initial=0)),
             attention_mask=mask,
+            restart_position_ids=restart if mrope else None,
             **{f"{name}_positions": torch.from_numpy(slots.where) for name, slots in self.slots.items()},
             **{f"{name}_owners": torch.from_numpy(slots.owner) for name, slots in self.slots.items() if apart},
         )
 
-    def _blank(self, start: int, stop: int, first_position: int = 0) -> None:
-        """Tokens without meaning: padding, or a dummy sequence."""
+    def _blank(self, start: int, stop: int, first: int = 0, first_mrope: int = 0) -> None:
+        """Tokens without meaning: padding, or a dummy sequence; positions count on from the first ones."""
         self.input_ids[start:stop] = 0
         self.labels[start:stop] = IGNORE
-        self.position_ids[:, start:stop] = np.arange(first_position, first_position + stop - start)
+        self.position_ids[0, start:stop] = np.arange(first, first + stop - start)
+        self.position_ids[1:, start:stop] = np.arange(first_mrope, first_mrope + stop - start)
 
 
 class SequenceWriter:
@@ -139,14 +143,15 @@ class SequenceWriter:
         self._padded_end = int(pages.starts[place + 1])
         self._text_cursor = int(pages.text_starts[place])
         self._text_end = int(pages.text_starts[place + 1])
-        self._position = 0
+        self._position = 0  # under "mrope", of time, height and width
+        self._pages.position_ids[0, self._start : self._end] = np.arange(self._end - self._start)
 
     def text(self, token_ids: NDArray[np.int64], loss: bool) -> None:
         stop = self._advance(len(token_ids))
         pages, span = self._pages, slice(stop - len(token_ids), stop)
         pages.input_ids[span] = token_ids
         pages.labels[span] = token_ids if loss else IGNORE
-        pages.position_ids[:, span] = np.arange(self._position, self._position + len(token_ids))
+        pages.position_ids[1:, span] = np.arange(self._position, self._position + len(token_ids))
         self._position += len(token_ids)
         text_stop = self._text_cursor + len(token_ids)
         if text_stop > self._text_end:
@@ -161,8 +166,8 @@ class SequenceWriter:
         pages.input_ids[start:stop] = token_id
         pages.labels[start:stop] = IGNORE
         slots.put(part, start)
-        positions = pages.position_ids[:, start:stop]
-        if pages.source.layout.positions == "mrope" and slots.name == "image":
+        positions = pages.position_ids[1:, start:stop]
+        if len(positions) and slots.name == "image":
             height, width = slots.merged_grid(part)
             positions[0] = self._position
             positions[1] = self._position + np.repeat(np.arange(height), width)
@@ -180,9 +185,10 @@ class SequenceWriter:
         found = int((self._pages.labels[self._start : self._end] != IGNORE).sum())
         if found != loss_tokens:
             raise FieldError(
-                self._text_field, f"the index says {loss_tokens} loss tokens, the text yields {found}; index again"
+                self._text_field,
+                f"the index says {loss_tokens} loss tokens, the text yields {found}: {WHY_COUNTS_DIFFER}",
             )
-        self._pages._blank(self._end, self._padded_end, self._position)
+        self._pages._blank(self._end, self._padded_end, self._end - self._start, self._position)
 
     def _advance(self, tokens: int) -> int:
         self._cursor += tokens
@@ -191,7 +197,4 @@ class SequenceWriter:
         return self._cursor
 
     def _disagreement(self) -> str:
-        return (
-            f"the index says {self._end - self._start} tokens, the text yields another number: "
-            "its bytes or the tokenizer behind the recipe's id changed; index again"
-        )
+        return f"the index says {self._end - self._start} tokens, the text yields another number: {WHY_COUNTS_DIFFER}"

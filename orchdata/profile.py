@@ -196,7 +196,7 @@ def _read_amplification(index: Index, good: NDArray[np.int64]) -> ReadAmplificat
     chosen = good[np.linspace(0, len(good) - 1, min(len(good), _RANGE_SAMPLES)).astype(np.int64)]
     read = used = 0
     for row in chosen.tolist():
-        if suffix_of(index.shards[int(index.shard[row])].url) == ".tar":
+        if suffix_of(index.shard_of(int(row)).url) == ".tar":
             members = index.read_spec(row)
             read += bytes_read_together(members)
             used += sum(size for _, size, _, _ in members)

@@ -308,7 +308,7 @@ def _advice(phase: str, loads: _Loads, source: IndexCosts) -> PhaseAdvice:
         samples_per_rank=int(np.count_nonzero(costs)) / plan.num_ranks,
         giants=len(found.giants),
         largest=int(costs[largest]) / found.mean if found.mean else 0.0,
-        largest_shard=index.shards[int(index.shard[row])].url,
+        largest_shard=index.shard_of(int(row)).url,
         largest_key=index.key(row),
         remedies=tuple(
             Remedy(remedy=option.remedy, factor=option.factor, imbalance=option.imbalance) for option in best.values()

@@ -17,6 +17,7 @@ from orchdata.costs import IndexCosts
 from orchdata.dataset import ShardDataset
 from orchdata.layout import Layout, Packed, Padded, padded_encoders
 from orchdata.loaders.cache import CacheFolder
+from orchdata.loaders.decoders import load_decoders
 from orchdata.loaders.errors import DataError
 from orchdata.loaders.index import Index, content_fingerprint
 from orchdata.loaders.modality import ENCODERS
@@ -38,6 +39,7 @@ def shard_source(dataset: ShardDataset, options: SourceOptions, quarantine: Sequ
         raise ValueError(f"cost for a ShardDataset is an od.CostModel, got {type(options.cost).__name__}")
     layout = options.collate_fn if isinstance(options.collate_fn, Packed | Padded) else Packed()
     _check_caps(options.balance, layout)
+    load_decoders()
     index = _open_index(dataset, options)
     costs = IndexCosts(index, options.cost, layout.multiple_of, rectangular=isinstance(layout, Padded))
     _check_phases(costs, dataset)
@@ -127,15 +129,15 @@ def _refuse(index: Index, bad: Ints, policy: ErrorPolicy) -> None:
 
 
 def _warn_of_lost(index: Index) -> int:
-    """How many samples damaged shards hide; a warning where there are any, since no failure is listed for each."""
+    """How many samples damaged shards hide. A warning where there are such shards: no failure is listed for each."""
     lost = index.lost_samples()
-    damaged = np.flatnonzero(lost)
-    if len(damaged):
-        first = int(damaged[0])
+    damaged = [number for number, shard in enumerate(index.shards) if shard.lost_bytes]
+    if damaged:
+        first = damaged[0]
         reason = index.failure(int(np.intersect1d(index.bad_rows(), index.rows_of(first))[-1])).reason
         warnings.warn(
             f"{len(damaged)} of {len(index.shards)} shards are damaged, and about {int(lost.sum())} of their samples "
-            f"lost; the first is {index.shards[first].url}: {reason}",
+            f"lost beside those listed; the first is {index.shards[first].url}: {reason}",
             stacklevel=2,
         )
     return int(lost.sum())
@@ -183,7 +185,7 @@ def _oversize_rows(index: Index, costs: IndexCosts, balance: Balance, excluded: 
             large = row[sizes > cap]
             if len(large) and balance.oversize == "error":
                 worst = int(sizes.argmax())
-                shard = index.shards[index.shard[row[worst]]].url
+                shard = index.shard_of(int(row[worst])).url
                 raise ValueError(
                     f"{shard}: sample {index.key(int(row[worst]))!r} has {int(sizes[worst])} {phase} positions, "
                     f"max_tokens allows {cap}; raise it, or use Balance(oversize='own') or 'drop'"

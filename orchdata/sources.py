@@ -28,7 +28,8 @@ class SourceOptions:
     drop_last: bool
     balance: Balance
     policy: ErrorPolicy
-    collate_fn: Packed | Padded | Callable[[list[Any]], Any] | None
+    collate_fn: Packed | Padded | Callable[[Any], Any] | None
+    batched: bool
     pin_memory: bool
     cost: Any
 
@@ -55,7 +56,7 @@ class Source:
         failures: samples known to be bad before anything is decoded; they are out of the order.
         num_indexed: samples of the data set, bad ones included.
         num_lost: samples of damaged shards that are not even indexed, as far as can be told.
-        begin_epoch: called with the epoch before its first step.
+        begin_epoch: called with the epoch before an iteration's first step; what it returns is held until the last.
         reads: what is read of its shards, counted; None where samples are not in shards.
     """
 
@@ -64,7 +65,7 @@ class Source:
     failures: Sequence[DataError]
     num_indexed: int
     num_lost: int = 0
-    begin_epoch: Callable[[int], None] = field(default=lambda epoch: None)
+    begin_epoch: Callable[[int], object] = field(default=lambda epoch: None)
     reads: ReadBytes | None = None
 
     @property

@@ -16,16 +16,17 @@ class StoredSample:
 
     def __init__(self, index: Index, shards: OpenShards, row: int) -> None:
         self.row = row
-        self.shard = index.shards[index.shard[row]].url
+        self._info = index.shard_of(row)
+        self.shard = self._info.url
         self.key = index.key(row)
         self.members = index.members(row)
-        self.parts = range(int(index.part_offsets[row]), int(index.part_offsets[row + 1]))
+        self.parts = index.part_range(row)
         self._index = index
         self._shards = shards
 
     def member_of(self, part: int) -> int:
         """Which of the sample's members a part is."""
-        return int(self._index.part_member[part])
+        return self._index.member_of(part, len(self.members))
 
     def read(
         self, recipe: Recipe, *, text: bool = True, parts: Iterable[int] | None = None
@@ -39,9 +40,9 @@ class StoredSample:
         wanted = {self.member_of(part) for part in (self.parts if parts is None else parts)}
         needed = sorted(wanted.union(text_members(self.members, recipe) if text else ()))
         locations = self._index.read_spec(self.row)
-        info = self._index.shards[self._index.shard[self.row]]
+        self._index.check_unchanged()
         try:
-            payloads = self._shards.get(info.url, info).read_many([locations[member] for member in needed])
+            payloads = self._shards.get(self.shard, self._info).read_many([locations[member] for member in needed])
         except FieldError as error:
             raise error.at(self.shard, self.key) from error.__cause__
         self._shards.reads.used.add(sum(locations[member][1] for member in needed))

@@ -426,7 +426,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             vocab = (TINY_VOCAB if options.tiny else VOCAB) if phase == "llm" else None
             models[phase] = PhaseModel(sizes, vocab, checkpointed=options.checkpoint, varlen=varlen).to(dtype)
     with tempfile.TemporaryDirectory() as folder:
-        data = Data.made_up(Path(folder) / "index.arrow", options)
+        data = Data.made_up(Path(folder) / "index.index", options)
         cost, fits = calibrate(models, data, options)
         steps = options.steps * len(options.ranks) if len(options.steps) == 1 else options.steps
         pairs = zip(options.ranks, steps, strict=True)

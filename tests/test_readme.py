@@ -95,3 +95,17 @@ def test_commands_that_are_named_exist() -> None:
     for page in PAGES:
         for name in re.findall(r"^(?:\| `)?orchdata (\w+)|`orchdata (\w+)", page.read_text(), re.MULTILINE):
             assert "".join(name) in commands, f"{page.name}: orchdata {''.join(name)}"
+
+
+def test_every_promise_names_a_test_that_exists() -> None:
+    text = (REPOSITORY / "docs" / "reliability.md").read_text()
+    path, named = "", 0
+    for found in re.findall(r"`((?:\w+/)*\w+\.py)?(?:::(test_\w+))?`", text):
+        path, name = found[0] or path, found[1]
+        if not path:
+            continue
+        file = REPOSITORY / "tests" / path
+        assert file.is_file(), path
+        assert not name or f"def {name}(" in file.read_text(), f"{path}::{name}"
+        named += 1
+    assert named > 40

@@ -1,11 +1,14 @@
-"""`orchdata bench index`: how fast shards are scanned, and what measuring texts costs beside tokenizing them.
+"""`orchdata bench index`: how fast shards are scanned, what measuring texts costs, and what a shard costs by itself.
 
 tars of JPEG + WAV/FLAC + text --facts, one core--> samples/s
                                --costs under a recipe / the tokenizer alone--> ratio
+Parquet of images + text --facts, in a child process / in this one--> files/s, rows/s
+tars of one small sample each  --build_index, from nothing and where nothing changed--> shards/s
 """
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +19,8 @@ import pyarrow as pa
 
 from orchdata.bench.corpus import Corpus
 from orchdata.bench.harness import Result, interleave
+from orchdata.bench.parquet import measure_parquet
+from orchdata.loaders.build import build_index
 from orchdata.loaders.cache import CacheFolder
 from orchdata.loaders.costs import cost_shard
 from orchdata.loaders.limits import Limits
@@ -33,6 +38,7 @@ class IndexBench:
     Attributes:
         samples: of the made-up dataset, about 100 KiB each.
         words: mean length of a text; the default is that of instruction data.
+        small_shards: tars of one sample each.
         repeats: of each measurement.
         seed: of the dataset.
         folder: where to write it; a temporary folder by default.
@@ -40,6 +46,7 @@ class IndexBench:
 
     samples: int = 6_000
     words: int = 300
+    small_shards: int = 2_000
     repeats: int = 5
     seed: int = 0
     folder: str | None = None
@@ -61,6 +68,8 @@ def run(config: IndexBench) -> list[Result]:
         return [
             *_scanning(urls, cache, config),
             *_tokenizing(urls, cache, config, name, Recipe(text=TextPreprocessor(tokenizer, id=name)), tokenizer),
+            *measure_parquet(Path(folder), rows=2 * config.samples, repeats=config.repeats),
+            *_small_shards(Path(folder) / "small", config),
         ]
 
 
@@ -143,6 +152,40 @@ def _tokenizing(
             name="  the tokenizer alone",
             unit="samples per CPU second",
             values=tuple(config.samples / value for value in seconds["tokenizer"]),
+            better="high",
+        ),
+    ]
+
+
+def _small_shards(folder: Path, config: IndexBench) -> list[Result]:
+    folder.mkdir()
+    count = config.small_shards
+    small = Corpus(samples=count, shards=count, words=20, width=64, height=48, audio_share=0.0, variety=4)
+    urls = small.write(folder)
+    turns = itertools.count()
+
+    def build() -> CacheFolder:
+        cache = CacheFolder(folder / f"cache-{next(turns)}")
+        build_index(urls, Recipe(), cache=cache)
+        return cache
+
+    kept = build()
+    seconds = interleave(
+        {"new": build, "same": lambda: build_index(urls, Recipe(), cache=kept)}, repeats=config.repeats, warmup=0
+    )
+    return [
+        Result(
+            name="index tars of one sample each",
+            unit="shards/s",
+            values=tuple(count / value for value in seconds["new"]),
+            demand=1_000.0,
+            better="high",
+            note="JPEG + text, all CPUs, the whole build of an index",
+        ),
+        Result(
+            name="  again, nothing changed",
+            unit="shards/s",
+            values=tuple(count / value for value in seconds["same"]),
             better="high",
         ),
     ]

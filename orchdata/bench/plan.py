@@ -57,7 +57,7 @@ def run(config: PlanBench) -> list[Result]:
     if size > config.samples:
         raise ValueError(f"{config.ranks} ranks x {config.samples_per_rank} need {size} samples, got {config.samples}")
     with tempfile.TemporaryDirectory(dir=config.folder) as folder:
-        path = Path(folder) / "index.arrow"
+        path = Path(folder) / "index.index"
         index = synthetic_index(path, config.samples, config.seed)
         return [*_planning(index, config), *_starting(path, config)]
 

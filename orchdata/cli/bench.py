@@ -47,15 +47,19 @@ def plan(
 def index(
     samples: Annotated[int, typer.Option(help="Samples of the dataset, about 100 KiB each.")] = 6_000,
     words: Annotated[int, typer.Option(help="Mean length of a text.")] = 300,
+    small_shards: Annotated[int, typer.Option(help="Shards of one small sample each.")] = 2_000,
     repeats: RepeatsOption = 5,
     seed: SeedOption = 0,
     folder: FolderOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Indexing on one core: walking shards, media headers, and what tokenizing adds."""
+    """Indexing: walking shards, media headers, and what tokenizing adds, on one core; many small shards, on all."""
     from orchdata.bench.index import IndexBench, run
 
-    _measure("index", IndexBench(samples=samples, words=words, repeats=repeats, seed=seed, folder=folder), run, as_json)
+    config = IndexBench(
+        samples=samples, words=words, small_shards=small_shards, repeats=repeats, seed=seed, folder=folder
+    )
+    _measure("index", config, run, as_json)
 
 
 @app.command()

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from orchdata.loaders.index import Index
 
 FIRST_FAILURES = 10
+MOST_IGNORED = 20
 
 
 @one_line_errors
@@ -130,6 +131,10 @@ def _print_index(report: dict[str, Any]) -> None:
     )
     for name, modality in report["totals"]["modalities"].items():
         typer.echo(f"  {name}: {modality['samples']:,} samples, {modality['tokens']:,} LLM tokens")
+    ignored = report["totals"]["ignored_fields"]
+    if ignored:
+        shown = [f"{name} ({count:,})" for name, count in list(ignored.items())[:MOST_IGNORED]]
+        typer.echo(f"  not read: {', '.join(shown)}{', ...' if len(ignored) > len(shown) else ''}")
     if report["bad"]:
         typer.echo(f"{report['bad']:,} bad samples, by reason:", err=True)
         for reason, count in report["bad_by_reason"].items():

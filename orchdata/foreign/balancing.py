@@ -53,8 +53,8 @@ def post_balance(
         balance: "none", "grouped", "grid", "global", or an `od.Balance` with scope, equal_count, max_samples and
             group_size; the default group size is the ranks of a node (LOCAL_WORLD_SIZE), else all.
         gain: least share of the makespan that moving must take off; in a step below it nothing moves.
-        timeout: seconds a rank waits for the others; default torch's. It has to cover the longest pause of one rank's
-            training loop alone.
+        timeout: seconds a rank waits for the others; default the timeout of `group`. It has to cover the longest pause
+            of one rank's training loop alone.
 
     Raises:
         ValueError: an argument outside its range, or ranks that were given different ones.

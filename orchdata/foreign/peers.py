@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from orchdata.ranks.parallel import group_timeout
+
 Ints = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
 
@@ -57,7 +59,7 @@ class Peers:
 
     Args:
         group: the ranks; None for a single one. A gloo group of the same ranks is made: a collective.
-        timeout: seconds a rank waits for the others in one collective; None for torch's default.
+        timeout: seconds a rank waits for the others in one collective; None for as long as in those of `group`.
     """
 
     def __init__(self, group: Any, timeout: float | None) -> None:
@@ -71,7 +73,7 @@ class Peers:
         self._group = dist.new_group(
             ranks,
             backend="gloo",
-            timeout=None if timeout is None else timedelta(seconds=timeout),
+            timeout=group_timeout(group) if timeout is None else timedelta(seconds=timeout),
             # Ranks outside the group need not take part.
             use_local_synchronization=len(ranks) < dist.get_world_size(),
         )

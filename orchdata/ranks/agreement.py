@@ -1,8 +1,8 @@
-"""Agreement: every rank plans alone, and these collectives find out whether all plan the same.
+"""Agreement: every rank plans alone, and this finds out whether all plan the same, and names those that do not.
 
-At start descriptions are compared (data set, recipe, order, sizes, balance, cost model), on the way plan hashes. Each
-function takes the process groups to gather over, one after another: the one of the data-parallel ranks, or those of a
-mesh's dims, which together reach every rank. No group, no collective.
+At start descriptions are compared (data set, recipe, order, sizes, balance, cost model), on the way plan hashes. The
+collectives take the process groups to gather over, one after another: the one of the data-parallel ranks, or those of a
+mesh's dims, which together reach every rank. Without a group see `comparing`.
 """
 
 from __future__ import annotations
@@ -13,52 +13,65 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-import torch.distributed as dist
+from orchdata.ranks.gathering import gather
 
 T = TypeVar("T")
 
-_dump = partial(json.dumps, sort_keys=True, default=str)
+_dump = partial(json.dumps, sort_keys=True)
+DATA = "data"  # the entry of what a map-style data set holds
 _FAILURE = "failure"
+_EQUAL_DATA = "if these are equal data under other paths or fingerprints, dp=(rank, size) is not compared"
 _SHOWN_RANKS = 8
 _SHOWN_CHARACTERS = 200
 
 
-def gather(value: Any, groups: Sequence[Any]) -> dict[int, Any]:
-    """The `value` of every rank that `groups` reach, by global rank. A collective over each of them in turn."""
-    held = {dist.get_rank() if groups else 0: value}
-    for group in groups:
-        by_rank: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(by_rank, held, group=group)
-        held = {rank: told for part in by_rank for rank, told in part.items()}
-    return dict(sorted(held.items()))
-
-
-def make_alike(make: Callable[[], T], describe: Callable[[T], Mapping[str, Any]], groups: Sequence[Any]) -> T:
-    """What `make` returns, where all ranks made the same.
+def make_alike(
+    make: Callable[[], T], describe: Callable[[T], Mapping[str, Any]], groups: Sequence[Any]
+) -> tuple[T, list[int]]:
+    """What `make` returns, where all ranks made the same, and the global numbers of these ranks.
 
     Args:
         describe: a JSON-safe account of what was made; nested mappings are compared entry by entry.
 
-    Raises:
-        ValueError: descriptions differ; names the ranks, and each entry with its values. The same on all ranks.
-        RuntimeError: `make` failed on another rank; names it and its error.
+    Raises as `check_accounts`, the same on all ranks; and what `make` raises here.
     """
-    if not groups:
-        return make()
     try:
         made = make()
+        described = account(describe(made))
     except Exception as error:
-        gather({_FAILURE: f"{type(error).__name__}: {error}"}, groups)  # or the others would wait for this rank
+        gather(failure_account(error), groups)  # or the others would wait for this rank
         raise
-    told = gather(dict(_entries(describe(made))), groups)
+    told = gather(described, groups)
+    check_accounts(told)
+    return made, list(told)
+
+
+def account(described: Mapping[str, Any]) -> dict[str, Any]:
+    """A description as entries by dotted path."""
+    return dict(_entries(described))
+
+
+def failure_account(error: Exception) -> dict[str, Any]:
+    return {_FAILURE: f"{type(error).__name__}: {error}"}
+
+
+def check_accounts(told: Mapping[int, Mapping[str, Any]], advice: str = "") -> None:
+    """Compare what each rank made.
+
+    Raises:
+        ValueError: descriptions differ; names the ranks, and each entry with its values.
+        RuntimeError: a rank could not make it; names it and its error.
+    """
     failed = {rank: entries[_FAILURE] for rank, entries in told.items() if _FAILURE in entries}
+    hint = f" ({advice})" if advice else ""
     if failed:
         said = "; ".join(f"rank {rank}: {failure}" for rank, failure in list(failed.items())[:_SHOWN_RANKS])
-        raise RuntimeError(f"this loader needs all its ranks, and {len(failed)} could not make it: {said}")
+        raise RuntimeError(f"this loader needs all its ranks, and {len(failed)} could not make it: {said}{hint}")
     difference = find_difference(told)
     if difference:
-        raise ValueError(f"all ranks of a loader must plan the same steps; {difference}")
-    return made
+        if any(name.split(".")[0] == DATA for name in _differing(told)):
+            hint = f" ({'; '.join(filter(None, [advice, _EQUAL_DATA]))})"
+        raise ValueError(f"all ranks of a loader must plan the same steps; {difference}{hint}")
 
 
 def check_plans(epoch: int, step: int, plan_hash: str | None, groups: Sequence[Any]) -> None:
@@ -80,9 +93,9 @@ def find_difference(told: Mapping[int, Mapping[str, Any]]) -> str:
         return ""
     if 2 * count > len(accounts):
         odd = [rank for rank, account in accounts.items() if account != common]
-        head = f"{_name(odd)} {'differs' if len(odd) == 1 else 'differ'} from the others"
+        head = f"{name_ranks(odd)} {'differs' if len(odd) == 1 else 'differ'} from the others"
     else:
-        head = f"{_name(list(accounts))} differ from each other"
+        head = f"{name_ranks(list(accounts))} differ from each other"
     return f"{head}: " + "; ".join(_values(name, told) for name in _differing(told))
 
 
@@ -96,17 +109,19 @@ def _values(name: str, told: Mapping[int, Mapping[str, Any]]) -> str:
     for rank, entries in told.items():
         ranks.setdefault(_shown(entries, name), []).append(rank)
     most_first = sorted(ranks.items(), key=lambda item: -len(item[1]))
-    return f"{name} is " + ", ".join(f"{value[:_SHOWN_CHARACTERS]} on {_name(on)}" for value, on in most_first)
+    return f"{name} is " + ", ".join(f"{value[:_SHOWN_CHARACTERS]} on {name_ranks(on)}" for value, on in most_first)
 
 
 def _shown(entries: Mapping[str, Any], name: str) -> str:
     return _dump(entries[name]) if name in entries else "missing"
 
 
-def _name(ranks: Sequence[int]) -> str:
-    shown = ", ".join(str(rank) for rank in ranks[:_SHOWN_RANKS])
-    more = f" and {len(ranks) - _SHOWN_RANKS} more" if len(ranks) > _SHOWN_RANKS else ""
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}{more}"
+def name_ranks(ranks: Sequence[int], count: int | None = None) -> str:
+    """The first of `count` ranks (default: of `ranks`), as words."""
+    shown = ranks[:_SHOWN_RANKS]
+    count = len(ranks) if count is None else count
+    more = f" and {count - len(shown)} more" if count > len(shown) else ""
+    return f"rank{'s' if count > 1 else ''} {', '.join(map(str, shown))}{more}"
 
 
 def _entries(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

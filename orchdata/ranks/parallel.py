@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from math import prod
 from typing import Any, Literal, get_args
 
@@ -176,6 +178,23 @@ def served_devices(group: Any) -> list[str]:
     import torch.distributed as dist
 
     return [entry.partition(":")[0] for entry in dist.get_backend_config(group).split(",")]
+
+
+def group_timeout(group: Any) -> timedelta:
+    """How long a collective of the group waits for its ranks, as `init_process_group(timeout=)` sets it.
+
+    torch's default where the backend does not say.
+    """
+    import torch
+    from torch.distributed import distributed_c10d
+
+    for device in served_devices(group):
+        with contextlib.suppress(RuntimeError, AttributeError):
+            told = group._get_backend(torch.device(device)).options._timeout
+            if isinstance(told, timedelta):
+                return told
+    default: timedelta = distributed_c10d.default_pg_timeout
+    return default
 
 
 def ranks_per_node() -> int | None:

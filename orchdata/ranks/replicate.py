@@ -14,8 +14,8 @@ import contextlib
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import fields, is_dataclass
-from importlib import import_module
+from dataclasses import fields
+from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,19 +24,33 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from orchdata.batch import AudioBatch, Batch, ImageBatch, LLMBatch, TextBatch
 from orchdata.buffers import BufferPool
 from orchdata.collating import SampleAssembler
 from orchdata.loaders.errors import DataError
 from orchdata.plan import Plan, make_plan
-from orchdata.ranks.parallel import Rank
-from orchdata.ranks.wire import Message, describe, read
+from orchdata.ranks.parallel import Rank, group_timeout
+from orchdata.ranks.route import Route
+from orchdata.ranks.wire import Message, WireError, describe, read
 from orchdata.step import BuiltStep, StepSpec
 
 _BUILT, _FAILED = 0, 1
+_CONTENT = {"epoch", "step", "plan", "failures", "batches"}
 _CLASS = "dataclass"  # marks a dict that was one
 
-# Of each job (a process may join several, one after another).
-_made: WeakKeyDictionary[Any, dict[tuple[tuple[int, ...], ...], list[Any]]] = WeakKeyDictionary()
+# What a step consists of, and so all that a peer's message can make.
+_CLASSES: dict[str, type[Any]] = {
+    "Batch": Batch,
+    "TextBatch": TextBatch,
+    "ImageBatch": ImageBatch,
+    "AudioBatch": AudioBatch,
+    "LLMBatch": LLMBatch,
+    "Route": Route,
+}
+_NAMES = {kind: name for name, kind in _CLASSES.items()}
+
+# Of each job (a process may join several, one after another): groups of these ranks, which wait so many seconds.
+_made: WeakKeyDictionary[Any, dict[tuple[tuple[tuple[int, ...], ...], float], list[Any]]] = WeakKeyDictionary()
 
 
 class Replication:
@@ -44,17 +58,20 @@ class Replication:
 
     All ranks of the job make theirs together; every peer then sends or receives the same steps in the same order.
 
+    Args:
+        timeout: seconds that peers wait for each other in a step; 0 for as long as the job's process group does.
+
     Raises RuntimeError, naming the rank, where another peer fails or is lost, and ValueError for steps that a user's
     collate_fn makes: they hold anything.
     """
 
-    def __init__(self, rank: Rank, spec: StepSpec) -> None:
+    def __init__(self, rank: Rank, spec: StepSpec, timeout: float) -> None:
         if isinstance(spec.assembler, SampleAssembler):
             raise ValueError(
                 "replicate='broadcast' sends an od.Batch, and a map-style data set or a collate_fn makes anything: "
                 "have every peer read, od.DataParallel(mesh, replicate='read')"
             )
-        self._group = _groups(rank.shared)[rank.rank]
+        self._group = _groups(rank.shared, timeout)[rank.rank]
         self._peers = rank.shared[rank.rank]
         self._reader = self._peers[0]
         self._pool = BufferPool()
@@ -91,6 +108,10 @@ class Replication:
         status, content = self._receive(f"got no step {plan.step} of epoch {plan.epoch}")
         if status == _FAILED:
             raise RuntimeError(f"rank {self._reader} reads for this rank, {dist.get_rank()}, and failed: {content}")
+        if not isinstance(content, dict) or content.keys() != _CONTENT:
+            raise WireError(
+                f"rank {self._reader} reads for this rank, {dist.get_rank()}, and sent no step: {content!r:.80}"
+            )
         for name, own in (("epoch", plan.epoch), ("step", plan.step), ("plan", plan.hash)):
             if content[name] != own:
                 raise RuntimeError(
@@ -123,13 +144,16 @@ class Replication:
             ) from error
 
 
-def _groups(shared: tuple[tuple[int, ...], ...]) -> list[Any]:
+def _groups(shared: tuple[tuple[int, ...], ...], timeout: float) -> list[Any]:
     """A gloo group for each of these, the same for all loaders of a job: a group keeps threads and connections."""
-    made = _made.setdefault(dist.group.WORLD, {})
-    if shared not in made:
+    world = dist.group.WORLD
+    made = _made.setdefault(world, {})
+    patience = timedelta(seconds=timeout) if timeout else group_timeout(world)
+    key = shared, patience.total_seconds()
+    if key not in made:
         # To make a group is a collective of the job: every rank makes those of all, in the same order.
-        made[shared] = [dist.new_group(list(peers), backend="gloo") for peers in shared]
-    return made[shared]
+        made[key] = [dist.new_group(list(peers), backend="gloo", timeout=patience) for peers in shared]
+    return made[key]
 
 
 class ReceivingEngine:
@@ -155,7 +179,7 @@ class ReceivingEngine:
             future.set_exception(error)
         return future
 
-    def close(self, wait: bool = True) -> None:
+    def close(self) -> None:
         pass
 
 
@@ -167,21 +191,29 @@ def _plain(value: Any) -> Any:
         return type(value)(_plain(item) for item in value)
     if isinstance(value, Mapping):
         return {name: _plain(item) for name, item in value.items()}
-    if is_dataclass(value) and type(value).__module__.startswith("orchdata."):
+    if type(value) in _NAMES:
         held = {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
-        return {_CLASS: f"{type(value).__module__}:{type(value).__qualname__}", "fields": held}
+        return {_CLASS: _NAMES[type(value)], "fields": held}
     return value
 
 
 def _revive(value: Any, plan: Plan) -> Any:
-    """The way back."""
+    """The way back. Raises WireError for a class or a field that no batch has."""
     if isinstance(value, (list, tuple)):
         return type(value)(_revive(item, plan) for item in value)
     if not isinstance(value, dict):
         return value
     if _CLASS not in value:
         return {name: _revive(item, plan) for name, item in value.items()}
-    if value[_CLASS] == "Plan":
+    name = value[_CLASS]
+    if name == "Plan":
         return plan
-    module, _, name = value[_CLASS].partition(":")
-    return getattr(import_module(module), name)(**_revive(value["fields"], plan))
+    kind, held = _CLASSES.get(name) if isinstance(name, str) else None, value.get("fields")
+    if kind is None or not isinstance(held, dict):
+        raise WireError(f"a step consists of {', '.join(_CLASSES)}, and a peer sent {name!r}")
+    unknown = held.keys() ^ {field.name for field in fields(kind)}
+    if unknown:
+        raise WireError(
+            f"{name} and what a peer sent for it differ in {', '.join(map(repr, sorted(map(str, unknown))))}"
+        )
+    return kind(**_revive(held, plan))

@@ -16,9 +16,8 @@ import torch
 import torch.distributed as dist
 
 from orchdata.batch import Batch
-from orchdata.ranks.agreement import gather
+from orchdata.ranks.gathering import gather, small_device
 from orchdata.ranks.lost import name_lost
-from orchdata.ranks.parallel import served_devices
 
 
 class Settling:
@@ -60,7 +59,7 @@ class Settling:
     def _sum(self, step: int, *values: int) -> list[int]:
         try:
             for group in self._groups:
-                total = torch.tensor(values, device=_device(group))
+                total = torch.tensor(values, device=small_device(group))
                 dist.all_reduce(total, group=group)
                 values = tuple(total.tolist())
         except RuntimeError as error:
@@ -71,13 +70,13 @@ class Settling:
         return list(values)
 
 
-Flags = dict[str, tuple[list[bool], list[int]]]
+Flags = dict[str, list[list[Any]]]
 
 
 def _flags(batch: Batch) -> Flags:
     """Modality -> which parts are valid, as they are encoded, and how many go to each rank."""
     return {
-        name: (getattr(batch, name).valid.tolist(), route.parts.send_rows.tolist())
+        name: [getattr(batch, name).valid.tolist(), route.parts.send_rows.tolist()]
         for name, route in batch.routes.items()
     }
 
@@ -94,9 +93,3 @@ def _arriving(name: str, rank: int, by_rank: Sequence[Flags]) -> torch.Tensor:
 
 def _num_failed(batch: Batch) -> int:
     return sum(int((~getattr(batch, name).valid).sum()) for name in batch.routes)
-
-
-def _device(group: Any) -> torch.device:
-    """Where the group's backend wants small tensors."""
-    served = served_devices(group)
-    return torch.device("cpu" if "cpu" in served else served[0])

@@ -16,11 +16,12 @@ import numpy as np
 import pytest
 from shard_factory import omni_samples, omni_shards, write_shard
 
-from orchdata.loaders import build, facts
+import orchdata.loaders.index
+from orchdata.loaders import build, facts, repeats
 from orchdata.loaders.build import BuildProgress, build_index
 from orchdata.loaders.cache import CacheFolder
 from orchdata.loaders.errors import DataError, FieldError, StorageError
-from orchdata.loaders.index import Index, index_path, open_index
+from orchdata.loaders.index import Index, open_index
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.order import Order
 from orchdata.loaders.paths import SUFFIXES
@@ -28,6 +29,8 @@ from orchdata.loaders.recipe import ImagePreprocessor, Recipe, TextPreprocessor
 from orchdata.loaders.samples import decode_sample
 from orchdata.loaders.shards import OpenShards
 from orchdata.loaders.tar import TarShard
+from orchdata.loaders.verified import NOTE_SUFFIX
+from orchdata.loaders.versions import RULES
 
 
 @pytest.fixture
@@ -82,8 +85,9 @@ def test_a_second_build_reads_nothing_and_rewrites_nothing(shards: list[str], sc
         (False, done, 3, 10) for done in (1, 2, 3)
     ]
     assert (second.path.stat().st_mtime_ns, second.path.stat().st_ino) == (written.st_mtime_ns, written.st_ino)
-    build_index(shards, Recipe(), force=True)
+    forced = build_index(shards, Recipe(), force=True)
     assert sorted(scans) == names(shards)
+    assert content(forced) == content(second) and forced.path.stat().st_ino != written.st_ino  # merged again
 
 
 def test_only_a_changed_shard_and_a_new_one_are_scanned(tmp_path: Path, shards: list[str], scans: list[str]) -> None:
@@ -195,15 +199,15 @@ def test_a_build_killed_before_its_rename_leaves_the_old_index(shards: list[str]
     old = build_index(shards, Recipe())
     write_shard(Path(shards[0]), omni_samples(4, prefix="new"))
     code = (
-        "import os, signal, sys, pathlib\n"
+        "import os, signal, sys\n"
         "from orchdata.loaders.build import build_index\n"
         "from orchdata.loaders.recipe import Recipe\n"
-        "replace = pathlib.Path.replace\n"
-        "def kill(self, target):\n"
-        "    if target.parent.name == 'index':\n"
+        "replace = os.replace\n"
+        "def kill(source, target):\n"
+        "    if os.path.basename(os.path.dirname(target)) == 'index':\n"
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    return replace(self, target)\n"
-        "pathlib.Path.replace = kill\n"
+        "    return replace(source, target)\n"
+        "os.replace = kill\n"
         "build_index(sys.argv[1:], Recipe())\n"
     )
     assert subprocess.run([sys.executable, "-c", code, *shards], check=False).returncode == -9
@@ -215,14 +219,14 @@ def test_a_build_killed_before_its_rename_leaves_the_old_index(shards: list[str]
     days_ago = time.time() - 2 * 24 * 3600
     os.utime(left[0], (days_ago, days_ago))
     assert build_index(shards, Recipe()).num_samples == 24
-    assert list(old.path.parent.iterdir()) == [old.path]
+    assert [path for path in old.path.parent.iterdir() if path.suffix != NOTE_SUFFIX] == [old.path]
 
 
 def test_an_interrupted_merge_leaves_nothing(shards: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "replace", fail)
+    monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(StorageError, match="No space left"):
         build_index(shards, Recipe(), retry_seconds=0)
     assert not list(CacheFolder().root.rglob("*.tmp"))
@@ -239,6 +243,26 @@ def test_builders_at_the_same_time(shards: list[str]) -> None:
     outputs = {process.communicate(timeout=120)[0].strip() for process in processes}
     assert [process.returncode for process in processes] == [0, 0, 0]
     assert outputs == {build_index(shards, Recipe()).fingerprint}
+
+
+def test_very_many_shards_are_taken_by_stretches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    urls = [write_shard(tmp_path / f"{number:03d}.tar", [{"__key__": "k", "txt": b"t"}]) for number in range(130)]
+    steps: list[BuildProgress] = []
+    index = build_index(urls, Recipe(), num_threads=1, progress=steps.append)  # 130 // 64: two at a time
+    assert [info.url for info in index.shards] == urls and index.num_samples == 130
+    assert [step.done for step in steps] == list(range(1, 131)) and {step.url for step in steps} == set(urls)
+
+    started: list[str] = []
+
+    def failing(url: str, **_: object) -> None:
+        started.append(url)
+        time.sleep(0.02)
+        raise ValueError("disk on fire")
+
+    monkeypatch.setattr(build, "load_facts", failing)
+    with pytest.raises(ValueError, match="disk on fire"):
+        build_index(urls, Recipe(), num_threads=1, force=True)
+    assert len(started) < 20
 
 
 def test_an_error_stops_the_build_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,27 +282,100 @@ def test_an_error_stops_the_build_soon(tmp_path: Path, monkeypatch: pytest.Monke
     assert len(started) < 15
 
 
-def test_costs_of_earlier_versions_go_after_a_day(shards: list[str]) -> None:
+def test_costs_of_earlier_versions_are_replaced(shards: list[str]) -> None:
     build_index(shards, Recipe())
-    folder = CacheFolder().file("costs", "x").parent
-    before = set(folder.iterdir())
     write_shard(Path(shards[0]), omni_samples(4, prefix="new"))
     build_index(shards, Recipe())
-    assert len(set(folder.iterdir()) - before) == 1 and before <= set(folder.iterdir())
-    for path in folder.iterdir():
-        os.utime(path, (0, 0))
+    assert len(list((CacheFolder().root / "costs").iterdir())) == 3
+
+
+def test_what_killed_builders_left_goes_after_a_day(shards: list[str]) -> None:
     build_index(shards, Recipe())
-    assert len(list(folder.iterdir())) == 3
+    root = CacheFolder().root
+    left = [root / kind / f".x.{name}.tmp" for kind in ("facts", "costs", "index") for name in ("old", "young")]
+    for path in left:
+        path.touch()
+        if ".old." in path.name:
+            os.utime(path, (0, 0))
+    build_index(shards, Recipe())
+    assert [path for path in left if path.exists()] == [path for path in left if ".young." in path.name]
 
 
-def test_a_damaged_index_is_made_again(shards: list[str]) -> None:
-    index = build_index(shards, Recipe())
-    size = index.path.stat().st_size
-    for path in CacheFolder().root.rglob("*.arrow"):
-        path.write_bytes(b"rubbish")
+def counting_words(failing: set[str]) -> Recipe:
+    """A recipe whose tokenizer fails on texts that hold one of these words, whatever else it is."""
+
+    def tokens(text: str) -> list[int]:
+        if failing & set(text.split()):
+            raise ValueError("a tokenizer out of order")
+        return [1] * len(text.split())
+
+    return Recipe(text=TextPreprocessor(tokens, id="words"))
+
+
+def test_force_measures_and_merges_again(tmp_path: Path) -> None:
+    url = write_shard(tmp_path / "a.tar", [{"__key__": key, "txt": f"one {key}".encode()} for key in "ab"])
+    failing = {"b"}
+    recipe = counting_words(failing)
+    assert build_index([url], recipe).bad_rows().tolist() == [1]
+    failing.clear()  # the cause is gone, and nothing on disk has changed
+    assert build_index([url], recipe).bad_rows().tolist() == [1]
+    assert build_index([url], recipe, force=True).llm_tokens.tolist() == [2, 2]
+    opened = open_index([url], recipe)
+    assert opened is not None and not opened.bad_rows().size
+
+
+def test_a_forced_build_that_ended_before_its_merge_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = write_shard(tmp_path / "a.tar", [{"__key__": "b", "txt": b"one b"}])
+    failing = {"b"}
+    recipe = counting_words(failing)
+    assert build_index([url], recipe).bad_rows().size == 1
+    failing.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "merge_tables", lambda *_, **__: None)  # leaves the old index
+        build_index([url], recipe, force=True)
+    assert build_index([url], recipe).bad_rows().size == 0
+
+
+def test_other_rules_keep_nothing(shards: list[str], scans: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    first = build_index(shards, Recipe())
+    for module in (build, facts, orchdata.loaders.index):
+        monkeypatch.setattr(module, "RULES", RULES + 1)
+    scans.clear()
     assert open_index(shards, Recipe()) is None
-    assert build_index(shards, Recipe()).path.stat().st_size == size
-    assert index_path(shards, Recipe().fingerprint(), CacheFolder()) == index.path
+    second = build_index(shards, Recipe())
+    assert sorted(scans) == names(shards)
+    assert second.path != first.path and second.fingerprint != first.fingerprint
+
+
+def test_tables_beyond_what_is_held_are_read_again(shards: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    held = content(build_index(shards, Recipe(), force=True))
+    monkeypatch.setattr(build, "_HELD_BYTES", 0)
+    assert content(build_index(shards, Recipe(), force=True)) == held
+
+
+def test_the_same_shard_under_two_paths_is_refused(tmp_path: Path, shards: list[str]) -> None:
+    link, hard = tmp_path / "link.tar", tmp_path / "hard.tar"
+    link.symlink_to(shards[1])
+    hard.hardlink_to(shards[2])
+    (tmp_path / "folder").symlink_to(tmp_path)
+    for other, first in ((link, 1), (hard, 2), (tmp_path / "folder" / Path(shards[0]).name, 0)):
+        with pytest.raises(ValueError, match="every sample would come twice") as raised:
+            build_index([*shards, str(other)], Recipe())
+        assert str(other) in str(raised.value) and shards[first] in str(raised.value)
+    assert build_index([str(link), str(hard)], Recipe()).num_samples == 20  # once each
+
+
+def test_equal_inodes_alone_are_no_reason(shards: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def with_inode(path: str) -> os.stat_result:
+        values = list(os.stat(path))
+        values[1:3] = 7, 7  # inode and device, as some network file systems repeat them
+        values[6], values[8] = 100, 0  # equal sizes and times are no rarity either
+        return os.stat_result(values)
+
+    monkeypatch.setattr(repeats, "_status", with_inode)
+    assert build_index(shards, Recipe()).num_samples == 30
 
 
 def test_every_real_shard_loads_or_says_why_not(fixtures_dir: Path) -> None:

@@ -221,3 +221,13 @@ def test_a_momentarily_full_disk_costs_nothing(tmp_path: Path, no_pauses: None) 
 
     assert CacheFolder(tmp_path).entry("x", make).read_bytes() == b"half and whole"
     assert not list((tmp_path / "shards").glob("*.part"))
+
+
+def test_damage_that_keeps_the_time_is_found_at_the_next_use(tmp_path: Path) -> None:
+    cache = CacheFolder(tmp_path)
+    path = cache.entry("x", filled(b"content"))
+    before = path.stat()
+    while path.stat().st_ctime_ns == before.st_ctime_ns:  # a clock tick must pass
+        path.write_bytes(b"CONTENT")
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert cache.entry("x", filled(b"content")).read_bytes() == b"content"

@@ -12,16 +12,15 @@ import pytest
 from shard_factory import omni_samples, write_shard
 
 from orchdata.loaders.cache import CacheFolder
-from orchdata.loaders.columns import SCHEMA
+from orchdata.loaders.columns import SCHEMA, FactsMeta
 from orchdata.loaders.costs import CostTable, ShardCosts, cost_shard
-from orchdata.loaders.errors import FieldError
+from orchdata.loaders.errors import FieldError, StorageError
 from orchdata.loaders.fields import GZIP, OTHER, RAW
 from orchdata.loaders.index import ShardInfo
 from orchdata.loaders.modality import AUDIO, IMAGE, TEXT
 from orchdata.loaders.recipe import Recipe, TextPreprocessor
 from orchdata.loaders.samples import Member, measure, text_members
 from orchdata.loaders.shards import open_shard
-from orchdata.loaders.table import map_table
 
 ROW = {"sample": 0, "key": "k", "field": "txt", "kind": TEXT, "offset": 0, "size": 0, "encoding": RAW, "error": None}
 HEADERS = {"width": 0, "height": 0, "frames": 0, "rate": 0}
@@ -67,8 +66,8 @@ def facts(*rows: dict[str, Any]) -> pa.Table:
 def errors(costs: ShardCosts) -> dict[str, tuple[str, str]]:
     columns = costs.columns
     return {
-        columns.text("key", row): (columns.text("error_field", row), columns.text("error_reason", row))
-        for row in columns.bad_rows().tolist()
+        columns.text("key", row): (columns.text("error_field", place), columns.text("error_reason", place))
+        for place, row in enumerate(columns.bad_row.tolist())
     }
 
 
@@ -195,22 +194,46 @@ def test_every_row_is_what_measure_says(tmp_path: Path, recipe: Recipe) -> None:
             assert columns.member_offset[columns.member_offsets[row] + member] == mine[part.member]["offset"]
 
 
+META = FactsMeta(url="fake.tar", size=3, version="1", checksum="sum", limits="", ignored={"pth": 2})
+
+
+def three_samples(bad: int) -> ShardCosts:
+    rows = [{"sample": i, "key": f"kü{i}", "offset": i, "size": 0 if i < bad else 1} for i in range(3)]
+    return cost_shard(facts(*rows), FakeShard(b"abc").open, Recipe())
+
+
 @pytest.mark.parametrize("bad", [0, 1, 3])
 def test_costs_come_back_from_their_file(tmp_path: Path, bad: int) -> None:
-    rows = [{"sample": i, "key": f"kü{i}", "offset": i, "size": 0 if i < bad else 1} for i in range(3)]
-    costs = cost_shard(facts(*rows), FakeShard(b"abc").open, Recipe())
-    path = tmp_path / "costs.arrow"
-    costs.write(path)
+    costs = three_samples(bad)
+    path = str(tmp_path / "a.costs")
+    written = costs.write(path, "fake.tar", META)
 
-    table = CostTable.open(path, ShardInfo("fake.tar", 3, "sum"))
+    table = CostTable.open(path, "fake.tar")
+    assert table == written and table.shard == ShardInfo("fake.tar", 3, "sum", "1") and table.meta == META
     assert (table.size, list(table.fields), table.totals) == (costs.columns.size, costs.fields, costs.totals)
     assert table.size.bad == bad
-    kept = table.columns()
-    for name in type(kept).__slots__:
-        if not name.endswith("_valid"):  # left out of the file where every row is bad
+    for kept in (table.columns(), table.let_go().columns(), written.columns()):
+        for name in type(kept).__slots__:
             assert np.array_equal(getattr(kept, name), getattr(costs.columns, name)), name
-    assert kept.bad_rows().tolist() == list(range(bad))
-    assert [kept.text("key", row) for row in range(3)] == ["kü0", "kü1", "kü2"]
-    pa.ipc.open_file(str(path)).read_all().validate(full=True)
-    with pytest.raises(ValueError, match="read-only"):
-        map_table(path)[0].llm_tokens[0] = 1
+        assert kept.bad_row.tolist() == list(range(bad))
+        assert [kept.text("key", row) for row in range(3)] == ["kü0", "kü1", "kü2"]
+        with pytest.raises(ValueError, match="read-only"):
+            kept.llm_tokens[0] = 1
+
+
+def test_costs_of_another_shard_are_refused(tmp_path: Path) -> None:
+    path = str(tmp_path / "a.costs")
+    three_samples(0).write(path, "fake.tar", META)
+    with pytest.raises(ValueError, match=r"it is that of fake\.tar"):
+        CostTable.open(path, "other.tar")
+
+
+def test_a_table_that_is_not_held_says_when_its_file_went(tmp_path: Path) -> None:
+    path = tmp_path / "a.costs"
+    table = three_samples(0).write(str(path), "fake.tar", META).let_go()
+    three_samples(1).write(str(path), "fake.tar", META)
+    with pytest.raises(StorageError, match="replaced while it was in use"):
+        table.columns()
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(StorageError, match="was there and is not any more"):
+        table.columns()

@@ -13,8 +13,10 @@ import orchdata.loaders.facts
 from orchdata.loaders.cache import CacheFolder
 from orchdata.loaders.columns import SCHEMA, FactsMeta
 from orchdata.loaders.errors import StorageError
-from orchdata.loaders.facts import facts_path, load_facts
+from orchdata.loaders.facts import KIND, facts_path, load_facts
 from orchdata.loaders.limits import Limits
+from orchdata.loaders.sealed import read_sealed, seal
+from orchdata.loaders.versions import FACTS_FORMAT, RULES
 
 
 @pytest.fixture
@@ -36,6 +38,9 @@ def scans(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return scanned
 
 
+NAMES = tuple(f"{key}.{field}" for key in "abcde" for field in ("txt", "pth"))  # enough that facts are kept
+
+
 def shard(path: Path, *names: str) -> str:
     with tarfile.open(path, "w") as tar:
         for name in names:
@@ -46,7 +51,7 @@ def shard(path: Path, *names: str) -> str:
 
 
 def test_facts_are_scanned_once(tmp_path: Path, cache: CacheFolder, scans: list[str]) -> None:
-    url = shard(tmp_path / "a.tar", "a.txt", "a.pth", "b.txt", "b.pth")
+    url = shard(tmp_path / "a.tar", *NAMES)
     first = load_facts(url, limits=Limits(), cache=cache)
     assert first.schema.remove_metadata() == SCHEMA
     assert load_facts(url, limits=Limits(), cache=cache).equals(first, check_metadata=True)
@@ -54,15 +59,17 @@ def test_facts_are_scanned_once(tmp_path: Path, cache: CacheFolder, scans: list[
     load_facts(url, limits=Limits(), cache=cache, force=True)
     assert len(scans) == 2
     meta = FactsMeta.of(first.schema)
-    assert (meta.url, meta.size, meta.ignored) == (url, Path(url).stat().st_size, {"pth": 2})
+    assert (meta.url, meta.size, meta.ignored) == (url, Path(url).stat().st_size, {"pth": 5})
     assert [path.name for path in (tmp_path / "cache" / "facts").iterdir()] == [
         facts_path(url, limits=Limits(), cache=cache).name
     ]
 
 
-@pytest.mark.parametrize("change", ["content", "time", "limits", "damage", "other table"])
-def test_stale_facts_are_scanned_again(tmp_path: Path, cache: CacheFolder, scans: list[str], change: str) -> None:
-    url = shard(tmp_path / "a.tar", "a.txt")
+@pytest.mark.parametrize("change", ["content", "time", "limits", "damage", "other table", "rules"])
+def test_stale_facts_are_scanned_again(
+    tmp_path: Path, cache: CacheFolder, scans: list[str], change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = shard(tmp_path / "a.tar", *NAMES)
     load_facts(url, limits=Limits(), cache=cache)
     limits = Limits()
     kept = facts_path(url, limits=limits, cache=cache)
@@ -74,14 +81,31 @@ def test_stale_facts_are_scanned_again(tmp_path: Path, cache: CacheFolder, scans
         limits = Limits(text_bytes=2)
     elif change == "damage":
         kept.write_bytes(kept.read_bytes()[:-50])
+    elif change == "rules":
+        monkeypatch.setattr(orchdata.loaders.facts, "RULES", RULES + 1)
     else:
-        import pyarrow.parquet as pq
-
-        pq.write_table(pq.read_table(kept).drop_columns(["rate"]), kept)
+        head, body = read_sealed(kept, KIND, FACTS_FORMAT)
+        kept.write_bytes(seal(KIND, FACTS_FORMAT + 1, head.values, [body])[0])
     table = load_facts(url, limits=limits, cache=cache)
     assert len(scans) == 2
-    assert table.num_rows == (30 if change == "content" else 1)
+    assert table.num_rows == (30 if change == "content" else 10)
     assert (table["error"][0].as_py() is not None) == (change == "limits")
+
+
+def test_facts_of_a_few_members_are_not_kept(tmp_path: Path, cache: CacheFolder, scans: list[str]) -> None:
+    url = shard(tmp_path / "a.tar", "a.txt", "a.pth")
+    tables = [load_facts(url, limits=Limits(), cache=cache) for _ in range(2)]
+    assert tables[0].equals(tables[1], check_metadata=True)
+    assert len(scans) == 2  # no more work than reading them would be
+    assert not any((tmp_path / "cache" / "facts").iterdir())
+
+
+def test_large_facts_come_back(tmp_path: Path, cache: CacheFolder, scans: list[str]) -> None:
+    url = shard(tmp_path / "a.tar", *(f"{i}.txt" for i in range(3_000)))
+    first = load_facts(url, limits=Limits(), cache=cache)
+    assert first.nbytes > 3 * facts_path(url, limits=Limits(), cache=cache).stat().st_size  # compressed
+    assert load_facts(url, limits=Limits(), cache=cache).equals(first, check_metadata=True)
+    assert len(scans) == 1
 
 
 def test_beside_the_shard_only_when_asked(tmp_path: Path, cache: CacheFolder, scans: list[str]) -> None:
@@ -90,7 +114,7 @@ def test_beside_the_shard_only_when_asked(tmp_path: Path, cache: CacheFolder, sc
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["a.tar"]
     for _ in range(2):
         load_facts(url, limits=Limits(), cache=cache, beside=True)
-    assert (tmp_path / ".a.tar.odfacts.parquet").is_file()
+    assert (tmp_path / ".a.tar.odfacts").is_file()
     assert len(scans) == 2
 
 

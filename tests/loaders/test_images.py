@@ -14,9 +14,11 @@ import pytest
 from PIL import Image, ImageOps
 
 from orchdata.loaders.decode_error import DecodeError
+from orchdata.loaders.headers import HeaderError, read_header
 from orchdata.loaders.images import decode_image, load_pixels
 from orchdata.loaders.jpeg import without_extras
 from orchdata.loaders.limits import Limits
+from orchdata.loaders.modality import IMAGE
 from orchdata.loaders.recipe import ImagePreprocessor, image_grid
 from orchdata.native.patchify import channel_table, patchify
 
@@ -367,3 +369,70 @@ def run_threads(targets: list[Callable[[], None]]) -> None:
         thread.start()
     for thread in threads:
         thread.join()
+
+
+CUT_CASES = {
+    "JPEG": ("JPEG", {}),
+    "progressive JPEG": ("JPEG", {"progressive": True}),
+    "PNG": ("PNG", {}),
+    "WebP": ("WEBP", {}),
+    "lossless WebP": ("WEBP", {"lossless": True}),
+    "GIF": ("GIF", {}),
+    "TIFF": ("TIFF", {}),
+    "TIFF, LZW": ("TIFF", {"compression": "tiff_lzw"}),
+    "TIFF, deflate": ("TIFF", {"compression": "tiff_adobe_deflate"}),
+    "TIFF, JPEG": ("TIFF", {"compression": "jpeg"}),
+    "BMP": ("BMP", {}),
+    "PPM": ("PPM", {}),
+    "JPEG 2000": ("JPEG2000", {}),
+    "AVIF": ("AVIF", {}),
+}
+# Formats without a checksum or marks in their data: zeros decode to something.
+BLIND = {"WebP", "lossless WebP", "TIFF", "TIFF, JPEG", "BMP", "PPM", "JPEG 2000", "AVIF"}
+
+
+def photo_bytes(name: str) -> bytes:
+    y, x = np.mgrid[:240, :320]
+    pixels = np.stack([x % 256, y % 256, (x + y) % 256], -1).astype(np.uint8)
+    pixels ^= np.random.default_rng(0).integers(0, 32, pixels.shape, np.uint8)
+    form, options = CUT_CASES[name]
+    out = io.BytesIO()
+    Image.fromarray(pixels).save(out, form, **options)
+    return out.getvalue()
+
+
+def indexed_and_decoded(data: bytes, pre: ImagePreprocessor) -> np.ndarray:
+    header = read_header(IMAGE, len(data), lambda count: data[:count], Limits())
+    return load_pixels(data, pre, Limits(), image_grid(header.width, header.height, pre)).copy()
+
+
+@pytest.mark.filterwarnings("ignore:Truncated File Read")
+@pytest.mark.parametrize("name", CUT_CASES)
+@pytest.mark.parametrize("tokens", [256, 4])  # as it is, and scaled down while decoding
+def test_a_cut_image_is_refused_or_whole(name: str, tokens: int) -> None:
+    data, pre = photo_bytes(name), ImagePreprocessor(max_tokens=tokens, min_tokens=1)
+    whole = indexed_and_decoded(data, pre)
+    for share in (0.2, 0.5, 0.95):
+        try:
+            found = indexed_and_decoded(data[: int(len(data) * share)], pre)
+        except (HeaderError, DecodeError):
+            continue
+        np.testing.assert_array_equal(found, whole)
+
+
+@pytest.mark.parametrize("name", sorted(CUT_CASES.keys() - BLIND))
+def test_a_stretch_of_zeros_is_refused_where_the_format_tells(name: str) -> None:
+    data = bytearray(photo_bytes(name))
+    start = len(data) // 3
+    data[start : start + len(data) // 10] = bytes(len(data) // 10)
+    with pytest.raises((HeaderError, DecodeError)):
+        indexed_and_decoded(bytes(data), ImagePreprocessor())
+
+
+def test_zeros_in_the_pixels_of_a_png_are_refused():
+    """Stored, not deflated: without the checksums they would be pixels."""
+    data = bytearray(encoded(Image.fromarray(noise(56, 56, 3)), "PNG", compress_level=0))
+    assert pixels_of(bytes(data), (56, 56)).any()
+    data[3_000:6_000] = bytes(3_000)
+    with pytest.raises(DecodeError, match="does not fit its checksum"):
+        pixels_of(bytes(data), (56, 56))

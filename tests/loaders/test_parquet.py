@@ -6,7 +6,7 @@ import io
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,19 @@ import pytest
 import soundfile
 from PIL import Image
 
-import orchdata.loaders.parquet
 from orchdata.loaders.errors import FieldError
 from orchdata.loaders.fields import OTHER, PARQUET
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.parquet import COLUMNS, ColumnCache, ParquetShard
+from orchdata.loaders.parquet_children import measuring
 from orchdata.loaders.storage import LocalFile
+
+
+@pytest.fixture(autouse=True, scope="module")
+def children() -> Iterator[None]:
+    """One child for all files."""
+    with measuring():
+        yield
 
 
 def png(width: int, height: int) -> bytes:
@@ -149,9 +156,11 @@ def test_keys_come_from_key_then_id_then_the_row(tmp_path: Path) -> None:
 
 
 def test_a_key_given_twice_makes_both_rows_bad(tmp_path: Path) -> None:
-    first, other, second = rows(write(tmp_path / "a.parquet", {"id": ["x", "y", "x"], "text": ["a", "b", "c"]}))
+    first, other, second = rows(write(tmp_path / "a.parquet", {"__key__": ["x", "y", "x"], "text": ["a", "b", "c"]}))
     assert other["error"] is None
-    assert first["error"] == second["error"] == "key 'x' is that of row 0 and of row 2"
+    reason = "key 'x' is that of row 0 and of row 2: give each row its own __key__"
+    assert first["error"] == second["error"]
+    assert first["error"].startswith(reason)
     assert first["kind"] == second["kind"] == OTHER
 
 
@@ -212,11 +221,11 @@ def test_files_without_rows_or_usable_columns_say_so(tmp_path: Path) -> None:
     assert row["error"] == "no column holds images, audio or text (columns: n)"
 
 
-def test_a_column_that_unfolds_too_far_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(orchdata.loaders.parquet, "_RATIO_FREE_BYTES", 1 << 20)
+def test_a_column_that_unfolds_too_far_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", {"text": [bytes(8 << 20).decode()]}, compression="zstd", use_dictionary=False)
-    (row,) = rows(path)
+    (row,) = rows(path, Limits(column_bytes=1 << 20))
     assert "row group 0, column 'text' decompresses" in row["error"]
+    assert "above Limits.column_bytes=1048576" in row["error"]
 
 
 def test_eight_threads_read_what_one_reads(tmp_path: Path) -> None:
@@ -272,15 +281,19 @@ resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
 warnings.simplefilter("error")
 sys.path.insert(0, {tests!r})
 from test_parquet import *
+from orchdata.loaders.build import build_index
+from orchdata.loaders.recipe import Recipe
+paths = sorted(Path({folder!r}).rglob("*.parquet"))
+index = build_index([str(path) for path in paths], Recipe(), num_threads=2)
+assert index.shards[int(index.shard[-1])].url == str(paths[-1])
 good = 0
-for path in sorted(Path({folder!r}).rglob("*.parquet")):
-    opened = shard(path)
-    found = opened.facts().to_pylist()
-    assert found, path
-    for row in found[:300]:
-        if row["error"] is None and row["kind"] != OTHER:
-            assert len(read(opened, row)) == row["size"], (path, row)
-            good += 1
+with measuring():
+    for path in paths:
+        opened = shard(path)
+        for row in opened.facts().to_pylist()[:300]:
+            if row["error"] is None and row["kind"] != OTHER:
+                assert len(read(opened, row)) == row["size"], (path, row)
+                good += 1
 print(good)
 """
 
@@ -302,3 +315,21 @@ def test_flipped_bytes_never_raise(tmp_path: Path) -> None:
         path = tmp_path / "b.parquet"
         path.write_bytes(data)
         assert rows(path)
+
+
+def test_rows_of_one_id_are_samples_of_their_own(tmp_path: Path):
+    path = write(tmp_path / "a.parquet", {"id": ["x", "x#2", "x", "x"], "text": ["a", "b", "c", "d"]})
+    found = rows(path)
+    assert [row["key"] for row in found] == ["x", "x#2", "x#2#2", "x#3"]
+    assert [row["error"] for row in found] == [None] * 4
+
+
+def test_a_field_of_type_null_in_a_chat_says_nothing(tmp_path: Path):
+    chat = [{"role": "user", "content": "q", "name": None}, {"role": "assistant", "content": "r", "name": None}]
+    table = pa.table({"messages": [chat], "nested": [{"messages": chat}]})
+    assert pa.types.is_null(table.schema.field("messages").type.value_type.field("name").type)
+    pq.write_table(table, tmp_path / "a.parquet")
+    assert [(row["field"], row["error"]) for row in rows(tmp_path / "a.parquet")] == [
+        ("messages", None),
+        ("nested", None),
+    ]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import glob
+import os
 from pathlib import Path
 
 import pytest
 from webdataset.shardlists import expand_urls
 
-from orchdata.loaders.paths import expand_paths
+from orchdata.loaders.errors import StorageError
+from orchdata.loaders.paths import _matches, expand_paths
 
 
 @pytest.fixture
@@ -76,3 +80,32 @@ def test_what_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch, paths: s
 def test_a_wrong_type_is_named() -> None:
     with pytest.raises(TypeError, match="int"):
         expand_paths([3])  # type: ignore[list-item]
+
+
+def test_a_folder_that_cannot_be_listed_is_an_error(
+    folder: Path, no_pauses: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: object) -> list[str]:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    with pytest.raises(StorageError, match="cannot be listed: Input/output error"):
+        expand_paths(str(folder / "*.tar"))
+
+
+@pytest.mark.parametrize(
+    "pattern", ["*.tar", "**/*.tar", "*/x*", "a/**/*.tar", "link/**/*.tar", "[!a]*/*", "?/.h*", "a/.h*"]
+)
+def test_globs_match_as_the_standard_library_matches(tmp_path: Path, pattern: str) -> None:
+    for name in ("a/x.tar", "a/b/y.tar", "a/b/c/z.tar", ".h/q.tar", "a/.hid.tar", "a/b/x[1].tar", "w.tar", "c d/e.tar"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"x")
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    path = str(tmp_path / pattern)
+    found = {os.path.realpath(name) for name in glob.glob(path, recursive=True) if name.endswith(".tar")}
+    assert {os.path.realpath(name) for name in _matches(Path(path)) if name.endswith(".tar")} == found
+
+
+def test_a_link_to_a_folder_above_ends_no_search(folder: Path) -> None:
+    (folder / "loop").symlink_to(folder)
+    assert expand_paths(str(folder / "**" / "b.parquet")) == [str(folder / "b.parquet")]

@@ -222,10 +222,10 @@ def test_limits_hold_before_anything_is_decoded():
     small = Recipe(limits=Limits(text_bytes=4, member_bytes=10, sample_bytes=15))
     with pytest.raises(FieldError, match="5 bytes of text, above the limit text_bytes=4"):
         measure(*sample(txt="hello"), small)
-    with pytest.raises(FieldError, match="11 bytes, above the limit member_bytes=10"):
+    with pytest.raises(FieldError, match="11 bytes, above Limits.member_bytes=10"):
         measure([Member("jpg", IMAGE, width=9, height=9, size=11)], {}, small)
     two = [Member(f"{number}.jpg", IMAGE, width=9, height=9, size=8) for number in range(2)]
-    with pytest.raises(FieldError, match="16 bytes, above the limit sample_bytes=15"):
+    with pytest.raises(FieldError, match="16 bytes, above Limits.sample_bytes=15"):
         measure(two, {}, small)
 
 

@@ -150,3 +150,22 @@ def test_a_copy_of_a_shard_is_known_by_its_headers_and_another_one_is_refused(tm
     write_shard(tmp_path / "a.tar", renamed)
     with pytest.raises(StaleIndexError, match="was written anew since it was indexed"):
         list(od.DataLoader(od.ShardDataset(shard), batch_size=30, num_threads=0))
+
+
+@pytest.mark.parametrize("collate_fn", [None, lambda samples: [sample.key for sample in samples]])
+def test_an_index_written_to_while_it_is_open_stops_the_run(
+    tmp_path: Path, collate_fn: Callable[[list[Any]], Any] | None
+) -> None:
+    shard = write_shard(tmp_path / "a.tar", samples("right"))
+    loader = od.DataLoader(od.ShardDataset(shard), batch_size=2, num_threads=0, on_error="skip", collate_fn=collate_fn)
+    steps = iter(loader)
+    next(steps)
+    path = od.ShardDataset(shard).index().path
+    written = path.stat().st_mtime_ns
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    while path.stat().st_mtime_ns == written:
+        with path.open("r+b") as out:
+            out.write(content)
+    with pytest.raises(od.DamagedIndexError, match="was changed while it was open"):
+        next(steps)

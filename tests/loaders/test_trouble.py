@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gzip
 import os
+import tempfile
 import threading
 from collections.abc import Callable
 from fractions import Fraction
@@ -18,6 +19,7 @@ import orchdata as od
 from orchdata.loaders import build as build_module
 from orchdata.loaders import costs as costs_module
 from orchdata.loaders.build import build_index
+from orchdata.loaders.cache import CacheFolder
 from orchdata.loaders.errors import FieldError, StorageError, TooManyFailures
 from orchdata.loaders.index import open_index
 from orchdata.loaders.recipe import Recipe
@@ -254,7 +256,91 @@ def test_a_shard_rewritten_between_scan_and_measuring_is_scanned_again(
         return cost_shard(facts, open_shard, recipe)
 
     monkeypatch.setattr(build_module, "cost_shard", rewrite_first)
-    with pytest.warns(UserWarning, match=r"t0\.tar: was changed while it was indexed; trying again"):
+    with pytest.warns(UserWarning, match=r"t0\.tar: .* when it was indexed.*trying again"):
         index = build_index(texts, Recipe(), num_threads=1)
     assert [index.key(row) for row in range(50)] == [f"new-{number:03d}" for number in range(50)]
     assert len(index) == 150
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO, errno.EACCES])
+def test_what_a_decoder_is_refused_is_no_damage(
+    tmp_path: Path, no_pauses: None, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """As a module that cannot be loaded at its first use, for want of file descriptors."""
+    shard = omni_shards(tmp_path, shards=1, samples=5)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number), "/lib/some_decoder.so")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("orchdata.loaders.tar.read_header", refuse)
+        patch.setattr("orchdata.loaders.tar.scan_media", refuse)
+        with pytest.raises(StorageError, match=rf"some_decoder.so: cannot be used: {os.strerror(number)}"):
+            build_index(shard, Recipe(), retry_seconds=0)
+    assert not len(build_index(shard, Recipe()).bad_rows())
+
+
+def test_a_moment_of_trouble_hides_no_link(texts: list[str], no_pauses: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = Path(texts[0]).with_name("link.tar")
+    link.symlink_to(texts[0])
+    stat, left = os.stat, [1]
+
+    def refuse_once(path: Any, **options: Any) -> os.stat_result:
+        if str(path) == str(link) and left:
+            left.pop()
+            raise OSError(errno.EIO, "Input/output error")
+        return stat(path, **options)
+
+    monkeypatch.setattr(os, "stat", refuse_once)
+    with pytest.raises(ValueError, match="are the same file"):
+        build_index([*texts, str(link)], Recipe())
+    assert not left
+
+
+def test_a_damaged_shard_of_another_format_counts_as_much_as_the_others_have(tmp_path: Path, texts: list[str]) -> None:
+    packed = tmp_path / "packed.tar.gz"
+    packed.write_bytes(gzip.compress(Path(text_shard(tmp_path / "plain.tar", "p-")).read_bytes()))
+    packed.write_bytes(packed.read_bytes()[:-100])
+    (tmp_path / "plain.tar").unlink()
+    with pytest.warns(UserWarning, match="1 of 3 shards are damaged, and about 99 of their samples lost"):
+        loader = od.DataLoader(od.ShardDataset([*texts, packed]), batch_size=10, on_error="skip")
+    assert loader.stats()["failures"]["count"] == 100
+
+
+def test_a_shard_cut_in_half_counts_what_others_have_and_it_lacks(texts: list[str]) -> None:
+    os.truncate(texts[0], os.path.getsize(texts[0]) // 2)
+    with pytest.warns(UserWarning, match="1 of 2 shards are damaged"):
+        loader = od.DataLoader(od.ShardDataset(texts), batch_size=10, on_error="skip")
+    delivered = sum(len(batch.keys) for batch in loader)
+    assert delivered + loader.stats()["failures"]["count"] == 200
+
+
+def test_an_archive_without_files_has_lost_nothing(tmp_path: Path, texts: list[str]) -> None:
+    empty = tmp_path / "empty.tar"
+    empty.write_bytes(bytes(10240))
+    failures = od.DataLoader(od.ShardDataset([*texts, empty]), batch_size=10, on_error="skip").stats()["failures"]
+    assert (failures["count"], failures["lost"]) == (1, 0)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="takes another user's place, which only root can")
+def test_what_another_user_left_ends_no_build(tmp_path_factory: pytest.TempPathFactory) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        shard = text_shard(Path(folder) / "a.tar", "a-", count=3)
+        cache = CacheFolder(Path(folder) / "cache")
+        build_index([shard], Recipe(), cache=cache)
+        for kind in ("facts", "costs", "index"):
+            left = cache.file(kind, ".x.tmp")
+            left.write_bytes(b"")
+            os.utime(left, (1, 1))
+            left.parent.chmod(0o1777)
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                os.setuid(65534)
+                build_index([shard], Recipe(), cache=CacheFolder(Path(folder) / "cache"))
+                status = 0
+            finally:
+                os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -53,6 +53,16 @@ def test_part_costs_sum_over_the_parts_of_one_modality() -> None:
     assert part_costs(rows, offsets, modality, positions, 2, one, 0, 0).tolist() == [0, 20, 0, 0]
 
 
+@pytest.mark.parametrize("offsets", [[-1, 2], [0, 3], [2, 1], [1 << 40, 1 << 41], [-(1 << 62), 1 << 62]])
+def test_parts_outside_of_the_arrays_are_refused(offsets: list[int]) -> None:
+    modality, positions = np.ones(2, np.uint8), np.ones(2, np.int32)
+    with pytest.raises(IndexError, match="parts of a row outside"):
+        part_costs(np.array([0]), np.array(offsets), modality, positions, 1, 1, 0, 0)
+    for row in (-1, 1, 1 << 62, (1 << 63) - 1):
+        with pytest.raises(IndexError, match="a row outside"):
+            part_costs(np.array([row]), np.array([0, 2]), modality, positions, 1, 1, 0, 0)
+
+
 def test_a_present_part_costs_at_least_one() -> None:
     offsets, modality = np.array([0, 2], np.int64), np.array([1, 1], np.uint8)
     positions = np.array([1, 1], np.int32)

@@ -126,10 +126,12 @@ def test_bench_plan() -> None:
 
 
 def test_bench_index() -> None:
-    config = index.IndexBench(samples=12, words=10, repeats=2)
+    config = index.IndexBench(samples=12, words=10, small_shards=3, repeats=2)
     found = by_name(make_report("orchdata bench index", config, index.run(config)))
     assert found["walk shards and read media headers"].demand == 30_000.0
     assert found["costs under a recipe / the tokenizer alone"].median > 0
+    assert found["index tars of one sample each"].demand == 1_000.0
+    assert found["again, nothing changed"].median > 0
 
 
 def test_bench_throughput() -> None:

@@ -9,6 +9,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
@@ -84,6 +86,12 @@ def test_index_json_is_pure_and_counts(tmp_path: Path) -> None:
     assert (report["shards"], report["samples"], report["bad"]) == (2, 7, 0)
     assert report["totals"]["modalities"]["text"]["samples"] == 7
     assert Path(report["path"]).is_file()
+
+
+def test_index_names_what_is_not_read(tmp_path: Path) -> None:
+    columns = {"text": ["a", "b"], "question": ["c", None], "label": [1, 2]}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    assert "not read: label (2), question (1)" in run("index", tmp_path / "a.parquet").stdout
 
 
 def test_index_lists_bad_samples_and_still_succeeds(mixed: Path) -> None:

@@ -208,55 +208,6 @@ def test_state_inside_a_step_points_at_its_start(dataset: od.ShardDataset) -> No
         assert one.state_dict()["step"] == batch.step + batch.is_last_microbatch
 
 
-def test_epochs_differ_and_follow_each_other(dataset: od.ShardDataset) -> None:
-    one = loader(dataset)
-    first, second = ([key for batch in one for key in batch.keys] for _ in range(2))
-    assert sorted(first) == sorted(second) and first != second
-    again = loader(dataset)
-    again.set_epoch(1)
-    assert [key for batch in again for key in batch.keys] == second
-    assert again.state_dict()["epoch"] == 2
-
-
-def test_set_epoch_keeps_a_restored_position(dataset: od.ShardDataset) -> None:
-    one = loader(dataset, global_batch_size=10)
-    steps = one.steps()
-    next(steps)
-    resumed = loader(dataset, global_batch_size=10)
-    resumed.load_state_dict(one.state_dict())
-    resumed.set_epoch(0)
-    assert next(iter(resumed)).step == 1
-
-
-def test_a_new_iteration_after_break_starts_the_epoch_again(dataset: od.ShardDataset) -> None:
-    one = loader(dataset)
-    first = next(iter(one))
-    assert equal(first, next(iter(one)))
-
-
-@pytest.mark.parametrize("persistent", [False, True])
-def test_two_iterations_at_once_are_independent(dataset: od.ShardDataset, persistent: bool) -> None:
-    one = loader(dataset, global_batch_size=10, persistent_workers=persistent)
-    for step, (left, right) in enumerate(zip(one, one, strict=True)):
-        assert equal(left, right)
-        assert one.state_dict()["step"] == step + 1
-    assert one.state_dict()["epoch"] == 1
-    left, right = iter(one), iter(one)
-    next(left), next(right)
-    left.close()
-    assert len(list(right)) == 5  # closing one must not take the other's threads
-    one.close()
-
-
-def test_set_epoch_inside_an_iteration_holds_for_the_next(dataset: od.ShardDataset) -> None:
-    one = loader(dataset, global_batch_size=20)
-    for step, batch in enumerate(one):
-        one.set_epoch(7)
-        assert batch.plan.epoch == 0 and batch.step == step
-    assert one.state_dict()["epoch"] == 7
-    assert next(iter(one)).plan.epoch == 7
-
-
 def test_numpy_integers_are_integers(dataset: od.ShardDataset) -> None:
     one = loader(dataset, global_batch_size=np.int64(10), seed=np.int64(-3))
     one.set_epoch(np.int64(2))
@@ -296,23 +247,6 @@ def test_a_delivered_batch_is_kept_by_the_caller_alone(dataset: od.ShardDataset)
         assert len(gone) == before + 1
 
 
-def test_timeout_does_not_wait_for_what_hangs() -> None:
-    release = threading.Event()
-
-    class Hanging(Numbers):
-        def __getitem__(self, number: int) -> dict[str, int]:
-            if number == 2:
-                release.wait(30)
-            return super().__getitem__(number)
-
-    try:
-        with pytest.raises(RuntimeError, match=r"timed out after 0\.2 seconds"):
-            list(od.DataLoader(Hanging(4), timeout=0.2))
-        assert not release.is_set()
-    finally:
-        release.set()
-
-
 def test_an_iterator_that_is_open_at_exit_is_silent() -> None:
     program = (
         "import orchdata as od\n"
@@ -321,14 +255,6 @@ def test_an_iterator_that_is_open_at_exit_is_silent() -> None:
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert ended.stderr == ""
-
-
-def test_a_failing_worker_init_fn_is_raised(dataset: od.ShardDataset) -> None:
-    def explode(number: int) -> None:
-        raise ZeroDivisionError("no worker today")
-
-    with pytest.raises(ZeroDivisionError, match="no worker today"):
-        list(loader(dataset, worker_init_fn=explode))
 
 
 def test_a_launcher_without_process_group_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -472,6 +398,12 @@ def test_quarantine_from_a_file(dataset: od.ShardDataset, tmp_path: Path) -> Non
         ({"shuffle": "yes"}, "shuffle must be True, False or an od.Shuffle, got 'yes'"),
         ({"seed": 1.5}, "seed must be an integer, got 1.5"),
         ({"timeout": None}, "timeout is a number of seconds"),
+        ({"batch_size": None, "global_batch_size": None}, "give batch_size=1, or global_batch_size"),
+        ({"worker_init_fn": print}, "random state it would seed anew: leave it out, or pass num_threads=0"),
+        ({"multiprocessing_context": "spawn"}, "leave it out, or give num_workers"),
+        ({"num_threads": 0, "timeout": 5}, "timeout needs threads or workers"),
+        ({"num_threads": 0, "prefetch_factor": 2}, "prefetch_factor needs threads or workers"),
+        ({"num_threads": 0, "persistent_workers": True}, "persistent_workers needs threads or workers"),
         ({"dp": ("0", 2)}, "dp rank must be an integer"),
         ({"quarantine": ["s0-0003"]}, r"quarantine is \(shard, key\) pairs, got 's0-0003'"),
         ({"dp": (0, 2), "balance": od.Balance(max_samples=11)}, "raise it to at least 12"),

@@ -154,7 +154,7 @@ def test_no_process_outlives_the_demo(tmp_path: Path, ending: signal.Signals) ->
     sleeper = tmp_path / "sleeper.py"
     sleeper.write_text(
         "import time; from orchdata.demo.launch import end_with_parent; end_with_parent(); print('{}', flush=True)\n"
-        'print(\'{"done": 1, "total": 1}\', flush=True); time.sleep(100)'
+        'print(\'{"done": 1, "total": 1}\', flush=True); time.sleep(1000)'
     )
     runner = tmp_path / "runner.py"
     runner.write_text(
@@ -162,7 +162,12 @@ def test_no_process_outlives_the_demo(tmp_path: Path, ending: signal.Signals) ->
         f"torchrun([{str(sleeper)!r}], num_ranks=2, environment={{}}, log=open({str(tmp_path / 'log')!r}, 'w+b'),\n"
         "         progress=lambda done, total: print('up', flush=True))"
     )
-    process = subprocess.Popen([sys.executable, str(runner)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, str(runner)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # as a background job it would be ignored
+    )
     with process:
         assert process.stdout is not None
         for _ in range(2):
@@ -170,7 +175,7 @@ def test_no_process_outlives_the_demo(tmp_path: Path, ending: signal.Signals) ->
         others = children_of(process.pid)
         assert len(others) >= 3  # the launcher and two ranks
         process.send_signal(ending)
-        process.wait(30)
+        process.wait(150)
     deadline = time.monotonic() + 20
     while any(map(is_running, others)) and time.monotonic() < deadline:
         time.sleep(0.1)

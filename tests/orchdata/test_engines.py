@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +24,7 @@ from orchdata.loaders.errors import DataError
 from orchdata.loaders.order import Order, Shuffle
 from orchdata.plan import PlanSpec
 from orchdata.step import StepSpec, build_step
+from orchdata.threads import ThreadPool
 
 ENGINES: dict[str, Callable[[StepSpec], Engine]] = {
     "inline": InlineEngine,
@@ -82,23 +88,70 @@ def test_close_leaves_no_thread() -> None:
     assert threading.active_count() == before
 
 
-def test_threads_are_numbered() -> None:
-    numbers: list[int] = []
-    running = ThreadEngine(spec(), num_threads=3, depth=2, initializer=numbers.append)
+@pytest.mark.parametrize("ending", [SystemExit(3), KeyboardInterrupt(), GeneratorExit()], ids=repr)
+def test_what_would_end_a_thread_is_an_error_of_the_step(ending: BaseException) -> None:
+    def leave(row: int) -> int:
+        raise ending
+
+    running = ThreadEngine(spec(leave), num_threads=2, depth=2)
+    with pytest.raises(RuntimeError, match=re.escape(repr(ending))):
+        running.submit(0, 0).result(10)
+    with pytest.raises(RuntimeError, match=re.escape(repr(ending))):
+        running.submit(0, 1).result(10)  # the threads are still there
+    running.close()
+
+
+def test_threads_of_an_engine_that_nobody_holds_end() -> None:
+    before = set(threading.enumerate())
+    running = ThreadEngine(spec(), num_threads=3, depth=2)
     [future.result(10) for future in [running.submit(0, step) for step in range(5)]]
+    started = set(threading.enumerate()) - before
+    assert started
+    del running
+    gc.collect()
+    for thread in started:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def test_a_closed_pool_starts_no_thread() -> None:
+    pool = ThreadPool(2, prepare=lambda: None)
+    before = threading.active_count()
+    pool.close()
+    pool.submit(lambda: None)
+    assert threading.active_count() == before
+
+
+def test_a_forked_child_ends_without_the_threads_of_its_parent() -> None:
+    program = (
+        "import os, sys, orchdata as od\n"
+        "batches = iter(od.DataLoader(list(range(1000)), batch_size=2, num_threads=3))\n"
+        "next(batches)\n"
+        "child = os.fork()\n"
+        "if child: sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+        "sys.exit(7)\n"
+    )
+    ended = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stderr) == (7, "")
+
+
+def test_a_collate_fn_is_in_one_step_at_a_time() -> None:
+    inside = threading.Lock()
+    several: list[bool] = []
+
+    class Collate:
+        def __call__(self, samples: list[int]) -> list[int]:
+            several.append(not inside.acquire(blocking=False))
+            time.sleep(0.002)  # long enough for another step's to come in, were it let
+            if not several[-1]:
+                inside.release()
+            return samples
+
+    assembler = SampleAssembler(load=load, collate_fn=Collate().__call__, repeat_first=False)
+    running = ThreadEngine(replace(spec(), assembler=assembler), num_threads=4, depth=4)
+    [future.result(10) for _ in range(5) for future in [running.submit(0, step) for step in range(5)]]
     running.close()
-    assert sorted(numbers) == list(range(len(numbers)))
-
-
-def test_a_failing_initializer_is_raised_by_steps() -> None:
-    def explode(number: int) -> None:
-        raise ZeroDivisionError(f"thread {number}")
-
-    running = ThreadEngine(spec(), num_threads=2, depth=2, initializer=explode)
-    for step in range(4):
-        with pytest.raises(ZeroDivisionError, match="thread"):
-            running.submit(0, step).result(10)
-    running.close()
+    assert len(several) == 25 and not any(several)
 
 
 def test_torch_is_not_touched_by_engines() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -92,6 +93,36 @@ def test_failure_budget(tmp_path: Path) -> None:
     for _ in range(3):  # the sample that fails in each epoch is one sample
         list(enough)
     assert enough.stats()["failures"]["count"] == 2 + 3
+
+
+class Fickle:
+    """A tokenizer that is changed, or disturbed, after the index was made: another number of ids, or of loss."""
+
+    calm = True
+
+    def __call__(self, text: str) -> list[int]:
+        return list(range(len(text) if self.calm else len(text) - 1))
+
+
+@pytest.mark.parametrize("collate_fn", [od.Packed(), od.Padded(), list], ids=["packed", "padded", "collate_fn"])
+@pytest.mark.parametrize(("image", "expected"), [(None, "4 tokens"), (jpeg(56, 56), "8 tokens")], ids=["text", "image"])
+def test_text_that_yields_other_counts_than_the_index_names_the_sample(
+    tmp_path: Path, collate_fn: Any, image: bytes | None, expected: str
+) -> None:
+    tokenizer = Fickle()
+    recipe = od.Recipe(image=RECIPE.image, text=od.TextPreprocessor(tokenizer, id="fickle"))
+    sample = {"__key__": "a", "txt": b"four"} | ({} if image is None else {"jpg": image})
+    one = od.DataLoader(
+        od.ShardDataset(write_shard(tmp_path / "a.tar", [sample]), recipe=recipe), collate_fn=collate_fn, num_threads=0
+    )
+    assert len(list(one)) == 1
+    tokenizer.calm = False
+    with pytest.raises(od.DataError) as raised:
+        list(one)
+    said = str(raised.value)
+    for part in ("sample 'a', field 'txt'", f"the index says {expected}", "tokenizer behind the recipe's id changed"):
+        assert part in said
+    assert "several threads use it" in said
 
 
 @pytest.mark.parametrize("distributed", [False, True])

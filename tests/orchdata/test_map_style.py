@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import inspect
+import re
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from map_dataset import Numbers
 
 import orchdata as od
@@ -87,6 +93,216 @@ def test_map_style_bad_costs(cost: Any, reason: str) -> None:
         od.DataLoader(Numbers(10), cost=cost)
 
 
+def test_one_sample_at_a_time_without_a_batch_size() -> None:
+    converted = list(od.DataLoader(Numbers(3), batch_size=None))
+    assert converted == [{"number": row, "length": 1 + row} for row in range(3)]
+    arrays = list(od.DataLoader([np.array([row]) for row in range(3)], batch_size=None))
+    assert [one.tolist() for one in arrays] == [[0], [1], [2]] and torch.is_tensor(arrays[0])
+    own = od.DataLoader(Numbers(3), batch_size=None, collate_fn=lambda sample: -sample["number"], sampler=[2, 0, 1])
+    assert list(own) == [-2, 0, -1]
+    ranks = [od.DataLoader(Numbers(5), batch_size=None, dp=(rank, 2)) for rank in range(2)]
+    steps = [[one["number"] for one in step] for step in zip(*ranks, strict=True)]
+    assert len(steps) == 3 and {number for step in steps for number in step} == set(range(5))
+    with pytest.raises(ValueError, match="no remainder for drop_last to drop"):
+        od.DataLoader(Numbers(3), batch_size=None, drop_last=True)
+
+
+def test_the_default_batch_size_reads_as_torchs() -> None:
+    assert repr(inspect.signature(od.DataLoader).parameters["batch_size"].default) == "1"
+    assert od.DataLoader(Numbers(3)).batch_size == 1
+    with pytest.raises(ValueError, match="batch_size=1 and global_batch_size=2 both given"):
+        od.DataLoader(Numbers(3), batch_size=1, global_batch_size=2)
+
+
+class Threads(Numbers):
+    """Which threads load it, and random numbers as an augmentation draws them."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.seen: set[threading.Thread] = set()
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        self.seen.add(threading.current_thread())
+        return {"number": number, "noise": torch.rand(2)}
+
+
+def test_map_style_data_load_in_the_thread_that_iterates() -> None:
+    dataset = Threads(20)
+
+    def noise() -> list[Any]:
+        torch.manual_seed(3)
+        return [batch["noise"].tolist() for batch in od.DataLoader(dataset, batch_size=4, shuffle=True)]
+
+    assert noise() == noise()
+    assert dataset.seen == {threading.current_thread()}
+
+
+def test_workers_of_map_style_data_run_inline_and_say_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("orchdata.notices._said", set())
+    dataset = Threads(20)
+    options: dict[str, Any] = {"batch_size": 4, "num_workers": 2, "timeout": 60, "prefetch_factor": 2}
+    with pytest.warns(UserWarning, match="num_workers=2 loads a map-style data set in this process") as said:
+        one = od.DataLoader(dataset, persistent_workers=True, worker_init_fn=print, **options)
+    assert len(said) == 1 and said[0].filename == __file__
+    od.DataLoader(dataset, **options)
+    assert len(list(one)) == 5
+    assert dataset.seen == {threading.current_thread()}
+
+
+def test_map_style_data_load_on_threads_that_are_asked_for() -> None:
+    dataset = Threads(20)
+    list(od.DataLoader(dataset, batch_size=4, num_threads=2))
+    assert dataset.seen and threading.current_thread() not in dataset.seen
+    with pytest.raises(ValueError, match="worker_init_fn is for worker processes"):
+        od.DataLoader(dataset, num_threads=2, worker_init_fn=print)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"timeout": 5}, {"prefetch_factor": 2}, {"persistent_workers": True}, {"multiprocessing_context": "fork"}],
+)
+def test_arguments_that_need_workers_are_refused_inline_as_torch_does(options: dict[str, Any]) -> None:
+    with pytest.raises((ValueError, AssertionError)):
+        iter(torch.utils.data.DataLoader(Numbers(3), **options))
+    with pytest.raises(ValueError, match=next(iter(options))):
+        od.DataLoader(Numbers(3), **options)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [od.StorageError("a.bin", "Input/output error", 5), MemoryError(), OSError(errno.ESTALE, "Stale file handle")],
+    ids=repr,
+)
+@pytest.mark.parametrize("num_threads", [0, 2])
+def test_what_says_nothing_about_a_sample_is_never_skipped(error: Exception, num_threads: int) -> None:
+    class Unreadable(Numbers):
+        def __getitem__(self, number: int) -> dict[str, int]:
+            if number == 2:
+                raise error
+            return super().__getitem__(number)
+
+    one = od.DataLoader(Unreadable(6), batch_size=3, on_error="skip", num_threads=num_threads)
+    with pytest.raises(type(error)):
+        list(one)
+    assert one.stats()["failures"]["count"] == 0
+    with pytest.raises(type(error)):
+        od.DataLoader(Unreadable(6), batch_size=3, on_error="skip", cost=lambda sample: 1)
+
+
+@pytest.mark.parametrize("index", [1.5, "1", (0, 1)], ids=repr)
+def test_a_sampler_gives_integers(index: Any) -> None:
+    with pytest.raises(TypeError, match=re.escape(f"got {index!r}")):
+        list(od.DataLoader(Numbers(3), sampler=[0, index]))
+    assert [b["number"].item() for b in od.DataLoader(Numbers(3), sampler=[torch.tensor(2), np.int64(1)])] == [2, 1]
+
+
+@pytest.mark.parametrize("given", [2, 4])
+def test_a_sampler_of_another_length_than_it_says_is_refused(given: int) -> None:
+    class Sampler(list[int]):
+        def __len__(self) -> int:
+            return 3
+
+    with pytest.raises(ValueError, match=rf"Sampler gave {given} items for epoch 0, and its len\(\) was 3"):
+        list(od.DataLoader(Numbers(5), sampler=Sampler(range(given))))
+
+
+def test_a_data_set_that_grows_or_shrinks_is_refused() -> None:
+    numbers = Numbers(6)
+    one = od.DataLoader(numbers, batch_size=3)
+    assert len(list(one)) == 2
+    numbers.count = 8
+    with pytest.raises(ValueError, match="Numbers had 6 samples when this loader was made and has 8 now"):
+        list(one)
+
+
+def test_a_batch_sampler_may_reuse_its_list() -> None:
+    class Reusing:
+        def __len__(self) -> int:
+            return 3
+
+        def __iter__(self) -> Iterator[list[int]]:
+            batch = [0, 0]
+            for start in range(3):
+                batch[:] = [2 * start, 2 * start + 1]
+                yield batch
+
+    one = od.DataLoader(Numbers(6), batch_sampler=Reusing(), batch_size=1)  # torch's default, given
+    assert [batch["number"].tolist() for batch in one] == [[0, 1], [2, 3], [4, 5]]
+
+
+@pytest.fixture
+def of_two(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+    """Makes this process a rank of two, of which the other never comes."""
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401 - it adds the backend
+
+    def be(rank: int) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        monkeypatch.setattr("orchdata.notices._said", set())
+        dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=2)
+
+    yield be
+    dist.destroy_process_group()
+
+
+def test_sharing_map_style_data_over_ranks_is_said_once_on_rank_0(of_two: Callable[[int], None]) -> None:
+    of_two(0)
+    with pytest.warns(UserWarning, match=r"the 10 samples of Numbers are shared over 2 ranks.*dp=\(0, 1\)") as said:
+        od.DataLoader(Numbers(10))
+    assert len(said) == 1 and said[0].filename == __file__
+    od.DataLoader(Numbers(10))
+    of_two(1)
+    od.DataLoader(Numbers(10))
+
+
+def test_sharing_map_style_data_that_was_asked_for_is_not_said(of_two: Callable[[int], None]) -> None:
+    of_two(0)
+    assert len(od.DataLoader(Numbers(10), dp=(0, 1))) == 10
+    assert len(od.DataLoader(Numbers(10), dp=(0, 2))) == 5
+
+
+def test_data_that_look_split_by_rank_are_named(of_two: Callable[[int], None]) -> None:
+    of_two(0)
+    with pytest.warns(UserWarning, match=r"split by rank already \(this Subset has 5 of 11 samples, and looks so\)"):
+        od.DataLoader(torch.utils.data.Subset(Numbers(11), range(1, 11, 2)))
+
+
 def test_an_iterable_is_refused() -> None:
     with pytest.raises(TypeError, match="map-style"):
         od.DataLoader(iter([1, 2, 3]))
+
+
+class Batchwise(list[int]):
+    """What an item looks like depends on the items it is asked for with."""
+
+    def __getitems__(self, rows: list[int]) -> list[torch.Tensor]:
+        return [torch.full((max(rows),), row) for row in rows]
+
+
+def test_items_are_asked_for_by_the_batch_where_the_data_set_can(recwarn: pytest.WarningsRecorder) -> None:
+    data = Batchwise(range(1, 8))
+    ours, theirs = od.DataLoader(data, batch_size=3), torch.utils.data.DataLoader(data, batch_size=3)
+    assert [batch.tolist() for batch in ours] == [batch.tolist() for batch in theirs]
+
+
+def test_items_by_the_batch_must_be_as_many_as_asked_for() -> None:
+    class Short(Batchwise):
+        def __getitems__(self, rows: list[int]) -> list[torch.Tensor]:
+            return super().__getitems__(rows)[1:]
+
+    with pytest.raises(ValueError, match="Short.__getitems__ gave 2 samples for 3 rows"):
+        next(iter(od.DataLoader(Short(range(1, 8)), batch_size=3)))
+
+
+def test_a_sampler_without_a_length_is_named() -> None:
+    with pytest.raises(TypeError, match="sampler has no len.*give generator a __len__, or list.sampler."):
+        od.DataLoader(range(4), sampler=(row for row in range(4)))
+
+
+def test_an_empty_batch_of_a_batch_sampler_is_empty() -> None:
+    assert list(od.DataLoader(range(4), batch_sampler=[[1, 2], []], collate_fn=list)) == [[1, 2], []]
+
+
+def test_without_shuffling_the_seed_says_nothing() -> None:
+    one, other = (od.DataLoader(range(4), generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
+    other.load_state_dict(one.state_dict())

@@ -109,7 +109,7 @@ def test_a_dataset_smaller_than_a_global_batch_is_drawn_with_replacement_and_say
 
 @pytest.fixture(scope="module")
 def omni(tmp_path_factory: pytest.TempPathFactory) -> Index:
-    return synthetic_index(tmp_path_factory.mktemp("omni") / "omni.arrow", 20_000, seed=3)
+    return synthetic_index(tmp_path_factory.mktemp("omni") / "omni.index", 20_000, seed=3)
 
 
 COST = od.CostModel(
@@ -179,7 +179,7 @@ def write_texts(path: Path, lengths: list[int]) -> str:
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> Index:
     """8,000 samples in 16 shards: two for each of 8 groups."""
-    return synthetic_index(tmp_path_factory.mktemp("sharded") / "sharded.arrow", 8_000, seed=3, num_shards=16)
+    return synthetic_index(tmp_path_factory.mktemp("sharded") / "sharded.index", 8_000, seed=3, num_shards=16)
 
 
 def test_a_wider_scope_is_more_even_and_a_narrower_one_nearer(sharded: Index) -> None:

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import signal
 import sys
 import threading
+import time
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from datetime import timedelta
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any
@@ -22,12 +26,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from map_dataset import Numbers
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import orchdata as od
 from orchdata.demo.launch import end_with_parent, leave, torchrun
+from orchdata.foreign.peers import Peers
 from orchdata.plan import Plan
-from orchdata.ranks.parallel import DataParallel
+from orchdata.ranks import comparing
+from orchdata.ranks.parallel import DataParallel, group_timeout
+from orchdata.ranks.replicate import _groups
 
 LIMIT_SECONDS = 90
 RECIPE = od.Recipe(
@@ -50,6 +58,18 @@ def run_ranks(suite: str, num_ranks: int, shards: Path, folder: Path, job: str =
             progress=lambda done, total: None,
         )
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(num_ranks)]
+
+
+class FailsOnce(Numbers):
+    """Samples in `broken` fail, and are mended by that."""
+
+    broken: set[int]
+
+    def __getitem__(self, place: int) -> Any:
+        if place in self.broken:
+            self.broken.remove(place)
+            raise OSError("away for a moment")
+        return super().__getitem__(place)
 
 
 class Job:
@@ -146,6 +166,134 @@ class Job:
             "seed": message(lambda: self.loader(dp, seed=self.rank)),
         }
 
+    def world(self) -> Found:
+        """Two ranks and no group given: what differs is found at the first step."""
+        odd = self.rank == 1
+
+        def first(usual: dict[str, Any], differing: dict[str, Any] | None = None, data: Any = None) -> str | None:
+            options = usual if differing is None or not odd else differing
+            make = self.loader if data is None else partial(od.DataLoader, data)
+            return message(lambda: next(iter(make(**{"dp": None} | options))))
+
+        items = list(range(8))
+        found: Found = {
+            "alike": seen(self.loader(None)),
+            "seed": first({"seed": 1}, {"seed": 2}),
+            "size": first({}, {"global_batch_size": 6}),
+            "balance": first({}, {"balance": "none"}),
+            "no index": first({}, {"data": "unindexed"}),
+            "argument": first({}, {"timeout": -1}),
+            "collate": first({"collate_fn": len}, {"collate_fn": sum}),
+            "same lambda": first({"collate_fn": lambda samples: len(samples)}),
+            "subset": first({}, data=torch.utils.data.Subset(Numbers(20), list(range(self.rank, 20, 2)))),
+            "equal subset": first({}, data=torch.utils.data.Subset(Numbers(20), list(range(0, 20, 2)))),
+            "split list": first({}, data=items[self.rank :: 2]),
+            "list": first({}, data=items),
+            "tuple": first({"seed": 1, "dp": (0, 1)}, {"seed": 2, "dp": (0, 1)}),
+        }
+        with environment("LOCAL_WORLD_SIZE", "1" if odd else "2"):
+            found["nodes apart"] = first({})
+            found["node"] = first({"balance": "grouped"})
+        whole = self.loader(None)
+        states = []
+        for _ in whole:
+            states.append(whole.state_dict())
+        resumed = self.loader(None)
+        resumed.load_state_dict(states[self.rank])
+        found["state"] = message(lambda: next(iter(resumed)))
+        resumed.load_state_dict(states[1])
+        found["equal state"] = message(lambda: next(iter(resumed)))
+        moved = self.loader(None)
+        moved.set_epoch(int(odd))
+        found["epoch"] = message(lambda: next(iter(moved)))
+        grouped = self.loader(dist.group.WORLD)
+        grouped.set_epoch(int(odd))
+        found["epoch in a group"] = message(lambda: next(iter(grouped)))
+        found["failures"] = self.without_pickle()
+        own = [*(Peers(dist.group.WORLD, seconds)._group for seconds in (None, 7.0))]
+        own += [group for seconds in (0.0, 7.0) for group in _groups(((0, 1),), seconds)]
+        found["timeouts"] = [group_timeout(group).total_seconds() for group in own]
+        found["alone"] = self.alone() if not odd else None  # from here on ranks have made other numbers of loaders
+        self.another_job()
+        if not odd:
+            self.loader(None, seed=5)  # which the others do not make, nor count
+        self.another_job()
+        found["another job"] = message(lambda: seen(self.loader(None, seed=self.rank and 0)))
+        return found | {"fails once": [self.failing_once(place) for place in (0, 1)]}
+
+    def failing_once(self, place: int) -> str | None:
+        """Two epochs of samples one of which, of rank 0, fails at first."""
+        loader = od.DataLoader(FailsOnce(6), batch_size=1)
+        loader.dataset.broken = {2 * place} if self.rank == 0 else set()
+
+        def epoch() -> int:
+            return sum(1 for _ in loader)
+
+        if self.rank == 0:
+            assert message(epoch) is not None
+            first = 3 - place - epoch()
+        else:
+            first = 3 - epoch()
+        return message(epoch) or (f"{first} steps missing" if first else None)
+
+    def another_job(self) -> None:
+        dist.barrier()
+        distributed_c10d._get_default_store().delete_key(f"cpu//0/{self.rank}")  # or gloo may connect to what was there
+        dist.barrier()
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", timeout=timedelta(seconds=LIMIT_SECONDS))  # over the store it was over
+
+    def alone(self) -> Found:
+        """A loader on one rank alone."""
+        backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+        usual, comparing.LATE_SECONDS = comparing.LATE_SECONDS, 0.1
+        backend.options._timeout = timedelta(seconds=1)
+        loader = self.loader(None)
+        backend.options._timeout = timedelta(seconds=LIMIT_SECONDS)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            told = message(lambda: next(iter(loader)))
+        comparing.LATE_SECONDS = usual
+        own = seen(self.loader((0, 1)))
+        return {"told": told, "warned": [str(warning.message) for warning in caught], "own": own["samples"]}
+
+    def without_pickle(self) -> Found:
+        """Failures of both ranks, gathered and settled where nothing can be unpickled."""
+
+        def refuse(*arguments: Any, **options: Any) -> None:
+            raise AssertionError("unpickled what a peer sent")
+
+        for name in ("all_gather_object", "gather_object", "broadcast_object_list"):
+            setattr(dist, name, refuse)
+        dist.distributed_c10d._tensor_to_object = dist.distributed_c10d._unpickler = refuse
+        apart = od.Balance(assignment="per_phase", max_tokens=150, oversize="own")
+        loader = self.loader(None, data="bad", on_error="skip", balance=apart)
+        own = seen(loader)["failures"]
+        group = self.loader(dist.group.WORLD, data="bad", on_error="skip", balance=apart)
+        seen(group)
+        return {
+            "own": own,
+            "gathered": [list(failure.args)[1:3] for failure in loader.gather_failures()],
+            "of group": [list(failure.args)[1:3] for failure in group.gather_failures(dist.group.WORLD)],
+        }
+
+    def stopped(self) -> Found:
+        """Two peers: the reader stops after its first step, and the receiver ends within the loader's timeout."""
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+        store = dist.distributed_c10d._get_default_store()
+        dp = DataParallel(mesh, dims=("dp",))
+        seen(self.loader(dp))  # what is compiled and loaded once takes its time without a limit
+        steps = self.loader(dp, timeout=8).steps()
+        next(steps)
+        if self.rank == 0:
+            store.set("reader", str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+            os._exit(0)
+        reader = int(store.get("reader"))
+        while Path(f"/proc/{reader}/stat").read_text().rpartition(") ")[2][0] != "T":
+            time.sleep(0.01)
+        return {"told": message(lambda: next(steps)), "reader": reader}
+
     def mesh(self, *names: str) -> DeviceMesh:
         return init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
 
@@ -196,6 +344,16 @@ def other_plans(here: bool) -> Any:
         Plan.hash = original  # type: ignore[misc]
 
 
+@contextmanager
+def environment(name: str, value: str) -> Any:
+    before = os.environ[name]
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ[name] = before
+
+
 def digest(value: Any) -> str:
     """Of all that a batch holds, to the bit."""
     found = hashlib.blake2b(digest_size=8)
@@ -237,6 +395,9 @@ def main(suite: str, shards: str, folder: str) -> None:
     out: IO[str]
     with (Path(folder) / f"{dist.get_rank()}.json").open("w") as out:
         json.dump(found, out)
+    if "reader" in found:
+        os.kill(found["reader"], signal.SIGCONT)
+        os._exit(0)
     leave()
 
 

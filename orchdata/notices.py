@@ -1,0 +1,32 @@
+"""Warnings that a process gives once, however many loaders it makes."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from types import FrameType
+
+_said: set[str] = set()
+_OURS = os.path.dirname(__file__)
+
+
+def warn_once(subject: str, message: str) -> None:
+    """Warn about `subject`, if nobody has yet, at the line outside of this package that led here."""
+    if subject not in _said:
+        _said.add(subject)
+        warnings.warn(message, stacklevel=_depth_of_caller())
+
+
+def _depth_of_caller() -> int:
+    depth, frame = 2, sys._getframe(2)
+    caller: FrameType | None = frame
+    while caller is not None and caller.f_code.co_filename.startswith(_OURS):
+        caller, depth = caller.f_back, depth + 1
+    return depth
+
+
+def calling_place() -> object:
+    """Where the caller of this function's caller stands: equal for two calls from one place in the code."""
+    frame = sys._getframe(2)
+    return frame.f_code, frame.f_lasti

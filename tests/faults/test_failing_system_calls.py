@@ -1,0 +1,247 @@
+"""Every system call of a build, a start and an epoch fails in turn: complete data or one clear error, nothing between.
+
+Whatever the calls are told, a trial may end in two ways. It gives what a run without faults gives, to the bit; or it
+raises a StorageError that names a file, after batches that were right. In both ways the cache folder it leaves must
+give the right index to the next build: what could not be read for a moment is never written down as bad data.
+"""
+
+from __future__ import annotations
+
+import gzip
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from failing_calls import LASTS, REFUSES, Fault, Worker, compile_shim
+from shard_factory import audio, chat, jpeg, omni_samples, png, write_shard
+
+NEVER = Fault(name="EIO", nth=0)  # which any call may end with
+EVERY_UP_TO = 200
+NO_TROUBLE = ("EINTR", "short")  # a system may always say so: to be tried again, without a word
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Each kind of shard, with every modality; one shard with bad samples apart, since on_error="raise" refuses it."""
+    folder = tmp_path_factory.mktemp("data")
+    good, bad = folder / "good", folder / "bad"
+    good.mkdir()
+    bad.mkdir()
+    write_shard(good / "a.tar", omni_samples(5, prefix="a", seed=1))
+    for name, compress in (("b.tar.gz", gzip.compress), ("c.tar.zst", zstandard.ZstdCompressor().compress)):
+        plain = folder / name.removesuffix(Path(name).suffix)
+        write_shard(plain, omni_samples(5, prefix=name[0], seed=2))
+        (good / name).write_bytes(compress(plain.read_bytes()))
+        plain.unlink()
+    rows = {
+        "__key__": ["d0", "d1", "d2", "d3"],
+        "image": [{"bytes": jpeg(60, 80, 1), "path": None}, {"bytes": png(90, 40, 2), "path": None}, None, None],
+        "audio": [None, None, {"bytes": audio(0.5), "path": None}, None],
+        "text": ["first", "second", "third", "fourth"],
+    }
+    pq.write_table(pa.table(rows), good / "d.parquet", row_group_size=2)
+    cut = jpeg(300, 200, 9)[:3000]
+    samples = [
+        {"__key__": "sound", "jpg": jpeg(50, 50), "json": chat("<image>", "an image")},
+        {"__key__": "cut", "jpg": cut, "txt": b"the picture ends early"},
+        {"__key__": "missing", "txt": b"an <image> that is not there"},
+    ]
+    write_shard(bad / "e.tar", samples)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def workers(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Worker]]:
+    library = compile_shim(tmp_path_factory.mktemp("library"))
+    if library is None:
+        pytest.skip("no C compiler: the library that makes calls fail cannot be built")
+    workers = [Worker(library, tmp_path_factory.mktemp("worker"), data) for _ in range(2)]
+    yield workers
+    for worker in workers:
+        worker.close()
+
+
+@pytest.fixture
+def worker(workers: list[Worker]) -> Worker:
+    return workers[0]
+
+
+class Truth:
+    """What a run without faults gives, and how many calls it makes that a fault may take."""
+
+    def __init__(self, worker: Worker, scenario: str, options: dict[str, Any]) -> None:
+        self.worker, self.scenario, self.options = worker, scenario, options
+        self.answer = worker.run(scenario, NEVER, **options)
+        assert self.answer["outcome"] == "ok" and not problems(self.answer, self.answer, NEVER), self.answer
+
+    def calls(self, name: str) -> list[str]:
+        """The calls that the system may refuse so, in order: each as what it does to what kind of file."""
+        trace = self.answer["trace"]
+        return [f"{call} {kind_of_file(path)}" for kind, call, path in trace if kind in REFUSES[name]]
+
+    def trouble(self, fault: Fault) -> str | None:
+        """What was wrong with a trial, or None."""
+        answer = self.worker.run(self.scenario, fault, **self.options)
+        found = problems(answer, self.answer, fault)
+        if not found:
+            return None
+        where = f"{answer.get('call')}({answer.get('path')})"
+        return f"{self.scenario} {self.options} {fault}: {where}: {'; '.join(found)}"
+
+
+def problems(answer: dict[str, Any], truth: dict[str, Any], fault: Fault) -> list[str]:
+    """All that may not be."""
+    outcome = answer["outcome"]
+    if outcome in ("died", "hung"):
+        return [f"{outcome} (exit status {answer['code']}): {answer['text']}"]
+    found = []
+    if outcome == "ok" and answer["digest"] != truth["digest"]:
+        new = [failure for failure in answer["failures"] if failure not in truth["failures"]]
+        found.append(f"other data, and no error; taken for bad: {new}")
+    if outcome == "error":
+        if answer["kind"] != "StorageError":
+            found.append(f"{answer['kind']} in place of StorageError: {answer['text']}")
+        if not answer["named"]:
+            found.append(f"the error names no file: {answer['text']}")
+        if fault.name in NO_TROUBLE:
+            found.append(f"what is no trouble was an error: {answer['text']}")
+        elif (
+            fault.lasts == "once"
+            and answer["path"] in answer["shards"]
+            and answer["call"] in ("open", "pread", "preadv")
+        ):
+            found.append(f"a shard that could be read at once thereafter: {answer['text']}")
+    delivered = answer["batches"]
+    if delivered != truth["batches"][: len(delivered)]:
+        found.append("a batch before the error was not the right one")
+    if answer["after"] != truth["after"]:
+        found.append(f"the next build over the same cache folder gave something else: {answer['after']}")
+    if answer["leaked"]:
+        found.append(f"files left open: {answer['leaked']}")
+    if answer["threads"]:
+        found.append(f"threads left running: {answer['threads']}")
+    return found
+
+
+def kind_of_file(path: str) -> str:
+    """A shard by its suffix, a file of the cache by its folder there."""
+    if "/cache/" in path:
+        return path.split("/cache/", 1)[1].split("/")[0]
+    return path.rpartition("/")[2].partition(".")[2]
+
+
+SCENARIOS: dict[str, tuple[str, dict[str, Any]]] = {
+    "build": ("build_index", {}),
+    "build in threads": ("build_index", {"num_threads": 2}),
+    "load": ("load", {}),
+    "load, raise": ("load", {"on_error": "raise"}),
+    "epoch": ("epoch", {}),
+    "epoch, evicted": ("epoch", {"evicted": True}),
+    "epoch in threads": ("epoch", {"evicted": True, "num_threads": 2}),
+    "epoch, raise": ("epoch", {"on_error": "raise", "evicted": True}),
+}
+
+
+PRIMARY = ("build", "load", "epoch, evicted")
+"""Looked at most closely; the others make the same calls under other options."""
+
+
+def spread(count: int, most: int) -> list[int]:
+    """At most `most` of 1..count, the ends among them."""
+    if count <= most:
+        return list(range(1, count + 1))
+    return sorted({1 + round(i * (count - 1) / (most - 1)) for i in range(most)})
+
+
+def every_fault(name: str, calls: list[str], *, primary: bool) -> list[Fault]:
+    """Every n up to EVERY_UP_TO and a sample beyond; how long it lasts changes from one n to the next.
+
+    Of a primary scenario each n of EIO is tried for a moment, on one file for good, and everywhere for good; of the
+    others a sample does for all but EIO.
+    """
+    count = len(calls)
+    numbers = [*range(1, min(count, EVERY_UP_TO) + 1), *(EVERY_UP_TO + n for n in spread(count - EVERY_UP_TO, 10))]
+    if not primary and name != "EIO":
+        numbers = spread(count, 40)
+    all_ways = LASTS if primary and name == "EIO" else ()
+    return [fault for n in numbers for fault in lasting(name, n, all_ways or (LASTS[n % 3],))]
+
+
+def some_faults(name: str, calls: list[str], *, each_call: bool) -> list[Fault]:
+    """Of EIO the first of each call on each kind of file, lasting in turn, or a sample of six; two of each other."""
+    first = {call: n for n, call in reversed(list(enumerate(calls, 1)))}
+    numbers = spread(len(calls), 6 if name == "EIO" else 2)
+    if each_call and name == "EIO":
+        numbers = sorted(first.values())
+    return [fault for place, n in enumerate(numbers) for fault in lasting(name, n, (LASTS[place % 3],))]
+
+
+def lasting(name: str, nth: int, lasts: tuple[str, ...]) -> list[Fault]:
+    if name in NO_TROUBLE:
+        return [Fault(name=name, nth=nth, times=3)]
+    return [Fault(name=name, nth=nth, lasts=each) for each in lasts]
+
+
+def report(found: list[str | None]) -> None:
+    """Fail with one example of each kind of trouble, silent ones first."""
+    wrong = sorted([each for each in found if each], key=lambda each: "no error" not in each)
+    kinds: dict[str, list[str]] = {}
+    for each in wrong:
+        kinds.setdefault(re.sub(r"nth=\d+|lasts='[^']*'|[0-9a-f]{12,}|E[A-Z]+|\d+", "", each), []).append(each)
+    examples = [f"{len(each)} times: {each[0]}" for each in kinds.values()]
+    assert not wrong, f"{len(wrong)} of {len(found)} trials, {len(kinds)} kinds:\n" + "\n".join(examples)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_trouble_is_an_error_or_is_healed(name: str, worker: Worker) -> None:
+    truth = Truth(worker, *SCENARIOS[name])
+    faults = [fault for kind in REFUSES for fault in some_faults(kind, truth.calls(kind), each_call=name in PRIMARY)]
+    report([truth.trouble(fault) for fault in faults])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_trouble_at_every_call_is_an_error_or_is_healed(name: str, workers: list[Worker]) -> None:
+    with ThreadPoolExecutor(len(workers)) as pool:
+        truths = list(pool.map(lambda worker: Truth(worker, *SCENARIOS[name]), workers))
+        primary = name in PRIMARY
+        faults = [fault for kind in REFUSES for fault in every_fault(kind, truths[0].calls(kind), primary=primary)]
+        shares = [faults[number :: len(truths)] for number in range(len(truths))]
+        tried = pool.map(lambda truth, share: [truth.trouble(fault) for fault in share], truths, shares)
+        report([trouble for share in tried for trouble in share])
+
+
+def test_fewer_bytes_than_asked_for_are_asked_for_again(worker: Worker) -> None:
+    """Every read and every write gives half: as on a network file system, or at a signal."""
+    for name, (scenario, options) in SCENARIOS.items():
+        truth = Truth(worker, scenario, options)
+        if name.startswith("load"):  # its one file is mapped
+            continue
+        assert len(truth.calls("short")) > 10
+        report([truth.trouble(Fault(name="short", nth=1, lasts="everything"))])
+
+
+def test_a_build_waits_for_trouble_to_pass(worker: Worker) -> None:
+    """Twelve refusals are more than the tries of one call: the shard is scanned again later."""
+    truth = Truth(worker, "build_index", {"retry_seconds": 60})
+    calls = truth.calls("EIO")
+    for call in ("open tar", "pread parquet"):
+        fault = Fault(nth=1 + calls.index(call), times=12)
+        answer = worker.run("build_index", fault, retry_seconds=60)
+        assert answer["outcome"] == "ok" and answer["injected"] == 12, answer
+        report([truth.trouble(fault)])
+
+
+def test_trouble_that_is_taken_for_bad_data_is_found(worker: Worker) -> None:
+    """The trials themselves are tried: on a build that makes a shard's failure of what the system refuses."""
+    sound = Truth(worker, "build_index", {})
+    fault = Fault(nth=1 + sound.calls("EIO").index("open tar"), lasts="same file")
+    found = problems(worker.run("build_index", fault, swallow=True), sound.answer, fault)
+    assert any("other data, and no error" in problem for problem in found)
