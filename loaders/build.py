@@ -17,27 +17,26 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
-import pyarrow as pa
-
+from orchdata.loaders.atomic import TEMPORARY_SUFFIX
 from orchdata.loaders.cache import CacheFolder
-from orchdata.loaders.columns import FactsMeta, all_failed
+from orchdata.loaders.columns import Facts
 from orchdata.loaders.costs import CostTable, ShardCosts, cost_shard
 from orchdata.loaders.decoders import load_decoders
 from orchdata.loaders.errors import NOT_DATA, DamagedIndexError, StaleIndexError, StorageError, pass_trouble
 from orchdata.loaders.facts import is_fresh, load_facts
-from orchdata.loaders.index import Index, ShardInfo, absolute, content_fingerprint, digest, index_path
+from orchdata.loaders.index import Index, absolute, content_fingerprint, digest, index_path
 from orchdata.loaders.merge import RecipeIdentity, merge_tables
+from orchdata.loaders.pace import Turns
 from orchdata.loaders.parquet_children import measuring
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.repeats import refuse_repeats
 from orchdata.loaders.retries import BUILD_SECONDS, Patience
-from orchdata.loaders.sealed import TEMPORARY_SUFFIX
-from orchdata.loaders.shards import Shard, open_indexed
+from orchdata.loaders.shards import Shard, open_shard
 from orchdata.loaders.table import body_bytes
 from orchdata.loaders.verified import NOTE_SUFFIX
 from orchdata.loaders.versions import RULES, TABLE_FORMAT
@@ -45,7 +44,9 @@ from orchdata.loaders.versions import RULES, TABLE_FORMAT
 _KEEP_SECONDS = 24 * 3600
 _KEEP_NOTES_SECONDS = 30 * _KEEP_SECONDS
 _STRETCH = 16
-"""Shards that a thread takes at a time, where there are very many."""
+"""Shards that a thread takes at a time, where there are very many; those in trouble are tried again at its end."""
+_SHARD_WORK = 5
+"""What a shard costs beside its samples, in samples; to look at one whose costs are kept is 1."""
 _HELD_BYTES = 256 << 20
 """Tables of costs up to this much in all are held until they are merged; others are read again."""
 
@@ -88,7 +89,7 @@ def build_index(
         urls: paths of the shards, expanded, in order; at least one.
         recipe: what to measure under. Its tokenizer is called from several threads.
         cache: where facts, costs and indexes are kept; default: the folder that the environment names.
-        num_threads: shards at a time; default: one per CPU, at most 8.
+        num_threads: shards at a time, at most: fewer where fewer are faster; default: one per CPU, at most 8.
         progress: called in this thread after each shard.
         force: scan and measure every shard again, and merge again, whatever is kept.
         retry_seconds: how long trouble is borne, over the whole build. A shard that does not exist ends it at once.
@@ -105,14 +106,14 @@ def build_index(
         raise ValueError(f"num_threads must be at least 1, got {num_threads}")
     cache = cache or CacheFolder()
     fingerprint = recipe.fingerprint()
-    builder = _Builder(recipe, fingerprint, cache, force)
     patience = Patience(retry_seconds, lambda error: _warn_of(error, retry_seconds))
+    builder = patience.keep_trying(lambda: _Builder(recipe, fingerprint, cache, force), StorageError)
+    path = patience.keep_trying(lambda: index_path(urls, fingerprint, cache), StorageError)
     paths = [absolute(url) for url in urls]
     load_decoders()
     refuse_repeats(paths, num_threads=workers)
     tables = _in_parallel(builder, paths, workers, progress, patience)
 
-    path = index_path(urls, fingerprint, cache)
     build_id = digest([table.digest for table in tables])
     shards = [table.shard for table in tables]
 
@@ -140,25 +141,15 @@ def _in_parallel(
     progress: Callable[[BuildProgress], None] | None,
     patience: Patience,
 ) -> list[CostTable]:
-    ended = threading.Event()
-
-    def measure(stretch: Sequence[str]) -> list[tuple[str, CostTable, bool]]:
-        done: list[tuple[str, CostTable, bool]] = []
-        for url in stretch:
-            if ended.is_set():
-                break
-            costs = functools.partial(builder.costs, url)
-            done.append((url, *patience.keep_trying(costs, StorageError, StaleIndexError)))
-        return done
-
     # Handing over one small shard at a time takes a fifth of the time that measuring it does.
     length = max(1, min(_STRETCH, len(urls) // (64 * workers)))
     tables: dict[str, CostTable] = {}
+    crew = _Crew(builder, workers, patience)
     pool = ThreadPoolExecutor(workers, thread_name_prefix="orchdata-index")
     try:
-        with measuring(), _cancelled(pool, patience, ended):
+        with measuring(), _cancelled(pool, crew):
             for future in as_completed(
-                [pool.submit(measure, urls[start : start + length]) for start in range(0, len(urls), length)]
+                [pool.submit(crew.measure, urls[start : start + length]) for start in range(0, len(urls), length)]
             ):
                 for url, table, measured in future.result():
                     tables[url] = table
@@ -171,14 +162,52 @@ def _in_parallel(
 
 
 @contextmanager
-def _cancelled(pool: ThreadPoolExecutor, patience: Patience, ended: threading.Event) -> Iterator[None]:
+def _cancelled(pool: ThreadPoolExecutor, crew: _Crew) -> Iterator[None]:
     """At the end of the block what has not begun never does, and what waits to be tried again is not."""
     try:
         yield
     finally:
-        ended.set()
-        patience.end()
+        crew.end()
         pool.shutdown(wait=False, cancel_futures=True)
+
+
+class _Crew:
+    """The threads of a build: who may be at work, and what is tried again."""
+
+    def __init__(self, builder: _Builder, workers: int, patience: Patience) -> None:
+        self._builder = builder
+        self._patience = patience
+        self._turns = Turns(workers)
+
+    def measure(self, stretch: Sequence[str]) -> list[tuple[str, CostTable, bool]]:
+        """(url, costs, whether they were measured now) of these shards; fewer after `end`."""
+        done: list[tuple[str, CostTable, bool]] = []
+        troubled: list[tuple[str, StorageError | StaleIndexError]] = []
+        with self._turns.turn() as tell:
+            for url in stretch:
+                if self._turns.ended:
+                    return done
+                try:
+                    table, measured = self._builder.costs(url)
+                except (StorageError, StaleIndexError) as trouble:
+                    troubled.append((url, trouble))
+                else:
+                    done.append((url, table, measured))
+                    tell(_SHARD_WORK + table.size.samples if measured else 1)
+        for url, error in troubled:  # others have their turn while these wait
+            again = functools.partial(self._again, url, error)
+            done.append((url, *self._patience.keep_trying(again, StorageError, StaleIndexError, failed=error)))
+        return done
+
+    def _again(self, url: str, error: Exception) -> tuple[CostTable, bool]:
+        with self._turns.turn():
+            if self._turns.ended:
+                raise error
+            return self._builder.costs(url)
+
+    def end(self) -> None:
+        self._patience.end()
+        self._turns.end()
 
 
 class _Builder:
@@ -189,7 +218,7 @@ class _Builder:
         self._identity = blake2b(f"{TABLE_FORMAT} {RULES} {fingerprint} ".encode(), digest_size=16)
         self._cache = cache
         self._force = force
-        self._folder = os.path.dirname(cache.file("costs", "x"))
+        self._folder = cache.make("costs")
         self._lock = threading.Lock()
         self._room = _HELD_BYTES
 
@@ -198,9 +227,15 @@ class _Builder:
         path = self._path(url)
         if not self._force and (kept := _kept_costs(path, url)) is not None:
             return self._hold(kept), False
-        facts = load_facts(url, limits=self._recipe.limits, cache=self._cache, force=self._force)
-        meta = FactsMeta.of(facts.schema)
-        return self._hold(self._measured(facts, meta, url).write(path, url, meta)), True
+        limits, cache = self._recipe.limits, self._cache
+        with ExitStack() as resources:
+
+            @functools.cache
+            def opened() -> Shard:
+                return resources.enter_context(closing(open_shard(url, limits=limits, cache=cache)))
+
+            facts = load_facts(url, opened, limits=limits, cache=cache, force=self._force)
+            return self._hold(self._measured(facts, opened).write(path, url, facts.meta)), True
 
     def _path(self, url: str) -> str:
         name = self._identity.copy()
@@ -216,15 +251,15 @@ class _Builder:
             self._room -= length
             return table
 
-    def _measured(self, facts: pa.Table, meta: FactsMeta, url: str) -> ShardCosts:
+    def _measured(self, facts: Facts, opened: Callable[[], Shard]) -> ShardCosts:
+        meta = facts.meta
+
         def shard() -> Shard:
-            # What is read is what was measured: a Parquet file is decoded here only after a child has decoded it.
-            info = ShardInfo(url, meta.size, meta.checksum, meta.version)
-            opened = open_indexed(url, info, limits=self._recipe.limits, cache=self._cache)
-            if opened.version != meta.version:
-                opened.close()
-                raise StaleIndexError(url, "was changed while it was indexed")
-            return opened
+            # What is read is what was scanned: a Parquet file is decoded here only after a child has decoded it.
+            found = opened()
+            if (found.size, found.version) != (meta.size, meta.version):
+                raise StaleIndexError(found.url, "was changed while it was indexed")
+            return found
 
         try:
             return cost_shard(facts, shard, self._recipe)
@@ -233,7 +268,7 @@ class _Builder:
         except Exception as error:  # noqa: BLE001 - whatever a shard makes a reader raise is that shard's failure
             pass_trouble(error)
             reason = f"the shard cannot be measured: {type(error).__name__}: {error}"
-            return cost_shard(all_failed(facts, reason), shard, self._recipe)
+            return cost_shard(Facts(facts.table.all_failed(reason), meta), shard, self._recipe)
 
 
 def _kept_costs(path: str, url: str) -> CostTable | None:
@@ -262,7 +297,7 @@ def _forget_left(cache: CacheFolder) -> None:
 
     Best effort: what is another user's stays.
     """
-    for kind in ("facts", "costs", "index"):
+    for kind in ("facts", "costs", "index", "shards"):
         with contextlib.suppress(OSError):
             for entry in os.scandir(cache.root / kind):
                 if entry.name.endswith((TEMPORARY_SUFFIX, NOTE_SUFFIX)):

@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, NamedTuple, cast
 
+from orchdata.loaders.atomic import create_beside, remove, write_once
 from orchdata.loaders.retries import tried
 from orchdata.loaders.verified import forget, is_noted, note
 
@@ -46,15 +46,19 @@ class CacheFolder:
             raise OSError(f"no cache folder: {self.root} needs a home directory; set {CACHE_VARIABLE}") from error
         self.max_bytes = max_bytes
 
-    def file(self, kind: str, name: str) -> Path:
-        """Path of a file of some kind, its folder made. Nothing evicts it; write it with `write_atomically`.
+    def make(self, kind: str) -> Path:
+        """The folder of files of some kind, made. Nothing evicts them.
 
-        Raises StorageError where the folder cannot be made.
+        Raises StorageError where it cannot be made.
         """
         folder = self.root / kind
         if not tried(str(folder), "cannot be looked at", folder.is_dir):
             tried(str(folder), "cannot be made", lambda: folder.mkdir(parents=True, exist_ok=True))
-        return folder / name
+        return folder
+
+    def file(self, kind: str, name: str) -> Path:
+        """Path of a file of some kind, its folder made. Raises as `make`."""
+        return self.make(kind) / name
 
     def entry(self, name: str, make: Callable[[IO[bytes], int], None]) -> Path:
         """Path of a decompressed shard, made by `make(file, limit)` if it is not there.
@@ -68,7 +72,7 @@ class CacheFolder:
         """
         path = self.root / "shards" / (name + _ENTRY_SUFFIX)
         if not tried(str(path), "cannot be read", lambda: _is_whole(path)):
-            path = self.file("shards", path.name)
+            self.make("shards")
             tried(str(path), "cannot be written", lambda: self._make(name, path, make))
         self._mark_used(path)
         return path
@@ -78,7 +82,7 @@ class CacheFolder:
             if _is_whole(path):  # made while we waited
                 return
             self._remove_partials(path.parent)
-            descriptor, partial = tempfile.mkstemp(prefix=f"{name}.", suffix=_PARTIAL_SUFFIX, dir=path.parent)
+            descriptor, partial = create_beside(path, _PARTIAL_SUFFIX)
             try:
                 with os.fdopen(descriptor, "wb") as file:
                     fcntl.flock(file, fcntl.LOCK_EX)  # tells others that its maker lives
@@ -86,15 +90,14 @@ class CacheFolder:
                     make(cast("IO[bytes]", summed), self.max_bytes)
                     file.flush()
                     os.fsync(file.fileno())
-                    os.fchmod(file.fileno(), _file_mode())
                     status = os.fstat(file.fileno())
                     self._evict(path.parent, status.st_size)
                     kept = _Sum(status.st_size, summed.crc32, status.st_mtime_ns)
-                    _write_once(path.with_suffix(_SUM_SUFFIX), kept.write)
-                    Path(partial).replace(path)
+                    write_once(path.with_suffix(_SUM_SUFFIX), kept.encoded())
+                    os.replace(partial, path)
                     note(path, os.fstat(file.fileno()))
             except BaseException:
-                _remove(Path(partial))
+                remove(partial)
                 raise
 
     def _mark_used(self, path: Path) -> None:
@@ -135,9 +138,9 @@ class CacheFolder:
         for _, size, path in sorted(entries):
             if held + needed <= self.max_bytes:
                 break
-            _remove(path)  # whoever has it open keeps it until closed
+            remove(path)  # whoever has it open keeps it until closed
             for suffix in (_USED_SUFFIX, _SUM_SUFFIX):
-                _remove(path.with_suffix(suffix))
+                remove(path.with_suffix(suffix))
             forget(path)
             if not path.exists():
                 held -= size
@@ -147,7 +150,7 @@ class CacheFolder:
         for path in folder.glob("*" + _PARTIAL_SUFFIX):
             with contextlib.suppress(OSError), open(path, "rb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # Younger ones may be between mkstemp and flock.
+                # Younger ones may be between creation and flock.
                 if time.time() - os.fstat(file.fileno()).st_mtime > _TOUCH_SECONDS:
                     path.unlink(missing_ok=True)
 
@@ -159,8 +162,8 @@ class _Sum(NamedTuple):
     crc32: int
     mtime_ns: int
 
-    def write(self, file: IO[bytes]) -> None:
-        file.write(" ".join(map(str, self)).encode())
+    def encoded(self) -> bytes:
+        return " ".join(map(str, self)).encode()
 
 
 class _Summed:
@@ -196,44 +199,7 @@ def _is_whole(path: Path) -> bool:
         return False
 
 
-def write_atomically(path: Path, write: Callable[[IO[bytes]], None]) -> None:
-    """Write a file so that it is there whole or not at all, even after a crash: temporary file, fsync, rename.
-
-    `write` is called again where the system refused. Raises StorageError where it goes on refusing.
-    """
-    tried(str(path), "cannot be written", lambda: _write_once(path, write))
-
-
-def _write_once(path: Path, write: Callable[[IO[bytes]], None]) -> None:
-    descriptor, partial = tempfile.mkstemp(prefix=f".{path.name}.", suffix=_PARTIAL_SUFFIX, dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-            os.fchmod(file.fileno(), _file_mode())
-        Path(partial).replace(path)
-    except BaseException:
-        _remove(Path(partial))
-        raise
-
-
-def _remove(path: Path) -> None:
-    with contextlib.suppress(OSError):
-        path.unlink()
-
-
 def _last_used(path: Path, status: os.stat_result) -> float:
     with contextlib.suppress(OSError):
         return path.with_suffix(_USED_SUFFIX).stat().st_mtime
     return status.st_mtime
-
-
-def _file_mode() -> int:
-    """What a plain `open` would have given: mkstemp's files are for one user alone."""
-    # There is no way to ask for the umask without setting it, and setting it concerns all threads: Linux shows it here.
-    with contextlib.suppress(OSError), open("/proc/self/status") as status:
-        for line in status:
-            if line.startswith("Umask:"):
-                return 0o666 & ~int(line.split()[1], 8)
-    return 0o644

@@ -50,7 +50,9 @@ WAY_OUT: Final = "leave it out of the data if the model need not see it"
 
 def says(value: Any) -> bool:
     """Whether a JSON value holds words."""
-    return any(True for _ in phrases(value))
+    if isinstance(value, str):
+        return value.strip().lower() not in _BLANK
+    return isinstance(value, (dict, list)) and any(True for _ in phrases(value))
 
 
 def phrases(value: Any) -> Iterator[str]:
@@ -61,7 +63,7 @@ def phrases(value: Any) -> Iterator[str]:
         if isinstance(held, str):
             if held.strip().lower() not in _BLANK:
                 yield held.strip()
-        elif isinstance(held, Mapping):
+        elif isinstance(held, dict):
             pending.extend(held.values())
         elif isinstance(held, list):
             pending.extend(held)
@@ -103,7 +105,7 @@ def is_beside(key: str) -> bool:
 
 def check_record(record: Mapping[str, Any], own: Collection[str], turns: Sequence[Turn]) -> None:
     """Raise DecodeError for a key beside a conversation that would be lost."""
-    beside = [key for key, value in record.items() if value is not None and key not in own and is_beside(key)]
+    beside = [key for key, value in record.items() if key not in own and value is not None and is_beside(key)]
     if not beside:
         return
     said = [turn.text for turn in turns]

@@ -10,15 +10,13 @@ A shard that cannot be read at all has one row: sample 0, key and field "", kind
 
 from __future__ import annotations
 
-import json
+import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
-import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from orchdata.loaders.fields import OTHER, RAW
 from orchdata.loaders.versions import RULES
@@ -39,15 +37,15 @@ SCHEMA = pa.schema(
         pa.field("error", pa.string()),
     ]
 )
-_NUMBERS = {field.name: field.type.to_pandas_dtype() for field in SCHEMA if field.type != pa.string()}
-_NOTHING = np.zeros(0, np.int64)
-_ROW_COLUMNS = ("sample", "key", "field", "kind", "offset", "size", "encoding")
-_META_KEY = b"orchdata"
+_STRINGS = ("key", "field")
+_NUMBERS = tuple(field.name for field in SCHEMA if field.name not in (*_STRINGS, "error"))
+_ROW = ("sample", "key", "field", "kind", "offset", "size", "encoding")
+MEDIA = ("width", "height", "frames", "rate")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FactsMeta:
-    """What the facts of a shard belong to; kept in the schema of the table.
+    """What the facts of a shard belong to.
 
     Attributes:
         url: as given by the user.
@@ -66,7 +64,7 @@ class FactsMeta:
     version: str
     checksum: str
     limits: str
-    ignored: Mapping[str, int] = field(default_factory=dict)
+    ignored: Mapping[str, int] = dataclasses.field(default_factory=dict)
     lost_samples: int = 0
     lost_bytes: int = 0
     rules: int = RULES
@@ -75,25 +73,28 @@ class FactsMeta:
         """JSON-safe; the same as arguments make the same again."""
         return {name: getattr(self, name) for name in FactsMeta.__slots__}
 
-    @staticmethod
-    def of(schema: pa.Schema) -> FactsMeta:
-        """Raises KeyError, ValueError or TypeError where the schema holds none."""
-        return FactsMeta(**json.loads(schema.metadata[_META_KEY]))
 
+@dataclass(slots=True)
+class FactsTable:
+    """Rows of facts, as one list a column: plain Python, since most shards of a large data set may be tiny.
 
-class FactsBuilder:
-    """Rows of a facts table, as columns that grow."""
+    Attributes:
+        sample, key, ... rate: as in SCHEMA, all of one length.
+        errors: row -> what is wrong with it.
+    """
 
-    def __init__(self) -> None:
-        self.sample: list[int] = []
-        self.key: list[str] = []
-        self.field: list[str] = []
-        self.kind: list[int] = []
-        self.offset: list[int] = []
-        self.size: list[int] = []
-        self.encoding: list[int] = []
-        self.media: dict[str, list[NDArray[np.int64]]] = {name: [] for name in ("width", "height", "frames", "rate")}
-        self.errors: dict[int, str] = {}
+    sample: list[int] = dataclasses.field(default_factory=list)
+    key: list[str] = dataclasses.field(default_factory=list)
+    field: list[str] = dataclasses.field(default_factory=list)
+    kind: list[int] = dataclasses.field(default_factory=list)
+    offset: list[int] = dataclasses.field(default_factory=list)
+    size: list[int] = dataclasses.field(default_factory=list)
+    encoding: list[int] = dataclasses.field(default_factory=list)
+    width: list[int] = dataclasses.field(default_factory=list)
+    height: list[int] = dataclasses.field(default_factory=list)
+    frames: list[int] = dataclasses.field(default_factory=list)
+    rate: list[int] = dataclasses.field(default_factory=list)
+    errors: dict[int, str] = dataclasses.field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.sample)
@@ -108,88 +109,74 @@ class FactsBuilder:
         offset: int = 0,
         size: int = 0,
         encoding: int = RAW,
+        media: tuple[int, int, int, int] = (0, 0, 0, 0),
         error: str | None = None,
     ) -> None:
-        """One row; its media columns come with `append_media`."""
+        """One row; `media` is its width, height, frames and rate."""
         if error is not None:
             self.errors[len(self.sample)] = error
-        self.sample.append(sample)
-        self.key.append(key)
-        self.field.append(field)
-        self.kind.append(kind)
-        self.offset.append(offset)
-        self.size.append(size)
-        self.encoding.append(encoding)
+        for name, value in zip(_ROW, (sample, key, field, kind, offset, size, encoding), strict=True):
+            getattr(self, name).append(value)
+        for name, value in zip(MEDIA, media, strict=True):
+            getattr(self, name).append(value)
 
     def extend(self, rows: Sequence[tuple[int, str, str, int, int, int, int]]) -> None:
-        """Rows of (sample, key, field, kind, offset, size, encoding)."""
-        for name, values in zip(
-            _ROW_COLUMNS, zip(*rows, strict=True), strict=False
-        ):  # without rows there is nothing to zip
-            getattr(self, name).extend(values)
+        """Rows of (sample, key, field, kind, offset, size, encoding); `extend_media` has to follow."""
+        if rows:
+            for name, values in zip(_ROW, zip(*rows, strict=True), strict=True):
+                getattr(self, name).extend(values)
 
-    def append_media(
-        self,
-        width: NDArray[np.int64],
-        height: NDArray[np.int64],
-        frames: NDArray[np.int64],
-        rate: NDArray[np.int64],
-    ) -> None:
-        """Media columns of the rows appended since the last call: int64 (num_rows,) each."""
-        for name, column in zip(("width", "height", "frames", "rate"), (width, height, frames, rate), strict=True):
-            self.media[name].append(column)
+    def extend_media(self, rows: Sequence[Sequence[int]]) -> None:
+        """(width, height, frames, rate) of the rows added since the last call."""
+        if rows:
+            for name, values in zip(MEDIA, zip(*rows, strict=True), strict=True):
+                getattr(self, name).extend(values)
 
     def fail_structure(self, row: int, reason: str) -> None:
         """Make the sample of `row` bad whatever a recipe asks for; the first reason stays."""
         self.kind[row] = OTHER
         self.errors.setdefault(row, reason)
 
-    def table(self) -> pa.Table:
-        """All rows. Media columns that were never given (rows at the end) are 0."""
-        rows = len(self)
-        columns: list[Any] = []
-        for name, dtype in _NUMBERS.items():
-            if name in self.media:
-                pieces = self.media[name]
-                values = (pieces[0] if len(pieces) == 1 else np.concatenate([_NOTHING, *pieces])).astype(dtype)
-                columns.append(values if values.size == rows else np.pad(values, (0, rows - values.size)))
-            else:
-                columns.append(np.array(getattr(self, name), dtype))
-        columns = [pa.array(values) for values in columns]
-        columns[1:1] = [pa.array(self.key, pa.string()), pa.array(self.field, pa.string())]
-        if self.errors:
-            columns.append(pa.array([self.errors.get(row) for row in range(rows)], pa.string()))
-        else:
-            columns.append(pa.nulls(rows, pa.string()))
-        return pa.Table.from_arrays(columns, schema=SCHEMA)
+    def all_failed(self, reason: str) -> FactsTable:
+        """The same rows, every sample bad for the same reason."""
+        rows = range(len(self))
+        return replace(self, kind=[OTHER for _ in rows], errors=dict.fromkeys(rows, reason))
+
+    def ignored(self) -> dict[str, int]:
+        """How many rows without error each ignored field has."""
+        if OTHER not in self.kind:
+            return {}
+        errors = self.errors
+        other = [row for row, kind in enumerate(self.kind) if kind == OTHER and row not in errors]
+        counts = Counter(name for row in other if (name := self.field[row]))
+        return dict(sorted(counts.items()))
+
+    def arrow(self) -> pa.Table:
+        """As a table of SCHEMA."""
+        columns = [pa.array(getattr(self, field.name), field.type) for field in list(SCHEMA)[:-1]]
+        errors = pa.array([self.errors.get(row) for row in range(len(self))], SCHEMA.field("error").type)
+        return pa.Table.from_arrays([*columns, errors], schema=SCHEMA)
+
+    @staticmethod
+    def of_arrow(table: pa.Table) -> FactsTable:
+        """The rows of a table of SCHEMA."""
+        columns = {name: table.column(name).to_numpy().tolist() for name in _NUMBERS}
+        columns |= {name: table.column(name).to_pylist() for name in _STRINGS}
+        errors: dict[int, str] = {}
+        if table.column("error").null_count < len(table):
+            errors = {row: reason for row, reason in enumerate(table.column("error").to_pylist()) if reason is not None}
+        return FactsTable(**columns, errors=errors)
 
 
-def shard_failure(reason: str) -> pa.Table:
+class Facts(NamedTuple):
+    """The facts of a shard, and what they belong to."""
+
+    table: FactsTable
+    meta: FactsMeta
+
+
+def shard_failure(reason: str) -> FactsTable:
     """The facts of a shard that cannot be read at all."""
-    builder = FactsBuilder()
-    builder.append(0, "", "", error=reason)
-    return builder.table()
-
-
-def all_failed(facts: pa.Table, reason: str) -> pa.Table:
-    """The facts with every sample bad for the same reason."""
-    rows = len(facts)
-    for name, value in (("kind", OTHER), ("error", reason)):
-        number = SCHEMA.get_field_index(name)
-        facts = facts.set_column(number, SCHEMA.field(name), pa.repeat(pa.scalar(value, SCHEMA.field(name).type), rows))
-    return facts
-
-
-def with_meta(table: pa.Table, meta: FactsMeta) -> pa.Table:
-    """The table with `meta` in its schema."""
-    return table.replace_schema_metadata({_META_KEY: json.dumps(meta.as_dict(), sort_keys=True).encode()})
-
-
-def count_ignored(table: pa.Table) -> dict[str, int]:
-    """How many rows without error each ignored field has."""
-    other = table["kind"].to_numpy() == OTHER
-    if not other.any():
-        return {}
-    rows = np.flatnonzero(other & table["error"].is_null().to_numpy())
-    counts = Counter(name for name in table["field"].take(rows).to_pylist() if name)
-    return dict(sorted(counts.items()))
+    table = FactsTable()
+    table.append(0, "", "", error=reason)
+    return table

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.loaders.chat_keys import check_record, is_beside, says, shown
-from orchdata.loaders.conversation import Document, named_in, parse_json, read_document, split_placeholders
+from orchdata.loaders.conversation import Document, named_in, parse_json, read_document, split_placeholders, why_unread
 from orchdata.loaders.decode_error import DecodeError
 from orchdata.loaders.errors import FieldError
 from orchdata.loaders.members import Layout, Member, layout_of, stem
@@ -153,11 +153,13 @@ def _segments(
     documents: dict[int, Document] = {}
     if held.json or held.others:
         documents = {index: _document(members[index], texts[index], recipe) for index in held.json}
-        documents |= {index: _chat_only(members[index], texts[index], recipe) for index in held.others}
+        for index in held.others:
+            documents[index] = _chat_only(members[index], texts[index], recipe)
     chat = _conversation(documents, members) if documents else None
     if chat is not None:
         turns = documents[chat].turns or []
-        _check_beside(turns, [index for index in held.beside if index != chat], members, texts, recipe)
+        if beside := [index for index in held.beside if index != chat]:
+            _check_beside(turns, beside, members, texts, recipe)
         _check_named(documents[chat].named, members, recipe, exactly=True)
         _check_places(documents[chat], members, held)
         return [chat], list(render(turns, pre.template))
@@ -225,8 +227,9 @@ def _check_unread(
 ) -> None:
     """Words that are not read must not be missed in silence where the sample has no others."""
     for index, document in documents.items():
-        if document.unread is not None:
-            raise FieldError(members[index].field, document.unread)
+        reason = why_unread(document.rest)
+        if reason is not None:
+            raise FieldError(members[index].field, reason)
     for index in held.beside:
         if index not in held.json and says(_value(members[index], texts[index], recipe)):
             raise FieldError(members[index].field, "belongs to a conversation, and the sample has none")

@@ -12,9 +12,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Final
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
 
 from orchdata.loaders.chat_keys import WAY_OUT, check_item, check_record, check_turn, says, shown
 from orchdata.loaders.decode_error import DecodeError
@@ -44,8 +44,10 @@ _VIDEO_KEYS: Final = ("video", "videos")
 Content = tuple[str | Placeholder, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Document:
+_NONE: Final[Mapping[int, list[str]]] = MappingProxyType({})
+
+
+class Document(NamedTuple):
     """What one JSON member says.
 
     Attributes:
@@ -53,14 +55,14 @@ class Document:
         text: a plain text, or None.
         named: modality -> names of media it says belong to the sample.
         placed: modality -> names of media in the items of its turns, in their order.
-        unread: why the words it holds are not read; matters where nothing else gives the sample its text.
+        rest: the value where it is neither, or names a video beside its text; for `why_unread`.
     """
 
     turns: list[Turn] | None = None
     text: str | None = None
-    named: Mapping[int, list[str]] = field(default_factory=dict)
-    placed: Mapping[int, list[str]] = field(default_factory=dict)
-    unread: str | None = None
+    named: Mapping[int, list[str]] = _NONE
+    placed: Mapping[int, list[str]] = _NONE
+    rest: Any = None
 
 
 def read_document(payload: bytes | memoryview, pre: TextPreprocessor, *, lines: bool = False) -> Document:
@@ -69,15 +71,13 @@ def read_document(payload: bytes | memoryview, pre: TextPreprocessor, *, lines: 
     Raises DecodeError for broken JSON or a conversation that cannot be read, or not in full.
     """
     value = parse_json(payload, lines=lines)
-    if isinstance(value, list):
-        if any(map(_is_turn, value)):
-            return Document(turns=_turns(value, pre), placed=_placed(value))
-        return Document(unread=_unread_list(value))
-    if not isinstance(value, dict):
-        return Document(unread="a bare string, not a record" if says(value) else None)
-    if _is_turn(value) and _knows(value, pre.template):
-        return Document(turns=_turns([value], pre), placed=_placed([value]))
-    return _record(value, pre)
+    if isinstance(value, dict):
+        if _is_turn(value) and _knows(value, pre.template):
+            return _chat([value], pre)
+        return _record(value, pre)
+    if isinstance(value, list) and any(map(_is_turn, value)):
+        return _chat(value, pre)
+    return Document(rest=value)
 
 
 def parse_json(payload: bytes | memoryview, *, lines: bool = False) -> Any:
@@ -94,7 +94,7 @@ def parse_json(payload: bytes | memoryview, *, lines: bool = False) -> Any:
 
 def _loads(text: str) -> Any:
     try:
-        return json.loads(text, object_pairs_hook=_object)
+        return _DECODER.decode(text)
     except json.JSONDecodeError:
         raise
     except ValueError:  # a number of more digits than Python makes an int of
@@ -114,31 +114,49 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found if len(found) == len(pairs) else _Repeating(pairs)
 
 
+_DECODER: Final = json.JSONDecoder(object_pairs_hook=_object)
+
+
 def _record(value: dict[str, Any], pre: TextPreprocessor) -> Document:
     if isinstance(value, _Repeating) and not value.keys().isdisjoint(_READ_KEYS):
         raise DecodeError("a key comes twice in the record")
-    found: list[Turn] | None = None
-    placed: dict[int, list[str]] = {}
+    found: Document | None = None
     for key in _CONVERSATION_KEYS:
-        if isinstance(value.get(key), list) and value[key]:
-            turns = _turns(value[key], pre)
-            if found is not None and found != turns:
+        if key in value and isinstance(turns := value[key], list) and turns:
+            chat = _chat(turns, pre)
+            if found is not None and found.turns != chat.turns:
                 raise DecodeError(f"two conversations that differ, the second under {key!r}")
-            found, placed = turns, _placed(value[key])
+            found = chat
     if found is not None:
-        check_record(value, _READ_KEYS, found)
-        return Document(turns=found, named=named_in(value), placed=placed)
-    texts = [value[key] for key in _TEXT_KEYS if isinstance(value.get(key), str)]
-    for key in _VIDEO_KEYS:
-        if texts and says(value.get(key)):
-            return Document(unread=f"it names a video under {key!r}, which is not read: {WAY_OUT}")
-    if texts:
-        return Document(text=next(filter(str.strip, texts), texts[0]), named=named_in(value))
-    return Document(unread=_unread(value))
+        check_record(value, _READ_KEYS, found.turns or ())
+        return found._replace(named=named_in(value))
+    texts = [text for key in _TEXT_KEYS if isinstance(text := value.get(key), str)]
+    if not texts or _video_in(value) is not None:
+        return Document(rest=value)
+    return Document(text=next(filter(str.strip, texts), texts[0]), named=named_in(value))
+
+
+def _video_in(value: Mapping[str, Any]) -> str | None:
+    """The key under which a record names a video."""
+    if value.keys().isdisjoint(_VIDEO_KEYS):  # most do not, and this is the fastest way to know
+        return None
+    return next((key for key in _VIDEO_KEYS if says(value.get(key))), None)
+
+
+def why_unread(rest: Any) -> str | None:
+    """Why a value that is neither a conversation nor a text is more than metadata, or None."""
+    if isinstance(rest, dict):
+        return _unread(rest)
+    if isinstance(rest, list):
+        return _unread_list(rest)
+    return "a bare string, not a record" if says(rest) else None
 
 
 def _unread(value: Mapping[str, Any]) -> str | None:
     """Why a record without a conversation or text is more than metadata, or None."""
+    video = _video_in(value)
+    if video is not None and any(isinstance(value.get(key), str) for key in _TEXT_KEYS):
+        return f"it names a video under {video!r}, which is not read: {WAY_OUT}"
     for key in _READ_KEYS:
         held = value.get(key)
         if key in _CONVERSATION_KEYS and held == []:
@@ -178,19 +196,19 @@ def split_placeholders(text: str, pre: TextPreprocessor, placed: Collection[int]
     image, audio = pre.image_placeholder, pre.audio_placeholder
     if placed:
         image, audio = "" if IMAGE in placed else image, "" if AUDIO in placed else audio
+    if not (image and image in text) and not (audio and audio in text):
+        return (text,) if text else ()
     pattern, modality_of = _pattern(image, audio)
-    if pattern is None:
-        return (text,)
     pieces = pattern.split(text)
     return tuple(Placeholder(modality_of[piece]) if index % 2 else piece for index, piece in enumerate(pieces) if piece)
 
 
 @lru_cache(maxsize=16)
-def _pattern(image: str, audio: str) -> tuple[re.Pattern[str] | None, dict[str, int]]:
+def _pattern(image: str, audio: str) -> tuple[re.Pattern[str], dict[str, int]]:
     modality_of = {mark: modality for mark, modality in ((image, IMAGE), (audio, AUDIO)) if mark}
     # Longest first: one mark may begin with the other.
     marks = sorted(modality_of, key=len, reverse=True)
-    return (re.compile(f"({'|'.join(map(re.escape, marks))})") if marks else None), modality_of
+    return re.compile(f"({'|'.join(map(re.escape, marks))})"), modality_of
 
 
 def _is_turn(value: Any) -> bool:
@@ -202,14 +220,17 @@ def _knows(turn: Mapping[str, Any], template: ChatTemplate) -> bool:
     return isinstance(role, str) and template.knows(_ROLES.get(role, role)) and _first(turn, _CONTENT_KEYS) is not None
 
 
-def _turns(value: list[Any], pre: TextPreprocessor) -> list[Turn]:
+def _chat(value: list[Any], pre: TextPreprocessor) -> Document:
+    """A conversation, and where the items of its turns place media."""
     turns = [_turn(number, item, pre.template) for number, item in enumerate(value, 1)]
     placed = {piece.modality for turn in turns for piece in turn.content if isinstance(piece, Placeholder)}
+    names = _NONE
     if placed:  # media of such a modality have items of their own, so its marks in the text are text
         _check_order(value)
-        if len(placed) == len(_MARKED):
-            return turns
-    return [Turn(turn.role, _split_all(turn.content, pre, placed)) for turn in turns]
+        names = _placed(value)
+    if len(placed) < len(_MARKED):
+        turns = [Turn(turn.role, _split_all(turn.content, pre, placed)) for turn in turns]
+    return Document(turns=turns, placed=names)
 
 
 def _split_all(content: Content, pre: TextPreprocessor, placed: Collection[int]) -> Content:
@@ -237,7 +258,23 @@ def _placed(turns: list[dict[str, Any]]) -> dict[int, list[str]]:
 
 
 def _turn(number: int, item: Any, template: ChatTemplate) -> Turn:
-    where = f"turn {number}"
+    return _plain_turn(item, template) or _checked_turn(f"turn {number}", item, template)
+
+
+def _plain_turn(item: Any, template: ChatTemplate) -> Turn | None:
+    """A turn of a known role and a string that says something, and of nothing else: most are."""
+    if type(item) is not dict or len(item) != 2:
+        return None
+    role, content = item.get("role"), item.get("content")
+    if role is None:
+        role, content = item.get("from"), item.get("value")
+    if type(role) is not str or type(content) is not str or not content or content.isspace():
+        return None
+    role = _ROLES.get(role, role)
+    return Turn(role, (content,)) if template.knows(role) else None
+
+
+def _checked_turn(where: str, item: Any, template: ChatTemplate) -> Turn:
     if not isinstance(item, dict):
         raise DecodeError(f"{where} is a {type(item).__name__}, not a dict with role and content")
     if isinstance(item, _Repeating):
@@ -340,9 +377,11 @@ def _check_order(turns: list[dict[str, Any]]) -> None:
 def named_in(value: Mapping[str, Any]) -> dict[int, list[str]]:
     """Media that a LLaVA-style record names. Names are never opened: media are the sample's own members."""
     named: dict[int, list[str]] = {}
+    if value.keys().isdisjoint(NAMED):
+        return named
     for key, modality in NAMED.items():
         held = value.get(key)
-        if isinstance(held, list | str):
+        if isinstance(held, (list, str)):
             held = held if isinstance(held, list) else [held]
             names = [name if isinstance(name, str) else type(name).__name__ for name in held if says(name)]
             if names:

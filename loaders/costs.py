@@ -11,26 +11,25 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
-from itertools import islice, pairwise
+from itertools import groupby, islice, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
-from orchdata.loaders.columns import FactsMeta
+from orchdata.loaders.atomic import Buffer, write_whole
+from orchdata.loaders.columns import Facts, FactsMeta, FactsTable
 from orchdata.loaders.compose import Member, text_members
-from orchdata.loaders.errors import NOT_DATA, FieldError, StorageError, as_field_error
+from orchdata.loaders.errors import NOT_DATA, FieldError, StaleIndexError, StorageError, as_field_error
 from orchdata.loaders.fields import OTHER, RAW
 from orchdata.loaders.index import ShardInfo
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.measure import Measured, measure
 from orchdata.loaders.modality import IMAGE
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.sealed import Buffer, Damaged, read_sealed, seal, write_whole
-from orchdata.loaders.table import MEMBERS, PARTS, Columns, TableSize, body_bytes, pack, views
+from orchdata.loaders.sealed import Damaged, read_sealed, seal
+from orchdata.loaders.table import MEMBERS, PARTS, Columns, TableSize, body_bytes, offsets_of, pack
 from orchdata.loaders.totals import Totals, summarize
 from orchdata.loaders.versions import TABLE_FORMAT
 
@@ -55,7 +54,7 @@ class CostTable:
         url: of the shard.
         size, fields, totals: as in the index.
         digest: of the whole content.
-        body: its columns, where they are held; else they are read and verified again when they are asked for.
+        held: its columns, packed; where they are not held they are read and verified again when they are asked for.
     """
 
     path: str
@@ -65,7 +64,7 @@ class CostTable:
     fields: Sequence[str]
     totals: Totals
     digest: str
-    body: Buffer | None = field(repr=False, compare=False)
+    held: Buffer | None = field(repr=False, compare=False)
 
     @classmethod
     def open(cls, path: str, url: str) -> CostTable:
@@ -89,19 +88,19 @@ class CostTable:
 
     def let_go(self) -> CostTable:
         """The same table, not held."""
-        return replace(self, body=None)
+        return replace(self, held=None)
 
-    def columns(self) -> Columns:
-        """Raises StorageError where the file, not held, is not what it was."""
-        if self.body is not None:
-            return views(self.body, self.size)
+    def body(self) -> Buffer:
+        """Raises StorageError where the file, not held, is not there now; StaleIndexError where it is another."""
+        if self.held is not None:
+            return self.held
         try:
             again = CostTable.open(self.path, self.url)
         except (OSError, ValueError) as error:
             raise StorageError(str(self.path), f"was there and is not any more: {error}") from error
         if again.digest != self.digest:
-            raise StorageError(str(self.path), "was replaced while it was in use: build the index again")
-        return again.columns()
+            raise StaleIndexError(self.url, "was changed, and measured by another build, during this one: build again")
+        return again.body()
 
 
 class ShardCosts(NamedTuple):
@@ -120,7 +119,7 @@ class ShardCosts(NamedTuple):
             "fields": self.fields,
             "totals": self.totals,
         }
-        body = b"".join(pack(self.columns))
+        body = pack(self.columns)
         file, digest = seal(KIND, TABLE_FORMAT, values, [body])
         write_whole(path, file)
         return CostTable.of(path, values, digest, body)
@@ -137,63 +136,48 @@ class _Sample:
     error: FieldError | None
 
 
-def cost_shard(facts: pa.Table, open_shard: Callable[[], Shard], recipe: Recipe) -> ShardCosts:
+def cost_shard(facts: Facts, shard: Callable[[], Shard], recipe: Recipe) -> ShardCosts:
     """Measure every sample of a shard.
 
     A sample that cannot be used becomes a row with an error; nothing is raised for it.
 
     Args:
-        facts: of the shard, see `loaders.columns`.
-        open_shard: opens the shard, called if there is text to read; closed here.
+        facts: of the shard.
+        shard: gives the open shard; called if there is text to read.
         recipe: what to measure under.
 
     Raises:
         ShardError: the shard cannot be opened any more.
         StorageError, StaleIndexError, MemoryError: nothing that the samples did.
     """
-    offsets, encodings = facts.column("offset").to_pylist(), facts.column("encoding").to_pylist()
-    rows = _Rows(offsets, encodings)
-    with ExitStack() as stack:
-        shard: Shard | None = None
-        for chunk in _chunks(_samples(facts, recipe), recipe.limits.text_bytes):
-            texts: dict[int, _Text] = {}
-            if any(sample.wanted for sample in chunk):
-                shard = shard or stack.enter_context(closing(open_shard()))
-                texts = _read_texts(chunk, offsets, encodings, shard, recipe.limits)
-            for sample in chunk:
-                _measure(sample, texts, recipe, rows)
+    table = facts.table
+    rows = _Rows(table)
+    for chunk in _chunks(_samples(table, recipe), recipe.limits.text_bytes):
+        texts: dict[int, _Text] = {}
+        if any(sample.wanted for sample in chunk):
+            texts = _read_texts(chunk, table, shard(), recipe.limits)
+        for sample in chunk:
+            _measure(sample, texts, recipe, rows)
     columns = rows.columns()
-    ignored = _never_read(facts) | rows.ignored
-    return ShardCosts(columns, list(rows.field_numbers), summarize(columns, ignored))
+    # Columns of Parquet that the scan ignored have no rows in the facts.
+    return ShardCosts(columns, list(rows.field_numbers), summarize(columns, {**facts.meta.ignored, **rows.ignored}))
 
 
-def _never_read(facts: pa.Table) -> dict[str, int]:
-    """What the scan of the shard ignored; columns of Parquet have no rows in the facts."""
-    try:
-        return dict(FactsMeta.of(facts.schema).ignored)
-    except (KeyError, TypeError, ValueError):
-        return {}
-
-
-def _samples(facts: pa.Table, recipe: Recipe) -> Iterator[_Sample]:
-    ordinals = facts.column("sample").to_numpy()
-    starts = [0, *(np.flatnonzero(ordinals[1:] != ordinals[:-1]) + 1).tolist()]
-    all_keys = facts.column("key").to_pylist()
-    keys = [all_keys[start] for start in starts]
-    counts = [stop - start for start, stop in pairwise([*starts, len(ordinals)])]
-    columns = {name: facts.column(name).to_pylist() for name in _MEMBER_COLUMNS}
-    fields = columns["field"] = _shared_strings(columns["field"])
-    kinds = columns["kind"]
-    broken = facts.column("error").null_count < len(facts)
-    members = map(Member, *columns.values())
+def _samples(table: FactsTable, recipe: Recipe) -> Iterator[_Sample]:
+    ordinals, errors = table.sample, table.errors
+    fields, kinds, keys = _shared_strings(table.field), table.kind, table.key
+    of_rows = repeat(None) if not errors else map(errors.get, range(len(ordinals)))
+    members = map(Member, fields, kinds, table.width, table.height, table.frames, table.rate, table.size, of_rows)
     wanted_of: dict[tuple[Any, ...], list[int]] = {}  # samples are alike
-    for key, start, count in zip(keys, starts, counts, strict=True):
-        mine = list(islice(members, count))
-        error = _shard_error(mine) if broken else None
+    start = 0
+    for _, ordinal in groupby(ordinals):
+        mine = list(islice(members, sum(1 for _ in ordinal)))
+        first, start = start, start + len(mine)
+        error = _shard_error(mine) if errors else None
         if error is not None:
-            yield _Sample(key, start, mine, [], error)
+            yield _Sample(keys[first], first, mine, [], error)
             continue
-        alike = (*fields[start : start + count], *kinds[start : start + count])
+        alike = (*fields[first:start], *kinds[first:start])
         wanted = wanted_of.get(alike)
         if wanted is None:
             try:
@@ -201,12 +185,9 @@ def _samples(facts: pa.Table, recipe: Recipe) -> Iterator[_Sample]:
             except NOT_DATA:
                 raise
             except Exception as problem:  # noqa: BLE001 - as in _measure
-                yield _Sample(key, start, mine, [], as_field_error(problem, "measured"))
+                yield _Sample(keys[first], first, mine, [], as_field_error(problem, "measured"))
                 continue
-        yield _Sample(key, start, mine, wanted, None)
-
-
-_MEMBER_COLUMNS = ("field", "kind", "width", "height", "frames", "rate", "size", "error")  # as Member takes them
+        yield _Sample(keys[first], first, mine, wanted, None)
 
 
 def _shared_strings(strings: list[str]) -> list[str]:
@@ -242,10 +223,9 @@ def _chunks(samples: Iterable[_Sample], text_bytes: int) -> Iterator[list[_Sampl
 _Text = bytes | memoryview | FieldError
 
 
-def _read_texts(
-    chunk: Sequence[_Sample], offsets: Sequence[int], encodings: Sequence[int], shard: Shard, limits: Limits
-) -> dict[int, _Text]:
+def _read_texts(chunk: Sequence[_Sample], table: FactsTable, shard: Shard, limits: Limits) -> dict[int, _Text]:
     """Payload, or what is wrong with it, of every wanted member of the chunk, by row of the facts."""
+    offsets, encodings = table.offset, table.encoding
     texts: dict[int, _Text] = {}
     run: list[tuple[int, Member]] = []
     run_stop = 0
@@ -327,9 +307,9 @@ def _measure(sample: _Sample, texts: Mapping[int, _Text], recipe: Recipe, rows: 
 class _Rows:
     """Collects the rows of one shard."""
 
-    def __init__(self, offsets: Sequence[int], encodings: Sequence[int]) -> None:
-        self._offsets = offsets
-        self._encodings = encodings
+    def __init__(self, table: FactsTable) -> None:
+        self._offsets = table.offset
+        self._encodings = table.encoding
         self.field_numbers: dict[str, int] = {}
         self.ignored: Counter[str] = Counter()
         # Flat arrays of int64: tuples by the million would keep the garbage collector busy.
@@ -340,15 +320,10 @@ class _Rows:
         self._members = array("q")  # as MEMBERS
 
     def add(self, sample: _Sample, measured: Measured) -> None:
-        num_members, num_parts = len(self._members), len(self._parts)
-        try:
-            self._add_parts(sample, measured)
-            self._samples.extend(
-                (measured.llm_tokens, measured.loss_tokens, len(measured.parts), len(measured.used_members))
-            )
-        except OverflowError:  # nothing of a sample of which one number does not fit
-            del self._members[num_members:], self._parts[num_parts:]
-            raise
+        self._add_parts(sample, measured)
+        self._samples.extend(
+            (measured.llm_tokens, measured.loss_tokens, len(measured.parts), len(measured.used_members))
+        )
         self._keys.append(sample.key)
         self._errors.append(None)
 
@@ -378,30 +353,29 @@ class _Rows:
 
     def columns(self) -> Columns:
         """All rows as columns."""
-        samples = np.frombuffer(self._samples, np.int64).reshape(-1, 4)
+        llm_tokens, loss_tokens, num_parts, num_members = _rows_of(self._samples, 4, np.int32)
         arrays: dict[str, Any] = {
-            "shard": np.zeros(len(samples), np.int32),
-            "llm_tokens": samples[:, 0].astype(np.int32),
-            "loss_tokens": samples[:, 1].astype(np.int32),
-            "part_offsets": _offsets(samples[:, 2]),
-            "member_offsets": _offsets(samples[:, 3]),
+            "shard": np.zeros(llm_tokens.size, np.int32),
+            "llm_tokens": llm_tokens,
+            "loss_tokens": loss_tokens,
+            "part_offsets": offsets_of(num_parts),
+            "member_offsets": offsets_of(num_members),
         }
         for kind, names, found in (("part", PARTS, self._parts), ("member", MEMBERS, self._members)):
-            table = np.frombuffer(found, np.int64).reshape(-1, len(names))
-            for column, (name, dtype) in enumerate(names.items()):
-                arrays[f"{kind}_{name}"] = table[:, column].astype(dtype)
+            rows = _rows_of(found, len(names), np.int32 if kind == "part" else np.int64)
+            for row, (name, dtype) in zip(rows, names.items(), strict=True):
+                arrays[f"{kind}_{name}"] = row.astype(dtype, copy=False)
 
         errors = [error for error in self._errors if error is not None]
         arrays["bad_row"] = np.array([row for row, error in enumerate(self._errors) if error is not None], np.int64)
         fields, reasons = [error.field for error in errors], [error.reason for error in errors]
         for column_name, strings in (("key", self._keys), ("error_field", fields), ("error_reason", reasons)):
             encoded = [string.encode("utf-8", "backslashreplace") for string in strings]
-            arrays[f"{column_name}_offsets"] = _offsets(np.array([len(string) for string in encoded], np.int64))
+            arrays[f"{column_name}_offsets"] = offsets_of([len(string) for string in encoded])
             arrays[f"{column_name}_bytes"] = np.frombuffer(b"".join(encoded), np.uint8)
         return Columns(**arrays)
 
 
-def _offsets(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    offsets = np.zeros(lengths.size + 1, np.int64)
-    np.cumsum(lengths, out=offsets[1:])
-    return offsets
+def _rows_of(found: array[int], width: int, dtype: Any) -> NDArray[Any]:
+    """Records of `width` numbers as `width` contiguous columns."""
+    return np.frombuffer(found, np.int64).reshape(-1, width).T.astype(dtype, order="C")

@@ -1,22 +1,23 @@
-"""Facts kept: shard -> its facts table, from the sealed file kept for it while that is fresh, else from a new scan."""
+"""Facts kept: shard -> its facts, from the sealed file kept for it while that is fresh, else from a new scan."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from contextlib import closing
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
 
+from orchdata.loaders.atomic import write_whole
 from orchdata.loaders.cache import CacheFolder
-from orchdata.loaders.columns import SCHEMA, FactsMeta, shard_failure, with_meta
+from orchdata.loaders.columns import SCHEMA, Facts, FactsMeta, FactsTable, shard_failure
 from orchdata.loaders.errors import NOT_DATA, ShardError, pass_trouble
 from orchdata.loaders.limits import Limits, limits_fingerprint
 from orchdata.loaders.paths import suffix_of
 from orchdata.loaders.retries import tried
-from orchdata.loaders.sealed import read_sealed, seal, write_whole
-from orchdata.loaders.shards import open_shard
+from orchdata.loaders.sealed import read_sealed, seal
+from orchdata.loaders.shards import Shard
 from orchdata.loaders.versions import FACTS_FORMAT, RULES
 
 KIND = b"fact"
@@ -24,15 +25,17 @@ _COMPRESSED_BYTES = 64 << 10
 _FEW_ROWS = 8
 
 
-def load_facts(url: str, *, limits: Limits, cache: CacheFolder, force: bool = False, beside: bool = False) -> pa.Table:
-    """The facts of a shard (see `columns` for the table), with `FactsMeta` in its schema.
+def load_facts(
+    url: str, opened: Callable[[], Shard], *, limits: Limits, cache: CacheFolder, force: bool = False
+) -> Facts:
+    """The facts of a shard.
 
     Args:
         url: path of the shard.
+        opened: opens the shard; called where it has to be scanned.
         limits: held while scanning; facts found under other limits are not fresh.
         cache: where they are kept.
         force: scan even where fresh facts are kept.
-        beside: keep them in a hidden file beside the shard, for everyone who reads it.
 
     Raises:
         ValueError: unknown suffix.
@@ -40,12 +43,11 @@ def load_facts(url: str, *, limits: Limits, cache: CacheFolder, force: bool = Fa
         StaleIndexError: it changes while it is read.
     """
     suffix_of(url)
-    path = facts_path(url, limits=limits, cache=cache, beside=beside)
+    path = facts_path(url, limits=limits, cache=cache)
     if not force and (kept := _kept(path, url, limits)) is not None:
         return kept
     try:
-        with closing(open_shard(url, limits=limits, cache=cache)) as shard:
-            table = shard.facts()
+        facts = opened().facts()
     except NOT_DATA:
         raise
     except ShardError as error:
@@ -55,31 +57,32 @@ def load_facts(url: str, *, limits: Limits, cache: CacheFolder, force: bool = Fa
         reason = f"cannot be scanned: {type(error).__name__}: {error}"
         return _unopened(url, ShardError(url, reason), limits)
     # Scanning a few members of a plain tar again costs no more than reading their facts, and writing a file far more.
-    if table.num_rows > _FEW_ROWS or beside or not url.endswith(".tar"):
-        _write(path, table)
-    return table
+    if len(facts.table) > _FEW_ROWS or not url.endswith(".tar"):
+        cache.make("facts")
+        _keep(path, facts)
+    return facts
 
 
-def facts_path(url: str, *, limits: Limits, cache: CacheFolder, beside: bool = False) -> Path:
+def facts_path(url: str, *, limits: Limits, cache: CacheFolder) -> str:
     """Where the facts of a shard are kept."""
-    shard = os.path.abspath(url)
-    if beside:
-        return Path(shard).with_name(f".{os.path.basename(shard)}.odfacts")
-    identity = f"{shard}\0{limits_fingerprint(limits)}".encode("utf-8", "surrogateescape")
-    return cache.file("facts", f"{hashlib.blake2b(identity, digest_size=16).hexdigest()}.facts")
+    identity = f"{os.path.abspath(url)}\0{limits_fingerprint(limits)}".encode("utf-8", "surrogateescape")
+    return f"{cache.root}/facts/{hashlib.blake2b(identity, digest_size=16).hexdigest()}.facts"
 
 
-def _write(path: str | Path, table: pa.Table) -> None:
+def _keep(path: str, facts: Facts) -> None:
     """The table as one Arrow record batch, compressed where it is large; what it belongs to is the head."""
-    body = table.combine_chunks().to_batches()[0].serialize()
-    values = FactsMeta.of(table.schema).as_dict()
+    batches = facts.table.arrow().to_batches()
+    if len(batches) != 1:  # 2 GiB of strings do not fit in one: scanned again where another recipe needs them
+        return
+    body = batches[0].serialize()
+    values = facts.meta.as_dict()
     if body.size > _COMPRESSED_BYTES:
         values["uncompressed_bytes"] = body.size
         body = pa.compress(body, codec="zstd")
     write_whole(path, seal(KIND, FACTS_FORMAT, values, [body])[0])
 
 
-def _kept(path: str | Path, url: str, limits: Limits) -> pa.Table | None:
+def _kept(path: str, url: str, limits: Limits) -> Facts | None:
     """The facts kept at `path` if they are those of the shard as it is now."""
     try:
         head, body = read_sealed(path, KIND, FACTS_FORMAT)
@@ -91,9 +94,9 @@ def _kept(path: str | Path, url: str, limits: Limits) -> pa.Table | None:
         if uncompressed_bytes is not None:
             body = pa.decompress(pa.py_buffer(body), uncompressed_bytes, codec="zstd")
         table = pa.Table.from_batches([pa.ipc.read_record_batch(pa.py_buffer(body), SCHEMA)])
+        return Facts(FactsTable.of_arrow(table), meta)
     except (OSError, ValueError, TypeError):
         return None  # absent, damaged or of another version: scan again
-    return with_meta(table, meta)
 
 
 def is_fresh(meta: FactsMeta, url: str) -> bool:
@@ -102,7 +105,7 @@ def is_fresh(meta: FactsMeta, url: str) -> bool:
     return (meta.size, meta.version) == (status.st_size, str(status.st_mtime_ns))
 
 
-def _unopened(url: str, error: ShardError, limits: Limits) -> pa.Table:
+def _unopened(url: str, error: ShardError, limits: Limits) -> Facts:
     """Facts of a shard that is there and cannot be opened or scanned (a damaged .tar.gz): not kept."""
     status = tried(url, "cannot be looked at", lambda: Path(url).stat())
     meta = FactsMeta(
@@ -113,4 +116,4 @@ def _unopened(url: str, error: ShardError, limits: Limits) -> pa.Table:
         limits=limits_fingerprint(limits),
         lost_bytes=max(1, status.st_size),
     )
-    return with_meta(shard_failure(error.reason), meta)
+    return Facts(shard_failure(error.reason), meta)

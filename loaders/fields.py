@@ -26,7 +26,7 @@ _LONG_NAME = 256
 
 def split_name(name: str) -> tuple[str, str] | None:
     """(key, lower-cased field) of a member; None for `__meta__` names and names without a dot: no part of a sample."""
-    if name.startswith("__") and _META.match(name):
+    if name[:2] == "__" and _META.match(name):
         return None
     if len(name) > _LONG_NAME:  # the expression's time grows with the square of the length, and names may be a MiB long
         return _split_long(name)

@@ -10,8 +10,7 @@ import io
 import threading
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,14 +31,14 @@ if TYPE_CHECKING:
 
 _LONGEST_SIDE = 1 << 25
 """Pillow's resizing counts what it needs for a longer one in 32 bits, and then reports a lack of memory."""
+_NO_LIMIT: Final = np.full(3, np.inf)
 SECOND_LOOK_BYTES = 1 << 16
 _BLOCK_FRAMES = 1 << 16
 _ID3V1_BYTES = 128
 _warnings_lock = threading.Lock()
 
 
-@dataclass(frozen=True, slots=True)
-class MediaHeader:
+class MediaHeader(NamedTuple):
     """What a header tells: pixels as displayed (after EXIF orientation), or frames per channel and rate in Hz."""
 
     width: int = 0
@@ -67,17 +66,16 @@ def read_header(kind: int, size: int, read: Callable[[int], bytes], limits: Limi
     if size == 0:
         raise HeaderError("empty: 0 bytes")
     data = read(min(size, SECOND_LOOK_BYTES))
-    status, first, second = _scan_one(kind, size, data)
-    if status != FOUND and len(data) < size:
-        data = read(size)
-        if status == MORE:
-            status, first, second = _scan_one(kind, size, data)
-    if len(data) < size and status != FOUND:
-        raise HeaderError(f"cut: {len(data)} of {size} bytes")
-    if kind == IMAGE:
-        header = MediaHeader(width=first, height=second) if status == FOUND else _ask_pillow(data, limits)
-    else:
-        header = MediaHeader(frames=first, rate=second) if status == FOUND else _ask_soundfile(data, limits)
+    status, header = _scan_one(kind, size, data)
+    if status != FOUND:
+        if len(data) < size:
+            data = read(size)
+            if status == MORE:
+                status, header = _scan_one(kind, size, data)
+        if len(data) < size and status != FOUND:
+            raise HeaderError(f"cut: {len(data)} of {size} bytes")
+    if status != FOUND:
+        header = _ask_pillow(data, limits) if kind == IMAGE else _ask_soundfile(data, limits)
     reason = above_limits(header, limits)
     if reason is not None:
         raise HeaderError(reason)
@@ -103,13 +101,17 @@ def starts_with(data: bytes) -> str:
     return repr(head.decode("ascii")) if head.isascii() and head.decode("ascii").isprintable() else repr(head)[1:]
 
 
-def _scan_one(kind: int, size: int, data: bytes) -> tuple[int, int, int]:
+def most_of(limits: Limits) -> NDArray[np.float64]:
+    """What `above_limits` holds headers against, as `scan_media` takes it."""
+    return np.array([limits.image_pixels, _LONGEST_SIDE, limits.audio_seconds], np.float64)
+
+
+def _scan_one(kind: int, size: int, data: bytes) -> tuple[int, MediaHeader]:
+    places, media = np.array([[0, len(data), size]], np.int64), np.zeros((1, 4), np.int64)
+    status, kinds = np.zeros(1, np.uint8), np.array([kind], np.uint8)
     buffer: NDArray[np.uint8] = np.frombuffer(data, np.uint8)
-    first, second = np.zeros(1, np.int64), np.zeros(1, np.int64)
-    status = np.zeros(1, np.uint8)
-    available, sizes = np.array([len(data)], np.int64), np.array([size], np.int64)
-    scan_media(buffer, np.zeros(1, np.int64), available, sizes, np.array([kind], np.uint8), first, second, status)
-    return int(status[0]), int(first[0]), int(second[0])
+    scan_media(buffer, places, np.zeros(1, np.int64), kinds, _NO_LIMIT, media, status)
+    return int(status[0]), MediaHeader(*media[0].tolist())
 
 
 def _ask_pillow(data: bytes, limits: Limits) -> MediaHeader:

@@ -61,6 +61,10 @@ class ShardInfo:
     lost_samples: int = 0
     lost_bytes: int = 0
 
+    def as_list(self) -> list[Any]:
+        """JSON-safe; the same as arguments make the same again."""
+        return [getattr(self, name) for name in ShardInfo.__slots__]
+
 
 class Index:
     """A mapped index; pickles as its path.

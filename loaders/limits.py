@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import lru_cache
 
 from orchdata.loaders.modality import TEXT
 
@@ -49,9 +50,14 @@ class Limits:
             if not getattr(self, name) > 0:
                 raise ValueError(f"Limits.{name} must be above 0, got {getattr(self, name)}")
 
+    @property
+    def short_name(self) -> int:
+        """Characters up to which no name is refused, whatever they are."""
+        return self.key_bytes // 4
+
     def name_error(self, what: str, name: str) -> str | None:
         """Why a name is refused, or None."""
-        if 4 * len(name) <= self.key_bytes or (size := len(name.encode())) <= self.key_bytes:
+        if len(name) <= self.short_name or (size := len(name.encode())) <= self.key_bytes:
             return None
         return f"a {what} of {size} bytes, above Limits.key_bytes={self.key_bytes}"
 
@@ -69,6 +75,7 @@ def shortened(name: str) -> str:
     return name[:64] + "..."
 
 
+@lru_cache(maxsize=64)
 def limits_fingerprint(limits: Limits) -> str:
     """The limits that facts depend on, in a form to compare."""
     return hashlib.blake2b(repr(limits).encode(), digest_size=8).hexdigest()

@@ -58,17 +58,21 @@ def measure(members: Sequence[Member], texts: Mapping[int, bytes | memoryview], 
         num_parts = sum(isinstance(span, MediaSlot) for span in spans)
         if num_parts > recipe.limits.sample_parts:
             raise _above("images and clips", num_parts, "sample_parts", recipe.limits)
-    measured = Measured(0, 0)
+    llm_tokens = loss_tokens = 0
+    parts: list[MeasuredPart] = []
+    used = {*text_used}
     for span in spans:
         if isinstance(span, MediaSlot):
             part = measure_part(span, members[span.member], recipe)
-            measured.parts.append(part)
-            measured.llm_tokens += part.tokens
+            parts.append(part)
+            used.add(span.member)
+            llm_tokens += part.tokens
         else:
             num_tokens = len(span.token_ids)
-            measured.loss_tokens += num_tokens - (measured.llm_tokens == 0) if span.loss else 0
-            measured.llm_tokens += num_tokens
-    measured.used_members = sorted({*text_used, *(part.member for part in measured.parts)})
+            if span.loss:
+                loss_tokens += num_tokens - (llm_tokens == 0)
+            llm_tokens += num_tokens
+    measured = Measured(llm_tokens, loss_tokens, parts, sorted(used))
     _check_sample(measured, members, recipe)
     return measured
 
@@ -97,11 +101,12 @@ def measure_part(slot: MediaSlot, member: Member, recipe: Recipe) -> MeasuredPar
 
 def _check_sample(measured: Measured, members: Sequence[Member], recipe: Recipe) -> None:
     limits = recipe.limits
+    member_bytes = limits.member_bytes
     total_bytes = 0
     for index in measured.used_members:
-        name, size = members[index].field, members[index].size
-        if size > limits.member_bytes:
-            raise FieldError(name, f"{size} bytes, above Limits.member_bytes={limits.member_bytes}")
+        size = members[index].size
+        if size > member_bytes:
+            raise FieldError(members[index].field, f"{size} bytes, above Limits.member_bytes={member_bytes}")
         total_bytes += size
     if measured.llm_tokens == 0:
         raise FieldError(members[measured.used_members[0]].field, "no tokens: the sample is an empty text")
@@ -114,9 +119,9 @@ def _check_sample(measured: Measured, members: Sequence[Member], recipe: Recipe)
         decoded = decoded_bytes(measured.parts, members, recipe)
         if decoded > limits.sample_decoded_bytes:
             raise _above("bytes of media once decoded", decoded, "sample_decoded_bytes", limits)
-        largest = max(largest, *[part.extent0 for part in measured.parts])
+        largest = max(largest, *[max(part[2:]) for part in measured.parts])
     if largest > _INT32_MAX:  # the index counts in int32
-        raise FieldError("*", f"the sample has {largest} tokens or audio samples, above {_INT32_MAX}")
+        raise FieldError("*", f"the sample has {largest} tokens, positions or audio samples, above {_INT32_MAX}")
 
 
 def _above(what: str, count: int, limit: str, limits: Limits) -> FieldError:

@@ -18,7 +18,7 @@ from dataclasses import asdict
 import numpy as np
 import pyarrow as pa
 
-from orchdata.loaders.columns import SCHEMA
+from orchdata.loaders.columns import SCHEMA, FactsTable
 from orchdata.loaders.content_digest import BLOCK_BYTES, ContentDigest
 from orchdata.loaders.errors import StorageError
 from orchdata.loaders.framing import Ended, Silent, receive, receive_bytes, send
@@ -26,7 +26,7 @@ from orchdata.loaders.limits import Limits
 from orchdata.loaders.parquet_child import cpu_seconds
 from orchdata.loaders.storage import Storage
 
-Facts = tuple[pa.Table, dict[str, int]]
+Scanned = tuple[FactsTable, dict[str, int]]
 
 _START_SECONDS = 300.0
 _SILENT_SECONDS = 600.0
@@ -114,7 +114,7 @@ class MeasuringProcess:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def measure(self, file: Storage, limits: Limits, digest: ContentDigest) -> Facts | str:
+    def measure(self, file: Storage, limits: Limits, digest: ContentDigest) -> Scanned | str:
         """Facts and ignored columns, or why there are none. Raises Died, and what `file` raises."""
         self.promised_rows = 0
         try:
@@ -167,7 +167,7 @@ class MeasuringProcess:
         self._resources.close()
 
 
-def _checked(data: bytes) -> pa.Table:
+def _checked(data: bytes) -> FactsTable:
     """The facts that a child sent. Raises Died where they make no sense."""
     try:
         table = pa.ipc.open_stream(data).read_all()
@@ -179,4 +179,4 @@ def _checked(data: bytes) -> pa.Table:
     samples = table.column("sample").to_numpy()
     if samples[0] != 0 or not np.isin(np.diff(samples), (0, 1)).all():
         raise Died("left facts out of order")
-    return table
+    return FactsTable.of_arrow(table.combine_chunks())

@@ -7,22 +7,21 @@ it is whole; an interrupted build leaves the older one in place.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple
-from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from orchdata.loaders.atomic import Buffer, replaced
 from orchdata.loaders.index import KIND, ShardInfo, content_fingerprint
-from orchdata.loaders.sealed import body_start, finish, replaced
-from orchdata.loaders.table import Columns, TableSize, TableWriter, body_bytes
-from orchdata.loaders.totals import Totals, add_totals
+from orchdata.loaders.sealed import body_start, finish
+from orchdata.loaders.table import TableSize, TableWriter, body_bytes
+from orchdata.loaders.totals import Totals, sum_totals
 from orchdata.loaders.versions import TABLE_FORMAT
 
 
 class TableSource(Protocol):
-    """The costs of one shard: what is needed to allocate, and the columns when their turn comes."""
+    """The costs of one shard: what is needed to allocate, and the packed columns when their turn comes."""
 
     @property
     def shard(self) -> ShardInfo: ...
@@ -32,7 +31,7 @@ class TableSource(Protocol):
     def fields(self) -> Sequence[str]: ...
     @property
     def totals(self) -> Totals: ...
-    def columns(self) -> Columns: ...
+    def body(self) -> Buffer: ...
 
 
 class RecipeIdentity(NamedTuple):
@@ -60,16 +59,17 @@ def merge_tables(path: Path, sources: Sequence[TableSource], recipe: RecipeIdent
         "fingerprint": content_fingerprint([source.shard for source in sources], recipe.fingerprint),
         "build_id": build_id,
         "recipe": recipe.description,
-        "shards": [astuple(source.shard) for source in sources],
+        "shards": [source.shard.as_list() for source in sources],
         "shard_rows": np.cumsum([0, *(source.size.samples for source in sources)]).tolist(),
         "fields": list(fields),
-        "totals": reduce(add_totals, (source.totals for source in sources)),
+        "totals": sum_totals([source.totals for source in sources]),
         "size": size.as_dict(),
     }
     length = body_bytes(size)
-    with replaced(path, sync=True) as fd:
-        writer = TableWriter(fd, body_start(values, length), size)
+    start = body_start(values, length)
+    with replaced(path) as fd:
+        writer = TableWriter(fd, start, size)
         for number, source in enumerate(sources):
-            writer.append(source.columns(), number, np.array([fields[name] for name in source.fields], np.int32))
+            writer.append(source.body(), source.size, number, [fields[name] for name in source.fields])
         writer.flush()
-        finish(fd, KIND, TABLE_FORMAT, values, length)
+        finish(fd, KIND, TABLE_FORMAT, values, start, length)

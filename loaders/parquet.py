@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from orchdata.loaders.cells import PathOnly
-from orchdata.loaders.columns import FactsMeta, shard_failure, with_meta
+from orchdata.loaders.columns import Facts, FactsMeta, shard_failure
 from orchdata.loaders.content_digest import ContentDigest
 from orchdata.loaders.errors import NOT_DATA, FieldError, ShardError
 from orchdata.loaders.limits import Limits, limits_fingerprint
@@ -103,7 +103,7 @@ class ParquetShard:
             _checksums[key] = ContentDigest(self._file).hexdigest()
         return _checksums[key]
 
-    def facts(self) -> pa.Table:
+    def facts(self) -> Facts:
         """Read all cells of the columns with media or text, in a child process. Bad data are rows with an error."""
         if self.size == 0:
             table, ignored, checksum, lost, failed = shard_failure("empty file"), {}, self.checksum(), 0, True
@@ -123,7 +123,7 @@ class ParquetShard:
             lost_samples=lost,
             lost_bytes=max(1, self.size) if failed else 0,
         )
-        return with_meta(table, meta)
+        return Facts(table, meta)
 
     def read(self, offset: int, size: int, encoding: int, field: str) -> bytes:
         """The cell `field` of row `offset`; lists by item ("images.0"). Raises FieldError; ShardError for the file."""

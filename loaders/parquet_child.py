@@ -71,7 +71,7 @@ def _serve(request: dict[str, Any], replies: int, shared: mmap.mmap) -> None:
         send(replies, {"rows": reader.plausible_rows()})
         _allow_cpu(cpu_seconds(size, min(reader.plausible_rows(), limits.shard_rows)))
         table, ignored = scan(reader, limits)
-        facts = _serialized(table)
+        facts = _serialized(table.arrow())
     except Ended:
         raise
     except MemoryError:

@@ -4,8 +4,7 @@
     file --measure()--> facts or the reason why there are none, and the checksum of its content
 
 A child that dies is replaced. A file that ends two of them has failed; a child that something else killed is no word
-about the file. See `measuring_process` for one child, `parquet_child` for its own
-side.
+about the file. See `measuring_process` for one child, `parquet_child` for its own side.
 """
 
 from __future__ import annotations
@@ -16,13 +15,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import pyarrow as pa
-
-from orchdata.loaders.columns import shard_failure
+from orchdata.loaders.columns import FactsTable, shard_failure
 from orchdata.loaders.content_digest import ContentDigest
 from orchdata.loaders.errors import StorageError
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.measuring_process import Died, Facts, MeasuringProcess
+from orchdata.loaders.measuring_process import Died, MeasuringProcess, Scanned
 from orchdata.loaders.storage import Storage
 
 
@@ -38,7 +35,7 @@ class Measurement:
         promised_rows: what its footer counts; 0 where it could not be read.
     """
 
-    table: pa.Table
+    table: FactsTable
     ignored: dict[str, int]
     checksum: str
     failed: bool
@@ -86,7 +83,7 @@ def measure(file: Storage, limits: Limits) -> Measurement:
     raise AssertionError("the second attempt ends in one of these ways")
 
 
-def _measurement(found: Facts | str, promised_rows: int, digest: ContentDigest) -> Measurement:
+def _measurement(found: Scanned | str, promised_rows: int, digest: ContentDigest) -> Measurement:
     failed = isinstance(found, str)
     table, ignored = (shard_failure(found), {}) if isinstance(found, str) else found
     return Measurement(

@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-import numpy as np
 import pyarrow as pa
 
 from orchdata.loaders.cells import Column, PathOnly, is_text, text_bytes
-from orchdata.loaders.columns import FactsBuilder
+from orchdata.loaders.columns import FactsTable
 from orchdata.loaders.errors import NOT_DATA
 from orchdata.loaders.fields import OTHER, PARQUET
 from orchdata.loaders.limits import Limits, shortened
@@ -26,7 +25,7 @@ _OF_A_CELL = (pa.ArrowException, ValueError, TypeError, LookupError, RecursionEr
 _NO_HEADER = (0, 0, 0, 0)
 
 
-def scan(reader: ParquetReader, limits: Limits) -> tuple[pa.Table, dict[str, int]]:
+def scan(reader: ParquetReader, limits: Limits) -> tuple[FactsTable, dict[str, int]]:
     """The facts of a file, and how many rows each ignored column has. Bad cells are rows with an error.
 
     Raises:
@@ -50,11 +49,10 @@ class _Scan:
     def __init__(self, reader: ParquetReader, limits: Limits) -> None:
         self._reader = reader
         self._limits = limits
-        self._builder = FactsBuilder()
-        self._headers: list[tuple[int, int, int, int]] = []
+        self._table = FactsTable()
         self._first_row: dict[str, int] = {}
 
-    def run(self) -> pa.Table:
+    def run(self) -> FactsTable:
         reader, key = self._reader, self._reader.key
         columns = reader.columns
         names = [column.name for column in columns] + ([key] if key is not None else [])
@@ -67,14 +65,13 @@ class _Scan:
                     named = _key(keys[i]) if keys is not None else None
                     self._add_row(number, str(number) if named is None else named, columns, [cell[i] for cell in cells])
                     number += 1
-                if len(self._builder) > self._limits.shard_rows:
+                if len(self._table) > self._limits.shard_rows:
                     raise Refused(f"more than {self._limits.shard_rows} fields, above Limits.shard_rows")
-        self._builder.append_media(*np.array(self._headers, np.int64).reshape(-1, 4).T)
-        return self._builder.table()
+        return self._table
 
     def _add_row(self, number: int, key: str, columns: list[Column], scalars: list[pa.Scalar]) -> None:
-        builder = self._builder
-        first = len(builder)
+        table = self._table
+        first = len(table)
         too_long = self._limits.name_error("key", key)
         if too_long is not None:
             self._append(number, shortened(key), "", OTHER, 0, too_long)
@@ -88,16 +85,16 @@ class _Scan:
                 raise
             except _OF_A_CELL as error:  # one cell that cannot be had says nothing about the others
                 self._append(number, key, column.name, column.kind, 0, f"cannot be read: {short(error)}")
-        if len(builder) == first:
+        if len(table) == first:
             self._append(number, key, "", OTHER, 0, None)
         earlier = self._first_row.setdefault(key, first)
         if earlier != first:
             reason = (
-                f"key {key!r} is that of row {builder.sample[earlier]} and of row {number}: give each row its own "
+                f"key {key!r} is that of row {table.sample[earlier]} and of row {number}: give each row its own "
                 "__key__, or drop that column, and rows are named by id or number"
             )
-            builder.fail_structure(earlier, reason)
-            builder.fail_structure(first, reason)
+            table.fail_structure(earlier, reason)
+            table.fail_structure(first, reason)
 
     def _distinct(self, key: str, number: int) -> str:
         """An id that an earlier row has, with the number of the row: every row is whole, whatever its id."""
@@ -146,8 +143,9 @@ class _Scan:
         error: str | None,
         header: tuple[int, int, int, int] = _NO_HEADER,
     ) -> None:
-        self._builder.append(number, key, field, kind=kind, offset=number, size=size, encoding=PARQUET, error=error)
-        self._headers.append(header)
+        self._table.append(
+            number, key, field, kind=kind, offset=number, size=size, encoding=PARQUET, media=header, error=error
+        )
 
     def _header(self, kind: int, data: bytes | memoryview) -> tuple[tuple[int, int, int, int], str | None]:
         # Late: numba takes longer to import than all else here, and text needs none of it.

@@ -75,16 +75,21 @@ class Patience:
         self._lock = threading.Lock()
         self._over = threading.Event()
 
-    def keep_trying(self, call: Callable[[], T], *errors: type[Exception]) -> T:
-        """What `call` returns, called again while it raises one of `errors` and patience lasts."""
+    def keep_trying(self, call: Callable[[], T], *errors: type[Exception], failed: Exception | None = None) -> T:
+        """What `call` returns, called again while it raises one of `errors` and patience lasts.
+
+        `failed` is what it raised already, if it was called before.
+        """
         pause = 0.25
         while True:
+            if failed is not None:
+                if not self._wait(failed, pause):
+                    raise failed
+                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
             try:
                 return call()
             except errors as error:
-                if not self._wait(error, pause):
-                    raise
-                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+                failed = error
 
     def end(self) -> None:
         """Let nobody wait any longer."""

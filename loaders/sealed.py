@@ -12,26 +12,22 @@ sha256 and adler32, it is the fastest of the standard library, and it runs witho
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import struct
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from orchdata.loaders.errors import StorageError
-
-Buffer = bytes | bytearray | memoryview
+from orchdata.loaders.atomic import Buffer, write_at
 
 BLOCK_BYTES = 1 << 20
 ALIGNMENT = 64
-TEMPORARY_SUFFIX = ".tmp"
 _MAGIC = b"\x89orchdat"
 _FIXED = struct.Struct("<8s4sIQQQ")  # magic, kind, format; bytes of the JSON, of the head, of the body
 _CRC = struct.Struct("<I")
@@ -109,9 +105,8 @@ def verify_body(fd: int, head: Head) -> None:
             raise Damaged(f"bytes {place} to {place + BLOCK_BYTES} are not what was written")
 
 
-def finish(fd: int, kind: bytes, format: int, values: Mapping[str, Any], size: int) -> None:
-    """Seal a file whose body of `size` bytes lies at `body_start`: read it back, and write the head before it."""
-    start = body_start(values, size)
+def finish(fd: int, kind: bytes, format: int, values: Mapping[str, Any], start: int, size: int) -> None:
+    """Seal a file whose body lies at `start`, the `body_start` of its `size`: read it back, and write the head."""
     head, _ = _head(kind, format, values, size, _crcs_in(fd, start, size))
     write_at(fd, head, 0)
 
@@ -124,63 +119,6 @@ def opened(path: str | Path) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
-
-
-@contextmanager
-def replaced(path: str | Path, *, sync: bool = False) -> Iterator[int]:
-    """A descriptor of a new file that takes the place of `path` when the block ends without an error.
-
-    Writers of the same path do not disturb each other: the last one wins. Permissions follow the umask.
-
-    Args:
-        path: where; its folder is there.
-        sync: have it on the disk before it takes its place.
-
-    Raises:
-        StorageError: the disk is full, or not writable.
-    """
-    try:
-        fd, temporary = _create_beside(path)
-        try:
-            try:
-                yield fd
-                if sync:
-                    os.fsync(fd)
-            finally:
-                os.close(fd)  # where network file systems say that the disk is full
-            os.replace(temporary, path)
-        except BaseException:
-            _unlink(temporary)
-            raise
-    except OSError as error:
-        raise _not_written(path, error) from error
-
-
-def write_whole(path: str | Path, data: Buffer) -> None:
-    """Write a small file that appears whole or not at all: as `replaced`, in a quarter of its time."""
-    try:
-        fd, temporary = _create_beside(path)
-        try:
-            try:
-                write_at(fd, data, 0)
-            finally:
-                os.close(fd)
-            os.replace(temporary, path)
-        except BaseException:
-            _unlink(temporary)
-            raise
-    except OSError as error:
-        raise _not_written(path, error) from error
-
-
-def write_at(fd: int, data: Buffer, offset: int) -> None:
-    """Write all of `data`. Raises OSError."""
-    view = memoryview(data).cast("B")
-    while view.nbytes:
-        written = os.pwrite(fd, view, offset)
-        if not written:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        view, offset = view[written:], offset + written
 
 
 def _head(kind: bytes, format: int, values: Mapping[str, Any], size: int, crcs: Sequence[int]) -> tuple[bytes, str]:
@@ -224,7 +162,7 @@ def _read_head(fd: int, kind: bytes, format: int, first: bytes) -> Head:
 def _pread(fd: int, offset: int, size: int, first: bytes) -> Buffer:
     """`size` bytes from `offset`, fewer where the file ends; `first` are its first bytes."""
     if offset + size <= len(first):
-        return memoryview(first)[offset : offset + size]
+        return first[offset : offset + size]  # a copy, so that what is kept of it keeps no more
     data = bytearray(size)
     view, got = memoryview(data), 0
     while got < size and (more := os.preadv(fd, [view[got:]], offset + got)):
@@ -258,18 +196,3 @@ def _fill(fd: int, buffer: memoryview, offset: int, stop: int) -> int:
     while got < wanted and (more := os.preadv(fd, [buffer[got:wanted]], offset + got)):
         got += more
     return got
-
-
-def _create_beside(path: str | Path) -> tuple[int, str]:
-    folder, name = os.path.split(path)
-    temporary = f"{folder}/.{name}.{os.urandom(8).hex()}{TEMPORARY_SUFFIX}"
-    return os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), temporary
-
-
-def _unlink(path: str) -> None:
-    with suppress(OSError):  # what failed before says more
-        os.unlink(path)
-
-
-def _not_written(path: str | Path, error: OSError) -> StorageError:
-    return StorageError(str(path), f"cannot be written: {error.strerror}", error.errno)

@@ -7,9 +7,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Protocol
 
-import pyarrow as pa
-
 from orchdata.loaders.cache import CacheFolder
+from orchdata.loaders.columns import Facts
 from orchdata.loaders.compressed import compression, open_decompressed
 from orchdata.loaders.errors import StaleIndexError
 from orchdata.loaders.index import ShardInfo
@@ -34,8 +33,8 @@ class Shard(Protocol):
     size: int
     version: str
 
-    def facts(self) -> pa.Table:
-        """Its facts (see `columns`), from a full pass. Bad data are rows with an error, never an exception."""
+    def facts(self) -> Facts:
+        """Its facts, from a full pass. Bad data are rows with an error, never an exception."""
         ...
 
     def checksum(self) -> str:

@@ -17,7 +17,7 @@ from orchdata.loaders.fields import RAW
 from orchdata.loaders.index import Index, ShardInfo, digest
 from orchdata.loaders.merge import RecipeIdentity, merge_tables
 from orchdata.loaders.modality import AUDIO, IMAGE, TEXT
-from orchdata.loaders.table import Columns, TableSize
+from orchdata.loaders.table import Columns, TableSize, offsets_of, pack
 from orchdata.loaders.totals import Totals, summarize
 
 MAX_IMAGES = 6
@@ -71,8 +71,8 @@ class _Source:
         shard = ShardInfo(f"synthetic-{number:06d}.tar", size_bytes, digest([seed, start, stop]))
         return cls(seed, start, shard, columns.size, summarize(columns, {}))
 
-    def columns(self) -> Columns:
-        return _generate(self.seed, self.start, self.start + self.size.samples)
+    def body(self) -> bytes:
+        return pack(_generate(self.seed, self.start, self.start + self.size.samples))
 
 
 def _generate(seed: int, start: int, stop: int) -> Columns:
@@ -86,8 +86,8 @@ def _generate(seed: int, start: int, stop: int) -> Columns:
     text_tokens = np.clip(rng.lognormal(np.log(180), 1.1, n), 4, 16_000).astype(np.int64)
 
     # Parts and members in the same order: a sample's images, its audio, its JSON (a member only).
-    part_offsets = _offsets(images + clips)
-    member_offsets = _offsets(images + clips + 1)
+    part_offsets = offsets_of(images + clips)
+    member_offsets = offsets_of(images + clips + 1)
     place = np.arange(part_offsets[-1]) - np.repeat(part_offsets[:-1], images + clips)
     is_audio = place >= np.repeat(images, images + clips)
     member_of_part = np.arange(part_offsets[-1]) + np.repeat(np.arange(n), images + clips)
@@ -139,10 +139,6 @@ def _audio(rng: np.random.Generator, count: int) -> dict[str, NDArray[np.int64]]
     tokens = np.maximum(1, -(-frames // 640))
     sizes = {"header0": frames, "header1": np.full(count, 16_000), "size": frames}
     return {"positions": tokens * 2, "tokens": tokens, "extent0": frames, "extent1": tokens * 4, **sizes}
-
-
-def _offsets(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    return np.concatenate([[0], np.cumsum(counts)])
 
 
 def _empty(samples: int, parts: int, members: int) -> Columns:

@@ -12,13 +12,14 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
+from itertools import chain
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.loaders.sealed import Buffer, write_at
+from orchdata.loaders.atomic import Buffer, write_at
 
 PARTS: Final[dict[str, Any]] = {
     "modality": np.uint8,
@@ -158,15 +159,15 @@ class Columns:
             raise ValueError(f"bad rows are not in order, or outside of {self.shard.size} rows")
 
 
-def pack(columns: Columns) -> list[Buffer]:
-    """The body of a table that fits in memory, as pieces to write one after another."""
+def pack(columns: Columns) -> bytes:
+    """The body of a table that fits in memory."""
     pieces: list[Buffer] = []
     for name, (dtype, _, _) in LAYOUT.items():
         values = np.ascontiguousarray(getattr(columns, name), dtype)
         pieces.append(values.data)
         if padding := -values.nbytes % _ALIGNMENT:
             pieces.append(bytes(padding))
-    return pieces
+    return b"".join(pieces)
 
 
 def body_bytes(size: TableSize) -> int:
@@ -203,17 +204,18 @@ class TableWriter:
         positions, total = _positions(size)
         self._fd = fd
         self._at = {name: start + position for name, position in positions.items()}
-        self._waiting: list[tuple[Columns, int, NDArray[np.int32]]] = []
+        self._waiting: list[tuple[memoryview, TableSize, int, Sequence[int]]] = []
         self._held = 0
         self._done = dict.fromkeys(("samples", *OFFSETS.values()), 0)
         os.ftruncate(fd, start + total)
         for name in OFFSETS:
             self._write(name, np.zeros(1, np.int64))
 
-    def append(self, columns: Columns, shard: int, field_numbers: NDArray[np.int32]) -> None:
-        """One more table: the rows of `shard`, whose fields are numbered anew."""
-        self._waiting.append((columns, shard, field_numbers))
-        self._held += body_bytes(columns.size)
+    def append(self, body: Buffer, size: TableSize, shard: int, field_numbers: Sequence[int]) -> None:
+        """One more table, packed: the rows of `shard`, whose fields are numbered anew."""
+        view = memoryview(body)
+        self._waiting.append((view, size, shard, field_numbers))
+        self._held += view.nbytes
         if self._held > _FLUSH_BYTES:
             self.flush()
 
@@ -221,24 +223,26 @@ class TableWriter:
         """Write what waits; to be called at the end."""
         if not self._waiting:
             return
-        tables = [columns for columns, _, _ in self._waiting]
-        rows = self._shift("samples", [table.shard.size for table in tables])
-        for name in LAYOUT:
-            values = [getattr(table, name) for table in tables]
+        bodies, sizes, shards, numbers = zip(*self._waiting, strict=True)
+        places = [_places(size) for size in sizes]
+        rows = self._shift("samples", [size.samples for size in sizes])
+        for name, (dtype, of, _) in LAYOUT.items():
+            counts = [getattr(size, of) for size in sizes]
             if name == "shard":
-                lengths = [value.size for value in values]
-                joined = np.repeat(np.array([shard for _, shard, _ in self._waiting], np.int32), lengths)
-            elif name == "member_field":
-                joined = np.concatenate([numbers[columns.member_field] for columns, _, numbers in self._waiting])
+                self._write(name, np.repeat(np.array(shards, dtype), counts))
+                continue
+            pieces = [body[place[name]] for body, place in zip(bodies, places, strict=True)]
+            joined: NDArray[Any] = np.frombuffer(b"".join(pieces), dtype)
+            if name == "member_field":
+                bases = np.cumsum([0, *map(len, numbers[:-1])])
+                joined = np.array([*chain(*numbers)], dtype)[joined + np.repeat(bases, counts)]
             elif name == "bad_row":
-                joined = np.concatenate(values) + np.repeat(rows, [value.size for value in values])
+                joined = joined + np.repeat(rows, counts)
             elif name in OFFSETS:
-                target = OFFSETS[name]
-                shifts = self._shift(target, [getattr(table, target).size for table in tables])
-                joined = np.concatenate([value[1:] for value in values])
-                joined += np.repeat(shifts, [value.size - 1 for value in values])
-            else:
-                joined = np.concatenate(values)
+                target = LAYOUT[OFFSETS[name]][1]
+                joined = joined + np.repeat(
+                    self._shift(OFFSETS[name], [getattr(size, target) for size in sizes]), counts
+                )
             self._write(name, joined)
         self._waiting, self._held = [], 0
 
@@ -250,7 +254,14 @@ class TableWriter:
 
     def _write(self, name: str, values: NDArray[Any]) -> None:
         write_at(self._fd, np.ascontiguousarray(values, LAYOUT[name][0]).data, self._at[name])
-        self._at[name] += values.size * np.dtype(LAYOUT[name][0]).itemsize
+        self._at[name] += values.size * _itemsize(LAYOUT[name][0])
+
+
+def offsets_of(lengths: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
+    """Running sums from 0: where each of `lengths` begins, and the end, int64 (len(lengths) + 1,)."""
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.add.accumulate(lengths, out=offsets[1:], dtype=np.int64)
+    return offsets
 
 
 @cache
@@ -258,6 +269,18 @@ def _itemsize(dtype: Any) -> int:
     return int(np.dtype(dtype).itemsize)
 
 
+@lru_cache(maxsize=1024)  # small shards are alike
+def _places(size: TableSize) -> dict[str, slice]:
+    """Where each column is in the body; of offsets, all but the first, which is 0."""
+    places: dict[str, slice] = {}
+    for name, start in _positions(size)[0].items():
+        dtype, of, more = LAYOUT[name]
+        stop = start + (getattr(size, of) + more) * _itemsize(dtype)
+        places[name] = slice(start + more * _itemsize(dtype), stop)
+    return places
+
+
+@lru_cache(maxsize=1024)
 def _positions(size: TableSize) -> tuple[dict[str, int], int]:
     """Where each column begins in the body, and how long it is."""
     positions: dict[str, int] = {}

@@ -11,18 +11,16 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
-from orchdata.loaders.columns import FactsBuilder, FactsMeta, count_ignored, shard_failure, with_meta
+from orchdata.loaders.columns import Facts, FactsMeta, FactsTable, shard_failure
 from orchdata.loaders.errors import FieldError
 from orchdata.loaders.fields import GZIP, OTHER, RAW, SPARSE, classify, printable, split_name
-from orchdata.loaders.headers import HeaderError, MediaHeader, above_limits, read_header, starts_with
+from orchdata.loaders.headers import HeaderError, MediaHeader, above_limits, most_of, read_header, starts_with
 from orchdata.loaders.limits import Limits, limits_fingerprint, shortened
-from orchdata.loaders.modality import AUDIO, IMAGE
 from orchdata.loaders.storage import Storage
 from orchdata.loaders.tarwalk import NotATar, SparseError, TarBatch, UnusualTar, read_sparse, walk_any, walk_plain
-from orchdata.native.mediascan import FOUND, scan_media
+from orchdata.native.mediascan import ABOVE, SKIPPED, scan_media
 
 Bytes = bytes | memoryview
 T = TypeVar("T")
@@ -57,7 +55,7 @@ class TarShard:
         except NotATar:
             return self._digest(hashlib.blake2b(digest_size=16))
 
-    def facts(self) -> pa.Table:
+    def facts(self) -> Facts:
         """Walk the archive and read the media headers. Bad data are rows with an error, never an exception."""
         lost_bytes = max(1, self.size)
         try:
@@ -75,10 +73,10 @@ class TarShard:
             version=self.version,
             checksum=checksum,
             limits=limits_fingerprint(self._limits),
-            ignored=count_ignored(table),
+            ignored=table.ignored(),
             lost_bytes=lost_bytes,
         )
-        return with_meta(table, meta)
+        return Facts(table, meta)
 
     def _walked(self, consume: Callable[[Iterator[TarBatch]], T]) -> tuple[T, str]:
         """What `consume` makes of the members, and the checksum. Raises NotATar."""
@@ -179,7 +177,7 @@ def bytes_read_together(members: Sequence[tuple[int, int, int, str]]) -> int:
 class _Scanned(NamedTuple):
     """Facts of an archive, and how many of its bytes lie behind damage, so that nobody knows what they hold."""
 
-    table: pa.Table
+    table: FactsTable
     lost_bytes: int
 
 
@@ -189,7 +187,8 @@ class _Scan:
     def __init__(self, file: Storage, limits: Limits) -> None:
         self._file = file
         self._limits = limits
-        self._builder = FactsBuilder()
+        self._most = most_of(limits)
+        self._table = FactsTable()
         self._key: str | None = None
         self._key_error: str | None = None
         self._fields: set[str] = set()
@@ -203,24 +202,24 @@ class _Scan:
         damage: str | None = None
         end = 0
         for batch in batches:
-            first_row = len(self._builder)
+            first_row = len(self._table)
             taken = self._group(batch)
-            if len(self._builder) > self._limits.shard_rows:
+            if len(self._table) > self._limits.shard_rows:
                 reason = f"more than {self._limits.shard_rows} members, above Limits.shard_rows"
                 return _Scanned(shard_failure(reason), self._file.size)
             self._scan_media(batch, taken, first_row)
             damage = batch.damage
             if batch.offsets:
                 end = max(end, batch.offsets[-1] + batch.sizes[-1])  # a link's content is further ahead
-        builder = self._builder
-        if damage is not None and len(builder):
+        table = self._table
+        if damage is not None and len(table):
             # The archive ends inside this sample, or right after it: it is not known to be whole.
-            builder.fail_structure(len(builder) - 1, damage)
-        if not len(builder):
+            table.fail_structure(len(table) - 1, damage)
+        if not len(table):
             lost_bytes = 0 if damage is None else self._file.size
             return _Scanned(shard_failure(damage or self._no_samples()), lost_bytes)
         # Of an archive that ends too early nobody knows how much is missing: one byte says that something is.
-        return _Scanned(builder.table(), 0 if damage is None else max(1, self._file.size - end))
+        return _Scanned(table, 0 if damage is None else max(1, self._file.size - end))
 
     def _no_samples(self) -> str:
         if not self._regular:
@@ -234,8 +233,11 @@ class _Scan:
         found: list[tuple[int, str, str, int, int, int, int]] = []
         taken: list[int] = []
         structural: list[tuple[int, str]] = []
-        first_row = len(self._builder)
-        member_bytes, text_bytes = self._limits.member_bytes, self._limits.text_bytes
+        first_row = len(self._table)
+        limits, classes, unread = self._limits, self._classes, batch.unread
+        # What most members are not, told without a call.
+        largest, short = min(limits.member_bytes, limits.text_bytes), limits.short_name
+        offsets, sizes, encodings = batch.offsets, batch.sizes, batch.encodings
         for i, name in enumerate(batch.names):
             split = split_name(name if name.isascii() else printable(name))
             if split is None:
@@ -246,37 +248,38 @@ class _Scan:
                 self._key = key
                 self._sample += 1
                 self._fields = {"__key__", "__url__"}  # webdataset's own: a member cannot take them
-                self._key_error = self._limits.name_error("key", key)
+                self._key_error = limits.name_error("key", key) if len(key) > short else None
                 earlier = row if self._key_error else self._first_row.setdefault(key, row)
                 if earlier != row:
                     reason = f"key {key!r} comes back after other keys: a sample's members must be consecutive"
                     structural += [(earlier, reason), (row, reason)]
-            too_long = self._key_error or self._limits.name_error("field's name", field)
-            if too_long is not None:
-                structural.append((row, too_long))
-                key, field = (shortened(key) if self._key_error else key), shortened(field)
+            if self._key_error is not None or len(field) > short:
+                too_long = self._key_error or limits.name_error("field's name", field)
+                if too_long is not None:
+                    structural.append((row, too_long))
+                    key, field = (shortened(key) if self._key_error else key), shortened(field)
             if field in self._fields:
                 structural.append((row, f"field {field!r} comes twice in sample {key!r}"))
             self._fields.add(field)
-            kind, encoding = self._classes.get(field) or self._classes.setdefault(field, classify(field))
-            size = batch.sizes[i]
-            if i in batch.unread:
-                structural.append((row, batch.unread[i]))
-            if size > text_bytes or size > member_bytes:
+            kind, encoding = classes.get(field) or classes.setdefault(field, classify(field))
+            size = sizes[i]
+            if unread and i in unread:
+                structural.append((row, unread[i]))
+            if size > largest:
                 self._too_large(row, kind, size)
-            found.append((self._sample, key, field, kind, batch.offsets[i], size, batch.encodings[i] or encoding))
+            found.append((self._sample, key, field, kind, offsets[i], size, encodings[i] or encoding))
             taken.append(i)
-        self._builder.extend(found)
+        self._table.extend(found)
         for row, reason in structural:
-            self._builder.fail_structure(row, reason)
-        if not len(self._builder):
+            self._table.fail_structure(row, reason)
+        if not len(self._table):
             self._note_nameless(batch.names)
         return np.array(taken, np.int64)
 
     def _too_large(self, row: int, kind: int, size: int) -> None:
         reason = self._limits.size_error(kind, size) if kind != OTHER else None
         if reason is not None:
-            self._builder.errors[row] = reason
+            self._table.errors[row] = reason
 
     def _note_nameless(self, names: list[str]) -> None:
         self._regular += len(names)
@@ -284,43 +287,34 @@ class _Scan:
 
     def _scan_media(self, batch: TarBatch, taken: NDArray[np.int64], first_row: int) -> None:
         """Media columns of the rows from `first_row` on, which are the members `taken` of the batch."""
-        builder = self._builder
-        kinds = np.array(builder.kind[first_row:], np.uint8)
-        for row in builder.errors:
-            if row >= first_row:
-                kinds[row - first_row] = OTHER
-        sizes = np.array(builder.size[first_row:], np.int64)
-        first, second = np.zeros((2, taken.size), np.int64)
-        status = np.zeros(taken.size, np.uint8)
+        table = self._table
+        kinds = np.array(table.kind[first_row:], np.uint8)
+        if table.errors:
+            kinds[[first_row + i in table.errors for i in range(taken.size)]] = OTHER
+        media = np.empty((taken.size, 4), np.int64)
+        status = np.empty(taken.size, np.uint8)
         buffer = batch.buffer.view()
         buffer.flags.writeable = False
-        scan_media(buffer, batch.starts[taken], batch.available[taken], sizes, kinds, first, second, status)
-        is_image, is_audio = kinds == IMAGE, kinds == AUDIO
-        width, height = first * is_image, second * is_image
-        frames, rate = first * is_audio, second * is_audio
-        # Everything the kernel did not find, and what it found above a limit.
-        limits = self._limits
-        doubtful = (is_image | is_audio) & (status != FOUND)
-        doubtful |= (width * height > limits.image_pixels) | (frames > limits.audio_seconds * np.maximum(rate, 1))
-        for i in np.flatnonzero(doubtful).tolist():
-            header = MediaHeader(int(width[i]), int(height[i]), int(frames[i]), int(rate[i]))
-            reason = above_limits(header, limits) if status[i] == FOUND else None
-            if status[i] != FOUND:
-                row = first_row + i
+        scan_media(buffer, batch.places, taken, kinds, self._most, media, status)
+        headers: list[Sequence[int]] = list(media.tolist())
+        for i in np.flatnonzero(status > SKIPPED).tolist():
+            row, reason = first_row + i, None
+            if status[i] == ABOVE:
+                reason = above_limits(MediaHeader(*headers[i]), self._limits)
+            else:
                 try:
-                    header = self._read_header(int(kinds[i]), row)
+                    headers[i] = self._read_header(int(kinds[i]), row)
                 except HeaderError as error:
                     reason = str(error)
             if reason is not None:
-                builder.errors[first_row + i] = reason
-                header = MediaHeader()
-            width[i], height[i], frames[i], rate[i] = header.width, header.height, header.frames, header.rate
-        builder.append_media(width, height, frames, rate)
+                table.errors[row] = reason
+                headers[i] = MediaHeader()
+        table.extend_media(headers)
 
     def _read_header(self, kind: int, row: int) -> MediaHeader:
-        builder = self._builder
-        offset, size = builder.offset[row], builder.size[row]
-        if builder.encoding[row] == SPARSE:
+        table = self._table
+        offset, size = table.offset[row], table.size[row]
+        if table.encoding[row] == SPARSE:
 
             def read(count: int) -> bytes:
                 return bytes(read_sparse(self._file, offset, size, limits=self._limits, count=count))

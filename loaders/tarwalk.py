@@ -10,7 +10,7 @@ import hashlib
 import posixpath
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import IO, Any, NamedTuple, cast
 
 import numpy as np
@@ -23,12 +23,9 @@ from orchdata.loaders.storage import Storage
 from orchdata.native.tarscan import (
     CONTENT,
     END,
-    HEADER,
     HEADER_BYTES,
     MORE,
     NUM_COLUMNS,
-    OFFSET,
-    SIZE,
     UNUSUAL,
     scan_block,
 )
@@ -70,7 +67,7 @@ class TarBatch:
         sizes: of the content.
         encodings: RAW or SPARSE.
         buffer: uint8 (num_bytes,), valid until the next batch is asked for.
-        starts, available: int64 (n,): first bytes of each content in `buffer`, and how many are there.
+        places: int64 (n, 3): where the first bytes of each content are in `buffer`, how many are there, and its size.
         damage: what ends the archive early, after these members.
         unread: index of a member -> why its content is not in the archive: links, devices, pipes.
     """
@@ -80,8 +77,7 @@ class TarBatch:
     sizes: list[int]
     encodings: list[int]
     buffer: NDArray[np.uint8]
-    starts: NDArray[np.int64]
-    available: NDArray[np.int64]
+    places: NDArray[np.int64]
     damage: str | None = None
     unread: Mapping[int, str] = field(default_factory=dict)
 
@@ -92,14 +88,17 @@ def walk_plain(file: Storage, digest: hashlib.blake2b) -> Iterator[TarBatch]:
     # No larger than the archive: fresh memory has to be cleared, which would take most of the time of a small one.
     buffer = np.empty(min(BLOCKS, -(-total // BLOCK_BYTES)) * BLOCK_BYTES, np.uint8)
     view = buffer.data
-    members = np.zeros((min(MEMBERS, total // HEADER_BYTES + 1), NUM_COLUMNS), np.int64)
+    capacity = min(MEMBERS, total // HEADER_BYTES + 1)
+    members, headers = np.zeros((capacity, NUM_COLUMNS), np.int64), np.empty((capacity, HEADER_BYTES), np.uint8)
     position, ended = 0, False
     while not ended:
         count, state = 0, MORE
         for start in range(0, len(view), BLOCK_BYTES):
             filled = read_into(position, view[start : start + BLOCK_BYTES])
+            if filled < min(BLOCK_BYTES, total - position):
+                raise UnusualTar("the file shrank while it was read")
             last = position + filled >= total
-            count, position, state = scan_block(buffer, start, filled, position, last, members, count)
+            count, position, state = scan_block(buffer, start, filled, position, last, members, headers, count)
             if state != MORE or position >= total:
                 break
             if last:
@@ -108,9 +107,11 @@ def walk_plain(file: Storage, digest: hashlib.blake2b) -> Iterator[TarBatch]:
             raise UnusualTar("a header that is not plain")
         # Perhaps without the two zero blocks, as a writer that was stopped leaves it.
         ended = state == END or position >= total
-        content_end = int(members[count - 1, OFFSET] + members[count - 1, SIZE]) if count else 0
+        digest.update(headers[:count].data)
+        batch = _plain_batch(buffer, members[:count])
+        content_end = batch.offsets[-1] + batch.sizes[-1] if count else 0
         damage = _overrun(total, content_end, position) if state != END else _behind_end(file, position)
-        yield _plain_batch(buffer, members[:count], total, damage, digest)
+        yield replace(batch, damage=damage) if damage else batch
 
 
 def _overrun(total: int, content_end: int, position: int) -> str | None:
@@ -136,23 +137,19 @@ def _behind_end(file: Storage, position: int) -> str | None:
     return None
 
 
-def _plain_batch(
-    buffer: NDArray[np.uint8], members: NDArray[np.int64], total: int, damage: str | None, digest: hashlib.blake2b
-) -> TarBatch:
-    windows = np.ndarray((buffer.size - HEADER_BYTES + 1, HEADER_BYTES), np.uint8, buffer.data, strides=(1, 1))
-    digest.update(windows[members[:, CONTENT] - HEADER_BYTES].tobytes())
+def _plain_batch(buffer: NDArray[np.uint8], members: NDArray[np.int64]) -> TarBatch:
     names: list[str] = []
+    offsets: list[int] = []
+    sizes: list[int] = []
     view = buffer.data
-    for name, length, prefix, prefix_length in members[:, 1:5].tolist():
+    for name, length, prefix, prefix_length, offset, _, _, size in members.tolist():
         text = str(view[name : name + length], "utf-8", "surrogateescape")
         if prefix_length:
             text = str(view[prefix : prefix + prefix_length], "utf-8", "surrogateescape") + "/" + text
         names.append(text)
-    starts, offsets, sizes = (np.ascontiguousarray(members[:, i]) for i in (CONTENT, OFFSET, SIZE))
-    in_block = (members[:, HEADER] // BLOCK_BYTES + 1) * BLOCK_BYTES - starts
-    available = np.clip(np.minimum(in_block, total - offsets), 0, sizes)  # blocks are full but for the archive's end
-    encodings = [RAW] * len(names)
-    return TarBatch(names, offsets.tolist(), sizes.tolist(), encodings, buffer, starts, available, damage)
+        offsets.append(offset)
+        sizes.append(size)
+    return TarBatch(names, offsets, sizes, [RAW] * len(names), buffer, members[:, CONTENT:].copy())
 
 
 class _Stream:
@@ -297,15 +294,15 @@ def _batch_of(file: Storage, found: list[_Member], damage: str | None) -> TarBat
     """The batch of these members, their first bytes read."""
     buffer = np.zeros(max(1, len(found)) * BLOCK_BYTES, np.uint8)
     view = buffer.data
-    starts = np.arange(len(found), dtype=np.int64) * BLOCK_BYTES
-    available = np.zeros(len(found), np.int64)
-    for i, start in enumerate(starts.tolist()):
-        size = found[i].size
-        if size and found[i].encoding == RAW:
-            available[i] = file.read_into(found[i].offset, view[start : start + min(BLOCK_BYTES, size)])
+    places = np.zeros((len(found), 3), np.int64)
+    for i, member in enumerate(found):
+        start, size, available = i * BLOCK_BYTES, member.size, 0
+        if size and member.encoding == RAW:
+            available = file.read_into(member.offset, view[start : start + min(BLOCK_BYTES, size)])
+        places[i] = start, available, size
     names, offsets, sizes, encodings = map(list, list(zip(*found, strict=True))[:4]) if found else ([], [], [], [])
     unread = {i: member.unread for i, member in enumerate(found) if member.unread is not None}
-    return TarBatch(names, offsets, sizes, encodings, buffer, starts, available, damage, unread)
+    return TarBatch(names, offsets, sizes, encodings, buffer, places, damage, unread)
 
 
 class SparseError(Exception):

@@ -77,9 +77,13 @@ class Turn(NamedTuple):
 
 def render(turns: list[Turn], template: ChatTemplate) -> Iterator[Segment]:
     """The segments of a conversation, in order."""
-    for turn in turns:
-        loss = template.carries_loss(turn.role)
-        yield TextSegment(template.before(turn.role), False)
-        for piece in turn.content:
-            yield piece if isinstance(piece, Placeholder) else TextSegment(piece, loss)
-        yield TextSegment(template.after(turn.role), loss)
+    around: dict[str, tuple[TextSegment, TextSegment]] = {}  # of each role
+    for role, content in turns:
+        if role not in around:
+            loss = template.carries_loss(role)
+            around[role] = TextSegment(template.before(role), False), TextSegment(template.after(role), loss)
+        before, after = around[role]
+        yield before
+        for piece in content:
+            yield piece if isinstance(piece, Placeholder) else TextSegment(piece, after.loss)
+        yield after

@@ -5,16 +5,19 @@ Every number is a sum, except those called `max_...`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.loaders.modality import ENCODERS, MODALITIES
-from orchdata.loaders.table import Columns
+from orchdata.loaders.table import Columns, offsets_of
 
 Totals = dict[str, Any]
+
+_NAMED_BY_DATA = "ignored_fields"
 
 
 def summarize(columns: Columns, ignored_fields: Mapping[str, int]) -> Totals:
@@ -29,55 +32,56 @@ def summarize(columns: Columns, ignored_fields: Mapping[str, int]) -> Totals:
         max_llm_tokens, ignored_fields, and for each modality: samples that have it, parts, positions, tokens,
         max_positions. Text has no positions or parts; its tokens are those no encoder fills.
     """
-    tokens = int(columns.llm_tokens.sum(dtype=np.int64))
-    totals: Totals = {
-        "samples": columns.shard.size,
-        "bad": int(columns.bad_row.size),
-        "bytes": int(columns.member_size.sum()),
-        "members": columns.member_size.size,
-        "llm_tokens": tokens,
-        "loss_tokens": int(columns.loss_tokens.sum(dtype=np.int64)),
-        "max_llm_tokens": int(columns.llm_tokens.max(initial=0)),
-        "ignored_fields": dict(ignored_fields),
-        "modalities": {},
-    }
-    ends = np.zeros(columns.part_tokens.size + 1, np.int64)
-    np.cumsum(columns.part_tokens, out=ends[1:])
-    starts = ends[columns.part_offsets]
+    starts = offsets_of(columns.part_tokens)[columns.part_offsets]
     text_tokens = columns.llm_tokens - (starts[1:] - starts[:-1])
-    totals["modalities"]["text"] = {
-        "samples": int(np.count_nonzero(text_tokens)),
-        "tokens": int(text_tokens.sum()),
-    }
+    modalities: Totals = {"text": {"samples": int(np.count_nonzero(text_tokens)), "tokens": _sum(text_tokens)}}
     for name in ENCODERS:
-        mine = np.flatnonzero(columns.part_modality == MODALITIES.index(name))
-        positions = columns.part_positions[mine]
-        totals["modalities"][name] = {
-            "samples": _rows_of(mine, columns),
-            "parts": mine.size,
-            "positions": int(positions.sum(dtype=np.int64)),
-            "tokens": int(columns.part_tokens[mine].sum(dtype=np.int64)),
-            "max_positions": int(positions.max(initial=0)),
-        }
-    return totals
+        mine = (columns.part_modality == MODALITIES.index(name)).nonzero()[0]
+        modalities[name] = _summarize_parts(mine, columns) if mine.size else dict(_NO_PARTS)
+    return {
+        "samples": columns.shard.size,
+        "bad": columns.bad_row.size,
+        "bytes": _sum(columns.member_size),
+        "members": columns.member_size.size,
+        "llm_tokens": _sum(columns.llm_tokens),
+        "loss_tokens": _sum(columns.loss_tokens),
+        "max_llm_tokens": int(np.maximum.reduce(columns.llm_tokens, initial=0)),
+        "ignored_fields": dict(ignored_fields),
+        "modalities": modalities,
+    }
 
 
-def _rows_of(parts: NDArray[np.int64], columns: Columns) -> int:
-    """In how many rows these parts, ascending, are."""
-    if not parts.size:
-        return 0
+_NO_PARTS = {"samples": 0, "parts": 0, "positions": 0, "tokens": 0, "max_positions": 0}
+
+
+def _summarize_parts(parts: NDArray[np.int64], columns: Columns) -> dict[str, int]:
     rows = np.searchsorted(columns.part_offsets, parts, side="right")
-    return 1 + int(np.count_nonzero(rows[1:] != rows[:-1]))
+    positions = columns.part_positions[parts]
+    return {
+        "samples": 1 + int(np.count_nonzero(rows[1:] != rows[:-1])),
+        "parts": parts.size,
+        "positions": _sum(positions),
+        "tokens": _sum(columns.part_tokens[parts]),
+        "max_positions": int(np.maximum.reduce(positions)),
+    }
 
 
-def add_totals(one: Totals, other: Totals) -> Totals:
-    """The totals of both together; names that only one has are kept."""
-    result = dict(one)
-    for name, value in other.items():
-        if name not in result:
-            result[name] = value
-        elif isinstance(value, dict):
-            result[name] = add_totals(result[name], value)
+def _sum(values: NDArray[Any]) -> int:
+    return int(np.add.reduce(values, dtype=np.int64))
+
+
+def sum_totals(totals: Sequence[Totals]) -> Totals:
+    """The totals of all together; names that only some have are kept."""
+    result: Totals = {}
+    for name in dict.fromkeys(name for one in totals for name in one):
+        values = [one[name] for one in totals if name in one]
+        if name == _NAMED_BY_DATA:
+            counts: Counter[str] = Counter()
+            for value in values:
+                counts.update(value)
+            result[name] = dict(counts)
+        elif isinstance(values[0], dict):
+            result[name] = sum_totals(values)
         else:
-            result[name] = max(result[name], value) if name.startswith("max_") else result[name] + value
+            result[name] = max(values) if name.startswith("max_") else sum(values)
     return result

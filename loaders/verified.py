@@ -13,6 +13,8 @@ import os
 from functools import cache
 from pathlib import Path
 
+from orchdata.loaders.atomic import remove, write_once
+
 NOTE_SUFFIX = ".verified"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -29,20 +31,13 @@ def note(path: Path, status: os.stat_result) -> None:
     """Keep that the file, which had this status before and after, was verified; best effort."""
     if not _boot_id():
         return
-    target = _note(path)
-    partial = target.with_name(f"{target.name}.{os.urandom(8).hex()}.tmp")
     with contextlib.suppress(OSError):
-        try:
-            partial.write_text(json.dumps(_identity(path, status)))
-            partial.replace(target)
-        finally:
-            partial.unlink(missing_ok=True)
+        write_once(_note(path), json.dumps(_identity(path, status)).encode())
 
 
 def forget(path: Path) -> None:
     """The file is to be verified at its next use; best effort."""
-    with contextlib.suppress(OSError):
-        _note(path).unlink(missing_ok=True)
+    remove(_note(path))
 
 
 def _identity(path: Path, status: os.stat_result) -> dict[str, str | int]:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from orchdata.native.jit import kernel
 
-FOUND, MORE, UNUSUAL, SKIPPED = 0, 1, 2, 3
+FOUND, SKIPPED, ABOVE, MORE, UNUSUAL = range(5)
 IMAGE, AUDIO = 1, 2
 
 _LEAST_FLAC_FRAME = 10  # bytes: header 6, subframe 2, checksum 2
@@ -221,33 +221,34 @@ def _flac(buffer: NDArray[np.uint8], start: int, end: int, whole: bool, size: in
 @kernel
 def scan_media(
     buffer: NDArray[np.uint8],
-    starts: NDArray[np.int64],
-    available: NDArray[np.int64],
-    sizes: NDArray[np.int64],
+    places: NDArray[np.int64],
+    rows: NDArray[np.int64],
     kinds: NDArray[np.uint8],
-    first: NDArray[np.int64],
-    second: NDArray[np.int64],
+    most: NDArray[np.float64],
+    media: NDArray[np.int64],
     status: NDArray[np.uint8],
 ) -> None:
     """Media headers of members whose first bytes are in `buffer`.
 
     Args:
         buffer: uint8 (num_bytes,), read-only: numba takes writable arrays for another type, and would compile twice.
-        starts: int64 (n,): where each member's content starts in the buffer.
-        available: int64 (n,): how many of its bytes are there.
-        sizes: int64 (n,): its size.
+        places: int64 (num_members, 3): where each member's content starts in the buffer, how many of its bytes are
+            there, and its size.
+        rows: int64 (n,): the members to look at.
         kinds: uint8 (n,): IMAGE, AUDIO, or anything else to leave out.
-        first, second: int64 (n,), written: width and height as displayed, or frames and rate; 0 unless FOUND.
-        status: uint8 (n,), written: FOUND, MORE, UNUSUAL, or SKIPPED for the kinds left out.
+        most: float64 (3,): pixels of an image, its longest side, seconds of a clip; more is ABOVE.
+        media: int64 (n, 4), written: width and height as displayed, frames and rate; 0 where not FOUND or ABOVE.
+        status: uint8 (n,), written: FOUND, ABOVE, MORE, UNUSUAL, or SKIPPED for the kinds left out.
     """
-    for i in range(starts.size):
-        first[i], second[i] = 0, 0
+    for i in range(rows.size):
+        media[i, 0], media[i, 1], media[i, 2], media[i, 3] = 0, 0, 0, 0
         if kinds[i] != IMAGE and kinds[i] != AUDIO:
             status[i] = SKIPPED
             continue
-        start, size = starts[i], sizes[i]
-        whole = available[i] >= size
-        end = start + min(available[i], size)
+        place = places[rows[i]]
+        start, size = place[0], place[2]
+        whole = place[1] >= size
+        end = start + min(place[1], size)
         if end - start < 12:
             status[i] = UNUSUAL if whole else MORE
             continue
@@ -263,12 +264,14 @@ def scan_media(
         elif magic == 0x664C6143:  # fLaC
             outcome = _flac(buffer, start, end, whole, size)
         status[i] = outcome[0]
-        if outcome[0] == FOUND:
-            first[i], second[i] = outcome[1], outcome[2]
-
-
-def warm() -> None:
-    """Compile (or load from numba's cache) with the types that the scan uses."""
-    empty: NDArray[np.int64] = np.zeros(0, np.int64)
-    nothing: NDArray[np.uint8] = np.zeros(0, np.uint8)
-    scan_media(np.frombuffer(b"0", np.uint8), empty, empty, empty, nothing, empty, empty, nothing)
+        if outcome[0] != FOUND:
+            continue
+        first, second = outcome[1], outcome[2]
+        if kinds[i] == IMAGE:
+            media[i, 0], media[i, 1] = first, second
+            above = first * second > most[0] or max(first, second) > most[1]
+        else:
+            media[i, 2], media[i, 3] = first, second
+            above = first > most[2] * second
+        if above:
+            status[i] = ABOVE

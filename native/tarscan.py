@@ -15,8 +15,9 @@ from orchdata.native.jit import kernel
 MORE, FULL, END, UNUSUAL = 0, 1, 2, 3
 HEADER_BYTES = 512
 
-# Columns of the table of members: places in the buffer, but for OFFSET, which is of the content in the archive.
-HEADER, NAME, NAME_LENGTH, PREFIX, PREFIX_LENGTH, CONTENT, OFFSET, SIZE = range(8)
+# Columns of the table of members. Places in the buffer: NAME, PREFIX, CONTENT; in the archive: OFFSET, of the content.
+# AVAILABLE bytes of the content are in the buffer. From CONTENT on they are what `scan_media` takes for places.
+NAME, NAME_LENGTH, PREFIX, PREFIX_LENGTH, OFFSET, CONTENT, AVAILABLE, SIZE = range(8)
 NUM_COLUMNS = 8
 
 REUSE_BYTES = 2560
@@ -38,6 +39,7 @@ def scan_block(
     position: int,
     last: bool,
     members: NDArray[np.int64],
+    headers: NDArray[np.uint8],
     count: int,
 ) -> tuple[int, int, int]:
     """Append the members whose headers are in a piece of an archive.
@@ -49,6 +51,7 @@ def scan_block(
         last: whether the archive ends with the piece.
         members: int64 (capacity, NUM_COLUMNS), written from row `count` on. The name is prefix + "/" + name where the
             prefix has a length. Directories are left out.
+        headers: uint8 (capacity, HEADER_BYTES), written likewise.
         count: rows that `members` holds.
 
     Returns:
@@ -63,7 +66,7 @@ def scan_block(
             return count, position, FULL
         at = start + position - base
         end = start + filled
-        header, name, length = at, 0, 0
+        name, length = 0, 0
         kind = buffer[at + 156]
         if kind == _PAX or kind == _LONG_NAME:
             size = _octal(buffer, at + 124)
@@ -85,11 +88,13 @@ def scan_block(
         position = base + at - start + HEADER_BYTES
         if kind != _DIR:
             row = members[count]
-            row[HEADER], row[NAME], row[NAME_LENGTH], row[PREFIX_LENGTH] = header, name, length, 0
+            row[NAME], row[NAME_LENGTH], row[PREFIX_LENGTH] = name, length, 0
             if length == 0:
                 row[NAME], row[NAME_LENGTH] = at, _length_to_nul(buffer, at, 100)
                 row[PREFIX], row[PREFIX_LENGTH] = at + 345, _length_to_nul(buffer, at + 345, 155)
-            row[CONTENT], row[OFFSET], row[SIZE] = at + HEADER_BYTES, position, size
+            row[OFFSET], row[CONTENT], row[SIZE] = position, at + HEADER_BYTES, size
+            row[AVAILABLE] = min(size, end - row[CONTENT])
+            headers[count] = buffer[at : at + HEADER_BYTES]
             count += 1
             position += _padded(size)
     return count, position, MORE

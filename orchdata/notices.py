@@ -8,7 +8,7 @@ import warnings
 from types import FrameType
 
 _said: set[str] = set()
-_OURS = os.path.dirname(__file__)
+_OURS = os.path.dirname(__file__) + os.sep
 
 
 def warn_once(subject: str, message: str) -> None:

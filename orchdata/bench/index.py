@@ -12,16 +12,16 @@ import itertools
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-
-import pyarrow as pa
 
 from orchdata.bench.corpus import Corpus
 from orchdata.bench.harness import Result, interleave
 from orchdata.bench.parquet import measure_parquet
 from orchdata.loaders.build import build_index
 from orchdata.loaders.cache import CacheFolder
+from orchdata.loaders.columns import Facts, FactsTable
 from orchdata.loaders.costs import cost_shard
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.recipe import Recipe
@@ -77,16 +77,13 @@ def _open(url: str, cache: CacheFolder) -> Shard:
     return open_shard(url, limits=Limits(), cache=cache)
 
 
-def scan(urls: Sequence[str], cache: CacheFolder) -> list[pa.Table]:
+def scan(urls: Sequence[str], cache: CacheFolder) -> list[Facts]:
     """The facts of each shard, scanned anew."""
-    tables = []
+    found = []
     for url in urls:
-        shard = _open(url, cache)
-        try:
-            tables.append(shard.facts())
-        finally:
-            shard.close()
-    return tables
+        with closing(_open(url, cache)) as shard:
+            found.append(shard.facts())
+    return found
 
 
 def _scanning(urls: Sequence[str], cache: CacheFolder, config: IndexBench) -> list[Result]:
@@ -114,11 +111,12 @@ def _tokenizing(
     urls: Sequence[str], cache: CacheFolder, config: IndexBench, name: str, recipe: Recipe, tokenizer: Tokenizer
 ) -> list[Result]:
     facts = dict(zip(urls, scan(urls, cache), strict=True))
-    texts = [text for url in urls for text in read_texts(url, facts[url], cache)]
+    texts = [text for url in urls for text in read_texts(url, facts[url].table, cache)]
 
     def cost_layer() -> None:
         for url in urls:
-            cost_shard(facts[url], lambda url=url: _open(url, cache), recipe)  # type: ignore[misc]
+            with closing(_open(url, cache)) as shard:
+                cost_shard(facts[url], lambda shard=shard: shard, recipe)  # type: ignore[misc]
 
     def tokenizer_alone() -> None:
         for text in texts:
@@ -191,19 +189,15 @@ def _small_shards(folder: Path, config: IndexBench) -> list[Result]:
     ]
 
 
-def read_texts(url: str, facts: pa.Table, cache: CacheFolder) -> list[str]:
+def read_texts(url: str, facts: FactsTable, cache: CacheFolder) -> list[str]:
     """The text members of a shard."""
-    columns = facts.select(["field", "offset", "size", "encoding"]).to_pydict()
-    rows = zip(columns["field"], columns["offset"], columns["size"], columns["encoding"], strict=True)
-    shard = _open(url, cache)
-    try:
+    rows = zip(facts.field, facts.offset, facts.size, facts.encoding, strict=True)
+    with closing(_open(url, cache)) as shard:
         return [
             bytes(shard.read(offset, size, encoding, field)).decode()
             for field, offset, size, encoding in rows
             if field == "txt"
         ]
-    finally:
-        shard.close()
 
 
 def make_tokenizer(urls: Sequence[str], cache: CacheFolder) -> tuple[str, Tokenizer]:
@@ -217,5 +211,5 @@ def make_tokenizer(urls: Sequence[str], cache: CacheFolder) -> tuple[str, Tokeni
     trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trained.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(vocab_size=8_000, show_progress=False)
-    trained.train_from_iterator(read_texts(urls[0], scan(urls[:1], cache)[0], cache), trainer)
+    trained.train_from_iterator(read_texts(urls[0], scan(urls[:1], cache)[0].table, cache), trainer)
     return "BPE of 8,000 tokens (tokenizers)", lambda text: trained.encode(text).ids

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from shard_factory import omni_samples, omni_shards, write_shard
 
@@ -254,7 +256,7 @@ def test_very_many_shards_are_taken_by_stretches(tmp_path: Path, monkeypatch: py
 
     started: list[str] = []
 
-    def failing(url: str, **_: object) -> None:
+    def failing(url: str, *_: object, **__: object) -> None:
         started.append(url)
         time.sleep(0.02)
         raise ValueError("disk on fire")
@@ -270,7 +272,7 @@ def test_an_error_stops_the_build_soon(tmp_path: Path, monkeypatch: pytest.Monke
     started: list[str] = []
     lock = threading.Lock()
 
-    def failing(url: str, **_: object) -> None:
+    def failing(url: str, *_: object, **__: object) -> None:
         with lock:
             started.append(url)
         time.sleep(0.02)
@@ -406,4 +408,12 @@ def test_every_real_shard_loads_or_says_why_not(fixtures_dir: Path) -> None:
         assert counts + text == index.llm_tokens[row]
     assert decoded > 1000
     assert index.totals["samples"] == len(index) and index.totals["bad"] == len(bad)
-    assert facts.load_facts(urls[0], limits=recipe.limits, cache=CacheFolder()).num_rows > 0
+
+
+def test_totals_of_many_shards_are_sums_whatever_fields_are_called(tmp_path: Path) -> None:
+    for number, rows in enumerate((2, 3)):
+        columns = {"text": ["a"] * rows, "score": [0.5] * rows, "max_score": [1.0] * rows}
+        pq.write_table(pa.table(columns), tmp_path / f"{number}.parquet")
+    totals = build_index([str(tmp_path / "0.parquet"), str(tmp_path / "1.parquet")], Recipe()).totals
+    assert totals["ignored_fields"] == {"score": 5, "max_score": 5}
+    assert (totals["samples"], totals["max_llm_tokens"]) == (5, 1)

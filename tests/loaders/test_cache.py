@@ -14,7 +14,7 @@ from typing import IO
 
 import pytest
 
-from orchdata.loaders.cache import CacheFolder, write_atomically
+from orchdata.loaders.cache import CacheFolder
 from orchdata.loaders.errors import StorageError
 from orchdata.loaders.storage import LocalFile
 
@@ -37,15 +37,6 @@ def test_without_a_home_the_variable_is_named(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # a user of a container, whom no list knows
     with pytest.raises(OSError, match="set ORCHDATA_CACHE"):
         CacheFolder()
-
-
-def test_a_full_disk_names_the_file(tmp_path: Path, no_pauses: None) -> None:
-    def write(file: IO[bytes]) -> None:
-        raise OSError(errno.ENOSPC, "from a write")
-
-    with pytest.raises(StorageError, match=r"facts\.parquet: cannot be written: from a write"):
-        write_atomically(tmp_path / "facts.parquet", write)
-    assert not list(tmp_path.iterdir())
 
 
 def test_an_entry_is_made_once_by_many_threads(tmp_path: Path) -> None:
@@ -95,20 +86,6 @@ def test_what_a_killed_maker_left_is_removed(tmp_path: Path) -> None:
     os.utime(orphan, (1, 1))
     cache.entry("x", filled(b""))  # type: ignore[arg-type]
     assert not orphan.exists()
-
-
-def test_atomic_writing_keeps_the_old_file_on_failure(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(b"old")
-
-    def write(file: IO[bytes]) -> None:
-        file.write(b"new")
-        raise RuntimeError("no")
-
-    with pytest.raises(RuntimeError):
-        write_atomically(path, write)
-    assert path.read_bytes() == b"old"
-    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
 
 
 def test_a_cap_below_one_byte_is_refused(tmp_path: Path) -> None:

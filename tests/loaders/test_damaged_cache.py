@@ -268,7 +268,7 @@ def test_a_folder_that_takes_no_note_is_no_reason(shards: list[str], monkeypatch
     def read_only(*_: object, **__: object) -> None:
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr(Path, "write_text", read_only)
+    monkeypatch.setattr(verified, "write_once", read_only)
     assert content(Index(path)) == content(Index(path))
     assert not verified.is_noted(path, path.stat())
 

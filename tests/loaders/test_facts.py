@@ -5,17 +5,20 @@ from __future__ import annotations
 import io
 import os
 import tarfile
+from contextlib import ExitStack, closing
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 import orchdata.loaders.facts
 from orchdata.loaders.cache import CacheFolder
-from orchdata.loaders.columns import SCHEMA, FactsMeta
+from orchdata.loaders.columns import SCHEMA, Facts, FactsTable
 from orchdata.loaders.errors import StorageError
 from orchdata.loaders.facts import KIND, facts_path, load_facts
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.sealed import read_sealed, seal
+from orchdata.loaders.shards import Shard, open_shard
 from orchdata.loaders.versions import FACTS_FORMAT, RULES
 
 
@@ -24,18 +27,26 @@ def cache(tmp_path: Path) -> CacheFolder:
     return CacheFolder(tmp_path / "cache")
 
 
+class Loads:
+    """Loads facts, and counts the shards that were scanned for them."""
+
+    def __init__(self) -> None:
+        self.scans = 0
+
+    def __call__(self, url: str, *, cache: CacheFolder, limits: Limits | None = None, force: bool = False) -> Facts:
+        limits = limits or Limits()
+        with ExitStack() as opened:
+
+            def shard() -> Shard:
+                self.scans += 1
+                return opened.enter_context(closing(open_shard(url, limits=limits, cache=cache)))
+
+            return load_facts(url, shard, limits=limits, cache=cache, force=force)
+
+
 @pytest.fixture
-def scans(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The shards that were scanned."""
-    scanned: list[str] = []
-    original = orchdata.loaders.facts.open_shard
-
-    def counting(url: str, *, limits: Limits, cache: CacheFolder) -> object:
-        scanned.append(url)
-        return original(url, limits=limits, cache=cache)
-
-    monkeypatch.setattr(orchdata.loaders.facts, "open_shard", counting)
-    return scanned
+def load() -> Loads:
+    return Loads()
 
 
 NAMES = tuple(f"{key}.{field}" for key in "abcde" for field in ("txt", "pth"))  # enough that facts are kept
@@ -50,29 +61,29 @@ def shard(path: Path, *names: str) -> str:
     return str(path)
 
 
-def test_facts_are_scanned_once(tmp_path: Path, cache: CacheFolder, scans: list[str]) -> None:
+def test_facts_are_scanned_once(tmp_path: Path, cache: CacheFolder, load: Loads) -> None:
     url = shard(tmp_path / "a.tar", *NAMES)
-    first = load_facts(url, limits=Limits(), cache=cache)
-    assert first.schema.remove_metadata() == SCHEMA
-    assert load_facts(url, limits=Limits(), cache=cache).equals(first, check_metadata=True)
-    assert len(scans) == 1
-    load_facts(url, limits=Limits(), cache=cache, force=True)
-    assert len(scans) == 2
-    meta = FactsMeta.of(first.schema)
+    first = load(url, cache=cache)
+    assert first.table.arrow().schema == SCHEMA
+    assert load(url, cache=cache) == first
+    assert load.scans == 1
+    load(url, cache=cache, force=True)
+    assert load.scans == 2
+    meta = first.meta
     assert (meta.url, meta.size, meta.ignored) == (url, Path(url).stat().st_size, {"pth": 5})
     assert [path.name for path in (tmp_path / "cache" / "facts").iterdir()] == [
-        facts_path(url, limits=Limits(), cache=cache).name
+        Path(facts_path(url, limits=Limits(), cache=cache)).name
     ]
 
 
 @pytest.mark.parametrize("change", ["content", "time", "limits", "damage", "other table", "rules"])
 def test_stale_facts_are_scanned_again(
-    tmp_path: Path, cache: CacheFolder, scans: list[str], change: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cache: CacheFolder, load: Loads, change: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = shard(tmp_path / "a.tar", *NAMES)
-    load_facts(url, limits=Limits(), cache=cache)
+    load(url, cache=cache)
     limits = Limits()
-    kept = facts_path(url, limits=limits, cache=cache)
+    kept = Path(facts_path(url, limits=limits, cache=cache))
     if change == "content":
         shard(tmp_path / "a.tar", *(f"{i}.txt" for i in range(30)))
     elif change == "time":
@@ -86,48 +97,51 @@ def test_stale_facts_are_scanned_again(
     else:
         head, body = read_sealed(kept, KIND, FACTS_FORMAT)
         kept.write_bytes(seal(KIND, FACTS_FORMAT + 1, head.values, [body])[0])
-    table = load_facts(url, limits=limits, cache=cache)
-    assert len(scans) == 2
-    assert table.num_rows == (30 if change == "content" else 10)
-    assert (table["error"][0].as_py() is not None) == (change == "limits")
+    table = load(url, limits=limits, cache=cache).table
+    assert load.scans == 2
+    assert len(table) == (30 if change == "content" else 10)
+    assert (0 in table.errors) == (change == "limits")
 
 
-def test_facts_of_a_few_members_are_not_kept(tmp_path: Path, cache: CacheFolder, scans: list[str]) -> None:
+def test_facts_of_a_few_members_are_not_kept(tmp_path: Path, cache: CacheFolder, load: Loads) -> None:
     url = shard(tmp_path / "a.tar", "a.txt", "a.pth")
-    tables = [load_facts(url, limits=Limits(), cache=cache) for _ in range(2)]
-    assert tables[0].equals(tables[1], check_metadata=True)
-    assert len(scans) == 2  # no more work than reading them would be
-    assert not any((tmp_path / "cache" / "facts").iterdir())
+    tables = [load(url, cache=cache) for _ in range(2)]
+    assert tables[0] == tables[1]
+    assert load.scans == 2  # no more work than reading them would be
+    assert not (tmp_path / "cache" / "facts").exists()
 
 
-def test_large_facts_come_back(tmp_path: Path, cache: CacheFolder, scans: list[str]) -> None:
+def test_large_facts_come_back(tmp_path: Path, cache: CacheFolder, load: Loads) -> None:
     url = shard(tmp_path / "a.tar", *(f"{i}.txt" for i in range(3_000)))
-    first = load_facts(url, limits=Limits(), cache=cache)
-    assert first.nbytes > 3 * facts_path(url, limits=Limits(), cache=cache).stat().st_size  # compressed
-    assert load_facts(url, limits=Limits(), cache=cache).equals(first, check_metadata=True)
-    assert len(scans) == 1
+    first = load(url, cache=cache)
+    assert (
+        first.table.arrow().nbytes > 3 * Path(facts_path(url, limits=Limits(), cache=cache)).stat().st_size
+    )  # compressed
+    assert load(url, cache=cache) == first
+    assert load.scans == 1
 
 
-def test_beside_the_shard_only_when_asked(tmp_path: Path, cache: CacheFolder, scans: list[str]) -> None:
-    url = shard(tmp_path / "a.tar", "a.txt")
-    load_facts(url, limits=Limits(), cache=cache)
-    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["a.tar"]
-    for _ in range(2):
-        load_facts(url, limits=Limits(), cache=cache, beside=True)
-    assert (tmp_path / ".a.tar.odfacts").is_file()
-    assert len(scans) == 2
+def test_facts_that_do_not_fit_in_one_batch_are_not_kept_in_part(
+    tmp_path: Path, cache: CacheFolder, load: Loads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Arrow splits a column of more than 2 GiB of strings."""
+    url = shard(tmp_path / "a.tar", *NAMES)
+    whole = FactsTable.arrow
+    monkeypatch.setattr(FactsTable, "arrow", lambda self: pa.concat_tables([whole(self)[:3], whole(self)[3:]]))
+    assert [len(load(url, cache=cache).table) for _ in range(2)] == [10, 10]
+    assert load.scans == 2
 
 
-def test_a_damaged_compressed_shard_is_one_row(tmp_path: Path, cache: CacheFolder) -> None:
+def test_a_damaged_compressed_shard_is_one_row(tmp_path: Path, cache: CacheFolder, load: Loads) -> None:
     path = tmp_path / "a.tar.gz"
     path.write_bytes(b"\x1f\x8b\x08 and then nonsense")
-    (row,) = load_facts(str(path), limits=Limits(), cache=cache).to_pylist()
+    (row,) = load(str(path), cache=cache).table.arrow().to_pylist()
     assert row["error"].startswith("cannot be decompressed: gzip data damaged")
     assert (row["sample"], row["key"], row["field"], row["kind"]) == (0, "", "", 255)
 
 
-def test_an_absent_shard_raises(tmp_path: Path, cache: CacheFolder) -> None:
+def test_an_absent_shard_raises(tmp_path: Path, cache: CacheFolder, load: Loads) -> None:
     with pytest.raises(StorageError, match=r"absent\.tar: cannot be opened"):
-        load_facts(str(tmp_path / "absent.tar"), limits=Limits(), cache=cache)
+        load(str(tmp_path / "absent.tar"), cache=cache)
     with pytest.raises(ValueError, match="unknown kind of shard"):
-        load_facts("a.zip", limits=Limits(), cache=cache)
+        load("a.zip", cache=cache)

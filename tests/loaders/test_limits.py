@@ -172,8 +172,7 @@ def children() -> Any:
 
 
 def parquet_errors(path: Path, limits: Limits) -> list[str]:
-    table = ParquetShard(str(path), LocalFile(path), limits=limits).facts()
-    return [error for error in table["error"].to_pylist() if error is not None]
+    return list(ParquetShard(str(path), LocalFile(path), limits=limits).facts().table.errors.values())
 
 
 def test_rows_of_a_parquet_file(tmp_path: Path) -> None:
@@ -209,7 +208,12 @@ def test_list_items_and_turns_of_a_cell(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "hi"}] * 3
     pq.write_table(pa.table({"images": [[b"x"] * 2, [None] * 3], "messages": [chat, chat[:2]]}), tmp_path / "a.parquet")
     over = "a list of 3 items, above Limits.sample_parts=2"
-    found = ParquetShard("a", LocalFile(tmp_path / "a.parquet"), limits=Limits(sample_parts=2)).facts().to_pylist()
+    found = (
+        ParquetShard("a", LocalFile(tmp_path / "a.parquet"), limits=Limits(sample_parts=2))
+        .facts()
+        .table.arrow()
+        .to_pylist()
+    )
     assert [(row["sample"], row["field"]) for row in found if row["error"] == over] == [(0, "messages"), (1, "images")]
     assert not any("items" in (error or "") for error in parquet_errors(tmp_path / "a.parquet", Limits(sample_parts=3)))
 
@@ -259,7 +263,7 @@ def sparse_tar(path: Path, size: int, stretches: Sequence[tuple[int, int]], name
 
 
 def sparse_rows(path: str, limits: Limits) -> list[dict[str, Any]]:
-    return TarShard(path, LocalFile(path), limits=limits).facts().to_pylist()
+    return TarShard(path, LocalFile(path), limits=limits).facts().table.arrow().to_pylist()
 
 
 def test_a_sparse_member_reads_as_tarfile_reads_it(tmp_path: Path) -> None:
@@ -343,7 +347,7 @@ def test_keys_and_names_of_fields(tmp_path: Path) -> None:
     limits = Limits(key_bytes=80)
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"id": ["k" * 80, "k" * 81, "k" * 82], "text": ["a"] * 3}), path)
-    found = ParquetShard(str(path), LocalFile(path), limits=limits).facts().to_pylist()
+    found = ParquetShard(str(path), LocalFile(path), limits=limits).facts().table.arrow().to_pylist()
     of_81 = "a key of 81 bytes, above Limits.key_bytes=80"
     assert [row["error"] for row in found] == [None, of_81, of_81.replace("81", "82")]
     assert found[1]["key"] == "k" * 64 + "..."

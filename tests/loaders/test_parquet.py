@@ -55,7 +55,7 @@ def shard(path: Path, limits: Limits | None = None) -> ParquetShard:
 
 
 def rows(path: Path, limits: Limits | None = None) -> list[dict[str, Any]]:
-    return shard(path, limits).facts().to_pylist()
+    return shard(path, limits).facts().table.arrow().to_pylist()
 
 
 def read(opened: ParquetShard, row: dict[str, Any]) -> bytes:
@@ -76,7 +76,7 @@ def test_hugging_face_structs_plain_bytes_and_text(tmp_path: Path) -> None:
         },
     )
     opened = shard(path)
-    found = opened.facts().to_pylist()
+    found = opened.facts().table.arrow().to_pylist()
     assert [(row["sample"], row["key"], row["field"], row["kind"]) for row in found] == [
         (0, "x", "image", 1),
         (0, "x", "jpg", 1),
@@ -102,7 +102,7 @@ def test_lists_give_a_field_for_each_item(tmp_path: Path) -> None:
     images = [[{"bytes": png(1, 2), "path": None}, {"bytes": png(3, 4), "path": None}], [], None]
     path = write(tmp_path / "a.parquet", {"images": images, "clips": [[flac(5)], [], [flac(6), flac(7)]]})
     opened = shard(path)
-    found = opened.facts().to_pylist()
+    found = opened.facts().table.arrow().to_pylist()
     assert [(row["key"], row["field"], row["width"], row["frames"]) for row in found] == [
         ("0", "images.0", 1, 0),
         ("0", "images.1", 3, 0),
@@ -140,7 +140,7 @@ PARTS = [{"role": "user", "content": [{"type": "image", "text": None}, {"type": 
 def test_chats_are_read_as_json(tmp_path: Path, column: str, cell: Any, expected: Any) -> None:
     path = write(tmp_path / "a.parquet", {column: [cell]})
     opened = shard(path)
-    (row,) = opened.facts().to_pylist()
+    (row,) = opened.facts().table.arrow().to_pylist()
     assert (row["field"], row["kind"]) == (column, 0)
     assert json.loads(read(opened, row)) == expected
 
@@ -233,7 +233,7 @@ def test_eight_threads_read_what_one_reads(tmp_path: Path) -> None:
     texts = ["x" * int(n) for n in rng.integers(0, 200, 500)]
     path = write(tmp_path / "a.parquet", {"text": texts, "other": texts[::-1]}, row_group_size=37)
     opened = shard(path)
-    found = opened.facts().to_pylist()
+    found = opened.facts().table.arrow().to_pylist()
     expected = [(texts if row["field"] == "text" else texts[::-1])[row["offset"]].encode() for row in found]
     order = rng.integers(0, len(found), 3_000).tolist()
     with ThreadPoolExecutor(8) as pool:
@@ -270,7 +270,7 @@ def test_parquet_of_others(fixtures_dir: Path) -> None:
     assert paths
     for path in paths:
         opened = shard(path)
-        for row in opened.facts().to_pylist():
+        for row in opened.facts().table.arrow().to_pylist():
             assert row["error"] is None, (path, row)
             assert len(read(opened, row)) == row["size"]
 
@@ -290,7 +290,7 @@ good = 0
 with measuring():
     for path in paths:
         opened = shard(path)
-        for row in opened.facts().to_pylist()[:300]:
+        for row in opened.facts().table.arrow().to_pylist()[:300]:
             if row["error"] is None and row["kind"] != OTHER:
                 assert len(read(opened, row)) == row["size"], (path, row)
                 good += 1

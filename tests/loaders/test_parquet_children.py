@@ -23,8 +23,7 @@ import orchdata as od
 import orchdata.loaders.build
 from orchdata.loaders import measuring_process, parquet_children
 from orchdata.loaders.build import build_index
-from orchdata.loaders.cache import CacheFolder
-from orchdata.loaders.columns import FactsMeta
+from orchdata.loaders.columns import Facts, FactsTable
 from orchdata.loaders.errors import FieldError, StaleIndexError, StorageError
 from orchdata.loaders.facts import load_facts
 from orchdata.loaders.limits import Limits
@@ -61,12 +60,12 @@ def write_aborting(path: Path) -> Path:
     return path
 
 
-def facts(path: Path, limits: Limits | None = None) -> pa.Table:
-    return ParquetShard(str(path), LocalFile(path), limits=limits or Limits()).facts()
+def facts(path: Path, limits: Limits | None = None) -> FactsTable:
+    return ParquetShard(str(path), LocalFile(path), limits=limits or Limits()).facts().table
 
 
 def errors(path: Path, limits: Limits | None = None) -> list[str]:
-    return [error for error in facts(path, limits)["error"].to_pylist() if error is not None]
+    return list(facts(path, limits).errors.values())
 
 
 def children() -> list[int]:
@@ -116,7 +115,7 @@ def test_a_file_that_aborts_the_library_costs_its_own_rows_only(tmp_path: Path) 
     (row,) = index.bad_rows()
     assert index.failure(int(row)).shard == str(bad)
     assert index.failure(int(row)).reason == "the Parquet library ended the process with SIGABRT"
-    meta = FactsMeta.of(load_facts(str(bad), limits=Limits(), cache=CacheFolder()).schema)
+    meta = ParquetShard(str(bad), LocalFile(bad), limits=Limits()).facts().meta
     assert meta.lost_samples == 2  # the footer tells, though no page can be read
     assert meta.lost_bytes == bad.stat().st_size
     with pytest.warns(UserWarning, match=r"1 of 4 shards are damaged, and about 1 of their samples lost.*b\.parquet"):
@@ -170,8 +169,8 @@ def test_a_child_that_was_killed_from_outside_is_no_word_about_the_file(tmp_path
             os.kill(busy_child(), signal.SIGKILL)
 
     with measuring():
-        table = ParquetShard(str(path), Hooked(path, once), limits=Limits()).facts()
-        assert table["error"].null_count == len(table) == 3
+        table = ParquetShard(str(path), Hooked(path, once), limits=Limits()).facts().table
+        assert not table.errors and len(table) == 3
         # Neither is one that was killed between two files.
         os.kill(parquet_children._pool._idle[0]._process.pid, signal.SIGKILL)
         assert errors(path) == []
@@ -221,8 +220,8 @@ def test_what_a_storage_raises_while_a_child_measures_is_raised(tmp_path: Path) 
     error = StorageError(str(path), "gone for a moment")
 
     def measured(n: int) -> None:
-        table = ParquetShard(str(path), FailingAt(path, n, error), limits=Limits()).facts()
-        assert table["error"].null_count == len(table) == 5
+        table = ParquetShard(str(path), FailingAt(path, n, error), limits=Limits()).facts().table
+        assert not table.errors and len(table) == 5
 
     with measuring():
         assert outcomes(measured, error) == 4  # 3.5 MB by blocks of a MiB
@@ -362,22 +361,22 @@ def test_a_file_that_changes_after_it_was_measured_is_not_decoded(
 ) -> None:
     path = write(tmp_path / "a.parquet", ["first text"], compression="none", use_dictionary=False)
 
-    def measured_then_changed(url: str, **options: Any) -> pa.Table:
-        table = load_facts(url, **options)
+    def measured_then_changed(url: str, opened: Any, **options: Any) -> Facts:
+        found = load_facts(url, opened, **options)
         status = path.stat()
         path.write_bytes(path.read_bytes().replace(b"first", b"other"))
         os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 10**9))
-        return table
+        return found
 
     monkeypatch.setattr(orchdata.loaders.build, "load_facts", measured_then_changed)
-    with pytest.raises(StaleIndexError, match=r"a\.parquet: .*other content"):
+    with pytest.raises(StaleIndexError, match=r"a\.parquet: was changed while it was open"):
         build_index([str(path)], Recipe(), retry_seconds=0)
 
 
 def test_the_checksum_of_a_measured_file_is_that_of_its_bytes(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", ["x" * 900_000] * 4, use_dictionary=False, compression="none")
     opened = ParquetShard(str(path), LocalFile(path), limits=Limits())
-    assert FactsMeta.of(opened.facts().schema).checksum == opened.checksum()
+    assert opened.facts().meta.checksum == opened.checksum()
     path.write_bytes(path.read_bytes().replace(b"xx", b"yx", 1))
     assert ParquetShard(str(path), LocalFile(path), limits=Limits()).checksum() != opened.checksum()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from orchdata.loaders import sealed
-from orchdata.loaders.errors import StorageError
+from orchdata.loaders.atomic import replaced, write_at, write_whole
 from orchdata.loaders.sealed import (
     BLOCK_BYTES,
     Damaged,
@@ -19,11 +19,8 @@ from orchdata.loaders.sealed import (
     head_of,
     opened,
     read_sealed,
-    replaced,
     seal,
     verify_body,
-    write_at,
-    write_whole,
 )
 
 KIND = b"test"
@@ -84,10 +81,11 @@ def test_lengths_that_lie_ask_for_no_memory(tmp_path: Path) -> None:
 def test_a_large_body_is_checked_block_by_block(tmp_path: Path) -> None:
     path, size = tmp_path / "x", 5 * BLOCK_BYTES + 17
     body = os.urandom(size)
-    with replaced(path, sync=True) as fd:
-        write_at(fd, body, body_start(VALUES, size))
+    with replaced(path) as fd:
+        start = body_start(VALUES, size)
+        write_at(fd, body, start)
         assert os.pread(fd, 8, 0) == bytes(8)  # no file of ours before it is whole
-        finish(fd, KIND, 3, VALUES, size)
+        finish(fd, KIND, 3, VALUES, start, size)
     assert path.read_bytes() == seal(KIND, 3, VALUES, [body])[0]
     assert bytes(read_sealed(path, KIND, 3)[1]) == body
 
@@ -112,39 +110,3 @@ def test_a_file_cut_while_it_is_read_is_damaged(tmp_path: Path) -> None:
         os.truncate(path, BLOCK_BYTES)
         with pytest.raises(Damaged):
             verify_body(fd, head)
-
-
-@pytest.mark.parametrize("step", ["pwrite", "replace", "close"])
-def test_a_full_disk_is_a_storage_error_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
-) -> None:
-    path = tmp_path / "x"
-    write_whole(path, b"older")
-    real = getattr(os, step)
-
-    def full(*arguments: object) -> None:
-        if step == "close":
-            real(*arguments)  # the descriptor goes either way
-        raise OSError(28, "No space left on device")
-
-    for write in (lambda: write_whole(path, b"newer"), lambda: _replace(path)):
-        with monkeypatch.context() as patch:
-            patch.setattr(os, step, full)
-            with pytest.raises(StorageError, match=r"x: cannot be written: No space left on device") as raised:
-                write()
-        assert raised.value.errno == 28
-        assert [other.name for other in tmp_path.iterdir()] == ["x"] and path.read_bytes() == b"older"
-
-
-def _replace(path: Path) -> None:
-    with replaced(path) as fd:
-        write_at(fd, b"newer", 0)
-
-
-def test_permissions_follow_the_umask(tmp_path: Path) -> None:
-    before = os.umask(0o027)
-    try:
-        write_whole(tmp_path / "x", b"")
-    finally:
-        os.umask(before)
-    assert (tmp_path / "x").stat().st_mode & 0o777 == 0o640

@@ -17,14 +17,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from orchdata.loaders.cache import CacheFolder
-from orchdata.loaders.columns import FactsMeta
 from orchdata.loaders.errors import ShardError, StaleIndexError, StorageError
 from orchdata.loaders.facts import load_facts
 from orchdata.loaders.index import ShardInfo
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.parquet import ParquetShard
 from orchdata.loaders.reads import ByteCount, CountedFile
-from orchdata.loaders.shards import OpenShards, open_shard
+from orchdata.loaders.shards import OpenShards, Shard, open_shard
 from orchdata.loaders.storage import LocalFile
 from orchdata.loaders.tar import TarShard
 
@@ -55,7 +54,7 @@ def test_each_suffix_opens_its_reader(tmp_path: Path) -> None:
     for name, kind in (("a.tar", TarShard), ("a.TAR.GZ", TarShard), ("a.parquet", ParquetShard)):
         shard = open_shard(str(tmp_path / name), limits=Limits(), cache=CacheFolder(tmp_path / "cache"))
         assert isinstance(shard, kind)
-        (row,) = shard.facts().to_pylist()
+        (row,) = shard.facts().table.arrow().to_pylist()
         assert bytes(shard.read(row["offset"], row["size"], row["encoding"], row["field"])) == b"x"
         assert shard.size == (tmp_path / name).stat().st_size
         shard.close()
@@ -113,7 +112,10 @@ def test_another_size_than_indexed_is_stale(tmp_path: Path, shards: OpenShards) 
 
 
 def indexed_as(path: Path) -> ShardInfo:
-    meta = FactsMeta.of(load_facts(str(path), limits=Limits(), cache=CacheFolder()).schema)
+    def opened() -> Shard:
+        return open_shard(str(path), limits=Limits(), cache=CacheFolder())
+
+    meta = load_facts(str(path), opened, limits=Limits(), cache=CacheFolder()).meta
     return ShardInfo(str(path), meta.size, meta.checksum, meta.version)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import io
+import os
 import re
 import tarfile
 from collections.abc import Callable, Sequence
@@ -21,8 +22,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from webdataset.tariterators import group_by_keys, tar_file_expander
 
-from orchdata.loaders.columns import FactsMeta
-from orchdata.loaders.errors import FieldError
+from orchdata.loaders.errors import FieldError, StaleIndexError
 from orchdata.loaders.fields import OTHER, SPARSE, printable, split_name
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.storage import LocalFile
@@ -44,7 +44,7 @@ def write_tar(path: Path, members: Sequence[tuple[str, bytes]], form: int = tarf
 
 
 def rows(path: Path, limits: Limits | None = None) -> list[dict[str, Any]]:
-    return shard(path, limits).facts().to_pylist()
+    return shard(path, limits).facts().table.arrow().to_pylist()
 
 
 def jpeg(width: int, height: int) -> bytes:
@@ -67,7 +67,7 @@ def samples_by_webdataset(path: Path) -> list[dict[str, Any]]:
 def samples_by_us(path: Path) -> list[dict[str, Any]]:
     opened = shard(path)
     found: list[dict[str, Any]] = []
-    for row in opened.facts().to_pylist():
+    for row in opened.facts().table.arrow().to_pylist():
         assert row["error"] is None or row["kind"] != OTHER, row
         if row["sample"] == len(found):
             found.append({"__key__": row["key"], "__url__": str(path)})
@@ -126,7 +126,7 @@ def test_a_hard_link_is_the_file_it_names_and_any_other_link_is_an_error(tmp_pat
         add("9.txt", tarfile.LNKTYPE, "8.txt")
     opened = shard(path)
     facts = opened.facts()
-    found = {row["key"] + "." + row["field"]: row for row in facts.to_pylist()}
+    found = {row["key"] + "." + row["field"]: row for row in facts.table.arrow().to_pylist()}
     contents = {
         name: bytes(opened.read(row["offset"], row["size"], row["encoding"], "txt"))
         for name, row in found.items()
@@ -160,10 +160,9 @@ def test_a_zeroed_run_loses_nothing_without_a_word(tmp_path: Path, form: int, ze
     content[info.offset : info.offset + zeroed] = bytes(zeroed)
     path.write_bytes(content)
     facts = shard(path).facts()
-    errors = facts["error"].to_pylist()
-    assert errors[:-1] == [None] * 19
-    assert "data behind the end of the archive at byte " in errors[-1]
-    assert FactsMeta.of(facts.schema).lost_bytes >= len(content) - info.offset
+    assert list(facts.table.errors) == [19] and len(facts.table) == 20
+    assert "data behind the end of the archive at byte " in facts.table.errors[19]
+    assert facts.meta.lost_bytes >= len(content) - info.offset
 
 
 @pytest.mark.parametrize("name", ["0.txt", "0" * 200 + ".txt"])  # the latter for the walk of tarfile, with `global`
@@ -266,7 +265,7 @@ def test_odd_tars_read_as_tarfile_reads_them(fixtures_dir: Path) -> None:
     plain = 0
     for path in paths:
         expected, fails = tarfile_members(path)
-        table = shard(path).facts().to_pylist()
+        table = shard(path).facts().table.arrow().to_pylist()
         if not expected:
             assert len(table) == 1 and table[0]["error"] and table[0]["kind"] == OTHER, path
             continue
@@ -324,6 +323,20 @@ def test_media_headers_are_in_the_facts(tmp_path: Path) -> None:
     assert not any(row["error"] for row in found.values())
 
 
+def test_headers_above_a_limit_are_errors_in_the_facts(tmp_path: Path) -> None:
+    """Those that the kernel reads, too: as a plain PNG that no limit on pixels stops."""
+    out = io.BytesIO()
+    Image.new("1", ((1 << 25) + 1, 1)).save(out, "PNG")
+    members = [("a.png", out.getvalue()), ("c.wav", wav(16_000, 8_000)), ("d.jpg", jpeg(9, 7))]
+    found = rows(write_tar(tmp_path / "a.tar", members), Limits(audio_seconds=1.9))
+    assert [row["error"] for row in found] == [
+        "image of 33554433x1 pixels: no side above 33554432 can be resized",
+        "audio of 2 s, above Limits.audio_seconds=1.9",
+        None,
+    ]
+    assert [(row["width"], row["rate"]) for row in found] == [(0, 0), (0, 0), (9, 0)]
+
+
 def test_many_members_in_few_blocks(tmp_path: Path) -> None:
     """More members than one batch, of all sizes around the ends of blocks."""
     rng = np.random.default_rng(1)
@@ -331,7 +344,7 @@ def test_many_members_in_few_blocks(tmp_path: Path) -> None:
     members += [(f"x{i}.txt", b"") for i in range(1_500)]
     path = write_tar(tmp_path / "a.tar", members, tarfile.PAX_FORMAT)
     opened = shard(path)
-    found = opened.facts().to_pylist()
+    found = opened.facts().table.arrow().to_pylist()
     assert [f"{row['key']}.{row['field']}" for row in found] == [name for name, _ in members]
     for row, (_, content) in zip(found, members, strict=True):
         assert bytes(opened.read(row["offset"], row["size"], row["encoding"], row["field"])) == content
@@ -354,6 +367,22 @@ def test_a_field_twice_and_a_key_that_comes_back(
     bad_samples = {row["sample"] for row in errors}
     expected = {row["sample"] for row in found if row["key"] in bad_keys}
     assert bad_samples == expected  # both occurrences of a returning key
+
+
+@pytest.mark.parametrize("left", [0, 100, 5_000])
+def test_an_archive_that_is_cut_while_it_is_walked_is_stale(tmp_path: Path, left: int) -> None:
+    """And nobody waits for ever for the rest of a header."""
+    path = write_tar(tmp_path / "a.tar", [(f"{i}.txt", b"x" * 3_000) for i in range(40)])
+
+    class Cut(LocalFile):
+        def read_into(self, offset: int, buffer: memoryview) -> int:
+            if offset > 20_000:
+                os.truncate(path, left)
+            return super().read_into(offset, buffer)
+
+    opened = TarShard(str(path), Cut(path), limits=Limits())
+    with pytest.raises(StaleIndexError, match=r"a\.tar: was changed while it was open"):
+        opened.facts()
 
 
 def test_a_truncated_member_spoils_only_its_sample(tmp_path: Path) -> None:
@@ -464,7 +493,7 @@ def test_eight_threads_read_what_one_reads(tmp_path: Path) -> None:
     rng = np.random.default_rng(2)
     members = [(f"{i:04d}.{field}", rng.bytes(int(rng.integers(1, 60_000)))) for i in range(60) for field in "abc"]
     opened = shard(write_tar(tmp_path / "a.tar", members))
-    found = opened.facts().to_pylist()
+    found = opened.facts().table.arrow().to_pylist()
     spec = [(row["offset"], row["size"], row["encoding"], row["field"]) for row in found]
     samples = [spec[i : i + 3] for i in range(0, len(spec), 3)]
     expected = [[content for _, content in members[i : i + 3]] for i in range(0, len(members), 3)]
@@ -477,14 +506,16 @@ def test_eight_threads_read_what_one_reads(tmp_path: Path) -> None:
 def test_read_many_keeps_the_order_given(tmp_path: Path) -> None:
     members = [("a.txt", b"one"), ("a.bin", b"x" * 70_000), ("a.txt2", b""), ("a.wav", b"three")]
     opened = shard(write_tar(tmp_path / "a.tar", members))
-    spec = [(row["offset"], row["size"], row["encoding"], row["field"]) for row in opened.facts().to_pylist()]
+    spec = [
+        (row["offset"], row["size"], row["encoding"], row["field"]) for row in opened.facts().table.arrow().to_pylist()
+    ]
     assert [bytes(content) for content in opened.read_many([spec[3], spec[0], spec[2]])] == [b"three", b"one", b""]
     assert opened.read_many([]) == []
 
 
 def test_the_checksum_covers_size_and_headers_not_content(tmp_path: Path) -> None:
     def checksum(name: str, members: list[tuple[str, bytes]]) -> str:
-        return FactsMeta.of(shard(write_tar(tmp_path / name, members)).facts().schema).checksum
+        return shard(write_tar(tmp_path / name, members)).facts().meta.checksum
 
     one = checksum("a.tar", [("a.txt", b"one")])
     assert one == checksum("b.tar", [("a.txt", b"two")])

@@ -219,12 +219,10 @@ def test_a_rank_that_took_a_batch_for_itself_is_an_iteration_ahead_and_told(peek
     def peek() -> None:  # next(iter(loader)) on rank 0, which goes on alone where rank 1 never began
         begin(made[0], 0).compare()
 
-    def train(rank: int, epoch: int) -> None:
-        begin(made[rank], epoch).compare()
-
     if peeks_first:
         peek()
-    told = said([lambda: train(1, 0), lambda: (None if peeks_first else peek(), train(0, 1))])
+    behind = begin(made[1], 0)  # before rank 0 looks: where it sees nobody it goes on alone, and looks at its next step
+    told = said([behind.compare, lambda: (None if peeks_first else peek(), begin(made[0], 1).compare())])
     assert told[0] is None
     assert str(told[1]).startswith("RuntimeError: rank 1 has not begun iteration ")
     assert "rank that takes batches for itself, as by next(iter(loader))" in str(told[1])

@@ -148,17 +148,17 @@ def hurry() -> None:
 def swallowing_trouble() -> Iterator[None]:
     """The fault that trials are to find: what the system refuses becomes a shard's failure, as if it were damaged."""
     from orchdata.loaders import build
-    from orchdata.loaders.columns import FactsMeta, shard_failure, with_meta
+    from orchdata.loaders.columns import Facts, FactsMeta, shard_failure
     from orchdata.loaders.tar import limits_fingerprint
 
     sound = build.load_facts  # type: ignore[attr-defined]
 
-    def swallowing(url: str, *, limits: Any, **options: Any) -> Any:
+    def swallowing(url: str, opened: Any, *, limits: Any, **options: Any) -> Any:
         try:
-            return sound(url, limits=limits, **options)
+            return sound(url, opened, limits=limits, **options)
         except (od.OrchdataError, OSError) as error:
             meta = FactsMeta(url=url, size=1, version="", checksum="", limits=limits_fingerprint(limits))
-            return with_meta(shard_failure(str(error)), meta)
+            return Facts(shard_failure(str(error)), meta)
 
     build.load_facts = swallowing  # type: ignore[attr-defined]
     try:
