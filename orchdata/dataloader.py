@@ -192,7 +192,7 @@ class DataLoader:
         self._has_microbatches = bool(options.balance.caps)
         self._iterated_at: object = None
         self._idle_engine: Engine | None = None
-        self._stats = Stats(self._rank.rank, self._source.reads)
+        self._stats = Stats(self._source.reads)
         self._bear(self._source.failures, lost=self._source.num_lost)
         if dp is None and not in_shards:
             say_shared(dataset, self._rank)

@@ -10,7 +10,6 @@ import numpy as np
 
 from orchdata.loaders.errors import DataError, reason_kind
 from orchdata.loaders.reads import ReadBytes
-from orchdata.plan import Plan
 from orchdata.step import BuiltStep
 
 _LISTED_FAILURES = 1000
@@ -21,12 +20,10 @@ class Stats:
     what the whole epoch loses to waiting, which a mean of per-step ratios is not.
 
     Args:
-        rank: whose share of the steps to look at.
         reads: counts what is read of shards; None where samples are not in shards.
     """
 
-    def __init__(self, rank: int, reads: ReadBytes | None = None) -> None:
-        self._rank = rank
+    def __init__(self, reads: ReadBytes | None = None) -> None:
         self._reads = reads
         self._steps = 0
         self._samples = 0
@@ -44,24 +41,19 @@ class Stats:
         self.num_failures = 0
 
     def add_step(self, built: BuiltStep, waiting_seconds: float) -> None:
-        plan = built.plan
-        mine = plan.positions(self._rank)
+        figures = built.figures
         self._steps += 1
         # Per phase a sample whose parts failed stays, without loss.
-        self._samples += len(mine) - (0 if plan.parts else len(built.failures))
-        self._loss_tokens += plan.loss_tokens
+        self._samples += figures.samples - (0 if built.plan.parts else len(built.failures))
+        self._loss_tokens += figures.loss_tokens
         self._waiting_seconds += waiting_seconds
         self._seconds.update(built.seconds)
-        for phase in plan.phases:
-            self._loads[phase] = self._loads.get(phase, np.zeros(4)) + step_loads(plan, phase)
-        own = plan.own_streams(self._rank)
-        if own is not None:
-            self._own_streams = (self._own_streams or 0.0) + own
-        lengths = plan.llm_positions[mine]
-        self._tokens += int(lengths.sum())
-        for microbatch in range(plan.num_microbatches):
-            inside = lengths[plan.microbatch[mine] == microbatch]
-            self._padded_tokens += int(inside.max(initial=0)) * len(inside)
+        for phase, loads in figures.loads.items():
+            self._loads[phase] = self._loads.get(phase, np.zeros(4)) + loads
+        if figures.own_streams is not None:
+            self._own_streams = (self._own_streams or 0.0) + figures.own_streams
+        self._tokens += figures.tokens
+        self._padded_tokens += figures.padded_tokens
 
     def add_failures(self, failures: Sequence[DataError], *, lost: int = 0) -> None:
         """Count failures, and `lost` samples that nothing lists, since damage hides them."""
@@ -123,14 +115,6 @@ class Stats:
                 ],
             },
         }
-
-
-def step_loads(plan: Plan, phase: str) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Largest load unbalanced and balanced, lower bound and mean load of a phase in one step, float64 (4,)."""
-    loads = plan.loads(phase)
-    unbalanced = plan.loads_unbalanced(phase)
-    mean = plan.costs[phase].sum() / plan.num_ranks
-    return np.array([unbalanced.max(), loads.max(), plan.lower_bound(phase), mean], np.float64)
 
 
 def _ratios(sums: np.ndarray[Any, np.dtype[np.float64]]) -> dict[str, float]:

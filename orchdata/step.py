@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from orchdata.figures import StepFigures, step_figures
 from orchdata.loaders.errors import DataError
 from orchdata.pipeline import pipeline_order
 from orchdata.plan import Plan, PlanSpec, make_plan
@@ -84,12 +85,13 @@ class StepSpec:
 
 @dataclass
 class BuiltStep:
-    """A rank's share of one optimizer step: its microbatches, plan, failures and busy seconds by stage."""
+    """A rank's share of one optimizer step: its microbatches, plan, failures, busy seconds by stage, and figures."""
 
     plan: Plan
     batches: list[Any]
     failures: list[DataError]
     seconds: dict[str, float]
+    figures: StepFigures
 
 
 class StartedStep:
@@ -97,6 +99,7 @@ class StartedStep:
 
     def __init__(self, spec: StepSpec, epoch: int, step: int) -> None:
         started = time.perf_counter()
+        self._rank = spec.rank
         self.plan = make_plan(spec.plan, epoch, step)
         self._planning_seconds = time.perf_counter() - started
         self._assemblies = [
@@ -113,7 +116,8 @@ class StartedStep:
             for stage, spent in assembled.seconds.items():
                 seconds[stage] = seconds.get(stage, 0.0) + spent
         failures = [failure for assembled in made for failure in assembled.failures]
-        return BuiltStep(self.plan, [assembled.batch for assembled in made], failures, seconds)
+        batches = [assembled.batch for assembled in made]
+        return BuiltStep(self.plan, batches, failures, seconds, step_figures(self.plan, self._rank))
 
 
 def _microbatch_order(spec: StepSpec, plan: Plan) -> list[int]:

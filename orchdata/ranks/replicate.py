@@ -27,6 +27,7 @@ from torch import Tensor
 from orchdata.batch import AudioBatch, Batch, ImageBatch, LLMBatch, TextBatch
 from orchdata.buffers import BufferPool
 from orchdata.collating import SampleAssembler
+from orchdata.figures import step_figures
 from orchdata.loaders.errors import DataError
 from orchdata.plan import Plan, make_plan
 from orchdata.ranks.parallel import Rank, group_timeout
@@ -174,7 +175,7 @@ class ReceivingEngine:
             batches, failures = self._channel.receive(plan)
             if self._pin_memory:
                 batches = [batch.pin_memory() for batch in batches]
-            future.set_result(BuiltStep(plan, batches, failures, seconds))
+            future.set_result(BuiltStep(plan, batches, failures, seconds, step_figures(plan, self._spec.rank)))
         except Exception as error:  # noqa: BLE001 - it is passed on
             future.set_exception(error)
         return future

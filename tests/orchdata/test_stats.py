@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import shutil
 import tarfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from shard_factory import jpeg, omni_shards, write_shard
 
 import orchdata as od
 from orchdata.loaders.cache import CacheFolder
+from orchdata.plan import Plan
 from orchdata.profile import profile
 from orchdata.stats import Stats
 
@@ -111,4 +113,22 @@ def test_map_style_data_sets_are_not_in_shards() -> None:
     stats = run_epoch(od.DataLoader(Numbers(4)))
     assert stats["read_amplification"] is None
     assert stats["reads"] is None
-    assert Stats(0).as_dict()["reads"] is None
+    assert Stats().as_dict()["reads"] is None
+
+
+@pytest.mark.parametrize("num_threads", [0, 2])
+def test_figures_are_worked_out_where_steps_are_built(
+    tmp_path: Path, num_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At thousands of ranks they take milliseconds, which the training thread has better use for."""
+    threads: set[int] = set()
+    bound = Plan.lower_bound
+
+    def noting(self: Plan, phase: str) -> float:
+        threads.add(threading.get_ident())
+        return bound(self, phase)
+
+    monkeypatch.setattr(Plan, "lower_bound", noting)
+    stats = run_epoch(loader(*omni_shards(tmp_path, shards=1, samples=8), num_threads=num_threads))
+    assert stats["steps"] == 4 and stats["phases"]["llm"]["lower_bound_over_mean"] >= 1
+    assert threads and (threading.get_ident() in threads) == (num_threads == 0)
