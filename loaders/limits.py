@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -78,4 +79,5 @@ def shortened(name: str) -> str:
 @lru_cache(maxsize=64)
 def limits_fingerprint(limits: Limits) -> str:
     """The limits that facts depend on, in a form to compare."""
-    return hashlib.blake2b(repr(limits).encode(), digest_size=8).hexdigest()
+    values = {name: float(getattr(limits, name)) for name in Limits.__dataclass_fields__}
+    return hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=8).hexdigest()

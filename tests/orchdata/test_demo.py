@@ -175,8 +175,5 @@ def test_no_process_outlives_the_demo(tmp_path: Path, ending: signal.Signals) ->
         others = children_of(process.pid)
         assert len(others) >= 3  # the launcher and two ranks
         process.send_signal(ending)
-        process.wait(150)
-    deadline = time.monotonic() + 20
-    while any(map(is_running, others)) and time.monotonic() < deadline:
+    while any(map(is_running, others)):  # whoever is left would sleep on beyond this test's limit
         time.sleep(0.1)
-    assert not any(map(is_running, others))

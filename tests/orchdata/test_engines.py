@@ -58,7 +58,7 @@ def test_every_engine_builds_the_same_steps(engine: str) -> None:
     running = ENGINES[engine](spec())
     futures = [running.submit(0, step) for step in range(5)]
     for step, future in enumerate(futures):
-        built, expected = future.result(10), build_step(spec(), 0, step)
+        built, expected = future.result(120), build_step(spec(), 0, step)
         assert built.batches == expected.batches
         assert built.failures == expected.failures
         assert built.plan.hash == expected.plan.hash
@@ -73,9 +73,9 @@ def test_every_engine_passes_exceptions_on(engine: str) -> None:
 
     running = ENGINES[engine](spec(explode))
     with pytest.raises(ZeroDivisionError):
-        running.submit(0, 0).result(10)
+        running.submit(0, 0).result(120)
     with pytest.raises(IndexError):
-        running.submit(0, 99).result(10)
+        running.submit(0, 99).result(120)
     running.close()
 
 
@@ -95,22 +95,22 @@ def test_what_would_end_a_thread_is_an_error_of_the_step(ending: BaseException) 
 
     running = ThreadEngine(spec(leave), num_threads=2, depth=2)
     with pytest.raises(RuntimeError, match=re.escape(repr(ending))):
-        running.submit(0, 0).result(10)
+        running.submit(0, 0).result(120)
     with pytest.raises(RuntimeError, match=re.escape(repr(ending))):
-        running.submit(0, 1).result(10)  # the threads are still there
+        running.submit(0, 1).result(120)  # the threads are still there
     running.close()
 
 
 def test_threads_of_an_engine_that_nobody_holds_end() -> None:
     before = set(threading.enumerate())
     running = ThreadEngine(spec(), num_threads=3, depth=2)
-    [future.result(10) for future in [running.submit(0, step) for step in range(5)]]
+    [future.result(120) for future in [running.submit(0, step) for step in range(5)]]
     started = set(threading.enumerate()) - before
     assert started
     del running
     gc.collect()
     for thread in started:
-        thread.join(10)
+        thread.join(120)
         assert not thread.is_alive()
 
 
@@ -149,12 +149,28 @@ def test_a_collate_fn_is_in_one_step_at_a_time() -> None:
 
     assembler = SampleAssembler(load=load, collate_fn=Collate().__call__, repeat_first=False)
     running = ThreadEngine(replace(spec(), assembler=assembler), num_threads=4, depth=4)
-    [future.result(10) for _ in range(5) for future in [running.submit(0, step) for step in range(5)]]
+    [future.result(120) for _ in range(5) for future in [running.submit(0, step) for step in range(5)]]
     running.close()
     assert len(several) == 25 and not any(several)
 
 
-def test_torch_is_not_touched_by_engines() -> None:
+@pytest.mark.parametrize("engine", ENGINES)
+def test_torch_keeps_its_threads_where_it_trains_and_has_one_where_it_decodes(engine: str) -> None:
     threads = torch.get_num_threads()
-    ENGINES["four threads"](spec()).close()
-    assert torch.get_num_threads() == threads
+    torch.set_num_threads(3)
+    try:
+        seen: dict[int, int] = {}
+
+        def noting(row: int) -> int:
+            seen[threading.get_ident()] = torch.get_num_threads()
+            return row
+
+        running = ENGINES[engine](spec(noting))
+        for step in range(3):
+            running.submit(0, step).result(60)
+        running.close()
+        here = threading.get_ident()
+        assert torch.get_num_threads() == 3
+        assert (here in seen) == (engine == "inline") and set(seen.values()) == {3 if engine == "inline" else 1}
+    finally:
+        torch.set_num_threads(threads)

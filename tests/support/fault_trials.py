@@ -149,7 +149,7 @@ def swallowing_trouble() -> Iterator[None]:
     """The fault that trials are to find: what the system refuses becomes a shard's failure, as if it were damaged."""
     from orchdata.loaders import build
     from orchdata.loaders.columns import Facts, FactsMeta, shard_failure
-    from orchdata.loaders.tar import limits_fingerprint
+    from orchdata.loaders.limits import limits_fingerprint
 
     sound = build.load_facts  # type: ignore[attr-defined]
 
