@@ -321,25 +321,19 @@ def test_made_shards_fail_alone(hunt: Hunt) -> None:
     in_batches(hunt, [each for each in hostile_shards() if not each.heavy], as_made_shards, 80)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("suffix", SHARD_SUFFIXES)
-def test_every_hostile_file_under_every_suffix(suffix: str, hunt: Hunt, hostile: list[Path]) -> None:
-    in_batches(hunt, product(hostile, [suffix]), as_shards, 100)
+EVERY = {
+    "shards": (as_shards, SHARD_SUFFIXES, 100),
+    "members": (as_members, FIELDS, 400),
+    "cells": (as_cells, COLUMNS, 300),
+}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("field", FIELDS)
-def test_every_hostile_file_as_every_member(field: str, hunt: Hunt, hostile: list[Path]) -> None:
-    in_batches(hunt, product(hostile, [field]), as_members, 400)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("column", COLUMNS)
-def test_every_hostile_file_as_every_cell(column: str, hunt: Hunt, hostile: list[Path]) -> None:
-    in_batches(hunt, product(hostile, [column]), as_cells, 300)
+@pytest.mark.parametrize("way, name", [(way, name) for way, (_, names, _) in EVERY.items() for name in names])
+def test_every_hostile_file_under_every_name(way: str, name: str, hunt: Hunt, hostile: list[Path]) -> None:
+    make, _, at_once = EVERY[way]
+    in_batches(hunt, product(hostile, [name]), make, at_once)
 
 
 @pytest.mark.slow

@@ -138,16 +138,23 @@ def test_failures_are_gathered_over_ranks(tmp_path: Path, distributed: bool) -> 
             dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("error", [TypeError("odd"), RecursionError("deep"), IndexError("beyond")])
-def test_whatever_decoding_raises_is_the_samples_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
+def skipping_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> od.DataLoader:
+    """Of an image whose decoder raises `error`, and a text."""
+
     def fail(*_: object) -> None:
         raise error
 
     shard = write_shard(tmp_path / "a.tar", [{"__key__": "a", "jpg": jpeg(80, 60)}, {"__key__": "b", "txt": b"fine"}])
     loader = od.DataLoader(od.ShardDataset(shard, RECIPE), batch_size=2, on_error="skip", num_threads=0)
     monkeypatch.setattr("orchdata.media_pages.decode_image", fail)
+    return loader
+
+
+@pytest.mark.parametrize("error", [TypeError("odd"), RecursionError("deep"), IndexError("beyond")])
+def test_whatever_decoding_raises_is_the_samples_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    loader = skipping_loader(tmp_path, monkeypatch, error)
     (batch,) = loader
     assert [key for _, key in batch.keys] == ["b"]
     (failure,) = loader.gather_failures()
@@ -158,12 +165,7 @@ def test_whatever_decoding_raises_is_the_samples_failure(
 def test_what_says_nothing_about_the_data_ends_the_run_under_skip_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    def fail(*_: object) -> None:
-        raise error
-
-    shard = write_shard(tmp_path / "a.tar", [{"__key__": "a", "jpg": jpeg(80, 60)}, {"__key__": "b", "txt": b"fine"}])
-    loader = od.DataLoader(od.ShardDataset(shard, RECIPE), batch_size=2, on_error="skip", num_threads=0)
-    monkeypatch.setattr("orchdata.media_pages.decode_image", fail)
+    loader = skipping_loader(tmp_path, monkeypatch, error)
     with pytest.raises(type(error)):
         list(loader)
     assert loader.stats()["failures"]["count"] == 0

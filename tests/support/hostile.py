@@ -41,6 +41,17 @@ class HostileSample:
     heavy: bool = False
 
 
+def beside(text: bytes) -> Callable[..., HostileSample]:
+    """Makes samples of one hostile member beside a text."""
+
+    def sample(
+        name: str, fate: str, field: str, make: Callable[[], bytes], reason: str = "", *, heavy: bool = False
+    ) -> HostileSample:
+        return HostileSample(name, fate, lambda: {field: make(), "txt": text}, reason, heavy=heavy)
+
+    return sample
+
+
 @dataclass(frozen=True)
 class HostileShard:
     """One shard.

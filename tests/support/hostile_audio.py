@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import io
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
 import numpy as np
 import soundfile
-from hostile import ARRIVES, EITHER, FAILS, MIB, HostileSample
+from hostile import ARRIVES, EITHER, FAILS, MIB, HostileSample, beside
 
 
 def bare_flac(samples: int = 16_000 * 3600 * 2, rate: int = 16_000) -> bytes:
@@ -46,11 +46,7 @@ def silence(seconds: int, rate: int = 16_000) -> bytes:
 
 
 def audio_samples() -> Iterator[HostileSample]:
-    def one(
-        name: str, fate: str, field: str, make: Callable[[], bytes], reason: str = "", *, heavy: bool = False
-    ) -> HostileSample:
-        return HostileSample(name, fate, lambda: {field: make(), "txt": b"a clip"}, reason, heavy=heavy)
-
+    one = beside(b"a clip")
     yield HostileSample(
         "40 bare FLAC headers in one sample",
         FAILS,

@@ -6,9 +6,9 @@ from __future__ import annotations
 import io
 import struct
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from hostile import EITHER, FAILS, MIB, HostileSample, zeros
+from hostile import EITHER, FAILS, MIB, HostileSample, beside, zeros
 from shard_factory import jpeg, png
 
 
@@ -68,11 +68,7 @@ def scans_jpeg(scans: int) -> bytes:
 
 
 def image_samples() -> Iterator[HostileSample]:
-    def one(
-        name: str, fate: str, field: str, make: Callable[[], bytes], reason: str = "", *, heavy: bool = False
-    ) -> HostileSample:
-        return HostileSample(name, fate, lambda: {field: make(), "txt": b"an image"}, reason, heavy=heavy)
-
+    one = beside(b"an image")
     yield HostileSample(
         "2,000 bare PNG headers in one sample",
         FAILS,
