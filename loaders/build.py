@@ -122,6 +122,7 @@ def build_index(
         known = kept is not None and kept.build_id == build_id
         if kept is not None and known and not force and kept.fingerprint == content_fingerprint(shards, fingerprint):
             return kept
+        cache.make("index")  # it may have been removed while shards were measured
         merge_tables(path, tables, RecipeIdentity(fingerprint, recipe.describe()), build_id=build_id)
         return Index(path)
 
@@ -163,12 +164,13 @@ def _in_parallel(
 
 @contextmanager
 def _cancelled(pool: ThreadPoolExecutor, crew: _Crew) -> Iterator[None]:
-    """At the end of the block what has not begun never does, and what waits to be tried again is not."""
+    """After an error in the block what has not begun never does, and what waits to be tried again is not."""
     try:
         yield
-    finally:
+    except BaseException:
         crew.end()
         pool.shutdown(wait=False, cancel_futures=True)
+        raise
 
 
 class _Crew:

@@ -98,6 +98,8 @@ class CacheFolder:
                     note(path, os.fstat(file.fileno()))
             except BaseException:
                 remove(partial)
+                if not path.exists():
+                    remove(path.with_suffix(_SUM_SUFFIX))
                 raise
 
     def _mark_used(self, path: Path) -> None:

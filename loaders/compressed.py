@@ -81,7 +81,8 @@ def _check(file: Storage, written: int, consumed: int, limits: Limits, cap: int)
     if written > limits.decompressed_bytes:
         raise ShardError(file.url, f"decompresses to more than Limits.decompressed_bytes={limits.decompressed_bytes}")
     if written > cap:
-        raise StorageError(file.url, f"decompresses to more than the cache folder may hold, {cap} bytes")
+        reason = f"decompresses to more than the cache folder may hold, {cap} bytes (CacheFolder.max_bytes)"
+        raise StorageError(file.url, reason, errno.EFBIG)
     if written - _RATIO_FREE_BYTES > limits.decompression_ratio * consumed:
         ratio = written / max(1, consumed)
         raise ShardError(

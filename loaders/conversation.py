@@ -96,6 +96,8 @@ def _loads(text: str) -> Any:
     try:
         return _DECODER.decode(text)
     except json.JSONDecodeError:
+        if text.startswith("\ufeff"):
+            raise ValueError("it begins with two byte order marks") from None
         raise
     except ValueError:  # a number of more digits than Python makes an int of
         return json.loads(text, object_pairs_hook=_object, parse_int=_number)

@@ -11,6 +11,7 @@ wrong text or a crash.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import mmap
@@ -29,7 +30,7 @@ from orchdata.loaders.compose import Member
 from orchdata.loaders.errors import DamagedIndexError, DataError
 from orchdata.loaders.modality import IMAGE
 from orchdata.loaders.paths import SUFFIXES
-from orchdata.loaders.retries import again
+from orchdata.loaders.retries import again, tried
 from orchdata.loaders.sealed import head_of, opened, verify_body
 from orchdata.loaders.table import Columns, TableSize, views
 from orchdata.loaders.totals import Totals
@@ -154,12 +155,16 @@ class Index:
             raise self.damaged("it was changed while it was open")
 
     def _mapped(self) -> tuple[dict[str, Any], Columns, int, os.stat_result]:
-        try:
-            return _map(self.path)
-        except FileNotFoundError:
-            raise
-        except OSError as error:
-            return again(str(self.path), "cannot be read", lambda: _map(self.path), error)
+        def mapped_if_there() -> tuple[dict[str, Any], Columns, int, os.stat_result] | None:
+            try:
+                return _map(self.path)
+            except FileNotFoundError:
+                return None
+
+        found = tried(str(self.path), "cannot be read", mapped_if_there)
+        if found is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
+        return found
 
     def __len__(self) -> int:
         return self.num_samples

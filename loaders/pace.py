@@ -17,7 +17,9 @@ _WINDOW_SECONDS: Final = 0.15  # A rate is that of so long,
 _WINDOW_JOBS: Final = 4  # ... and of so many jobs of each thread.
 _GAIN: Final = 1.1  # More threads must be faster by so much; fewer need only be as fast.
 _REST_SECONDS: Final = 15.0  # After neither more nor fewer were faster; storage may change meanwhile.
-_IDLE_SECONDS: Final = 1.0  # Where so long no job is done, it is no short system call that is waited for.
+_SHORT_SECONDS: Final = (
+    1.0  # Whoever takes longer hinders nobody, as he waits, or has jobs that many threads may share.
+)
 
 
 class Pace:
@@ -29,12 +31,15 @@ class Pace:
 
     def __init__(self, most: int, now: float) -> None:
         self._most = most
-        self._last = now
-        self._restart(now)
+        self.at_work = self._best = most
+        self._best_rate = 0.0
+        self._rest_until = now
+        self._downwards = True
+        self._settling = 0
+        self._open(now)
 
     def done(self, amount: float, now: float) -> None:
         """A job of so much is done; times in seconds."""
-        self._last = now
         if self._settling:  # jobs that began before the last change
             self._settling -= 1
             if not self._settling:
@@ -46,23 +51,6 @@ class Pace:
         if seconds >= _WINDOW_SECONDS and self._jobs >= _WINDOW_JOBS * self.at_work:
             self._judge(self._amount / seconds, now)
             self._open(now)
-
-    def idle_seconds(self, now: float) -> float:
-        """Until threads that wait are let in whatever was found: 0 where that is now, and trials begin anew."""
-        left = self._last + _IDLE_SECONDS - now
-        if left > 0:
-            return left
-        self._last = now
-        self._restart(now)
-        return 0.0
-
-    def _restart(self, now: float) -> None:
-        self.at_work = self._best = self._most
-        self._best_rate = 0.0
-        self._rest_until = now
-        self._downwards = True
-        self._settling = 0
-        self._open(now)
 
     def _open(self, now: float) -> None:
         self._since, self._amount, self._jobs = now, 0.0, 0
@@ -98,7 +86,7 @@ class Pace:
 
 
 class Turns:
-    """Lets as many threads into its block at once as `Pace` says, and more where those inside get nothing done.
+    """Lets as many threads into its block at once as `Pace` says; those inside for long are not counted.
 
     Attributes:
         ended: nobody is to begin anything any more.
@@ -107,7 +95,7 @@ class Turns:
     def __init__(self, most: int) -> None:
         self.ended = False
         self._pace = Pace(most, time.monotonic())
-        self._inside = 0
+        self._begun: dict[int, float] = {}  # by thread: when its turn began
         self._changed = threading.Condition()
 
     @contextmanager
@@ -119,18 +107,20 @@ class Turns:
             yield amounts.append
         finally:
             with self._changed:
-                self._inside -= 1
+                del self._begun[threading.get_ident()]
                 if amounts:
                     self._pace.done(sum(amounts), time.monotonic())
                 self._changed.notify_all()
 
     def _enter(self) -> None:
         with self._changed:
-            while not self.ended and self._inside >= self._pace.at_work:
-                left = self._pace.idle_seconds(time.monotonic())
-                if left:
-                    self._changed.wait(left)
-            self._inside += 1
+            while not self.ended:
+                now = time.monotonic()
+                counted = [begun for begun in self._begun.values() if now - begun < _SHORT_SECONDS]
+                if len(counted) < self._pace.at_work:
+                    break
+                self._changed.wait(min(counted) + _SHORT_SECONDS - now)
+            self._begun[threading.get_ident()] = time.monotonic()
 
     def end(self) -> None:
         """Let nobody wait any longer."""

@@ -19,8 +19,8 @@ T = TypeVar("T")
 PAUSES_SECONDS: Final = (0.05, 0.2, 0.8)
 BUILD_SECONDS: Final = 60.0
 _LONGEST_PAUSE_SECONDS: Final = 8.0
-# What no waiting mends: there is no such file, or the path cannot be one.
-_LASTING: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS})
+# What no waiting mends: there is no such file, the path cannot be one, or it may not be as large.
+_LASTING: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS, errno.EFBIG})
 
 
 def tried(url: str, doing: str, call: Callable[[], T]) -> T:

@@ -213,7 +213,8 @@ class _Scan:
                 end = max(end, batch.offsets[-1] + batch.sizes[-1])  # a link's content is further ahead
         table = self._table
         if damage is not None and len(table):
-            # The archive ends inside this sample, or right after it: it is not known to be whole.
+            # The archive ends inside this sample, or right after it: it is not known to be whole, whatever else it is.
+            table.errors.pop(len(table) - 1, None)
             table.fail_structure(len(table) - 1, damage)
         if not len(table):
             lost_bytes = 0 if damage is None else self._file.size

@@ -46,38 +46,39 @@ def test_storage_that_becomes_slow_gets_more_threads() -> None:
     assert worked(Pace(8, 0.0), rate, 120)[8] > 50
 
 
-def test_large_jobs_behind_many_small_ones_have_all_threads() -> None:
-    """Where one thread was best, and then nothing is done for a second, those that wait are let in."""
-    found = Pace(8, 0.0)
-    worked(found, lambda threads, _: 1400 / threads, 10)
-    assert found.at_work == 1
-    assert found.idle_seconds(10.5) > 0 and found.at_work == 1
-    assert found.idle_seconds(11.5) == 0 and found.at_work == 8
-
-
 def test_few_large_jobs_are_not_slowed_down_by_trials() -> None:
     spent = worked(Pace(8, 0.0), lambda threads, _: 0.01 * threads, 300)
     assert spent[8] == sum(spent.values())
 
 
-def test_a_job_that_hangs_keeps_nobody_out() -> None:
-    turns, hangs = Turns(2), threading.Event()
+def test_threads_that_hang_take_nobody_s_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are not at work: the others go on one at a time, and wait for nothing."""
+    monkeypatch.setattr(pace, "_SHORT_SECONDS", 0.0)
+    turns, hangs, inside = Turns(3), threading.Event(), threading.Semaphore(0)
     turns._pace.at_work = 1
 
     def hang() -> None:
         with turns.turn():
+            inside.release()
             hangs.wait()
 
-    thread = threading.Thread(target=hang)
-    thread.start()
-    with turns.turn() as tell:
-        tell(1.0)
+    threads = [threading.Thread(target=hang) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+        assert inside.acquire(timeout=60)
+    monkeypatch.setattr(pace, "_SHORT_SECONDS", 3600.0)
+    turns._begun.update(dict.fromkeys(turns._begun, -3600.0))  # an hour ago
+    for _ in range(100):
+        with turns.turn() as tell:
+            tell(1.0)
     hangs.set()
-    thread.join()
+    for thread in threads:
+        thread.join()
+    assert not turns._begun
 
 
 def test_no_more_are_inside_than_may_be_and_the_end_lets_all_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pace, "_IDLE_SECONDS", 3600.0)
+    monkeypatch.setattr(pace, "_SHORT_SECONDS", 3600.0)
     turns, inside, most_inside = Turns(1), 0, 0
     entered = threading.Semaphore(0)
     leave = threading.Event()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gzip
 import os
+import shutil
 import tempfile
 import threading
 from collections.abc import Callable
@@ -117,6 +118,43 @@ def test_a_full_cache_ends_a_build_and_records_nothing(
         with pytest.raises(StorageError, match="No space left on device"):
             build_index(shards, Recipe(), retry_seconds=0)
     assert not len(build_index(shards, Recipe()).bad_rows())
+
+
+@pytest.mark.parametrize("removed", [False, True])
+def test_a_moment_of_trouble_while_merging_costs_nothing(
+    texts: list[str], monkeypatch: pytest.MonkeyPatch, removed: bool
+) -> None:
+    sync, refused = os.fsync, []
+
+    def refuse_once(fd: int) -> None:
+        if not refused:
+            refused.append(fd)
+            if removed:
+                shutil.rmtree(CacheFolder().root / "index")
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        sync(fd)
+
+    monkeypatch.setattr(os, "fsync", refuse_once)
+    with pytest.warns(UserWarning, match=r"\.index: cannot be written: Input/output error; trying again"):
+        index = build_index(texts, Recipe())
+    assert refused and not len(index.bad_rows())
+
+
+def test_an_index_that_is_not_there_is_none_after_a_moment_of_trouble_too(
+    shards: list[str], no_pauses: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opening, refused = os.open, []
+
+    def refuse_once(path: Any, *arguments: Any, **options: Any) -> int:
+        if str(path).endswith(".index") and not refused:
+            refused.append(path)
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return opening(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", refuse_once)
+    assert open_index(shards, Recipe()) is None and refused
+    refused.clear()
+    assert not len(build_index(shards, Recipe()).bad_rows()) and refused
 
 
 def test_patience_is_for_the_whole_build_and_not_for_each_shard() -> None:
