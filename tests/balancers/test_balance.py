@@ -126,6 +126,7 @@ def test_other_integer_inputs_give_the_same() -> None:
     assert balance(costs.tolist(), 4).rank.tolist() == expected
 
 
+@pytest.mark.slow
 def test_arrays_that_may_not_be_written_are_taken() -> None:
     costs, owner = np.array([5, 4, 3, 3, 1]), np.array([0, 0, 0, 1, 1], np.int32)
     costs.flags.writeable = owner.flags.writeable = False

@@ -134,6 +134,7 @@ def test_bench_index() -> None:
     assert found["again, nothing changed"].median > 0
 
 
+@pytest.mark.slow
 def test_bench_throughput() -> None:
     config = throughput.ThroughputBench(samples=24, batch_size=4, workers=2, repeats=1)
     found = by_name(make_report("orchdata bench throughput", config, throughput.run(config)))

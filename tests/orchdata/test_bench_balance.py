@@ -47,6 +47,7 @@ def test_demands_are_asked_at_full_size_only() -> None:
     assert Scale().ranks(512) == 512
 
 
+@pytest.mark.slow
 def test_tables_have_a_row_for_each_distribution(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ORCHDATA_FIXTURES", str(tmp_path))
     config = run.BalanceBench(ranks=600, samples_per_rank=1)

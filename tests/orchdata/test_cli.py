@@ -220,6 +220,7 @@ def test_bench_options_are_the_fields_of_its_configuration(name: str, module: st
     assert options == {option: getattr(config, option) for option in options}
 
 
+@pytest.mark.slow
 def test_bench_plan_reports_what_it_measured(tmp_path: Path) -> None:
     arguments = ("--ranks", 4, "--samples", 2_000, "--repeats", 2, "--folder", tmp_path)
     report = run_json("bench", "plan", *arguments)

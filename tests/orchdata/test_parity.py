@@ -1,8 +1,9 @@
 """Training parity: balancing changes who computes what, and nothing else.
 
 A torchrun job of gloo ranks trains each suite (parity_job.py), and the tests look at what it found. Daily: two ranks,
-{DDP, FSDP2} x assignments x {packed, padded} x {one, several microbatches}, and every pair of all other values; three
-ranks. Steps are laid out so that each modality is missing on one rank, on all, and on none.
+{DDP, FSDP2} x assignments x {packed, padded} x {one, several microbatches}, and every pair of all other values; slow:
+all of them, and three and four ranks. Steps are laid out so that each modality is missing on one rank, on all, and on
+none.
 """
 
 from __future__ import annotations

@@ -123,6 +123,7 @@ def test_groups_of_our_own_wait_as_long_as_told_or_as_the_job(ranks: Ranks) -> N
     assert [rank["timeouts"] for rank in ranks] == [[mesh_job.LIMIT_SECONDS, 7.0] * 2] * 2
 
 
+@pytest.mark.slow
 def test_a_reader_that_is_stopped_ends_its_peers_within_the_timeout(shards: Path, tmp_path: Path) -> None:
     with (tmp_path / "log").open("w+b") as log:
         torchrun(

@@ -103,7 +103,6 @@ MORE_RANKS = [
 ]
 SUITES = {
     "2 ranks": Suite(2, EVERY_DAY + GUARDS),
-    "3 ranks": Suite(3, [Case("ddp", ASSIGNMENTS[-1], microbatched=True), Case("fsdp2", ASSIGNMENTS[-1], "padded")]),
     "3 ranks, more": Suite(3, MORE_RANKS, slow=True),
     "4 ranks, more": Suite(4, MORE_RANKS, slow=True),
 } | {
