@@ -108,7 +108,7 @@ def build_index(
     fingerprint = recipe.fingerprint()
     patience = Patience(retry_seconds, lambda error: _warn_of(error, retry_seconds))
     builder = patience.keep_trying(lambda: _Builder(recipe, fingerprint, cache, force), StorageError)
-    path = patience.keep_trying(lambda: index_path(urls, fingerprint, cache), StorageError)
+    path = index_path(urls, fingerprint, cache)
     paths = [absolute(url) for url in urls]
     load_decoders()
     refuse_repeats(paths, num_threads=workers)
@@ -122,7 +122,7 @@ def build_index(
         known = kept is not None and kept.build_id == build_id
         if kept is not None and known and not force and kept.fingerprint == content_fingerprint(shards, fingerprint):
             return kept
-        cache.make("index")  # it may have been removed while shards were measured
+        cache.make("index")
         merge_tables(path, tables, RecipeIdentity(fingerprint, recipe.describe()), build_id=build_id)
         return Index(path)
 

@@ -320,14 +320,6 @@ class _Rows:
         self._members = array("q")  # as MEMBERS
 
     def add(self, sample: _Sample, measured: Measured) -> None:
-        self._add_parts(sample, measured)
-        self._samples.extend(
-            (measured.llm_tokens, measured.loss_tokens, len(measured.parts), len(measured.used_members))
-        )
-        self._keys.append(sample.key)
-        self._errors.append(None)
-
-    def _add_parts(self, sample: _Sample, measured: Measured) -> None:
         used, members = measured.used_members, sample.members
         numbers = self.field_numbers
         for index in used:
@@ -342,6 +334,9 @@ class _Rows:
             for index, member in enumerate(members):
                 if index not in used:
                     self.ignored[member.field] += 1
+        self._samples.extend((measured.llm_tokens, measured.loss_tokens, len(measured.parts), len(used)))
+        self._keys.append(sample.key)
+        self._errors.append(None)
 
     def add_bad(self, sample: _Sample, error: FieldError) -> None:
         for member in sample.members:

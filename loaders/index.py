@@ -391,7 +391,8 @@ def open_index(urls: Sequence[str], recipe: Recipe, *, cache: CacheFolder | None
 
 def index_path(urls: Sequence[str], recipe: str, cache: CacheFolder) -> Path:
     """Where the index of these shards under a recipe fingerprint is kept: no shard is looked at to know."""
-    return cache.file("index", digest([TABLE_FORMAT, RULES, recipe, [absolute(url) for url in urls]]) + ".index")
+    name = digest([TABLE_FORMAT, RULES, recipe, [absolute(url) for url in urls]])
+    return cache.root / "index" / f"{name}.index"
 
 
 def absolute(url: str) -> str:

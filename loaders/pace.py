@@ -17,9 +17,7 @@ _WINDOW_SECONDS: Final = 0.15  # A rate is that of so long,
 _WINDOW_JOBS: Final = 4  # ... and of so many jobs of each thread.
 _GAIN: Final = 1.1  # More threads must be faster by so much; fewer need only be as fast.
 _REST_SECONDS: Final = 15.0  # After neither more nor fewer were faster; storage may change meanwhile.
-_SHORT_SECONDS: Final = (
-    1.0  # Whoever takes longer hinders nobody, as he waits, or has jobs that many threads may share.
-)
+_SHORT_SECONDS: Final = 1.0  # Whoever takes longer waits, or has large jobs: he is not counted.
 
 
 class Pace:
