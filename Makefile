@@ -3,7 +3,6 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-SOURCES := orchdata loaders balancers native
 LINKS := .typing/orchdata
 ARGS ?=
 
@@ -21,14 +20,15 @@ test-slow: $(STAMP)
 check: $(STAMP) typing
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	MYPYPATH=.typing $(BIN)/mypy -p orchdata
+	MYPYPATH=.typing $(BIN)/mypy -p orchdata -p benchmarks
 
 format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 bench: $(STAMP)
-	$(BIN)/orchdata bench balance
+	$(BIN)/python -m benchmarks.balance
+	$(BIN)/python -m benchmarks.post_balance
 	$(BIN)/orchdata bench plan
 	$(BIN)/orchdata bench index
 	$(BIN)/orchdata bench throughput
@@ -48,7 +48,7 @@ $(STAMP): pyproject.toml constraints.txt scripts/torchaudio_cpu.py
 # Type checkers cannot follow the mapping of the root folders into one package: show them links instead.
 .PHONY: typing
 typing:
-	@rm -rf .typing && mkdir -p $(LINKS)
+	@rm -rf .typing && mkdir -p $(LINKS) && ln -s ../benchmarks .typing/
 	@for entry in orchdata/*; do ln -s ../../$$entry $(LINKS)/; done
 	@for folder in loaders balancers native; do ln -s ../../$$folder $(LINKS)/$$folder; done
 

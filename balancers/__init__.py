@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from orchdata.balancers.advice import Advice, Option, advise
 from orchdata.balancers.assignment import Assignment, MovedAssignment, lower_bound
-from orchdata.balancers.costs import CostModel, PhaseCost, TransformerCost
-from orchdata.balancers.fit import FittedCost, FittedCosts, fit_phase_cost, fit_phase_costs
+from orchdata.balancers.costs.fit import FittedCost, FittedCosts, fit_phase_cost, fit_phase_costs
+from orchdata.balancers.costs.model import CostModel, PhaseCost, TransformerCost
 from orchdata.balancers.grid import GridAssignment, balance_grid, balance_grouped, grid_round
 from orchdata.balancers.microbatches import split_microbatches
 from orchdata.balancers.moves import balance_from

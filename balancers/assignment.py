@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from orchdata.balancers.checks import checked_costs, checked_ranks_count
-from orchdata.native.bounds import strong_lower_bound
+from orchdata.native.assign.bounds import strong_lower_bound
 from orchdata.native.sorting import descending_order
 
 

@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from orchdata.balancers.assignment import MovedAssignment, loads_of, lower_bound
 from orchdata.balancers.checks import checked_costs, checked_count, checked_ranks, checked_ranks_count
 from orchdata.balancers.moves import moved_fields
-from orchdata.native.minimal_move import solve_from, solve_groups
+from orchdata.native.move.minimal_move import solve_from, solve_groups
 
 TOLERANCE = 1e-3
 BYTES_PER_COST = 4

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from orchdata.balancers.checks import MAX_TOTAL, checked_costs, checked_count, checked_flag, checked_ranks_count
-from orchdata.native.microbatch import split
+from orchdata.native.microbatches.microbatch import split
 
 
 def split_microbatches(

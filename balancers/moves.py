@@ -19,7 +19,7 @@ from orchdata.balancers.checks import (
     checked_ranks_count,
     checked_tolerance,
 )
-from orchdata.native.minimal_move import solve_from
+from orchdata.native.move.minimal_move import solve_from
 
 
 def balance_from(

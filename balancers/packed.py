@@ -21,7 +21,7 @@ from orchdata.balancers.checks import (
     checked_ranks_count,
     checked_tolerance,
 )
-from orchdata.native.packed import solve
+from orchdata.native.assign.packed import solve
 
 
 def balance(

@@ -11,9 +11,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from orchdata.balancers.assignment import Assignment
 from orchdata.balancers.checks import MAX_TOTAL, checked_costs, checked_count, checked_max_samples, checked_ranks_count
-from orchdata.balancers.costs import CostModel, PhaseCost, TransformerCost
+from orchdata.balancers.costs.model import CostModel, PhaseCost, TransformerCost
+from orchdata.native.assign.padded import solve_padded
 from orchdata.native.costs import longest_sequence, sequence_cost
-from orchdata.native.padded import solve_padded
 
 
 def balance_padded(

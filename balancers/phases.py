@@ -17,8 +17,8 @@ from numpy.typing import ArrayLike, NDArray
 from orchdata.balancers.assignment import lower_bound
 from orchdata.balancers.checks import MAX_TOTAL, checked_costs, checked_flag, checked_ranks_count
 from orchdata.balancers.packed import balance
-from orchdata.native.phase_refine import phase_loads
-from orchdata.native.phases import solve_barrier
+from orchdata.native.assign.phase_refine import phase_loads
+from orchdata.native.assign.phases import solve_barrier
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from orchdata.balancers.checks import checked_count
-from orchdata.native import pipeline
-from orchdata.native.pipeline_search import search
+from orchdata.native.microbatches import pipeline
+from orchdata.native.microbatches.pipeline_search import search
 
 NUM_STARTS = 32
 NUM_STEPS = 4_000

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from orchdata.balancers.checks import checked_costs, checked_count, checked_ranks, checked_ranks_count
-from orchdata.native.placement import place_greedily, swap_bins
+from orchdata.native.assign.placement import place_greedily, swap_bins
 
 # 1,024 ranks take about 40 ms, 2,560 about 400 ms and 50 MB; the greedy there takes 60 ms.
 EXACT_RANKS = 1024

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import orchdata as od
-from orchdata.demo.model import ModelConfig, MultimodalLM, Sizes
-from orchdata.demo.setup import fit_to_recipe, make_cost
+from orchdata.reference.model import ModelConfig, MultimodalLM, Sizes
+from orchdata.reference.setup import fit_to_recipe, make_cost
 
 RECIPE = od.Recipe(
     image=od.ImagePreprocessor(patch_size=14, merge=2, min_tokens=4, max_tokens=64),

@@ -170,3 +170,17 @@ def reason_kind(reason: str) -> str:
 
 _QUOTED = re.compile(r"'[^']*'(, '[^']*')*")
 _NUMBER = re.compile(r"(?<![A-Z\d])(?<![A-Z]-)\d+(\.\d+)?")
+
+
+class DecodeError(Exception):
+    """Bytes that cannot be decoded as the recipe and the index say. Never reaches the user.
+
+    Whoever knows the field turns it into a FieldError with `at`.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+    def at(self, field: str) -> FieldError:
+        return FieldError(field, self.reason)

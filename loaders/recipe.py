@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.preprocessors import AudioPreprocessor, ImagePreprocessor, image_grid
-from orchdata.loaders.template import ChatTemplate
-from orchdata.loaders.text import TextPreprocessor
+from orchdata.loaders.modalities.preprocessors import AudioPreprocessor, ImagePreprocessor, image_grid
+from orchdata.loaders.text.preprocessor import TextPreprocessor
+from orchdata.loaders.text.template import ChatTemplate
 
 __all__ = [
     "AudioPreprocessor",

@@ -10,15 +10,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from orchdata.balance import Balance
     from orchdata.balancers import CostModel, PhaseCost, TransformerCost
-    from orchdata.batch import Batch
+    from orchdata.batch.batch import Batch
     from orchdata.dataloader import DataLoader
-    from orchdata.dataset import ShardDataset
-    from orchdata.foreign.balancing import post_balance
-    from orchdata.foreign.peers import StepError
-    from orchdata.foreign.step import PostBatch
-    from orchdata.layout import Packed, Padded
+    from orchdata.dataset.shard_dataset import ShardDataset
+    from orchdata.delivery.policy import ErrorPolicy
     from orchdata.loaders.errors import (
         DamagedIndexError,
         DataError,
@@ -31,48 +27,52 @@ if TYPE_CHECKING:
         TooManyFailures,
     )
     from orchdata.loaders.limits import Limits
-    from orchdata.loaders.order import Shuffle
-    from orchdata.loaders.preprocessors import AudioPreprocessor, ImagePreprocessor
+    from orchdata.loaders.modalities.preprocessors import AudioPreprocessor, ImagePreprocessor
     from orchdata.loaders.recipe import Recipe
-    from orchdata.loaders.samples import Sample
-    from orchdata.loaders.template import ChatTemplate
-    from orchdata.loaders.text import TextPreprocessor
-    from orchdata.plan import Plan
-    from orchdata.policy import ErrorPolicy
-    from orchdata.ranks.exchanging import exchange
+    from orchdata.loaders.samples.sample import Sample
+    from orchdata.loaders.text.preprocessor import TextPreprocessor
+    from orchdata.loaders.text.template import ChatTemplate
+    from orchdata.order.order import Shuffle
+    from orchdata.planning.balance import Balance
+    from orchdata.planning.layout import Packed, Padded
+    from orchdata.planning.plan import Plan
+    from orchdata.planning.route import Route, make_route
+    from orchdata.post_balancing.loader import post_balance
+    from orchdata.post_balancing.peers import StepError
+    from orchdata.post_balancing.step import PostBatch
+    from orchdata.ranks.exchange import exchange
     from orchdata.ranks.parallel import DataParallel
-    from orchdata.ranks.route import Route, make_route
 
 __version__ = "0.1.0"
 
 # Where each public name lives; the imports above say the same to type checkers, and a test compares the two.
 _HOMES = {
     "DataLoader": "orchdata.dataloader",
-    "ShardDataset": "orchdata.dataset",
+    "ShardDataset": "orchdata.dataset.shard_dataset",
     "Recipe": "orchdata.loaders.recipe",
-    "ImagePreprocessor": "orchdata.loaders.preprocessors",
-    "AudioPreprocessor": "orchdata.loaders.preprocessors",
-    "TextPreprocessor": "orchdata.loaders.text",
-    "ChatTemplate": "orchdata.loaders.template",
+    "ImagePreprocessor": "orchdata.loaders.modalities.preprocessors",
+    "AudioPreprocessor": "orchdata.loaders.modalities.preprocessors",
+    "TextPreprocessor": "orchdata.loaders.text.preprocessor",
+    "ChatTemplate": "orchdata.loaders.text.template",
     "Limits": "orchdata.loaders.limits",
     "CostModel": "orchdata.balancers",
     "PhaseCost": "orchdata.balancers",
     "TransformerCost": "orchdata.balancers",
-    "Balance": "orchdata.balance",
+    "Balance": "orchdata.planning.balance",
     "DataParallel": "orchdata.ranks.parallel",
-    "Shuffle": "orchdata.loaders.order",
-    "Packed": "orchdata.layout",
-    "Padded": "orchdata.layout",
-    "Batch": "orchdata.batch",
-    "Plan": "orchdata.plan",
-    "Sample": "orchdata.loaders.samples",
-    "exchange": "orchdata.ranks.exchanging",
-    "post_balance": "orchdata.foreign.balancing",
-    "PostBatch": "orchdata.foreign.step",
-    "StepError": "orchdata.foreign.peers",
-    "Route": "orchdata.ranks.route",
-    "make_route": "orchdata.ranks.route",
-    "ErrorPolicy": "orchdata.policy",
+    "Shuffle": "orchdata.order.order",
+    "Packed": "orchdata.planning.layout",
+    "Padded": "orchdata.planning.layout",
+    "Batch": "orchdata.batch.batch",
+    "Plan": "orchdata.planning.plan",
+    "Sample": "orchdata.loaders.samples.sample",
+    "exchange": "orchdata.ranks.exchange",
+    "post_balance": "orchdata.post_balancing.loader",
+    "PostBatch": "orchdata.post_balancing.step",
+    "StepError": "orchdata.post_balancing.peers",
+    "Route": "orchdata.planning.route",
+    "make_route": "orchdata.planning.route",
+    "ErrorPolicy": "orchdata.delivery.policy",
     "OrchdataError": "orchdata.loaders.errors",
     "DataError": "orchdata.loaders.errors",
     "ShardError": "orchdata.loaders.errors",

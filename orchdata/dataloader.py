@@ -21,33 +21,33 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from orchdata.balance import Balance, as_balance
 from orchdata.balancers import CostModel
 from orchdata.balancers.checks import checked_count
-from orchdata.batch_sizes import DEFAULT_BATCH_SIZE, batch_sizes
-from orchdata.builders import choose_builders
-from orchdata.cursor import Cursor, Iteration, Steps
-from orchdata.dataset import ShardDataset
-from orchdata.describing import describe_loader
-from orchdata.engines import Engine
-from orchdata.layout import Packed, Padded
+from orchdata.building.step import BuiltStep, StepSpec
+from orchdata.dataset.describe import describe_loader
+from orchdata.dataset.map_style import map_source, say_shared
+from orchdata.dataset.options import Source, SourceOptions
+from orchdata.dataset.shard_dataset import ShardDataset
+from orchdata.dataset.shards import shard_source
+from orchdata.delivery.cursor import Cursor, Iteration, Steps
+from orchdata.delivery.failed_parts import Settling
+from orchdata.delivery.policy import ErrorPolicy, as_policy
+from orchdata.delivery.replicate import ReceivingEngine, Replication
+from orchdata.delivery.state import Position, dump_state, load_state
+from orchdata.delivery.stats import Stats
+from orchdata.engines.choice import choose_builders
+from orchdata.engines.threads import Engine
 from orchdata.loaders.errors import DataError, TooManyFailures
-from orchdata.loaders.order import Shuffle
-from orchdata.map_source import map_source, say_shared
 from orchdata.notices import calling_place, warn_once
-from orchdata.plan import make_plan
-from orchdata.policy import ErrorPolicy, as_policy
+from orchdata.order.batch_sizes import DEFAULT_BATCH_SIZE, batch_sizes
+from orchdata.order.order import Shuffle
+from orchdata.planning.balance import Balance, as_balance
+from orchdata.planning.layout import Packed, Padded
+from orchdata.planning.plan import make_plan
 from orchdata.ranks.agreement import check_plans
 from orchdata.ranks.comparing import Agreement, Beginning, tells_others
 from orchdata.ranks.gathering import gather_json
 from orchdata.ranks.parallel import Rank, resolve_rank
-from orchdata.ranks.replicate import ReceivingEngine, Replication
-from orchdata.ranks.settling import Settling
-from orchdata.shard_source import shard_source
-from orchdata.sources import Source, SourceOptions
-from orchdata.state import Position, dump_state, load_state
-from orchdata.stats import Stats
-from orchdata.step import BuiltStep, StepSpec
 
 
 class DataLoader:
@@ -251,7 +251,7 @@ class DataLoader:
         self._cursor.set_epoch(checked_count(epoch, "epoch", 0))
 
     def stats(self) -> dict[str, Any]:
-        """Balance, milliseconds by stage and failures of the delivered steps; see `orchdata.stats.Stats.as_dict`."""
+        """Balance, milliseconds by stage and failures of the delivered steps, as `Stats.as_dict` says."""
         return self._stats.as_dict()
 
     def gather_failures(self, group: Any = None) -> list[DataError]:

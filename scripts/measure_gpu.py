@@ -37,16 +37,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from orchdata.balance import Balance
 from orchdata.balancers import CostModel, fit_phase_cost
 from orchdata.bench.harness import WideTable, machine
-from orchdata.costs import IndexCosts
-from orchdata.demo.attention import packed_attention, rotary, rotate
-from orchdata.demo.model import Sizes
-from orchdata.loaders.index import Index
-from orchdata.loaders.order import Order, Shuffle
-from orchdata.loaders.synthetic import synthetic_index
-from orchdata.plan import Plan, PlanSpec, make_plan
+from orchdata.loaders.index.index import Index
+from orchdata.loaders.index.synthetic import synthetic_index
+from orchdata.order.order import Order, Shuffle
+from orchdata.planning.balance import Balance
+from orchdata.planning.costs import IndexCosts
+from orchdata.planning.plan import Plan, PlanSpec, make_plan
+from orchdata.reference.attention import packed_attention, rotary, rotate
+from orchdata.reference.model import Sizes
 
 try:
     from torch.nn.attention.varlen import varlen_attn

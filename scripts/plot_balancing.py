@@ -13,7 +13,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from orchdata.bench.balance.regimes import REGIMES, Regime, Row, rows
+from benchmarks.balance.regimes import REGIMES, Regime, Row, rows
 
 # Grey for what is not balanced; distinct also without colour vision (Okabe and Ito).
 COLOURS = ("#767676", "#e69f00", "#009e73", "#0072b2")

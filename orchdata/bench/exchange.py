@@ -4,8 +4,7 @@
                                   --all_to_all_single--------> bytes/s: rows already grouped, left as they come
                                   --all_gather, index_select-> bytes/s: everything everywhere, the rest dropped
 
-All run in turn in every rank of one gloo job; a repeat takes as long as its slowest rank. Then what `post_balance` adds
-to a step (post_balance.py).
+All run in turn in every rank of one gloo job; a repeat takes as long as its slowest rank.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +25,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from orchdata.balancers.checks import checked_count
-from orchdata.bench import post_balance
 from orchdata.bench.harness import Result
-from orchdata.bench.post_balance import PostBalanceBench
-from orchdata.demo.launch import end_with_parent, leave, torchrun
-from orchdata.ranks.exchanging import exchange
-from orchdata.ranks.route import Route, make_route
+from orchdata.planning.route import Route, make_route
+from orchdata.ranks.exchange import exchange
+from orchdata.reference.launch import end_with_parent, leave, torchrun
 
 Seconds = dict[str, tuple[float, ...]]
 
@@ -47,7 +44,6 @@ class ExchangeBench:
         hidden: width of a row, in bfloat16.
         repeats: of each, in turn, after three rounds that do not count.
         seed: of sizes and assignments.
-        post_balance: measured after that; None to leave it out.
     """
 
     ranks: tuple[int, ...] = (2, 4)
@@ -56,7 +52,6 @@ class ExchangeBench:
     hidden: int = 1_280
     repeats: int = 30
     seed: int = 0
-    post_balance: PostBalanceBench | None = None
 
     def __post_init__(self) -> None:
         for name in ("parts_per_rank", "tokens", "hidden", "repeats"):
@@ -66,12 +61,11 @@ class ExchangeBench:
 
 def run(config: ExchangeBench) -> list[Result]:
     """Measure; raises LaunchError where a rank fails."""
-    exchanged = [result for num_ranks in config.ranks for result in _results(config, num_ranks)]
-    return exchanged + (post_balance.run(config.post_balance, _launch) if config.post_balance else [])
+    return [result for num_ranks in config.ranks for result in _results(config, num_ranks)]
 
 
 def _results(config: ExchangeBench, num_ranks: int) -> list[Result]:
-    seconds: Seconds = _launch("orchdata.bench.exchange", replace(config, post_balance=None), num_ranks)
+    seconds: Seconds = run_job("orchdata.bench.exchange", config, num_ranks)
     moved = int(_tokens(config, num_ranks).sum()) * config.hidden * 2
     size = f"{moved / num_ranks / 2**20:.0f} MiB a rank"
 
@@ -104,8 +98,8 @@ def _results(config: ExchangeBench, num_ranks: int) -> list[Result]:
     ]
 
 
-def _launch(module: str, config: Any, num_ranks: int) -> dict[str, Any]:
-    """What rank 0 of a job wrote."""
+def run_job(module: str, config: Any, num_ranks: int) -> dict[str, Any]:
+    """What rank 0 of a job of `module` wrote, whose ranks are given the configuration and where to write."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         with (Path(folder) / "log").open("w+b") as log:

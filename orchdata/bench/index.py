@@ -19,14 +19,15 @@ from pathlib import Path
 from orchdata.bench.corpus import Corpus
 from orchdata.bench.harness import Result, interleave
 from orchdata.bench.parquet import measure_parquet
-from orchdata.loaders.build import build_index
-from orchdata.loaders.cache import CacheFolder
-from orchdata.loaders.columns import Facts, FactsTable
-from orchdata.loaders.costs import cost_shard
+from orchdata.loaders.index.build import build_index
+from orchdata.loaders.index.shard_costs import cost_shard
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.shards import Shard, open_shard
-from orchdata.loaders.text import TextPreprocessor
+from orchdata.loaders.shards.facts_table import Facts, FactsTable
+from orchdata.loaders.shards.open import open_shard
+from orchdata.loaders.shards.shard import Shard
+from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.text.preprocessor import TextPreprocessor
 
 Tokenizer = Callable[[str], list[int]]
 

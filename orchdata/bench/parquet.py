@@ -17,11 +17,11 @@ from PIL import Image
 
 from orchdata.bench.harness import Result, interleave
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.parquet import ParquetShard
-from orchdata.loaders.parquet_children import measuring
-from orchdata.loaders.parquet_file import ParquetReader
-from orchdata.loaders.parquet_scan import scan
-from orchdata.loaders.storage import LocalFile
+from orchdata.loaders.shards.parquet.children import measuring
+from orchdata.loaders.shards.parquet.file import ParquetReader
+from orchdata.loaders.shards.parquet.scan import scan
+from orchdata.loaders.shards.parquet.shard import ParquetShard
+from orchdata.loaders.storage.storage import LocalFile
 
 SMALL_FILES = 100
 SMALL_ROWS = 20

@@ -17,15 +17,15 @@ from pathlib import Path
 
 import numpy as np
 
-from orchdata.balance import Balance
 from orchdata.balancers import balance_phases
 from orchdata.bench.distributions import OMNI_COST
 from orchdata.bench.harness import Result, interleave
-from orchdata.costs import IndexCosts
-from orchdata.loaders.index import Index
-from orchdata.loaders.order import Order, Shuffle
-from orchdata.loaders.synthetic import synthetic_index
-from orchdata.plan import PlanSpec, make_plan
+from orchdata.loaders.index.index import Index
+from orchdata.loaders.index.synthetic import synthetic_index
+from orchdata.order.order import Order, Shuffle
+from orchdata.planning.balance import Balance
+from orchdata.planning.costs import IndexCosts
+from orchdata.planning.plan import PlanSpec, make_plan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

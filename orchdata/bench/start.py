@@ -15,10 +15,10 @@ def main(path: Path, num_ranks: int, batch_size: int) -> dict[str, float]:
     """Seconds from calling DataLoader to its first plan, and anonymous memory then, in bytes."""
     from orchdata.bench.distributions import OMNI_COST
     from orchdata.dataloader import DataLoader
-    from orchdata.dataset import ShardDataset
-    from orchdata.loaders.index import Index
+    from orchdata.dataset.shard_dataset import ShardDataset
+    from orchdata.loaders.index.index import Index
     from orchdata.loaders.recipe import Recipe
-    from orchdata.plan import make_plan
+    from orchdata.planning.plan import make_plan
 
     class IndexedShards(ShardDataset):
         """Shards of which only the index exists."""

@@ -23,13 +23,13 @@ import torch
 from orchdata.bench.corpus import Corpus
 from orchdata.bench.harness import Result
 from orchdata.dataloader import DataLoader
-from orchdata.dataset import ShardDataset
-from orchdata.loaders.fields import OTHER, classify
-from orchdata.loaders.headers import read_header
+from orchdata.dataset.shard_dataset import ShardDataset
+from orchdata.loaders.modalities.headers import read_header
+from orchdata.loaders.modalities.preprocessors import ImagePreprocessor
 from orchdata.loaders.modality import TEXT
-from orchdata.loaders.preprocessors import ImagePreprocessor
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.samples import AudioPart, ImagePart, Member, Part, Sample, TextPart, decode_sample
+from orchdata.loaders.samples.sample import AudioPart, ImagePart, Member, Part, Sample, TextPart, decode_sample
+from orchdata.loaders.shards.fields import OTHER, classify
 
 Tensors = dict[str, torch.Tensor]
 

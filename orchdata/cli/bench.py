@@ -84,23 +84,6 @@ def throughput(
 
 @app.command()
 @one_line_errors
-def balance(
-    ranks: Annotated[int, typer.Option(help="Simulated ranks of the distribution table.")] = 2_560,
-    samples_per_rank: Annotated[int, typer.Option(help="Samples per rank of the distribution table.")] = 16,
-    repeats: RepeatsOption = 5,
-    seed: SeedOption = 0,
-    quick: Annotated[bool, typer.Option(help="Everything at few ranks, without demands: does it run?")] = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Balancing against its lower bound, its peers and its demands, on made-up and real lengths."""
-    from orchdata.bench.balance.run import BalanceBench, run
-
-    config = BalanceBench(ranks=ranks, samples_per_rank=samples_per_rank, repeats=repeats, seed=seed, quick=quick)
-    _measure("balance", config, run, as_json)
-
-
-@app.command()
-@one_line_errors
 def exchange(
     parts_per_rank: Annotated[int, typer.Option(help="Images that a rank encodes, on average.")] = 32,
     tokens: Annotated[int, typer.Option(help="Median of an image's merged tokens.")] = 128,
@@ -109,14 +92,10 @@ def exchange(
     seed: SeedOption = 0,
     as_json: JsonOption = False,
 ) -> None:
-    """Features between ranks against a plain all-to-all and all-gather-and-drop; what post_balance adds to a step."""
+    """Features between ranks against a plain all-to-all and all-gather-and-drop."""
     from orchdata.bench.exchange import ExchangeBench, run
-    from orchdata.bench.post_balance import PostBalanceBench
 
-    moving = PostBalanceBench(repeats=min(repeats, 10), seed=seed)
-    config = ExchangeBench(
-        parts_per_rank=parts_per_rank, tokens=tokens, hidden=hidden, repeats=repeats, seed=seed, post_balance=moving
-    )
+    config = ExchangeBench(parts_per_rank=parts_per_rank, tokens=tokens, hidden=hidden, repeats=repeats, seed=seed)
     _measure("exchange", config, run, as_json)
 
 
@@ -134,7 +113,7 @@ def train(
 ) -> None:
     """Training a small model unbalanced and balanced in turn, against the gain that plans and fitted costs predict."""
     from orchdata.bench.train import TrainBench, run
-    from orchdata.demo.launch import LaunchError
+    from orchdata.reference.launch import LaunchError
 
     config = TrainBench(
         ranks=ranks,

@@ -15,7 +15,7 @@ from orchdata.progress import progress_bar
 
 if TYPE_CHECKING:
     from orchdata.loaders.errors import DataError
-    from orchdata.loaders.index import Index
+    from orchdata.loaders.index.index import Index
 
 FIRST_FAILURES = 10
 MOST_IGNORED = 20
@@ -58,7 +58,7 @@ def profile(
     """Profile shards: sizes, modalities, what N ranks would lose to imbalance in each scope, and what each reads."""
     rank_counts = ranks_list(ranks)
     from orchdata.balancers import CostModel
-    from orchdata.profile import profile as make_profile
+    from orchdata.profile.profile import profile as make_profile
 
     model = load_object(cost, CostModel, "--cost") if cost is not None else None
     built, _ = _build(paths, recipe, force=False)
@@ -81,9 +81,9 @@ def profile(
 
 def _build(paths: list[str], recipe_name: str | None, *, force: bool) -> tuple[Index, int]:
     """The index, and how many of its shards were scanned now; the others were known."""
-    from orchdata.loaders.build import BuildProgress, build_index
-    from orchdata.loaders.paths import expand_paths
+    from orchdata.loaders.index.build import BuildProgress, build_index
     from orchdata.loaders.recipe import Recipe
+    from orchdata.loaders.storage.paths import expand_paths
 
     recipe = load_object(recipe_name, Recipe, "--recipe") if recipe_name is not None else Recipe()
     urls = expand_paths(paths)
@@ -100,7 +100,7 @@ def _build(paths: list[str], recipe_name: str | None, *, force: bool) -> tuple[I
 
 def index_report(index: Index, scanned: int, seconds: float) -> dict[str, Any]:
     """What indexing found, JSON-safe."""
-    from orchdata.profile import count_reasons, split_failures
+    from orchdata.profile.profile import count_reasons, split_failures
 
     bad_samples, failed_shards = split_failures(index)
     return {

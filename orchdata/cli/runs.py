@@ -45,7 +45,7 @@ def demo(
 ) -> None:
     """Make a dataset, profile it, and train a small multimodal LLM on 2 ranks, unbalanced and balanced."""
     from orchdata.demo import DemoConfig, render, run_demo
-    from orchdata.demo.launch import LaunchError
+    from orchdata.reference.launch import LaunchError
 
     config = DemoConfig(samples=samples, steps=steps, batch_size=batch_size, seed=seed)
     try:

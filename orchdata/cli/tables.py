@@ -11,8 +11,8 @@ from rich.text import Text
 from orchdata.cli.output import human_bytes
 
 if TYPE_CHECKING:
-    from orchdata.profile import Profile
-    from orchdata.scales import Scale
+    from orchdata.profile.profile import Profile
+    from orchdata.profile.scales import Scale
 
 MOST_REASONS = 5
 

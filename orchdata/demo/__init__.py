@@ -1,7 +1,7 @@
 """`orchdata demo`: make a dataset, profile it, train a small multimodal LLM on it unbalanced and balanced, report.
 
     OMNI --synthesize--> shards --index--> profile
-                           +--torchrun, 2 ranks: orchdata.demo.train--> records --> DemoReport
+                           +--torchrun, 2 ranks: orchdata.reference.lanes--> records --> DemoReport
 
 Everything lies in one temporary folder, the index included, and goes with it.
 """
@@ -18,10 +18,11 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from orchdata.demo.report import DemoReport, compare_curves, fastest_repeats, render, summarise_lane
+from orchdata.demo.report import DemoReport, render
+from orchdata.reference.records import compare_curves, fastest_repeats, summarise_lane
 
 if TYPE_CHECKING:
-    from orchdata.profile import Profile
+    from orchdata.profile.profile import Profile
     from orchdata.synth import SynthReport
 
 __all__ = ["DemoConfig", "DemoReport", "render", "run_demo"]
@@ -95,10 +96,10 @@ def run_demo(config: DemoConfig | None = None, *, progress: Progress | None = No
 
 def _profile(config: DemoConfig, dataset: SynthReport, folder: Path, tell: Progress) -> Profile:
     """Index the shards, which the ranks will need, and profile them."""
-    from orchdata.demo.setup import make_cost, make_model_config, make_recipe
-    from orchdata.loaders.build import build_index
-    from orchdata.loaders.cache import CacheFolder
-    from orchdata.profile import profile
+    from orchdata.loaders.index.build import build_index
+    from orchdata.loaders.storage.cache import CacheFolder
+    from orchdata.profile.profile import profile
+    from orchdata.reference.setup import make_cost, make_model_config, make_recipe
 
     recipe = make_recipe()
     index = build_index(
@@ -112,8 +113,8 @@ def _profile(config: DemoConfig, dataset: SynthReport, folder: Path, tell: Progr
 
 
 def _train(config: DemoConfig, dataset: SynthReport, folder: Path, tell: Progress) -> dict[str, Any]:
-    """Train on all ranks; returns what `orchdata.demo.train.train` does."""
-    from orchdata.demo.launch import torchrun
+    """Train on all ranks; returns what `orchdata.reference.lanes.train` does."""
+    from orchdata.reference.launch import torchrun
 
     task = {
         "shards": [str(path) for path in dataset.paths],
@@ -127,7 +128,7 @@ def _train(config: DemoConfig, dataset: SynthReport, folder: Path, tell: Progres
     task_path.write_text(json.dumps(task))
     with (folder / "ranks.log").open("w+b") as log:
         torchrun(
-            ["-m", "orchdata.demo.train", str(task_path), str(result_path)],
+            ["-m", "orchdata.reference.lanes", str(task_path), str(result_path)],
             num_ranks=config.ranks,
             environment={"ORCHDATA_CACHE": str(folder / "cache")},
             log=log,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from orchdata.balancers import Assignment
-from orchdata.balancers.costs import CostModel, PhaseCost, TransformerCost
+from orchdata.balancers.costs.model import CostModel, PhaseCost, TransformerCost
 from orchdata.balancers.padded import balance_padded
 from orchdata.bench.distributions import DISTRIBUTIONS
 

@@ -10,7 +10,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from orchdata.balancers.pipeline import order_after_disttrain, order_microbatches, simulate_1f1b
-from orchdata.native.pipeline import run_all
+from orchdata.native.microbatches.pipeline import run_all
 
 # The first call of a kernel compiles or loads it.
 settings.register_profile("kernels", deadline=None)

@@ -25,21 +25,21 @@ import pytest
 from shard_factory import audio, jpeg
 
 import orchdata as od
-import orchdata.buffers
-from orchdata.loaders.build import build_index
+import orchdata.building.memory
 from orchdata.loaders.errors import DataError, FieldError
-from orchdata.loaders.fields import SPARSE
+from orchdata.loaders.index.build import build_index
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.measure import Measured, measure
-from orchdata.loaders.members import Member
+from orchdata.loaders.modalities.preprocessors import AudioPreprocessor, ImagePreprocessor
 from orchdata.loaders.modality import AUDIO, IMAGE, TEXT
-from orchdata.loaders.parquet import ParquetShard
-from orchdata.loaders.parquet_children import measuring
-from orchdata.loaders.preprocessors import AudioPreprocessor, ImagePreprocessor
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.storage import LocalFile
-from orchdata.loaders.tar import TarShard
-from orchdata.loaders.tarwalk import walk_any
+from orchdata.loaders.samples.measure import Measured, measure
+from orchdata.loaders.samples.members import Member
+from orchdata.loaders.shards.fields import SPARSE
+from orchdata.loaders.shards.parquet.children import measuring
+from orchdata.loaders.shards.parquet.shard import ParquetShard
+from orchdata.loaders.shards.tar import TarShard
+from orchdata.loaders.shards.tar_walk import walk_any
+from orchdata.loaders.storage.storage import LocalFile
 
 
 def measured(members: Sequence[Member], limits: Limits, text: bytes = b"hello", **recipe: Any) -> Measured:
@@ -365,7 +365,7 @@ def test_a_step_without_memory_names_its_largest_samples(tmp_path: Path, monkeyp
     def none_left(descriptor: int, length: int) -> mmap.mmap:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    monkeypatch.setattr(orchdata.buffers, "mmap", SimpleNamespace(mmap=none_left))
+    monkeypatch.setattr(orchdata.building.memory, "mmap", SimpleNamespace(mmap=none_left))
     for threads in (0, 2):
         loader = od.DataLoader(od.ShardDataset(shard), batch_size=3, on_error="skip", num_threads=threads)
         with pytest.raises(MemoryError) as raised:
@@ -383,8 +383,8 @@ def none_left(*_: object, **__: object) -> None:
 @pytest.mark.parametrize(
     ("field", "content", "target"),
     [
-        ("jpg", jpeg(60, 60), "orchdata.loaders.images.decode_jpeg"),
-        ("wav", audio(0.1), "orchdata.loaders.sound.open_sound"),
+        ("jpg", jpeg(60, 60), "orchdata.loaders.modalities.image_decode.decode_jpeg"),
+        ("wav", audio(0.1), "orchdata.loaders.modalities.sound.open_sound"),
     ],
 )
 def test_memory_that_runs_out_in_a_decoder_is_no_bad_sample(
@@ -399,7 +399,7 @@ def test_memory_that_runs_out_in_a_decoder_is_no_bad_sample(
 
 
 @pytest.mark.parametrize(
-    ("field", "target"), [("webp", "PIL.Image.open"), ("mp3", "orchdata.loaders.sound.open_sound")]
+    ("field", "target"), [("webp", "PIL.Image.open"), ("mp3", "orchdata.loaders.modalities.sound.open_sound")]
 )
 def test_memory_that_runs_out_in_a_header_is_no_bad_sample(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str, target: str

@@ -17,15 +17,15 @@ import pytest
 from shard_factory import omni_shards, write_shard
 
 import orchdata as od
-from orchdata.loaders import build as build_module
-from orchdata.loaders import costs as costs_module
-from orchdata.loaders.build import build_index
-from orchdata.loaders.cache import CacheFolder
 from orchdata.loaders.errors import FieldError, StorageError, TooManyFailures
-from orchdata.loaders.index import open_index
+from orchdata.loaders.index import build as build_module
+from orchdata.loaders.index import shard_costs as costs_module
+from orchdata.loaders.index.build import build_index
+from orchdata.loaders.index.index import open_index
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.retries import Patience
-from orchdata.loaders.storage import LocalFile
+from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.retries import Patience
+from orchdata.loaders.storage.storage import LocalFile
 
 Call = Callable[..., Any]
 
@@ -109,7 +109,7 @@ def test_under_skip_too_trouble_in_training_ends_the_run(
     assert loader.stats()["failures"]["count"] == 0
 
 
-@pytest.mark.parametrize("name", ["orchdata.loaders.cache.create_beside", "os.fsync"])
+@pytest.mark.parametrize("name", ["orchdata.loaders.storage.cache.create_beside", "os.fsync"])
 def test_a_full_cache_ends_a_build_and_records_nothing(
     shards: list[str], no_pauses: None, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -224,7 +224,7 @@ def test_what_says_nothing_about_the_data_ends_the_build(
 
 
 def test_whatever_scanning_a_shard_raises_is_its_failure(texts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from orchdata.loaders.tar import TarShard
+    from orchdata.loaders.shards.tar import TarShard
 
     facts = TarShard.facts
 
@@ -311,8 +311,8 @@ def test_what_a_decoder_is_refused_is_no_damage(
         raise OSError(number, os.strerror(number), "/lib/some_decoder.so")
 
     with monkeypatch.context() as patch:
-        patch.setattr("orchdata.loaders.tar.read_header", refuse)
-        patch.setattr("orchdata.loaders.tar.scan_media", refuse)
+        patch.setattr("orchdata.loaders.shards.tar.read_header", refuse)
+        patch.setattr("orchdata.loaders.shards.tar.scan_media", refuse)
         with pytest.raises(StorageError, match=rf"some_decoder.so: cannot be used: {os.strerror(number)}"):
             build_index(shard, Recipe(), retry_seconds=0)
     assert not len(build_index(shard, Recipe()).bad_rows())

@@ -204,7 +204,6 @@ def test_synth_refuses_no_samples(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "module"),
     [
-        ("balance", "balance.run"),
         ("plan", "plan"),
         ("index", "index"),
         ("throughput", "throughput"),

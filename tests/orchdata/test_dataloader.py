@@ -182,7 +182,7 @@ def test_resume_on_another_number_of_ranks(dataset: od.ShardDataset) -> None:
 
 
 def test_resume_reads_no_skipped_sample(dataset: od.ShardDataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    from orchdata.stored import StoredSample
+    from orchdata.loaders.index.stored import StoredSample
 
     one = loader(dataset, global_batch_size=10)
     for _ in zip(range(4), one.steps(), strict=False):

@@ -18,8 +18,8 @@ import pytest
 from rich.console import Console
 
 from orchdata.demo import DemoConfig, DemoReport, render, run_demo
-from orchdata.demo.launch import LaunchError, torchrun
-from orchdata.demo.report import compare_curves, summarise_lane
+from orchdata.reference.launch import LaunchError, torchrun
+from orchdata.reference.records import compare_curves, summarise_lane
 
 SHORT = DemoConfig(samples=48, steps=4, block_steps=2, warmup_steps=1, batch_size=4)
 
@@ -153,12 +153,13 @@ def is_running(pid: int) -> bool:
 def test_no_process_outlives_the_demo(tmp_path: Path, ending: signal.Signals) -> None:
     sleeper = tmp_path / "sleeper.py"
     sleeper.write_text(
-        "import time; from orchdata.demo.launch import end_with_parent; end_with_parent(); print('{}', flush=True)\n"
+        "import time; from orchdata.reference.launch import end_with_parent\n"
+        "end_with_parent(); print('{}', flush=True)\n"
         'print(\'{"done": 1, "total": 1}\', flush=True); time.sleep(1000)'
     )
     runner = tmp_path / "runner.py"
     runner.write_text(
-        "import sys\nfrom orchdata.demo.launch import torchrun\n"
+        "import sys\nfrom orchdata.reference.launch import torchrun\n"
         f"torchrun([{str(sleeper)!r}], num_ranks=2, environment={{}}, log=open({str(tmp_path / 'log')!r}, 'w+b'),\n"
         "         progress=lambda done, total: print('up', flush=True))"
     )

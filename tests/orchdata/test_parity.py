@@ -18,7 +18,7 @@ from parity_job import LAYOUTS, NUM_EPOCHS, RECIPE, SUITES, WRAPPERS, Case, Suit
 from webdataset import TarWriter
 
 import orchdata as od
-from orchdata.demo.launch import torchrun
+from orchdata.reference.launch import torchrun
 from orchdata.synth import make_sample, read_description
 
 JOB = Path(__file__).parents[1] / "support" / "parity_job.py"

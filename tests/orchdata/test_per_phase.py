@@ -20,11 +20,11 @@ from torch import Tensor
 
 import orchdata as od
 from orchdata.balancers import lower_bound
-from orchdata.layout import Layout
-from orchdata.loaders.order import Order, Shuffle
-from orchdata.part_plan import Parts
-from orchdata.plan import Plan, PlanSpec, make_plan
-from orchdata.ranks.route import Route
+from orchdata.order.order import Order, Shuffle
+from orchdata.planning.layout import Layout
+from orchdata.planning.parts import Parts
+from orchdata.planning.plan import Plan, PlanSpec, make_plan
+from orchdata.planning.route import Route
 
 PER_PHASE = od.Balance(assignment="per_phase")
 

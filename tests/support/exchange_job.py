@@ -25,9 +25,9 @@ from torch import Tensor
 from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.utils.checkpoint import checkpoint
 
-from orchdata.demo.launch import end_with_parent, leave
-from orchdata.ranks.exchanging import exchange
-from orchdata.ranks.route import Route, make_route
+from orchdata.planning.route import Route, make_route
+from orchdata.ranks.exchange import exchange
+from orchdata.reference.launch import end_with_parent, leave
 
 PATIENCE = timedelta(seconds=60)
 IMPATIENCE = timedelta(seconds=3)

@@ -34,11 +34,11 @@ from failing_calls import Control, Fault
 from shard_factory import RECIPE
 
 import orchdata as od
-from orchdata.loaders import retries
-from orchdata.loaders.build import build_index
-from orchdata.loaders.cache import CacheFolder
-from orchdata.loaders.index import Index
-from orchdata.loaders.parquet_children import measuring
+from orchdata.loaders.index.build import build_index
+from orchdata.loaders.index.index import Index
+from orchdata.loaders.shards.parquet.children import measuring
+from orchdata.loaders.storage import retries
+from orchdata.loaders.storage.cache import CacheFolder
 
 
 def index_digest(index: Index) -> str:
@@ -147,9 +147,9 @@ def hurry() -> None:
 @contextlib.contextmanager
 def swallowing_trouble() -> Iterator[None]:
     """The fault that trials are to find: what the system refuses becomes a shard's failure, as if it were damaged."""
-    from orchdata.loaders import build
-    from orchdata.loaders.columns import Facts, FactsMeta, shard_failure
+    from orchdata.loaders.index import build
     from orchdata.loaders.limits import limits_fingerprint
+    from orchdata.loaders.shards.facts_table import Facts, FactsMeta, shard_failure
 
     sound = build.load_facts  # type: ignore[attr-defined]
 

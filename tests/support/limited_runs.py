@@ -147,7 +147,7 @@ def misbehave(way: str) -> None:
 def examine(shards: list[str]) -> dict[str, Any]:
     """Index the shards, and take one epoch of what can be used."""
     import orchdata as od
-    from orchdata.loaders.build import build_index
+    from orchdata.loaders.index.build import build_index
 
     limits = od.Limits(sample_decoded_bytes=1 << 30)  # what this child has room for
     recipe = od.Recipe(image=od.ImagePreprocessor(max_tokens=64), limits=limits)

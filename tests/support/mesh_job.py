@@ -30,12 +30,12 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import orchdata as od
-from orchdata.demo.launch import end_with_parent, leave, torchrun
-from orchdata.foreign.peers import Peers
-from orchdata.plan import Plan
+from orchdata.delivery.replicate import _groups
+from orchdata.planning.plan import Plan
+from orchdata.post_balancing.peers import Peers
 from orchdata.ranks import comparing
 from orchdata.ranks.parallel import DataParallel, group_timeout
-from orchdata.ranks.replicate import _groups
+from orchdata.reference.launch import end_with_parent, leave, torchrun
 
 LIMIT_SECONDS = 90
 RECIPE = od.Recipe(

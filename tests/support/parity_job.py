@@ -23,10 +23,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import orchdata as od
-from orchdata.demo.attention import Block
-from orchdata.demo.launch import end_with_parent, leave
-from orchdata.demo.model import ModelConfig, MultimodalLM, Sizes
-from orchdata.demo.setup import fit_to_recipe, make_cost
+from orchdata.reference.attention import Block
+from orchdata.reference.launch import end_with_parent, leave
+from orchdata.reference.model import ModelConfig, MultimodalLM, Sizes
+from orchdata.reference.setup import fit_to_recipe, make_cost
 
 GLOBAL_BATCH_SIZE = 6
 MAX_TOKENS = 480  # of all ranks' microbatches

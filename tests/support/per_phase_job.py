@@ -29,10 +29,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import orchdata as od
-from orchdata.demo.launch import end_with_parent, leave
-from orchdata.demo.model import ModelConfig, MultimodalLM, Sizes
-from orchdata.demo.setup import fit_to_recipe, make_cost
 from orchdata.ranks.parallel import DataParallel
+from orchdata.reference.launch import end_with_parent, leave
+from orchdata.reference.model import ModelConfig, MultimodalLM, Sizes
+from orchdata.reference.setup import fit_to_recipe, make_cost
 
 LIMIT_SECONDS = 240
 PATIENCE = timedelta(seconds=30)

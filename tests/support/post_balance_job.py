@@ -19,8 +19,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from orchdata.balance import Balance
-from orchdata.foreign.balancing import PostBalanced, post_balance
+from orchdata.planning.balance import Balance
+from orchdata.post_balancing.loader import PostBalanced, post_balance
 
 TIMEOUT_SECONDS = 30
 LONG_COUNTS = (70, 3, 64, 65), (2, 1, 64, 80), (0, 2, 64, 130)  # of each rank

@@ -55,10 +55,10 @@ class TrainBench:
 def run(config: TrainBench) -> list[Result | WideTable]:
     """Measure; raises LaunchError where a rank fails, ValueError for a dataset without images or audio."""
     from orchdata.bench.train.report import make_results
-    from orchdata.demo.launch import torchrun
-    from orchdata.demo.setup import make_recipe
-    from orchdata.loaders.build import build_index
-    from orchdata.loaders.cache import CacheFolder
+    from orchdata.loaders.index.build import build_index
+    from orchdata.loaders.storage.cache import CacheFolder
+    from orchdata.reference.launch import torchrun
+    from orchdata.reference.setup import make_recipe
     from orchdata.synth import read_description, synthesize
 
     description = replace(read_description(config.dataset or SKEWED), seed=config.seed)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import orchdata as od
 from orchdata.balancers import FittedCosts, fit_phase_costs
-from orchdata.demo.train import Lane, Task, make_lane
+from orchdata.reference.lanes import Lane, Task, make_lane
 
 Lengths = dict[str, list[int]]  # phase -> positions of each sequence
 

@@ -22,11 +22,11 @@ import torch.distributed as dist
 import orchdata as od
 from orchdata.balancers.assignment import loads_of
 from orchdata.bench.train.calibration import Calibration, calibrate
-from orchdata.costs import IndexCosts
-from orchdata.demo.setup import make_model_config, make_recipe
-from orchdata.demo.train import Lane, Loads, Task, make_lane, read_task, run_in_turn, run_rank
-from orchdata.loaders.index import Index
-from orchdata.ranks.route import Route
+from orchdata.loaders.index.index import Index
+from orchdata.planning.costs import IndexCosts
+from orchdata.planning.route import Route
+from orchdata.reference.lanes import Lane, Loads, Task, make_lane, read_task, run_in_turn, run_rank
+from orchdata.reference.setup import make_model_config, make_recipe
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

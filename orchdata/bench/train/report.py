@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from orchdata.bench.harness import Result, WideTable
 from orchdata.bench.train.job import LANES, predicted_seconds
-from orchdata.demo.report import (
+from orchdata.reference.records import (
     LaneResult,
     RepeatedRecords,
     column,

@@ -1,0 +1,119 @@
+"""Facts kept: shard -> its facts, from the sealed file kept for it while that is fresh, else from a new scan."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+
+from orchdata.loaders.errors import NOT_DATA, ShardError, pass_trouble
+from orchdata.loaders.limits import Limits, limits_fingerprint
+from orchdata.loaders.shards.facts_table import SCHEMA, Facts, FactsMeta, FactsTable, shard_failure
+from orchdata.loaders.shards.shard import Shard
+from orchdata.loaders.storage.atomic import write_whole
+from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.paths import suffix_of
+from orchdata.loaders.storage.retries import tried
+from orchdata.loaders.storage.sealed import read_sealed, seal
+from orchdata.loaders.versions import FACTS_FORMAT, RULES
+
+KIND = b"fact"
+_COMPRESSED_BYTES = 64 << 10
+_FEW_ROWS = 8
+
+
+def load_facts(
+    url: str, opened: Callable[[], Shard], *, limits: Limits, cache: CacheFolder, force: bool = False
+) -> Facts:
+    """The facts of a shard.
+
+    Args:
+        url: path of the shard.
+        opened: opens the shard; called where it has to be scanned.
+        limits: held while scanning; facts found under other limits are not fresh.
+        cache: where they are kept.
+        force: scan even where fresh facts are kept.
+
+    Raises:
+        ValueError: unknown suffix.
+        StorageError: the file cannot be read, or the facts cannot be kept, now. Damage to the file is in the facts.
+        StaleIndexError: it changes while it is read.
+    """
+    suffix_of(url)
+    path = facts_path(url, limits=limits, cache=cache)
+    if not force and (kept := _kept(path, url, limits)) is not None:
+        return kept
+    try:
+        facts = opened().facts()
+    except NOT_DATA:
+        raise
+    except ShardError as error:
+        return _unopened(url, error, limits)
+    except Exception as error:  # noqa: BLE001 - whatever a shard makes a reader raise is that shard's failure
+        pass_trouble(error)
+        reason = f"cannot be scanned: {type(error).__name__}: {error}"
+        return _unopened(url, ShardError(url, reason), limits)
+    # Scanning a few members of a plain tar again costs no more than reading their facts, and writing a file far more.
+    if len(facts.table) > _FEW_ROWS or not url.endswith(".tar"):
+        cache.make("facts")
+        _keep(path, facts)
+    return facts
+
+
+def facts_path(url: str, *, limits: Limits, cache: CacheFolder) -> str:
+    """Where the facts of a shard are kept."""
+    identity = f"{os.path.abspath(url)}\0{limits_fingerprint(limits)}".encode("utf-8", "surrogateescape")
+    return f"{cache.root}/facts/{hashlib.blake2b(identity, digest_size=16).hexdigest()}.facts"
+
+
+def _keep(path: str, facts: Facts) -> None:
+    """The table as one Arrow record batch, compressed where it is large; what it belongs to is the head."""
+    batches = facts.table.arrow().to_batches()
+    if len(batches) != 1:  # 2 GiB of strings do not fit in one: scanned again where another recipe needs them
+        return
+    body = batches[0].serialize()
+    values = facts.meta.as_dict()
+    if body.size > _COMPRESSED_BYTES:
+        values["uncompressed_bytes"] = body.size
+        body = pa.compress(body, codec="zstd")
+    write_whole(path, seal(KIND, FACTS_FORMAT, values, [body])[0])
+
+
+def _kept(path: str, url: str, limits: Limits) -> Facts | None:
+    """The facts kept at `path` if they are those of the shard as it is now."""
+    try:
+        head, body = read_sealed(path, KIND, FACTS_FORMAT)
+        values = dict(head.values)
+        uncompressed_bytes = values.pop("uncompressed_bytes", None)
+        meta = FactsMeta(**values)
+        if not is_fresh(meta, url) or (meta.limits, meta.rules) != (limits_fingerprint(limits), RULES):
+            return None
+        if uncompressed_bytes is not None:
+            body = pa.decompress(pa.py_buffer(body), uncompressed_bytes, codec="zstd")
+        table = pa.Table.from_batches([pa.ipc.read_record_batch(pa.py_buffer(body), SCHEMA)])
+        return Facts(FactsTable.of_arrow(table), meta)
+    except (OSError, ValueError, TypeError):
+        return None  # absent, damaged or of another version: scan again
+
+
+def is_fresh(meta: FactsMeta, url: str) -> bool:
+    """Whether a shard has the size and the time of change that it had. Raises OSError where it is not there."""
+    status = os.stat(url)
+    return (meta.size, meta.version) == (status.st_size, str(status.st_mtime_ns))
+
+
+def _unopened(url: str, error: ShardError, limits: Limits) -> Facts:
+    """Facts of a shard that is there and cannot be opened or scanned (a damaged .tar.gz): not kept."""
+    status = tried(url, "cannot be looked at", lambda: Path(url).stat())
+    meta = FactsMeta(
+        url=url,
+        size=status.st_size,
+        version=str(status.st_mtime_ns),
+        checksum="",
+        limits=limits_fingerprint(limits),
+        lost_bytes=max(1, status.st_size),
+    )
+    return Facts(shard_failure(error.reason), meta)

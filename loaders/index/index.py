@@ -1,0 +1,397 @@
+"""The dataset index: what every sample costs and where its bytes are, as columns of one mapped file.
+
+    recipe + shard paths --name of the file--> mapped columns --row--> members to read, parts to decode
+
+Opening reads no shard, and the columns once a machine, to verify them; a plan touches only the rows of its step.
+Nothing is kept per sample in Python, so worker processes share the pages instead of copying them.
+
+Numbers that say where something is are checked where they are used: what lies outside is a DamagedIndexError, never a
+wrong text or a crash.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import mmap
+import os
+import weakref
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchdata.loaders.errors import DamagedIndexError, DataError
+from orchdata.loaders.index.table import Columns, TableSize, views
+from orchdata.loaders.index.totals import Totals
+from orchdata.loaders.modality import IMAGE
+from orchdata.loaders.samples.compose import Member
+from orchdata.loaders.shards.shard import ShardInfo
+from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.paths import SUFFIXES
+from orchdata.loaders.storage.retries import again, tried
+from orchdata.loaders.storage.sealed import head_of, opened, verify_body
+from orchdata.loaders.storage.verified import forget, is_noted, note
+from orchdata.loaders.versions import RULES, TABLE_FORMAT
+
+if TYPE_CHECKING:
+    from orchdata.loaders.recipe import Recipe
+
+KIND = b"indx"
+
+
+class Index:
+    """A mapped index; pickles as its path.
+
+    n samples in the order of their shards, p parts, m members; every array is a read-only view of the file. Bad samples
+    have a row too: no tokens, parts or members, but an error.
+
+    Attributes:
+        path: the file.
+        fingerprint: identity of the content: recipe, and name, size and header checksum of every shard. Directories
+            do not count, so that a state resumes after the data has moved.
+        build_id: identity of the tables it was merged from; changes whenever a shard was measured anew.
+        num_samples: n, bad ones included.
+        shards: in order; the samples of one are the rows shard_rows[s] to shard_rows[s + 1].
+        shard: shard of each sample, int32 (n,).
+        llm_tokens: merged media tokens plus text, int32 (n,).
+        loss_tokens: labels other than -100, int32 (n,).
+        part_offsets: the parts of sample i are [part_offsets[i], part_offsets[i + 1]), int64 (n + 1,).
+        part_modality: uint8 (p,), a code of `loaders.modality`; only encoder modalities have parts here.
+        part_member: which of the sample's members, int32 (p,).
+        part_positions: what enters the encoder, int32 (p,).
+        part_tokens: merged tokens, int32 (p,).
+        part_extent0, part_extent1: grid height and width of an image, samples and mel frames of audio, int32 (p,).
+        member_offsets: as part_offsets, for the members that the sample uses, int64 (n + 1,).
+        member_field: index into `fields`, int32 (m,).
+        member_kind, member_encoding: as in the facts, uint8 (m,).
+        member_offset, member_size: where the bytes are, int64 (m,).
+        member_header0, member_header1: width and height of an image, frames and rate of audio, int64 and int32 (m,).
+        fields: names of all fields in use.
+        totals: see `loaders.totals.summarize`.
+        recipe: `Recipe.describe()` of the recipe that the costs belong to.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        """Map the file. It is read in full, and checked, once a machine; see `loaders.verified`.
+
+        Raises:
+            FileNotFoundError: no such file.
+            DamagedIndexError: not an index of this format, or not what was written.
+            StorageError: it cannot be read now.
+        """
+        self.path = Path(path)
+        try:
+            metadata, columns, self._fd, self._opened = self._mapped()
+        except ValueError as error:
+            raise self.damaged(str(error)) from error
+        weakref.finalize(self, os.close, self._fd)
+        self.fingerprint: str = metadata["fingerprint"]
+        self.build_id: str = metadata["build_id"]
+        self.fields: tuple[str, ...] = tuple(metadata["fields"])
+        self.totals: Totals = metadata["totals"]
+        self.recipe: dict[str, Any] = metadata["recipe"]
+        self.shards = tuple(ShardInfo(*shard) for shard in metadata["shards"])
+        self.shard_rows: NDArray[np.int64] = np.array(metadata["shard_rows"], np.int64)
+
+        self._columns = columns
+        self.num_samples = columns.shard.size
+        self.shard = columns.shard
+        self.llm_tokens = columns.llm_tokens
+        self.loss_tokens = columns.loss_tokens
+        self.part_offsets = columns.part_offsets
+        self.part_modality = columns.part_modality
+        self.part_member = columns.part_member
+        self.part_positions = columns.part_positions
+        self.part_tokens = columns.part_tokens
+        self.part_extent0 = columns.part_extent0
+        self.part_extent1 = columns.part_extent1
+        self.member_offsets = columns.member_offsets
+        self.member_field = columns.member_field
+        self.member_kind = columns.member_kind
+        self.member_encoding = columns.member_encoding
+        self.member_offset = columns.member_offset
+        self.member_size = columns.member_size
+        self.member_header0 = columns.member_header0
+        self.member_header1 = columns.member_header1
+
+    def check_unchanged(self) -> None:
+        """Raise DamagedIndexError if the file was written to since it was opened; to be called after use.
+
+        Builders put a new file in its place, and leave this one as it is.
+        """
+        try:
+            now = os.fstat(self._fd)
+        except OSError as error:
+            now = again(str(self.path), "cannot be looked at", lambda: os.fstat(self._fd), error)
+        if (now.st_size, now.st_mtime_ns) != (self._opened.st_size, self._opened.st_mtime_ns):
+            raise self.damaged("it was changed while it was open")
+
+    def _mapped(self) -> tuple[dict[str, Any], Columns, int, os.stat_result]:
+        def mapped_if_there() -> tuple[dict[str, Any], Columns, int, os.stat_result] | None:
+            try:
+                return _map(self.path)
+            except FileNotFoundError:
+                return None
+
+        found = tried(str(self.path), "cannot be read", mapped_if_there)
+        if found is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
+        return found
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __repr__(self) -> str:
+        return f"Index({str(self.path)!r}: {self.num_samples} samples in {len(self.shards)} shards)"
+
+    def __reduce__(self) -> tuple[type[Index], tuple[Path]]:
+        return Index, (self.path,)
+
+    def damaged(self, reason: str) -> DamagedIndexError:
+        """The error for values that cannot be: to be raised. The file will be read in full when it is next opened."""
+        forget(self.path)
+        return DamagedIndexError(str(self.path), reason)
+
+    def key(self, row: int) -> str:
+        self._check_row(row)
+        return self._text("key", row)
+
+    def shard_of(self, row: int) -> ShardInfo:
+        """The shard that a sample lies in."""
+        self._check_row(row)
+        number = int(self.shard[row])
+        if not 0 <= number < len(self.shards) or not self.shard_rows[number] <= row < self.shard_rows[number + 1]:
+            raise self.damaged(f"row {row} is said to be of shard {number}")
+        return self.shards[number]
+
+    def part_range(self, row: int) -> range:
+        """The numbers of a sample's parts."""
+        return self._range("part", row, self.part_modality.size)
+
+    def member_of(self, part: int, num_members: int) -> int:
+        """Which of its sample's `num_members` members a part is."""
+        member = int(self.part_member[part])
+        if not 0 <= member < num_members:
+            raise self.damaged(f"part {part} is said to be member {member} of {num_members}")
+        return member
+
+    def parts_of(self, rows: NDArray[np.int64], modality: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The parts of one modality in `rows`, in order, and the place in `rows` of each one's sample: int64, int64."""
+        first, counts = self._part_spans(rows)
+        parts = np.repeat(first - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
+        mine = self.part_modality[parts] == modality
+        return parts[mine], np.repeat(np.arange(len(rows)), counts)[mine]
+
+    def check_parts(self, rows: NDArray[np.int64]) -> None:
+        """Check that `rows` are rows, and where their parts are. Raises ValueError, or DamagedIndexError."""
+        self._part_spans(rows)
+
+    def bad_rows(self) -> NDArray[np.int64]:
+        """Samples that cannot be used, ascending, int64."""
+        return self._columns.bad_row
+
+    def failure(self, row: int) -> DataError:
+        """Why a bad sample is bad."""
+        place = int(np.searchsorted(self._columns.bad_row, row))
+        if place == self._columns.bad_row.size or self._columns.bad_row[place] != row:
+            raise ValueError(f"row {row} is no bad sample")
+        field, reason = self._text("error_field", place), self._text("error_reason", place)
+        return DataError(self.shard_of(row).url, self.key(row), field, reason)
+
+    def rows_of(self, shard: int) -> NDArray[np.int64]:
+        """The rows of one shard, int64."""
+        return np.arange(self.shard_rows[shard], self.shard_rows[shard + 1])
+
+    def lost_samples(self) -> NDArray[np.int64]:
+        """How many samples damage hides in each shard, beside those that have a row: int64 (num_shards,).
+
+        What a shard does not tell is estimated: from its bytes, at as many a sample as readable shards of its format
+        take, or as what a sound shard of the data set has and this one lacks, whichever is more.
+        """
+        rows = np.diff(self.shard_rows)
+        size, lost_bytes, told = (
+            np.array([getattr(shard, name) for shard in self.shards], np.int64)
+            for name in ("size", "lost_bytes", "lost_samples")
+        )
+        damaged = lost_bytes > 0
+        # A shard that cannot be read at all has one row, without a key, which stands for one of its samples.
+        stands = np.zeros(len(self.shards), np.int64)
+        for number in np.flatnonzero(damaged & (rows == 1)).tolist():
+            stands[number] = not self.key(int(self.shard_rows[number]))
+        known = rows - stands
+        typical = int(np.median(rows[~damaged])) if not damaged.all() else 0
+        estimated = np.where(damaged, np.maximum(0, typical - known), 0)
+        formats = np.array([_format_of(shard.url) for shard in self.shards])
+        for name in np.unique(formats[damaged]):
+            alike = formats == name
+            per_byte = int(known[alike].sum()) / max(1, int((size - lost_bytes)[alike].sum()))
+            by_bytes = np.rint(lost_bytes * per_byte).astype(np.int64)
+            estimated = np.where(alike, np.maximum(estimated, by_bytes), estimated)
+        lost: NDArray[np.int64] = np.maximum(0, np.where(told > 0, told, estimated) - stands)
+        return lost
+
+    def read_spec(self, row: int) -> list[tuple[int, int, int, str]]:
+        """(offset, size, encoding, field) of each member, as `Shard.read_many` takes them."""
+        mine = self._member_slice(row)
+        offsets, sizes = self.member_offset[mine].tolist(), self.member_size[mine].tolist()
+        if offsets and (min(offsets) < 0 or min(sizes) < 0):
+            raise self.damaged(f"a member of row {row} is said to lie at {min(offsets)} with {min(sizes)} bytes")
+        encodings, names = self.member_encoding[mine].tolist(), self._field_names(row, mine)
+        return list(zip(offsets, sizes, encodings, names, strict=True))
+
+    def members(self, row: int) -> list[Member]:
+        """The members that a sample uses, as `compose` takes them."""
+        mine = self._member_slice(row)
+        kinds, names = self.member_kind[mine].tolist(), self._field_names(row, mine)
+        firsts, seconds = self.member_header0[mine].tolist(), self.member_header1[mine].tolist()
+        sizes = self.member_size[mine].tolist()
+        result = []
+        for kind, name, first, second, size in zip(kinds, names, firsts, seconds, sizes, strict=True):
+            if kind == IMAGE:
+                result.append(Member(name, kind, first, second, 0, 0, size))
+            else:  # audio; both are 0 for text
+                result.append(Member(name, kind, 0, 0, first, second, size))
+        return result
+
+    def find(self, shard: str, key: str) -> int | None:
+        """The row of a sample, or None. `shard` is a url as in `shards`, or its last component.
+
+        Reads the keys of that shard only.
+
+        Raises:
+            ValueError: several shards of that name hold the key.
+        """
+        numbers = [number for number, info in enumerate(self.shards) if info.url == shard]
+        numbers = numbers or [number for number, info in enumerate(self.shards) if basename(info.url) == shard]
+        found = [row for number in numbers for row in self._rows_of(number, key)[:1]]
+        if len(found) > 1:
+            urls = ", ".join(self.shards[int(self.shard[row])].url for row in found)
+            raise ValueError(f"sample {key!r} is in several shards called {shard!r}, name one of {urls}")
+        return found[0] if found else None
+
+    def _rows_of(self, number: int, key: str) -> list[int]:
+        start, stop = self.shard_rows[number : number + 2].tolist()
+        wanted = key.encode()
+        offsets = self._columns.key_offsets[start : stop + 1]
+        lengths = np.diff(offsets)
+        if offsets[0] < 0 or offsets[-1] > self._columns.key_bytes.size or lengths.min(initial=0) < 0:
+            raise self.damaged(f"the keys of {self.shards[number].url} are said to lie outside of all keys")
+        rows = np.flatnonzero(lengths == len(wanted))
+        places = offsets[rows][:, None] + np.arange(len(wanted))
+        same = (self._columns.key_bytes[places] == np.frombuffer(wanted, np.uint8)).all(axis=1)
+        return [int(row) for row in start + rows[same]]
+
+    def _check_row(self, row: int) -> None:
+        if not 0 <= row < self.num_samples:
+            raise ValueError(f"row {row} of an index of {self.num_samples} samples")
+
+    def _text(self, column: str, place: int) -> str:
+        try:
+            return self._columns.text(column, place)
+        except ValueError as error:
+            raise self.damaged(str(error)) from error
+
+    def _range(self, kind: str, row: int, length: int) -> range:
+        self._check_row(row)
+        start, stop = getattr(self, f"{kind}_offsets")[row : row + 2].tolist()
+        if not 0 <= start <= stop <= length:
+            raise self.damaged(f"the {kind}s of row {row} are said to be {start} to {stop} of {length}")
+        return range(start, stop)
+
+    def _member_slice(self, row: int) -> slice:
+        mine = self._range("member", row, self.member_field.size)
+        return slice(mine.start, mine.stop)
+
+    def _field_names(self, row: int, members: slice) -> list[str]:
+        numbers = self.member_field[members].tolist()
+        if numbers and not 0 <= min(numbers) <= max(numbers) < len(self.fields):
+            raise self.damaged(f"row {row} is said to have fields {numbers}, of {len(self.fields)}")
+        return [self.fields[number] for number in numbers]
+
+    def _part_spans(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """First part and number of parts of each of `rows`."""
+        if len(rows) and (rows.min() < 0 or rows.max() >= self.num_samples):
+            raise ValueError(f"rows {rows.min()} to {rows.max()} of an index of {self.num_samples} samples")
+        first, stop = self.part_offsets[rows], self.part_offsets[rows + 1]
+        counts = stop - first
+        if len(rows) and (first.min() < 0 or counts.min() < 0 or stop.max() > self.part_modality.size):
+            wrong = int(rows[np.flatnonzero((first < 0) | (counts < 0) | (stop > self.part_modality.size))[0]])
+            self.part_range(wrong)
+        return first, counts
+
+
+def _map(path: Path) -> tuple[dict[str, Any], Columns, int, os.stat_result]:
+    """Head and mapped columns of an index, verified, a descriptor, and its status. Raises ValueError or OSError."""
+    with opened(path) as fd:
+        status = os.fstat(fd)
+        head = head_of(fd, KIND, TABLE_FORMAT)
+        noted = is_noted(path, status)
+        if not noted:
+            verify_body(fd, head)
+        mapped = memoryview(mmap.mmap(fd, status.st_size, access=mmap.ACCESS_READ))
+        columns = views(mapped[head.start :], TableSize(**head.values["size"]))
+        columns.check_ends()
+        if not noted and _unchanged(status, os.fstat(fd)):
+            note(path, status)
+        return head.values, columns, os.dup(fd), status
+
+
+def _unchanged(one: os.stat_result, other: os.stat_result) -> bool:
+    names = ("st_size", "st_mtime_ns", "st_ctime_ns")
+    return all(getattr(one, name) == getattr(other, name) for name in names)
+
+
+def open_index(urls: Sequence[str], recipe: Recipe, *, cache: CacheFolder | None = None) -> Index | None:
+    """The index that `build_index` made of these shards under the recipe, or None where there is none.
+
+    Looks at no shard.
+
+    Args:
+        urls: paths of the shards, expanded, in order.
+        recipe: what the costs must belong to.
+        cache: where indexes are kept; default: the folder that the environment names.
+
+    Raises:
+        DamagedIndexError: it is not what was written.
+        StorageError: it cannot be read now.
+    """
+    try:
+        return Index(index_path(urls, recipe.fingerprint(), cache or CacheFolder()))
+    except FileNotFoundError:
+        return None
+
+
+def index_path(urls: Sequence[str], recipe: str, cache: CacheFolder) -> Path:
+    """Where the index of these shards under a recipe fingerprint is kept: no shard is looked at to know."""
+    name = digest([TABLE_FORMAT, RULES, recipe, [absolute(url) for url in urls]])
+    return cache.root / "index" / f"{name}.index"
+
+
+def absolute(url: str) -> str:
+    """A path that means the same in every working directory; other URLs as they are."""
+    return url if "://" in url else os.path.abspath(url)
+
+
+def _format_of(url: str) -> str:
+    """Shards of one format take about as many bytes a sample."""
+    return next((suffix for suffix in sorted(SUFFIXES, key=len, reverse=True) if url.lower().endswith(suffix)), "")
+
+
+def basename(url: str) -> str:
+    """Last component of a path or URL."""
+    return url.rstrip("/").rsplit("/", 1)[-1]
+
+
+def content_fingerprint(shards: Iterable[ShardInfo], recipe: str) -> str:
+    """Identity of what an index of these shards under the recipe fingerprint holds, wherever the shards lie."""
+    parts = [[basename(shard.url), shard.size, shard.checksum] for shard in shards]
+    return digest([RULES, recipe, parts])
+
+
+def digest(value: object) -> str:
+    """32 hex digits of a JSON-safe value."""
+    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).hexdigest()

@@ -1,0 +1,376 @@
+"""Costs of one shard under a recipe: facts + text bytes -> a table of the index, kept in the cache.
+
+    facts --group by sample--> members --read text only--> measure() --> columns, or the error of that sample
+
+Facts are turned to lists once, and texts are read ahead in long sequential stretches, so that the time goes to the
+tokenizer.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby, islice, repeat
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchdata.loaders.errors import NOT_DATA, FieldError, StaleIndexError, StorageError, as_field_error
+from orchdata.loaders.index.table import MEMBERS, PARTS, Columns, TableSize, body_bytes, offsets_of, pack
+from orchdata.loaders.index.totals import Totals, summarize
+from orchdata.loaders.limits import Limits
+from orchdata.loaders.modality import IMAGE
+from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.samples.compose import Member, text_members
+from orchdata.loaders.samples.measure import Measured, measure
+from orchdata.loaders.shards.facts_table import Facts, FactsMeta, FactsTable
+from orchdata.loaders.shards.fields import OTHER, RAW
+from orchdata.loaders.shards.shard import ShardInfo
+from orchdata.loaders.storage.atomic import Buffer, write_whole
+from orchdata.loaders.storage.sealed import Damaged, read_sealed, seal
+from orchdata.loaders.versions import TABLE_FORMAT
+
+if TYPE_CHECKING:
+    from orchdata.loaders.shards.shard import Shard
+
+KIND = b"cost"
+_CHUNK_SAMPLES = 1024  # read ahead at most this many samples
+_CHUNK_BYTES = 16 << 20  # ... or this much text
+_RUN_BYTES = 1 << 20  # one read
+_GZIP_RATIO = 1032  # no gzip member decompresses further
+_GAP_BYTES = 16 << 10  # reading over a gap is cheaper than another call up to about here
+
+
+@dataclass(frozen=True, slots=True)
+class CostTable:
+    """The costs of one shard, in a file of the cache, verified when it was opened.
+
+    Attributes:
+        path: the file.
+        meta: of the facts that they were measured from.
+        url: of the shard.
+        size, fields, totals: as in the index.
+        digest: of the whole content.
+        held: its columns, packed; where they are not held they are read and verified again when they are asked for.
+    """
+
+    path: str
+    url: str
+    meta: FactsMeta
+    size: TableSize
+    fields: Sequence[str]
+    totals: Totals
+    digest: str
+    held: Buffer | None = field(repr=False, compare=False)
+
+    @classmethod
+    def open(cls, path: str, url: str) -> CostTable:
+        """Read and verify the file, and hold it. Raises OSError, or ValueError for what is not what was written."""
+        head, body = read_sealed(path, KIND, TABLE_FORMAT)
+        if head.values["url"] != url:
+            raise Damaged(f"it is that of {head.values['url']}")
+        return cls.of(path, head.values, head.digest, body)
+
+    @classmethod
+    def of(cls, path: str, values: dict[str, Any], digest: str, body: Buffer) -> CostTable:
+        size, meta = TableSize(**values["size"]), FactsMeta(**values["meta"])
+        if memoryview(body).nbytes != body_bytes(size):
+            raise Damaged(f"a table of {size} has {body_bytes(size)} bytes, there are {memoryview(body).nbytes}")
+        return cls(path, values["url"], meta, size, tuple(values["fields"]), values["totals"], digest, body)
+
+    @property
+    def shard(self) -> ShardInfo:
+        meta = self.meta
+        return ShardInfo(self.url, meta.size, meta.checksum, meta.version, meta.lost_samples, meta.lost_bytes)
+
+    def let_go(self) -> CostTable:
+        """The same table, not held."""
+        return replace(self, held=None)
+
+    def body(self) -> Buffer:
+        """Raises StorageError where the file, not held, is not there now; StaleIndexError where it is another."""
+        if self.held is not None:
+            return self.held
+        try:
+            again = CostTable.open(self.path, self.url)
+        except (OSError, ValueError) as error:
+            raise StorageError(str(self.path), f"was there and is not any more: {error}") from error
+        if again.digest != self.digest:
+            raise StaleIndexError(self.url, "was changed, and measured by another build, during this one: build again")
+        return again.body()
+
+
+class ShardCosts(NamedTuple):
+    """The costs of one shard, in memory: its columns, the names that `member_field` counts in, and its totals."""
+
+    columns: Columns
+    fields: list[str]
+    totals: Totals
+
+    def write(self, path: str, url: str, meta: FactsMeta) -> CostTable:
+        """Write them where `CostTable.open` finds them; the file appears when it is whole. Raises StorageError."""
+        values = {
+            "url": url,
+            "meta": meta.as_dict(),
+            "size": self.columns.size.as_dict(),
+            "fields": self.fields,
+            "totals": self.totals,
+        }
+        body = pack(self.columns)
+        file, digest = seal(KIND, TABLE_FORMAT, values, [body])
+        write_whole(path, file)
+        return CostTable.of(path, values, digest, body)
+
+
+@dataclass(slots=True)
+class _Sample:
+    """One sample of the facts; its members are the rows from `start` on."""
+
+    key: str
+    start: int
+    members: list[Member]
+    wanted: list[int]  # members whose bytes are needed
+    error: FieldError | None
+
+
+def cost_shard(facts: Facts, shard: Callable[[], Shard], recipe: Recipe) -> ShardCosts:
+    """Measure every sample of a shard.
+
+    A sample that cannot be used becomes a row with an error; nothing is raised for it.
+
+    Args:
+        facts: of the shard.
+        shard: gives the open shard; called if there is text to read.
+        recipe: what to measure under.
+
+    Raises:
+        ShardError: the shard cannot be opened any more.
+        StorageError, StaleIndexError, MemoryError: nothing that the samples did.
+    """
+    table = facts.table
+    rows = _Rows(table)
+    for chunk in _chunks(_samples(table, recipe), recipe.limits.text_bytes):
+        texts: dict[int, _Text] = {}
+        if any(sample.wanted for sample in chunk):
+            texts = _read_texts(chunk, table, shard(), recipe.limits)
+        for sample in chunk:
+            _measure(sample, texts, recipe, rows)
+    columns = rows.columns()
+    # Columns of Parquet that the scan ignored have no rows in the facts.
+    return ShardCosts(columns, list(rows.field_numbers), summarize(columns, {**facts.meta.ignored, **rows.ignored}))
+
+
+def _samples(table: FactsTable, recipe: Recipe) -> Iterator[_Sample]:
+    ordinals, errors = table.sample, table.errors
+    fields, kinds, keys = _shared_strings(table.field), table.kind, table.key
+    of_rows = repeat(None) if not errors else map(errors.get, range(len(ordinals)))
+    members = map(Member, fields, kinds, table.width, table.height, table.frames, table.rate, table.size, of_rows)
+    wanted_of: dict[tuple[Any, ...], list[int]] = {}  # samples are alike
+    start = 0
+    for _, ordinal in groupby(ordinals):
+        mine = list(islice(members, sum(1 for _ in ordinal)))
+        first, start = start, start + len(mine)
+        error = _shard_error(mine) if errors else None
+        if error is not None:
+            yield _Sample(keys[first], first, mine, [], error)
+            continue
+        alike = (*fields[first:start], *kinds[first:start])
+        wanted = wanted_of.get(alike)
+        if wanted is None:
+            try:
+                wanted = wanted_of[alike] = text_members(mine, recipe)
+            except NOT_DATA:
+                raise
+            except Exception as problem:  # noqa: BLE001 - as in _measure
+                yield _Sample(keys[first], first, mine, [], as_field_error(problem, "measured"))
+                continue
+        yield _Sample(keys[first], first, mine, wanted, None)
+
+
+def _shared_strings(strings: list[str]) -> list[str]:
+    """A list of few distinct strings that holds each of them once."""
+    shared: dict[str, str] = {}
+    return [shared.setdefault(string, string) for string in strings]
+
+
+def _shard_error(members: Sequence[Member]) -> FieldError | None:
+    """What is wrong with a whole sample, as against one field, which matters only when it is used."""
+    for member in members:
+        if member.error is not None and member.kind == OTHER:
+            return FieldError(member.field, member.error)
+    return None
+
+
+def _chunks(samples: Iterable[_Sample], text_bytes: int) -> Iterator[list[_Sample]]:
+    """Stretches of samples whose texts are read together."""
+    chunk: list[_Sample] = []
+    held = 0
+    for sample in samples:
+        chunk.append(sample)
+        for index in sample.wanted:
+            member = sample.members[index]
+            held += min(_GZIP_RATIO * member.size, text_bytes) if member.field.endswith(".gz") else member.size
+        if len(chunk) >= _CHUNK_SAMPLES or held >= _CHUNK_BYTES:
+            yield chunk
+            chunk, held = [], 0
+    if chunk:
+        yield chunk
+
+
+_Text = bytes | memoryview | FieldError
+
+
+def _read_texts(chunk: Sequence[_Sample], table: FactsTable, shard: Shard, limits: Limits) -> dict[int, _Text]:
+    """Payload, or what is wrong with it, of every wanted member of the chunk, by row of the facts."""
+    offsets, encodings = table.offset, table.encoding
+    texts: dict[int, _Text] = {}
+    run: list[tuple[int, Member]] = []
+    run_stop = 0
+    for sample in chunk:
+        held = 0
+        for index in sample.wanted:
+            row, member = sample.start + index, sample.members[index]
+            if member.error is not None:
+                texts[row] = b""  # never looked at: the error comes first
+                continue
+            held += member.size
+            if held > limits.text_bytes:
+                texts[row] = FieldError(
+                    "*", f"the sample has {held} bytes of text, above Limits.text_bytes={limits.text_bytes}"
+                )
+            elif encodings[row] != RAW:
+                text = texts[row] = _read(shard, offsets[row], member, encodings[row])
+                held += 0 if isinstance(text, FieldError) else len(text) - member.size
+            else:
+                if run and not (
+                    0 <= offsets[row] - run_stop <= _GAP_BYTES
+                    and offsets[row] + member.size - offsets[run[0][0]] <= _RUN_BYTES
+                ):
+                    _read_run(shard, run, run_stop, offsets, texts)
+                    run = []
+                run.append((row, member))
+                run_stop = offsets[row] + member.size
+    if run:
+        _read_run(shard, run, run_stop, offsets, texts)
+    return texts
+
+
+def _read_run(
+    shard: Shard, run: Sequence[tuple[int, Member]], stop: int, offsets: Sequence[int], texts: dict[int, _Text]
+) -> None:
+    """Read raw members that lie near each other with one call; each on its own where that fails."""
+    first = offsets[run[0][0]]
+    if len(run) > 1:
+        try:
+            data = memoryview(shard.read(first, stop - first, RAW, run[0][1].field))
+        except NOT_DATA:
+            raise
+        except Exception:  # noqa: BLE001, S110 - each is read on its own, and says what is wrong
+            pass
+        else:
+            for row, member in run:
+                texts[row] = data[offsets[row] - first : offsets[row] - first + member.size]
+            return
+    for row, member in run:
+        texts[row] = _read(shard, offsets[row], member, RAW)
+
+
+def _read(shard: Shard, offset: int, member: Member, encoding: int) -> _Text:
+    try:
+        return shard.read(offset, member.size, encoding, member.field)
+    except NOT_DATA:
+        raise
+    except Exception as error:  # noqa: BLE001 - as in _measure
+        return as_field_error(error, "measured")
+
+
+def _measure(sample: _Sample, texts: Mapping[int, _Text], recipe: Recipe, rows: _Rows) -> None:
+    try:
+        if sample.error is not None:
+            raise sample.error
+        payloads = {}
+        for index in sample.wanted:
+            payload = texts[sample.start + index]
+            if isinstance(payload, FieldError):
+                raise payload
+            payloads[index] = payload
+        rows.add(sample, measure(sample.members, payloads, recipe))
+    except NOT_DATA:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever a sample makes its measuring raise is that sample's failure
+        rows.add_bad(sample, as_field_error(error, "measured"))
+
+
+class _Rows:
+    """Collects the rows of one shard."""
+
+    def __init__(self, table: FactsTable) -> None:
+        self._offsets = table.offset
+        self._encodings = table.encoding
+        self.field_numbers: dict[str, int] = {}
+        self.ignored: Counter[str] = Counter()
+        # Flat arrays of int64: tuples by the million would keep the garbage collector busy.
+        self._samples = array("q")  # llm_tokens, loss_tokens, parts, members of each
+        self._keys: list[str] = []
+        self._errors: list[FieldError | None] = []
+        self._parts = array("q")  # as PARTS
+        self._members = array("q")  # as MEMBERS
+
+    def add(self, sample: _Sample, measured: Measured) -> None:
+        used, members = measured.used_members, sample.members
+        numbers = self.field_numbers
+        for index in used:
+            member, row = members[index], sample.start + index
+            name, kind, width, height, frames, rate, size, _ = member
+            header = (width, height) if kind == IMAGE else (frames, rate)
+            number = numbers.setdefault(name, len(numbers))
+            self._members.extend((number, kind, self._encodings[row], self._offsets[row], size, *header))
+        for part in measured.parts:
+            self._parts.extend((part[0], used.index(part[1]), *part[2:]))
+        if len(used) < len(members):
+            for index, member in enumerate(members):
+                if index not in used:
+                    self.ignored[member.field] += 1
+        self._samples.extend((measured.llm_tokens, measured.loss_tokens, len(measured.parts), len(used)))
+        self._keys.append(sample.key)
+        self._errors.append(None)
+
+    def add_bad(self, sample: _Sample, error: FieldError) -> None:
+        for member in sample.members:
+            if member.kind == OTHER and member.error is None:
+                self.ignored[member.field] += 1
+        self._samples.extend((0, 0, 0, 0))
+        self._keys.append(sample.key)
+        self._errors.append(error)
+
+    def columns(self) -> Columns:
+        """All rows as columns."""
+        llm_tokens, loss_tokens, num_parts, num_members = _rows_of(self._samples, 4, np.int32)
+        arrays: dict[str, Any] = {
+            "shard": np.zeros(llm_tokens.size, np.int32),
+            "llm_tokens": llm_tokens,
+            "loss_tokens": loss_tokens,
+            "part_offsets": offsets_of(num_parts),
+            "member_offsets": offsets_of(num_members),
+        }
+        for kind, names, found in (("part", PARTS, self._parts), ("member", MEMBERS, self._members)):
+            rows = _rows_of(found, len(names), np.int32 if kind == "part" else np.int64)
+            for row, (name, dtype) in zip(rows, names.items(), strict=True):
+                arrays[f"{kind}_{name}"] = row.astype(dtype, copy=False)
+
+        errors = [error for error in self._errors if error is not None]
+        arrays["bad_row"] = np.array([row for row, error in enumerate(self._errors) if error is not None], np.int64)
+        fields, reasons = [error.field for error in errors], [error.reason for error in errors]
+        for column_name, strings in (("key", self._keys), ("error_field", fields), ("error_reason", reasons)):
+            encoded = [string.encode("utf-8", "backslashreplace") for string in strings]
+            arrays[f"{column_name}_offsets"] = offsets_of([len(string) for string in encoded])
+            arrays[f"{column_name}_bytes"] = np.frombuffer(b"".join(encoded), np.uint8)
+        return Columns(**arrays)
+
+
+def _rows_of(found: array[int], width: int, dtype: Any) -> NDArray[Any]:
+    """Records of `width` numbers as `width` contiguous columns."""
+    return np.frombuffer(found, np.int64).reshape(-1, width).T.astype(dtype, order="C")

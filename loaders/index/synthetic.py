@@ -1,0 +1,174 @@
+"""A made-up index of any size, without shards: for planning at scale, where only costs matter.
+
+The mix follows what omni models train on: chat text, one or several images at native resolution, speech. Nothing can be
+read through it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchdata.loaders.index.index import Index, digest
+from orchdata.loaders.index.merge import RecipeIdentity, merge_tables
+from orchdata.loaders.index.table import Columns, TableSize, offsets_of, pack
+from orchdata.loaders.index.totals import Totals, summarize
+from orchdata.loaders.modality import AUDIO, IMAGE, TEXT
+from orchdata.loaders.shards.fields import RAW
+from orchdata.loaders.shards.shard import ShardInfo
+
+MAX_IMAGES = 6
+FIELDS = ("json", *(f"{number}.jpg" for number in range(MAX_IMAGES)), "flac")
+_JSON, _FIRST_IMAGE, _FLAC = 0, 1, 1 + MAX_IMAGES
+
+# Images and audio clips of a sample, and how often: text, one image, several images, speech, image and speech.
+_MIX = ((0, 0, 0.38), (1, 0, 0.32), (3, 0, 0.10), (0, 1, 0.15), (1, 1, 0.05))
+
+
+def synthetic_index(path: str | Path, num_samples: int, seed: int, *, num_shards: int | None = None) -> Index:
+    """Write an index of made-up samples, and open it.
+
+    Text has a log-normal length (median 180 tokens), images a log-normal area (median 0.6 megapixels: 770 merged
+    tokens) and aspect, audio 1 to 30 seconds with a few of up to ten minutes; patch 14, merge 2, 25 tokens a second.
+    The same arguments give the same content. Memory is bounded by one shard.
+
+    Args:
+        path: where to write.
+        num_samples: rows, at least 1.
+        seed: of the content.
+        num_shards: made-up shards, of equal size give or take one; default one for 10,000 samples.
+    """
+    if num_samples < 1:
+        raise ValueError(f"num_samples must be at least 1, got {num_samples}")
+    count = max(1, num_samples // 10_000) if num_shards is None else num_shards
+    if not 1 <= count <= num_samples:
+        raise ValueError(f"num_shards must be from 1 to num_samples ({num_samples}), got {count}")
+    bounds = [number * num_samples // count for number in range(count + 1)]
+    sources = [_Source.measured(seed, number, bounds[number], bounds[number + 1]) for number in range(count)]
+    description = {"synthetic": {"seed": seed, "num_samples": num_samples}}
+    merge_tables(Path(path), sources, RecipeIdentity(digest(description), description))
+    return Index(path)
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """One made-up shard: generated once for its size and totals, and again when its turn to be copied comes."""
+
+    seed: int
+    start: int
+    shard: ShardInfo
+    size: TableSize
+    totals: Totals
+    fields: Sequence[str] = FIELDS
+
+    @classmethod
+    def measured(cls, seed: int, number: int, start: int, stop: int) -> _Source:
+        columns = _generate(seed, start, stop)
+        size_bytes = int(columns.member_offset[-1] + columns.member_size[-1]) + 1024
+        shard = ShardInfo(f"synthetic-{number:06d}.tar", size_bytes, digest([seed, start, stop]))
+        return cls(seed, start, shard, columns.size, summarize(columns, {}))
+
+    def body(self) -> bytes:
+        return pack(_generate(self.seed, self.start, self.start + self.size.samples))
+
+
+def _generate(seed: int, start: int, stop: int) -> Columns:
+    """Columns of the samples [start, stop)."""
+    rng = np.random.default_rng([seed, start])
+    n = stop - start
+    kind = rng.choice(len(_MIX), n, p=[share for _, _, share in _MIX])
+    images = np.array([count for count, _, _ in _MIX])[kind]
+    images += (images > 1) * rng.integers(-1, MAX_IMAGES - 2, n)  # several: 2 to 6
+    clips = np.array([count for _, count, _ in _MIX])[kind]
+    text_tokens = np.clip(rng.lognormal(np.log(180), 1.1, n), 4, 16_000).astype(np.int64)
+
+    # Parts and members in the same order: a sample's images, its audio, its JSON (a member only).
+    part_offsets = offsets_of(images + clips)
+    member_offsets = offsets_of(images + clips + 1)
+    place = np.arange(part_offsets[-1]) - np.repeat(part_offsets[:-1], images + clips)
+    is_audio = place >= np.repeat(images, images + clips)
+    member_of_part = np.arange(part_offsets[-1]) + np.repeat(np.arange(n), images + clips)
+    json_members = member_offsets[1:] - 1
+
+    pixels = _images(rng, place.size)
+    sound = _audio(rng, place.size)
+    columns = _empty(n, place.size, int(member_offsets[-1]))
+    columns.part_offsets, columns.member_offsets = part_offsets, member_offsets
+    columns.part_modality[:] = np.where(is_audio, AUDIO, IMAGE)
+    columns.part_member[:] = place
+    for name in ("positions", "tokens", "extent0", "extent1"):
+        getattr(columns, f"part_{name}")[:] = np.where(is_audio, sound[name], pixels[name])
+
+    columns.member_kind[:] = TEXT
+    columns.member_kind[member_of_part] = columns.part_modality
+    columns.member_field[json_members] = _JSON
+    columns.member_field[member_of_part] = np.where(is_audio, _FLAC, _FIRST_IMAGE + place)
+    columns.member_header0[member_of_part] = np.where(is_audio, sound["header0"], pixels["header0"])
+    columns.member_header1[member_of_part] = np.where(is_audio, sound["header1"], pixels["header1"])
+    columns.member_size[json_members] = text_tokens * 4 + 60
+    columns.member_size[member_of_part] = np.where(is_audio, sound["size"], pixels["size"])
+    stored = 512 + (columns.member_size + 511) // 512 * 512
+    columns.member_offset[:] = np.cumsum(stored) - stored + 512
+
+    media_tokens = np.diff(np.concatenate([[0], np.cumsum(columns.part_tokens, dtype=np.int64)])[part_offsets])
+    columns.llm_tokens[:] = text_tokens + media_tokens
+    columns.loss_tokens[:] = np.maximum(1, text_tokens * rng.uniform(0.3, 0.9, n))
+    columns.key_offsets = np.arange(n + 1, dtype=np.int64) * 9
+    digits = np.arange(start, stop)[:, None] // 10 ** np.arange(8, -1, -1) % 10
+    columns.key_bytes = (digits + ord("0")).astype(np.uint8).ravel()
+    return columns
+
+
+def _images(rng: np.random.Generator, count: int) -> dict[str, NDArray[np.int64]]:
+    area = np.clip(rng.lognormal(np.log(600_000), 0.9, count), 3_200, 3_200_000)
+    aspect = np.clip(rng.lognormal(0, 0.35, count), 0.25, 4)
+    width, height = np.sqrt(area * aspect).astype(np.int64), np.sqrt(area / aspect).astype(np.int64)
+    rows, cols = np.maximum(1, height // 28), np.maximum(1, width // 28)
+    tokens = rows * cols
+    sizes = {"header0": width, "header1": height, "size": width * height // 8}
+    return {"positions": tokens * 4, "tokens": tokens, "extent0": rows * 2, "extent1": cols * 2, **sizes}
+
+
+def _audio(rng: np.random.Generator, count: int) -> dict[str, NDArray[np.int64]]:
+    seconds = np.clip(rng.lognormal(np.log(9), 0.7, count), 1, 30)
+    seconds = np.where(rng.random(count) < 0.02, rng.uniform(60, 600, count), seconds)
+    frames = (seconds * 16_000).astype(np.int64)
+    tokens = np.maximum(1, -(-frames // 640))
+    sizes = {"header0": frames, "header1": np.full(count, 16_000), "size": frames}
+    return {"positions": tokens * 2, "tokens": tokens, "extent0": frames, "extent1": tokens * 4, **sizes}
+
+
+def _empty(samples: int, parts: int, members: int) -> Columns:
+    """Columns of zeros, without keys or errors."""
+    none, small, offsets = np.zeros(0, np.uint8), np.int32, np.zeros(samples + 1, np.int64)
+    return Columns(
+        shard=np.zeros(samples, small),
+        llm_tokens=np.zeros(samples, small),
+        loss_tokens=np.zeros(samples, small),
+        part_offsets=offsets,
+        part_modality=np.zeros(parts, np.uint8),
+        part_member=np.zeros(parts, small),
+        part_positions=np.zeros(parts, small),
+        part_tokens=np.zeros(parts, small),
+        part_extent0=np.zeros(parts, small),
+        part_extent1=np.zeros(parts, small),
+        member_offsets=offsets,
+        member_field=np.zeros(members, small),
+        member_kind=np.zeros(members, np.uint8),
+        member_encoding=np.full(members, RAW, np.uint8),
+        member_offset=np.zeros(members, np.int64),
+        member_size=np.zeros(members, np.int64),
+        member_header0=np.zeros(members, np.int64),
+        member_header1=np.zeros(members, small),
+        key_offsets=offsets,
+        key_bytes=none,
+        bad_row=np.zeros(0, np.int64),
+        error_field_offsets=np.zeros(1, np.int64),
+        error_field_bytes=none,
+        error_reason_offsets=np.zeros(1, np.int64),
+        error_reason_bytes=none,
+    )

@@ -1,0 +1,292 @@
+"""The columns of an index on disk: the body of a sealed file, whose layout follows from seven lengths.
+
+    columns of a sample --offsets--> its parts, its members, its key (flat columns over all samples)
+
+Nothing in the body says where anything is, so nothing in it can send a reader outside; offsets into other columns are
+checked where they are used. `views` makes arrays of a body in memory or mapped; `TableWriter` fills one of any size,
+table by table, in bounded memory.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from itertools import chain
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchdata.loaders.storage.atomic import Buffer, write_at
+
+PARTS: Final[dict[str, Any]] = {
+    "modality": np.uint8,
+    "member": np.int32,
+    "positions": np.int32,
+    "tokens": np.int32,
+    "extent0": np.int32,
+    "extent1": np.int32,
+}
+# header0, header1: width and height of an image, frames and rate of audio, else 0.
+MEMBERS: Final[dict[str, Any]] = {
+    "field": np.int32,
+    "kind": np.uint8,
+    "encoding": np.uint8,
+    "offset": np.int64,
+    "size": np.int64,
+    "header0": np.int64,
+    "header1": np.int32,
+}
+STRINGS: Final = {"key": "samples", "error_field": "bad", "error_reason": "bad"}
+"""String columns, as offsets and bytes, and of what there is one each."""
+
+# Column -> its dtype, the length of TableSize it has, and how many more.
+LAYOUT: Final[dict[str, tuple[Any, str, int]]] = {
+    "shard": (np.int32, "samples", 0),
+    "llm_tokens": (np.int32, "samples", 0),
+    "loss_tokens": (np.int32, "samples", 0),
+    "part_offsets": (np.int64, "samples", 1),
+    **{f"part_{name}": (dtype, "parts", 0) for name, dtype in PARTS.items()},
+    "member_offsets": (np.int64, "samples", 1),
+    **{f"member_{name}": (dtype, "members", 0) for name, dtype in MEMBERS.items()},
+    "bad_row": (np.int64, "bad", 0),
+}
+for _name, _of in STRINGS.items():
+    LAYOUT[f"{_name}_offsets"] = (np.int64, _of, 1)
+    LAYOUT[f"{_name}_bytes"] = (np.uint8, f"{_name}_bytes", 0)
+
+# Offsets -> the column whose elements they count.
+OFFSETS: Final = {
+    "part_offsets": "part_modality",
+    "member_offsets": "member_field",
+    **{f"{name}_offsets": f"{name}_bytes" for name in STRINGS},
+}
+_ALIGNMENT = 8
+_FLUSH_BYTES = 32 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TableSize:
+    """Lengths of all columns: n samples, p parts, m members, bad samples, and UTF-8 bytes of each string column."""
+
+    samples: int
+    parts: int
+    members: int
+    bad: int
+    key_bytes: int
+    error_field_bytes: int
+    error_reason_bytes: int
+
+    def as_dict(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in TableSize.__slots__}
+
+    @staticmethod
+    def sum(sizes: Sequence[TableSize]) -> TableSize:
+        return TableSize(**{name: sum(getattr(size, name) for size in sizes) for name in TableSize.__slots__})
+
+
+@dataclass(slots=True, eq=False)
+class Columns:
+    """All columns as arrays. Strings are offsets and bytes: `<string>_offsets` int64, `<string>_bytes` uint8 (UTF-8).
+
+    Errors are those of the rows `bad_row`, ascending, int64.
+    """
+
+    shard: NDArray[np.int32]
+    llm_tokens: NDArray[np.int32]
+    loss_tokens: NDArray[np.int32]
+    part_offsets: NDArray[np.int64]
+    part_modality: NDArray[np.uint8]
+    part_member: NDArray[np.int32]
+    part_positions: NDArray[np.int32]
+    part_tokens: NDArray[np.int32]
+    part_extent0: NDArray[np.int32]
+    part_extent1: NDArray[np.int32]
+    member_offsets: NDArray[np.int64]
+    member_field: NDArray[np.int32]
+    member_kind: NDArray[np.uint8]
+    member_encoding: NDArray[np.uint8]
+    member_offset: NDArray[np.int64]
+    member_size: NDArray[np.int64]
+    member_header0: NDArray[np.int64]
+    member_header1: NDArray[np.int32]
+    bad_row: NDArray[np.int64]
+    key_offsets: NDArray[np.int64]
+    key_bytes: NDArray[np.uint8]
+    error_field_offsets: NDArray[np.int64]
+    error_field_bytes: NDArray[np.uint8]
+    error_reason_offsets: NDArray[np.int64]
+    error_reason_bytes: NDArray[np.uint8]
+
+    @property
+    def size(self) -> TableSize:
+        return TableSize(
+            samples=self.shard.size,
+            parts=self.part_modality.size,
+            members=self.member_field.size,
+            bad=self.bad_row.size,
+            key_bytes=self.key_bytes.size,
+            error_field_bytes=self.error_field_bytes.size,
+            error_reason_bytes=self.error_reason_bytes.size,
+        )
+
+    def text(self, column: str, place: int) -> str:
+        """One value of a string column: of a row for `key`, of a place in `bad_row` for errors.
+
+        Raises:
+            ValueError: its offsets lie outside the column, or its bytes are no UTF-8.
+        """
+        offsets: NDArray[np.int64] = getattr(self, f"{column}_offsets")
+        values: NDArray[np.uint8] = getattr(self, f"{column}_bytes")
+        start, stop = offsets[place : place + 2].tolist()
+        if not 0 <= start <= stop <= values.size:
+            raise ValueError(f"the {column} of row {place} is said to lie at {start} to {stop} of {values.size} bytes")
+        return values[start:stop].tobytes().decode()
+
+    def check_ends(self) -> None:
+        """Check the first and last of all offsets, and which rows are bad: what can be checked without a full pass.
+
+        Raises ValueError, naming the column.
+        """
+        for name, target in OFFSETS.items():
+            first, last = getattr(self, name)[[0, -1]].tolist()
+            if (first, last) != (0, getattr(self, target).size):
+                raise ValueError(f"{name} run from {first} to {last}, and {target} has {getattr(self, target).size}")
+        ends = np.concatenate([[-1], self.bad_row, [self.shard.size]])
+        if (np.diff(ends) < 1).any():
+            raise ValueError(f"bad rows are not in order, or outside of {self.shard.size} rows")
+
+
+def pack(columns: Columns) -> bytes:
+    """The body of a table that fits in memory."""
+    pieces: list[Buffer] = []
+    for name, (dtype, _, _) in LAYOUT.items():
+        values = np.ascontiguousarray(getattr(columns, name), dtype)
+        pieces.append(values.data)
+        if padding := -values.nbytes % _ALIGNMENT:
+            pieces.append(bytes(padding))
+    return b"".join(pieces)
+
+
+def body_bytes(size: TableSize) -> int:
+    """How long the body of a table of this size is."""
+    return _positions(size)[1]
+
+
+def views(body: Buffer, size: TableSize) -> Columns:
+    """The columns of a body: read-only where it is.
+
+    Raises:
+        ValueError: it is not as long as a table of this size.
+    """
+    positions, total = _positions(size)
+    if memoryview(body).nbytes != total:
+        raise ValueError(f"a table of {size} has {total} bytes, there are {memoryview(body).nbytes}")
+    arrays = {
+        name: np.frombuffer(body, dtype, getattr(size, of) + more, positions[name])
+        for name, (dtype, of, more) in LAYOUT.items()
+    }
+    return Columns(**arrays)
+
+
+class TableWriter:
+    """Writes the body of one table, piece by piece, each behind the one before.
+
+    Args:
+        fd: where; written by position, so that a full disk is an error and not a signal.
+        start: position of the body.
+        size: of the whole.
+    """
+
+    def __init__(self, fd: int, start: int, size: TableSize) -> None:
+        positions, total = _positions(size)
+        self._fd = fd
+        self._at = {name: start + position for name, position in positions.items()}
+        self._waiting: list[tuple[memoryview, TableSize, int, Sequence[int]]] = []
+        self._held = 0
+        self._done = dict.fromkeys(("samples", *OFFSETS.values()), 0)
+        os.ftruncate(fd, start + total)
+        for name in OFFSETS:
+            self._write(name, np.zeros(1, np.int64))
+
+    def append(self, body: Buffer, size: TableSize, shard: int, field_numbers: Sequence[int]) -> None:
+        """One more table, packed: the rows of `shard`, whose fields are numbered anew."""
+        view = memoryview(body)
+        self._waiting.append((view, size, shard, field_numbers))
+        self._held += view.nbytes
+        if self._held > _FLUSH_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what waits; to be called at the end."""
+        if not self._waiting:
+            return
+        bodies, sizes, shards, numbers = zip(*self._waiting, strict=True)
+        places = [_places(size) for size in sizes]
+        rows = self._shift("samples", [size.samples for size in sizes])
+        for name, (dtype, of, _) in LAYOUT.items():
+            counts = [getattr(size, of) for size in sizes]
+            if name == "shard":
+                self._write(name, np.repeat(np.array(shards, dtype), counts))
+                continue
+            pieces = [body[place[name]] for body, place in zip(bodies, places, strict=True)]
+            joined: NDArray[Any] = np.frombuffer(b"".join(pieces), dtype)
+            if name == "member_field":
+                bases = np.cumsum([0, *map(len, numbers[:-1])])
+                joined = np.array([*chain(*numbers)], dtype)[joined + np.repeat(bases, counts)]
+            elif name == "bad_row":
+                joined = joined + np.repeat(rows, counts)
+            elif name in OFFSETS:
+                target = LAYOUT[OFFSETS[name]][1]
+                joined = joined + np.repeat(
+                    self._shift(OFFSETS[name], [getattr(size, target) for size in sizes]), counts
+                )
+            self._write(name, joined)
+        self._waiting, self._held = [], 0
+
+    def _shift(self, column: str, lengths: Sequence[int]) -> NDArray[np.int64]:
+        """Where each table's part of a column begins in the whole."""
+        ends = self._done[column] + np.cumsum(lengths, dtype=np.int64)
+        self._done[column] = int(ends[-1])
+        return ends - np.array(lengths, np.int64)
+
+    def _write(self, name: str, values: NDArray[Any]) -> None:
+        write_at(self._fd, np.ascontiguousarray(values, LAYOUT[name][0]).data, self._at[name])
+        self._at[name] += values.size * _itemsize(LAYOUT[name][0])
+
+
+def offsets_of(lengths: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
+    """Running sums from 0: where each of `lengths` begins, and the end, int64 (len(lengths) + 1,)."""
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.add.accumulate(lengths, out=offsets[1:], dtype=np.int64)
+    return offsets
+
+
+@cache
+def _itemsize(dtype: Any) -> int:
+    return int(np.dtype(dtype).itemsize)
+
+
+@lru_cache(maxsize=1024)  # small shards are alike
+def _places(size: TableSize) -> dict[str, slice]:
+    """Where each column is in the body; of offsets, all but the first, which is 0."""
+    places: dict[str, slice] = {}
+    for name, start in _positions(size)[0].items():
+        dtype, of, more = LAYOUT[name]
+        stop = start + (getattr(size, of) + more) * _itemsize(dtype)
+        places[name] = slice(start + more * _itemsize(dtype), stop)
+    return places
+
+
+@lru_cache(maxsize=1024)
+def _positions(size: TableSize) -> tuple[dict[str, int], int]:
+    """Where each column begins in the body, and how long it is."""
+    positions: dict[str, int] = {}
+    end = 0
+    for name, (dtype, of, more) in LAYOUT.items():
+        positions[name] = end
+        end += (getattr(size, of) + more) * _itemsize(dtype)
+        end += -end % _ALIGNMENT
+    return positions, end

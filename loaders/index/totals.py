@@ -1,0 +1,87 @@
+"""What a table holds in all: counts over its samples, as a JSON-safe value that adds up over shards.
+
+Every number is a sum, except those called `max_...`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchdata.loaders.index.table import Columns, offsets_of
+from orchdata.loaders.modality import ENCODERS, MODALITIES
+
+Totals = dict[str, Any]
+
+_NAMED_BY_DATA = "ignored_fields"
+
+
+def summarize(columns: Columns, ignored_fields: Mapping[str, int]) -> Totals:
+    """Count the samples of a table.
+
+    Args:
+        columns: of a table without unused members.
+        ignored_fields: field -> members that nobody asked for.
+
+    Returns:
+        samples (bad ones included), bad, bytes and members (of the usable samples), llm_tokens, loss_tokens,
+        max_llm_tokens, ignored_fields, and for each modality: samples that have it, parts, positions, tokens,
+        max_positions. Text has no positions or parts; its tokens are those no encoder fills.
+    """
+    starts = offsets_of(columns.part_tokens)[columns.part_offsets]
+    text_tokens = columns.llm_tokens - (starts[1:] - starts[:-1])
+    modalities: Totals = {"text": {"samples": int(np.count_nonzero(text_tokens)), "tokens": _sum(text_tokens)}}
+    for name in ENCODERS:
+        mine = (columns.part_modality == MODALITIES.index(name)).nonzero()[0]
+        modalities[name] = _summarize_parts(mine, columns) if mine.size else dict(_NO_PARTS)
+    return {
+        "samples": columns.shard.size,
+        "bad": columns.bad_row.size,
+        "bytes": _sum(columns.member_size),
+        "members": columns.member_size.size,
+        "llm_tokens": _sum(columns.llm_tokens),
+        "loss_tokens": _sum(columns.loss_tokens),
+        "max_llm_tokens": int(np.maximum.reduce(columns.llm_tokens, initial=0)),
+        "ignored_fields": dict(ignored_fields),
+        "modalities": modalities,
+    }
+
+
+_NO_PARTS = {"samples": 0, "parts": 0, "positions": 0, "tokens": 0, "max_positions": 0}
+
+
+def _summarize_parts(parts: NDArray[np.int64], columns: Columns) -> dict[str, int]:
+    rows = np.searchsorted(columns.part_offsets, parts, side="right")
+    positions = columns.part_positions[parts]
+    return {
+        "samples": 1 + int(np.count_nonzero(rows[1:] != rows[:-1])),
+        "parts": parts.size,
+        "positions": _sum(positions),
+        "tokens": _sum(columns.part_tokens[parts]),
+        "max_positions": int(np.maximum.reduce(positions)),
+    }
+
+
+def _sum(values: NDArray[Any]) -> int:
+    return int(np.add.reduce(values, dtype=np.int64))
+
+
+def sum_totals(totals: Sequence[Totals]) -> Totals:
+    """The totals of all together; names that only some have are kept."""
+    result: Totals = {}
+    for name in dict.fromkeys(name for one in totals for name in one):
+        values = [one[name] for one in totals if name in one]
+        if name == _NAMED_BY_DATA:
+            counts: Counter[str] = Counter()
+            for value in values:
+                counts.update(value)
+            result[name] = dict(counts)
+        elif isinstance(values[0], dict):
+            result[name] = sum_totals(values)
+        else:
+            result[name] = max(values) if name.startswith("max_") else sum(values)
+    return result

@@ -1,0 +1,262 @@
+"""Audio bytes -> log-mel frames, written into the batch's memory.
+
+    bytes --soundfile--> mono float32 --resample--> the recipe's rate --fit--> the indexed length --mel--> out
+
+Features are Whisper's: power spectrogram (Hann window), Slaney mel bands, log10 above 1e-10, cut 8 below the clip's
+highest value, (x + 4) / 4. A clip is padded with zeros to whole tokens, no further.
+
+Needs torch and torchaudio, imported with the first clip. torch runs operations on as many CPU threads as
+`torch.get_num_threads()` says, in every thread that decodes: where there are several of these, each first calls
+`torch_threads.use_one_thread`.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from fractions import Fraction
+from functools import lru_cache
+from math import ceil
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchdata.loaders.errors import NOT_DATA, DecodeError, pass_trouble
+from orchdata.loaders.limits import Limits
+from orchdata.loaders.modalities.cut_audio import TOLERANCE_SECONDS, TOLERANCE_SHARE, cut_reason
+from orchdata.loaders.modalities.headers import MediaHeader, above_limits, mp3_reason
+from orchdata.loaders.modalities.preprocessors import AudioPreprocessor
+
+if TYPE_CHECKING:
+    import torch
+
+_BLOCK_FRAMES: Final = 1 << 16
+# Most values of a resampling kernel: odd rates (44,099 Hz) would need gigabytes.
+_KERNEL_VALUES: Final = 1 << 22
+# Longer clips than this are worked on in pieces: input frames of a resampler, frames of a spectrogram.
+_RESAMPLE_FRAMES: Final = 1 << 21
+_MEL_FRAMES: Final = 1 << 14
+
+Wave = NDArray[np.float32]
+_build_lock = threading.Lock()
+
+
+def decode_audio(
+    data: bytes | memoryview, pre: AudioPreprocessor, limits: Limits, out: NDArray[Any], num_samples: int
+) -> None:
+    """Decode one clip into log-mel features.
+
+    Args:
+        out: (mel_frames, num_mels), C-contiguous, written in whole: float32 or uint16 (bfloat16 bits), as
+            `pre.dtype` says.
+        num_samples: the clip's length at `pre.sample_rate`, as the index says; the clip is cut or padded with zeros
+            to it when within 1 % or 50 ms.
+
+    Raises:
+        DecodeError: not audio, damaged, above a limit, or of another length than the index says.
+    """
+    expected = (pre.mel_frames(num_samples), pre.num_mels)
+    if out.shape != expected:
+        raise ValueError(f"out is {out.shape}, should be {expected} for {num_samples} samples")
+    wave, rate = read_mono(data, limits)
+    wave = fit(resample(wave, rate, pre.sample_rate), num_samples, pre.sample_rate)
+    _write_log_mel(wave, pre, out)
+
+
+def read_mono(data: bytes | memoryview, limits: Limits) -> tuple[Wave, int]:
+    """The mean over channels, (num_frames,), and the rate in Hz. Raises DecodeError."""
+    import soundfile
+
+    from orchdata.loaders.modalities.sound import open_sound
+
+    try:
+        with open_sound(data) as sound:
+            rate = int(sound.samplerate)
+            if rate < 1:
+                raise DecodeError(f"damaged audio: a rate of {rate} Hz")
+            wave = _read_blocks(sound, rate, limits)
+            is_mp3 = sound.format == "MP3"
+        reason = cut_reason(data, len(wave), rate) or (mp3_reason(data, len(wave), rate) if is_mp3 else None)
+        if reason is not None:
+            raise DecodeError(reason)
+        return wave, rate
+    except (*NOT_DATA, DecodeError):
+        raise
+    except soundfile.LibsndfileError as error:
+        raise DecodeError(f"not readable audio: {error.error_string.strip()}") from None
+    except Exception as error:
+        pass_trouble(error)
+        raise DecodeError(f"damaged audio: {' '.join(str(error).split()) or type(error).__name__}") from error
+
+
+def _read_blocks(sound: Any, rate: int, limits: Limits) -> Wave:
+    """Block by block, so that neither a header's length nor many channels decide how much memory is taken."""
+    block = np.empty((_BLOCK_FRAMES // max(1, sound.channels // 8), sound.channels), np.float32)
+    pieces: list[Wave] = []
+    total = 0
+    told = int(sound.frames) if sound.format == "FLAC" else 0
+    while len(got := _read_block(sound, block, told - total)):
+        piece = got[:, 0].copy() if sound.channels == 1 else got.mean(axis=1, dtype=np.float32)
+        if not np.isfinite(piece).all():
+            raise DecodeError("the audio holds NaN or infinite values")
+        pieces.append(piece)
+        total += len(piece)
+        reason = above_limits(MediaHeader(frames=total, rate=rate), limits)
+        if reason is not None:
+            raise DecodeError(reason)
+    if not total:
+        raise DecodeError("the audio has no frames")
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+
+def _read_block(sound: Any, block: NDArray[np.float32], left: int) -> NDArray[np.float32]:
+    """The next frames. Of a FLAC, `left` are those that its header tells, and an error behind them is none of its own:
+    a tag that other programs put there.
+    """
+    import soundfile
+
+    if 0 < left < len(block):
+        return np.asarray(sound.read(out=block[:left]))
+    try:
+        return np.asarray(sound.read(out=block))
+    except soundfile.LibsndfileError:
+        if left == 0 and sound.format == "FLAC":
+            return block[:0]
+        raise
+
+
+def resample(wave: Wave, rate: int, new_rate: int) -> Wave:
+    """`wave` (num_frames,) at `new_rate` Hz, by windowed sinc interpolation."""
+    if rate == new_rate:
+        return wave
+    import torch
+
+    ratio = kernel_ratio(rate, new_rate)
+    new, orig = ratio.numerator, ratio.denominator
+    resampler = _resampler(orig, new)
+    # Long waves piece by piece, with what the filter sees on both sides: the convolution unfolds its input.
+    context = ceil(_half_width(ratio) / orig) * orig
+    block = ceil(_RESAMPLE_FRAMES / orig) * orig
+    pieces: list[Wave] = []
+    with torch.no_grad():
+        for start in range(0, len(wave), block):
+            first, last = max(0, start - context), start + block + context
+            piece = resampler(torch.from_numpy(wave[first:last])).numpy()
+            skip = (start - first) // orig * new
+            stop = skip + block // orig * new if start + block < len(wave) else len(piece)
+            pieces.append(piece[skip:stop])
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+
+def kernel_ratio(rate: int, new_rate: int) -> Fraction:
+    """new_rate / rate; rounded, by less than 0.03 %, to a simpler fraction where that needs too large a kernel."""
+    exact = ratio = Fraction(new_rate, rate)
+    largest = max(exact.numerator, exact.denominator)
+    while _kernel_values(ratio) > _KERNEL_VALUES and min(ratio.numerator, ratio.denominator) > 1:
+        largest = largest * 3 // 4
+        ratio = exact.limit_denominator(largest) if exact < 1 else 1 / (1 / exact).limit_denominator(largest)
+    return ratio
+
+
+def _kernel_values(ratio: Fraction) -> int:
+    """Of torchaudio's windowed sinc: a filter of the original rate and six zero crossings to each side, per phase."""
+    return ratio.numerator * (ratio.denominator + 2 * _half_width(ratio))
+
+
+def _half_width(ratio: Fraction) -> int:
+    """Frames that the filter sees to each side."""
+    return ceil(6 * ratio.denominator / (0.99 * min(ratio.denominator, ratio.numerator)))
+
+
+def fit(wave: Wave, num_samples: int, rate: int) -> Wave:
+    """`wave` cut or padded with zeros to `num_samples`. Raises DecodeError where they differ by more than tolerated."""
+    difference = abs(len(wave) - num_samples)
+    if difference > max(TOLERANCE_SHARE * num_samples, TOLERANCE_SECONDS * rate):
+        raise DecodeError(
+            f"decoded to {len(wave) / rate:.3f} s of audio, the index says {num_samples / rate:.3f} s: index again"
+        )
+    if len(wave) >= num_samples:
+        return wave[:num_samples]
+    return np.concatenate([wave, np.zeros(num_samples - len(wave), np.float32)])
+
+
+def _write_log_mel(wave: Wave, pre: AudioPreprocessor, out: NDArray[Any]) -> None:
+    import torch
+
+    # Zeros to whole tokens, and on so far that the last window needs no reflection; the first one has it.
+    padded = np.zeros(len(out) * pre.hop_length + pre.n_fft, np.float32)
+    padded[: len(wave)] = wave
+    with torch.no_grad():
+        mel = _mel_frames(torch.from_numpy(padded), pre, len(out))
+        mel.clamp_(min=1e-10).log10_()
+        torch.maximum(mel, mel.max() - 8.0, out=mel)
+        mel.add_(4.0).div_(4.0)
+        target = torch.from_numpy(out)
+        if pre.dtype == "bfloat16":
+            target = target.view(torch.bfloat16)
+        target.copy_(mel.T)
+
+
+def _mel_frames(wave: torch.Tensor, pre: AudioPreprocessor, num_frames: int) -> torch.Tensor:
+    """Mel power of the first frames, (num_mels, num_frames); long clips piece by piece, as spectra are large."""
+    import torch
+
+    if num_frames <= _MEL_FRAMES:
+        mel: torch.Tensor = _mel(pre)(wave)[:, :num_frames]
+        return mel
+    context = ceil(pre.n_fft / 2 / pre.hop_length)  # windows that a piece's own ends reach into
+    out = torch.empty(pre.num_mels, num_frames)
+    for start in range(0, num_frames, _MEL_FRAMES):
+        stop = min(start + _MEL_FRAMES, num_frames)
+        first = max(0, start - context)
+        piece = wave[first * pre.hop_length : (stop + context) * pre.hop_length]
+        out[:, start:stop] = _mel(pre)(piece)[:, start - first : stop - first]
+    return out
+
+
+@lru_cache(maxsize=32)
+def _resampler(orig: int, new: int) -> torch.nn.Module:
+    """Its kernel is computed once and only read afterwards, by any thread."""
+    with _build_lock:
+        module: torch.nn.Module = import_torchaudio().transforms.Resample(orig, new)
+        return module
+
+
+@lru_cache(maxsize=8)
+def _mel(pre: AudioPreprocessor) -> torch.nn.Module:
+    """Its window and mel bands are computed once and only read afterwards, by any thread."""
+    torchaudio = import_torchaudio()
+    with _build_lock, warnings.catch_warnings():  # once a process and recipe: filters are process-wide
+        warnings.simplefilter("ignore")  # bands too narrow for n_fft are constant, and the recipe's choice
+        module: torch.nn.Module = torchaudio.transforms.MelSpectrogram(
+            sample_rate=pre.sample_rate,
+            n_fft=pre.n_fft,
+            hop_length=pre.hop_length,
+            n_mels=pre.num_mels,
+            norm="slaney",
+            mel_scale="slaney",
+        )
+        return module
+
+
+def import_torchaudio() -> ModuleType:
+    """torchaudio, or an ImportError that says how to mend it. Only audio features need it."""
+    try:
+        import torchaudio
+        import torchaudio.transforms
+    except (ImportError, OSError) as error:
+        import torch
+
+        advice = "install the torchaudio that belongs to this torch"
+        if torch.version.cuda is None:
+            advice = (
+                "its extension libraries need CUDA and this torch is a CPU build. Delete lib/*.so in the torchaudio "
+                "package folder (orchdata's scripts/torchaudio_cpu.py does): nothing used here needs them"
+            )
+        raise ImportError(
+            f"torchaudio cannot be imported beside torch {torch.__version__} ({error}): {advice}"
+        ) from error
+    module: ModuleType = torchaudio
+    return module

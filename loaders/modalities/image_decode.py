@@ -1,0 +1,248 @@
+"""Image bytes -> patches, written into the batch's memory.
+
+    bytes --decode--> uint8 RGB --resize--> the grid's size --orient--> upright --patchify--> out
+
+What is read: the formats of `headers.IMAGE_FORMATS`, the first frame of an animation. EXIF orientation is applied;
+palettes, CMYK and other colour modes become RGB as Pillow converts them (colour profiles are not applied); 16 bits
+keep their upper byte, floats in [0, 1] become bytes; transparency is composited onto white. JPEG goes through
+libjpeg-turbo, scaled while decoding where the target is half the size or less; all else through Pillow.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+import threading
+import zlib
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageFile, JpegImagePlugin
+
+from orchdata.loaders.errors import NOT_DATA, DecodeError, pass_trouble
+from orchdata.loaders.limits import Limits
+from orchdata.loaders.modalities.headers import IMAGE_FORMATS, MediaHeader, above_limits, starts_with
+from orchdata.loaders.modalities.jpeg import decode_jpeg, is_jpeg, jpeg_orientation, read_jpeg_header
+from orchdata.loaders.modalities.preprocessors import ImagePreprocessor, image_grid
+from orchdata.native.patchify import channel_table, patchify
+
+Pixels = NDArray[np.uint8]
+Size = tuple[int, int]  # (width, height), as Pillow has it
+
+_PNG: Final = b"\x89PNG\r\n\x1a\n"
+_ORIENTATION: Final = 0x0112
+_SIXTEEN_BIT: Final = ("I;16", "I;16L", "I;16B", "I;16N")
+_init_lock = threading.Lock()
+_WHITE: Final = (255, 255, 255, 255)
+
+# How stored pixels (height, width, channels) are turned upright, by EXIF orientation.
+_UPRIGHT: Final[dict[int, Callable[[Pixels], Pixels]]] = {
+    2: lambda pixels: pixels[:, ::-1],
+    3: lambda pixels: pixels[::-1, ::-1],
+    4: lambda pixels: pixels[::-1],
+    5: lambda pixels: pixels.transpose(1, 0, 2),
+    6: lambda pixels: pixels[::-1].transpose(1, 0, 2),
+    7: lambda pixels: pixels[::-1, ::-1].transpose(1, 0, 2),
+    8: lambda pixels: pixels[:, ::-1].transpose(1, 0, 2),
+}
+
+
+def decode_image(
+    data: bytes | memoryview, pre: ImagePreprocessor, limits: Limits, out: NDArray[Any], grid: tuple[int, int]
+) -> None:
+    """Decode, resize and cut one image into patches.
+
+    Args:
+        out: (grid_h * grid_w, pre.patch_dim), C-contiguous, written in whole: float32, uint16 (bfloat16 bits) or
+            uint8, as `pre.dtype` says. Rows and values are ordered as `native.patchify` says.
+        grid: patches (grid_h, grid_w) that the index found from the header.
+
+    Raises:
+        DecodeError: not an image, damaged, above a limit, or of another size than the index says.
+    """
+    pixels = load_pixels(bytes(data), pre, limits, grid)
+    patchify(pixels, pre.patch_size, pre.merge, _table(pre.mean, pre.std, pre.dtype), out)
+
+
+def load_pixels(data: bytes, pre: ImagePreprocessor, limits: Limits, grid: tuple[int, int]) -> Pixels:
+    """Upright pixels (height, width, 3 or 4) of the grid's size, C-contiguous; channels past the third mean nothing.
+
+    The memory may be this thread's scratch, overwritten by its next image. Raises DecodeError.
+    """
+    try:
+        if is_jpeg(data):
+            return _load_jpeg(data, pre, limits, grid)
+        if data.startswith(_PNG):
+            _check_png(data)
+        return _load_other(open_image(data), pre, limits, grid)
+    except (*NOT_DATA, DecodeError):
+        raise
+    except Exception as error:  # decoders raise almost anything for damaged bytes
+        pass_trouble(error)
+        raise DecodeError(f"damaged image: {_tidy(error)}") from error
+
+
+def _check_png(data: bytes) -> None:
+    """Raise DecodeError where a chunk that pixels come from is damaged: Pillow skips the checksums of pixels."""
+    at, view = len(_PNG), memoryview(data)
+    while at + 12 <= len(data):
+        end = at + 8 + int.from_bytes(data[at : at + 4], "big")
+        name = data[at + 4 : at + 8]
+        if name == b"IEND" or end + 4 > len(data):
+            return  # what is cut Pillow finds
+        needed = not name[0] & 0x20 or name == b"tRNS"  # a small first letter: pixels do without it
+        if needed and zlib.crc32(view[at + 4 : end]) != int.from_bytes(data[end : end + 4], "big"):
+            raise DecodeError(f"damaged PNG image: chunk {starts_with(name)} at byte {at} does not fit its checksum")
+        at = end + 4
+
+
+def open_image(data: bytes) -> ImageFile.ImageFile:
+    """Identify an image without decoding it. Raises DecodeError.
+
+    As Image.open, but for its check of the number of pixels against a process-wide setting: the limit is the recipe's.
+    """
+    if not data:
+        raise DecodeError("empty: 0 bytes")
+    reason = f"not an image: starts with {starts_with(data)}"
+    for name, factory, accept in _formats():
+        try:
+            accepted = accept is None or accept(data[:16])
+            if isinstance(accepted, str):  # of a known format, but its decoder is not installed
+                reason = accepted
+            elif accepted:
+                return factory(io.BytesIO(data), "")
+        except (SyntaxError, IndexError, TypeError, KeyError, ValueError, OSError, struct.error) as error:
+            reason = f"damaged {name} image: {_tidy(error)}"
+    raise DecodeError(reason)
+
+
+@lru_cache(maxsize=1)
+def _formats() -> list[tuple[str, Callable[..., ImageFile.ImageFile], Callable[[bytes], bool | str] | None]]:
+    with _init_lock:
+        Image.init()
+    return [(name, *Image.OPEN[name]) for name in IMAGE_FORMATS if name in Image.OPEN]
+
+
+def _load_jpeg(data: bytes, pre: ImagePreprocessor, limits: Limits, grid: tuple[int, int]) -> Pixels:
+    header = read_jpeg_header(data)
+    if header is None:
+        return _load_other(JpegImagePlugin.JpegImageFile(io.BytesIO(data)), pre, limits, grid)
+    orientation = jpeg_orientation(data)
+    target = _target((header.width, header.height), orientation, pre, limits, grid)
+    if header.is_cmyk:
+        inks = decode_jpeg(data, header, "CMYK", least=target)
+        image = Image.frombuffer("CMYK", (inks.shape[1], inks.shape[0]), inks, "raw", "CMYK", 0, 1).convert("RGB")
+        return _upright(_resize_image(image, target, pre), orientation)
+    colours = "RGBX" if pre.resizer == "pillow" else "RGB"
+    pixels = decode_jpeg(data, header, colours, least=target)
+    return _upright(_resize_pixels(pixels, target, pre), orientation)
+
+
+def _load_other(image: ImageFile.ImageFile, pre: ImagePreprocessor, limits: Limits, grid: tuple[int, int]) -> Pixels:
+    """Through Pillow."""
+    # Before decoding: size limits. Pillow gives TIFF sizes as displayed, others as stored.
+    _check_limits(image.width, image.height, limits)
+    image.load()
+    orientation = image.getexif().get(_ORIENTATION, 1)
+    target = _target(image.size, orientation, pre, limits, grid)
+    return _upright(_resize_image(to_rgb(image), target, pre), orientation)
+
+
+def _target(stored: Size, orientation: int, pre: ImagePreprocessor, limits: Limits, grid: tuple[int, int]) -> Size:
+    """The size to resize stored pixels to, so that upright they fill the grid."""
+    turned = orientation in (5, 6, 7, 8)
+    width, height = reversed(stored) if turned else stored
+    _check_limits(width, height, limits)
+    if width < 1 or height < 1:
+        raise DecodeError(f"damaged image: {width} x {height} pixels")
+    found = image_grid(width, height, pre)
+    if found != tuple(grid):
+        raise DecodeError(
+            f"decoded to {width} x {height} pixels, {found[0]} x {found[1]} patches; the index says "
+            f"{grid[0]} x {grid[1]} patches: index again"
+        )
+    target = (grid[1] * pre.patch_size, grid[0] * pre.patch_size)
+    return (target[1], target[0]) if turned else target
+
+
+def _check_limits(width: int, height: int, limits: Limits) -> None:
+    reason = above_limits(MediaHeader(width=width, height=height), limits)
+    if reason is not None:
+        raise DecodeError(reason)
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """RGB of any mode; see the top of this file. Raises DecodeError."""
+    if image.mode in (*_SIXTEEN_BIT, "I", "F"):
+        return Image.fromarray(_to_bytes(image)).convert("RGB")
+    if image.has_transparency_data:
+        solid = Image.new("RGBA", image.size, _WHITE)
+        solid.alpha_composite(image.convert("RGBA"))
+        return solid.convert("RGB")
+    return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def _to_bytes(image: Image.Image) -> Pixels:
+    """Grey of 16 or 32 bits a pixel -> uint8 (height, width)."""
+    values = np.asarray(image)
+    low, high = values.min(), values.max()
+    if image.mode == "F":
+        if not np.isfinite(low) or not np.isfinite(high):
+            raise DecodeError("the image holds NaN or infinite values")
+        # Floats are fractions; where some are above 1 they can only be byte values already.
+        scale = 255.0 if high <= 1 else 1.0
+        _check_range(low, high, 255 / scale)
+        return np.rint(values * np.float32(scale)).astype(np.uint8)
+    _check_range(low, high, 65535)
+    return (values >> 8).astype(np.uint8)
+
+
+def _check_range(low: float, high: float, most: float) -> None:
+    if low < 0 or high > most:
+        raise DecodeError(f"grey values from {low:g} to {high:g}, outside [0, {most:g}]: store it with 8 or 16 bits")
+
+
+def _resize_pixels(pixels: Pixels, target: Size, pre: ImagePreprocessor) -> Pixels:
+    """Pixels (height, width, 3 or 4) at `target` (width, height)."""
+    height, width = pixels.shape[:2]
+    if (width, height) == target:
+        return pixels
+    if pre.resizer == "torch":
+        return _resize_torch(pixels, target)
+    mode = "RGBX" if pixels.shape[2] == 4 else "RGB"
+    image = Image.frombuffer(mode, (width, height), pixels, "raw", mode, 0, 1)
+    return np.asarray(image.resize(target, Image.Resampling.BICUBIC))
+
+
+def _resize_image(image: Image.Image, target: Size, pre: ImagePreprocessor) -> Pixels:
+    if pre.resizer == "pillow" and image.size != target:
+        image = image.resize(target, Image.Resampling.BICUBIC)
+    return _resize_pixels(np.asarray(image), target, pre)
+
+
+def _resize_torch(pixels: Pixels, target: Size) -> Pixels:
+    import torch
+
+    with torch.no_grad():
+        # Batch axis first: torch then sees channels-last memory, keeps it so, and nothing is copied around.
+        image = torch.from_numpy(np.require(pixels, requirements="W"))[None].permute(0, 3, 1, 2)
+        resized = torch.nn.functional.interpolate(image, (target[1], target[0]), mode="bicubic", antialias=True)
+    return np.ascontiguousarray(resized.permute(0, 2, 3, 1)[0].numpy())
+
+
+def _upright(pixels: Pixels, orientation: int) -> Pixels:
+    turn = _UPRIGHT.get(orientation)
+    return np.ascontiguousarray(pixels if turn is None else turn(pixels))
+
+
+@lru_cache(maxsize=8)
+def _table(mean: tuple[float, ...], std: tuple[float, ...], dtype: str) -> NDArray[Any]:
+    return channel_table(mean, std, dtype)
+
+
+def _tidy(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return text[:200] or type(error).__name__

@@ -1,0 +1,368 @@
+"""Members and texts of a sample -> its spans in order: text with token ids, and slots of media.
+
+The indexer and the decoder both go through here, so what the index says is what decoding yields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchdata.loaders.errors import DecodeError, FieldError
+from orchdata.loaders.modality import AUDIO, IMAGE, MODALITIES
+from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.samples.members import Layout, Member, layout_of, stem
+from orchdata.loaders.text.chat_keys import check_record, is_beside, says, shown
+from orchdata.loaders.text.conversation import (
+    Document,
+    named_in,
+    parse_json,
+    read_document,
+    split_placeholders,
+    why_unread,
+)
+from orchdata.loaders.text.preprocessor import TEXT_FIELDS, TextPreprocessor, decode_utf8
+from orchdata.loaders.text.template import Placeholder, Segment, TextSegment, Turn, render
+from orchdata.loaders.text.words import WORDS_SUFFIX, names_words
+
+__all__ = ["MediaSlot", "Member", "Span", "TextSpan", "compose", "compose_with_source", "text_members"]
+
+_PLURAL: Final = {IMAGE: "images", AUDIO: "audio clips"}
+
+
+class TextSpan(NamedTuple):
+    """Token ids int32 (num_tokens,), and whether they carry loss."""
+
+    token_ids: NDArray[np.int32]
+    loss: bool
+
+
+class MediaSlot(NamedTuple):
+    """The place of an image or clip: its modality, and its index in the sample's members."""
+
+    modality: int
+    member: int
+
+
+Span = TextSpan | MediaSlot
+
+
+def text_members(members: Sequence[Member], recipe: Recipe) -> list[int]:
+    """Indices of the members whose bytes `compose` needs: JSON, the preferred plain text, what belongs to a chat."""
+    held = layout_of(members, recipe.text.fields)
+    return sorted({*held.json, *held.plain, *held.beside, *held.others, *held.named})
+
+
+def compose(members: Sequence[Member], texts: Mapping[int, bytes | memoryview], recipe: Recipe) -> list[Span]:
+    """The spans of a sample in order.
+
+    A conversation in JSON goes before plain text, plain text before a JSON "text" or "caption"; other JSON is
+    metadata. Media take the places of their placeholders in field order, numbered fields by number; without any
+    placeholder of their modality they come first, images before audio.
+
+    Args:
+        texts: payloads of `text_members`.
+
+    Raises:
+        FieldError: no usable field, text that cannot be read, media that do not match their placeholders.
+    """
+    return compose_with_source(members, texts, recipe)[0]
+
+
+def compose_with_source(
+    members: Sequence[Member], texts: Mapping[int, bytes | memoryview], recipe: Recipe
+) -> tuple[list[Span], list[int]]:
+    """`compose`, and the text members the spans come from."""
+    held = layout_of(members, recipe.text.fields)
+    media: dict[int, tuple[int, ...]] = {}
+    if recipe.image is not None:
+        media[IMAGE] = held.image
+    if recipe.audio is not None:
+        media[AUDIO] = held.audio
+    used, segments = _segments(members, held, texts, recipe)
+    if not used and not any(media.values()):
+        raise FieldError("*", _nothing_usable(members, recipe))
+    where = members[used[0]].field if used else "*"
+    leading = _match(media, segments, where, recipe)
+    writer = _SpanWriter(recipe.text, where)
+    writer.special(recipe.text.bos_token_id)
+    for modality in leading:
+        for member in media[modality]:
+            writer.media(modality, member)
+    queues = {modality: iter(found) for modality, found in media.items() if modality not in leading}
+    for segment in segments:
+        if isinstance(segment, Placeholder):
+            writer.media(segment.modality, next(queues[segment.modality]))
+        else:
+            writer.text(segment)
+    return writer.close(), used
+
+
+class _SpanWriter:
+    """Joins neighbouring text of equal loss before tokenizing it."""
+
+    def __init__(self, pre: TextPreprocessor, where: str) -> None:
+        self._pre = pre
+        self._where = where
+        self._spans: list[Span] = []
+        self._pending: list[str] = []
+        self._loss = False
+
+    def text(self, segment: TextSegment) -> None:
+        if not segment.text:
+            return
+        if segment.loss != self._loss:
+            self._flush()
+            self._loss = segment.loss
+        self._pending.append(segment.text)
+
+    def media(self, modality: int, member: int) -> None:
+        self._flush()
+        start, end = self._pre.around(modality)
+        self.special(start)
+        self._spans.append(MediaSlot(modality, member))
+        self.special(end)
+
+    def special(self, token_id: int | None, loss: bool = False) -> None:
+        if token_id is not None:
+            self._spans.append(TextSpan(np.array([token_id], np.int32), loss))
+
+    def close(self) -> list[Span]:
+        self._flush()
+        last = self._spans[-1] if self._spans else None
+        self.special(self._pre.eos_token_id, isinstance(last, TextSpan) and last.loss)
+        return self._spans
+
+    def _flush(self) -> None:
+        if not self._pending:
+            return
+        text = "".join(self._pending)
+        self._pending.clear()
+        try:
+            token_ids = self._pre.encode(text)
+        except DecodeError as error:
+            raise error.at(self._where) from error.__cause__
+        if len(token_ids):
+            self._spans.append(TextSpan(token_ids, self._loss))
+
+
+def _segments(
+    members: Sequence[Member], held: Layout, texts: Mapping[int, bytes | memoryview], recipe: Recipe
+) -> tuple[list[int], list[Segment]]:
+    """The sample's text: the members it is from (none: no text), and its segments."""
+    pre = recipe.text
+    if held.named:
+        _check_named_columns(held.named, members, texts, recipe)
+    documents: dict[int, Document] = {}
+    if held.json or held.others:
+        documents = {index: _document(members[index], texts[index], recipe) for index in held.json}
+        for index in held.others:
+            documents[index] = _chat_only(members[index], texts[index], recipe)
+    chat = _conversation(documents, members) if documents else None
+    if chat is not None:
+        turns = documents[chat].turns or []
+        if beside := [index for index in held.beside if index != chat]:
+            _check_beside(turns, beside, members, texts, recipe)
+        _check_named(documents[chat].named, members, recipe, exactly=True)
+        _check_places(documents[chat], members, held)
+        return [chat], list(render(turns, pre.template))
+    chosen = [(index, _plain(members[index], texts[index], recipe)) for index in held.plain]
+    if not chosen:
+        chosen = _caption(documents, members, recipe)
+    if not chosen:
+        _check_unread(documents, held, members, texts, recipe)
+    pieces = [piece for _, text in chosen for piece in split_placeholders(text, pre)]
+    segments: list[Segment] = [TextSegment(piece, True) if isinstance(piece, str) else piece for piece in pieces]
+    return [index for index, _ in chosen], segments
+
+
+def _conversation(documents: Mapping[int, Document], members: Sequence[Member]) -> int | None:
+    """The member that holds the sample's conversation."""
+    chats = [index for index, document in documents.items() if document.turns is not None]
+    for other in chats[1:]:
+        if documents[other].turns != documents[chats[0]].turns:
+            raise FieldError(members[other].field, f"a second conversation, beside that of {members[chats[0]].field}")
+    return chats[0] if chats else None
+
+
+def _caption(documents: Mapping[int, Document], members: Sequence[Member], recipe: Recipe) -> list[tuple[int, str]]:
+    """The text that JSON holds where nothing goes before it: (member, text) of at most one."""
+    found = [(index, document.text) for index, document in documents.items() if document.text is not None]
+    for index, text in found[1:]:
+        if text != found[0][1]:
+            raise FieldError(members[index].field, f"a second text, beside that of {members[found[0][0]].field}")
+    for index, _ in found[:1]:
+        _check_named(documents[index].named, members, recipe, exactly=False)
+    return found[:1]
+
+
+def _check_beside(
+    turns: Sequence[Turn],
+    beside: Iterable[int],
+    members: Sequence[Member],
+    texts: Mapping[int, bytes | memoryview],
+    recipe: Recipe,
+) -> None:
+    """Fields beside the conversation's that belong to it (a column of tools) must not say more than its turns do."""
+    held: dict[str, Any] = {}
+    for index in beside:
+        held[stem(members[index].field)] = _value(members[index], texts[index], recipe)
+    try:
+        check_record(held, (), turns)
+    except DecodeError as error:
+        raise error.at(", ".join(members[index].field for index in beside)) from None
+
+
+def _value(member: Member, payload: bytes | memoryview, recipe: Recipe) -> Any:
+    text = _plain(member, payload, recipe)
+    try:
+        return parse_json(text.encode())
+    except (DecodeError, UnicodeEncodeError):
+        return text
+
+
+def _check_unread(
+    documents: Mapping[int, Document],
+    held: Layout,
+    members: Sequence[Member],
+    texts: Mapping[int, bytes | memoryview],
+    recipe: Recipe,
+) -> None:
+    """Words that are not read must not be missed in silence where the sample has no others."""
+    for index, document in documents.items():
+        reason = why_unread(document.rest)
+        if reason is not None:
+            raise FieldError(members[index].field, reason)
+    for index in held.beside:
+        if index not in held.json and says(_value(members[index], texts[index], recipe)):
+            raise FieldError(members[index].field, "belongs to a conversation, and the sample has none")
+    for index in held.others:
+        _check_words(members[index], texts[index], recipe)
+
+
+def _check_words(member: Member, payload: bytes | memoryview, recipe: Recipe) -> None:
+    """Text of a field that the recipe does not read; what it reads unless told otherwise was left out on purpose."""
+    name = stem(member.field)
+    listed = name.endswith(WORDS_SUFFIX)
+    if not listed and (name.rpartition(".")[2] in TEXT_FIELDS or not names_words(name)):
+        return
+    if says(_value(member, payload, recipe) if listed else _plain(member, payload, recipe)):
+        if listed:
+            way_out = "a list or struct: write its words as a string column, or leave it out of the data"
+        else:
+            way_out = f"TextPreprocessor(fields=({name!r},)) reads them; leave them out if the model need not see them"
+        raise FieldError(
+            member.field.removesuffix(WORDS_SUFFIX), f"holds the sample's only words and is not read: {way_out}"
+        )
+
+
+def _match(media: Mapping[int, tuple[int, ...]], segments: Iterable[Segment], where: str, recipe: Recipe) -> list[int]:
+    """Check media against placeholders; the modalities that have none of them, whose media come first."""
+    marks = [segment.modality for segment in segments if isinstance(segment, Placeholder)]
+    if not marks:
+        return [modality for modality in (IMAGE, AUDIO) if media.get(modality)]
+    for modality in set(marks):
+        mark, name = recipe.text.placeholder(modality), MODALITIES[modality]
+        if modality not in media:
+            raise FieldError(where, f"{mark} placeholder, but the recipe has no {name} preprocessor")
+        found, wanted = len(media[modality]), marks.count(modality)
+        if found < wanted:
+            raise FieldError(
+                where,
+                f"{mark} placeholder {found + 1} of {wanted} has no {name}: the sample holds {found}; where "
+                f'the mark is text, TextPreprocessor({name}_placeholder="")',
+            )
+        if found > wanted:
+            raise FieldError(where, f"{found} {_PLURAL[modality]} but {wanted} {mark} placeholders")
+    return [modality for modality in (IMAGE, AUDIO) if media.get(modality) and modality not in marks]
+
+
+def _check_named(named: Mapping[int, list[str]], members: Sequence[Member], recipe: Recipe, *, exactly: bool) -> None:
+    for modality, names in named.items():
+        asked = recipe.image if modality == IMAGE else recipe.audio
+        found = sum(member.kind == modality for member in members)
+        if asked is not None and (found < len(names) or (exactly and found > len(names))):
+            held = f"holds {found}" if found else "holds none"
+            what = "conversation" if exactly else "record"
+            raise FieldError(
+                MODALITIES[modality],
+                f"the {what} names {len(names)} ({', '.join(map(shown, names[:3]))}), the sample {held}",
+            )
+
+
+def _check_named_columns(
+    named: Iterable[int], members: Sequence[Member], texts: Mapping[int, bytes | memoryview], recipe: Recipe
+) -> None:
+    """Columns of paths: media are the row's own cells, and no path is opened."""
+    for index in named:
+        name = members[index].field.lower().removesuffix(WORDS_SUFFIX)
+        _check_named(named_in({name: _value(members[index], texts[index], recipe)}), members, recipe, exactly=False)
+
+
+def _check_places(document: Document, members: Sequence[Member], held: Layout) -> None:
+    """Where a conversation names the sample's own members, it must name them in the order in which they fill places."""
+    for said in (document.named, document.placed):
+        for modality, names in said.items():
+            own = held.image if modality == IMAGE else held.audio
+            if len(own) < 2 or len(own) != len(names):
+                continue
+            fields = [members[index].field.lower() for index in own]
+            found = [_own_field(name, fields) for name in names]
+            if None not in found and found != fields:
+                raise FieldError(
+                    MODALITIES[modality],
+                    f"the conversation names {', '.join(map(shown, names[:3]))}, and media fill their places in the "
+                    f"order of the fields: {', '.join(fields[:3])}; number the fields as they are named (0.jpg, 1.jpg)",
+                )
+
+
+def _own_field(name: str, fields: Sequence[str]) -> str | None:
+    """The field that a name stands for: itself, its basename, or (as members are split) what follows its first dot."""
+    base = name.lower().rpartition("/")[2]
+    return next((field for field in (name.lower(), base, base.partition(".")[2]) if field in fields), None)
+
+
+def _document(member: Member, payload: bytes | memoryview, recipe: Recipe) -> Document:
+    _check_text(member, payload, recipe)
+    try:
+        return read_document(payload, recipe.text, lines=member.field.removesuffix(".gz").endswith("jsonl"))
+    except DecodeError as error:
+        raise error.at(member.field) from error.__cause__
+
+
+def _chat_only(member: Member, payload: bytes | memoryview, recipe: Recipe) -> Document:
+    """What a text under any name says if it is a chat, else nothing."""
+    document = Document()
+    if member.error is None and not is_beside(stem(member.field)) and bytes(payload[:1]) in (b"[", b"{"):
+        try:
+            parse_json(payload)
+        except DecodeError:
+            return document
+        document = _document(member, payload, recipe)
+    return document if document.turns is not None else Document()
+
+
+def _plain(member: Member, payload: bytes | memoryview, recipe: Recipe) -> str:
+    _check_text(member, payload, recipe)
+    try:
+        return decode_utf8(payload)
+    except DecodeError as error:
+        raise error.at(member.field) from error.__cause__
+
+
+def _check_text(member: Member, payload: bytes | memoryview, recipe: Recipe) -> None:
+    if member.error is not None:
+        raise FieldError(member.field, member.error)
+    limit = recipe.limits.text_bytes
+    if len(payload) > limit:
+        raise FieldError(member.field, f"{len(payload)} bytes of text, above the limit text_bytes={limit}")
+
+
+def _nothing_usable(members: Sequence[Member], recipe: Recipe) -> str:
+    held = ", ".join(member.field for member in members) or "none"
+    asked = [name for name, pre in (("image", recipe.image), ("audio", recipe.audio)) if pre is not None]
+    texts = ", ".join(("json", *recipe.text.fields))
+    return f"no usable field among: {held}; the recipe asks for {', '.join([*asked, 'text'])} (fields {texts})"

@@ -1,0 +1,124 @@
+"""The members of a sample: what the index knows of each, and which of them text and media are read from."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Final, NamedTuple
+
+from orchdata.loaders.modality import AUDIO, IMAGE, TEXT
+from orchdata.loaders.text.chat_keys import is_beside
+from orchdata.loaders.text.words import NAMED, WORDS_SUFFIX
+
+_JSON_NAMES: Final = ("json", "jsonl", "jsn", "messages", "conversations")
+_LEADING_NUMBER: Final = re.compile(r"(\d+)\.")
+_TEXT_SUFFIXES: Final = re.compile(r"\.(json|jsn|jsonl|txt|text)$")
+
+
+class Member(NamedTuple):
+    """What the index knows of one field of a sample, from headers.
+
+    Attributes:
+        field: lower-cased, as "0.jpg" or "json".
+        kind: a modality code, or 255 for what is no modality.
+        width, height: of an image as displayed, EXIF orientation applied.
+        frames, rate: of an audio clip, per channel, and Hz.
+        size: bytes of payload.
+        error: why the field is bad; raised only when the field is used.
+    """
+
+    field: str
+    kind: int
+    width: int = 0
+    height: int = 0
+    frames: int = 0
+    rate: int = 0
+    size: int = 0
+    error: str | None = None
+
+
+class Layout(NamedTuple):
+    """Indices of a sample's members by use.
+
+    Attributes:
+        json: JSON, in the order of the shard.
+        plain: the preferred plain text, numbered fields by number.
+        image, audio: media, numbered fields by number.
+        beside: text whose name says that it belongs to a conversation (`tools`, `system.txt`), in the order of the
+            shard; perhaps among `json` or `plain` too.
+        others: where there is neither JSON nor plain text, text under other names: a Parquet column of chats may have
+            any name.
+        named: text that names media by path: Parquet columns `image`, `images`, `audio`, `audios` without bytes.
+    """
+
+    json: tuple[int, ...]
+    plain: tuple[int, ...]
+    image: tuple[int, ...]
+    audio: tuple[int, ...]
+    beside: tuple[int, ...]
+    others: tuple[int, ...]
+    named: tuple[int, ...]
+
+
+def layout_of(members: Sequence[Member], text_fields: tuple[str, ...]) -> Layout:
+    """Sort members by use; of plain text the first of `text_fields` that is there, whole names before extensions."""
+    return _layout(tuple([member[:2] for member in members]), text_fields)
+
+
+@lru_cache(maxsize=4096)  # samples of a data set are alike
+def _layout(names: tuple[tuple[str, int], ...], text_fields: tuple[str, ...]) -> Layout:
+    texts = _in_field_order(names, TEXT)
+    json = sorted(index for index in texts if _is_json(names[index][0]))
+    rest = [index for index in texts if index not in json]
+    plain = _preferred([(index, _name(names[index][0])) for index in rest], text_fields)
+    named = tuple(index for index in sorted(texts) if names[index][0].lower().removesuffix(WORDS_SUFFIX) in NAMED)
+    return Layout(
+        json=tuple(json),
+        plain=plain,
+        image=tuple(_in_field_order(names, IMAGE)),
+        audio=tuple(_in_field_order(names, AUDIO)),
+        beside=tuple(index for index in sorted(texts) if is_beside(stem(names[index][0]))),
+        others=() if json or plain else tuple(index for index in texts if index not in named),
+        named=named,
+    )
+
+
+def _preferred(candidates: Sequence[tuple[int, str]], text_fields: Iterable[str]) -> tuple[int, ...]:
+    for wanted in text_fields:
+        chosen = [index for index, name in candidates if name == wanted]
+        chosen = chosen or [index for index, name in candidates if name.endswith("." + wanted)]
+        if chosen:
+            return tuple(chosen)
+    return ()
+
+
+def _in_field_order(names: Sequence[tuple[str, int]], kind: int) -> list[int]:
+    found = [index for index, (_, its_kind) in enumerate(names) if its_kind == kind]
+    return sorted(found, key=lambda index: (_number(names[index][0]), index))
+
+
+def _number(name: str) -> tuple[int, str]:
+    """Sorts as the leading number does, those without one first. Not as an int: it may have thousands of digits."""
+    match = _LEADING_NUMBER.match(name)
+    if match is None:
+        return -1, ""
+    digits = "".join(str(unicodedata.decimal(digit)) for digit in match[1]).lstrip("0")
+    return len(digits), digits
+
+
+def _name(name: str) -> str:
+    """A field's name in lower case (columns of Parquet files keep theirs), without its leading number and `.gz`."""
+    name = name.lower().removesuffix(".gz")
+    match = _LEADING_NUMBER.match(name)
+    return name if match is None else name[match.end() :]
+
+
+def stem(name: str) -> str:
+    """A field's name without number and suffixes of text."""
+    return _TEXT_SUFFIXES.sub("", _name(name))
+
+
+def _is_json(name: str) -> bool:
+    return _name(name).rpartition(".")[2] in _JSON_NAMES

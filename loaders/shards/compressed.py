@@ -1,0 +1,157 @@
+"""Compressed tars: .tar.gz and .tar.zst -> a plain tar in the cache folder, made once, limits held while decompressing.
+
+Any framing: gzip with several members, zstd with several or skippable frames, with or without content sizes.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+import zstandard
+
+from orchdata.loaders.errors import ShardError, StorageError
+from orchdata.loaders.limits import Limits
+from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.storage import LocalFile, Storage
+
+GZIP_MAGIC = b"\x1f\x8b"
+_ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+
+_READ_BYTES = 1 << 20
+_OUT_BYTES = 1 << 20
+# zstandard gives all that an input decompresses to at once: a kilobyte can hold 32 MiB (blocks of 128 KiB in 4 bytes).
+_ZSTD_IN_BYTES = 1 << 10
+_RATIO_FREE_BYTES = 1 << 20
+
+
+class _Damaged(Exception):
+    """The compressed stream is not sound; the message is the reason."""
+
+
+def compression(head: bytes) -> str | None:
+    """What the first four bytes show: "gzip", "zstd" or None. What a file is named says little."""
+    if head.startswith(GZIP_MAGIC):
+        return "gzip"
+    skippable = len(head) >= 4 and head[1:4] == b"\x2a\x4d\x18" and head[0] & 0xF0 == 0x50
+    return "zstd" if head.startswith(_ZSTD_MAGIC) or skippable else None
+
+
+def open_decompressed(file: Storage, *, limits: Limits, cache: CacheFolder) -> LocalFile:
+    """The decompressed content of a .tar.gz or .tar.zst as a file in the cache.
+
+    The entry belongs to (url, size, version): a shard that changes is decompressed again.
+
+    Raises:
+        ShardError: the stream is damaged, cut, or above Limits.decompressed_bytes or Limits.decompression_ratio;
+            nothing is left in the cache.
+        StorageError: it cannot be read, or the cache cannot be written, or may not hold as much.
+        StaleIndexError: it changed meanwhile.
+    """
+    identity = "\0".join((str(Path(file.url).absolute()), str(file.size), file.version))
+    name = hashlib.blake2b(identity.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
+    pieces_of = _gunzip if compression(file.read(0, 4)) == "gzip" else _unzstd
+
+    def make(out: IO[bytes], cap: int) -> None:
+        written = 0
+        try:
+            for consumed, piece in pieces_of(file):
+                written += len(piece)
+                _check(file, written, consumed, limits, cap)
+                out.write(piece)
+        except _Damaged as error:
+            file.check_unchanged()  # or it may be the change that looks like damage
+            raise ShardError(file.url, f"cannot be decompressed: {error}") from error
+        file.check_unchanged()
+
+    while True:
+        path = cache.entry(name, make)
+        try:
+            return LocalFile(path, url=file.url)
+        except StorageError as error:
+            if error.errno != errno.ENOENT:  # else evicted just now
+                raise
+
+
+def _check(file: Storage, written: int, consumed: int, limits: Limits, cap: int) -> None:
+    if written > limits.decompressed_bytes:
+        raise ShardError(file.url, f"decompresses to more than Limits.decompressed_bytes={limits.decompressed_bytes}")
+    if written > cap:
+        reason = f"decompresses to more than the cache folder may hold, {cap} bytes (CacheFolder.max_bytes)"
+        raise StorageError(file.url, reason, errno.EFBIG)
+    if written - _RATIO_FREE_BYTES > limits.decompression_ratio * consumed:
+        ratio = written / max(1, consumed)
+        raise ShardError(
+            file.url,
+            f"decompresses {ratio:.0f} to 1, above Limits.decompression_ratio={limits.decompression_ratio:g}",
+        )
+
+
+def _chunks(file: Storage, size: int) -> Iterator[bytes]:
+    offset = 0
+    while data := file.read(offset, size):
+        offset += len(data)
+        yield data
+
+
+def _gunzip(file: Storage) -> Iterator[tuple[int, bytes]]:
+    """(bytes consumed so far, decompressed piece of at most _OUT_BYTES), over all members."""
+    consumed = 0
+    stream = zlib.decompressobj(wbits=31)
+    fresh = True  # between two members
+    for data in _chunks(file, _READ_BYTES):
+        while data:
+            if fresh:
+                data = data.lstrip(b"\0")  # padding, as tape tools leave it
+                if not data:
+                    break
+                stream, fresh = zlib.decompressobj(wbits=31), False
+            try:
+                piece = stream.decompress(data, _OUT_BYTES)
+            except zlib.error as error:
+                raise _Damaged(f"gzip data damaged near byte {consumed}: {error}") from error
+            rest = stream.unused_data if stream.eof else stream.unconsumed_tail
+            consumed += len(data) - len(rest)
+            yield consumed, piece
+            fresh = stream.eof
+            if not fresh and not rest and len(piece) == _OUT_BYTES:
+                # All input is taken, more output may wait inside.
+                while piece := stream.decompress(b"", _OUT_BYTES):
+                    yield consumed, piece
+                fresh = stream.eof
+            data = rest
+    if not fresh:
+        raise _Damaged(f"the gzip data are cut at byte {file.size}")
+
+
+def _unzstd(file: Storage) -> Iterator[tuple[int, bytes]]:
+    """(bytes consumed so far, decompressed piece), over all frames."""
+    consumed = 0
+    pending = b""
+    decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)  # as `zstd --long=31` writes
+    stream: zstandard.ZstdDecompressionObj | None = None
+    for data in _chunks(file, _READ_BYTES):
+        at = 0
+        while at < len(data):
+            window = pending + data[at : at + _ZSTD_IN_BYTES]
+            at += _ZSTD_IN_BYTES
+            pending = b""
+            while window:
+                if stream is None:
+                    stream = decompressor.decompressobj()
+                try:
+                    piece = stream.decompress(window)
+                except zstandard.ZstdError as error:
+                    raise _Damaged(f"zstd data damaged near byte {consumed}: {error}") from error
+                rest = stream.unused_data if stream.eof else b""
+                consumed += len(window) - len(rest)
+                yield consumed, piece
+                if stream.eof:
+                    stream = None
+                window = rest
+    if stream is not None:
+        raise _Damaged(f"the zstd data are cut at byte {file.size}")

@@ -1,0 +1,182 @@
+"""The facts table: one row per member of a shard, in shard order. Filled by the readers, read by the index.
+
+Columns: `sample` (ordinal in the shard), `key`, `field`, `kind` (modality code, 255 for what is ignored), `offset` and
+`size` of the content (Parquet: row number, bytes), `encoding`, `width`, `height`, `frames`, `rate`, `error`.
+
+An error on a row of kind 255 is structural (a field given twice, a key that comes back, damage to the archive): it
+makes the sample bad whatever a recipe asks for. An error on a row of another kind concerns that field alone.
+A shard that cannot be read at all has one row: sample 0, key and field "", kind 255, and the reason.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+
+from orchdata.loaders.shards.fields import OTHER, RAW
+from orchdata.loaders.versions import RULES
+
+SCHEMA = pa.schema(
+    [
+        pa.field("sample", pa.int32(), nullable=False),
+        pa.field("key", pa.string(), nullable=False),
+        pa.field("field", pa.string(), nullable=False),
+        pa.field("kind", pa.uint8(), nullable=False),
+        pa.field("offset", pa.int64(), nullable=False),
+        pa.field("size", pa.int64(), nullable=False),
+        pa.field("encoding", pa.uint8(), nullable=False),
+        pa.field("width", pa.int32(), nullable=False),
+        pa.field("height", pa.int32(), nullable=False),
+        pa.field("frames", pa.int64(), nullable=False),
+        pa.field("rate", pa.int32(), nullable=False),
+        pa.field("error", pa.string()),
+    ]
+)
+_STRINGS = ("key", "field")
+_NUMBERS = tuple(field.name for field in SCHEMA if field.name not in (*_STRINGS, "error"))
+_ROW = ("sample", "key", "field", "kind", "offset", "size", "encoding")
+MEDIA = ("width", "height", "frames", "rate")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FactsMeta:
+    """What the facts of a shard belong to.
+
+    Attributes:
+        url: as given by the user.
+        size: bytes of the shard as stored (compressed, where it is).
+        version: of its content, as `Storage.version`.
+        checksum: of its size and its headers, hex.
+        ignored: how many members of each ignored field.
+        lost_samples: that damage hides, beside those that have a row, where the shard tells how many it had.
+        lost_bytes: of the shard as stored, behind damage: what they held is not known.
+        limits: fingerprint of the limits that were held.
+        rules: RULES that it was scanned under.
+    """
+
+    url: str
+    size: int
+    version: str
+    checksum: str
+    limits: str
+    ignored: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    lost_samples: int = 0
+    lost_bytes: int = 0
+    rules: int = RULES
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-safe; the same as arguments make the same again."""
+        return {name: getattr(self, name) for name in FactsMeta.__slots__}
+
+
+@dataclass(slots=True)
+class FactsTable:
+    """Rows of facts, as one list a column: plain Python, since most shards of a large data set may be tiny.
+
+    Attributes:
+        sample, key, ... rate: as in SCHEMA, all of one length.
+        errors: row -> what is wrong with it.
+    """
+
+    sample: list[int] = dataclasses.field(default_factory=list)
+    key: list[str] = dataclasses.field(default_factory=list)
+    field: list[str] = dataclasses.field(default_factory=list)
+    kind: list[int] = dataclasses.field(default_factory=list)
+    offset: list[int] = dataclasses.field(default_factory=list)
+    size: list[int] = dataclasses.field(default_factory=list)
+    encoding: list[int] = dataclasses.field(default_factory=list)
+    width: list[int] = dataclasses.field(default_factory=list)
+    height: list[int] = dataclasses.field(default_factory=list)
+    frames: list[int] = dataclasses.field(default_factory=list)
+    rate: list[int] = dataclasses.field(default_factory=list)
+    errors: dict[int, str] = dataclasses.field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.sample)
+
+    def append(
+        self,
+        sample: int,
+        key: str,
+        field: str,
+        *,
+        kind: int = OTHER,
+        offset: int = 0,
+        size: int = 0,
+        encoding: int = RAW,
+        media: tuple[int, int, int, int] = (0, 0, 0, 0),
+        error: str | None = None,
+    ) -> None:
+        """One row; `media` is its width, height, frames and rate."""
+        if error is not None:
+            self.errors[len(self.sample)] = error
+        for name, value in zip(_ROW, (sample, key, field, kind, offset, size, encoding), strict=True):
+            getattr(self, name).append(value)
+        for name, value in zip(MEDIA, media, strict=True):
+            getattr(self, name).append(value)
+
+    def extend(self, rows: Sequence[tuple[int, str, str, int, int, int, int]]) -> None:
+        """Rows of (sample, key, field, kind, offset, size, encoding); `extend_media` has to follow."""
+        if rows:
+            for name, values in zip(_ROW, zip(*rows, strict=True), strict=True):
+                getattr(self, name).extend(values)
+
+    def extend_media(self, rows: Sequence[Sequence[int]]) -> None:
+        """(width, height, frames, rate) of the rows added since the last call."""
+        if rows:
+            for name, values in zip(MEDIA, zip(*rows, strict=True), strict=True):
+                getattr(self, name).extend(values)
+
+    def fail_structure(self, row: int, reason: str) -> None:
+        """Make the sample of `row` bad whatever a recipe asks for; the first reason stays."""
+        self.kind[row] = OTHER
+        self.errors.setdefault(row, reason)
+
+    def all_failed(self, reason: str) -> FactsTable:
+        """The same rows, every sample bad for the same reason."""
+        rows = range(len(self))
+        return replace(self, kind=[OTHER for _ in rows], errors=dict.fromkeys(rows, reason))
+
+    def ignored(self) -> dict[str, int]:
+        """How many rows without error each ignored field has."""
+        if OTHER not in self.kind:
+            return {}
+        errors = self.errors
+        other = [row for row, kind in enumerate(self.kind) if kind == OTHER and row not in errors]
+        counts = Counter(name for row in other if (name := self.field[row]))
+        return dict(sorted(counts.items()))
+
+    def arrow(self) -> pa.Table:
+        """As a table of SCHEMA."""
+        columns = [pa.array(getattr(self, field.name), field.type) for field in list(SCHEMA)[:-1]]
+        errors = pa.array([self.errors.get(row) for row in range(len(self))], SCHEMA.field("error").type)
+        return pa.Table.from_arrays([*columns, errors], schema=SCHEMA)
+
+    @staticmethod
+    def of_arrow(table: pa.Table) -> FactsTable:
+        """The rows of a table of SCHEMA."""
+        columns = {name: table.column(name).to_numpy().tolist() for name in _NUMBERS}
+        columns |= {name: table.column(name).to_pylist() for name in _STRINGS}
+        errors: dict[int, str] = {}
+        if table.column("error").null_count < len(table):
+            errors = {row: reason for row, reason in enumerate(table.column("error").to_pylist()) if reason is not None}
+        return FactsTable(**columns, errors=errors)
+
+
+class Facts(NamedTuple):
+    """The facts of a shard, and what they belong to."""
+
+    table: FactsTable
+    meta: FactsMeta
+
+
+def shard_failure(reason: str) -> FactsTable:
+    """The facts of a shard that cannot be read at all."""
+    table = FactsTable()
+    table.append(0, "", "", error=reason)
+    return table

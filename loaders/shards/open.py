@@ -1,0 +1,139 @@
+"""Shards: path -> what can list its members and read them at random. Open shards are shared and bounded."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+
+from orchdata.loaders.errors import StaleIndexError
+from orchdata.loaders.limits import Limits
+from orchdata.loaders.shards.compressed import compression, open_decompressed
+from orchdata.loaders.shards.parquet.shard import ParquetShard
+from orchdata.loaders.shards.shard import Shard, ShardInfo
+from orchdata.loaders.shards.tar import TarShard
+from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.counted import CountedFile, ReadBytes
+from orchdata.loaders.storage.paths import PARQUET_SUFFIXES, suffix_of
+from orchdata.loaders.storage.storage import LocalFile, Storage
+
+
+def open_shard(url: str, *, limits: Limits, cache: CacheFolder, reads: ReadBytes | None = None) -> Shard:
+    """Open a shard by its suffix; compressed tars are decompressed into the cache first, once.
+
+    What is read of it, then and later, is counted in `reads`.
+
+    Raises:
+        ValueError: unknown suffix.
+        ShardError: it cannot be opened, or not decompressed within the limits.
+    """
+    suffix = suffix_of(url)
+    file: Storage = LocalFile(url)
+    if reads is not None:
+        file = CountedFile(file, reads.storage)
+    if suffix in PARQUET_SUFFIXES:
+        return ParquetShard(url, file, limits=limits)
+    # By content: webdataset reads a gzipped .tar too, and a plain .tar.gz.
+    if compression(file.read(0, 4)) is None:
+        return TarShard(url, file, limits=limits)
+    try:
+        content: Storage = open_decompressed(file, limits=limits, cache=cache)
+    finally:
+        file.close()
+    if reads is not None:
+        content = CountedFile(content, reads.cache)
+    return TarShard(url, content, limits=limits, size=file.size, version=file.version)
+
+
+def open_indexed(
+    url: str, indexed: ShardInfo, *, limits: Limits, cache: CacheFolder, reads: ReadBytes | None = None
+) -> Shard:
+    """`open_shard` of one that was measured before. Raises StaleIndexError too: it is not the one that was."""
+    shard = open_shard(url, limits=limits, cache=cache, reads=reads)
+    try:
+        difference = _difference(shard, indexed)
+        if difference is not None:
+            raise StaleIndexError(url, f"{difference}: run `orchdata index` again")
+    except BaseException:
+        shard.close()
+        raise
+    return shard
+
+
+class OpenShards:
+    """Open shards, shared by threads; the least recently used are let go.
+
+    A shard let go while a thread still reads it closes when that thread is done with it.
+
+    Args:
+        limits, cache: for opening.
+        capacity: how many stay open.
+
+    Attributes:
+        reads: what was read of all of them; `used` is for whoever asks for members to add to.
+    """
+
+    def __init__(self, *, limits: Limits, cache: CacheFolder, capacity: int = 64) -> None:
+        if capacity < 1:
+            raise ValueError(f"capacity must be at least 1, got {capacity}")
+        self.reads = ReadBytes()
+        self._limits = limits
+        self._cache = cache
+        self._capacity = capacity
+        self._lock = threading.Lock()
+        self._shards: OrderedDict[str, Shard] = OrderedDict()
+        self._opening: dict[str, threading.Lock] = {}
+
+    def get(self, url: str, indexed: ShardInfo | None = None) -> Shard:
+        """The open shard. `indexed` is what the index says of it, checked when it is opened.
+
+        Raises:
+            StaleIndexError: it is not the shard that was indexed.
+            ShardError, ValueError: as `open_shard`.
+        """
+        if (shard := self._find(url)) is not None:
+            return shard
+        with self._lock:
+            opening = self._opening.setdefault(url, threading.Lock())
+        with opening:  # opening may decompress for minutes: others of the same shard wait, the rest does not
+            try:
+                return self._find(url) or self._open(url, indexed)
+            finally:
+                with self._lock:
+                    self._opening.pop(url, None)
+
+    def close(self) -> None:
+        """Close all. Shards asked for later are opened anew."""
+        with self._lock:
+            shards = list(self._shards.values())
+            self._shards.clear()
+        for shard in shards:
+            shard.close()
+
+    def _open(self, url: str, indexed: ShardInfo | None) -> Shard:
+        if indexed is None:
+            shard = open_shard(url, limits=self._limits, cache=self._cache, reads=self.reads)
+        else:
+            shard = open_indexed(url, indexed, limits=self._limits, cache=self._cache, reads=self.reads)
+        with self._lock:
+            self._shards[url] = shard
+            while len(self._shards) > self._capacity:
+                self._shards.popitem(last=False)  # no close: others may be reading it
+        return shard
+
+    def _find(self, url: str) -> Shard | None:
+        with self._lock:
+            shard = self._shards.get(url)
+            if shard is not None:
+                self._shards.move_to_end(url)
+            return shard
+
+
+def _difference(shard: Shard, indexed: ShardInfo) -> str | None:
+    """What tells the shard from the one that was indexed."""
+    if shard.size != indexed.size:
+        return f"has {shard.size} bytes, {indexed.size} when it was indexed"
+    # A copy of the same data has another time of change; its headers tell whether it is one. Parquet pages are decoded
+    # by a library that a damaged one can end, so of these all bytes are compared.
+    if shard.version != indexed.version and shard.checksum() != indexed.checksum:
+        return "was written anew since it was indexed, with the same size and other content"
+    return None

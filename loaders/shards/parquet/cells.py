@@ -1,0 +1,269 @@
+"""Cells of Parquet columns: schema -> which columns hold media or text, cell -> its bytes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from orchdata.loaders.modality import AUDIO, IMAGE, TEXT
+from orchdata.loaders.shards.fields import OTHER, classify
+from orchdata.loaders.text.chat_keys import is_beside
+from orchdata.loaders.text.words import NAMED, WORDS_SUFFIX, names_words
+
+_WORDS = {
+    IMAGE: frozenset("image images img imgs picture pictures photo photos pixels".split()),
+    AUDIO: frozenset("audio audios speech sound sounds clip clips recording waveform".split()),
+    TEXT: frozenset("text texts caption captions transcript transcription sentence prompt response".split()),
+}
+_TURNS = (frozenset(("role", "content")), frozenset(("from", "value")))
+_CHATS = ("messages", "conversations")
+
+
+class PathOnly(Exception):
+    """A media struct with a path and no bytes: paths from data are never opened."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """How a column is read.
+
+    Attributes:
+        name: of the column.
+        form: "text", "chat", "words" (lists and structs with text that are no chat, as JSON), "binary" or "struct"
+            (bytes and path).
+        listed: cells are lists; each item is a field `name.0`, `name.1`, ...
+        kind: its modality, or OTHER where each cell's first bytes have to tell.
+    """
+
+    name: str
+    form: str
+    listed: bool
+    kind: int
+
+    @property
+    def field(self) -> str:
+        """What the field of a cell that is not listed is called."""
+        return self.name + WORDS_SUFFIX if self.form == "words" else self.name
+
+    def cell(self, scalar: pa.Scalar) -> bytes | None:
+        """Bytes of a cell (of an item, where listed), None for null. Raises PathOnly."""
+        data = self.content(scalar)
+        return None if data is None else bytes(data)
+
+    def content(self, scalar: pa.Scalar) -> bytes | memoryview | None:
+        """As `cell`, without a copy where the bytes are stored as such."""
+        if not scalar.is_valid:
+            return None
+        if self.form == "text":
+            return text_bytes(scalar)
+        if self.form in ("chat", "words"):
+            return _encode(scalar.as_py())
+        held = scalar if self.form == "binary" else _plain_scalar(scalar)["bytes"]
+        if held.is_valid:
+            return text_bytes(held)
+        path = self.path(scalar)
+        if path:
+            raise PathOnly(f"holds a path, not bytes: {path!r}; embed the bytes when writing the Parquet file")
+        return None
+
+    def path(self, scalar: pa.Scalar) -> str | None:
+        """The path beside the bytes of a struct."""
+        if self.form != "struct" or not scalar.is_valid:
+            return None
+        held = _plain_scalar(scalar)
+        path = held["path"].as_py() if "path" in held else None
+        return path if isinstance(path, str) else None
+
+    def num_turns(self, scalar: pa.Scalar) -> int:
+        """Turns of a chat, or items in them where they are more, before any is made a Python object."""
+        return _most_in(scalar)
+
+    def kind_of(self, data: bytes | memoryview, path: str | None = None) -> int:
+        """Modality of one cell."""
+        if self.kind != OTHER:
+            return self.kind
+        by_path = classify(path)[0] if path else OTHER
+        return by_path if by_path != OTHER else sniff(data)
+
+
+def text_bytes(scalar: pa.Scalar) -> memoryview:
+    """A string as it is stored: perhaps not UTF-8, which only the sample it belongs to should fail for."""
+    return memoryview(_plain_scalar(scalar).as_buffer())
+
+
+def _plain_scalar(scalar: pa.Scalar) -> pa.Scalar:
+    return scalar.value if isinstance(scalar, pa.DictionaryScalar) else scalar
+
+
+def _most_in(scalar: pa.Scalar) -> int:
+    """As `_most_items`, of one cell. pyarrow makes no array of a struct with a field of type null."""
+    if not scalar.is_valid:
+        return 0
+    if _is_list(scalar.type):
+        return max(len(scalar.values), _most_items(scalar.values))
+    if pa.types.is_struct(scalar.type):
+        return max((_most_in(scalar[i]) for i in range(scalar.type.num_fields)), default=0)
+    return 0
+
+
+def _most_items(array: pa.Array) -> int:
+    """The length of the longest array of list items in an array, however deep."""
+    if _is_list(array.type):
+        inner = array.flatten()
+        return max(len(inner), _most_items(inner))
+    if pa.types.is_struct(array.type):
+        return max((_most_items(array.field(i)) for i in range(array.type.num_fields)), default=0)
+    return 0
+
+
+def plan_columns(schema: pa.Schema) -> tuple[list[Column], list[str], str | None]:
+    """(columns to read, names of those ignored, name of the key column)."""
+    names = set(schema.names)
+    key = "__key__" if "__key__" in names else ("id" if "id" in names else None)
+    features = _huggingface_features(schema)
+    used: list[Column] = []
+    ignored: list[str] = []
+    for field in schema:
+        column = None
+        if field.name not in ("__key__", "__url__", "id"):
+            column = _plan_column(field.name, field.type, features.get(field.name))
+        if column is None:
+            if field.name != key:
+                ignored.append(field.name)
+        else:
+            used.append(column)
+    return used, ignored, key
+
+
+def sniff(data: bytes | memoryview) -> int:
+    """IMAGE or AUDIO by the first bytes, else OTHER."""
+    head = bytes(data[:16])
+    if head.startswith((b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF87a", b"GIF89a", b"BM", b"II*\0", b"MM\0*")):
+        return IMAGE
+    if head[:4] == b"RIFF":
+        return IMAGE if head[8:12] == b"WEBP" else AUDIO
+    if head.startswith((b"fLaC", b"OggS", b"ID3", b"FORM", b".snd", b"RF64", b"riff", b"caff")) or head[:2] in (
+        b"\xff\xfb",
+        b"\xff\xf3",
+        b"\xff\xf2",
+    ):
+        return AUDIO
+    if head[4:12] in (b"ftypavif", b"jP  \r\n\x87\n") or head.startswith(b"\xff\x4f\xff\x51"):
+        return IMAGE
+    return OTHER
+
+
+def _plan_column(name: str, type_: pa.DataType, feature: object) -> Column | None:
+    if _is_turns(type_) or _is_chat_struct(type_):
+        return Column(name, "chat", False, TEXT)
+    listed = _is_list(type_)
+    item = type_.value_type if listed else type_
+    if pa.types.is_dictionary(item):
+        item = item.value_type
+    if is_text(item) and not listed:
+        return Column(name, "text", False, TEXT)
+    if _is_binary(item):
+        return Column(name, "binary", listed, _declared_kind(name, feature))
+    if pa.types.is_struct(item):
+        fields = {item.field(i).name: item.field(i).type for i in range(item.num_fields)}
+        if "bytes" in fields and _is_binary(fields["bytes"]):
+            return Column(name, "struct", listed, _declared_kind(name, feature))
+    if (listed or pa.types.is_struct(type_)) and is_beside(name):  # tools beside a chat: whether they say anything
+        return Column(name, "chat", False, TEXT)
+    if _holds_words(name, type_) or (is_text(item) and name.lower() in NAMED):
+        return Column(name, "words", False, TEXT)
+    return None
+
+
+def _holds_words(name: str, type_: pa.DataType) -> bool:
+    """Whether a list or struct holds text under a name, or fields of a name, that say so."""
+    while _is_list(type_):
+        type_ = type_.value_type
+    if not pa.types.is_struct(type_):
+        return is_text(type_) and names_words(name)
+    texts = {type_.field(i).name for i in range(type_.num_fields) if is_text(type_.field(i).type)}
+    named = (name, *_field_names(type_)) if texts else _field_names(type_)
+    return any(map(names_words, named)) or {"user", "assistant"} <= texts
+
+
+def _declared_kind(name: str, feature: object) -> int:
+    """Modality that Hugging Face's metadata, the suffix or a word of the name declares."""
+    declared = json.dumps(feature)
+    if '"Image"' in declared:
+        return IMAGE
+    if '"Audio"' in declared:
+        return AUDIO
+    kind, _ = classify(name.lower())
+    if kind != OTHER:
+        return kind
+    words = set(re.split(r"[^a-z]+", name.lower()))
+    return next((kind for kind, known in _WORDS.items() if words & known), OTHER)
+
+
+def _huggingface_features(schema: pa.Schema) -> Mapping[str, object]:
+    try:
+        features = json.loads(schema.metadata[b"huggingface"])["info"]["features"]
+    except (KeyError, TypeError, ValueError):
+        return {}
+    return features if isinstance(features, dict) else {}
+
+
+def _is_list(type_: pa.DataType) -> bool:
+    return bool(pa.types.is_list(type_) or pa.types.is_large_list(type_) or pa.types.is_fixed_size_list(type_))
+
+
+def is_text(type_: pa.DataType) -> bool:
+    return bool(pa.types.is_string(type_) or pa.types.is_large_string(type_) or pa.types.is_string_view(type_))
+
+
+def _is_binary(type_: pa.DataType) -> bool:
+    return bool(
+        pa.types.is_binary(type_)
+        or pa.types.is_large_binary(type_)
+        or pa.types.is_fixed_size_binary(type_)
+        or pa.types.is_binary_view(type_)
+    )
+
+
+def _field_names(type_: pa.DataType) -> frozenset[str]:
+    return frozenset(type_.field(i).name for i in range(type_.num_fields)) if pa.types.is_struct(type_) else frozenset()
+
+
+def _is_turns(type_: pa.DataType) -> bool:
+    """A list of turns, or (as `datasets` stores a Sequence of dicts) a struct of lists with their keys."""
+    if _is_list(type_):
+        names = _field_names(type_.value_type)
+        return any(turn <= names for turn in _TURNS)
+    names = _field_names(type_)
+    if not any(turn <= names for turn in _TURNS):
+        return False
+    return all(_is_list(type_.field(i).type) for i in range(type_.num_fields))
+
+
+def _is_chat_struct(type_: pa.DataType) -> bool:
+    return any(_is_turns(type_.field(name).type) for name in _CHATS if name in _field_names(type_))
+
+
+def _encode(value: object) -> bytes:
+    return json.dumps(_plain(value), ensure_ascii=False, default=_stand_in).encode()
+
+
+def _plain(value: object) -> object:
+    """Without the nulls that a common struct type forces on every dict, and structs of lists as lists of dicts."""
+    if isinstance(value, Mapping):
+        known = {name: _plain(item) for name, item in value.items() if item is not None}
+        if any(turn <= known.keys() for turn in _TURNS) and all(isinstance(item, list) for item in known.values()):
+            columns: dict[str, Sequence[Any]] = {name: item for name, item in known.items() if isinstance(item, list)}
+            if len({len(column) for column in columns.values()}) == 1:
+                return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        return known
+    return [_plain(item) for item in value] if isinstance(value, list) else value
+
+
+def _stand_in(value: object) -> str | None:
+    return None if isinstance(value, bytes) else str(value)

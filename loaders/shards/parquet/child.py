@@ -1,0 +1,163 @@
+"""The child process that measures Parquet files: bytes that its parent lends -> facts, or why there are none.
+
+It opens no file: the parent reads blocks into memory that both map, so whatever a storage raises stays in the parent. A
+file that kills this process, hangs it or takes too much memory costs no more than its own facts. Imports little: no
+torch.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import mmap
+import os
+import resource
+import select
+import signal
+import sys
+from collections import OrderedDict
+from typing import Any
+
+import pyarrow as pa
+
+from orchdata.loaders.limits import Limits
+from orchdata.loaders.shards.parquet.file import ParquetReader, Refused, short
+from orchdata.loaders.shards.parquet.framing import Ended, receive, send, send_bytes
+from orchdata.loaders.shards.parquet.scan import scan
+from orchdata.loaders.storage.content_digest import BLOCK_BYTES
+
+CPU_SECONDS = 60.0
+_KEPT_BLOCKS = 48
+
+
+def cpu_seconds(size: int, rows: int) -> float:
+    """Processor time that a file may take: a hundred times what it does take."""
+    return CPU_SECONDS + size / (1 << 20) + rows / 1000
+
+
+def memory_bytes(limits: Limits) -> int:
+    """Memory that a file may take: some copies of its largest cell."""
+    return (2 << 30) + 4 * limits.member_bytes
+
+
+def main(window: int, life: int) -> None:
+    """Serve requests until the parent closes its end.
+
+    Args:
+        window: descriptor of a block of shared memory, which the parent fills.
+        life: reading end of a pipe whose other end the parent holds.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    _die_with_parent(life)
+    _lower(resource.RLIMIT_CORE, 0)
+    replies = os.dup(1)
+    os.dup2(2, 1)  # whatever prints here is no message
+    shared = mmap.mmap(window, BLOCK_BYTES, access=mmap.ACCESS_READ)
+    send(replies, {"ready": True})
+    try:
+        while True:
+            _serve(receive(0), replies, shared)
+    except Ended:
+        pass
+
+
+def _serve(request: dict[str, Any], replies: int, shared: mmap.mmap) -> None:
+    limits = Limits(**request["limits"])
+    size = int(request["size"])
+    _lower(resource.RLIMIT_DATA, memory_bytes(limits))
+    _allow_cpu(cpu_seconds(size, 0))
+    try:
+        reader = ParquetReader(_LentFile(size, replies, shared), limits)
+        send(replies, {"rows": reader.plausible_rows()})
+        _allow_cpu(cpu_seconds(size, min(reader.plausible_rows(), limits.shard_rows)))
+        table, ignored = scan(reader, limits)
+        facts = _serialized(table.arrow())
+    except Ended:
+        raise
+    except MemoryError:
+        reason = (
+            f"takes more than {memory_bytes(limits)} bytes of memory to read "
+            f"(four times Limits.member_bytes={limits.member_bytes} and 2 GiB)"
+        )
+        send(replies, {"failure": reason})
+        raise Ended from None  # what is left of this process's memory is not known
+    except Refused as error:
+        send(replies, {"failure": str(error)})
+    except Exception as error:  # noqa: BLE001 - pyarrow raises many kinds for damaged files
+        send(replies, {"failure": f"not a readable Parquet file: {short(error)}"})
+    else:
+        send(replies, {"facts": {"bytes": len(facts), "ignored": ignored}})
+        send_bytes(replies, memoryview(facts))
+
+
+def _serialized(table: pa.Table) -> pa.Buffer:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return sink.getvalue()
+
+
+class _LentFile:
+    """A Storage whose bytes the parent reads."""
+
+    url, version = "", ""
+
+    def __init__(self, size: int, replies: int, shared: mmap.mmap) -> None:
+        self.size = size
+        self._replies = replies
+        self._shared = shared
+        self._blocks: OrderedDict[int, bytes] = OrderedDict()
+
+    def read(self, offset: int, size: int) -> bytes:
+        stop = min(offset + size, self.size)
+        pieces = []
+        while offset < stop:
+            block, start = divmod(offset, BLOCK_BYTES)
+            piece = self._block(block)[start : start + stop - offset]
+            if not piece:
+                break
+            pieces.append(piece)
+            offset += len(piece)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def read_into(self, offset: int, buffer: memoryview) -> int:
+        data = self.read(offset, len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def check_unchanged(self) -> None:
+        """The parent sees to it."""
+
+    def close(self) -> None: ...
+
+    def _block(self, number: int) -> bytes:
+        held = self._blocks.get(number)
+        if held is None:
+            send(self._replies, {"block": number})
+            held = self._shared[: int(receive(0)["got"])]
+            self._blocks[number] = held
+            if len(self._blocks) > _KEPT_BLOCKS:
+                self._blocks.popitem(last=False)
+        self._blocks.move_to_end(number)
+        return held
+
+
+def _die_with_parent(life: int) -> None:
+    """SIGKILL from the kernel when the parent is gone, whatever this process is doing then."""
+    fcntl.fcntl(life, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(life, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(life, fcntl.F_SETFL, fcntl.fcntl(life, fcntl.F_GETFL) | os.O_ASYNC)
+    gone = select.poll()
+    gone.register(life, select.POLLIN)
+    if gone.poll(0):  # before it was armed
+        sys.exit(0)
+
+
+def _lower(which: int, soft: int) -> None:
+    hard = resource.getrlimit(which)[1]
+    resource.setrlimit(which, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
+
+
+def _allow_cpu(seconds: float) -> None:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    _lower(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime + seconds))

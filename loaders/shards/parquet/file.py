@@ -1,0 +1,260 @@
+"""An open Parquet file: what its footer says, checked, and its columns read in batches of bounded size.
+
+    storage --> footer --check against file and limits--> row groups --batches--> columns
+
+Measuring and reading go through here alike, so what was measured once is decoded the same way later. Whatever a storage
+raises while pyarrow reads is raised as it was, whatever pyarrow made of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from orchdata.loaders.errors import NOT_DATA
+from orchdata.loaders.limits import Limits
+from orchdata.loaders.shards.parquet.cells import Column, plan_columns
+from orchdata.loaders.storage.storage import Storage
+
+_STREAM_BYTES = 1 << 20
+_SCAN_ROWS = 64
+_READ_ROWS = 1 << 16
+_BATCH_BYTES = 64 << 20
+_DICTIONARY_SLACK = 2
+_FREE_ROWS = 1 << 16
+INDEX_BYTES_OF_A_ROW = 200
+"""About what a row costs in the index, in memory while it is made."""
+
+
+class Refused(Exception):
+    """The file is readable and yet no shard; the message is the reason."""
+
+
+class ParquetReader:
+    """A Parquet file whose footer is read and makes sense. Not safe from several threads.
+
+    Attributes:
+        schema: of all columns.
+        columns: those with media or text; `ignored` names the others, `key` the one that names the samples.
+        starts: first row of each row group, and the end, int64 (num_row_groups + 1,).
+        promised_rows: rows that the footer counts for the whole file.
+    """
+
+    def __init__(self, file: Storage, limits: Limits) -> None:
+        """Read the footer. Raises what the storage raises; pyarrow's own errors for a damaged file."""
+        self._limits = limits
+        self._size = file.size
+        self._stream = _Stream(file)
+        with self._stream.surfacing():
+            source = pa.PythonFile(cast(Any, self._stream), mode="r")
+            self._parquet = pq.ParquetFile(source, pre_buffer=False, buffer_size=_STREAM_BYTES)
+        metadata = self._metadata = self._parquet.metadata
+        self.schema: pa.Schema = self._parquet.schema_arrow
+        self.columns, self.ignored, self.key = plan_columns(self.schema)
+        self.promised_rows: int = metadata.num_rows
+        counts = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+        if min(counts, default=0) < 0:
+            raise Refused(f"the footer counts {min(counts)} rows in a row group")
+        self.starts = np.array([0, *_running_sums(counts)], np.int64)
+        self._leaves: dict[str, list[int]] = {}
+        for leaf in range(metadata.num_columns):
+            self._leaves.setdefault(metadata.schema.column(leaf).path.partition(".")[0], []).append(leaf)
+
+    def check(self) -> None:
+        """Hold what the footer says against itself, the file's size and the limits. Raises Refused."""
+        limits, rows, found = self._limits, self.promised_rows, int(self.starts[-1])
+        if rows != found:
+            raise Refused(f"the footer counts {rows} rows, its row groups {found}")
+        if rows == 0:
+            raise Refused("no samples: the file has no rows")
+        if rows > limits.shard_rows:
+            raise Refused(f"{rows} rows, above Limits.shard_rows={limits.shard_rows}")
+        self._check_density("rows", rows)
+        for group in range(len(self.starts) - 1):
+            for column in self.columns:
+                self._check_group(group, column.name)
+        for column in self.columns:
+            self._check_values(column.name)
+
+    def _check_group(self, group: int, name: str) -> None:
+        chunks = [self._metadata.row_group(group).column(leaf) for leaf in self._leaves.get(name, ())]
+        decoded = sum(max(0, chunk.total_uncompressed_size) for chunk in chunks)
+        if decoded > self._most_decoded:
+            raise Refused(self._unfolds(group, name, decoded))
+
+    def _check_values(self, name: str) -> None:
+        """Over all row groups: a file of many small ones would hold what is free for one as often."""
+        groups = range(len(self.starts) - 1)
+        for leaf in self._leaves.get(name, ()):
+            values = sum(max(0, self._metadata.row_group(group).column(leaf).num_values) for group in groups)
+            self._check_density(f"values in column {self._metadata.schema.column(leaf).path!r}", values)
+
+    def plausible_rows(self) -> int:
+        """Rows that the footer counts; 0 where the file is too small for them."""
+        return self.promised_rows if 0 <= self.promised_rows <= self._most_rows() else 0
+
+    def _most_rows(self) -> float:
+        return max(_FREE_ROWS, self._limits.decompression_ratio * self._size / INDEX_BYTES_OF_A_ROW)
+
+    def _check_density(self, what: str, count: int) -> None:
+        ratio = self._limits.decompression_ratio
+        if count > self._most_rows():
+            raise Refused(
+                f"{count} {what} in a file of {self._size} bytes, above Limits.decompression_ratio={ratio:g} "
+                f"at {INDEX_BYTES_OF_A_ROW} bytes of memory each"
+            )
+
+    @property
+    def _most_decoded(self) -> float:
+        return max(self._limits.column_bytes, self._limits.decompression_ratio * self._size)
+
+    def _unfolds(self, group: int, name: str, decoded: int) -> str:
+        limits = self._limits
+        return (
+            f"row group {group}, column {name!r} decompresses to {decoded} bytes or more in a file of {self._size}, "
+            f"above Limits.column_bytes={limits.column_bytes} and "
+            f"Limits.decompression_ratio={limits.decompression_ratio:g}: write smaller row groups, or raise one"
+        )
+
+    def batches(self, group: int, names: Sequence[str], *, scan: bool = False) -> Iterator[pa.RecordBatch]:
+        """The rows of a row group, in batches of bounded size.
+
+        Args:
+            scan: batches of few rows, for one pass over several columns; else as large as memory allows.
+
+        Raises:
+            Refused: a column takes more memory than the limits allow, decoded, or has another number of rows than the
+                footer says.
+        """
+        rows = int(self.starts[group + 1] - self.starts[group])
+        if not rows:
+            return
+        decoded = dict.fromkeys(names, 0)
+        seen = 0
+        size = min(rows, self._batch_rows(group, names, _SCAN_ROWS if scan else _READ_ROWS))
+        found = self._parquet.iter_batches(size, row_groups=[group], columns=list(names), use_threads=False)
+        while True:
+            with self._stream.surfacing():
+                batch = next(found, None)
+            if batch is None:
+                break
+            seen += batch.num_rows
+            for name in names:
+                decoded[name] += _plain_bytes(batch.column(name))
+                if decoded[name] > self._most_decoded:
+                    raise Refused(self._unfolds(group, name, decoded[name]))
+            if seen > rows:
+                break
+            yield batch
+        if seen != rows:
+            raise Refused(f"the footer counts {rows} rows in row group {group}, its columns hold {seen}")
+
+    def _batch_rows(self, group: int, names: Sequence[str], most: int) -> int:
+        """Rows to decode at once: about _BATCH_BYTES, even where all are the largest value of a dictionary."""
+        rows = max(1, int(self.starts[group + 1] - self.starts[group]))
+        of_a_row = 1.0
+        for name in names:
+            for leaf in self._leaves.get(name, ()):
+                chunk = self._metadata.row_group(group).column(leaf)
+                decoded, stored = max(0, chunk.total_uncompressed_size), max(1, chunk.total_compressed_size)
+                of_a_row += decoded / rows
+                if chunk.has_dictionary_page and chunk.dictionary_page_offset is not None:
+                    page = max(0, chunk.data_page_offset - chunk.dictionary_page_offset)
+                    of_a_row += min(decoded, _DICTIONARY_SLACK * page * decoded / stored)
+        return max(1, min(most, int(_BATCH_BYTES / of_a_row)))
+
+    def column(self, name: str) -> Column | None:
+        return next((column for column in self.columns if column.name == name), None)
+
+
+def _plain_bytes(array: pa.Array) -> int:
+    """What a batch of cells takes; of a dictionary, what they take once each is looked up, as all who read them do."""
+    if not isinstance(array, pa.DictionaryArray):
+        return int(array.nbytes)
+    import pyarrow.compute as pc  # late: it takes as long to import as all else here
+
+    try:
+        lengths = pc.binary_length(array.dictionary)
+    except pa.ArrowNotImplementedError:  # numbers, which are not read
+        return int(array.indices.nbytes)
+    return int(array.indices.nbytes) + (pc.sum(lengths.take(array.indices)).as_py() or 0)
+
+
+def _running_sums(counts: Sequence[int]) -> list[int]:
+    """In Python's integers: a footer can count more rows than an int64 holds."""
+    total, sums = 0, []
+    for count in counts:
+        total += count
+        sums.append(total)
+    if total > np.iinfo(np.int64).max:
+        raise Refused(f"the footer counts {total} rows")
+    return sums
+
+
+class _Stream:
+    """A storage as the seekable binary file that pyarrow wants."""
+
+    def __init__(self, file: Storage) -> None:
+        self._file = file
+        self._position = 0
+        self._noted: BaseException | None = None
+        self.closed = False
+
+    @contextmanager
+    def surfacing(self) -> Iterator[None]:
+        """Around every call of pyarrow: what a read raised is raised, though pyarrow hid or renamed it."""
+        try:
+            yield
+        finally:
+            noted, self._noted = self._noted, None
+            if noted is not None:
+                raise noted
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(0, self._file.size - self._position)
+        try:
+            data = self._file.read(self._position, left if size < 0 else min(size, left)) if left else b""
+        except NOT_DATA as error:
+            self._noted = self._noted or error
+            raise
+        self._position += len(data)
+        return data
+
+    def seek(self, position: int, whence: int = 0) -> int:
+        position += (0, self._position, self._file.size)[whence]
+        if position < 0:
+            raise ValueError(f"the footer points to byte {position}")
+        self._position = position
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def size(self) -> int:
+        return self._file.size
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def writable(self) -> bool:
+        return False
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None:
+        """The storage is its owner's to close."""
+        self.closed = True
+
+
+def short(error: BaseException) -> str:
+    """What an error says, on one line."""
+    text = " ".join(str(error).split())
+    return text[:300] if text else type(error).__name__

@@ -1,0 +1,182 @@
+"""A child process that measures Parquet files, as its parent has it: start, serve, notice how it ends.
+
+parent --request--> child --block wanted--> parent --reads it into memory that both map--> child --facts--> parent
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from contextlib import ExitStack
+from dataclasses import asdict
+
+import numpy as np
+import pyarrow as pa
+
+from orchdata.loaders.errors import StorageError
+from orchdata.loaders.limits import Limits
+from orchdata.loaders.shards.facts_table import SCHEMA, FactsTable
+from orchdata.loaders.shards.parquet.child import cpu_seconds
+from orchdata.loaders.shards.parquet.framing import Ended, Silent, receive, receive_bytes, send
+from orchdata.loaders.storage.content_digest import BLOCK_BYTES, ContentDigest
+from orchdata.loaders.storage.storage import Storage
+
+Scanned = tuple[FactsTable, dict[str, int]]
+
+_START_SECONDS = 300.0
+_SILENT_SECONDS = 600.0
+_EXTERNAL = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_NOT_STARTED = "the process that measures Parquet files cannot be started"
+_PROGRAM = (
+    "import json, sys; given = json.loads(sys.argv[1]); sys.path[:] = given['path']; "
+    "from orchdata.loaders.shards.parquet.child import main; main(given['window'], given['life'])"
+)
+# One thread, and memory that is given back: the child's limits are on what it holds.
+_ENVIRONMENT = {
+    "ARROW_DEFAULT_MEMORY_POOL": "system",
+    "OPENBLAS_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
+    "ARROW_IO_THREADS": "1",
+}
+
+
+class Died(Exception):
+    """A child is no more, or no good; the message says what it did.
+
+    Attributes:
+        external: something other than the file may have ended it.
+        certain: the file did, without a second try.
+    """
+
+    def __init__(self, message: str, *, external: bool = False, certain: bool = False) -> None:
+        super().__init__(message)
+        self.external = external
+        self.certain = certain
+
+
+class MeasuringProcess:
+    """A child process, one file at a time.
+
+    Attributes:
+        unwanted: whether it was ended because nobody needs it any more.
+        promised_rows: of its last file, as in `Measurement`.
+    """
+
+    def __init__(self, url: str) -> None:
+        """Start it. Raises StorageError."""
+        self.unwanted = False
+        self.promised_rows = 0
+        with ExitStack() as resources:
+            try:
+                self._start(resources)
+            except OSError as error:
+                raise StorageError(url, f"{_NOT_STARTED}: {error.strerror}", error.errno) from error
+            try:
+                receive(self._replies, timeout=_START_SECONDS)
+            except (Ended, Silent):
+                self._errors.seek(0)
+                lines = self._errors.read().decode(errors="replace").strip().splitlines() or ["it ends at once"]
+                raise StorageError(url, f"{_NOT_STARTED}: {lines[-1][:300]}") from None
+            self._resources = resources.pop_all()
+
+    def _start(self, resources: ExitStack) -> None:
+        self._errors = resources.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 - so it is
+        with ExitStack() as inherited:
+            window = os.memfd_create("orchdata-block", os.MFD_CLOEXEC)
+            inherited.callback(os.close, window)
+            os.ftruncate(window, BLOCK_BYTES)
+            self._window = resources.enter_context(mmap.mmap(window, BLOCK_BYTES))
+            life, held = os.pipe()
+            inherited.callback(os.close, life)
+            resources.callback(os.close, held)
+            path = [entry for entry in sys.path if isinstance(entry, str)]
+            self._process = resources.enter_context(
+                subprocess.Popen(
+                    [sys.executable, "-P", "-c", _PROGRAM, json.dumps({"path": path, "window": window, "life": life})],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=self._errors,
+                    pass_fds=(window, life),
+                    env={**os.environ, **_ENVIRONMENT},
+                    bufsize=0,
+                )
+            )
+        resources.callback(self._process.kill)
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._requests, self._replies = self._process.stdin.fileno(), self._process.stdout.fileno()
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def measure(self, file: Storage, limits: Limits, digest: ContentDigest) -> Scanned | str:
+        """Facts and ignored columns, or why there are none. Raises Died, and what `file` raises."""
+        self.promised_rows = 0
+        try:
+            send(self._requests, {"size": file.size, "limits": asdict(limits)})
+            while True:
+                patience = _SILENT_SECONDS + 10 * cpu_seconds(file.size, min(self.promised_rows, limits.shard_rows))
+                kind, value = next(iter(receive(self._replies, timeout=patience).items()), ("nothing", None))
+                if kind == "block" and isinstance(value, int):
+                    self._lend(file, value, digest)
+                elif kind == "rows" and isinstance(value, int):
+                    self.promised_rows = value
+                elif kind == "failure" and isinstance(value, str):
+                    return value
+                elif kind == "facts" and isinstance(value, dict):
+                    facts = receive_bytes(self._replies, int(value["bytes"]), timeout=patience)
+                    return _checked(facts), {str(name): int(count) for name, count in value["ignored"].items()}
+                else:
+                    raise Died(f"left a message {kind!r} that means nothing")
+        except Silent:
+            raise Died(f"gave no answer for {patience:.0f} s", certain=True) from None
+        except Ended:
+            raise self._death() from None
+
+    def _lend(self, file: Storage, block: int, digest: ContentDigest) -> None:
+        with memoryview(self._window) as view:
+            got = file.read_into(block * BLOCK_BYTES, view) if 0 <= block < digest.num_blocks else 0
+            send(self._requests, {"got": got})
+            if got:
+                digest.note(block, view[:got])  # while the child goes on
+
+    def _death(self) -> Died:
+        status = self._process.wait()
+        if status >= 0:
+            return Died(f"ended the process with exit code {status}")
+        number = -status
+        if number == signal.SIGXCPU:
+            return Died("took too much processor time (SIGXCPU)", certain=True)
+        name = signal.Signals(number).name
+        if number in _EXTERNAL:
+            return Died(f"was killed ({name})", external=True)
+        return Died(f"ended the process with {name}")
+
+    def kill(self) -> None:
+        """End it while another thread may be waiting for it, which then closes it."""
+        self.unwanted = True
+        self._process.kill()
+
+    def close(self) -> None:
+        """End it, wait for its end, and give back what this side holds."""
+        self._resources.close()
+
+
+def _checked(data: bytes) -> FactsTable:
+    """The facts that a child sent. Raises Died where they make no sense."""
+    try:
+        table = pa.ipc.open_stream(data).read_all()
+        table.validate(full=True)
+    except pa.ArrowException as error:
+        raise Died("left facts that cannot be read") from error
+    if table.schema != SCHEMA or not len(table):
+        raise Died("left facts of another form")
+    samples = table.column("sample").to_numpy()
+    if samples[0] != 0 or not np.isin(np.diff(samples), (0, 1)).all():
+        raise Died("left facts out of order")
+    return FactsTable.of_arrow(table.combine_chunks())

@@ -1,0 +1,184 @@
+"""One pass over a Parquet file: cells -> rows of the facts, with the headers of media.
+
+Runs in a child process (see `parquet_children`), for no file is known to be sound before it was decoded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from orchdata.loaders.errors import NOT_DATA
+from orchdata.loaders.limits import Limits, shortened
+from orchdata.loaders.modality import AUDIO, IMAGE
+from orchdata.loaders.shards.facts_table import FactsTable
+from orchdata.loaders.shards.fields import OTHER, PARQUET
+from orchdata.loaders.shards.parquet.cells import Column, PathOnly, is_text, text_bytes
+from orchdata.loaders.shards.parquet.file import ParquetReader, Refused, short
+
+if TYPE_CHECKING:
+    from orchdata.loaders.modalities.headers import MediaHeader
+
+_OF_A_CELL = (pa.ArrowException, ValueError, TypeError, LookupError, RecursionError)
+_NO_HEADER = (0, 0, 0, 0)
+
+
+def scan(reader: ParquetReader, limits: Limits) -> tuple[FactsTable, dict[str, int]]:
+    """The facts of a file, and how many rows each ignored column has. Bad cells are rows with an error.
+
+    Raises:
+        Refused: the file as a whole is no shard, or above the limits.
+    """
+    if not reader.columns and reader.promised_rows:
+        raise Refused(
+            f"no column holds images, audio or text (columns: {', '.join(map(str, reader.schema.names))[:200]})"
+        )
+    reader.check()
+    for column in reader.columns:
+        too_long = limits.name_error("column's name", column.name)
+        if too_long is not None:
+            raise Refused(f"{shortened(column.name)!r}: {too_long}")
+    return _Scan(reader, limits).run(), dict.fromkeys(reader.ignored, reader.promised_rows)
+
+
+class _Scan:
+    """The rows found so far."""
+
+    def __init__(self, reader: ParquetReader, limits: Limits) -> None:
+        self._reader = reader
+        self._limits = limits
+        self._table = FactsTable()
+        self._first_row: dict[str, int] = {}
+
+    def run(self) -> FactsTable:
+        reader, key = self._reader, self._reader.key
+        columns = reader.columns
+        names = [column.name for column in columns] + ([key] if key is not None else [])
+        number = 0
+        for group in range(len(reader.starts) - 1):
+            for batch in reader.batches(group, names, scan=True):
+                cells = [batch.column(column.name) for column in columns]
+                keys = batch.column(key) if key is not None else None
+                for i in range(batch.num_rows):
+                    named = _key(keys[i]) if keys is not None else None
+                    self._add_row(number, str(number) if named is None else named, columns, [cell[i] for cell in cells])
+                    number += 1
+                if len(self._table) > self._limits.shard_rows:
+                    raise Refused(f"more than {self._limits.shard_rows} fields, above Limits.shard_rows")
+        return self._table
+
+    def _add_row(self, number: int, key: str, columns: list[Column], scalars: list[pa.Scalar]) -> None:
+        table = self._table
+        first = len(table)
+        too_long = self._limits.name_error("key", key)
+        if too_long is not None:
+            self._append(number, shortened(key), "", OTHER, 0, too_long)
+            return
+        if self._reader.key != "__key__":
+            key = self._distinct(key, number)
+        for column, scalar in zip(columns, scalars, strict=True):
+            try:
+                self._add_cells(number, key, column, scalar)
+            except NOT_DATA:
+                raise
+            except _OF_A_CELL as error:  # one cell that cannot be had says nothing about the others
+                self._append(number, key, column.name, column.kind, 0, f"cannot be read: {short(error)}")
+        if len(table) == first:
+            self._append(number, key, "", OTHER, 0, None)
+        earlier = self._first_row.setdefault(key, first)
+        if earlier != first:
+            reason = (
+                f"key {key!r} is that of row {table.sample[earlier]} and of row {number}: give each row its own "
+                "__key__, or drop that column, and rows are named by id or number"
+            )
+            table.fail_structure(earlier, reason)
+            table.fail_structure(first, reason)
+
+    def _distinct(self, key: str, number: int) -> str:
+        """An id that an earlier row has, with the number of the row: every row is whole, whatever its id."""
+        while key in self._first_row:
+            key = f"{key}#{number}"
+        return key
+
+    def _add_cells(self, number: int, key: str, column: Column, scalar: pa.Scalar) -> None:
+        items = _num_items(column, scalar)
+        if items > self._limits.sample_parts:
+            reason = f"a list of {items} items, above Limits.sample_parts={self._limits.sample_parts}"
+            self._append(number, key, column.name, column.kind, 0, reason)
+            return
+        for field, item in _items(column, scalar):
+            self._add_cell(number, key, field, column, item)
+
+    def _add_cell(self, number: int, key: str, field: str, column: Column, scalar: pa.Scalar) -> None:
+        error: str | None = None
+        header = _NO_HEADER
+        size = 0
+        kind = column.kind
+        try:
+            data = column.content(scalar)
+            path = column.path(scalar)
+        except PathOnly as problem:
+            error = str(problem)
+        except UnicodeDecodeError as problem:
+            error = f"holds a string that is not valid UTF-8: {problem.reason}"
+        else:
+            if data is None:
+                return
+            size = len(data)
+            kind = column.kind_of(data, path)
+            error = self._limits.size_error(kind, size) if kind != OTHER else None
+            if error is None and kind in (IMAGE, AUDIO):
+                header, error = self._header(kind, data)
+        self._append(number, key, field, kind, size, error, header)
+
+    def _append(
+        self,
+        number: int,
+        key: str,
+        field: str,
+        kind: int,
+        size: int,
+        error: str | None,
+        header: tuple[int, int, int, int] = _NO_HEADER,
+    ) -> None:
+        self._table.append(
+            number, key, field, kind=kind, offset=number, size=size, encoding=PARQUET, media=header, error=error
+        )
+
+    def _header(self, kind: int, data: bytes | memoryview) -> tuple[tuple[int, int, int, int], str | None]:
+        # Late: numba takes longer to import than all else here, and text needs none of it.
+        from orchdata.loaders.modalities.headers import HeaderError, read_header
+
+        try:
+            found: MediaHeader = read_header(kind, len(data), lambda count: bytes(data[:count]), self._limits)
+        except HeaderError as problem:
+            return _NO_HEADER, str(problem)
+        return (found.width, found.height, found.frames, found.rate), None
+
+
+def _key(scalar: pa.Scalar) -> str | None:
+    """A key as text, None for null; bytes that are not UTF-8 become escapes."""
+    if not scalar.is_valid:
+        return None
+    type_ = scalar.type.value_type if isinstance(scalar, pa.DictionaryScalar) else scalar.type
+    return bytes(text_bytes(scalar)).decode("utf-8", "backslashreplace") if is_text(type_) else str(scalar.as_py())
+
+
+def _num_items(column: Column, scalar: pa.Scalar) -> int:
+    """Items of a list: media of their own, or turns of a chat."""
+    if not scalar.is_valid:
+        return 0
+    if column.form in ("chat", "words"):
+        return column.num_turns(scalar)
+    return len(scalar.values) if column.listed and scalar.values is not None else 0
+
+
+def _items(column: Column, scalar: pa.Scalar) -> Iterator[tuple[str, pa.Scalar]]:
+    """(field, scalar) of a cell: one, or one for each item of a list."""
+    if not column.listed:
+        yield column.field, scalar
+    elif scalar.is_valid:
+        for i, item in enumerate(scalar.values):
+            yield f"{column.name}.{i}", item

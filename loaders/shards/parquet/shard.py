@@ -1,0 +1,202 @@
+"""Parquet shards: one sample a row; images, audio, text and chats in columns; cells read by row number.
+
+No page is decoded in this process before the file was measured in a child (see `parquet_children`): whoever opens a
+shard to read from it has compared size and time of change with what was measured, or the checksum of all its bytes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+import pyarrow as pa
+
+from orchdata.loaders.errors import NOT_DATA, FieldError, ShardError
+from orchdata.loaders.limits import Limits, limits_fingerprint
+from orchdata.loaders.shards.facts_table import Facts, FactsMeta, shard_failure
+from orchdata.loaders.shards.parquet.cells import PathOnly
+from orchdata.loaders.shards.parquet.children import measure
+from orchdata.loaders.shards.parquet.file import ParquetReader, short
+from orchdata.loaders.storage.content_digest import ContentDigest
+from orchdata.loaders.storage.storage import Storage
+
+
+class DecodedColumn:
+    """A column of a row group, in the pieces in which it was decoded."""
+
+    def __init__(self, pieces: Sequence[pa.Array]) -> None:
+        self._pieces = pieces
+        self._starts = np.cumsum([0, *map(len, pieces)])
+
+    def __getitem__(self, row: int) -> pa.Scalar:
+        piece = int(np.searchsorted(self._starts, row, side="right")) - 1
+        return self._pieces[piece][row - int(self._starts[piece])]
+
+    def get_total_buffer_size(self) -> int:
+        return int(pa.chunked_array(self._pieces).get_total_buffer_size())
+
+
+class ColumnCache:
+    """Decoded columns of row groups, least recently used out first; shared by all shards and threads of the process.
+
+    Holds at most `max_bytes`, or the one column that is larger.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.held_bytes = 0
+        self._columns: OrderedDict[tuple[int, int, str], tuple[DecodedColumn, int]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: tuple[int, int, str]) -> DecodedColumn | None:
+        with self._lock:
+            found = self._columns.get(key)
+            if found is None:
+                return None
+            self._columns.move_to_end(key)
+            return found[0]
+
+    def put(self, key: tuple[int, int, str], column: DecodedColumn) -> None:
+        size = column.get_total_buffer_size()
+        with self._lock:
+            self._drop(key)
+            self._columns[key] = (column, size)
+            self.held_bytes += size
+            while self.held_bytes > self.max_bytes and len(self._columns) > 1:
+                self._drop(next(iter(self._columns)))
+
+    def forget(self, shard: int) -> None:
+        with self._lock:
+            for key in [key for key in self._columns if key[0] == shard]:
+                self._drop(key)
+
+    def _drop(self, key: tuple[int, int, str]) -> None:
+        if (found := self._columns.pop(key, None)) is not None:
+            self.held_bytes -= found[1]
+
+
+COLUMNS = ColumnCache(512 << 20)
+_numbers = itertools.count()
+
+
+class ParquetShard:
+    """A Parquet file. `read` and `read_many` are safe from many threads; decoding of one file is one at a time."""
+
+    def __init__(self, url: str, file: Storage, *, limits: Limits) -> None:
+        self.url = url
+        self.size = file.size
+        self.version = file.version
+        self._file = file
+        self._limits = limits
+        self._number = next(_numbers)
+        self._lock = threading.Lock()
+        self._closed = False
+        self._reader: ParquetReader | None = None
+
+    def checksum(self) -> str:
+        """Of the whole content; read once a process and version of the file."""
+        key = (self.url, self.size, self.version)
+        if key not in _checksums:
+            _checksums[key] = ContentDigest(self._file).hexdigest()
+        return _checksums[key]
+
+    def facts(self) -> Facts:
+        """Read all cells of the columns with media or text, in a child process. Bad data are rows with an error."""
+        if self.size == 0:
+            table, ignored, checksum, lost, failed = shard_failure("empty file"), {}, self.checksum(), 0, True
+        else:
+            found = measure(self._file, self._limits)
+            table, ignored, checksum = found.table, found.ignored, found.checksum
+            failed = found.failed
+            lost = found.promised_rows if failed else 0
+        self._file.check_unchanged()
+        meta = FactsMeta(
+            url=self.url,
+            size=self.size,
+            version=self.version,
+            checksum=checksum,
+            limits=limits_fingerprint(self._limits),
+            ignored=ignored,
+            lost_samples=lost,
+            lost_bytes=max(1, self.size) if failed else 0,
+        )
+        return Facts(table, meta)
+
+    def read(self, offset: int, size: int, encoding: int, field: str) -> bytes:
+        """The cell `field` of row `offset`; lists by item ("images.0"). Raises FieldError; ShardError for the file."""
+        if self._closed:
+            raise ValueError(f"{self.url}: read after close")
+        try:
+            data = self._cell(offset, field)
+        except (*NOT_DATA, ShardError, FieldError):
+            raise
+        except PathOnly as error:
+            raise FieldError(field, str(error)) from error
+        except Exception as error:
+            raise FieldError(field, f"cannot be read: {short(error)}") from error
+        if data is None or len(data) != size:
+            held = "nothing" if data is None else f"{len(data)} bytes"
+            raise FieldError(field, f"row {offset} holds {held}, {size} bytes were indexed: index the shard again")
+        return data
+
+    def read_many(self, members: Sequence[tuple[int, int, int, str]]) -> list[bytes | memoryview]:
+        """Cells (row, size, encoding, field) of one sample. Raises as `read` does."""
+        return [self.read(*member) for member in members]
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._reader = None
+            self._file.close()
+        COLUMNS.forget(self._number)
+
+    def _cell(self, row: int, field: str) -> bytes | None:
+        reader = self._open()
+        name, item = field, -1
+        column = reader.column(field)
+        if column is None or column.listed:
+            name, _, number = field.rpartition(".")
+            item = int(number) if number.isdecimal() and len(number) < 10 else -1
+            column = reader.column(name)
+        starts = reader.starts
+        if column is None or not 0 <= row < starts[-1] or column.listed != (item >= 0):
+            raise FieldError(field, f"the file has no such cell (row {row}): index the shard again")
+        group = int(np.searchsorted(starts, row, side="right")) - 1
+        scalar = self._decoded(reader, group, name)[row - int(starts[group])]
+        if column.listed:
+            if not scalar.is_valid or item >= len(scalar.values):
+                return None
+            scalar = scalar.values[item]
+        return column.cell(scalar)
+
+    def _decoded(self, reader: ParquetReader, group: int, name: str) -> DecodedColumn:
+        key = (self._number, group, name)
+        column = COLUMNS.get(key)
+        if column is None:
+            with self._lock:  # a second thread finds what the first decoded
+                column = COLUMNS.get(key)
+                if column is None:
+                    try:
+                        column = DecodedColumn([batch.column(name) for batch in reader.batches(group, [name])])
+                    finally:
+                        self._file.check_unchanged()  # or it may be the change that looks like damage
+                    COLUMNS.put(key, column)
+        return column
+
+    def _open(self) -> ParquetReader:
+        with self._lock:
+            if self._reader is None:
+                try:
+                    self._reader = ParquetReader(self._file, self._limits)
+                    self._file.check_unchanged()
+                except NOT_DATA:
+                    raise
+                except Exception as error:
+                    raise ShardError(self.url, f"not a readable Parquet file: {short(error)}") from error
+            return self._reader
+
+
+_checksums: dict[tuple[str, int, str], str] = {}

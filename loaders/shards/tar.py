@@ -1,0 +1,342 @@
+"""Tar shards: facts of every member from its headers, and members read by position."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchdata.loaders.errors import FieldError
+from orchdata.loaders.limits import Limits, limits_fingerprint, shortened
+from orchdata.loaders.modalities.headers import (
+    HeaderError,
+    MediaHeader,
+    above_limits,
+    most_of,
+    read_header,
+    starts_with,
+)
+from orchdata.loaders.shards.facts_table import Facts, FactsMeta, FactsTable, shard_failure
+from orchdata.loaders.shards.fields import GZIP, OTHER, RAW, SPARSE, classify, printable, split_name
+from orchdata.loaders.shards.tar_walk import (
+    NotATar,
+    SparseError,
+    TarBatch,
+    UnusualTar,
+    read_sparse,
+    walk_any,
+    walk_plain,
+)
+from orchdata.loaders.storage.storage import Storage
+from orchdata.native.scan.media import ABOVE, SKIPPED, scan_media
+
+Bytes = bytes | memoryview
+T = TypeVar("T")
+
+COALESCE_GAP_BYTES = 8192
+"""Members of a sample closer than this are read in one go, headers between them included."""
+
+
+class TarShard:
+    """A tar archive, plain or already decompressed. `read` and `read_many` are safe from many threads.
+
+    Args:
+        url: as the user gave it, for errors and facts.
+        file: the readable archive.
+        limits: held by `facts` and `read`.
+        size, version: of the shard as stored, where that is another file (a compressed one).
+    """
+
+    def __init__(
+        self, url: str, file: Storage, *, limits: Limits, size: int | None = None, version: str | None = None
+    ) -> None:
+        self.url = url
+        self.size = file.size if size is None else size
+        self.version = file.version if version is None else version
+        self._file = file
+        self._limits = limits
+
+    def checksum(self) -> str:
+        """Of size and headers, as in the facts; looks at nothing else."""
+        try:
+            return self._walked(lambda batches: deque(batches, maxlen=0))[1]
+        except NotATar:
+            return self._digest(hashlib.blake2b(digest_size=16))
+
+    def facts(self) -> Facts:
+        """Walk the archive and read the media headers. Bad data are rows with an error, never an exception."""
+        lost_bytes = max(1, self.size)
+        try:
+            scan, checksum = self._walked(lambda batches: _Scan(self._file, self._limits).run(batches))
+            table = scan.table
+            # Counted in the shard as stored: of a compressed one it is an estimate.
+            lost_bytes = -(-scan.lost_bytes * self.size // self._file.size)
+        except NotATar as error:
+            head = self._file.read(0, 8)
+            table = shard_failure(str(error) if not head else f"not a tar ({error}): starts with {starts_with(head)}")
+            checksum = self._digest(hashlib.blake2b(digest_size=16))
+        meta = FactsMeta(
+            url=self.url,
+            size=self.size,
+            version=self.version,
+            checksum=checksum,
+            limits=limits_fingerprint(self._limits),
+            ignored=table.ignored(),
+            lost_bytes=lost_bytes,
+        )
+        return Facts(table, meta)
+
+    def _walked(self, consume: Callable[[Iterator[TarBatch]], T]) -> tuple[T, str]:
+        """What `consume` makes of the members, and the checksum. Raises NotATar."""
+        if self._file.size == 0:
+            raise NotATar("empty file")
+        digest = hashlib.blake2b(digest_size=16)
+        try:
+            result = consume(walk_plain(self._file, digest))
+        except UnusualTar:
+            digest = hashlib.blake2b(digest_size=16)
+            result = consume(walk_any(self._file, digest))
+        finally:
+            self._file.check_unchanged()  # or it may be the change that looks like damage
+        return result, self._digest(digest)
+
+    def _digest(self, headers: hashlib.blake2b) -> str:
+        headers.update(str(self.size).encode())
+        return headers.hexdigest()
+
+    def read(self, offset: int, size: int, encoding: int, field: str) -> Bytes:
+        """The content of one member, as `facts` describes it; gzipped text comes decompressed.
+
+        Raises FieldError for content that is damaged, cut or above a limit.
+        """
+        if size > self._limits.member_bytes:
+            raise FieldError(field, f"{size} bytes, above Limits.member_bytes={self._limits.member_bytes}")
+        if encoding == SPARSE:
+            try:
+                data: Bytes = read_sparse(self._file, offset, size, limits=self._limits)
+            except SparseError as error:
+                raise FieldError(field, str(error)) from error
+        else:
+            data = self._file.read(offset, size)
+        self._file.check_unchanged()
+        if len(data) < size:
+            raise FieldError(field, f"cut: {len(data)} of {size} bytes are in the shard")
+        return gunzip(data, field, self._limits) if encoding == GZIP else data
+
+    def read_many(self, members: Sequence[tuple[int, int, int, str]]) -> list[Bytes]:
+        """The members (offset, size, encoding, field) of one sample; neighbours are read in one go.
+
+        Views of one read share its memory. Raises FieldError as `read` does.
+        """
+        results: list[Bytes | None] = [None] * len(members)
+        for run in _neighbours(members, self._limits.member_bytes):
+            if len(run) == 1:
+                results[run[0]] = self.read(*members[run[0]])
+                continue
+            first, last = members[run[0]], members[run[-1]]
+            view = memoryview(self._file.read(first[0], last[0] + last[1] - first[0]))
+            self._file.check_unchanged()
+            for i in run:
+                offset, size, _, field = members[i]
+                content = view[offset - first[0] : offset - first[0] + size]
+                if len(content) < size:
+                    raise FieldError(field, f"cut: {len(content)} of {size} bytes are in the shard")
+                results[i] = content
+        return [content for content in results if content is not None]
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def gunzip(data: Bytes, field: str, limits: Limits) -> bytes:
+    """Decompress a gzipped text member, at most to Limits.text_bytes. Raises FieldError."""
+    try:
+        with gzip.GzipFile(fileobj=io.BytesIO(data)) as stream:
+            text = stream.read(limits.text_bytes + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise FieldError(field, f"damaged gzip: {error}") from error
+    if len(text) > limits.text_bytes:
+        raise FieldError(field, f"more than {limits.text_bytes} bytes decompressed, above Limits.text_bytes")
+    return text
+
+
+def _neighbours(members: Sequence[tuple[int, int, int, str]], member_bytes: int) -> list[list[int]]:
+    """Indices of members to read together, each run in order of offset. Only RAW ones within the limit join a run."""
+    runs: list[list[int]] = []
+    end = -1
+    for i in sorted(range(len(members)), key=lambda i: members[i][0]):
+        offset, size, encoding, _ = members[i]
+        joins = encoding == RAW and size <= member_bytes
+        if joins and end >= 0 and 0 <= offset - end <= COALESCE_GAP_BYTES:
+            runs[-1].append(i)
+        else:
+            runs.append([i])
+        end = offset + size if joins else -1
+    return runs
+
+
+def bytes_read_together(members: Sequence[tuple[int, int, int, str]]) -> int:
+    """What `TarShard.read_many` reads of the archive for members of one sample: theirs, and gaps between neighbours."""
+    largest = max((size for _, size, _, _ in members), default=0)
+    runs = [[members[i] for i in run] for run in _neighbours(members, largest)]
+    return sum(run[-1][0] + run[-1][1] - run[0][0] for run in runs)
+
+
+class _Scanned(NamedTuple):
+    """Facts of an archive, and how many of its bytes lie behind damage, so that nobody knows what they hold."""
+
+    table: FactsTable
+    lost_bytes: int
+
+
+class _Scan:
+    """One pass over an archive: groups members into samples and reads their media headers."""
+
+    def __init__(self, file: Storage, limits: Limits) -> None:
+        self._file = file
+        self._limits = limits
+        self._most = most_of(limits)
+        self._table = FactsTable()
+        self._key: str | None = None
+        self._key_error: str | None = None
+        self._fields: set[str] = set()
+        self._first_row: dict[str, int] = {}  # of each key
+        self._sample = -1
+        self._classes: dict[str, tuple[int, int]] = {}
+        self._nameless: list[str] = []
+        self._regular = 0
+
+    def run(self, batches: Iterator[TarBatch]) -> _Scanned:
+        damage: str | None = None
+        end = 0
+        for batch in batches:
+            first_row = len(self._table)
+            taken = self._group(batch)
+            if len(self._table) > self._limits.shard_rows:
+                reason = f"more than {self._limits.shard_rows} members, above Limits.shard_rows"
+                return _Scanned(shard_failure(reason), self._file.size)
+            self._scan_media(batch, taken, first_row)
+            damage = batch.damage
+            if batch.offsets:
+                end = max(end, batch.offsets[-1] + batch.sizes[-1])  # a link's content is further ahead
+        table = self._table
+        if damage is not None and len(table):
+            # The archive ends inside this sample, or right after it: it is not known to be whole, whatever else it is.
+            table.errors.pop(len(table) - 1, None)
+            table.fail_structure(len(table) - 1, damage)
+        if not len(table):
+            lost_bytes = 0 if damage is None else self._file.size
+            return _Scanned(shard_failure(damage or self._no_samples()), lost_bytes)
+        # Of an archive that ends too early nobody knows how much is missing: one byte says that something is.
+        return _Scanned(table, 0 if damage is None else max(1, self._file.size - end))
+
+    def _no_samples(self) -> str:
+        if not self._regular:
+            return "no samples: the archive has no files"
+        shown = ", ".join(repr(name) for name in self._nameless)
+        more = ", ..." if self._regular > len(self._nameless) else ""
+        return f"no samples: no member is named key.field ({shown}{more})"
+
+    def _group(self, batch: TarBatch) -> NDArray[np.int64]:
+        """Append the members of a batch that belong to samples; returns their indices in it."""
+        found: list[tuple[int, str, str, int, int, int, int]] = []
+        taken: list[int] = []
+        structural: list[tuple[int, str]] = []
+        first_row = len(self._table)
+        limits, classes, unread = self._limits, self._classes, batch.unread
+        # What most members are not, told without a call.
+        largest, short = min(limits.member_bytes, limits.text_bytes), limits.short_name
+        offsets, sizes, encodings = batch.offsets, batch.sizes, batch.encodings
+        for i, name in enumerate(batch.names):
+            split = split_name(name if name.isascii() else printable(name))
+            if split is None:
+                continue
+            key, field = split
+            row = first_row + len(taken)
+            if key != self._key:
+                self._key = key
+                self._sample += 1
+                self._fields = {"__key__", "__url__"}  # webdataset's own: a member cannot take them
+                self._key_error = limits.name_error("key", key) if len(key) > short else None
+                earlier = row if self._key_error else self._first_row.setdefault(key, row)
+                if earlier != row:
+                    reason = f"key {key!r} comes back after other keys: a sample's members must be consecutive"
+                    structural += [(earlier, reason), (row, reason)]
+            if self._key_error is not None or len(field) > short:
+                too_long = self._key_error or limits.name_error("field's name", field)
+                if too_long is not None:
+                    structural.append((row, too_long))
+                    key, field = (shortened(key) if self._key_error else key), shortened(field)
+            if field in self._fields:
+                structural.append((row, f"field {field!r} comes twice in sample {key!r}"))
+            self._fields.add(field)
+            kind, encoding = classes.get(field) or classes.setdefault(field, classify(field))
+            size = sizes[i]
+            if unread and i in unread:
+                structural.append((row, unread[i]))
+            if size > largest:
+                self._too_large(row, kind, size)
+            found.append((self._sample, key, field, kind, offsets[i], size, encodings[i] or encoding))
+            taken.append(i)
+        self._table.extend(found)
+        for row, reason in structural:
+            self._table.fail_structure(row, reason)
+        if not len(self._table):
+            self._note_nameless(batch.names)
+        return np.array(taken, np.int64)
+
+    def _too_large(self, row: int, kind: int, size: int) -> None:
+        reason = self._limits.size_error(kind, size) if kind != OTHER else None
+        if reason is not None:
+            self._table.errors[row] = reason
+
+    def _note_nameless(self, names: list[str]) -> None:
+        self._regular += len(names)
+        self._nameless += [printable(name) for name in names[: 3 - len(self._nameless)]]
+
+    def _scan_media(self, batch: TarBatch, taken: NDArray[np.int64], first_row: int) -> None:
+        """Media columns of the rows from `first_row` on, which are the members `taken` of the batch."""
+        table = self._table
+        kinds = np.array(table.kind[first_row:], np.uint8)
+        if table.errors:
+            kinds[[first_row + i in table.errors for i in range(taken.size)]] = OTHER
+        media = np.empty((taken.size, 4), np.int64)
+        status = np.empty(taken.size, np.uint8)
+        buffer = batch.buffer.view()
+        buffer.flags.writeable = False
+        scan_media(buffer, batch.places, taken, kinds, self._most, media, status)
+        headers: list[Sequence[int]] = list(media.tolist())
+        for i in np.flatnonzero(status > SKIPPED).tolist():
+            row, reason = first_row + i, None
+            if status[i] == ABOVE:
+                reason = above_limits(MediaHeader(*headers[i]), self._limits)
+            else:
+                try:
+                    headers[i] = self._read_header(int(kinds[i]), row)
+                except HeaderError as error:
+                    reason = str(error)
+            if reason is not None:
+                table.errors[row] = reason
+                headers[i] = MediaHeader()
+        table.extend_media(headers)
+
+    def _read_header(self, kind: int, row: int) -> MediaHeader:
+        table = self._table
+        offset, size = table.offset[row], table.size[row]
+        if table.encoding[row] == SPARSE:
+
+            def read(count: int) -> bytes:
+                return bytes(read_sparse(self._file, offset, size, limits=self._limits, count=count))
+
+            try:
+                return read_header(kind, size, read, self._limits)
+            except SparseError as error:
+                raise HeaderError(str(error)) from error
+        return read_header(kind, size, lambda count: self._file.read(offset, count), self._limits)

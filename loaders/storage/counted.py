@@ -1,0 +1,76 @@
+"""What reading takes: bytes counted where they are read, by any thread, against the bytes that samples needed."""
+
+from __future__ import annotations
+
+import threading
+
+from orchdata.loaders.storage.storage import Storage
+
+
+class ByteCount:
+    """A sum of bytes that many threads add to."""
+
+    def __init__(self) -> None:
+        self.value = 0
+        self._lock = threading.Lock()
+
+    def add(self, num_bytes: int) -> None:
+        with self._lock:
+            self.value += num_bytes
+
+
+class ReadBytes:
+    """Bytes read so far, all of them sums: those of several ranks add up.
+
+    Attributes:
+        storage: from shards as they are stored: ranges with the gaps between members read together, footers and column
+            chunks of Parquet files, compressed tars from end to end, headers where a shard is checked.
+        cache: from decompressed copies in the cache folder, on this machine.
+        used: sizes of the members that were wanted, as the index has them: of a compressed shard or column,
+            decompressed.
+    """
+
+    def __init__(self) -> None:
+        self.storage = ByteCount()
+        self.cache = ByteCount()
+        self.used = ByteCount()
+
+    @property
+    def amplification(self) -> float | None:
+        """Bytes from storage for each byte used; None where nothing was used."""
+        used = self.used.value
+        return self.storage.value / used if used else None
+
+    def as_dict(self) -> dict[str, int]:
+        return {
+            "storage_bytes": self.storage.value,
+            "cache_bytes": self.cache.value,
+            "used_bytes": self.used.value,
+        }
+
+
+class CountedFile:
+    """A storage whose reads are counted."""
+
+    def __init__(self, file: Storage, count: ByteCount) -> None:
+        self.url = file.url
+        self.size = file.size
+        self.version = file.version
+        self._file = file
+        self._count = count
+
+    def read(self, offset: int, size: int) -> bytes:
+        data = self._file.read(offset, size)
+        self._count.add(len(data))
+        return data
+
+    def read_into(self, offset: int, buffer: memoryview) -> int:
+        got = self._file.read_into(offset, buffer)
+        self._count.add(got)
+        return got
+
+    def check_unchanged(self) -> None:
+        self._file.check_unchanged()
+
+    def close(self) -> None:
+        self._file.close()

@@ -1,0 +1,156 @@
+"""Paths as users give them -> one path per shard: braces, globs and lists expanded, checked, in order."""
+
+from __future__ import annotations
+
+import fnmatch
+import glob
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import braceexpand
+
+from orchdata.loaders.storage.retries import tried
+
+TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.zst", ".tzst")
+PARQUET_SUFFIXES = (".parquet",)
+SUFFIXES = TAR_SUFFIXES + PARQUET_SUFFIXES
+
+Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+
+def expand_paths(paths: Paths, *, check: bool = True) -> list[str]:
+    """Expand braces (as webdataset does: `{000..127}`, `{a,b}`), then globs (sorted), of one path or a list.
+
+    Args:
+        paths: what the user gave; a list keeps its order.
+        check: look whether each shard exists. Without, only globs touch the file system.
+
+    Raises:
+        FileNotFoundError: a path does not exist, or a pattern matches nothing; it is named.
+        StorageError: a folder cannot be listed, so that nobody knows what a pattern matches.
+        ValueError: an unknown suffix, a folder, a command (`pipe:`), a remote URL, unbalanced braces, a shard given
+            twice, or no path at all.
+    """
+    given: list[str | os.PathLike[str]] = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+    if not given:
+        raise ValueError("no shards: the list of paths is empty")
+    found: list[str] = []
+    source: dict[str, str] = {}
+    for entry in given:
+        pattern = _text(entry)
+        for path in _expand(pattern, literal=not isinstance(entry, str), check=check):
+            name = os.path.normpath(path)
+            if name in source:
+                raise ValueError(
+                    f"shard {path} is given twice (by {source[name]!r} and {pattern!r}): it would be read twice"
+                )
+            source[name] = pattern
+            suffix_of(path)
+            found.append(path)
+    return found
+
+
+def suffix_of(path: str) -> str:
+    """The known suffix of a shard's path, in lower case. ValueError for another."""
+    name = path.lower()
+    suffix = max((suffix for suffix in SUFFIXES if name.endswith(suffix)), key=len, default=None)
+    if suffix is None:
+        raise ValueError(f"{path}: unknown kind of shard; the suffix must be one of {', '.join(SUFFIXES)}")
+    return suffix
+
+
+def _text(entry: object) -> str:
+    if not isinstance(entry, str | os.PathLike):
+        raise TypeError(f"a path must be a str or PathLike, got {type(entry).__name__}: {entry!r}")
+    path = os.fspath(entry)
+    if not isinstance(path, str):
+        raise TypeError(f"a path must be text, got {path!r}")
+    if not path:
+        raise ValueError("a path is empty")
+    if path.startswith("pipe:"):
+        raise ValueError(f"{path!r}: commands are never run; give the files, or mount or download them first")
+    scheme, separator, rest = path.partition("://")
+    if separator:
+        if scheme != "file":
+            raise ValueError(f"{path!r}: remote storage ({scheme}://) is not supported yet; give local paths")
+        path = rest
+    return path
+
+
+def _expand(pattern: str, *, literal: bool, check: bool) -> Iterator[str]:
+    if literal or ("{" not in pattern and "\\" not in pattern) or _exists(pattern):
+        expanded = [pattern]
+    else:
+        try:
+            expanded = list(braceexpand.braceexpand(pattern))
+        except ValueError as error:
+            raise ValueError(f"{pattern!r}: unbalanced braces") from error
+    for path in expanded:
+        named = path if path == pattern else f"{path} (from {pattern!r})"
+        if glob.has_magic(path) and not literal and not _exists(path):
+            matches = sorted(_matches(Path(path)))
+            if not matches:
+                raise FileNotFoundError(f"no file matches {named}")
+            yield from matches
+            continue
+        if check:
+            if _is_folder(path):
+                raise ValueError(f"{named} is a folder; give its shards, for example '{path.rstrip('/')}/*.tar'")
+            if not _exists(path):
+                raise FileNotFoundError(f"no such shard: {named}")
+        yield path
+
+
+def _exists(path: str) -> bool:
+    return tried(path, "cannot be looked at", lambda: Path(path).exists())
+
+
+def _is_folder(path: str) -> bool:
+    return tried(path, "cannot be looked at", lambda: Path(path).is_dir())
+
+
+def _matches(pattern: Path) -> set[str]:
+    """Paths that match a glob, `**` included. Unlike the standard library's it never leaves out what it cannot list."""
+    found = {Path(pattern.anchor)}
+    parts = pattern.parts[bool(pattern.anchor) :]
+    for place, part in enumerate(parts):
+        if part == "**":
+            found = {path for folder in found for path in _below(folder, ())}
+            if place == len(parts) - 1:
+                found |= {folder / name for folder in found for name in _names(folder) if not name.startswith(".")}
+        elif glob.has_magic(part):
+            found = {
+                folder / name for folder in found for name in fnmatch.filter(_names(folder), part) if _fits(name, part)
+            }
+        else:
+            found = {folder / part for folder in found}
+    return {str(path) for path in found if _exists(str(path))}
+
+
+def _below(folder: Path, above: tuple[str, ...]) -> Iterator[Path]:
+    """A folder and all folders below it, hidden ones left out; links are followed, but into no folder they lie in."""
+    real = os.path.realpath(folder)
+    if real in above:
+        return
+    yield folder
+    for name in _names(folder):
+        if not name.startswith(".") and _is_folder(str(folder / name)):
+            yield from _below(folder / name, (*above, real))
+
+
+def _fits(name: str, pattern: str) -> bool:
+    """Hidden files match patterns that begin with a dot only."""
+    return pattern.startswith(".") or not name.startswith(".")
+
+
+def _names(folder: Path) -> list[str]:
+    """What is in a folder; nothing where it is none."""
+
+    def names() -> list[str]:
+        try:
+            return os.listdir(folder)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    return tried(str(folder), "cannot be listed", names)

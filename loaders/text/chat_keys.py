@@ -1,0 +1,161 @@
+"""Keys of chats that say what no template renders: a sample that has one is refused rather than read without it.
+
+Three kinds of keys beside a turn's role and content, or beside a conversation:
+
+    words        tool calls, reasoning, a system prompt, ... refused where the value says something that no turn says
+    loss flags   weight, train, loss, mask of a turn; refused where the value is not what the template does
+    all others   ids, sources, scores, times, ...: metadata, never looked at
+
+Null, blank and empty values say nothing: `datasets` fills the fields of a struct with them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, Final
+
+from orchdata.loaders.errors import DecodeError
+from orchdata.loaders.text.template import Turn
+
+# Words of keys, wherever they stand: reasoning_content, toolCalls, thinking_blocks, ...
+_WORDS: Final = frozenset(
+    "tool tools toolcall toolcalls function functions functioncall reasoning think thinking thought thoughts rationale "
+    "refusal".split()
+)
+# Whole keys, in lower case and without anything but letters.
+_OF_TURN: Final = frozenset(
+    "name text audio audios image images video videos parts documents attachments files system prompt response "
+    "completion chosen rejected channel recipient".split()
+)
+_OF_RECORD: Final = frozenset(
+    "system systemprompt systemmessage systeminstruction systeminstructions developer documents video videos "
+    "chosen rejected chattemplatekwargs custominstructions instructions history".split()
+)
+_OF_MEDIA: Final = frozenset("text caption transcript transcription alt alttext description".split())
+_PREFERENCE: Final = ("chosen", "rejected")
+_LOSS: Final = frozenset("weight train trainable training loss learn learnable mask masked".split())
+_ON: Final = ("1", "1.0", "true")
+_OFF: Final = ("0", "0.0", "false")
+_BLANK: Final = frozenset(("", "[]", "{}", "null", "none", "nan"))
+_FLAGS: Final = frozenset("on off yes no true false minimal low medium high auto default".split())
+_ROLES: Final = frozenset("user assistant system human gpt".split())
+# A phrase so long that stands in a turn is what that turn says; a shorter one must be all of it.
+_PHRASE_CHARACTERS: Final = 16
+_KEY_CHARACTERS: Final = 64
+
+WAY_OUT: Final = "leave it out of the data if the model need not see it"
+
+
+def says(value: Any) -> bool:
+    """Whether a JSON value holds words."""
+    if isinstance(value, str):
+        return value.strip().lower() not in _BLANK
+    return isinstance(value, (dict, list)) and any(True for _ in phrases(value))
+
+
+def phrases(value: Any) -> Iterator[str]:
+    """The strings in a JSON value that say something, without keys."""
+    pending = [value]  # no recursion: data decide how deep it goes
+    while pending:
+        held = pending.pop()
+        if isinstance(held, str):
+            if held.strip().lower() not in _BLANK:
+                yield held.strip()
+        elif isinstance(held, dict):
+            pending.extend(held.values())
+        elif isinstance(held, list):
+            pending.extend(held)
+
+
+def check_turn(where: str, turn: Mapping[str, Any], own: Collection[str], role: str, text: str, loss: bool) -> None:
+    """Raise DecodeError for a key of a turn that would be lost.
+
+    Args:
+        where: names the turn in the error.
+        own: keys that are read.
+        text: what the turn says; loss: whether the template lets it carry loss.
+    """
+    for key, value in turn.items():
+        if value is None or key in own:
+            continue
+        words, name = _split(key[:_KEY_CHARACTERS])
+        if words & _LOSS:
+            _check_loss(where, key, value, loss, words)
+        elif name in _OF_TURN or (words & _WORDS and not _is_flag(value)):
+            _check_said(where, key, value, [text, role])
+
+
+def check_item(where: str, item: Mapping[str, Any], own: Collection[str], *, media: bool) -> None:
+    """Raise DecodeError for a key of an item of a turn's content that would be lost."""
+    for key, value in item.items():
+        if value is None or key in own:
+            continue
+        words, name = _split(key[:_KEY_CHARACTERS])
+        if (words & _WORDS and not _is_flag(value)) or (media and name in _OF_MEDIA):
+            _check_said(where, key, value, [])
+
+
+def is_beside(key: str) -> bool:
+    """Whether a key, or a field beside that of the conversation, says something that belongs to it."""
+    words, name = _split(key[:_KEY_CHARACTERS])
+    return bool(words & _WORDS) or name in _OF_RECORD
+
+
+def check_record(record: Mapping[str, Any], own: Collection[str], turns: Sequence[Turn]) -> None:
+    """Raise DecodeError for a key beside a conversation that would be lost."""
+    beside = [key for key, value in record.items() if key not in own and value is not None and is_beside(key)]
+    if not beside:
+        return
+    said = [turn.text for turn in turns]
+    chosen = record.get("chosen")
+    settled = _PREFERENCE if says(chosen) and _is_said(chosen, said) else ()  # the conversation is the one preferred
+    for key in beside:
+        if key not in settled and not (_is_flag(record[key]) and _split(key[:_KEY_CHARACTERS])[0] & _WORDS):
+            _check_said("the conversation", key, record[key], said)
+
+
+def shown(name: str) -> str:
+    """A string from the data in an error."""
+    return repr(name if len(name) <= 60 else name[:60] + "...")
+
+
+def _check_said(where: str, key: str, value: Any, said: Collection[str]) -> None:
+    if says(value) and not _is_said(value, said):
+        raise DecodeError(f"{where} has {shown(key)}, which no template renders: {WAY_OUT}")
+
+
+def _is_flag(value: Any) -> bool:
+    """Whether a value sets how words came about, and is none: `reasoning: "on"`, `thinking_budget: "1024"`."""
+    return isinstance(value, str) and (value.strip().lower() in _FLAGS or value.strip().isdecimal())
+
+
+def _is_said(value: Any, said: Collection[str]) -> bool:
+    return all(
+        any(phrase == text.strip() or (len(phrase) >= _PHRASE_CHARACTERS and phrase in text) for text in said)
+        for phrase in phrases(value)
+        if phrase not in _ROLES
+    )
+
+
+def _check_loss(where: str, key: str, value: Any, loss: bool, words: frozenset[str]) -> None:
+    """A flag must say what the template does anyway."""
+    found = str(value).strip().lower() if isinstance(value, str | int | float) else "?"
+    if "masked" in words:
+        agrees = found in (_OFF if loss else _ON)
+    else:  # a mask that is no loss mask can mean either
+        agrees = found in (_ON if loss else _OFF) and ("mask" not in words or "loss" in words)
+    if found in _BLANK or agrees:
+        return
+    told = "carries" if loss else "carries no"
+    raise DecodeError(
+        f"{where} has {shown(key)}, a loss flag, which is not followed: by the template a turn of its role {told} loss"
+    )
+
+
+@lru_cache(maxsize=4096)
+def _split(key: str) -> tuple[frozenset[str], str]:
+    """(words of a key, its letters), in lower case: "toolCalls" is tool, calls and toolcalls."""
+    words = [word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", key)]
+    return frozenset(words), "".join(words)

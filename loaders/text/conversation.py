@@ -1,0 +1,391 @@
+"""JSON -> what it says of a sample: a conversation, a text, or nothing but metadata.
+
+Read are: a list of turns, a turn, or a dict with a list of them under "messages", "conversations" or "conversation"; a
+turn is {"role", "content"} (OpenAI, Qwen; content a string or a list of {"type": "text" | "image" | "audio", ...}) or
+{"from", "value"} (LLaVA, ShareGPT; human and gpt are user and assistant). Else a dict's "text" or "caption".
+
+What belongs to a conversation and would be lost is an error, see `chat_keys`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
+
+from orchdata.loaders.errors import DecodeError
+from orchdata.loaders.modality import AUDIO, IMAGE
+from orchdata.loaders.text.chat_keys import WAY_OUT, check_item, check_record, check_turn, says, shown
+from orchdata.loaders.text.preprocessor import TextPreprocessor, decode_utf8
+from orchdata.loaders.text.template import ChatTemplate, Placeholder, Turn
+from orchdata.loaders.text.words import NAMED, key_of_words, names_words
+
+_CONVERSATION_KEYS: Final = ("messages", "conversations", "conversation")
+_TEXT_KEYS: Final = ("text", "caption")
+_READ_KEYS: Final = (*_CONVERSATION_KEYS, *_TEXT_KEYS)
+_ROLE_KEYS: Final = ("role", "from")
+_CONTENT_KEYS: Final = ("content", "value")
+_ROLES: Final = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
+_MEDIA_TYPES: Final = {
+    "image": IMAGE,
+    "image_url": IMAGE,
+    "audio": AUDIO,
+    "audio_url": AUDIO,
+    "input_audio": AUDIO,
+}
+_ITEM_KEYS: Final = ("text", *_MEDIA_TYPES)
+_MARKED: Final = (IMAGE, AUDIO)
+_INT_DIGITS: Final = 640  # Python's limit can be set no lower
+_VIDEO_KEYS: Final = ("video", "videos")
+
+Content = tuple[str | Placeholder, ...]
+
+
+_NONE: Final[Mapping[int, list[str]]] = MappingProxyType({})
+
+
+class Document(NamedTuple):
+    """What one JSON member says.
+
+    Attributes:
+        turns: a conversation, or None.
+        text: a plain text, or None.
+        named: modality -> names of media it says belong to the sample.
+        placed: modality -> names of media in the items of its turns, in their order.
+        rest: the value where it is neither, or names a video beside its text; for `why_unread`.
+    """
+
+    turns: list[Turn] | None = None
+    text: str | None = None
+    named: Mapping[int, list[str]] = _NONE
+    placed: Mapping[int, list[str]] = _NONE
+    rest: Any = None
+
+
+def read_document(payload: bytes | memoryview, pre: TextPreprocessor, *, lines: bool = False) -> Document:
+    """Parse one JSON member; with `lines` each line is JSON, and several of them are a list.
+
+    Raises DecodeError for broken JSON or a conversation that cannot be read, or not in full.
+    """
+    value = parse_json(payload, lines=lines)
+    if isinstance(value, dict):
+        if _is_turn(value) and _knows(value, pre.template):
+            return _chat([value], pre)
+        return _record(value, pre)
+    if isinstance(value, list) and any(map(_is_turn, value)):
+        return _chat(value, pre)
+    return Document(rest=value)
+
+
+def parse_json(payload: bytes | memoryview, *, lines: bool = False) -> Any:
+    """The value of a JSON payload. Raises DecodeError."""
+    text = decode_utf8(payload)
+    try:
+        if not lines:
+            return _loads(text)
+        values = [_loads(line) for line in text.split("\n") if line.strip()]
+    except (ValueError, RecursionError) as error:
+        raise DecodeError(f"not valid JSON: {error}") from None
+    return values[0] if len(values) == 1 else values
+
+
+def _loads(text: str) -> Any:
+    try:
+        return _DECODER.decode(text)
+    except json.JSONDecodeError:
+        if text.startswith("\ufeff"):
+            raise ValueError("it begins with two byte order marks") from None
+        raise
+    except ValueError:  # a number of more digits than Python makes an int of
+        return json.loads(text, object_pairs_hook=_object, parse_int=_number)
+
+
+def _number(digits: str) -> int | float:
+    return int(digits) if len(digits) < _INT_DIGITS else float(digits)
+
+
+class _Repeating(dict[str, Any]):
+    """An object in which a key comes twice: one of the values is lost."""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    return found if len(found) == len(pairs) else _Repeating(pairs)
+
+
+_DECODER: Final = json.JSONDecoder(object_pairs_hook=_object)
+
+
+def _record(value: dict[str, Any], pre: TextPreprocessor) -> Document:
+    if isinstance(value, _Repeating) and not value.keys().isdisjoint(_READ_KEYS):
+        raise DecodeError("a key comes twice in the record")
+    found: Document | None = None
+    for key in _CONVERSATION_KEYS:
+        if key in value and isinstance(turns := value[key], list) and turns:
+            chat = _chat(turns, pre)
+            if found is not None and found.turns != chat.turns:
+                raise DecodeError(f"two conversations that differ, the second under {key!r}")
+            found = chat
+    if found is not None:
+        check_record(value, _READ_KEYS, found.turns or ())
+        return found._replace(named=named_in(value))
+    texts = [text for key in _TEXT_KEYS if isinstance(text := value.get(key), str)]
+    if not texts or _video_in(value) is not None:
+        return Document(rest=value)
+    return Document(text=next(filter(str.strip, texts), texts[0]), named=named_in(value))
+
+
+def _video_in(value: Mapping[str, Any]) -> str | None:
+    """The key under which a record names a video."""
+    if value.keys().isdisjoint(_VIDEO_KEYS):  # most do not, and this is the fastest way to know
+        return None
+    return next((key for key in _VIDEO_KEYS if says(value.get(key))), None)
+
+
+def why_unread(rest: Any) -> str | None:
+    """Why a value that is neither a conversation nor a text is more than metadata, or None."""
+    if isinstance(rest, dict):
+        return _unread(rest)
+    if isinstance(rest, list):
+        return _unread_list(rest)
+    return "a bare string, not a record" if says(rest) else None
+
+
+def _unread(value: Mapping[str, Any]) -> str | None:
+    """Why a record without a conversation or text is more than metadata, or None."""
+    video = _video_in(value)
+    if video is not None and any(isinstance(value.get(key), str) for key in _TEXT_KEYS):
+        return f"it names a video under {video!r}, which is not read: {WAY_OUT}"
+    for key in _READ_KEYS:
+        held = value.get(key)
+        if key in _CONVERSATION_KEYS and held == []:
+            return "the conversation has no turns"
+        if says(held):
+            wanted = "a list of turns" if key in _CONVERSATION_KEYS else "a string"
+            return f"{key!r} is a {type(held).__name__}, not {wanted}"
+    if says(value.get("role")) and says(value.get("content")):
+        return "role and content are no turn"
+    for key, held in value.items():
+        if not says(held):
+            continue
+        if names_words(key):
+            return f"its words are under {shown(key)}, which is not read; known are {', '.join(_READ_KEYS)}"
+        if isinstance(held, list) and any(map(_is_turn, held)):
+            return f"its turns are under {shown(key)}, which is not read; known are {', '.join(_CONVERSATION_KEYS)}"
+        if isinstance(held, list) and _unread_records(held):
+            return f"its words are in the records under {shown(key)}, which are not read"
+    return None
+
+
+def _unread_list(value: list[Any]) -> str | None:
+    """Why a list without a turn is more than metadata, or None."""
+    if _unread_records(value):
+        return "a list of records: a sample is one of them"
+    return (
+        "a list of bare strings, not a record" if any(isinstance(item, str) and says(item) for item in value) else None
+    )
+
+
+def _unread_records(value: list[Any]) -> bool:
+    return any(isinstance(item, dict) and says(item) and key_of_words(item) is not None for item in value)
+
+
+def split_placeholders(text: str, pre: TextPreprocessor, placed: Collection[int] = ()) -> Content:
+    """`text` cut at its placeholders, but those of the modalities in `placed`; empty stretches are left out."""
+    image, audio = pre.image_placeholder, pre.audio_placeholder
+    if placed:
+        image, audio = "" if IMAGE in placed else image, "" if AUDIO in placed else audio
+    if not (image and image in text) and not (audio and audio in text):
+        return (text,) if text else ()
+    pattern, modality_of = _pattern(image, audio)
+    pieces = pattern.split(text)
+    return tuple(Placeholder(modality_of[piece]) if index % 2 else piece for index, piece in enumerate(pieces) if piece)
+
+
+@lru_cache(maxsize=16)
+def _pattern(image: str, audio: str) -> tuple[re.Pattern[str], dict[str, int]]:
+    modality_of = {mark: modality for mark, modality in ((image, IMAGE), (audio, AUDIO)) if mark}
+    # Longest first: one mark may begin with the other.
+    marks = sorted(modality_of, key=len, reverse=True)
+    return re.compile(f"({'|'.join(map(re.escape, marks))})"), modality_of
+
+
+def _is_turn(value: Any) -> bool:
+    return isinstance(value, dict) and (isinstance(value.get("role"), str) or isinstance(value.get("from"), str))
+
+
+def _knows(turn: Mapping[str, Any], template: ChatTemplate) -> bool:
+    role = _first(turn, _ROLE_KEYS)
+    return isinstance(role, str) and template.knows(_ROLES.get(role, role)) and _first(turn, _CONTENT_KEYS) is not None
+
+
+def _chat(value: list[Any], pre: TextPreprocessor) -> Document:
+    """A conversation, and where the items of its turns place media."""
+    turns = [_turn(number, item, pre.template) for number, item in enumerate(value, 1)]
+    placed = {piece.modality for turn in turns for piece in turn.content if isinstance(piece, Placeholder)}
+    names = _NONE
+    if placed:  # media of such a modality have items of their own, so its marks in the text are text
+        _check_order(value)
+        names = _placed(value)
+    if len(placed) < len(_MARKED):
+        turns = [Turn(turn.role, _split_all(turn.content, pre, placed)) for turn in turns]
+    return Document(turns=turns, placed=names)
+
+
+def _split_all(content: Content, pre: TextPreprocessor, placed: Collection[int]) -> Content:
+    if len(content) == 1 and isinstance(content[0], str):
+        return split_placeholders(content[0], pre, placed)
+    return tuple(
+        part
+        for piece in content
+        for part in ((piece,) if isinstance(piece, Placeholder) else split_placeholders(piece, pre, placed))
+    )
+
+
+def _placed(turns: list[dict[str, Any]]) -> dict[int, list[str]]:
+    """The names that items of media give, by modality, in order; none of a modality where one item gives none."""
+    named: dict[int, list[str]] = {}
+    for turn in turns:
+        content = _first(turn, _CONTENT_KEYS)
+        for item in content if isinstance(content, list) else ():
+            kind = _kind(item) if isinstance(item, dict) else "text"
+            if kind != "text":
+                held = item.get(kind)
+                held = held.get("url") if isinstance(held, dict) else held
+                named.setdefault(_MEDIA_TYPES[kind], []).append(held if isinstance(held, str) else "")
+    return {modality: names for modality, names in named.items() if all(names)}
+
+
+def _turn(number: int, item: Any, template: ChatTemplate) -> Turn:
+    return _plain_turn(item, template) or _checked_turn(f"turn {number}", item, template)
+
+
+def _plain_turn(item: Any, template: ChatTemplate) -> Turn | None:
+    """A turn of a known role and a string that says something, and of nothing else: most are."""
+    if type(item) is not dict or len(item) != 2:
+        return None
+    role, content = item.get("role"), item.get("content")
+    if role is None:
+        role, content = item.get("from"), item.get("value")
+    if type(role) is not str or type(content) is not str or not content or content.isspace():
+        return None
+    role = _ROLES.get(role, role)
+    return Turn(role, (content,)) if template.knows(role) else None
+
+
+def _checked_turn(where: str, item: Any, template: ChatTemplate) -> Turn:
+    if not isinstance(item, dict):
+        raise DecodeError(f"{where} is a {type(item).__name__}, not a dict with role and content")
+    if isinstance(item, _Repeating):
+        raise DecodeError(f"{where} has a key twice")
+    role = _first(item, _ROLE_KEYS)
+    if not isinstance(role, str):
+        raise DecodeError(f"{where} has no role: its keys are {_keys(item)}")
+    role, written = _ROLES.get(role, role), role
+    if not template.knows(role):
+        known = ", ".join(dict.fromkeys((*template.roles, *template.loss_roles)))
+        raise DecodeError(f"{where} has the role {shown(role)}; known are {known}: see ChatTemplate.roles")
+    content, loss = _first(item, _CONTENT_KEYS), template.carries_loss(role)
+    turn = Turn(role, () if content is None else _content(where, content))
+    if len(item) > 2 or content is None:
+        check_turn(f"{where} ({written})", item, (*_ROLE_KEYS, *_CONTENT_KEYS), role, turn.text, loss)
+        if _differ(item, _ROLE_KEYS) or _differ(item, _CONTENT_KEYS):
+            raise DecodeError(f"{where} says one thing under role and content, another under from and value")
+    if content is None:
+        raise DecodeError(f"{where} ({written}) has no content: its keys are {_keys(item)}")
+    if loss and not any(isinstance(piece, Placeholder) or piece.strip() for piece in turn.content):
+        raise DecodeError(f"{where} ({written}) says nothing: it would be learned as an empty answer")
+    return turn
+
+
+def _keys(item: Mapping[str, Any]) -> str:
+    return ", ".join(shown(key)[1:-1] for key in list(item)[:8]) or "none"
+
+
+def _first(item: Mapping[str, Any], keys: tuple[str, str]) -> Any:
+    """The first of the keys that is not null: `datasets` fills the fields of a struct with nulls."""
+    held = item.get(keys[0])
+    return item.get(keys[1]) if held is None else held
+
+
+def _differ(item: Mapping[str, Any], keys: tuple[str, ...]) -> bool:
+    held = [item[key] for key in keys if item.get(key) is not None]
+    if len(held) < 2:
+        return False
+    return not all(isinstance(one, str) for one in held) or len({_ROLES.get(one, one) for one in held}) > 1
+
+
+def _content(where: str, content: Any) -> Content:
+    if isinstance(content, str):
+        return (content,)
+    if isinstance(content, list):
+        return tuple(_item(f"the content of {where}", item) for item in content)
+    raise DecodeError(f"the content of {where} is a {type(content).__name__}, not a string or a list")
+
+
+def _item(where: str, item: Any) -> str | Placeholder:
+    if isinstance(item, str):
+        return item
+    if not isinstance(item, dict):
+        raise DecodeError(f"{where} holds a {type(item).__name__}, not a string or a dict")
+    if isinstance(item, _Repeating):
+        raise DecodeError(f"{where} has an item with a key twice")
+    kind = _kind(item)
+    held = [key for key in _ITEM_KEYS if says(item.get(key))]
+    if kind != "text" and (not isinstance(kind, str) or kind not in _MEDIA_TYPES):
+        known = ", ".join(_ITEM_KEYS)
+        found = shown(kind) if isinstance(kind, str) else f"a {type(kind).__name__}"
+        raise DecodeError(f"{where} has an item of type {found}; known are {known}")
+    lost = [key for key in held if key != kind and (kind == "text" or _MEDIA_TYPES.get(key) != _MEDIA_TYPES[kind])]
+    if lost:
+        raise DecodeError(f"{where} has an item of type {kind!r} that holds {lost[0]!r} too: give each its own item")
+    check_item(f"{where}, in an item of type {kind!r},", item, ("type", *_ITEM_KEYS), media=kind != "text")
+    if kind == "text":
+        if not isinstance(item.get("text"), str):
+            raise DecodeError(f"{where} has a text item without text")
+        return str(item["text"])
+    if isinstance(item.get(kind), list) and len(item[kind]) > 1:
+        raise DecodeError(f"{where} has an item of type {kind!r} that holds {len(item[kind])}: give each its own item")
+    return Placeholder(_MEDIA_TYPES[kind])
+
+
+def _kind(item: Mapping[str, Any]) -> Any:
+    """The type of an item. Qwen-VL's older form has none: {"image": ...} or {"text": ...}."""
+    kind = item.get("type")
+    return next((key for key in _ITEM_KEYS if item.get(key) is not None), None) if kind is None else kind
+
+
+def _check_order(turns: list[dict[str, Any]]) -> None:
+    """Where items of media say the number of theirs (`index`), they must count on: places are filled in order."""
+    counts = {IMAGE: 0, AUDIO: 0}
+    for number, turn in enumerate(turns, 1):
+        content = _first(turn, _CONTENT_KEYS)
+        for item in content if isinstance(content, list) else ():
+            kind = _kind(item) if isinstance(item, dict) else "text"
+            if kind == "text":
+                continue
+            index, modality = item.get("index"), _MEDIA_TYPES[kind]
+            if isinstance(index, int) and index != counts[modality]:
+                raise DecodeError(
+                    f"the content of turn {number} places {kind} {index} where number {counts[modality]} follows: "
+                    "media fill their places in the order of the fields"
+                )
+            counts[modality] += 1
+
+
+def named_in(value: Mapping[str, Any]) -> dict[int, list[str]]:
+    """Media that a LLaVA-style record names. Names are never opened: media are the sample's own members."""
+    named: dict[int, list[str]] = {}
+    if value.keys().isdisjoint(NAMED):
+        return named
+    for key, modality in NAMED.items():
+        held = value.get(key)
+        if isinstance(held, (list, str)):
+            held = held if isinstance(held, list) else [held]
+            names = [name if isinstance(name, str) else type(name).__name__ for name in held if says(name)]
+            if names:
+                named[modality] = names
+    return named

@@ -1,0 +1,206 @@
+"""Text -> token ids: any callable tokenizer, or the UTF-8 bytes themselves."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchdata.loaders.errors import NOT_DATA, DecodeError
+from orchdata.loaders.locks import lock_of
+from orchdata.loaders.modality import AUDIO, IMAGE
+from orchdata.loaders.text.template import ChatTemplate
+
+Tokenizer = Callable[[str], Sequence[int]]
+
+BYTES_ID: Final = "utf-8-bytes"
+_AUTOMATIC: Final = -1
+_INT32_MAX: Final = 2**31 - 1
+
+WHY_COUNTS_DIFFER: Final = (
+    "its bytes or the tokenizer behind the recipe's id changed (index again), or the tokenizer gives other ids while "
+    "several threads use it (leave TextPreprocessor.thread_safe out, and use it nowhere else meanwhile)"
+)
+
+# Names under which data sets keep their text, in order of preference; chat JSON goes before all of them.
+TEXT_FIELDS: Final = ("txt", "text", "caption", "transcript", "transcription", "sentence")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextPreprocessor:
+    """How text becomes token ids.
+
+    Text must be valid UTF-8; a byte order mark is dropped.
+
+    Attributes:
+        tokenizer: any callable str -> list[int]; None takes the UTF-8 bytes, ids 0..255. It is called once per
+            stretch of text with equal loss between media, by one thread at a time: calls of the same object take turns
+            in all recipes that hold it, of a bound method by the object behind it.
+        id: names the tokenizer in the fingerprint of the index: change it whenever the tokenizer changes. Required
+            with a tokenizer.
+        template: what surrounds the turns of a conversation.
+        bos_token_id, eos_token_id: put at the start and end of every sample. The last carries loss where what
+            precedes it does.
+        image_token_id, audio_token_id: stand in `input_ids` where features go. Default: 256 and 257 for bytes, 0
+            with a tokenizer. Never carry loss.
+        image_start_id, image_end_id, audio_start_id, audio_end_id: put around every image or clip. No loss.
+        image_placeholder, audio_placeholder: text that marks where a part goes; "" finds none.
+        thread_safe: let several threads call the tokenizer at once. It is no part of the fingerprint: results may not
+            depend on it.
+        fields: names of plain-text fields, first found wins: the whole field or its last extension, numbers and
+            ".gz" apart ("txt" is found in `0.txt`, `en.txt.gz`). JSON members are always looked into.
+    """
+
+    tokenizer: Tokenizer | None = field(default=None, kw_only=False)
+    id: str | None = None
+    template: ChatTemplate = ChatTemplate()
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+    image_token_id: int = _AUTOMATIC
+    audio_token_id: int = _AUTOMATIC
+    image_start_id: int | None = None
+    image_end_id: int | None = None
+    audio_start_id: int | None = None
+    audio_end_id: int | None = None
+    image_placeholder: str = "<image>"
+    audio_placeholder: str = "<audio>"
+    thread_safe: bool = False
+    fields: tuple[str, ...] = TEXT_FIELDS
+
+    def __post_init__(self) -> None:
+        if self.tokenizer is not None and not callable(self.tokenizer):
+            raise TypeError(f"tokenizer must be a callable str -> list[int], got {type(self.tokenizer).__name__}")
+        if self.tokenizer is not None and not self.id:
+            raise ValueError(
+                'TextPreprocessor needs an id with a tokenizer, as in TextPreprocessor(tokenizer, id="my-bpe-v3"): '
+                "the index keeps token counts under that name"
+            )
+        if self.tokenizer is None and self.id not in (None, BYTES_ID):
+            raise ValueError(f"TextPreprocessor got id={self.id!r} but no tokenizer")
+        if isinstance(self.fields, str):
+            raise ValueError(f"TextPreprocessor.fields must be a tuple of names, got the string {self.fields!r}")
+        if self.image_placeholder and self.image_placeholder == self.audio_placeholder:
+            raise ValueError(f"image_placeholder and audio_placeholder are both {self.image_placeholder!r}")
+        resolved = {
+            "id": self.id or BYTES_ID,
+            "image_token_id": self._placeholder_id(self.image_token_id, 256),
+            "audio_token_id": self._placeholder_id(self.audio_token_id, 257),
+            "fields": tuple(name.lower() for name in self.fields),
+        }
+        for name, value in resolved.items():
+            object.__setattr__(self, name, value)
+        for name in _SPECIAL_IDS:
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, int) and 0 <= value <= _INT32_MAX):
+                raise ValueError(f"TextPreprocessor.{name} must be an int in [0, {_INT32_MAX}], got {value!r}")
+
+    def _placeholder_id(self, given: int, for_bytes: int) -> int:
+        if given != _AUTOMATIC:
+            return given
+        return for_bytes if self.tokenizer is None else 0
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids that byte text can hold: 256 bytes and the special ids. Raises ValueError with a tokenizer."""
+        if self.tokenizer is not None:
+            raise ValueError(f"the vocabulary of tokenizer {self.id!r} is not known here: ask the tokenizer")
+        return max(255, *(getattr(self, name) or 0 for name in _SPECIAL_IDS)) + 1
+
+    def placeholder(self, modality: int) -> str:
+        return {IMAGE: self.image_placeholder, AUDIO: self.audio_placeholder}[modality]
+
+    def around(self, modality: int) -> tuple[int | None, int | None]:
+        """Ids put before and after a part of `modality`."""
+        if modality == IMAGE:
+            return self.image_start_id, self.image_end_id
+        return self.audio_start_id, self.audio_end_id
+
+    def encode(self, text: str) -> NDArray[np.int32]:
+        """Token ids of `text`, (num_tokens,).
+
+        Raises DecodeError where the tokenizer fails or returns no ids; what says nothing about the text, as a
+        MemoryError, passes.
+        """
+        if self.tokenizer is None:
+            try:
+                return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+            except UnicodeEncodeError as error:
+                raise DecodeError(f"the text is not valid Unicode: {error.reason} at character {error.start}") from None
+        try:
+            if self.thread_safe:
+                return _checked_ids(self.tokenizer(text), self.id)
+            with lock_of(self.tokenizer):  # until the ids are copied: they may lie in memory that the next call reuses
+                return _checked_ids(self.tokenizer(text), self.id)
+        except (DecodeError, *NOT_DATA):
+            raise
+        except Exception as error:
+            raise DecodeError(f"tokenizer {self.id!r} failed: {error!r}") from error
+
+    def describe(self) -> dict[str, Any]:
+        """All that token ids depend on, JSON-safe; the tokenizer by its id."""
+        template = self.template
+        described: dict[str, Any] = {"tokenizer": self.id, "fields": list(self.fields)}
+        described["template"] = {
+            "prefix": template.prefix,
+            "suffix": template.suffix,
+            "loss_roles": list(template.loss_roles),
+            "roles": list(template.roles),
+        }
+        for name in (*_SPECIAL_IDS, "image_placeholder", "audio_placeholder"):
+            described[name] = getattr(self, name)
+        return described
+
+
+_SPECIAL_IDS: Final = (
+    "bos_token_id",
+    "eos_token_id",
+    "image_token_id",
+    "audio_token_id",
+    "image_start_id",
+    "image_end_id",
+    "audio_start_id",
+    "audio_end_id",
+)
+
+
+def decode_utf8(payload: bytes | memoryview) -> str:
+    """Text of a UTF-8 payload, without byte order mark. Raises DecodeError."""
+    try:
+        return str(payload, "utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DecodeError(f"not valid UTF-8: {error.reason} at byte {error.start}") from None
+
+
+def _checked_ids(found: object, name: str | None) -> NDArray[np.int32]:
+    if type(found) is list and found and type(found[0]) is int:
+        try:
+            fast = array("i", found)  # several times faster than NumPy where all is well; else NumPy says what is not
+        except (TypeError, OverflowError):
+            pass
+        else:
+            if min(found) >= 0:
+                return np.frombuffer(fast, np.int32)
+    try:
+        ids = np.asarray(found)
+    except (ValueError, OverflowError):
+        ids = np.asarray(None)
+    if ids.size == 0 and ids.ndim == 1:
+        return np.zeros(0, np.int32)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise DecodeError(
+            f"tokenizer {name!r} returned {_shortly(found)}, not a list of ints; "
+            "wrap it, as in lambda text: tokenizer.encode(text).ids"
+        )
+    low, high = ids.min(), ids.max()
+    if low < 0 or high > _INT32_MAX:
+        raise DecodeError(f"tokenizer {name!r} returned id {low if low < 0 else high}, outside [0, {_INT32_MAX}]")
+    return ids.astype(np.int32)
+
+
+def _shortly(value: object) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text[:60]}{'...' if len(text) > 60 else ''}"

@@ -1,0 +1,145 @@
+"""Packed balancing kernels: costs -> rank of each sample, by longest-first greedy, refined where that is not enough.
+
+Samples are named by their place in descending order of cost. Everything is integer arithmetic with a total order: the
+result is the same on every machine.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchdata.native.assign.bounds import common_divisor, equal_count_bound, strong_lower_bound
+from orchdata.native.assign.multifit import multifit
+from orchdata.native.assign.ranking import bit_length
+from orchdata.native.assign.refine import lower_makespan, search_budget
+from orchdata.native.assign.resplit import resplit
+from orchdata.native.assign.tournament import NEVER, replay, tournament
+from orchdata.native.jit import kernel
+from orchdata.native.sorting import present_descending
+
+
+@kernel
+def longest_first(
+    descending: NDArray[np.int64],
+    limit: int,
+    extras: int,
+    loads: NDArray[np.int64],
+    counts: NDArray[np.int32],
+) -> NDArray[np.int32]:
+    """Give each sample, from the largest, to the least loaded rank that has room (LPT; Graham 1969).
+
+    Ties go to the lower count, then to the lower rank. Where load, count and rank do not fit into 63 bits together,
+    loads are compared without their lowest bits.
+
+    Args:
+        descending: int64 (num_samples,), costs from the largest.
+        limit: samples a rank may hold.
+        extras: how many ranks may hold one more than that.
+        loads: int64 (num_ranks,), written.
+        counts: int32 (num_ranks,), written.
+
+    Returns:
+        int32 (num_samples,): the rank of each sample.
+    """
+    num_samples = descending.shape[0]
+    num_ranks = loads.shape[0]
+    owner = np.empty(num_samples, np.int32)
+    loads[:] = 0
+    counts[:] = 0
+    total = np.int64(0)
+    for place in range(num_samples):
+        total += descending[place]
+    rank_bits = bit_length(num_ranks - 1)
+    low_bits = rank_bits + bit_length(min(limit + 1, num_samples))
+    largest = descending[0] if num_samples > 0 else np.int64(0)
+    # Without limits the least loaded rank is never above the mean; with them it may reach the total.
+    peak = total if limit < num_samples else total // num_ranks + largest
+    shift = max(0, bit_length(peak) + low_bits - 63)
+    rank_mask = np.int64((1 << rank_bits) - 1)
+    leaves = 1 << rank_bits
+    tree = np.empty(2 * leaves, np.int64)
+    tournament(np.arange(num_ranks), tree)
+    for place in range(num_samples):
+        rank = tree[1] & rank_mask
+        # Ranks at the limit may hold one more only while there are extras left.
+        while counts[rank] == limit and extras == 0:
+            replay(tree, leaves + rank, NEVER)
+            rank = tree[1] & rank_mask
+        if counts[rank] == limit:
+            extras -= 1
+        owner[place] = rank
+        loads[rank] += descending[place]
+        counts[rank] += 1
+        key = ((loads[rank] >> shift) << low_bits) | (np.int64(counts[rank]) << rank_bits) | rank
+        replay(tree, leaves + rank, key if counts[rank] <= limit else NEVER)
+    return owner
+
+
+@kernel
+def recount(
+    descending: NDArray[np.int64],
+    owner: NDArray[np.int32],
+    loads: NDArray[np.int64],
+    counts: NDArray[np.int32],
+) -> None:
+    """Loads and counts of an assignment, written into `loads` and `counts`."""
+    loads[:] = 0
+    counts[:] = 0
+    for place in range(owner.shape[0]):
+        loads[owner[place]] += descending[place]
+        counts[owner[place]] += 1
+
+
+@kernel
+def solve(
+    costs: NDArray[np.int64], num_ranks: int, max_samples: int, max_cost: int, equal_count: bool, tolerance: float
+) -> tuple[NDArray[np.int32], NDArray[np.int64], int]:
+    """Balance samples over ranks: longest first; refined, then refitted, only while above the tolerance.
+
+    Args:
+        costs: int64 (num_samples,), at least 0, with a sum of at most 2**62.
+        num_ranks: at least 1.
+        max_samples: samples a rank may hold; with equal_count it does not bind.
+        max_cost: load to stay below where possible; 0 for none.
+        equal_count: counts differ by at most one.
+        tolerance: relative distance to the lower bound that is good enough.
+
+    Returns:
+        (rank int32 (num_samples,), -1 for a cost of 0; loads int64 (num_ranks,); lower bound).
+    """
+    order, descending = present_descending(costs)
+    num_samples = order.shape[0]
+    bound = np.int64(strong_lower_bound(descending, num_ranks))
+    limit = np.int64(min(max_samples, num_samples))
+    extras = np.int64(0)
+    moves_limit = limit
+    if equal_count:
+        bound = max(bound, equal_count_bound(descending, num_ranks))
+        limit = np.int64(num_samples // num_ranks)
+        extras = np.int64(num_samples % num_ranks)
+        moves_limit = np.int64(-1)
+    target = bound + np.int64(bound * tolerance)
+    if max_cost > 0:
+        target = min(target, max_cost)
+    loads = np.empty(num_ranks, np.int64)
+    counts = np.empty(num_ranks, np.int32)
+    owner = longest_first(descending, limit, extras, loads, counts)
+    budget = search_budget(num_samples, num_ranks)
+    if loads.max() > target:
+        divisor = common_divisor(descending)
+        target = max(target, (bound + divisor - 1) // divisor * divisor)
+        budget = lower_makespan(descending, owner, loads, counts, target, moves_limit, budget)
+    if loads.max() > target and not equal_count:
+        fitted = multifit(descending, num_ranks, bound, loads.max(), limit, 8)
+        if fitted.shape[0] > 0:
+            owner = fitted
+            recount(descending, owner, loads, counts)
+            if loads.max() > target:
+                lower_makespan(descending, owner, loads, counts, target, moves_limit, budget)
+    if loads.max() > target:
+        resplit(descending, owner, loads, counts, target, moves_limit, search_budget(num_samples, num_ranks))
+    rank = np.full(costs.shape[0], np.int32(-1))
+    for place in range(num_samples):
+        rank[order[place]] = owner[place]
+    return rank, loads, bound

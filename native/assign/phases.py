@@ -1,0 +1,163 @@
+"""Joint balancing kernels: costs of several phases (num_samples, num_phases) -> one owner of each sample.
+
+Where ranks wait for each other after every phase, a step takes the sum over phases of the largest load.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchdata.native.assign.phase_refine import phase_loads, refine_phases
+from orchdata.native.assign.ranking import bit_length
+from orchdata.native.assign.tournament import NEVER, replay, tournament
+from orchdata.native.jit import kernel
+from orchdata.native.sorting import descending_order
+
+WINDOWS = (8, 32)
+WORK_BUDGET = 200_000  # Pairs of samples looked at in each search.
+
+
+@kernel
+def longest_first_by_phase(
+    costs: NDArray[np.int64],
+    order: NDArray[np.int32],
+    phase: NDArray[np.int32],
+    num_ranks: int,
+    limit: int,
+    extras: int,
+) -> NDArray[np.int32]:
+    """Give each sample, in `order`, to the rank with the least load in the sample's own phase and with room.
+
+    Args:
+        costs: int64 (num_samples, num_phases).
+        order: int32 (num_samples,).
+        phase: int32 (num_samples,), the phase by which each sample is placed.
+        num_ranks: at least 1.
+        limit: samples a rank may hold.
+        extras: how many ranks may hold one more than that.
+
+    Returns:
+        int32 (num_samples,): the rank of each sample.
+    """
+    num_samples, num_phases = costs.shape
+    rank_bits = bit_length(num_ranks - 1)
+    rank_mask = np.int64((1 << rank_bits) - 1)
+    leaves = 1 << rank_bits
+    shift = np.empty(num_phases, np.int64)
+    for p in range(num_phases):
+        shift[p] = max(0, bit_length(costs[:, p].sum()) + rank_bits - 62)
+    trees = np.empty((num_phases, 2 * leaves), np.int64)
+    for p in range(num_phases):
+        tournament(np.arange(num_ranks), trees[p])
+    owner = np.empty(num_samples, np.int32)
+    loads = np.zeros((num_ranks, num_phases), np.int64)
+    counts = np.zeros(num_ranks, np.int32)
+    for sample in order:
+        rank = trees[phase[sample], 1] & rank_mask
+        while counts[rank] == limit and extras == 0:
+            for p in range(num_phases):
+                replay(trees[p], leaves + rank, NEVER)
+            rank = trees[phase[sample], 1] & rank_mask
+        if counts[rank] == limit:
+            extras -= 1
+        owner[sample] = rank
+        counts[rank] += 1
+        full = counts[rank] > limit
+        for p in range(num_phases):
+            if full:
+                replay(trees[p], leaves + rank, NEVER)
+            elif costs[sample, p] > 0:
+                loads[rank, p] += costs[sample, p]
+                replay(trees[p], leaves + rank, ((loads[rank, p] >> shift[p]) << rank_bits) | rank)
+    return owner
+
+
+@kernel
+def dominant_phases(costs: NDArray[np.int64], primary: int) -> NDArray[np.int32]:
+    """The phase in which each sample takes the largest share of the whole batch's cost; `primary` on a tie."""
+    num_samples, num_phases = costs.shape
+    totals = np.empty(num_phases, np.float64)
+    for p in range(num_phases):
+        totals[p] = max(1.0, np.float64(costs[:, p].sum()))
+    phase = np.empty(num_samples, np.int32)
+    for sample in range(num_samples):
+        phase[sample] = primary
+        share = costs[sample, primary] / totals[primary]
+        for p in range(num_phases):
+            if costs[sample, p] / totals[p] > share:
+                share = costs[sample, p] / totals[p]
+                phase[sample] = p
+    return phase
+
+
+@kernel
+def order_by_phase(costs: NDArray[np.int64], phase: NDArray[np.int32], primary: int) -> NDArray[np.int32]:
+    """Samples from the largest in their own phase, phase after phase and `primary` last: its samples fill the gaps."""
+    num_samples, num_phases = costs.shape
+    order = np.empty(num_samples, np.int32)
+    size = 0
+    for turn in range(num_phases + 1):
+        if turn == primary:
+            continue
+        p = primary if turn == num_phases else turn
+        chosen = np.flatnonzero(phase == p)
+        own = np.empty(chosen.shape[0], np.int64)
+        for index in range(chosen.shape[0]):
+            own[index] = costs[chosen[index], p]
+        for index in descending_order(own):
+            order[size] = chosen[index]
+            size += 1
+    return order
+
+
+@kernel
+def sum_of_peaks(costs: NDArray[np.int64], owner: NDArray[np.int32], num_ranks: int) -> int:
+    """What a step takes where ranks wait after each phase: the sum over phases of the largest load."""
+    loads = phase_loads(costs, owner, num_ranks)
+    total = np.int64(0)
+    for p in range(costs.shape[1]):
+        total += loads[:, p].max()
+    return total
+
+
+@kernel
+def solve_barrier(
+    costs: NDArray[np.int64],
+    primary_owner: NDArray[np.int32],
+    num_ranks: int,
+    primary: int,
+    bounds: NDArray[np.int64],
+    limit: int,
+    extras: int,
+    swaps_only: bool,
+) -> NDArray[np.int32]:
+    """Minimise the sum of peaks over several starts; never worse than `primary_owner`.
+
+    Args:
+        costs: int64 (num_samples, num_phases).
+        primary_owner: int32 (num_samples,), an assignment that balances the primary phase alone.
+        num_ranks: at least 1.
+        primary: index of the primary phase.
+        bounds: int64 (num_phases,), lower bound of each phase's largest load.
+        limit: samples a rank may hold.
+        extras: how many ranks may hold one more than that.
+        swaps_only: counts must stay as they are.
+
+    Returns:
+        int32 (num_samples,): the rank of each sample.
+    """
+    targets = bounds + bounds // 1000
+    phase = dominant_phases(costs, primary)
+    owner = longest_first_by_phase(costs, order_by_phase(costs, phase, primary), phase, num_ranks, limit, extras)
+    best = primary_owner
+    least = sum_of_peaks(costs, best, num_ranks)
+    for start in range(2 if costs.shape[0] <= 2048 else 1):
+        trial = owner if start == 0 else primary_owner.copy()
+        # A rank that is stuck raises the targets for all; a wider search then has only the worst ranks to help.
+        for window in WINDOWS:
+            refine_phases(costs, trial, num_ranks, targets.copy(), -1 if swaps_only else limit, window, WORK_BUDGET)
+        peaks = sum_of_peaks(costs, trial, num_ranks)
+        if peaks < least:
+            best, least = trial, peaks
+    return best

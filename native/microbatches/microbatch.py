@@ -1,0 +1,277 @@
+"""Microbatch kernels: rank of each sample -> microbatch of each, the same number on all ranks, within the caps.
+
+Samples are grouped by rank, each rank's from the most costly: the place of a sample is its entry in that grouping.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchdata.native.jit import kernel
+from orchdata.native.microbatches.binpack import bins_needed, fits, level, pack_rank, rename
+from orchdata.native.sorting import descending_order
+
+# First targets of a micro-step tried, in eighths of the mean. The last leaves micro-steps empty where caps allow it.
+TARGETS = (8, 3, 0)
+
+
+@kernel
+def group_by_rank(
+    descending: NDArray[np.int32], rank: NDArray[np.int32], num_ranks: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Group samples by rank, in their order; those with rank -1 are left out.
+
+    Returns:
+        (offsets (num_ranks + 1,): rank r has the places from entry r to entry r + 1; the sample at each place; the
+        places in the order of `descending`).
+    """
+    offsets = np.zeros(num_ranks + 1, np.int64)
+    for owner in rank:
+        if owner >= 0:
+            offsets[owner + 1] += 1
+    for r in range(num_ranks):
+        offsets[r + 1] += offsets[r]
+    samples = np.empty(offsets[num_ranks], np.int64)
+    places = np.empty(offsets[num_ranks], np.int64)
+    cursor = offsets[:num_ranks].copy()
+    found = 0
+    for sample in descending:
+        owner = rank[sample]
+        if owner >= 0:
+            samples[cursor[owner]] = sample
+            places[found] = cursor[owner]
+            cursor[owner] += 1
+            found += 1
+    return offsets, samples, places
+
+
+@kernel
+def rename_all(
+    costs: NDArray[np.int64],
+    samples: NDArray[np.int64],
+    offsets: NDArray[np.int64],
+    num_bins: int,
+    bins: NDArray[np.int32],
+    by_cost: bool,
+) -> None:
+    """Number the microbatches of each rank, as `rename` does. In place."""
+    for r in range(offsets.shape[0] - 1):
+        start, end = offsets[r], offsets[r + 1]
+        rename(costs[start:end], samples[start:end], num_bins, bins[start:end], by_cost)
+
+
+@kernel
+def pack_ranks(
+    costs: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    offsets: NDArray[np.int64],
+    caps: NDArray[np.int64],
+    num_microbatches: int,
+    bins: NDArray[np.int32],
+) -> int:
+    """Pack all ranks' samples into microbatches, level and number them; writes `bins`.
+
+    Returns:
+        The number of microbatches; where it is above a given `num_microbatches`, `bins` means nothing.
+    """
+    num_ranks = offsets.shape[0] - 1
+    count = np.int64(max(1, num_microbatches))
+    if num_microbatches == 0:
+        for r in range(num_ranks):
+            if offsets[r] < offsets[r + 1]:
+                count = max(count, bins_needed(sizes[offsets[r] : offsets[r + 1]], caps))
+    packed_into = np.zeros(num_ranks, np.int64)
+    # What a rank cannot do with `count` it may with more; one that could can still, so none is visited twice.
+    for r in range(num_ranks):
+        start, end = offsets[r], offsets[r + 1]
+        if start == end:
+            continue
+        while not pack_rank(costs[start:end], sizes[start:end], caps, count, bins[start:end]):
+            count += 1
+        packed_into[r] = count
+    if count == 1 or 0 < num_microbatches < count:
+        return count
+    for r in range(num_ranks):
+        start, end = offsets[r], offsets[r + 1]
+        if start == end:
+            continue
+        # Ranks packed before the count was raised have more room now; a search that fails keeps what was found.
+        if packed_into[r] < count:
+            again = np.empty(end - start, np.int32)
+            if pack_rank(costs[start:end], sizes[start:end], caps, count, again):
+                bins[start:end] = again
+        level(costs[start:end], sizes[start:end], caps, count, bins[start:end])
+    return count
+
+
+@kernel
+def deal(
+    costs: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    owner: NDArray[np.int32],
+    places: NDArray[np.int64],
+    caps: NDArray[np.int64],
+    targets: NDArray[np.int64],
+    stuck: NDArray[np.bool_],
+    bins: NDArray[np.int32],
+) -> None:
+    """Put each place, in turn, into the microbatch of its rank that has most room below the target of its micro-step.
+
+    Where a sample goes above the target, the target rises for all ranks: later samples, which are smaller, use it.
+
+    Args:
+        costs: int64 (num_places,), and
+        sizes: int64 (num_places, num_caps), and
+        owner: int32 (num_places,), the rank of each place.
+        places: int64 (num_places,), from the most costly.
+        caps: int64 (num_caps,).
+        targets: int64 (num_bins,), largest cost in each micro-step, changed in place.
+        stuck: bool (num_ranks,): ranks to leave out; set where a sample of a rank fits nowhere.
+        bins: int32 (num_places,), written for the ranks that are not stuck.
+    """
+    num_ranks, num_bins = stuck.shape[0], targets.shape[0]
+    work = np.zeros((num_ranks, num_bins), np.int64)
+    counts = np.zeros((num_ranks, num_bins), np.int32)
+    loads = np.zeros((num_ranks, num_bins, caps.shape[0]), np.int64)
+    for place in places:
+        r = owner[place]
+        if stuck[r]:
+            continue
+        chosen = -1
+        most = np.int64(0)
+        for b in range(num_bins):
+            room = targets[b] - work[r, b]
+            if (chosen < 0 or room > most) and fits(loads[r, b], sizes[place], caps, counts[r, b] == 0):
+                chosen, most = b, room
+        if chosen < 0:
+            stuck[r] = True
+            continue
+        bins[place] = chosen
+        work[r, chosen] += costs[place]
+        counts[r, chosen] += 1
+        for k in range(caps.shape[0]):
+            loads[r, chosen, k] += sizes[place, k]
+        targets[chosen] = max(targets[chosen], work[r, chosen])
+
+
+@kernel
+def step_peaks(
+    costs: NDArray[np.int64],
+    offsets: NDArray[np.int64],
+    included: NDArray[np.bool_],
+    bins: NDArray[np.int32],
+    peaks: NDArray[np.int64],
+) -> int:
+    """Raise `peaks` (num_bins,) to the largest cost of an included rank in each micro-step; returns their sum."""
+    work = np.empty(peaks.shape[0], np.int64)
+    for r in range(offsets.shape[0] - 1):
+        if included[r]:
+            work[:] = 0
+            for place in range(offsets[r], offsets[r + 1]):
+                work[bins[place]] += costs[place]
+            for b in range(peaks.shape[0]):
+                peaks[b] = max(peaks[b], work[b])
+    return int(peaks.sum())
+
+
+@kernel
+def lower_peaks(
+    costs: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    offsets: NDArray[np.int64],
+    places: NDArray[np.int64],
+    caps: NDArray[np.int64],
+    num_bins: int,
+    fill_all: bool,
+    bins: NDArray[np.int32],
+) -> None:
+    """Lower the sum over micro-steps of the largest cost of a rank, in place; it never rises.
+
+    Large samples force a high peak in a few micro-steps. Ranks without any can then do more of their work in those
+    than in the others, so microbatches of about the same cost are not what is wanted. Deals from several first targets
+    are tried; a rank that does not fit within the caps that way keeps the microbatches it has.
+
+    Args:
+        costs: int64 (num_places,), and
+        sizes: int64 (num_places, num_caps).
+        offsets: int64 (num_ranks + 1,), the places of each rank.
+        places: int64 (num_places,), from the most costly.
+        caps: int64 (num_caps,).
+        num_bins: microbatches of each rank.
+        fill_all: use all microbatches, though fewer would do.
+        bins: int32 (num_places,), changed in place.
+    """
+    num_ranks = offsets.shape[0] - 1
+    owner = np.empty(costs.shape[0], np.int32)
+    mean = np.int64(0)
+    for r in range(num_ranks):
+        owner[offsets[r] : offsets[r + 1]] = r
+        mean = max(mean, costs[offsets[r] : offsets[r + 1]].sum() // num_bins)
+    everyone = np.ones(num_ranks, np.bool_)
+    stuck = np.zeros(num_ranks, np.bool_)
+    given = bins.copy()
+    trial = np.empty_like(bins)
+    lowest = step_peaks(costs, offsets, everyone, bins, np.zeros(num_bins, np.int64))
+    for trial_number in range(len(TARGETS) - 1 if fill_all else len(TARGETS)):
+        targets = np.full(num_bins, mean // 8 * TARGETS[trial_number])
+        step_peaks(costs, offsets, stuck, given, targets)
+        deal(costs, sizes, owner, places, caps, targets, stuck, trial)
+        for r in range(num_ranks):
+            if stuck[r]:
+                trial[offsets[r] : offsets[r + 1]] = given[offsets[r] : offsets[r + 1]]
+        total = step_peaks(costs, offsets, everyone, trial, np.zeros(num_bins, np.int64))
+        if total < lowest:
+            lowest = total
+            bins[:] = trial
+
+
+@kernel
+def split(
+    costs: NDArray[np.int64],
+    rank: NDArray[np.int32],
+    num_ranks: int,
+    sizes: NDArray[np.int64],
+    caps: NDArray[np.int64],
+    num_microbatches: int,
+    in_step: bool,
+) -> tuple[NDArray[np.int32], int]:
+    """Split each rank's samples into microbatches.
+
+    Args:
+        costs: int64 (num_samples,), at least 0, with a sum of at most 2**62.
+        rank: int32 (num_samples,), -1 for samples left out.
+        num_ranks: at least 1.
+        sizes: int64 (num_samples, num_caps), C-contiguous.
+        caps: int64 (num_caps,), at least 1.
+        num_microbatches: how many; 0 for the fewest that fit.
+        in_step: lower the sum over microbatches of the largest cost of a rank, and number by descending cost.
+
+    Returns:
+        (microbatch int32 (num_samples,), -1 where rank is -1; their number, at least 1). With num_microbatches given
+        and too small, the number needed is returned with an empty array.
+    """
+    offsets, samples, places = group_by_rank(descending_order(costs), rank, num_ranks)
+    num_places, num_caps = samples.shape[0], caps.shape[0]
+    costs_here = np.empty(num_places, np.int64)
+    sizes_here = np.empty((num_places, num_caps), np.int64)
+    for place in range(num_places):
+        costs_here[place] = costs[samples[place]]
+        for k in range(num_caps):
+            sizes_here[place, k] = sizes[samples[place], k]
+    bins = np.zeros(num_places, np.int32)
+    # More than the samples of a rank are not needed, and would only take memory.
+    usable = min(num_microbatches, max(1, np.diff(offsets).max()))
+    count = pack_ranks(costs_here, sizes_here, offsets, caps, usable, bins)
+    if 0 < num_microbatches < count:
+        return np.empty(0, np.int32), count
+    if count > 1:
+        rename_all(costs_here, samples, offsets, count, bins, in_step)
+        if in_step:
+            lower_peaks(costs_here, sizes_here, offsets, places, caps, count, num_microbatches > 0, bins)
+            # Never worse: the k-th most costly microbatch of a rank is within the k-th largest of the peaks.
+            rename_all(costs_here, samples, offsets, count, bins, True)
+    microbatch = np.full(rank.shape[0], np.int32(-1))
+    for place in range(num_places):
+        microbatch[samples[place]] = bins[place]
+    return microbatch, max(count, num_microbatches)

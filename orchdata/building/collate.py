@@ -1,0 +1,204 @@
+"""Batches by a user's collate_fn: decoded samples of shards, or items of a torch map-style data set."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import default_collate, default_convert
+
+from orchdata.building.shortage import out_of_memory
+from orchdata.building.step import Assembled, Share
+from orchdata.loaders.errors import NOT_DATA, DataError, FieldError, as_field_error
+from orchdata.loaders.index.index import Index
+from orchdata.loaders.index.stored import StoredSample
+from orchdata.loaders.locks import lock_of
+from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.samples.sample import Part, Sample, TextPart, decode_sample, text_members
+from orchdata.loaders.shards.open import OpenShards
+from orchdata.loaders.text.preprocessor import WHY_COUNTS_DIFFER
+
+Load = Callable[[int], Any]
+
+# Errors of the system that say nothing about the file they were met in: it may be read another time.
+_NOT_NOW = frozenset(
+    (errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.ETIMEDOUT)
+)
+_THREAD_SAFE = (default_collate, default_convert)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleAssembler:
+    """Loads each sample by its row, then hands the list to `collate_fn`.
+
+    Attributes:
+        load: row -> sample; raises DataError for one that cannot be used.
+        collate_fn: list of samples -> batch, or one sample -> batch; called by one thread at a time, whichever step
+            it is for, unless it is torch's own.
+        batched: whether collate_fn gets a list.
+        repeat_first: a rank without a sample gets the global batch's first one, as torch's DistributedSampler
+            pads; otherwise `collate_fn` gets an empty list.
+        num_rows: rows of the data set; where a global batch fails as a whole, the next row that works is repeated.
+        load_many: rows -> samples, all those of a microbatch at once; None where each is loaded by itself.
+    """
+
+    load: Load
+    collate_fn: Callable[[Any], Any]
+    repeat_first: bool
+    batched: bool = True
+    num_rows: int = 0
+    pin_memory: bool = False
+    load_many: Callable[[list[int]], list[Any]] | None = None
+
+    def begin(self, share: Share) -> SampleAssembly:
+        return SampleAssembly(self, share.rows, share.plan.row)
+
+
+class SampleAssembly:
+    """One microbatch of samples under construction."""
+
+    def __init__(self, assembler: SampleAssembler, rows: NDArray[np.int64], global_rows: NDArray[np.int64]) -> None:
+        self._assembler = assembler
+        self._global_rows = global_rows
+        self._samples: dict[int, Any] = {}
+        self._failures: dict[int, DataError] = {}
+        self._seconds = 0.0
+        self._lock = threading.Lock()
+        self.tasks: list[Callable[[], None]] = (
+            [partial(self._load, place, int(row)) for place, row in enumerate(rows)]
+            if assembler.load_many is None or not len(rows)
+            else [partial(self._load_many, assembler.load_many, rows.tolist())]
+        )
+
+    def finish(self) -> Assembled:
+        if not self._samples and self._assembler.repeat_first and len(self._global_rows):
+            self._samples[0] = self._repeated()
+        started = time.perf_counter()
+        batch = self._collated([self._samples[place] for place in sorted(self._samples)])
+        if self._assembler.pin_memory:
+            batch = _pin(batch)
+        seconds = {"decoding": self._seconds, "packing": time.perf_counter() - started}
+        failures = [self._failures[place] for place in sorted(self._failures)]
+        return Assembled(batch, failures, seconds)
+
+    def _collated(self, samples: list[Any]) -> Any:
+        collate = self._assembler.collate_fn
+        with contextlib.nullcontext() if collate in _THREAD_SAFE else lock_of(collate):
+            return collate(samples if self._assembler.batched else samples[0])
+
+    def _repeated(self) -> Any:
+        """The first sample of the global batch that works, else the next one of the data set."""
+        rows, total = self._global_rows.tolist(), self._assembler.num_rows
+        following = ((rows[-1] + distance) % total for distance in range(1, total))
+        failure: DataError | None = None
+        for row in chain(rows, following):
+            try:
+                return self._assembler.load(row)
+            except DataError as error:
+                failure = failure or error
+        assert failure is not None
+        raise failure
+
+    def _load(self, place: int, row: int) -> None:
+        started = time.perf_counter()
+        try:
+            sample = self._assembler.load(row)
+        except DataError as failure:
+            with self._lock:
+                self._failures[place] = failure
+            return
+        with self._lock:
+            self._samples[place] = sample
+            self._seconds += time.perf_counter() - started
+
+    def _load_many(self, load: Callable[[list[int]], list[Any]], rows: list[int]) -> None:
+        started = time.perf_counter()
+        self._samples = dict(enumerate(load(rows)))
+        self._seconds = time.perf_counter() - started
+
+
+def shard_loader(index: Index, shards: OpenShards, recipe: Recipe) -> Load:
+    """row -> decoded `Sample` of an index."""
+
+    def load(row: int) -> Sample:
+        stored = StoredSample(index, shards, row)
+        try:
+            parts = decode_sample(stored.members, stored.read(recipe), recipe)
+            _check_counts(index, stored, parts, recipe)
+        except FieldError as error:
+            raise error.at(stored.shard, stored.key) from error.__cause__
+        except MemoryError as error:
+            raise out_of_memory(error, index, recipe, np.array([row]), row) from error
+        except (*NOT_DATA, DataError):
+            raise
+        except Exception as error:  # whatever its bytes make a decoder raise is the sample's failure
+            raise as_field_error(error, "decoded").at(stored.shard, stored.key) from error
+        return Sample(shard=stored.shard, key=stored.key, parts=parts)
+
+    return load
+
+
+def _check_counts(index: Index, stored: StoredSample, parts: Sequence[Part], recipe: Recipe) -> None:
+    """Raise FieldError where the sample yields other counts than the index has, by which steps are planned."""
+    texts = [part for part in parts if isinstance(part, TextPart)]
+    media_tokens = int(index.part_tokens[stored.parts.start : stored.parts.stop].sum())
+    found = {
+        "parts of media": len(parts) - len(texts),
+        "tokens": sum(len(part.token_ids) for part in texts) + media_tokens,
+        "loss tokens": sum(int(part.loss.sum()) for part in texts),
+    }
+    expected = (len(stored.parts), int(index.llm_tokens[stored.row]), int(index.loss_tokens[stored.row]))
+    for (name, counted), indexed in zip(found.items(), expected, strict=True):
+        if counted != indexed:
+            where = text_members(stored.members, recipe)
+            field = stored.members[where[0]].field if where else "*"
+            raise FieldError(field, f"the index says {indexed} {name}, the text yields {counted}: {WHY_COUNTS_DIFFER}")
+
+
+def map_loader(dataset: Any, *, skip_errors: bool) -> Load:
+    """row -> `dataset[row]`; under `skip_errors` an exception there is a DataError of that row, where it may be about
+    its data.
+    """
+
+    def load(row: int) -> Any:
+        try:
+            return dataset[row]
+        except NOT_DATA:
+            raise
+        except Exception as error:
+            if not skip_errors or isinstance(error, DataError) or getattr(error, "errno", None) in _NOT_NOW:
+                raise
+            reason = f"{type(error).__name__}: {error}"
+            raise DataError(type(dataset).__name__, str(row), "", reason) from error
+
+    return load
+
+
+def map_many(dataset: Any) -> Callable[[list[int]], list[Any]] | None:
+    """rows -> `dataset.__getitems__(rows)`, as torch asks a data set that has it for all samples of a batch."""
+    get = getattr(dataset, "__getitems__", None)
+    if not callable(get):
+        return None
+
+    def load(rows: list[int]) -> list[Any]:
+        samples = list(get(rows))
+        if len(samples) != len(rows):
+            raise ValueError(f"{type(dataset).__name__}.__getitems__ gave {len(samples)} samples for {len(rows)} rows")
+        return samples
+
+    return load
+
+
+def _pin(batch: Any) -> Any:
+    from torch.utils.data._utils.pin_memory import pin_memory
+
+    return pin_memory(batch)

@@ -1,0 +1,47 @@
+"""Memory that samples take, by the index: what to say where there is not enough of it."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchdata.loaders.index.index import Index
+from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.samples.measure import MeasuredPart, decoded_bytes
+
+TOKEN_BYTES = 48
+"""A token of text: its id twice, its label, and three positions, int64 each."""
+
+_NAMED = 3
+
+
+def sample_bytes(index: Index, recipe: Recipe, row: int) -> int:
+    """Memory that one sample takes in a batch and while it is decoded."""
+    start, stop = index.part_offsets[row : row + 2].tolist()
+    columns = (
+        index.part_modality,
+        index.part_member,
+        index.part_positions,
+        index.part_tokens,
+        index.part_extent0,
+        index.part_extent1,
+    )
+    parts = [MeasuredPart(*values) for values in zip(*(column[start:stop].tolist() for column in columns), strict=True)]
+    return decoded_bytes(parts, index.members(row), recipe) + TOKEN_BYTES * int(index.llm_tokens[row])
+
+
+def out_of_memory(
+    error: MemoryError, index: Index, recipe: Recipe, rows: NDArray[np.int64], row: int | None = None
+) -> MemoryError:
+    """The error that names the largest samples of a microbatch, and the one that was being decoded."""
+    sizes = {int(each): sample_bytes(index, recipe, int(each)) for each in rows}
+    largest = sorted(sizes, key=lambda each: (-sizes[each], each))[:_NAMED]
+    named = "; ".join(
+        f"{index.shard_of(each).url}: sample {index.key(each)!r}, {sizes[each]} bytes" for each in largest
+    )
+    where = "" if row is None else f" at sample {index.key(row)!r} of {index.shard_of(row).url}"
+    return MemoryError(
+        f"not enough memory{where} for a microbatch of {len(sizes)} samples, {sum(sizes.values())} bytes by the index "
+        f"({error}); the largest: {named}. Lower batch_size, cap Balance(max_tokens=...), or leave such samples out "
+        "with Limits.sample_decoded_bytes or quarantine="
+    )

@@ -1,0 +1,220 @@
+"""Replication: the peers of a data-parallel rank get the steps that one of them, the reader, builds.
+
+    reader:   build -> deliver -> one message (see wire) -> broadcast
+    receiver: plan -> receive -> views of the message -> the same batches
+
+Plans are not sent: a receiver makes its own, and its hash is compared with the reader's. A step is sent when it is
+delivered, from the thread that iterates, so that nothing is under way between two steps: peers that stop at the same
+step owe each other nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import fields
+from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from orchdata.batch.batch import AudioBatch, Batch, ImageBatch, LLMBatch, TextBatch
+from orchdata.building.collate import SampleAssembler
+from orchdata.building.memory import BufferPool
+from orchdata.building.step import BuiltStep, StepSpec
+from orchdata.building.step_stats import step_figures
+from orchdata.loaders.errors import DataError
+from orchdata.planning.plan import Plan, make_plan
+from orchdata.planning.route import Route
+from orchdata.ranks.parallel import Rank, group_timeout
+from orchdata.ranks.wire import Message, WireError, describe, read
+
+_BUILT, _FAILED = 0, 1
+_CONTENT = {"epoch", "step", "plan", "failures", "batches"}
+_CLASS = "dataclass"  # marks a dict that was one
+
+# What a step consists of, and so all that a peer's message can make.
+_CLASSES: dict[str, type[Any]] = {
+    "Batch": Batch,
+    "TextBatch": TextBatch,
+    "ImageBatch": ImageBatch,
+    "AudioBatch": AudioBatch,
+    "LLMBatch": LLMBatch,
+    "Route": Route,
+}
+_NAMES = {kind: name for name, kind in _CLASSES.items()}
+
+# Of each job (a process may join several, one after another): groups of these ranks, which wait so many seconds.
+_made: WeakKeyDictionary[Any, dict[tuple[tuple[tuple[int, ...], ...], float], list[Any]]] = WeakKeyDictionary()
+
+
+class Replication:
+    """The channel between a reader and its peers: a gloo group of its own, whatever the trainer uses.
+
+    All ranks of the job make theirs together; every peer then sends or receives the same steps in the same order.
+
+    Args:
+        timeout: seconds that peers wait for each other in a step; 0 for as long as the job's process group does.
+
+    Raises RuntimeError, naming the rank, where another peer fails or is lost, and ValueError for steps that a user's
+    collate_fn makes: they hold anything.
+    """
+
+    def __init__(self, rank: Rank, spec: StepSpec, timeout: float) -> None:
+        if isinstance(spec.assembler, SampleAssembler):
+            raise ValueError(
+                "replicate='broadcast' sends an od.Batch, and a map-style data set or a collate_fn makes anything: "
+                "have every peer read, od.DataParallel(mesh, replicate='read')"
+            )
+        self._group = _groups(rank.shared, timeout)[rank.rank]
+        self._peers = rank.shared[rank.rank]
+        self._reader = self._peers[0]
+        self._pool = BufferPool()
+
+    @property
+    def is_reader(self) -> bool:
+        return dist.get_rank() == self._reader
+
+    def send(self, epoch: int, step: int, built: BuiltStep) -> None:
+        """Send a delivered step. Raises TypeError for a batch that holds what cannot be described."""
+        content = {
+            "epoch": epoch,
+            "step": step,
+            "plan": built.plan.hash,
+            "failures": [list(failure.args) for failure in built.failures],
+            "batches": _plain(built.batches),
+        }
+        try:
+            message = describe(content)
+        except TypeError as error:
+            self.send_error(error)
+            raise TypeError(f"{error}: use od.DataParallel(mesh, replicate='read')") from error
+        self._send(_BUILT, message)
+
+    def send_error(self, error: Exception) -> None:
+        """Let peers raise too, in place of waiting for a step."""
+        with contextlib.suppress(RuntimeError):  # of peers that are lost: `error` is what this rank raises
+            self._send(_FAILED, describe(f"{type(error).__name__}: {error}"))
+
+    def receive(self, plan: Plan) -> tuple[list[Any], list[DataError]]:
+        """The reader's batches and failures of the step of `plan`. Raises RuntimeError with the reader's error, or
+        where it is at another step or has another plan.
+        """
+        status, content = self._receive(f"got no step {plan.step} of epoch {plan.epoch}")
+        if status == _FAILED:
+            raise RuntimeError(f"rank {self._reader} reads for this rank, {dist.get_rank()}, and failed: {content}")
+        if not isinstance(content, dict) or content.keys() != _CONTENT:
+            raise WireError(
+                f"rank {self._reader} reads for this rank, {dist.get_rank()}, and sent no step: {content!r:.80}"
+            )
+        for name, own in (("epoch", plan.epoch), ("step", plan.step), ("plan", plan.hash)):
+            if content[name] != own:
+                raise RuntimeError(
+                    f"{name} is {content[name]!r} on rank {self._reader}, which reads for rank {dist.get_rank()}, and "
+                    f"{own!r} there: peers must iterate in step over equal loaders"
+                )
+        return _revive(content["batches"], plan), [DataError(*args) for args in content["failures"]]
+
+    def _send(self, status: int, message: Message) -> None:
+        buffer = self._pool.empty((message.num_bytes,), np.uint8)
+        message.write_to(buffer)
+        consequence = f"could not send to ranks {self._peers[1:]}"
+        self._broadcast(torch.tensor([status, message.num_bytes]), consequence)
+        self._broadcast(torch.from_numpy(buffer), consequence)
+
+    def _receive(self, consequence: str) -> tuple[int, Any]:
+        header = torch.zeros(2, dtype=torch.int64)
+        self._broadcast(header, consequence)
+        status, num_bytes = header.tolist()
+        buffer = self._pool.empty((num_bytes,), np.uint8)
+        self._broadcast(torch.from_numpy(buffer), consequence)
+        return status, read(buffer)
+
+    def _broadcast(self, tensor: Tensor, consequence: str) -> None:
+        try:
+            dist.broadcast(tensor, src=self._reader, group=self._group)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank {dist.get_rank()} {consequence} (rank {self._reader} reads for ranks {self._peers[1:]}): {error}"
+            ) from error
+
+
+def _groups(shared: tuple[tuple[int, ...], ...], timeout: float) -> list[Any]:
+    """A gloo group for each of these, the same for all loaders of a job: a group keeps threads and connections."""
+    world = dist.group.WORLD
+    made = _made.setdefault(world, {})
+    patience = timedelta(seconds=timeout) if timeout else group_timeout(world)
+    key = shared, patience.total_seconds()
+    if key not in made:
+        # To make a group is a collective of the job: every rank makes those of all, in the same order.
+        made[key] = [dist.new_group(list(peers), backend="gloo", timeout=patience) for peers in shared]
+    return made[key]
+
+
+class ReceivingEngine:
+    """Receives the steps that the reader delivers, in its order, in the calling thread."""
+
+    def __init__(self, spec: StepSpec, channel: Replication, *, pin_memory: bool) -> None:
+        self.depth = 0
+        self._spec = spec
+        self._channel = channel
+        self._pin_memory = pin_memory
+
+    def submit(self, epoch: int, step: int) -> Future[BuiltStep]:
+        future: Future[BuiltStep] = Future()
+        try:
+            started = time.perf_counter()
+            plan = make_plan(self._spec.plan, epoch, step)
+            seconds = {"planning": time.perf_counter() - started}
+            batches, failures = self._channel.receive(plan)
+            if self._pin_memory:
+                batches = [batch.pin_memory() for batch in batches]
+            future.set_result(BuiltStep(plan, batches, failures, seconds, step_figures(plan, self._spec.rank)))
+        except Exception as error:  # noqa: BLE001 - it is passed on
+            future.set_exception(error)
+        return future
+
+    def close(self) -> None:
+        pass
+
+
+def _plain(value: Any) -> Any:
+    """Batches as what `wire` carries: dataclasses become dicts, a plan a mark in its place."""
+    if isinstance(value, Plan):
+        return {_CLASS: "Plan"}
+    if type(value) in (list, tuple):
+        return type(value)(_plain(item) for item in value)
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
+    if type(value) in _NAMES:
+        held = {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+        return {_CLASS: _NAMES[type(value)], "fields": held}
+    return value
+
+
+def _revive(value: Any, plan: Plan) -> Any:
+    """The way back. Raises WireError for a class or a field that no batch has."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(_revive(item, plan) for item in value)
+    if not isinstance(value, dict):
+        return value
+    if _CLASS not in value:
+        return {name: _revive(item, plan) for name, item in value.items()}
+    name = value[_CLASS]
+    if name == "Plan":
+        return plan
+    kind, held = _CLASSES.get(name) if isinstance(name, str) else None, value.get("fields")
+    if kind is None or not isinstance(held, dict):
+        raise WireError(f"a step consists of {', '.join(_CLASSES)}, and a peer sent {name!r}")
+    unknown = held.keys() ^ {field.name for field in fields(kind)}
+    if unknown:
+        raise WireError(
+            f"{name} and what a peer sent for it differ in {', '.join(map(repr, sorted(map(str, unknown))))}"
+        )
+    return kind(**_revive(held, plan))

@@ -1,0 +1,127 @@
+"""What a loader has done so far: balance achieved, time by stage, failures."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from orchdata.building.step import BuiltStep
+from orchdata.loaders.errors import DataError, reason_kind
+from orchdata.loaders.storage.counted import ReadBytes
+
+_LISTED_FAILURES = 1000
+
+
+class Stats:
+    """Sums over delivered steps. Ratios are ratios of sums: the sum of largest loads over the sum of mean loads is
+    what the whole epoch loses to waiting, which a mean of per-step ratios is not.
+
+    Args:
+        reads: counts what is read of shards; None where samples are not in shards.
+    """
+
+    def __init__(self, reads: ReadBytes | None = None) -> None:
+        self._reads = reads
+        self._steps = 0
+        self._samples = 0
+        self._loss_tokens = 0
+        self._waiting_seconds = 0.0
+        self._seconds: Counter[str] = Counter()
+        self._loads: dict[str, np.ndarray[Any, np.dtype[np.float64]]] = {}
+        self._tokens = 0
+        self._padded_tokens = 0
+        self._own_streams: float | None = None
+        self.failures: list[DataError] = []
+        self._reasons: Counter[str] = Counter()
+        self._failed: set[tuple[str, str]] = set()
+        self._lost = 0
+        self.num_failures = 0
+
+    def add_step(self, built: BuiltStep, waiting_seconds: float) -> None:
+        figures = built.figures
+        self._steps += 1
+        # Per phase a sample whose parts failed stays, without loss.
+        self._samples += figures.samples - (0 if built.plan.parts else len(built.failures))
+        self._loss_tokens += figures.loss_tokens
+        self._waiting_seconds += waiting_seconds
+        self._seconds.update(built.seconds)
+        for phase, loads in figures.loads.items():
+            self._loads[phase] = self._loads.get(phase, np.zeros(4)) + loads
+        if figures.own_streams is not None:
+            self._own_streams = (self._own_streams or 0.0) + figures.own_streams
+        self._tokens += figures.tokens
+        self._padded_tokens += figures.padded_tokens
+
+    def add_failures(self, failures: Sequence[DataError], *, lost: int = 0) -> None:
+        """Count failures, and `lost` samples that nothing lists, since damage hides them."""
+        self._lost += lost
+        self.num_failures += len(failures)
+        self._reasons.update(reason_kind(failure.reason) for failure in failures)
+        self._failed.update((failure.shard, failure.key) for failure in failures)
+        self.failures.extend(failures[: _LISTED_FAILURES - len(self.failures)])
+
+    @property
+    def num_failed_samples(self) -> int:
+        """Distinct ones: a sample that fails in every epoch is one. Lost ones are among them."""
+        return len(self._failed) + self._lost
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values.
+
+        `phases[name]`: `imbalance_unbalanced` and `imbalance` (max/mean of rank loads had samples been dealt out in
+        turn, and as planned), `lower_bound_over_mean` (what no assignment can beat). Under od.Padded the loads of
+        `llm` count padding and the mean does not, so that it shows in all three; dealt out means cut into as many
+        microbatches as the plan has.
+        `padding`: share of LLM positions that would be padding, had this rank's microbatches been padded.
+        `own_streams`: where ranks are grouped, the share of this rank's samples drawn from its group's streams, mean
+        over steps; else None.
+        `read_amplification`: bytes this rank read from storage for each byte of the members that its samples use;
+        None where it read none, as where a peer reads for it, and for map-style data sets. Plain tars are a little
+        above 1, by the gaps between members read together; Parquet by the rest of each column chunk that a cell is
+        in; a compressed tar counts from end to end when it is decompressed into the cache folder, and not again
+        while it is kept there. `reads`: the sums behind it (see `ReadBytes`), which may be added up over ranks:
+        `storage_bytes`, `cache_bytes` from decompressed copies, and `used_bytes`; None for map-style data sets. They
+        cover all that was read, prefetched steps included.
+        `milliseconds`: `waiting` is time the training loop waited for a step; the others are busy time, summed over
+        threads. All per step. `failures`: `count`, `by_reason`, the first of them in `samples`, and in
+        `lost` how many samples damaged shards hide beside those, estimated from their bytes where they do not tell.
+        """
+        steps = max(1, self._steps)
+        return {
+            "steps": self._steps,
+            "samples": self._samples,
+            "loss_tokens": self._loss_tokens,
+            "phases": {phase: _ratios(sums) for phase, sums in self._loads.items()},
+            "padding": 1 - self._tokens / self._padded_tokens if self._padded_tokens else 0.0,
+            "own_streams": None if self._own_streams is None else self._own_streams / steps,
+            "read_amplification": None if self._reads is None else self._reads.amplification,
+            "reads": None if self._reads is None else self._reads.as_dict(),
+            "milliseconds": {
+                "waiting": 1000 * self._waiting_seconds / steps,
+                **{
+                    stage: 1000 * self._seconds[stage] / steps
+                    for stage in ("planning", "reading", "decoding", "packing")
+                },
+            },
+            "failures": {
+                "count": self.num_failures + self._lost,
+                "lost": self._lost,
+                "by_reason": dict(self._reasons.most_common()),
+                "samples": [
+                    {"shard": f.shard, "key": f.key, "field": f.field, "reason": f.reason} for f in self.failures
+                ],
+            },
+        }
+
+
+def _ratios(sums: np.ndarray[Any, np.dtype[np.float64]]) -> dict[str, float]:
+    unbalanced, balanced, bound, mean = (float(value) for value in sums)
+    mean = mean or 1.0
+    return {
+        "imbalance_unbalanced": unbalanced / mean or 1.0,
+        "imbalance": balanced / mean or 1.0,
+        "lower_bound_over_mean": bound / mean or 1.0,
+    }

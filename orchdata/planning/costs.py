@@ -1,0 +1,128 @@
+"""Sample costs for planning: from an index under a cost model, or from an array.
+
+Encoder phases sum over a sample's parts, each a sequence of its own; `llm` is one sequence a sample.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchdata.balancers import CostModel, PhaseCost
+from orchdata.loaders.index.index import Index
+from orchdata.loaders.modality import ENCODERS, MODALITIES
+from orchdata.native.costs import COST_SHIFT, part_costs, sequence_costs
+from orchdata.planning.padded import PaddedCost
+from orchdata.planning.parts import Parts
+
+Ints = NDArray[np.int64]
+
+_ONE_A_POSITION = (1 << COST_SHIFT, 0, 0)
+
+
+@dataclass(frozen=True)
+class IndexCosts:
+    """Costs of an index's rows.
+
+    Args:
+        index: the samples.
+        model: cost model of the balanced phases; None balances LLM tokens.
+        multiple_of: LLM sequences are padded to a multiple of this: `llm` costs and positions count the padding.
+        rectangular: LLM batches are padded to their longest sample; costs are then of a row as long as the sample.
+    """
+
+    index: Index
+    model: CostModel | None = None
+    multiple_of: int = 1
+    rectangular: bool = False
+
+    def __post_init__(self) -> None:
+        for phase in self.balanced:
+            if phase not in (*ENCODERS, "llm"):
+                raise ValueError(f"the cost model names phase {phase!r}; the phases are {', '.join(ENCODERS)} and llm")
+        if "llm" not in self.balanced:
+            raise ValueError(f"the cost model must name the phase llm, it names {', '.join(self.balanced)}")
+
+    @property
+    def balanced(self) -> tuple[str, ...]:
+        return self.model.phases if self.model is not None else ("llm",)
+
+    @property
+    def padded(self) -> PaddedCost | None:
+        """What a row of a rectangular `llm` batch costs; None where batches are packed."""
+        if not self.rectangular:
+            return None
+        cost = PhaseCost(1.0) if self.model is None else self.model.costs[self.model.phases.index("llm")]
+        return PaddedCost(cost, self.multiple_of)
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        found = [name for name in ENCODERS if name in self.balanced or self.index.totals["modalities"][name]["parts"]]
+        return (*found, "llm")
+
+    def costs(self, phase: str, dataset_id: NDArray[np.int32], row: Ints) -> Ints:
+        return self._evaluate(phase, row, self._coefficients(phase))
+
+    def positions(self, phase: str, dataset_id: NDArray[np.int32], row: Ints) -> Ints:
+        return self._evaluate(phase, row, _ONE_A_POSITION)
+
+    def loss_tokens(self, dataset_id: NDArray[np.int32], row: Ints) -> Ints:
+        return self.index.loss_tokens[row].astype(np.int64)
+
+    def parts(self, phase: str, dataset_id: NDArray[np.int32], row: Ints) -> Parts:
+        part, sample = self.index.parts_of(row, MODALITIES.index(phase))
+        positions = self.index.part_positions[part].astype(np.int64)
+        return Parts(
+            sample=sample,
+            part=part,
+            positions=positions,
+            tokens=self.index.part_tokens[part].astype(np.int64),
+            costs=sequence_costs(positions, *self._coefficients(phase)),
+            rank=np.full(len(part), -1, np.int32),
+        )
+
+    def _coefficients(self, phase: str) -> tuple[int, int, int]:
+        if self.model is None or phase not in self.model.phases:
+            return _ONE_A_POSITION
+        return self.model.coefficients(phase)
+
+    def _evaluate(self, phase: str, row: Ints, coefficients: tuple[int, int, int]) -> Ints:
+        if phase == "llm":
+            lengths = self.index.llm_tokens[row].astype(np.int64)
+            self.index.check_unchanged()
+            if self.multiple_of > 1:
+                lengths = -(-lengths // self.multiple_of) * self.multiple_of
+            return sequence_costs(lengths, *coefficients)
+        index, modality = self.index, MODALITIES.index(phase)
+        try:
+            return part_costs(
+                row, index.part_offsets, index.part_modality, index.part_positions, modality, *coefficients
+            )
+        except IndexError:
+            index.check_parts(row)  # says which row
+            raise
+
+
+@dataclass(frozen=True)
+class ArrayCosts:
+    """One cost a sample, int64 (num_samples,), in the single phase `llm`."""
+
+    values: Ints
+
+    phases: tuple[str, ...] = ("llm",)
+    balanced: tuple[str, ...] = ("llm",)
+    padded: PaddedCost | None = None
+
+    def costs(self, phase: str, dataset_id: NDArray[np.int32], row: Ints) -> Ints:
+        return np.maximum(self.values[row], 1)
+
+    def positions(self, phase: str, dataset_id: NDArray[np.int32], row: Ints) -> Ints:
+        return self.values[row]
+
+    def loss_tokens(self, dataset_id: NDArray[np.int32], row: Ints) -> Ints:
+        return np.zeros(len(row), np.int64)
+
+    def parts(self, phase: str, dataset_id: NDArray[np.int32], row: Ints) -> Parts:
+        raise ValueError(f"one cost a sample says nothing of its parts in phase {phase!r}")

@@ -1,0 +1,128 @@
+"""Planning parts: where encoders are balanced apart (`Balance(assignment="per_phase")`), who encodes which part.
+
+    sample -> rank, microbatch (llm) --+
+    parts of the samples, their costs -+-> part -> encoder rank, in each micro-step -> route from encoder to sample
+
+A micro-step is the m-th microbatch of all ranks. Its parts are those of its samples, and any rank that the scope allows
+may encode them; a part stays with its sample where that costs nothing. Pure numpy: every rank computes the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchdata.balancers import balance as balance_packed
+from orchdata.balancers import balance_from, balance_grid, balance_grouped
+from orchdata.balancers.assignment import cells_of
+from orchdata.planning.balance import Balance
+
+Ints = NDArray[np.int64]
+Ranks = NDArray[np.int32]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Parts:
+    """The parts of one modality in a global batch, by place of their sample in it, then by place in the sample.
+
+    Attributes:
+        sample: int64 (num_parts,), places in the global batch.
+        part: int64 (num_parts,), numbers in the index.
+        positions: int64 (num_parts,), what enters the encoder.
+        tokens: int64 (num_parts,), rows the encoder yields.
+        costs: int64 (num_parts,), at least 1.
+        rank: int32 (num_parts,), who encodes each.
+    """
+
+    sample: Ints
+    part: Ints
+    positions: Ints
+    tokens: Ints
+    costs: Ints
+    rank: Ranks
+
+    def __len__(self) -> int:
+        return len(self.part)
+
+
+def share_out_parts(
+    parts: Parts, llm_rank: Ranks, microbatch: Ranks, num_microbatches: int, num_ranks: int, balance: Balance
+) -> Parts:
+    """Decide who encodes each part: every micro-step is balanced by itself.
+
+    Args:
+        llm_rank, microbatch: int32 (num_samples,), of the samples of the global batch.
+    """
+    home = llm_rank[parts.sample]
+    if balance.scope == "none" or num_ranks == 1:
+        return replace(parts, rank=home)
+    rank = np.empty(len(parts), np.int32)
+    step = microbatch[parts.sample]
+    for number in range(num_microbatches):
+        members = np.flatnonzero(step == number)
+        if len(members):
+            rank[members] = _assign(parts.costs[members], home[members], parts.tokens[members], num_ranks, balance)
+    return replace(parts, rank=rank)
+
+
+def fit_parts(
+    parts: Parts,
+    cap: int,
+    llm_rank: Ranks,
+    microbatch: Ranks,
+    num_microbatches: int,
+    num_ranks: int,
+    balance: Balance,
+    *,
+    or_home: bool = False,
+) -> Parts | None:
+    """`share_out_parts` with at most `cap` positions on a rank in a micro-step; None where that was not found, or with
+    `or_home` the parts of such a micro-step with their samples.
+
+    A part above the cap has its rank to itself in its micro-step.
+    """
+    found = share_out_parts(parts, llm_rank, microbatch, num_microbatches, num_ranks, balance)
+    step = microbatch[parts.sample]
+    for number in np.unique(_overfull(found, step, cap, num_ranks)):
+        members = np.flatnonzero(step == number)
+        sizes = parts.positions[members]
+        if balance.scope == "global" and int(sizes.max()) <= cap:
+            with contextlib.suppress(ValueError):
+                found.rank[members] = balance_packed(sizes, num_ranks, max_cost=cap).rank
+                continue
+        if not or_home:
+            return None
+        found.rank[members] = llm_rank[parts.sample[members]]
+    return found
+
+
+def encoding_order(parts: Parts, members: Ints, llm_rank: Ranks) -> Ints:
+    """`members`, canonical places in `parts`, as encoders have them: by the rank that needs them. Nothing has to be
+    copied to send them.
+    """
+    return members[np.argsort(llm_rank[parts.sample[members]], kind="stable")]
+
+
+def arrival_order(parts: Parts, members: Ints) -> Ints:
+    """`members`, canonical places in `parts`, as they arrive: by the rank that encodes them."""
+    return members[np.argsort(parts.rank[members], kind="stable")]
+
+
+def _assign(costs: Ints, home: Ranks, tokens: Ints, num_ranks: int, balance: Balance) -> Ranks:
+    group = balance.group_size or num_ranks
+    if balance.scope == "grouped":
+        return balance_grouped(costs, home, num_ranks, group).rank
+    if balance.scope == "grid":
+        return balance_grid(costs, home, num_ranks, group).rank
+    return balance_from(costs, home, num_ranks, sizes=tokens).rank
+
+
+def _overfull(parts: Parts, step: Ranks, cap: int, num_ranks: int) -> Ints:
+    """Micro-steps in which several parts together exceed the cap on some rank."""
+    num_steps = int(step.max(initial=-1)) + 1
+    positions = cells_of(parts.positions, parts.rank, step, num_ranks, num_steps)
+    counts = cells_of(np.ones_like(parts.positions), parts.rank, step, num_ranks, num_steps)
+    return np.nonzero((positions > cap) & (counts > 1))[1]

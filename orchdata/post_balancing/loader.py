@@ -1,0 +1,257 @@
+"""post_balance: wraps a loader that knows nothing of other ranks, and balances each of its steps over them."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from orchdata.loaders.errors import StateError
+from orchdata.planning.balance import Balance, as_balance
+from orchdata.post_balancing.peers import LostPeersError, Peers
+from orchdata.post_balancing.plan import MoveRule
+from orchdata.post_balancing.prefetch import Prefetcher
+from orchdata.post_balancing.stats import PostStats
+from orchdata.post_balancing.step import Cost, LossTokens, MadeStep, PostBatch, StepMaker
+from orchdata.ranks.parallel import ranks_per_node, resolve_rank
+
+VERSION = 1
+_STEPS_AHEAD = 2
+_CLOSE_SECONDS = 5.0
+
+
+def post_balance(
+    loader: Any,
+    *,
+    cost: Cost,
+    loss_tokens: LossTokens | None = None,
+    group: Any = None,
+    balance: str | Balance = "global",
+    gain: float = 0.02,
+    timeout: float | None = None,
+) -> PostBalanced:
+    """Balance the steps of a loader whose costs are only known once samples are drawn.
+
+    In every step each rank draws its list of samples; costs are gathered, all ranks make the same plan, and samples
+    move in one all-to-all. Which samples make up a step never changes. The number of steps is the largest over the
+    ranks: one that has no more draws nothing and still gets its share. All this happens in a thread, up to two steps
+    ahead, on a gloo group made here: with more than one rank making it is a collective of the group.
+
+    Args:
+        loader: any iterable of lists of samples; iterated in that thread, anew in each epoch (a generator has one).
+            Samples are torch tensors on the CPU, numpy arrays, bytes, str, numbers, None, and dicts, lists and tuples
+            of them; moved ones arrive contiguous, and bytearrays and memoryviews as bytes.
+        cost: sample -> integer, or a mapping of integers by phase, of which the sum is balanced; 0 counts as 1.
+        loss_tokens: sample -> integer, labels that enter its loss; without it each sample counts as one, and
+            `loss_scale` makes a mean over samples.
+        group: process group or one-dimensional DeviceMesh of data-parallel ranks; default torch.distributed's world,
+            else a single rank.
+        balance: "none", "grouped", "grid", "global", or an `od.Balance` with scope, equal_count, max_samples and
+            group_size; the default group size is the ranks of a node (LOCAL_WORLD_SIZE), else all.
+        gain: least share of the makespan that moving must take off; in a step below it nothing moves.
+        timeout: seconds a rank waits for the others; default the timeout of `group`. It has to cover the longest pause
+            of one rank's training loop alone.
+
+    Raises:
+        ValueError: an argument outside its range, or ranks that were given different ones.
+        TypeError: a loader that is no iterable, or a cost that is not callable.
+        RuntimeError: other ranks did not make theirs within the timeout.
+    """
+    functions = {"cost": cost} if loss_tokens is None else {"cost": cost, "loss_tokens": loss_tokens}
+    for name, given in functions.items():
+        if not callable(given):
+            raise TypeError(f"{name} must be callable with a sample, got {given!r}")
+    if not hasattr(loader, "__iter__"):
+        raise TypeError(f"loader must be an iterable of lists of samples, got {type(loader).__name__}")
+    if isinstance(gain, bool) or not isinstance(gain, int | float) or not 0 <= gain < 1:
+        raise ValueError(f"gain must be from 0 to below 1, got {gain!r}")
+    if timeout is not None and (isinstance(timeout, bool) or not timeout > 0):
+        raise ValueError(f"timeout must be more than 0 seconds, got {timeout!r}")
+    ranks = resolve_rank(group)
+    if ranks.size > 1 and ranks.group is None:
+        raise ValueError(f"samples move in a process group: group={group!r} names none")
+    rule = _rule(as_balance(balance), ranks.group, ranks.size, float(gain))
+    try:
+        peers = Peers(ranks.group, timeout)
+        _check_alike(peers, rule, counts_tokens=loss_tokens is not None)
+    except LostPeersError as error:
+        raise RuntimeError(f"all {ranks.size} ranks make a post_balance together, and some did not: {error}") from None
+    return PostBalanced(loader, cost, loss_tokens, peers, rule)
+
+
+class PostBalanced:
+    """What `post_balance` returns: iterating gives a `PostBatch` for each step.
+
+    Every rank must iterate, and leave the loop after the same step. A rank that leaves earlier gives the others a
+    StepError that names it; so does one whose loader fails or whose process dies.
+    """
+
+    def __init__(self, loader: Any, cost: Cost, loss_tokens: LossTokens | None, peers: Peers, rule: MoveRule) -> None:
+        self._loader = loader
+        self._cost = cost
+        self._loss_tokens = loss_tokens
+        self._peers = peers
+        self._rule = rule
+        self._iterations = 0
+        self._loaded: Mapping[str, Any] | None = None  # where the next iteration starts, if not at the beginning
+        self._state: Mapping[str, Any] | None = None  # of what was delivered
+        self._stats = PostStats()
+        self._running: list[Prefetcher] = []  # at most one; the finalizer must not hold self
+        weakref.finalize(self, _end, self._running)
+
+    def __iter__(self) -> Iterator[PostBatch]:
+        """Steps from where the loader stands to the end of the epoch. An iteration still under way is closed.
+
+        Raises:
+            StepError: on every rank, where one of them cannot go on; it names the step, and the rank if known.
+        """
+        self._stop(None)
+        if not self._peers.connected:
+            raise RuntimeError(
+                "an earlier error took the connections of post_balance down: make a new one on all ranks"
+            )
+        begin, self._loaded = self._loaded, None
+        if begin is None and self._has_state:
+            self._state = self._state_of(0, False, self._loader.state_dict())
+        maker = StepMaker(
+            self._loader,
+            self._cost,
+            self._loss_tokens,
+            self._peers,
+            self._rule,
+            iteration=self._iterations,
+            step=0 if begin is None else begin["step"],
+            exhausted=begin is not None and begin["exhausted"],
+        )
+        self._iterations += 1
+        if self._peers.size == 1:
+            yield from self._deliver(iter(maker.make, None))
+        else:
+            prefetcher = Prefetcher(maker, _STEPS_AHEAD)
+            self._running.append(prefetcher)
+            try:
+                yield from self._deliver(iter(prefetcher))
+            finally:
+                if prefetcher in self._running:
+                    self._stop(_CLOSE_SECONDS)
+        self._state = self._state_of(0, False, maker.state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where this rank stands: the wrapped loader's state as of the last delivered step, and that step's number.
+        JSON-safe if the loader's is. Each rank has its own.
+
+        Raises:
+            TypeError: the loader has no state.
+        """
+        self._need_state()
+        return dict(self._state or self._state_of(0, False, self._loader.state_dict()))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state`, this rank's own, at the next iteration; one under way is closed, on all ranks.
+
+        Raises:
+            StateError: no state of a post_balance.
+            TypeError: the loader has no state.
+        """
+        self._need_state()
+        wanted = {"version", "step", "exhausted", "loader"}
+        if not isinstance(state, Mapping) or state.get("version") != VERSION or not wanted <= state.keys():
+            raise StateError(f"this is not a state of post_balance of version {VERSION}: {str(state)[:200]}")
+        self._stop(None)
+        self._loader.load_state_dict(state["loader"])
+        self._state = self._loaded = dict(state)
+
+    def stats(self) -> dict[str, Any]:
+        """Moves, imbalance and milliseconds of the delivered steps; see `PostStats.as_dict`."""
+        return self._stats.as_dict()
+
+    def close(self) -> None:
+        """End an iteration under way, as leaving its loop does."""
+        self._stop(_CLOSE_SECONDS)
+
+    def _deliver(self, steps: Iterator[MadeStep]) -> Iterator[PostBatch]:
+        for made in self._stats.timed(steps):
+            if self._has_state:
+                self._state = self._state_of(made.batch.step + 1, made.exhausted, made.state)
+            batch = made.batch
+            del made
+            yield batch
+            del batch  # or the last step would live on while the next is waited for
+
+    def _stop(self, timeout: float | None) -> None:
+        """Close the iteration under way; without a timeout wait until all ranks have."""
+        for prefetcher in list(self._running):
+            if prefetcher.close(timeout):
+                self._running.remove(prefetcher)
+
+    @property
+    def _has_state(self) -> bool:
+        return hasattr(self._loader, "state_dict") and hasattr(self._loader, "load_state_dict")
+
+    def _need_state(self) -> None:
+        if not self._has_state:
+            raise TypeError(
+                f"post_balance cannot resume: {type(self._loader).__name__} has no state_dict and load_state_dict, so"
+                " where it stood cannot be known; wrap a loader that has them, as torchdata's StatefulDataLoader"
+            )
+
+    def _state_of(self, step: int, exhausted: bool, loader: Any) -> dict[str, Any]:
+        return {"version": VERSION, "step": step, "exhausted": exhausted, "loader": loader}
+
+
+def _end(running: list[Prefetcher]) -> None:
+    """Called when the wrapper is collected or the process ends."""
+    for prefetcher in running:
+        if not prefetcher.close(_CLOSE_SECONDS):
+            prefetcher.leave()
+    running.clear()
+
+
+def _rule(balance: Balance, group: Any, num_ranks: int, gain: float) -> MoveRule:
+    for name in ("max_tokens", "order"):
+        if getattr(balance, name) is not None:
+            raise ValueError(f"Balance.{name} is for a DataLoader: post_balance makes no microbatches")
+    if balance.assignment == "per_phase":
+        raise ValueError("Balance.assignment='per_phase' is for a DataLoader: post_balance moves whole samples")
+    node = _ranks_per_node(group, num_ranks)
+    if node is None and balance.group_size is None and balance.scope in ("grouped", "grid"):
+        raise ValueError(
+            f"balance={balance.scope!r}: the group's ranks are not spread evenly over nodes in rank order; give"
+            f" od.Balance(scope={balance.scope!r}, group_size=...)"
+        )
+    return MoveRule(
+        scope=balance.scope,
+        group_size=balance.group_size or node or num_ranks,
+        ranks_per_node=node or 1,
+        equal_count=balance.equal_count,
+        max_samples=balance.max_samples,
+        gain=gain,
+    )
+
+
+def _ranks_per_node(group: Any, num_ranks: int) -> int | None:
+    """Ranks of the group on each node, where LOCAL_WORLD_SIZE tells (else all); None if they are not consecutive."""
+    local = ranks_per_node()
+    if group is None or local is None:
+        return num_ranks
+    nodes = np.array(dist.get_process_group_ranks(group)) // local
+    size = int(np.count_nonzero(nodes == nodes[0]))
+    even = np.arange(num_ranks) // size
+    return size if np.array_equal(np.unique(nodes, return_inverse=True)[1], even) else None
+
+
+def _check_alike(peers: Peers, rule: MoveRule, *, counts_tokens: bool) -> None:
+    settings = {name: getattr(rule, name) for name in MoveRule.__slots__} | {"loss_tokens given": counts_tokens}
+    given = [json.loads(text) for text in peers.gather_texts(json.dumps(settings))]
+    for rank, theirs in enumerate(given):
+        differing = [
+            f"{name} is {theirs[name]!r}, on rank 0 {value!r}"
+            for name, value in given[0].items()
+            if theirs[name] != value
+        ]
+        if differing:
+            raise ValueError(f"post_balance was called differently on rank {rank}: {'; '.join(differing)}")

@@ -1,0 +1,286 @@
+"""Steps of post_balance: each rank draws its samples, all plan the same, and samples move.
+
+What goes over the wire, for each step: five int64 from every rank (what it does, iteration, step, number of samples,
+the last plan's hash) with three for each of its first 64 samples (cost, loss tokens, bytes); where some rank has more,
+three for each of them all, padded to the longest list; then the bytes of the samples that move.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from orchdata.post_balancing.peers import Bytes, Ints, LostPeersError, Peers, StepError, unpadded
+from orchdata.post_balancing.plan import MoveRule, PostPlan, make_post_plan
+from orchdata.ranks.wire import Message, describe, read
+
+Cost = Callable[[Any], int | Mapping[str, int]]
+LossTokens = Callable[[Any], int]
+
+# Told at once with what a rank does. A constant, so that ranks that disagree on all else can still say so.
+_FIRST_ROWS = 64
+
+
+class _Doing(IntEnum):
+    """What a rank does in a step."""
+
+    DRAWING = 0
+    EXHAUSTED = 1  # Takes part with an empty list.
+    CLOSING = 2
+    FAILED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class PostBatch:
+    """One rank's samples of one step.
+
+    Attributes:
+        samples: of this rank, by the rank that drew them, then in the order drawn; possibly none.
+        loss_scale: number of ranks / max(1, loss tokens of the step over all ranks). Summed losses times this, with
+            gradients averaged over the ranks, give the mean over all loss tokens (over samples, without `loss_tokens`).
+        step: of this epoch, from 0.
+        global_loss_tokens: of the step over all ranks; its samples, without `loss_tokens`.
+        plan: who drew and who got each sample, the same on every rank.
+    """
+
+    samples: list[Any]
+    loss_scale: float
+    step: int
+    global_loss_tokens: int
+    plan: PostPlan
+
+
+@dataclass(frozen=True, slots=True)
+class MadeStep:
+    """A step ready to be delivered, and where the loader stood once it was drawn.
+
+    Attributes:
+        exhausted: the loader had no more.
+        state: of the loader, if it has one.
+        seconds: by stage.
+    """
+
+    batch: PostBatch
+    exhausted: bool
+    state: Any
+    seconds: dict[str, float]
+
+
+@dataclass(slots=True)
+class _Drawn:
+    """What this rank brings to a step."""
+
+    doing: _Doing
+    samples: list[Any] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+    table: Ints = field(default_factory=lambda: np.zeros((0, 3), np.int64))
+    error: Exception | None = None
+
+
+class StepMaker:
+    """Makes the steps of one iteration, one after another, in step with the other ranks.
+
+    Args:
+        loader: iterated over, in the thread that makes steps.
+        cost, loss_tokens: of a sample; a mapping of costs by phase counts as its sum.
+        peers: the ranks.
+        rule: when samples move.
+        iteration: number of this iteration, the same on every rank.
+        step: the first to make.
+        exhausted: the loader has no more in this epoch.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        cost: Cost,
+        loss_tokens: LossTokens | None,
+        peers: Peers,
+        rule: MoveRule,
+        *,
+        iteration: int,
+        step: int,
+        exhausted: bool,
+    ) -> None:
+        self.peers = peers
+        self.state: Any = None
+        self._loader = loader
+        self._cost = cost
+        self._loss_tokens = loss_tokens
+        self._rule = rule
+        self._iteration = iteration
+        self.step = step
+        self._samples: Iterator[Any] | None = iter(()) if exhausted else None
+        self._exhausted = exhausted
+        self._last_hash = 0
+        self._movable = rule.scope != "none" and peers.size > 1
+        if exhausted:
+            self._take_state()
+
+    def make(self, *, closing: bool = False) -> MadeStep | None:
+        """The next step; None where no rank has one, or this one is closing.
+
+        Raises:
+            StepError: on every rank, where one of them cannot go on; it names the step, and the rank if known.
+        """
+        started = time.perf_counter()
+        drawn = _Drawn(_Doing.CLOSING) if closing else self._draw()
+        fetched = time.perf_counter()
+        try:
+            told = self._agree(drawn)
+            return None if told is None else self._share(drawn, *told, started, fetched)
+        except LostPeersError as error:
+            raise self.peers.explain_loss(self.step, error) from error
+        except StepError:
+            raise
+        except Exception as error:
+            # The others are in the middle of this step: only an end of the connections reaches them.
+            reason = f"failed in step {self.step}: {_name(error)}"
+            self.peers.give_up(reason)
+            raise StepError(f"rank {self.peers.rank} {reason}", self.step, self.peers.rank) from error
+
+    def _draw(self) -> _Drawn:
+        try:
+            if self._samples is None:
+                self._samples = iter(self._loader)
+            if self._exhausted:
+                return _Drawn(_Doing.EXHAUSTED)
+            try:
+                samples = next(self._samples)
+            except StopIteration:
+                self._exhausted = True
+                self._take_state()
+                return _Drawn(_Doing.EXHAUSTED)
+            self._take_state()
+            return self._described(samples)
+        except Exception as error:  # noqa: BLE001 - it is passed on, on every rank
+            return _Drawn(_Doing.FAILED, error=error)
+
+    def _described(self, samples: Any) -> _Drawn:
+        if not isinstance(samples, list | tuple):
+            raise TypeError(
+                f"the loader must give lists of samples, got a {type(samples).__name__}: collate after post_balance"
+            )
+        drawn = _Drawn(_Doing.DRAWING, samples=list(samples), table=np.zeros((len(samples), 3), np.int64))
+        if self._movable:
+            drawn.messages = [describe(sample) for sample in samples]
+            drawn.table[:, 2] = [message.num_bytes for message in drawn.messages]
+        for row, sample in zip(drawn.table, samples, strict=True):
+            row[0] = max(1, _total(self._cost(sample)))
+            row[1] = 1 if self._loss_tokens is None else _count(self._loss_tokens(sample), "loss_tokens")
+        return drawn
+
+    def _take_state(self) -> None:
+        if hasattr(self._loader, "state_dict"):
+            self.state = copy.deepcopy(self._loader.state_dict())
+
+    def _agree(self, drawn: _Drawn) -> tuple[Ints, Ints] | None:
+        """Tell the others what this rank does and has; samples of each rank, and all their rows, or None at the end."""
+        own = np.zeros(5 + 3 * _FIRST_ROWS, np.int64)
+        own[:5] = drawn.doing, self._iteration, self.step, len(drawn.samples), self._last_hash
+        first = drawn.table[:_FIRST_ROWS].ravel()
+        own[5 : 5 + len(first)] = first
+        told = self.peers.gather(own)
+        doing = told[:, 0]
+        if (doing == _Doing.FAILED).any():
+            raise self._failure(doing, drawn.error) from drawn.error
+        if (doing != _Doing.DRAWING).all() or drawn.doing == _Doing.CLOSING:
+            return None
+        for closing in np.flatnonzero(doing == _Doing.CLOSING):
+            raise StepError(
+                f"rank {closing} stopped iterating before step {self.step}, which needs every rank: leave the loop"
+                " after the same step on all of them",
+                self.step,
+                int(closing),
+            )
+        for column, what in ((1, "iteration"), (2, "step"), (4, "the hash of the last plan")):
+            differing = np.flatnonzero(told[:, column] != told[0, column])
+            if len(differing):
+                rank = int(differing[0])
+                raise StepError(
+                    f"at step {self.step} rank {rank} differs from rank 0 in {what}: {told[rank, column]} and"
+                    f" {told[0, column]}",
+                    self.step,
+                    rank,
+                )
+        counts = told[:, 3]
+        if counts.max() > _FIRST_ROWS:
+            return counts, self.peers.gather_rows(drawn.table, counts)
+        return counts, unpadded(told[:, 5:].reshape(self.peers.size, _FIRST_ROWS, 3), counts)
+
+    def _failure(self, doing: Ints, error: Exception | None) -> StepError:
+        texts = self.peers.gather_texts("" if error is None else _name(error))
+        rank = self.peers.rank if error is not None else int(np.argmax(doing == _Doing.FAILED))
+        return StepError(f"rank {rank} failed at step {self.step}: {texts[rank]}", self.step, rank)
+
+    def _share(self, drawn: _Drawn, counts: Ints, table: Ints, started: float, fetched: float) -> MadeStep:
+        owner = np.repeat(np.arange(self.peers.size, dtype=np.int32), counts)
+        try:
+            plan = make_post_plan(table[:, 0], table[:, 2], owner, self.peers.size, self._rule)
+        except ValueError as error:
+            raise StepError(f"step {self.step} cannot be planned: {error}", self.step, None) from error
+        planned = time.perf_counter()
+        loss_tokens = int(table[:, 1].sum())
+        samples = self._moved(drawn, plan)
+        batch = PostBatch(samples, self.peers.size / max(1, loss_tokens), self.step, loss_tokens, plan)
+        self.step += 1
+        self._last_hash = int(plan.hash, 16) >> 1
+        moved = time.perf_counter()
+        seconds = {"fetching": fetched - started, "planning": planned - fetched, "moving": moved - planned}
+        return MadeStep(batch, self._exhausted, self.state, seconds)
+
+    def _moved(self, drawn: _Drawn, plan: PostPlan) -> list[Any]:
+        """This rank's samples after the move."""
+        own = self.peers.rank
+        if plan.rank is plan.owner or not (plan.rank != plan.owner).any():
+            return drawn.samples
+        first = int(np.searchsorted(plan.owner, own))
+        leaving, arriving = plan.leaving(own), plan.arriving(own)
+        to_each, from_each = np.zeros((2, plan.num_ranks), np.int64)
+        np.add.at(to_each, plan.rank[leaving], plan.sizes[leaving])
+        np.add.at(from_each, plan.owner[arriving], plan.sizes[arriving])
+        outgoing: Bytes = np.empty(int(to_each.sum()), np.uint8)
+        for position, (start, stop) in zip(leaving, _spans(plan.sizes[leaving]), strict=True):
+            drawn.messages[position - first].write_to(outgoing[start:stop])
+        incoming = self.peers.exchange(outgoing, to_each.tolist(), from_each.tolist())
+        arrived = {
+            int(position): read(incoming[start:stop])
+            for position, (start, stop) in zip(arriving, _spans(plan.sizes[arriving]), strict=True)
+        }
+        return [
+            arrived[position] if position in arrived else drawn.samples[position - first]
+            for position in plan.positions(own).tolist()
+        ]
+
+
+def _spans(sizes: Ints) -> Iterator[tuple[int, int]]:
+    return pairwise([0, *np.cumsum(sizes).tolist()])
+
+
+def _total(cost: Any) -> int:
+    """A sample's cost; phases are added up."""
+    if isinstance(cost, Mapping):
+        return sum(_count(value, f"cost of phase {phase!r}") for phase, value in cost.items())
+    return _count(cost, "cost")
+
+
+def _count(value: Any, name: str) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must return an integer, got {value!r}: scale and round it") from None
+    if not 0 <= number <= 1 << 62:
+        raise ValueError(f"{name} must return an integer from 0 to 2**62, got {number}")
+    return number
+
+
+def _name(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,223 @@
+"""Profile of a dataset, before any GPU is rented: what it holds, and what N ranks would lose to imbalance.
+
+    index columns --counts, percentiles--> Modality, Phase
+    order + cost model --plans, as in training--> Scale, per number of ranks
+
+Everything is read from the index: no sample is decoded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchdata.balancers import CostModel
+from orchdata.loaders.errors import DataError, reason_kind
+from orchdata.loaders.index.index import Index
+from orchdata.loaders.shards.tar import bytes_read_together
+from orchdata.loaders.storage.paths import suffix_of
+from orchdata.planning.costs import IndexCosts
+from orchdata.profile.scales import Scale, make_scale
+
+PERCENTILES = {"min": 0, "p25": 25, "p50": 50, "p75": 75, "p95": 95, "p99": 99, "max": 100}
+_RANGE_SAMPLES = 1000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Modality:
+    """What the usable samples hold of one modality.
+
+    Attributes:
+        samples: samples that have it; `share` is their part of all usable samples.
+        parts: images or audio clips; for text the samples that have any.
+        tokens: positions it gives the LLM; for text everything that is not media, special tokens included.
+    """
+
+    samples: int
+    share: float
+    parts: int
+    tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Phase:
+    """Positions that one phase of a model computes.
+
+    Attributes:
+        samples: samples that enter the phase.
+        positions: their sum: patches before merging, audio frames entering attention, or LLM tokens.
+        percentiles: of the positions of a sample, over the samples that enter the phase; empty without any.
+    """
+
+    samples: int
+    positions: int
+    percentiles: Mapping[str, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReadAmplification:
+    """Bytes read from storage for each byte of the members that samples use, as far as the index tells.
+
+    Attributes:
+        by_range: samples of plain tars, read one by one in whatever order and scope: their members, and the gaps
+            between members read together. Of up to 1,000 samples spread over the dataset; None without a plain tar.
+        whole_shards: every shard from end to end once, as a compressed tar is when it is decompressed: below 1 where
+            compression saves more than is left unused. Times `groups_per_shard` where each group does so for itself.
+    """
+
+    by_range: float | None
+    whole_shards: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Profile:
+    """What a dataset holds, and what it costs N ranks.
+
+    `samples` are the usable ones; all other numbers are theirs, but for `bad` samples and `failed_shards`, of which
+    nothing could be read.
+    """
+
+    shards: int
+    failed_shards: int
+    samples: int
+    bad: int
+    bad_by_reason: Mapping[str, int]
+    bytes: int
+    loss_tokens: int
+    read_amplification: ReadAmplification
+    modalities: Mapping[str, Modality]
+    phases: Mapping[str, Phase]
+    balanced_phases: tuple[str, ...]
+    has_cost_model: bool
+    seed: int
+    scales: tuple[Scale, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-safe: plain dicts, lists, strings and finite numbers."""
+        plain: dict[str, Any] = json.loads(json.dumps(asdict(self), allow_nan=False))
+        return plain
+
+
+def profile(
+    index: Index,
+    *,
+    cost: CostModel | None = None,
+    ranks: Sequence[int] = (8, 64, 512, 2560),
+    batch_size: int = 8,
+    group_size: int = 8,
+    streams: int | None = None,
+    seed: int = 0,
+    steps: int = 8,
+) -> Profile:
+    """Profile an index.
+
+    Args:
+        index: the dataset under a recipe.
+        cost: the model's cost; None balances LLM tokens and reports encoder phases in positions.
+        ranks: numbers of data-parallel ranks to plan for.
+        batch_size: samples per rank and step.
+        group_size: ranks of a group, as those of a node; as in `Balance(group_size=...)`.
+        streams: of the order, as in `Shuffle(streams=...)`; None for one a group, which lets each read its own.
+        seed: of the order.
+        steps: steps to plan per number of ranks, spread over an epoch for balance and in a row for locality; fewer
+            where an epoch has fewer.
+
+    Raises:
+        ValueError: for numbers below 1, or a dataset without a usable sample.
+    """
+    numbers = {
+        "batch_size": batch_size,
+        "steps": steps,
+        "ranks": min(ranks, default=0),
+        "group_size": group_size,
+        "streams": streams,
+    }
+    for name, value in numbers.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    bad = index.bad_rows()
+    if len(bad) == index.num_samples:
+        raise ValueError(
+            f"none of the {index.num_samples} samples is usable, so there is nothing to profile; "
+            f"the first: {index.failure(int(bad[0])) if len(bad) else 'there is none'}"
+        )
+
+    source = IndexCosts(index, cost)
+    good = np.delete(np.arange(index.num_samples), bad)
+    bad_samples, failed_shards = split_failures(index)
+    return Profile(
+        shards=len(index.shards),
+        failed_shards=len(failed_shards),
+        samples=len(good),
+        bad=len(bad_samples),
+        bad_by_reason=count_reasons(bad_samples),
+        bytes=index.totals["bytes"],
+        loss_tokens=index.totals["loss_tokens"],
+        read_amplification=_read_amplification(index, good),
+        modalities={name: _modality(counts, len(good)) for name, counts in index.totals["modalities"].items()},
+        phases={phase: _phase(source, phase, good) for phase in source.phases},
+        balanced_phases=source.balanced,
+        has_cost_model=cost is not None,
+        seed=seed,
+        scales=tuple(
+            make_scale(
+                source,
+                bad,
+                ranks=num_ranks,
+                batch_size=batch_size,
+                group_size=group_size,
+                streams=streams,
+                seed=seed,
+                steps=steps,
+            )
+            for num_ranks in ranks
+        ),
+    )
+
+
+def count_reasons(failures: Iterable[DataError]) -> dict[str, int]:
+    """Failures by kind of reason, the most frequent first; quoted names and numbers do not tell kinds apart."""
+    return dict(Counter(reason_kind(failure.reason) for failure in failures).most_common())
+
+
+def split_failures(index: Index) -> tuple[list[DataError], list[DataError]]:
+    """What an index could not use: samples, and whole shards (those have an empty key)."""
+    failures = [index.failure(int(row)) for row in index.bad_rows()]
+    return [failure for failure in failures if failure.key], [failure for failure in failures if not failure.key]
+
+
+def _read_amplification(index: Index, good: NDArray[np.int64]) -> ReadAmplification:
+    chosen = good[np.linspace(0, len(good) - 1, min(len(good), _RANGE_SAMPLES)).astype(np.int64)]
+    read = used = 0
+    for row in chosen.tolist():
+        if suffix_of(index.shard_of(int(row)).url) == ".tar":
+            members = index.read_spec(row)
+            read += bytes_read_together(members)
+            used += sum(size for _, size, _, _ in members)
+    return ReadAmplification(
+        by_range=read / used if used else None,
+        whole_shards=sum(shard.size for shard in index.shards) / max(1, index.totals["bytes"]),
+    )
+
+
+def _modality(counts: Mapping[str, int], num_samples: int) -> Modality:
+    samples = counts["samples"]
+    parts = counts.get("parts", samples)
+    return Modality(samples=samples, share=samples / num_samples, parts=parts, tokens=counts["tokens"])
+
+
+def _phase(source: IndexCosts, phase: str, rows: NDArray[np.int64]) -> Phase:
+    positions = source.positions(phase, np.zeros(len(rows), np.int32), rows)
+    positions = positions[positions > 0]
+    percentiles: dict[str, int] = {}
+    if len(positions):
+        # "lower" gives the size of a sample that exists.
+        sizes = np.percentile(positions, list(PERCENTILES.values()), method="lower")
+        percentiles = {name: int(size) for name, size in zip(PERCENTILES, sizes, strict=True)}
+    return Phase(samples=len(positions), positions=int(positions.sum()), percentiles=percentiles)

@@ -1,0 +1,309 @@
+"""Exchange: rows of a tensor -> the ranks that need them, in one ragged all-to-all with autograd.
+
+    features --start--> reverse route remembered, all-to-all under way --wait--> features of this rank's samples
+    gradient <--wait--- all-to-all of the reverse route under way     <--start-- gradient of those
+
+The route says every split size (see `route.py`), so ranks agree on nothing at run time. Forward and backward are both
+collectives: every rank of the group must take part in each, in the same sequence.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from orchdata.planning.route import Route
+from orchdata.ranks.notes import name_lost
+from orchdata.ranks.parallel import served_devices
+
+if TYPE_CHECKING:
+    Group = dist.ProcessGroup | None
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _kept_from_compilers(function: _Function) -> _Function:
+    """A graph break around it: what torch.compile makes of a collective with autograd is not up to us."""
+    disabled: _Function = torch.compiler.disable(function)
+    return disabled
+
+
+@overload
+def exchange(
+    features: Tensor, route: Route, *, group: Group = None, requires_grad: bool, async_op: Literal[False] = False
+) -> Tensor: ...
+
+
+@overload
+def exchange(
+    features: Tensor, route: Route, *, group: Group = None, requires_grad: bool, async_op: Literal[True]
+) -> ExchangeHandle: ...
+
+
+@_kept_from_compilers
+def exchange(
+    features: Tensor, route: Route, *, group: Group = None, requires_grad: bool, async_op: bool = False
+) -> Tensor | ExchangeHandle:
+    """Carry each row to the rank that needs it; gradients take the reverse route.
+
+    Every rank must run the backward too. A rank whose loss does not depend on the result must join it, as
+    `Batch.merge` does: `loss = loss + result[:0].sum()` adds nothing and keeps the graph. Otherwise the other ranks
+    wait for it in backward, and fail with a RuntimeError that says so once the group's timeout is over (with NCCL its
+    watchdog ends the process instead). Several exchanges may be under way: start them in the same sequence on every
+    rank, and wait for them in any sequence that is the same on every rank.
+
+    Args:
+        features: (num_rows, ...), any dtype, on a device the group's backend serves; rows in the order the route was
+            made with. All dimensions but the first, the dtype and the device type must be the same on every rank, empty
+            ones included (nobody checks it; gloo ends a process that receives more than it expects). Where the route
+            takes no row from this rank, its rows are a dummy's: they go nowhere and get a gradient of zeros.
+        route: of this rank, from `make_route`.
+        group: the process group that the route's ranks count in; default: all. A route of one rank needs no
+            torch.distributed, and no message is sent.
+        requires_grad: whether the result requires a gradient. It must be the same on every rank, and is never taken
+            from `features`. Without grad mode the result requires none.
+        async_op: return at once with a handle; its `wait()` gives the result. Until then the features must not be
+            changed in place.
+
+    Returns:
+        (num_rows_out, ...), a new tensor in the receiver's order; or a handle.
+
+    Raises:
+        ValueError: features that disagree with the route, a route of another group or rank, integers that are to
+            require a gradient, a device that the backend does not serve. Only this rank knows: the others fail when
+            the group's timeout is over.
+        RuntimeError: inside a checkpointed region, which would run the collective again in backward; features changed
+            before `wait()`; or another rank died or did not take part within the group's timeout.
+    """
+    _refuse_recomputation(route)
+    _check_features(features, route, requires_grad)
+    _check_group(features, route, group)
+    handle = ExchangeHandle(features, route, group, requires_grad)
+    return handle if async_op else handle.wait()
+
+
+class ExchangeHandle:
+    """An exchange under way. Made by `exchange(..., async_op=True)`."""
+
+    def __init__(self, features: Tensor, route: Route, group: Group, requires_grad: bool) -> None:
+        self._flight = _Flight(route, group)
+        self._watched = None if features.is_inference() else (features, features._version)
+        self._ticket: Tensor | None = None
+        self._result: Tensor | None = None
+        if requires_grad and torch.is_grad_enabled():
+            # The anchor makes the result require a gradient whether or not the features do.
+            anchor = torch.empty(0, device=features.device, requires_grad=True)
+            self._ticket = _Start.apply(features, anchor, self._flight)  # type: ignore[no-untyped-call]
+        else:
+            self._flight.start(features.detach(), "forward")
+
+    @_kept_from_compilers
+    def wait(self) -> Tensor:
+        """The result; waits for it the first time. Raises RuntimeError as `exchange` does."""
+        if self._result is None:
+            _refuse_recomputation(self._flight.route)
+            self._check_unchanged()
+            if self._ticket is None:
+                self._result = self._flight.finish("forward")
+            else:
+                with torch.enable_grad():
+                    self._result = _Finish.apply(self._ticket, self._flight)  # type: ignore[no-untyped-call]
+        return self._result
+
+    def _check_unchanged(self) -> None:
+        """Rows are sent from where they lie."""
+        watched, self._watched = self._watched, None
+        if watched is not None and watched[0]._version != watched[1]:
+            raise RuntimeError(
+                f"{_name(self._flight.route)}: the features were changed in place while they travelled: leave them "
+                "alone until wait()"
+            )
+
+
+Direction = Literal["forward", "backward"]
+
+
+@dataclass
+class _Move:
+    """Rows under way: what work writes and reads must live until it is done."""
+
+    sent: Tensor
+    received: Tensor
+    work: Any
+
+
+class _Flight:
+    """One exchange's collectives, each started and finished by different nodes of the graph."""
+
+    def __init__(self, route: Route, group: Group) -> None:
+        self.route = route
+        self._group = group
+        self._moves: dict[Direction, _Move] = {}
+
+    def start(self, rows: Tensor, direction: Direction) -> None:
+        route = self._way(direction)
+        if direction == "forward":
+            rows = _without(rows, self.route)
+        sent = _ordered(rows[: route.num_rows_in], route.send_order).contiguous()
+        received = sent.new_empty((route.num_rows_out, *sent.shape[1:]))
+        work = None
+        if route.num_ranks == 1:
+            received.copy_(sent)
+        else:
+            try:
+                work = dist.all_to_all_single(
+                    received, sent, route.receive_rows.tolist(), route.send_rows.tolist(), self._group, async_op=True
+                )
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"{self._name(direction)} could not start: {error}{name_lost(self._group)}"
+                ) from error
+        self._moves[direction] = _Move(sent, received, work)
+
+    def finish(self, direction: Direction) -> Tensor:
+        move = self._moves.pop(direction)
+        if move.work is not None:
+            try:
+                move.work.wait()
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"{self._name(direction)} failed: {_CAUSES[direction]}. {error}{name_lost(self._group)}"
+                ) from error
+        received = move.received
+        del move  # What was sent makes room for what is ordered.
+        return _ordered(received, self._way(direction).receive_order)
+
+    def _way(self, direction: Direction) -> Route:
+        return self.route if direction == "forward" else self.route.reverse()
+
+    def _name(self, direction: Direction) -> str:
+        return f"{direction} of {_name(self.route)} on rank {self.route.rank} of {self.route.num_ranks}"
+
+
+_CAUSES: dict[Direction, str] = {
+    "forward": "a rank died, or did not take part with the same route within the group's timeout",
+    "backward": (
+        "a rank died, or did not run this backward within the group's timeout: where a rank's loss does not depend on "
+        "the result, add result[:0].sum() to it"
+    ),
+}
+
+
+class _Start(torch.autograd.Function):
+    """Starts the exchange, and ends its backward. The ticket it returns only ties it to `_Finish`."""
+
+    @staticmethod
+    def forward(ctx: Any, features: Tensor, _anchor: Tensor, flight: _Flight) -> Tensor:
+        ctx.flight = flight
+        ctx.num_rows = features.shape[0]
+        flight.start(features, "forward")
+        return torch.empty(0, device=features.device)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _ticket: Tensor) -> tuple[Tensor | None, None, None]:
+        gradient: Tensor = _without(ctx.flight.finish("backward"), ctx.flight.route)
+        if not ctx.needs_input_grad[0]:
+            return None, None, None
+        if len(gradient) != ctx.num_rows:  # a dummy's
+            gradient = gradient.new_zeros((ctx.num_rows, *gradient.shape[1:]))
+        return gradient, None, None
+
+
+class _Finish(torch.autograd.Function):
+    """Ends the exchange, and starts its backward, so that other nodes may run in between."""
+
+    @staticmethod
+    def forward(ctx: Any, _ticket: Tensor, flight: _Flight) -> Tensor:
+        ctx.flight = flight
+        return flight.finish("forward")
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.flight.start(gradient, "backward")
+        return torch.zeros(0, device=gradient.device), None
+
+
+def _ordered(rows: Tensor, order: NDArray[Any] | None) -> Tensor:
+    return rows if order is None else rows.index_select(0, torch.tensor(order, device=rows.device))
+
+
+def _without(rows: Tensor, route: Route) -> Tensor:
+    """Rows with those of failed parts as zeros."""
+    if route.zeroed is None:
+        return rows
+    return rows.index_fill(0, torch.tensor(route.zeroed, device=rows.device), 0)
+
+
+def _name(route: Route) -> str:
+    return f"exchange ({route.label})" if route.label else "exchange"
+
+
+def _check_features(features: Tensor, route: Route, requires_grad: bool) -> None:
+    if features.dim() == 0:
+        raise ValueError(f"{_name(route)}: features must have rows, (num_rows, ...), got a single number")
+    if requires_grad and not (features.is_floating_point() or features.is_complex()):
+        raise ValueError(
+            f"{_name(route)}: features of {features.dtype} cannot require a gradient: pass requires_grad=False"
+        )
+    # As in Batch.merge: rows where none are expected are a dummy's.
+    if route.num_rows_in and features.shape[0] != route.num_rows_in:
+        raise ValueError(
+            f"{_name(route)}: the features have {features.shape[0]} rows, but the plan has rank {route.rank} send "
+            f"{route.num_rows_in}: pass the encoder's output for all of this batch's parts, one row a merged token"
+        )
+
+
+def _check_group(features: Tensor, route: Route, group: Group) -> None:
+    if route.num_ranks == 1 and group is None:
+        return
+    if not (dist.is_available() and dist.is_initialized()):
+        if route.num_ranks > 1 or group is not None:
+            raise ValueError(
+                f"{_name(route)}: the route is of {route.num_ranks} ranks, but torch.distributed is not initialized: "
+                "call init_process_group first"
+            )
+        return
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    if rank < 0:
+        raise ValueError(f"{_name(route)}: this process does not belong to the group")
+    if (size, rank) != (route.num_ranks, route.rank):
+        raise ValueError(
+            f"{_name(route)}: the route is of rank {route.rank} of {route.num_ranks}, the process is rank {rank} of "
+            f"{size} in the group: pass the group that the loader was given"
+        )
+    served = served_devices(group)
+    if size > 1 and features.device.type not in served:
+        raise ValueError(
+            f"{_name(route)}: the features are on {features.device}, the group's backend serves {', '.join(served)}: "
+            "move them, or pass a group for their device"
+        )
+
+
+def _refuse_recomputation(route: Route) -> None:
+    """Raise inside a checkpointed region: on the way in where torch's own checkpoint calls it, else when it recomputes.
+
+    torch has no public question for either. Regions are known by the frames that lead here, which covers both kinds of
+    checkpoint and their recomputation; other implementations call their function in backward, which is a running graph
+    task of the engine.
+    """
+    inside = torch._C._current_graph_task_id() != -1
+    frame = inspect.currentframe()
+    while frame is not None and not inside:
+        inside = frame.f_globals.get("__name__") == "torch.utils.checkpoint"
+        frame = frame.f_back
+    if inside:
+        raise RuntimeError(
+            f"{_name(route)} was called inside a checkpointed region (or in backward): recomputing it would run the "
+            "collective again. Call it outside of torch.utils.checkpoint: checkpoint the encoder and the blocks, not "
+            "what is between them"
+        )

@@ -1,0 +1,233 @@
+"""A small but real multimodal LLM in pure torch, run by `model(**batch.model_inputs())`.
+
+    image patches -> ViT           -> merge m x m patches -> one row per image token --+
+    mel frames    -> audio encoder -> pool positions      -> one row per audio token --+-> into the embedded text
+    input ids     -> embeddings ------------------------------------------------------+      -> causal LM -> loss
+
+All three work on packed sequences (see `attention`). What a rank has none of arrives as a dummy item whose rows go
+nowhere, yet stay in the graph with a gradient of zero: every parameter takes part on every rank and step, so DDP needs
+no `find_unused_parameters` and FSDP2 never waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from orchdata.batch.batch import merge_features
+from orchdata.planning.route import Route
+from orchdata.ranks.exchange import exchange
+from orchdata.reference.attention import Stack, lengths_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    """Width, depth and feed-forward width of one transformer."""
+
+    hidden: int
+    layers: int
+    ffn: int
+    num_heads: int = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """Sizes of the three parts, and what ties them to the recipe. A part that is None does not exist.
+
+    `patch_dim` and `merge` follow the image recipe (3 * patch_size**2 and merge); `num_mels`, `conv_stride` and
+    `pool` (encoder positions per audio token) follow the audio recipe.
+    """
+
+    llm: Sizes
+    image: Sizes | None = None
+    audio: Sizes | None = None
+    vocab_size: int = 260
+    patch_dim: int = 588
+    merge: int = 2
+    num_mels: int = 128
+    conv_stride: int = 2
+    pool: int = 2
+    freeze_encoders: bool = False
+    checkpoint: bool = False
+
+
+class ModelOutput(NamedTuple):
+    """`loss_sum`: cross-entropy summed over the `num_targets` predicted labels.
+
+    A tuple, because FSDP looks for tensors in what a module returns.
+    """
+
+    loss_sum: Tensor
+    num_targets: int
+
+
+class Encoder(nn.Module):
+    """Rows in, one row per token out: embed, transform each item alone, then join `group` neighbours into a token.
+
+    With `frozen`, embedding and transformer are fixed and run without a graph; the projector always learns.
+    """
+
+    def __init__(
+        self, sizes: Sizes, in_dim: int, group: int, out_dim: int, *, frozen: bool, checkpointed: bool
+    ) -> None:
+        super().__init__()
+        self.group = group
+        self.frozen = frozen
+        self.embed = nn.Linear(in_dim, sizes.hidden)
+        self.stack = Stack(
+            sizes.hidden, sizes.layers, sizes.ffn, sizes.num_heads, causal=False, checkpointed=checkpointed
+        )
+        self.projector = nn.Sequential(
+            nn.Linear(group * sizes.hidden, group * sizes.hidden), nn.GELU(), nn.Linear(group * sizes.hidden, out_dim)
+        )
+        for module in (self.embed, self.stack):
+            module.requires_grad_(not frozen)
+
+    def forward(self, rows: Tensor, cu_seqlens: Tensor, positions: Tensor) -> Tensor:
+        """rows (num_positions, in_dim), positions (num_axes, num_positions) -> (num_positions / group, out_dim)."""
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
+            x = self.stack(self.embed(rows), lengths_of(cu_seqlens), positions)
+        tokens: Tensor = self.projector(x.unflatten(0, (-1, self.group)).flatten(1))
+        return tokens
+
+
+def patch_positions(grid_hw: Tensor, merge: int) -> Tensor:
+    """Row and column of every patch, in merge-block order.
+
+    Args:
+        grid_hw: (num_images, 2): patches down and across, multiples of `merge`.
+        merge: side of a block; merge * merge consecutive patches become one token.
+
+    Returns:
+        (2, num_patches) int64.
+    """
+    grids = []
+    for height, width in grid_hw.tolist():
+        rows = torch.arange(height, device=grid_hw.device)[:, None].expand(height, width)
+        columns = torch.arange(width, device=grid_hw.device)[None].expand(height, width)
+        blocks = torch.stack((rows, columns)).reshape(2, height // merge, merge, width // merge, merge)
+        grids.append(blocks.transpose(2, 3).reshape(2, -1))
+    return torch.cat(grids, dim=1)
+
+
+def strided_frames(features: Tensor, cu_seqlens: Tensor, stride: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Windows of a convolution with this stride and kernel stride + 1, inside each clip.
+
+    The window of position j holds frames j * stride - 1 to j * stride + stride - 1 of its clip. Only the first of these
+    can lie outside, before the clip; there it is zero, never the last frame of the clip before.
+
+    Args:
+        features: (num_frames, num_mels); each clip's frames are a multiple of `stride`.
+        cu_seqlens: (num_clips + 1,) over frames.
+        stride: frames per position.
+
+    Returns:
+        Windows (num_positions, (stride + 1) * num_mels), `cu_seqlens` over positions, and each position's number
+        inside its clip, (1, num_positions).
+    """
+    own = features.unflatten(0, (-1, stride)).flatten(1)
+    starts = (cu_seqlens // stride).long()
+    before = torch.cat((features.new_zeros(1, features.shape[1]), features[stride - 1 : -1 : stride]))
+    index = torch.arange(own.shape[0], device=features.device)
+    clip = torch.searchsorted(starts, index, right=True) - 1
+    position = index - starts[clip]
+    before = before.masked_fill((position == 0)[:, None], 0)
+    return torch.cat((before, own), dim=1), starts, position[None]
+
+
+class MultimodalLM(nn.Module):
+    """ViT, audio encoder and causal LM; see the module's picture.
+
+    Args:
+        group: process group of the data-parallel ranks, for batches whose parts other ranks encode; default: all.
+    """
+
+    def __init__(self, config: ModelConfig, group: Any = None) -> None:
+        super().__init__()
+        self.config = config
+        self.group = group
+        options = {"frozen": config.freeze_encoders, "checkpointed": config.checkpoint}
+        hidden = config.llm.hidden
+        self.image = self.audio = None
+        if config.image is not None:
+            self.image = Encoder(config.image, config.patch_dim, config.merge**2, hidden, **options)
+        if config.audio is not None:
+            window = (config.conv_stride + 1) * config.num_mels
+            self.audio = Encoder(config.audio, window, config.pool, hidden, **options)
+        self.embed = nn.Embedding(config.vocab_size, hidden)
+        self.llm = Stack(
+            hidden, config.llm.layers, config.llm.ffn, config.llm.num_heads, causal=True, checkpointed=config.checkpoint
+        )
+        self.head = nn.Linear(hidden, config.vocab_size, bias=False)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        labels: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        *,
+        image_patches: Tensor | None = None,
+        image_grid_hw: Tensor | None = None,
+        image_cu_seqlens: Tensor | None = None,
+        image_max_seqlen: int = 0,
+        image_positions: Tensor | None = None,
+        image_route: Route | None = None,
+        audio_features: Tensor | None = None,
+        audio_cu_seqlens: Tensor | None = None,
+        audio_max_seqlen: int = 0,
+        audio_positions: Tensor | None = None,
+        audio_route: Route | None = None,
+    ) -> ModelOutput:
+        """One microbatch, as `Batch.model_inputs()` gives it, to its summed loss.
+
+        Args:
+            input_ids, labels: (num_tokens,); labels are unshifted, -100 where there is no loss and on first tokens.
+            position_ids: (num_tokens,), or (3, num_tokens) for M-RoPE.
+            cu_seqlens: (num_sequences + 1,); max_seqlen: the longest of them, for kernels that ask for it (also below).
+            image_patches: (num_patches, patch_dim), with `image_grid_hw` (num_images, 2) and `image_cu_seqlens`.
+            audio_features: (num_frames, num_mels), with `audio_cu_seqlens` over frames.
+            image_positions, audio_positions: where the leading rows of an encoder's output go in the sequence.
+            image_route, audio_route: the way of those rows to the ranks that have their samples; without one, they
+                stay.
+        """
+        x = self.embed(input_ids)
+        travelling = []
+        if self.image is not None:
+            if image_patches is None or image_grid_hw is None or image_cu_seqlens is None or image_positions is None:
+                raise ValueError(
+                    "the model encodes images but the batch has no image phase: name `image` in the cost model"
+                )
+            places = patch_positions(image_grid_hw, self.config.merge)
+            tokens = self.image(image_patches.to(x.dtype), image_cu_seqlens, places)
+            travelling.append((self.depart(tokens, image_route), image_positions))
+        if self.audio is not None:
+            if audio_features is None or audio_cu_seqlens is None or audio_positions is None:
+                raise ValueError(
+                    "the model encodes audio but the batch has no audio phase: name `audio` in the cost model"
+                )
+            frames = strided_frames(audio_features.to(x.dtype), audio_cu_seqlens, self.config.conv_stride)
+            travelling.append((self.depart(self.audio(*frames), audio_route), audio_positions))
+        for arrive, positions in travelling:
+            x = merge_features(x, arrive(), positions)
+        x = self.llm(x, lengths_of(cu_seqlens), position_ids.reshape(-1, position_ids.shape[-1]))
+        return self._loss(x, labels)
+
+    def depart(self, tokens: Tensor, route: Route | None) -> Callable[[], Tensor]:
+        """Send an encoder's output on its way while others are encoded; returns what waits for what arrives."""
+        if route is None:
+            return lambda: tokens
+        return exchange(tokens, route, group=self.group, requires_grad=True, async_op=True).wait
+
+    def _loss(self, x: Tensor, labels: Tensor) -> ModelOutput:
+        # A sample's first label is -100, so no position is asked to predict the next sample.
+        targets = labels[1:]
+        asked = (targets != -100).nonzero()[:, 0]
+        logits = self.head(x[:-1][asked])
+        return ModelOutput(F.cross_entropy(logits, targets[asked], reduction="sum"), asked.shape[0])

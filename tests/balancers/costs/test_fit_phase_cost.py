@@ -1,0 +1,191 @@
+"""Fitting costs: known coefficients come back, noise is borne, nothing is negative, clear errors."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchdata.balancers import CostModel, PhaseCost
+from orchdata.balancers.costs.fit import fit_phase_cost, fit_phase_costs
+
+LENGTHS = np.unique(np.geomspace(10, 1_000_000, 40).astype(np.int64))
+# Seconds a sequence, position and pair of positions: both ends of the range of lengths show each of them.
+TRUTHS = {
+    "all three": PhaseCost(1e-7, 1e-13, 1e-4),
+    "no quadratic": PhaseCost(3e-7, 0.0, 1e-3),
+    "no constant": PhaseCost(2e-6, 5e-12),
+    "quadratic only": PhaseCost(0.0, 1e-9),
+    "constant only": PhaseCost(0.0, 0.0, 0.25),
+}
+
+
+def values(cost: PhaseCost) -> tuple[float, float, float]:
+    return cost.linear, cost.quadratic, cost.constant
+
+
+@pytest.mark.parametrize("name", TRUTHS)
+def test_known_coefficients_come_back(name: str) -> None:
+    truth = TRUTHS[name]
+    fitted = fit_phase_cost(LENGTHS, [truth.at(int(length)) for length in LENGTHS])
+    # One that is not there comes back as nothing, or as less than a millionth of a sequence's time.
+    for found, exact, power in zip(values(fitted.cost), values(truth), (1, 2, 0), strict=True):
+        smallest = min(truth.at(int(length)) / float(length) ** power for length in LENGTHS)
+        assert found == pytest.approx(exact, rel=1e-6, abs=1e-9 * smallest)
+    assert fitted.residual <= fitted.worst_residual < 1e-6
+    assert fitted.num_samples == len(LENGTHS)
+
+
+@pytest.mark.parametrize("name", TRUTHS)
+def test_five_per_cent_of_noise(name: str) -> None:
+    truth = TRUTHS[name]
+    generator = np.random.default_rng(3)
+    lengths = np.repeat(LENGTHS, 5)
+    exact = np.array([truth.at(int(length)) for length in lengths])
+    fitted = fit_phase_cost(lengths, exact * (1 + 0.05 * generator.standard_normal(len(lengths))))
+    predicted = np.array([fitted.cost.at(int(length)) for length in lengths])
+    assert np.abs(predicted / exact - 1).max() < 0.05  # Short and long alike.
+    assert 0.04 < fitted.residual < 0.06
+    assert fitted.residual < fitted.worst_residual < 0.25  # Five sigma.
+
+
+def test_residuals_by_hand() -> None:
+    # Every length twice, 10 % above and 10 % below 1 second. Least relative squares: with w = 1/t the best constant is
+    # sum(w) / sum(w*w) = (1/1.1 + 1/0.9) / (1/1.1**2 + 1/0.9**2) = 2.0202 / 2.0610 = 0.9802.
+    fitted = fit_phase_cost([1, 1, 10, 10, 100, 100], [1.1, 0.9] * 3)
+    assert fitted.cost.constant == pytest.approx(0.980198, rel=1e-6)
+    errors = np.array([0.980198 / 1.1 - 1, 0.980198 / 0.9 - 1])
+    assert fitted.residual == pytest.approx(np.sqrt(np.mean(errors**2)), rel=1e-5)
+    assert fitted.worst_residual == pytest.approx(-errors[0], rel=1e-5)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 10**6), st.floats(1e-6, 1e3)), min_size=3, max_size=30, unique_by=lambda pair: pair[0]
+    )
+)
+def test_never_negative_whatever_was_measured(measured: list[tuple[int, float]]) -> None:
+    lengths, seconds = zip(*measured, strict=True)
+    fitted = fit_phase_cost(lengths, seconds)
+    assert all(value >= 0 for value in values(fitted.cost))
+    assert fitted.residual <= fitted.worst_residual * (1 + 1e-12)
+
+
+def test_times_that_fall_with_length_become_a_constant() -> None:
+    fitted = fit_phase_cost([10, 100, 1000], [3.0, 2.0, 1.0])
+    assert (fitted.cost.linear, fitted.cost.quadratic) == (0.0, 0.0)
+    assert 1 < fitted.cost.constant < 3
+
+
+@pytest.mark.parametrize("as_list", [True, False])
+def test_packed_measurements_are_sums_over_their_sequences(as_list: bool) -> None:
+    truth = PhaseCost(1e-6, 1e-11, 1e-4)
+    generator = np.random.default_rng(1)
+    batches = [generator.integers(10, 10_000, size=count) for count in generator.integers(1, 40, 20)]
+    seconds = [sum(truth.at(int(length)) for length in batch) for batch in batches]
+    fitted = fit_phase_cost([batch.tolist() for batch in batches] if as_list else batches, seconds)
+    assert values(fitted.cost) == pytest.approx(values(truth), rel=1e-6)
+    assert fitted.num_samples == 20
+
+
+@pytest.mark.parametrize("unit", [1e-200, 1e-9, 1e3, 1e200])
+def test_any_unit_of_time_will_do(unit: float) -> None:
+    seconds = 1e-3 + 1e-6 * LENGTHS
+    assert fit_phase_cost(LENGTHS, seconds * unit).cost.linear == pytest.approx(1e-6 * unit, rel=1e-6)
+
+
+def test_single_sequences_as_batches_of_one_give_the_same() -> None:
+    seconds = 1e-3 + 1e-6 * LENGTHS
+    assert fit_phase_cost(LENGTHS[:, None], seconds) == fit_phase_cost(LENGTHS, seconds)
+
+
+@pytest.mark.parametrize("truth", [PhaseCost(1e-9, 1e-15, 1e-6), PhaseCost(1e-3, 1e-9, 1e-3), PhaseCost(1e-9)])
+def test_a_cost_model_takes_seconds(truth: PhaseCost) -> None:
+    fitted = fit_phase_cost(LENGTHS, [truth.at(int(length)) for length in LENGTHS])
+    model = CostModel(llm=fitted.cost)
+    costs = model.sequence_costs("llm", LENGTHS)
+    exact = np.array([truth.at(int(length)) for length in LENGTHS]) * 2.0**model.exponent
+    assert np.abs(costs / exact - 1).max() < 1e-4
+    longest = int(model.sequence_costs("llm", [2**20])[0])
+    assert 2**40 < longest <= 2**42  # 2**20 of them sum to at most 2**62.
+
+
+@pytest.mark.parametrize(
+    ("lengths", "seconds", "message"),
+    [
+        ([], [], "0 measurements do not tell .* at least 3 different lengths"),
+        ([10, 20, 10], [1.0, 2.0, 1.0], "3 measurements do not tell .* at least 3 different lengths"),
+        ([[7], [7, 7], [7, 7, 7]], [1.0, 2.0, 3.0], "do not tell"),
+        ([10, 20, 30], [1.0, 2.0], "got 3 of lengths and 2 of seconds"),
+        ([10, 20, 30], [1.0, float("nan"), 2.0], r"seconds\[1\] is nan; it must be finite and above 0"),
+        ([10, 20, 30], [1.0, 2.0, float("inf")], r"seconds\[2\] is inf"),
+        ([10, 20, 30], [0.0, 2.0, 3.0], r"seconds\[0\] is 0.0"),
+        ([10, 20, 30], [1, -2, 3], r"seconds\[1\] is -2.0"),
+        ([10, 20, 30], [1.0, 2.0, 5e-324], r"seconds\[2\] is 5e-324, too small beside 2.0"),
+        ([10, 20, 30], ["1", "2", "3"], "seconds must be numbers"),
+        ([10, 20, 30], [[1.0, 2.0, 3.0]], r"seconds must be numbers \(num_samples,\), got shape \(1, 3\)"),
+        ([10, 20, 30], [True, True, True], "seconds must be numbers"),
+        ([10, 0, 30], [1.0, 2.0, 3.0], r"lengths\[1\] is 0; a measured sequence has at least 1 position"),
+        ([10, -5, 30], [1.0, 2.0, 3.0], r"lengths\[1\] is -5"),
+        ([10, 2.5, 30], [1.0, 2.0, 3.0], r"lengths\[1\] is 2.5"),
+        ([10, float("nan"), 30], [1.0, 2.0, 3.0], r"lengths\[1\] is nan"),
+        (["a", "b", "c"], [1.0, 2.0, 3.0], "lengths must be integers"),
+        (7, [1.0], "lengths must have one dimension"),
+        ([[1, 2], [], [3]], [1.0, 2.0, 3.0], r"lengths\[1\] is empty"),
+        ([[1, 2], 4, [3]], [1.0, 2.0, 3.0], r"lengths\[1\] must have one dimension"),
+        ([[1, 2], [4, 0], [3]], [1.0, 2.0, 3.0], r"lengths\[1\]\[1\] is 0"),
+    ],
+)
+def test_bad_input(lengths: object, seconds: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fit_phase_cost(lengths, seconds)  # type: ignore[arg-type]
+
+
+def steps(seed: int, count: int = 60) -> dict[str, list[list[int]]]:
+    """What some steps have of two phases; some have nothing of the first."""
+    random = np.random.default_rng(seed)
+    return {
+        "image": [random.integers(16, 4_000, random.integers(0, 9)).tolist() for _ in range(count)],
+        "llm": [random.integers(10, 3_000, random.integers(1, 17)).tolist() for _ in range(count)],
+    }
+
+
+def seconds_of(lengths: dict[str, list[list[int]]], truth: dict[str, PhaseCost], constant: float) -> np.ndarray:
+    times = [
+        sum(truth[phase].at(length) for phase in truth for length in lengths[phase][step])
+        for step in range(len(lengths["llm"]))
+    ]
+    return np.array(times) + constant
+
+
+def test_phases_are_told_apart_from_times_of_whole_steps() -> None:
+    truth = {"image": PhaseCost(2e-5, 4e-8, 1e-3), "llm": PhaseCost(6e-5, 5e-8, 1e-4)}
+    lengths = steps(0)
+    fitted = fit_phase_costs(lengths, seconds_of(lengths, truth, 0.02))
+    assert fitted.seconds == pytest.approx(0.02, rel=1e-6)
+    for phase, exact in truth.items():
+        assert values(fitted.costs[phase]) == pytest.approx(values(exact), rel=1e-6)
+    assert fitted.residual <= fitted.worst_residual < 1e-9
+    assert fitted.num_samples == 60
+    assert fitted.model.phases == ("image", "llm")
+
+
+def test_noise_in_times_of_whole_steps_leaves_predictions() -> None:
+    truth = {"image": PhaseCost(2e-5, 4e-8), "llm": PhaseCost(6e-5, 5e-8)}
+    lengths, others = steps(1), steps(2)
+    noise = 1 + 0.05 * np.random.default_rng(3).standard_normal(60)
+    fitted = fit_phase_costs(lengths, seconds_of(lengths, truth, 0.02) * noise)
+    predicted = seconds_of(others, dict(fitted.costs), fitted.seconds)
+    assert np.abs(predicted / seconds_of(others, truth, 0.02) - 1).mean() < 0.03
+
+
+def test_measurements_that_do_not_show_a_phase_are_refused() -> None:
+    with pytest.raises(ValueError, match="phase 'audio' costs nothing by these measurements"):
+        fit_phase_costs({"audio": [[], [], []], "llm": [[1], [10], [100]]}, [1.0, 2.0, 3.0])
+    with pytest.raises(ValueError, match="the same measurements"):
+        fit_phase_costs({"audio": [[1]], "llm": [[1], [10]]}, [1.0, 2.0])
+    with pytest.raises(ValueError, match="a measured sequence has at least 1 position"):
+        fit_phase_costs({"llm": [[0]]}, [1.0])
+    with pytest.raises(ValueError, match="lengths must map"):
+        fit_phase_costs({}, [1.0])

@@ -1,0 +1,419 @@
+"""Building the index: in parallel, only what changed, and whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from shard_factory import omni_samples, omni_shards, write_shard
+
+import orchdata.loaders.index.index
+from orchdata.loaders.errors import DataError, FieldError, StorageError
+from orchdata.loaders.index import build, facts, repeats
+from orchdata.loaders.index.build import BuildProgress, build_index
+from orchdata.loaders.index.index import Index, open_index
+from orchdata.loaders.limits import Limits
+from orchdata.loaders.recipe import ImagePreprocessor, Recipe, TextPreprocessor
+from orchdata.loaders.samples.sample import decode_sample
+from orchdata.loaders.shards.open import OpenShards
+from orchdata.loaders.shards.tar import TarShard
+from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.paths import SUFFIXES
+from orchdata.loaders.storage.verified import NOTE_SUFFIX
+from orchdata.loaders.versions import RULES
+from orchdata.order.order import Order
+
+
+@pytest.fixture
+def scans(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Names of the shards that were scanned."""
+    seen: list[str] = []
+    scan = TarShard.facts
+
+    def counted(self: TarShard) -> Any:
+        seen.append(Path(self.url).name)
+        return scan(self)
+
+    monkeypatch.setattr(TarShard, "facts", counted)
+    yield seen
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> list[str]:
+    return omni_shards(tmp_path, shards=3, samples=10)
+
+
+def content(index: Index) -> dict[str, Any]:
+    columns = index._columns
+    return {name: getattr(columns, name).tolist() for name in type(columns).__slots__} | {"totals": index.totals}
+
+
+def names(urls: list[str]) -> list[str]:
+    return [Path(url).name for url in urls]
+
+
+def test_rows_follow_the_shards_in_order(shards: list[str]) -> None:
+    shuffled = [shards[1], shards[2], shards[0]]
+    index = build_index(shuffled, Recipe(), num_threads=3)
+    assert [info.url for info in index.shards] == shuffled
+    assert index.shard.tolist() == [0] * 10 + [1] * 10 + [2] * 10
+    assert index.shard_rows.tolist() == [0, 10, 20, 30]
+    assert [index.key(row) for row in (0, 10, 29)] == ["s1-0000", "s2-0000", "s0-0009"]
+    assert [info.size for info in index.shards] == [Path(url).stat().st_size for url in shuffled]
+    assert index.totals["samples"] == 30 and index.totals["bad"] == 0
+    assert content(index) == content(build_index(shuffled, Recipe(), num_threads=1, force=True))
+
+
+def test_a_second_build_reads_nothing_and_rewrites_nothing(shards: list[str], scans: list[str]) -> None:
+    first = build_index(shards, Recipe())
+    assert sorted(scans) == names(shards)
+    written = first.path.stat()
+    scans.clear()
+    steps: list[BuildProgress] = []
+    second = build_index(shards, Recipe(), progress=steps.append)
+    assert scans == []
+    assert [(step.measured, step.done, step.total, step.samples) for step in steps] == [
+        (False, done, 3, 10) for done in (1, 2, 3)
+    ]
+    assert (second.path.stat().st_mtime_ns, second.path.stat().st_ino) == (written.st_mtime_ns, written.st_ino)
+    forced = build_index(shards, Recipe(), force=True)
+    assert sorted(scans) == names(shards)
+    assert content(forced) == content(second) and forced.path.stat().st_ino != written.st_ino  # merged again
+
+
+def test_only_a_changed_shard_and_a_new_one_are_scanned(tmp_path: Path, shards: list[str], scans: list[str]) -> None:
+    before = build_index(shards, Recipe())
+    write_shard(Path(shards[1]), omni_samples(7, prefix="new"))
+    scans.clear()
+    after = build_index(shards, Recipe())
+    assert scans == [Path(shards[1]).name]
+    assert after.num_samples == 27 and after.key(10) == "new0000"
+    assert after.fingerprint != before.fingerprint
+    assert before.num_samples == 30 and before.key(10) == "s1-0000"  # still mapped, unchanged
+
+    scans.clear()
+    more = [*shards, write_shard(tmp_path / "more.tar", omni_samples(3, prefix="more"))]
+    assert build_index(more, Recipe()).num_samples == 30
+    assert scans == ["more.tar"]
+
+
+def test_text_edited_in_place_is_measured_again(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar"
+    write_shard(path, [{"__key__": "k", "txt": b"two words"}])
+    recipe = Recipe(text=TextPreprocessor(lambda text: [1] * len(text.split()), id="words"))
+    assert build_index([str(path)], recipe).llm_tokens.tolist() == [2]
+    path.write_bytes(path.read_bytes().replace(b"two words", b"now 3 wor"))  # size and headers stay
+    assert build_index([str(path)], recipe).llm_tokens.tolist() == [3]
+
+
+def test_another_recipe_needs_no_scan_and_keeps_the_first(shards: list[str], scans: list[str]) -> None:
+    first = build_index(shards, Recipe())
+    scans.clear()
+    second = build_index(shards, Recipe(image=ImagePreprocessor(max_tokens=4)))
+    assert scans == []
+    assert second.totals["llm_tokens"] < first.totals["llm_tokens"]
+    assert second.recipe["image"]["max_tokens"] == 4
+    opened = open_index(shards, Recipe())
+    assert opened is not None and opened.fingerprint == first.fingerprint != second.fingerprint
+    build_index(shards, Recipe(limits=Limits(image_pixels=10**6)))  # facts hold the limits
+    assert sorted(scans) == names(shards)
+
+
+def test_open_index_finds_only_what_was_built(shards: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert open_index(shards, Recipe()) is None
+    built = build_index(shards, Recipe())
+    assert open_index(shards[::-1], Recipe()) is None
+    assert open_index(shards[:2], Recipe()) is None
+    assert open_index(shards, Recipe(audio=None)) is None
+    monkeypatch.chdir(Path(shards[0]).parent)
+    for url in shards:
+        Path(url).unlink()  # no shard is looked at
+    opened = open_index(names(shards), Recipe())
+    assert opened is not None and opened.path == built.path
+
+
+def test_data_that_moved_have_the_same_fingerprint(tmp_path: Path, shards: list[str]) -> None:
+    first = build_index(shards, Recipe())
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    moved = [shutil.copy(url, folder) for url in shards]
+    assert build_index(moved, Recipe()).fingerprint == first.fingerprint
+    assert build_index(moved[::-1], Recipe()).fingerprint != first.fingerprint
+
+
+def test_bad_shards_and_samples_are_rows(tmp_path: Path, shards: list[str]) -> None:
+    (tmp_path / "junk.tar").write_bytes(b"no tar at all" * 100)
+    (tmp_path / "empty.tar").write_bytes(b"")
+    (tmp_path / "broken.tar.gz").write_bytes(b"\x1f\x8b" + bytes(50))
+    cut = tmp_path / "cut.tar"
+    cut.write_bytes(Path(shards[0]).read_bytes()[:20_000])
+    samples = [{"__key__": "ok", "txt": b"t"}, {"__key__": "mark", "txt": b"see <image>"}]
+    urls = [str(tmp_path / name) for name in ("junk.tar", "empty.tar", "broken.tar.gz", "cut.tar")]
+    urls.append(write_shard(tmp_path / "marks.tar", samples))
+    for _ in range(2):  # also when everything is kept
+        index = build_index(urls, Recipe())
+        failures = [index.failure(int(row)) for row in index.bad_rows()]
+        assert index.totals["bad"] == len(failures) == 5
+        assert [(Path(failure.shard).name, failure.key) for failure in failures[:3]] == [
+            ("junk.tar", ""),
+            ("empty.tar", ""),
+            ("broken.tar.gz", ""),
+        ]
+        assert "tar" in failures[0].reason and "empty" in failures[1].reason and "gzip" in failures[2].reason
+        assert failures[4] == DataError(urls[-1], "mark", "txt", failures[4].reason)
+        assert "<image> placeholder 1 of 1 has no image" in failures[4].reason
+    good = np.setdiff1d(np.arange(len(index)), index.bad_rows())
+    assert index.llm_tokens[good].min() > 0 and index.llm_tokens[index.bad_rows()].max() == 0
+    order = Order(len(index), shuffle=None, seed=0, excluded=index.bad_rows())
+    assert order.rows(0, 0, order.num_samples)[1].tolist() == good.tolist()
+
+
+def test_only_bad_rows(tmp_path: Path) -> None:
+    (tmp_path / "junk.tar").write_bytes(b"no tar at all" * 100)
+    index = build_index([str(tmp_path / "junk.tar")], Recipe())
+    assert index.bad_rows().tolist() == [0]
+    assert index.failure(0).shard.endswith("junk.tar")
+
+
+def test_a_missing_shard_is_an_error(tmp_path: Path, shards: list[str]) -> None:
+    with pytest.raises(StorageError, match="absent.tar: cannot be opened: No such file"):
+        build_index([*shards, str(tmp_path / "absent.tar")], Recipe())
+
+
+@pytest.mark.parametrize("arguments, text", [({"urls": []}, "no shards"), ({"num_threads": 0}, "at least 1, got 0")])
+def test_arguments_are_checked(shards: list[str], arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        build_index(**{"urls": shards, "recipe": Recipe(), **arguments})
+
+
+def test_a_build_killed_before_its_rename_leaves_the_old_index(shards: list[str]) -> None:
+    old = build_index(shards, Recipe())
+    write_shard(Path(shards[0]), omni_samples(4, prefix="new"))
+    code = (
+        "import os, signal, sys\n"
+        "from orchdata.loaders.index.build import build_index\n"
+        "from orchdata.loaders.recipe import Recipe\n"
+        "replace = os.replace\n"
+        "def kill(source, target):\n"
+        "    if os.path.basename(os.path.dirname(target)) == 'index':\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return replace(source, target)\n"
+        "os.replace = kill\n"
+        "build_index(sys.argv[1:], Recipe())\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code, *shards], check=False).returncode == -9
+    kept = open_index(shards, Recipe())
+    assert kept is not None and kept.fingerprint == old.fingerprint and kept.num_samples == 30
+
+    left = list(old.path.parent.glob(".*.tmp"))
+    assert len(left) == 1
+    days_ago = time.time() - 2 * 24 * 3600
+    os.utime(left[0], (days_ago, days_ago))
+    assert build_index(shards, Recipe()).num_samples == 24
+    assert [path for path in old.path.parent.iterdir() if path.suffix != NOTE_SUFFIX] == [old.path]
+
+
+def test_an_interrupted_merge_leaves_nothing(shards: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(StorageError, match="No space left"):
+        build_index(shards, Recipe(), retry_seconds=0)
+    assert not list(CacheFolder().root.rglob("*.tmp"))
+    assert open_index(shards, Recipe()) is None
+
+
+def test_builders_at_the_same_time(shards: list[str]) -> None:
+    code = (
+        "import sys; from orchdata.loaders.index.build import build_index; from orchdata.loaders.recipe import Recipe\n"
+        "print(build_index(sys.argv[1:], Recipe(), force=True).fingerprint)"
+    )
+    command = [sys.executable, "-c", code, *shards]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    outputs = {process.communicate(timeout=120)[0].strip() for process in processes}
+    assert [process.returncode for process in processes] == [0, 0, 0]
+    assert outputs == {build_index(shards, Recipe()).fingerprint}
+
+
+def test_very_many_shards_are_taken_by_stretches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    urls = [write_shard(tmp_path / f"{number:03d}.tar", [{"__key__": "k", "txt": b"t"}]) for number in range(130)]
+    steps: list[BuildProgress] = []
+    index = build_index(urls, Recipe(), num_threads=1, progress=steps.append)  # 130 // 64: two at a time
+    assert [info.url for info in index.shards] == urls and index.num_samples == 130
+    assert [step.done for step in steps] == list(range(1, 131)) and {step.url for step in steps} == set(urls)
+
+    started: list[str] = []
+
+    def failing(url: str, *_: object, **__: object) -> None:
+        started.append(url)
+        time.sleep(0.02)
+        raise ValueError("disk on fire")
+
+    monkeypatch.setattr(build, "load_facts", failing)
+    with pytest.raises(ValueError, match="disk on fire"):
+        build_index(urls, Recipe(), num_threads=1, force=True)
+    assert len(started) < 20
+
+
+def test_an_error_stops_the_build_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    urls = omni_shards(tmp_path, shards=30, samples=1)
+    started: list[str] = []
+    lock = threading.Lock()
+
+    def failing(url: str, *_: object, **__: object) -> None:
+        with lock:
+            started.append(url)
+        time.sleep(0.02)
+        raise StorageError(url, "disk on fire")
+
+    monkeypatch.setattr(build, "load_facts", failing)
+    with pytest.raises(StorageError, match="disk on fire"):
+        build_index(urls, Recipe(), num_threads=2, retry_seconds=0)
+    assert len(started) < 15
+
+
+def test_costs_of_earlier_versions_are_replaced(shards: list[str]) -> None:
+    build_index(shards, Recipe())
+    write_shard(Path(shards[0]), omni_samples(4, prefix="new"))
+    build_index(shards, Recipe())
+    assert len(list((CacheFolder().root / "costs").iterdir())) == 3
+
+
+def test_what_killed_builders_left_goes_after_a_day(shards: list[str]) -> None:
+    build_index(shards, Recipe())
+    root = CacheFolder().root
+    left = [root / kind / f".x.{name}.tmp" for kind in ("facts", "costs", "index") for name in ("old", "young")]
+    for path in left:
+        path.touch()
+        if ".old." in path.name:
+            os.utime(path, (0, 0))
+    build_index(shards, Recipe())
+    assert [path for path in left if path.exists()] == [path for path in left if ".young." in path.name]
+
+
+def counting_words(failing: set[str]) -> Recipe:
+    """A recipe whose tokenizer fails on texts that hold one of these words, whatever else it is."""
+
+    def tokens(text: str) -> list[int]:
+        if failing & set(text.split()):
+            raise ValueError("a tokenizer out of order")
+        return [1] * len(text.split())
+
+    return Recipe(text=TextPreprocessor(tokens, id="words"))
+
+
+def test_force_measures_and_merges_again(tmp_path: Path) -> None:
+    url = write_shard(tmp_path / "a.tar", [{"__key__": key, "txt": f"one {key}".encode()} for key in "ab"])
+    failing = {"b"}
+    recipe = counting_words(failing)
+    assert build_index([url], recipe).bad_rows().tolist() == [1]
+    failing.clear()  # the cause is gone, and nothing on disk has changed
+    assert build_index([url], recipe).bad_rows().tolist() == [1]
+    assert build_index([url], recipe, force=True).llm_tokens.tolist() == [2, 2]
+    opened = open_index([url], recipe)
+    assert opened is not None and not opened.bad_rows().size
+
+
+def test_a_forced_build_that_ended_before_its_merge_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = write_shard(tmp_path / "a.tar", [{"__key__": "b", "txt": b"one b"}])
+    failing = {"b"}
+    recipe = counting_words(failing)
+    assert build_index([url], recipe).bad_rows().size == 1
+    failing.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "merge_tables", lambda *_, **__: None)  # leaves the old index
+        build_index([url], recipe, force=True)
+    assert build_index([url], recipe).bad_rows().size == 0
+
+
+def test_other_rules_keep_nothing(shards: list[str], scans: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    first = build_index(shards, Recipe())
+    for module in (build, facts, orchdata.loaders.index.index):
+        monkeypatch.setattr(module, "RULES", RULES + 1)
+    scans.clear()
+    assert open_index(shards, Recipe()) is None
+    second = build_index(shards, Recipe())
+    assert sorted(scans) == names(shards)
+    assert second.path != first.path and second.fingerprint != first.fingerprint
+
+
+def test_tables_beyond_what_is_held_are_read_again(shards: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    held = content(build_index(shards, Recipe(), force=True))
+    monkeypatch.setattr(build, "_HELD_BYTES", 0)
+    assert content(build_index(shards, Recipe(), force=True)) == held
+
+
+def test_the_same_shard_under_two_paths_is_refused(tmp_path: Path, shards: list[str]) -> None:
+    link, hard = tmp_path / "link.tar", tmp_path / "hard.tar"
+    link.symlink_to(shards[1])
+    hard.hardlink_to(shards[2])
+    (tmp_path / "folder").symlink_to(tmp_path)
+    for other, first in ((link, 1), (hard, 2), (tmp_path / "folder" / Path(shards[0]).name, 0)):
+        with pytest.raises(ValueError, match="every sample would come twice") as raised:
+            build_index([*shards, str(other)], Recipe())
+        assert str(other) in str(raised.value) and shards[first] in str(raised.value)
+    assert build_index([str(link), str(hard)], Recipe()).num_samples == 20  # once each
+
+
+def test_equal_inodes_alone_are_no_reason(shards: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def with_inode(path: str) -> os.stat_result:
+        values = list(os.stat(path))
+        values[1:3] = 7, 7  # inode and device, as some network file systems repeat them
+        values[6], values[8] = 100, 0  # equal sizes and times are no rarity either
+        return os.stat_result(values)
+
+    monkeypatch.setattr(repeats, "_status", with_inode)
+    assert build_index(shards, Recipe()).num_samples == 30
+
+
+def test_every_real_shard_loads_or_says_why_not(fixtures_dir: Path) -> None:
+    folders = [fixtures_dir / "wds", fixtures_dir / "multimodal"]
+    urls = sorted(str(path) for folder in folders for path in folder.rglob("*") if path.name.endswith(SUFFIXES))
+    assert len(urls) >= 10
+    recipe = Recipe()
+    index = build_index(urls, recipe)
+    shards = OpenShards(limits=recipe.limits, cache=CacheFolder())
+    bad = set(index.bad_rows().tolist())
+    decoded = 0
+    for row in range(len(index)):
+        if row in bad:
+            failure = index.failure(row)
+            assert failure.shard in urls and failure.reason
+            continue
+        info = index.shards[index.shard[row]]
+        spec, members = index.read_spec(row), index.members(row)
+        payloads = dict(enumerate(shards.get(info.url, info).read_many(spec)))
+        try:
+            parts = decode_sample(members, payloads, recipe)
+        except FieldError as error:  # headers were fine, content is not
+            assert error.reason
+            continue
+        decoded += 1
+        counts = index.part_tokens[slice(*index.part_offsets[row : row + 2])].sum()
+        text = sum(len(part.token_ids) for part in parts if hasattr(part, "token_ids"))
+        assert counts + text == index.llm_tokens[row]
+    assert decoded > 1000
+    assert index.totals["samples"] == len(index) and index.totals["bad"] == len(bad)
+
+
+def test_totals_of_many_shards_are_sums_whatever_fields_are_called(tmp_path: Path) -> None:
+    for number, rows in enumerate((2, 3)):
+        columns = {"text": ["a"] * rows, "score": [0.5] * rows, "max_score": [1.0] * rows}
+        pq.write_table(pa.table(columns), tmp_path / f"{number}.parquet")
+    totals = build_index([str(tmp_path / "0.parquet"), str(tmp_path / "1.parquet")], Recipe()).totals
+    assert totals["ignored_fields"] == {"score": 5, "max_score": 5}
+    assert (totals["samples"], totals["max_llm_tokens"]) == (5, 1)

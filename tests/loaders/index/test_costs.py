@@ -1,0 +1,242 @@
+"""Costs of a shard: what is read, what becomes a row, what becomes an error."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from shard_factory import omni_samples, write_shard
+
+from orchdata.loaders.errors import FieldError, StaleIndexError, StorageError
+from orchdata.loaders.index.shard_costs import CostTable, ShardCosts, cost_shard
+from orchdata.loaders.index.table import views
+from orchdata.loaders.modality import AUDIO, IMAGE, TEXT
+from orchdata.loaders.recipe import Recipe, TextPreprocessor
+from orchdata.loaders.samples.sample import Member, measure, text_members
+from orchdata.loaders.shards.facts_table import SCHEMA, Facts, FactsMeta, FactsTable
+from orchdata.loaders.shards.fields import GZIP, OTHER, RAW
+from orchdata.loaders.shards.open import open_shard
+from orchdata.loaders.shards.shard import ShardInfo
+from orchdata.loaders.storage.cache import CacheFolder
+
+ROW = {"sample": 0, "key": "k", "field": "txt", "kind": TEXT, "offset": 0, "size": 0, "encoding": RAW, "error": None}
+HEADERS = {"width": 0, "height": 0, "frames": 0, "rate": 0}
+
+
+class FakeShard:
+    """Bytes in memory that remember how they were read."""
+
+    url, version = "fake.tar", "1"
+
+    def __init__(self, content: bytes, unreadable: range = range(0)) -> None:
+        self.content = content
+        self.size = len(content)
+        self.unreadable = unreadable
+        self.reads: list[tuple[int, int]] = []
+        self.opened = self.closed = 0
+
+    def open(self) -> FakeShard:
+        self.opened += 1
+        return self
+
+    def facts(self) -> Facts:
+        raise NotImplementedError
+
+    def read(self, offset: int, size: int, encoding: int, field: str) -> bytes:
+        self.reads.append((offset, size))
+        if max(offset, self.unreadable.start) < min(offset + size, self.unreadable.stop):
+            raise FieldError(field, "cut")
+        data = self.content[offset : offset + size]
+        return gzip.decompress(data) if encoding == GZIP else data
+
+    def read_many(self, members: Any) -> list[bytes | memoryview]:
+        return [self.read(*member) for member in members]
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def facts(*rows: dict[str, Any]) -> Facts:
+    table = pa.Table.from_pylist([{**ROW, **HEADERS, **row} for row in rows], schema=SCHEMA)
+    return Facts(FactsTable.of_arrow(table), FactsMeta(url="fake.tar", size=3, version="1", checksum="", limits=""))
+
+
+def errors(costs: ShardCosts) -> dict[str, tuple[str, str]]:
+    columns = costs.columns
+    return {
+        columns.text("key", row): (columns.text("error_field", place), columns.text("error_reason", place))
+        for place, row in enumerate(columns.bad_row.tolist())
+    }
+
+
+def test_rows_of_a_mixed_shard() -> None:
+    text = gzip.compress(b"hello")
+    shard = FakeShard(b"one two three<image>" + text)
+    costs = cost_shard(
+        facts(
+            {"sample": 0, "key": "a", "field": "txt", "offset": 4, "size": 9},
+            {"sample": 0, "key": "a", "field": "cls", "kind": OTHER, "size": 1},
+            {"sample": 1, "key": "b", "field": "jpg", "kind": IMAGE, "size": 70, "width": 56, "height": 56},
+            {"sample": 1, "key": "b", "field": "wav", "kind": AUDIO, "size": 80, "frames": 8000, "rate": 8000},
+            {"sample": 1, "key": "b", "field": "txt.gz", "offset": 20, "size": len(text), "encoding": GZIP},
+        ),
+        shard.open,
+        Recipe(),
+    )
+    columns = costs.columns
+    # 9 bytes; then 4 image tokens (56x56 at patch 14, merged 2x2), 25 audio tokens (1 s) and 5 bytes.
+    assert columns.llm_tokens.tolist() == [9, 4 + 25 + 5]
+    assert columns.loss_tokens.tolist() == [8, 5]
+    assert columns.part_offsets.tolist() == [0, 0, 2]
+    assert columns.part_modality.tolist() == [IMAGE, AUDIO]
+    assert columns.part_member.tolist() == [0, 1]
+    assert columns.part_positions.tolist() == [16, 50]
+    assert (columns.part_extent0.tolist(), columns.part_extent1.tolist()) == ([4, 16_000], [4, 100])
+    assert columns.member_offsets.tolist() == [0, 1, 4]
+    assert [costs.fields[number] for number in columns.member_field] == ["txt", "jpg", "wav", "txt.gz"]
+    assert columns.member_header0.tolist() == [0, 56, 8000, 0]
+    assert columns.member_header1.tolist() == [0, 56, 8000, 0]
+    assert columns.member_encoding.tolist() == [RAW, RAW, RAW, GZIP]
+    assert errors(costs) == {}
+    assert costs.totals["ignored_fields"] == {"cls": 1}
+    assert costs.totals["bytes"] == 9 + 70 + 80 + len(text)
+    assert costs.totals["modalities"]["audio"] == {
+        "samples": 1,
+        "parts": 1,
+        "positions": 50,
+        "tokens": 25,
+        "max_positions": 50,
+    }
+    assert (shard.opened, shard.closed) == (1, 0)  # whoever opened it closes it
+
+
+def test_neighbouring_texts_are_read_in_one_go() -> None:
+    step, gap = 1024, 64 << 10
+    rows = [
+        {"sample": i, "key": f"k{i}", "offset": i * step + (gap if i >= 300 else 0), "size": 100} for i in range(600)
+    ]
+    shard = FakeShard(b"x" * (600 * step + gap))
+    costs = cost_shard(facts(*rows), shard.open, Recipe())
+    assert costs.columns.llm_tokens.tolist() == [100] * 600
+    assert shard.reads == [(0, 299 * step + 100), (300 * step + gap, 299 * step + 100)]
+
+
+def test_a_read_ahead_that_fails_blames_the_right_sample() -> None:
+    rows = [{"sample": i, "key": f"k{i}", "offset": 100 * i, "size": 50} for i in range(5)]
+    costs = cost_shard(facts(*rows), FakeShard(b"x" * 500, unreadable=range(210, 220)).open, Recipe())
+    assert errors(costs) == {"k2": ("txt", "cut")}
+    assert costs.columns.llm_tokens.tolist() == [50, 50, 0, 50, 50]
+
+
+def test_a_shard_without_text_is_not_opened() -> None:
+    shard = FakeShard(b"")
+    cost_shard(facts({"field": "jpg", "kind": IMAGE, "width": 56, "height": 56}), shard.open, Recipe())
+    assert shard.opened == 0
+
+
+def test_errors_of_samples_and_of_fields() -> None:
+    costs = cost_shard(
+        facts(
+            {"sample": 0, "key": "structure", "field": "txt", "size": 3},
+            {"sample": 0, "key": "structure", "field": "txt", "kind": OTHER, "error": "comes twice"},
+            {"sample": 1, "key": "used", "field": "jpg", "kind": IMAGE, "error": "truncated"},
+            {"sample": 2, "key": "unused", "field": "wav", "kind": AUDIO, "error": "not a wav"},
+            {"sample": 2, "key": "unused", "field": "txt", "size": 3},
+            {"sample": 3, "key": "nothing", "field": "pth", "kind": OTHER},
+        ),
+        FakeShard(b"abc").open,
+        Recipe(audio=None),
+    )
+    found = errors(costs)
+    assert found["structure"] == ("txt", "comes twice")
+    assert found["used"] == ("jpg", "truncated")
+    assert found["nothing"][1].startswith("no usable field among: pth")
+    assert sorted(found) == ["nothing", "structure", "used"]
+    assert costs.columns.llm_tokens.tolist() == [0, 0, 3, 0]
+    assert costs.totals["bad"] == 3
+    assert costs.totals["ignored_fields"] == {"wav": 1, "pth": 1}
+
+
+def test_a_shard_that_cannot_be_read_is_one_bad_row() -> None:
+    costs = cost_shard(
+        facts({"key": "", "field": "", "kind": OTHER, "error": "not a tar"}), FakeShard(b"").open, Recipe()
+    )
+    assert errors(costs) == {"": ("", "not a tar")}
+
+
+@pytest.mark.parametrize("recipe", [Recipe(), Recipe(image=None), Recipe(text=TextPreprocessor(str.split, id="bad"))])
+def test_every_row_is_what_measure_says(tmp_path: Path, recipe: Recipe) -> None:
+    url = write_shard(tmp_path / "a.tar", omni_samples(25))
+    shard = open_shard(url, limits=recipe.limits, cache=CacheFolder())
+    scanned = shard.facts()
+    costs = cost_shard(scanned, lambda: shard, recipe)
+    columns = costs.columns
+
+    found = scanned.table.arrow().to_pylist()
+    for row in range(25):
+        mine = [fact for fact in found if fact["sample"] == row]
+        names = ("field", "kind", "width", "height", "frames", "rate", "size", "error")
+        members = [Member(*(fact[name] for name in names)) for fact in mine]
+        places = [(fact["offset"], fact["size"], fact["encoding"], fact["field"]) for fact in mine]
+        texts = {index: shard.read(*places[index]) for index in text_members(members, recipe)}
+        try:
+            expected = measure(members, texts, recipe)
+        except FieldError as error:
+            assert errors(costs)[mine[0]["key"]] == (error.field, error.reason)
+            continue
+        assert (columns.llm_tokens[row], columns.loss_tokens[row]) == (expected.llm_tokens, expected.loss_tokens)
+        assert columns.member_offsets[row + 1] - columns.member_offsets[row] == len(expected.used_members)
+        start, stop = columns.part_offsets[row : row + 2]
+        assert columns.part_tokens[start:stop].tolist() == [part.tokens for part in expected.parts]
+        for part, member in zip(expected.parts, columns.part_member[start:stop], strict=True):
+            assert columns.member_offset[columns.member_offsets[row] + member] == mine[part.member]["offset"]
+
+
+META = FactsMeta(url="fake.tar", size=3, version="1", checksum="sum", limits="", ignored={"pth": 2})
+
+
+def three_samples(bad: int) -> ShardCosts:
+    rows = [{"sample": i, "key": f"kü{i}", "offset": i, "size": 0 if i < bad else 1} for i in range(3)]
+    return cost_shard(facts(*rows), FakeShard(b"abc").open, Recipe())
+
+
+@pytest.mark.parametrize("bad", [0, 1, 3])
+def test_costs_come_back_from_their_file(tmp_path: Path, bad: int) -> None:
+    costs = three_samples(bad)
+    path = str(tmp_path / "a.costs")
+    written = costs.write(path, "fake.tar", META)
+
+    table = CostTable.open(path, "fake.tar")
+    assert table == written and table.shard == ShardInfo("fake.tar", 3, "sum", "1") and table.meta == META
+    assert (table.size, list(table.fields), table.totals) == (costs.columns.size, costs.fields, costs.totals)
+    assert table.size.bad == bad
+    for body in (table.body(), table.let_go().body(), written.body()):
+        kept = views(body, table.size)
+        for name in type(kept).__slots__:
+            assert np.array_equal(getattr(kept, name), getattr(costs.columns, name)), name
+        assert kept.bad_row.tolist() == list(range(bad))
+        assert [kept.text("key", row) for row in range(3)] == ["kü0", "kü1", "kü2"]
+        with pytest.raises(ValueError, match="read-only"):
+            kept.llm_tokens[0] = 1
+
+
+def test_costs_of_another_shard_are_refused(tmp_path: Path) -> None:
+    path = str(tmp_path / "a.costs")
+    three_samples(0).write(path, "fake.tar", META)
+    with pytest.raises(ValueError, match=r"it is that of fake\.tar"):
+        CostTable.open(path, "other.tar")
+
+
+def test_a_table_that_is_not_held_says_when_its_file_went(tmp_path: Path) -> None:
+    path = tmp_path / "a.costs"
+    table = three_samples(0).write(str(path), "fake.tar", META).let_go()
+    three_samples(1).write(str(path), "fake.tar", META)
+    with pytest.raises(StaleIndexError, match="measured by another build, during this one: build again"):
+        table.body()
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(StorageError, match="was there and is not any more"):
+        table.body()

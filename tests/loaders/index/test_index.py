@@ -1,0 +1,154 @@
+"""The index: mapped, shared, and true to what it was made of."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from shard_factory import chat, jpeg, omni_shards, write_shard
+
+from orchdata.loaders.index.build import build_index
+from orchdata.loaders.index.index import Index
+from orchdata.loaders.index.synthetic import synthetic_index
+from orchdata.loaders.index.table import Columns
+from orchdata.loaders.index.totals import summarize
+from orchdata.loaders.modality import AUDIO, IMAGE, TEXT
+from orchdata.loaders.recipe import Recipe
+
+ARRAYS = [name for name in Columns.__slots__ if name.startswith(("part_", "member_"))]
+
+
+@pytest.fixture(scope="module")
+def synthetic(tmp_path_factory: pytest.TempPathFactory) -> Index:
+    return synthetic_index(tmp_path_factory.mktemp("index") / "synthetic.index", 50_000, seed=3, num_shards=7)
+
+
+def test_columns_of_a_synthetic_index(synthetic: Index) -> None:
+    assert len(synthetic) == synthetic.num_samples == 50_000
+    assert synthetic.shard_rows[[0, -1]].tolist() == [0, 50_000]
+    assert np.array_equal(np.bincount(synthetic.shard), np.diff(synthetic.shard_rows))
+    for kind in ("part", "member"):
+        offsets = getattr(synthetic, f"{kind}_offsets")
+        assert offsets[0] == 0 and (np.diff(offsets) >= 0).all()
+        assert {getattr(synthetic, name).size for name in ARRAYS if name.startswith(kind)} - {50_001} == {offsets[-1]}
+
+    image, audio = synthetic.part_modality == IMAGE, synthetic.part_modality == AUDIO
+    assert (image | audio).all() and image.any() and audio.any()
+    grid = synthetic.part_extent0[image] * synthetic.part_extent1[image]
+    assert np.array_equal(synthetic.part_positions[image], grid)
+    assert np.array_equal(synthetic.part_tokens[image], grid // 4)
+    assert np.array_equal(synthetic.part_tokens[audio], np.maximum(1, -(-synthetic.part_extent0[audio] // 640)))
+    row_of_part = np.repeat(np.arange(50_000), np.diff(synthetic.part_offsets))
+    media_tokens = np.bincount(row_of_part, synthetic.part_tokens, 50_000)
+    assert (synthetic.llm_tokens - media_tokens >= 4).all()
+    assert (synthetic.loss_tokens >= 1).all() and (synthetic.loss_tokens <= synthetic.llm_tokens - media_tokens).all()
+    member = synthetic.member_offsets[row_of_part] + synthetic.part_member
+    assert np.array_equal(synthetic.member_kind[member], synthetic.part_modality)
+    assert synthetic.bad_rows().size == 0
+
+
+def test_totals_are_those_of_the_columns(synthetic: Index) -> None:
+    assert synthetic.totals == summarize(synthetic._columns, {})
+
+
+def test_synthetic_content_depends_on_its_arguments_only(tmp_path: Path, synthetic: Index) -> None:
+    again = synthetic_index(tmp_path / "again.index", 50_000, seed=3, num_shards=7)
+    other = synthetic_index(tmp_path / "other.index", 50_000, seed=4, num_shards=7)
+    assert again.path.read_bytes() == synthetic.path.read_bytes()
+    assert again.fingerprint == synthetic.fingerprint != other.fingerprint
+    assert not np.array_equal(other.llm_tokens, synthetic.llm_tokens)
+    assert len(synthetic_index(tmp_path / "one.index", 1, seed=0)) == 1
+
+
+@pytest.mark.parametrize("arguments", [(0, None), (5, 0), (5, 6)])
+def test_synthetic_refuses_impossible_counts(tmp_path: Path, arguments: tuple[int, int | None]) -> None:
+    with pytest.raises(ValueError, match=r"num_samples|num_shards"):
+        synthetic_index(tmp_path / "x.index", arguments[0], 0, num_shards=arguments[1])
+
+
+def test_arrays_are_read_only_and_the_index_pickles_as_its_path(synthetic: Index) -> None:
+    for name in ARRAYS:
+        with pytest.raises(ValueError, match="read-only"):
+            getattr(synthetic, name)[0] = 1
+    data = pickle.dumps(synthetic)
+    assert len(data) < 1000
+    assert np.array_equal(pickle.loads(data).llm_tokens, synthetic.llm_tokens)
+
+
+def test_members_as_compose_takes_them(tmp_path: Path) -> None:
+    sample = {"__key__": "k", "jpg": jpeg(80, 60), "txt": b"unused", "cls": b"1", "json": chat("<image> what", "a")}
+    url = write_shard(tmp_path / "a.tar", [sample])
+    index = build_index([url], Recipe())
+    members = index.members(0)
+    assert [(member.field, member.kind, member.width, member.height) for member in members] == [
+        ("jpg", IMAGE, 80, 60),
+        ("json", TEXT, 0, 0),
+    ]
+    assert [member.size for member in members] == [len(sample["jpg"]), len(sample["json"])]
+    content = (tmp_path / "a.tar").read_bytes()
+    for offset, size, encoding, field in index.read_spec(0):
+        assert content[offset : offset + size] == sample[field]
+        assert encoding == 0
+
+
+def test_find(tmp_path: Path, synthetic: Index) -> None:
+    assert synthetic.find("synthetic-000002.tar", synthetic.key(20_000)) == 20_000
+    assert synthetic.find("synthetic-000001.tar", synthetic.key(20_000)) is None
+    assert synthetic.find("other.tar", "x") is None
+
+    urls = []
+    for folder in "ab":
+        (tmp_path / folder).mkdir()
+        keys = ["same", f"only-{folder}", "längst"]
+        urls.append(write_shard(tmp_path / folder / "x.tar", [{"__key__": key, "txt": b"t"} for key in keys]))
+    index = build_index(urls, Recipe())
+    assert [index.find(url, "same") for url in urls] == [0, 3]
+    assert index.find("x.tar", "only-b") == 4
+    assert index.find(urls[1], "längst") == 5
+    with pytest.raises(ValueError, match=r"several shards called 'x.tar', name one of .*a/x.tar, .*b/x.tar"):
+        index.find("x.tar", "same")
+
+
+def anonymous_bytes() -> int:
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon:")) * 1024
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux")
+def test_opening_and_reading_copies_nothing(tmp_path: Path) -> None:
+    path = synthetic_index(tmp_path / "big.index", 400_000, seed=0).path
+    assert path.stat().st_size > 50 << 20
+    Index(path).llm_tokens.sum()
+    before = anonymous_bytes()
+    seconds = time.perf_counter()
+    indexes = [Index(path) for _ in range(4)]
+    seconds = time.perf_counter() - seconds
+    for index in indexes:
+        for name in ARRAYS:
+            getattr(index, name).max()
+        index.members(1000)
+    assert anonymous_bytes() - before < 8 << 20
+    assert seconds < 0.5  # 1 ms each
+
+
+def test_an_index_outlives_its_file(tmp_path: Path) -> None:
+    index = synthetic_index(tmp_path / "x.index", 1000, seed=0)
+    tokens = index.llm_tokens.copy()
+    index.path.unlink()  # as a rebuild replaces it
+    assert np.array_equal(index.llm_tokens, tokens)
+
+
+def test_another_process_finds_the_same_index(tmp_path: Path) -> None:
+    urls = omni_shards(tmp_path, shards=2, samples=5)
+    index = build_index(urls, Recipe())
+    code = (
+        "import sys; from orchdata.loaders.index.index import open_index; from orchdata.loaders.recipe import Recipe; "
+        "print(open_index(sys.argv[1:], Recipe()).fingerprint)"
+    )
+    output = subprocess.run([sys.executable, "-c", code, *urls], capture_output=True, text=True, check=True).stdout
+    assert output.strip() == index.fingerprint

@@ -1,0 +1,255 @@
+"""Audio becomes Whisper's log-mel frames, exactly as many as the index says."""
+
+from __future__ import annotations
+
+import io
+import math
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+import torchaudio
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchdata.loaders.errors import DecodeError
+from orchdata.loaders.limits import Limits
+from orchdata.loaders.modalities.audio_decode import decode_audio, fit, kernel_ratio, read_mono, resample
+from orchdata.loaders.recipe import AudioPreprocessor
+
+LIMITS = Limits()
+PRE = AudioPreprocessor()
+
+
+def tone(num_frames: int, rate: int, hertz: float = 440.0) -> np.ndarray:
+    return (0.3 * np.sin(2 * np.pi * hertz * np.arange(num_frames) / rate)).astype(np.float32)
+
+
+def encoded(wave: np.ndarray, rate: int, kind: str = "WAV", subtype: str | None = "FLOAT") -> bytes:
+    file = io.BytesIO()
+    soundfile.write(file, wave, rate, format=kind, subtype=subtype)
+    return file.getvalue()
+
+
+def features(data: bytes, num_samples: int, pre: AudioPreprocessor = PRE, limits: Limits = LIMITS) -> np.ndarray:
+    dtype = np.float32 if pre.dtype == "float32" else np.uint16
+    out = np.full((pre.mel_frames(num_samples), pre.num_mels), 7, dtype)
+    decode_audio(data, pre, limits, out, num_samples)
+    return out
+
+
+def whisper_features(wave: np.ndarray, num_mel_frames: int) -> np.ndarray:
+    """The twin: Whisper's log_mel_spectrogram, written out, over the clip padded to whole tokens."""
+    padded = torch.zeros(num_mel_frames * 160)
+    padded[: len(wave)] = torch.from_numpy(wave)
+    stft = torch.stft(padded, 400, 160, window=torch.hann_window(400), return_complex=True)
+    magnitudes = stft[:, :-1].abs() ** 2
+    bands = torchaudio.functional.melscale_fbanks(201, 0.0, 8000.0, 128, 16_000, norm="slaney", mel_scale="slaney")
+    log_mel = torch.clamp(bands.T @ magnitudes, min=1e-10).log10()
+    log_mel = torch.maximum(log_mel, log_mel.max() - 8.0)
+    return ((log_mel + 4.0) / 4.0).T.numpy()
+
+
+def test_features_are_whispers():
+    wave = tone(16_000 + 77, 16_000) + np.random.default_rng(0).normal(size=16_077).astype(np.float32) * 0.01
+    got = features(encoded(wave, 16_000), len(wave))
+    assert got.shape == (26 * 4, 128)  # 1.005 s at 25 tokens a second, 4 mel frames a token
+    # Whisper mirrors the end of the padded clip, we go on with zeros: the very last frame alone sees it.
+    np.testing.assert_allclose(got[:-1], whisper_features(wave, 104)[:-1], atol=2e-4)
+
+
+def test_padding_is_silence_at_the_floor():
+    got = features(encoded(tone(16_000 + 640 - 600, 16_000), 16_000), 16_040)
+    assert np.isclose(got.max() - got.min(), 2.0)  # 8 in log10, by 4
+    assert np.isclose(got[-1].max(), got.min())
+
+
+@pytest.mark.parametrize("channels", [2, 3, 8])
+def test_channels_are_averaged(channels):
+    waves = np.stack([tone(5000, 16_000, 200.0 * (1 + channel)) for channel in range(channels)], axis=1)
+    mono, rate = read_mono(encoded(waves, 16_000), LIMITS)
+    assert rate == 16_000
+    np.testing.assert_allclose(mono, waves.mean(axis=1), atol=1e-6)
+
+
+def test_long_clips_are_read_block_by_block():
+    wave = tone(200_000, 16_000)
+    mono, _ = read_mono(encoded(wave, 16_000), LIMITS)
+    np.testing.assert_array_equal(mono, wave)
+
+
+@pytest.mark.parametrize(
+    ("kind", "subtype"),
+    [("WAV", "PCM_16"), ("WAV", "PCM_U8"), ("FLAC", "PCM_24"), ("OGG", "VORBIS"), ("OGG", "OPUS"), ("MP3", None)],
+)
+def test_formats(kind, subtype):
+    wave = tone(48_000, 48_000)
+    got = features(encoded(wave, 48_000, kind, subtype), 16_000)
+    reference = features(encoded(tone(16_000, 16_000), 16_000), 16_000)
+    peak_band = reference.mean(axis=0).argmax()
+    assert got.shape == reference.shape == (100, 128)
+    assert abs(int(got.mean(axis=0).argmax()) - int(peak_band)) <= 1
+
+
+@pytest.mark.parametrize("rate", [8000, 11_025, 22_050, 44_100, 48_000, 96_000])
+def test_resampling_is_torchaudios(rate):
+    wave = tone(rate // 2, rate)
+    expected = torchaudio.functional.resample(torch.from_numpy(wave), rate, 16_000).numpy()
+    np.testing.assert_allclose(resample(wave, rate, 16_000), expected, atol=1e-5)  # its kernel is less precise
+
+
+@given(rate=st.integers(1, 2**31 - 1), new_rate=st.sampled_from([8000, 16_000, 24_000, 44_100]))
+def test_no_rate_needs_a_huge_kernel(rate, new_rate):
+    ratio = kernel_ratio(rate, new_rate)
+    new, orig = ratio.numerator, ratio.denominator
+    values = new * (orig + 2 * math.ceil(6 * orig / (0.99 * min(orig, new))))
+    assert values <= 1 << 22 or min(new, orig) == 1
+    assert math.isclose(float(ratio), new_rate / rate, rel_tol=1e-3)
+    if rate <= 192_000:  # a speed nobody hears; the length is cut or padded to the indexed one
+        assert math.isclose(float(ratio), new_rate / rate, rel_tol=3e-4)
+
+
+@pytest.mark.parametrize("rate", [11_127, 44_099, 47_952, 191_999])
+def test_odd_rates_decode_to_the_indexed_length(rate):
+    num_samples = PRE.num_samples(rate, rate)
+    assert num_samples == 16_000
+    got = features(encoded(tone(rate, rate), rate), num_samples)
+    reference = features(encoded(tone(16_000, 16_000), 16_000), 16_000)
+    np.testing.assert_allclose(got[2:-6, :40], reference[2:-6, :40], atol=0.25)
+
+
+@pytest.mark.parametrize(
+    ("decoded", "indexed"),
+    [(16_000, 16_000), (16_000, 15_300), (15_300, 16_000), (100 * 16_000, 99.1 * 16_000), (100, 800)],
+)
+def test_a_small_difference_to_the_index_is_cut_or_padded(decoded, indexed):
+    wave = np.ones(int(decoded), np.float32)
+    fitted = fit(wave, int(indexed), 16_000)
+    assert len(fitted) == int(indexed)
+    assert fitted.sum() == min(decoded, int(indexed))
+
+
+@pytest.mark.parametrize(("decoded", "indexed"), [(16_000, 15_100), (15_100, 16_000), (160_000, 158_000)])
+def test_a_larger_difference_is_an_error_that_names_both(decoded, indexed):
+    with pytest.raises(DecodeError, match=rf"decoded to {decoded / 16_000:.3f} s .* says {indexed / 16_000:.3f} s"):
+        fit(np.ones(decoded, np.float32), indexed, 16_000)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_values_that_are_no_numbers_are_errors(value):
+    wave = tone(4000, 16_000)
+    wave[3999] = value
+    with pytest.raises(DecodeError, match="NaN or infinite"):
+        features(encoded(wave, 16_000), 4000)
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [(b"this is text, not audio", "not readable audio"), (b"", "not readable audio"), (b"RIFF\0\0\0\0WAVE", "audio")],
+)
+def test_what_is_not_audio_is_an_error(data, reason):
+    with pytest.raises(DecodeError, match=reason):
+        features(data, 16_000)
+
+
+@pytest.mark.parametrize("total", [0, 16_001, 1 << 35])
+def test_a_flac_whose_total_is_unknown_or_wrong_decodes_to_what_it_holds(total):
+    data = bytearray(encoded(tone(16_000, 16_000), 16_000, "FLAC", "PCM_16"))
+    data[21:26] = (int.from_bytes(data[21:26]) >> 36 << 36 | total).to_bytes(5)
+    wave, rate = read_mono(bytes(data), LIMITS)
+    assert (len(wave), rate) == (16_000, 16_000)
+    assert features(bytes(data), 16_000).shape == (100, 128)
+
+
+def test_an_empty_clip_is_an_error():
+    with pytest.raises(DecodeError, match="no frames"):
+        features(encoded(np.zeros(0, np.float32), 16_000), 1)
+
+
+def test_a_cut_flac_is_an_error():
+    data = encoded(np.random.default_rng(0).normal(size=32_000) * 0.1, 16_000, "FLAC", "PCM_16")
+    with pytest.raises(DecodeError):
+        features(data[: len(data) // 2], 32_000)
+
+
+def test_the_limit_on_seconds_holds_while_decoding():
+    with pytest.raises(DecodeError, match=r"above Limits\.audio_seconds=1"):
+        features(encoded(tone(200_000, 16_000), 16_000), 200_000, limits=Limits(audio_seconds=1))
+
+
+def test_a_tiny_clip_is_one_token():
+    assert features(encoded(tone(1, 16_000), 16_000), 1).shape == (4, 128)
+
+
+def test_bfloat16_is_the_rounded_float32():
+    data = encoded(tone(8000, 16_000), 16_000)
+    bits = features(data, 8000, AudioPreprocessor(dtype="bfloat16"))
+    expected = torch.from_numpy(features(data, 8000)).to(torch.bfloat16)
+    assert torch.equal(torch.from_numpy(bits).view(torch.bfloat16), expected)
+
+
+def test_a_recipe_with_empty_mel_bands_does_not_warn():
+    pre = AudioPreprocessor(num_mels=160)  # warnings are errors in these tests
+    assert features(encoded(tone(8000, 16_000), 16_000), 8000, pre).shape == (52, 160)
+
+
+@pytest.mark.parametrize("rate", [8_000, 44_100, 11_025, 16_000, 96_000])
+def test_long_clips_are_worked_on_in_pieces(rate, monkeypatch):
+    wave = np.random.default_rng(rate).normal(size=3 * rate + 17).astype(np.float32) * 0.1
+    num_samples = PRE.num_samples(len(wave), rate)
+    whole = resample(wave, rate, 16_000)
+    pre = AudioPreprocessor(dtype="float32")
+    expected = features(encoded(wave, rate), num_samples, pre)
+    monkeypatch.setattr("orchdata.loaders.modalities.audio_decode._RESAMPLE_FRAMES", 5_000)
+    monkeypatch.setattr("orchdata.loaders.modalities.audio_decode._MEL_FRAMES", 37)
+    np.testing.assert_allclose(resample(wave, rate, 16_000), whole, atol=1e-6)
+    np.testing.assert_allclose(features(encoded(wave, rate), num_samples, pre), expected, atol=1e-4)
+
+
+def test_threads_share_kernels_and_get_equal_results():
+    clips = [encoded(tone(rate, rate), rate) for rate in (8000, 22_050, 44_100)]
+    alone = [features(clip, 16_000) for clip in clips]
+    results: list[list[np.ndarray]] = [[] for _ in range(4)]
+
+    def work(mine: list[np.ndarray]) -> None:
+        mine.extend(features(clip, 16_000) for clip in clips)
+
+    threads = [threading.Thread(target=work, args=(mine,)) for mine in results]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for mine in results:
+        for got, expected in zip(mine, alone, strict=True):
+            np.testing.assert_array_equal(got, expected)
+
+
+def test_a_broken_torchaudio_is_an_error_that_says_how_to_mend_it_and_only_for_audio():
+    program = """
+import sys
+class Broken:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torchaudio":
+            raise OSError("libcudart.so.13: cannot open shared object file")
+sys.meta_path.insert(0, Broken())
+import orchdata.loaders.samples.sample
+from orchdata.loaders.modalities.audio_decode import import_torchaudio
+try:
+    import_torchaudio()
+except ImportError as error:
+    print(error)
+"""
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert "libcudart.so.13" in said
+    assert "torchaudio" in said
+    if torch.version.cuda is None:
+        assert "Delete lib/*.so in the torchaudio package folder" in said
+
+
+def test_a_slice_of_the_wrong_size_is_our_own_bug():
+    with pytest.raises(ValueError, match=r"out is \(3, 128\), should be \(100, 128\)"):
+        decode_audio(b"", PRE, LIMITS, np.empty((3, 128), np.float32), 16_000)

@@ -1,0 +1,438 @@
+"""Images of every kind become the pixels Pillow would give, resized to the grid, or an error that says why."""
+
+from __future__ import annotations
+
+import io
+import struct
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image, ImageOps
+
+from orchdata.loaders.errors import DecodeError
+from orchdata.loaders.limits import Limits
+from orchdata.loaders.modalities.headers import HeaderError, read_header
+from orchdata.loaders.modalities.image_decode import decode_image, load_pixels
+from orchdata.loaders.modalities.jpeg import without_extras
+from orchdata.loaders.modality import IMAGE
+from orchdata.loaders.recipe import ImagePreprocessor, image_grid
+from orchdata.native.patchify import channel_table, patchify
+
+LIMITS = Limits()
+EXACT = ImagePreprocessor(patch_size=1, merge=1, min_tokens=1, max_tokens=10**9)  # any size is kept as it is
+
+
+def pixels_of(data: bytes, size: tuple[int, int], pre: ImagePreprocessor = EXACT) -> np.ndarray:
+    return load_pixels(data, pre, LIMITS, image_grid(*size, pre))[:, :, :3].copy()
+
+
+def encoded(image: Image.Image, kind: str, **options: object) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def noise(*shape: int, dtype: type = np.uint8) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, np.iinfo(dtype).max, shape, dtype, endpoint=True)
+
+
+def photo(width: int, height: int) -> Image.Image:
+    """Smooth enough that scaled decoding changes little."""
+    return Image.fromarray(noise(height // 16 + 2, width // 16 + 2, 3)).resize(
+        (width, height), Image.Resampling.BICUBIC
+    )
+
+
+RGB = Image.fromarray(noise(20, 30, 3))
+RGBA = Image.fromarray(noise(20, 30, 4))
+
+
+def on_white(image: Image.Image) -> np.ndarray:
+    """The twin of alpha compositing, in floats."""
+    values = np.asarray(image.convert("RGBA")).astype(float)
+    alpha = values[:, :, 3:] / 255
+    return values[:, :, :3] * alpha + 255 * (1 - alpha)
+
+
+@pytest.mark.parametrize(
+    ("image", "kind"),
+    [
+        (RGB, "PNG"),
+        (RGB, "BMP"),
+        (RGB, "PPM"),
+        (RGB, "TIFF"),
+        (RGB.convert("L"), "PNG"),
+        (RGB.convert("L"), "JPEG"),
+        (RGB.convert("1"), "PNG"),
+        (RGB.convert("1"), "TIFF"),
+        (RGB.convert("P"), "PNG"),
+        (RGB.quantize(7), "GIF"),
+        (RGB.convert("CMYK"), "TIFF"),
+        (RGB.convert("YCbCr"), "TIFF"),
+        (RGB, "JPEG"),
+    ],
+)
+def test_modes_become_rgb_as_pillow_converts_them(image, kind):
+    data = encoded(image, kind)
+    expected = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+    np.testing.assert_array_equal(pixels_of(data, image.size), expected)
+
+
+@pytest.mark.parametrize("subsampling", ["4:4:4", "4:2:2", "4:2:0"])
+@pytest.mark.parametrize("progressive", [False, True])
+def test_jpeg_pixels_are_pillows(subsampling, progressive):
+    data = encoded(photo(250, 131), "JPEG", subsampling=subsampling, progressive=progressive)
+    expected = np.asarray(Image.open(io.BytesIO(data)))
+    np.testing.assert_array_equal(pixels_of(data, (250, 131)), expected)
+
+
+def test_cmyk_jpeg_is_inverted_as_adobe_writes_it():
+    data = encoded(photo(64, 48).convert("CMYK"), "JPEG", quality=95)
+    expected = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+    np.testing.assert_array_equal(pixels_of(data, (64, 48)), expected)
+
+
+@pytest.mark.parametrize(
+    ("image", "kind", "options"),
+    [
+        (RGBA, "PNG", {}),
+        (RGBA.convert("LA"), "PNG", {}),
+        (RGBA, "WEBP", {"lossless": True, "exact": True}),
+        (RGB.quantize(7), "PNG", {"transparency": 2}),
+        (RGB.quantize(7), "GIF", {"transparency": 2}),
+        (RGB.convert("P"), "PNG", {"transparency": bytes(range(256))}),
+        (RGB, "PNG", {"transparency": RGB.getpixel((3, 3))}),
+        (RGB.convert("L"), "PNG", {"transparency": 7}),
+    ],
+)
+def test_transparency_shows_white(image, kind, options):
+    data = encoded(image, kind, **options)
+    stored = Image.open(io.BytesIO(data))
+    assert stored.has_transparency_data
+    np.testing.assert_allclose(pixels_of(data, image.size), on_white(stored), atol=1)
+
+
+def test_sixteen_bits_keep_their_upper_byte():
+    values = noise(20, 30, dtype=np.uint16)
+    values[0, :4] = [0, 255, 256, 65535]
+    for kind in ("PNG", "TIFF", "PPM"):
+        got = pixels_of(encoded(Image.fromarray(values), kind), (30, 20))
+        np.testing.assert_array_equal(got, np.repeat((values >> 8)[:, :, None], 3, axis=2))
+        assert got[0, :4, 0].tolist() == [0, 0, 1, 255]
+
+
+def test_float_images_are_fractions_or_bytes():
+    fractions = np.linspace(0, 1, 600, dtype=np.float32).reshape(20, 30)
+    for values in (fractions, fractions * 255):
+        got = pixels_of(encoded(Image.fromarray(values), "TIFF"), (30, 20))
+        np.testing.assert_array_equal(got[:, :, 0], np.rint(fractions * 255))
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        (np.full((4, 4), np.nan, np.float32), "NaN"),
+        (np.full((4, 4), 300.0, np.float32), r"outside \[0, 255\]"),
+        (np.full((4, 4), -0.5, np.float32), "grey values from -0.5"),
+        (np.full((4, 4), 70_000, np.int32), r"outside \[0, 65535\]"),
+    ],
+)
+def test_values_that_no_rule_maps_to_bytes_are_errors(values, reason):
+    with pytest.raises(DecodeError, match=reason):
+        pixels_of(encoded(Image.fromarray(values), "TIFF"), (4, 4))
+
+
+def test_sixteen_bit_fixtures_keep_their_upper_byte(fixtures_dir: Path):
+    seen = set()
+    for path in sorted((fixtures_dir / "images").rglob("*")):
+        if path.suffix not in (".png", ".tif", ".tiff", ".pgm"):
+            continue
+        data = path.read_bytes()
+        try:
+            image = Image.open(io.BytesIO(data))
+            image.load()
+        except Exception:
+            continue
+        if image.mode.startswith("I;16"):
+            got = pixels_of(data, image.size)
+            np.testing.assert_array_equal(got[:, :, 0], (np.asarray(image) >> 8).astype(np.uint8))
+            seen.add(image.mode)
+    assert seen
+
+
+def test_cmyk_and_ycck_fixtures(fixtures_dir: Path):
+    checked = 0
+    for path in sorted((fixtures_dir / "images/pillow").rglob("*.jpg")):
+        with Image.open(path) as image:
+            if image.mode == "CMYK":
+                np.testing.assert_array_equal(
+                    pixels_of(path.read_bytes(), image.size), np.asarray(image.convert("RGB"))
+                )
+                checked += 1
+    assert checked
+
+
+@pytest.mark.parametrize("resizer", ["pillow", "torch"])
+def test_every_exif_orientation_is_turned_upright(fixtures_dir: Path, resizer: str):
+    paths = sorted((fixtures_dir / "images/exif-orientation-examples").rglob("*.jpg"))
+    pre = ImagePreprocessor(min_tokens=4, max_tokens=4096, resizer=resizer)
+    orientations = set()
+    for path in paths:
+        stored = Image.open(io.BytesIO(path.read_bytes()))
+        orientations.add(stored.getexif().get(0x0112, 1))
+        upright = ImageOps.exif_transpose(stored)
+        grid = image_grid(*upright.size, pre)
+        got = load_pixels(path.read_bytes(), pre, LIMITS, grid)[:, :, :3]
+        expected = upright.resize((grid[1] * 14, grid[0] * 14), Image.Resampling.BICUBIC)
+        difference = np.abs(got.astype(int) - np.asarray(expected))
+        # torch goes down the columns first where that is less work, and rounds in between.
+        assert difference.max() <= (1 if resizer == "pillow" else 24), path.name
+        assert difference.mean() < 0.6
+    assert orientations >= set(range(1, 9))
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "TIFF"])
+def test_orientation_in_other_formats(kind, orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = encoded(RGB, kind, exif=exif.tobytes(), **({"lossless": True} if kind == "WEBP" else {}))
+    upright = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+    np.testing.assert_array_equal(pixels_of(data, upright.size), np.asarray(upright.convert("RGB")))
+
+
+@pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG", "TIFF"])
+def test_of_an_animation_the_first_frame_is_taken(kind):
+    frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "lime", "blue")]
+    data = encoded(
+        frames[0], kind, save_all=True, append_images=frames[1:], **({"lossless": True} if kind == "WEBP" else {})
+    )
+    assert pixels_of(data, (8, 8))[0, 0].tolist() == [255, 0, 0]
+
+
+def test_the_pillow_resizer_is_pillows_bicubic():
+    pre = ImagePreprocessor(max_tokens=64)
+    image = photo(300, 200)
+    for kind in ("PNG", "BMP"):
+        data = encoded(image, kind)
+        grid = image_grid(300, 200, pre)
+        expected = image.resize((grid[1] * 14, grid[0] * 14), Image.Resampling.BICUBIC)
+        np.testing.assert_array_equal(pixels_of(data, (300, 200), pre), np.asarray(expected))
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG"])
+def test_the_torch_resizer_stays_near_the_reference(kind):
+    data = encoded(photo(1000, 700), kind)
+    got, reference = (
+        pixels_of(data, (1000, 700), ImagePreprocessor(max_tokens=256, resizer=resizer)).astype(int)
+        for resizer in ("torch", "pillow")
+    )
+    assert np.abs(got - reference).max() <= 9
+
+
+def test_large_jpegs_are_scaled_while_decoding_with_little_difference():
+    image = photo(1600, 1200)
+    pre = ImagePreprocessor(max_tokens=64)  # 9 x 6 tokens: 252 x 168 pixels, so 1/4 of the size is decoded
+    data = encoded(image, "JPEG", quality=95)
+    got = pixels_of(data, image.size, pre).astype(int)
+    whole = Image.open(io.BytesIO(data)).resize((got.shape[1], got.shape[0]), Image.Resampling.BICUBIC)
+    assert np.abs(got - np.asarray(whole)).mean() < 1.5
+
+
+def jpeg() -> bytes:
+    return encoded(photo(320, 240), "JPEG", quality=90)
+
+
+def grey_middle(data: bytes) -> bytes:
+    """Damage that Pillow passes off as grey: a stretch of the scan is lost."""
+    middle = len(data) // 2
+    return data[:middle] + b"\xff\xd9" + data[-2:]
+
+
+def flipped(data: bytes) -> bytes:
+    middle = len(data) // 2
+    return data[:middle] + bytes(byte ^ 0x55 for byte in data[middle : middle + 400]) + data[middle + 400 :]
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda data: data[: len(data) // 2], "Premature end"),
+        (lambda data: data[:100], "damaged"),
+        (lambda data: data[:3], "damaged"),
+        (grey_middle, "damaged JPEG"),
+        (flipped, "damaged JPEG"),
+        (lambda data: b"", "empty: 0 bytes"),
+        (lambda data: b"<html>not found</html>", "not an image: starts with '<html>no'"),
+        (lambda data: b"%!PS-Adobe-3.0 EPSF-3.0\n", "not an image"),  # Pillow would run a program for it
+    ],
+)
+def test_damage_is_an_error_and_never_grey(damage, reason):
+    with pytest.raises(DecodeError, match=reason):
+        pixels_of(damage(jpeg()), (320, 240))
+
+
+@pytest.mark.parametrize("kind", ["PNG", "GIF", "WEBP", "TIFF", "BMP", "PPM"])
+def test_cut_files_of_other_formats_are_errors(kind):
+    data = encoded(RGB, kind)
+    with pytest.raises(DecodeError):
+        pixels_of(data[: len(data) * 2 // 3], RGB.size)
+
+
+def test_zeros_before_the_end_marker_do_not_matter():
+    clean = jpeg()
+    assert np.array_equal(pixels_of(clean[:-2] + bytes(9) + clean[-2:], (320, 240)), pixels_of(clean, (320, 240)))
+    with pytest.raises(DecodeError, match="extraneous bytes"):
+        pixels_of(clean[:-2] + b"abc" * 10 + clean[-2:], (320, 240))
+
+
+def test_flaws_before_the_scan_do_not_matter():
+    clean = jpeg()
+    expected = pixels_of(clean, (320, 240))
+    junk = clean[:20] + b"\x00\x01junk" + clean[20:]  # behind the JFIF segment
+    profile = clean[:2] + b"\xff\xe2" + struct.pack(">H", 2 + 14) + b"ICC_PROFILE\0\x09\x02" + clean[2:]
+    for flawed in (junk, profile):
+        np.testing.assert_array_equal(pixels_of(flawed, (320, 240)), expected)
+        with pytest.raises(DecodeError, match="damaged JPEG"):  # but damage behind them does
+            pixels_of(flipped(flawed), (320, 240))
+
+
+def test_needless_segments_are_left_out():
+    image = Image.open(io.BytesIO(without_extras(encoded(RGB, "JPEG", exif=b"Exif\0\0MM\0*", comment=b"c" * 50))))
+    assert "exif" not in image.info
+    assert "comment" not in image.info
+    with pytest.raises(ValueError, match="no start of scan"):
+        without_extras(b"\xff\xd8\xff\xe0\x00\x04\x00\x00")
+
+
+def test_another_size_than_indexed_is_an_error():
+    with pytest.raises(
+        DecodeError, match=r"decoded to 30 x 20 pixels, 20 x 30 patches; the index says 30 x 20 patches"
+    ):
+        load_pixels(encoded(RGB, "PNG"), EXACT, LIMITS, (30, 20))
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "TIFF"])
+def test_the_pixel_limit_holds_before_decoding(kind):
+    limits = Limits(image_pixels=599)
+    with pytest.raises(DecodeError, match=r"30x20 = 600 pixels, above Limits\.image_pixels=599"):
+        load_pixels(encoded(RGB, kind), EXACT, limits, (20, 30))
+
+
+def test_the_limit_is_ours_and_pillows_is_neither_asked_nor_warns(monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for kind in ("PNG", "JPEG", "GIF", "BMP", "PPM"):
+            assert pixels_of(encoded(RGB, kind), RGB.size).shape == (20, 30, 3)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "uint8"])
+def test_patches_are_written_in_whole(dtype):
+    pre = ImagePreprocessor(dtype=dtype)
+    data = jpeg()
+    grid = image_grid(320, 240, pre)
+    table = channel_table(pre.mean, pre.std, dtype)
+    out, expected = (np.full((grid[0] * grid[1], pre.patch_dim), fill, table.dtype) for fill in (1, 2))
+    decode_image(memoryview(data), pre, LIMITS, out, grid)
+    patchify(load_pixels(data, pre, LIMITS, grid), 14, 2, table, expected)
+    np.testing.assert_array_equal(out, expected)
+
+
+def test_threads_do_not_meet_in_scratch_memory():
+    pre = ImagePreprocessor(max_tokens=64, resizer="torch")
+    images = [encoded(photo(300 + 40 * number, 200), "JPEG") for number in range(8)]
+    grids = [image_grid(300 + 40 * number, 200, pre) for number in range(8)]
+
+    def decode(number: int) -> bytes:
+        out = np.empty((grids[number][0] * grids[number][1], pre.patch_dim), np.uint16)
+        decode_image(images[number], pre, LIMITS, out, grids[number])
+        return out.tobytes()
+
+    alone = [decode(number) for number in range(8)]
+    together: list[list[bytes]] = [[] for _ in range(4)]
+
+    def work(results: list[bytes]) -> None:
+        results.extend(decode(number) for number in list(range(8)) * 3)
+
+    run_threads([lambda results=results: work(results) for results in together])
+    assert all(results == alone * 3 for results in together)
+
+
+def run_threads(targets: list[Callable[[], None]]) -> None:
+    threads = [threading.Thread(target=target) for target in targets]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+CUT_CASES = {
+    "JPEG": ("JPEG", {}),
+    "progressive JPEG": ("JPEG", {"progressive": True}),
+    "PNG": ("PNG", {}),
+    "WebP": ("WEBP", {}),
+    "lossless WebP": ("WEBP", {"lossless": True}),
+    "GIF": ("GIF", {}),
+    "TIFF": ("TIFF", {}),
+    "TIFF, LZW": ("TIFF", {"compression": "tiff_lzw"}),
+    "TIFF, deflate": ("TIFF", {"compression": "tiff_adobe_deflate"}),
+    "TIFF, JPEG": ("TIFF", {"compression": "jpeg"}),
+    "BMP": ("BMP", {}),
+    "PPM": ("PPM", {}),
+    "JPEG 2000": ("JPEG2000", {}),
+    "AVIF": ("AVIF", {}),
+}
+# Formats without a checksum or marks in their data: zeros decode to something.
+BLIND = {"WebP", "lossless WebP", "TIFF", "TIFF, JPEG", "BMP", "PPM", "JPEG 2000", "AVIF"}
+
+
+def photo_bytes(name: str) -> bytes:
+    y, x = np.mgrid[:240, :320]
+    pixels = np.stack([x % 256, y % 256, (x + y) % 256], -1).astype(np.uint8)
+    pixels ^= np.random.default_rng(0).integers(0, 32, pixels.shape, np.uint8)
+    form, options = CUT_CASES[name]
+    out = io.BytesIO()
+    Image.fromarray(pixels).save(out, form, **options)
+    return out.getvalue()
+
+
+def indexed_and_decoded(data: bytes, pre: ImagePreprocessor) -> np.ndarray:
+    header = read_header(IMAGE, len(data), lambda count: data[:count], Limits())
+    return load_pixels(data, pre, Limits(), image_grid(header.width, header.height, pre)).copy()
+
+
+@pytest.mark.filterwarnings("ignore:Truncated File Read")
+@pytest.mark.parametrize("name", CUT_CASES)
+@pytest.mark.parametrize("tokens", [256, 4])  # as it is, and scaled down while decoding
+def test_a_cut_image_is_refused_or_whole(name: str, tokens: int) -> None:
+    data, pre = photo_bytes(name), ImagePreprocessor(max_tokens=tokens, min_tokens=1)
+    whole = indexed_and_decoded(data, pre)
+    for share in (0.2, 0.5, 0.95):
+        try:
+            found = indexed_and_decoded(data[: int(len(data) * share)], pre)
+        except (HeaderError, DecodeError):
+            continue
+        np.testing.assert_array_equal(found, whole)
+
+
+@pytest.mark.parametrize("name", sorted(CUT_CASES.keys() - BLIND))
+def test_a_stretch_of_zeros_is_refused_where_the_format_tells(name: str) -> None:
+    data = bytearray(photo_bytes(name))
+    start = len(data) // 3
+    data[start : start + len(data) // 10] = bytes(len(data) // 10)
+    with pytest.raises((HeaderError, DecodeError)):
+        indexed_and_decoded(bytes(data), ImagePreprocessor())
+
+
+def test_zeros_in_the_pixels_of_a_png_are_refused():
+    """Stored, not deflated: without the checksums they would be pixels."""
+    data = bytearray(encoded(Image.fromarray(noise(56, 56, 3)), "PNG", compress_level=0))
+    assert pixels_of(bytes(data), (56, 56)).any()
+    data[3_000:6_000] = bytes(3_000)
+    with pytest.raises(DecodeError, match="does not fit its checksum"):
+        pixels_of(bytes(data), (56, 56))

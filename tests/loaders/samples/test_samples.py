@@ -1,0 +1,368 @@
+"""Members and texts -> parts: where media go, what carries loss, and what is refused with which words."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+from PIL import Image
+
+from orchdata.loaders.errors import FieldError
+from orchdata.loaders.limits import Limits
+from orchdata.loaders.modalities.headers import HeaderError, read_header
+from orchdata.loaders.modality import AUDIO, IMAGE, TEXT
+from orchdata.loaders.recipe import AudioPreprocessor, ChatTemplate, ImagePreprocessor, Recipe, TextPreprocessor
+from orchdata.loaders.samples.sample import (
+    AudioPart,
+    ImagePart,
+    MediaSlot,
+    Member,
+    TextPart,
+    TextSpan,
+    compose,
+    decode_sample,
+    measure,
+    text_members,
+)
+from orchdata.loaders.shards.fields import classify
+
+PLAIN = ChatTemplate(prefix="[{role}]", suffix=";")
+RECIPE = Recipe(text=TextPreprocessor(template=PLAIN))
+
+
+def sample(**fields: object) -> tuple[list[Member], dict[int, bytes]]:
+    """Members and texts: `txt="..."`, `json={...}`; media by None, as `jpg_0=None` for the field 0.jpg."""
+    members, texts = [], {}
+    for name, value in fields.items():
+        field = ".".join(reversed(name.split("_")))
+        if value is None:
+            audio = field.endswith(("wav", "flac"))
+            facts = {"frames": 16_000, "rate": 16_000} if audio else {"width": 56, "height": 56}
+            members.append(Member(field, AUDIO if audio else IMAGE, size=100, **facts))
+            continue
+        payload = (
+            value if isinstance(value, bytes) else (value if isinstance(value, str) else json.dumps(value)).encode()
+        )
+        texts[len(members)] = payload
+        members.append(Member(field, TEXT, size=len(payload)))
+    return members, texts
+
+
+def shown(members: list[Member], texts: dict[int, bytes], recipe: Recipe = RECIPE) -> list[str]:
+    """Spans as text: loss in capitals' place as `text!`, media as <field>."""
+    rendered = []
+    for span in compose(members, texts, recipe):
+        if isinstance(span, MediaSlot):
+            rendered.append(f"<{members[span.member].field}>")
+        else:
+            ids = span.token_ids
+            text = bytes(ids.astype(np.uint8)).decode() if ids.max() < 256 else str(ids.tolist())
+            rendered.append(text + "!" * span.loss)
+    return rendered
+
+
+CHAT = ["[user]q;[assistant]", "a;!"]
+USER_THEN_ASSISTANT = [{"role": "user", "content": "hi <image>"}, {"role": "assistant", "content": "ok"}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "spans"),
+    [
+        ({"txt": "words"}, ["words!"]),
+        ({"jpg": None, "txt": "words"}, ["<jpg>", "words!"]),
+        # Without placeholders media come first: images, then audio, each by number.
+        ({"wav": None, "txt": "x", "png_10": None, "jpg_2": None}, ["<2.jpg>", "<10.png>", "<wav>", "x!"]),
+        ({"jpg_0": None, "png_1": None, "txt": "a<image>b<image>"}, ["a!", "<0.jpg>", "b!", "<1.png>"]),
+        ({"flac": None, "jpg": None, "txt": "<audio>x<image>"}, ["<flac>", "x!", "<jpg>"]),
+        # Audio has no placeholder of its own, so it leads.
+        ({"flac": None, "jpg": None, "txt": "x<image>y"}, ["<flac>", "x!", "<jpg>", "y!"]),
+        ({"jpg": None, "json": USER_THEN_ASSISTANT}, ["[user]hi ", "<jpg>", ";[assistant]", "ok;!"]),
+        ({"jpg": None, "json": {"messages": USER_THEN_ASSISTANT}}, ["[user]hi ", "<jpg>", ";[assistant]", "ok;!"]),
+        # A conversation goes before text, text before a JSON caption, other JSON is metadata.
+        ({"txt": "no", "json": [{"role": "assistant", "content": "yes"}]}, ["[assistant]", "yes;!"]),
+        ({"txt": "yes", "json": {"text": "no"}}, ["yes!"]),
+        ({"jpg": None, "json": {"caption": "yes"}}, ["<jpg>", "yes!"]),
+        ({"txt": "yes", "json": {"width": 5}}, ["yes!"]),
+        ({"txt": "yes", "json": ["a", "b"]}, ["yes!"]),
+        ({"jpg": None, "json": {"width": 5}}, ["<jpg>"]),
+        ({"txt_1": "b", "txt_0": "a"}, ["ab!"]),
+        ({"caption": "no", "txt": "yes"}, ["yes!"]),
+        ({"txt_en": "by extension"}, ["by extension!"]),
+        # Columns of Parquet files keep the case of their names.
+        ({"Text": "in capitals"}, ["in capitals!"]),
+        ({"JSON": {"text": "in capitals"}}, ["in capitals!"]),
+        # JSON Lines: one is what it says, several are a list.
+        ({"jsonl": '{"text": "one"}\n'}, ["one!"]),
+        ({"jsonl": '{"role": "user", "content": "q"}\n\n{"role": "assistant", "content": "a"}'}, CHAT),
+        ({"txt": "yes", "jsonl": '{"a": 1}\n{"a": 2}'}, ["yes!"]),
+        ({"gz_txt": "gunzipped by the reader"}, ["gunzipped by the reader!"]),
+    ],
+)
+def test_parts_in_order(fields, spans):
+    assert shown(*sample(**fields)) == spans
+
+
+def test_llava_records():
+    record = {
+        "id": "7",
+        "image": "coco/train/7.jpg",
+        "conversations": [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "A cat."}],
+    }
+    assert shown(*sample(jpg=None, json=record)) == ["[user]", "<jpg>", "\nWhat?;[assistant]", "A cat.;!"]
+    with pytest.raises(FieldError) as caught:
+        compose(*sample(json=record), RECIPE)
+    assert caught.value.field == "image"
+    assert "names 1 ('coco/train/7.jpg'), the sample holds none" in caught.value.reason
+
+
+def test_qwen_content_lists_say_themselves_where_media_go():
+    turns = [
+        {
+            "role": "user",
+            "content": [
+                {"type": "image", "image": "file:///etc/passwd"},
+                {"type": "text", "text": "the mark <image> is text here"},
+                {"type": "audio", "audio": "x.wav"},
+            ],
+        },
+        {"role": "assistant", "content": [{"type": "text", "text": "ok"}]},
+    ]
+    spans = shown(*sample(wav=None, jpg=None, json={"messages": turns}))
+    assert spans == ["[user]", "<jpg>", "the mark <image> is text here", "<wav>", ";[assistant]", "ok;!"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "reason"),
+    [
+        ({"txt": "a <image> b <image>", "jpg": None}, "txt", "<image> placeholder 2 of 2 has no image"),
+        ({"txt": "a <image>"}, "txt", "<image> placeholder 1 of 1 has no image: the sample holds 0"),
+        ({"txt": "<audio>", "jpg": None}, "txt", "<audio> placeholder 1 of 1 has no audio"),
+        ({"txt": "<image>", "jpg_0": None, "jpg_1": None, "jpg_2": None}, "txt", "3 images but 1 <image> placeholders"),
+        ({"json": b"{nope"}, "json", "not valid JSON"),
+        ({"json": b"\xff\xfe"}, "json", "not valid UTF-8"),
+        ({"json": b"[" * 100_000}, "json", "not valid JSON"),
+        ({"txt": b"caf\xe9"}, "txt", "not valid UTF-8"),
+        ({"json": {"messages": []}}, "json", "no turns"),
+        ({"json": [{"role": "user"}]}, "json", "turn 1 (user) has no content"),
+        ({"json": [{"role": "user", "content": "x"}, {"content": "y"}]}, "json", "turn 2 has no role"),
+        ({"json": [{"role": "user", "content": "x"}, "y"]}, "json", "turn 2 is a str"),
+        ({"json": [{"role": "user", "content": 5}]}, "json", "content of turn 1 is a int"),
+        ({"json": [{"role": "user", "content": [{"type": "video"}]}]}, "json", "an item of type 'video'"),
+        ({"json": [{"role": "user", "content": [{"type": "text"}]}]}, "json", "text item without text"),
+        ({"json": {"width": 3}}, "*", "no usable field among: json"),
+        ({"txt": ""}, "txt", "no tokens"),
+    ],
+)
+def test_bad_samples_name_field_and_reason(fields, field, reason):
+    with pytest.raises(FieldError) as caught:
+        measure(*sample(**fields), RECIPE)
+    assert caught.value.field == field
+    assert reason in caught.value.reason
+
+
+def test_a_recipe_without_images_leaves_them_alone_but_for_placeholders():
+    recipe = Recipe(image=None, text=RECIPE.text)
+    members, texts = sample(jpg=None, txt="words")
+    assert measure(members, texts, recipe).used_members == [1]
+    with pytest.raises(FieldError, match="recipe has no image preprocessor"):
+        compose(*sample(jpg=None, txt="<image>"), recipe)
+    with pytest.raises(FieldError, match=r"no usable field among: jpg; the recipe asks for audio, text"):
+        compose(*sample(jpg=None), recipe)
+
+
+def test_special_ids_and_which_of_them_carry_loss():
+    text = TextPreprocessor(
+        bos_token_id=300, eos_token_id=301, image_start_id=302, image_end_id=303, audio_start_id=304, template=PLAIN
+    )
+    recipe = Recipe(text=text)
+    assert shown(*sample(jpg=None, txt="x"), recipe) == ["[300]", "[302]", "<jpg>", "[303]", "x!", "[301]!"]
+    turns = [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]
+    assert shown(*sample(json=turns), recipe) == ["[300]", "[assistant]", "a;!", "[user]b;", "[301]"]
+    assert shown(*sample(wav=None), recipe) == ["[300]", "[304]", "<wav>", "[301]"]
+
+
+def test_loss_tokens_are_the_labels_that_are_left():
+    # "hello": 5 bytes, the first token of a sample never carries loss.
+    assert measure(*sample(txt="hello"), RECIPE).loss_tokens == 4
+    # 56 x 56 at patch 14, merged 2 x 2: 4 tokens before the text, so all its 5 bytes carry loss.
+    measured = measure(*sample(jpg=None, txt="hello"), RECIPE)
+    assert (measured.llm_tokens, measured.loss_tokens) == (4 + 5, 5)
+    # "[user]hi;[assistant]" without loss, "ok;" with.
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ok"}]
+    assert measure(*sample(json=turns), RECIPE).loss_tokens == len("ok;")
+
+
+def test_text_is_tokenized_in_stretches_of_equal_loss():
+    seen = []
+
+    def tokenizer(text: str) -> list[int]:
+        seen.append(text)
+        return [7]
+
+    recipe = Recipe(text=TextPreprocessor(tokenizer, id="spy", template=PLAIN))
+    turns = [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "u"},
+        {"role": "assistant", "content": "a"},
+    ]
+    compose(*sample(json=turns), recipe)
+    assert seen == ["[system]s;[user]u;[assistant]", "a;"]
+
+
+def test_limits_hold_before_anything_is_decoded():
+    members = [Member("jpg", IMAGE, width=20_000, height=10_000)]
+    with pytest.raises(FieldError, match=r"20000x10000 = 200000000 pixels, above Limits\.image_pixels=178956970"):
+        measure(members, {}, RECIPE)
+    with pytest.raises(FieldError, match=r"above Limits\.audio_seconds"):
+        measure([Member("wav", AUDIO, frames=48_000 * 11_000, rate=48_000)], {}, RECIPE)
+    small = Recipe(limits=Limits(text_bytes=4, member_bytes=10, sample_bytes=15))
+    with pytest.raises(FieldError, match="5 bytes of text, above the limit text_bytes=4"):
+        measure(*sample(txt="hello"), small)
+    with pytest.raises(FieldError, match="11 bytes, above Limits.member_bytes=10"):
+        measure([Member("jpg", IMAGE, width=9, height=9, size=11)], {}, small)
+    two = [Member(f"{number}.jpg", IMAGE, width=9, height=9, size=8) for number in range(2)]
+    with pytest.raises(FieldError, match="16 bytes, above Limits.sample_bytes=15"):
+        measure(two, {}, small)
+
+
+def test_headers_that_say_nothing_are_errors():
+    with pytest.raises(FieldError, match="header says 0 x 0 pixels"):
+        measure([Member("jpg", IMAGE)], {}, RECIPE)
+    with pytest.raises(FieldError, match="header says 0 frames at 16000 Hz"):
+        measure([Member("wav", AUDIO, rate=16_000)], {}, RECIPE)
+    with pytest.raises(FieldError, match="was cut"):
+        measure([Member("jpg", IMAGE, width=9, height=9, error="was cut")], {}, RECIPE)
+
+
+def test_a_bad_member_that_is_not_used_does_no_harm():
+    members = [Member("jpg", IMAGE, error="not an image"), Member("txt", TEXT)]
+    assert measure(members, {1: b"hello"}, Recipe(image=None)).llm_tokens == 5
+
+
+def test_text_members_are_json_and_the_preferred_text():
+    members, _ = sample(caption="c", txt="t", json={}, jpg=None)
+    assert text_members(members, RECIPE) == [1, 2]
+    other = Recipe(text=TextPreprocessor(fields=("caption",)))
+    assert text_members(members, other) == [0, 2]
+
+
+def assert_decodes_as_measured(members: list[Member], payloads: dict[int, bytes], recipe: Recipe) -> None:
+    texts = {index: payloads[index] for index in text_members(members, recipe)}
+    measured = measure(members, texts, recipe)
+    parts = decode_sample(members, payloads, recipe)
+    media = iter(measured.parts)
+    llm_tokens = loss_tokens = 0
+    for part in parts:
+        if isinstance(part, TextPart):
+            llm_tokens += len(part.token_ids)
+            loss_tokens += int(part.loss.sum())
+            continue
+        expected = next(media)
+        llm_tokens += expected.tokens
+        if isinstance(part, ImagePart):
+            assert expected.modality == IMAGE
+            assert part.grid_hw == (expected.extent0, expected.extent1)
+            assert len(part.patches) == expected.positions == expected.tokens * recipe.image.merge**2
+        else:
+            assert expected.modality == AUDIO
+            assert len(part.features) == expected.extent1 == expected.positions * recipe.audio.conv_stride
+            assert np.isfinite(part.features).all()
+    assert (llm_tokens, loss_tokens) == (measured.llm_tokens, measured.loss_tokens)
+
+
+FOLDERS = [
+    "images/exif-orientation-examples",
+    "images/pillow",
+    "images/raccoon",
+    "images/scikit-image",
+    "multimodal",
+    "speech",
+]
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_costs_from_headers_equal_what_decoding_yields(fixtures_dir: Path, folder: str):
+    """Every real image and clip that has a header decodes to exactly the size it says, or is damaged."""
+    recipe = Recipe(image=ImagePreprocessor(max_tokens=64), text=RECIPE.text)  # small: resizing is not what is tested
+    decoded, damaged = 0, []
+    for path in sorted((fixtures_dir / folder).rglob("*")):
+        kind, _ = classify(path.name.lower())
+        if not path.is_file() or kind not in (IMAGE, AUDIO):
+            continue
+        data = path.read_bytes()
+        try:
+            header = read_header(kind, len(data), lambda size, data=data: data[:size], recipe.limits)
+        except HeaderError:
+            continue
+        field = path.suffix[1:].lower()
+        facts = (header.width, header.height, header.frames, header.rate)
+        members = [Member(field, kind, *facts, size=len(data)), Member("txt", TEXT)]
+        try:
+            assert_decodes_as_measured(members, {0: data, 1: path.name.encode()}, recipe)
+            decoded += 1
+        except FieldError as error:
+            assert error.field == field
+            damaged.append(f"{path.name}: {error.reason}")
+    assert decoded
+    assert all("damaged" in line for line in damaged), damaged
+    assert len(damaged) <= 5  # of images/pillow, none of which Pillow itself can load
+
+
+def test_a_whole_interleaved_sample(rng_image, rng_clip):
+    members = [
+        Member("0.jpg", IMAGE, width=200, height=100, size=len(rng_image)),
+        Member("flac", AUDIO, frames=8000, rate=8000, size=len(rng_clip)),
+        Member("json", TEXT),
+    ]
+    turns = [
+        {"role": "user", "content": "see <image> and hear <audio>"},
+        {"role": "assistant", "content": "done"},
+    ]
+    payloads = {0: rng_image, 1: rng_clip, 2: json.dumps(turns).encode()}
+    assert_decodes_as_measured(members, payloads, RECIPE)
+    kinds = [type(part) for part in decode_sample(members, payloads, RECIPE)]
+    assert kinds == [TextPart, ImagePart, TextPart, AudioPart, TextPart, TextPart]
+
+
+def test_parts_become_tensors_of_the_recipes_dtype(rng_image, rng_clip):
+    import torch
+
+    recipe = Recipe(
+        image=ImagePreprocessor(dtype="bfloat16"), audio=AudioPreprocessor(dtype="bfloat16"), text=RECIPE.text
+    )
+    members = [
+        Member("jpg", IMAGE, width=200, height=100),
+        Member("flac", AUDIO, frames=8000, rate=8000),
+    ]
+    image, audio = decode_sample(members, {0: rng_image, 1: rng_clip}, recipe)
+    assert image.tensor().dtype == audio.tensor().dtype == torch.bfloat16
+    assert image.tensor().shape == (image.grid_hw[0] * image.grid_hw[1], 588)
+    exact = decode_sample(members, {0: rng_image, 1: rng_clip}, Recipe(image=ImagePreprocessor(dtype="float32")))
+    torch.testing.assert_close(image.tensor(), exact[0].tensor().to(torch.bfloat16), rtol=0, atol=0)
+    torch.testing.assert_close(audio.tensor(), exact[1].tensor().to(torch.bfloat16), rtol=0, atol=0)
+
+
+def test_spans_hold_int32_ids():
+    (span,) = compose(*sample(txt="é"), RECIPE)
+    assert isinstance(span, TextSpan)
+    assert span.token_ids.dtype == np.int32
+    assert span.token_ids.tolist() == [0xC3, 0xA9]
+
+
+@pytest.fixture
+def rng_image() -> bytes:
+    file = io.BytesIO()
+    pixels = np.random.default_rng(0).integers(0, 256, (100, 200, 3), np.uint8)
+    Image.fromarray(pixels).save(file, "JPEG")
+    return file.getvalue()
+
+
+@pytest.fixture
+def rng_clip() -> bytes:
+    file = io.BytesIO()
+    soundfile.write(file, np.random.default_rng(0).normal(size=8000) * 0.1, 8000, format="FLAC")
+    return file.getvalue()

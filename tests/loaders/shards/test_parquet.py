@@ -1,0 +1,335 @@
+"""Parquet shards: Hugging Face columns, plain bytes, text and chats; damage is one row."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import soundfile
+from PIL import Image
+
+from orchdata.loaders.errors import FieldError
+from orchdata.loaders.limits import Limits
+from orchdata.loaders.shards.fields import OTHER, PARQUET
+from orchdata.loaders.shards.parquet.children import measuring
+from orchdata.loaders.shards.parquet.shard import COLUMNS, ColumnCache, ParquetShard
+from orchdata.loaders.storage.storage import LocalFile
+
+
+@pytest.fixture(autouse=True, scope="module")
+def children() -> Iterator[None]:
+    """One child for all files."""
+    with measuring():
+        yield
+
+
+def png(width: int, height: int) -> bytes:
+    out = io.BytesIO()
+    Image.new("RGB", (width, height)).save(out, "PNG")
+    return out.getvalue()
+
+
+def flac(frames: int) -> bytes:
+    out = io.BytesIO()
+    soundfile.write(out, np.zeros(frames), 16_000, format="FLAC")
+    return out.getvalue()
+
+
+def write(path: Path, columns: Mapping[str, Any], **options: Any) -> Path:
+    pq.write_table(pa.table(dict(columns)), path, **options)
+    return path
+
+
+def shard(path: Path, limits: Limits | None = None) -> ParquetShard:
+    return ParquetShard(str(path), LocalFile(path), limits=limits or Limits())
+
+
+def rows(path: Path, limits: Limits | None = None) -> list[dict[str, Any]]:
+    return shard(path, limits).facts().table.arrow().to_pylist()
+
+
+def read(opened: ParquetShard, row: dict[str, Any]) -> bytes:
+    return opened.read(row["offset"], row["size"], row["encoding"], row["field"])
+
+
+def test_hugging_face_structs_plain_bytes_and_text(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "a.parquet",
+        {
+            "id": ["x", "y"],
+            "image": [{"bytes": png(4, 3), "path": "a.png"}, None],
+            "audio": [None, {"bytes": flac(700), "path": None}],
+            "jpg": [png(5, 6), None],
+            "payload": [flac(9), png(8, 8)],
+            "text": ["hi", "grüße"],
+            "count": [1, 2],
+        },
+    )
+    opened = shard(path)
+    found = opened.facts().table.arrow().to_pylist()
+    assert [(row["sample"], row["key"], row["field"], row["kind"]) for row in found] == [
+        (0, "x", "image", 1),
+        (0, "x", "jpg", 1),
+        (0, "x", "payload", 2),  # by its first bytes
+        (0, "x", "text", 0),
+        (1, "y", "audio", 2),
+        (1, "y", "payload", 1),
+        (1, "y", "text", 0),
+    ]
+    assert all(row["encoding"] == PARQUET and row["error"] is None for row in found)
+    assert [(row["width"], row["height"], row["frames"]) for row in found[:5]] == [
+        (4, 3, 0),
+        (5, 6, 0),
+        (0, 0, 9),
+        (0, 0, 0),
+        (0, 0, 700),
+    ]
+    assert read(opened, found[0]) == png(4, 3)
+    assert read(opened, found[-1]) == "grüße".encode()
+
+
+def test_lists_give_a_field_for_each_item(tmp_path: Path) -> None:
+    images = [[{"bytes": png(1, 2), "path": None}, {"bytes": png(3, 4), "path": None}], [], None]
+    path = write(tmp_path / "a.parquet", {"images": images, "clips": [[flac(5)], [], [flac(6), flac(7)]]})
+    opened = shard(path)
+    found = opened.facts().table.arrow().to_pylist()
+    assert [(row["key"], row["field"], row["width"], row["frames"]) for row in found] == [
+        ("0", "images.0", 1, 0),
+        ("0", "images.1", 3, 0),
+        ("0", "clips.0", 0, 5),
+        ("1", "", 0, 0),  # a row with nothing in it is still a sample
+        ("2", "clips.0", 0, 6),
+        ("2", "clips.1", 0, 7),
+    ]
+    assert read(opened, found[1]) == png(3, 4)
+    assert read(opened, found[5]) == flac(7)
+
+
+CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+PARTS = [{"role": "user", "content": [{"type": "image", "text": None}, {"type": "text", "text": "what?"}]}]
+
+
+@pytest.mark.parametrize(
+    ("column", "cell", "expected"),
+    [
+        ("messages", CHAT, CHAT),
+        ("conversations", [{"from": "human", "value": "hi"}], [{"from": "human", "value": "hi"}]),
+        (
+            "messages",
+            PARTS,
+            [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what?"}]}],
+        ),
+        (
+            "conversations",
+            {"from": ["human", "gpt"], "value": ["a", "b"]},
+            [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}],
+        ),
+        ("sample", {"messages": CHAT, "source": "x"}, {"messages": CHAT, "source": "x"}),
+    ],
+)
+def test_chats_are_read_as_json(tmp_path: Path, column: str, cell: Any, expected: Any) -> None:
+    path = write(tmp_path / "a.parquet", {column: [cell]})
+    opened = shard(path)
+    (row,) = opened.facts().table.arrow().to_pylist()
+    assert (row["field"], row["kind"]) == (column, 0)
+    assert json.loads(read(opened, row)) == expected
+
+
+def test_keys_come_from_key_then_id_then_the_row(tmp_path: Path) -> None:
+    text = {"text": ["a", "b"]}
+    assert [r["key"] for r in rows(write(tmp_path / "a.parquet", {"__key__": ["k", "l"], "id": [1, 2], **text}))] == [
+        "k",
+        "l",
+    ]
+    assert [r["key"] for r in rows(write(tmp_path / "b.parquet", {"id": [7, 8], **text}))] == ["7", "8"]
+    assert [r["key"] for r in rows(write(tmp_path / "c.parquet", text))] == ["0", "1"]
+
+
+def test_a_key_given_twice_makes_both_rows_bad(tmp_path: Path) -> None:
+    first, other, second = rows(write(tmp_path / "a.parquet", {"__key__": ["x", "y", "x"], "text": ["a", "b", "c"]}))
+    assert other["error"] is None
+    reason = "key 'x' is that of row 0 and of row 2: give each row its own __key__"
+    assert first["error"] == second["error"]
+    assert first["error"].startswith(reason)
+    assert first["kind"] == second["kind"] == OTHER
+
+
+def test_a_string_that_is_not_utf8_is_one_rows(tmp_path: Path) -> None:
+    offsets, data = np.array([0, 2, 4, 6], np.int32), b"ok\xff\xfeko"
+    bad = pa.StringArray.from_buffers(3, pa.py_buffer(offsets), pa.py_buffer(data))
+    path = write(tmp_path / "a.parquet", {"id": bad, "txt": bad, "caption": bad.dictionary_encode()})
+    found = rows(path)
+    assert [row["key"] for row in found[::2]] == ["ok", "\\xff\\xfe", "ko"]
+    opened = shard(path)
+    assert all(row["error"] is None for row in found)
+    assert [read(opened, row) for row in found] == [b"ok", b"ok", b"\xff\xfe", b"\xff\xfe", b"ko", b"ko"]
+    roles = pa.StructArray.from_arrays([bad, bad], ["role", "content"])
+    chat = pa.ListArray.from_arrays(pa.array([0, 1, 2, 3], pa.int32()), roles)
+    errors = [row["error"] for row in rows(write(tmp_path / "b.parquet", {"messages": chat}))]
+    assert errors == [None, "holds a string that is not valid UTF-8: invalid start byte", None]
+
+
+def test_a_path_without_bytes_is_not_followed(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "a.parquet", {"image": [{"bytes": None, "path": "/etc/passwd"}, {"bytes": png(1, 1), "path": ""}]}
+    )
+    bad, good = rows(path)
+    assert bad["error"].startswith("holds a path, not bytes: '/etc/passwd'") and bad["kind"] == 1
+    assert good["error"] is None
+    with pytest.raises(FieldError, match="holds a path, not bytes"):
+        shard(path).read(0, 0, PARQUET, "image")
+
+
+def test_bad_cells_and_limits_are_errors_of_their_field(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", {"image": [b"hello world", png(50, 50)], "text": ["x" * 100, "y"]})
+    found = {(row["sample"], row["field"]): row for row in rows(path, Limits(image_pixels=2_499, text_bytes=99))}
+    assert found[0, "image"]["error"] == "not an image: starts with 'hello wo'"
+    assert "above Limits.text_bytes=99" in found[0, "text"]["error"]
+    assert "above Limits.image_pixels=2499" in found[1, "image"]["error"]
+    assert found[1, "text"]["error"] is None
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "empty file"),
+        (b"PAR1 and then nothing of the kind", "not a readable Parquet file: "),
+        (b"PAR1" + bytes(100) + b"PAR1", "not a readable Parquet file: "),
+    ],
+)
+def test_a_file_that_is_no_parquet_is_one_row(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "a.parquet"
+    path.write_bytes(content)
+    (row,) = rows(path)
+    assert row["error"].startswith(message) and (row["sample"], row["key"], row["kind"]) == (0, "", OTHER)
+
+
+def test_files_without_rows_or_usable_columns_say_so(tmp_path: Path) -> None:
+    (row,) = rows(write(tmp_path / "a.parquet", {"text": pa.array([], pa.string())}))
+    assert row["error"] == "no samples: the file has no rows"
+    (row,) = rows(write(tmp_path / "b.parquet", {"n": [1]}))
+    assert row["error"] == "no column holds images, audio or text (columns: n)"
+
+
+def test_a_column_that_unfolds_too_far_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", {"text": [bytes(8 << 20).decode()]}, compression="zstd", use_dictionary=False)
+    (row,) = rows(path, Limits(column_bytes=1 << 20))
+    assert "row group 0, column 'text' decompresses" in row["error"]
+    assert "above Limits.column_bytes=1048576" in row["error"]
+
+
+def test_eight_threads_read_what_one_reads(tmp_path: Path) -> None:
+    rng = np.random.default_rng(3)
+    texts = ["x" * int(n) for n in rng.integers(0, 200, 500)]
+    path = write(tmp_path / "a.parquet", {"text": texts, "other": texts[::-1]}, row_group_size=37)
+    opened = shard(path)
+    found = opened.facts().table.arrow().to_pylist()
+    expected = [(texts if row["field"] == "text" else texts[::-1])[row["offset"]].encode() for row in found]
+    order = rng.integers(0, len(found), 3_000).tolist()
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(lambda i: read(opened, found[i]), order)) == [expected[i] for i in order]
+    held = COLUMNS.held_bytes
+    opened.close()
+    assert COLUMNS.held_bytes < held
+    with pytest.raises(ValueError, match="read after close"):
+        read(opened, found[0])
+
+
+def test_the_column_cache_is_bounded() -> None:
+    cache = ColumnCache(1_000)
+    column = pa.chunked_array([pa.array(np.zeros(50))])  # 400 bytes
+    for group in range(5):
+        cache.put((0, group, "x"), column)
+    assert cache.held_bytes == 800
+    assert cache.get((0, 4, "x")) is not None and cache.get((0, 0, "x")) is None
+    cache.put((0, 9, "x"), pa.chunked_array([pa.array(np.zeros(500))]))  # above the bound: alone
+    assert cache.held_bytes == 4_000
+    cache.forget(0)
+    assert cache.held_bytes == 0
+
+
+def test_another_cell_than_was_indexed_is_an_error(tmp_path: Path) -> None:
+    opened = shard(write(tmp_path / "a.parquet", {"text": ["abc"], "images": [[png(1, 1)]]}))
+    for offset, size, field in ((0, 9, "text"), (5, 3, "text"), (0, 3, "absent"), (0, 3, "images.4"), (0, 3, "images")):
+        with pytest.raises(FieldError, match="index the shard again"):
+            opened.read(offset, size, PARQUET, field)
+
+
+def test_parquet_of_others(fixtures_dir: Path) -> None:
+    paths = sorted((fixtures_dir / "multimodal").rglob("*.parquet"))
+    assert paths
+    for path in paths:
+        opened = shard(path)
+        for row in opened.facts().table.arrow().to_pylist():
+            assert row["error"] is None, (path, row)
+            assert len(read(opened, row)) == row["size"]
+
+
+HOSTILE = """
+import sys, resource, warnings
+resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
+warnings.simplefilter("error")
+sys.path.insert(0, {tests!r})
+from test_parquet import *
+from orchdata.loaders.index.build import build_index
+from orchdata.loaders.recipe import Recipe
+paths = sorted(Path({folder!r}).rglob("*.parquet"))
+index = build_index([str(path) for path in paths], Recipe(), num_threads=2)
+assert index.shards[int(index.shard[-1])].url == str(paths[-1])
+good = 0
+with measuring():
+    for path in paths:
+        opened = shard(path)
+        for row in opened.facts().table.arrow().to_pylist()[:300]:
+            if row["error"] is None and row["kind"] != OTHER:
+                assert len(read(opened, row)) == row["size"], (path, row)
+                good += 1
+print(good)
+"""
+
+
+def test_hostile_files_never_raise(fixtures_dir: Path) -> None:
+    script = HOSTILE.format(tests=str(Path(__file__).parent), folder=str(fixtures_dir / "hostile" / "parquet-testing"))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert int(done.stdout) > 100
+
+
+def test_flipped_bytes_never_raise(tmp_path: Path) -> None:
+    source = write(tmp_path / "a.parquet", {"image": [png(9, 9)] * 3, "text": ["a", "b", "c"]}).read_bytes()
+    rng = np.random.default_rng(4)
+    for _ in range(150):
+        data = bytearray(source)
+        for at in rng.integers(0, len(data), 4):
+            data[at] = rng.integers(0, 256)
+        path = tmp_path / "b.parquet"
+        path.write_bytes(data)
+        assert rows(path)
+
+
+def test_rows_of_one_id_are_samples_of_their_own(tmp_path: Path):
+    path = write(tmp_path / "a.parquet", {"id": ["x", "x#2", "x", "x"], "text": ["a", "b", "c", "d"]})
+    found = rows(path)
+    assert [row["key"] for row in found] == ["x", "x#2", "x#2#2", "x#3"]
+    assert [row["error"] for row in found] == [None] * 4
+
+
+def test_a_field_of_type_null_in_a_chat_says_nothing(tmp_path: Path):
+    chat = [{"role": "user", "content": "q", "name": None}, {"role": "assistant", "content": "r", "name": None}]
+    table = pa.table({"messages": [chat], "nested": [{"messages": chat}]})
+    assert pa.types.is_null(table.schema.field("messages").type.value_type.field("name").type)
+    pq.write_table(table, tmp_path / "a.parquet")
+    assert [(row["field"], row["error"]) for row in rows(tmp_path / "a.parquet")] == [
+        ("messages", None),
+        ("nested", None),
+    ]

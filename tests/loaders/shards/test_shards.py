@@ -1,0 +1,230 @@
+"""Open shards: by suffix, shared by threads, bounded, no descriptor left."""
+
+from __future__ import annotations
+
+import gc
+import gzip
+import io
+import os
+import tarfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from orchdata.loaders.errors import ShardError, StaleIndexError, StorageError
+from orchdata.loaders.index.facts import load_facts
+from orchdata.loaders.limits import Limits
+from orchdata.loaders.shards.open import OpenShards, open_shard
+from orchdata.loaders.shards.parquet.shard import ParquetShard
+from orchdata.loaders.shards.shard import Shard, ShardInfo
+from orchdata.loaders.shards.tar import TarShard
+from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.counted import ByteCount, CountedFile
+from orchdata.loaders.storage.storage import LocalFile
+
+
+def tar_bytes(text: bytes) -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as tar:
+        info = tarfile.TarInfo("a.txt")
+        info.size = len(text)
+        tar.addfile(info, io.BytesIO(text))
+    return out.getvalue()
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> OpenShards:
+    return OpenShards(limits=Limits(), cache=CacheFolder(tmp_path / "cache"), capacity=3)
+
+
+def open_descriptors() -> int:
+    gc.collect()
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_each_suffix_opens_its_reader(tmp_path: Path) -> None:
+    (tmp_path / "a.tar").write_bytes(tar_bytes(b"x"))
+    (tmp_path / "a.TAR.GZ").write_bytes(gzip.compress(tar_bytes(b"x")))
+    pq.write_table(pa.table({"text": ["x"]}), tmp_path / "a.parquet")
+    for name, kind in (("a.tar", TarShard), ("a.TAR.GZ", TarShard), ("a.parquet", ParquetShard)):
+        shard = open_shard(str(tmp_path / name), limits=Limits(), cache=CacheFolder(tmp_path / "cache"))
+        assert isinstance(shard, kind)
+        (row,) = shard.facts().table.arrow().to_pylist()
+        assert bytes(shard.read(row["offset"], row["size"], row["encoding"], row["field"])) == b"x"
+        assert shard.size == (tmp_path / name).stat().st_size
+        shard.close()
+
+
+def test_unknown_suffix_and_absent_file(tmp_path: Path) -> None:
+    cache = CacheFolder(tmp_path)
+    with pytest.raises(ValueError, match="unknown kind of shard"):
+        open_shard("a.zip", limits=Limits(), cache=cache)
+    with pytest.raises(StorageError, match=r"absent\.tar: cannot be opened: No such file"):
+        open_shard(str(tmp_path / "absent.tar"), limits=Limits(), cache=cache)
+
+
+def test_pipes_and_folders_are_no_shards(tmp_path: Path) -> None:
+    (tmp_path / "folder.tar").mkdir()
+    os.mkfifo(tmp_path / "pipe.tar")
+    for name in ("folder.tar", "pipe.tar"):
+        with pytest.raises(ShardError, match=r"\.tar: cannot be opened: not a regular file"):
+            open_shard(str(tmp_path / name), limits=Limits(), cache=CacheFolder(tmp_path))
+
+
+def test_no_descriptor_is_left(tmp_path: Path, shards: OpenShards) -> None:
+    paths = []
+    for i in range(12):
+        path = tmp_path / f"{i}.tar.gz"
+        path.write_bytes(gzip.compress(tar_bytes(b"%d" % i)))
+        paths.append(str(path))
+    before = open_descriptors()
+    for path in paths * 2:
+        shards.get(path).read(512, 1, 0, "txt")
+    assert open_descriptors() == before + 3  # the capacity
+    shards.close()
+    assert open_descriptors() == before
+
+
+def test_a_shard_let_go_stays_readable_for_who_has_it(tmp_path: Path, shards: OpenShards) -> None:
+    for i in range(6):
+        (tmp_path / f"{i}.tar").write_bytes(tar_bytes(b"%d" % i))
+    first = shards.get(str(tmp_path / "0.tar"))
+    for i in range(1, 6):
+        shards.get(str(tmp_path / f"{i}.tar"))
+    assert first.read(512, 1, 0, "txt") == b"0"
+    assert shards.get(str(tmp_path / "0.tar")) is not first
+
+
+def test_another_size_than_indexed_is_stale(tmp_path: Path, shards: OpenShards) -> None:
+    path = tmp_path / "a.tar"
+    path.write_bytes(tar_bytes(b"x"))
+    size = path.stat().st_size
+    indexed = indexed_as(path)
+    assert shards.get(str(path), indexed).size == size
+    shards.close()
+    with pytest.raises(StaleIndexError, match=rf"a\.tar: has {size} bytes, 7 when it was indexed"):
+        shards.get(str(path), replace(indexed, size=7))
+
+
+def indexed_as(path: Path) -> ShardInfo:
+    def opened() -> Shard:
+        return open_shard(str(path), limits=Limits(), cache=CacheFolder())
+
+    meta = load_facts(str(path), opened, limits=Limits(), cache=CacheFolder()).meta
+    return ShardInfo(str(path), meta.size, meta.checksum, meta.version)
+
+
+def test_other_members_in_the_same_size_are_stale(tmp_path: Path, shards: OpenShards) -> None:
+    path = tmp_path / "a.tar"
+    path.write_bytes(tar_bytes(b"one"))
+    indexed = indexed_as(path)
+    path.write_bytes(tar_bytes(b"seven"))
+    os.utime(path, ns=(1, 1))
+    assert path.stat().st_size == indexed.size
+    with pytest.raises(StaleIndexError, match="written anew since it was indexed"):
+        shards.get(str(path), indexed)
+
+
+def test_a_copy_of_the_indexed_shard_is_not_stale(tmp_path: Path, shards: OpenShards) -> None:
+    path = tmp_path / "a.tar"
+    path.write_bytes(tar_bytes(b"one"))
+    indexed = indexed_as(path)
+    os.utime(path, ns=(1, 1))
+    assert shards.get(str(path), indexed).checksum() == indexed.checksum
+
+
+def test_threads_open_a_shard_once(tmp_path: Path, shards: OpenShards) -> None:
+    path = tmp_path / "a.tar"
+    path.write_bytes(tar_bytes(b"x"))
+    barrier = threading.Barrier(8)
+
+    def get() -> int:
+        barrier.wait()
+        return id(shards.get(str(path)))
+
+    with ThreadPoolExecutor(8) as pool:
+        assert len({future.result() for future in [pool.submit(get) for _ in range(8)]}) == 1
+
+
+def test_closing_waits_for_readers_and_ends_reading(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(b"content")
+    file = LocalFile(path)
+    fd = file._enter()
+    file.close()
+    assert os.pread(fd, 7, 0) == b"content"  # a read under way keeps it
+    file._leave()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.pread(fd, 7, 0)
+    with pytest.raises(ValueError, match="read after close"):
+        file.read(0, 1)
+    file.close()
+
+
+def test_reads_past_the_end_are_short(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(b"content")
+    file = LocalFile(path)
+    assert file.read(5, 10) == b"nt"
+    assert file.read(100, 10) == b""
+    buffer = bytearray(10)
+    assert file.read_into(4, memoryview(buffer)) == 3
+    assert bytes(buffer[:3]) == b"ent"
+    file.close()
+
+
+def test_bytes_are_counted_where_they_are_read(tmp_path: Path, shards: OpenShards) -> None:
+    (tmp_path / "a.tar").write_bytes(tar_bytes(b"x" * 100))
+    shards.get(str(tmp_path / "a.tar")).read(512, 100, 0, "txt")
+    shards.get(str(tmp_path / "a.tar")).read(512, 50, 0, "txt")
+    assert shards.reads.as_dict() == {"storage_bytes": 4 + 100 + 50, "cache_bytes": 0, "used_bytes": 0}  # 4: its magic
+    assert shards.reads.amplification is None
+
+
+def test_shards_let_go_stay_counted(tmp_path: Path, shards: OpenShards) -> None:
+    for i in range(6):
+        (tmp_path / f"{i}.tar").write_bytes(tar_bytes(b"x"))
+        shards.get(str(tmp_path / f"{i}.tar")).read(512, 1, 0, "txt")
+    assert shards.reads.storage.value == 6 * (4 + 1)
+
+
+def test_a_compressed_shard_is_fetched_whole_and_then_read_from_the_cache(tmp_path: Path, shards: OpenShards) -> None:
+    path = tmp_path / "a.tar.gz"
+    path.write_bytes(gzip.compress(tar_bytes(b"x")))
+    for _ in range(2):
+        shards.get(str(path)).read(512, 1, 0, "txt")
+    # The first four bytes tell that it is compressed, and once more how.
+    assert shards.reads.as_dict() == {"storage_bytes": 8 + path.stat().st_size, "cache_bytes": 2, "used_bytes": 0}
+    shards.close()
+    shards.get(str(path))
+    assert shards.reads.storage.value == 16 + path.stat().st_size
+
+
+def test_what_fills_a_buffer_counts_as_it_came(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"content")
+    count = ByteCount()
+    file = CountedFile(LocalFile(tmp_path / "a"), count)
+    assert file.read_into(4, memoryview(bytearray(10))) == 3
+    assert file.read(5, 10) == b"nt"
+    assert count.value == 3 + 2
+    file.close()
+    with pytest.raises(ValueError, match="read after close"):
+        file.read(0, 1)
+
+
+def test_threads_lose_no_byte() -> None:
+    count = ByteCount()
+
+    def add() -> None:
+        for _ in range(10_000):
+            count.add(3)
+
+    with ThreadPoolExecutor(8) as pool:
+        for future in [pool.submit(add) for _ in range(8)]:
+            future.result()
+    assert count.value == 8 * 10_000 * 3

@@ -1,0 +1,523 @@
+"""Tar shards: what webdataset and tarfile read, and what is damaged."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import os
+import re
+import tarfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+import webdataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from webdataset.tariterators import group_by_keys, tar_file_expander
+
+from orchdata.loaders.errors import FieldError, StaleIndexError
+from orchdata.loaders.limits import Limits
+from orchdata.loaders.shards.fields import OTHER, SPARSE, printable, split_name
+from orchdata.loaders.shards.tar import TarShard
+from orchdata.loaders.shards.tar_walk import UnusualTar, walk_any, walk_plain
+from orchdata.loaders.storage.storage import LocalFile
+
+
+def shard(path: Path, limits: Limits | None = None) -> TarShard:
+    return TarShard(str(path), LocalFile(path), limits=limits or Limits())
+
+
+def write_tar(path: Path, members: Sequence[tuple[str, bytes]], form: int = tarfile.USTAR_FORMAT) -> Path:
+    with tarfile.open(path, "w", format=form) as tar:
+        for name, content in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    return path
+
+
+def rows(path: Path, limits: Limits | None = None) -> list[dict[str, Any]]:
+    return shard(path, limits).facts().table.arrow().to_pylist()
+
+
+def jpeg(width: int, height: int) -> bytes:
+    out = io.BytesIO()
+    Image.new("RGB", (width, height), (200, 30, 90)).save(out, "JPEG")
+    return out.getvalue()
+
+
+def wav(frames: int, rate: int, form: str = "WAV") -> bytes:
+    out = io.BytesIO()
+    soundfile.write(out, np.zeros(frames), rate, format=form)
+    return out.getvalue()
+
+
+def samples_by_webdataset(path: Path) -> list[dict[str, Any]]:
+    with open(path, "rb") as stream:
+        return list(group_by_keys(tar_file_expander([{"url": str(path), "stream": stream}])))
+
+
+def samples_by_us(path: Path) -> list[dict[str, Any]]:
+    opened = shard(path)
+    found: list[dict[str, Any]] = []
+    for row in opened.facts().table.arrow().to_pylist():
+        assert row["error"] is None or row["kind"] != OTHER, row
+        if row["sample"] == len(found):
+            found.append({"__key__": row["key"], "__url__": str(path)})
+        encoding = row["encoding"] if row["encoding"] == SPARSE else 0
+        found[-1][row["field"]] = bytes(opened.read(row["offset"], row["size"], encoding, row["field"]))
+    return found
+
+
+def test_every_shard_of_others_reads_as_webdataset_reads_it(fixtures_dir: Path) -> None:
+    paths = sorted((fixtures_dir / "wds").rglob("*.tar"))
+    assert len(paths) >= 9
+    for path in paths:
+        assert samples_by_us(path) == samples_by_webdataset(path), path
+
+
+def test_what_webdataset_writes_reads_back(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar"
+    with webdataset.TarWriter(str(path)) as writer:
+        for i in range(50):
+            writer.write({"__key__": f"dir.x/{i:04d}", "0.JPG": b"x" * i, "txt": "t", "json": {"a": i}})
+    list(walk_plain(LocalFile(path), hashlib.blake2b()))  # its PAX headers are no reason for the slow walk
+    assert samples_by_us(path) == samples_by_webdataset(path)
+    assert samples_by_us(path)[7]["0.jpg"] == b"x" * 7
+
+
+NAMES = st.lists(
+    st.text(st.sampled_from("ab./_é-"), min_size=1, max_size=12).filter(lambda name: not name.endswith("/")),
+    min_size=1,
+    max_size=8,
+)
+
+
+def test_a_hard_link_is_the_file_it_names_and_any_other_link_is_an_error(tmp_path: Path) -> None:
+    """GNU tar writes the second of two names of a file as a link, as in a folder that was de-duplicated."""
+    path = tmp_path / "a.tar"
+    with tarfile.open(path, "w") as tar:
+
+        def add(name: str, kind: bytes = tarfile.REGTYPE, target: str = "") -> None:
+            info = tarfile.TarInfo(name)
+            info.type, info.linkname = kind, target
+            content = name.encode() if kind == tarfile.REGTYPE else b""
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+
+        add("./0.txt")
+        add("./1.txt", tarfile.LNKTYPE, "./0.txt")
+        add("2.txt", tarfile.LNKTYPE, "1.txt")
+        add("3.txt", tarfile.LNKTYPE, "9.txt")
+        add("3.json")
+        add("4.txt", tarfile.SYMTYPE, "0.txt")
+        add("5.txt", tarfile.FIFOTYPE)
+        add("6.txt", tarfile.CHRTYPE)
+        add("7.txt", tarfile.DIRTYPE)
+        add("latest", tarfile.SYMTYPE, "0.txt")
+        add("8.txt")
+        add("9.txt", tarfile.LNKTYPE, "8.txt")
+    opened = shard(path)
+    facts = opened.facts()
+    found = {row["key"] + "." + row["field"]: row for row in facts.table.arrow().to_pylist()}
+    contents = {
+        name: bytes(opened.read(row["offset"], row["size"], row["encoding"], "txt"))
+        for name, row in found.items()
+        if row["error"] is None
+    }
+    assert contents == {
+        "./0.txt": b"./0.txt",
+        "./1.txt": b"./0.txt",
+        "2.txt": b"./0.txt",
+        "3.json": b"3.json",
+        "8.txt": b"8.txt",
+        "9.txt": b"8.txt",
+    }
+    errors = {name: row["error"] for name, row in found.items() if row["error"] is not None}
+    assert list(errors) == ["3.txt", "4.txt", "5.txt", "6.txt"]
+    assert all(found[name]["kind"] == OTHER for name in errors)  # so that their samples fail, whatever a recipe asks
+    assert "a link to '9.txt', which is not read: write with `tar --hard-dereference -h`" in errors["3.txt"]
+    assert "a link to '0.txt'" in errors["4.txt"]
+    assert "a pipe" in errors["5.txt"] and "a device" in errors["6.txt"]
+
+
+@pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.PAX_FORMAT])
+@pytest.mark.parametrize("zeroed", [512, 1024, 4096])
+def test_a_zeroed_run_loses_nothing_without_a_word(tmp_path: Path, form: int, zeroed: int) -> None:
+    """A block of zeros over a header ends the archive for all who read it."""
+    members = [(f"{i:03d}\u00e9.txt", b"x" * 600) for i in range(40)]  # a name that needs a PAX header in that form
+    path = write_tar(tmp_path / "a.tar", members, form)
+    with tarfile.open(path) as tar:
+        info = tar.getmembers()[20]
+    content = bytearray(path.read_bytes())
+    content[info.offset : info.offset + zeroed] = bytes(zeroed)
+    path.write_bytes(content)
+    facts = shard(path).facts()
+    assert list(facts.table.errors) == [19] and len(facts.table) == 20
+    assert "data behind the end of the archive at byte " in facts.table.errors[19]
+    assert facts.meta.lost_bytes >= len(content) - info.offset
+
+
+@pytest.mark.parametrize("name", ["0.txt", "0" * 200 + ".txt"])  # the latter for the walk of tarfile, with `global`
+def test_joined_archives_are_an_error_and_padding_is_none(tmp_path: Path, name: str) -> None:
+    form = {"format": tarfile.PAX_FORMAT, "pax_headers": {"comment": "global"}} if len(name) > 100 else {}
+    path = tmp_path / "a.tar"
+    with tarfile.open(path, "w", **form) as tar:  # type: ignore[call-overload]
+        info = tarfile.TarInfo(name)
+        info.size = 5
+        tar.addfile(info, io.BytesIO(b"hello"))
+    alone = path.read_bytes()
+    path.write_bytes(alone + bytes(3 << 20))
+    assert [row["error"] for row in rows(path)] == [None]
+    path.write_bytes(alone + bytes(3 << 20) + alone)
+    assert [f"at byte {len(alone) + (3 << 20)}: what follows is lost" in row["error"] for row in rows(path)] == [True]
+
+
+@settings(max_examples=150, deadline=None)
+@given(names=NAMES, form=st.sampled_from([tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]))
+def test_names_group_as_webdataset_groups_them(
+    tmp_path_factory: pytest.TempPathFactory, names: list[str], form: int
+) -> None:
+    path = write_tar(tmp_path_factory.mktemp("t") / "a.tar", [(name, name.encode()) for name in names], form)
+    try:
+        expected = samples_by_webdataset(path)
+    except ValueError:  # a duplicate field
+        assert any("comes twice" in (row["error"] or "") for row in rows(path))
+        return
+    keys = [sample["__key__"] for sample in expected]
+    found = rows(path)
+    if len(set(keys)) < len(keys):
+        assert any("comes back" in (row["error"] or "") for row in found)
+    elif not keys:
+        assert len(found) == 1 and found[0]["error"]
+    else:
+        assert [(r["key"], r["field"]) for r in found] == [
+            (sample["__key__"], field) for sample in expected for field in sample if field not in ("__key__", "__url__")
+        ]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("a/b.c/000.Left.JPG", ("a/b.c/000", "left.jpg")),
+        ("000", None),
+        ("__meta__/x.txt", None),
+        ("__meta__.json", ("__meta__", "json")),  # webdataset's expression asks for the end or a slash
+        ("__meta__", None),
+        ("x/__meta__/a.txt", ("x/__meta__/a", "txt")),
+        ("dir/.hidden", ("dir/", "hidden")),
+        ("a.", ("a", "")),
+    ],
+)
+def test_names(name: str, expected: tuple[str, str] | None) -> None:
+    assert split_name(name) == expected
+
+
+def tarfile_members(path: Path, limit: int = 1 << 20) -> tuple[list[tuple[str, int, bytes | None]], bool]:
+    """(name, size, content) of files and hard links as tarfile reads them, and whether it fails."""
+    found: list[tuple[str, int, bytes | None]] = []
+    try:
+        with tarfile.open(path, "r:", encoding="utf-8") as tar:
+            for info in tar:
+                if info.isreg():
+                    reader = tar.extractfile(info)
+                    assert reader is not None
+                    found.append((info.name, info.size, reader.read() if info.size <= limit else None))
+                elif info.islnk():
+                    linked = tar.extractfile(info)
+                    assert linked is not None
+                    content = linked.read()
+                    found.append((info.name, len(content), content))
+    except (tarfile.TarError, OSError):
+        return found, True
+    return found, False
+
+
+def our_members(path: Path, walk: Callable[..., Any]) -> tuple[list[tuple[str, int, bytes | None]], bool]:
+    opened = shard(path)
+    found: list[tuple[str, int, bytes | None]] = []
+    damaged = False
+    for batch in walk(opened._file, hashlib.blake2b()):
+        damaged = batch.damage is not None
+        members = zip(batch.names, batch.offsets, batch.sizes, batch.encodings, strict=True)
+        for i, (name, offset, size, encoding) in enumerate(members):
+            if i in batch.unread:
+                continue
+            content = bytes(opened.read(offset, size, encoding, "x")) if size <= 1 << 20 else None
+            found.append((name, size, content))
+    return found, damaged
+
+
+def odd_tars(fixtures_dir: Path) -> list[Path]:
+    return sorted((fixtures_dir / "hostile" / "go-archive-tar").rglob("*.tar"))
+
+
+def test_odd_tars_read_as_tarfile_reads_them(fixtures_dir: Path) -> None:
+    paths = odd_tars(fixtures_dir)
+    assert len(paths) > 35
+    plain = 0
+    for path in paths:
+        expected, fails = tarfile_members(path)
+        table = shard(path).facts().table.arrow().to_pylist()
+        if not expected:
+            assert len(table) == 1 and table[0]["error"] and table[0]["kind"] == OTHER, path
+            continue
+        found, damaged = our_members(path, walk_any)
+        assert found == expected, path
+        assert damaged or not fails, path
+        try:
+            found, damaged = our_members(path, walk_plain)
+        except UnusualTar:
+            continue
+        plain += 1
+        assert found == expected, path
+        assert damaged or not fails, path
+    assert plain >= 8
+
+
+def test_a_sparse_member_of_60_gb_meets_the_limit(fixtures_dir: Path, tmp_path: Path) -> None:
+    source = next(path for path in odd_tars(fixtures_dir) if path.name == "gnu-sparse-big.tar")
+    data = bytearray(source.read_bytes())
+    at = data.index(b"gnu-sparse\0")
+    data[at : at + 10] = b"a-spar.txt"
+    header = data[at : at + 512]
+    header[148:156] = b" " * 8
+    data[at + 148 : at + 156] = b"%06o\0 " % sum(header)
+    path = tmp_path / "big.tar"
+    path.write_bytes(data)
+    (row,) = rows(path)
+    assert row["size"] == 60_000_000_000
+    assert "above Limits.text_bytes" in row["error"] or "above Limits.member_bytes" in row["error"]
+    with pytest.raises(FieldError, match=r"60000000000 bytes, above Limits\.member_bytes"):
+        shard(path).read(row["offset"], row["size"], row["encoding"], "txt")
+
+
+def test_media_headers_are_in_the_facts(tmp_path: Path) -> None:
+    path = write_tar(
+        tmp_path / "a.tar",
+        [
+            ("a.jpg", jpeg(30, 20)),
+            ("a.flac", wav(800, 16_000, "FLAC")),
+            ("a.txt", b"hi"),
+            ("b.0.jpg", jpeg(7, 9)),
+            ("b.1.wav", wav(500, 8_000)),
+            ("b.ogg", wav(4_410, 44_100, "OGG")),
+            ("b.pth", b"pickle"),
+        ],
+    )
+    found = {(row["key"], row["field"]): row for row in rows(path)}
+    assert [row["sample"] for row in found.values()] == [0, 0, 0, 1, 1, 1, 1]
+    assert (found["a", "jpg"]["width"], found["a", "jpg"]["height"]) == (30, 20)
+    assert (found["a", "flac"]["frames"], found["a", "flac"]["rate"]) == (800, 16_000)
+    assert (found["b", "0.jpg"]["width"], found["b", "0.jpg"]["height"]) == (7, 9)
+    assert (found["b", "1.wav"]["frames"], found["b", "1.wav"]["rate"]) == (500, 8_000)
+    assert (found["b", "ogg"]["frames"], found["b", "ogg"]["rate"]) == (4_410, 44_100)
+    assert [row["kind"] for row in found.values()] == [1, 2, 0, 1, 2, 2, 255]
+    assert not any(row["error"] for row in found.values())
+
+
+def test_headers_above_a_limit_are_errors_in_the_facts(tmp_path: Path) -> None:
+    """Those that the kernel reads, too: as a plain PNG that no limit on pixels stops."""
+    out = io.BytesIO()
+    Image.new("1", ((1 << 25) + 1, 1)).save(out, "PNG")
+    members = [("a.png", out.getvalue()), ("c.wav", wav(16_000, 8_000)), ("d.jpg", jpeg(9, 7))]
+    found = rows(write_tar(tmp_path / "a.tar", members), Limits(audio_seconds=1.9))
+    assert [row["error"] for row in found] == [
+        "image of 33554433x1 pixels: no side above 33554432 can be resized",
+        "audio of 2 s, above Limits.audio_seconds=1.9",
+        None,
+    ]
+    assert [(row["width"], row["rate"]) for row in found] == [(0, 0), (0, 0), (9, 0)]
+
+
+def test_many_members_in_few_blocks(tmp_path: Path) -> None:
+    """More members than one batch, of all sizes around the ends of blocks."""
+    rng = np.random.default_rng(1)
+    members = [(f"{i:05d}.{'txt' if i % 3 else 'bin'}", rng.bytes(int(rng.integers(0, 9_000)))) for i in range(2_500)]
+    members += [(f"x{i}.txt", b"") for i in range(1_500)]
+    path = write_tar(tmp_path / "a.tar", members, tarfile.PAX_FORMAT)
+    opened = shard(path)
+    found = opened.facts().table.arrow().to_pylist()
+    assert [f"{row['key']}.{row['field']}" for row in found] == [name for name, _ in members]
+    for row, (_, content) in zip(found, members, strict=True):
+        assert bytes(opened.read(row["offset"], row["size"], row["encoding"], row["field"])) == content
+
+
+@pytest.mark.parametrize(
+    ("members", "bad_keys", "message"),
+    [
+        ([("a.txt", b"1"), ("a.TXT", b"2"), ("b.txt", b"3")], {"a"}, "field 'txt' comes twice in sample 'a'"),
+        ([("a.txt", b"1"), ("b.txt", b"2"), ("a.jpg", b"3")], {"a"}, "key 'a' comes back after other keys"),
+    ],
+)
+def test_a_field_twice_and_a_key_that_comes_back(
+    tmp_path: Path, members: list[tuple[str, bytes]], bad_keys: set[str], message: str
+) -> None:
+    found = rows(write_tar(tmp_path / "a.tar", members))
+    errors = [row for row in found if message in (row["error"] or "")]
+    assert {row["key"] for row in errors} == bad_keys
+    assert all(row["kind"] == OTHER for row in errors)
+    bad_samples = {row["sample"] for row in errors}
+    expected = {row["sample"] for row in found if row["key"] in bad_keys}
+    assert bad_samples == expected  # both occurrences of a returning key
+
+
+@pytest.mark.parametrize("left", [0, 100, 5_000])
+def test_an_archive_that_is_cut_while_it_is_walked_is_stale(tmp_path: Path, left: int) -> None:
+    """And nobody waits for ever for the rest of a header."""
+    path = write_tar(tmp_path / "a.tar", [(f"{i}.txt", b"x" * 3_000) for i in range(40)])
+
+    class Cut(LocalFile):
+        def read_into(self, offset: int, buffer: memoryview) -> int:
+            if offset > 20_000:
+                os.truncate(path, left)
+            return super().read_into(offset, buffer)
+
+    opened = TarShard(str(path), Cut(path), limits=Limits())
+    with pytest.raises(StaleIndexError, match=r"a\.tar: was changed while it was open"):
+        opened.facts()
+
+
+def test_a_truncated_member_spoils_only_its_sample(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "a.tar", [("a.txt", b"one"), ("b.txt", b"two"), ("b.jpg", jpeg(500, 500))])
+    with open(path, "r+b") as file:
+        file.truncate(512 * 5 + 700)
+    found = rows(path)
+    assert [row["error"] is None for row in found] == [True, True, False]
+    assert "the shard ends at byte 3260, inside a member" in found[2]["error"]
+    with pytest.raises(FieldError, match="cut: "):
+        shard(path).read(found[2]["offset"], found[2]["size"], 0, "jpg")
+
+
+@settings(max_examples=60, deadline=None)
+@given(cut=st.integers(1, 5_000).filter(lambda cut: cut % 1024))  # between two members nothing tells of a cut
+def test_any_cut_leaves_a_prefix_of_good_samples(tmp_path_factory: pytest.TempPathFactory, cut: int) -> None:
+    path = tmp_path_factory.mktemp("t") / "a.tar"
+    write_tar(path, [(f"{i}.{field}", b"x" * 300) for i in range(3) for field in ("txt", "bin")])
+    data = path.read_bytes()[:cut]
+    path.write_bytes(data)
+    complete = sum(1 for i in range(3) if cut >= 1024 * 2 * (i + 1))
+    found = rows(path)
+    bad = {row["sample"] for row in found if row["error"]}
+    good = {row["sample"] for row in found} - bad
+    assert good >= set(range(min(complete, 3) - 1))
+    assert good <= set(range(complete)) or (complete == 0 and not good)
+    for row in found:
+        if row["sample"] in good:
+            assert bytes(shard(path).read(row["offset"], row["size"], 0, row["field"])) == b"x" * 300
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_flipped_bytes_never_raise(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    path = tmp_path_factory.mktemp("t") / "a.tar"
+    form = data.draw(st.sampled_from([tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]))
+    write_tar(
+        path, [("é" * 30 + "/" + "é" * 40 + ".txt", b"one"), ("b.jpg", jpeg(9, 9)), ("c.wav", wav(90, 8_000))], form
+    )
+    content = bytearray(path.read_bytes())
+    for _ in range(data.draw(st.integers(1, 6))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    path.write_bytes(content)
+    assert rows(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "empty file"),
+        (b"hello world" * 100, r"not a tar \(.*\): starts with 'hello wo'"),
+        (b"short", r"not a tar \(.*\): starts with 'short'"),
+        (bytes(10_240), "no samples: the archive has no files"),
+    ],
+)
+def test_a_file_that_is_no_shard_is_one_row(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "a.tar"
+    path.write_bytes(content)
+    (row,) = rows(path)
+    assert (row["sample"], row["key"], row["field"], row["kind"]) == (0, "", "", OTHER)
+    assert re.search(message, row["error"])
+
+
+def test_members_without_a_dot_are_no_samples(tmp_path: Path) -> None:
+    (row,) = rows(write_tar(tmp_path / "a.tar", [("README", b"x"), ("__index__/a.json", b"x")]))
+    assert row["error"] == "no samples: no member is named key.field ('README', '__index__/a.json')"
+
+
+def test_bad_media_are_errors_of_their_field(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "a.tar", [("a.wav", b"hello world" * 10), ("a.png", b""), ("a.txt", b"fine")])
+    audio, image, text = rows(path)
+    assert audio["error"] == "not audio: starts with 'hello wo'" and audio["kind"] == 2
+    assert image["error"] == "empty: 0 bytes" and image["kind"] == 1
+    assert text["error"] is None
+
+
+def test_limits_hold_in_the_scan(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "a.tar", [("a.jpg", jpeg(64, 64)), ("a.txt", b"x" * 99), ("a.wav", wav(16_000, 8_000))])
+    image, text, audio = rows(path, Limits(image_pixels=64 * 63, text_bytes=98, audio_seconds=1.5))
+    assert "64x64 = 4096 pixels, above Limits.image_pixels=4032" in image["error"]
+    assert "text of 99 bytes, above Limits.text_bytes=98" in text["error"]
+    assert "audio of 2 s, above Limits.audio_seconds=1.5" in audio["error"]
+    assert image["width"] == audio["frames"] == 0
+    (first, *_) = rows(path, Limits(member_bytes=100))
+    assert "above Limits.member_bytes=100" in first["error"]
+
+
+def test_gzipped_text_is_read_within_its_limit(tmp_path: Path) -> None:
+    path = write_tar(
+        tmp_path / "a.tar",
+        [("a.txt.gz", gzip.compress(b"hello") + gzip.compress(b" you")), ("b.txt.gz", gzip.compress(bytes(10_000)))],
+    )
+    small, large = rows(path)
+    opened = shard(path, Limits(text_bytes=9_999))
+    assert opened.read(small["offset"], small["size"], small["encoding"], "txt.gz") == b"hello you"
+    with pytest.raises(FieldError, match="more than 9999 bytes decompressed"):
+        opened.read(large["offset"], large["size"], large["encoding"], "txt.gz")
+    with pytest.raises(FieldError, match="damaged gzip"):
+        opened.read(small["offset"], small["size"] - 9, small["encoding"], "txt.gz")
+
+
+def test_names_that_are_not_utf8_are_shown(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "a.tar", [("caf\udce9.txt", b"x")], tarfile.GNU_FORMAT)
+    assert rows(path)[0]["key"] == printable("caf\udce9") == "caf\\xe9"
+
+
+def test_eight_threads_read_what_one_reads(tmp_path: Path) -> None:
+    rng = np.random.default_rng(2)
+    members = [(f"{i:04d}.{field}", rng.bytes(int(rng.integers(1, 60_000)))) for i in range(60) for field in "abc"]
+    opened = shard(write_tar(tmp_path / "a.tar", members))
+    found = opened.facts().table.arrow().to_pylist()
+    spec = [(row["offset"], row["size"], row["encoding"], row["field"]) for row in found]
+    samples = [spec[i : i + 3] for i in range(0, len(spec), 3)]
+    expected = [[content for _, content in members[i : i + 3]] for i in range(0, len(members), 3)]
+    order = rng.integers(0, len(samples), 800).tolist()
+    with ThreadPoolExecutor(8) as pool:
+        read = list(pool.map(lambda i: [bytes(content) for content in opened.read_many(samples[i])], order))
+    assert read == [expected[i] for i in order]
+
+
+def test_read_many_keeps_the_order_given(tmp_path: Path) -> None:
+    members = [("a.txt", b"one"), ("a.bin", b"x" * 70_000), ("a.txt2", b""), ("a.wav", b"three")]
+    opened = shard(write_tar(tmp_path / "a.tar", members))
+    spec = [
+        (row["offset"], row["size"], row["encoding"], row["field"]) for row in opened.facts().table.arrow().to_pylist()
+    ]
+    assert [bytes(content) for content in opened.read_many([spec[3], spec[0], spec[2]])] == [b"three", b"one", b""]
+    assert opened.read_many([]) == []
+
+
+def test_the_checksum_covers_size_and_headers_not_content(tmp_path: Path) -> None:
+    def checksum(name: str, members: list[tuple[str, bytes]]) -> str:
+        return shard(write_tar(tmp_path / name, members)).facts().meta.checksum
+
+    one = checksum("a.tar", [("a.txt", b"one")])
+    assert one == checksum("b.tar", [("a.txt", b"two")])
+    assert one != checksum("c.tar", [("b.txt", b"one")])
+    assert one != checksum("d.tar", [("a.txt", b"one"), ("b.txt", b"one")])

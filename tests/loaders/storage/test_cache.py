@@ -1,0 +1,210 @@
+"""The cache folder: atomic, capped, safe for concurrent makers."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+from orchdata.loaders.errors import StorageError
+from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.storage import LocalFile
+
+
+def filled(content: bytes) -> object:
+    def make(file: IO[bytes], limit: int) -> None:
+        file.write(content)
+
+    return make
+
+
+def test_the_root_comes_from_the_environment(private_cache: Path) -> None:
+    assert CacheFolder().root == private_cache
+    assert CacheFolder().file("index", "x").parent.is_dir()
+
+
+def test_without_a_home_the_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ORCHDATA_CACHE")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # a user of a container, whom no list knows
+    with pytest.raises(OSError, match="set ORCHDATA_CACHE"):
+        CacheFolder()
+
+
+def test_an_entry_is_made_once_by_many_threads(tmp_path: Path) -> None:
+    cache = CacheFolder(tmp_path)
+    made: list[int] = []
+
+    def make(file: IO[bytes], limit: int) -> None:
+        made.append(1)
+        time.sleep(0.05)
+        file.write(b"content")
+
+    paths: list[Path] = []
+    threads = [threading.Thread(target=lambda: paths.append(cache.entry("one", make))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 1
+    assert {path.read_bytes() for path in paths} == {b"content"}
+
+
+def test_the_least_recently_used_entries_go_first(tmp_path: Path) -> None:
+    cache = CacheFolder(tmp_path, max_bytes=250)
+    paths = [cache.entry(str(i), filled(bytes(100))) for i in range(2)]  # type: ignore[arg-type]
+    os.utime(paths[0].with_suffix(".used"), (1, 1_000))  # long ago
+    os.utime(paths[1].with_suffix(".used"), (1, 2_000))
+    cache.entry("0", filled(b"never made"))  # type: ignore[arg-type]  # used again, so "1" is the oldest
+    cache.entry("2", filled(bytes(100)))  # type: ignore[arg-type]
+    assert paths[0].exists() and not paths[1].exists()
+
+
+def test_a_maker_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    def make(file: IO[bytes], limit: int) -> None:
+        file.write(b"half")
+        raise RuntimeError("no")
+
+    cache = CacheFolder(tmp_path)
+    with pytest.raises(RuntimeError):
+        cache.entry("x", make)
+    assert list((tmp_path / "shards").iterdir()) == []
+
+
+def test_what_a_killed_maker_left_is_removed(tmp_path: Path) -> None:
+    cache = CacheFolder(tmp_path)
+    orphan = cache.file("shards", "dead.part")
+    orphan.write_bytes(b"half")
+    os.utime(orphan, (1, 1))
+    cache.entry("x", filled(b""))  # type: ignore[arg-type]
+    assert not orphan.exists()
+
+
+def test_a_cap_below_one_byte_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="max_bytes must be at least 1, got 0"):
+        CacheFolder(tmp_path, max_bytes=0)
+
+
+def as_nobody(work: Callable[[], None]) -> None:
+    """Run in a child whose user owns nothing."""
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setgid(65534)
+            os.setuid(65534)
+            work()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.fixture
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder that other users can look into."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
+only_root = pytest.mark.skipif(os.geteuid() != 0, reason="takes another user's place, which only root can")
+
+
+@only_root
+@pytest.mark.parametrize("mode", [0o755, 0o777])
+def test_a_complete_cache_serves_another_user_who_cannot_write_it(shared: Path, mode: int) -> None:
+    CacheFolder(shared).entry("x", filled(b"content"))
+    for folder in (shared / "shards", shared / "locks"):
+        folder.chmod(mode)
+
+    def use() -> None:
+        assert CacheFolder(shared).entry("x", filled(b"never made")).read_bytes() == b"content"
+
+    os.utime(shared / "shards" / "x.used", (1, 1))  # so that use would be marked
+    as_nobody(use)
+
+
+@only_root
+def test_a_second_user_adds_to_a_folder_that_both_may_write(shared: Path) -> None:
+    cache = CacheFolder(shared, max_bytes=15)
+    cache.entry("x", filled(b"content"))
+    cache.file("index", "i").write_bytes(b"")
+    for folder in (shared / "shards", shared / "locks"):
+        folder.chmod(0o777)
+
+    def use() -> None:
+        others = CacheFolder(shared, max_bytes=15)
+        (shared / "shards" / "x.tar").unlink()
+        assert others.entry("x", filled(b"made anew")).read_bytes() == b"made anew"  # under the first one's lock
+
+    as_nobody(use)
+    assert cache.entry("x", filled(b"never made")).read_bytes() == b"made anew"
+
+
+@only_root
+def test_an_incomplete_cache_that_cannot_be_written_is_a_storage_error(shared: Path, no_pauses: None) -> None:
+    CacheFolder(shared).entry("x", filled(b"content"))
+
+    def use() -> None:
+        with pytest.raises(StorageError, match="cannot be written: Permission denied"):
+            CacheFolder(shared).entry("y", filled(b"other"))
+
+    as_nobody(use)
+
+
+def test_marking_use_leaves_the_entry_as_it_was(tmp_path: Path) -> None:
+    cache = CacheFolder(tmp_path)
+    path = cache.entry("x", filled(b"content"))
+    other_job = LocalFile(path)
+    os.utime(path.with_suffix(".used"), (1, 1))
+    cache.entry("x", filled(b"never made"))
+    other_job.check_unchanged()
+    assert path.with_suffix(".used").stat().st_mtime > 1
+
+
+@pytest.mark.parametrize("damage", [b"CONTENT", b"\0\0\0tent", b"con", b"", b"content and more"])
+def test_a_damaged_entry_is_made_again(tmp_path: Path, damage: bytes) -> None:
+    cache = CacheFolder(tmp_path)
+    path = cache.entry("x", filled(b"content"))
+    while path.stat().st_mtime_ns == int(path.with_suffix(".sum").read_text().split()[2]):
+        path.write_bytes(damage)
+    assert cache.entry("x", filled(b"content")).read_bytes() == b"content"
+
+
+def test_a_copied_cache_is_known_by_its_content(tmp_path: Path) -> None:
+    path = CacheFolder(tmp_path / "a").entry("x", filled(b"content"))
+    os.utime(path, (1, 1))
+    (tmp_path / "a").rename(tmp_path / "b")
+    assert CacheFolder(tmp_path / "b").entry("x", filled(b"never made")).read_bytes() == b"content"
+
+
+def test_a_momentarily_full_disk_costs_nothing(tmp_path: Path, no_pauses: None) -> None:
+    refused = [errno.ENOSPC, errno.ENOSPC]
+
+    def make(file: IO[bytes], limit: int) -> None:
+        file.write(b"half")
+        if refused:
+            raise OSError(refused.pop(), "full")
+        file.write(b" and whole")
+
+    assert CacheFolder(tmp_path).entry("x", make).read_bytes() == b"half and whole"
+    assert not list((tmp_path / "shards").glob("*.part"))
+
+
+def test_damage_that_keeps_the_time_is_found_at_the_next_use(tmp_path: Path) -> None:
+    cache = CacheFolder(tmp_path)
+    path = cache.entry("x", filled(b"content"))
+    before = path.stat()
+    while path.stat().st_ctime_ns == before.st_ctime_ns:  # a clock tick must pass
+        path.write_bytes(b"CONTENT")
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert cache.entry("x", filled(b"content")).read_bytes() == b"content"

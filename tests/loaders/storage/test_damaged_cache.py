@@ -1,0 +1,312 @@
+"""Damaged cache files: made again, or a clear error; never a crash, other data, or a hang."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import struct
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from shard_factory import omni_samples, write_shard
+
+import orchdata as od
+from orchdata.dataset.shard_dataset import ShardDataset
+from orchdata.loaders.errors import NOT_DATA, DamagedIndexError, MissingIndexError, StorageError
+from orchdata.loaders.index import index as index_module
+from orchdata.loaders.index.build import build_index
+from orchdata.loaders.index.index import KIND, Index, open_index
+from orchdata.loaders.index.stored import StoredSample
+from orchdata.loaders.index.table import LAYOUT, OFFSETS, TableSize, _positions
+from orchdata.loaders.modality import AUDIO, IMAGE
+from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.shards.open import OpenShards
+from orchdata.loaders.storage import verified
+from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.sealed import head_of, opened
+from orchdata.loaders.versions import TABLE_FORMAT
+from orchdata.planning.costs import IndexCosts
+
+RECIPE = Recipe()
+pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # of threads that have ended
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> list[str]:
+    """Two shards; in the second, one of its samples is bad."""
+    bad = {"__key__": "bad", "txt": b"see <image>"}
+    return [
+        write_shard(tmp_path / "a.tar", omni_samples(7, prefix="a")),
+        write_shard(tmp_path / "b.tar", [*omni_samples(4, prefix="b"), bad]),
+    ]
+
+
+def content(index: Index) -> dict[str, Any]:
+    columns = index._columns
+    arrays = {name: getattr(columns, name).tolist() for name in LAYOUT}
+    return arrays | {"totals": index.totals, "shards": index.shards, "fields": index.fields}
+
+
+def kept_files() -> list[Path]:
+    return sorted(path for path in CacheFolder().root.rglob("*") if path.suffix in (".facts", ".costs", ".index"))
+
+
+def damages(data: bytes, head_bytes: int) -> Iterator[tuple[str, bytes]]:
+    """Every byte of the head altered, and bytes, stretches of zeros and cuts throughout."""
+    places = [*range(head_bytes), *range(head_bytes, len(data), 97), len(data) - 1]
+    for place in places:
+        yield f"byte {place}", data[:place] + bytes([data[place] ^ (1 << place % 8)]) + data[place + 1 :]
+    for place in range(0, len(data), max(1, len(data) // 16)):
+        yield f"cut to {place}", data[:place]
+        if any(data[place : place + 512]):
+            yield f"zeros from {place}", (data[:place] + bytes(512) + data[place + 512 :])[: len(data)]
+    yield "nothing but zeros", bytes(len(data))
+    yield "twice", data + data
+
+
+def in_a_child(work: Callable[[], None], seconds: int = 120) -> None:
+    """Run in a forked process: a crash or a hang of it is a failure here, with what it said last."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            signal.alarm(seconds)
+            os.dup2(writer, 2)
+            sys.stderr = os.fdopen(2, "w", buffering=1)
+            work()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+    os.close(writer)
+    with os.fdopen(reader) as said:
+        last = said.read()[-4000:]
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, last
+
+
+def with_note(path: Path, data: bytes) -> None:
+    """Put a file in place, and a note that it was verified, as if it had been damaged later and unseen."""
+    path.write_bytes(data)
+    verified.note(path, path.stat())
+
+
+@pytest.mark.filterwarnings("ignore:.*is made again")
+def test_no_damage_to_a_kept_file_changes_what_is_built(shards: list[str]) -> None:
+    expected = content(build_index(shards, RECIPE))
+    files = kept_files()
+    assert [path.suffix for path in files] == [".costs", ".costs", ".facts", ".facts", ".index"]
+    costs, index = files[:2], files[-1]
+
+    def damage_all() -> None:
+        for path in (files[1], files[3], index):
+            data = path.read_bytes()
+            for number, (what, damaged) in enumerate(damages(data, 48 if path != index else 2048)):
+                print(path.name, what, file=sys.stderr)
+                path.write_bytes(damaged)
+                if path == index:
+                    with pytest.raises(DamagedIndexError):
+                        open_index(shards, RECIPE)
+                    if number % 50:  # as building takes longer
+                        continue
+                elif path.suffix == ".facts":
+                    for other in costs:  # or the facts would not be looked at
+                        other.unlink()
+                assert content(build_index(shards, RECIPE, num_threads=1)) == expected
+                assert path.read_bytes() == data
+
+    in_a_child(damage_all)
+
+
+def use(index: Index) -> None:
+    """Everything that is asked of an index, as steps ask it."""
+    rows = np.arange(len(index))
+    for phase in ("image", "audio", "llm"):
+        costs = IndexCosts(index)
+        costs.positions(phase, np.zeros(len(rows), np.int32), rows)
+        costs.parts(phase, np.zeros(len(rows), np.int32), rows) if phase != "llm" else None
+    for row in index.bad_rows().tolist():
+        index.failure(row)
+    shards = OpenShards(limits=RECIPE.limits, cache=CacheFolder())
+    for row in rows.tolist():
+        sample = StoredSample(index, shards, row)
+        index.read_spec(row)
+        [sample.member_of(part) for part in sample.parts]
+        index.find(sample.shard, sample.key)
+    for modality in (IMAGE, AUDIO):
+        index.parts_of(rows, modality)
+
+
+def test_numbers_that_lead_outside_are_errors_at_their_use(shards: list[str]) -> None:
+    built = build_index(shards, RECIPE)
+    path, data = built.path, built.path.read_bytes()
+    with opened(path) as fd:
+        start = head_of(fd, KIND, TABLE_FORMAT).start
+    size = built._columns.size
+    positions, _ = _positions(size)
+    wrong = (-(1 << 31), -1, 1 << 20, (1 << 31) - 1)
+    columns = [*OFFSETS, "shard", "part_member", "member_field", "bad_row"]
+
+    def try_all() -> None:
+        seen = 0
+        for name in columns:
+            dtype, of, more = LAYOUT[name]
+            form = {np.int32: "<i", np.int64: "<q"}[dtype]
+            for element in range(getattr(size, of) + more):
+                at = start + positions[name] + element * struct.calcsize(form)
+                for value in wrong:
+                    print(name, element, value, file=sys.stderr)
+                    with_note(path, data[:at] + struct.pack(form, value) + data[at + struct.calcsize(form) :])
+                    with pytest.raises(DamagedIndexError, match=f"{path.name} is damaged: "):
+                        use(Index(path))
+                    assert not verified.is_noted(path, path.stat())  # it will be read in full
+                    seen += 1
+        assert seen > 300
+
+    in_a_child(try_all)
+
+
+def test_altered_bytes_of_a_noted_index_never_crash(shards: list[str]) -> None:
+    built = build_index(shards, RECIPE)
+    path, data = built.path, built.path.read_bytes()
+
+    def try_all() -> None:
+        refused = 0
+        for what, damaged in damages(data, 0):
+            print(what, file=sys.stderr)
+            with_note(path, damaged)
+            try:
+                use(Index(path))
+            except DamagedIndexError:
+                refused += 1
+        assert refused > 20
+
+    in_a_child(try_all)
+
+
+def test_rows_outside_are_refused(shards: list[str]) -> None:
+    index = build_index(shards, RECIPE)
+    for row in (-1, len(index)):
+        for ask in (index.key, index.members, index.read_spec, index.shard_of, index.part_range):
+            with pytest.raises(ValueError, match=f"row {row} of an index of 12 samples"):
+                ask(row)
+        with pytest.raises(ValueError, match="of an index of 12 samples"):
+            index.parts_of(np.array([0, row]), IMAGE)
+        with pytest.raises(ValueError, match="of an index of 12 samples"):
+            IndexCosts(index).positions("image", np.zeros(2, np.int32), np.array([0, row]))
+    with pytest.raises(ValueError, match="row 0 is no bad sample"):
+        index.failure(0)
+
+
+def test_one_process_makes_a_damaged_index_again_and_says_so(shards: list[str]) -> None:
+    expected = build_index(shards, RECIPE)
+    before = content(expected)
+    expected.path.write_bytes(expected.path.read_bytes()[:-8])
+    with pytest.warns(RuntimeWarning, match=rf"the index {expected.path} is damaged: it has .*; it is made again"):
+        made = ShardDataset(shards, RECIPE).index()
+    assert content(made) == before
+    again = open_index(shards, RECIPE)
+    assert again is not None and content(again) == before
+
+
+def test_several_ranks_are_told_how_to_build_a_damaged_index_again(shards: list[str]) -> None:
+    path = build_index(shards, RECIPE).path
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    message = (
+        rf"the index of these 2 shards is damaged \({path}: .*\), and 4 ranks need one; .*: orchdata index {shards[0]}"
+    )
+    with pytest.raises(MissingIndexError, match=message):
+        ShardDataset(shards, RECIPE).index(num_ranks=4)
+    assert path.read_bytes() == data  # for one process to make again
+    with pytest.raises(od.MissingIndexError, match="is damaged"):
+        od.DataLoader(od.ShardDataset(shards, RECIPE), batch_size=1, dp=(0, 2))
+
+
+def test_an_index_is_verified_once_a_machine(shards: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    full: list[Path] = []
+    verify = index_module.verify_body
+    monkeypatch.setattr(index_module, "verify_body", lambda fd, head: (full.append(path), verify(fd, head)))
+    path = Path()
+    path = build_index(shards, RECIPE).path
+    assert len(full) == 1  # when it is built
+    for _ in range(3):
+        open_index(shards, RECIPE)
+    build_index(shards, RECIPE)
+    assert len(full) == 1
+
+    os.utime(path)
+    Index(path)
+    assert len(full) == 2  # perhaps another file
+    os.chmod(path, 0o600)
+    Index(path)
+    assert len(full) == 3  # only the time of its status says that something was changed, and its times set back
+    moved = path.with_name("moved.index")
+    path.rename(moved)
+    Index(moved)
+    assert len(full) == 4
+    monkeypatch.setattr(verified, "_boot_id", lambda: "another start")
+    Index(moved)
+    Index(moved)
+    assert len(full) == 5
+    monkeypatch.setattr(verified, "_boot_id", lambda: "")  # not Linux
+    Index(moved)
+    Index(moved)
+    assert len(full) == 7
+
+
+def test_a_folder_that_takes_no_note_is_no_reason(shards: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    path = build_index(shards, RECIPE).path
+    verified.forget(path)
+
+    def read_only(*_: object, **__: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(verified, "write_once", read_only)
+    assert content(Index(path)) == content(Index(path))
+    assert not verified.is_noted(path, path.stat())
+
+
+@pytest.mark.parametrize("data", [b"", b"not one at all", b"\x89orchdat" + bytes(64)])
+def test_a_file_that_is_no_index_is_refused(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "x.index"
+    path.write_bytes(data)
+    with pytest.raises(DamagedIndexError, match=r"x\.index is damaged: it .*; run `orchdata index` again"):
+        Index(path)
+    with pytest.raises(FileNotFoundError):
+        Index(tmp_path / "absent.index")
+
+
+def test_the_costs_of_one_shard_are_no_index(shards: list[str]) -> None:
+    build_index(shards, RECIPE)
+    with pytest.raises(DamagedIndexError, match=r"of kind b'cost' and format 2, not of b'indx'"):
+        Index(kept_files()[0])
+
+
+def test_an_index_that_cannot_be_read_now_is_no_damage(shards: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    path = build_index(shards, RECIPE).path
+    verified.forget(path)
+
+    def failing(*_: object) -> int:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", failing)
+    with pytest.raises(StorageError, match="cannot be read: Input/output error"):
+        open_index(shards, RECIPE)
+
+
+def test_damage_to_the_index_is_never_a_failed_sample() -> None:
+    error = DamagedIndexError("x.index", "cut")
+    assert isinstance(error, NOT_DATA) and isinstance(error, MissingIndexError)
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+def test_sizes_add_up() -> None:
+    one = TableSize(samples=1, parts=2, members=3, bad=4, key_bytes=5, error_field_bytes=6, error_reason_bytes=7)
+    assert TableSize.sum([one, one]).as_dict() == {name: 2 * value for name, value in one.as_dict().items()}

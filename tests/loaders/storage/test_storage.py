@@ -1,0 +1,171 @@
+"""Local files: trouble of the system is no damage, and what changes while it is open is not delivered."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from shard_factory import write_shard
+
+import orchdata as od
+from orchdata.loaders.errors import StaleIndexError, StorageError
+from orchdata.loaders.storage.storage import LocalFile
+
+KINDS = [errno.EIO, errno.ESTALE, errno.EMFILE, errno.EACCES]
+
+
+def refusing(call: Callable[..., Any], times: int, number: int) -> Callable[..., Any]:
+    """`call`, which the system refuses so many times."""
+    left = [times]
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        if left[0] > 0:
+            left[0] -= 1
+            raise OSError(number, os.strerror(number))
+        return call(*args, **kwargs)
+
+    return refuse
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "data"
+    path.write_bytes(bytes(range(200)))
+    return path
+
+
+@pytest.mark.parametrize("number", KINDS)
+@pytest.mark.parametrize("name", ["open", "fstat", "pread", "preadv"])
+def test_what_the_system_refuses_three_times_is_tried_a_fourth(
+    path: Path, no_pauses: None, monkeypatch: pytest.MonkeyPatch, name: str, number: int
+) -> None:
+    monkeypatch.setattr(os, name, refusing(getattr(os, name), 3, number))
+    file = LocalFile(path)
+    assert file.read(10, 5) == bytes(range(10, 15))
+    buffer = bytearray(4)
+    assert file.read_into(20, memoryview(buffer)) == 4
+    assert buffer == bytes(range(20, 24))
+
+
+@pytest.mark.parametrize("name", ["open", "pread", "preadv"])
+def test_what_it_goes_on_refusing_is_a_storage_error_with_file_and_reason(
+    path: Path, no_pauses: None, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    opened = None if name == "open" else LocalFile(path)
+    monkeypatch.setattr(os, name, refusing(getattr(os, name), 4, errno.EIO))
+    with pytest.raises(StorageError, match=r"/data: cannot be (opened|read at 0): Input/output error") as caught:
+        file = opened or LocalFile(path)
+        file.read_into(0, memoryview(bytearray(4))) if name == "preadv" else file.read(0, 4)
+    assert caught.value.errno == errno.EIO
+    assert not isinstance(caught.value, OSError)  # no reader of data catches it as damage
+
+
+def test_a_forgotten_file_is_opened_anew(path: Path, no_pauses: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = LocalFile(path)
+    stale = [os.fstat(file._fd).st_ino, True]
+    pread = os.pread
+
+    def forgotten(fd: int, size: int, offset: int) -> bytes:
+        if stale[1]:  # until a descriptor is put in its place
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return pread(fd, size, offset)
+
+    dup2 = os.dup2
+
+    def put(*args: Any, **kwargs: Any) -> int:
+        stale[1] = False
+        return dup2(*args, **kwargs)
+
+    monkeypatch.setattr(os, "pread", forgotten)
+    monkeypatch.setattr(os, "dup2", put)
+    assert file.read(0, 3) == bytes([0, 1, 2])
+    file.check_unchanged()
+
+
+@pytest.mark.parametrize("change", ["content", "size", "times"])
+def test_a_change_while_open_is_seen(path: Path, change: str) -> None:
+    file = LocalFile(path)
+    file.check_unchanged()
+    before = os.stat(path)
+    if change == "size":
+        with path.open("ab") as out:
+            out.write(b"more")
+    else:
+        while os.stat(path).st_ctime_ns == before.st_ctime_ns:  # a clock tick must pass for a change to show
+            with path.open("r+b") as out:
+                out.write(b"\0")
+            time.sleep(0.001)
+    if change == "times":  # as rsync leaves it; only the inode's own time tells
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(StaleIndexError, match="/data: was changed while it was open"):
+        file.check_unchanged()
+
+
+def test_a_file_that_is_removed_is_still_what_was_opened(path: Path) -> None:
+    file = LocalFile(path)
+    path.unlink()
+    assert file.read(0, 2) == b"\0\1"
+    file.check_unchanged()
+
+
+def samples(word: str, count: int = 30) -> list[dict[str, Any]]:
+    return [{"__key__": f"k{number:03d}", "txt": f"{word} {number:03d}".encode()} for number in range(count)]
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+@pytest.mark.parametrize("collate_fn", [None, lambda samples: [sample.key for sample in samples]])
+def test_a_shard_rewritten_in_place_during_an_epoch_stops_it(
+    tmp_path: Path, on_error: str, collate_fn: Callable[[list[Any]], Any] | None
+) -> None:
+    shard = write_shard(tmp_path / "a.tar", samples("right"))
+    other = write_shard(tmp_path / "b.tar", samples("wrong"))
+    assert os.path.getsize(shard) == os.path.getsize(other)
+    loader = od.DataLoader(
+        od.ShardDataset(shard), batch_size=2, num_threads=0, on_error=on_error, collate_fn=collate_fn
+    )
+    steps = iter(loader)
+    next(steps)
+    written = os.stat(shard).st_mtime_ns
+    while os.stat(shard).st_mtime_ns == written:
+        with open(other, "rb") as source, open(shard, "r+b") as out:  # as cp and rsync --inplace do
+            shutil.copyfileobj(source, out)
+    with pytest.raises(StaleIndexError, match=r"a\.tar: was changed while it was open.*orchdata index"):
+        next(steps)
+    assert loader.stats()["failures"]["count"] == 0
+
+
+def test_a_copy_of_a_shard_is_known_by_its_headers_and_another_one_is_refused(tmp_path: Path) -> None:
+    shard = write_shard(tmp_path / "a.tar", samples("right"))
+    keys = [key for batch in od.DataLoader(od.ShardDataset(shard), batch_size=30, num_threads=0) for key in batch.keys]
+    os.utime(shard, (1, 1))
+    loader = od.DataLoader(od.ShardDataset(shard), batch_size=30, num_threads=0)
+    assert [key for batch in loader for key in batch.keys] == keys
+    renamed = [{**sample, "__key__": sample["__key__"].replace("k", "j")} for sample in samples("right")]
+    write_shard(tmp_path / "a.tar", renamed)
+    with pytest.raises(StaleIndexError, match="was written anew since it was indexed"):
+        list(od.DataLoader(od.ShardDataset(shard), batch_size=30, num_threads=0))
+
+
+@pytest.mark.parametrize("collate_fn", [None, lambda samples: [sample.key for sample in samples]])
+def test_an_index_written_to_while_it_is_open_stops_the_run(
+    tmp_path: Path, collate_fn: Callable[[list[Any]], Any] | None
+) -> None:
+    shard = write_shard(tmp_path / "a.tar", samples("right"))
+    loader = od.DataLoader(od.ShardDataset(shard), batch_size=2, num_threads=0, on_error="skip", collate_fn=collate_fn)
+    steps = iter(loader)
+    next(steps)
+    path = od.ShardDataset(shard).index().path
+    written = path.stat().st_mtime_ns
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    while path.stat().st_mtime_ns == written:
+        with path.open("r+b") as out:
+            out.write(content)
+    with pytest.raises(od.DamagedIndexError, match="was changed while it was open"):
+        next(steps)

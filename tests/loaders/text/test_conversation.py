@@ -1,0 +1,467 @@
+"""Chats: what they say arrives in full, or the sample is refused with the key that would be lost."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+import orchdata as od
+from orchdata.loaders.errors import DecodeError, FieldError
+from orchdata.loaders.modality import AUDIO, IMAGE, TEXT
+from orchdata.loaders.recipe import ChatTemplate, Recipe, TextPreprocessor
+from orchdata.loaders.samples.compose import MediaSlot, Member, compose, text_members
+from orchdata.loaders.samples.measure import measure
+from orchdata.loaders.text.conversation import read_document
+
+TEXT_RULES = TextPreprocessor(template=ChatTemplate(prefix="[{role}]", suffix=";"))
+RECIPE = Recipe(text=TEXT_RULES)
+ASK = {"role": "user", "content": "What is the weather in Oslo?"}
+ANSWER = {"role": "assistant", "content": "It rains."}
+CALL = [{"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}]
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"city": "string"}}}]
+THOUGHTS = "The user asks for the weather, so I look out of the window."
+
+
+def said(value: object) -> list[tuple[str, str]] | str | None:
+    """Role and text of each turn, or the text."""
+    document = read_document(json.dumps(value).encode(), TEXT_RULES)
+    if document.turns is None:
+        return document.text
+    return [(turn.role, "".join(map(str, turn.content))) for turn in document.turns]
+
+
+def measured(images: int = 0, **fields: object):
+    members = [Member(f"{number}.jpg", IMAGE, 56, 56, size=9) for number in range(images)]
+    texts = {}
+    for name, value in fields.items():
+        payload = value if isinstance(value, bytes) else value.encode() if isinstance(value, str) else None
+        texts[len(members)] = json.dumps(value).encode() if payload is None else payload
+        members.append(Member(name.replace("_", "."), TEXT, size=len(texts[len(members)])))
+    wanted = text_members(members, RECIPE)
+    return measure(members, {index: texts[index] for index in wanted}, RECIPE)
+
+
+@pytest.mark.parametrize(
+    ("turn", "message"),
+    [
+        ({"content": None, "tool_calls": CALL}, "turn 2 (assistant) has 'tool_calls', which no template renders"),
+        ({"content": "", "tool_calls": CALL}, "'tool_calls'"),
+        ({"tool_calls": CALL}, "'tool_calls'"),
+        ({"content": "Wait.", "toolCalls": CALL}, "'toolCalls'"),
+        ({"content": None, "function_call": {"name": "weather", "arguments": "{}"}}, "'function_call'"),
+        ({"content": "It rains.", "reasoning_content": THOUGHTS}, "'reasoning_content'"),
+        ({"content": "It rains.", "reasoning": THOUGHTS}, "'reasoning'"),
+        ({"content": "It rains.", "thinking": THOUGHTS}, "'thinking'"),
+        ({"content": "It rains.", "thoughts": [THOUGHTS]}, "'thoughts'"),
+        ({"content": None, "refusal": "I will not say."}, "'refusal'"),
+        ({"content": None, "audio": {"id": "audio_1", "transcript": "It rains."}}, "'audio'"),
+        ({"content": "It rains.", "name": "Anna"}, "'name'"),
+        ({"content": "It rains.", "images": ["a.jpg"]}, "'images'"),
+        ({"content": "It rains.", "documents": [{"text": "rain"}]}, "'documents'"),
+        ({"content": "It rains.", "tool_call_id": "call_1"}, "'tool_call_id'"),
+        ({"content": "It rains.", "channel": "final"}, "'channel'"),
+        ({"content": "It rains.", "recipient": "weather"}, "'recipient'"),
+        ({"content": "It rains.", "weight": 0}, "'weight', a loss flag, which is not followed"),
+        ({"content": "It rains.", "weight": 0.5}, "'weight'"),
+        ({"content": "It rains.", "train": False}, "'train'"),
+        ({"content": "It rains.", "loss": "false"}, "'loss'"),
+        ({"content": "It rains.", "loss_mask": 0}, "'loss_mask'"),
+        ({"content": "It rains.", "masked": True}, "'masked'"),
+        ({"content": "It rains.", "mask": 1}, "'mask'"),
+        ({"content": None}, "turn 2 (assistant) has no content"),
+        ({}, "turn 2 (assistant) has no content"),
+        ({"content": ""}, "turn 2 (assistant) says nothing"),
+        ({"content": " \n"}, "says nothing"),
+        ({"content": []}, "says nothing"),
+        ({"content": [{"type": "text", "text": ""}]}, "says nothing"),
+        ({"content": "It rains.", "value": "It snows."}, "one thing under role and content, another under from"),
+        ({"content": "It rains.", "from": "human"}, "one thing under role and content, another under from"),
+    ],
+)
+def test_a_turn_that_would_lose_something_is_refused_by_its_key(turn, message):
+    with pytest.raises(DecodeError) as caught:
+        said([ASK, {"role": "assistant", **turn}])
+    assert message in caught.value.reason
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"tools": TOOLS}, "the conversation has 'tools', which no template renders"),
+        ({"tools": json.dumps(TOOLS)}, "'tools'"),
+        ({"functions": [{"name": "weather"}]}, "'functions'"),
+        ({"documents": [{"title": "Oslo", "text": "It rains."}]}, "'documents'"),
+        ({"system": "You are a weatherman."}, "'system'"),
+        ({"system_prompt": "You are a weatherman."}, "'system_prompt'"),
+        ({"systemMessage": "You are a weatherman."}, "'systemMessage'"),
+        ({"reasoning": THOUGHTS}, "'reasoning'"),
+        ({"chat_template_kwargs": {"custom_instructions": "Be brief.", "xml_tools": []}}, "'chat_template_kwargs'"),
+        ({"instructions": "Be brief."}, "'instructions'"),
+        ({"history": [["What is the weather in Bergen?", "It pours."]]}, "'history'"),
+        ({"video": "a.mp4"}, "'video'"),
+        ({"chosen": {"from": "gpt", "value": "It snows."}, "rejected": {"from": "gpt", "value": "No."}}, "'chosen'"),
+        ({"rejected": [{"role": "assistant", "content": "It snows."}]}, "'rejected'"),
+        ({"conversations": [ASK, {"role": "assistant", "content": "It snows."}]}, "two conversations that differ"),
+    ],
+)
+def test_a_conversation_that_would_lose_what_stands_beside_it_is_refused_by_its_key(record, message):
+    with pytest.raises(DecodeError) as caught:
+        said({"messages": [ASK, ANSWER], **record})
+    assert message in caught.value.reason
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        {"tools": [], "functions": None, "system": "", "documents": {}, "chosen": None},
+        {"tools": "[]", "system_prompt": " "},
+        {"reasoning": "on", "reasoning_effort": "high", "tools_used": "no", "thinking_budget": "1024"},
+        {"chat_template_kwargs": {"custom_instructions": "", "enable_thinking": True, "python_tools": []}},
+        {"id": 7, "source": "web", "score": 0.5, "split": "train", "prompt_id": "x", "model": "m", "loss": 2.5},
+        {"prompt": ASK["content"], "text": "already rendered", "lang": "en", "category": "weather"},
+        {"conversations": [{"from": "human", "value": ASK["content"]}, {"from": "gpt", "value": "It rains."}]},
+        # The conversation is the preferred one, as in the data that preference training also uses.
+        {"chosen": [ASK, ANSWER], "rejected": [ASK, {"role": "assistant", "content": "It snows."}]},
+        {"system": ASK["content"]},  # said in a turn
+    ],
+)
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"tool_calls": None, "name": None, "refusal": None, "weight": None},
+        {"tool_calls": [], "function_call": {}, "reasoning_content": "", "weight": 1, "train": True, "masked": False},
+        {"name": "assistant", "value": "It rains.", "from": "gpt", "text": "It rains."},
+        {
+            "id": "m1",
+            "timestamp": 17.5,
+            "model": "m",
+            "lang": "en",
+            "toxic": False,
+            "parent_id": "m0",
+            "markdown": None,
+        },
+        {"tokens": [1, 2], "scores": {"helpful": 3}, "thinking_tokens": 120},
+    ],
+)
+def test_metadata_nulls_and_what_is_said_anyway_pass(beside, keys):
+    user = {**ASK, "weight": 0, "train": False, "id": 1}
+    found = said({"messages": [user, {**ANSWER, **keys}], **beside})
+    assert found == [("user", ASK["content"]), ("assistant", "It rains.")]
+
+
+@pytest.mark.parametrize("role", ["Assistant", "ASSISTANT", "asistant", "function_call", "model", "prompter", ""])
+def test_a_role_that_the_template_does_not_know_is_refused(role):
+    with pytest.raises(DecodeError, match=r"turn 1 has the role .*; known are system, .*see ChatTemplate\.roles"):
+        said([{"role": role, "content": "x"}])
+
+
+def test_a_template_may_know_other_roles():
+    template = ChatTemplate(roles=("narrator",), loss_roles=("hero",))
+    pre = TextPreprocessor(template=template)
+    turns = [{"role": "narrator", "content": "a"}, {"role": "hero", "content": "b"}]
+    assert [turn.role for turn in read_document(json.dumps(turns).encode(), pre).turns] == ["narrator", "hero"]
+    assert pre.describe() != TextPreprocessor().describe()
+    with pytest.raises(ValueError, match=r"ChatTemplate\.roles must be a tuple"):
+        ChatTemplate(roles="user")
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        ({"type": "image", "image": "a.jpg", "text": "a cat"}, "of type 'image' that holds 'text' too"),
+        ({"type": "text", "text": "a cat", "image": "a.jpg"}, "of type 'text' that holds 'image' too"),
+        ({"image": "a.jpg", "text": "a cat"}, "that holds 'image' too"),
+        ({"type": "image", "audio": "a.wav"}, "of type 'image' that holds 'audio' too"),
+        ({"type": "input_audio", "input_audio": {"data": "x"}, "transcript": "a cat"}, "has 'transcript'"),
+        ({"type": "image", "image": ["a.jpg", "b.jpg"]}, "that holds 2"),
+        ({"type": "image", "index": 1}, "places image 1 where number 0 follows"),
+        ({"type": "text", "text": "a", "reasoning": THOUGHTS}, "has 'reasoning'"),
+        ({"type": ["image"]}, "an item of type a list"),
+        ({"type": {"a": 1}}, "an item of type a dict"),
+        ({"type": 5}, "an item of type a int"),
+        ({"type": "tool_use", "input": {}}, "an item of type 'tool_use'"),
+        ({"type": "thinking", "thinking": THOUGHTS}, "an item of type 'thinking'"),
+    ],
+)
+def test_an_item_that_would_lose_something_is_refused(item, message):
+    with pytest.raises(DecodeError) as caught:
+        said([{"role": "user", "content": [item]}, ANSWER])
+    assert message in caught.value.reason
+
+
+def test_items_with_nulls_for_what_they_are_not_pass():
+    content = [
+        {"type": "image", "image": "a.jpg", "text": None, "index": 0},
+        {"type": "text", "text": "What?", "image": None, "index": None, "cache_control": {"type": "ephemeral"}},
+        {"type": "image_url", "image_url": {"url": "x", "detail": "low"}, "index": 1},
+    ]
+    turns = [{"role": "user", "content": content}, ANSWER]
+    assert measured(images=2, json=turns).llm_tokens == 2 * 4 + len("[user]What?;[assistant]It rains.;")
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ({"prompt": "q", "chosen": "a", "rejected": "b"}, "its words are under 'prompt'"),
+        ({"prompt": [ASK], "completion": [ANSWER]}, "its words are under 'prompt'"),
+        ({"dialog_turns": [ASK, ANSWER]}, "its turns are under 'dialog_turns'"),
+        ({"instruction": "Say x.", "output": "x"}, "its words are under 'instruction'"),
+        ({"messages": "[]..."}, "'messages' is a str, not a list of turns"),
+        ({"caption": ["a", "b"]}, "'caption' is a list, not a string"),
+        ({"messages": []}, "no turns"),
+        ([{"text": "a"}, {"text": "b"}], "a list of records"),
+        ("a bare caption", "a bare string"),
+        ({"text": "<video> What is it?", "videos": ["a.mp4"]}, "it names a video under 'videos'"),
+        ({"role": "x", "content": "y"}, "role and content are no turn"),
+        ({"image": "a.jpg", "images": ["b.jpg", "c.jpg"], "caption": "x"}, "the record names 2 ('b.jpg', 'c.jpg')"),
+    ],
+)
+def test_words_that_are_not_read_are_refused_where_the_sample_has_no_others(value, reason):
+    payload = json.dumps(value).encode()
+    with pytest.raises(FieldError) as caught:
+        measured(images=1, json=payload)
+    assert reason in caught.value.reason
+    assert measured(images=1, json=payload, txt="the text").loss_tokens == len("the text")
+
+
+@pytest.mark.parametrize(
+    "value", [{"width": 5}, {"exif": {"text": "x"}}, [1, 2], [], 7, None, {"prompt": None}, {"class_text": "cat"}]
+)
+def test_metadata_beside_an_image_passes(value):
+    assert measured(images=1, json=json.dumps(value).encode()).llm_tokens == 4  # 56 x 56 at patch 14, merged 2 x 2
+
+
+def test_a_number_of_more_digits_than_python_reads_is_metadata():
+    assert measured(images=1, json=b'{"seed": ' + b"7" * 5000 + b"}").llm_tokens == 4
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *({key: "words"} for key in "transcript transcription sentence content TEXT raw_transcription".split()),
+        {"captions": ["a cat"]},
+        ["a cat", "a dog"],
+        {"texts": [{"user": "q", "assistant": "a"}]},
+        {"data": [{"user": "q", "assistant": "a"}]},
+        {"text_list": ["a", None]},
+        {"qa": {"q": "a"}},
+        {"pairs": [{"Question": "q", "Answer": "a"}]},
+        {"Question": "q", "Answer": "a"},
+    ],
+)
+def test_words_under_any_usual_key_are_refused_where_the_sample_has_no_others(value):
+    payload = json.dumps(value).encode()
+    with pytest.raises(FieldError, match=r"its words are|a bare string|a list of"):
+        measured(images=1, json=payload)
+    assert measured(images=1, json=payload, txt="the text").loss_tokens == len("the text")
+
+
+CAULDRON = [{"user": "q", "assistant": "a", "source": "x"}]
+
+
+@pytest.mark.parametrize(
+    ("column", "cell"),
+    [
+        ("texts", CAULDRON),
+        ("data", CAULDRON),
+        ("texts", ["a", None]),
+        ("caption", ["a cat"]),
+        ("text", ["a cat"]),
+        ("qa", {"question": "q", "answer": "a"}),
+        ("question", "q"),
+        ("answer", "3"),
+        ("Output", "x"),
+        ("normalized_text", "x"),
+        ("utterance", "x"),
+    ],
+)
+def test_a_parquet_column_of_words_beside_media_is_read_or_refused(tmp_path: Path, column: str, cell: object):
+    pixels = io.BytesIO()
+    Image.new("RGB", (56, 56)).save(pixels, "PNG")
+    columns = {"key": ["words", "empty"], "image": [{"bytes": pixels.getvalue()}] * 2, "label": ["cat"] * 2}
+    columns[column] = [cell, None]
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    loader = od.DataLoader(od.ShardDataset(str(tmp_path / "a.parquet")), batch_size=1, num_threads=0, on_error="skip")
+    assert [key for batch in loader for _, key in batch.keys] == ["1"]
+    (failure,) = loader.gather_failures()
+    assert (failure.key, failure.field) == ("0", column)
+    assert "the sample's only words" in failure.reason
+
+
+@pytest.mark.parametrize("cell", ["images/a.jpg", ["images/a.jpg"]])
+def test_a_parquet_column_of_paths_names_media(tmp_path: Path, cell: object):
+    pq.write_table(pa.table({"images": [cell, None], "caption": ["a cat", "a dog"]}), tmp_path / "a.parquet")
+    loader = od.DataLoader(od.ShardDataset(str(tmp_path / "a.parquet")), batch_size=1, num_threads=0, on_error="skip")
+    assert [key for batch in loader for _, key in batch.keys] == ["1"]
+    (failure,) = loader.gather_failures()
+    assert "names 1 ('images/a.jpg'), the sample holds none" in failure.reason
+
+
+def test_media_named_in_another_order_than_their_fields_are_refused():
+    def sample(first: str, second: str, key: str | None):
+        members = [Member(name, IMAGE, 56, 56, size=9) for name in ("a.jpg", "b.jpg")]
+        if key is None:
+            items = [{"type": "image", "image": name} for name in (first, second)]
+            record: object = [{"role": "user", "content": [*items, {"type": "text", "text": "q"}]}, ANSWER]
+        else:
+            turns = [{"role": "user", "content": "<image><image>q"}, ANSWER]
+            record = {"messages": turns, key: [first, second]}
+        payload = json.dumps(record).encode()
+        return measure([*members, Member("json", TEXT, size=len(payload))], {2: payload}, RECIPE)
+
+    for key in (None, "images"):
+        assert sample("dir/a.jpg", "key.B.jpg", key).llm_tokens == sample("x.jpg", "a.jpg", key).llm_tokens
+        for first, second in (("b.jpg", "a.jpg"), ("dir/key.b.jpg", "A.jpg"), ("a.jpg", "a.jpg")):
+            with pytest.raises(FieldError, match="in the order of the fields: a.jpg, b.jpg"):
+                sample(first, second, key)
+
+
+def test_marks_are_followed_where_only_media_of_another_kind_have_items():
+    content = [{"type": "image"}, {"type": "text", "text": "Look at <image>, hear <audio> and say."}]
+    members = [Member("jpg", IMAGE, 56, 56, size=9), Member("wav", AUDIO, frames=16_000, rate=16_000, size=9)]
+    payload = json.dumps([{"role": "user", "content": content}, ANSWER]).encode()
+    spans = compose([*members, Member("json", TEXT, size=len(payload))], {2: payload}, RECIPE)
+    slots = [span.modality if isinstance(span, MediaSlot) else bytes(span.token_ids.tolist()) for span in spans]
+    assert slots == [b"[user]", IMAGE, b"Look at <image>, hear ", AUDIO, b" and say.;[assistant]", b"It rains.;"]
+
+
+def test_a_mark_without_media_is_refused_with_the_way_to_read_it_as_text():
+    with pytest.raises(FieldError, match=r'TextPreprocessor\(audio_placeholder=""\)'):
+        measured(txt="the tag <audio>")
+
+
+def test_one_turn_alone_is_a_conversation():
+    assert said(ANSWER) == [("assistant", "It rains.")]
+    document = read_document(json.dumps(ANSWER).encode() + b"\n", TEXT_RULES, lines=True)
+    assert document.turns is not None
+
+
+def test_an_empty_conversation_gives_way_to_text():
+    assert said({"messages": [], "text": "words"}) == "words"
+    assert said({"messages": None, "conversations": [ANSWER]}) == [("assistant", "It rains.")]
+    assert said({"text": "", "caption": "words"}) == "words"
+
+
+def test_two_json_members_must_not_say_two_things():
+    other = {"messages": [ANSWER, ANSWER]}
+    with pytest.raises(FieldError, match=r"a second conversation, beside that of a\.json") as caught:
+        measured(a_json=[ANSWER], b_json=other)
+    assert caught.value.field == "b.json"
+    with pytest.raises(FieldError, match=r"a second text, beside that of a\.json"):
+        measured(a_json={"text": "one"}, b_json={"text": "other"})
+    assert measured(a_json=[ANSWER], b_json={"messages": [ANSWER]}).llm_tokens == len("[assistant]It rains.;")
+    assert measured(a_json=[ANSWER], b_json={"width": 3}, c_json={"text": "a caption"}).used_members == [0]
+
+
+@pytest.mark.parametrize("field", ["tools", "tools_json", "system", "system_txt", "reasoning", "1_tools_json"])
+def test_a_field_beside_the_chats_must_not_be_lost(field):
+    with pytest.raises(FieldError, match=f"has '{field.split('_')[-2 if field[0] == '1' else 0]}', which no template"):
+        measured(json=[ASK, ANSWER], **{field: TOOLS if "tools" in field else "You are a weatherman."})
+    assert measured(json=[ASK, ANSWER], **{field: "[]"}).used_members == [0]
+
+
+def test_a_key_that_comes_twice_is_refused_where_it_is_read():
+    for payload in (
+        b'[{"role": "user", "content": "a", "content": "b"}]',
+        b'{"messages": [{"role": "user", "content": "a"}], "messages": [{"role": "user", "content": "b"}]}',
+        b'{"text": "a", "text": "b"}',
+        b'[{"role": "user", "content": [{"type": "text", "text": "a", "text": "b"}]}]',
+    ):
+        with pytest.raises(DecodeError, match="twice"):
+            read_document(payload, TEXT_RULES)
+    assert read_document(b'{"text": "a", "exif": {"x": 1, "x": 2}}', TEXT_RULES).text == "a"
+
+
+def test_struct_chats_of_parquet_keep_their_meaning(tmp_path: Path):
+    """A common struct type fills every turn with nulls; what is not null counts as in JSON."""
+    plain = [{**ASK, "tool_calls": None}, {**ANSWER, "tool_calls": None}]
+    calling = [{**ASK, "tool_calls": None}, {"role": "assistant", "content": None, "tool_calls": CALL}]
+    columns = {
+        "id": ["plain", "calling", "tools", "thinking"],
+        "messages": [plain, calling, plain, plain],
+        "tools": [[], None, TOOLS, None],
+        "thinking": ["", None, "", THOUGHTS],
+    }
+    pq.write_table(pa.table(columns), tmp_path / "chats.parquet")
+    dataset = od.ShardDataset(str(tmp_path / "chats.parquet"), recipe=RECIPE)
+    loader = od.DataLoader(dataset, batch_size=1, num_threads=0, on_error="skip")
+    assert [key for batch in loader for _, key in batch.keys] == ["plain"]
+    reasons = {failure.key: failure.reason for failure in loader.gather_failures()}
+    assert reasons.keys() == {"calling", "tools", "thinking"}
+    for key, name in (("calling", "tool_calls"), ("tools", "tools"), ("thinking", "thinking")):
+        assert f"has '{name}'" in reasons[key]
+
+
+def test_a_parquet_column_of_chats_may_have_any_name(tmp_path: Path):
+    columns = {"image_note": ["a", "b"], "dialog": [[ASK, ANSWER], [ASK, ANSWER]], "filename": ["x.jpg", "y.jpg"]}
+    pq.write_table(pa.table(columns), tmp_path / "chats.parquet")
+    dataset = od.ShardDataset(str(tmp_path / "chats.parquet"), recipe=RECIPE)
+    (batch,) = od.DataLoader(dataset, batch_size=2, num_threads=0)
+    text = f"[user]{ASK['content']};[assistant]It rains.;"
+    assert bytes(batch.llm.input_ids.tolist()).decode() == text * 2
+
+
+SURROGATES = st.text(st.characters(codec=None), max_size=6)
+LEAVES = (
+    st.none() | st.booleans() | st.integers() | st.floats() | SURROGATES | st.sampled_from(["user", "text", "image"])
+)
+KEYS = st.sampled_from(
+    ["role", "from", "content", "value", "type", "text", "image", "index", "messages", "tools", "chosen", "weight"]
+)
+ANY_JSON = st.recursive(
+    LEAVES,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(KEYS | SURROGATES, inner, max_size=5),
+    max_leaves=25,
+)
+TURNS = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["user", "assistant", "human", 3, None]), "content": ANY_JSON},
+        optional={"from": ANY_JSON, "tool_calls": ANY_JSON, "weight": ANY_JSON, "value": ANY_JSON, "name": ANY_JSON},
+    ),
+    max_size=3,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(value=ANY_JSON | TURNS | st.dictionaries(KEYS, TURNS | ANY_JSON), images=st.integers(0, 2), field=st.booleans())
+def test_any_json_is_counted_or_refused_with_field_and_reason(value, images, field):
+    try:
+        found = measured(images=images, **{"json" if field else "tools": json.dumps(value).encode()})
+    except FieldError as error:
+        assert error.field and error.reason
+        assert len(error.reason) < 1000
+    else:
+        assert found.llm_tokens > 0
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"[" * 100_000 + b"]" * 100_000,
+        b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
+        b'[{"role": "user", "content": ' + b"[" * 800 + b"]" * 800 + b"}]",
+        b'[{"role": "user", "content": [{"type": ' + b"[" * 800 + b"]" * 800 + b"}]}]",
+        b'{"messages": [{"role": "user", "content": "x", "tools": ' + b"[" * 800 + b'"a"' + b"]" * 800 + b"}]}",
+        b'{"messages": [{"role": "user", "content": "x", "weight": ' + b"7" * 4000 + b"}]}",
+        b'{"image": [' + b"[" * 800 + b'"a"' + b"]" * 800 + b'], "text": "x"}',
+        b'{"width": NaN, "text": ["x"]}',
+        b'{"text": "\\ud800"}',
+        b'{"' + b"k" * 100_000 + b'": [{"role": "user"}]}',
+        b'[{"role": "' + b"r" * 100_000 + b'", "content": "x"}]',
+        b'[{"' + b"k" * 100_000 + b'": 1, "role": 2}, {"role": "user", "content": "x"}]',
+    ],
+)
+def test_hostile_json_is_refused_with_a_short_reason(payload):
+    with pytest.raises(FieldError) as caught:
+        measured(json=payload)
+    assert caught.value.field in ("json", "image")
+    assert len(caught.value.reason) < 600
+    caught.value.reason.encode()  # no lone surrogates: it goes into a file

@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import torch
+
+from orchdata.building.memory import BufferPool
+
+LARGE = (1024, 1024)  # 4 MiB of float32, well above what malloc serves
+
+
+def test_memory_returns_when_the_array_is_collected() -> None:
+    pool = BufferPool()
+    array = pool.empty(LARGE, np.float32)
+    address = array.ctypes.data
+    assert pool.free_bytes() == 0
+    del array
+    gc.collect()
+    assert pool.free_bytes() >= 4 << 20
+    assert pool.empty(LARGE, np.float32).ctypes.data == address
+
+
+def test_a_tensor_over_a_slice_keeps_the_memory() -> None:
+    pool = BufferPool()
+    array = pool.empty(LARGE, np.float32)
+    array[:] = 7
+    tensor = torch.from_numpy(array)[5:6].view(torch.int32).view(torch.float32)
+    del array
+    gc.collect()
+    assert pool.free_bytes() == 0
+    pool.empty(LARGE, np.float32)[:] = 0
+    assert tensor.eq(7).all()
+    del tensor
+    gc.collect()
+    assert pool.free_bytes() > 0
+
+
+def test_free_memory_is_bounded() -> None:
+    pool = BufferPool(max_free_bytes=5 << 20)
+    arrays = [pool.empty(LARGE, np.float32) for _ in range(4)]
+    arrays.clear()
+    gc.collect()
+    assert pool.free_bytes() <= 5 << 20
+
+
+def test_empty_and_small_arrays_have_their_shape() -> None:
+    pool = BufferPool()
+    assert pool.empty((0, 588), np.uint16).shape == (0, 588)
+    assert pool.empty((3, 5), np.int64).shape == (3, 5)

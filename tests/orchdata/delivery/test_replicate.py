@@ -1,0 +1,64 @@
+"""What a reader's message may make on its peers: batches, and nothing else."""
+
+from __future__ import annotations
+
+import typing
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import pytest
+
+from orchdata.batch.batch import Batch
+from orchdata.delivery.replicate import _CLASSES, _revive
+from orchdata.planning.plan import Plan
+from orchdata.planning.route import Route
+from orchdata.ranks.wire import WireError
+
+ROUTE = {field.name: None for field in fields(Route)}
+
+
+def classes_of(annotation: Any) -> set[type]:
+    """The dataclasses that a value of this type may hold."""
+    found: set[type] = set()
+    waiting = [annotation]
+    while waiting:
+        one = waiting.pop()
+        waiting += typing.get_args(one)
+        if isinstance(one, type) and is_dataclass(one) and one not in found:
+            found.add(one)
+            waiting += typing.get_type_hints(one).values()
+    return found
+
+
+def test_all_that_a_batch_may_hold_can_be_sent_and_nothing_else() -> None:
+    within = classes_of(Batch)
+    assert Plan in within
+    assert set(_CLASSES.values()) == within - classes_of(Plan)
+
+
+def revive(value: Any) -> Any:
+    return _revive(value, None)  # type: ignore[arg-type]
+
+
+def test_what_is_sent_comes_back() -> None:
+    route = revive({"dataclass": "Route", "fields": ROUTE | {"rank": 1, "num_ranks": 2}})
+    assert isinstance(route, Route)
+    assert (route.rank, route.num_ranks) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ({"dataclass": "subprocess:Popen", "fields": {"args": ["true"]}}, "Route, and a peer sent 'subprocess:Popen'"),
+        ({"dataclass": "orchdata.batch.batch:Batch", "fields": {}}, "a peer sent 'orchdata.batch.batch:Batch'"),
+        ({"dataclass": ["Route"], "fields": ROUTE}, r"a peer sent \['Route'\]"),
+        ({"dataclass": "Route", "fields": [1]}, "a peer sent 'Route'"),
+        ({"dataclass": "Route"}, "a peer sent 'Route'"),
+        ({"dataclass": "Route", "fields": ROUTE | {"more": 1}}, "Route and what a peer sent for it differ in 'more'"),
+        ({"dataclass": "Route", "fields": {"rank": 0}}, "differ in 'label', 'num_ranks', 'part_route'"),
+        ([{"a": {"dataclass": "Nothing", "fields": {}}}], "a peer sent 'Nothing'"),
+    ],
+)
+def test_an_unknown_class_or_field_is_named(value: Any, said: str) -> None:
+    with pytest.raises(WireError, match=said):
+        revive(value)

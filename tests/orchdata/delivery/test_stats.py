@@ -1,0 +1,134 @@
+"""What a loader says it read: bytes from storage, against the bytes its samples use."""
+
+from __future__ import annotations
+
+import gzip
+import shutil
+import tarfile
+import threading
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from map_dataset import Numbers
+from shard_factory import jpeg, omni_shards, write_shard
+
+import orchdata as od
+from orchdata.delivery.stats import Stats
+from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.planning.plan import Plan
+from orchdata.profile.profile import profile
+
+MAGIC = 4  # bytes that tell a plain tar from a compressed one, read when a shard is opened
+RECIPE = od.Recipe(image=od.ImagePreprocessor(max_tokens=64))
+
+
+def loader(*paths: str, **options: Any) -> od.DataLoader:
+    dataset = od.ShardDataset(list(paths), recipe=RECIPE)
+    dataset.index()
+    return od.DataLoader(dataset, **({"batch_size": 2, "shuffle": True, "num_threads": 0} | options))
+
+
+def run_epoch(loader: od.DataLoader) -> dict[str, Any]:
+    for _ in loader:
+        pass
+    return loader.stats()
+
+
+@pytest.fixture
+def one_image(tmp_path: Path) -> str:
+    return write_shard(tmp_path / "one.tar", [{"__key__": "a", "jpg": jpeg(60, 60), "txt": b"ok"}])
+
+
+def test_gaps_between_members_read_together_are_read_for_nothing(one_image: str) -> None:
+    with tarfile.open(one_image) as tar:
+        first, last = sorted(tar.getmembers(), key=lambda member: member.offset_data)
+    stats = run_epoch(loader(one_image))
+    used = first.size + last.size
+    together = last.offset_data + last.size - first.offset_data
+    assert together > used
+    assert stats["reads"] == {"storage_bytes": MAGIC + together, "cache_bytes": 0, "used_bytes": used}
+    assert stats["read_amplification"] == (MAGIC + together) / used
+
+
+@pytest.mark.parametrize("collate_fn", [None, list])
+@pytest.mark.parametrize("num_threads", [0, 4])
+def test_an_epoch_reads_what_the_profile_predicts(tmp_path: Path, num_threads: int, collate_fn: Any) -> None:
+    paths = omni_shards(tmp_path, shards=3, samples=20)
+    made = loader(*paths, num_threads=num_threads, collate_fn=collate_fn)
+    predicted = profile(made.dataset.index(), ranks=(1,)).read_amplification.by_range
+    assert predicted is not None
+    for epoch in (1, 2):
+        reads = run_epoch(made)["reads"]
+        used = reads["used_bytes"]
+        assert used == epoch * made.dataset.index().totals["bytes"]
+        assert reads["storage_bytes"] == round(predicted * used) + 3 * MAGIC  # shards stay open
+
+
+def test_ranks_add_up(tmp_path: Path) -> None:
+    paths = omni_shards(tmp_path, shards=3, samples=20)
+    alone = run_epoch(loader(*paths, global_batch_size=12, batch_size=None))["reads"]
+    ranks = [
+        run_epoch(loader(*paths, global_batch_size=12, batch_size=None, dp=(rank, 3)))["reads"] for rank in range(3)
+    ]
+    assert sum(reads["used_bytes"] for reads in ranks) == alone["used_bytes"]
+
+
+def test_a_compressed_shard_is_pulled_once_and_not_while_the_cache_has_it(tmp_path: Path, one_image: str) -> None:
+    path = tmp_path / "packed.tar.gz"
+    path.write_bytes(gzip.compress(Path(one_image).read_bytes()))
+    kept = run_epoch(loader(str(path)))  # indexing has decompressed it
+    assert kept["reads"]["storage_bytes"] < 64
+    assert kept["reads"]["cache_bytes"] > kept["reads"]["used_bytes"]
+    shutil.rmtree(CacheFolder().root / "shards")
+    made = loader(str(path))
+    for _ in range(2):
+        pulled = run_epoch(made)["reads"]["storage_bytes"]
+        assert path.stat().st_size <= pulled < path.stat().st_size + 64
+
+
+def test_parquet_cells_come_with_the_rest_of_their_column_chunk(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    table = pa.table({"image": [jpeg(60, 60, seed) for seed in range(8)], "caption": [f"one {i}" for i in range(8)]})
+    pq.write_table(table, path, compression="none", row_group_size=4)
+    made = loader(str(path), batch_size=1)
+    next(iter(made))
+    first = made.stats()
+    assert first["read_amplification"] > 3  # one cell of four
+    whole = run_epoch(made)["reads"]
+    again = run_epoch(made)["reads"]
+    assert again["used_bytes"] == whole["used_bytes"] + made.dataset.index().totals["bytes"]
+    assert again["storage_bytes"] == whole["storage_bytes"]  # decoded columns are kept
+
+
+def test_where_nothing_is_read_there_is_no_amplification(one_image: str) -> None:
+    stats = loader(one_image).stats()
+    assert stats["read_amplification"] is None
+    assert stats["reads"] == {"storage_bytes": 0, "cache_bytes": 0, "used_bytes": 0}
+
+
+def test_map_style_data_sets_are_not_in_shards() -> None:
+    stats = run_epoch(od.DataLoader(Numbers(4)))
+    assert stats["read_amplification"] is None
+    assert stats["reads"] is None
+    assert Stats().as_dict()["reads"] is None
+
+
+@pytest.mark.parametrize("num_threads", [0, 2])
+def test_figures_are_worked_out_where_steps_are_built(
+    tmp_path: Path, num_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At thousands of ranks they take milliseconds, which the training thread has better use for."""
+    threads: set[int] = set()
+    bound = Plan.lower_bound
+
+    def noting(self: Plan, phase: str) -> float:
+        threads.add(threading.get_ident())
+        return bound(self, phase)
+
+    monkeypatch.setattr(Plan, "lower_bound", noting)
+    stats = run_epoch(loader(*omni_shards(tmp_path, shards=1, samples=8), num_threads=num_threads))
+    assert stats["steps"] == 4 and stats["phases"]["llm"]["lower_bound_over_mean"] >= 1
+    assert threads and (threading.get_ident() in threads) == (num_threads == 0)

@@ -1,0 +1,157 @@
+"""The order of an epoch: every sample once, from anywhere, evenly from the streams, bounded by the window."""
+
+from __future__ import annotations
+
+import json
+import time
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from scipy.stats import chisquare
+
+from orchdata.native.permutation import BLOCK
+from orchdata.order.order import Order, Shuffle, shuffle_quality
+
+
+def whole(order: Order, epoch: int = 0) -> NDArray[np.int64]:
+    return order.rows(epoch, 0, order.num_samples)[1]
+
+
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_any_slice_equals_the_same_slice_of_the_epoch(data: st.DataObject) -> None:
+    num_rows = data.draw(st.integers(1, 3000))
+    shuffle = data.draw(
+        st.none() | st.builds(Shuffle, window=st.integers(1, 9), streams=st.integers(1, 9) | st.just(num_rows + 3))
+    )
+    excluded = np.array(sorted(data.draw(st.sets(st.integers(0, num_rows - 1), max_size=20))), np.int64)
+    order = Order(num_rows, shuffle=shuffle, seed=data.draw(st.integers(-5, 1 << 70)), excluded=excluded, dataset_id=3)
+    epoch = data.draw(st.integers(0, 5))
+    start = data.draw(st.integers(0, order.num_samples))
+    stop = data.draw(st.integers(start, order.num_samples))
+
+    rows = whole(order, epoch)
+    assert np.array_equal(np.sort(rows), np.setdiff1d(np.arange(num_rows), excluded))
+    datasets, got = order.rows(epoch, start, stop)
+    assert np.array_equal(got, rows[start:stop])
+    assert datasets.dtype == np.int32 and datasets.tolist() == [3] * (stop - start)
+
+
+def test_no_shuffle_is_the_order_of_the_dataset_without_the_excluded() -> None:
+    order = Order(6, shuffle=None, seed=0, excluded=np.array([0, 3]))
+    assert whole(order).tolist() == [1, 2, 4, 5]
+    assert order.num_samples == 4
+
+
+def test_seeds_and_epochs_differ_and_repeat() -> None:
+    sequences = [whole(Order(3000, shuffle=Shuffle(), seed=seed), epoch) for seed in (0, 1, 2) for epoch in (0, 1, 2)]
+    for i, one in enumerate(sequences):
+        for other in sequences[:i]:
+            assert (one == other).mean() < 0.01  # 1/3000 expected by chance
+    assert np.array_equal(whole(Order(3000, shuffle=Shuffle(), seed=1), 2), sequences[5])
+
+
+@pytest.mark.parametrize("num_samples", [17, 1000, 4099])
+@pytest.mark.parametrize("streams", [1, 2, 3, 8])
+@pytest.mark.parametrize("batch", [1, 7, 24, 64])
+def test_every_batch_takes_equal_shares_of_the_streams(num_samples: int, streams: int, batch: int) -> None:
+    sizes = [len(range(s, num_samples, streams)) for s in range(streams)]
+    assert max(sizes) - min(sizes) <= 1
+    stream_of = np.repeat(np.arange(streams), sizes)  # streams are contiguous ranges of the rows
+    sources = stream_of[whole(Order(num_samples, shuffle=Shuffle(window=2, streams=streams), seed=4))]
+    for start in range(0, num_samples, batch):
+        shares = np.bincount(sources[start : start + batch], minlength=streams)
+        assert shares.max() - shares.min() <= 1
+
+
+@pytest.mark.parametrize("window", [1, 4, 10])
+@pytest.mark.parametrize("num_samples", [40 * BLOCK, 40 * BLOCK + 100])
+def test_samples_in_the_air_are_bounded_by_the_window(num_samples: int, window: int) -> None:
+    rows = whole(Order(num_samples, shuffle=Shuffle(window=window), seed=1))
+    # The rotation cuts one block in two and the partial block may lie anywhere: two more runs at most.
+    blocks = np.sort(rows[: window * BLOCK])
+    runs = 1 + np.count_nonzero(np.diff(blocks) != 1)
+    assert runs <= window + 2
+    for start in range(0, num_samples - num_samples % BLOCK, window * BLOCK):
+        assert np.unique(rows[start : start + window * BLOCK] // BLOCK).size <= 2 * window + 3
+
+
+def test_up_to_one_window_is_a_uniform_permutation() -> None:
+    num_samples, trials = 1000, 3000
+    order = Order(num_samples, shuffle=Shuffle(), seed=0)
+    rows = np.stack([whole(order, epoch) for epoch in range(trials)])
+    for place in (0, 1, 255, 256, 511, 767, 768, 999):  # the partial block begins at 768
+        assert chisquare(np.bincount(rows[:, place] // 10, minlength=100)).pvalue > 1e-4
+    gap = (rows[:, 1] - rows[:, 0]) % num_samples
+    assert chisquare(np.bincount((gap - 1) // 27, minlength=37)).pvalue > 1e-4
+    distance = np.abs(rows - np.arange(num_samples)).mean() / num_samples
+    assert distance == pytest.approx(1 / 3, abs=0.002)
+
+
+def test_shuffle_quality_of_a_long_epoch() -> None:
+    num_samples, batch = 2000 * 512, 512
+    none = shuffle_quality(Order(num_samples, shuffle=None, seed=0), 0, batch)
+    assert none == (0.0, 2.0)  # 512 consecutive rows lie in two blocks of 256
+    default = shuffle_quality(Order(num_samples, shuffle=Shuffle(), seed=0), 0, batch)
+    assert default.mean_displacement == pytest.approx(1 / 3, abs=0.02)
+    assert 60 < default.sources_per_batch < 2 * 64 + 3  # all 64 blocks of the window, most cut in two by the rotation
+    shards = np.arange(num_samples) // 10_000
+    assert (
+        shuffle_quality(Order(num_samples, shuffle=Shuffle(), seed=0), 0, batch, source=shards).sources_per_batch > 40
+    )
+
+
+def test_ten_million_samples_cost_what_a_step_costs() -> None:
+    order = Order(10_000_000, shuffle=Shuffle(streams=8), seed=0, excluded=np.arange(0, 1000, dtype=np.int64) * 7)
+    order.rows(0, 0, 1)
+    tracemalloc.start()
+    seconds = []
+    for step in (0, 100, 243):
+        begin = time.perf_counter()
+        order.rows(3, step * 40_960, (step + 1) * 40_960)
+        seconds.append(time.perf_counter() - begin)
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak_bytes < 5 * 40_960 * 8
+    assert min(seconds) < 0.05  # 4 ms here; slack for a busy machine
+
+
+def test_describe_names_what_the_sequence_depends_on() -> None:
+    def describe(seed: int = 0, shuffle: Shuffle | None = None, excluded: tuple[int, ...] = ()) -> str:
+        return json.dumps(Order(10, shuffle=shuffle, seed=seed, excluded=np.array(excluded, np.int64)).describe())
+
+    texts = [describe(), describe(0, Shuffle()), describe(1, Shuffle()), describe(0, Shuffle(streams=2))]
+    texts += [describe(0, None, (1,))]
+    texts.append(describe(0, None, (2,)))
+    assert len(set(texts)) == len(texts)
+    assert describe() == describe(1)  # unshuffled, the seed says nothing
+
+
+def test_an_empty_order_has_nothing() -> None:
+    order = Order(2, shuffle=Shuffle(), seed=0, excluded=np.array([0, 1]))
+    assert order.num_samples == 0
+    assert order.rows(0, 0, 0)[1].size == 0
+    assert shuffle_quality(order, 0, 4) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("arguments", [(0, -1, 2), (0, 3, 2), (0, 0, 11), (-1, 0, 1)])
+def test_positions_outside_an_epoch_are_refused(arguments: tuple[int, int, int]) -> None:
+    with pytest.raises(ValueError, match="epoch"):
+        Order(10, shuffle=None, seed=0).rows(*arguments)
+
+
+@pytest.mark.parametrize("excluded", [[3, 1], [1, 1], [-1], [10]])
+def test_rows_to_leave_out_must_be_sorted_and_within(excluded: list[int]) -> None:
+    with pytest.raises(ValueError, match="sorted, distinct rows below 10"):
+        Order(10, shuffle=None, seed=0, excluded=np.array(excluded))
+
+
+@pytest.mark.parametrize("name", ["window", "streams"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, 1 << 40])
+def test_shuffle_refuses_what_is_not_a_count(name: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"Shuffle.{name} must be an integer"):
+        Shuffle(**{name: value})  # type: ignore[arg-type]

@@ -1,0 +1,186 @@
+"""Scopes of balancing: membership never changes, groups keep to their streams, and the plan is the same everywhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from shard_factory import omni_shards
+
+import orchdata as od
+from orchdata.balancers import order_microbatches, simulate_1f1b
+from orchdata.order.order import Order, Shuffle
+from orchdata.planning.assign import near_ranks
+from orchdata.planning.costs import ArrayCosts
+from orchdata.planning.pipeline import pipeline_order
+from orchdata.planning.plan import PlanSpec, make_plan
+
+
+def spec(num_samples: int = 600, streams: int = 1, **changes: Any) -> PlanSpec:
+    costs = (1000 * np.random.default_rng(1).lognormal(0, 1, num_samples)).astype(np.int64) + 1
+    shuffle = Shuffle(window=4, streams=streams)
+    plan = PlanSpec(
+        source=ArrayCosts(costs),
+        order=Order(num_samples, shuffle=shuffle, seed=3),
+        balance=od.Balance(scope="grouped", group_size=4),
+        num_ranks=16,
+        global_batch_size=192,
+        drop_last=False,
+        streams=streams,
+    )
+    return replace(plan, **changes)
+
+
+@given(st.integers(0, 99), st.integers(0, 60), st.integers(1, 9), st.integers(1, 9))
+def test_ranks_share_out_the_streams_in_order(start: int, num_samples: int, streams: int, num_ranks: int) -> None:
+    near = near_ranks(start, num_samples, streams, num_ranks)
+    stream = (start + np.arange(num_samples)) % streams
+    counts = np.bincount(near, minlength=num_ranks)
+    assert counts.max() - counts.min() <= 1
+    for one, other in zip(range(num_samples), range(1, num_samples), strict=False):
+        if stream[one] < stream[other]:
+            assert near[one] <= near[other]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from([("grouped", 4), ("grouped", 3), ("grouped", 99), ("grid", 4), ("grid", 5), ("grid", 1)]),
+    st.integers(1, 5),
+    st.integers(1, 17),
+    st.integers(1, 90),
+)
+def test_each_sample_is_planned_once_in_every_scope(
+    scope: tuple[Any, int], streams: int, num_ranks: int, global_batch_size: int
+) -> None:
+    plans = spec(
+        200,
+        streams,
+        balance=od.Balance(scope=scope[0], group_size=scope[1]),
+        num_ranks=num_ranks,
+        global_batch_size=global_batch_size,
+    )
+    everywhere = replace(plans, balance=od.Balance())
+    for step in range(plans.num_steps):
+        plan = make_plan(plans, 0, step)
+        assert plan.row.tolist() == make_plan(everywhere, 0, step).row.tolist()  # Membership is the order's.
+        assert ((plan.rank >= 0) & (plan.rank < num_ranks)).all()
+        assert plan.hash == make_plan(plans, 0, step).hash
+
+
+@pytest.mark.parametrize("streams", [4, 8])
+def test_groups_read_only_their_own_streams(streams: int) -> None:
+    plan = make_plan(spec(streams=streams), 0, 1)
+    stream = (192 + np.arange(192)) % streams
+    for group in range(4):
+        inside = plan.rank // 4 == group
+        assert set(stream[inside]) == set(range(group * streams // 4, (group + 1) * streams // 4))
+    assert [plan.own_streams(rank) for rank in range(16)] == [1.0] * 16
+
+
+def test_scopes_balance_better_the_further_they_reach_and_stay_nearer_the_less() -> None:
+    plans = {
+        scope: make_plan(spec(streams=4, balance=od.Balance(scope=scope, group_size=size)), 0, 0)
+        for scope, size in (("none", None), ("grouped", 4), ("grid", 4), ("global", None))
+    }
+    imbalance = {scope: plan.imbalance("llm") for scope, plan in plans.items()}
+    assert imbalance["none"] > imbalance["grouped"] > imbalance["grid"]
+    assert imbalance["global"] <= imbalance["grid"] * 1.002
+    own = np.mean([plans["grid"].own_streams(rank) for rank in range(16)])
+    assert 0.75 < own < 1
+    assert plans["global"].own_streams(0) is None
+
+
+def test_equal_counts_hold_in_groups() -> None:
+    plan = make_plan(spec(balance=od.Balance(scope="grouped", group_size=3, equal_count=True)), 0, 0)
+    assert np.bincount(plan.rank, minlength=16).tolist() == [12] * 16
+    capped = make_plan(spec(balance=od.Balance(scope="grouped", group_size=4, max_samples=13)), 0, 0)
+    assert np.bincount(capped.rank, minlength=16).max() <= 13
+
+
+def test_the_order_of_microbatches_shortens_the_pipeline() -> None:
+    plan = make_plan(spec(balance=od.Balance(max_tokens=9_000, oversize="own"), num_ranks=4), 0, 0)
+    assert plan.num_microbatches > 4
+    for rank in range(4):
+        order = pipeline_order(plan, rank, 4)
+        assert sorted(order.tolist()) == list(range(plan.num_microbatches))
+        mine = plan.positions(rank)
+        work = np.bincount(plan.microbatch[mine], weights=plan.costs["llm"][mine], minlength=plan.num_microbatches)
+        forward = np.tile(work, (4, 1))
+        assert simulate_1f1b(forward, 2 * forward, order) <= simulate_1f1b(forward, 2 * forward)
+        assert simulate_1f1b(forward, 2 * forward, order) == order_microbatches(forward, 2 * forward).makespan
+
+
+def test_ranks_that_wait_in_each_microbatch_get_even_ones() -> None:
+    peaks = {}
+    for objective in ("barrier", "sum"):
+        balance = od.Balance(max_tokens=9_000, oversize="own", objective=objective)  # type: ignore[arg-type]
+        plan = make_plan(spec(balance=balance), 0, 0)
+        loads = np.zeros((plan.num_microbatches, 16))
+        np.add.at(loads, (plan.microbatch, plan.rank), plan.costs["llm"])
+        peaks[objective] = loads.max(axis=1).sum()
+    assert peaks["barrier"] < peaks["sum"]
+
+
+def test_batches_come_in_the_order_of_the_pipeline(tmp_path: Path) -> None:
+    dataset = od.ShardDataset(omni_shards(tmp_path, shards=2, samples=20), recipe=od.Recipe())
+    dataset.index()
+    cost = od.CostModel(image=od.PhaseCost(1.0), audio=od.PhaseCost(1.0), llm=od.PhaseCost(1.0))
+    caps = {"max_tokens": 400, "oversize": "own", "objective": "sum"}
+    plain, piped = (
+        od.DataLoader(dataset, global_batch_size=40, cost=cost, num_threads=0, balance=balance)
+        for balance in (od.Balance(**caps), od.Balance(order="1f1b", num_stages=4, **caps))  # type: ignore[arg-type]
+    )
+    first, second = next(plain.steps()), next(piped.steps())
+    order = pipeline_order(first[0].plan, 0, 4)
+    assert len(order) > 4
+    assert [batch.keys for batch in second] == [first[microbatch].keys for microbatch in order]
+    assert [batch.microbatch for batch in second] == list(range(len(order)))
+    assert [batch.is_last_microbatch for batch in second] == [False] * (len(order) - 1) + [True]
+    assert piped.state_dict()["step"] == plain.state_dict()["step"]
+
+
+@pytest.mark.parametrize("scope", ["grouped", "grid"])
+def test_a_loader_takes_groups_from_the_launcher(tmp_path: Path, scope: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = od.ShardDataset(omni_shards(tmp_path, shards=2, samples=20), recipe=od.Recipe())
+    dataset.index()
+    options: dict[str, Any] = {"global_batch_size": 20, "shuffle": od.Shuffle(streams=2), "num_threads": 0}
+    with pytest.raises(ValueError, match=rf"balance='{scope}' needs a group size: od.Balance\(scope='{scope}'"):
+        od.DataLoader(dataset, balance=scope, dp=(0, 4), **options)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    ranks = [od.DataLoader(dataset, balance=scope, dp=(rank, 4), **options) for rank in range(4)]
+    keys = [key for rank in ranks for batch in rank for key in batch.keys]
+    assert len(keys) == len(set(keys)) == 40
+    own = [rank.stats()["own_streams"] for rank in ranks]
+    assert own == [1.0] * 4 if scope == "grouped" else all(0 < share <= 1 for share in own)
+    shards = {
+        rank: {key[0] for batch in od.DataLoader(dataset, balance=scope, dp=(rank, 4), **options) for key in batch.keys}
+        for rank in (0, 3)
+    }
+    if scope == "grouped":
+        assert shards[0].isdisjoint(shards[3])
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"scope": "global", "group_size": 8}, "group_size is for scope 'grouped' or 'grid', got scope='global'"),
+        ({"scope": "grid", "equal_count": True}, "scope='grid' moves samples by cost alone"),
+        ({"scope": "grid", "max_samples": 3}, "scope='grid' moves samples by cost alone"),
+        ({"order": "1f1b"}, "order and num_stages go together, got order='1f1b', num_stages=None"),
+        ({"num_stages": 4}, "order and num_stages go together, got order=None, num_stages=4"),
+        ({"scope": "grouped", "group_size": 0}, "Balance.group_size must be at least 1, got 0"),
+    ],
+)
+def test_combinations_that_say_nothing_are_refused(options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        od.Balance(**options)
+
+
+def test_a_plan_of_groups_needs_their_size() -> None:
+    with pytest.raises(ValueError, match=r"Balance.scope='grouped' needs group_size"):
+        spec(balance=od.Balance(scope="grouped"))

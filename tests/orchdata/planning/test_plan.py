@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from orchdata.order.order import Order, Shuffle
+from orchdata.planning.balance import Balance
+from orchdata.planning.plan import Plan, PlanSpec, make_plan
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Costs held in arrays: what an index is to a plan."""
+
+    columns: dict[str, Ints]
+    balanced: tuple[str, ...] = ("image", "llm")
+    phases: tuple[str, ...] = field(default=("image", "llm"))
+    padded: None = None
+
+    def costs(self, phase: str, dataset_id: NDArray[np.int32], row: Ints) -> Ints:
+        return self.columns[phase][row]
+
+    def positions(self, phase: str, dataset_id: NDArray[np.int32], row: Ints) -> Ints:
+        return self.columns[phase][row]
+
+    def loss_tokens(self, dataset_id: NDArray[np.int32], row: Ints) -> Ints:
+        return self.columns["llm"][row] - 1
+
+
+def table(num_samples: int, seed: int = 0) -> Table:
+    random = np.random.default_rng(seed)
+    image = np.where(random.random(num_samples) < 0.4, random.integers(1, 2000, num_samples), 0)
+    return Table({"image": image, "llm": image // 4 + random.integers(1, 300, num_samples)})
+
+
+def spec(num_samples: int = 500, **changes: Any) -> PlanSpec:
+    plan = PlanSpec(
+        source=table(num_samples),
+        order=Order(num_samples, shuffle=Shuffle(), seed=3),
+        balance=Balance(),
+        num_ranks=8,
+        global_batch_size=64,
+        drop_last=False,
+    )
+    return replace(plan, **changes)
+
+
+def keys(plan: Plan) -> list[int]:
+    return plan.row.tolist()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    num_samples=st.integers(1, 200),
+    num_ranks=st.integers(1, 20),
+    global_batch_size=st.integers(1, 80),
+    drop_last=st.booleans(),
+    scope=st.sampled_from(["none", "global"]),
+    cap=st.sampled_from([None, 900, 5000]),
+)
+def test_each_sample_is_planned_once(
+    num_samples: int, num_ranks: int, global_batch_size: int, drop_last: bool, scope: Any, cap: int | None
+) -> None:
+    plans = spec(
+        num_samples,
+        num_ranks=num_ranks,
+        global_batch_size=global_batch_size,
+        drop_last=drop_last,
+        balance=Balance(scope=scope, max_tokens=cap),
+    )
+    seen: list[int] = []
+    for step in range(plans.num_steps):
+        plan = make_plan(plans, 0, step)
+        shares = [
+            plan.positions(rank, microbatch) for rank in range(num_ranks) for microbatch in range(plan.num_microbatches)
+        ]
+        assert sorted(np.concatenate(shares).tolist()) == list(range(len(plan.row)))
+        if cap is not None:
+            assert all(plan.llm_positions[share].sum() <= cap for share in shares)
+        seen += keys(plan)
+    assert len(seen) == len(set(seen))
+    assert len(seen) == (num_samples // global_batch_size * global_batch_size if drop_last else num_samples)
+
+
+def test_membership_depends_on_neither_balance_nor_ranks() -> None:
+    plans = spec()
+    expected = [keys(make_plan(plans, 1, step)) for step in range(plans.num_steps)]
+    for changes in ({"num_ranks": 3}, {"balance": Balance(scope="none")}, {"balance": Balance(max_tokens=5000)}):
+        other = replace(plans, **changes)
+        assert [keys(make_plan(other, 1, step)) for step in range(other.num_steps)] == expected
+
+
+def test_balancing_helps_and_is_bounded() -> None:
+    for step in range(7):
+        plan = make_plan(spec(), 0, step)
+        before = sum(int(plan.loads_unbalanced(phase).max()) for phase in plan.phases)
+        after = sum(int(plan.loads(phase).max()) for phase in plan.phases)
+        assert after < before
+        for phase in plan.phases:
+            assert plan.loads(phase).max() >= plan.lower_bound(phase)
+            assert plan.loads(phase).sum() == plan.costs[phase].sum()
+
+
+def test_samples_without_a_phase_are_out_of_its_assignment() -> None:
+    plan = make_plan(spec(), 0, 0)
+    absent = plan.costs["image"] == 0
+    assert absent.any()
+    assert (plan.assignment("image")[absent] == -1).all()
+    assert np.array_equal(plan.assignment("image")[~absent], plan.rank[~absent])
+    assert (plan.assignment("llm") >= 0).all()
+
+
+def test_plans_are_equal_to_the_bit_and_hashes_tell_them_apart() -> None:
+    assert {make_plan(spec(), 0, 2).hash for _ in range(20)} == {make_plan(spec(), 0, 2).hash}
+    others = [
+        make_plan(spec(), 0, 3),
+        make_plan(spec(), 1, 2),
+        make_plan(spec(num_ranks=4), 0, 2),
+        make_plan(spec(balance=Balance(scope="none")), 0, 2),
+    ]
+    assert len({make_plan(spec(), 0, 2).hash, *(plan.hash for plan in others)}) == 5
+
+
+def test_equal_counts() -> None:
+    plan = make_plan(spec(balance=Balance(equal_count=True)), 0, 0)
+    assert set(np.bincount(plan.rank, minlength=8).tolist()) == {8}
+
+
+def test_max_samples() -> None:
+    plan = make_plan(spec(balance=Balance(max_samples=9)), 0, 0)
+    assert np.bincount(plan.rank, minlength=8).max() <= 9
+
+
+def test_loss_tokens_are_of_the_whole_step() -> None:
+    plan = make_plan(spec(), 0, 0)
+    assert plan.loss_tokens == int((plan.costs["llm"] - 1).sum())
+
+
+def test_a_step_outside_the_epoch_is_an_error() -> None:
+    with pytest.raises(IndexError, match="epoch of 8 steps"):  # ceil(500 / 64)
+        make_plan(spec(), 0, 8)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"scope": "most"}, "scope must be one of"),
+        ({"objective": "max"}, "objective must be one of"),
+        ({"max_tokens": 0}, "of phase 'llm' must be at least 1, got 0"),
+        ({"max_tokens": {"image": -2}}, "of phase 'image' must be at least 1, got -2"),
+        ({"max_samples": 0}, "max_samples must be at least 1"),
+        ({"oversize": "shrink"}, "oversize must be one of"),
+    ],
+)
+def test_bad_balances(options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        Balance(**options)

@@ -1,0 +1,169 @@
+"""Routes: every rank's view, put together, carries each row from where it is encoded to where it is needed."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchdata.planning.route import Route, make_route
+
+Row = tuple[int, int]  # part, row of it
+
+
+@dataclass(frozen=True)
+class Parts:
+    num_ranks: int
+    encoder_rank: list[int]
+    llm_rank: list[int]
+    tokens: list[int]
+    encoder_order: list[int] | None = None
+    llm_order: list[int] | None = None
+
+    def route(self, rank: int) -> Route:
+        return make_route(
+            rank,
+            self.num_ranks,
+            encoder_rank=self.encoder_rank,
+            llm_rank=self.llm_rank,
+            tokens=self.tokens,
+            encoder_order=self.encoder_order,
+            llm_order=self.llm_order,
+        )
+
+    def held(self, rank: int) -> list[Row]:
+        """The plain-Python twin: rows of the encoder's output."""
+        return self._rows(self.encoder_rank, self.encoder_order, rank)
+
+    def wanted(self, rank: int) -> list[Row]:
+        """The plain-Python twin: rows that the LLM needs."""
+        return self._rows(self.llm_rank, self.llm_order, rank)
+
+    def _rows(self, ranks: list[int], order: list[int] | None, rank: int) -> list[Row]:
+        sequence = range(len(self.tokens)) if order is None else order
+        return [(part, row) for part in sequence if ranks[part] == rank for row in range(self.tokens[part])]
+
+
+@st.composite
+def parts(draw: st.DrawFn) -> Parts:
+    num_ranks, count = draw(st.integers(1, 5)), draw(st.integers(0, 12))
+    ranks = st.lists(st.integers(0, num_ranks - 1), min_size=count, max_size=count)
+    order = st.none() | st.permutations(range(count))
+    tokens = st.lists(st.integers(0, 4), min_size=count, max_size=count)
+    return Parts(num_ranks, draw(ranks), draw(ranks), draw(tokens), draw(order), draw(order))
+
+
+def carry(routes: list[Route], rows: list[list[Any]]) -> list[list[Any]]:
+    """What each rank has after the all-to-all: `rows` in, one list for each rank."""
+    boxes: list[list[list[Any]]] = []
+    for route, mine in zip(routes, rows, strict=True):
+        assert len(mine) == route.num_rows_in
+        grouped = mine if route.send_order is None else [mine[row] for row in route.send_order]
+        ends = np.cumsum(route.send_rows)
+        boxes.append([grouped[end - size : end] for end, size in zip(ends, route.send_rows, strict=True)])
+    found = []
+    for route in routes:
+        coming = [box[route.rank] for box in boxes]
+        assert [len(box) for box in coming] == route.receive_rows.tolist()
+        received = list(itertools.chain.from_iterable(coming))
+        assert len(received) == route.num_rows_out
+        found.append(received if route.receive_order is None else [received[row] for row in route.receive_order])
+    return found
+
+
+@given(parts())
+def test_a_route_is_the_inverse_of_encoding_then_the_llm_assignment(parts: Parts) -> None:
+    routes = [parts.route(rank) for rank in range(parts.num_ranks)]
+    held = [parts.held(rank) for rank in range(parts.num_ranks)]
+    assert carry(routes, held) == [parts.wanted(rank) for rank in range(parts.num_ranks)]
+
+
+@given(parts())
+def test_the_reverse_route_brings_every_row_back(parts: Parts) -> None:
+    routes = [parts.route(rank) for rank in range(parts.num_ranks)]
+    held = [parts.held(rank) for rank in range(parts.num_ranks)]
+    assert carry([route.reverse() for route in routes], carry(routes, held)) == held
+    assert [route.reverse().reverse() for route in routes] == routes
+
+
+@given(parts())
+def test_the_part_route_carries_one_row_a_part(parts: Parts) -> None:
+    routes = [parts.route(rank).parts for rank in range(parts.num_ranks)]
+    one = Parts(
+        parts.num_ranks,
+        parts.encoder_rank,
+        parts.llm_rank,
+        [1] * len(parts.tokens),
+        parts.encoder_order,
+        parts.llm_order,
+    )
+    held = [one.held(rank) for rank in range(parts.num_ranks)]
+    assert carry(routes, held) == [one.wanted(rank) for rank in range(parts.num_ranks)]
+    assert all(route.parts == route for route in routes)
+
+
+@given(parts())
+def test_grouped_orders_need_no_row_copied(parts: Parts) -> None:
+    grouped = Parts(
+        parts.num_ranks,
+        parts.encoder_rank,
+        parts.llm_rank,
+        parts.tokens,
+        encoder_order=np.argsort(parts.llm_rank, kind="stable").tolist(),
+        llm_order=np.argsort(parts.encoder_rank, kind="stable").tolist(),
+    )
+    for rank in range(parts.num_ranks):
+        assert grouped.route(rank).send_order is None
+        assert grouped.route(rank).receive_order is None
+
+
+def test_a_small_route_by_hand() -> None:
+    """Parts of 2, 1 and 3 rows: rank 0 encodes the first two, rank 1 the third; rank 1 needs the first."""
+    first, second = (
+        make_route(rank, 2, encoder_rank=[0, 0, 1], llm_rank=[1, 0, 0], tokens=[2, 1, 3], label="image, step 3")
+        for rank in range(2)
+    )
+    assert first.send_rows.tolist() == [1, 2]
+    assert first.receive_rows.tolist() == [1, 3]
+    assert first.send_order is not None
+    assert first.send_order.tolist() == [2, 0, 1]  # the second part stays, so its row comes first
+    assert first.receive_order is None
+    assert second.send_rows.tolist() == [3, 0]
+    assert second.receive_rows.tolist() == [2, 0]
+    assert (second.send_order, second.receive_order) == (None, None)
+    assert first.reverse().label == "image, step 3"
+    assert first != second
+    assert first != first.reverse()
+
+
+def test_a_route_without_parts_or_with_one_rank_moves_nothing() -> None:
+    empty = make_route(1, 3, encoder_rank=[], llm_rank=[], tokens=[])
+    assert (empty.num_rows_in, empty.num_rows_out, empty.send_order, empty.receive_order) == (0, 0, None, None)
+    alone = make_route(0, 1, encoder_rank=[0, 0], llm_rank=[0, 0], tokens=[2, 3])
+    assert (alone.num_rows_in, alone.num_rows_out, alone.send_order, alone.receive_order) == (5, 5, None, None)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"rank": 2}, r"rank must be in 0\.\.1, got 2"),
+        ({"num_ranks": 0}, "num_ranks must be at least 1, got 0"),
+        ({"encoder_rank": [0, 2]}, r"encoder_rank\[1\] is 2; it must be from 0 to 1"),
+        ({"llm_rank": [-1, 0]}, r"llm_rank\[0\] is -1; it must be from 0 to 1"),
+        ({"llm_rank": [0]}, r"llm_rank must have one entry for each of 2 parts, got shape \(1,\)"),
+        ({"tokens": [1, -4]}, r"tokens\[1\] is -4; it must be at least 0"),
+        ({"tokens": [[1, 4]]}, r"tokens must have one entry for each of 2 parts, got shape \(1, 2\)"),
+        ({"tokens": [1.5, 2.0]}, "tokens must be integers, got dtype float64"),
+        ({"encoder_order": [1, 1]}, "encoder_order must hold each of 2 parts once, got 1 repeats"),
+        ({"llm_order": [0, 2]}, r"llm_order\[1\] is 2; it must be from 0 to 1"),
+    ],
+)
+def test_what_is_no_route_is_refused(changed: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {"rank": 0, "num_ranks": 2, "encoder_rank": [0, 1], "llm_rank": [1, 0], "tokens": [2, 3]}
+    with pytest.raises(ValueError, match=message):
+        make_route(**{**given, **changed})

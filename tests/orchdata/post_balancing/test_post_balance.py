@@ -1,0 +1,348 @@
+"""post_balance over 2 to 4 gloo processes (post_balance_job.py), its plans, and one rank alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from post_balance_job import LONG_COUNTS, Drawn, intact, make_sample, make_steps
+
+import orchdata as od
+from orchdata.loaders.errors import StateError
+from orchdata.post_balancing.loader import post_balance
+from orchdata.post_balancing.plan import MoveRule, make_post_plan
+from orchdata.post_balancing.step import StepError
+
+JOB = Path(__file__).parents[2] / "support" / "post_balance_job.py"
+OWN = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "2"}
+
+
+def run_job(scenario: str, num_ranks: int, folder: Path, *, dead: int | None = None) -> list[Any]:
+    """What each rank found; `dead` is a rank that ends without a word."""
+    environment = {**os.environ, **OWN}
+    if sys.platform == "linux":
+        environment["GLOO_SOCKET_IFNAME"] = "lo"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(JOB), scenario, str(rank), str(num_ranks), str(folder)],
+            env=environment,
+            stderr=subprocess.PIPE,
+        )
+        for rank in range(num_ranks)
+    ]
+    try:
+        said = [process.communicate(timeout=100)[1].decode() for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    for rank, process in enumerate(processes):
+        assert rank == dead or process.returncode == 0, said[rank]
+    return [None if rank == dead else json.loads((folder / f"{rank}.json").read_text()) for rank in range(num_ranks)]
+
+
+def drawn_keys(num_ranks: int, step: int, steps_of: Any) -> list[str]:
+    return sorted(
+        sample["key"] for rank in range(num_ranks) if step < len(steps_of(rank)) for sample in steps_of(rank)[step]
+    )
+
+
+def check_epoch(by_rank: list[list[dict[str, Any]]], steps_of: Any, num_steps: int) -> None:
+    """Every rank has every step, every sample is there once, in its step, intact, and plans are equal."""
+    num_ranks = len(by_rank)
+    for seen in by_rank:
+        assert [one["step"] for one in seen] == list(range(num_steps))
+        assert all(one["intact"] for one in seen)
+    for step, ranks in enumerate(zip(*by_rank, strict=True)):
+        assert sorted(chain(*(one["keys"] for one in ranks))) == drawn_keys(num_ranks, step, steps_of)
+        assert len({one["hash"] for one in ranks}) == 1
+        total = sum(sum(one["costs"]) for one in ranks)  # the cost is the number of loss tokens
+        assert {one["loss_scale"] for one in ranks} == {num_ranks / max(1, total)}
+
+
+def makespans(by_rank: list[list[dict[str, Any]]]) -> list[int]:
+    return [max(sum(one["costs"]) for one in ranks) for ranks in zip(*by_rank, strict=True)]
+
+
+def drawn_makespans(num_ranks: int, steps_of: Any, num_steps: int) -> list[int]:
+    loads = [[sum(sample["cost"] for sample in samples) for samples in steps_of(rank)] for rank in range(num_ranks)]
+    return [max(row[step] for row in loads if step < len(row)) for step in range(num_steps)]
+
+
+def test_uneven_empty_and_missing_lists_are_shared_out_until_all_ranks_have_no_more(tmp_path: Path) -> None:
+    def steps_of(rank: int) -> list[list[dict[str, Any]]]:
+        return make_steps(rank, 3 * rank, (6, 0, 9))
+
+    results = run_job("uneven", 3, tmp_path)
+    for epoch in range(2):
+        by_rank = [result["epochs"][epoch] for result in results]
+        check_epoch(by_rank, steps_of, num_steps=6)  # rank 2 has 3 * 2
+        for before, after in zip(drawn_makespans(3, steps_of, 6), makespans(by_rank), strict=True):
+            assert after < before or before == 0  # step 1 and 4 are empty
+    assert any(one["keys"] for one in results[0]["epochs"][0])  # rank 0 draws nothing, and gets its share
+
+
+def test_lists_longer_than_what_is_told_at_once(tmp_path: Path) -> None:
+    results = run_job("long_lists", 3, tmp_path)
+    by_rank = [result["epochs"][0] for result in results]
+    check_epoch(by_rank, lambda rank: make_steps(rank, 4, LONG_COUNTS[rank]), num_steps=4)
+
+
+def test_every_scope_keeps_its_promise(tmp_path: Path) -> None:
+    results = run_job("balances", 4, tmp_path)
+
+    def steps_of(rank: int) -> list[list[dict[str, Any]]]:
+        return make_steps(rank, 3)
+
+    unmoved = drawn_makespans(4, steps_of, 3)
+    for name in results[0]:
+        by_rank = [result[name]["epochs"][0] for result in results]
+        check_epoch(by_rank, steps_of, num_steps=3)
+        moved = results[0][name]["stats"]["moved"]
+        homes = [{key.split("-")[0] for one in seen for key in one["keys"]} for seen in by_rank]
+        counts = [[len(one["keys"]) for one in seen] for seen in by_rank]
+        if name == "none":
+            assert makespans(by_rank) == unmoved
+            assert sum(moved.values()) == 0
+            continue
+        assert all(after < before for before, after in zip(unmoved, makespans(by_rank), strict=True))
+        assert moved["bytes_within"] > 64 * moved["samples_within"] > 0
+        if name in ("grouped", "max_samples"):
+            assert [home <= ({"0", "1"} if rank < 2 else {"2", "3"}) for rank, home in enumerate(homes)] == [True] * 4
+            assert moved["samples_between"] == moved["bytes_between"] == 0  # groups of two are the nodes
+        if name == "equal_count":
+            assert counts == [[6, 6, 6]] * 4
+        if name == "max_samples":
+            assert max(map(max, counts)) <= 7
+
+
+def test_a_giant_sample_stays_and_the_rest_is_as_good_as_it_can_be(tmp_path: Path) -> None:
+    results = run_job("giant", 2, tmp_path)
+    steps = [[make_sample(0, 0, i, 10) for i in range(4)]], [[make_sample(1, 0, i, 10) for i in range(4)]]
+    check_epoch([result["epochs"][0] for result in results], lambda rank: steps[rank], num_steps=1)
+    assert "1-0-2" in results[1]["epochs"][0][0]["keys"]
+    loads = [sum(result["epochs"][0][0]["costs"]) for result in results]
+    assert max(loads) <= 1_000_030 and sum(loads) == 1_000_070
+
+
+def test_a_step_that_would_gain_too_little_is_left_as_it_is(tmp_path: Path) -> None:
+    results = run_job("gain", 2, tmp_path)
+    costs = [[one["costs"] for one in result["epochs"][0]] for result in results]
+    assert [row[0] for row in costs] == [[30, 30, 30], [30, 30, 30, 10, 10]]  # as drawn: 9.1 % is below 20 %
+    assert [sum(row[1]) for row in costs] == [60, 60]
+    for result in results:
+        assert result["stats"]["below_gain"] == 1
+        assert result["stats"]["moved"]["samples_within"] == 1
+        assert result["stats"]["imbalance_before"] == pytest.approx((110 + 110) / (100 + 60))
+        assert result["stats"]["imbalance"] == pytest.approx((110 + 60) / (100 + 60))
+
+
+def test_a_failing_loader_gives_every_rank_an_error_with_its_rank_and_step(tmp_path: Path) -> None:
+    for rank, found in enumerate(run_job("failing_loader", 3, tmp_path)):
+        assert found["steps"] == [0, 1, 2, 3, 4]  # what was drawn before is delivered
+        assert found["error"] == "rank 1 failed at step 5: OSError: the disk is gone"
+        assert found["rank"] == 1
+        assert (found["cause"] == "OSError") == (rank == 1)
+
+
+def test_a_sample_that_cannot_be_sent_gives_every_rank_its_path(tmp_path: Path) -> None:
+    for found in run_job("bad_sample", 2, tmp_path):
+        assert found["steps"] == [0, 1]
+        assert found["error"].startswith("rank 1 failed at step 2: TypeError: sample['meta'][0] is a builtins.set")
+
+
+def test_a_rank_that_dies_is_named_by_all_others_with_the_step(tmp_path: Path) -> None:
+    results = run_job("dying_rank", 4, tmp_path, dead=1)
+    for found in (results[0], results[2], results[3]):
+        last = found["steps"][-1]
+        assert found["steps"] == list(range(last + 1))
+        assert found["error"].startswith(f"post_balance lost other ranks at step {last + 1}: no word from rank 1,")
+        assert found["rank"] == 1
+        assert found["seconds"] < 20  # the timeout is 30
+
+
+def test_when_the_rank_that_serves_the_store_dies_the_others_are_told_at_once(tmp_path: Path) -> None:
+    for found in run_job("dying_server", 3, tmp_path, dead=0)[1:]:
+        assert found["steps"] == [0, 1, 2, 3]  # it dies while it draws step 4
+        assert found["error"].startswith("post_balance lost other ranks at step 4: ")
+        assert found["error"].endswith("without the job's store, which often goes with rank 0")
+        assert found["rank"] is None
+        assert found["seconds"] < 20  # the timeout is 30
+
+
+def test_a_rank_that_leaves_its_loop_alone_is_named_by_the_others(tmp_path: Path) -> None:
+    results = run_job("one_leaves", 3, tmp_path)
+    assert results[1]["threads"] == []
+    for found in (results[0], results[2]):
+        assert found["rank"] == 1
+        assert f"before step {len(found['steps'])}, which needs every rank" in found["error"]
+
+
+def test_nothing_is_left_when_all_leave_and_they_can_start_again(tmp_path: Path) -> None:
+    for found in run_job("all_leave", 2, tmp_path):
+        assert found["first"] == [0, 0]
+        assert found["threads"] == [[], [], []]
+
+
+def test_state_is_that_of_the_delivered_step(tmp_path: Path) -> None:
+    results = run_job("resume", 2, tmp_path)
+    for result in results:
+        assert result["resumed"] == result["whole"]
+        assert [state["step"] for state in result["states"]] == [0, 1, 2, 3]
+        assert result["end"] == {"version": 1, "step": 0, "exhausted": False, "loader": {"position": 0}}
+    # Rank 1 had drawn ahead; rank 0 had no third list, and found that out while making step 2.
+    assert [state["loader"] for state in results[1]["states"]] == [{"position": step} for step in range(4)]
+    assert [state["exhausted"] for state in results[0]["states"]] == [False, False, False, True]
+
+
+def test_ranks_that_were_given_different_arguments_are_told(tmp_path: Path) -> None:
+    for found in run_job("unlike", 2, tmp_path):
+        assert found["error"] == "post_balance was called differently on rank 1: gain is 0.5, on rank 0 0.02"
+
+
+def test_some_ranks_may_balance_without_the_others(tmp_path: Path) -> None:
+    results = run_job("subgroup", 3, tmp_path)[1:]
+    seen = [result["epochs"][0] for result in results]
+    for step, ranks in enumerate(zip(*seen, strict=True)):
+        wanted = [sample["key"] for rank in (1, 2) for sample in make_steps(rank, 3)[step]]
+        assert sorted(chain(*(one["keys"] for one in ranks))) == sorted(wanted)
+
+
+# --- one rank alone
+
+
+def cost_of(sample: dict[str, Any]) -> int:
+    return int(sample["cost"])
+
+
+def test_one_rank_gets_what_it_draws() -> None:
+    steps = make_steps(0, 3)
+    balanced = post_balance(Drawn(steps), cost=cost_of, loss_tokens=lambda sample: 2)
+    before = threading.active_count()
+    batches = list(balanced)
+    assert threading.active_count() == before
+    assert [batch.samples for batch in batches] == steps
+    assert [batch.step for batch in batches] == [0, 1, 2]
+    assert {batch.loss_scale for batch in batches} == {1 / 12}  # six samples of two tokens
+    assert len(list(balanced)) == 3  # the next epoch
+    assert balanced.stats()["steps"] == 6
+
+
+def test_without_loss_tokens_samples_are_counted() -> None:
+    (batch,) = post_balance([["a", "b", "c", "d"]], cost=len)
+    assert (batch.loss_scale, batch.global_loss_tokens) == (1 / 4, 4)
+
+
+def test_costs_may_be_given_by_phase_and_nothing_costs_nothing() -> None:
+    (batch,) = post_balance(iter([[{"llm": 3, "image": 2}, {"llm": 0}]]), cost=dict)
+    assert batch.plan.costs.tolist() == [5, 1]
+
+
+def test_resume_of_a_loader_without_state_is_refused_with_the_reason() -> None:
+    balanced = post_balance([[1]], cost=int)
+    with pytest.raises(TypeError, match="cannot resume: list has no state_dict"):
+        balanced.state_dict()
+    with pytest.raises(TypeError, match="cannot resume"):
+        balanced.load_state_dict({})
+
+
+def test_a_state_of_something_else_is_refused() -> None:
+    balanced = post_balance(Drawn([]), cost=cost_of)
+    with pytest.raises(StateError, match="no.* state of post_balance"):
+        balanced.load_state_dict({"version": 2})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "said"),
+    [
+        ({"cost": 5}, TypeError, "cost must be callable with a sample, got 5"),
+        ({"loss_tokens": 5}, TypeError, "loss_tokens must be callable"),
+        ({"gain": 1.0}, ValueError, "gain must be from 0 to below 1, got 1.0"),
+        ({"timeout": 0}, ValueError, "timeout must be more than 0 seconds, got 0"),
+        ({"loader": 5}, TypeError, "loader must be an iterable"),
+        ({"group": (0, 2)}, ValueError, r"group=\(0, 2\) names none"),
+        ({"balance": "best"}, ValueError, "balance must be one of"),
+        ({"balance": od.Balance(max_tokens=5)}, ValueError, "Balance.max_tokens is for a DataLoader"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments: dict[str, Any], error: type[Exception], said: str) -> None:
+    given_arguments = {"loader": [], "cost": len, **arguments}
+    with pytest.raises(error, match=said):
+        post_balance(given_arguments.pop("loader"), **given_arguments)
+
+
+@pytest.mark.parametrize(
+    ("steps", "cost", "said"),
+    [
+        ([{"input_ids": [1]}], len, "step 0: TypeError: the loader must give lists of samples, got a dict"),
+        ([["a"], ["b"]], lambda sample: 1.5, "step 0: TypeError: cost must return an integer, got 1.5"),
+        ([["a"], ["b"]], lambda sample: -1, "step 0: ValueError: cost must return an integer from 0"),
+        ([["a"]], lambda sample: {"llm": "x"}, "cost of phase 'llm' must return an integer, got 'x'"),
+    ],
+)
+def test_what_the_loader_or_the_cost_does_wrong_names_the_step(steps: Any, cost: Any, said: str) -> None:
+    with pytest.raises(StepError, match=said):
+        list(post_balance(steps, cost=cost))
+
+
+# --- plans
+
+
+@st.composite
+def drawn_steps(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+    num_ranks = draw(st.integers(1, 6))
+    counts = draw(st.lists(st.integers(0, 8), min_size=num_ranks, max_size=num_ranks))
+    owner = np.repeat(np.arange(num_ranks, dtype=np.int32), counts)
+    numbers = st.lists(st.integers(1, 1000), min_size=len(owner), max_size=len(owner))
+    return np.array(draw(numbers), np.int64), np.array(draw(numbers), np.int64), owner, num_ranks
+
+
+def rules() -> Iterator[MoveRule]:
+    base: dict[str, Any] = {"ranks_per_node": 2, "gain": 0.05}
+    for scope in ("none", "global", "grouped", "grid"):
+        yield MoveRule(scope=scope, group_size=2, equal_count=False, max_samples=None, **base)
+    for scope in ("global", "grouped"):
+        yield MoveRule(scope=scope, group_size=2, equal_count=True, max_samples=None, **base)
+        yield MoveRule(scope=scope, group_size=2, equal_count=False, max_samples=16, **base)
+
+
+@pytest.mark.parametrize("rule", list(rules()), ids=lambda rule: f"{rule.scope}-{rule.equal_count}-{rule.max_samples}")
+@given(drawn=drawn_steps())
+@settings(max_examples=60, deadline=None)
+def test_a_plan_gives_every_sample_to_one_rank_and_pays(drawn: Any, rule: MoveRule) -> None:
+    costs, sizes, owner, num_ranks = drawn
+    plan = make_post_plan(costs, sizes, owner, num_ranks, rule)
+    assert plan.hash == make_post_plan(costs.copy(), sizes.copy(), owner.copy(), num_ranks, rule).hash
+    assert sorted(chain(*(plan.positions(rank) for rank in range(num_ranks)))) == list(range(len(costs)))
+    leaving = sorted(chain(*(plan.leaving(rank) for rank in range(num_ranks))))
+    arriving = sorted(chain(*(plan.arriving(rank) for rank in range(num_ranks))))
+    assert leaving == arriving == sorted([*plan.moved_within, *plan.moved_between])
+    if leaving and not rule.equal_count:
+        assert plan.loads.max() <= 0.95 * plan.loads_before.max()  # the gain asked for
+    if rule.scope == "grouped":
+        assert len(plan.moved_between) == 0
+    counts = np.bincount(plan.rank, minlength=num_ranks)
+    if rule.equal_count:
+        size = 2 if rule.scope == "grouped" else num_ranks
+        assert all(np.ptp(counts[first : first + size]) <= 1 for first in range(0, num_ranks, size))
+    if rule.max_samples is not None:
+        assert counts.max(initial=0) <= rule.max_samples
+
+
+def test_made_samples_check_themselves() -> None:
+    """Guards the multi-process tests above."""
+    sample = make_sample(1, 2, 3, 45)
+    assert intact(sample)
+    sample["ids"][3] += 1
+    assert not intact(sample)

@@ -1,0 +1,328 @@
+"""Profiles: counts against what was written, imbalance against what can be worked out by hand."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+from rich.console import Console
+from shard_factory import chat, jpeg, omni_shards, write_shard
+from webdataset import TarWriter
+
+import orchdata as od
+from orchdata.cli.tables import profile_table
+from orchdata.loaders.errors import DataError
+from orchdata.loaders.index.build import build_index
+from orchdata.loaders.index.index import Index
+from orchdata.loaders.index.synthetic import synthetic_index
+from orchdata.order.order import Order, Shuffle
+from orchdata.profile.profile import PERCENTILES, Profile, count_reasons, profile
+from orchdata.profile.scales import SCOPES, _Draws
+
+RECIPE = od.Recipe(image=od.ImagePreprocessor(patch_size=14, merge=2, min_tokens=1, max_tokens=64))
+
+
+def _jpeg(width: int, height: int) -> bytes:
+    out = io.BytesIO()
+    Image.new("RGB", (width, height), "teal").save(out, "JPEG")
+    return out.getvalue()
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Index:
+    """Three texts of 10 bytes, one image of 112 x 112 with a text of 2 bytes, one image that is none."""
+    path = tmp_path / "small.tar"
+    with TarWriter(str(path), encoder=False) as writer:
+        for number in range(3):
+            writer.write({"__key__": f"text{number}", "txt": b"0123456789"})
+        writer.write({"__key__": "image", "jpg": _jpeg(112, 112), "txt": b"ok"})
+        writer.write({"__key__": "broken", "jpg": b"this is no image", "txt": b"ok"})
+    return build_index([str(path)], RECIPE)
+
+
+def test_counts_are_those_of_the_usable_samples(small: Index) -> None:
+    found = profile(small, ranks=(1,), batch_size=1)
+    assert (found.samples, found.bad, found.shards) == (4, 1, 1)
+    assert found.bytes == 3 * 10 + len(_jpeg(112, 112)) + 2
+    assert (found.modalities["text"].samples, found.modalities["text"].tokens) == (4, 3 * 10 + 2)
+    # 112 / 14 = 8 patches a side; merged 2 x 2: 16 tokens.
+    image = found.modalities["image"]
+    assert (image.samples, image.share, image.parts, image.tokens) == (1, 1 / 4, 1, 16)
+    assert found.phases["image"].positions == 64
+    assert found.phases["llm"].positions == 3 * 10 + 2 + 16
+    assert "audio" not in found.phases
+
+
+def test_percentiles_cover_the_samples_in_the_phase(small: Index) -> None:
+    found = profile(small, ranks=(1,), batch_size=1)
+    assert found.phases["image"].percentiles == dict.fromkeys(PERCENTILES, 64)
+    assert found.phases["llm"].percentiles["min"] == 10
+    assert found.phases["llm"].percentiles["max"] == 18
+
+
+def test_bad_samples_are_counted_by_reason(small: Index) -> None:
+    found = profile(small, ranks=(1,), batch_size=1)
+    assert found.bad_by_reason == {"not an image: starts with '...'": 1}
+
+
+def test_reasons_that_differ_in_names_and_numbers_are_of_one_kind() -> None:
+    reasons = ["3 images but 2 placeholders", "7 images but 1 placeholders", "no field 'a', 'b'", "no field 'c'"]
+    reasons += ["not valid UTF-8: invalid byte at byte 7", "not valid UTF-8: invalid byte at byte 31"]
+    counts = count_reasons(DataError("s.tar", "k", "f", reason) for reason in reasons)
+    assert counts == {
+        "N images but N placeholders": 2,
+        "no field '...'": 2,
+        "not valid UTF-8: invalid byte at byte N": 2,
+    }
+
+
+def test_imbalance_of_one_global_batch_worked_out_by_hand(tmp_path: Path) -> None:
+    # Lengths 30, 10, 10, 10 on 2 ranks, whatever the order: dealt in turn, one rank has 30 + 10 and the other 20, so
+    # max/mean is 40/30; balanced, 30 and 10 + 10 + 10.
+    path = tmp_path / "texts.tar"
+    with TarWriter(str(path), encoder=False) as writer:
+        for number, length in enumerate((30, 10, 10, 10)):
+            writer.write({"__key__": str(number), "txt": b"x" * length})
+    scale = profile(build_index([str(path)], RECIPE), ranks=(2,), batch_size=2).scales[0]
+    assert scale.steps == 1
+    assert not scale.with_replacement
+    assert scale.phases["llm"].unbalanced == pytest.approx(40 / 30)
+    assert scale.phases["llm"].balanced == scale.phases["llm"].lower_bound == 1.0
+    assert scale.step == scale.phases["llm"]
+    assert scale.speedup == pytest.approx(40 / 30)
+
+
+def test_a_dataset_smaller_than_a_global_batch_is_drawn_with_replacement_and_says_so(small: Index) -> None:
+    one, many = profile(small, ranks=(2, 8), batch_size=2).scales
+    assert not one.with_replacement
+    assert many.with_replacement
+    assert many.global_batch_size == 16
+    assert many.steps == 8
+
+
+@pytest.fixture(scope="module")
+def omni(tmp_path_factory: pytest.TempPathFactory) -> Index:
+    return synthetic_index(tmp_path_factory.mktemp("omni") / "omni.index", 20_000, seed=3)
+
+
+COST = od.CostModel(
+    image=od.TransformerCost(hidden=1280, layers=32, ffn=5120),
+    audio=od.TransformerCost(hidden=1280, layers=32, ffn=5120),
+    llm=od.TransformerCost(hidden=4096, layers=32, ffn=11008),
+)
+
+
+def test_balancing_helps_and_respects_its_bound(omni: Index) -> None:
+    found = profile(omni, cost=COST, ranks=(8, 64), batch_size=8)
+    assert found.balanced_phases == ("image", "audio", "llm")
+    for scale in found.scales:
+        assert scale.step.lower_bound <= scale.step.balanced + 1e-12
+        assert scale.step.balanced < scale.step.unbalanced
+        assert scale.speedup == pytest.approx(scale.step.unbalanced / scale.step.balanced)
+        for phase in scale.phases.values():
+            assert 1.0 <= phase.lower_bound <= phase.balanced + 1e-12
+
+
+def test_without_a_cost_model_llm_tokens_are_balanced_and_encoders_reported(omni: Index) -> None:
+    found = profile(omni, ranks=(8,), batch_size=16)
+    assert not found.has_cost_model
+    assert found.balanced_phases == ("llm",)
+    assert set(found.phases) == {"image", "audio", "llm"}
+    scale = found.scales[0]
+    assert scale.step == scale.phases["llm"]
+    assert scale.phases["image"].balanced > scale.phases["llm"].balanced
+
+
+def test_same_arguments_give_the_same_profile(omni: Index) -> None:
+    first = profile(omni, cost=COST, ranks=(8, 4096), batch_size=8, seed=5)
+    assert first == profile(omni, cost=COST, ranks=(8, 4096), batch_size=8, seed=5)
+    assert first != profile(omni, cost=COST, ranks=(8, 4096), batch_size=8, seed=6)
+
+
+def test_to_dict_is_json(omni: Index) -> None:
+    found = profile(omni, cost=COST, ranks=(8,)).to_dict()
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    assert found["scales"][0]["phases"]["llm"]["balanced"] >= 1.0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"ranks": (0,)}, {"ranks": ()}, {"batch_size": 0}, {"steps": 0}, {"group_size": 0}, {"streams": 0}],
+)
+def test_numbers_below_one_are_refused(omni: Index, arguments: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(arguments))} must be at least 1"):
+        profile(omni, **arguments)  # type: ignore[arg-type]
+
+
+def test_a_dataset_without_a_usable_sample_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "bad.tar"
+    with TarWriter(str(path), encoder=False) as writer:
+        writer.write({"__key__": "broken", "jpg": b"this is no image"})
+    with pytest.raises(ValueError, match="none of the 1 samples is usable"):
+        profile(build_index([str(path)], RECIPE))
+
+
+def write_texts(path: Path, lengths: list[int]) -> str:
+    with TarWriter(str(path), encoder=False) as writer:
+        for number, length in enumerate(lengths):
+            writer.write({"__key__": str(number), "txt": b"x" * length})
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Index:
+    """8,000 samples in 16 shards: two for each of 8 groups."""
+    return synthetic_index(tmp_path_factory.mktemp("sharded") / "sharded.index", 8_000, seed=3, num_shards=16)
+
+
+def test_a_wider_scope_is_more_even_and_a_narrower_one_nearer(sharded: Index) -> None:
+    scale = profile(sharded, ranks=(64,), batch_size=16).scales[0]
+    assert (scale.groups, scale.streams, scale.locality_steps) == (8, 8, 7)  # 8,000 samples, 1,024 a step
+    assert tuple(scale.scopes) == SCOPES == ("none", "grouped", "grid", "global")
+    none, grouped, grid, everywhere = scale.scopes.values()
+    assert none.step > grouped.step > grid.step >= everywhere.step * 0.999
+    assert grouped.own_streams == 1.0
+    assert 1.0 <= grouped.groups_per_shard <= 1.1
+    assert grouped.shards_per_group == pytest.approx(2.0, abs=0.2)
+    assert 0.5 < grid.own_streams < 1.0
+    assert everywhere.own_streams == pytest.approx(1 / 8, abs=0.05)
+    assert everywhere.groups_per_shard > 7.9
+    assert everywhere.shards_per_group == pytest.approx(16, abs=0.1)
+
+
+def test_phases_apart_beat_the_bound_of_whole_samples(tmp_path: Path) -> None:
+    """One album holds most of a rank's images: whole it sets the pace, in parts it does not."""
+    samples = [{"__key__": f"{n}", "jpg": jpeg(64, 64), "txt": b"one"} for n in range(15)]
+    album = {f"{n}.jpg": jpeg(64, 64) for n in range(20)} | {"json": chat("<image>" * 20, "twenty")}
+    shard = write_shard(tmp_path / "a.tar", [*samples, {"__key__": "album", **album}])
+    index = build_index([shard], RECIPE)
+    cost = od.CostModel(image=od.PhaseCost(10.0), llm=od.PhaseCost(1.0))
+    (scale,) = profile(index, cost=cost, ranks=(4,), batch_size=4).scales
+    image = scale.phases["image"]
+    assert image.balanced >= image.lower_bound > 2.0
+    assert image.per_phase < 1.05
+    assert scale.per_phase_speedup > 1.5 * scale.speedup
+
+
+def test_scopes_none_and_global_are_the_unbalanced_and_the_balanced_step(omni: Index) -> None:
+    for scale in profile(omni, cost=COST, ranks=(8, 64), batch_size=8).scales:
+        none, everywhere = scale.scopes["none"], scale.scopes["global"]
+        assert (none.step, none.speedup) == (scale.step.unbalanced, 1.0)
+        assert (everywhere.step, everywhere.speedup) == (scale.step.balanced, pytest.approx(scale.speedup))
+        assert none.phases == {name: phase.unbalanced for name, phase in scale.phases.items()}
+        assert everywhere.phases == {name: phase.balanced for name, phase in scale.phases.items()}
+
+
+def test_locality_worked_out_by_hand(tmp_path: Path) -> None:
+    # Two groups of one rank, a stream each: one reads the first shard, the other the second.
+    shards = [write_texts(tmp_path / f"{number}.tar", [10] * 4) for number in range(2)]
+    index = build_index(shards, RECIPE)
+    near = profile(index, ranks=(2,), batch_size=2, group_size=1).scales[0]
+    assert (near.groups, near.streams) == (2, 2)
+    grouped = near.scopes["grouped"]
+    assert (grouped.own_streams, grouped.shards_per_group, grouped.groups_per_shard) == (1.0, 1.0, 1.0)
+    # In one stream of 8 samples all are mixed: of a batch of 4 both groups get 2, from wherever they are.
+    mixed = profile(index, ranks=(2,), batch_size=4, group_size=1, streams=1).scales[0]
+    assert mixed.steps == 1
+    assert mixed.scopes["grouped"].groups_per_shard == 2.0
+    # All ranks in one group: whatever the scope, it reads all.
+    together = profile(index, ranks=(2,), batch_size=2).scales[0]
+    assert together.groups == 1
+    for scope in together.scopes.values():
+        assert (scope.own_streams, scope.shards_per_group, scope.groups_per_shard) == (1.0, 2.0, 1.0)
+
+
+@pytest.mark.parametrize("scope", ["none", "grouped", "grid", "global"])
+def test_scopes_are_planned_as_in_training(tmp_path: Path, scope: Any) -> None:
+    dataset = od.ShardDataset(omni_shards(tmp_path, shards=3, samples=20), recipe=RECIPE)
+    cost = od.CostModel(image=od.PhaseCost(1.0), llm=od.PhaseCost(1.0, 0.1))
+    scale = profile(
+        dataset.index(), cost=cost, ranks=(6,), batch_size=2, group_size=2, streams=4, seed=7, steps=99
+    ).scales[0]
+    balance = od.Balance(scope=scope, group_size=2 if scope in ("grouped", "grid") else None)
+    loader = od.DataLoader(
+        dataset,
+        global_batch_size=12,
+        shuffle=od.Shuffle(streams=4),
+        seed=7,
+        drop_last=True,
+        cost=cost,
+        balance=balance,
+        dp=(0, 6),
+        num_threads=0,
+    )
+    plans = [microbatches[0].plan for microbatches in loader.steps()]
+    assert len(plans) == scale.steps == 5
+    expected = scale.scopes[scope]
+    for phase in ("image", "llm"):
+        peaks, total = sum(plan.loads(phase).max() for plan in plans), sum(plan.loads(phase).sum() for plan in plans)
+        assert expected.phases[phase] == pytest.approx(peaks * 6 / total)
+    own = np.mean(np.concatenate([plan.rank // 2 == plan.near // 2 for plan in plans]))
+    assert expected.own_streams == pytest.approx(own)
+
+
+@pytest.mark.parametrize(("num_samples", "streams"), [(10, 4), (3, 8), (7, 7), (5, 1)])
+def test_draws_with_replacement_keep_to_the_streams(num_samples: int, streams: int) -> None:
+    order = Order(num_samples, shuffle=Shuffle(streams=streams), seed=1)
+    held = [set(order.rows(0, 0, num_samples)[1][stream::streams].tolist()) for stream in range(streams)]
+    _, rows = _Draws(order, 5, streams, 1_000).rows(0, 200, 1_000)
+    used = min(streams, num_samples)
+    drawn = [set(rows[(np.arange(200, 1_000) % used) == stream].tolist()) for stream in range(used)]
+    assert drawn == held[:used]
+
+
+def test_reads_by_range_are_those_of_plain_tars(tmp_path: Path) -> None:
+    plain = build_index([write_texts(tmp_path / "a.tar", [10, 30])], RECIPE)
+    found = profile(plain, ranks=(1,)).read_amplification
+    assert found.by_range == 1.0  # one member a sample: nothing between
+    assert found.whole_shards == (tmp_path / "a.tar").stat().st_size / 40
+    pq.write_table(pa.table({"text": ["0123456789"]}), tmp_path / "a.parquet")
+    mixed = profile(build_index([str(tmp_path / "a.parquet")], RECIPE), ranks=(1,)).read_amplification
+    assert mixed.by_range is None
+
+
+def test_advice_names_the_sample_that_holds_the_step_back_and_what_would_help(tmp_path: Path) -> None:
+    index = build_index([write_texts(tmp_path / "giant.tar", [10, 30, 10, 10])], RECIPE)
+    found = profile(index, ranks=(4,), batch_size=1)
+    advice = found.scales[0].advice["llm"]
+    # The mean load is 60 / 4 = 15; halves of the giant fit into it, as do the rest: 15, 15, 10 + 10, 10.
+    assert (advice.limit, advice.giants, advice.largest, advice.imbalance) == ("giant sample", 1, 2.0, 2.0)
+    assert (Path(advice.largest_shard).name, advice.largest_key) == ("giant.tar", "1")
+    assert (advice.cost_share, advice.samples_per_rank) == (1.0, 1.0)
+    helps = {remedy.remedy: remedy for remedy in advice.remedies}
+    assert helps["context parallel"].imbalance == pytest.approx(20 / 15)
+    assert helps["more samples"].imbalance < 1.05
+    printed = render(found)
+    assert (
+        "4 ranks, llm: 2.00 at best in a usual step of 1: samples above the mean load of a rank: 1, up to 2.0 x it"
+        in printed
+    )
+    assert "would help: such samples shared by up to 2 ranks each (context parallelism): 1.33; " in printed
+
+
+def test_nothing_is_advised_where_nothing_holds_the_step_back(tmp_path: Path) -> None:
+    index = build_index([write_texts(tmp_path / "even.tar", [10] * 8)], RECIPE)
+    found = profile(index, ranks=(2,), batch_size=2)
+    assert found.scales[0].advice["llm"].limit == "nothing"
+    assert "at best" not in render(found)
+
+
+def render(found: Profile) -> str:
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(profile_table(found))
+    return console.export_text()
+
+
+def test_scopes_are_shown_where_there_are_groups(sharded: Index) -> None:
+    assert "groups/shard" not in render(profile(sharded, ranks=(8,)))
+    printed = render(profile(sharded, ranks=(8, 16)))
+    for scope in SCOPES:
+        assert sum(line.split()[:1] == [scope] or line.split()[1:2] == [scope] for line in printed.splitlines()) == 1
+    assert "of 2" in printed

@@ -1,0 +1,134 @@
+"""Exchange over gloo: one job for each number of ranks runs every check (exchange_job.py); the tests say which held."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from exchange_job import CHECKS, IMPATIENCE
+
+from orchdata.bench.exchange import ExchangeBench, run
+from orchdata.planning.route import Route, make_route
+from orchdata.ranks.exchange import exchange
+
+JOB = Path(__file__).parents[2] / "support" / "exchange_job.py"
+GIVE_UP_SECONDS = 200
+
+
+def run_job(num_ranks: int, job: str, folder: Path) -> tuple[list[int], list[str]]:
+    """Exit codes and what was written to stderr, of each rank."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    logs = [folder / f"{rank}.log" for rank in range(num_ranks)]
+    with ExitStack() as stack:
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, str(JOB), str(rank), str(num_ranks), str(folder), job],
+                env=environment,
+                stderr=stack.enter_context(log.open("w")),
+            )
+            for rank, log in enumerate(logs)
+        ]
+        for rank in ranks:
+            stack.callback(rank.wait)
+            stack.callback(rank.kill)
+        codes = [rank.wait(GIVE_UP_SECONDS) for rank in ranks]
+    return codes, [log.read_text() for log in logs]
+
+
+@pytest.fixture(scope="module")
+def checked(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    @functools.cache
+    def results(num_ranks: int) -> list[dict[str, str]]:
+        folder = tmp_path_factory.mktemp("exchange")
+        logs = run_job(num_ranks, "checks", folder)[1]
+        files = [folder / f"{rank}.json" for rank in range(num_ranks)]
+        return [
+            json.loads(file.read_text()) if file.exists() else {"": log} for file, log in zip(files, logs, strict=True)
+        ]
+
+    return results
+
+
+@pytest.mark.parametrize("num_ranks", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3)), 4])
+@pytest.mark.parametrize("name", CHECKS)
+def test_between_ranks(checked: Any, name: str, num_ranks: int) -> None:
+    for rank, found in enumerate(checked(num_ranks)):
+        assert found.get(name, f"not reached: {found}") == "", f"rank {rank}: {found.get(name, found)}"
+
+
+def test_a_rank_that_dies_is_an_error_on_every_other_within_the_timeout(tmp_path: Path) -> None:
+    codes, logs = run_job(3, "killed", tmp_path)
+    assert codes == [0, 0, -9], logs
+    for rank in (0, 1):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert f"forward of exchange (image of step 3) on rank {rank} of 3" in found["told"]
+        assert "a rank died" in found["told"] and found["told"].endswith("no word from rank 2, which died or hangs")
+        assert found["seconds"] < 10 * IMPATIENCE.total_seconds()
+
+
+def alone(**orders: Any) -> Route:
+    return make_route(0, 1, encoder_rank=[0, 0], llm_rank=[0, 0], tokens=[1, 2], **orders)
+
+
+def test_one_rank_needs_no_process_group() -> None:
+    features = torch.tensor([[1.0], [2.0], [3.0]], requires_grad=True)
+    result = exchange(features, alone(llm_order=[1, 0]), requires_grad=True)
+    assert result.flatten().tolist() == [2.0, 3.0, 1.0]  # the part of two rows first
+    (result * torch.tensor([[10.0], [20.0], [30.0]])).sum().backward()
+    assert features.grad is not None
+    assert features.grad.flatten().tolist() == [30.0, 10.0, 20.0]
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_features_changed_before_wait_are_refused(requires_grad: bool) -> None:
+    features = torch.ones(3, 1)
+    handle = exchange(features, alone(), requires_grad=requires_grad, async_op=True)
+    features.zero_()
+    with pytest.raises(RuntimeError, match="changed in place while they travelled"):
+        handle.wait()
+
+
+def test_the_result_is_never_the_input() -> None:
+    features = torch.ones(3, 1)
+    exchange(features, alone(), requires_grad=False).zero_()
+    assert features.sum() == 3
+
+
+def test_a_graph_that_is_kept_may_run_backward_again() -> None:
+    features = torch.ones(3, 1, requires_grad=True)
+    result = exchange(features, alone(), requires_grad=True)
+    for times in (1.0, 2.0):
+        result.sum().backward(retain_graph=True)
+        assert features.grad is not None
+        assert features.grad.flatten().tolist() == [times] * 3
+
+
+def test_the_gradient_itself_cannot_be_differentiated() -> None:
+    features = torch.ones(3, 1, requires_grad=True)
+    (gradient,) = torch.autograd.grad(
+        (exchange(features, alone(), requires_grad=True) ** 2).sum(), features, create_graph=True
+    )
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+def test_a_route_of_several_ranks_needs_a_process_group() -> None:
+    route = make_route(0, 2, encoder_rank=[0], llm_rank=[1], tokens=[1])
+    with pytest.raises(ValueError, match="the route is of 2 ranks, but torch.distributed is not initialized"):
+        exchange(torch.ones(1, 1), route, requires_grad=True)
+
+
+def test_the_benchmark_compares_the_same_rows_three_ways() -> None:
+    """At a tiny size; nothing about time is asserted."""
+    found = run(ExchangeBench(ranks=(2,), parts_per_rank=3, tokens=4, hidden=8, repeats=3))
+    assert [result.unit for result in found] == ["x"] * 4 + ["GB/s"] * 5
+    assert {len(result.values) for result in found} == {3}
+    assert [result.demand for result in found][:4] == [0.9, None, None, None]  # the others are asked of 4 ranks

@@ -1,0 +1,138 @@
+"""The loop that names no group: ranks that differ are refused at the first step, by name (mesh_job.py, two ranks)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mesh_job
+import pytest
+from mesh_job import RECIPE, run_ranks
+from shard_factory import jpeg, omni_samples, write_shard
+
+import orchdata as od
+from orchdata.reference.launch import torchrun
+
+NUM_SAMPLES = 20
+Ranks = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("shards")
+    samples = omni_samples(NUM_SAMPLES)
+    whole = jpeg(120, 90)
+    half = whole[: len(whole) // 2] + bytes(len(whole) - len(whole) // 2)
+    broken = [{"__key__": f"broken{place}", "jpg": half, "txt": b"a picture"} for place in range(6)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ORCHDATA_CACHE", str(folder / "cache"))
+        for name, held in (("good", samples), ("unindexed", samples[:8]), ("bad", [*samples, *broken])):
+            write_shard(folder / f"{name}.tar", held)
+            if name != "unindexed":
+                od.ShardDataset(folder / f"{name}.tar", recipe=RECIPE).index()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ranks(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    return run_ranks("world", 2, shards, tmp_path_factory.mktemp("world"))
+
+
+@pytest.mark.parametrize(
+    ("scenario", "entry"),
+    [
+        ("seed", "order.seed is 1 on rank 0, 2 on rank 1"),
+        ("size", "global_batch_size is 8 on rank 0, 6 on rank 1"),
+        ("balance", 'balance.scope is "global" on rank 0, "none" on rank 1'),
+        ("node", "balance.group_size is 2 on rank 0, 1 on rank 1"),
+        ("collate", 'collate_fn is "builtins.len" on rank 0, "builtins.sum" on rank 1'),
+        ("subset", 'data.indices is "10 of them, '),
+        ("split list", 'data.items is "4 of them, '),
+    ],
+)
+def test_a_rank_that_differs_is_refused_on_all_with_both_values(ranks: Ranks, scenario: str, entry: str) -> None:
+    (told,) = {rank[scenario] for rank in ranks}
+    assert told.startswith("ValueError: all ranks of a loader must plan the same steps; ranks 0, 1 differ from each ")
+    assert entry in told
+    assert (
+        "; if these are equal data under other paths or fingerprints, dp=(rank, size) is not compared)" in told
+    ) == (entry.startswith("data."))
+
+
+@pytest.mark.parametrize(
+    "scenario", ["equal subset", "list", "same lambda", "equal state", "tuple", "nodes apart", "another job"]
+)
+def test_equal_ranks_and_a_tuple_are_not_refused(ranks: Ranks, scenario: str) -> None:
+    assert [rank[scenario] for rank in ranks] == [None, None]
+
+
+def test_an_iteration_that_goes_on_after_an_error_on_one_rank_alone_is_no_other_one(ranks: Ranks) -> None:
+    assert [rank["fails once"] for rank in ranks] == [[None, None]] * 2
+
+
+def test_equal_ranks_share_the_epoch(ranks: Ranks) -> None:
+    keys = [key for rank in ranks for step in rank["alike"]["steps"] for _, key in step["keys"]]
+    assert len(keys) == len(set(keys)) == NUM_SAMPLES
+
+
+@pytest.mark.parametrize(
+    ("scenario", "error"),
+    [("no index", "MissingIndexError: no index"), ("argument", "ValueError: timeout is a number of seconds, 0 for no")],
+)
+def test_an_error_of_a_constructor_is_told_to_the_others(ranks: Ranks, scenario: str, error: str) -> None:
+    assert ranks[1][scenario].startswith(error)
+    assert ranks[0][scenario].startswith(
+        f"RuntimeError: this loader needs all its ranks, and 1 could not make it: rank 1: {error}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("scenario", "entry"),
+    [
+        ("state", "step is 1 on rank 0, 2 on rank 1"),
+        ("epoch", "epoch is 0 on rank 0, 1 on rank 1"),
+        ("epoch in a group", "epoch is 0 on rank 0, 1 on rank 1"),
+    ],
+)
+def test_ranks_that_stand_elsewhere_are_refused_before_the_first_step(ranks: Ranks, scenario: str, entry: str) -> None:
+    (told,) = {rank[scenario] for rank in ranks}
+    assert told.startswith(
+        "ValueError: all ranks of a loader must begin an iteration at the same place; ranks 0, 1 differ from each "
+        f"other: {entry}"
+    )
+
+
+def test_a_loader_of_one_rank_alone_is_told_of_the_way_out(ranks: Ranks) -> None:
+    alone = ranks[0]["alone"]
+    assert alone["told"].startswith("RuntimeError: rank 1 has made no such loader: this is loader number ")
+    assert alone["told"].endswith("made with dp=(0, 1). Waited 1 seconds, the timeout of the process group")
+    assert ["Meanwhile waiting for 1 seconds" in warning for warning in alone["warned"]] == [True]
+    assert alone["own"] == NUM_SAMPLES
+
+
+def test_nothing_from_peers_is_unpickled(ranks: Ranks) -> None:
+    found = [rank["failures"] for rank in ranks]
+    assert all(rank["own"] for rank in found)  # both ranks have failures of their own
+    assert sum(rank["own"] for rank in found) == 6
+    for rank in found:
+        assert rank["gathered"] == rank["of group"] == [[f"broken{place}", "jpg"] for place in range(6)]
+
+
+def test_groups_of_our_own_wait_as_long_as_told_or_as_the_job(ranks: Ranks) -> None:
+    assert [rank["timeouts"] for rank in ranks] == [[mesh_job.LIMIT_SECONDS, 7.0] * 2] * 2
+
+
+@pytest.mark.slow
+def test_a_reader_that_is_stopped_ends_its_peers_within_the_timeout(shards: Path, tmp_path: Path) -> None:
+    with (tmp_path / "log").open("w+b") as log:
+        torchrun(
+            [mesh_job.__file__, "stopped", str(shards), str(tmp_path)],
+            num_ranks=2,
+            environment={"ORCHDATA_CACHE": str(shards / "cache")},
+            log=log,
+            progress=lambda done, total: None,
+        )
+    told = json.loads((tmp_path / "1.json").read_text())["told"]
+    assert told.startswith("RuntimeError: rank 1 got no step 1 of epoch 0 (rank 0 reads for ranks (1,)): ")
+    assert "Timed out waiting 8000ms" in told
