@@ -1,6 +1,6 @@
 """Training parity: balancing changes who computes what, and nothing else.
 
-A torchrun job of gloo ranks trains each suite (parity_job.py), and the tests look at what it found. Daily: two ranks,
+A job of gloo ranks trains each suite (parity_job.py), and the tests look at what it found. Daily: two ranks,
 {DDP, FSDP2} x assignments x {packed, padded} x {one, several microbatches}, and every pair of all other values; slow:
 all of them, and three and four ranks. Steps are laid out so that each modality is missing on one rank, on all, and on
 none.
@@ -8,20 +8,19 @@ none.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from parity_job import LAYOUTS, NUM_EPOCHS, RECIPE, SUITES, WRAPPERS, Case, Suite
+from parity_job import __file__ as JOB
+from rank_jobs import LIMIT_SECONDS, run_ranks
 from webdataset import TarWriter
 
 import orchdata as od
-from orchdata.reference.launch import torchrun
 from orchdata.synth import make_sample, read_description
 
-JOB = Path(__file__).parents[1] / "support" / "parity_job.py"
 TOLERANCE = 1e-9  # relative, by norm of each parameter
 
 DESCRIPTION = read_description(
@@ -90,15 +89,15 @@ def marks(suite: Suite) -> list[pytest.MarkDecorator]:
 @pytest.fixture(scope="module", params=[pytest.param(name, marks=marks(suite)) for name, suite in SUITES.items()])
 def found(request: pytest.FixtureRequest, shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Found:
     suite, folder = SUITES[request.param], tmp_path_factory.mktemp("job")
-    with (folder / "log").open("w+b") as log:
-        torchrun(
-            [str(JOB), str(shards), request.param, str(folder / "result.json")],
-            num_ranks=suite.num_ranks,
-            environment={"ORCHDATA_CACHE": str(shards.parent / "cache")},
-            log=log,
-            progress=lambda done, total: None,
-        )
-    results = json.loads((folder / "result.json").read_text())
+    results, *_ = run_ranks(
+        JOB,
+        shards,
+        request.param,
+        num_ranks=suite.num_ranks,
+        folder=folder,
+        environment={"ORCHDATA_CACHE": str(shards.parent / "cache")},
+        limit_seconds=2 * LIMIT_SECONDS if suite.slow else LIMIT_SECONDS,
+    )
     by_case = {case: results["cases"][str(case)] for case in suite.cases}
     return Found(suite.num_ranks, by_case, results["between_references"])
 

@@ -1,4 +1,4 @@
-"""Encoders balanced apart, between processes: a torchrun job (per_phase_job.py) for each number of gloo ranks.
+"""Encoders balanced apart, between processes: a job (per_phase_job.py) for each number of gloo ranks.
 
 Every case runs an epoch whose steps are laid out by hand, and each step's summed loss is compared with that of one
 process that has all samples. "broken" holds the same samples as "intact", some of them overwritten once indexed.
@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import per_phase_job
 import pytest
-from mesh_job import run_ranks
 from per_phase_job import CASES, IMAGE_CAP, RECIPE, SUITES, Case, reference_name
+from per_phase_job import __file__ as JOB
+from rank_jobs import run_ranks
 from shard_factory import audio, chat, jpeg, write_shard
 
 import orchdata as od
@@ -107,10 +107,14 @@ def overwrite(path: str, index: Any) -> None:
 @pytest.fixture(scope="module")
 def jobs(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ranks]:
     """Each suite is run once."""
-    job = str(per_phase_job.__file__)
-    return functools.cache(
-        lambda suite: run_ranks(suite, SUITES[suite].num_ranks, shards, tmp_path_factory.mktemp("job"), job)
-    )
+
+    @functools.cache
+    def run(suite: str) -> Ranks:
+        environment = {"ORCHDATA_CACHE": str(shards / "cache")}
+        folder, num_ranks = tmp_path_factory.mktemp("job"), SUITES[suite].num_ranks
+        return run_ranks(JOB, suite, shards, num_ranks=num_ranks, folder=folder, environment=environment)
+
+    return run
 
 
 @pytest.fixture

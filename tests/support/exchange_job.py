@@ -1,33 +1,31 @@
 """Run by test_exchange, one process a rank: every check that needs a process group, and what came of it.
 
-exchange_job.py RANK NUM_RANKS FOLDER checks    writes FOLDER/RANK.json, check -> "" or its traceback
-exchange_job.py RANK NUM_RANKS FOLDER killed    the last rank ends itself; the others write what they were told
+exchange_job.py checks    check -> "" or its traceback
+exchange_job.py killed    the last rank ends itself; the others say what they were told
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from rank_jobs import run_rank
 from torch import Tensor
 from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.utils.checkpoint import checkpoint
 
 from orchdata.planning.route import Route, make_route
 from orchdata.ranks.exchange import exchange
-from orchdata.reference.launch import end_with_parent, leave
 
 PATIENCE = timedelta(seconds=60)
 IMPATIENCE = timedelta(seconds=3)
@@ -469,7 +467,7 @@ def impatient_group() -> dist.ProcessGroup:
     return group
 
 
-def run_checks(folder: Path) -> None:
+def run_checks() -> dict[str, str]:
     found = {}
     for name, function in CHECKS.items():
         try:
@@ -478,13 +476,10 @@ def run_checks(folder: Path) -> None:
         except Exception:
             found[name] = traceback.format_exc()
             break  # the other ranks may be elsewhere now
-    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))
-    if all(text == "" for text in found.values()):
-        leave()
-    os._exit(1)
+    return found
 
 
-def run_killed(folder: Path) -> None:
+def run_killed() -> dict[str, Any]:
     case = swap("image of step 3")
     mine = case.everything(2)[case.held()]
     group = impatient_group()
@@ -498,18 +493,8 @@ def run_killed(folder: Path) -> None:
             exchange(mine, case.route(), group=group, requires_grad=False)
     except RuntimeError as error:
         told = str(error)
-    (folder / f"{dist.get_rank()}.json").write_text(json.dumps({"told": told, "seconds": time.monotonic() - started}))
-    os._exit(0)
-
-
-def main() -> None:
-    end_with_parent()
-    torch.set_num_threads(1)
-    rank, num_ranks, folder, job = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
-    store = dist.FileStore(str(folder / "store"), num_ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=PATIENCE)
-    (run_checks if job == "checks" else run_killed)(folder)
+    return {"told": told, "seconds": time.monotonic() - started}
 
 
 if __name__ == "__main__":
-    main()
+    run_rank(lambda job: run_checks() if job == "checks" else run_killed(), timeout=PATIENCE)

@@ -1,6 +1,6 @@
-"""Run by test_parallel and test_agreement under torchrun: loaders over meshes; each rank writes what it saw.
+"""Run by test_parallel, test_agreement and test_world: loaders over meshes; what each rank saw.
 
-torchrun --nproc-per-node N mesh_job.py SUITE SHARDS_FOLDER RESULTS_FOLDER
+mesh_job.py SUITE SHARDS_FOLDER
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import signal
-import sys
 import threading
 import time
 import warnings
@@ -20,12 +19,13 @@ from datetime import timedelta
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from map_dataset import Numbers
+from rank_jobs import PATIENCE, run_rank, run_ranks
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -35,9 +35,7 @@ from orchdata.planning.plan import Plan
 from orchdata.post_balancing.peers import Peers
 from orchdata.ranks import comparing
 from orchdata.ranks.parallel import DataParallel, group_timeout
-from orchdata.reference.launch import end_with_parent, leave, torchrun
 
-LIMIT_SECONDS = 90
 RECIPE = od.Recipe(
     image=od.ImagePreprocessor(patch_size=14, merge=2, min_tokens=1, max_tokens=16),
     audio=od.AudioPreprocessor(num_mels=16, dtype="float32"),
@@ -47,17 +45,10 @@ GLOBAL_BATCH_SIZE = 8
 Found = dict[str, Any]
 
 
-def run_ranks(suite: str, num_ranks: int, shards: Path, folder: Path, job: str = __file__) -> list[Found]:
-    """What each rank of the job found, by scenario."""
-    with (folder / "log").open("w+b") as log:
-        torchrun(
-            [job, suite, str(shards), str(folder)],
-            num_ranks=num_ranks,
-            environment={"ORCHDATA_CACHE": str(shards / "cache")},
-            log=log,
-            progress=lambda done, total: None,
-        )
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(num_ranks)]
+def run_suite(suite: str, num_ranks: int, shards: Path, folder: Path, **options: Any) -> list[Found]:
+    """What each rank found, by scenario; the cache lies beside the shards. Options as in `run_ranks`."""
+    environment = {"ORCHDATA_CACHE": str(shards / "cache")}
+    return run_ranks(__file__, suite, shards, num_ranks=num_ranks, folder=folder, environment=environment, **options)
 
 
 class FailsOnce(Numbers):
@@ -241,7 +232,7 @@ class Job:
         distributed_c10d._get_default_store().delete_key(f"cpu//0/{self.rank}")  # or gloo may connect to what was there
         dist.barrier()
         dist.destroy_process_group()
-        dist.init_process_group("gloo", timeout=timedelta(seconds=LIMIT_SECONDS))  # over the store it was over
+        dist.init_process_group("gloo", timeout=PATIENCE)  # over the store it was over
 
     def alone(self) -> Found:
         """A loader on one rank alone."""
@@ -249,7 +240,7 @@ class Job:
         usual, comparing.LATE_SECONDS = comparing.LATE_SECONDS, 0.1
         backend.options._timeout = timedelta(seconds=1)
         loader = self.loader(None)
-        backend.options._timeout = timedelta(seconds=LIMIT_SECONDS)
+        backend.options._timeout = PATIENCE
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             told = message(lambda: next(iter(loader)))
@@ -288,11 +279,10 @@ class Job:
         if self.rank == 0:
             store.set("reader", str(os.getpid()))
             os.kill(os.getpid(), signal.SIGSTOP)
-            os._exit(0)
         reader = int(store.get("reader"))
         while Path(f"/proc/{reader}/stat").read_text().rpartition(") ")[2][0] != "T":
             time.sleep(0.01)
-        return {"told": message(lambda: next(steps)), "reader": reader}
+        return {"told": message(lambda: next(steps))}
 
     def mesh(self, *names: str) -> DeviceMesh:
         return init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
@@ -386,20 +376,5 @@ def _parts(value: Any) -> Any:
         yield repr(value).encode()
 
 
-def main(suite: str, shards: str, folder: str) -> None:
-    end_with_parent()
-    signal.alarm(LIMIT_SECONDS)  # a hang must end the test, not stay
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=LIMIT_SECONDS))
-    found = getattr(Job(Path(shards)), suite)()
-    out: IO[str]
-    with (Path(folder) / f"{dist.get_rank()}.json").open("w") as out:
-        json.dump(found, out)
-    if "reader" in found:
-        os.kill(found["reader"], signal.SIGCONT)
-        os._exit(0)
-    leave()
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run_rank(lambda suite, shards: getattr(Job(Path(shards)), suite)())

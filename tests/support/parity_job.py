@@ -1,21 +1,19 @@
-"""Run by test_parity under torchrun: trains a model in many ways, and writes how far each ends from one process.
+"""Run by test_parity: trains a model in many ways; how far each ends from one process, from rank 0.
 
-torchrun --nproc-per-node 2 parity_job.py SHARDS_GLOB SUITE RESULT.json
+parity_job.py SHARDS_GLOB SUITE
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass, fields
 from itertools import combinations, product
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from padded_model import PaddedLM
+from rank_jobs import run_rank
 from shard_factory import RECIPE
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,7 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import orchdata as od
 from orchdata.reference.attention import Block
-from orchdata.reference.launch import end_with_parent, leave
 from orchdata.reference.model import ModelConfig, MultimodalLM, Sizes
 from orchdata.reference.setup import fit_to_recipe, make_cost
 
@@ -204,10 +201,7 @@ def train_references(shards: str, cases: list[Case]) -> dict[Case, dict[str, Ten
     return {case: parameters for some in trained for case, parameters in some.items()}
 
 
-def main(shards: str, suite: str, result_path: str) -> None:
-    end_with_parent()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def main(shards: str, suite: str) -> dict[str, Any] | None:
     cases = SUITES[suite].cases
     initial = dict(full_parameters(make_model(Case(None))))
     references = train_references(shards, cases)
@@ -222,15 +216,15 @@ def main(shards: str, suite: str, result_path: str) -> None:
             "moved": distance(parameters, initial),
             "seen": seen,
         }
-    if dist.get_rank() == 0:
-        between = [
-            (first.layout, second.layout, distance(references[first], references[second]))
-            for first, second in combinations(references, 2)
-            if first.frozen == second.frozen
-        ]
-        Path(result_path).write_text(json.dumps({"cases": results, "between_references": between}))
-    leave()
+    if dist.get_rank() != 0:
+        return None
+    between = [
+        (first.layout, second.layout, distance(references[first], references[second]))
+        for first, second in combinations(references, 2)
+        if first.frozen == second.frozen
+    ]
+    return {"cases": results, "between_references": between}
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run_rank(main)

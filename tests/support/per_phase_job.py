@@ -1,6 +1,6 @@
-"""Run by test_per_phase under torchrun: encoders balanced apart; each rank writes what its batches held and lost.
+"""Run by test_per_phase_job: encoders balanced apart; what each rank's batches held and lost.
 
-torchrun --nproc-per-node N per_phase_job.py SUITE SHARDS_FOLDER RESULTS_FOLDER
+per_phase_job.py SUITE SHARDS_FOLDER
 """
 
 from __future__ import annotations
@@ -8,8 +8,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import signal
-import sys
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -23,6 +21,7 @@ import torch
 import torch.distributed as dist
 from mesh_job import Found, digest
 from padded_model import PaddedLM
+from rank_jobs import run_rank
 from shard_factory import RECIPE
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -30,11 +29,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import orchdata as od
 from orchdata.ranks.parallel import DataParallel
-from orchdata.reference.launch import end_with_parent, leave
 from orchdata.reference.model import ModelConfig, MultimodalLM, Sizes
 from orchdata.reference.setup import fit_to_recipe, make_cost
 
-LIMIT_SECONDS = 240
 PATIENCE = timedelta(seconds=30)
 GLOBAL_BATCH_SIZE = 6
 SMALL = Sizes(hidden=16, layers=1, ffn=32, num_heads=2)
@@ -383,20 +380,14 @@ def part_of(rows: Tensor) -> int:
     return number if whole else -1
 
 
-def main(suite: str, shards: str, folder: str) -> None:
-    end_with_parent()
-    signal.alarm(LIMIT_SECONDS)  # a hang must end the test, not stay
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=PATIENCE)
+def main(suite: str, shards: str) -> Found:
     job, chosen = Job(Path(shards)), SUITES[suite]
     tasks: dict[str, Callable[[], Any]] = {
         "references": lambda: job.references(CASES[name] for name in chosen.cases),
         **{name: lambda name=name: job.case(CASES[name]) for name in chosen.cases},  # type: ignore[misc]
         **{name: getattr(job, name.replace(" ", "_")) for name in chosen.scenarios},
     }
-    found = {name: attempt(task) for name, task in tasks.items()}
-    (Path(folder) / f"{dist.get_rank()}.json").write_text(json.dumps(found))
-    leave()
+    return {name: attempt(task) for name, task in tasks.items()}
 
 
 def attempt(task: Callable[[], Any]) -> Any:
@@ -408,4 +399,4 @@ def attempt(task: Callable[[], Any]) -> Any:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run_rank(main, timeout=PATIENCE)

@@ -1,6 +1,6 @@
-"""Run by test_post_balance, once for each rank: iterates over post_balance and writes what it saw.
+"""Run by test_post_balance, once for each rank: iterates over post_balance; what it saw.
 
-python post_balance_job.py SCENARIO RANK SIZE FOLDER
+post_balance_job.py SCENARIO
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from rank_jobs import run_rank, store_on_rank_0
 
 from orchdata.planning.balance import Balance
 from orchdata.post_balancing.loader import PostBalanced, post_balance
@@ -262,49 +262,14 @@ def subgroup(rank: int, size: int) -> dict[str, Any]:
     return run_epochs(Drawn(make_steps(rank, 3)), group=members) if rank else {"epochs": [[]]}
 
 
-def overhead(rank: int, size: int) -> dict[str, Any]:
-    """Seconds a step with small samples, beside the same loader alone."""
-    steps = make_steps(rank, 300, (16,))
-    balanced = wrap(Drawn(steps))
-    for _ in balanced:
-        pass
-    started = time.perf_counter()
-    for _ in balanced:
-        pass
-    return {"ms": 1000 * (time.perf_counter() - started) / len(steps), "stats": balanced.stats()}
-
-
-def tcp_store(folder: str, rank: int) -> dist.TCPStore:
-    """A store that rank 0 serves, at a port that was free."""
-    told = Path(folder, "port")
-    if rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        told.with_suffix(".part").write_text(str(store.port))
-        told.with_suffix(".part").rename(told)
-        return store
-    while not told.exists():
-        time.sleep(0.02)
-    return dist.TCPStore("127.0.0.1", int(told.read_text()), is_master=False, wait_for_workers=False)
-
-
-def main(scenario: str, rank: str, size: str, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        store=tcp_store(folder, int(rank)) if scenario == "dying_server" else None,
-        init_method=None if scenario == "dying_server" else f"file://{folder}/rendezvous",
-        rank=int(rank),
-        world_size=int(size),
-        timeout=timedelta(seconds=TIMEOUT_SECONDS),
-    )
-    result = globals()[scenario](int(rank), int(size))
-    Path(folder, f"{rank}.json").write_text(json.dumps(result))
-    if scenario not in ("dying_rank", "dying_server", "one_leaves"):
-        dist.barrier()
-        dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)  # Threads that gloo may still hold abort a process that ends the long way.
+def main(scenario: str) -> dict[str, Any]:
+    found: dict[str, Any] = globals()[scenario](dist.get_rank(), dist.get_world_size())
+    return found
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run_rank(
+        main,
+        timeout=timedelta(seconds=TIMEOUT_SECONDS),
+        store=store_on_rank_0 if sys.argv[1] == "dying_server" else None,
+    )

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from itertools import chain
@@ -17,6 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from post_balance_job import LONG_COUNTS, Drawn, intact, make_sample, make_steps
+from post_balance_job import __file__ as JOB
+from rank_jobs import run_ranks
 
 import orchdata as od
 from orchdata.loaders.errors import StateError
@@ -24,32 +22,11 @@ from orchdata.post_balancing.loader import post_balance
 from orchdata.post_balancing.plan import MoveRule, make_post_plan
 from orchdata.post_balancing.step import StepError
 
-JOB = Path(__file__).parents[2] / "support" / "post_balance_job.py"
-OWN = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "2"}
 
-
-def run_job(scenario: str, num_ranks: int, folder: Path, *, dead: int | None = None) -> list[Any]:
-    """What each rank found; `dead` is a rank that ends without a word."""
-    environment = {**os.environ, **OWN}
-    if sys.platform == "linux":
-        environment["GLOO_SOCKET_IFNAME"] = "lo"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(JOB), scenario, str(rank), str(num_ranks), str(folder)],
-            env=environment,
-            stderr=subprocess.PIPE,
-        )
-        for rank in range(num_ranks)
-    ]
-    try:
-        said = [process.communicate(timeout=100)[1].decode() for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    for rank, process in enumerate(processes):
-        assert rank == dead or process.returncode == 0, said[rank]
-    return [None if rank == dead else json.loads((folder / f"{rank}.json").read_text()) for rank in range(num_ranks)]
+def run_job(scenario: str, num_ranks: int, folder: Path, **options: Any) -> list[Any]:
+    """What each rank found, two of them on a node; options as in `run_ranks`."""
+    nodes = {"LOCAL_WORLD_SIZE": "2"}
+    return run_ranks(JOB, scenario, num_ranks=num_ranks, folder=folder, environment=nodes, **options)
 
 
 def drawn_keys(num_ranks: int, step: int, steps_of: Any) -> list[str]:
@@ -163,7 +140,7 @@ def test_a_sample_that_cannot_be_sent_gives_every_rank_its_path(tmp_path: Path) 
 
 
 def test_a_rank_that_dies_is_named_by_all_others_with_the_step(tmp_path: Path) -> None:
-    results = run_job("dying_rank", 4, tmp_path, dead=1)
+    results = run_job("dying_rank", 4, tmp_path, lost=[1])
     for found in (results[0], results[2], results[3]):
         last = found["steps"][-1]
         assert found["steps"] == list(range(last + 1))
@@ -173,7 +150,7 @@ def test_a_rank_that_dies_is_named_by_all_others_with_the_step(tmp_path: Path) -
 
 
 def test_when_the_rank_that_serves_the_store_dies_the_others_are_told_at_once(tmp_path: Path) -> None:
-    for found in run_job("dying_server", 3, tmp_path, dead=0)[1:]:
+    for found in run_job("dying_server", 3, tmp_path, lost=[0])[1:]:
         assert found["steps"] == [0, 1, 2, 3]  # it dies while it draws step 4
         assert found["error"].startswith("post_balance lost other ranks at step 4: ")
         assert found["error"].endswith("without the job's store, which often goes with rank 0")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from mesh_job import RECIPE, run_ranks
+from mesh_job import RECIPE, run_suite
 from shard_factory import omni_samples, write_shard
 
 import orchdata as od
@@ -25,7 +25,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
             write_shard(folder / f"{name}.tar", omni_samples(20, seed=seed))
             if name != "unindexed":
                 od.ShardDataset(folder / f"{name}.tar", recipe=RECIPE).index()
-    return run_ranks("agree", 4, folder, tmp_path_factory.mktemp("agree"))
+    return run_suite("agree", 4, folder, tmp_path_factory.mktemp("agree"))
 
 
 @pytest.mark.parametrize(

@@ -3,56 +3,25 @@
 from __future__ import annotations
 
 import functools
-import json
-import os
-import subprocess
-import sys
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from exchange_job import CHECKS, IMPATIENCE
+from exchange_job import __file__ as JOB
+from rank_jobs import run_ranks
 
 from orchdata.bench.exchange import ExchangeBench, run
 from orchdata.planning.route import Route, make_route
 from orchdata.ranks.exchange import exchange
-
-JOB = Path(__file__).parents[2] / "support" / "exchange_job.py"
-GIVE_UP_SECONDS = 200
-
-
-def run_job(num_ranks: int, job: str, folder: Path) -> tuple[list[int], list[str]]:
-    """Exit codes and what was written to stderr, of each rank."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    logs = [folder / f"{rank}.log" for rank in range(num_ranks)]
-    with ExitStack() as stack:
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, str(JOB), str(rank), str(num_ranks), str(folder), job],
-                env=environment,
-                stderr=stack.enter_context(log.open("w")),
-            )
-            for rank, log in enumerate(logs)
-        ]
-        for rank in ranks:
-            stack.callback(rank.wait)
-            stack.callback(rank.kill)
-        codes = [rank.wait(GIVE_UP_SECONDS) for rank in ranks]
-    return codes, [log.read_text() for log in logs]
 
 
 @pytest.fixture(scope="module")
 def checked(tmp_path_factory: pytest.TempPathFactory) -> Any:
     @functools.cache
     def results(num_ranks: int) -> list[dict[str, str]]:
-        folder = tmp_path_factory.mktemp("exchange")
-        logs = run_job(num_ranks, "checks", folder)[1]
-        files = [folder / f"{rank}.json" for rank in range(num_ranks)]
-        return [
-            json.loads(file.read_text()) if file.exists() else {"": log} for file, log in zip(files, logs, strict=True)
-        ]
+        return run_ranks(JOB, "checks", num_ranks=num_ranks, folder=tmp_path_factory.mktemp("exchange"))
 
     return results
 
@@ -65,10 +34,7 @@ def test_between_ranks(checked: Any, name: str, num_ranks: int) -> None:
 
 
 def test_a_rank_that_dies_is_an_error_on_every_other_within_the_timeout(tmp_path: Path) -> None:
-    codes, logs = run_job(3, "killed", tmp_path)
-    assert codes == [0, 0, -9], logs
-    for rank in (0, 1):
-        found = json.loads((tmp_path / f"{rank}.json").read_text())
+    for rank, found in enumerate(run_ranks(JOB, "killed", num_ranks=3, folder=tmp_path, lost=[2])[:2]):
         assert f"forward of exchange (image of step 3) on rank {rank} of 3" in found["told"]
         assert "a rank died" in found["told"] and found["told"].endswith("no word from rank 2, which died or hangs")
         assert found["seconds"] < 10 * IMPATIENCE.total_seconds()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from mesh_job import GLOBAL_BATCH_SIZE, RECIPE, run_ranks
+from mesh_job import GLOBAL_BATCH_SIZE, RECIPE, run_suite
 from shard_factory import jpeg, omni_samples, write_shard
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -49,12 +49,12 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    return run_ranks("share", 4, shards, tmp_path_factory.mktemp("share"))
+    return run_suite("share", 4, shards, tmp_path_factory.mktemp("share"))
 
 
 @pytest.fixture(scope="module")
 def three_ranks(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    return run_ranks("subgroup", 3, shards, tmp_path_factory.mktemp("subgroup"))
+    return run_suite("subgroup", 3, shards, tmp_path_factory.mktemp("subgroup"))
 
 
 def keys(epoch: dict[str, Any], step: int) -> set[str]:

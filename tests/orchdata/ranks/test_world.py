@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-import mesh_job
 import pytest
-from mesh_job import RECIPE, run_ranks
+from mesh_job import RECIPE, run_suite
+from rank_jobs import PATIENCE
 from shard_factory import jpeg, omni_samples, write_shard
 
 import orchdata as od
-from orchdata.reference.launch import torchrun
 
 NUM_SAMPLES = 20
 Ranks = list[dict[str, Any]]
@@ -36,7 +34,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    return run_ranks("world", 2, shards, tmp_path_factory.mktemp("world"))
+    return run_suite("world", 2, shards, tmp_path_factory.mktemp("world"))
 
 
 @pytest.mark.parametrize(
@@ -120,19 +118,11 @@ def test_nothing_from_peers_is_unpickled(ranks: Ranks) -> None:
 
 
 def test_groups_of_our_own_wait_as_long_as_told_or_as_the_job(ranks: Ranks) -> None:
-    assert [rank["timeouts"] for rank in ranks] == [[mesh_job.LIMIT_SECONDS, 7.0] * 2] * 2
+    assert [rank["timeouts"] for rank in ranks] == [[PATIENCE.total_seconds(), 7.0] * 2] * 2
 
 
 @pytest.mark.slow
 def test_a_reader_that_is_stopped_ends_its_peers_within_the_timeout(shards: Path, tmp_path: Path) -> None:
-    with (tmp_path / "log").open("w+b") as log:
-        torchrun(
-            [mesh_job.__file__, "stopped", str(shards), str(tmp_path)],
-            num_ranks=2,
-            environment={"ORCHDATA_CACHE": str(shards / "cache")},
-            log=log,
-            progress=lambda done, total: None,
-        )
-    told = json.loads((tmp_path / "1.json").read_text())["told"]
+    told = run_suite("stopped", 2, shards, tmp_path, lost=[0])[1]["told"]
     assert told.startswith("RuntimeError: rank 1 got no step 1 of epoch 0 (rank 0 reads for ranks (1,)): ")
     assert "Timed out waiting 8000ms" in told

@@ -1,0 +1,178 @@
+"""Jobs of ranks: a script of this folder, one process a rank over gloo; what each rank found comes back as JSON.
+
+    test: run_ranks(script, *arguments) --environment, arguments--> rank: run_rank(work)
+          results, by rank <-----------------JSON on stdout--------       work(*arguments)
+          all there -------------------------end of stdin---------> end
+
+Ranks end once all have told, so that nobody ends on those still at work; one that ends without a word ends the job,
+with what it wrote. Nothing waits by a clock, but for the end of a job that hangs, which shows where its ranks are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from orchdata.reference.launch import end_with_parent
+
+LIMIT_SECONDS = 240
+PATIENCE = timedelta(seconds=90)
+_LAST_LINES = 40
+
+
+class RanksFailed(Exception):
+    """Ranks ended without a result, or the job hung; the message ends with what they wrote."""
+
+
+def run_ranks(
+    script: str,
+    *arguments: object,
+    num_ranks: int,
+    folder: Path,
+    environment: Mapping[str, str] | None = None,
+    lost: Collection[int] = (),
+    limit_seconds: float = LIMIT_SECONDS,
+) -> list[Any]:
+    """What each rank's `work(*arguments)` returned; None for those in `lost`, which must end or stop without a word.
+
+    Args:
+        script: a file that calls `run_rank`.
+        folder: takes what the ranks write, a log each.
+        environment: set for the ranks, beside this process's own and what torchrun would set.
+        limit_seconds: after which a job hangs.
+
+    Raises:
+        RanksFailed: another rank has no result, or one of `lost` has.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun's, it outlives ranks
+    own = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    own |= {"TORCHELASTIC_RESTART_COUNT": "0", "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
+    own |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+    if sys.platform == "linux":
+        own["GLOO_SOCKET_IFNAME"] = "lo"
+    shared = {**os.environ, **own, **(environment or {})}
+    with ThreadPoolExecutor(num_ranks) as threads, ExitStack() as stack:
+        ranks = []
+        for rank in range(num_ranks):
+            process = subprocess.Popen(
+                [sys.executable, script, *map(str, arguments)],
+                env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stack.enter_context((folder / f"{rank}.log").open("wb")),
+            )
+            stack.callback(_end, process)
+            ranks.append(process)
+        telling = [threads.submit(process.stdout.read) for process in ranks if process.stdout]
+        silent = _wait_for(telling, lost, limit_seconds)
+        if silent is None:
+            _show_where(ranks)
+            raise RanksFailed(f"no end after {limit_seconds:g} seconds\n{_said(folder, range(num_ranks))}")
+        for process in ranks:
+            assert process.stdin is not None
+            process.stdin.close()
+        if silent:
+            raise RanksFailed(f"ranks {silent} ended without a result\n{_said(folder, silent)}")
+        failed = [rank for rank, process in enumerate(ranks) if rank not in lost and process.wait()]
+        if failed:
+            raise RanksFailed(f"ranks {failed} ended badly, their work done\n{_said(folder, failed)}")
+    told = [found.result() for found in telling]
+    if spoke := [rank for rank in lost if told[rank]]:
+        raise RanksFailed(f"ranks {spoke} were to be lost, and have results")
+    return [json.loads(text) if text else None for text in told]
+
+
+def run_rank(
+    work: Callable[..., Any], *, timeout: timedelta = PATIENCE, store: Callable[[], Any] | None = None
+) -> NoReturn:
+    """Be one rank: `work` is called with the arguments of the job, as text, in an initialized process group.
+
+    Args:
+        work: returns what is JSON; it may end or stop the process instead.
+        timeout: of the process group.
+        store: makes the one that ranks meet in; default: the one that is there whoever of them ends.
+    """
+    result = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever prints must not come between
+    faulthandler.enable()
+    end_with_parent()
+    torch.set_num_threads(1)
+    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    given = {} if store is None else {"store": store(), "rank": rank, "world_size": num_ranks}
+    try:
+        dist.init_process_group("gloo", timeout=timeout, **given)
+        text = json.dumps(work(*sys.argv[1:]))
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)  # Threads that gloo may still hold abort a process that ends the long way.
+    with result:
+        result.write(text)
+    sys.stdin.read()
+    os._exit(0)
+
+
+def store_on_rank_0() -> dist.TCPStore:
+    """A store that ends with rank 0, which tells its port to the others."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    told = dist.TCPStore(address, port, is_master=False, wait_for_workers=False)
+    if os.environ["RANK"] != "0":
+        return dist.TCPStore(address, int(told.get("port")), is_master=False, wait_for_workers=False)
+    store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
+    told.set("port", str(store.port))
+    return store
+
+
+def _wait_for(telling: list[Future[bytes]], lost: Collection[int], limit_seconds: float) -> list[int] | None:
+    """Ranks that ended without a word, as soon as there are any; none where all have told; None where some hang."""
+    deadline = time.monotonic() + limit_seconds
+    ranks = {found: rank for rank, found in enumerate(telling) if rank not in lost}
+    waiting: set[Future[bytes]] = set(ranks)
+    while waiting:
+        done, waiting = wait(waiting, deadline - time.monotonic(), FIRST_COMPLETED)
+        if not done:
+            return None
+        if silent := sorted(ranks[found] for found in done if not found.result()):
+            return silent
+    return []
+
+
+def _show_where(ranks: list[subprocess.Popen[bytes]]) -> None:
+    """Have ranks that hang write down where, and end."""
+    for process in ranks:
+        process.send_signal(signal.SIGABRT)
+        process.send_signal(signal.SIGCONT)
+    for process in ranks:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(5)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        assert pipe is not None
+        pipe.close()
+
+
+def _said(folder: Path, ranks: Collection[int]) -> str:
+    lines = []
+    for rank in ranks:
+        text = (folder / f"{rank}.log").read_text(errors="replace")
+        lines += [f"--- rank {rank}", *text.splitlines()[-_LAST_LINES:]]
+    return "\n".join(lines)
