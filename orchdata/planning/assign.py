@@ -1,9 +1,10 @@
-"""Scopes of balancing: a global batch's costs and who is near its samples -> rank of each sample.
+"""Scopes of balancing: costs of samples or parts, and whose each is -> the rank of each.
 
-none     dealt out in turn
-grouped  inside each group of ranks, from what the group's streams hold
+         nothing is loaded yet                    held by ranks already: little moves
+none     dealt out in turn                        stays
+grouped  anew inside each group of ranks          inside each group; anew where counts are limited
 grid     inside each group, then among the ranks of the same place in all groups
-global   over all ranks
+global   anew over all ranks                      over all ranks; anew where counts are limited
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.balancers import balance as balance_packed
-from orchdata.balancers import balance_grid, balance_phases
+from orchdata.balancers import balance_from, balance_grid, balance_grouped, balance_phases
 from orchdata.planning.balance import Balance
 
 Ints = NDArray[np.int64]
+Ranks = NDArray[np.int32]
 
 
 def near_ranks(start: int, num_samples: int, streams: int, num_ranks: int) -> NDArray[np.int32]:
@@ -43,42 +44,79 @@ def dealt(num_samples: int, num_ranks: int) -> NDArray[np.int32]:
     return (np.arange(num_samples) % num_ranks).astype(np.int32)
 
 
-def assign(costs: Mapping[str, Ints], balance: Balance, num_ranks: int, near: NDArray[np.int32]) -> NDArray[np.int32]:
-    """The rank of each sample, in every phase.
+def assign(
+    costs: Mapping[str, Ints],
+    balance: Balance,
+    num_ranks: int,
+    owner: Ranks,
+    *,
+    sizes: Ints | None = None,
+    ranks_per_node: int | None = None,
+) -> Ranks:
+    """The rank of each sample or part, in every phase.
 
     Args:
-        costs: phase -> int64 (num_samples,), the phases to balance; `llm` is at least 1 for every sample.
-        balance: scope, objective and limits; a group size where the scope needs one.
+        costs: phase -> int64 (num_items,), the phases to balance; `llm`, which is among them, is at least 1.
+        balance: scope, objective and limits on counts; a group size where the scope needs one.
         num_ranks: at least 1.
-        near: int32 (num_samples,), from `near_ranks`.
+        owner: int32 (num_items,), who holds each item; where none is loaded yet, who is near its stream.
+        sizes: int64 (num_items,), of items that are held, what moving each takes; None where none is loaded yet.
+        ranks_per_node: of items that are held, consecutive ranks among which they rather move.
+
+    Returns:
+        int32 (num_items,); `owner` itself where held items stay.
+
+    Raises:
+        ValueError: more items than the limits on counts allow.
     """
-    num_samples = len(near)
+    held, together = sizes is not None, np.sum(list(costs.values()), axis=0)
+    group_size = balance.group_size or num_ranks
     if balance.scope == "none" or num_ranks == 1:
-        return dealt(num_samples, num_ranks)
-    if balance.scope == "global":
-        return balance_phases(
-            costs,
-            num_ranks,
+        return owner if held else dealt(len(owner), num_ranks)
+    if balance.scope == "grid":
+        return balance_grid(together, owner, num_ranks, group_size).rank
+    if held and not balance.equal_count and balance.max_samples is None:
+        if balance.scope == "grouped":
+            return balance_grouped(together, owner, num_ranks, group_size).rank
+        return balance_from(together, owner, num_ranks, ranks_per_node=ranks_per_node).rank
+    if held or balance.scope == "grouped":
+        costs = {"llm": together}
+    return _anew(costs, balance, num_ranks, owner, sizes)
+
+
+def counted_groups(balance: Balance, num_ranks: int) -> list[range]:
+    """The ranks among which `balance` limits counts, group by group."""
+    size = balance.group_size or num_ranks
+    return [range(first, min(first + size, num_ranks)) for first in range(0, num_ranks, size)]
+
+
+def _anew(costs: Mapping[str, Ints], balance: Balance, num_ranks: int, owner: Ranks, sizes: Ints | None) -> Ranks:
+    """Balance each group by itself, wherever in it items are held; its ranks are named so that much of them stays."""
+    rank = np.empty(len(owner), np.int32)
+    for group in counted_groups(balance, num_ranks):
+        members = np.flatnonzero((owner >= group.start) & (owner < group.stop))
+        found = balance_phases(
+            {phase: of_all[members] for phase, of_all in costs.items()},
+            len(group),
             objective=balance.objective,
             equal_count=balance.equal_count,
             max_samples=balance.max_samples,
         ).rank
-    together = np.sum(list(costs.values()), axis=0)
-    if balance.scope == "grid":
-        return balance_grid(together, near, num_ranks, balance.group_size or num_ranks).rank
-    return _grouped(together, balance, num_ranks, near)
-
-
-def _grouped(together: Ints, balance: Balance, num_ranks: int, near: NDArray[np.int32]) -> NDArray[np.int32]:
-    size = balance.group_size or num_ranks
-    rank = np.empty(len(together), np.int32)
-    for first in range(0, num_ranks, size):
-        members = np.flatnonzero((near >= first) & (near < first + size))
-        found = balance_packed(
-            together[members],
-            min(size, num_ranks - first),
-            equal_count=balance.equal_count,
-            max_samples=balance.max_samples,
-        )
-        rank[members] = first + found.rank
+        if sizes is not None:
+            found = _renamed(found, owner[members] - group.start, sizes[members], len(group))
+        rank[members] = group.start + found
     return rank
+
+
+def _renamed(found: Ranks, owner: Ranks, sizes: Ints, num_ranks: int) -> Ranks:
+    """Pair found ranks with owners greedily, by the bytes that then stay; ties go to the lower ranks."""
+    pairs, pair = np.unique(found.astype(np.int64) * num_ranks + owner, return_inverse=True)
+    kept = np.zeros(len(pairs), np.int64)
+    np.add.at(kept, pair, sizes)
+    name = np.full(num_ranks, -1, np.int32)
+    free = np.ones(num_ranks, np.bool_)
+    for old, new in (divmod(int(pairs[index]), num_ranks) for index in np.argsort(-kept, kind="stable")):
+        if name[old] < 0 and free[new]:
+            name[old], free[new] = new, False
+    name[name < 0] = np.flatnonzero(free)
+    return name[found]

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.balancers import balance as balance_packed
-from orchdata.balancers import balance_from, balance_grid, balance_grouped
 from orchdata.balancers.assignment import cells_of
+from orchdata.planning.assign import assign
 from orchdata.planning.balance import Balance
 
 Ints = NDArray[np.int64]
@@ -57,14 +57,14 @@ def share_out_parts(
         llm_rank, microbatch: int32 (num_samples,), of the samples of the global batch.
     """
     home = llm_rank[parts.sample]
-    if balance.scope == "none" or num_ranks == 1:
-        return replace(parts, rank=home)
+    of_parts = replace(balance, equal_count=False, max_samples=None)  # which count samples
     rank = np.empty(len(parts), np.int32)
     step = microbatch[parts.sample]
     for number in range(num_microbatches):
         members = np.flatnonzero(step == number)
         if len(members):
-            rank[members] = _assign(parts.costs[members], home[members], parts.tokens[members], num_ranks, balance)
+            costs, tokens = {"llm": parts.costs[members]}, parts.tokens[members]
+            rank[members] = assign(costs, of_parts, num_ranks, home[members], sizes=tokens)
     return replace(parts, rank=rank)
 
 
@@ -109,15 +109,6 @@ def encoding_order(parts: Parts, members: Ints, llm_rank: Ranks) -> Ints:
 def arrival_order(parts: Parts, members: Ints) -> Ints:
     """`members`, canonical places in `parts`, as they arrive: by the rank that encodes them."""
     return members[np.argsort(parts.rank[members], kind="stable")]
-
-
-def _assign(costs: Ints, home: Ranks, tokens: Ints, num_ranks: int, balance: Balance) -> Ranks:
-    group = balance.group_size or num_ranks
-    if balance.scope == "grouped":
-        return balance_grouped(costs, home, num_ranks, group).rank
-    if balance.scope == "grid":
-        return balance_grid(costs, home, num_ranks, group).rank
-    return balance_from(costs, home, num_ranks, sizes=tokens).rank
 
 
 def _overfull(parts: Parts, step: Ranks, cap: int, num_ranks: int) -> Ints:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -223,14 +224,9 @@ def _rule(balance: Balance, group: Any, num_ranks: int, gain: float) -> MoveRule
             f"balance={balance.scope!r}: the group's ranks are not spread evenly over nodes in rank order; give"
             f" od.Balance(scope={balance.scope!r}, group_size=...)"
         )
-    return MoveRule(
-        scope=balance.scope,
-        group_size=balance.group_size or node or num_ranks,
-        ranks_per_node=node or 1,
-        equal_count=balance.equal_count,
-        max_samples=balance.max_samples,
-        gain=gain,
-    )
+    if balance.scope in ("grouped", "grid"):
+        balance = replace(balance, group_size=balance.group_size or node)
+    return MoveRule(balance=balance, ranks_per_node=node or 1, gain=gain)
 
 
 def _ranks_per_node(group: Any, num_ranks: int) -> int | None:
@@ -245,7 +241,8 @@ def _ranks_per_node(group: Any, num_ranks: int) -> int | None:
 
 
 def _check_alike(peers: Peers, rule: MoveRule, *, counts_tokens: bool) -> None:
-    settings = {name: getattr(rule, name) for name in MoveRule.__slots__} | {"loss_tokens given": counts_tokens}
+    settings = asdict(rule.balance) | {"ranks_per_node": rule.ranks_per_node, "gain": rule.gain}
+    settings |= {"loss_tokens given": counts_tokens}
     given = [json.loads(text) for text in peers.gather_texts(json.dumps(settings))]
     for rank, theirs in enumerate(given):
         differing = [

@@ -9,9 +9,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.balancers import balance, balance_from, balance_grid, balance_grouped
 from orchdata.balancers.assignment import loads_of
-from orchdata.planning.balance import Scope
+from orchdata.planning.assign import assign, counted_groups
+from orchdata.planning.balance import Balance
 
 Ints = NDArray[np.int64]
 Ranks = NDArray[np.int32]
@@ -22,18 +22,13 @@ class MoveRule:
     """When and how far samples move.
 
     Attributes:
-        scope: "none", "grouped", "grid" or "global".
-        group_size: consecutive ranks of a group under "grouped", of a row under "grid".
+        balance: scope, limits on counts, and a group size where the scope needs one.
         ranks_per_node: consecutive ranks that share a node.
-        equal_count, max_samples: as in `od.Balance`.
         gain: least share of the makespan that moving must take off; below it nothing moves.
     """
 
-    scope: Scope
-    group_size: int
+    balance: Balance
     ranks_per_node: int
-    equal_count: bool
-    max_samples: int | None
     gain: float
 
 
@@ -120,59 +115,22 @@ def make_post_plan(costs: Ints, sizes: Ints, owner: Ranks, num_ranks: int, rule:
         ValueError: more samples than `max_samples` allows.
     """
     stay = PostPlan(costs, sizes, owner, owner, num_ranks, rule.ranks_per_node)
-    if rule.scope == "none" or num_ranks == 1 or not len(costs):
+    if not len(costs):
         return stay
-    move = PostPlan(
-        costs, sizes, owner, _share_out(costs, sizes, owner, num_ranks, rule), num_ranks, rule.ranks_per_node
-    )
+    rank = assign({"llm": costs}, rule.balance, num_ranks, owner, sizes=sizes, ranks_per_node=rule.ranks_per_node)
+    if rank is owner:
+        return stay
+    move = PostPlan(costs, sizes, owner, rank, num_ranks, rule.ranks_per_node)
     before, after = int(stay.loads.max()), int(move.loads.max())
     if before - after >= rule.gain * before or not _counts_hold(owner, num_ranks, rule):
         return move
     return PostPlan(costs, sizes, owner, owner, num_ranks, rule.ranks_per_node, below_gain=after < before)
 
 
-def _share_out(costs: Ints, sizes: Ints, owner: Ranks, num_ranks: int, rule: MoveRule) -> Ranks:
-    if rule.equal_count or rule.max_samples is not None:
-        return _counted(costs, sizes, owner, num_ranks, rule)
-    if rule.scope == "grid":
-        return balance_grid(costs, owner, num_ranks, rule.group_size).rank
-    if rule.scope == "grouped":
-        return balance_grouped(costs, owner, num_ranks, rule.group_size).rank
-    return balance_from(costs, owner, num_ranks, sizes=sizes, ranks_per_node=rule.ranks_per_node).rank
-
-
-def _groups(num_ranks: int, rule: MoveRule) -> list[range]:
-    size = rule.group_size if rule.scope == "grouped" else num_ranks
-    return [range(first, min(first + size, num_ranks)) for first in range(0, num_ranks, size)]
-
-
 def _counts_hold(owner: Ranks, num_ranks: int, rule: MoveRule) -> bool:
     """Whether every rank may keep what it drew."""
     counts = np.bincount(owner, minlength=num_ranks)
-    if rule.max_samples is not None and counts.max() > rule.max_samples:
+    most, groups = rule.balance.max_samples, counted_groups(rule.balance, num_ranks)
+    if most is not None and counts.max() > most:
         return False
-    return not rule.equal_count or all(int(np.ptp(counts[list(group)])) <= 1 for group in _groups(num_ranks, rule))
-
-
-def _counted(costs: Ints, sizes: Ints, owner: Ranks, num_ranks: int, rule: MoveRule) -> Ranks:
-    """Balance each group anew under its limits on counts, and name its ranks so that much stays where it is."""
-    rank = np.empty(len(costs), np.int32)
-    for group in _groups(num_ranks, rule):
-        held = np.flatnonzero((owner >= group.start) & (owner < group.stop))
-        found = balance(costs[held], len(group), equal_count=rule.equal_count, max_samples=rule.max_samples).rank
-        rank[held] = group.start + _renamed(found, owner[held] - group.start, sizes[held], len(group))
-    return rank
-
-
-def _renamed(found: Ranks, owner: Ranks, sizes: Ints, num_ranks: int) -> Ranks:
-    """Pair found ranks with owners greedily, by the bytes that then stay; ties go to the lower ranks."""
-    pairs, pair = np.unique(found.astype(np.int64) * num_ranks + owner, return_inverse=True)
-    kept = np.zeros(len(pairs), np.int64)
-    np.add.at(kept, pair, sizes)
-    name = np.full(num_ranks, -1, np.int32)
-    free = np.ones(num_ranks, np.bool_)
-    for old, new in (divmod(int(pairs[index]), num_ranks) for index in np.argsort(-kept, kind="stable")):
-        if name[old] < 0 and free[new]:
-            name[old], free[new] = new, False
-    name[name < 0] = np.flatnonzero(free)
-    return name[found]
+    return not rule.balance.equal_count or all(int(np.ptp(counts[list(group)])) <= 1 for group in groups)

@@ -121,7 +121,7 @@ class StepMaker:
         self._samples: Iterator[Any] | None = iter(()) if exhausted else None
         self._exhausted = exhausted
         self._last_hash = 0
-        self._movable = rule.scope != "none" and peers.size > 1
+        self._movable = rule.balance.scope != "none" and peers.size > 1
         if exhausted:
             self._take_state()
 

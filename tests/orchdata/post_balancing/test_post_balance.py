@@ -287,14 +287,19 @@ def drawn_steps(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, np.ndarray, in
 
 def rules() -> Iterator[MoveRule]:
     base: dict[str, Any] = {"ranks_per_node": 2, "gain": 0.05}
-    for scope in ("none", "global", "grouped", "grid"):
-        yield MoveRule(scope=scope, group_size=2, equal_count=False, max_samples=None, **base)
-    for scope in ("global", "grouped"):
-        yield MoveRule(scope=scope, group_size=2, equal_count=True, max_samples=None, **base)
-        yield MoveRule(scope=scope, group_size=2, equal_count=False, max_samples=16, **base)
+    grouped = {"scope": "grouped", "group_size": 2}
+    for scope in ({"scope": "none"}, {"scope": "global"}, grouped, grouped | {"scope": "grid"}):
+        yield MoveRule(balance=od.Balance(**scope), **base)
+    for scope in ({"scope": "global"}, grouped):
+        yield MoveRule(balance=od.Balance(**scope, equal_count=True), **base)
+        yield MoveRule(balance=od.Balance(**scope, max_samples=16), **base)
 
 
-@pytest.mark.parametrize("rule", list(rules()), ids=lambda rule: f"{rule.scope}-{rule.equal_count}-{rule.max_samples}")
+@pytest.mark.parametrize(
+    "rule",
+    list(rules()),
+    ids=lambda rule: f"{rule.balance.scope}-{rule.balance.equal_count}-{rule.balance.max_samples}",
+)
 @given(drawn=drawn_steps())
 @settings(max_examples=60, deadline=None)
 def test_a_plan_gives_every_sample_to_one_rank_and_pays(drawn: Any, rule: MoveRule) -> None:
@@ -305,16 +310,16 @@ def test_a_plan_gives_every_sample_to_one_rank_and_pays(drawn: Any, rule: MoveRu
     leaving = sorted(chain(*(plan.leaving(rank) for rank in range(num_ranks))))
     arriving = sorted(chain(*(plan.arriving(rank) for rank in range(num_ranks))))
     assert leaving == arriving == sorted([*plan.moved_within, *plan.moved_between])
-    if leaving and not rule.equal_count:
+    if leaving and not rule.balance.equal_count:
         assert plan.loads.max() <= 0.95 * plan.loads_before.max()  # the gain asked for
-    if rule.scope == "grouped":
+    if rule.balance.scope == "grouped":
         assert len(plan.moved_between) == 0
     counts = np.bincount(plan.rank, minlength=num_ranks)
-    if rule.equal_count:
-        size = 2 if rule.scope == "grouped" else num_ranks
+    if rule.balance.equal_count:
+        size = 2 if rule.balance.scope == "grouped" else num_ranks
         assert all(np.ptp(counts[first : first + size]) <= 1 for first in range(0, num_ranks, size))
-    if rule.max_samples is not None:
-        assert counts.max(initial=0) <= rule.max_samples
+    if rule.balance.max_samples is not None:
+        assert counts.max(initial=0) <= rule.balance.max_samples
 
 
 def test_made_samples_check_themselves() -> None:
