@@ -1,13 +1,12 @@
 """The ranks of post_balance among themselves: gathers and one ragged all-to-all on a gloo group of their own.
 
 Gloo tells only some ranks that another is gone; the rest would wait for the timeout. So a rank that cannot go on leaves
-a note in the group's store and takes its connections down, which wakes the others; who then leaves no note is missing.
+a note (`orchdata.ranks.notes`) and takes its connections down, which wakes the others.
 """
 
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Sequence
 from datetime import timedelta
 from itertools import count
@@ -18,15 +17,13 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from orchdata.ranks.notes import Notes, no_word_from
 from orchdata.ranks.parallel import group_timeout
 
 Ints = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
 
-# Ranks that wait for their trainer look for notes this often, and others give them this long to leave their own.
-POLL_SECONDS = 1.0
-_NOTES_SECONDS = 5.0
-_LOST = "lost"  # The note of a rank that only noticed.
+POLL_SECONDS = 1.0  # Ranks that wait for their trainer look for notes this often.
 
 _numbers = count()
 
@@ -64,8 +61,7 @@ class Peers:
 
     def __init__(self, group: Any, timeout: float | None) -> None:
         self._group: Any = None
-        self._store: Any = None
-        self._prefix = ""
+        self._notes = Notes(None, "post_balance")
         self.rank, self.size = 0, 1
         if group is None or dist.get_world_size(group) == 1:
             return
@@ -78,10 +74,9 @@ class Peers:
             use_local_synchronization=len(ranks) < dist.get_world_size(),
         )
         self.rank, self.size = dist.get_rank(self._group), dist.get_world_size(self._group)
-        if hasattr(self._group, "get_group_store"):
-            self._store = self._group.get_group_store()
         # The first rank's number: others may have made more or fewer groups. A store can be that of an earlier group.
-        self._prefix = f"post_balance/{self.gather(np.array([next(_numbers)]))[0, 0]}"
+        number = self.gather(np.array([next(_numbers)]))[0, 0]
+        self._notes = Notes(self._group, f"post_balance/{number}")
 
     @property
     def connected(self) -> bool:
@@ -122,18 +117,19 @@ class Peers:
 
     def check_others(self) -> None:
         """Raise LostPeersError if some rank has given up."""
-        if self._has(f"{self._prefix}/over"):
+        if self._notes.closed():
             raise LostPeersError("another rank gave up")
 
     def leave(self, reason: str) -> None:
         """Leave a note for the others; what the first note of a rank says stays."""
-        if not self._has(f"{self._prefix}/{self.rank}"):
-            self._note(f"{self._prefix}/{self.rank}", reason)
+        self._notes.leave(reason)
 
-    def give_up(self, reason: str = _LOST) -> None:
-        """Leave a note and take the connections down: no further collective is possible."""
-        self.leave(reason)
-        self._note(f"{self._prefix}/over", "1")
+    def give_up(self, reason: str = "") -> None:
+        """Leave a note, of a rank that only noticed if without a reason, and take the connections down: no further
+        collective is possible.
+        """
+        self._notes.leave(reason)
+        self._notes.close()
         group, self._group = self._group, None
         if group is not None and dist.is_initialized():
             with contextlib.suppress(RuntimeError, ValueError, AssertionError):
@@ -143,46 +139,15 @@ class Peers:
         """Give up and find out who caused it, from the notes of the others."""
         self.give_up()
         lost = f"post_balance lost other ranks at step {step}"
-        notes = self._notes()
-        for rank, note in notes.items():
-            if note != _LOST:
-                return StepError(f"{lost}: rank {rank} {note}", step, rank)
-        if self._store is None:
+        missing = self._notes.missing()
+        if (reason := self._notes.reason()) is not None:
+            return StepError(f"{lost}: rank {reason.rank} {reason.text}", step, reason.rank)
+        if not self._notes.readable:
             text = f"{lost}: {error}; who is missing is not known without the job's store, which often goes with rank 0"
             return StepError(text, step, None)
-        missing = [rank for rank in range(self.size) if rank not in notes]
         if not missing:
             return StepError(f"{lost}, though all are there: {error}", step, None)
-        named = ", ".join(map(str, missing))
-        text = f"{lost}: no word from rank {named}, which died or hangs ({error})"
-        return StepError(text, step, missing[0] if len(missing) == 1 else None)
-
-    def _notes(self) -> dict[int, str]:
-        notes: dict[int, str] = {}
-        deadline = time.monotonic() + _NOTES_SECONDS
-        while len(notes) < self.size and (store := self._store) is not None:
-            for rank in range(self.size):
-                if rank not in notes and self._has(f"{self._prefix}/{rank}"):
-                    notes[rank] = store.get(f"{self._prefix}/{rank}").decode(errors="replace")
-            if time.monotonic() > deadline or any(note != _LOST for note in notes.values()):
-                break
-            time.sleep(0.02)
-        return notes
-
-    def _note(self, key: str, text: str) -> None:
-        if (store := self._store) is not None:
-            with contextlib.suppress(RuntimeError):
-                store.set(key, text)
-
-    def _has(self, key: str) -> bool:
-        if (store := self._store) is None:
-            return False
-        try:
-            return bool(store.check([key]))
-        except RuntimeError:
-            # It goes with the rank that serves it; to ask again would only make torch warn again.
-            self._store = None
-            return False
+        return StepError(f"{lost}: {no_word_from(missing)} ({error})", step, missing[0] if len(missing) == 1 else None)
 
     def _run(self, collective: Any, *arguments: Any) -> None:
         if self._group is None:

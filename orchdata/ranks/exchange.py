@@ -10,6 +10,7 @@ collectives: every rank of the group must take part in each, in the same sequenc
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
@@ -21,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from orchdata.planning.route import Route
-from orchdata.ranks.notes import name_lost
+from orchdata.ranks.notes import name_call, name_missing
 from orchdata.ranks.parallel import served_devices
 
 if TYPE_CHECKING:
@@ -83,18 +84,19 @@ def exchange(
         RuntimeError: inside a checkpointed region, which would run the collective again in backward; features changed
             before `wait()`; or another rank died or did not take part within the group's timeout.
     """
+    call = name_call("exchange", group)  # before this rank alone may refuse: the others count it too
     _refuse_recomputation(route)
     _check_features(features, route, requires_grad)
     _check_group(features, route, group)
-    handle = ExchangeHandle(features, route, group, requires_grad)
+    handle = ExchangeHandle(features, route, group, requires_grad, call)
     return handle if async_op else handle.wait()
 
 
 class ExchangeHandle:
     """An exchange under way. Made by `exchange(..., async_op=True)`."""
 
-    def __init__(self, features: Tensor, route: Route, group: Group, requires_grad: bool) -> None:
-        self._flight = _Flight(route, group)
+    def __init__(self, features: Tensor, route: Route, group: Group, requires_grad: bool, call: str) -> None:
+        self._flight = _Flight(route, group, call)
         self._watched = None if features.is_inference() else (features, features._version)
         self._ticket: Tensor | None = None
         self._result: Tensor | None = None
@@ -141,15 +143,22 @@ class _Move:
 
 
 class _Flight:
-    """One exchange's collectives, each started and finished by different nodes of the graph."""
+    """One exchange's collectives, each started and finished by different nodes of the graph.
 
-    def __init__(self, route: Route, group: Group) -> None:
+    Args:
+        call: what notes about it are under.
+    """
+
+    def __init__(self, route: Route, group: Group, call: str) -> None:
         self.route = route
         self._group = group
+        self._call = call
+        self._starts: Counter[Direction] = Counter()  # a graph that is kept may run backward again
         self._moves: dict[Direction, _Move] = {}
 
     def start(self, rows: Tensor, direction: Direction) -> None:
         route = self._way(direction)
+        self._starts[direction] += 1
         if direction == "forward":
             rows = _without(rows, self.route)
         sent = _ordered(rows[: route.num_rows_in], route.send_order).contiguous()
@@ -164,7 +173,7 @@ class _Flight:
                 )
             except RuntimeError as error:
                 raise RuntimeError(
-                    f"{self._name(direction)} could not start: {error}{name_lost(self._group)}"
+                    f"{self._name(direction)} could not start: {error}{self._missing(direction)}"
                 ) from error
         self._moves[direction] = _Move(sent, received, work)
 
@@ -175,11 +184,14 @@ class _Flight:
                 move.work.wait()
             except RuntimeError as error:
                 raise RuntimeError(
-                    f"{self._name(direction)} failed: {_CAUSES[direction]}. {error}{name_lost(self._group)}"
+                    f"{self._name(direction)} failed: {_CAUSES[direction]}. {error}{self._missing(direction)}"
                 ) from error
         received = move.received
         del move  # What was sent makes room for what is ordered.
         return _ordered(received, self._way(direction).receive_order)
+
+    def _missing(self, direction: Direction) -> str:
+        return name_missing(self._group, f"{self._call}/{direction}/{self._starts[direction]}")
 
     def _way(self, direction: Direction) -> Route:
         return self.route if direction == "forward" else self.route.reverse()

@@ -1,43 +1,134 @@
-"""Lost ranks: a collective failed -> which ranks of its group are gone.
+"""Notes: what ranks leave in the store of their group once a collective failed, so that an error says who is gone.
 
-Every rank that sees it fail leaves a note in the group's store; who leaves none has died or hangs.
+    rank that cannot go on --why--+
+    ranks that notice ------------+--store--> the others; who leaves no note has died or hangs
+
+Backends tell only some ranks that another is gone, and never which. Notes are about one call, or one object: what an
+earlier failure left in the store is not taken for a later one's.
 """
 
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-_NOTES_SECONDS = 3.0  # Others see the same failure at about the same time.
+T = TypeVar("T")
+
+_WAIT_SECONDS = 5.0  # Others see the same failure at about the same time.
+_calls: Counter[tuple[str, str]] = Counter()
 
 
-def name_lost(group: Any = None) -> str:
-    """What to add to an error: "; no word from rank 3, which died or hangs". Empty where it cannot be known: without a
-    store, which goes with the process that serves it, or where every rank has only lost connections.
+class Reason(NamedTuple):
+    """Why a rank of the group could not go on."""
+
+    rank: int
+    text: str
+
+
+class Notes:
+    """What the ranks of a group leave about one thing. Nothing is left, nor found, where there is no store: some
+    backends do without, and it ends with the process that serves it.
 
     Args:
-        group: of the collective; default: all ranks. Its ranks are named as the group numbers them.
+        group: its ranks are named as it numbers them; None for a single rank.
+        about: the same on all ranks, and used once in the group.
     """
-    missing = _missing(dist.group.WORLD if group is None else group)
-    if not missing:
-        return ""
-    named = ", ".join(map(str, missing))
-    if len(missing) == 1:
-        return f"; no word from rank {named}, which died or hangs"
-    return f"; no word from ranks {named}, which died or hang"
 
+    def __init__(self, group: Any, about: str) -> None:
+        self._store = group.get_group_store() if hasattr(group, "get_group_store") else None
+        self._about = about
+        self._rank, self._size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
 
-def _missing(group: Any) -> list[int]:
-    try:
-        store = group.get_group_store()
-        store.set(f"orchdata/lost/{dist.get_rank(group)}", "1")
-        waiting = set(range(dist.get_world_size(group)))
-        deadline = time.monotonic() + _NOTES_SECONDS
-        while waiting and time.monotonic() < deadline:
-            waiting = {rank for rank in waiting if not store.check([f"orchdata/lost/{rank}"])}
+    @property
+    def readable(self) -> bool:
+        """Whether the store answered so far."""
+        return self._store is not None
+
+    def leave(self, why: str = "") -> None:
+        """Leave this rank's note, if it has left none: why it cannot go on, or nothing where it only noticed."""
+        if self._has(self._of(self._rank)):
+            return
+        if why:  # the first reason explains the others
+            self._ask(lambda store: store.compare_set(self._key("reason"), "", f"{self._rank} {why}"))
+        self._ask(lambda store: store.set(self._of(self._rank), "1"))
+
+    def close(self) -> None:
+        """Say that no rank goes on, for those that are in no collective now and look for it with `closed`."""
+        self._ask(lambda store: store.set(self._key("closed"), "1"))
+
+    def closed(self) -> bool:
+        return self._has(self._key("closed"))
+
+    def reason(self) -> Reason | None:
+        """The first that a rank left."""
+        if not self._has(self._key("reason")):
+            return None
+        rank, _, text = (self._ask(lambda store: store.get(self._key("reason"))) or b"").decode().partition(" ")
+        return Reason(int(rank), text) if rank else None
+
+    def missing(self) -> list[int]:
+        """Ranks that left no note, once all have, some rank gave a reason, or a while is over."""
+        deadline = time.monotonic() + _WAIT_SECONDS
+        everybody = [self._of(rank) for rank in range(self._size)]
+        while self.readable and time.monotonic() < deadline:
+            if self._has(*everybody) or self._has(self._key("reason")):
+                break
             time.sleep(0.02)
-    except (RuntimeError, AttributeError):
-        return []
-    return sorted(waiting)
+        found = [rank for rank, key in enumerate(everybody) if not self._has(key)]
+        return found if self.readable else []
+
+    def _of(self, rank: int) -> str:
+        return self._key(f"of/{rank}")
+
+    def _key(self, name: str) -> str:
+        return f"orchdata/notes/{self._about}/{name}"
+
+    def _has(self, *keys: str) -> bool:
+        return bool(self._ask(lambda store: store.check(list(keys))))
+
+    def _ask(self, call: Callable[[Any], T]) -> T | None:
+        if self._store is None:
+            return None
+        try:
+            return call(self._store)
+        except RuntimeError:
+            self._store = None  # to ask again would only make torch warn again
+            return None
+
+
+def name_call(kind: str, group: Any = None) -> str:
+    """A name for notes about the call that begins, the same on all ranks of the group: they make calls of one kind in
+    one sequence. Counted by the group's name, under which a later group finds the store of an earlier one.
+
+    Args:
+        group: default: all ranks.
+    """
+    group = dist.group.WORLD if group is None else group
+    named = kind, getattr(group, "group_name", "")
+    _calls[named] += 1
+    return f"{kind}/{_calls[named]}"
+
+
+def name_missing(group: Any, about: str) -> str:
+    """Leave a note, and what to add to an error: "; no word from rank 3, which died or hangs". Empty where it cannot be
+    known: without a store, or where every rank has only lost connections.
+
+    Args:
+        group: of the collective that failed; None: all ranks.
+        about: as in `Notes`.
+    """
+    notes = Notes(dist.group.WORLD if group is None else group, about)
+    notes.leave()
+    missing = notes.missing()
+    return f"; {no_word_from(missing)}" if missing else ""
+
+
+def no_word_from(ranks: Sequence[int]) -> str:
+    named = ", ".join(map(str, ranks))
+    if len(ranks) == 1:
+        return f"no word from rank {named}, which died or hangs"
+    return f"no word from ranks {named}, which died or hang"

@@ -449,6 +449,24 @@ def an_unused_result_that_is_joined_takes_part() -> None:
     assert torch.equal(mine.grad, torch.full_like(mine, 1.0 if receiver == 0 else 2.0))
 
 
+@check
+def each_failure_in_a_group_names_its_own_rank() -> None:
+    def go_wrong(group: dist.ProcessGroup) -> None:
+        case = swap("image")
+        mine = case.everything(2)[case.held()]
+        for absent in range(2):
+            dist.barrier()
+            rows = mine[:1] if dist.get_rank() == absent else mine
+            kind, told = (
+                (ValueError, "the features have 1 rows")
+                if dist.get_rank() == absent
+                else (RuntimeError, f"; no word from rank {absent}, which died or hangs$")
+            )
+            raises(kind, told, lambda rows=rows: exchange(rows, case.route(), group=group, requires_grad=True))
+
+    impatiently(go_wrong)
+
+
 def impatiently(function: Callable[[dist.ProcessGroup], None]) -> None:
     """Run with a group of its own: after a failure it is of no use."""
     if dist.get_world_size() == 1:

@@ -196,6 +196,22 @@ def dying_server(rank: int, size: int) -> dict[str, Any]:
     return {**caught(wrap(lists())), "seconds": time.monotonic() - started}
 
 
+def failures_in_turn(rank: int, size: int) -> dict[str, Any]:
+    """Each rank in turn cannot take what it gets, in a new post_balance of the same ranks; at last nobody can."""
+    found = []
+    for failing in (*range(size), None):
+        dist.barrier()
+        balanced = wrap(Drawn(make_steps(rank, 2)))
+        if failing in (rank, None):
+            balanced._peers.exchange = refuse  # type: ignore[method-assign]
+        found.append(caught(balanced))
+    return {"found": found}
+
+
+def refuse(*arguments: Any) -> Any:
+    raise MemoryError("no room for samples")
+
+
 def one_leaves(rank: int, size: int) -> dict[str, Any]:
     balanced = wrap(Drawn(make_steps(rank, 50)))
     if rank != 1:

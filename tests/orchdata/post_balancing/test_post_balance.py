@@ -149,6 +149,18 @@ def test_a_rank_that_dies_is_named_by_all_others_with_the_step(tmp_path: Path) -
         assert found["seconds"] < 20  # the timeout is 30
 
 
+def test_each_of_several_failures_names_its_own_rank(tmp_path: Path) -> None:
+    for rank, each in enumerate(run_job("failures_in_turn", 2, tmp_path)):
+        *first, last = each["found"]
+        said = "failed in step 0: MemoryError: no room for samples"
+        for failing, found in enumerate(first):
+            assert found["steps"] == []
+            assert found["rank"] == failing
+            lost = "" if rank == failing else "post_balance lost other ranks at step 0: "
+            assert found["error"] == f"{lost}rank {failing} {said}"
+        assert last["error"] == f"rank {rank} {said}"
+
+
 def test_when_the_rank_that_serves_the_store_dies_the_others_are_told_at_once(tmp_path: Path) -> None:
     for found in run_job("dying_server", 3, tmp_path, lost=[0])[1:]:
         assert found["steps"] == [0, 1, 2, 3]  # it dies while it draws step 4
