@@ -1,4 +1,4 @@
-"""Every error that reading data can raise.
+"""Every error of our own, in one tree; arguments of the wrong kind are plain ValueError or TypeError.
 
 OrchdataError
 ├── DataError          one sample cannot be used: shard, key, field, reason
@@ -8,7 +8,11 @@ OrchdataError
 │   └── DamagedIndexError  the file of the index is not what was written
 ├── StorageError       bytes could not be read, or kept in the cache, now: a full disk, a lost mount; no fault of data
 ├── StateError         a state that belongs to another dataset, recipe or order
-└── TooManyFailures    the failure budget of an ErrorPolicy is spent
+├── TooManyFailures    the failure budget of an ErrorPolicy is spent
+└── StepError          no rank can go on with a step of post_balance; a RuntimeError too
+
+WireError, of what another rank sent, and LaunchError, of ranks that a command started, derive from OrchdataError too,
+and are in no public list: they lie in `ranks.wire` and `reference.launch`.
 
 `FieldError` is the inner form of a DataError, raised where shard and key are not known;
 whoever knows them turns it into a DataError with `FieldError.at`.
@@ -23,7 +27,7 @@ import re
 
 
 class OrchdataError(Exception):
-    """Base of all errors about data; arguments of the wrong kind are plain ValueError or TypeError."""
+    """Base of all errors of our own."""
 
 
 class DataError(OrchdataError):
@@ -112,6 +116,23 @@ class StateError(OrchdataError):
 
 class TooManyFailures(OrchdataError):
     """More samples failed than the ErrorPolicy allows."""
+
+
+class StepError(OrchdataError, RuntimeError):
+    """No rank can go on with a step of post_balance.
+
+    Attributes:
+        step: that could not be made.
+        rank: of the group, where it is known which one caused it, else None.
+    """
+
+    def __init__(self, message: str, step: int, rank: int | None) -> None:
+        super().__init__(message, step, rank)
+        self.step = step
+        self.rank = rank
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 NOT_DATA = (StorageError, StaleIndexError, DamagedIndexError, MemoryError, ImportError)

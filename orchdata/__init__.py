@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         ShardError,
         StaleIndexError,
         StateError,
+        StepError,
         StorageError,
         TooManyFailures,
     )
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from orchdata.planning.plan import Plan
     from orchdata.planning.route import Route, make_route
     from orchdata.post_balancing.loader import post_balance
-    from orchdata.post_balancing.peers import StepError
     from orchdata.post_balancing.step import PostBatch
     from orchdata.ranks.exchange import exchange
     from orchdata.ranks.parallel import DataParallel
@@ -69,7 +69,7 @@ _HOMES = {
     "exchange": "orchdata.ranks.exchange",
     "post_balance": "orchdata.post_balancing.loader",
     "PostBatch": "orchdata.post_balancing.step",
-    "StepError": "orchdata.post_balancing.peers",
+    "StepError": "orchdata.loaders.errors",
     "Route": "orchdata.planning.route",
     "make_route": "orchdata.planning.route",
     "ErrorPolicy": "orchdata.delivery.policy",
@@ -113,7 +113,6 @@ __all__ = [
     "make_route",
     "post_balance",
     "PostBatch",
-    "StepError",
     # What goes wrong
     "ErrorPolicy",
     "OrchdataError",
@@ -125,6 +124,7 @@ __all__ = [
     "StorageError",
     "StateError",
     "TooManyFailures",
+    "StepError",
 ]
 
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from orchdata.loaders.errors import StepError
 from orchdata.ranks.notes import Notes, no_word_from
 from orchdata.ranks.parallel import group_timeout
 
@@ -26,20 +27,6 @@ Bytes = NDArray[np.uint8]
 POLL_SECONDS = 1.0  # Ranks that wait for their trainer look for notes this often.
 
 _numbers = count()
-
-
-class StepError(RuntimeError):
-    """No rank can go on with a step of post_balance.
-
-    Attributes:
-        step: that could not be made.
-        rank: of the group, where it is known which one caused it, else None.
-    """
-
-    def __init__(self, message: str, step: int, rank: int | None) -> None:
-        super().__init__(message)
-        self.step = step
-        self.rank = rank
 
 
 class LostPeersError(Exception):

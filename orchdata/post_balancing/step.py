@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from orchdata.post_balancing.peers import Bytes, Ints, LostPeersError, Peers, StepError, unpadded
+from orchdata.loaders.errors import StepError
+from orchdata.post_balancing.peers import Bytes, Ints, LostPeersError, Peers, unpadded
 from orchdata.post_balancing.plan import MoveRule, PostPlan, make_post_plan
 from orchdata.ranks.wire import Message, describe, read
 

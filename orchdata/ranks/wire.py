@@ -23,6 +23,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from orchdata.loaders.errors import OrchdataError
+
 ALIGNMENT = 64
 _MARK = 0x3157_4454_4144_4352
 _PREFIX_BYTES = 16
@@ -34,7 +36,7 @@ Path = tuple[Any, ...]
 Buffer = torch.Tensor | NDArray[Any] | bytes | bytearray | memoryview
 
 
-class WireError(ValueError):
+class WireError(OrchdataError, ValueError):
     """A message that is cut, or not one of ours."""
 
 

@@ -13,12 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from typing import IO, NoReturn
 
+from orchdata.loaders.errors import OrchdataError
+
 _PR_SET_PDEATHSIG = 1
 _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 _GRACE_SECONDS = 5.0
 
 
-class LaunchError(RuntimeError):
+class LaunchError(OrchdataError, RuntimeError):
     """A rank failed; the message ends with the last lines it wrote."""
 
 

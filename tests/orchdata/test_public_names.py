@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import pickle
 import re
 from pathlib import Path
 
@@ -29,6 +30,18 @@ def test_public_name_exists_and_says_what_it_is(name: str) -> None:
     assert value.__name__ == name
     assert value.__module__.startswith("orchdata.")
     assert value.__doc__
+
+
+def test_errors_are_one_tree_and_survive_a_process_border() -> None:
+    public = [value for name in orchdata.__all__ if isinstance(value := getattr(orchdata, name), type)]
+    errors = [value for value in public if issubclass(value, BaseException)]
+    assert {error.__name__ for error in errors} >= {"OrchdataError", "DataError", "StepError"}
+    for error in errors:
+        assert issubclass(error, orchdata.OrchdataError)
+    given = orchdata.StepError("rank 1 failed at step 2: no room", 2, 1)
+    told = pickle.loads(pickle.dumps(given))
+    assert (str(told), told.step, told.rank) == (str(given), 2, 1)
+    assert isinstance(told, RuntimeError)
 
 
 def test_type_checkers_see_the_names_that_are_loaded_late() -> None:

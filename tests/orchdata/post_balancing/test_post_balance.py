@@ -17,10 +17,9 @@ from post_balance_job import __file__ as JOB
 from rank_jobs import run_ranks
 
 import orchdata as od
-from orchdata.loaders.errors import StateError
+from orchdata.loaders.errors import StateError, StepError
 from orchdata.post_balancing.loader import post_balance
 from orchdata.post_balancing.plan import MoveRule, make_post_plan
-from orchdata.post_balancing.step import StepError
 
 
 def run_job(scenario: str, num_ranks: int, folder: Path, **options: Any) -> list[Any]:
