@@ -60,10 +60,10 @@ def equal_count_bound(descending: NDArray[np.int64], num_ranks: int) -> int:
         for _companion in range(held - 1):
             smallest -= 1
             together += descending[smallest]
-        apart = (together + group - 1) // group
+        spread = (together + group - 1) // group
         if group > 1 and held > 1:
-            apart = min(apart, descending[group - 2] + descending[group - 1] + companions)
-        bound = max(bound, apart)
+            spread = min(spread, descending[group - 2] + descending[group - 1] + companions)
+        bound = max(bound, spread)
     return bound
 
 

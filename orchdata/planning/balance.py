@@ -20,11 +20,11 @@ class Balance:
 
     Attributes:
         scope: "none" deals samples out in turn, "global" balances over all ranks, "grouped" inside groups of ranks
-            that are near the same streams of the order, "grid" inside groups and then among the ranks of the same place
-            in all groups. The latter two balance the sum over phases.
+            that draw from the same streams of the order, "grid" inside groups and then among the ranks of the same
+            place in all groups. The latter two balance the sum over phases.
         assignment: "joint" puts a whole sample on one rank, which fits any model; "per_phase" balances each encoder
-            apart: a rank encodes parts of any sample of its micro-step, and `od.exchange` carries the features to the
-            samples. Every micro-step is then balanced by itself, whatever the objective.
+            by itself: a rank encodes parts of any sample of its micro-step, and `od.exchange` carries the features to
+            the samples. Every micro-step is then balanced by itself, whatever the objective.
         objective: "barrier" where ranks wait for each other after each phase, as under FSDP (minimises the sum over
             phases of the largest load, and lets microbatches of the same number cost about the same), "sum" where they
             wait only at the end of the step.

@@ -1,4 +1,4 @@
-"""Planning parts: where encoders are balanced apart (`Balance(assignment="per_phase")`), who encodes which part.
+"""Planning parts: who encodes which, where encoders are balanced by themselves (`Balance(assignment="per_phase")`).
 
     sample -> rank, microbatch (llm) --+
     parts of the samples, their costs -+-> part -> encoder rank, in each micro-step -> route from encoder to sample

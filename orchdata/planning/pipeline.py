@@ -13,8 +13,8 @@ def pipeline_order(plan: Plan, rank: int, num_stages: int) -> NDArray[np.int32]:
     """Microbatches of one rank in a good order for 1F1B: int32 (num_microbatches,), the planned number at each place.
 
     Times are costs: every stage takes an equal share of the LLM's, the first one all encoders' too, and backward takes
-    twice the forward. Only their ratios matter. Where parts are encoded apart, ranks meet in every micro-step: all take
-    the order of the largest costs.
+    twice the forward. Only their ratios matter. Where encoders are balanced by themselves, ranks meet in every
+    micro-step: all take the order of the largest costs.
     """
     encoders = [plan.cells(phase) for phase in plan.phases if phase != "llm"]
     llm = plan.cells("llm")

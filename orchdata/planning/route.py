@@ -24,7 +24,7 @@ class Route:
 
     Attributes:
         rank, num_ranks: of the group.
-        send_rows, receive_rows: int64 (num_ranks,), rows to and from each peer, this rank included.
+        send_rows, receive_rows: int64 (num_ranks,), rows to and from each rank, this one included.
         send_order: int64 (num_rows_in,); `features[send_order]` is grouped by receiver. None where it is so already.
         receive_order: int64 (num_rows_out,); `received[receive_order]` is in the receiver's order. None where what
             arrives, grouped by sender, is so already.
@@ -128,7 +128,7 @@ def make_route(
 
     held = sending[encoders[sending] == rank]
     grouped = held[np.argsort(receivers[held], kind="stable")]
-    # Every peer groups its parts by receiver and keeps their sequence within a group.
+    # Every rank groups its parts by receiver and keeps their sequence within a group.
     coming = sending[receivers[sending] == rank]
     arrival = coming[np.argsort(encoders[coming], kind="stable")]
     expected = receiving[receivers[receiving] == rank]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from orchdata.loaders.errors import StateError
 from orchdata.planning.balance import Balance, as_balance
-from orchdata.post_balancing.peers import LostPeersError, Peers
+from orchdata.post_balancing.group import LostRanksError, RankGroup
 from orchdata.post_balancing.plan import MoveRule
 from orchdata.post_balancing.prefetch import Prefetcher
 from orchdata.post_balancing.stats import PostStats
@@ -77,11 +77,11 @@ def post_balance(
         raise ValueError(f"samples move in a process group: group={group!r} names none")
     rule = _rule(as_balance(balance), ranks.group, ranks.size, float(gain))
     try:
-        peers = Peers(ranks.group, timeout)
-        _check_alike(peers, rule, counts_tokens=loss_tokens is not None)
-    except LostPeersError as error:
+        rank_group = RankGroup(ranks.group, timeout)
+        _check_alike(rank_group, rule, counts_tokens=loss_tokens is not None)
+    except LostRanksError as error:
         raise RuntimeError(f"all {ranks.size} ranks make a post_balance together, and some did not: {error}") from None
-    return PostBalanced(loader, cost, loss_tokens, peers, rule)
+    return PostBalanced(loader, cost, loss_tokens, rank_group, rule)
 
 
 class PostBalanced:
@@ -91,11 +91,13 @@ class PostBalanced:
     StepError that names it; so does one whose loader fails or whose process dies.
     """
 
-    def __init__(self, loader: Any, cost: Cost, loss_tokens: LossTokens | None, peers: Peers, rule: MoveRule) -> None:
+    def __init__(
+        self, loader: Any, cost: Cost, loss_tokens: LossTokens | None, rank_group: RankGroup, rule: MoveRule
+    ) -> None:
         self._loader = loader
         self._cost = cost
         self._loss_tokens = loss_tokens
-        self._peers = peers
+        self._rank_group = rank_group
         self._rule = rule
         self._iterations = 0
         self._loaded: Mapping[str, Any] | None = None  # where the next iteration starts, if not at the beginning
@@ -111,7 +113,7 @@ class PostBalanced:
             StepError: on every rank, where one of them cannot go on; it names the step, and the rank if known.
         """
         self._stop(None)
-        if not self._peers.connected:
+        if not self._rank_group.connected:
             raise RuntimeError(
                 "an earlier error took the connections of post_balance down: make a new one on all ranks"
             )
@@ -122,14 +124,14 @@ class PostBalanced:
             self._loader,
             self._cost,
             self._loss_tokens,
-            self._peers,
+            self._rank_group,
             self._rule,
             iteration=self._iterations,
             step=0 if begin is None else begin["step"],
             exhausted=begin is not None and begin["exhausted"],
         )
         self._iterations += 1
-        if self._peers.size == 1:
+        if self._rank_group.size == 1:
             yield from self._deliver(iter(maker.make, None))
         else:
             prefetcher = Prefetcher(maker, _STEPS_AHEAD)
@@ -240,10 +242,10 @@ def _ranks_per_node(group: Any, num_ranks: int) -> int | None:
     return size if np.array_equal(np.unique(nodes, return_inverse=True)[1], even) else None
 
 
-def _check_alike(peers: Peers, rule: MoveRule, *, counts_tokens: bool) -> None:
+def _check_alike(rank_group: RankGroup, rule: MoveRule, *, counts_tokens: bool) -> None:
     settings = asdict(rule.balance) | {"ranks_per_node": rule.ranks_per_node, "gain": rule.gain}
     settings |= {"loss_tokens given": counts_tokens}
-    given = [json.loads(text) for text in peers.gather_texts(json.dumps(settings))]
+    given = [json.loads(text) for text in rank_group.gather_texts(json.dumps(settings))]
     for rank, theirs in enumerate(given):
         differing = [
             f"{name} is {theirs[name]!r}, on rank 0 {value!r}"

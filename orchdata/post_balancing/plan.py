@@ -72,8 +72,8 @@ class PostPlan:
         """int64 (num_ranks,)."""
         return loads_of(self.costs, self.rank, self.num_ranks)
 
-    def positions(self, rank: int) -> Ints:
-        """Samples that `rank` gets, ascending."""
+    def places(self, rank: int) -> Ints:
+        """Places, in the step, of the samples that `rank` gets, ascending."""
         return np.flatnonzero(self.rank == rank)
 
     def leaving(self, rank: int) -> Ints:

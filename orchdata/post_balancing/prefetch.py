@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 
-from orchdata.post_balancing.peers import POLL_SECONDS, LostPeersError
+from orchdata.post_balancing.group import POLL_SECONDS, LostRanksError
 from orchdata.post_balancing.step import MadeStep, StepMaker
 
 
@@ -54,7 +54,7 @@ class Prefetcher:
 
     def leave(self) -> None:
         """Tell the others why this rank will be gone, as its process ends before they reach the step."""
-        self._maker.peers.leave(f"ended before step {self._maker.step}: leave the loop after one step on all ranks")
+        self._maker.group.leave(f"ended before step {self._maker.step}: leave the loop after one step on all ranks")
 
     def _run(self) -> None:
         try:
@@ -77,12 +77,12 @@ class Prefetcher:
 
     def _wait_for_room(self) -> bool:
         """Wait until a step may be made; False where no more are wanted."""
-        peers = self._maker.peers
+        group = self._maker.group
         while True:
             with self._changed:
                 if self._changed.wait_for(lambda: self._closing or len(self._ready) < self._depth, POLL_SECONDS):
                     return not self._closing
             try:
-                peers.check_others()
-            except LostPeersError as error:
-                raise peers.explain_loss(self._maker.step, error) from error
+                group.check_others()
+            except LostRanksError as error:
+                raise group.explain_loss(self._maker.step, error) from error

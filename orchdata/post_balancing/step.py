@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from orchdata.loaders.errors import StepError
-from orchdata.post_balancing.peers import Bytes, Ints, LostPeersError, Peers, unpadded
+from orchdata.post_balancing.group import Bytes, Ints, LostRanksError, RankGroup, unpadded
 from orchdata.post_balancing.plan import MoveRule, PostPlan, make_post_plan
 from orchdata.ranks.wire import Message, describe, read
 
@@ -92,7 +92,7 @@ class StepMaker:
     Args:
         loader: iterated over, in the thread that makes steps.
         cost, loss_tokens: of a sample; a mapping of costs by phase counts as its sum.
-        peers: the ranks.
+        group: the ranks that make steps together.
         rule: when samples move.
         iteration: number of this iteration, the same on every rank.
         step: the first to make.
@@ -104,14 +104,14 @@ class StepMaker:
         loader: Any,
         cost: Cost,
         loss_tokens: LossTokens | None,
-        peers: Peers,
+        group: RankGroup,
         rule: MoveRule,
         *,
         iteration: int,
         step: int,
         exhausted: bool,
     ) -> None:
-        self.peers = peers
+        self.group = group
         self.state: Any = None
         self._loader = loader
         self._cost = cost
@@ -122,7 +122,7 @@ class StepMaker:
         self._samples: Iterator[Any] | None = iter(()) if exhausted else None
         self._exhausted = exhausted
         self._last_hash = 0
-        self._movable = rule.balance.scope != "none" and peers.size > 1
+        self._movable = rule.balance.scope != "none" and group.size > 1
         if exhausted:
             self._take_state()
 
@@ -138,15 +138,15 @@ class StepMaker:
         try:
             told = self._agree(drawn)
             return None if told is None else self._share(drawn, *told, started, fetched)
-        except LostPeersError as error:
-            raise self.peers.explain_loss(self.step, error) from error
+        except LostRanksError as error:
+            raise self.group.explain_loss(self.step, error) from error
         except StepError:
             raise
         except Exception as error:
             # The others are in the middle of this step: only an end of the connections reaches them.
             reason = f"failed in step {self.step}: {_name(error)}"
-            self.peers.give_up(reason)
-            raise StepError(f"rank {self.peers.rank} {reason}", self.step, self.peers.rank) from error
+            self.group.give_up(reason)
+            raise StepError(f"rank {self.group.rank} {reason}", self.step, self.group.rank) from error
 
     def _draw(self) -> _Drawn:
         try:
@@ -189,7 +189,7 @@ class StepMaker:
         own[:5] = drawn.doing, self._iteration, self.step, len(drawn.samples), self._last_hash
         first = drawn.table[:_FIRST_ROWS].ravel()
         own[5 : 5 + len(first)] = first
-        told = self.peers.gather(own)
+        told = self.group.gather(own)
         doing = told[:, 0]
         if (doing == _Doing.FAILED).any():
             raise self._failure(doing, drawn.error) from drawn.error
@@ -214,24 +214,24 @@ class StepMaker:
                 )
         counts = told[:, 3]
         if counts.max() > _FIRST_ROWS:
-            return counts, self.peers.gather_rows(drawn.table, counts)
-        return counts, unpadded(told[:, 5:].reshape(self.peers.size, _FIRST_ROWS, 3), counts)
+            return counts, self.group.gather_rows(drawn.table, counts)
+        return counts, unpadded(told[:, 5:].reshape(self.group.size, _FIRST_ROWS, 3), counts)
 
     def _failure(self, doing: Ints, error: Exception | None) -> StepError:
-        texts = self.peers.gather_texts("" if error is None else _name(error))
-        rank = self.peers.rank if error is not None else int(np.argmax(doing == _Doing.FAILED))
+        texts = self.group.gather_texts("" if error is None else _name(error))
+        rank = self.group.rank if error is not None else int(np.argmax(doing == _Doing.FAILED))
         return StepError(f"rank {rank} failed at step {self.step}: {texts[rank]}", self.step, rank)
 
     def _share(self, drawn: _Drawn, counts: Ints, table: Ints, started: float, fetched: float) -> MadeStep:
-        owner = np.repeat(np.arange(self.peers.size, dtype=np.int32), counts)
+        owner = np.repeat(np.arange(self.group.size, dtype=np.int32), counts)
         try:
-            plan = make_post_plan(table[:, 0], table[:, 2], owner, self.peers.size, self._rule)
+            plan = make_post_plan(table[:, 0], table[:, 2], owner, self.group.size, self._rule)
         except ValueError as error:
             raise StepError(f"step {self.step} cannot be planned: {error}", self.step, None) from error
         planned = time.perf_counter()
         loss_tokens = int(table[:, 1].sum())
         samples = self._moved(drawn, plan)
-        batch = PostBatch(samples, self.peers.size / max(1, loss_tokens), self.step, loss_tokens, plan)
+        batch = PostBatch(samples, self.group.size / max(1, loss_tokens), self.step, loss_tokens, plan)
         self.step += 1
         self._last_hash = int(plan.hash, 16) >> 1
         moved = time.perf_counter()
@@ -240,7 +240,7 @@ class StepMaker:
 
     def _moved(self, drawn: _Drawn, plan: PostPlan) -> list[Any]:
         """This rank's samples after the move."""
-        own = self.peers.rank
+        own = self.group.rank
         if plan.rank is plan.owner or not (plan.rank != plan.owner).any():
             return drawn.samples
         first = int(np.searchsorted(plan.owner, own))
@@ -249,16 +249,15 @@ class StepMaker:
         np.add.at(to_each, plan.rank[leaving], plan.sizes[leaving])
         np.add.at(from_each, plan.owner[arriving], plan.sizes[arriving])
         outgoing: Bytes = np.empty(int(to_each.sum()), np.uint8)
-        for position, (start, stop) in zip(leaving, _spans(plan.sizes[leaving]), strict=True):
-            drawn.messages[position - first].write_to(outgoing[start:stop])
-        incoming = self.peers.exchange(outgoing, to_each.tolist(), from_each.tolist())
+        for place, (start, stop) in zip(leaving, _spans(plan.sizes[leaving]), strict=True):
+            drawn.messages[place - first].write_to(outgoing[start:stop])
+        incoming = self.group.exchange(outgoing, to_each.tolist(), from_each.tolist())
         arrived = {
-            int(position): read(incoming[start:stop])
-            for position, (start, stop) in zip(arriving, _spans(plan.sizes[arriving]), strict=True)
+            int(place): read(incoming[start:stop])
+            for place, (start, stop) in zip(arriving, _spans(plan.sizes[arriving]), strict=True)
         }
         return [
-            arrived[position] if position in arrived else drawn.samples[position - first]
-            for position in plan.positions(own).tolist()
+            arrived[place] if place in arrived else drawn.samples[place - first] for place in plan.places(own).tolist()
         ]
 
 

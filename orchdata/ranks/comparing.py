@@ -195,7 +195,7 @@ class Comparison:
         """
         started, pause, warned = time.monotonic(), 0.002, False
         timeout, late_seconds = self.store.timeout, late_seconds or LATE_SECONDS
-        while not self.settled(said, refuse, patient=time.monotonic() - started < LATE_SECONDS):
+        while not self.agreed(said, refuse, patient=time.monotonic() - started < LATE_SECONDS):
             waited = time.monotonic() - started
             missing = "" if waited < min(timeout, late_seconds) else self._missing(said, late)
             if missing and waited >= timeout and not go_on:
@@ -210,7 +210,7 @@ class Comparison:
             pause = min(2 * pause, max(0.1, len(self.ranks) / 5000))  # one server answers all of them
         return True
 
-    def settled(self, said: Round, refuse: Refuse, *, patient: bool = False) -> bool:
+    def agreed(self, said: Round, refuse: Refuse, *, patient: bool = False) -> bool:
         """Whether all ranks have said the same. Raises as `refuse` where some differ: with patience, once all are
         heard, so that all are named.
         """
@@ -304,7 +304,7 @@ class Beginning:
         try:
             if self._iteration == 1 and not looked:
                 return compared.wait(first, late=self._absent, refuse=_refuse, go_on=True)
-            return compared.settled(first, _refuse)
+            return compared.agreed(first, _refuse)
         except ValueError:
             compared.first = None  # the next iteration may begin alike
             raise

@@ -1,4 +1,4 @@
-"""Gathering: a JSON-safe value of every rank -> all of them on every rank. Nothing that a peer sends is executed."""
+"""Gathering: a JSON-safe value of every rank -> all of them on every rank. Nothing that a rank sends is executed."""
 
 from __future__ import annotations
 

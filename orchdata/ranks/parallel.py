@@ -104,8 +104,8 @@ def resolve_rank(dp: Any = None) -> Rank:
         return Rank(dist.get_rank(), dist.get_world_size(), world, ranks_per_node=ranks_per_node(), dp_groups=(world,))
     if isinstance(dp, DataParallel):
         found = _of_mesh(dp) if _is_mesh(dp.mesh) else _of_group(dp.mesh)
-        near = dp.ranks_per_node or found.ranks_per_node
-        return replace(found, ranks_per_node=near, check_plan_every=dp.check_plan_every)
+        per_node = dp.ranks_per_node or found.ranks_per_node
+        return replace(found, ranks_per_node=per_node, check_plan_every=dp.check_plan_every)
     if _is_mesh(dp):
         return _of_group(dp.get_group()) if dp.ndim == 1 else _of_mesh(DataParallel(dp, dims=(*DIMS, "dp", "data")))
     return _of_group(dp)

@@ -300,7 +300,7 @@ def test_each_failure_is_counted_once_where_it_was_met(ranks: Ranks, name: str) 
 
 
 @every(case=lambda name: CASES[name].by_hand)
-def test_nothing_is_settled_where_the_loader_knows_no_group(ranks: Ranks, name: str) -> None:
+def test_no_labels_are_masked_for_others_where_the_loader_knows_no_group(ranks: Ranks, name: str) -> None:
     before = {key: count for _, batch in batches(results(ranks, name)) for key, count in batch["labels_before"].items()}
     assert {key for key, count in before.items() if not count} == {key for key, field in BROKEN if field == "txt"}
 
@@ -373,7 +373,7 @@ def test_a_rank_that_gives_up_ends_the_others_at_once(ranks: Any) -> None:
 
 
 @every(scenario="subgroup")
-def test_a_group_of_some_ranks_settles_alone(ranks: Ranks) -> None:
+def test_a_group_of_some_ranks_masks_its_own_labels(ranks: Ranks) -> None:
     found = results(ranks, "subgroup")
     assert len(found) == 2
     assert_losses_of_one_process(ranks, found, Case("broken"))

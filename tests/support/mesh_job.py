@@ -32,7 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import orchdata as od
 from orchdata.delivery.replicate import _groups
 from orchdata.planning.plan import Plan
-from orchdata.post_balancing.peers import Peers
+from orchdata.post_balancing.group import RankGroup
 from orchdata.ranks import comparing
 from orchdata.ranks.parallel import DataParallel, group_timeout
 
@@ -201,7 +201,7 @@ class Job:
         grouped.set_epoch(int(odd))
         found["epoch in a group"] = message(lambda: next(iter(grouped)))
         found["failures"] = self.without_pickle()
-        own = [*(Peers(dist.group.WORLD, seconds)._group for seconds in (None, 7.0))]
+        own = [*(RankGroup(dist.group.WORLD, seconds)._group for seconds in (None, 7.0))]
         own += [group for seconds in (0.0, 7.0) for group in _groups(((0, 1),), seconds)]
         found["timeouts"] = [group_timeout(group).total_seconds() for group in own]
         found["alone"] = self.alone() if not odd else None  # from here on ranks have made other numbers of loaders
@@ -249,7 +249,7 @@ class Job:
         return {"told": told, "warned": [str(warning.message) for warning in caught], "own": own["samples"]}
 
     def without_pickle(self) -> Found:
-        """Failures of both ranks, gathered and settled where nothing can be unpickled."""
+        """Failures of both ranks, gathered, and labels masked, where nothing can be unpickled."""
 
         def refuse(*arguments: Any, **options: Any) -> None:
             raise AssertionError("unpickled what a peer sent")

@@ -58,7 +58,7 @@ class Case:
     layout: str = "packed"
     balance: Options = field(default_factory=dict)
     options: Options = field(default_factory=dict)
-    by_hand: bool = False  # dp=(rank, size), failed parts not yet settled
+    by_hand: bool = False  # dp=(rank, size), labels of failed parts not yet masked
 
     @property
     def caps(self) -> Options:

@@ -203,7 +203,7 @@ def failures_in_turn(rank: int, size: int) -> dict[str, Any]:
         dist.barrier()
         balanced = wrap(Drawn(make_steps(rank, 2)))
         if failing in (rank, None):
-            balanced._peers.exchange = refuse  # type: ignore[method-assign]
+            balanced._rank_group.exchange = refuse  # type: ignore[method-assign]
         found.append(caught(balanced))
     return {"found": found}
 

@@ -317,7 +317,7 @@ def test_a_plan_gives_every_sample_to_one_rank_and_pays(drawn: Any, rule: MoveRu
     costs, sizes, owner, num_ranks = drawn
     plan = make_post_plan(costs, sizes, owner, num_ranks, rule)
     assert plan.hash == make_post_plan(costs.copy(), sizes.copy(), owner.copy(), num_ranks, rule).hash
-    assert sorted(chain(*(plan.positions(rank) for rank in range(num_ranks)))) == list(range(len(costs)))
+    assert sorted(chain(*(plan.places(rank) for rank in range(num_ranks)))) == list(range(len(costs)))
     leaving = sorted(chain(*(plan.leaving(rank) for rank in range(num_ranks))))
     arriving = sorted(chain(*(plan.arriving(rank) for rank in range(num_ranks))))
     assert leaving == arriving == sorted([*plan.moved_within, *plan.moved_between])

@@ -29,7 +29,7 @@ POLL_SECONDS = 1.0  # Ranks that wait for their trainer look for notes this ofte
 _numbers = count()
 
 
-class LostPeersError(Exception):
+class LostRanksError(Exception):
     """A collective failed: some rank is gone, or late."""
 
 
@@ -38,7 +38,7 @@ def unpadded(rows: Ints, counts: Ints) -> Ints:
     return rows[np.arange(rows.shape[1]) < counts[:, None]]
 
 
-class Peers:
+class RankGroup:
     """This rank and the others.
 
     Args:
@@ -103,9 +103,9 @@ class Peers:
         return received
 
     def check_others(self) -> None:
-        """Raise LostPeersError if some rank has given up."""
+        """Raise LostRanksError if some rank has given up."""
         if self._notes.closed():
-            raise LostPeersError("another rank gave up")
+            raise LostRanksError("another rank gave up")
 
     def leave(self, reason: str) -> None:
         """Leave a note for the others; what the first note of a rank says stays."""
@@ -122,7 +122,7 @@ class Peers:
             with contextlib.suppress(RuntimeError, ValueError, AssertionError):
                 dist.destroy_process_group(group)
 
-    def explain_loss(self, step: int, error: LostPeersError) -> StepError:
+    def explain_loss(self, step: int, error: LostRanksError) -> StepError:
         """Give up and find out who caused it, from the notes of the others."""
         self.give_up()
         lost = f"post_balance lost other ranks at step {step}"
@@ -138,7 +138,7 @@ class Peers:
 
     def _run(self, collective: Any, *arguments: Any) -> None:
         if self._group is None:
-            raise LostPeersError("its connections are down")
+            raise LostRanksError("its connections are down")
         try:
             collective(*arguments, group=self._group)
             return
@@ -146,4 +146,4 @@ class Peers:
             # Without gloo's own source lines and advice.
             reason = str(error).partition("] ")[2].partition(". This is")[0] or str(error)
         # Not raised from that error: its traceback holds the group, whose connections then could not be taken down.
-        raise LostPeersError(reason)
+        raise LostRanksError(reason)
