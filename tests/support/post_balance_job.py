@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -151,12 +151,26 @@ def bad_sample(rank: int, size: int) -> dict[str, Any]:
     return caught(wrap(Drawn(steps)))
 
 
-def caught(balanced: PostBalanced, pause: float = 0.0) -> dict[str, Any]:
+def wait_until_ahead(balanced: PostBalanced) -> None:
+    """Train so long that the thread has made all the steps that it may, or has ended."""
+    (prefetcher,) = balanced._running
+    with prefetcher._changed:
+        prefetcher._changed.wait_for(lambda: prefetcher._over or len(prefetcher._ready) == prefetcher._depth)
+
+
+def wait_until_over(balanced: PostBalanced) -> None:
+    """Train so long that the thread has ended."""
+    (prefetcher,) = balanced._running
+    with prefetcher._changed:
+        prefetcher._changed.wait_for(lambda: prefetcher._over)
+
+
+def caught(balanced: PostBalanced, train: Callable[[int], None] = lambda step: None) -> dict[str, Any]:
     steps = []
     try:
         for batch in balanced:
             steps.append(batch.step)
-            time.sleep(pause)
+            train(batch.step)
     except RuntimeError as error:
         return {
             "steps": steps,
@@ -176,10 +190,11 @@ def dying_rank(rank: int, size: int) -> dict[str, Any]:
     if rank == 1:
         for batch in balanced:
             if batch.step == 3:
+                wait_until_ahead(balanced)
                 os._exit(7)
     started = time.monotonic()
-    # One rank is slow: it waits for room, not for the others, when the rank dies.
-    found = caught(balanced, pause=0.5 if rank == 0 else 0.0)
+    # One rank is slow: its thread waits for room, not for the others, when the rank dies.
+    found = caught(balanced, lambda step: wait_until_over(balanced) if (rank, step) == (0, 3) else None)
     return {**found, "seconds": time.monotonic() - started}
 
 
@@ -254,7 +269,7 @@ def resume(rank: int, size: int) -> dict[str, Any]:
     before, states = [], [balanced.state_dict()]
     for batch in balanced:
         before += seen_of([batch])
-        time.sleep(0.1)  # so that steps ahead are drawn
+        wait_until_ahead(balanced)
         states.append(balanced.state_dict())
         if batch.step == 2:
             break

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from queue import Queue
 from signal import SIGCONT, SIGKILL, SIGSTOP
 from typing import Any
 
@@ -143,17 +144,18 @@ def test_a_loader_of_one_rank_alone_warns_and_ends_at_the_timeout_of_the_group()
 
 
 @pytest.mark.usefixtures("hasty")
-def test_a_late_rank_is_waited_for() -> None:
+def test_a_late_rank_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(2)
     early = begin(job.made(0, seed=1))
-    with ThreadPoolExecutor(1) as pool, pytest.warns(UserWarning, match="rank 1 has made no such loader"):
+    said: Queue[str] = Queue()
+    monkeypatch.setattr(comparing.warnings, "warn", lambda text, stacklevel: said.put(text))
+    with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(early.compare)
-        posted = early._compared.store._store  # type: ignore[union-attr]
-        while not posted.check(["world/1/1/made/all"]) or not waiting.running():
-            time.sleep(0.01)
-        time.sleep(0.2)
+        assert "rank 1 has made no such loader" in said.get(timeout=PATIENCE)
+        assert not waiting.done()
         begin(job.made(1, seed=1)).compare()
         assert waiting.result(PATIENCE) is None
+    assert said.empty()
 
 
 @pytest.mark.parametrize("moved", [{"epoch": 1}, {"step": 3}])
@@ -189,7 +191,7 @@ def test_a_rank_that_iterates_alone_goes_on_with_a_warning_until_others_come_els
 @pytest.mark.usefixtures("hasty")
 @pytest.mark.filterwarnings("ignore:rank . has not begun")
 def test_a_rank_that_comes_late_to_a_peek_and_to_the_iteration_after_it_is_waited_for_and_waits_for_none() -> None:
-    made = Job(2, timeout=0.5).all_made({}, {})
+    made = Job(2).all_made({}, {})
     begin(made[0]).compare()
     early = begin(made[0], 1)
     early.compare()  # its first step waits in a collective for rank 1
@@ -201,7 +203,7 @@ def test_a_rank_that_comes_late_to_a_peek_and_to_the_iteration_after_it_is_waite
 @pytest.mark.usefixtures("hasty")
 @pytest.mark.filterwarnings("ignore:rank . has not begun")
 def test_a_rank_that_comes_late_goes_through_the_epochs_that_others_have_ended() -> None:
-    made = Job(2, timeout=0.5).all_made({}, {})
+    made = Job(2).all_made({}, {})
     for one in made:
         for epoch in range(3):
             begin(one, epoch).compare()
@@ -232,13 +234,19 @@ def test_rank_0_that_may_serve_the_store_stays_until_the_others_have_seen(monkey
     monkeypatch.setattr(comparing, "_LEAVE_SECONDS", PATIENCE)
     made = Job(2).all_made({}, {})
     begun = [begin(one) for one in made]
-    store = made[0].store._store
+    looks: Queue[bool] = Queue()
+    look = Round.seen_by_all
+
+    def noting(said: Round, store: Any) -> bool:
+        seen = look(said, store)
+        looks.put(seen)
+        return seen
+
+    monkeypatch.setattr(Round, "seen_by_all", noting)
     with ThreadPoolExecutor(1) as pool:
         server = pool.submit(begun[0].compare)
-        while not store.check(["world/1/1/made/seen"]):
-            time.sleep(0.01)
-        time.sleep(0.2)  # in which it could end, if it did not wait
-        assert server.running()
+        assert [looks.get(timeout=PATIENCE) for _ in range(3)] == [False] * 3
+        assert not server.done()
         begun[1].compare()
         assert server.result(PATIENCE) is None
 
