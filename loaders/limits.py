@@ -7,8 +7,6 @@ import json
 from dataclasses import dataclass
 from functools import lru_cache
 
-from orchdata.loaders.modality import TEXT
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
@@ -62,11 +60,11 @@ class Limits:
             return None
         return f"a {what} of {size} bytes, above Limits.key_bytes={self.key_bytes}"
 
-    def size_error(self, kind: int, size: int) -> str | None:
-        """Why a member of this kind and size is refused, or None."""
+    def size_error(self, size: int, *, is_text: bool) -> str | None:
+        """Why a member of this size is refused, or None."""
         if size > self.member_bytes:
             return f"{size} bytes, above Limits.member_bytes={self.member_bytes}"
-        if kind == TEXT and size > self.text_bytes:
+        if is_text and size > self.text_bytes:
             return f"text of {size} bytes, above Limits.text_bytes={self.text_bytes}"
         return None
 

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
-from typing import Any
+import re
+from collections.abc import Iterator
+from dataclasses import FrozenInstanceError
+from functools import cached_property
+from typing import Any, Final
 
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.modalities.preprocessors import AudioPreprocessor, ImagePreprocessor, image_grid
+from orchdata.loaders.modalities.audio import AudioPreprocessor
+from orchdata.loaders.modalities.builtin import BUILTINS, KINDS, OTHER, TEXT, UNUSED
+from orchdata.loaders.modalities.image import ImagePreprocessor, image_grid
+from orchdata.loaders.modalities.modality import Modality, Slot, plain
+from orchdata.loaders.text.conversation import Rules
+from orchdata.loaders.text.media_words import MediaWords, record_keys
 from orchdata.loaders.text.preprocessor import TextPreprocessor
 from orchdata.loaders.text.template import ChatTemplate
 
@@ -17,47 +25,202 @@ __all__ = [
     "ChatTemplate",
     "ImagePreprocessor",
     "Limits",
+    "Modality",
     "Recipe",
     "TextPreprocessor",
     "image_grid",
 ]
 
 # Part of every fingerprint: raise it when the same recipe starts to give other counts or values.
-_RULES_VERSION = 2
+_RULES_VERSION: Final = 2
+_NAME: Final = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
+# What batches, samples and phases call something else.
+_TAKEN: Final = frozenset(("text", "llm", "limits", "keep", "step"))
+_LONGEST_NAME: Final = 256
+_NUMBER: Final = re.compile(r"^\d+\.|\.\d+$")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
     """How each modality is prepared.
 
-    Attributes:
+    Any keyword that holds a `Modality` is one: `Recipe(points=MyPoints())`. Modalities are in a fixed order: image,
+    audio, then the others by name.
+
+    Args:
+        text: tokens, templates and placeholders.
         image, audio: None leaves that modality's members alone: they are ignored, and a placeholder for one is an
             error of the sample.
-        text: tokens, templates and placeholders.
         limits: what may be larger is an error.
+        keep: fields whose bytes a collate_fn of your own gets with each sample, in `Sample.fields`: suffixes ("cls") or
+            whole names ("meta.json"), numbers apart.
+        modalities: more of them, by name.
+
+    Attributes:
+        modalities: name -> Modality, in order; `recipe.image` and `recipe.audio` read it.
+
+    Raises:
+        TypeError: what is no modality.
+        ValueError: a name that means something else, or two modalities that claim the same field or mark.
     """
 
-    image: ImagePreprocessor | None = ImagePreprocessor()
-    audio: AudioPreprocessor | None = AudioPreprocessor()
-    text: TextPreprocessor = TextPreprocessor()
-    limits: Limits = Limits()
+    text: TextPreprocessor
+    limits: Limits
+    keep: tuple[str, ...]
+    modalities: dict[str, Modality]
 
-    def __post_init__(self) -> None:
-        expected = {"image": ImagePreprocessor, "audio": AudioPreprocessor, "text": TextPreprocessor, "limits": Limits}
-        for name, kind in expected.items():
-            value = getattr(self, name)
-            if not isinstance(value, kind) and not (value is None and name in ("image", "audio")):
-                raise TypeError(f"Recipe.{name} must be {kind.__name__}, got {type(value).__name__}")
+    def __init__(
+        self,
+        *,
+        image: Modality | None = ImagePreprocessor(),  # noqa: B008 - a frozen value
+        audio: Modality | None = AudioPreprocessor(),  # noqa: B008
+        text: TextPreprocessor = TextPreprocessor(),  # noqa: B008
+        limits: Limits = Limits(),  # noqa: B008
+        keep: tuple[str, ...] = (),
+        **modalities: Modality | None,
+    ) -> None:
+        given = {"image": image, "audio": audio, **{name: modalities[name] for name in sorted(modalities)}}
+        for name, value in given.items():
+            if name in _TAKEN or not _NAME.fullmatch(name):
+                raise ValueError(f"a modality cannot be called {name!r}: use a lower-case word that means nothing else")
+            others = tuple(kind for other, kind in BUILTINS.items() if name in BUILTINS and other != name)
+            if value is not None and (not isinstance(value, Modality) or isinstance(value, others)):
+                wanted = BUILTINS[name].__name__ if name in BUILTINS else "an od.Modality"
+                raise TypeError(f"Recipe.{name} must be {wanted}, got {type(value).__name__}")
+        for name, held, kind in (("text", text, TextPreprocessor), ("limits", limits, Limits)):
+            if not isinstance(held, kind):
+                raise TypeError(f"Recipe.{name} must be {kind.__name__}, got {type(held).__name__}")
+        if isinstance(keep, str) or not all(isinstance(name, str) for name in keep):
+            raise ValueError(f"Recipe.keep must be a tuple of names, got {keep!r}")
+        vars(self).update(
+            text=text,
+            limits=limits,
+            keep=tuple(name.lower() for name in keep),
+            modalities={name: value for name, value in given.items() if value is not None},
+        )
+        _ = self._claims, self.rules  # refuse what contradicts itself
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise FrozenInstanceError(f"cannot assign to field {name!r}")
+
+    @property
+    def image(self) -> Any:
+        """How images are prepared; None where they are left alone."""
+        return self.modalities.get("image")
+
+    @property
+    def audio(self) -> Any:
+        """How audio is prepared; None where it is left alone."""
+        return self.modalities.get("audio")
+
+    def __repr__(self) -> str:
+        held = {"text": self.text, "limits": self.limits, **dict.fromkeys(BUILTINS), **self.modalities}
+        return f"Recipe({', '.join(f'{name}={value!r}' for name, value in held.items())})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Recipe) and self._values == other._values
+
+    def __hash__(self) -> int:
+        return hash((self.kinds, self.keep))  # cheap: samples by the million are looked up by it
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _make, ({"text": self.text, "limits": self.limits, "keep": self.keep, **self._given},)
+
+    @property
+    def _given(self) -> dict[str, Modality | None]:
+        return {**dict.fromkeys(BUILTINS), **self.modalities}
+
+    @property
+    def _values(self) -> tuple[Any, ...]:
+        return self.text, self.limits, self.keep, tuple(self.modalities.items())
+
+    @cached_property
+    def kinds(self) -> tuple[str, ...]:
+        """Names by the codes of members and parts under this recipe, text first."""
+        return ("text", *self.modalities)
+
+    @cached_property
+    def num_facts(self) -> int:
+        """Numbers of the longest header."""
+        return max((modality.num_facts for modality in self.modalities.values()), default=0)
+
+    @cached_property
+    def num_extents(self) -> int:
+        """Numbers of the longest extent."""
+        return max((modality.num_extents for modality in self.modalities.values()), default=0)
+
+    def modality(self, kind: int) -> Modality | None:
+        """The modality of a kind; None for text and what is none."""
+        return self.modalities[self.kinds[kind]] if TEXT < kind < len(self.kinds) else None
+
+    def kind_of(self, field: str, kind: int) -> int:
+        """What a member is under this recipe: a code, UNUSED or OTHER.
+
+        Args:
+            field: its name.
+            kind: in the facts.
+        """
+        claimed = next((self._claims[name] for name in names_of(field) if name in self._claims), None)
+        if claimed is not None:
+            return self.kinds.index(claimed)
+        if kind == OTHER:
+            return OTHER
+        return self.kinds.index(KINDS[kind]) if KINDS[kind] in self.kinds else UNUSED
+
+    def keeps(self, field: str) -> bool:
+        """Whether a member's bytes go with the sample."""
+        names = (*names_of(field), *names_of(field.removesuffix(".gz")))
+        return any(name in self.keep for name in names)
+
+    @cached_property
+    def _claims(self) -> dict[str, str]:
+        """Field -> the modality that asks for it; what the facts tell by themselves is not here."""
+        claims: dict[str, str] = {}
+        for name, modality in self.modalities.items():
+            builtin = name in BUILTINS
+            fields = () if builtin and modality.fields == BUILTINS[name].fields else modality.fields
+            for field in (*fields, *(() if builtin else (name,))):
+                owner = claims.setdefault(field.lower(), name)
+                if owner != name:
+                    raise ValueError(f"{owner} and {name} both claim the field {field!r}")
+        return claims
+
+    @cached_property
+    def slots(self) -> dict[str, Slot]:
+        """What stands in text for a part of each modality, and of the built-in ones that are left out."""
+        slots = {name: modality.slot for name, modality in self.modalities.items()}
+        for name in BUILTINS:
+            ids = (getattr(self.text, f"{name}_{part}_id") for part in ("token", "start", "end"))
+            slots[name] = Slot(getattr(self.text, f"{name}_placeholder"), *ids)
+        return {name: slot._replace(mark=f"<{name}>") if slot.mark is None else slot for name, slot in slots.items()}
+
+    @cached_property
+    def rules(self) -> Rules:
+        """How conversations are read, and which words stand for media: of the built-in ones too where they are left
+        out, so that they are missed and not taken for text.
+        """
+        names = dict.fromkeys((*BUILTINS, *self.modalities))
+        words = {name: (self.modalities.get(name) or BUILTINS[name]).words for name in names}
+        marks: dict[str, str] = {}
+        for name in names:
+            mark = self.slots[name].mark
+            if mark and marks.setdefault(mark, name) != name:
+                raise ValueError(f"the marks of {marks[mark]} and {name} are both {mark!r}")
+        items = {word: name for name in names for word in (name, *words[name])}
+        return Rules(self.text.template, MediaWords(tuple(marks.items()), items, record_keys(names)))
 
     def describe(self) -> dict[str, Any]:
-        """All that costs and values depend on, JSON-safe: compare two to name what differs."""
-        return {
+        """All that costs and values depend on, JSON-safe: compare two to name what differs.
+
+        Raises:
+            TypeError: a modality whose fields have no JSON form.
+        """
+        described = {
             "rules_version": _RULES_VERSION,
-            "image": _plain(self.image),
-            "audio": _plain(self.audio),
+            **{name: _described(name, modality) for name, modality in self._given.items()},
             "text": self.text.describe(),
-            "limits": _plain(self.limits),
+            "limits": plain_fields(self.limits),
         }
+        return described | ({"keep": sorted(self.keep)} if self.keep else {})
 
     def fingerprint(self) -> str:
         """A hex string, equal for equal recipes in every process and on every machine."""
@@ -65,7 +228,27 @@ class Recipe:
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _plain(value: ImagePreprocessor | AudioPreprocessor | Limits | None) -> dict[str, Any] | None:
-    if value is None:
+def _make(given: dict[str, Any]) -> Recipe:
+    return Recipe(**given)
+
+
+def _described(name: str, modality: Modality | None) -> dict[str, Any] | None:
+    """A built-in modality by its parameters, any other by its class too."""
+    if modality is None:
         return None
-    return {name: list(held) if isinstance(held, tuple) else held for name, held in asdict(value).items()}
+    return modality.parameters() if type(modality) is BUILTINS.get(name) else modality.describe()
+
+
+def plain_fields(limits: Limits) -> dict[str, Any]:
+    return {name: plain(getattr(limits, name), name) for name in Limits.__dataclass_fields__}
+
+
+def names_of(field: str) -> Iterator[str]:
+    """What a field may be asked for as, the longest first: "0.depth.png" is "depth.png" and "png" too, and the item
+    "cloud.3" of a Parquet list "cloud".
+    """
+    name = field.lower()[-_LONGEST_NAME:]  # names may be a MiB long, and have as many dots
+    while name:
+        yield name
+        stripped = _NUMBER.sub("", name, count=1)
+        name = stripped if stripped != name else name.partition(".")[2]

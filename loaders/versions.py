@@ -1,9 +1,9 @@
 """Versions of what is kept: raising one makes everything of the version before be made again."""
 
-FACTS_FORMAT = 2
+FACTS_FORMAT = 3
 """How facts files are laid out: their head and their table."""
 
-TABLE_FORMAT = 2
+TABLE_FORMAT = 3
 """How tables of costs and the merged index are laid out."""
 
 RULES = 2

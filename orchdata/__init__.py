@@ -28,7 +28,9 @@ if TYPE_CHECKING:
         TooManyFailures,
     )
     from orchdata.loaders.limits import Limits
-    from orchdata.loaders.modalities.preprocessors import AudioPreprocessor, ImagePreprocessor
+    from orchdata.loaders.modalities.audio import AudioPreprocessor
+    from orchdata.loaders.modalities.image import ImagePreprocessor
+    from orchdata.loaders.modalities.modality import ArraySpec, Modality, PartSize, Slot
     from orchdata.loaders.recipe import Recipe
     from orchdata.loaders.samples.sample import Sample
     from orchdata.loaders.text.preprocessor import TextPreprocessor
@@ -50,8 +52,12 @@ _HOMES = {
     "DataLoader": "orchdata.dataloader",
     "ShardDataset": "orchdata.dataset.shard_dataset",
     "Recipe": "orchdata.loaders.recipe",
-    "ImagePreprocessor": "orchdata.loaders.modalities.preprocessors",
-    "AudioPreprocessor": "orchdata.loaders.modalities.preprocessors",
+    "ImagePreprocessor": "orchdata.loaders.modalities.image",
+    "AudioPreprocessor": "orchdata.loaders.modalities.audio",
+    "Modality": "orchdata.loaders.modalities.modality",
+    "ArraySpec": "orchdata.loaders.modalities.modality",
+    "PartSize": "orchdata.loaders.modalities.modality",
+    "Slot": "orchdata.loaders.modalities.modality",
     "TextPreprocessor": "orchdata.loaders.text.preprocessor",
     "ChatTemplate": "orchdata.loaders.text.template",
     "Limits": "orchdata.loaders.limits",
@@ -91,6 +97,10 @@ __all__ = [
     "Recipe",
     "ImagePreprocessor",
     "AudioPreprocessor",
+    "Modality",
+    "ArraySpec",
+    "PartSize",
+    "Slot",
     "TextPreprocessor",
     "ChatTemplate",
     "Limits",

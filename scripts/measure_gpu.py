@@ -40,13 +40,13 @@ from torch.utils.checkpoint import checkpoint
 from orchdata.balancers import CostModel, fit_phase_cost
 from orchdata.bench.harness import WideTable, machine
 from orchdata.loaders.index.index import Index
-from orchdata.loaders.index.synthetic import synthetic_index
 from orchdata.order.order import Order, Shuffle
 from orchdata.planning.balance import Balance
 from orchdata.planning.costs import IndexCosts
 from orchdata.planning.plan import Plan, PlanSpec, make_plan
 from orchdata.reference.attention import packed_attention, rotary, rotate
 from orchdata.reference.model import Sizes
+from orchdata.synth.made_up_index import synthetic_index
 
 try:
     from torch.nn.attention.varlen import varlen_attn

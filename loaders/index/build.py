@@ -27,6 +27,7 @@ from orchdata.loaders.index.facts import is_fresh, load_facts
 from orchdata.loaders.index.index import Index, absolute, content_fingerprint, digest, index_path
 from orchdata.loaders.index.merge import RecipeIdentity, merge_tables
 from orchdata.loaders.index.pace import Turns
+from orchdata.loaders.index.probed import Probes
 from orchdata.loaders.index.repeats import refuse_repeats
 from orchdata.loaders.index.shard_costs import CostTable, ShardCosts, cost_shard
 from orchdata.loaders.index.table import body_bytes
@@ -124,7 +125,7 @@ def build_index(
         if kept is not None and known and not force and kept.fingerprint == content_fingerprint(shards, fingerprint):
             return kept
         cache.make("index")
-        merge_tables(path, tables, RecipeIdentity(fingerprint, recipe.describe()), build_id=build_id)
+        merge_tables(path, tables, RecipeIdentity(fingerprint, recipe.kinds, recipe.describe()), build_id=build_id)
         return Index(path)
 
     index = patience.keep_trying(merged, StorageError)
@@ -222,6 +223,7 @@ class _Builder:
         self._cache = cache
         self._force = force
         self._folder = cache.make("costs")
+        self._probes = Probes(recipe, cache, force=force)
         self._lock = threading.Lock()
         self._room = _HELD_BYTES
 
@@ -265,13 +267,13 @@ class _Builder:
             return found
 
         try:
-            return cost_shard(facts, shard, self._recipe)
+            return cost_shard(facts, shard, self._recipe, self._probes)
         except NOT_DATA:
             raise
         except Exception as error:  # noqa: BLE001 - whatever a shard makes a reader raise is that shard's failure
             pass_trouble(error)
             reason = f"the shard cannot be measured: {type(error).__name__}: {error}"
-            return cost_shard(Facts(facts.table.all_failed(reason), meta), shard, self._recipe)
+            return cost_shard(Facts(facts.table.all_failed(reason), meta), shard, self._recipe, self._probes)
 
 
 def _kept_costs(path: str, url: str) -> CostTable | None:

@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 from orchdata.loaders.errors import DamagedIndexError, DataError
 from orchdata.loaders.index.table import Columns, TableSize, views
 from orchdata.loaders.index.totals import Totals
-from orchdata.loaders.modality import IMAGE
-from orchdata.loaders.samples.compose import Member
+from orchdata.loaders.modalities.modality import PartSize
+from orchdata.loaders.samples.members import Member
 from orchdata.loaders.shards.shard import ShardInfo
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.paths import SUFFIXES
@@ -60,16 +60,19 @@ class Index:
         llm_tokens: merged media tokens plus text, int32 (n,).
         loss_tokens: labels other than -100, int32 (n,).
         part_offsets: the parts of sample i are [part_offsets[i], part_offsets[i + 1]), int64 (n + 1,).
-        part_modality: uint8 (p,), a code of `loaders.modality`; only encoder modalities have parts here.
+        modalities: names by their codes here, text first.
+        part_modality: uint8 (p,), a code; text has no parts.
         part_member: which of the sample's members, int32 (p,).
         part_positions: what enters the encoder, int32 (p,).
         part_tokens: merged tokens, int32 (p,).
-        part_extent0, part_extent1: grid height and width of an image, samples and mel frames of audio, int32 (p,).
+        part_rows: of its arrays, int32 (p,).
+        part_extent: `PartSize.extent`, int32 (p, E); zeros behind those of modalities that have fewer.
         member_offsets: as part_offsets, for the members that the sample uses, int64 (n + 1,).
         member_field: index into `fields`, int32 (m,).
-        member_kind, member_encoding: as in the facts, uint8 (m,).
+        member_kind: a code, or one of a member that is none of them, uint8 (m,).
+        member_encoding: as in the facts, uint8 (m,).
         member_offset, member_size: where the bytes are, int64 (m,).
-        member_header0, member_header1: width and height of an image, frames and rate of audio, int64 and int32 (m,).
+        member_header: what the modality's probe said, int64 (m, H); zeros behind those that say less.
         fields: names of all fields in use.
         totals: see `loaders.totals.summarize`.
         recipe: `Recipe.describe()` of the recipe that the costs belong to.
@@ -92,6 +95,7 @@ class Index:
         self.fingerprint: str = metadata["fingerprint"]
         self.build_id: str = metadata["build_id"]
         self.fields: tuple[str, ...] = tuple(metadata["fields"])
+        self.modalities: tuple[str, ...] = tuple(metadata["modalities"])
         self.totals: Totals = metadata["totals"]
         self.recipe: dict[str, Any] = metadata["recipe"]
         self.shards = tuple(ShardInfo(*shard) for shard in metadata["shards"])
@@ -107,16 +111,15 @@ class Index:
         self.part_member = columns.part_member
         self.part_positions = columns.part_positions
         self.part_tokens = columns.part_tokens
-        self.part_extent0 = columns.part_extent0
-        self.part_extent1 = columns.part_extent1
+        self.part_rows = columns.part_rows
+        self.part_extent = columns.part_extent
         self.member_offsets = columns.member_offsets
         self.member_field = columns.member_field
         self.member_kind = columns.member_kind
         self.member_encoding = columns.member_encoding
         self.member_offset = columns.member_offset
         self.member_size = columns.member_size
-        self.member_header0 = columns.member_header0
-        self.member_header1 = columns.member_header1
+        self.member_header = columns.member_header
 
     def check_unchanged(self) -> None:
         """Raise DamagedIndexError if the file was written to since it was opened; to be called after use.
@@ -179,11 +182,32 @@ class Index:
             raise self.damaged(f"part {part} is said to be member {member} of {num_members}")
         return member
 
-    def parts_of(self, rows: NDArray[np.int64], modality: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def code(self, modality: str) -> int:
+        """The code of a modality here. Raises ValueError for one that the recipe did not have."""
+        return self.modalities.index(modality)
+
+    def modality_of(self, part: int) -> str:
+        """The modality of a part."""
+        code = int(self.part_modality[part])
+        if not 0 < code < len(self.modalities):
+            raise self.damaged(f"part {part} is said to be of modality {code} of {len(self.modalities)}")
+        return self.modalities[code]
+
+    def sizes(self, parts: NDArray[np.int64] | range) -> list[PartSize]:
+        """The sizes of parts, as their modality counted them."""
+        columns = (self.part_positions, self.part_tokens, self.part_rows, self.part_extent)
+        wanted = slice(parts.start, parts.stop) if isinstance(parts, range) else parts
+        found = [column[wanted].tolist() for column in columns]
+        return [
+            PartSize(positions, tokens, rows, tuple(extent))
+            for positions, tokens, rows, extent in zip(*found, strict=True)
+        ]
+
+    def parts_of(self, rows: NDArray[np.int64], modality: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The parts of one modality in `rows`, in order, and the place in `rows` of each one's sample: int64, int64."""
         first, counts = self._part_spans(rows)
         parts = np.repeat(first - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
-        mine = self.part_modality[parts] == modality
+        mine = self.part_modality[parts] == self.code(modality)
         return parts[mine], np.repeat(np.arange(len(rows)), counts)[mine]
 
     def check_parts(self, rows: NDArray[np.int64]) -> None:
@@ -247,15 +271,8 @@ class Index:
         """The members that a sample uses, as `compose` takes them."""
         mine = self._member_slice(row)
         kinds, names = self.member_kind[mine].tolist(), self._field_names(row, mine)
-        firsts, seconds = self.member_header0[mine].tolist(), self.member_header1[mine].tolist()
-        sizes = self.member_size[mine].tolist()
-        result = []
-        for kind, name, first, second, size in zip(kinds, names, firsts, seconds, sizes, strict=True):
-            if kind == IMAGE:
-                result.append(Member(name, kind, first, second, 0, 0, size))
-            else:  # audio; both are 0 for text
-                result.append(Member(name, kind, 0, 0, first, second, size))
-        return result
+        headers, sizes = self.member_header[mine].tolist(), self.member_size[mine].tolist()
+        return list(map(Member, names, kinds, map(tuple, headers), sizes))
 
     def find(self, shard: str, key: str) -> int | None:
         """The row of a sample, or None. `shard` is a url as in `shards`, or its last component.

@@ -36,9 +36,10 @@ class TableSource(Protocol):
 
 
 class RecipeIdentity(NamedTuple):
-    """What an index keeps of a recipe."""
+    """What an index keeps of a recipe: `modalities` are names by their codes, text first."""
 
     fingerprint: str
+    modalities: tuple[str, ...]
     description: dict[str, Any]
 
 
@@ -63,6 +64,7 @@ def merge_tables(path: Path, sources: Sequence[TableSource], recipe: RecipeIdent
         "shards": [source.shard.as_list() for source in sources],
         "shard_rows": np.cumsum([0, *(source.size.samples for source in sources)]).tolist(),
         "fields": list(fields),
+        "modalities": list(recipe.modalities),
         "totals": sum_totals([source.totals for source in sources]),
         "size": size.as_dict(),
     }

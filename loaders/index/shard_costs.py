@@ -19,15 +19,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.loaders.errors import NOT_DATA, FieldError, StaleIndexError, StorageError, as_field_error
-from orchdata.loaders.index.table import MEMBERS, PARTS, Columns, TableSize, body_bytes, offsets_of, pack
+from orchdata.loaders.index.probed import Probes
+from orchdata.loaders.index.table import MEMBERS, PARTS, WIDTHS, Columns, TableSize, body_bytes, offsets_of, pack
 from orchdata.loaders.index.totals import Totals, summarize
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.modality import IMAGE
+from orchdata.loaders.modalities.builtin import OTHER
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.samples.compose import Member, text_members
-from orchdata.loaders.samples.measure import Measured, measure
+from orchdata.loaders.samples.measure import Measured, measure, members_to_read
+from orchdata.loaders.samples.members import Member
 from orchdata.loaders.shards.facts_table import Facts, FactsMeta, FactsTable
-from orchdata.loaders.shards.fields import OTHER, RAW
+from orchdata.loaders.shards.fields import RAW
 from orchdata.loaders.shards.shard import ShardInfo
 from orchdata.loaders.storage.atomic import Buffer, write_whole
 from orchdata.loaders.storage.sealed import Damaged, read_sealed, seal
@@ -136,23 +137,24 @@ class _Sample:
     error: FieldError | None
 
 
-def cost_shard(facts: Facts, shard: Callable[[], Shard], recipe: Recipe) -> ShardCosts:
+def cost_shard(facts: Facts, shard: Callable[[], Shard], recipe: Recipe, probes: Probes) -> ShardCosts:
     """Measure every sample of a shard.
 
     A sample that cannot be used becomes a row with an error; nothing is raised for it.
 
     Args:
         facts: of the shard.
-        shard: gives the open shard; called if there is text to read.
+        shard: gives the open shard; called if there is something to read.
         recipe: what to measure under.
+        probes: headers that only the recipe's own modalities know.
 
     Raises:
         ShardError: the shard cannot be opened any more.
         StorageError, StaleIndexError, MemoryError: nothing that the samples did.
     """
     table = facts.table
-    rows = _Rows(table)
-    for chunk in _chunks(_samples(table, recipe), recipe.limits.text_bytes):
+    rows = _Rows(table, recipe)
+    for chunk in _chunks(_samples(facts, shard, recipe, probes), recipe.limits.text_bytes):
         texts: dict[int, _Text] = {}
         if any(sample.wanted for sample in chunk):
             texts = _read_texts(chunk, table, shard(), recipe.limits)
@@ -160,14 +162,18 @@ def cost_shard(facts: Facts, shard: Callable[[], Shard], recipe: Recipe) -> Shar
             _measure(sample, texts, recipe, rows)
     columns = rows.columns()
     # Columns of Parquet that the scan ignored have no rows in the facts.
-    return ShardCosts(columns, list(rows.field_numbers), summarize(columns, {**facts.meta.ignored, **rows.ignored}))
+    fields = list(rows.field_numbers)
+    return ShardCosts(columns, fields, summarize(columns, recipe.kinds, {**facts.meta.ignored, **rows.ignored}))
 
 
-def _samples(table: FactsTable, recipe: Recipe) -> Iterator[_Sample]:
+def _samples(facts: Facts, shard: Callable[[], Shard], recipe: Recipe, probes: Probes) -> Iterator[_Sample]:
+    table = facts.table
     ordinals, errors = table.sample, table.errors
-    fields, kinds, keys = _shared_strings(table.field), table.kind, table.key
+    fields, keys = _shared_strings(table.field), table.key
+    seen = probes.under_recipe(facts, fields, shard)
+    kinds, errors = seen.kinds, seen.errors
     of_rows = repeat(None) if not errors else map(errors.get, range(len(ordinals)))
-    members = map(Member, fields, kinds, table.width, table.height, table.frames, table.rate, table.size, of_rows)
+    members = map(Member, fields, kinds, seen.headers, table.size, of_rows)
     wanted_of: dict[tuple[Any, ...], list[int]] = {}  # samples are alike
     start = 0
     for _, ordinal in groupby(ordinals):
@@ -181,7 +187,7 @@ def _samples(table: FactsTable, recipe: Recipe) -> Iterator[_Sample]:
         wanted = wanted_of.get(alike)
         if wanted is None:
             try:
-                wanted = wanted_of[alike] = text_members(mine, recipe)
+                wanted = wanted_of[alike] = members_to_read(mine, recipe)
             except NOT_DATA:
                 raise
             except Exception as problem:  # noqa: BLE001 - as in _measure
@@ -307,7 +313,9 @@ def _measure(sample: _Sample, texts: Mapping[int, _Text], recipe: Recipe, rows: 
 class _Rows:
     """Collects the rows of one shard."""
 
-    def __init__(self, table: FactsTable) -> None:
+    def __init__(self, table: FactsTable, recipe: Recipe) -> None:
+        self._codes = {name: code for code, name in enumerate(recipe.kinds)}
+        self._header_width, self._extent_width = recipe.num_facts, recipe.num_extents
         self._offsets = table.offset
         self._encodings = table.encoding
         self.field_numbers: dict[str, int] = {}
@@ -316,20 +324,23 @@ class _Rows:
         self._samples = array("q")  # llm_tokens, loss_tokens, parts, members of each
         self._keys: list[str] = []
         self._errors: list[FieldError | None] = []
-        self._parts = array("q")  # as PARTS
-        self._members = array("q")  # as MEMBERS
+        self._parts = array("q")  # as PARTS, without extents
+        self._extents = array("q")
+        self._members = array("q")  # as MEMBERS, without headers
+        self._headers = array("q")
 
     def add(self, sample: _Sample, measured: Measured) -> None:
         used, members = measured.used_members, sample.members
         numbers = self.field_numbers
         for index in used:
-            member, row = members[index], sample.start + index
-            name, kind, width, height, frames, rate, size, _ = member
-            header = (width, height) if kind == IMAGE else (frames, rate)
+            row = sample.start + index
+            name, kind, header, size, _ = members[index]
             number = numbers.setdefault(name, len(numbers))
-            self._members.extend((number, kind, self._encodings[row], self._offsets[row], size, *header))
-        for part in measured.parts:
-            self._parts.extend((part[0], used.index(part[1]), *part[2:]))
+            self._members.extend((number, kind, self._encodings[row], self._offsets[row], size))
+            self._headers.extend(_filled(header, self._header_width))
+        for name, index, (positions, tokens, rows, extent) in measured.parts:
+            self._parts.extend((self._codes[name], used.index(index), positions, tokens, rows))
+            self._extents.extend(_filled(extent, self._extent_width))
         if len(used) < len(members):
             for index, member in enumerate(members):
                 if index not in used:
@@ -356,10 +367,14 @@ class _Rows:
             "part_offsets": offsets_of(num_parts),
             "member_offsets": offsets_of(num_members),
         }
-        for kind, names, found in (("part", PARTS, self._parts), ("member", MEMBERS, self._members)):
+        for kind, layout, found in (("part", PARTS, self._parts), ("member", MEMBERS, self._members)):
+            names = [name for name in layout if f"{kind}_{name}" not in WIDTHS]
             rows = _rows_of(found, len(names), np.int32 if kind == "part" else np.int64)
-            for row, (name, dtype) in zip(rows, names.items(), strict=True):
-                arrays[f"{kind}_{name}"] = row.astype(dtype, copy=False)
+            for row, name in zip(rows, names, strict=True):
+                arrays[f"{kind}_{name}"] = row.astype(layout[name], copy=False)
+        extents, headers = np.frombuffer(self._extents, np.int64), np.frombuffer(self._headers, np.int64)
+        arrays["part_extent"] = extents.astype(np.int32).reshape(int(num_parts.sum()), self._extent_width)
+        arrays["member_header"] = headers.reshape(int(num_members.sum()), self._header_width)
 
         errors = [error for error in self._errors if error is not None]
         arrays["bad_row"] = np.array([row for row, error in enumerate(self._errors) if error is not None], np.int64)
@@ -369,6 +384,11 @@ class _Rows:
             arrays[f"{column_name}_offsets"] = offsets_of([len(string) for string in encoded])
             arrays[f"{column_name}_bytes"] = np.frombuffer(b"".join(encoded), np.uint8)
         return Columns(**arrays)
+
+
+def _filled(numbers: tuple[int, ...], width: int) -> tuple[int, ...]:
+    """Cut or filled with zeros to a width: headers of the facts may be wider than the recipe needs."""
+    return numbers if len(numbers) == width else (*numbers[:width], *(0,) * (width - len(numbers)))
 
 
 def _rows_of(found: array[int], width: int, dtype: Any) -> NDArray[Any]:

@@ -1,4 +1,4 @@
-"""The columns of an index on disk: the body of a sealed file, whose layout follows from seven lengths.
+"""The columns of an index on disk: the body of a sealed file, whose layout follows from nine numbers.
 
     columns of a sample --offsets--> its parts, its members, its key (flat columns over all samples)
 
@@ -26,19 +26,20 @@ PARTS: Final[dict[str, Any]] = {
     "member": np.int32,
     "positions": np.int32,
     "tokens": np.int32,
-    "extent0": np.int32,
-    "extent1": np.int32,
+    "rows": np.int32,
+    "extent": np.int32,
 }
-# header0, header1: width and height of an image, frames and rate of audio, else 0.
 MEMBERS: Final[dict[str, Any]] = {
     "field": np.int32,
     "kind": np.uint8,
     "encoding": np.uint8,
     "offset": np.int64,
     "size": np.int64,
-    "header0": np.int64,
-    "header1": np.int32,
+    "header": np.int64,
 }
+WIDTHS: Final = {"part_extent": "extent_width", "member_header": "header_width"}
+"""Columns of fixed-width lists, and the number of TableSize that is their width."""
+
 STRINGS: Final = {"key": "samples", "error_field": "bad", "error_reason": "bad"}
 """String columns, as offsets and bytes, and of what there is one each."""
 
@@ -69,7 +70,9 @@ _FLUSH_BYTES = 32 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableSize:
-    """Lengths of all columns: n samples, p parts, m members, bad samples, and UTF-8 bytes of each string column."""
+    """Lengths of all columns: n samples, p parts, m members, bad samples, and UTF-8 bytes of each string column; and
+    the widths of those that hold lists, which the recipe decides.
+    """
 
     samples: int
     parts: int
@@ -78,19 +81,30 @@ class TableSize:
     key_bytes: int
     error_field_bytes: int
     error_reason_bytes: int
+    extent_width: int
+    header_width: int
 
     def as_dict(self) -> dict[str, int]:
         return {name: getattr(self, name) for name in TableSize.__slots__}
 
     @staticmethod
     def sum(sizes: Sequence[TableSize]) -> TableSize:
-        return TableSize(**{name: sum(getattr(size, name) for size in sizes) for name in TableSize.__slots__})
+        """Of all together; their widths are the same."""
+        total = {name: sum(getattr(size, name) for size in sizes) for name in TableSize.__slots__}
+        return TableSize(**total | {name: getattr(sizes[0], name) for name in WIDTHS.values()})
+
+    def items(self, column: str) -> int:
+        """Numbers that a column of this table holds."""
+        _, of, more = LAYOUT[column]
+        width = WIDTHS.get(column)
+        return (int(getattr(self, of)) + more) * (1 if width is None else int(getattr(self, width)))
 
 
 @dataclass(slots=True, eq=False)
 class Columns:
-    """All columns as arrays. Strings are offsets and bytes: `<string>_offsets` int64, `<string>_bytes` uint8 (UTF-8).
+    """All columns as arrays, one-dimensional but for part_extent and member_header.
 
+    Strings are offsets and bytes: `<string>_offsets` int64, `<string>_bytes` uint8 (UTF-8).
     Errors are those of the rows `bad_row`, ascending, int64.
     """
 
@@ -102,16 +116,15 @@ class Columns:
     part_member: NDArray[np.int32]
     part_positions: NDArray[np.int32]
     part_tokens: NDArray[np.int32]
-    part_extent0: NDArray[np.int32]
-    part_extent1: NDArray[np.int32]
+    part_rows: NDArray[np.int32]
+    part_extent: NDArray[np.int32]
     member_offsets: NDArray[np.int64]
     member_field: NDArray[np.int32]
     member_kind: NDArray[np.uint8]
     member_encoding: NDArray[np.uint8]
     member_offset: NDArray[np.int64]
     member_size: NDArray[np.int64]
-    member_header0: NDArray[np.int64]
-    member_header1: NDArray[np.int32]
+    member_header: NDArray[np.int64]
     bad_row: NDArray[np.int64]
     key_offsets: NDArray[np.int64]
     key_bytes: NDArray[np.uint8]
@@ -130,6 +143,8 @@ class Columns:
             key_bytes=self.key_bytes.size,
             error_field_bytes=self.error_field_bytes.size,
             error_reason_bytes=self.error_reason_bytes.size,
+            extent_width=self.part_extent.shape[1],
+            header_width=self.member_header.shape[1],
         )
 
     def text(self, column: str, place: int) -> str:
@@ -184,10 +199,11 @@ def views(body: Buffer, size: TableSize) -> Columns:
     positions, total = _positions(size)
     if memoryview(body).nbytes != total:
         raise ValueError(f"a table of {size} has {total} bytes, there are {memoryview(body).nbytes}")
-    arrays = {
-        name: np.frombuffer(body, dtype, getattr(size, of) + more, positions[name])
-        for name, (dtype, of, more) in LAYOUT.items()
+    arrays: dict[str, NDArray[Any]] = {
+        name: np.frombuffer(body, dtype, size.items(name), positions[name]) for name, (dtype, _, _) in LAYOUT.items()
     }
+    for name, width in WIDTHS.items():
+        arrays[name] = arrays[name].reshape(getattr(size, LAYOUT[name][1]), getattr(size, width))
     return Columns(**arrays)
 
 
@@ -274,8 +290,8 @@ def _places(size: TableSize) -> dict[str, slice]:
     """Where each column is in the body; of offsets, all but the first, which is 0."""
     places: dict[str, slice] = {}
     for name, start in _positions(size)[0].items():
-        dtype, of, more = LAYOUT[name]
-        stop = start + (getattr(size, of) + more) * _itemsize(dtype)
+        dtype, _, more = LAYOUT[name]
+        stop = start + size.items(name) * _itemsize(dtype)
         places[name] = slice(start + more * _itemsize(dtype), stop)
     return places
 
@@ -285,8 +301,8 @@ def _positions(size: TableSize) -> tuple[dict[str, int], int]:
     """Where each column begins in the body, and how long it is."""
     positions: dict[str, int] = {}
     end = 0
-    for name, (dtype, of, more) in LAYOUT.items():
+    for name, (dtype, _, _) in LAYOUT.items():
         positions[name] = end
-        end += (getattr(size, of) + more) * _itemsize(dtype)
+        end += size.items(name) * _itemsize(dtype)
         end += -end % _ALIGNMENT
     return positions, end

@@ -13,18 +13,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.loaders.index.table import Columns, offsets_of
-from orchdata.loaders.modality import ENCODERS, MODALITIES
 
 Totals = dict[str, Any]
 
 _NAMED_BY_DATA = "ignored_fields"
 
 
-def summarize(columns: Columns, ignored_fields: Mapping[str, int]) -> Totals:
+def summarize(columns: Columns, modalities: Sequence[str], ignored_fields: Mapping[str, int]) -> Totals:
     """Count the samples of a table.
 
     Args:
         columns: of a table without unused members.
+        modalities: their names by code, text first.
         ignored_fields: field -> members that nobody asked for.
 
     Returns:
@@ -34,10 +34,10 @@ def summarize(columns: Columns, ignored_fields: Mapping[str, int]) -> Totals:
     """
     starts = offsets_of(columns.part_tokens)[columns.part_offsets]
     text_tokens = columns.llm_tokens - (starts[1:] - starts[:-1])
-    modalities: Totals = {"text": {"samples": int(np.count_nonzero(text_tokens)), "tokens": _sum(text_tokens)}}
-    for name in ENCODERS:
-        mine = (columns.part_modality == MODALITIES.index(name)).nonzero()[0]
-        modalities[name] = _summarize_parts(mine, columns) if mine.size else dict(_NO_PARTS)
+    found: Totals = {"text": {"samples": int(np.count_nonzero(text_tokens)), "tokens": _sum(text_tokens)}}
+    for code, name in enumerate(modalities[1:], 1):
+        mine = (columns.part_modality == code).nonzero()[0]
+        found[name] = _summarize_parts(mine, columns) if mine.size else dict(_NO_PARTS)
     return {
         "samples": columns.shard.size,
         "bad": columns.bad_row.size,
@@ -47,7 +47,7 @@ def summarize(columns: Columns, ignored_fields: Mapping[str, int]) -> Totals:
         "loss_tokens": _sum(columns.loss_tokens),
         "max_llm_tokens": int(np.maximum.reduce(columns.llm_tokens, initial=0)),
         "ignored_fields": dict(ignored_fields),
-        "modalities": modalities,
+        "modalities": found,
     }
 
 

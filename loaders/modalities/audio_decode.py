@@ -25,12 +25,14 @@ from numpy.typing import NDArray
 
 from orchdata.loaders.errors import NOT_DATA, DecodeError, pass_trouble
 from orchdata.loaders.limits import Limits
+from orchdata.loaders.modalities.audio_header import mp3_reason
+from orchdata.loaders.modalities.checks import above_seconds
 from orchdata.loaders.modalities.cut_audio import TOLERANCE_SECONDS, TOLERANCE_SHARE, cut_reason
-from orchdata.loaders.modalities.headers import MediaHeader, above_limits, mp3_reason
-from orchdata.loaders.modalities.preprocessors import AudioPreprocessor
 
 if TYPE_CHECKING:
     import torch
+
+    from orchdata.loaders.modalities.audio import AudioPreprocessor
 
 _BLOCK_FRAMES: Final = 1 << 16
 # Most values of a resampling kernel: odd rates (44,099 Hz) would need gigabytes.
@@ -103,7 +105,7 @@ def _read_blocks(sound: Any, rate: int, limits: Limits) -> Wave:
             raise DecodeError("the audio holds NaN or infinite values")
         pieces.append(piece)
         total += len(piece)
-        reason = above_limits(MediaHeader(frames=total, rate=rate), limits)
+        reason = above_seconds(total, rate, limits)
         if reason is not None:
             raise DecodeError(reason)
     if not total:

@@ -2,7 +2,7 @@
 
     bytes --decode--> uint8 RGB --resize--> the grid's size --orient--> upright --patchify--> out
 
-What is read: the formats of `headers.IMAGE_FORMATS`, the first frame of an animation. EXIF orientation is applied;
+What is read: the formats of `image_header.IMAGE_FORMATS`, the first frame of an animation. EXIF orientation is applied;
 palettes, CMYK and other colour modes become RGB as Pillow converts them (colour profiles are not applied); 16 bits
 keep their upper byte, floats in [0, 1] become bytes; transparency is composited onto white. JPEG goes through
 libjpeg-turbo, scaled while decoding where the target is half the size or less; all else through Pillow.
@@ -16,7 +16,7 @@ import threading
 import zlib
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,10 +24,13 @@ from PIL import Image, ImageFile, JpegImagePlugin
 
 from orchdata.loaders.errors import NOT_DATA, DecodeError, pass_trouble
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.modalities.headers import IMAGE_FORMATS, MediaHeader, above_limits, starts_with
+from orchdata.loaders.modalities.checks import above_pixels, starts_with
+from orchdata.loaders.modalities.image_header import IMAGE_FORMATS
 from orchdata.loaders.modalities.jpeg import decode_jpeg, is_jpeg, jpeg_orientation, read_jpeg_header
-from orchdata.loaders.modalities.preprocessors import ImagePreprocessor, image_grid
 from orchdata.native.patchify import channel_table, patchify
+
+if TYPE_CHECKING:
+    from orchdata.loaders.modalities.image import ImagePreprocessor
 
 Pixels = NDArray[np.uint8]
 Size = tuple[int, int]  # (width, height), as Pillow has it
@@ -158,7 +161,7 @@ def _target(stored: Size, orientation: int, pre: ImagePreprocessor, limits: Limi
     _check_limits(width, height, limits)
     if width < 1 or height < 1:
         raise DecodeError(f"damaged image: {width} x {height} pixels")
-    found = image_grid(width, height, pre)
+    found = pre.count_header((width, height), limits).extent
     if found != tuple(grid):
         raise DecodeError(
             f"decoded to {width} x {height} pixels, {found[0]} x {found[1]} patches; the index says "
@@ -169,7 +172,7 @@ def _target(stored: Size, orientation: int, pre: ImagePreprocessor, limits: Limi
 
 
 def _check_limits(width: int, height: int, limits: Limits) -> None:
-    reason = above_limits(MediaHeader(width=width, height=height), limits)
+    reason = above_pixels(width, height, limits)
     if reason is not None:
         raise DecodeError(reason)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import re
+import threading
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,7 +17,6 @@ from numpy.typing import NDArray
 from PIL import JpegImagePlugin
 
 from orchdata.loaders.errors import DecodeError
-from orchdata.loaders.modalities.scratch import Scratch
 
 _ORIENTATION: Final = 0x0112
 _ORIENTATION_MARKS: Final = (b"Exif\0\0", b"tiff:Orientation")
@@ -28,7 +28,30 @@ _END: Final = b"\xff\xd9"
 _NEEDED: Final = frozenset({*range(0xC0, 0xD0), 0xDB, 0xDD, 0xEE, 0xE0})
 _START_OF_SCAN: Final = 0xDA
 
-_scratch = Scratch()
+# A thread keeps no more than this between samples; what a larger image needs is freed with it.
+_KEPT_BYTES = 64 << 20
+
+
+class _Scratch(threading.local):
+    """One buffer a thread, reused from image to image: fresh pages cost more than decoding into them.
+
+    What `take` lends is overwritten by the thread's next `take`.
+    """
+
+    def __init__(self) -> None:
+        self._buffer = np.empty(0, np.uint8)
+
+    def take(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Undefined bytes, (num_bytes,)."""
+        if num_bytes > _KEPT_BYTES:
+            return np.empty(num_bytes, np.uint8)
+        if num_bytes > len(self._buffer):
+            # A power of two: images that grow a little do not each bring fresh pages.
+            self._buffer = np.empty(max(1 << 20, 1 << (num_bytes - 1).bit_length()), np.uint8)
+        return self._buffer[:num_bytes]
+
+
+_scratch = _Scratch()
 
 
 @dataclass(frozen=True, slots=True)

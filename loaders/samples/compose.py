@@ -6,15 +6,15 @@ The indexer and the decoder both go through here, so what the index says is what
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.loaders.errors import DecodeError, FieldError
-from orchdata.loaders.modality import AUDIO, IMAGE, MODALITIES
+from orchdata.loaders.modalities.builtin import BUILTINS
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.samples.members import Layout, Member, layout_of, stem
+from orchdata.loaders.samples.members import Member, Uses, stem, uses_of
 from orchdata.loaders.text.chat_keys import check_record, is_beside, says, shown
 from orchdata.loaders.text.conversation import (
     Document,
@@ -24,26 +24,38 @@ from orchdata.loaders.text.conversation import (
     split_placeholders,
     why_unread,
 )
-from orchdata.loaders.text.preprocessor import TEXT_FIELDS, TextPreprocessor, decode_utf8
+from orchdata.loaders.text.preprocessor import TEXT_FIELDS, decode_utf8
 from orchdata.loaders.text.template import Placeholder, Segment, TextSegment, Turn, render
 from orchdata.loaders.text.words import WORDS_SUFFIX, names_words
 
 __all__ = ["MediaSlot", "Member", "Span", "TextSpan", "compose", "compose_with_source", "text_members"]
 
-_PLURAL: Final = {IMAGE: "images", AUDIO: "audio clips"}
-
 
 class TextSpan(NamedTuple):
-    """Token ids int32 (num_tokens,), and whether they carry loss."""
+    """Token ids int32 (num_tokens,), at least one, and whether they carry loss.
+
+    The first token of a sample never does: nothing before it predicts it. `leads` says that this span has it.
+    """
 
     token_ids: NDArray[np.int32]
     loss: bool
+    leads: bool = False
+
+    @property
+    def num_loss_tokens(self) -> int:
+        return len(self.token_ids) - self.leads if self.loss else 0
+
+    def loss_mask(self) -> NDArray[np.bool_]:
+        """Which tokens carry loss, bool (num_tokens,)."""
+        mask = np.full(len(self.token_ids), self.loss)
+        mask[: self.leads] = False
+        return mask
 
 
 class MediaSlot(NamedTuple):
-    """The place of an image or clip: its modality, and its index in the sample's members."""
+    """The place of a part: its modality, and its index in the sample's members."""
 
-    modality: int
+    modality: str
     member: int
 
 
@@ -52,7 +64,7 @@ Span = TextSpan | MediaSlot
 
 def text_members(members: Sequence[Member], recipe: Recipe) -> list[int]:
     """Indices of the members whose bytes `compose` needs: JSON, the preferred plain text, what belongs to a chat."""
-    held = layout_of(members, recipe.text.fields)
+    held = uses_of(members, recipe)
     return sorted({*held.json, *held.plain, *held.beside, *held.others, *held.named})
 
 
@@ -61,7 +73,7 @@ def compose(members: Sequence[Member], texts: Mapping[int, bytes | memoryview], 
 
     A conversation in JSON goes before plain text, plain text before a JSON "text" or "caption"; other JSON is
     metadata. Media take the places of their placeholders in field order, numbered fields by number; without any
-    placeholder of their modality they come first, images before audio.
+    placeholder of their modality they come first, in the recipe's order.
 
     Args:
         texts: payloads of `text_members`.
@@ -76,18 +88,14 @@ def compose_with_source(
     members: Sequence[Member], texts: Mapping[int, bytes | memoryview], recipe: Recipe
 ) -> tuple[list[Span], list[int]]:
     """`compose`, and the text members the spans come from."""
-    held = layout_of(members, recipe.text.fields)
-    media: dict[int, tuple[int, ...]] = {}
-    if recipe.image is not None:
-        media[IMAGE] = held.image
-    if recipe.audio is not None:
-        media[AUDIO] = held.audio
+    held = uses_of(members, recipe)
+    media = held.media
     used, segments = _segments(members, held, texts, recipe)
     if not used and not any(media.values()):
         raise FieldError("*", _nothing_usable(members, recipe))
     where = members[used[0]].field if used else "*"
     leading = _match(media, segments, where, recipe)
-    writer = _SpanWriter(recipe.text, where)
+    writer = _SpanWriter(recipe, where)
     writer.special(recipe.text.bos_token_id)
     for modality in leading:
         for member in media[modality]:
@@ -104,8 +112,9 @@ def compose_with_source(
 class _SpanWriter:
     """Joins neighbouring text of equal loss before tokenizing it."""
 
-    def __init__(self, pre: TextPreprocessor, where: str) -> None:
-        self._pre = pre
+    def __init__(self, recipe: Recipe, where: str) -> None:
+        self._recipe = recipe
+        self._pre = recipe.text
         self._where = where
         self._spans: list[Span] = []
         self._pending: list[str] = []
@@ -119,16 +128,16 @@ class _SpanWriter:
             self._loss = segment.loss
         self._pending.append(segment.text)
 
-    def media(self, modality: int, member: int) -> None:
+    def media(self, modality: str, member: int) -> None:
         self._flush()
-        start, end = self._pre.around(modality)
-        self.special(start)
+        slot = self._recipe.slots[modality]
+        self.special(slot.start_id)
         self._spans.append(MediaSlot(modality, member))
-        self.special(end)
+        self.special(slot.end_id)
 
     def special(self, token_id: int | None, loss: bool = False) -> None:
         if token_id is not None:
-            self._spans.append(TextSpan(np.array([token_id], np.int32), loss))
+            self._spans.append(TextSpan(np.array([token_id], np.int32), loss, not self._spans))
 
     def close(self) -> list[Span]:
         self._flush()
@@ -146,14 +155,14 @@ class _SpanWriter:
         except DecodeError as error:
             raise error.at(self._where) from error.__cause__
         if len(token_ids):
-            self._spans.append(TextSpan(token_ids, self._loss))
+            self._spans.append(TextSpan(token_ids, self._loss, not self._spans))
 
 
 def _segments(
-    members: Sequence[Member], held: Layout, texts: Mapping[int, bytes | memoryview], recipe: Recipe
+    members: Sequence[Member], held: Uses, texts: Mapping[int, bytes | memoryview], recipe: Recipe
 ) -> tuple[list[int], list[Segment]]:
     """The sample's text: the members it is from (none: no text), and its segments."""
-    pre = recipe.text
+    rules = recipe.rules
     if held.named:
         _check_named_columns(held.named, members, texts, recipe)
     documents: dict[int, Document] = {}
@@ -168,13 +177,13 @@ def _segments(
             _check_beside(turns, beside, members, texts, recipe)
         _check_named(documents[chat].named, members, recipe, exactly=True)
         _check_places(documents[chat], members, held)
-        return [chat], list(render(turns, pre.template))
+        return [chat], list(render(turns, rules.template))
     chosen = [(index, _plain(members[index], texts[index], recipe)) for index in held.plain]
     if not chosen:
         chosen = _caption(documents, members, recipe)
     if not chosen:
         _check_unread(documents, held, members, texts, recipe)
-    pieces = [piece for _, text in chosen for piece in split_placeholders(text, pre)]
+    pieces = [piece for _, text in chosen for piece in split_placeholders(text, rules.words)]
     segments: list[Segment] = [TextSegment(piece, True) if isinstance(piece, str) else piece for piece in pieces]
     return [index for index, _ in chosen], segments
 
@@ -226,7 +235,7 @@ def _value(member: Member, payload: bytes | memoryview, recipe: Recipe) -> Any:
 
 def _check_unread(
     documents: Mapping[int, Document],
-    held: Layout,
+    held: Uses,
     members: Sequence[Member],
     texts: Mapping[int, bytes | memoryview],
     recipe: Recipe,
@@ -259,36 +268,38 @@ def _check_words(member: Member, payload: bytes | memoryview, recipe: Recipe) ->
         )
 
 
-def _match(media: Mapping[int, tuple[int, ...]], segments: Iterable[Segment], where: str, recipe: Recipe) -> list[int]:
+def _match(media: Mapping[str, tuple[int, ...]], segments: Iterable[Segment], where: str, recipe: Recipe) -> list[str]:
     """Check media against placeholders; the modalities that have none of them, whose media come first."""
     marks = [segment.modality for segment in segments if isinstance(segment, Placeholder)]
     if not marks:
-        return [modality for modality in (IMAGE, AUDIO) if media.get(modality)]
-    for modality in set(marks):
-        mark, name = recipe.text.placeholder(modality), MODALITIES[modality]
-        if modality not in media:
+        return [name for name, found in media.items() if found]
+    for name in sorted(set(marks)):
+        mark = recipe.slots[name].mark
+        if name not in media:
             raise FieldError(where, f"{mark} placeholder, but the recipe has no {name} preprocessor")
-        found, wanted = len(media[modality]), marks.count(modality)
+        found, wanted = len(media[name]), marks.count(name)
         if found < wanted:
             raise FieldError(
                 where,
                 f"{mark} placeholder {found + 1} of {wanted} has no {name}: the sample holds {found}; where "
-                f'the mark is text, TextPreprocessor({name}_placeholder="")',
+                f"the mark is text, {_unmarked(name)}",
             )
         if found > wanted:
-            raise FieldError(where, f"{found} {_PLURAL[modality]} but {wanted} {mark} placeholders")
-    return [modality for modality in (IMAGE, AUDIO) if media.get(modality) and modality not in marks]
+            raise FieldError(where, f"{found} {_plural(name, recipe)} but {wanted} {mark} placeholders")
+    return [name for name, found in media.items() if found and name not in marks]
 
 
-def _check_named(named: Mapping[int, list[str]], members: Sequence[Member], recipe: Recipe, *, exactly: bool) -> None:
+def _check_named(named: Mapping[str, list[str]], members: Sequence[Member], recipe: Recipe, *, exactly: bool) -> None:
     for modality, names in named.items():
-        asked = recipe.image if modality == IMAGE else recipe.audio
-        found = sum(member.kind == modality for member in members)
-        if asked is not None and (found < len(names) or (exactly and found > len(names))):
+        if modality not in recipe.modalities:
+            continue
+        kind = recipe.kinds.index(modality)
+        found = sum(member.kind == kind for member in members)
+        if found < len(names) or (exactly and found > len(names)):
             held = f"holds {found}" if found else "holds none"
             what = "conversation" if exactly else "record"
             raise FieldError(
-                MODALITIES[modality],
+                modality,
                 f"the {what} names {len(names)} ({', '.join(map(shown, names[:3]))}), the sample {held}",
             )
 
@@ -299,21 +310,22 @@ def _check_named_columns(
     """Columns of paths: media are the row's own cells, and no path is opened."""
     for index in named:
         name = members[index].field.lower().removesuffix(WORDS_SUFFIX)
-        _check_named(named_in({name: _value(members[index], texts[index], recipe)}), members, recipe, exactly=False)
+        value = {name: _value(members[index], texts[index], recipe)}
+        _check_named(named_in(value, recipe.rules.words), members, recipe, exactly=False)
 
 
-def _check_places(document: Document, members: Sequence[Member], held: Layout) -> None:
+def _check_places(document: Document, members: Sequence[Member], held: Uses) -> None:
     """Where a conversation names the sample's own members, it must name them in the order in which they fill places."""
     for said in (document.named, document.placed):
         for modality, names in said.items():
-            own = held.image if modality == IMAGE else held.audio
+            own = held.media.get(modality, ())
             if len(own) < 2 or len(own) != len(names):
                 continue
             fields = [members[index].field.lower() for index in own]
             found = [_own_field(name, fields) for name in names]
             if None not in found and found != fields:
                 raise FieldError(
-                    MODALITIES[modality],
+                    modality,
                     f"the conversation names {', '.join(map(shown, names[:3]))}, and media fill their places in the "
                     f"order of the fields: {', '.join(fields[:3])}; number the fields as they are named (0.jpg, 1.jpg)",
                 )
@@ -328,7 +340,7 @@ def _own_field(name: str, fields: Sequence[str]) -> str | None:
 def _document(member: Member, payload: bytes | memoryview, recipe: Recipe) -> Document:
     _check_text(member, payload, recipe)
     try:
-        return read_document(payload, recipe.text, lines=member.field.removesuffix(".gz").endswith("jsonl"))
+        return read_document(payload, recipe.rules, lines=member.field.removesuffix(".gz").endswith("jsonl"))
     except DecodeError as error:
         raise error.at(member.field) from error.__cause__
 
@@ -363,6 +375,18 @@ def _check_text(member: Member, payload: bytes | memoryview, recipe: Recipe) -> 
 
 def _nothing_usable(members: Sequence[Member], recipe: Recipe) -> str:
     held = ", ".join(member.field for member in members) or "none"
-    asked = [name for name, pre in (("image", recipe.image), ("audio", recipe.audio)) if pre is not None]
     texts = ", ".join(("json", *recipe.text.fields))
-    return f"no usable field among: {held}; the recipe asks for {', '.join([*asked, 'text'])} (fields {texts})"
+    return (
+        f"no usable field among: {held}; the recipe asks for {', '.join([*recipe.modalities, 'text'])} (fields {texts})"
+    )
+
+
+def _plural(name: str, recipe: Recipe) -> str:
+    return recipe.modalities[name].plural or f"{name} parts"
+
+
+def _unmarked(name: str) -> str:
+    """How its mark becomes plain text."""
+    return (
+        f'TextPreprocessor({name}_placeholder="")' if name in BUILTINS else 'give the modality slot = od.Slot(mark="")'
+    )

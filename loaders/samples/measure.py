@@ -1,4 +1,4 @@
-"""Counts of a sample from media headers and tokenized text, without decoding media."""
+"""Counts of a sample from headers and tokenized text, without decoding media."""
 
 from __future__ import annotations
 
@@ -6,32 +6,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-import numpy as np
-
-from orchdata.loaders.errors import FieldError
+from orchdata.loaders.errors import DecodeError, FieldError
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.modalities.headers import MediaHeader, above_limits
-from orchdata.loaders.modalities.preprocessors import STORED, image_grid
-from orchdata.loaders.modality import AUDIO, IMAGE
+from orchdata.loaders.modalities.modality import Header, PartSize, counts_from_header
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.samples.compose import MediaSlot, compose_with_source
-from orchdata.loaders.samples.members import Member
+from orchdata.loaders.samples.compose import MediaSlot, compose_with_source, text_members
+from orchdata.loaders.samples.members import Member, uses_of
 
 _INT32_MAX: Final = 2**31 - 1
-_PIXEL_BYTES: Final = 4
-_WAVE_BYTES: Final = 4
-_ITEM_BYTES: Final = {name: np.dtype(kind).itemsize for name, kind in STORED.items()}
 
 
 class MeasuredPart(NamedTuple):
-    """Size of one image (extent = patch grid) or clip (extent = samples, mel frames)."""
+    """One part of a sample: its modality, its index in the sample's members, and its size."""
 
-    modality: int
+    modality: str
     member: int
-    positions: int
-    tokens: int
-    extent0: int
-    extent1: int
+    size: PartSize
 
 
 @dataclass(slots=True)
@@ -41,8 +31,8 @@ class Measured:
     Attributes:
         llm_tokens: length of the merged sequence: text and merged media tokens.
         loss_tokens: labels other than -100.
-        parts: images and clips, in the order of their slots.
-        used_members: those the sample is made of, ascending; others are ignored.
+        parts: in the order of their slots.
+        used_members: those the sample is made of, and those to keep, ascending; others are ignored.
     """
 
     llm_tokens: int
@@ -51,52 +41,69 @@ class Measured:
     used_members: list[int] = field(default_factory=list)
 
 
-def measure(members: Sequence[Member], texts: Mapping[int, bytes | memoryview], recipe: Recipe) -> Measured:
-    """Counts of a sample, without decoding media. Raises FieldError as `compose`, and where a limit is exceeded."""
-    spans, text_used = compose_with_source(members, texts, recipe)
+def members_to_read(members: Sequence[Member], recipe: Recipe) -> list[int]:
+    """Indices of the members whose bytes `measure` needs: text, and media that no header tells the size of."""
+    wanted = text_members(members, recipe)
+    for name, modality in recipe.modalities.items():
+        if not counts_from_header(modality):
+            wanted = sorted({*wanted, *uses_of(members, recipe).media[name]})
+    return wanted
+
+
+def measure(members: Sequence[Member], payloads: Mapping[int, bytes | memoryview], recipe: Recipe) -> Measured:
+    """Counts of a sample, without decoding media.
+
+    Args:
+        payloads: of `members_to_read`.
+
+    Raises:
+        FieldError: as `compose`, and where a limit is exceeded.
+    """
+    spans, text_used = compose_with_source(members, payloads, recipe)
     if len(spans) > recipe.limits.sample_parts:
         num_parts = sum(isinstance(span, MediaSlot) for span in spans)
         if num_parts > recipe.limits.sample_parts:
-            raise _above("images and clips", num_parts, "sample_parts", recipe.limits)
+            raise _above("parts of media", num_parts, "sample_parts", recipe.limits)
     llm_tokens = loss_tokens = 0
     parts: list[MeasuredPart] = []
     used = {*text_used}
+    if recipe.keep:
+        used.update(uses_of(members, recipe).kept)
     for span in spans:
         if isinstance(span, MediaSlot):
-            part = measure_part(span, members[span.member], recipe)
-            parts.append(part)
+            size = measure_part(span, members[span.member], payloads.get(span.member), recipe)
+            parts.append(MeasuredPart(span.modality, span.member, size))
             used.add(span.member)
-            llm_tokens += part.tokens
+            llm_tokens += size.tokens
         else:
-            num_tokens = len(span.token_ids)
-            if span.loss:
-                loss_tokens += num_tokens - (llm_tokens == 0)
-            llm_tokens += num_tokens
+            llm_tokens += len(span.token_ids)
+            loss_tokens += span.num_loss_tokens
     measured = Measured(llm_tokens, loss_tokens, parts, sorted(used))
     _check_sample(measured, members, recipe)
     return measured
 
 
-def measure_part(slot: MediaSlot, member: Member, recipe: Recipe) -> MeasuredPart:
-    """Size of one image or clip. Raises FieldError where its header or a limit forbids it."""
-    header = MediaHeader(member.width, member.height, member.frames, member.rate)
-    reason = member.error or above_limits(header, recipe.limits)
-    if reason is not None:
-        raise FieldError(member.field, reason)
-    if slot.modality == IMAGE:
-        assert recipe.image is not None
-        width, height = member.width, member.height
-        if width < 1 or height < 1:
-            raise FieldError(member.field, f"not a readable image: its header says {width} x {height} pixels")
-        grid = image_grid(width, height, recipe.image)
-        return MeasuredPart(IMAGE, slot.member, grid[0] * grid[1], recipe.image.num_tokens(grid), *grid)
-    pre = recipe.audio
-    assert pre is not None
-    if member.frames < 1 or member.rate < 1:
-        raise FieldError(member.field, f"no audio: its header says {member.frames} frames at {member.rate} Hz")
-    num_samples = pre.num_samples(member.frames, member.rate)
-    tokens, mel_frames = pre.num_tokens(num_samples), pre.mel_frames(num_samples)
-    return MeasuredPart(AUDIO, slot.member, mel_frames // pre.conv_stride, tokens, num_samples, mel_frames)
+def measure_part(slot: MediaSlot, member: Member, payload: bytes | memoryview | None, recipe: Recipe) -> PartSize:
+    """Size of one part. Raises FieldError where its header, its bytes or a limit forbid it."""
+    if member.error is not None:
+        raise FieldError(member.field, member.error)
+    modality = recipe.modalities[slot.modality]
+    try:
+        if payload is None or counts_from_header(modality):
+            size = modality.count_header(member.header[: modality.num_facts], recipe.limits)
+        else:
+            size = modality.count(payload, recipe.limits)
+    except DecodeError as error:
+        raise error.at(member.field) from error.__cause__
+    positions, tokens, rows, extent = size
+    rows = size.num_rows
+    if min(positions, tokens) < 1 or min(rows, *extent, 0) < 0 or len(extent) > modality.num_extents:
+        raise FieldError(
+            member.field,
+            f"{slot.modality} counted it as {size}: positions and tokens are at least 1, other numbers at least 0, and "
+            f"an extent has up to num_extents={modality.num_extents} of them",
+        )
+    return PartSize(positions, tokens, rows, extent)
 
 
 def _check_sample(measured: Measured, members: Sequence[Member], recipe: Recipe) -> None:
@@ -119,9 +126,11 @@ def _check_sample(measured: Measured, members: Sequence[Member], recipe: Recipe)
         decoded = decoded_bytes(measured.parts, members, recipe)
         if decoded > limits.sample_decoded_bytes:
             raise _above("bytes of media once decoded", decoded, "sample_decoded_bytes", limits)
-        largest = max(largest, *[max(part[2:]) for part in measured.parts])
+        largest = max(largest, *[max(*size[:3], *size.extent) for _, _, size in measured.parts])
     if largest > _INT32_MAX:  # the index counts in int32
-        raise FieldError("*", f"the sample has {largest} tokens, positions or audio samples, above {_INT32_MAX}")
+        raise FieldError(
+            "*", f"the sample has {largest} tokens, positions, rows or the like of one part, above {_INT32_MAX}"
+        )
 
 
 def _above(what: str, count: int, limit: str, limits: Limits) -> FieldError:
@@ -132,20 +141,12 @@ def _above(what: str, count: int, limit: str, limits: Limits) -> FieldError:
 
 
 def decoded_bytes(parts: Sequence[MeasuredPart], members: Sequence[Member], recipe: Recipe) -> int:
-    """Memory that decoding these parts takes, from their headers.
-
-    Patches, features and waves of all; pixels of the largest image, as images are decoded one after the other.
-    """
-    image, audio = recipe.image, recipe.audio
-    # A position of an image, a frame of audio.
-    patch_bytes = 0 if image is None else image.patch_dim * _ITEM_BYTES[image.dtype]
-    frame_bytes = 0 if audio is None else audio.num_mels * _ITEM_BYTES[audio.dtype]
-    total = largest = 0
-    for modality, index, positions, _, extent0, extent1 in parts:
-        member = members[index]
-        if modality == IMAGE:
-            largest = max(largest, member.width * member.height)
-            total += positions * patch_bytes
-        else:
-            total += extent1 * frame_bytes + _WAVE_BYTES * (member.frames + extent0)  # as stored, and resampled
-    return total + _PIXEL_BYTES * largest
+    """Memory that decoding these parts takes: their arrays, and what their modalities need beside."""
+    found: dict[str, list[tuple[Header, PartSize]]] = {}
+    for name, index, size in parts:
+        found.setdefault(name, []).append((members[index].header[: recipe.modalities[name].num_facts], size))
+    total = 0
+    for name, sizes in found.items():
+        modality = recipe.modalities[name]
+        total += modality.row_bytes() * sum(size.num_rows for _, size in sizes) + modality.decoding_bytes(sizes)
+    return total

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Final, NamedTuple
 
-from orchdata.loaders.modality import AUDIO, IMAGE, TEXT
+from orchdata.loaders.modalities.builtin import TEXT
+from orchdata.loaders.modalities.modality import Header
+from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.text.chat_keys import is_beside
-from orchdata.loaders.text.words import NAMED, WORDS_SUFFIX
+from orchdata.loaders.text.words import WORDS_SUFFIX
 
 _JSON_NAMES: Final = ("json", "jsonl", "jsn", "messages", "conversations")
 _LEADING_NUMBER: Final = re.compile(r"(\d+)\.")
@@ -22,66 +24,64 @@ class Member(NamedTuple):
 
     Attributes:
         field: lower-cased, as "0.jpg" or "json".
-        kind: a modality code, or 255 for what is no modality.
-        width, height: of an image as displayed, EXIF orientation applied.
-        frames, rate: of an audio clip, per channel, and Hz.
+        kind: its code under the recipe, UNUSED or OTHER.
+        header: what its modality's probe says, perhaps with zeros behind it.
         size: bytes of payload.
         error: why the field is bad; raised only when the field is used.
     """
 
     field: str
     kind: int
-    width: int = 0
-    height: int = 0
-    frames: int = 0
-    rate: int = 0
+    header: Header = ()
     size: int = 0
     error: str | None = None
 
 
-class Layout(NamedTuple):
+class Uses(NamedTuple):
     """Indices of a sample's members by use.
 
     Attributes:
         json: JSON, in the order of the shard.
         plain: the preferred plain text, numbered fields by number.
-        image, audio: media, numbered fields by number.
+        media: modality -> its parts, numbered fields by number; in the recipe's order.
         beside: text whose name says that it belongs to a conversation (`tools`, `system.txt`), in the order of the
             shard; perhaps among `json` or `plain` too.
         others: where there is neither JSON nor plain text, text under other names: a Parquet column of chats may have
             any name.
         named: text that names media by path: Parquet columns `image`, `images`, `audio`, `audios` without bytes.
+        kept: what goes with the sample as bytes.
     """
 
     json: tuple[int, ...]
     plain: tuple[int, ...]
-    image: tuple[int, ...]
-    audio: tuple[int, ...]
+    media: Mapping[str, tuple[int, ...]]
     beside: tuple[int, ...]
     others: tuple[int, ...]
     named: tuple[int, ...]
+    kept: tuple[int, ...]
 
 
-def layout_of(members: Sequence[Member], text_fields: tuple[str, ...]) -> Layout:
-    """Sort members by use; of plain text the first of `text_fields` that is there, whole names before extensions."""
-    return _layout(tuple([member[:2] for member in members]), text_fields)
+def uses_of(members: Sequence[Member], recipe: Recipe) -> Uses:
+    """Sort members by use; of plain text the recipe's first field that is there, whole names before extensions."""
+    return _uses(tuple([member[:2] for member in members]), recipe)
 
 
 @lru_cache(maxsize=4096)  # samples of a data set are alike
-def _layout(names: tuple[tuple[str, int], ...], text_fields: tuple[str, ...]) -> Layout:
+def _uses(names: tuple[tuple[str, int], ...], recipe: Recipe) -> Uses:
     texts = _in_field_order(names, TEXT)
     json = sorted(index for index in texts if _is_json(names[index][0]))
     rest = [index for index in texts if index not in json]
-    plain = _preferred([(index, _name(names[index][0])) for index in rest], text_fields)
-    named = tuple(index for index in sorted(texts) if names[index][0].lower().removesuffix(WORDS_SUFFIX) in NAMED)
-    return Layout(
+    plain = _preferred([(index, _name(names[index][0])) for index in rest], recipe.text.fields)
+    records = recipe.rules.words.records
+    named = tuple(index for index in sorted(texts) if names[index][0].lower().removesuffix(WORDS_SUFFIX) in records)
+    return Uses(
         json=tuple(json),
         plain=plain,
-        image=tuple(_in_field_order(names, IMAGE)),
-        audio=tuple(_in_field_order(names, AUDIO)),
+        media={name: tuple(_in_field_order(names, kind)) for kind, name in enumerate(recipe.kinds) if kind != TEXT},
         beside=tuple(index for index in sorted(texts) if is_beside(stem(names[index][0]))),
         others=() if json or plain else tuple(index for index in texts if index not in named),
         named=named,
+        kept=tuple(index for index, (name, _) in enumerate(names) if recipe.keeps(name)),
     )
 
 

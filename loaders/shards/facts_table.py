@@ -1,7 +1,8 @@
 """The facts table: one row per member of a shard, in shard order. Filled by the readers, read by the index.
 
-Columns: `sample` (ordinal in the shard), `key`, `field`, `kind` (modality code, 255 for what is ignored), `offset` and
-`size` of the content (Parquet: row number, bytes), `encoding`, `width`, `height`, `frames`, `rate`, `error`.
+Columns: `sample` (ordinal in the shard), `key`, `field`, `kind` (a code of `modalities.builtin.KINDS`, 255 for what is
+none), `offset` and `size` of the content (Parquet: row number, bytes), `encoding`, `header0` and `header1` (what the
+kind's probe says; 0 where it has none), `error`.
 
 An error on a row of kind 255 is structural (a field given twice, a key that comes back, damage to the archive): it
 makes the sample bad whatever a recipe asks for. An error on a row of another kind concerns that field alone.
@@ -16,9 +17,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
-from orchdata.loaders.shards.fields import OTHER, RAW
+from orchdata.loaders.modalities.builtin import NUM_FACTS, OTHER
+from orchdata.loaders.modalities.modality import Header
+from orchdata.loaders.shards.fields import RAW
 from orchdata.loaders.versions import RULES
 
 SCHEMA = pa.schema(
@@ -30,17 +35,15 @@ SCHEMA = pa.schema(
         pa.field("offset", pa.int64(), nullable=False),
         pa.field("size", pa.int64(), nullable=False),
         pa.field("encoding", pa.uint8(), nullable=False),
-        pa.field("width", pa.int32(), nullable=False),
-        pa.field("height", pa.int32(), nullable=False),
-        pa.field("frames", pa.int64(), nullable=False),
-        pa.field("rate", pa.int32(), nullable=False),
+        *(pa.field(f"header{i}", pa.int64(), nullable=False) for i in range(NUM_FACTS)),
         pa.field("error", pa.string()),
     ]
 )
 _STRINGS = ("key", "field")
 _NUMBERS = tuple(field.name for field in SCHEMA if field.name not in (*_STRINGS, "error"))
 _ROW = ("sample", "key", "field", "kind", "offset", "size", "encoding")
-MEDIA = ("width", "height", "frames", "rate")
+HEADERS = tuple(f"header{i}" for i in range(NUM_FACTS))
+NO_HEADER: Header = (0,) * NUM_FACTS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +82,7 @@ class FactsTable:
     """Rows of facts, as one list a column: plain Python, since most shards of a large data set may be tiny.
 
     Attributes:
-        sample, key, ... rate: as in SCHEMA, all of one length.
+        sample, key, ... header1: as in SCHEMA, all of one length.
         errors: row -> what is wrong with it.
     """
 
@@ -90,10 +93,8 @@ class FactsTable:
     offset: list[int] = dataclasses.field(default_factory=list)
     size: list[int] = dataclasses.field(default_factory=list)
     encoding: list[int] = dataclasses.field(default_factory=list)
-    width: list[int] = dataclasses.field(default_factory=list)
-    height: list[int] = dataclasses.field(default_factory=list)
-    frames: list[int] = dataclasses.field(default_factory=list)
-    rate: list[int] = dataclasses.field(default_factory=list)
+    header0: list[int] = dataclasses.field(default_factory=list)
+    header1: list[int] = dataclasses.field(default_factory=list)
     errors: dict[int, str] = dataclasses.field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -109,28 +110,27 @@ class FactsTable:
         offset: int = 0,
         size: int = 0,
         encoding: int = RAW,
-        media: tuple[int, int, int, int] = (0, 0, 0, 0),
+        header: Header = NO_HEADER,
         error: str | None = None,
     ) -> None:
-        """One row; `media` is its width, height, frames and rate."""
+        """One row."""
         if error is not None:
             self.errors[len(self.sample)] = error
         for name, value in zip(_ROW, (sample, key, field, kind, offset, size, encoding), strict=True):
             getattr(self, name).append(value)
-        for name, value in zip(MEDIA, media, strict=True):
+        for name, value in zip(HEADERS, header, strict=True):
             getattr(self, name).append(value)
 
     def extend(self, rows: Sequence[tuple[int, str, str, int, int, int, int]]) -> None:
-        """Rows of (sample, key, field, kind, offset, size, encoding); `extend_media` has to follow."""
+        """Rows of (sample, key, field, kind, offset, size, encoding); `extend_headers` has to follow."""
         if rows:
             for name, values in zip(_ROW, zip(*rows, strict=True), strict=True):
                 getattr(self, name).extend(values)
 
-    def extend_media(self, rows: Sequence[Sequence[int]]) -> None:
-        """(width, height, frames, rate) of the rows added since the last call."""
-        if rows:
-            for name, values in zip(MEDIA, zip(*rows, strict=True), strict=True):
-                getattr(self, name).extend(values)
+    def extend_headers(self, headers: NDArray[np.int64]) -> None:
+        """Of the rows added since the last call, int64 (n, NUM_FACTS)."""
+        for name, values in zip(HEADERS, headers.T.tolist(), strict=True):
+            getattr(self, name).extend(values)
 
     def fail_structure(self, row: int, reason: str) -> None:
         """Make the sample of `row` bad whatever a recipe asks for; the first reason stays."""

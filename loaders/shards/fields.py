@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import re
 
-from orchdata.loaders.modality import AUDIO, IMAGE, TEXT
-
-OTHER = 255
-"""Kind of a field that is ignored: neither text, image nor audio."""
+from orchdata.loaders.modalities.builtin import BUILTINS, OTHER, TEXT
 
 RAW, GZIP, SPARSE, PARQUET = 0, 1, 2, 3
 """How a member's bytes are stored: as they are, gzipped, in a sparse tar member, in a Parquet cell."""
 
-IMAGE_SUFFIXES = frozenset(
-    "jpg jpeg jpe jfif png apng webp gif bmp dib tif tiff ppm pgm pbm pnm pfm jp2 j2k avif".split()
-)
-AUDIO_SUFFIXES = frozenset("wav wave flac mp3 mp2 ogg oga opus aif aiff aifc au snd caf w64 rf64".split())
 TEXT_SUFFIXES = frozenset("txt text transcript transcription caption json jsn jsonl".split())
+
+_SUFFIXES = dict.fromkeys(TEXT_SUFFIXES, TEXT) | {
+    suffix: code for code, kind in enumerate(BUILTINS.values(), TEXT + 1) for suffix in kind.fields
+}
 
 # webdataset's own expressions (tariterators.base_plus_ext and tar_file_iterator), so that no name is split otherwise.
 _SPLIT = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")
@@ -54,12 +51,9 @@ def _split_long(name: str) -> tuple[str, str] | None:
 def classify(field: str) -> tuple[int, int]:
     """(kind, encoding) of a field by its last suffix: "0.jpg" is an image, "txt.gz" gzipped text, "audio.pth" other."""
     suffix = field.rpartition(".")[2]
-    if suffix in IMAGE_SUFFIXES:
-        return IMAGE, RAW
-    if suffix in AUDIO_SUFFIXES:
-        return AUDIO, RAW
-    if suffix in TEXT_SUFFIXES:
-        return TEXT, RAW
+    kind = _SUFFIXES.get(suffix)
+    if kind is not None:
+        return kind, RAW
     if suffix == "gz" and field[:-3].rpartition(".")[2] in TEXT_SUFFIXES:
         return TEXT, GZIP
     return OTHER, RAW

@@ -13,18 +13,14 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.loaders.errors import FieldError
+from orchdata.loaders.errors import DecodeError, FieldError
 from orchdata.loaders.limits import Limits, limits_fingerprint, shortened
-from orchdata.loaders.modalities.headers import (
-    HeaderError,
-    MediaHeader,
-    above_limits,
-    most_of,
-    read_header,
-    starts_with,
-)
+from orchdata.loaders.modalities.builtin import BUILTINS, NUM_FACTS, OTHER, TEXT
+from orchdata.loaders.modalities.checks import starts_with
+from orchdata.loaders.modalities.modality import Header, Modality
+from orchdata.loaders.modalities.probing import read_header, scan_heads
 from orchdata.loaders.shards.facts_table import Facts, FactsMeta, FactsTable, shard_failure
-from orchdata.loaders.shards.fields import GZIP, OTHER, RAW, SPARSE, classify, printable, split_name
+from orchdata.loaders.shards.fields import GZIP, RAW, SPARSE, classify, printable, split_name
 from orchdata.loaders.shards.tar_walk import (
     NotATar,
     SparseError,
@@ -35,7 +31,6 @@ from orchdata.loaders.shards.tar_walk import (
     walk_plain,
 )
 from orchdata.loaders.storage.storage import Storage
-from orchdata.native.scan.media import ABOVE, SKIPPED, scan_media
 
 Bytes = bytes | memoryview
 T = TypeVar("T")
@@ -202,7 +197,6 @@ class _Scan:
     def __init__(self, file: Storage, limits: Limits) -> None:
         self._file = file
         self._limits = limits
-        self._most = most_of(limits)
         self._table = FactsTable()
         self._key: str | None = None
         self._key_error: str | None = None
@@ -222,7 +216,7 @@ class _Scan:
             if len(self._table) > self._limits.shard_rows:
                 reason = f"more than {self._limits.shard_rows} members, above Limits.shard_rows"
                 return _Scanned(shard_failure(reason), self._file.size)
-            self._scan_media(batch, taken, first_row)
+            self._scan_headers(batch, taken, first_row)
             damage = batch.damage
             if batch.offsets:
                 end = max(end, batch.offsets[-1] + batch.sizes[-1])  # a link's content is further ahead
@@ -293,7 +287,7 @@ class _Scan:
         return np.array(taken, np.int64)
 
     def _too_large(self, row: int, kind: int, size: int) -> None:
-        reason = self._limits.size_error(kind, size) if kind != OTHER else None
+        reason = self._limits.size_error(size, is_text=kind == TEXT) if kind != OTHER else None
         if reason is not None:
             self._table.errors[row] = reason
 
@@ -301,33 +295,28 @@ class _Scan:
         self._regular += len(names)
         self._nameless += [printable(name) for name in names[: 3 - len(self._nameless)]]
 
-    def _scan_media(self, batch: TarBatch, taken: NDArray[np.int64], first_row: int) -> None:
-        """Media columns of the rows from `first_row` on, which are the members `taken` of the batch."""
+    def _scan_headers(self, batch: TarBatch, taken: NDArray[np.int64], first_row: int) -> None:
+        """Headers of the rows from `first_row` on, which are the members `taken` of the batch."""
         table = self._table
         kinds = np.array(table.kind[first_row:], np.uint8)
         if table.errors:
             kinds[[first_row + i in table.errors for i in range(taken.size)]] = OTHER
-        media = np.empty((taken.size, 4), np.int64)
-        status = np.empty(taken.size, np.uint8)
-        buffer = batch.buffer.view()
-        buffer.flags.writeable = False
-        scan_media(buffer, batch.places, taken, kinds, self._most, media, status)
-        headers: list[Sequence[int]] = list(media.tolist())
-        for i in np.flatnonzero(status > SKIPPED).tolist():
-            row, reason = first_row + i, None
-            if status[i] == ABOVE:
-                reason = above_limits(MediaHeader(*headers[i]), self._limits)
-            else:
+        headers = np.zeros((taken.size, NUM_FACTS), np.int64)
+        for code, modality in enumerate(BUILTINS.values(), TEXT + 1):
+            mine = np.flatnonzero(kinds == code)
+            if not mine.size:
+                continue
+            found, rest = scan_heads(modality, batch.buffer, batch.places[taken[mine]])
+            for i in rest.tolist():
+                row = first_row + int(mine[i])
                 try:
-                    headers[i] = self._read_header(int(kinds[i]), row)
-                except HeaderError as error:
-                    reason = str(error)
-            if reason is not None:
-                table.errors[row] = reason
-                headers[i] = MediaHeader()
-        table.extend_media(headers)
+                    found[i] = self._read_header(modality, row)
+                except DecodeError as error:
+                    table.errors[row] = error.reason
+            headers[mine, : modality.num_facts] = found
+        table.extend_headers(headers)
 
-    def _read_header(self, kind: int, row: int) -> MediaHeader:
+    def _read_header(self, modality: type[Modality], row: int) -> Header:
         table = self._table
         offset, size = table.offset[row], table.size[row]
         if table.encoding[row] == SPARSE:
@@ -336,7 +325,7 @@ class _Scan:
                 return bytes(read_sparse(self._file, offset, size, limits=self._limits, count=count))
 
             try:
-                return read_header(kind, size, read, self._limits)
+                return read_header(modality, size, read, self._limits)
             except SparseError as error:
-                raise HeaderError(str(error)) from error
-        return read_header(kind, size, lambda count: self._file.read(offset, count), self._limits)
+                raise DecodeError(str(error)) from error
+        return read_header(modality, size, lambda count: self._file.read(offset, count), self._limits)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from orchdata.loaders.errors import NOT_DATA
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.shards.fields import OTHER, RAW, SPARSE, printable
+from orchdata.loaders.shards.fields import RAW, SPARSE, printable
 from orchdata.loaders.storage.storage import Storage
 from orchdata.native.scan.tar import (
     CONTENT,
@@ -320,7 +320,7 @@ def read_sparse(file: Storage, offset: int, size: int, *, limits: Limits, count:
         raise SparseError(f"damaged sparse member: {_reason(error)}") from error
     if info is None or info.size != size or info.sparse is None:
         raise SparseError("damaged sparse member: another one than was indexed")
-    reason = limits.size_error(OTHER, size) or _map_error(info.sparse, size, limits)
+    reason = limits.size_error(size, is_text=False) or _map_error(info.sparse, size, limits)
     if reason is not None:
         raise SparseError(reason)
     out = memoryview(bytearray(size if count is None else min(count, size)))

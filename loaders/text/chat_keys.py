@@ -26,7 +26,7 @@ _WORDS: Final = frozenset(
 )
 # Whole keys, in lower case and without anything but letters.
 _OF_TURN: Final = frozenset(
-    "name text audio audios image images video videos parts documents attachments files system prompt response "
+    "name text video videos parts documents attachments files system prompt response "
     "completion chosen rejected channel recipient".split()
 )
 _OF_RECORD: Final = frozenset(
@@ -69,13 +69,22 @@ def phrases(value: Any) -> Iterator[str]:
             pending.extend(held)
 
 
-def check_turn(where: str, turn: Mapping[str, Any], own: Collection[str], role: str, text: str, loss: bool) -> None:
+def check_turn(
+    where: str,
+    turn: Mapping[str, Any],
+    own: Collection[str],
+    role: str,
+    text: str,
+    loss: bool,
+    media: Collection[str],
+) -> None:
     """Raise DecodeError for a key of a turn that would be lost.
 
     Args:
         where: names the turn in the error.
         own: keys that are read.
         text: what the turn says; loss: whether the template lets it carry loss.
+        media: keys that name media.
     """
     for key, value in turn.items():
         if value is None or key in own:
@@ -83,7 +92,7 @@ def check_turn(where: str, turn: Mapping[str, Any], own: Collection[str], role: 
         words, name = _split(key[:_KEY_CHARACTERS])
         if words & _LOSS:
             _check_loss(where, key, value, loss, words)
-        elif name in _OF_TURN or (words & _WORDS and not _is_flag(value)):
+        elif name in _OF_TURN or name in media or (words & _WORDS and not _is_flag(value)):
             _check_said(where, key, value, [text, role])
 
 

@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from orchdata.loaders.errors import DecodeError
-from orchdata.loaders.modality import AUDIO, IMAGE
 from orchdata.loaders.text.chat_keys import WAY_OUT, check_item, check_record, check_turn, says, shown
-from orchdata.loaders.text.preprocessor import TextPreprocessor, decode_utf8
+from orchdata.loaders.text.media_words import MediaWords
+from orchdata.loaders.text.preprocessor import decode_utf8
 from orchdata.loaders.text.template import ChatTemplate, Placeholder, Turn
-from orchdata.loaders.text.words import NAMED, key_of_words, names_words
+from orchdata.loaders.text.words import key_of_words, names_words
 
 _CONVERSATION_KEYS: Final = ("messages", "conversations", "conversation")
 _TEXT_KEYS: Final = ("text", "caption")
@@ -29,22 +29,13 @@ _READ_KEYS: Final = (*_CONVERSATION_KEYS, *_TEXT_KEYS)
 _ROLE_KEYS: Final = ("role", "from")
 _CONTENT_KEYS: Final = ("content", "value")
 _ROLES: Final = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
-_MEDIA_TYPES: Final = {
-    "image": IMAGE,
-    "image_url": IMAGE,
-    "audio": AUDIO,
-    "audio_url": AUDIO,
-    "input_audio": AUDIO,
-}
-_ITEM_KEYS: Final = ("text", *_MEDIA_TYPES)
-_MARKED: Final = (IMAGE, AUDIO)
 _INT_DIGITS: Final = 640  # Python's limit can be set no lower
 _VIDEO_KEYS: Final = ("video", "videos")
 
 Content = tuple[str | Placeholder, ...]
 
 
-_NONE: Final[Mapping[int, list[str]]] = MappingProxyType({})
+_NONE: Final[Mapping[str, list[str]]] = MappingProxyType({})
 
 
 class Document(NamedTuple):
@@ -60,23 +51,30 @@ class Document(NamedTuple):
 
     turns: list[Turn] | None = None
     text: str | None = None
-    named: Mapping[int, list[str]] = _NONE
-    placed: Mapping[int, list[str]] = _NONE
+    named: Mapping[str, list[str]] = _NONE
+    placed: Mapping[str, list[str]] = _NONE
     rest: Any = None
 
 
-def read_document(payload: bytes | memoryview, pre: TextPreprocessor, *, lines: bool = False) -> Document:
+class Rules(NamedTuple):
+    """What conversations are read by: the template, whose roles they may have, and how they speak of media."""
+
+    template: ChatTemplate
+    words: MediaWords
+
+
+def read_document(payload: bytes | memoryview, rules: Rules, *, lines: bool = False) -> Document:
     """Parse one JSON member; with `lines` each line is JSON, and several of them are a list.
 
     Raises DecodeError for broken JSON or a conversation that cannot be read, or not in full.
     """
     value = parse_json(payload, lines=lines)
     if isinstance(value, dict):
-        if _is_turn(value) and _knows(value, pre.template):
-            return _chat([value], pre)
-        return _record(value, pre)
+        if _is_turn(value) and _knows(value, rules.template):
+            return _chat([value], rules)
+        return _record(value, rules)
     if isinstance(value, list) and any(map(_is_turn, value)):
-        return _chat(value, pre)
+        return _chat(value, rules)
     return Document(rest=value)
 
 
@@ -119,23 +117,23 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 _DECODER: Final = json.JSONDecoder(object_pairs_hook=_object)
 
 
-def _record(value: dict[str, Any], pre: TextPreprocessor) -> Document:
+def _record(value: dict[str, Any], rules: Rules) -> Document:
     if isinstance(value, _Repeating) and not value.keys().isdisjoint(_READ_KEYS):
         raise DecodeError("a key comes twice in the record")
     found: Document | None = None
     for key in _CONVERSATION_KEYS:
         if key in value and isinstance(turns := value[key], list) and turns:
-            chat = _chat(turns, pre)
+            chat = _chat(turns, rules)
             if found is not None and found.turns != chat.turns:
                 raise DecodeError(f"two conversations that differ, the second under {key!r}")
             found = chat
     if found is not None:
         check_record(value, _READ_KEYS, found.turns or ())
-        return found._replace(named=named_in(value))
+        return found._replace(named=named_in(value, rules.words))
     texts = [text for key in _TEXT_KEYS if isinstance(text := value.get(key), str)]
     if not texts or _video_in(value) is not None:
         return Document(rest=value)
-    return Document(text=next(filter(str.strip, texts), texts[0]), named=named_in(value))
+    return Document(text=next(filter(str.strip, texts), texts[0]), named=named_in(value, rules.words))
 
 
 def _video_in(value: Mapping[str, Any]) -> str | None:
@@ -193,24 +191,27 @@ def _unread_records(value: list[Any]) -> bool:
     return any(isinstance(item, dict) and says(item) and key_of_words(item) is not None for item in value)
 
 
-def split_placeholders(text: str, pre: TextPreprocessor, placed: Collection[int] = ()) -> Content:
-    """`text` cut at its placeholders, but those of the modalities in `placed`; empty stretches are left out."""
-    image, audio = pre.image_placeholder, pre.audio_placeholder
+def split_placeholders(text: str, words: MediaWords, placed: Collection[str] = ()) -> Content:
+    """`text` cut at its marks, but those of the modalities in `placed`; empty stretches are left out."""
+    marks = words.marks
     if placed:
-        image, audio = "" if IMAGE in placed else image, "" if AUDIO in placed else audio
-    if not (image and image in text) and not (audio and audio in text):
+        marks = tuple((mark, name) for mark, name in marks if name not in placed)
+    for mark, _ in marks:
+        if mark in text:
+            break
+    else:
         return (text,) if text else ()
-    pattern, modality_of = _pattern(image, audio)
+    pattern, name_of = _pattern(marks)
     pieces = pattern.split(text)
-    return tuple(Placeholder(modality_of[piece]) if index % 2 else piece for index, piece in enumerate(pieces) if piece)
+    return tuple(Placeholder(name_of[piece]) if index % 2 else piece for index, piece in enumerate(pieces) if piece)
 
 
 @lru_cache(maxsize=16)
-def _pattern(image: str, audio: str) -> tuple[re.Pattern[str], dict[str, int]]:
-    modality_of = {mark: modality for mark, modality in ((image, IMAGE), (audio, AUDIO)) if mark}
+def _pattern(marks: tuple[tuple[str, str], ...]) -> tuple[re.Pattern[str], dict[str, str]]:
+    name_of = dict(marks)
     # Longest first: one mark may begin with the other.
-    marks = sorted(modality_of, key=len, reverse=True)
-    return re.compile(f"({'|'.join(map(re.escape, marks))})"), modality_of
+    longest = sorted(name_of, key=len, reverse=True)
+    return re.compile(f"({'|'.join(map(re.escape, longest))})"), name_of
 
 
 def _is_turn(value: Any) -> bool:
@@ -222,45 +223,52 @@ def _knows(turn: Mapping[str, Any], template: ChatTemplate) -> bool:
     return isinstance(role, str) and template.knows(_ROLES.get(role, role)) and _first(turn, _CONTENT_KEYS) is not None
 
 
-def _chat(value: list[Any], pre: TextPreprocessor) -> Document:
+def _chat(value: list[Any], rules: Rules) -> Document:
     """A conversation, and where the items of its turns place media."""
-    turns = [_turn(number, item, pre.template) for number, item in enumerate(value, 1)]
+    words = rules.words
+    turns = [_turn(number, item, rules) for number, item in enumerate(value, 1)]
     placed = {piece.modality for turn in turns for piece in turn.content if isinstance(piece, Placeholder)}
     names = _NONE
     if placed:  # media of such a modality have items of their own, so its marks in the text are text
-        _check_order(value)
-        names = _placed(value)
-    if len(placed) < len(_MARKED):
-        turns = [Turn(turn.role, _split_all(turn.content, pre, placed)) for turn in turns]
+        _check_order(value, words)
+        names = _placed(value, words)
+    if any(name not in placed for _, name in words.marks):
+        turns = [Turn(turn.role, _split_all(turn.content, words, placed)) for turn in turns]
     return Document(turns=turns, placed=names)
 
 
-def _split_all(content: Content, pre: TextPreprocessor, placed: Collection[int]) -> Content:
+def _split_all(content: Content, words: MediaWords, placed: Collection[str]) -> Content:
     if len(content) == 1 and isinstance(content[0], str):
-        return split_placeholders(content[0], pre, placed)
+        return split_placeholders(content[0], words, placed)
     return tuple(
         part
         for piece in content
-        for part in ((piece,) if isinstance(piece, Placeholder) else split_placeholders(piece, pre, placed))
+        for part in ((piece,) if isinstance(piece, Placeholder) else split_placeholders(piece, words, placed))
     )
 
 
-def _placed(turns: list[dict[str, Any]]) -> dict[int, list[str]]:
+def _placed(turns: list[dict[str, Any]], words: MediaWords) -> dict[str, list[str]]:
     """The names that items of media give, by modality, in order; none of a modality where one item gives none."""
-    named: dict[int, list[str]] = {}
-    for turn in turns:
-        content = _first(turn, _CONTENT_KEYS)
-        for item in content if isinstance(content, list) else ():
-            kind = _kind(item) if isinstance(item, dict) else "text"
-            if kind != "text":
-                held = item.get(kind)
-                held = held.get("url") if isinstance(held, dict) else held
-                named.setdefault(_MEDIA_TYPES[kind], []).append(held if isinstance(held, str) else "")
+    named: dict[str, list[str]] = {}
+    for _, kind, item in _media_items(turns, words):
+        held = item.get(kind)
+        held = held.get("url") if isinstance(held, dict) else held
+        named.setdefault(words.items[kind], []).append(held if isinstance(held, str) else "")
     return {modality: names for modality, names in named.items() if all(names)}
 
 
-def _turn(number: int, item: Any, template: ChatTemplate) -> Turn:
-    return _plain_turn(item, template) or _checked_turn(f"turn {number}", item, template)
+def _media_items(turns: list[dict[str, Any]], words: MediaWords) -> Iterator[tuple[int, str, dict[str, Any]]]:
+    """(number of the turn, type, item) of each item of media."""
+    for number, turn in enumerate(turns, 1):
+        content = _first(turn, _CONTENT_KEYS)
+        for item in content if isinstance(content, list) else ():
+            kind = _kind(item, words) if isinstance(item, dict) else "text"
+            if kind != "text":
+                yield number, kind, item
+
+
+def _turn(number: int, item: Any, rules: Rules) -> Turn:
+    return _plain_turn(item, rules.template) or _checked_turn(f"turn {number}", item, rules)
 
 
 def _plain_turn(item: Any, template: ChatTemplate) -> Turn | None:
@@ -276,7 +284,8 @@ def _plain_turn(item: Any, template: ChatTemplate) -> Turn | None:
     return Turn(role, (content,)) if template.knows(role) else None
 
 
-def _checked_turn(where: str, item: Any, template: ChatTemplate) -> Turn:
+def _checked_turn(where: str, item: Any, rules: Rules) -> Turn:
+    template = rules.template
     if not isinstance(item, dict):
         raise DecodeError(f"{where} is a {type(item).__name__}, not a dict with role and content")
     if isinstance(item, _Repeating):
@@ -289,9 +298,11 @@ def _checked_turn(where: str, item: Any, template: ChatTemplate) -> Turn:
         known = ", ".join(dict.fromkeys((*template.roles, *template.loss_roles)))
         raise DecodeError(f"{where} has the role {shown(role)}; known are {known}: see ChatTemplate.roles")
     content, loss = _first(item, _CONTENT_KEYS), template.carries_loss(role)
-    turn = Turn(role, () if content is None else _content(where, content))
+    turn = Turn(role, () if content is None else _content(where, content, rules.words))
     if len(item) > 2 or content is None:
-        check_turn(f"{where} ({written})", item, (*_ROLE_KEYS, *_CONTENT_KEYS), role, turn.text, loss)
+        check_turn(
+            f"{where} ({written})", item, (*_ROLE_KEYS, *_CONTENT_KEYS), role, turn.text, loss, rules.words.records
+        )
         if _differ(item, _ROLE_KEYS) or _differ(item, _CONTENT_KEYS):
             raise DecodeError(f"{where} says one thing under role and content, another under from and value")
     if content is None:
@@ -318,70 +329,66 @@ def _differ(item: Mapping[str, Any], keys: tuple[str, ...]) -> bool:
     return not all(isinstance(one, str) for one in held) or len({_ROLES.get(one, one) for one in held}) > 1
 
 
-def _content(where: str, content: Any) -> Content:
+def _content(where: str, content: Any, words: MediaWords) -> Content:
     if isinstance(content, str):
         return (content,)
     if isinstance(content, list):
-        return tuple(_item(f"the content of {where}", item) for item in content)
+        return tuple(_item(f"the content of {where}", item, words) for item in content)
     raise DecodeError(f"the content of {where} is a {type(content).__name__}, not a string or a list")
 
 
-def _item(where: str, item: Any) -> str | Placeholder:
+def _item(where: str, item: Any, words: MediaWords) -> str | Placeholder:
     if isinstance(item, str):
         return item
     if not isinstance(item, dict):
         raise DecodeError(f"{where} holds a {type(item).__name__}, not a string or a dict")
     if isinstance(item, _Repeating):
         raise DecodeError(f"{where} has an item with a key twice")
-    kind = _kind(item)
-    held = [key for key in _ITEM_KEYS if says(item.get(key))]
-    if kind != "text" and (not isinstance(kind, str) or kind not in _MEDIA_TYPES):
-        known = ", ".join(_ITEM_KEYS)
+    kind, keys = _kind(item, words), ("text", *words.items)
+    held = [key for key in keys if says(item.get(key))]
+    if kind != "text" and (not isinstance(kind, str) or kind not in words.items):
+        known = ", ".join(keys)
         found = shown(kind) if isinstance(kind, str) else f"a {type(kind).__name__}"
         raise DecodeError(f"{where} has an item of type {found}; known are {known}")
-    lost = [key for key in held if key != kind and (kind == "text" or _MEDIA_TYPES.get(key) != _MEDIA_TYPES[kind])]
+    lost = [key for key in held if key != kind and (kind == "text" or words.items.get(key) != words.items[kind])]
     if lost:
         raise DecodeError(f"{where} has an item of type {kind!r} that holds {lost[0]!r} too: give each its own item")
-    check_item(f"{where}, in an item of type {kind!r},", item, ("type", *_ITEM_KEYS), media=kind != "text")
+    check_item(f"{where}, in an item of type {kind!r},", item, ("type", *keys), media=kind != "text")
     if kind == "text":
         if not isinstance(item.get("text"), str):
             raise DecodeError(f"{where} has a text item without text")
         return str(item["text"])
     if isinstance(item.get(kind), list) and len(item[kind]) > 1:
         raise DecodeError(f"{where} has an item of type {kind!r} that holds {len(item[kind])}: give each its own item")
-    return Placeholder(_MEDIA_TYPES[kind])
+    return Placeholder(words.items[kind])
 
 
-def _kind(item: Mapping[str, Any]) -> Any:
+def _kind(item: Mapping[str, Any], words: MediaWords) -> Any:
     """The type of an item. Qwen-VL's older form has none: {"image": ...} or {"text": ...}."""
     kind = item.get("type")
-    return next((key for key in _ITEM_KEYS if item.get(key) is not None), None) if kind is None else kind
+    keys = ("text", *words.items)
+    return next((key for key in keys if item.get(key) is not None), None) if kind is None else kind
 
 
-def _check_order(turns: list[dict[str, Any]]) -> None:
+def _check_order(turns: list[dict[str, Any]], words: MediaWords) -> None:
     """Where items of media say the number of theirs (`index`), they must count on: places are filled in order."""
-    counts = {IMAGE: 0, AUDIO: 0}
-    for number, turn in enumerate(turns, 1):
-        content = _first(turn, _CONTENT_KEYS)
-        for item in content if isinstance(content, list) else ():
-            kind = _kind(item) if isinstance(item, dict) else "text"
-            if kind == "text":
-                continue
-            index, modality = item.get("index"), _MEDIA_TYPES[kind]
-            if isinstance(index, int) and index != counts[modality]:
-                raise DecodeError(
-                    f"the content of turn {number} places {kind} {index} where number {counts[modality]} follows: "
-                    "media fill their places in the order of the fields"
-                )
-            counts[modality] += 1
+    counts = dict.fromkeys(words.items.values(), 0)
+    for number, kind, item in _media_items(turns, words):
+        index, modality = item.get("index"), words.items[kind]
+        if isinstance(index, int) and index != counts[modality]:
+            raise DecodeError(
+                f"the content of turn {number} places {kind} {index} where number {counts[modality]} follows: media "
+                "fill their places in the order of the fields"
+            )
+        counts[modality] += 1
 
 
-def named_in(value: Mapping[str, Any]) -> dict[int, list[str]]:
+def named_in(value: Mapping[str, Any], words: MediaWords) -> dict[str, list[str]]:
     """Media that a LLaVA-style record names. Names are never opened: media are the sample's own members."""
-    named: dict[int, list[str]] = {}
-    if value.keys().isdisjoint(NAMED):
+    named: dict[str, list[str]] = {}
+    if value.keys().isdisjoint(words.records):
         return named
-    for key, modality in NAMED.items():
+    for key, modality in words.records.items():
         held = value.get(key)
         if isinstance(held, (list, str)):
             held = held if isinstance(held, list) else [held]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from dataclasses import fields as dataclass_fields
 from typing import Any, Final
 
 import numpy as np
@@ -12,7 +13,6 @@ from numpy.typing import NDArray
 
 from orchdata.loaders.errors import NOT_DATA, DecodeError
 from orchdata.loaders.locks import lock_of
-from orchdata.loaders.modality import AUDIO, IMAGE
 from orchdata.loaders.text.template import ChatTemplate
 
 Tokenizer = Callable[[str], Sequence[int]]
@@ -110,15 +110,6 @@ class TextPreprocessor:
             raise ValueError(f"the vocabulary of tokenizer {self.id!r} is not known here: ask the tokenizer")
         return max(255, *(getattr(self, name) or 0 for name in _SPECIAL_IDS)) + 1
 
-    def placeholder(self, modality: int) -> str:
-        return {IMAGE: self.image_placeholder, AUDIO: self.audio_placeholder}[modality]
-
-    def around(self, modality: int) -> tuple[int | None, int | None]:
-        """Ids put before and after a part of `modality`."""
-        if modality == IMAGE:
-            return self.image_start_id, self.image_end_id
-        return self.audio_start_id, self.audio_end_id
-
     def encode(self, text: str) -> NDArray[np.int32]:
         """Token ids of `text`, (num_tokens,).
 
@@ -142,17 +133,22 @@ class TextPreprocessor:
 
     def describe(self) -> dict[str, Any]:
         """All that token ids depend on, JSON-safe; the tokenizer by its id."""
-        template = self.template
         described: dict[str, Any] = {"tokenizer": self.id, "fields": list(self.fields)}
-        described["template"] = {
-            "prefix": template.prefix,
-            "suffix": template.suffix,
-            "loss_roles": list(template.loss_roles),
-            "roles": list(template.roles),
-        }
+        described["template"] = _described(self.template)
         for name in (*_SPECIAL_IDS, "image_placeholder", "audio_placeholder"):
             described[name] = getattr(self, name)
+        if type(self) is not TextPreprocessor:
+            described["class"] = f"{type(self).__module__}.{type(self).__qualname__}"
         return described
+
+
+def _described(template: ChatTemplate) -> dict[str, Any]:
+    """A template by its fields; one of a class of the user's by that too."""
+    held = {each.name: getattr(template, each.name) for each in dataclass_fields(template)}
+    described = {name: list(value) if isinstance(value, tuple) else value for name, value in held.items()}
+    if type(template) is not ChatTemplate:
+        described["class"] = f"{type(template).__module__}.{type(template).__qualname__}"
+    return described
 
 
 _SPECIAL_IDS: Final = (

@@ -56,9 +56,9 @@ class TextSegment(NamedTuple):
 
 
 class Placeholder(NamedTuple):
-    """The place of the next part of `modality`."""
+    """The place of the next part of a modality, by name."""
 
-    modality: int
+    modality: str
 
 
 Segment = TextSegment | Placeholder

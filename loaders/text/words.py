@@ -7,13 +7,8 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Final
 
-from orchdata.loaders.modality import AUDIO, IMAGE
-
 WORDS_SUFFIX: Final = ".words"
 """Behind the name of a Parquet column of lists or structs with words: JSON that is no chat, and only looked at."""
-
-NAMED: Final = {"image": IMAGE, "images": IMAGE, "audio": AUDIO, "audios": AUDIO}
-"""Keys, and columns of text, that name media by path."""
 
 _NOUNS: Final = (
     "text caption transcript transcription sentence utterance question answer instruction output prompt completion "

@@ -10,10 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.native.jit import kernel
+from orchdata.native.scan.status import FOUND, MORE, UNUSUAL
 
-FOUND, SKIPPED, ABOVE, MORE, UNUSUAL = range(5)
-IMAGE, AUDIO = 1, 2
-
+_LEAST_BYTES = 12
 _LEAST_FLAC_FRAME = 10  # bytes: header 6, subframe 2, checksum 2
 
 _EXIF = np.frombuffer(b"Exif\0\0", dtype=np.uint8)
@@ -219,59 +218,61 @@ def _flac(buffer: NDArray[np.uint8], start: int, end: int, whole: bool, size: in
 
 
 @kernel
-def scan_media(
+def scan_images(
     buffer: NDArray[np.uint8],
-    places: NDArray[np.int64],
-    rows: NDArray[np.int64],
-    kinds: NDArray[np.uint8],
-    most: NDArray[np.float64],
-    media: NDArray[np.int64],
+    starts: NDArray[np.int64],
+    available: NDArray[np.int64],
+    sizes: NDArray[np.int64],
     status: NDArray[np.uint8],
+    facts: NDArray[np.int64],
 ) -> None:
-    """Media headers of members whose first bytes are in `buffer`.
+    """Width and height, as displayed, of images whose first bytes are in `buffer`.
 
     Args:
         buffer: uint8 (num_bytes,), read-only: numba takes writable arrays for another type, and would compile twice.
-        places: int64 (num_members, 3): where each member's content starts in the buffer, how many of its bytes are
-            there, and its size.
-        rows: int64 (n,): the members to look at.
-        kinds: uint8 (n,): IMAGE, AUDIO, or anything else to leave out.
-        most: float64 (3,): pixels of an image, its longest side, seconds of a clip; more is ABOVE.
-        media: int64 (n, 4), written: width and height as displayed, frames and rate; 0 where not FOUND or ABOVE.
-        status: uint8 (n,), written: FOUND, ABOVE, MORE, UNUSUAL, or SKIPPED for the kinds left out.
+        starts, available, sizes: int64 (n,): where each member's content starts in the buffer, how many of its bytes
+            are there, and how many it has.
+        status: uint8 (n,), written: FOUND, MORE or UNUSUAL.
+        facts: int64 (n, 2), written where FOUND.
     """
-    for i in range(rows.size):
-        media[i, 0], media[i, 1], media[i, 2], media[i, 3] = 0, 0, 0, 0
-        if kinds[i] != IMAGE and kinds[i] != AUDIO:
-            status[i] = SKIPPED
+    for i in range(starts.size):
+        start, whole = starts[i], available[i] >= sizes[i]
+        end = start + min(available[i], sizes[i])
+        if end - start < _LEAST_BYTES:
+            status[i] = UNUSUAL if whole else MORE
             continue
-        place = places[rows[i]]
-        start, size = place[0], place[2]
-        whole = place[1] >= size
-        end = start + min(place[1], size)
-        if end - start < 12:
+        outcome = (UNUSUAL, 0, 0)
+        if _u32(buffer, start, False) >> 8 == 0xFFD8FF:
+            outcome = _jpeg(buffer, start, end, whole)
+        elif _matches(buffer, start, end, _PNG):
+            outcome = _png(buffer, start, end, whole)
+        status[i] = outcome[0]
+        if outcome[0] == FOUND:
+            facts[i, 0], facts[i, 1] = outcome[1], outcome[2]
+
+
+@kernel
+def scan_audio(
+    buffer: NDArray[np.uint8],
+    starts: NDArray[np.int64],
+    available: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    status: NDArray[np.uint8],
+    facts: NDArray[np.int64],
+) -> None:
+    """As `scan_images`: frames of a channel and rate of clips."""
+    for i in range(starts.size):
+        start, size, whole = starts[i], sizes[i], available[i] >= sizes[i]
+        end = start + min(available[i], size)
+        if end - start < _LEAST_BYTES:
             status[i] = UNUSUAL if whole else MORE
             continue
         magic = _u32(buffer, start, False)
         outcome = (UNUSUAL, 0, 0)
-        if kinds[i] == IMAGE:
-            if magic >> 8 == 0xFFD8FF:
-                outcome = _jpeg(buffer, start, end, whole)
-            elif _matches(buffer, start, end, _PNG):
-                outcome = _png(buffer, start, end, whole)
-        elif magic == 0x52494646:  # RIFF
+        if magic == 0x52494646:  # RIFF
             outcome = _wav(buffer, start, end, whole, size)
         elif magic == 0x664C6143:  # fLaC
             outcome = _flac(buffer, start, end, whole, size)
         status[i] = outcome[0]
-        if outcome[0] != FOUND:
-            continue
-        first, second = outcome[1], outcome[2]
-        if kinds[i] == IMAGE:
-            media[i, 0], media[i, 1] = first, second
-            above = first * second > most[0] or max(first, second) > most[1]
-        else:
-            media[i, 2], media[i, 3] = first, second
-            above = first > most[2] * second
-        if above:
-            status[i] = ABOVE
+        if outcome[0] == FOUND:
+            facts[i, 0], facts[i, 1] = outcome[1], outcome[2]

@@ -20,6 +20,7 @@ from orchdata.bench.corpus import Corpus
 from orchdata.bench.harness import Result, interleave
 from orchdata.bench.parquet import measure_parquet
 from orchdata.loaders.index.build import build_index
+from orchdata.loaders.index.probed import Probes
 from orchdata.loaders.index.shard_costs import cost_shard
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.recipe import Recipe
@@ -114,10 +115,12 @@ def _tokenizing(
     facts = dict(zip(urls, scan(urls, cache), strict=True))
     texts = [text for url in urls for text in read_texts(url, facts[url].table, cache)]
 
+    probes = Probes(recipe, cache)
+
     def cost_layer() -> None:
         for url in urls:
             with closing(_open(url, cache)) as shard:
-                cost_shard(facts[url], lambda shard=shard: shard, recipe)  # type: ignore[misc]
+                cost_shard(facts[url], lambda shard=shard: shard, recipe, probes)  # type: ignore[misc]
 
     def tokenizer_alone() -> None:
         for text in texts:

@@ -21,11 +21,11 @@ from orchdata.balancers import balance_phases
 from orchdata.bench.distributions import OMNI_COST
 from orchdata.bench.harness import Result, interleave
 from orchdata.loaders.index.index import Index
-from orchdata.loaders.index.synthetic import synthetic_index
 from orchdata.order.order import Order, Shuffle
 from orchdata.planning.balance import Balance
 from orchdata.planning.costs import IndexCosts
 from orchdata.planning.plan import PlanSpec, make_plan
+from orchdata.synth.made_up_index import synthetic_index
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

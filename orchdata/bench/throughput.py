@@ -24,12 +24,15 @@ from orchdata.bench.corpus import Corpus
 from orchdata.bench.harness import Result
 from orchdata.dataloader import DataLoader
 from orchdata.dataset.shard_dataset import ShardDataset
-from orchdata.loaders.modalities.headers import read_header
-from orchdata.loaders.modalities.preprocessors import ImagePreprocessor
-from orchdata.loaders.modality import TEXT
+from orchdata.loaders.modalities.builtin import OTHER
+from orchdata.loaders.modalities.image import ImagePreprocessor
+from orchdata.loaders.modalities.probing import read_header
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.samples.sample import AudioPart, ImagePart, Member, Part, Sample, TextPart, decode_sample
-from orchdata.loaders.shards.fields import OTHER, classify
+from orchdata.loaders.samples.decode import decode_sample
+from orchdata.loaders.samples.measure import measure
+from orchdata.loaders.samples.members import Member
+from orchdata.loaders.samples.sample import MediaPart, Part, Sample, TextPart
+from orchdata.loaders.shards.fields import classify
 
 Tensors = dict[str, torch.Tensor]
 
@@ -170,21 +173,24 @@ class DecodeFields:
                 continue
             payloads[len(members)] = payload
             members.append(self._member(name, kind, payload))
-        parts = decode_sample(members, payloads, self.recipe)
+        sizes = [part.size for part in measure(members, payloads, self.recipe).parts]
+        parts = decode_sample(members, payloads, sizes, self.recipe)
         return Sample(shard=fields["__url__"], key=fields["__key__"], parts=parts)
 
     def _member(self, name: str, kind: int, payload: bytes) -> Member:
-        if kind == TEXT:
-            return Member(name, kind, size=len(payload))
-        header = read_header(kind, len(payload), lambda size: payload[:size], self.recipe.limits)
-        return Member(name, kind, header.width, header.height, header.frames, header.rate, len(payload))
+        found = self.recipe.kind_of(name, kind)
+        modality = self.recipe.modality(found)
+        if modality is None:
+            return Member(name, found, size=len(payload))
+        header = read_header(type(modality), len(payload), lambda size: payload[:size], self.recipe.limits)
+        return Member(name, found, header, len(payload))
 
 
 def pack(samples: Sequence[Sample]) -> Tensors:
     """One tensor for each modality and the lengths that part it, as a packed batch has them."""
     parts: list[Part] = [part for sample in samples for part in sample.parts]
-    images = [part.tensor() for part in parts if isinstance(part, ImagePart)]
-    clips = [part.tensor() for part in parts if isinstance(part, AudioPart)]
+    images = [part.tensor() for part in parts if isinstance(part, MediaPart) and part.modality == "image"]
+    clips = [part.tensor() for part in parts if isinstance(part, MediaPart) and part.modality == "audio"]
     texts = [torch.from_numpy(np.asarray(part.token_ids)) for part in parts if isinstance(part, TextPart)]
     batch: Tensors = {"number": torch.arange(len(samples))}
     for name, tensors in (("image", images), ("audio", clips), ("text", texts)):

@@ -6,7 +6,7 @@ import contextlib
 import errno
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -23,9 +23,8 @@ from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.stored import StoredSample
 from orchdata.loaders.locks import lock_of
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.samples.sample import Part, Sample, TextPart, decode_sample, text_members
+from orchdata.loaders.samples.sample import Sample
 from orchdata.loaders.shards.open import OpenShards
-from orchdata.loaders.text.preprocessor import WHY_COUNTS_DIFFER
 
 Load = Callable[[int], Any]
 
@@ -132,8 +131,7 @@ def shard_loader(index: Index, shards: OpenShards, recipe: Recipe) -> Load:
     def load(row: int) -> Sample:
         stored = StoredSample(index, shards, row)
         try:
-            parts = decode_sample(stored.members, stored.read(recipe), recipe)
-            _check_counts(index, stored, parts, recipe)
+            return stored.decode(recipe)
         except FieldError as error:
             raise error.at(stored.shard, stored.key) from error.__cause__
         except MemoryError as error:
@@ -142,26 +140,8 @@ def shard_loader(index: Index, shards: OpenShards, recipe: Recipe) -> Load:
             raise
         except Exception as error:  # whatever its bytes make a decoder raise is the sample's failure
             raise as_field_error(error, "decoded").at(stored.shard, stored.key) from error
-        return Sample(shard=stored.shard, key=stored.key, parts=parts)
 
     return load
-
-
-def _check_counts(index: Index, stored: StoredSample, parts: Sequence[Part], recipe: Recipe) -> None:
-    """Raise FieldError where the sample yields other counts than the index has, by which steps are planned."""
-    texts = [part for part in parts if isinstance(part, TextPart)]
-    media_tokens = int(index.part_tokens[stored.parts.start : stored.parts.stop].sum())
-    found = {
-        "parts of media": len(parts) - len(texts),
-        "tokens": sum(len(part.token_ids) for part in texts) + media_tokens,
-        "loss tokens": sum(int(part.loss.sum()) for part in texts),
-    }
-    expected = (len(stored.parts), int(index.llm_tokens[stored.row]), int(index.loss_tokens[stored.row]))
-    for (name, counted), indexed in zip(found.items(), expected, strict=True):
-        if counted != indexed:
-            where = text_members(stored.members, recipe)
-            field = stored.members[where[0]].field if where else "*"
-            raise FieldError(field, f"the index says {indexed} {name}, the text yields {counted}: {WHY_COUNTS_DIFFER}")
 
 
 def map_loader(dataset: Any, *, skip_errors: bool) -> Load:

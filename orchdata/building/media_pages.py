@@ -1,4 +1,4 @@
-"""The memory of one encoder modality in a microbatch.
+"""The memory of one modality in a microbatch, whatever it is.
 
 `MediaPages` is what the rank encodes: where every part's rows lie. `MediaSlots` is what its samples are made of: where
 every part's tokens go.
@@ -6,7 +6,7 @@ every part's tokens go.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,16 +14,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from orchdata.batch.batch import AudioBatch, ImageBatch
-from orchdata.building.memory import BufferPool
+from orchdata.batch.tensors import MediaBatch
+from orchdata.building.memory import BufferPool, Reservation
 from orchdata.building.work import MediaWork
-from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.index.index import Index
-from orchdata.loaders.modalities.audio_decode import decode_audio
-from orchdata.loaders.modalities.image_decode import decode_image
-from orchdata.loaders.modalities.preprocessors import STORED
+from orchdata.loaders.modalities.modality import as_tensor, stored_dtype
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.samples.sample import as_tensor
+from orchdata.loaders.samples.decode import decode_part
 from orchdata.planning.layout import Layout, padded_encoders
 from orchdata.planning.route import Route
 
@@ -46,20 +43,49 @@ class PageSource:
 
 
 class MediaSlots:
-    """Where the tokens of one modality go, in the sequence in which they come."""
+    """Where the tokens of one modality go, in the sequence in which they come. A slot is a place in that sequence.
 
-    def __init__(self, source: PageSource, name: str, work: MediaWork, num_samples: int) -> None:
-        self.name = name
+    Attributes:
+        owner: int64 (num_slots,), the place of each one's sample.
+        where: int64 (num_tokens,), once it is laid and written.
+    """
+
+    def __init__(self, source: PageSource, name: str, work: MediaWork, num_samples: int, reserved: Reservation) -> None:
         self.owner = work.owner
-        self._source = source
+        self._name = name
         self._num_samples = num_samples
-        self._place = {int(part): place for place, part in enumerate(work.arriving)}
+        # A sample's own are asked for in the order of its parts, whatever sequence they come in.
+        self._by_sample = np.lexsort((work.arriving, work.owner))
+        self._first = np.searchsorted(work.owner[self._by_sample], np.arange(num_samples + 1))
         self._tokens = source.index.part_tokens[work.arriving].astype(np.int64)
         self._starts = starts_of(self._tokens)
-        self.where = source.pool.empty((int(self._starts[-1]),), np.int64)
+        self._ropes = None
+        if source.layout.positions == "mrope":
+            modality = source.recipe.modalities[name]
+            self._ropes = [modality.rope(size) for size in source.index.sizes(work.arriving)]
+        self._written = np.zeros(len(work.arriving), np.bool_)
+        reserved.add(f"{name} places", (int(self._starts[-1]),), np.int64)
 
-    def num_tokens(self, part: int) -> int:
-        return int(self._tokens[self._place[part]])
+    def lay(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        self._where = arrays[f"{self._name} places"]
+
+    @property
+    def where(self) -> Ints:
+        """Raises RuntimeError where a slot was not written."""
+        _check_written(self._written, f"tokens of {self._name} parts")
+        return self._where
+
+    def of_sample(self, place: int) -> list[int]:
+        """The slots of a sample, in the order of its parts."""
+        slots: list[int] = self._by_sample[self._first[place] : self._first[place + 1]].tolist()
+        return slots
+
+    def num_tokens(self, slot: int) -> int:
+        return int(self._tokens[slot])
+
+    def rope(self, slot: int) -> Ints | None:
+        """Positions of its tokens under "mrope", as `Modality.rope`."""
+        return None if self._ropes is None else self._ropes[slot]
 
     def sample_tokens(self) -> Ints:
         """Tokens of this modality in each sample, int64 (num_samples,)."""
@@ -67,43 +93,42 @@ class MediaSlots:
         np.add.at(totals, self.owner, self._tokens)
         return totals
 
-    def put(self, part: int, start: int) -> None:
-        """The tokens of `part` go to `start` and on."""
-        place = self._place[part]
-        self.where[self._starts[place] : self._starts[place + 1]] = np.arange(start, start + self._tokens[place])
-
-    def merged_grid(self, part: int) -> tuple[int, int]:
-        index, merge = self._source.index, self._source.recipe.image.merge  # type: ignore[union-attr]
-        return int(index.part_extent0[part]) // merge, int(index.part_extent1[part]) // merge
+    def put(self, slot: int, start: int) -> None:
+        """Its tokens go to `start` and on."""
+        self._where[self._starts[slot] : self._starts[slot + 1]] = np.arange(start, start + self._tokens[slot])
+        self._written[slot] = True
 
 
 class MediaPages:
-    """The memory of the parts of one modality that are encoded here; a dummy where there is none."""
+    """The memory of the parts of one modality that are encoded here, by their places in what is encoded; a dummy where
+    there is none.
+    """
 
-    def __init__(self, source: PageSource, name: str, work: MediaWork) -> None:
-        index, parts = source.index, work.encoded
-        self.name = name
-        self._source = source
-        self._place = {int(part): place for place, part in enumerate(parts)}
+    def __init__(self, source: PageSource, name: str, work: MediaWork, reserved: Reservation) -> None:
+        self._name = name
+        self._recipe = source.recipe
         self._route = work.route
-        self._valid = np.ones(len(parts), np.bool_)
-        self._extent = np.stack([index.part_extent0[parts], index.part_extent1[parts]], axis=1, dtype=np.int64)
-        self._tokens = index.part_tokens[parts].astype(np.int64)
-        self._dummy = not len(parts) and source.layout.empty == "dummy"
+        modality = self._modality = source.recipe.modalities[name]
+        self._sizes = source.index.sizes(work.encoded)
+        self._tokens = source.index.part_tokens[work.encoded].astype(np.int64)
+        self._valid = np.ones(len(self._sizes), np.bool_)
+        self._written = np.zeros(len(self._sizes), np.bool_)
+        self._dummy = not self._sizes and source.layout.empty == "dummy"
         if self._dummy:
-            self._extent = np.array([self._dummy_extent()])
-        self._num_rows = self._extent[:, 0] * self._extent[:, 1] if name == "image" else self._extent[:, 1]
+            self._sizes = [modality.dummy()]
+        self._num_rows = np.array([size.num_rows for size in self._sizes], np.int64)
         self._padded = padded_encoders(source.layout)
-        self._row_starts = starts_of(self._places())
-        pre = self._preprocessor
-        width = pre.patch_dim if name == "image" else pre.num_mels
-        self._data = source.pool.empty((int(self._row_starts[-1]), width), STORED[pre.dtype])
-        if self._dummy:
-            self._data[:] = 0
+        self._specs = modality.arrays()
+        self._starts = {"row": starts_of(self._places()), "part": np.arange(len(self._sizes) + 1)}
+        for array, spec in self._specs.items():
+            shape = (int(self._starts[spec.per][-1]), *spec.row_shape)
+            reserved.add(f"{name}.{array}", shape, stored_dtype(spec.dtype))
 
-    @property
-    def _preprocessor(self) -> Any:
-        return getattr(self._source.recipe, self.name)
+    def lay(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        self._arrays = {array: arrays[f"{self._name}.{array}"] for array in self._specs}
+        if self._dummy:
+            for array in self._arrays.values():
+                array[:] = 0
 
     def route(self) -> Route | None:
         """The way of the features; those of parts that failed travel as zeros."""
@@ -115,47 +140,45 @@ class MediaPages:
 
     def blank(self, part: int) -> None:
         """`part` could not be decoded: zeros, marked so."""
-        place = self._place[part]
-        self._valid[place] = False
-        self._data[self._row_starts[place] : self._row_starts[place + 1]] = 0
+        self._valid[part] = False
+        for array, spec in self._specs.items():
+            start, stop = self._starts[spec.per][part : part + 2]
+            self._arrays[array][start:stop] = 0
+        self._written[part] = True
 
     def decode(self, part: int, data: bytes | memoryview, field: str) -> None:
         """Decode one part into its rows. Raises FieldError."""
-        place = self._place[part]
-        start, stop = int(self._row_starts[place]), int(self._row_starts[place + 1])
-        end = start + int(self._num_rows[place])
-        first, second = (int(value) for value in self._extent[place])
-        limits = self._source.recipe.limits
-        try:
-            if self.name == "image":
-                decode_image(data, self._preprocessor, limits, self._data[start:end], (first, second))
-            else:
-                decode_audio(data, self._preprocessor, limits, self._data[start:end], first)
-        except DecodeError as error:
-            raise error.at(field) from error.__cause__
-        self._data[end:stop] = 0  # reused memory holds another batch
+        size, out = self._sizes[part], {}
+        for array, spec in self._specs.items():
+            start, stop = (int(end) for end in self._starts[spec.per][part : part + 2])
+            end = start + size.num_rows if spec.per == "row" else stop
+            out[array] = self._arrays[array][start:end]
+            self._arrays[array][end:stop] = 0  # memory may hold another batch
+        decode_part(self._name, data, size, out, self._recipe, field)
+        self._written[part] = True
 
-    def image(self) -> ImageBatch:
-        return ImageBatch(
-            patches=self._rows_tensor(), grid_hw=torch.from_numpy(self._extent.astype(np.int32)), **self._sequences()
-        )
-
-    def audio(self) -> AudioBatch:
-        return AudioBatch(features=self._rows_tensor(), **self._sequences())
-
-    def _sequences(self) -> dict[str, Any]:
-        """What images and clips have in common: sequences, and the tokens made of them."""
-        held: dict[str, Any] = {
-            "cu_seqlens": cu_seqlens(starts_of(self._num_rows)),
-            "max_seqlen": int(self._num_rows.max(initial=0)),
-            "num_tokens": int(self._tokens.sum()),
-            "valid": None if self._route is None else torch.from_numpy(self._valid),
-        }
+    def batch(self) -> MediaBatch:
+        """Its tensors. Raises RuntimeError where a part was not written."""
+        if not self._dummy:
+            _check_written(self._written, f"{self._name} parts")
+        extras = self._modality.extras(self._sizes)
+        held: dict[str, Any] = {}
+        max_seqlen = int(self._num_rows.max(initial=0))
         if self._padded:
-            held["mask"] = torch.from_numpy(row_mask(self._num_rows, held["max_seqlen"]))
+            held["mask"] = torch.from_numpy(row_mask(self._num_rows, max_seqlen))
             places = np.nonzero(row_mask(self._tokens, int(self._tokens.max(initial=0))))
             held["token_places"] = torch.from_numpy(np.stack(places).astype(np.int64))
-        return held
+        return MediaBatch(
+            arrays={
+                **{array: self._tensor(array) for array in self._specs},
+                **{array: torch.from_numpy(values) for array, values in extras.items()},
+            },
+            cu_seqlens=cu_seqlens(starts_of(self._num_rows)),
+            max_seqlen=max_seqlen,
+            num_tokens=int(self._tokens.sum()),
+            valid=None if self._route is None else torch.from_numpy(self._valid),
+            **held,
+        )
 
     def _places(self) -> Ints:
         """Rows of memory that each part takes."""
@@ -163,15 +186,12 @@ class MediaPages:
             return self._num_rows
         return np.full_like(self._num_rows, self._num_rows.max(initial=0))
 
-    def _rows_tensor(self) -> torch.Tensor:
-        rows = as_tensor(self._data, self._preprocessor.dtype)
-        if not self._padded:
-            return rows
-        return rows.view(len(self._num_rows), int(self._num_rows.max(initial=0)), rows.shape[1])
-
-    def _dummy_extent(self) -> tuple[int, int]:
-        pre = self._preprocessor
-        return (pre.merge, pre.merge) if self.name == "image" else (0, pre.mel_frames(1))
+    def _tensor(self, array: str) -> torch.Tensor:
+        spec = self._specs[array]
+        tensor: torch.Tensor = as_tensor(self._arrays[array], spec.dtype)
+        if not self._padded or spec.per == "part":
+            return tensor
+        return tensor.view(len(self._sizes), int(self._num_rows.max(initial=0)), *spec.row_shape)
 
 
 def starts_of(lengths: Sequence[int] | Ints) -> Ints:
@@ -187,3 +207,8 @@ def row_mask(lengths: Ints, width: int) -> NDArray[np.bool_]:
     """True for the first `lengths[i]` of the `width` places in row i: (num_rows, width)."""
     mask: NDArray[np.bool_] = np.arange(width) < lengths[:, None]
     return mask
+
+
+def _check_written(written: NDArray[np.bool_], what: str) -> None:
+    if not written.all():
+        raise RuntimeError(f"{what} {np.flatnonzero(~written).tolist()} of a microbatch were never written")

@@ -9,8 +9,9 @@ from __future__ import annotations
 import mmap
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -18,8 +19,35 @@ from numpy.typing import DTypeLike, NDArray
 _SMALL_BYTES = 1 << 16  # malloc serves these from memory it already has
 
 
+class Memory(Protocol):
+    """Where the arrays of batches lie: a pool, or any other place that lends bytes."""
+
+    def take(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Bytes whose contents are undefined, (num_bytes,). Raises MemoryError."""
+
+
+class Reservation:
+    """Arrays by name, whose sizes are known before there is memory for them."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {}
+
+    def add(self, name: str, shape: tuple[int, ...], dtype: DTypeLike) -> None:
+        self._arrays[name] = shape, np.dtype(dtype)
+
+    @property
+    def num_bytes(self) -> tuple[int, ...]:
+        """Of each array, in the order they were added."""
+        return tuple(prod(shape) * dtype.itemsize for shape, dtype in self._arrays.values())
+
+    def lay(self, memory: Sequence[NDArray[np.uint8]]) -> dict[str, NDArray[Any]]:
+        """The arrays, each in a piece of memory of its `num_bytes`."""
+        pieces = zip(self._arrays.items(), memory, strict=True)
+        return {name: piece.view(dtype).reshape(shape) for (name, (shape, dtype)), piece in pieces}
+
+
 class BufferPool:
-    """Lends arrays and takes their memory back when they are collected.
+    """Lends memory and takes it back when the arrays over it are collected.
 
     Args:
         max_free_bytes: most memory to hold that nobody uses; what returns above it is released.
@@ -33,9 +61,12 @@ class BufferPool:
     def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
         """An array of `shape` whose contents are undefined. Raises MemoryError."""
         kind = np.dtype(dtype)
-        num_bytes = prod(shape) * kind.itemsize
+        return self.take(prod(shape) * kind.itemsize).view(kind).reshape(shape)
+
+    def take(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Bytes whose contents are undefined, (num_bytes,). Raises MemoryError."""
         if num_bytes < _SMALL_BYTES:
-            return np.empty(shape, kind)
+            return np.empty(num_bytes, np.uint8)
         capacity = _size_class(num_bytes)
         try:
             memory = self._free.setdefault(capacity, deque()).pop()
@@ -43,7 +74,7 @@ class BufferPool:
             memory = _map(capacity)
         base = np.frombuffer(memory, np.uint8)
         weakref.finalize(base, self._give_back, memory).atexit = False
-        return base[:num_bytes].view(kind).reshape(shape)
+        return base[:num_bytes]
 
     def free_bytes(self) -> int:
         """Bytes held and lent to nobody."""

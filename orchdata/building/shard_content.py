@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from orchdata.building.media_pages import MediaPages, PageSource
 from orchdata.building.pages import Pages
 from orchdata.building.shortage import out_of_memory
-from orchdata.building.step import Assembled, Share
+from orchdata.building.step import Assembled, Share, Task
 from orchdata.building.work import MediaWork, own_work, planned_work
 from orchdata.loaders.errors import NOT_DATA, DataError, FieldError, as_field_error
 from orchdata.loaders.index.stored import StoredSample
@@ -30,55 +30,78 @@ class PackedAssembler:
     pin_memory: bool = False
 
     def begin(self, share: Share) -> PackedAssembly:
+        places = share.plan.positions(share.rank, share.microbatch)
         if share.plan.parts:
             work = {name: planned_work(share, name) for name in self.source.encoders}
-            return PackedAssembly(self, share, share.rows, work)
-        return self.begin_with(share, share.rows)
+            return PackedAssembly(self, share, places, work)
+        return self.begin_with(share, places)
 
-    def begin_with(self, share: Share, rows: NDArray[np.int64]) -> PackedAssembly:
-        """`begin` with some of the rank's samples, each encoded where it is."""
-        work = {name: own_work(self.source.index, rows, name) for name in self.source.encoders}
-        return PackedAssembly(self, share, rows, work)
+    def begin_with(self, share: Share, places: NDArray[np.int64]) -> PackedAssembly:
+        """`begin` with some of the rank's samples, by their places in the global batch, each encoded where it is."""
+        rows = share.plan.row[places]
+        work = {name: own_work(self.source.index, rows, places, name) for name in self.source.encoders}
+        return PackedAssembly(self, share, places, work)
 
 
 @dataclass
-class _Stored:
-    """What one stored sample gives a microbatch: its sequence, at `place`, and parts to encode."""
+class _Wanted:
+    """What one stored sample gives a microbatch: its sequence, at `place`, and parts to encode, each at its own."""
 
+    row: int
     place: int | None = None
-    parts: list[tuple[MediaPages, int]] = field(default_factory=list)
+    parts: list[tuple[MediaPages, int, int]] = field(default_factory=list)  # pages, place in them, part of the index
 
 
 class PackedAssembly:
-    """One microbatch under construction."""
+    """One microbatch under construction. Samples are known by their places in the global batch.
+
+    Attributes:
+        num_bytes: of each piece of memory that `fill` takes.
+    """
 
     def __init__(
-        self, assembler: PackedAssembler, share: Share, rows: NDArray[np.int64], work: Mapping[str, MediaWork]
+        self, assembler: PackedAssembler, share: Share, places: NDArray[np.int64], work: Mapping[str, MediaWork]
     ) -> None:
         self._assembler = assembler
         self._share = share
-        self._rows = rows
-        try:
-            self._pages = Pages(assembler.source, rows, work)
-        except MemoryError as error:
-            raise out_of_memory(error, assembler.source.index, assembler.source.recipe, rows) from error
+        self._places = places
+        rows = share.plan.row
+        self._pages = Pages(assembler.source, rows[places], work)
+        self.num_bytes = self._pages.num_bytes
         self._failures: dict[int, list[DataError]] = {}
         self._seconds = {"reading": 0.0, "decoding": 0.0}
         self._lock = threading.Lock()
-        self._stored = {int(row): _Stored(place) for place, row in enumerate(rows)}
+        self._wanted = {at: _Wanted(int(rows[at]), place) for place, at in enumerate(places.tolist())}
         for name, media in self._pages.media.items():
-            for part, row in zip(work[name].encoded.tolist(), work[name].encoded_row.tolist(), strict=True):
-                self._stored.setdefault(row, _Stored()).parts.append((media, part))
-        self.tasks = [partial(self._fill, row, wanted) for row, wanted in self._stored.items()]
+            encoded = zip(work[name].encoded.tolist(), work[name].encoded_place.tolist(), strict=True)
+            for number, (part, at) in enumerate(encoded):
+                self._wanted.setdefault(at, _Wanted(int(rows[at]))).parts.append((media, number, part))
+
+    def fill(self, memory: Sequence[NDArray[np.uint8]]) -> list[Task]:
+        """What fills pieces of memory of `num_bytes`: to be run in any order, on any threads."""
+        self._pages.lay(memory)
+        return [partial(self._fill, at, wanted) for at, wanted in self._wanted.items()]
+
+    @cached_property
+    def tasks(self) -> list[Task]:
+        """`fill`, with memory from the assembler's pool."""
+        return self.fill([self._take(num_bytes) for num_bytes in self.num_bytes])
+
+    def _take(self, num_bytes: int) -> NDArray[np.uint8]:
+        source = self._assembler.source
+        try:
+            return source.pool.take(num_bytes)
+        except MemoryError as error:
+            raise out_of_memory(error, source.index, source.recipe, self._share.plan.row[self._places]) from error
 
     @property
-    def _apart(self) -> bool:
+    def _is_awaited(self) -> bool:
         """Whether others wait for what this rank encodes, so that what fails has to leave its place as planned."""
         return bool(self._share.plan.parts)
 
     def finish(self) -> Assembled:
-        failures = [failure for row in self._stored for failure in self._failures.get(row, ())]
-        if failures and not self._apart:
+        failures = [failure for at in self._wanted for failure in self._failures.get(at, ())]
+        if failures and not self._is_awaited:
             return self._without_failures(failures)
         started = time.perf_counter()
         batch = self._pages.batch(self._share)
@@ -86,21 +109,21 @@ class PackedAssembly:
             batch = batch.pin_memory()
         return Assembled(batch, failures, {**self._seconds, "packing": time.perf_counter() - started})
 
-    def _fill(self, row: int, wanted: _Stored) -> None:
+    def _fill(self, at: int, wanted: _Wanted) -> None:
         try:
-            self._read_and_decode(row, wanted)
+            self._read_and_decode(at, wanted)
         except MemoryError as error:
-            source = self._assembler.source
-            raise out_of_memory(error, source.index, source.recipe, self._rows, row) from error
+            source, rows = self._assembler.source, self._share.plan.row[self._places]
+            raise out_of_memory(error, source.index, source.recipe, rows, wanted.row) from error
 
-    def _read_and_decode(self, row: int, wanted: _Stored) -> None:
+    def _read_and_decode(self, at: int, wanted: _Wanted) -> None:
         started = time.perf_counter()
         source, pages, place = self._assembler.source, self._pages, wanted.place
-        sample = StoredSample(source.index, self._assembler.shards, row)
+        sample = StoredSample(source.index, self._assembler.shards, wanted.row)
         failures: list[DataError] = []
 
         def attempt(work: Callable[[], None], undo: Callable[[], None]) -> None:
-            if failures and not self._apart:
+            if failures and not self._is_awaited:
                 return  # The sample is left out altogether.
             try:
                 work()
@@ -111,32 +134,33 @@ class PackedAssembly:
                 undo()
 
         try:
-            payloads = sample.read(source.recipe, text=place is not None, parts=[part for _, part in wanted.parts])
+            parts = [part for _, _, part in wanted.parts]
+            payloads = sample.read(source.recipe, text=place is not None, parts=parts)
         except DataError as failure:
             failures.append(failure)
             if place is not None:
                 pages.blank(place, sample)
-            for media, part in wanted.parts:
-                media.blank(part)
+            for media, number, _ in wanted.parts:
+                media.blank(number)
         else:
             read = time.perf_counter()
             if place is not None:
                 attempt(partial(pages.write, place, sample, payloads), partial(pages.blank, place, sample))
-            for media, part in wanted.parts:
+            for media, number, part in wanted.parts:
                 member = sample.member_of(part)
-                decode = partial(media.decode, part, payloads[member], sample.members[member].field)
-                attempt(decode, partial(media.blank, part))
+                decode = partial(media.decode, number, payloads[member], sample.members[member].field)
+                attempt(decode, partial(media.blank, number))
         with self._lock:
             if failures:
-                self._failures[row] = failures
+                self._failures[at] = failures
                 return
             self._seconds["reading"] += read - started
             self._seconds["decoding"] += time.perf_counter() - read
 
     def _without_failures(self, failures: Sequence[DataError]) -> Assembled:
         """Failures are rare and memory is laid out for all samples: build the microbatch again from those that work."""
-        rows = self._rows[~np.isin(self._rows, list(self._failures))]
-        again = self._assembler.begin_with(self._share, rows)
+        places = self._places[~np.isin(self._places, list(self._failures))]
+        again = self._assembler.begin_with(self._share, places)
         for task in again.tasks:
             task()
         rest = again.finish()

@@ -17,17 +17,13 @@ _NAMED = 3
 
 def sample_bytes(index: Index, recipe: Recipe, row: int) -> int:
     """Memory that one sample takes in a batch and while it is decoded."""
-    start, stop = index.part_offsets[row : row + 2].tolist()
-    columns = (
-        index.part_modality,
-        index.part_member,
-        index.part_positions,
-        index.part_tokens,
-        index.part_extent0,
-        index.part_extent1,
-    )
-    parts = [MeasuredPart(*values) for values in zip(*(column[start:stop].tolist() for column in columns), strict=True)]
-    return decoded_bytes(parts, index.members(row), recipe) + TOKEN_BYTES * int(index.llm_tokens[row])
+    numbers = index.part_range(row)
+    members = index.members(row)
+    parts = [
+        MeasuredPart(index.modality_of(part), index.member_of(part, len(members)), size)
+        for part, size in zip(numbers, index.sizes(numbers), strict=True)
+    ]
+    return decoded_bytes(parts, members, recipe) + TOKEN_BYTES * int(index.llm_tokens[row])
 
 
 def out_of_memory(

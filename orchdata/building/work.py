@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from orchdata.building.step import Share
 from orchdata.loaders.index.index import Index
-from orchdata.loaders.modality import MODALITIES
 from orchdata.planning.route import Route
 
 Ints = NDArray[np.int64]
@@ -25,23 +24,23 @@ class MediaWork:
 
     Attributes:
         encoded: int64 (num_encoded,), parts it encodes, in sequence.
-        encoded_row: int64 (num_encoded,), the row of each one's sample.
+        encoded_place: int64 (num_encoded,), the place of each one's sample in the global batch.
         arriving: int64 (num_arriving,), parts of its samples, in the sequence in which their features come.
         owner: int64 (num_arriving,), the place of each one's sample among the rank's.
         route: the way between them; None where they are the same.
     """
 
     encoded: Ints
-    encoded_row: Ints
+    encoded_place: Ints
     arriving: Ints
     owner: Ints
     route: Route | None = None
 
 
-def own_work(index: Index, rows: Ints, modality: str) -> MediaWork:
-    """A rank encodes what its own samples, `rows`, are made of."""
-    parts, owner = index.parts_of(rows, MODALITIES.index(modality))
-    return MediaWork(encoded=parts, encoded_row=rows[owner], arriving=parts, owner=owner)
+def own_work(index: Index, rows: Ints, places: Ints, modality: str) -> MediaWork:
+    """A rank encodes what its own samples are made of: `rows`, at these places in the global batch."""
+    parts, owner = index.parts_of(rows, modality)
+    return MediaWork(encoded=parts, encoded_place=places[owner], arriving=parts, owner=owner)
 
 
 def planned_work(share: Share, modality: str) -> MediaWork:
@@ -51,7 +50,7 @@ def planned_work(share: Share, modality: str) -> MediaWork:
     encoded, arriving = plan.encoded(modality, rank, microbatch), plan.arriving(modality, rank, microbatch)
     return MediaWork(
         encoded=parts.part[encoded],
-        encoded_row=plan.row[parts.sample[encoded]],
+        encoded_place=parts.sample[encoded],
         arriving=parts.part[arriving],
         owner=np.searchsorted(plan.positions(rank, microbatch), parts.sample[arriving]),
         route=plan.route(modality, rank, microbatch),

@@ -21,7 +21,6 @@ from orchdata.delivery.policy import ErrorPolicy
 from orchdata.loaders.errors import DataError
 from orchdata.loaders.index.index import Index, content_fingerprint
 from orchdata.loaders.modalities.decoders import load_decoders
-from orchdata.loaders.modality import ENCODERS
 from orchdata.loaders.shards.open import OpenShards
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.order.order import Order
@@ -42,7 +41,6 @@ def shard_source(dataset: ShardDataset, options: SourceOptions, quarantine: Sequ
     load_decoders()
     index = _open_index(dataset, options)
     costs = IndexCosts(index, options.cost, layout.multiple_of, rectangular=isinstance(layout, Padded))
-    _check_phases(costs, dataset)
     quarantined = _quarantined_rows(index, quarantine)
     bad = np.setdiff1d(index.bad_rows(), quarantined)
     _refuse(index, bad, options.policy)
@@ -153,12 +151,6 @@ def _check_caps(balance: Balance, layout: Layout) -> None:
         )
 
 
-def _check_phases(costs: IndexCosts, dataset: ShardDataset) -> None:
-    for phase in costs.balanced:
-        if phase in ENCODERS and getattr(dataset.recipe, phase) is None:
-            raise ValueError(f"the cost model names phase {phase!r}, but the recipe has no {phase} preprocessor")
-
-
 def _quarantined_rows(index: Index, quarantine: Sequence[tuple[str, str]]) -> Ints:
     rows = []
     for shard, key in quarantine:
@@ -172,8 +164,8 @@ def _quarantined_rows(index: Index, quarantine: Sequence[tuple[str, str]]) -> In
 def _oversize_rows(index: Index, costs: IndexCosts, balance: Balance, excluded: Ints) -> Ints:
     """Rows above a cap, to be dropped. Raises ValueError under oversize="error"."""
     for phase in balance.caps:
-        if phase not in (*ENCODERS, "llm"):
-            raise ValueError(f"Balance.max_tokens names phase {phase!r}; the phases are {', '.join(ENCODERS)} and llm")
+        if phase not in (known := (*index.modalities[1:], "llm")):
+            raise ValueError(f"Balance.max_tokens names phase {phase!r}; the phases are {', '.join(known)}")
     if not balance.caps or balance.oversize == "own":
         return np.zeros(0, np.int64)
     found: list[Ints] = []

@@ -24,7 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from orchdata.batch.batch import AudioBatch, Batch, ImageBatch, LLMBatch, TextBatch
+from orchdata.batch.batch import Batch
+from orchdata.batch.tensors import LLMBatch, MediaBatch, TextBatch
 from orchdata.building.collate import SampleAssembler
 from orchdata.building.memory import BufferPool
 from orchdata.building.step import BuiltStep, StepSpec
@@ -43,8 +44,7 @@ _CLASS = "dataclass"  # marks a dict that was one
 _CLASSES: dict[str, type[Any]] = {
     "Batch": Batch,
     "TextBatch": TextBatch,
-    "ImageBatch": ImageBatch,
-    "AudioBatch": AudioBatch,
+    "MediaBatch": MediaBatch,
     "LLMBatch": LLMBatch,
     "Route": Route,
 }

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from orchdata.balancers import CostModel, PhaseCost
 from orchdata.loaders.index.index import Index
-from orchdata.loaders.modality import ENCODERS, MODALITIES
 from orchdata.native.costs import COST_SHIFT, part_costs, sequence_costs
 from orchdata.planning.padded import PaddedCost
 from orchdata.planning.parts import Parts
@@ -39,9 +38,13 @@ class IndexCosts:
     rectangular: bool = False
 
     def __post_init__(self) -> None:
+        known = (*self.index.modalities[1:], "llm")
         for phase in self.balanced:
-            if phase not in (*ENCODERS, "llm"):
-                raise ValueError(f"the cost model names phase {phase!r}; the phases are {', '.join(ENCODERS)} and llm")
+            if phase not in known:
+                raise ValueError(
+                    f"the cost model names phase {phase!r}, and the recipe has no modality of that name; the phases "
+                    f"are {', '.join(known)}"
+                )
         if "llm" not in self.balanced:
             raise ValueError(f"the cost model must name the phase llm, it names {', '.join(self.balanced)}")
 
@@ -59,7 +62,8 @@ class IndexCosts:
 
     @property
     def phases(self) -> tuple[str, ...]:
-        found = [name for name in ENCODERS if name in self.balanced or self.index.totals["modalities"][name]["parts"]]
+        totals = self.index.totals["modalities"]
+        found = [name for name in self.index.modalities[1:] if name in self.balanced or totals[name]["parts"]]
         return (*found, "llm")
 
     def costs(self, phase: str, dataset_id: NDArray[np.int32], row: Ints) -> Ints:
@@ -72,7 +76,7 @@ class IndexCosts:
         return self.index.loss_tokens[row].astype(np.int64)
 
     def parts(self, phase: str, dataset_id: NDArray[np.int32], row: Ints) -> Parts:
-        part, sample = self.index.parts_of(row, MODALITIES.index(phase))
+        part, sample = self.index.parts_of(row, phase)
         positions = self.index.part_positions[part].astype(np.int64)
         return Parts(
             sample=sample,
@@ -95,11 +99,9 @@ class IndexCosts:
             if self.multiple_of > 1:
                 lengths = -(-lengths // self.multiple_of) * self.multiple_of
             return sequence_costs(lengths, *coefficients)
-        index, modality = self.index, MODALITIES.index(phase)
+        index, code = self.index, self.index.code(phase)
         try:
-            return part_costs(
-                row, index.part_offsets, index.part_modality, index.part_positions, modality, *coefficients
-            )
+            return part_costs(row, index.part_offsets, index.part_modality, index.part_positions, code, *coefficients)
         except IndexError:
             index.check_parts(row)  # says which row
             raise

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from orchdata.batch.batch import merge_features
+from orchdata.batch.merge import merge_features
 from orchdata.planning.route import Route
 from orchdata.ranks.exchange import exchange
 from orchdata.reference.attention import Stack, lengths_of

@@ -29,8 +29,9 @@ import orchdata.building.memory
 from orchdata.loaders.errors import DataError, FieldError
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.modalities.preprocessors import AudioPreprocessor, ImagePreprocessor
-from orchdata.loaders.modality import AUDIO, IMAGE, TEXT
+from orchdata.loaders.modalities.audio import AudioPreprocessor
+from orchdata.loaders.modalities.builtin import TEXT
+from orchdata.loaders.modalities.image import ImagePreprocessor
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.measure import Measured, measure
 from orchdata.loaders.samples.members import Member
@@ -41,6 +42,8 @@ from orchdata.loaders.shards.tar import TarShard
 from orchdata.loaders.shards.tar_walk import walk_any
 from orchdata.loaders.storage.storage import LocalFile
 
+IMAGE, AUDIO = 1, 2
+
 
 def measured(members: Sequence[Member], limits: Limits, text: bytes = b"hello", **recipe: Any) -> Measured:
     held = [*members, Member("txt", TEXT, size=len(text))]
@@ -49,21 +52,21 @@ def measured(members: Sequence[Member], limits: Limits, text: bytes = b"hello", 
 
 def test_tokens_of_a_sample() -> None:
     # 56x56 at patch 14, merged 2x2: 4 tokens; and 5 bytes of text
-    image = [Member("jpg", IMAGE, width=56, height=56)]
+    image = [Member("jpg", IMAGE, header=(56, 56))]
     assert measured(image, Limits(sample_tokens=9)).llm_tokens == 9
     with pytest.raises(FieldError, match=r"9 LLM tokens, above Limits\.sample_tokens=8: raise it in Recipe"):
         measured(image, Limits(sample_tokens=8))
 
 
 def test_parts_of_a_sample() -> None:
-    images = [Member(f"{i}.jpg", IMAGE, width=56, height=56) for i in range(3)]
+    images = [Member(f"{i}.jpg", IMAGE, header=(56, 56)) for i in range(3)]
     assert len(measured(images, Limits(sample_parts=3)).parts) == 3
-    with pytest.raises(FieldError, match=r"3 images and clips, above Limits\.sample_parts=2"):
+    with pytest.raises(FieldError, match=r"3 parts of media, above Limits\.sample_parts=2"):
         measured(images, Limits(sample_parts=2))
 
 
 def test_decoded_bytes_of_images() -> None:
-    images = [Member("0.jpg", IMAGE, width=112, height=56), Member("1.jpg", IMAGE, width=56, height=56)]
+    images = [Member("0.jpg", IMAGE, header=(112, 56)), Member("1.jpg", IMAGE, header=(56, 56))]
     # patches of 3*14*14 values in 2 bytes, 32 and 16 of them; pixels of the larger image in 4 bytes
     expected = (32 + 16) * 588 * 2 + 112 * 56 * 4
     assert measured(images, Limits(sample_decoded_bytes=expected)).parts
@@ -74,7 +77,7 @@ def test_decoded_bytes_of_images() -> None:
 
 
 def test_decoded_bytes_of_audio() -> None:
-    clip = [Member("wav", AUDIO, frames=8_000, rate=8_000)]
+    clip = [Member("wav", AUDIO, header=(8_000, 8_000))]
     # a second: 100 frames of 128 mels in 4 bytes; the wave at 8 and at 16 kHz in 4 bytes
     expected = 100 * 128 * 4 + (8_000 + 16_000) * 4
     assert measured(clip, Limits(sample_decoded_bytes=expected)).parts
@@ -86,9 +89,9 @@ def test_decoded_bytes_of_audio() -> None:
     "members",
     [
         # an hour at a frame a second of 448 pixels square, 4.3 GB of patches
-        [Member(f"{i}.jpg", IMAGE, width=448, height=448) for i in range(3600)],
-        [Member("flac", AUDIO, frames=3 * 3600 * 48_000, rate=48_000)],
-        [Member(f"{i}.png", IMAGE, width=178_956, height=1000) for i in range(64)],
+        [Member(f"{i}.jpg", IMAGE, header=(448, 448)) for i in range(3600)],
+        [Member("flac", AUDIO, header=(3 * 3600 * 48_000, 48_000))],
+        [Member(f"{i}.png", IMAGE, header=(178_956, 1000)) for i in range(64)],
     ],
     ids=["video", "audio", "panoramas"],
 )
@@ -141,7 +144,7 @@ def test_the_reason_names_the_limit_and_the_way_out(tmp_path: Path) -> None:
     index = build_index([tar_of(tmp_path / "a.tar", [*BOMBS["png"], ("evil.txt", b"hello")])], Recipe())
     reason = index.failure(int(index.bad_rows()[0])).reason
     # 2,000 images of 4,096 tokens, four patches each; one image of 10^8 pixels
-    decoded = sum(part.positions for part in measured([Member("png", IMAGE, 10_000, 10_000)], Limits()).parts)
+    decoded = sum(part.size.positions for part in measured([Member("png", IMAGE, (10_000, 10_000))], Limits()).parts)
     expected = 2_000 * decoded * 588 * 2 + 4 * 10**8
     assert reason == (
         f"the sample has {expected} bytes of media once decoded, above Limits.sample_decoded_bytes=17179869184: "
@@ -421,7 +424,7 @@ def test_every_limit_is_part_of_the_fingerprint_and_must_be_positive(name: str) 
 def test_sizes_of_decoded_media_are_those_that_decoding_takes() -> None:
     """The arithmetic above is that of the pages a step lays out."""
     image, audio = ImagePreprocessor(dtype="float32"), AudioPreprocessor(dtype="bfloat16")
-    members = [Member("jpg", IMAGE, width=56, height=56), Member("wav", AUDIO, frames=16_000, rate=16_000)]
+    members = [Member("jpg", IMAGE, header=(56, 56)), Member("wav", AUDIO, header=(16_000, 16_000))]
     expected = 16 * 588 * 4 + 56 * 56 * 4 + 100 * 128 * 2 + 2 * 16_000 * 4
     assert measured(members, Limits(sample_decoded_bytes=expected), image=image, audio=audio).parts
     with pytest.raises(FieldError, match=str(expected)):

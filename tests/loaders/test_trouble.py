@@ -288,10 +288,10 @@ def test_a_shard_rewritten_between_scan_and_measuring_is_scanned_again(
 ) -> None:
     cost_shard, rewritten = build_module.cost_shard, []
 
-    def rewrite_first(facts: Any, open_shard: Any, recipe: Any) -> Any:
+    def rewrite_first(facts: Any, open_shard: Any, *given: Any) -> Any:
         if not rewritten:
             rewritten.append(text_shard(Path(texts[0]), "new-", count=50))
-        return cost_shard(facts, open_shard, recipe)
+        return cost_shard(facts, open_shard, *given)
 
     monkeypatch.setattr(build_module, "cost_shard", rewrite_first)
     with pytest.warns(UserWarning, match=r"t0\.tar: was changed while it was open.*trying again"):
@@ -312,7 +312,7 @@ def test_what_a_decoder_is_refused_is_no_damage(
 
     with monkeypatch.context() as patch:
         patch.setattr("orchdata.loaders.shards.tar.read_header", refuse)
-        patch.setattr("orchdata.loaders.shards.tar.scan_media", refuse)
+        patch.setattr("orchdata.loaders.shards.tar.scan_heads", refuse)
         with pytest.raises(StorageError, match=rf"some_decoder.so: cannot be used: {os.strerror(number)}"):
             build_index(shard, Recipe(), retry_seconds=0)
     assert not len(build_index(shard, Recipe()).bad_rows())

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from orchdata.batch.batch import merge_features
+from orchdata.batch.merge import merge_features
 from orchdata.reference.attention import Block, Stack, rotary, rotate
 from orchdata.reference.model import Encoder, ModelConfig, ModelOutput, MultimodalLM, patch_positions, strided_frames
 

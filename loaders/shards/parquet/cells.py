@@ -10,16 +10,17 @@ from typing import Any
 
 import pyarrow as pa
 
-from orchdata.loaders.modality import AUDIO, IMAGE, TEXT
-from orchdata.loaders.shards.fields import OTHER, classify
+from orchdata.loaders.modalities.builtin import BUILTINS, OTHER, TEXT
+from orchdata.loaders.shards.fields import classify
 from orchdata.loaders.text.chat_keys import is_beside
-from orchdata.loaders.text.words import NAMED, WORDS_SUFFIX, names_words
+from orchdata.loaders.text.media_words import record_keys
+from orchdata.loaders.text.words import WORDS_SUFFIX, names_words
 
-_WORDS = {
-    IMAGE: frozenset("image images img imgs picture pictures photo photos pixels".split()),
-    AUDIO: frozenset("audio audios speech sound sounds clip clips recording waveform".split()),
+_WORDS = {code: kind.column_words for code, kind in enumerate(BUILTINS.values(), TEXT + 1)} | {
     TEXT: frozenset("text texts caption captions transcript transcription sentence prompt response".split()),
 }
+_FEATURES = {f'"{kind.hf_feature}"': code for code, kind in enumerate(BUILTINS.values(), TEXT + 1)}
+_NAMED = record_keys(BUILTINS)
 _TURNS = (frozenset(("role", "content")), frozenset(("from", "value")))
 _CHATS = ("messages", "conversations")
 
@@ -141,21 +142,9 @@ def plan_columns(schema: pa.Schema) -> tuple[list[Column], list[str], str | None
 
 
 def sniff(data: bytes | memoryview) -> int:
-    """IMAGE or AUDIO by the first bytes, else OTHER."""
+    """The kind that the first bytes tell, else OTHER."""
     head = bytes(data[:16])
-    if head.startswith((b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF87a", b"GIF89a", b"BM", b"II*\0", b"MM\0*")):
-        return IMAGE
-    if head[:4] == b"RIFF":
-        return IMAGE if head[8:12] == b"WEBP" else AUDIO
-    if head.startswith((b"fLaC", b"OggS", b"ID3", b"FORM", b".snd", b"RF64", b"riff", b"caff")) or head[:2] in (
-        b"\xff\xfb",
-        b"\xff\xf3",
-        b"\xff\xf2",
-    ):
-        return AUDIO
-    if head[4:12] in (b"ftypavif", b"jP  \r\n\x87\n") or head.startswith(b"\xff\x4f\xff\x51"):
-        return IMAGE
-    return OTHER
+    return next((code for code, kind in enumerate(BUILTINS.values(), TEXT + 1) if kind.knows(head)), OTHER)
 
 
 def _plan_column(name: str, type_: pa.DataType, feature: object) -> Column | None:
@@ -175,7 +164,7 @@ def _plan_column(name: str, type_: pa.DataType, feature: object) -> Column | Non
             return Column(name, "struct", listed, _declared_kind(name, feature))
     if (listed or pa.types.is_struct(type_)) and is_beside(name):  # tools beside a chat: whether they say anything
         return Column(name, "chat", False, TEXT)
-    if _holds_words(name, type_) or (is_text(item) and name.lower() in NAMED):
+    if _holds_words(name, type_) or (is_text(item) and name.lower() in _NAMED):
         return Column(name, "words", False, TEXT)
     return None
 
@@ -194,10 +183,9 @@ def _holds_words(name: str, type_: pa.DataType) -> bool:
 def _declared_kind(name: str, feature: object) -> int:
     """Modality that Hugging Face's metadata, the suffix or a word of the name declares."""
     declared = json.dumps(feature)
-    if '"Image"' in declared:
-        return IMAGE
-    if '"Audio"' in declared:
-        return AUDIO
+    for feature_name, code in _FEATURES.items():
+        if feature_name in declared:
+            return code
     kind, _ = classify(name.lower())
     if kind != OTHER:
         return kind

@@ -6,23 +6,20 @@ Runs in a child process (see `parquet_children`), for no file is known to be sou
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from orchdata.loaders.errors import NOT_DATA
+from orchdata.loaders.errors import NOT_DATA, DecodeError
 from orchdata.loaders.limits import Limits, shortened
-from orchdata.loaders.modality import AUDIO, IMAGE
-from orchdata.loaders.shards.facts_table import FactsTable
-from orchdata.loaders.shards.fields import OTHER, PARQUET
+from orchdata.loaders.modalities.builtin import BUILTINS, KINDS, OTHER, TEXT
+from orchdata.loaders.modalities.modality import Header
+from orchdata.loaders.modalities.probing import read_header
+from orchdata.loaders.shards.facts_table import NO_HEADER, FactsTable
+from orchdata.loaders.shards.fields import PARQUET
 from orchdata.loaders.shards.parquet.cells import Column, PathOnly, is_text, text_bytes
 from orchdata.loaders.shards.parquet.file import ParquetReader, Refused, short
 
-if TYPE_CHECKING:
-    from orchdata.loaders.modalities.headers import MediaHeader
-
 _OF_A_CELL = (pa.ArrowException, ValueError, TypeError, LookupError, RecursionError)
-_NO_HEADER = (0, 0, 0, 0)
 
 
 def scan(reader: ParquetReader, limits: Limits) -> tuple[FactsTable, dict[str, int]]:
@@ -32,9 +29,7 @@ def scan(reader: ParquetReader, limits: Limits) -> tuple[FactsTable, dict[str, i
         Refused: the file as a whole is no shard, or above the limits.
     """
     if not reader.columns and reader.promised_rows:
-        raise Refused(
-            f"no column holds images, audio or text (columns: {', '.join(map(str, reader.schema.names))[:200]})"
-        )
+        raise Refused(f"no column holds text or media (columns: {', '.join(map(str, reader.schema.names))[:200]})")
     reader.check()
     for column in reader.columns:
         too_long = limits.name_error("column's name", column.name)
@@ -113,7 +108,7 @@ class _Scan:
 
     def _add_cell(self, number: int, key: str, field: str, column: Column, scalar: pa.Scalar) -> None:
         error: str | None = None
-        header = _NO_HEADER
+        header = NO_HEADER
         size = 0
         kind = column.kind
         try:
@@ -128,8 +123,8 @@ class _Scan:
                 return
             size = len(data)
             kind = column.kind_of(data, path)
-            error = self._limits.size_error(kind, size) if kind != OTHER else None
-            if error is None and kind in (IMAGE, AUDIO):
+            error = self._limits.size_error(size, is_text=kind == TEXT) if kind != OTHER else None
+            if error is None and kind not in (TEXT, OTHER):
                 header, error = self._header(kind, data)
         self._append(number, key, field, kind, size, error, header)
 
@@ -141,21 +136,19 @@ class _Scan:
         kind: int,
         size: int,
         error: str | None,
-        header: tuple[int, int, int, int] = _NO_HEADER,
+        header: Header = NO_HEADER,
     ) -> None:
         self._table.append(
-            number, key, field, kind=kind, offset=number, size=size, encoding=PARQUET, media=header, error=error
+            number, key, field, kind=kind, offset=number, size=size, encoding=PARQUET, header=header, error=error
         )
 
-    def _header(self, kind: int, data: bytes | memoryview) -> tuple[tuple[int, int, int, int], str | None]:
-        # Late: numba takes longer to import than all else here, and text needs none of it.
-        from orchdata.loaders.modalities.headers import HeaderError, read_header
-
+    def _header(self, kind: int, data: bytes | memoryview) -> tuple[Header, str | None]:
+        modality = BUILTINS[KINDS[kind]]
         try:
-            found: MediaHeader = read_header(kind, len(data), lambda count: bytes(data[:count]), self._limits)
-        except HeaderError as problem:
-            return _NO_HEADER, str(problem)
-        return (found.width, found.height, found.frames, found.rate), None
+            found = read_header(modality, len(data), lambda count: bytes(data[:count]), self._limits)
+        except DecodeError as problem:
+            return NO_HEADER, problem.reason
+        return (*found, *NO_HEADER[len(found) :]), None
 
 
 def _key(scalar: pa.Scalar) -> str | None:

@@ -25,7 +25,7 @@ from orchdata.loaders.index.build import BuildProgress, build_index
 from orchdata.loaders.index.index import Index, open_index
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.recipe import ImagePreprocessor, Recipe, TextPreprocessor
-from orchdata.loaders.samples.sample import decode_sample
+from orchdata.loaders.samples.decode import decode_sample
 from orchdata.loaders.shards.open import OpenShards
 from orchdata.loaders.shards.tar import TarShard
 from orchdata.loaders.storage.cache import CacheFolder
@@ -398,7 +398,7 @@ def test_every_real_shard_loads_or_says_why_not(fixtures_dir: Path) -> None:
         spec, members = index.read_spec(row), index.members(row)
         payloads = dict(enumerate(shards.get(info.url, info).read_many(spec)))
         try:
-            parts = decode_sample(members, payloads, recipe)
+            parts = decode_sample(members, payloads, index.sizes(index.part_range(row)), recipe)
         except FieldError as error:  # headers were fine, content is not
             assert error.reason
             continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +13,24 @@ import pytest
 from shard_factory import omni_samples, write_shard
 
 from orchdata.loaders.errors import FieldError, StaleIndexError, StorageError
+from orchdata.loaders.index.probed import Probes
 from orchdata.loaders.index.shard_costs import CostTable, ShardCosts, cost_shard
 from orchdata.loaders.index.table import views
-from orchdata.loaders.modality import AUDIO, IMAGE, TEXT
+from orchdata.loaders.modalities.builtin import OTHER, TEXT
 from orchdata.loaders.recipe import Recipe, TextPreprocessor
-from orchdata.loaders.samples.sample import Member, measure, text_members
+from orchdata.loaders.samples.compose import text_members
+from orchdata.loaders.samples.measure import measure
+from orchdata.loaders.samples.members import Member
 from orchdata.loaders.shards.facts_table import SCHEMA, Facts, FactsMeta, FactsTable
-from orchdata.loaders.shards.fields import GZIP, OTHER, RAW
+from orchdata.loaders.shards.fields import GZIP, RAW
 from orchdata.loaders.shards.open import open_shard
 from orchdata.loaders.shards.shard import ShardInfo
 from orchdata.loaders.storage.cache import CacheFolder
 
+IMAGE, AUDIO = 1, 2
+
 ROW = {"sample": 0, "key": "k", "field": "txt", "kind": TEXT, "offset": 0, "size": 0, "encoding": RAW, "error": None}
-HEADERS = {"width": 0, "height": 0, "frames": 0, "rate": 0}
+HEADERS = {"header0": 0, "header1": 0}
 
 
 class FakeShard:
@@ -65,6 +71,10 @@ def facts(*rows: dict[str, Any]) -> Facts:
     return Facts(FactsTable.of_arrow(table), FactsMeta(url="fake.tar", size=3, version="1", checksum="", limits=""))
 
 
+def measured_under(facts: Facts, opened: Callable[[], Any], recipe: Recipe) -> ShardCosts:
+    return cost_shard(facts, opened, recipe, Probes(recipe, CacheFolder()))
+
+
 def errors(costs: ShardCosts) -> dict[str, tuple[str, str]]:
     columns = costs.columns
     return {
@@ -76,12 +86,12 @@ def errors(costs: ShardCosts) -> dict[str, tuple[str, str]]:
 def test_rows_of_a_mixed_shard() -> None:
     text = gzip.compress(b"hello")
     shard = FakeShard(b"one two three<image>" + text)
-    costs = cost_shard(
+    costs = measured_under(
         facts(
             {"sample": 0, "key": "a", "field": "txt", "offset": 4, "size": 9},
             {"sample": 0, "key": "a", "field": "cls", "kind": OTHER, "size": 1},
-            {"sample": 1, "key": "b", "field": "jpg", "kind": IMAGE, "size": 70, "width": 56, "height": 56},
-            {"sample": 1, "key": "b", "field": "wav", "kind": AUDIO, "size": 80, "frames": 8000, "rate": 8000},
+            {"sample": 1, "key": "b", "field": "jpg", "kind": IMAGE, "size": 70, "header0": 56, "header1": 56},
+            {"sample": 1, "key": "b", "field": "wav", "kind": AUDIO, "size": 80, "header0": 8000, "header1": 8000},
             {"sample": 1, "key": "b", "field": "txt.gz", "offset": 20, "size": len(text), "encoding": GZIP},
         ),
         shard.open,
@@ -95,11 +105,11 @@ def test_rows_of_a_mixed_shard() -> None:
     assert columns.part_modality.tolist() == [IMAGE, AUDIO]
     assert columns.part_member.tolist() == [0, 1]
     assert columns.part_positions.tolist() == [16, 50]
-    assert (columns.part_extent0.tolist(), columns.part_extent1.tolist()) == ([4, 16_000], [4, 100])
+    assert columns.part_rows.tolist() == [16, 100]
+    assert columns.part_extent.tolist() == [[4, 4], [16_000, 100]]
     assert columns.member_offsets.tolist() == [0, 1, 4]
     assert [costs.fields[number] for number in columns.member_field] == ["txt", "jpg", "wav", "txt.gz"]
-    assert columns.member_header0.tolist() == [0, 56, 8000, 0]
-    assert columns.member_header1.tolist() == [0, 56, 8000, 0]
+    assert columns.member_header.tolist() == [[0, 0], [56, 56], [8000, 8000], [0, 0]]
     assert columns.member_encoding.tolist() == [RAW, RAW, RAW, GZIP]
     assert errors(costs) == {}
     assert costs.totals["ignored_fields"] == {"cls": 1}
@@ -120,26 +130,26 @@ def test_neighbouring_texts_are_read_in_one_go() -> None:
         {"sample": i, "key": f"k{i}", "offset": i * step + (gap if i >= 300 else 0), "size": 100} for i in range(600)
     ]
     shard = FakeShard(b"x" * (600 * step + gap))
-    costs = cost_shard(facts(*rows), shard.open, Recipe())
+    costs = measured_under(facts(*rows), shard.open, Recipe())
     assert costs.columns.llm_tokens.tolist() == [100] * 600
     assert shard.reads == [(0, 299 * step + 100), (300 * step + gap, 299 * step + 100)]
 
 
 def test_a_read_ahead_that_fails_blames_the_right_sample() -> None:
     rows = [{"sample": i, "key": f"k{i}", "offset": 100 * i, "size": 50} for i in range(5)]
-    costs = cost_shard(facts(*rows), FakeShard(b"x" * 500, unreadable=range(210, 220)).open, Recipe())
+    costs = measured_under(facts(*rows), FakeShard(b"x" * 500, unreadable=range(210, 220)).open, Recipe())
     assert errors(costs) == {"k2": ("txt", "cut")}
     assert costs.columns.llm_tokens.tolist() == [50, 50, 0, 50, 50]
 
 
 def test_a_shard_without_text_is_not_opened() -> None:
     shard = FakeShard(b"")
-    cost_shard(facts({"field": "jpg", "kind": IMAGE, "width": 56, "height": 56}), shard.open, Recipe())
+    measured_under(facts({"field": "jpg", "kind": IMAGE, "header0": 56, "header1": 56}), shard.open, Recipe())
     assert shard.opened == 0
 
 
 def test_errors_of_samples_and_of_fields() -> None:
-    costs = cost_shard(
+    costs = measured_under(
         facts(
             {"sample": 0, "key": "structure", "field": "txt", "size": 3},
             {"sample": 0, "key": "structure", "field": "txt", "kind": OTHER, "error": "comes twice"},
@@ -162,7 +172,7 @@ def test_errors_of_samples_and_of_fields() -> None:
 
 
 def test_a_shard_that_cannot_be_read_is_one_bad_row() -> None:
-    costs = cost_shard(
+    costs = measured_under(
         facts({"key": "", "field": "", "kind": OTHER, "error": "not a tar"}), FakeShard(b"").open, Recipe()
     )
     assert errors(costs) == {"": ("", "not a tar")}
@@ -173,14 +183,22 @@ def test_every_row_is_what_measure_says(tmp_path: Path, recipe: Recipe) -> None:
     url = write_shard(tmp_path / "a.tar", omni_samples(25))
     shard = open_shard(url, limits=recipe.limits, cache=CacheFolder())
     scanned = shard.facts()
-    costs = cost_shard(scanned, lambda: shard, recipe)
+    costs = measured_under(scanned, lambda: shard, recipe)
     columns = costs.columns
 
     found = scanned.table.arrow().to_pylist()
     for row in range(25):
         mine = [fact for fact in found if fact["sample"] == row]
-        names = ("field", "kind", "width", "height", "frames", "rate", "size", "error")
-        members = [Member(*(fact[name] for name in names)) for fact in mine]
+        members = [
+            Member(
+                fact["field"],
+                recipe.kind_of(fact["field"], fact["kind"]),
+                (fact["header0"], fact["header1"]),
+                fact["size"],
+                fact["error"],
+            )
+            for fact in mine
+        ]
         places = [(fact["offset"], fact["size"], fact["encoding"], fact["field"]) for fact in mine]
         texts = {index: shard.read(*places[index]) for index in text_members(members, recipe)}
         try:
@@ -191,7 +209,7 @@ def test_every_row_is_what_measure_says(tmp_path: Path, recipe: Recipe) -> None:
         assert (columns.llm_tokens[row], columns.loss_tokens[row]) == (expected.llm_tokens, expected.loss_tokens)
         assert columns.member_offsets[row + 1] - columns.member_offsets[row] == len(expected.used_members)
         start, stop = columns.part_offsets[row : row + 2]
-        assert columns.part_tokens[start:stop].tolist() == [part.tokens for part in expected.parts]
+        assert columns.part_tokens[start:stop].tolist() == [part.size.tokens for part in expected.parts]
         for part, member in zip(expected.parts, columns.part_member[start:stop], strict=True):
             assert columns.member_offset[columns.member_offsets[row] + member] == mine[part.member]["offset"]
 
@@ -201,7 +219,7 @@ META = FactsMeta(url="fake.tar", size=3, version="1", checksum="sum", limits="",
 
 def three_samples(bad: int) -> ShardCosts:
     rows = [{"sample": i, "key": f"kü{i}", "offset": i, "size": 0 if i < bad else 1} for i in range(3)]
-    return cost_shard(facts(*rows), FakeShard(b"abc").open, Recipe())
+    return measured_under(facts(*rows), FakeShard(b"abc").open, Recipe())
 
 
 @pytest.mark.parametrize("bad", [0, 1, 3])

@@ -14,11 +14,13 @@ from shard_factory import chat, jpeg, omni_shards, write_shard
 
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.index import Index
-from orchdata.loaders.index.synthetic import synthetic_index
 from orchdata.loaders.index.table import Columns
 from orchdata.loaders.index.totals import summarize
-from orchdata.loaders.modality import AUDIO, IMAGE, TEXT
+from orchdata.loaders.modalities.builtin import TEXT
 from orchdata.loaders.recipe import Recipe
+from orchdata.synth.made_up_index import synthetic_index
+
+IMAGE, AUDIO = 1, 2
 
 ARRAYS = [name for name in Columns.__slots__ if name.startswith(("part_", "member_"))]
 
@@ -35,14 +37,14 @@ def test_columns_of_a_synthetic_index(synthetic: Index) -> None:
     for kind in ("part", "member"):
         offsets = getattr(synthetic, f"{kind}_offsets")
         assert offsets[0] == 0 and (np.diff(offsets) >= 0).all()
-        assert {getattr(synthetic, name).size for name in ARRAYS if name.startswith(kind)} - {50_001} == {offsets[-1]}
+        assert {len(getattr(synthetic, name)) for name in ARRAYS if name.startswith(kind)} - {50_001} == {offsets[-1]}
 
     image, audio = synthetic.part_modality == IMAGE, synthetic.part_modality == AUDIO
     assert (image | audio).all() and image.any() and audio.any()
-    grid = synthetic.part_extent0[image] * synthetic.part_extent1[image]
+    grid = synthetic.part_extent[image].prod(axis=1)
     assert np.array_equal(synthetic.part_positions[image], grid)
     assert np.array_equal(synthetic.part_tokens[image], grid // 4)
-    assert np.array_equal(synthetic.part_tokens[audio], np.maximum(1, -(-synthetic.part_extent0[audio] // 640)))
+    assert np.array_equal(synthetic.part_tokens[audio], np.maximum(1, -(-synthetic.part_extent[audio, 0] // 640)))
     row_of_part = np.repeat(np.arange(50_000), np.diff(synthetic.part_offsets))
     media_tokens = np.bincount(row_of_part, synthetic.part_tokens, 50_000)
     assert (synthetic.llm_tokens - media_tokens >= 4).all()
@@ -53,7 +55,7 @@ def test_columns_of_a_synthetic_index(synthetic: Index) -> None:
 
 
 def test_totals_are_those_of_the_columns(synthetic: Index) -> None:
-    assert synthetic.totals == summarize(synthetic._columns, {})
+    assert synthetic.totals == summarize(synthetic._columns, synthetic.modalities, {})
 
 
 def test_synthetic_content_depends_on_its_arguments_only(tmp_path: Path, synthetic: Index) -> None:
@@ -85,9 +87,9 @@ def test_members_as_compose_takes_them(tmp_path: Path) -> None:
     url = write_shard(tmp_path / "a.tar", [sample])
     index = build_index([url], Recipe())
     members = index.members(0)
-    assert [(member.field, member.kind, member.width, member.height) for member in members] == [
-        ("jpg", IMAGE, 80, 60),
-        ("json", TEXT, 0, 0),
+    assert [(member.field, member.kind, member.header) for member in members] == [
+        ("jpg", IMAGE, (80, 60)),
+        ("json", TEXT, (0, 0)),
     ]
     assert [member.size for member in members] == [len(sample["jpg"]), len(sample["json"])]
     content = (tmp_path / "a.tar").read_bytes()

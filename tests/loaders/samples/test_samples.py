@@ -11,38 +11,34 @@ import pytest
 import soundfile
 from PIL import Image
 
-from orchdata.loaders.errors import FieldError
+from orchdata.loaders.errors import DecodeError, FieldError
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.modalities.headers import HeaderError, read_header
-from orchdata.loaders.modality import AUDIO, IMAGE, TEXT
+from orchdata.loaders.modalities.builtin import BUILTINS, KINDS, TEXT
+from orchdata.loaders.modalities.probing import read_header
 from orchdata.loaders.recipe import AudioPreprocessor, ChatTemplate, ImagePreprocessor, Recipe, TextPreprocessor
-from orchdata.loaders.samples.sample import (
-    AudioPart,
-    ImagePart,
-    MediaSlot,
-    Member,
-    TextPart,
-    TextSpan,
-    compose,
-    decode_sample,
-    measure,
-    text_members,
-)
+from orchdata.loaders.samples.compose import MediaSlot, TextSpan, compose, text_members
+from orchdata.loaders.samples.decode import decode_sample
+from orchdata.loaders.samples.measure import measure
+from orchdata.loaders.samples.members import Member
+from orchdata.loaders.samples.sample import MediaPart, TextPart
 from orchdata.loaders.shards.fields import classify
+
+IMAGE, AUDIO = 1, 2
 
 PLAIN = ChatTemplate(prefix="[{role}]", suffix=";")
 RECIPE = Recipe(text=TextPreprocessor(template=PLAIN))
 
 
-def sample(**fields: object) -> tuple[list[Member], dict[int, bytes]]:
+def sample(recipe: Recipe | None = None, **fields: object) -> tuple[list[Member], dict[int, bytes]]:
     """Members and texts: `txt="..."`, `json={...}`; media by None, as `jpg_0=None` for the field 0.jpg."""
     members, texts = [], {}
     for name, value in fields.items():
         field = ".".join(reversed(name.split("_")))
         if value is None:
             audio = field.endswith(("wav", "flac"))
-            facts = {"frames": 16_000, "rate": 16_000} if audio else {"width": 56, "height": 56}
-            members.append(Member(field, AUDIO if audio else IMAGE, size=100, **facts))
+            header = (16_000, 16_000) if audio else (56, 56)
+            kind = (recipe or RECIPE).kind_of(field, AUDIO if audio else IMAGE)
+            members.append(Member(field, kind, header, 100))
             continue
         payload = (
             value if isinstance(value, bytes) else (value if isinstance(value, str) else json.dumps(value)).encode()
@@ -166,12 +162,12 @@ def test_bad_samples_name_field_and_reason(fields, field, reason):
 
 def test_a_recipe_without_images_leaves_them_alone_but_for_placeholders():
     recipe = Recipe(image=None, text=RECIPE.text)
-    members, texts = sample(jpg=None, txt="words")
+    members, texts = sample(recipe, jpg=None, txt="words")
     assert measure(members, texts, recipe).used_members == [1]
     with pytest.raises(FieldError, match="recipe has no image preprocessor"):
-        compose(*sample(jpg=None, txt="<image>"), recipe)
+        compose(*sample(recipe, jpg=None, txt="<image>"), recipe)
     with pytest.raises(FieldError, match=r"no usable field among: jpg; the recipe asks for audio, text"):
-        compose(*sample(jpg=None), recipe)
+        compose(*sample(recipe, jpg=None), recipe)
 
 
 def test_special_ids_and_which_of_them_carry_loss():
@@ -214,33 +210,34 @@ def test_text_is_tokenized_in_stretches_of_equal_loss():
 
 
 def test_limits_hold_before_anything_is_decoded():
-    members = [Member("jpg", IMAGE, width=20_000, height=10_000)]
+    members = [Member("jpg", IMAGE, header=(20_000, 10_000))]
     with pytest.raises(FieldError, match=r"20000x10000 = 200000000 pixels, above Limits\.image_pixels=178956970"):
         measure(members, {}, RECIPE)
     with pytest.raises(FieldError, match=r"above Limits\.audio_seconds"):
-        measure([Member("wav", AUDIO, frames=48_000 * 11_000, rate=48_000)], {}, RECIPE)
+        measure([Member("wav", AUDIO, header=(48_000 * 11_000, 48_000))], {}, RECIPE)
     small = Recipe(limits=Limits(text_bytes=4, member_bytes=10, sample_bytes=15))
     with pytest.raises(FieldError, match="5 bytes of text, above the limit text_bytes=4"):
         measure(*sample(txt="hello"), small)
     with pytest.raises(FieldError, match="11 bytes, above Limits.member_bytes=10"):
-        measure([Member("jpg", IMAGE, width=9, height=9, size=11)], {}, small)
-    two = [Member(f"{number}.jpg", IMAGE, width=9, height=9, size=8) for number in range(2)]
+        measure([Member("jpg", IMAGE, header=(9, 9), size=11)], {}, small)
+    two = [Member(f"{number}.jpg", IMAGE, header=(9, 9), size=8) for number in range(2)]
     with pytest.raises(FieldError, match="16 bytes, above Limits.sample_bytes=15"):
         measure(two, {}, small)
 
 
 def test_headers_that_say_nothing_are_errors():
     with pytest.raises(FieldError, match="header says 0 x 0 pixels"):
-        measure([Member("jpg", IMAGE)], {}, RECIPE)
+        measure([Member("jpg", IMAGE, (0, 0))], {}, RECIPE)
     with pytest.raises(FieldError, match="header says 0 frames at 16000 Hz"):
-        measure([Member("wav", AUDIO, rate=16_000)], {}, RECIPE)
+        measure([Member("wav", AUDIO, (0, 16_000))], {}, RECIPE)
     with pytest.raises(FieldError, match="was cut"):
-        measure([Member("jpg", IMAGE, width=9, height=9, error="was cut")], {}, RECIPE)
+        measure([Member("jpg", IMAGE, header=(9, 9), error="was cut")], {}, RECIPE)
 
 
 def test_a_bad_member_that_is_not_used_does_no_harm():
-    members = [Member("jpg", IMAGE, error="not an image"), Member("txt", TEXT)]
-    assert measure(members, {1: b"hello"}, Recipe(image=None)).llm_tokens == 5
+    recipe = Recipe(image=None)
+    members = [Member("jpg", recipe.kind_of("jpg", IMAGE), (0, 0), error="not an image"), Member("txt", TEXT)]
+    assert measure(members, {1: b"hello"}, recipe).llm_tokens == 5
 
 
 def test_text_members_are_json_and_the_preferred_text():
@@ -253,7 +250,7 @@ def test_text_members_are_json_and_the_preferred_text():
 def assert_decodes_as_measured(members: list[Member], payloads: dict[int, bytes], recipe: Recipe) -> None:
     texts = {index: payloads[index] for index in text_members(members, recipe)}
     measured = measure(members, texts, recipe)
-    parts = decode_sample(members, payloads, recipe)
+    parts = decode_sample(members, payloads, [part.size for part in measured.parts], recipe)
     media = iter(measured.parts)
     llm_tokens = loss_tokens = 0
     for part in parts:
@@ -262,14 +259,14 @@ def assert_decodes_as_measured(members: list[Member], payloads: dict[int, bytes]
             loss_tokens += int(part.loss.sum())
             continue
         expected = next(media)
-        llm_tokens += expected.tokens
-        if isinstance(part, ImagePart):
-            assert expected.modality == IMAGE
-            assert part.grid_hw == (expected.extent0, expected.extent1)
-            assert len(part.patches) == expected.positions == expected.tokens * recipe.image.merge**2
+        size = expected.size
+        llm_tokens += size.tokens
+        assert part.modality == expected.modality
+        if part.modality == "image":
+            assert part.grid_hw == size.extent
+            assert len(part.patches) == size.positions == size.tokens * recipe.image.merge**2
         else:
-            assert expected.modality == AUDIO
-            assert len(part.features) == expected.extent1 == expected.positions * recipe.audio.conv_stride
+            assert len(part.features) == size.rows == size.extent[1] == size.positions * recipe.audio.conv_stride
             assert np.isfinite(part.features).all()
     assert (llm_tokens, loss_tokens) == (measured.llm_tokens, measured.loss_tokens)
 
@@ -295,12 +292,11 @@ def test_costs_from_headers_equal_what_decoding_yields(fixtures_dir: Path, folde
             continue
         data = path.read_bytes()
         try:
-            header = read_header(kind, len(data), lambda size, data=data: data[:size], recipe.limits)
-        except HeaderError:
+            header = read_header(BUILTINS[KINDS[kind]], len(data), lambda size, data=data: data[:size], recipe.limits)
+        except DecodeError:
             continue
         field = path.suffix[1:].lower()
-        facts = (header.width, header.height, header.frames, header.rate)
-        members = [Member(field, kind, *facts, size=len(data)), Member("txt", TEXT)]
+        members = [Member(field, kind, header, len(data)), Member("txt", TEXT)]
         try:
             assert_decodes_as_measured(members, {0: data, 1: path.name.encode()}, recipe)
             decoded += 1
@@ -314,8 +310,8 @@ def test_costs_from_headers_equal_what_decoding_yields(fixtures_dir: Path, folde
 
 def test_a_whole_interleaved_sample(rng_image, rng_clip):
     members = [
-        Member("0.jpg", IMAGE, width=200, height=100, size=len(rng_image)),
-        Member("flac", AUDIO, frames=8000, rate=8000, size=len(rng_clip)),
+        Member("0.jpg", IMAGE, header=(200, 100), size=len(rng_image)),
+        Member("flac", AUDIO, header=(8000, 8000), size=len(rng_clip)),
         Member("json", TEXT),
     ]
     turns = [
@@ -324,8 +320,10 @@ def test_a_whole_interleaved_sample(rng_image, rng_clip):
     ]
     payloads = {0: rng_image, 1: rng_clip, 2: json.dumps(turns).encode()}
     assert_decodes_as_measured(members, payloads, RECIPE)
-    kinds = [type(part) for part in decode_sample(members, payloads, RECIPE)]
-    assert kinds == [TextPart, ImagePart, TextPart, AudioPart, TextPart, TextPart]
+    sizes = [part.size for part in measure(members, {2: payloads[2]}, RECIPE).parts]
+    parts = decode_sample(members, payloads, sizes, RECIPE)
+    kinds = [part.modality if isinstance(part, MediaPart) else "text" for part in parts]
+    assert kinds == ["text", "image", "text", "audio", "text", "text"]
 
 
 def test_parts_become_tensors_of_the_recipes_dtype(rng_image, rng_clip):
@@ -335,13 +333,15 @@ def test_parts_become_tensors_of_the_recipes_dtype(rng_image, rng_clip):
         image=ImagePreprocessor(dtype="bfloat16"), audio=AudioPreprocessor(dtype="bfloat16"), text=RECIPE.text
     )
     members = [
-        Member("jpg", IMAGE, width=200, height=100),
-        Member("flac", AUDIO, frames=8000, rate=8000),
+        Member("jpg", IMAGE, header=(200, 100)),
+        Member("flac", AUDIO, header=(8000, 8000)),
     ]
-    image, audio = decode_sample(members, {0: rng_image, 1: rng_clip}, recipe)
+    sizes = [part.size for part in measure(members, {}, recipe).parts]
+    image, audio = decode_sample(members, {0: rng_image, 1: rng_clip}, sizes, recipe)
     assert image.tensor().dtype == audio.tensor().dtype == torch.bfloat16
     assert image.tensor().shape == (image.grid_hw[0] * image.grid_hw[1], 588)
-    exact = decode_sample(members, {0: rng_image, 1: rng_clip}, Recipe(image=ImagePreprocessor(dtype="float32")))
+    exactly = Recipe(image=ImagePreprocessor(dtype="float32"))
+    exact = decode_sample(members, {0: rng_image, 1: rng_clip}, sizes, exactly)
     torch.testing.assert_close(image.tensor(), exact[0].tensor().to(torch.bfloat16), rtol=0, atol=0)
     torch.testing.assert_close(audio.tensor(), exact[1].tensor().to(torch.bfloat16), rtol=0, atol=0)
 

@@ -8,10 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchdata.loaders.modality import IMAGE, TEXT
-from orchdata.loaders.samples.members import Member, layout_of, stem
+from orchdata.loaders.modalities.builtin import TEXT
+from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.samples.members import Member, stem, uses_of
 from orchdata.loaders.shards.fields import _split_long, classify, printable, split_name
-from orchdata.loaders.text.preprocessor import TEXT_FIELDS
+
+IMAGE, AUDIO = 1, 2
 
 WEBDATASETS = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")
 LONG = 1 << 20
@@ -20,7 +22,7 @@ LONG = 1 << 20
 def images(*names: str) -> list[str]:
     """The fields in the order in which they fill their places."""
     members = [Member(name, IMAGE) for name in names]
-    return [names[index] for index in layout_of(members, TEXT_FIELDS).image]
+    return [names[index] for index in uses_of(members, Recipe()).media["image"]]
 
 
 @pytest.mark.parametrize("characters", [None, "ab./\n_"])
@@ -67,11 +69,11 @@ def test_numbers_order_by_value_whatever_their_length() -> None:
 
 @pytest.mark.parametrize("name", ["en2.txt", "v1.5.txt", "img2.json", "x10.txt.gz"])
 def test_a_number_inside_a_name_is_part_of_it(name: str) -> None:
-    held = layout_of([Member(name, TEXT)], TEXT_FIELDS)
+    held = uses_of([Member(name, TEXT)], Recipe())
     assert held.json + held.plain == (0,)
 
 
 @given(st.text(st.characters(codec=None)))
 def test_any_name_can_be_shown(name: str) -> None:
     printable(name).encode()
-    layout_of([Member(name, kind) for kind in (TEXT, IMAGE)], TEXT_FIELDS)
+    uses_of([Member(name, kind) for kind in (TEXT, IMAGE)], Recipe())

@@ -18,9 +18,11 @@ import pytest
 import soundfile
 from PIL import Image
 
-from orchdata.loaders.errors import FieldError
+from orchdata.loaders.errors import DecodeError, FieldError
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.shards.fields import OTHER, PARQUET
+from orchdata.loaders.modalities.builtin import OTHER
+from orchdata.loaders.modalities.image import ImagePreprocessor
+from orchdata.loaders.shards.fields import PARQUET
 from orchdata.loaders.shards.parquet.children import measuring
 from orchdata.loaders.shards.parquet.shard import COLUMNS, ColumnCache, ParquetShard
 from orchdata.loaders.storage.storage import LocalFile
@@ -87,12 +89,12 @@ def test_hugging_face_structs_plain_bytes_and_text(tmp_path: Path) -> None:
         (1, "y", "text", 0),
     ]
     assert all(row["encoding"] == PARQUET and row["error"] is None for row in found)
-    assert [(row["width"], row["height"], row["frames"]) for row in found[:5]] == [
-        (4, 3, 0),
-        (5, 6, 0),
-        (0, 0, 9),
-        (0, 0, 0),
-        (0, 0, 700),
+    assert [(row["header0"], row["header1"]) for row in found[:5]] == [
+        (4, 3),
+        (5, 6),
+        (9, 16_000),
+        (0, 0),
+        (700, 16_000),
     ]
     assert read(opened, found[0]) == png(4, 3)
     assert read(opened, found[-1]) == "grüße".encode()
@@ -103,13 +105,13 @@ def test_lists_give_a_field_for_each_item(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", {"images": images, "clips": [[flac(5)], [], [flac(6), flac(7)]]})
     opened = shard(path)
     found = opened.facts().table.arrow().to_pylist()
-    assert [(row["key"], row["field"], row["width"], row["frames"]) for row in found] == [
-        ("0", "images.0", 1, 0),
-        ("0", "images.1", 3, 0),
-        ("0", "clips.0", 0, 5),
-        ("1", "", 0, 0),  # a row with nothing in it is still a sample
-        ("2", "clips.0", 0, 6),
-        ("2", "clips.1", 0, 7),
+    assert [(row["key"], row["field"], row["header0"]) for row in found] == [
+        ("0", "images.0", 1),
+        ("0", "images.1", 3),
+        ("0", "clips.0", 5),
+        ("1", "", 0),  # a row with nothing in it is still a sample
+        ("2", "clips.0", 6),
+        ("2", "clips.1", 7),
     ]
     assert read(opened, found[1]) == png(3, 4)
     assert read(opened, found[5]) == flac(7)
@@ -195,7 +197,9 @@ def test_bad_cells_and_limits_are_errors_of_their_field(tmp_path: Path) -> None:
     found = {(row["sample"], row["field"]): row for row in rows(path, Limits(image_pixels=2_499, text_bytes=99))}
     assert found[0, "image"]["error"] == "not an image: starts with 'hello wo'"
     assert "above Limits.text_bytes=99" in found[0, "text"]["error"]
-    assert "above Limits.image_pixels=2499" in found[1, "image"]["error"]
+    with pytest.raises(DecodeError, match="above Limits.image_pixels=2499"):
+        header = found[1, "image"]["header0"], found[1, "image"]["header1"]
+        ImagePreprocessor().count_header(header, Limits(image_pixels=2_499))
     assert found[1, "text"]["error"] is None
 
 
@@ -218,7 +222,7 @@ def test_files_without_rows_or_usable_columns_say_so(tmp_path: Path) -> None:
     (row,) = rows(write(tmp_path / "a.parquet", {"text": pa.array([], pa.string())}))
     assert row["error"] == "no samples: the file has no rows"
     (row,) = rows(write(tmp_path / "b.parquet", {"n": [1]}))
-    assert row["error"] == "no column holds images, audio or text (columns: n)"
+    assert row["error"] == "no column holds text or media (columns: n)"
 
 
 def test_a_column_that_unfolds_too_far_is_refused(tmp_path: Path) -> None:

@@ -24,7 +24,6 @@ from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.index import KIND, Index, open_index
 from orchdata.loaders.index.stored import StoredSample
 from orchdata.loaders.index.table import LAYOUT, OFFSETS, TableSize, _positions
-from orchdata.loaders.modality import AUDIO, IMAGE
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.open import OpenShards
 from orchdata.loaders.storage import verified
@@ -32,6 +31,8 @@ from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.sealed import head_of, opened
 from orchdata.loaders.versions import TABLE_FORMAT
 from orchdata.planning.costs import IndexCosts
+
+IMAGE, AUDIO = 1, 2
 
 RECIPE = Recipe()
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # of threads that have ended
@@ -138,7 +139,7 @@ def use(index: Index) -> None:
         index.read_spec(row)
         [sample.member_of(part) for part in sample.parts]
         index.find(sample.shard, sample.key)
-    for modality in (IMAGE, AUDIO):
+    for modality in ("image", "audio"):
         index.parts_of(rows, modality)
 
 
@@ -285,7 +286,7 @@ def test_a_file_that_is_no_index_is_refused(tmp_path: Path, data: bytes) -> None
 
 def test_the_costs_of_one_shard_are_no_index(shards: list[str]) -> None:
     build_index(shards, RECIPE)
-    with pytest.raises(DamagedIndexError, match=r"of kind b'cost' and format 2, not of b'indx'"):
+    with pytest.raises(DamagedIndexError, match=r"of kind b'cost' and format 3, not of b'indx'"):
         Index(kept_files()[0])
 
 
@@ -308,5 +309,8 @@ def test_damage_to_the_index_is_never_a_failed_sample() -> None:
 
 
 def test_sizes_add_up() -> None:
-    one = TableSize(samples=1, parts=2, members=3, bad=4, key_bytes=5, error_field_bytes=6, error_reason_bytes=7)
-    assert TableSize.sum([one, one]).as_dict() == {name: 2 * value for name, value in one.as_dict().items()}
+    lengths = {"samples": 1, "parts": 2, "members": 3, "bad": 4}
+    lengths |= {"key_bytes": 5, "error_field_bytes": 6, "error_reason_bytes": 7}
+    widths = {"extent_width": 2, "header_width": 3}  # of all tables of an index alike
+    one = TableSize(**lengths, **widths)
+    assert TableSize.sum([one, one]).as_dict() == {name: 2 * value for name, value in lengths.items()} | widths

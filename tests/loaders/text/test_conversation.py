@@ -15,11 +15,14 @@ from PIL import Image
 
 import orchdata as od
 from orchdata.loaders.errors import DecodeError, FieldError
-from orchdata.loaders.modality import AUDIO, IMAGE, TEXT
+from orchdata.loaders.modalities.builtin import TEXT
 from orchdata.loaders.recipe import ChatTemplate, Recipe, TextPreprocessor
-from orchdata.loaders.samples.compose import MediaSlot, Member, compose, text_members
+from orchdata.loaders.samples.compose import MediaSlot, compose, text_members
 from orchdata.loaders.samples.measure import measure
+from orchdata.loaders.samples.members import Member
 from orchdata.loaders.text.conversation import read_document
+
+IMAGE, AUDIO = 1, 2
 
 TEXT_RULES = TextPreprocessor(template=ChatTemplate(prefix="[{role}]", suffix=";"))
 RECIPE = Recipe(text=TEXT_RULES)
@@ -32,14 +35,14 @@ THOUGHTS = "The user asks for the weather, so I look out of the window."
 
 def said(value: object) -> list[tuple[str, str]] | str | None:
     """Role and text of each turn, or the text."""
-    document = read_document(json.dumps(value).encode(), TEXT_RULES)
+    document = read_document(json.dumps(value).encode(), RECIPE.rules)
     if document.turns is None:
         return document.text
     return [(turn.role, "".join(map(str, turn.content))) for turn in document.turns]
 
 
 def measured(images: int = 0, **fields: object):
-    members = [Member(f"{number}.jpg", IMAGE, 56, 56, size=9) for number in range(images)]
+    members = [Member(f"{number}.jpg", IMAGE, (56, 56), size=9) for number in range(images)]
     texts = {}
     for name, value in fields.items():
         payload = value if isinstance(value, bytes) else value.encode() if isinstance(value, str) else None
@@ -165,10 +168,10 @@ def test_a_role_that_the_template_does_not_know_is_refused(role):
 
 def test_a_template_may_know_other_roles():
     template = ChatTemplate(roles=("narrator",), loss_roles=("hero",))
-    pre = TextPreprocessor(template=template)
+    rules = Recipe(text=TextPreprocessor(template=template)).rules
     turns = [{"role": "narrator", "content": "a"}, {"role": "hero", "content": "b"}]
-    assert [turn.role for turn in read_document(json.dumps(turns).encode(), pre).turns] == ["narrator", "hero"]
-    assert pre.describe() != TextPreprocessor().describe()
+    assert [turn.role for turn in read_document(json.dumps(turns).encode(), rules).turns] == ["narrator", "hero"]
+    assert TextPreprocessor(template=template).describe() != TextPreprocessor().describe()
     with pytest.raises(ValueError, match=r"ChatTemplate\.roles must be a tuple"):
         ChatTemplate(roles="user")
 
@@ -307,7 +310,7 @@ def test_a_parquet_column_of_paths_names_media(tmp_path: Path, cell: object):
 
 def test_media_named_in_another_order_than_their_fields_are_refused():
     def sample(first: str, second: str, key: str | None):
-        members = [Member(name, IMAGE, 56, 56, size=9) for name in ("a.jpg", "b.jpg")]
+        members = [Member(name, IMAGE, (56, 56), size=9) for name in ("a.jpg", "b.jpg")]
         if key is None:
             items = [{"type": "image", "image": name} for name in (first, second)]
             record: object = [{"role": "user", "content": [*items, {"type": "text", "text": "q"}]}, ANSWER]
@@ -326,11 +329,11 @@ def test_media_named_in_another_order_than_their_fields_are_refused():
 
 def test_marks_are_followed_where_only_media_of_another_kind_have_items():
     content = [{"type": "image"}, {"type": "text", "text": "Look at <image>, hear <audio> and say."}]
-    members = [Member("jpg", IMAGE, 56, 56, size=9), Member("wav", AUDIO, frames=16_000, rate=16_000, size=9)]
+    members = [Member("jpg", IMAGE, (56, 56), size=9), Member("wav", AUDIO, header=(16_000, 16_000), size=9)]
     payload = json.dumps([{"role": "user", "content": content}, ANSWER]).encode()
     spans = compose([*members, Member("json", TEXT, size=len(payload))], {2: payload}, RECIPE)
     slots = [span.modality if isinstance(span, MediaSlot) else bytes(span.token_ids.tolist()) for span in spans]
-    assert slots == [b"[user]", IMAGE, b"Look at <image>, hear ", AUDIO, b" and say.;[assistant]", b"It rains.;"]
+    assert slots == [b"[user]", "image", b"Look at <image>, hear ", "audio", b" and say.;[assistant]", b"It rains.;"]
 
 
 def test_a_mark_without_media_is_refused_with_the_way_to_read_it_as_text():
@@ -340,7 +343,7 @@ def test_a_mark_without_media_is_refused_with_the_way_to_read_it_as_text():
 
 def test_one_turn_alone_is_a_conversation():
     assert said(ANSWER) == [("assistant", "It rains.")]
-    document = read_document(json.dumps(ANSWER).encode() + b"\n", TEXT_RULES, lines=True)
+    document = read_document(json.dumps(ANSWER).encode() + b"\n", RECIPE.rules, lines=True)
     assert document.turns is not None
 
 
@@ -376,8 +379,8 @@ def test_a_key_that_comes_twice_is_refused_where_it_is_read():
         b'[{"role": "user", "content": [{"type": "text", "text": "a", "text": "b"}]}]',
     ):
         with pytest.raises(DecodeError, match="twice"):
-            read_document(payload, TEXT_RULES)
-    assert read_document(b'{"text": "a", "exif": {"x": 1, "x": 2}}', TEXT_RULES).text == "a"
+            read_document(payload, RECIPE.rules)
+    assert read_document(b'{"text": "a", "exif": {"x": 1, "x": 2}}', RECIPE.rules).text == "a"
 
 
 def test_struct_chats_of_parquet_keep_their_meaning(tmp_path: Path):

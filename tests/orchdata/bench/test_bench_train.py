@@ -16,7 +16,7 @@ from orchdata.bench.train import SKEWED, TrainBench, run
 from orchdata.bench.train.calibration import lengths_of
 from orchdata.bench.train.job import LANES, predicted_seconds
 from orchdata.bench.train.report import make_results
-from orchdata.loaders.modality import MODALITIES
+from orchdata.loaders.modalities.builtin import MODALITIES
 from orchdata.reference.records import fastest_repeats
 from orchdata.reference.setup import make_model_config, make_recipe
 from orchdata.synth import read_description

@@ -21,10 +21,10 @@ from orchdata.cli.tables import profile_table
 from orchdata.loaders.errors import DataError
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.index import Index
-from orchdata.loaders.index.synthetic import synthetic_index
 from orchdata.order.order import Order, Shuffle
 from orchdata.profile.profile import PERCENTILES, Profile, count_reasons, profile
 from orchdata.profile.scales import SCOPES, _Draws
+from orchdata.synth.made_up_index import synthetic_index
 
 RECIPE = od.Recipe(image=od.ImagePreprocessor(patch_size=14, merge=2, min_tokens=1, max_tokens=64))
 

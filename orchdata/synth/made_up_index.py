@@ -17,7 +17,7 @@ from orchdata.loaders.index.index import Index, digest
 from orchdata.loaders.index.merge import RecipeIdentity, merge_tables
 from orchdata.loaders.index.table import Columns, TableSize, offsets_of, pack
 from orchdata.loaders.index.totals import Totals, summarize
-from orchdata.loaders.modality import AUDIO, IMAGE, TEXT
+from orchdata.loaders.modalities.builtin import KINDS, TEXT
 from orchdata.loaders.shards.fields import RAW
 from orchdata.loaders.shards.shard import ShardInfo
 
@@ -50,7 +50,7 @@ def synthetic_index(path: str | Path, num_samples: int, seed: int, *, num_shards
     bounds = [number * num_samples // count for number in range(count + 1)]
     sources = [_Source.measured(seed, number, bounds[number], bounds[number + 1]) for number in range(count)]
     description = {"synthetic": {"seed": seed, "num_samples": num_samples}}
-    merge_tables(Path(path), sources, RecipeIdentity(digest(description), description))
+    merge_tables(Path(path), sources, RecipeIdentity(digest(description), KINDS, description))
     return Index(path)
 
 
@@ -70,7 +70,7 @@ class _Source:
         columns = _generate(seed, start, stop)
         size_bytes = int(columns.member_offset[-1] + columns.member_size[-1]) + 1024
         shard = ShardInfo(f"synthetic-{number:06d}.tar", size_bytes, digest([seed, start, stop]))
-        return cls(seed, start, shard, columns.size, summarize(columns, {}))
+        return cls(seed, start, shard, columns.size, summarize(columns, KINDS, {}))
 
     def body(self) -> bytes:
         return pack(_generate(self.seed, self.start, self.start + self.size.samples))
@@ -98,17 +98,17 @@ def _generate(seed: int, start: int, stop: int) -> Columns:
     sound = _audio(rng, place.size)
     columns = _empty(n, place.size, int(member_offsets[-1]))
     columns.part_offsets, columns.member_offsets = part_offsets, member_offsets
-    columns.part_modality[:] = np.where(is_audio, AUDIO, IMAGE)
+    columns.part_modality[:] = np.where(is_audio, KINDS.index("audio"), KINDS.index("image"))
     columns.part_member[:] = place
-    for name in ("positions", "tokens", "extent0", "extent1"):
+    for name in ("positions", "tokens", "rows"):
         getattr(columns, f"part_{name}")[:] = np.where(is_audio, sound[name], pixels[name])
+    columns.part_extent[:] = np.where(is_audio[:, None], sound["extent"], pixels["extent"])
 
     columns.member_kind[:] = TEXT
     columns.member_kind[member_of_part] = columns.part_modality
     columns.member_field[json_members] = _JSON
     columns.member_field[member_of_part] = np.where(is_audio, _FLAC, _FIRST_IMAGE + place)
-    columns.member_header0[member_of_part] = np.where(is_audio, sound["header0"], pixels["header0"])
-    columns.member_header1[member_of_part] = np.where(is_audio, sound["header1"], pixels["header1"])
+    columns.member_header[member_of_part] = np.where(is_audio[:, None], sound["header"], pixels["header"])
     columns.member_size[json_members] = text_tokens * 4 + 60
     columns.member_size[member_of_part] = np.where(is_audio, sound["size"], pixels["size"])
     stored = 512 + (columns.member_size + 511) // 512 * 512
@@ -129,8 +129,9 @@ def _images(rng: np.random.Generator, count: int) -> dict[str, NDArray[np.int64]
     width, height = np.sqrt(area * aspect).astype(np.int64), np.sqrt(area / aspect).astype(np.int64)
     rows, cols = np.maximum(1, height // 28), np.maximum(1, width // 28)
     tokens = rows * cols
-    sizes = {"header0": width, "header1": height, "size": width * height // 8}
-    return {"positions": tokens * 4, "tokens": tokens, "extent0": rows * 2, "extent1": cols * 2, **sizes}
+    sizes = {"header": _pairs(width, height), "size": width * height // 8}
+    patches = tokens * 4
+    return {"positions": patches, "tokens": tokens, "rows": patches, "extent": _pairs(rows * 2, cols * 2), **sizes}
 
 
 def _audio(rng: np.random.Generator, count: int) -> dict[str, NDArray[np.int64]]:
@@ -138,8 +139,14 @@ def _audio(rng: np.random.Generator, count: int) -> dict[str, NDArray[np.int64]]
     seconds = np.where(rng.random(count) < 0.02, rng.uniform(60, 600, count), seconds)
     frames = (seconds * 16_000).astype(np.int64)
     tokens = np.maximum(1, -(-frames // 640))
-    sizes = {"header0": frames, "header1": np.full(count, 16_000), "size": frames}
-    return {"positions": tokens * 2, "tokens": tokens, "extent0": frames, "extent1": tokens * 4, **sizes}
+    sizes = {"header": _pairs(frames, np.full(count, 16_000)), "size": frames}
+    mel_frames = tokens * 4
+    extent = _pairs(frames, mel_frames)
+    return {"positions": tokens * 2, "tokens": tokens, "rows": mel_frames, "extent": extent, **sizes}
+
+
+def _pairs(first: NDArray[np.int64], second: NDArray[np.int64]) -> NDArray[np.int64]:
+    return np.stack([first, second], axis=1)
 
 
 def _empty(samples: int, parts: int, members: int) -> Columns:
@@ -154,16 +161,15 @@ def _empty(samples: int, parts: int, members: int) -> Columns:
         part_member=np.zeros(parts, small),
         part_positions=np.zeros(parts, small),
         part_tokens=np.zeros(parts, small),
-        part_extent0=np.zeros(parts, small),
-        part_extent1=np.zeros(parts, small),
+        part_rows=np.zeros(parts, small),
+        part_extent=np.zeros((parts, 2), small),
         member_offsets=offsets,
         member_field=np.zeros(members, small),
         member_kind=np.zeros(members, np.uint8),
         member_encoding=np.full(members, RAW, np.uint8),
         member_offset=np.zeros(members, np.int64),
         member_size=np.zeros(members, np.int64),
-        member_header0=np.zeros(members, np.int64),
-        member_header1=np.zeros(members, small),
+        member_header=np.zeros((members, 2), np.int64),
         key_offsets=offsets,
         key_bytes=none,
         bad_row=np.zeros(0, np.int64),

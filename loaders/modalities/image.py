@@ -1,28 +1,32 @@
-"""How media become encoder inputs, as frozen values.
+"""Images at native resolution: how they become patches, as a value.
 
-    image (width, height) -> grid of patches -> merged tokens
-    audio (frames, rate)  -> samples -> tokens -> mel frames -> positions
+    (width, height) -> grid of patches -> merged tokens
 
-All counts follow from media headers, in integers.
+All counts follow from headers, in integers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isqrt
 from typing import Any, Final, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
-CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
-CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+from orchdata.loaders.errors import DecodeError
+from orchdata.loaders.limits import Limits
+from orchdata.loaders.modalities.checks import above_pixels, check_at_least_one, check_choice
+from orchdata.loaders.modalities.modality import ArraySpec, Header, Modality, PartSize
 
-# How each dtype of a recipe is kept in numpy, which has no bfloat16: its bits as uint16.
-STORED: Final[dict[str, type[Any]]] = {"bfloat16": np.uint16, "float32": np.float32, "uint8": np.uint8}
+CLIP_MEAN: Final = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD: Final = (0.26862954, 0.26130258, 0.27577711)
+_PIXEL_BYTES: Final = 4
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ImagePreprocessor:
+@dataclass(frozen=True, kw_only=True)
+class ImagePreprocessor(Modality):
     """Images at native resolution and aspect, within a token budget, as patches.
 
     A patch is `patch_size` pixels square; `merge` x `merge` neighbouring patches become one LLM token.
@@ -37,6 +41,14 @@ class ImagePreprocessor:
         dtype: what patches are stored as; "uint8" holds raw values, to normalise on the device.
     """
 
+    fields = tuple("jpg jpeg jpe jfif png apng webp gif bmp dib tif tiff ppm pgm pbm pnm pfm jp2 j2k avif".split())
+    words = ("image", "image_url")
+    plural = "images"
+    column_words = frozenset("image images img imgs picture pictures photo photos pixels".split())
+    hf_feature = "Image"
+    num_facts = 2
+    num_extents = 2
+
     patch_size: int = 14
     merge: int = 2
     min_tokens: int = 4
@@ -48,14 +60,14 @@ class ImagePreprocessor:
 
     def __post_init__(self) -> None:
         for name in ("patch_size", "merge", "min_tokens"):
-            _check_at_least_one("ImagePreprocessor", name, getattr(self, name))
+            check_at_least_one("ImagePreprocessor", name, getattr(self, name))
         if not isinstance(self.max_tokens, int) or self.max_tokens < self.min_tokens:
             raise ValueError(
                 f"ImagePreprocessor.max_tokens must be an int of at least min_tokens={self.min_tokens}, "
                 f"got {self.max_tokens!r}"
             )
-        _check_choice("ImagePreprocessor", "resizer", self.resizer, ("pillow", "torch"))
-        _check_choice("ImagePreprocessor", "dtype", self.dtype, ("bfloat16", "float32", "uint8"))
+        check_choice("ImagePreprocessor", "resizer", self.resizer, ("pillow", "torch"))
+        check_choice("ImagePreprocessor", "dtype", self.dtype, ("bfloat16", "float32", "uint8"))
         for name in ("mean", "std"):
             values = tuple(float(value) for value in getattr(self, name))
             if len(values) != 3:
@@ -73,62 +85,72 @@ class ImagePreprocessor:
         """Merged tokens of a grid of patches."""
         return grid[0] * grid[1] // (self.merge * self.merge)
 
+    def arrays(self) -> Mapping[str, ArraySpec]:
+        return {"patches": ArraySpec((self.patch_dim,), self.dtype)}
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AudioPreprocessor:
-    """Audio as mono log-mel frames, a whole number of tokens a clip.
+    @staticmethod
+    def scan(
+        buffer: NDArray[np.uint8],
+        starts: NDArray[np.int64],
+        available: NDArray[np.int64],
+        sizes: NDArray[np.int64],
+        status: NDArray[np.uint8],
+        facts: NDArray[np.int64],
+    ) -> None:
+        from orchdata.native.scan.media import scan_images
 
-    With n samples at `sample_rate`: tokens = max(1, ceil(n * tokens_per_second / sample_rate)); a token is
-    sample_rate / (tokens_per_second * hop_length) mel frames, and `conv_stride` mel frames become one position of
-    the encoder. Both divisions must be exact.
+        scan_images(buffer, starts, available, sizes, status, facts)
 
-    Attributes:
-        sample_rate: Hz; clips of other rates are resampled.
-        num_mels: mel bands.
-        hop_length, n_fft: step and length of the analysis window, in samples.
-        conv_stride: mel frames per position entering attention.
-        tokens_per_second: LLM tokens per second of audio.
-        dtype: what features are stored as.
-    """
+    @classmethod
+    def probe(cls, data: bytes, limits: Limits) -> Header:
+        """(width, height) in pixels, as displayed."""
+        from orchdata.loaders.modalities.image_header import probe_image
 
-    sample_rate: int = 16_000
-    num_mels: int = 128
-    hop_length: int = 160
-    conv_stride: int = 2
-    tokens_per_second: int = 25
-    n_fft: int = 400
-    dtype: Literal["float32", "bfloat16"] = "float32"
+        return probe_image(data, limits)
 
-    def __post_init__(self) -> None:
-        for name in ("sample_rate", "num_mels", "hop_length", "conv_stride", "tokens_per_second", "n_fft"):
-            _check_at_least_one("AudioPreprocessor", name, getattr(self, name))
-        _check_choice("AudioPreprocessor", "dtype", self.dtype, ("float32", "bfloat16"))
-        if self.sample_rate % (self.tokens_per_second * self.hop_length):
-            raise ValueError(
-                f"a token must be a whole number of mel frames: sample_rate={self.sample_rate} is not divisible by "
-                f"tokens_per_second={self.tokens_per_second} * hop_length={self.hop_length}"
-            )
-        if self.mel_frames_per_token % self.conv_stride:
-            raise ValueError(
-                f"a token must be a whole number of positions: its {self.mel_frames_per_token} mel frames are not "
-                f"divisible by conv_stride={self.conv_stride}"
-            )
+    def count_header(self, header: Header, limits: Limits) -> PartSize:
+        width, height = header
+        reason = above_pixels(width, height, limits)
+        if reason is not None:
+            raise DecodeError(reason)
+        if width < 1 or height < 1:
+            raise DecodeError(f"not a readable image: its header says {width} x {height} pixels")
+        grid = image_grid(width, height, self)
+        patches = grid[0] * grid[1]
+        return PartSize(patches, self.num_tokens(grid), patches, grid)
 
-    @property
-    def mel_frames_per_token(self) -> int:
-        return self.sample_rate // (self.tokens_per_second * self.hop_length)
+    @classmethod
+    def knows(cls, head: bytes) -> bool:
+        if head.startswith((b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF87a", b"GIF89a", b"BM", b"II*\0", b"MM\0*")):
+            return True
+        if head[:4] == b"RIFF":
+            return head[8:12] == b"WEBP"
+        return head[4:12] in (b"ftypavif", b"jP  \r\n\x87\n") or head.startswith(b"\xff\x4f\xff\x51")
 
-    def num_samples(self, frames: int, rate: int) -> int:
-        """Samples at `sample_rate` of a clip of `frames` at `rate` Hz."""
-        return -(-frames * self.sample_rate // rate)
+    def decode_into(
+        self, data: bytes | memoryview, size: PartSize, out: Mapping[str, NDArray[Any]], limits: Limits
+    ) -> None:
+        from orchdata.loaders.modalities.image_decode import decode_image
 
-    def num_tokens(self, num_samples: int) -> int:
-        """LLM tokens of a clip of `num_samples` at `sample_rate`."""
-        return max(1, -(-num_samples * self.tokens_per_second // self.sample_rate))
+        decode_image(data, self, limits, out["patches"], (size.extent[0], size.extent[1]))
 
-    def mel_frames(self, num_samples: int) -> int:
-        """Mel frames of a clip of `num_samples` at `sample_rate`."""
-        return self.num_tokens(num_samples) * self.mel_frames_per_token
+    def extras(self, sizes: Sequence[PartSize]) -> Mapping[str, NDArray[Any]]:
+        """grid_hw: int32 (num_images, 2), patches along height and width."""
+        return {"grid_hw": np.array([size.extent for size in sizes], np.int32).reshape(-1, 2)}
+
+    def rope(self, size: PartSize) -> NDArray[np.int64]:
+        """After Qwen2-VL: one moment, the merged grid along height and width."""
+        height, width = (side // self.merge for side in size.extent)
+        rows, cols = np.divmod(np.arange(height * width), width)
+        return np.stack([np.zeros_like(rows), rows, cols])
+
+    def dummy(self) -> PartSize:
+        side = self.merge
+        return PartSize(side * side, 1, side * side, (side, side))
+
+    def decoding_bytes(self, parts: Sequence[tuple[Header, PartSize]]) -> int:
+        """Pixels of the largest image: they are decoded one after the other."""
+        return _PIXEL_BYTES * max(width * height for (width, height), _ in parts)
 
 
 def image_grid(width: int, height: int, pre: ImagePreprocessor) -> tuple[int, int]:
@@ -173,13 +195,3 @@ def _round_half_even(value: int, step: int) -> int:
 def _ceil_sqrt(numerator: int, denominator: int) -> int:
     """The smallest k with k * k >= numerator / denominator > 0."""
     return isqrt(-(-numerator // denominator) - 1) + 1
-
-
-def _check_at_least_one(owner: str, name: str, value: object) -> None:
-    if not isinstance(value, int) or value < 1:
-        raise ValueError(f"{owner}.{name} must be an int of at least 1, got {value!r}")
-
-
-def _check_choice(owner: str, name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{owner}.{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")

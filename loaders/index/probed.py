@@ -1,0 +1,183 @@
+"""Facts of a shard as a recipe sees them: what each member is under it, and headers that only its own modalities know.
+
+The facts hold the headers of the library's modalities. Those of a user's are probed here, and kept in a file of their
+own for each shard and probe, whatever its parameters: another recipe with the same probe reads no member again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from orchdata.loaders.errors import NOT_DATA, DecodeError, as_field_error
+from orchdata.loaders.limits import limits_fingerprint
+from orchdata.loaders.modalities.builtin import BUILTINS, KINDS, OTHER, TEXT
+from orchdata.loaders.modalities.modality import Header, Modality, counts_from_header, probe_id, probe_of
+from orchdata.loaders.modalities.probing import read_header
+from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.shards.facts_table import Facts
+from orchdata.loaders.shards.fields import RAW
+from orchdata.loaders.shards.shard import Shard
+from orchdata.loaders.storage.atomic import write_whole
+from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.sealed import read_sealed, seal
+from orchdata.loaders.versions import FACTS_FORMAT, RULES
+
+KIND = b"head"
+
+
+class Seen(NamedTuple):
+    """Columns of a facts table under a recipe, one item a row.
+
+    Attributes:
+        kinds: codes of the recipe.
+        headers: of the modality that a row is read as.
+        errors: row -> what is wrong with it.
+    """
+
+    kinds: list[int]
+    headers: Sequence[Header]
+    errors: dict[int, str]
+
+
+class Probes:
+    """What shards are under a recipe; safe to use from several threads.
+
+    Args:
+        recipe: whose modalities ask.
+        cache: where headers are kept.
+        force: probe again even where fresh ones are kept.
+    """
+
+    def __init__(self, recipe: Recipe, cache: CacheFolder, *, force: bool = False) -> None:
+        self._recipe = recipe
+        self._cache = cache
+        self._force = force
+        # The modalities whose headers are not in the facts, by kind; and those that count from bytes, and have none.
+        self._own = dict(_own(recipe))
+
+    def under_recipe(self, facts: Facts, fields: Sequence[str], shard: Callable[[], Shard]) -> Seen:
+        """The columns of a shard's facts. Raises as `cost_shard`.
+
+        Args:
+            fields: the names in the facts.
+            shard: gives the open shard; called if something has to be probed.
+        """
+        table, recipe = facts.table, self._recipe
+        known: dict[tuple[str, int], int] = {}
+        kinds: list[int] = []
+        for asked in zip(fields, table.kind, strict=True):
+            kind = known.get(asked)
+            kinds.append(known.setdefault(asked, recipe.kind_of(*asked)) if kind is None else kind)
+        headers: Sequence[Header] = list(zip(table.header0, table.header1, strict=True))
+        errors = table.errors
+        if errors:  # what is wrong with a whole sample stays so, whoever reads the field
+            structural = {row for row in errors if table.kind[row] == OTHER}
+            kinds = [OTHER if row in structural else kind for row, kind in enumerate(kinds)] if structural else kinds
+        if self._own:
+            headers, errors = list(headers), dict(errors)
+            for kind, modality in self._own.items():
+                rows = [
+                    row
+                    for row, found in enumerate(kinds)
+                    if found == kind and not _told_by_facts(modality, table.kind[row])
+                ]
+                for row in rows:
+                    errors.pop(row, None)  # what the facts' own probe made of it
+                if rows and counts_from_header(modality):
+                    for row, header in zip(rows, self._headers(facts, modality, rows, shard), strict=True):
+                        if isinstance(header, str):
+                            errors[row] = header
+                        else:
+                            headers[row] = header
+        return Seen(kinds, headers, errors)
+
+    def _headers(
+        self, facts: Facts, modality: Modality, rows: Sequence[int], shard: Callable[[], Shard]
+    ) -> list[Header | str]:
+        """Of each of `rows`, its header, or why there is none."""
+        path = self._path(facts, modality)
+        kept = {} if self._force else _kept(path, facts)
+        missing = [row for row in rows if row not in kept]
+        if missing:
+            opened = shard()
+            kept |= {row: _probed(modality, facts, row, opened, self._recipe) for row in missing}
+            self._cache.make("facts")
+            write_whole(path, _sealed(kept, facts))
+        return [kept[row] for row in rows]
+
+    def _path(self, facts: Facts, modality: Modality) -> str:
+        named = [os.path.abspath(facts.meta.url), limits_fingerprint(self._recipe.limits), probe_id(modality)]
+        name = hashlib.blake2b(json.dumps(named).encode(), digest_size=16).hexdigest()
+        return f"{self._cache.root}/facts/{name}.headers"
+
+
+def _own(recipe: Recipe) -> Iterator[tuple[int, Modality]]:
+    """The modalities that the facts do not tell all of, by kind."""
+    for kind, (name, modality) in enumerate(recipe.modalities.items(), TEXT + 1):
+        theirs = BUILTINS.get(name)
+        told = theirs is not None and probe_of(type(modality)) is probe_of(theirs) and modality.fields == theirs.fields
+        if not told or not counts_from_header(modality):
+            yield kind, modality
+
+
+def _told_by_facts(modality: Modality, kind: int) -> bool:
+    """Whether a member of this kind in the facts has the header there that the modality would find."""
+    if kind in (TEXT, OTHER) or not counts_from_header(modality):
+        return False
+    return probe_of(type(modality)) is probe_of(BUILTINS[KINDS[kind]])
+
+
+def _probed(modality: Modality, facts: Facts, row: int, shard: Shard, recipe: Recipe) -> Header | str:
+    table = facts.table
+    offset, size, encoding, field = table.offset[row], table.size[row], table.encoding[row], table.field[row]
+
+    def read(count: int) -> bytes:
+        # A part of a member can only be had where it is stored as it is.
+        return bytes(shard.read(offset, count if encoding == RAW else size, encoding, field))
+
+    reason = recipe.limits.size_error(size, is_text=False)
+    if reason is not None:
+        return reason
+    try:
+        found = read_header(type(modality), size, read, recipe.limits)
+        if len(found) != modality.num_facts or not all(isinstance(fact, int | np.integer) for fact in found):
+            raise DecodeError(f"probe() gave {found!r}, not num_facts={modality.num_facts} integers")
+        return tuple(map(int, found))
+    except NOT_DATA:
+        raise
+    except DecodeError as error:
+        return error.reason
+    except Exception as error:  # noqa: BLE001 - whatever its bytes make a probe raise is that member's failure
+        return as_field_error(error, "probed").reason
+
+
+def _sealed(headers: dict[int, Header | str], facts: Facts) -> Any:
+    values = {
+        "meta": _identity(facts),
+        "headers": [[row, list(held)] for row, held in headers.items() if not isinstance(held, str)],
+        "errors": [[row, held] for row, held in headers.items() if isinstance(held, str)],
+    }
+    return seal(KIND, FACTS_FORMAT, values, [])[0]
+
+
+def _kept(path: str, facts: Facts) -> dict[int, Header | str]:
+    """Headers kept at `path`, if they are those of the shard as it is now."""
+    try:
+        head, _ = read_sealed(path, KIND, FACTS_FORMAT)
+        if head.values["meta"] != _identity(facts):
+            return {}
+        found: dict[int, Header | str] = {row: tuple(held) for row, held in head.values["headers"]}
+        return found | {row: str(reason) for row, reason in head.values["errors"]}
+    except (OSError, ValueError, TypeError, KeyError):
+        return {}  # absent, damaged or of another version: probe again
+
+
+def _identity(facts: Facts) -> list[Any]:
+    meta = facts.meta
+    return [meta.url, meta.size, meta.version, meta.checksum, RULES]

@@ -1,0 +1,120 @@
+"""Audio files -> their length, for whatever the scan of plain headers leaves to soundfile; cut ones are refused."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from orchdata.loaders.errors import NOT_DATA, DecodeError, pass_trouble
+from orchdata.loaders.limits import Limits
+from orchdata.loaders.modalities.checks import described, starts_with
+from orchdata.loaders.modalities.cut_audio import cut_reason, flac_reason, lacks, mp3_stream_bytes
+from orchdata.loaders.modalities.modality import Header
+from orchdata.native.scan.mp3 import count_mp3, scan_mp3
+
+if TYPE_CHECKING:
+    from orchdata.loaders.modalities.sound import Sound
+
+_BLOCK_FRAMES = 1 << 16
+_ID3V1_BYTES = 128
+
+
+def probe_audio(data: bytes, limits: Limits) -> Header:
+    """(frames of a channel, rate in Hz), by soundfile. Raises DecodeError."""
+    import soundfile
+
+    from orchdata.loaders.modalities.sound import UNKNOWN_FRAMES, open_sound
+
+    try:
+        with open_sound(data) as sound:
+            rate = int(sound.samplerate)
+            frames = int(sound.frames)
+            if rate < 1:
+                raise DecodeError(f"audio at {rate} Hz")
+            is_mp3 = sound.format == "MP3"
+            if is_mp3:
+                frames = _mp3_frames(data, frames)
+            if frames < 0 or frames >= UNKNOWN_FRAMES or (is_mp3 and frames == 0):
+                frames = _count_frames(sound, int(limits.audio_seconds * rate))
+    except (*NOT_DATA, DecodeError):
+        raise
+    except soundfile.LibsndfileError as error:
+        if _looks_like_audio(data):
+            raise DecodeError(f"damaged audio: {error.error_string.strip()}") from None
+        raise DecodeError(f"not audio: starts with {starts_with(data)}") from None
+    except Exception as error:
+        pass_trouble(error)
+        raise DecodeError(f"damaged audio: {described(error)}") from error
+    if frames < 1:
+        raise DecodeError("audio without a single frame")
+    reason = cut_reason(data, frames, rate) or flac_reason(data, frames)
+    if reason is None and is_mp3:
+        reason = mp3_reason(data, frames, rate)
+    if reason is not None:
+        raise DecodeError(reason)
+    return frames, rate
+
+
+def _mp3_frames(data: bytes, told: int) -> int:
+    """Frames of an MP3 that decoding gives, or -1 where only decoding can tell."""
+    frames, samples, tagged = scan_mp3(np.frombuffer(data, np.uint8))
+    if frames < 0:
+        return -1
+    # With a Xing/Info tag that fits, libsndfile knows the length less the encoder's delay. Without, it guesses by the
+    # bit rate of the first frame, and stops there even where more follows.
+    return told if tagged else min(told, int(frames * samples))
+
+
+def mp3_reason(data: bytes | memoryview, frames: int, rate: int) -> str | None:
+    """Why libsndfile does not deliver all of an MP3, or None.
+
+    Args:
+        data: the whole file.
+        frames: that decoding gives, per channel; rate: in Hz.
+    """
+    end = mp3_stream_bytes(data)
+    if end is None:
+        count, samples = count_mp3(np.frombuffer(data, np.uint8))
+        whole = int(count * samples)
+        if lacks(frames, whole, rate):
+            return (
+                f"VBR MP3 without a Xing tag: the decoder stops at {frames / rate:.3f} of {whole / rate:.3f} s; remux "
+                "it, for example ffmpeg -i in.mp3 -c copy out.mp3"
+            )
+        return None
+    rest = bytes(data[end:])
+    if len(rest) > _ID3V1_BYTES and lacks(frames, frames + _frames_of(rest), rate):
+        return "several MP3 streams behind one another, of which only the first would be read: join or split them"
+    return None
+
+
+def _frames_of(data: bytes) -> int:
+    """Frames of an MP3; 0 for anything else."""
+    import soundfile
+
+    from orchdata.loaders.modalities.sound import open_sound
+
+    try:
+        with open_sound(data) as sound:
+            return int(sound.frames) if sound.format == "MP3" else 0
+    except soundfile.LibsndfileError:
+        return 0
+
+
+def _count_frames(sound: Sound, limit: int) -> int:
+    """Decode and count, up to just above `limit` frames."""
+    block = np.empty((_BLOCK_FRAMES // max(1, sound.channels // 8), sound.channels), np.float32)
+    count = 0
+    while count <= limit:
+        got = len(sound.read(out=block))
+        count += got
+        if got == 0:
+            break
+    return count
+
+
+def _looks_like_audio(data: bytes) -> bool:
+    return data.startswith((b"RIFF", b"fLaC", b"OggS", b"ID3", b"FORM", b".snd", b"caff", b"RF64")) or (
+        len(data) > 1 and data[0] == 0xFF and data[1] & 0xE0 == 0xE0
+    )

@@ -1,0 +1,292 @@
+"""A modality as a value: how its parts are found, counted, decoded and placed.
+
+    bytes --probe--> header --count_header--> PartSize --decode_into--> arrays of the batch
+          ----------count--------------------^
+
+Everything outside of this room is written against `Modality`, and names none. A user's own is a frozen dataclass with
+three methods: `arrays` (what a part becomes), `count` (how much of it, from the bytes) and `decode`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields as dataclass_fields
+from dataclasses import is_dataclass
+from typing import Any, Final, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchdata.loaders.errors import DecodeError
+from orchdata.loaders.limits import Limits
+from orchdata.native.scan.status import UNUSUAL
+
+Header = tuple[int, ...]
+
+
+class ArraySpec(NamedTuple):
+    """One array that parts of a modality fill.
+
+    Attributes:
+        row_shape: shape of a row; () for one number a row.
+        dtype: of the tensor in the batch: "bfloat16", or a name of NumPy's.
+        per: "row", as many rows as `PartSize.rows`; "part", one for each part.
+    """
+
+    row_shape: tuple[int, ...]
+    dtype: str = "float32"
+    per: Literal["row", "part"] = "row"
+
+
+class PartSize(NamedTuple):
+    """How much one part is; the index keeps it.
+
+    Attributes:
+        positions: what enters the encoder: costs count these.
+        tokens: places of the merged LLM sequence that its features fill.
+        rows: of its arrays; -1 for as many as `positions`.
+        extent: more numbers that decoding or positions need, as many for every part of the modality.
+    """
+
+    positions: int
+    tokens: int
+    rows: int = -1
+    extent: tuple[int, ...] = ()
+
+    @property
+    def num_rows(self) -> int:
+        return self.positions if self.rows < 0 else self.rows
+
+
+class Slot(NamedTuple):
+    """What stands in text for a part.
+
+    Attributes:
+        mark: text that marks where a part goes; "" finds none, None is "<name>".
+        token_id: stands in `input_ids` where features go.
+        start_id, end_id: put before and after; None for nothing.
+    """
+
+    mark: str | None = None
+    token_id: int = 0
+    start_id: int | None = None
+    end_id: int | None = None
+
+
+class Modality:
+    """One modality of a recipe. Subclass it as a frozen dataclass; its fields are its parameters.
+
+    It pickles (so it is defined in a module, not in a function), and its class, fields and `version` are part of the
+    recipe's fingerprint. Its name is the keyword under which a `Recipe` holds it: `Recipe(points=MyPoints())` gives
+    `batch.media["points"]`, the phase `points` of a cost model and `batch.merge(embeds, {"points": ...})`.
+
+    A subclass defines `arrays` and `decode`, and either `count`, from the bytes, or `probe` and `count_header`: then a
+    part's bytes are read once, whatever the parameters are later, and its header is kept with the shard's facts.
+
+    Attributes:
+        fields: names of the members it is read from: suffixes ("npy", "depth.png") or whole names; the modality's name
+            is one of them.
+        words: types of items in chats that stand for a part; its name is one of them.
+        slot: what stands in text for a part.
+        version: raise it when the same bytes give other counts or values.
+        plural: what several parts are called in errors.
+        column_words: words in the name of a Parquet column that is read as it.
+        hf_feature: what Hugging Face's `datasets` calls such a column.
+        num_facts: numbers in a header.
+        num_extents: numbers in `PartSize.extent`.
+    """
+
+    fields: tuple[str, ...] = ()
+    words: tuple[str, ...] = ()
+    slot: Slot = Slot()
+    version: int = 1
+    plural: str = ""
+    column_words: frozenset[str] = frozenset()
+    hf_feature: str = ""
+    num_facts: int = 0
+    num_extents: int = 0
+
+    def arrays(self) -> Mapping[str, ArraySpec]:
+        """Name -> what every part fills."""
+        raise NotImplementedError(f"{type(self).__qualname__} must define arrays()")
+
+    def count(self, data: bytes | memoryview, limits: Limits) -> PartSize:
+        """The size of a part, from its bytes. Raises DecodeError."""
+        return self.count_header(self.probe(bytes(data), limits), limits)
+
+    def decode(self, data: bytes | memoryview, limits: Limits) -> Mapping[str, Any]:
+        """The arrays of a part, by name: as `arrays` says, with as many rows as `count` said. Raises DecodeError."""
+        raise NotImplementedError(f"{type(self).__qualname__} must define decode()")
+
+    @classmethod
+    def probe(cls, data: bytes, limits: Limits) -> Header:
+        """The header of a whole member, `num_facts` numbers, free of parameters. Raises DecodeError."""
+        raise NotImplementedError(f"{cls.__qualname__} must define count(), or probe() and count_header()")
+
+    @staticmethod
+    def scan(
+        buffer: NDArray[np.uint8],
+        starts: NDArray[np.int64],
+        available: NDArray[np.int64],
+        sizes: NDArray[np.int64],
+        status: NDArray[np.uint8],
+        facts: NDArray[np.int64],
+    ) -> None:
+        """Headers of many members from their first bytes: override it to spare `probe` the whole of plain ones.
+
+        Args:
+            buffer: uint8, read-only.
+            starts, available, sizes: (n,), where each member begins in the buffer, how many of its bytes are there, and
+                how many it has.
+            status: (n,), written: FOUND, MORE or UNUSUAL, as `native.scan.status` says.
+            facts: (n, num_facts), written where FOUND.
+        """
+        status[:] = UNUSUAL
+
+    def count_header(self, header: Header, limits: Limits) -> PartSize:
+        """The size of a part, from its header. Raises DecodeError."""
+        raise NotImplementedError(f"{type(self).__qualname__} must define count(), or probe() and count_header()")
+
+    @classmethod
+    def knows(cls, head: bytes) -> bool:
+        """Whether the first 16 bytes of a member without a telling name are those of such a part."""
+        return False
+
+    def decode_into(
+        self, data: bytes | memoryview, size: PartSize, out: Mapping[str, NDArray[Any]], limits: Limits
+    ) -> None:
+        """Decode a part into the batch's own memory: override it to spare a copy.
+
+        Args:
+            size: as the index has it.
+            out: name -> (rows, *row_shape) of each array, C-contiguous, undefined; bfloat16 as uint16 bits. Every value
+                has to be written.
+
+        Raises:
+            DecodeError: not what the index was made of, damaged, or above a limit.
+        """
+        found = self.decode(data, limits)
+        if missing := out.keys() ^ found.keys():
+            raise DecodeError(f"decode() and arrays() differ in {', '.join(sorted(missing))}")
+        for name, target in out.items():
+            values = stored(found[name], self.arrays()[name].dtype)
+            if values.shape != target.shape:
+                raise DecodeError(
+                    f"decoded to {name} of shape {values.shape}, the index says {target.shape}: index again"
+                )
+            target[...] = values
+
+    def extras(self, sizes: Sequence[PartSize]) -> Mapping[str, NDArray[Any]]:
+        """More arrays of a batch, one row for each of its parts, from their sizes alone."""
+        return {}
+
+    def rope(self, size: PartSize) -> NDArray[np.int64] | None:
+        """Positions in time, height and width of a part's tokens, from 0: (3, tokens); None counts on in all three.
+
+        What follows goes on behind the largest.
+        """
+        return None
+
+    def dummy(self) -> PartSize:
+        """The smallest part, for a rank that has none: its rows are zeros and its tokens go nowhere."""
+        return PartSize(1, 1, 1, (0,) * self.num_extents)
+
+    def decoding_bytes(self, parts: Sequence[tuple[Header, PartSize]]) -> int:
+        """Memory that decoding all parts of one sample takes beside its arrays."""
+        return 0
+
+    def describe(self) -> dict[str, Any]:
+        """All that counts and values depend on, JSON-safe."""
+        return {
+            "class": qualified(type(self)),
+            "version": self.version,
+            "fields": list(self.fields),
+            "words": list(self.words),
+            "slot": list(self.slot),
+            **self.parameters(),
+        }
+
+    def parameters(self) -> dict[str, Any]:
+        """Its dataclass fields, JSON-safe. Raises TypeError for one that has no JSON form."""
+        if not is_dataclass(self):
+            return {}
+        return {
+            each.name: plain(getattr(self, each.name), f"{type(self).__qualname__}.{each.name}")
+            for each in dataclass_fields(self)
+        }
+
+    def row_bytes(self) -> int:
+        """Memory of one row of all its arrays."""
+        return sum(
+            int(np.prod(spec.row_shape, dtype=np.int64)) * stored_dtype(spec.dtype).itemsize
+            for spec in self.arrays().values()
+            if spec.per == "row"
+        )
+
+
+def counts_from_header(modality: Modality) -> bool:
+    """Whether a part's size follows from its header, so that its bytes need not be read again."""
+    return type(modality).count is Modality.count
+
+
+def probe_of(modality: type[Modality]) -> Callable[..., Header]:
+    """What tells two probes apart: subclasses that keep the probe keep its headers."""
+    probe: Callable[..., Header] = modality.probe.__func__  # type: ignore[attr-defined]
+    return probe
+
+
+def probe_id(modality: Modality) -> str:
+    """Names the headers that its probe gives: the class that defines it, and its version."""
+    probe = probe_of(type(modality))
+    return f"{probe.__module__}.{probe.__qualname__} {modality.version}"
+
+
+def qualified(kind: type[Any]) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def plain(value: Any, name: str) -> Any:
+    """A value as JSON has it, the same in every process. Raises TypeError, naming the field that holds it."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, tuple | list):
+        return [plain(item, name) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key): plain(item, name) for key, item in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        found = {each.name: plain(getattr(value, each.name), f"{name}.{each.name}") for each in dataclass_fields(value)}
+        return {"class": qualified(type(value)), **found}
+    raise TypeError(
+        f"{name} is a {type(value).__name__}, which the recipe's fingerprint cannot hold: use numbers, strings, tuples "
+        "and frozen dataclasses, or override parameters()"
+    )
+
+
+# NumPy has no bfloat16: its bits are kept as uint16.
+_BITS: Final = {"bfloat16": np.dtype(np.uint16)}
+
+
+def stored_dtype(dtype: str) -> np.dtype[Any]:
+    """How values of an `ArraySpec.dtype` are kept in NumPy."""
+    return _BITS.get(dtype) or np.dtype(dtype)
+
+
+def stored(values: Any, dtype: str) -> NDArray[Any]:
+    """Decoded values, a NumPy array or CPU tensor, as they are kept. Raises DecodeError for another dtype."""
+    if hasattr(values, "detach"):
+        import torch
+
+        tensor = values.detach().contiguous()
+        values = (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    array: NDArray[Any] = np.asarray(values)
+    if array.dtype != stored_dtype(dtype):
+        raise DecodeError(f"decoded to {array.dtype}, arrays() says {dtype}")
+    return array
+
+
+def as_tensor(array: NDArray[Any], dtype: str) -> Any:
+    """The array, kept as `stored_dtype` says, as a tensor of `dtype`; shares memory."""
+    import torch
+
+    tensor = torch.from_numpy(array)
+    return tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor

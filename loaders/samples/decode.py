@@ -1,0 +1,78 @@
+"""Bytes of a sample -> its parts. The only place where a modality decodes.
+
+members, texts --compose--> text spans and media slots --measure--> sizes (the index)
+--decode---> arrays (the batch)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchdata.loaders.errors import DecodeError, FieldError
+from orchdata.loaders.modalities.modality import PartSize, stored_dtype
+from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.samples.compose import MediaSlot, compose, text_members
+from orchdata.loaders.samples.members import Member
+from orchdata.loaders.samples.sample import MediaPart, Part, TextPart
+from orchdata.loaders.text.preprocessor import WHY_COUNTS_DIFFER
+
+
+def decode_part(
+    name: str,
+    data: bytes | memoryview,
+    size: PartSize,
+    out: Mapping[str, NDArray[Any]],
+    recipe: Recipe,
+    field: str,
+) -> None:
+    """Decode one part of the modality `name` into given arrays, as `Modality.decode_into`. Raises FieldError."""
+    try:
+        recipe.modalities[name].decode_into(data, size, out, recipe.limits)
+    except DecodeError as error:
+        raise error.at(field) from error.__cause__
+
+
+def decode_sample(
+    members: Sequence[Member], payloads: Mapping[int, bytes | memoryview], sizes: Sequence[PartSize], recipe: Recipe
+) -> tuple[Part, ...]:
+    """Decode a sample's parts into memory of their own.
+
+    Args:
+        payloads: bytes by index in `members`, of text_members() and of every member with a part.
+        sizes: of its parts, as `measure` found them, in the order of their slots.
+
+    Raises:
+        FieldError: as `compose`, or media that cannot be decoded.
+    """
+    parts: list[Part] = []
+    spans = compose(members, payloads, recipe)
+    found = sum(isinstance(span, MediaSlot) for span in spans)
+    if found != len(sizes):
+        where = text_members(members, recipe)
+        field = members[where[0]].field if where else "*"
+        raise FieldError(
+            field, f"the index says {len(sizes)} parts of media, the text yields {found}: {WHY_COUNTS_DIFFER}"
+        )
+    left = iter(sizes)
+    for span in spans:
+        if isinstance(span, MediaSlot):
+            parts.append(_decoded(span, next(left), members[span.member].field, payloads[span.member], recipe))
+        else:
+            parts.append(TextPart(span.token_ids, span.loss_mask()))
+    return tuple(parts)
+
+
+def _decoded(slot: MediaSlot, size: PartSize, field: str, data: bytes | memoryview, recipe: Recipe) -> MediaPart:
+    modality = recipe.modalities[slot.modality]
+    specs = modality.arrays()
+    out = {
+        name: np.empty((size.num_rows if spec.per == "row" else 1, *spec.row_shape), stored_dtype(spec.dtype))
+        for name, spec in specs.items()
+    }
+    decode_part(slot.modality, data, size, out, recipe, field)
+    extras = {name: tuple(values[0].tolist()) for name, values in modality.extras([size]).items()}
+    return MediaPart(slot.modality, out, {name: spec.dtype for name, spec in specs.items()}, extras)

@@ -1,0 +1,113 @@
+"""One sample's merged LLM sequence, written left to right into its slices of a microbatch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchdata.loaders.errors import FieldError
+from orchdata.loaders.samples.compose import TextSpan
+from orchdata.loaders.text.preprocessor import WHY_COUNTS_DIFFER
+
+IGNORE = -100
+"""The label of what has no loss, as torch's losses have it."""
+
+
+class SequenceArrays(NamedTuple):
+    """The sequences of a microbatch behind one another.
+
+    Attributes:
+        input_ids, labels: int64 (T,).
+        position_ids: int64 (1, T), restarting at each sample; under "mrope" (4, T), time, height and width behind them.
+        text_ids: int64 (num_text_tokens,), text alone.
+    """
+
+    input_ids: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    position_ids: NDArray[np.int64]
+    text_ids: NDArray[np.int64]
+
+    def blank(self, start: int, stop: int, first: int = 0, first_mrope: int = 0) -> None:
+        """Tokens without meaning: padding, or a dummy sequence; positions count on from the first ones."""
+        self.input_ids[start:stop] = 0
+        self.labels[start:stop] = IGNORE
+        self.position_ids[0, start:stop] = np.arange(first, first + stop - start)
+        self.position_ids[1:, start:stop] = np.arange(first_mrope, first_mrope + stop - start)
+
+
+class SequenceWriter:
+    """Writes one sample.
+
+    Args:
+        arrays: of the microbatch.
+        places: first place of its sequence, the one behind it, and the one behind its padding.
+        text_places: first place of its text alone, and the one behind it.
+        text_field: what errors name.
+    """
+
+    def __init__(
+        self, arrays: SequenceArrays, places: tuple[int, int, int], text_places: tuple[int, int], text_field: str
+    ) -> None:
+        self._arrays = arrays
+        self._text_field = text_field
+        self._start, self._end, self._padded_end = places
+        self._cursor = self._start
+        self._text_cursor, self._text_end = text_places
+        self._position = 0  # under "mrope", of time, height and width
+        arrays.position_ids[0, self._start : self._end] = np.arange(self._end - self._start)
+
+    def text(self, span: TextSpan) -> None:
+        """Raises FieldError where the index says otherwise."""
+        ids, arrays = span.token_ids, self._arrays
+        start, stop = self._advance(len(ids))
+        arrays.input_ids[start:stop] = ids
+        arrays.labels[start:stop] = np.where(span.loss_mask(), ids, IGNORE)
+        arrays.position_ids[1:, start:stop] = np.arange(self._position, self._position + len(ids))
+        self._position += len(ids)
+        text_stop = self._text_cursor + len(ids)
+        if text_stop > self._text_end:
+            raise FieldError(self._text_field, self._disagreement())
+        arrays.text_ids[self._text_cursor : text_stop] = ids
+        self._text_cursor = text_stop
+
+    def media(self, token_id: int, tokens: int, rope: NDArray[np.int64] | None) -> int:
+        """The places of one part; returns the first. Raises FieldError.
+
+        Args:
+            rope: under "mrope", positions of its tokens from 0, (3, tokens); None counts on.
+        """
+        start, stop = self._advance(tokens)
+        arrays = self._arrays
+        arrays.input_ids[start:stop] = token_id
+        arrays.labels[start:stop] = IGNORE
+        if rope is None:
+            arrays.position_ids[1:, start:stop] = np.arange(self._position, self._position + tokens)
+            self._position += tokens
+        else:
+            arrays.position_ids[1:, start:stop] = self._position + rope
+            self._position += int(rope.max()) + 1
+        return start
+
+    def close(self, loss_tokens: int) -> None:
+        """Pad behind it. Raises FieldError where the index says otherwise."""
+        if self._cursor != self._end:
+            raise FieldError(self._text_field, self._disagreement())
+        found = int((self._arrays.labels[self._start : self._end] != IGNORE).sum())
+        if found != loss_tokens:
+            raise FieldError(
+                self._text_field,
+                f"the index says {loss_tokens} loss tokens, the text yields {found}: {WHY_COUNTS_DIFFER}",
+            )
+        self._arrays.blank(self._end, self._padded_end, self._end - self._start, self._position)
+
+    def _advance(self, tokens: int) -> tuple[int, int]:
+        start = self._cursor
+        self._cursor += tokens
+        if self._cursor > self._end:
+            raise FieldError(self._text_field, self._disagreement())
+        return start, self._cursor
+
+    def _disagreement(self) -> str:
+        return f"the index says {self._end - self._start} tokens, the text yields another number: {WHY_COUNTS_DIFFER}"
