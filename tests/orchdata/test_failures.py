@@ -146,7 +146,7 @@ def skipping_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exce
 
     shard = write_shard(tmp_path / "a.tar", [{"__key__": "a", "jpg": jpeg(80, 60)}, {"__key__": "b", "txt": b"fine"}])
     loader = od.DataLoader(od.ShardDataset(shard, RECIPE), batch_size=2, on_error="skip", num_threads=0)
-    monkeypatch.setattr("orchdata.building.media_pages.decode_image", fail)
+    monkeypatch.setattr("orchdata.loaders.modalities.image_decode.decode_image", fail)
     return loader
 
 
