@@ -30,8 +30,8 @@ class Reason(NamedTuple):
 
 
 class Notes:
-    """What the ranks of a group leave about one thing. Nothing is left, nor found, where there is no store: some
-    backends do without, and it ends with the process that serves it.
+    """What the ranks of a group leave about one thing. Nothing is left, nor found, where there is no store; it
+    ends with the process that serves it.
 
     Args:
         group: its ranks are named as it numbers them; None for a single rank.
@@ -39,7 +39,8 @@ class Notes:
     """
 
     def __init__(self, group: Any, about: str) -> None:
-        self._store = group.get_group_store() if hasattr(group, "get_group_store") else None
+        self._store = group
+        self._store = self._ask(lambda group: group.get_group_store())  # some backends do without, or raise
         self._about = about
         self._rank, self._size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
 
@@ -53,7 +54,8 @@ class Notes:
         if self._has(self._of(self._rank)):
             return
         if why:  # the first reason explains the others
-            self._ask(lambda store: store.compare_set(self._key("reason"), "", f"{self._rank} {why}"))
+            text = f"{self._rank} {why}".encode(errors="replace").decode()
+            self._ask(lambda store: store.compare_set(self._key("reason"), "", text))
         self._ask(lambda store: store.set(self._of(self._rank), "1"))
 
     def close(self) -> None:
@@ -95,7 +97,7 @@ class Notes:
             return None
         try:
             return call(self._store)
-        except RuntimeError:
+        except (RuntimeError, AttributeError):
             self._store = None  # to ask again would only make torch warn again
             return None
 

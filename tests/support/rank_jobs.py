@@ -84,11 +84,11 @@ def run_ranks(
         if silent is None:
             _show_where(ranks)
             raise RanksFailed(f"no end after {limit_seconds:g} seconds\n{_said(folder, range(num_ranks))}")
+        if silent:
+            raise RanksFailed(f"ranks {silent} ended without a result\n{_said(folder, silent)}")
         for process in ranks:
             assert process.stdin is not None
             process.stdin.close()
-        if silent:
-            raise RanksFailed(f"ranks {silent} ended without a result\n{_said(folder, silent)}")
         failed = [rank for rank, process in enumerate(ranks) if rank not in lost and process.wait()]
         if failed:
             raise RanksFailed(f"ranks {failed} ended badly, their work done\n{_said(folder, failed)}")
