@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from orchdata.balancers import CostModel, PhaseCost, TransformerCost
     from orchdata.batch.batch import Batch
+    from orchdata.batch.step_info import StepInfo
     from orchdata.dataloader import DataLoader
     from orchdata.dataset.shard_dataset import ShardDataset
     from orchdata.delivery.policy import ErrorPolicy
@@ -71,6 +72,7 @@ _HOMES = {
     "Padded": "orchdata.planning.layout",
     "Batch": "orchdata.batch.batch",
     "Plan": "orchdata.planning.plan",
+    "StepInfo": "orchdata.batch.step_info",
     "Sample": "orchdata.loaders.samples.sample",
     "exchange": "orchdata.ranks.exchange",
     "post_balance": "orchdata.post_balancing.loader",
@@ -117,6 +119,7 @@ __all__ = [
     "Batch",
     "Plan",
     "Sample",
+    "StepInfo",
     # Between ranks
     "exchange",
     "Route",

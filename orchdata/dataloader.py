@@ -2,52 +2,54 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-import json
-import operator
-import threading
-import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import replace
-from os import PathLike
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from orchdata.balancers import CostModel
 from orchdata.balancers.checks import checked_count
-from orchdata.building.step import BuiltStep, StepSpec
+from orchdata.building.step import Builder, BuiltStep
 from orchdata.dataset.describe import describe_loader
-from orchdata.dataset.map_style import map_source, say_shared
-from orchdata.dataset.options import Source, SourceOptions
+from orchdata.dataset.map_style import say_shared
+from orchdata.dataset.options import (
+    DEFAULT_BATCH_SIZE,
+    LoaderOptions,
+    PreparedDataset,
+    as_shuffle,
+    batch_sizes,
+    check_functions,
+    check_timeout,
+    chosen_seed,
+    rank_balance,
+)
+from orchdata.dataset.prepare import prepare
 from orchdata.dataset.shard_dataset import ShardDataset
-from orchdata.dataset.shards import shard_source
+from orchdata.dataset.shards import Quarantine
 from orchdata.delivery.cursor import Cursor, Iteration, Steps
-from orchdata.delivery.failed_parts import Settling
-from orchdata.delivery.policy import ErrorPolicy, as_policy
-from orchdata.delivery.replicate import ReceivingEngine, Replication
-from orchdata.delivery.state import Position, dump_state, load_state
+from orchdata.delivery.delivery import Delivery
+from orchdata.delivery.pin import PinningEngine, can_pin
+from orchdata.delivery.policy import ErrorPolicy, FailureBudget, as_policy
+from orchdata.delivery.state import dump_state, load_state
 from orchdata.delivery.stats import Stats
-from orchdata.engines.choice import choose_builders
-from orchdata.engines.threads import Engine
-from orchdata.loaders.errors import DataError, TooManyFailures
+from orchdata.engines.choice import choose_engine
+from orchdata.engines.engine import Engine
+from orchdata.loaders.errors import DataError
 from orchdata.notices import calling_place, warn_once
-from orchdata.order.batch_sizes import DEFAULT_BATCH_SIZE, batch_sizes
 from orchdata.order.order import Shuffle
-from orchdata.planning.balance import Balance, as_balance
+from orchdata.order.steps import StepTask
+from orchdata.planning.balance import Balance
 from orchdata.planning.layout import Packed, Padded
-from orchdata.planning.plan import make_plan
+from orchdata.planning.make_plan import make_plan
 from orchdata.ranks.agreement import check_plans
 from orchdata.ranks.comparing import Agreement, Beginning, tells_others
 from orchdata.ranks.gathering import gather_json
-from orchdata.ranks.parallel import Rank, resolve_rank
+from orchdata.ranks.parallel import resolve_rank
 
 
 class DataLoader:
@@ -132,21 +134,14 @@ class DataLoader:
         balance: str | Balance = "global",
         dp: Any = None,
         on_error: str | ErrorPolicy = "raise",
-        quarantine: Sequence[tuple[str, str]] | str | PathLike[str] | None = None,
+        quarantine: Quarantine | None = None,
     ) -> None:
         self._rank = resolve_rank(dp)
         self._agreement = Agreement(self._rank)
-        if isinstance(timeout, bool) or not hasattr(timeout, "__float__") or not timeout >= 0:
-            raise ValueError(f"timeout is a number of seconds, 0 for no limit, got {timeout!r}")
-        functions: dict[str, Any] = {"collate_fn": collate_fn, "worker_init_fn": worker_init_fn}
-        for name, given in functions.items():
-            known = given is None or isinstance(given, Packed | Padded) or callable(given)
-            if given in (Packed, Padded) or not known:
-                raise TypeError(f"{name} must be callable, got {given!r}")
-        self._policy = as_policy(on_error)
-        self._timeout = timeout
+        check_timeout(timeout)
+        check_functions(collate_fn=collate_fn, worker_init_fn=worker_init_fn)
         in_shards = isinstance(dataset, ShardDataset)
-        self._builders = choose_builders(
+        self._engine_choice = choose_engine(
             in_shards=in_shards,
             num_workers=num_workers,
             num_threads=num_threads,
@@ -157,48 +152,53 @@ class DataLoader:
             multiprocessing_context=multiprocessing_context,
         )
         self._keeps_threads = persistent_workers
-        self.drop_last = drop_last
-        self.batch_size, self.global_batch_size = batch_sizes(
-            batch_size, global_batch_size, batch_sampler is not None, self._rank.size
-        )
-        batched = self.batch_size is not None or global_batch_size is not None or batch_sampler is not None
-        if not batched and in_shards:
-            raise ValueError(
-                "batch_size=None takes a map-style data set's samples one by one; steps of a ShardDataset have sizes: "
-                "give batch_size=1, or global_batch_size"
-            )
-        options = SourceOptions(
-            rank=self._rank,
-            global_batch_size=self.global_batch_size,
-            shuffle=_as_shuffle(shuffle),
-            seed=_seed(seed, generator),
+        policy = as_policy(on_error)
+        self.batch_size, batches = batch_sizes(
+            batch_size,
+            global_batch_size,
+            num_ranks=self._rank.size,
+            in_shards=in_shards,
+            has_batch_sampler=batch_sampler is not None,
             drop_last=drop_last,
-            balance=_grouped(as_balance(balance, equal_count=not in_shards), self._rank),
-            policy=self._policy,
+        )
+        self.global_batch_size = batches.size
+        self.drop_last = drop_last
+        self.dataset = dataset
+        options = LoaderOptions(
+            rank=self._rank,
+            batches=batches,
+            shuffle=as_shuffle(shuffle),
+            seed=chosen_seed(seed, generator),
+            balance=rank_balance(balance, self._rank, equal_count=not in_shards),
+            policy=policy,
             collate_fn=collate_fn,
-            batched=batched,
-            pin_memory=pin_memory and _can_pin(),
+            batched=self.batch_size is not None or global_batch_size is not None or batch_sampler is not None,
             cost=cost,
         )
-        self._source = self._agreement.make(
-            lambda: _make_source(dataset, options, sampler, batch_sampler, quarantine),
-            lambda source: describe_loader(dataset, source, options, dp),
+        self._pin_memory = pin_memory and can_pin()
+
+        def make() -> tuple[PreparedDataset, Builder]:
+            prepared = prepare(dataset, options, sampler=sampler, batch_sampler=batch_sampler, quarantine=quarantine)
+            return prepared, prepared.spec.open()
+
+        self._prepared, self._builder = self._agreement.make(
+            make, lambda made: describe_loader(dataset, made[0], options, dp)
         )
-        self._replication = Replication(self._rank, self._source.spec, timeout) if self._rank.shared else None
-        self._settling = _make_settling(options, self._replication)
-        self._pin_memory = options.pin_memory
-        self.dataset = dataset
+        self._stats = Stats(self._builder.reads)
+        budget = FailureBudget(policy, self._stats, self._prepared.num_indexed + self._prepared.num_lost)
+        self._delivery = Delivery(
+            self._prepared.spec, self._rank, policy=policy, budget=budget, stats=self._stats, timeout=timeout
+        )
         self._cursor: Cursor[Beginning] = Cursor()
         self._has_microbatches = bool(options.balance.caps)
         self._iterated_at: object = None
         self._idle_engine: Engine | None = None
-        self._stats = Stats(self._source.reads)
-        self._bear(self._source.failures, lost=self._source.num_lost)
+        budget.count(self._prepared.failures, lost=self._prepared.num_lost)
         if dp is None and not in_shards:
             say_shared(dataset, self._rank)
         if not self._num_steps:
             warnings.warn(
-                f"no step to make: {self._source.num_samples} usable samples of {self._source.num_indexed}, global "
+                f"no step to make: {self._prepared.num_samples} usable samples of {self._prepared.num_indexed}, global "
                 f"batch size {self.global_batch_size}, drop_last={drop_last}",
                 stacklevel=2,
             )
@@ -238,13 +238,13 @@ class DataLoader:
         """Where the loader stands: JSON-safe, the same on all ranks. Delivered steps count, prefetched ones do not;
         inside a step it points at the step's start.
         """
-        return dump_state(self._cursor.delivered, self._source.fingerprint)
+        return dump_state(self._cursor.delivered, self._prepared.fingerprint)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state` at the next iteration, in O(1). Raises StateError, naming the difference, where it
         belongs to another data set, recipe, order or global batch size.
         """
-        self._cursor.restore(load_state(state, self._source.fingerprint, self._num_steps))
+        self._cursor.restore(load_state(state, self._prepared.fingerprint, self._num_steps))
 
     def set_epoch(self, epoch: int) -> None:
         """Begin `epoch` at the next iteration: at its start, or where a state of this epoch was loaded."""
@@ -273,7 +273,7 @@ class DataLoader:
 
     @property
     def _num_steps(self) -> int:
-        return self._source.spec.plan.num_steps
+        return self._prepared.spec.plan.num_steps
 
     def _microbatches(self, iteration: Iteration[Beginning]) -> Generator[Any, None, None]:
         for step, batches in self._run(iteration):
@@ -292,28 +292,31 @@ class DataLoader:
         """Each step and its microbatches, up to the end of the epoch."""
         first, stop, epoch = iteration.begin.step, self._num_steps, iteration.epoch
         iteration.start()
-        drawn = self._source.begin_epoch(epoch)
+        task_of = self._prepared.begin_epoch(epoch)
         engine, self._idle_engine = self._idle_engine or self._make_engine(), None
-        under_way: deque[Future[BuiltStep]] = deque()
-        every = self._rank.check_plan_every
+        under_way: deque[tuple[StepTask, Future[BuiltStep]]] = deque()
+        spec, every = self._prepared.spec.plan, self._rank.check_plan_every
 
         def submit(ahead: int, depth: int) -> None:
             for step in range(ahead + len(under_way), min(stop, ahead + depth)):
-                under_way.append(engine.submit(epoch, step))
+                task = task_of(step)
+                under_way.append((task, engine.submit(task)))
 
         def deliver(step: int) -> list[Any]:
             begun.compare()
-            if every and (step - first) % every == 0:
-                self._check_plans(Position(epoch, step))
-            elif step == first:
-                make_plan(self._source.spec.plan, epoch, step)  # compiles on first use, which `timeout` is not for
+            is_checked = every and (step - first) % every == 0
+            if is_checked or step == first:
+                plan = make_plan(spec, task_of(step))  # compiles on first use, which `timeout` is not for
+                if is_checked:
+                    check_plans(epoch, step, plan.hash, self._rank.groups)
             submit(step, max(1, engine.depth))
-            return self._deliver(engine, under_way.popleft(), Position(epoch, step))
+            task, future = under_way.popleft()
+            return self._delivery.deliver(engine, future, task)
 
         try:
             begun = self._agreement.begin(epoch, first, iteration.left())
             if every and first == stop:
-                self._check_plans(iteration.begin)
+                check_plans(epoch, stop, None, self._rank.groups)  # there is no step left to plan
             for step in range(first, stop):
                 try:
                     batches = deliver(step)
@@ -332,158 +335,10 @@ class DataLoader:
         else:
             engine.close()
         iteration.end()
-        del drawn
-
-    def _check_plans(self, position: Position) -> None:
-        plan = self._source.spec.plan
-        ends = position.step == plan.num_steps
-        plan_hash = None if ends else make_plan(plan, position.epoch, position.step).hash
-        check_plans(position.epoch, position.step, plan_hash, self._rank.groups)
-
-    def _deliver(self, engine: Engine, future: Future[BuiltStep], position: Position) -> list[Any]:
-        """A step's microbatches; where this rank reads for peers, they get them too, or the error."""
-        if self._replication is None or not self._replication.is_reader:
-            return self._settled(engine, future, position).batches
-        try:
-            built = self._settled(engine, future, position)
-        except Exception as error:
-            self._replication.send_error(error)
-            raise
-        self._replication.send(position.epoch, position.step, built)
-        return built.batches
-
-    def _settled(self, engine: Engine, future: Future[BuiltStep], position: Position) -> BuiltStep:
-        if self._settling is None:
-            return self._receive(engine, future, position)
-        try:
-            built = self._receive(engine, future, position)
-        except Exception as error:
-            self._settling.give_up(position.step, error)
-            raise
-        return replace(built, batches=self._settling.settle(position.step, built.batches))
-
-    def _receive(self, engine: Engine, future: Future[BuiltStep], position: Position) -> BuiltStep:
-        started = time.perf_counter()
-        with contextlib.suppress(FutureTimeout):
-            future.exception(min(self._timeout, threading.TIMEOUT_MAX) or None)
-        if not future.done():
-            engine.close()  # before other ranks hear of it: what hangs is then known, and this process ends first
-            raise RuntimeError(
-                f"DataLoader timed out after {self._timeout} seconds, waiting for step {position.step} of epoch "
-                f"{position.epoch}"
-            )
-        built = future.result()
-        waited = time.perf_counter() - started
-        if not isinstance(engine, ReceivingEngine):  # whoever read them has borne them
-            self._bear(built.failures)
-        self._stats.add_step(built, waited)
-        return built
-
-    def _bear(self, failures: Sequence[DataError], *, lost: int = 0) -> None:
-        if not failures:
-            return
-        if self._policy.action == "raise":
-            raise failures[0]
-        self._stats.add_failures(failures, lost=lost)
-        if self._policy.handler is not None:
-            for failure in failures:
-                self._policy.handler(failure)
-        budget = self._policy.budget(self._source.num_indexed + self._source.num_lost)
-        if budget is not None and self._stats.num_failed_samples > budget:
-            raise TooManyFailures(
-                f"{self._stats.num_failed_samples} samples failed, the policy allows {budget}; the last: {failures[-1]}"
-            ) from failures[-1]
 
     def _make_engine(self) -> Engine:
-        spec: StepSpec = self._source.spec
-        if self._replication is not None and not self._replication.is_reader:
-            return ReceivingEngine(spec, self._replication, pin_memory=self._pin_memory)
-        return self._builders.make_engine(spec)
-
-
-def _make_settling(options: SourceOptions, replication: Replication | None) -> Settling | None:
-    """Where parts may fail on one rank and matter to another; receivers of a broadcast get what is settled."""
-    rank = options.rank
-    apart = options.balance.assignment == "per_phase" and options.policy.action == "skip"
-    if not apart or (replication is not None and not replication.is_reader):
-        return None
-    if rank.size == 1:
-        return Settling(())
-    return Settling(rank.dp_groups) if rank.dp_groups else None
-
-
-def _make_source(dataset: Any, options: SourceOptions, sampler: Any, batch_sampler: Any, quarantine: Any) -> Source:
-    if not isinstance(dataset, ShardDataset):
-        if quarantine is not None:
-            raise ValueError("quarantine names samples of shards; leave them out of a map-style data set yourself")
-        return map_source(dataset, options, sampler=sampler, batch_sampler=batch_sampler)
-    if sampler is not None or batch_sampler is not None:
-        raise ValueError("a ShardDataset has an order of its own: use shuffle= in place of a sampler")
-    return shard_source(dataset, options, _read_quarantine(quarantine))
-
-
-def _grouped(balance: Balance, rank: Rank) -> Balance:
-    """Groups are nodes where their size is not given."""
-    if balance.scope not in ("grouped", "grid") or balance.group_size is not None:
-        return balance
-    if rank.ranks_per_node is None:
-        raise ValueError(
-            f"balance={balance.scope!r} needs a group size: od.Balance(scope={balance.scope!r}, group_size=...),"
-            " od.DataParallel(mesh, ranks_per_node=...), or LOCAL_WORLD_SIZE, which torchrun sets"
-        )
-    return replace(balance, group_size=rank.ranks_per_node)
-
-
-def _seed(seed: int | None, generator: torch.Generator | None) -> int:
-    if generator is None:
-        if isinstance(seed, bool) or not (seed is None or hasattr(seed, "__index__")):
-            raise ValueError(f"seed must be an integer, got {seed!r}")
-        return 0 if seed is None else operator.index(seed)
-    if seed is not None:
-        raise ValueError("seed and generator both given: the seed comes from one of them")
-    if not isinstance(generator, torch.Generator):
-        raise TypeError(f"generator must be a torch.Generator, got {generator!r}")
-    return int(generator.initial_seed())
-
-
-def _as_shuffle(shuffle: bool | Shuffle | None) -> Shuffle | None:
-    if isinstance(shuffle, Shuffle):
-        return shuffle
-    if shuffle is not None and not isinstance(shuffle, (bool, np.bool_)):
-        raise ValueError(f"shuffle must be True, False or an od.Shuffle, got {shuffle!r}")
-    return Shuffle() if shuffle else None
-
-
-def _can_pin() -> bool:
-    if torch.accelerator.is_available():
-        return True
-    warnings.warn("pin_memory has no effect: torch finds no accelerator", stacklevel=3)
-    return False
-
-
-def _read_quarantine(quarantine: Sequence[tuple[str, str]] | str | PathLike[str] | None) -> list[tuple[str, str]]:
-    if quarantine is None:
-        return []
-    if isinstance(quarantine, (str, PathLike)):
-        quarantine = list(_quarantine_lines(quarantine))
-    for pair in quarantine:
-        if isinstance(pair, str) or len(pair) != 2:
-            raise ValueError(f"quarantine is (shard, key) pairs, got {pair!r}")
-    return [(shard, key) for shard, key in quarantine]
-
-
-def _quarantine_lines(path: str | PathLike[str]) -> Iterator[tuple[str, str]]:
-    with open(path, encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-                yield row["shard"], row["key"]
-            except (ValueError, KeyError, TypeError):
-                raise ValueError(
-                    f'quarantine file {path}, line {number}: expected {{"shard": ..., "key": ...}}, got {line[:80]!r}'
-                ) from None
+        engine = self._delivery.receiving_engine() or self._engine_choice.make(self._builder)
+        return PinningEngine(engine) if self._pin_memory else engine
 
 
 _ARGUMENTS = frozenset(inspect.signature(DataLoader.__init__).parameters)

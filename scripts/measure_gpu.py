@@ -41,9 +41,11 @@ from orchdata.balancers import CostModel, fit_phase_cost
 from orchdata.bench.harness import WideTable, machine
 from orchdata.loaders.index.index import Index
 from orchdata.order.order import Order, Shuffle
+from orchdata.order.steps import GlobalBatches, StepTask
 from orchdata.planning.balance import Balance
 from orchdata.planning.costs import IndexCosts
-from orchdata.planning.plan import Plan, PlanSpec, make_plan
+from orchdata.planning.make_plan import PlanSpec, make_plan
+from orchdata.planning.plan import Plan
 from orchdata.reference.attention import packed_attention, rotary, rotate
 from orchdata.reference.model import Sizes
 from orchdata.synth.made_up_index import synthetic_index
@@ -282,12 +284,11 @@ def specs_of(cost: CostModel, data: Data, options: argparse.Namespace, num_ranks
     }
     return {
         lane: PlanSpec(
-            source=IndexCosts(data.index, model),
+            costs=IndexCosts(data.index, model),
             order=data.order,
+            batches=GlobalBatches(size=num_ranks * options.samples_per_rank, drop_last=True),
             balance=balance,
             num_ranks=num_ranks,
-            global_batch_size=num_ranks * options.samples_per_rank,
-            drop_last=True,
         )
         for lane, (balance, model) in lanes.items()
     }
@@ -343,7 +344,7 @@ def measure_ranks(
     specs = specs_of(cost, data, options, num_ranks)
     steps = []
     for step in range(num_steps):
-        plans = {lane: make_plan(spec, 0, step) for lane, spec in specs.items()}
+        plans = {lane: make_plan(spec, StepTask(0, step)) for lane, spec in specs.items()}
         steps.append(measure_step(models, data, cost, plans, options.repeats))
     lanes = {lane: summarize([step[lane] for step in steps]) for lane in specs}
     for lane, kind in itertools.product(lanes.values(), ("measured", "predicted")):

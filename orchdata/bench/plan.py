@@ -22,9 +22,10 @@ from orchdata.bench.distributions import OMNI_COST
 from orchdata.bench.harness import Result, interleave
 from orchdata.loaders.index.index import Index
 from orchdata.order.order import Order, Shuffle
+from orchdata.order.steps import GlobalBatches, StepTask
 from orchdata.planning.balance import Balance
 from orchdata.planning.costs import IndexCosts
-from orchdata.planning.plan import PlanSpec, make_plan
+from orchdata.planning.make_plan import PlanSpec, make_plan
 from orchdata.synth.made_up_index import synthetic_index
 
 
@@ -65,33 +66,32 @@ def run(config: PlanBench) -> list[Result]:
 def _planning(index: Index, config: PlanBench) -> list[Result]:
     plain, split = (
         PlanSpec(
-            source=IndexCosts(index, OMNI_COST),
+            costs=IndexCosts(index, OMNI_COST),
             order=Order(index.num_samples, shuffle=Shuffle(), seed=config.seed, excluded=index.bad_rows()),
+            batches=GlobalBatches(size=config.ranks * config.samples_per_rank, drop_last=True),
             balance=balance,
             num_ranks=config.ranks,
-            global_batch_size=config.ranks * config.samples_per_rank,
-            drop_last=True,
         )
         for balance in (Balance(), Balance(max_tokens=config.max_tokens, oversize="own"))
     )
     steps = np.random.default_rng(config.seed).integers(0, plain.num_steps, 1 + config.repeats).tolist()
     turn = {"plan": iter(steps), "split": iter(steps), "look up": iter(steps), "balance": iter(steps)}
-    size = plain.global_batch_size
+    size = plain.batches.size
 
     def look_up() -> dict[str, np.ndarray]:
         start = next(turn["look up"]) * size
         dataset_id, row = plain.order.rows(0, start, start + size)
-        found = {phase: plain.source.costs(phase, dataset_id, row) for phase in plain.source.phases}
-        plain.source.positions("llm", dataset_id, row)
-        plain.source.loss_tokens(dataset_id, row)
+        found = {phase: plain.costs.costs(phase, dataset_id, row) for phase in plain.costs.phases}
+        plain.costs.positions("llm", dataset_id, row)
+        plain.costs.loss_tokens(dataset_id, row)
         return found
 
     costs = look_up()
     turn["look up"] = iter(steps)
     seconds = interleave(
         {
-            "plan": lambda: make_plan(plain, 0, next(turn["plan"])),
-            "split": lambda: make_plan(split, 0, next(turn["split"])),
+            "plan": lambda: make_plan(plain, StepTask(0, next(turn["plan"]))),
+            "split": lambda: make_plan(split, StepTask(0, next(turn["split"]))),
             "look up": look_up,
             "balance": lambda: balance_phases(costs, config.ranks),
         },
@@ -99,9 +99,11 @@ def _planning(index: Index, config: PlanBench) -> list[Result]:
     )
     turn["plan"] = iter(steps)
     cpu = interleave(
-        {"plan": lambda: make_plan(plain, 0, next(turn["plan"]))}, repeats=config.repeats, clock=time.thread_time
+        {"plan": lambda: make_plan(plain, StepTask(0, next(turn["plan"])))},
+        repeats=config.repeats,
+        clock=time.thread_time,
     )
-    plan = make_plan(plain, 0, steps[0])
+    plan = make_plan(plain, StepTask(0, steps[0]))
     peaks = sum(int(plan.loads(phase).max()) for phase in plan.phases)
     dealt = sum(int(plan.loads_unbalanced(phase).max()) for phase in plan.phases)
     bounds = sum(plan.lower_bound(phase) for phase in plan.phases)
@@ -114,7 +116,7 @@ def _planning(index: Index, config: PlanBench) -> list[Result]:
             f"plan one step, microbatches of {config.max_tokens:,} tokens",
             seconds["split"],
             None,
-            f"{make_plan(split, 0, steps[0]).num_microbatches} microbatches",
+            f"{make_plan(split, StepTask(0, steps[0])).num_microbatches} microbatches",
         ),
         Result(
             name="sum over phases of the largest load / lower bound",

@@ -18,7 +18,8 @@ def main(path: Path, num_ranks: int, batch_size: int) -> dict[str, float]:
     from orchdata.dataset.shard_dataset import ShardDataset
     from orchdata.loaders.index.index import Index
     from orchdata.loaders.recipe import Recipe
-    from orchdata.planning.plan import make_plan
+    from orchdata.order.steps import StepTask
+    from orchdata.planning.make_plan import make_plan
 
     class IndexedShards(ShardDataset):
         """Shards of which only the index exists."""
@@ -35,7 +36,7 @@ def main(path: Path, num_ranks: int, batch_size: int) -> dict[str, float]:
     loader = DataLoader(
         IndexedShards(), batch_size=batch_size, shuffle=True, drop_last=True, cost=OMNI_COST, dp=(0, num_ranks)
     )
-    make_plan(loader._source.spec.plan, 0, 0)
+    make_plan(loader._prepared.spec.plan, StepTask(0, 0))
     return {
         "seconds": time.perf_counter() - started,
         "cpu_seconds": time.process_time() - cpu_started,

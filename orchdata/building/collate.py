@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import inspect
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from torch.utils.data import default_collate, default_convert
 
+from orchdata.batch.step_info import StepInfo
+from orchdata.building.assembler import Assembled, Share
 from orchdata.building.shortage import out_of_memory
-from orchdata.building.step import Assembled, Share
 from orchdata.loaders.errors import NOT_DATA, DataError, FieldError, as_field_error
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.stored import StoredSample
@@ -25,6 +25,7 @@ from orchdata.loaders.locks import lock_of
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.sample import Sample
 from orchdata.loaders.shards.open import OpenShards
+from orchdata.loaders.storage.counted import ReadBytes
 
 Load = Callable[[int], Any]
 
@@ -35,43 +36,89 @@ _NOT_NOW = frozenset(
 _THREAD_SAFE = (default_collate, default_convert)
 
 
-@dataclass(frozen=True, kw_only=True)
 class SampleAssembler:
     """Loads each sample by its row, then hands the list to `collate_fn`.
 
-    Attributes:
+    Args:
         load: row -> sample; raises DataError for one that cannot be used.
         collate_fn: list of samples -> batch, or one sample -> batch; called by one thread at a time, whichever step
-            it is for, unless it is torch's own.
+            it is for, unless it is torch's own. One with a parameter `step` gets a `StepInfo` there.
         batched: whether collate_fn gets a list.
-        repeat_first: a rank without a sample gets the global batch's first one, as torch's DistributedSampler
-            pads; otherwise `collate_fn` gets an empty list.
-        num_rows: rows of the data set; where a global batch fails as a whole, the next row that works is repeated.
+        num_map_rows: rows of a map-style data set. A rank without a sample gets the global batch's first one, as
+            torch's DistributedSampler pads; where a global batch fails as a whole, the next row that works. 0 for
+            shards, where `collate_fn` gets an empty list.
         load_many: rows -> samples, all those of a microbatch at once; None where each is loaded by itself.
+        reads: what `load` reads of shards.
     """
 
-    load: Load
-    collate_fn: Callable[[Any], Any]
-    repeat_first: bool
-    batched: bool = True
-    num_rows: int = 0
-    pin_memory: bool = False
-    load_many: Callable[[list[int]], list[Any]] | None = None
+    def __init__(
+        self,
+        *,
+        load: Load,
+        collate_fn: Callable[..., Any],
+        batched: bool = True,
+        num_map_rows: int = 0,
+        load_many: Callable[[list[int]], list[Any]] | None = None,
+        reads: ReadBytes | None = None,
+    ) -> None:
+        self.load = load
+        self.load_many = load_many
+        self.num_map_rows = num_map_rows
+        self.reads = reads
+        self._collate_fn = collate_fn
+        self._batched = batched
+        self._takes_step = takes_step(collate_fn)
 
     def begin(self, share: Share) -> SampleAssembly:
-        return SampleAssembly(self, share.rows, share.plan.row)
+        return SampleAssembly(self, share)
+
+    def collated(self, samples: list[Any], share: Share) -> Any:
+        """What `collate_fn` makes of the samples."""
+        collate = self._collate_fn
+        options = {"step": self._step_info(share)} if self._takes_step else {}
+        with contextlib.nullcontext() if collate in _THREAD_SAFE else lock_of(collate):
+            return collate(samples if self._batched else samples[0], **options)
+
+    def _step_info(self, share: Share) -> StepInfo:
+        plan = share.plan
+        return StepInfo(
+            epoch=plan.epoch,
+            step=plan.step,
+            microbatch=share.place,
+            num_microbatches=plan.num_microbatches,
+            dp_size=plan.num_ranks,
+            loss_tokens=plan.loss_tokens,
+            loss_scale=plan.num_ranks / max(1, len(plan.row) if self.num_map_rows else plan.loss_tokens),
+        )
+
+
+def takes_step(collate_fn: Callable[..., Any]) -> bool:
+    """Whether it has a parameter `step` beside that of the samples, which nothing is bound to yet."""
+    bound = collate_fn
+    while isinstance(bound, partial):
+        if "step" in bound.keywords:
+            return False
+        bound = bound.func
+    try:
+        parameters = list(inspect.signature(collate_fn).parameters.values())
+    except (ValueError, TypeError):  # some built-in functions tell nothing of themselves
+        return False
+    by_name = [each for each in parameters if each.kind is each.KEYWORD_ONLY]
+    by_name += [each for each in parameters[1:] if each.kind is each.POSITIONAL_OR_KEYWORD]  # the first is the samples
+    return any(each.name == "step" for each in by_name)
 
 
 class SampleAssembly:
     """One microbatch of samples under construction."""
 
-    def __init__(self, assembler: SampleAssembler, rows: NDArray[np.int64], global_rows: NDArray[np.int64]) -> None:
+    def __init__(self, assembler: SampleAssembler, share: Share) -> None:
         self._assembler = assembler
-        self._global_rows = global_rows
+        self._share = share
         self._samples: dict[int, Any] = {}
         self._failures: dict[int, DataError] = {}
         self._seconds = 0.0
         self._lock = threading.Lock()
+        rows = share.rows
         self.tasks: list[Callable[[], None]] = (
             [partial(self._load, place, int(row)) for place, row in enumerate(rows)]
             if assembler.load_many is None or not len(rows)
@@ -79,24 +126,18 @@ class SampleAssembly:
         )
 
     def finish(self) -> Assembled:
-        if not self._samples and self._assembler.repeat_first and len(self._global_rows):
+        if not self._samples and self._assembler.num_map_rows and len(self._share.plan.row):
             self._samples[0] = self._repeated()
         started = time.perf_counter()
-        batch = self._collated([self._samples[place] for place in sorted(self._samples)])
-        if self._assembler.pin_memory:
-            batch = _pin(batch)
+        samples = [self._samples[place] for place in sorted(self._samples)]
+        batch = self._assembler.collated(samples, self._share)
         seconds = {"decoding": self._seconds, "packing": time.perf_counter() - started}
         failures = [self._failures[place] for place in sorted(self._failures)]
         return Assembled(batch, failures, seconds)
 
-    def _collated(self, samples: list[Any]) -> Any:
-        collate = self._assembler.collate_fn
-        with contextlib.nullcontext() if collate in _THREAD_SAFE else lock_of(collate):
-            return collate(samples if self._assembler.batched else samples[0])
-
     def _repeated(self) -> Any:
         """The first sample of the global batch that works, else the next one of the data set."""
-        rows, total = self._global_rows.tolist(), self._assembler.num_rows
+        rows, total = self._share.plan.row.tolist(), self._assembler.num_map_rows
         following = ((rows[-1] + distance) % total for distance in range(1, total))
         failure: DataError | None = None
         for row in chain(rows, following):
@@ -176,9 +217,3 @@ def map_many(dataset: Any) -> Callable[[list[int]], list[Any]] | None:
         return samples
 
     return load
-
-
-def _pin(batch: Any) -> Any:
-    from torch.utils.data._utils.pin_memory import pin_memory
-
-    return pin_memory(batch)

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from orchdata.batch.batch import Batch, Key
 from orchdata.batch.tensors import LLMBatch, TextBatch
+from orchdata.building.assembler import Share
 from orchdata.building.media_pages import MediaPages, MediaSlots, PageSource, cu_seqlens, row_mask, starts_of
 from orchdata.building.memory import Reservation
 from orchdata.building.sequence import IGNORE, SequenceArrays, SequenceWriter
-from orchdata.building.step import Share
 from orchdata.building.work import MediaWork
 from orchdata.loaders.errors import FieldError
 from orchdata.loaders.index.stored import StoredSample

@@ -11,14 +11,15 @@ from functools import cached_property, partial
 import numpy as np
 from numpy.typing import NDArray
 
+from orchdata.building.assembler import Assembled, Share, Task
 from orchdata.building.media_pages import MediaPages, PageSource
 from orchdata.building.pages import Pages
 from orchdata.building.shortage import out_of_memory
-from orchdata.building.step import Assembled, Share, Task
 from orchdata.building.work import MediaWork, own_work, planned_work
 from orchdata.loaders.errors import NOT_DATA, DataError, FieldError, as_field_error
 from orchdata.loaders.index.stored import StoredSample
 from orchdata.loaders.shards.open import OpenShards
+from orchdata.loaders.storage.counted import ReadBytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +28,10 @@ class PackedAssembler:
 
     source: PageSource
     shards: OpenShards
-    pin_memory: bool = False
+
+    @property
+    def reads(self) -> ReadBytes:
+        return self.shards.reads
 
     def begin(self, share: Share) -> PackedAssembly:
         places = share.plan.positions(share.rank, share.microbatch)
@@ -105,8 +109,6 @@ class PackedAssembly:
             return self._without_failures(failures)
         started = time.perf_counter()
         batch = self._pages.batch(self._share)
-        if self._assembler.pin_memory:
-            batch = batch.pin_memory()
         return Assembled(batch, failures, {**self._seconds, "packing": time.perf_counter() - started})
 
     def _fill(self, at: int, wanted: _Wanted) -> None:

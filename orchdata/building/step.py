@@ -1,86 +1,23 @@
-"""A step, built: plan -> this rank's rows -> read -> decode -> batches.
+"""A step, built: task -> plan -> this rank's rows -> read -> decode -> batches.
 
-`build_step` is the pure function everything stands on. An engine runs the same pieces on other threads: a started
+`Builder.build` is the pure function everything stands on. An engine runs the same pieces on other threads: a started
 step is a set of tasks that may run anywhere in any order, then one `finish`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
+from orchdata.building.assembler import Assembler, Share, Task
 from orchdata.building.step_stats import StepFigures, step_figures
 from orchdata.loaders.errors import DataError
+from orchdata.loaders.storage.counted import ReadBytes
+from orchdata.order.steps import StepTask
+from orchdata.planning.make_plan import PlanSpec, make_plan
 from orchdata.planning.pipeline import pipeline_order
-from orchdata.planning.plan import Plan, PlanSpec, make_plan
-
-Task = Callable[[], None]
-
-
-@dataclass
-class Assembled:
-    """A microbatch, and what happened on the way.
-
-    Attributes:
-        batch: the Batch, or what the user's collate_fn made.
-        failures: samples that could not be decoded, in planned order.
-        seconds: busy time by stage ("reading", "decoding", "packing"), summed over threads.
-    """
-
-    batch: Any
-    failures: list[DataError] = field(default_factory=list)
-    seconds: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Share:
-    """What one rank has of a step in one microbatch.
-
-    Attributes:
-        microbatch: its number in the plan.
-        place: its number among those that the rank is handed, which a pipeline's order makes another.
-    """
-
-    plan: Plan
-    rank: int
-    microbatch: int
-    place: int
-
-    @property
-    def rows(self) -> NDArray[np.int64]:
-        """Its samples, rows of the data set, int64 (num_samples,)."""
-        return self.plan.row[self.plan.positions(self.rank, self.microbatch)]
-
-
-class Assembly(Protocol):
-    """One microbatch under construction."""
-
-    @property
-    def tasks(self) -> Sequence[Task]:
-        """What fills it: to be run in any order, on any threads."""
-
-    def finish(self) -> Assembled:
-        """The microbatch; called once, after all tasks have run."""
-
-
-class Assembler(Protocol):
-    """Makes microbatches of some data set. Safe to use from several threads."""
-
-    def begin(self, share: Share) -> Assembly: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepSpec:
-    """Everything a rank's step depends on, apart from epoch and step."""
-
-    plan: PlanSpec
-    assembler: Assembler
-    rank: int
+from orchdata.planning.plan import Plan
 
 
 @dataclass
@@ -94,19 +31,47 @@ class BuiltStep:
     figures: StepFigures
 
 
+class Builder:
+    """Builds the steps of one rank: what runs of a `BuildSpec`, with open shards and counters.
+
+    One for all threads of a process; it does not pickle.
+    """
+
+    def __init__(self, plan: PlanSpec, rank: int, assembler: Assembler) -> None:
+        self._plan = plan
+        self._rank = rank
+        self._assembler = assembler
+
+    @property
+    def reads(self) -> ReadBytes | None:
+        """What was read of shards so far; None where samples are not in shards."""
+        return self._assembler.reads
+
+    def start(self, task: StepTask) -> StartedStep:
+        """Plan a step. Raises IndexError for one outside the epoch."""
+        return StartedStep(self._plan, self._rank, self._assembler, task)
+
+    def build(self, task: StepTask) -> BuiltStep:
+        """Plan and build a step in this thread."""
+        started = self.start(task)
+        for fill in started.tasks:
+            fill()
+        return started.finish()
+
+
 class StartedStep:
     """A step whose plan is made; its tasks are ready to run."""
 
-    def __init__(self, spec: StepSpec, epoch: int, step: int) -> None:
+    def __init__(self, spec: PlanSpec, rank: int, assembler: Assembler, task: StepTask) -> None:
         started = time.perf_counter()
-        self._rank = spec.rank
-        self.plan = make_plan(spec.plan, epoch, step)
+        self._rank = rank
+        self.plan = make_plan(spec, task)
         self._planning_seconds = time.perf_counter() - started
         self._assemblies = [
-            spec.assembler.begin(Share(self.plan, spec.rank, microbatch, place))
-            for place, microbatch in enumerate(_microbatch_order(spec, self.plan))
+            assembler.begin(Share(self.plan, rank, microbatch, place))
+            for place, microbatch in enumerate(_microbatch_order(spec, self.plan, rank))
         ]
-        self.tasks: list[Task] = [task for assembly in self._assemblies for task in assembly.tasks]
+        self.tasks: list[Task] = [fill for assembly in self._assemblies for fill in assembly.tasks]
 
     def finish(self) -> BuiltStep:
         """Put the microbatches together; called once, after all tasks have run."""
@@ -120,16 +85,8 @@ class StartedStep:
         return BuiltStep(self.plan, batches, failures, seconds, step_figures(self.plan, self._rank))
 
 
-def _microbatch_order(spec: StepSpec, plan: Plan) -> list[int]:
-    balance = spec.plan.balance
-    if balance.num_stages is None or plan.num_microbatches == 1:
+def _microbatch_order(spec: PlanSpec, plan: Plan, rank: int) -> list[int]:
+    num_stages = spec.balance.num_stages
+    if num_stages is None or plan.num_microbatches == 1:
         return list(range(plan.num_microbatches))
-    return [int(microbatch) for microbatch in pipeline_order(plan, spec.rank, balance.num_stages)]
-
-
-def build_step(spec: StepSpec, epoch: int, step: int) -> BuiltStep:
-    """Plan and build one step in this thread."""
-    started = StartedStep(spec, epoch, step)
-    for task in started.tasks:
-        task()
-    return started.finish()
+    return [int(microbatch) for microbatch in pipeline_order(plan, rank, num_stages)]

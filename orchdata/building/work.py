@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.building.step import Share
+from orchdata.building.assembler import Share
 from orchdata.loaders.index.index import Index
 from orchdata.planning.route import Route
 

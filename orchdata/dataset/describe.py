@@ -20,7 +20,7 @@ from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, Tenso
 
 import orchdata
 from orchdata.balancers import CostModel
-from orchdata.dataset.options import Source, SourceOptions
+from orchdata.dataset.options import LoaderOptions, PreparedDataset
 from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.planning.costs import IndexCosts
 from orchdata.ranks.agreement import DATA
@@ -31,19 +31,19 @@ _SAMPLED = 64  # items of a list or an array that are looked at, evenly spread: 
 _WHOLE = 1_000_000  # names or numbers of a list that are all looked at: files in another order differ in any place
 
 
-def describe_loader(dataset: Any, source: Source, options: SourceOptions, dp: Any) -> dict[str, Any]:
+def describe_loader(dataset: Any, prepared: PreparedDataset, options: LoaderOptions, dp: Any) -> dict[str, Any]:
     """What plans and data of the loader depend on, JSON-safe."""
-    costs = source.spec.plan.source
+    costs = prepared.spec.plan.costs
     described: dict[str, Any] = {
         "orchdata": orchdata.__version__,
-        **source.fingerprint,
+        **prepared.fingerprint,
         "num_ranks": options.rank.size,
-        "num_steps": source.spec.plan.num_steps,
+        "num_steps": prepared.spec.plan.num_steps,
         "index": costs.index.totals if isinstance(costs, IndexCosts) else None,
         DATA: None if isinstance(dataset, ShardDataset) else _dataset(dataset),
         "balance": options.balance,
         "cost": options.cost.describe() if isinstance(options.cost, CostModel) else None,
-        "drop_last": options.drop_last,
+        "drop_last": options.batches.drop_last,
         "on_error": options.policy.action,
         "collate_fn": options.collate_fn,
         "replicate": dp.replicate if isinstance(dp, DataParallel) else "broadcast",

@@ -1,63 +1,67 @@
-"""A torch map-style data set as a source: its items, balanced by one integer each."""
+"""A torch map-style data set, prepared: its items, balanced by one integer each."""
 
 from __future__ import annotations
 
 import hashlib
-import operator
-from collections.abc import Iterable
+from collections.abc import Callable
 from functools import partial
 from os import PathLike
 from typing import Any, cast
-from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.utils.data import IterableDataset, Subset, default_collate, default_convert
+from torch.utils.data import IterableDataset, Subset
 
 from orchdata.balancers import CostModel
-from orchdata.building.collate import SampleAssembler, map_loader, map_many
-from orchdata.dataset.options import Source, SourceOptions, refuse_parts
+from orchdata.building.collate import map_loader
+from orchdata.building.spec import MapContent
+from orchdata.dataset.options import LoaderOptions, PreparedDataset, refuse_parts
 from orchdata.loaders.errors import DataError
 from orchdata.notices import warn_once
 from orchdata.order.order import Order
+from orchdata.order.sampler import SamplerDraws, SamplerOrder
+from orchdata.order.steps import StepTask
 from orchdata.planning.costs import ArrayCosts
 from orchdata.planning.layout import Packed, Padded
+from orchdata.planning.make_plan import PlanSpec
 from orchdata.ranks.parallel import Rank
 
 Ints = NDArray[np.int64]
+StepTasks = Callable[[int], StepTask]
 
 
-def map_source(dataset: Any, options: SourceOptions, *, sampler: Any, batch_sampler: Any) -> Source:
+def prepare_map_style(dataset: Any, options: LoaderOptions, *, sampler: Any, batch_sampler: Any) -> PreparedDataset:
     """Serve `dataset[i]` for i below `len(dataset)`, balanced by `cost`. Raises as DataLoader says."""
     _check(dataset, options, sampler, batch_sampler)
     skip_errors = options.policy.action == "skip"
     num_indexed = len(dataset)
     values, failures = _map_costs(dataset, options.cost, skip_errors=skip_errors)
-    order: Order | _SamplerOrder
+    draws: SamplerDraws | None = None
+    order: Order | SamplerOrder
     if sampler is not None or batch_sampler is not None:
-        order = _SamplerOrder(sampler if batch_sampler is None else batch_sampler, batched=batch_sampler is not None)
+        draws = SamplerDraws(sampler if batch_sampler is None else batch_sampler, batched=batch_sampler is not None)
+        order = draws.order
     else:
         excluded = np.array([int(failure.key) for failure in failures], np.int64)
         order = Order(num_indexed, shuffle=options.shuffle, seed=options.seed, excluded=excluded)
-    assembler = SampleAssembler(
-        load=map_loader(dataset, skip_errors=skip_errors),
-        collate_fn=cast("Any", options.collate_fn) or (default_collate if options.batched else default_convert),
-        repeat_first=True,
-        batched=options.batched,
+    content = MapContent(
+        dataset=dataset,
         num_rows=num_indexed,
-        load_many=map_many(dataset) if options.batched and not skip_errors else None,
-        pin_memory=options.pin_memory,
+        collate_fn=cast("Any", options.collate_fn),
+        batched=options.batched,
+        skip_errors=skip_errors,
     )
-    return Source(
-        spec=options.step_spec(ArrayCosts(values), order, assembler),
+    spec = options.build_spec(ArrayCosts(values), order, content)
+    return PreparedDataset(
+        spec=spec,
         fingerprint={
             "dataset": {"type": type(dataset).__name__, "num_samples": num_indexed, "costs": _digest(values)},
             "order": order.describe(),
-            "global_batch_size": options.global_batch_size,
+            "global_batch_size": options.batches.size,
         },
         failures=failures,
         num_indexed=num_indexed,
-        begin_epoch=partial(_begin_epoch, dataset, num_indexed, order),
+        begin_epoch=partial(_begin_epoch, dataset, spec.plan, draws, num_indexed),
     )
 
 
@@ -78,7 +82,7 @@ def say_shared(dataset: Any, rank: Rank) -> None:
     )
 
 
-def _check(dataset: Any, options: SourceOptions, sampler: Any, batch_sampler: Any) -> None:
+def _check(dataset: Any, options: LoaderOptions, sampler: Any, batch_sampler: Any) -> None:
     if isinstance(dataset, (str, bytes, PathLike)):
         raise TypeError(f"DataLoader takes a data set, got the path {dataset!r}: use od.ShardDataset({dataset!r})")
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
@@ -98,72 +102,23 @@ def _check(dataset: Any, options: SourceOptions, sampler: Any, batch_sampler: An
         )
     if sampler is not None and (options.shuffle is not None or batch_sampler is not None):
         raise ValueError("sampler excludes shuffle and batch_sampler")
-    if batch_sampler is not None and (options.shuffle is not None or options.drop_last):
+    if batch_sampler is not None and (options.shuffle is not None or options.batches.drop_last):
         raise ValueError("batch_sampler excludes shuffle and drop_last")
-    if options.drop_last and not options.batched:
+    if options.batches.drop_last and not options.batched:
         raise ValueError("batch_size=None gives samples one by one: there is no remainder for drop_last to drop")
 
 
-def _begin_epoch(dataset: Any, num_samples: int, order: Order | _SamplerOrder, epoch: int) -> object:
+def _begin_epoch(dataset: Any, spec: PlanSpec, draws: SamplerDraws | None, num_samples: int, epoch: int) -> StepTasks:
+    """The tasks of an epoch; a sampler is drawn now, in this process."""
     if len(dataset) != num_samples:
         raise ValueError(
             f"{type(dataset).__name__} had {num_samples} samples when this loader was made and has {len(dataset)} now: "
             "make another loader"
         )
-    return order.begin_epoch(epoch) if isinstance(order, _SamplerOrder) else None
-
-
-class _Drawn(list[Any]):
-    """What a sampler gave for an epoch."""
-
-
-class _SamplerOrder:
-    """The order of a torch sampler, drawn once an epoch; a position is an index, or a whole batch of indices.
-
-    An epoch's draw lives as long as an iteration is in it, and the last one's after that: who goes on in an epoch
-    after an error goes on in the same sequence.
-    """
-
-    def __init__(self, sampler: Any, *, batched: bool) -> None:
-        self._sampler = sampler
-        self._batched = batched
-        self._drawn: WeakValueDictionary[int, _Drawn] = WeakValueDictionary()
-        self._last = _Drawn()
-        if not hasattr(sampler, "__len__"):
-            raise TypeError(
-                f"{'batch_sampler' if batched else 'sampler'} has no len(), which counts the steps of an epoch: "
-                f"give {type(sampler).__name__} a __len__, or list(sampler) for one draw"
-            )
-        self.num_samples = len(sampler)
-
-    def begin_epoch(self, epoch: int) -> _Drawn:
-        drawn = self._drawn.get(epoch)
-        if drawn is None:
-            items = cast("Iterable[Any]", self._sampler)
-            drawn = _Drawn(list(item) for item in items) if self._batched else _Drawn(items)
-            if len(drawn) != self.num_samples:
-                raise ValueError(
-                    f"{type(self._sampler).__name__} gave {len(drawn)} items for epoch {epoch}, and its len() was "
-                    f"{self.num_samples}: an epoch has as many steps as that says"
-                )
-            self._drawn[epoch] = drawn
-        self._last = drawn
-        return drawn
-
-    def rows(self, epoch: int, start: int, stop: int) -> tuple[NDArray[np.int32], Ints]:
-        drawn = self._drawn[epoch][start:stop]
-        row = np.array([_index(item) for batch in drawn for item in (batch if self._batched else [batch])], np.int64)
-        return np.zeros(len(row), np.int32), row
-
-    def describe(self) -> dict[str, object]:
-        return {"sampler": type(self._sampler).__name__, "num_samples": self.num_samples}
-
-
-def _index(item: Any) -> int:
-    try:
-        return operator.index(item)
-    except TypeError:
-        raise TypeError(f"a sampler gives indices, integers from 0 to len(dataset) - 1; got {item!r}") from None
+    if draws is None:
+        return partial(StepTask, epoch)
+    drawn = draws.draw(epoch)
+    return lambda step: StepTask(epoch, step, drawn.rows(*spec.batches.bounds(step, len(drawn))))
 
 
 def _map_costs(dataset: Any, cost: Any, *, skip_errors: bool) -> tuple[Ints, list[DataError]]:

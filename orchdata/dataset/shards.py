@@ -1,28 +1,23 @@
-"""Shards as a source: open the index, leave out what cannot be used, read and decode rows."""
+"""Shards, prepared: open the index, leave out what cannot be used."""
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Iterator, Sequence
+from os import PathLike
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.balancers import CostModel
-from orchdata.building.collate import SampleAssembler, shard_loader
-from orchdata.building.media_pages import PageSource
-from orchdata.building.memory import BufferPool
-from orchdata.building.shard_content import PackedAssembler
-from orchdata.building.step import Assembler
-from orchdata.dataset.options import Source, SourceOptions, refuse_parts
+from orchdata.building.spec import Content, IndexedShards, SampleContent, ShardContent
+from orchdata.dataset.options import LoaderOptions, PreparedDataset, refuse_parts
 from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.delivery.policy import ErrorPolicy
 from orchdata.loaders.errors import DataError
 from orchdata.loaders.index.index import Index, content_fingerprint
-from orchdata.loaders.modalities.decoders import load_decoders
-from orchdata.loaders.shards.open import OpenShards
-from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.order.order import Order
 from orchdata.planning.balance import Balance
 from orchdata.planning.costs import IndexCosts
@@ -30,41 +25,39 @@ from orchdata.planning.layout import Layout, Packed, Padded, padded_encoders
 from orchdata.progress import progress_bar
 
 Ints = NDArray[np.int64]
+Quarantine = Sequence[tuple[str, str]] | str | PathLike[str]
 
 
-def shard_source(dataset: ShardDataset, options: SourceOptions, quarantine: Sequence[tuple[str, str]]) -> Source:
+def prepare_shards(dataset: ShardDataset, options: LoaderOptions, quarantine: Quarantine | None) -> PreparedDataset:
     """Open the index and leave out what cannot be used. Raises as DataLoader says."""
     if options.cost is not None and not isinstance(options.cost, CostModel):
         raise ValueError(f"cost for a ShardDataset is an od.CostModel, got {type(options.cost).__name__}")
-    layout = options.collate_fn if isinstance(options.collate_fn, Packed | Padded) else Packed()
+    named = _read_quarantine(quarantine)
+    layout = _layout(options)
     _check_caps(options.balance, layout)
-    load_decoders()
     index = _open_index(dataset, options)
     costs = IndexCosts(index, options.cost, layout.multiple_of, rectangular=isinstance(layout, Padded))
-    quarantined = _quarantined_rows(index, quarantine)
+    quarantined = _quarantined_rows(index, named)
     bad = np.setdiff1d(index.bad_rows(), quarantined)
     _refuse(index, bad, options.policy)
     excluded = np.union1d(quarantined, bad)
     excluded = np.union1d(excluded, _oversize_rows(index, costs, options.balance, excluded))
     order = Order(index.num_samples, shuffle=options.shuffle, seed=options.seed, excluded=excluded)
-    shards = OpenShards(limits=dataset.recipe.limits, cache=CacheFolder())
-    assembler = _assembler(dataset, options, index, layout, costs.phases[:-1], shards)
-    return Source(
-        spec=options.step_spec(costs, order, assembler),
+    return PreparedDataset(
+        spec=options.build_spec(costs, order, _content(dataset, options, index, costs.phases[:-1])),
         fingerprint={
             "dataset": content_fingerprint(index.shards, ""),
             "recipe": dataset.recipe.describe(),
             "order": order.describe(),
-            "global_batch_size": options.global_batch_size,
+            "global_batch_size": options.batches.size,
         },
         failures=_Failures(index, bad),
         num_indexed=index.num_samples,
         num_lost=_warn_of_lost(index) if len(bad) else 0,
-        reads=shards.reads,
     )
 
 
-def _open_index(dataset: ShardDataset, options: SourceOptions) -> Index:
+def _open_index(dataset: ShardDataset, options: LoaderOptions) -> Index:
     with progress_bar("indexing") as progress:
         index = dataset.index(num_ranks=options.rank.size, progress=progress)
         if options.rank.size == 1 and options.policy.action == "raise" and index.totals["bad"]:
@@ -73,24 +66,16 @@ def _open_index(dataset: ShardDataset, options: SourceOptions) -> Index:
     return index
 
 
-def _assembler(
-    dataset: ShardDataset,
-    options: SourceOptions,
-    index: Index,
-    layout: Layout,
-    encoders: tuple[str, ...],
-    shards: OpenShards,
-) -> Assembler:
+def _content(dataset: ShardDataset, options: LoaderOptions, index: Index, encoders: tuple[str, ...]) -> Content:
+    shards = IndexedShards(index=index, build_id=index.build_id, recipe=dataset.recipe)
     if options.collate_fn is None or isinstance(options.collate_fn, Packed | Padded):
-        pages = PageSource(index=index, recipe=dataset.recipe, layout=layout, encoders=encoders, pool=BufferPool())
-        return PackedAssembler(source=pages, shards=shards, pin_memory=options.pin_memory)
+        return ShardContent(shards=shards, layout=_layout(options), encoders=encoders)
     refuse_parts(options.balance, "a collate_fn gets whole samples")
-    return SampleAssembler(
-        load=shard_loader(index, shards, dataset.recipe),
-        collate_fn=options.collate_fn,
-        repeat_first=False,
-        pin_memory=options.pin_memory,
-    )
+    return SampleContent(shards=shards, collate_fn=options.collate_fn)
+
+
+def _layout(options: LoaderOptions) -> Layout:
+    return options.collate_fn if isinstance(options.collate_fn, Packed | Padded) else Packed()
 
 
 class _Failures(Sequence[DataError]):
@@ -149,6 +134,31 @@ def _check_caps(balance: Balance, layout: Layout) -> None:
             f"Balance.max_tokens caps {', '.join(capped)}, which od.Padded(encoders='padded') would exceed: its "
             "padding is not planned; use encoders='packed', or cap llm alone"
         )
+
+
+def _read_quarantine(quarantine: Quarantine | None) -> list[tuple[str, str]]:
+    if quarantine is None:
+        return []
+    if isinstance(quarantine, (str, PathLike)):
+        quarantine = list(_quarantine_lines(quarantine))
+    for pair in quarantine:
+        if isinstance(pair, str) or len(pair) != 2:
+            raise ValueError(f"quarantine is (shard, key) pairs, got {pair!r}")
+    return [(shard, key) for shard, key in quarantine]
+
+
+def _quarantine_lines(path: str | PathLike[str]) -> Iterator[tuple[str, str]]:
+    with open(path, encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+                yield row["shard"], row["key"]
+            except (ValueError, KeyError, TypeError):
+                raise ValueError(
+                    f'quarantine file {path}, line {number}: expected {{"shard": ..., "key": ...}}, got {line[:80]!r}'
+                ) from None
 
 
 def _quarantined_rows(index: Index, quarantine: Sequence[tuple[str, str]]) -> Ints:

@@ -1,13 +1,14 @@
-"""What becomes of samples that cannot be used."""
+"""What becomes of samples that cannot be used: raised, or counted against a budget."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
-from orchdata.loaders.errors import DataError
+from orchdata.delivery.stats import Stats
+from orchdata.loaders.errors import DataError, TooManyFailures
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,40 @@ class ErrorPolicy:
         if isinstance(self.max_failures, Fraction):
             return int(self.max_failures * num_samples)
         return self.max_failures
+
+
+class FailureBudget:
+    """Counts a loader's failures, and holds them against its policy.
+
+    Args:
+        policy: what to do with them.
+        stats: where they are counted and listed.
+        num_samples: of the data set, bad and lost ones included.
+    """
+
+    def __init__(self, policy: ErrorPolicy, stats: Stats, num_samples: int) -> None:
+        self._policy = policy
+        self._stats = stats
+        self._allowed = policy.budget(num_samples)
+
+    def count(self, failures: Sequence[DataError], *, lost: int = 0) -> None:
+        """Count failures, and `lost` samples that damage hides.
+
+        Raises the first one where the policy is "raise", or TooManyFailures where it allows no more.
+        """
+        if not failures:
+            return
+        if self._policy.action == "raise":
+            raise failures[0]
+        self._stats.add_failures(failures, lost=lost)
+        if self._policy.handler is not None:
+            for failure in failures:
+                self._policy.handler(failure)
+        failed = self._stats.num_failed_samples
+        if self._allowed is not None and failed > self._allowed:
+            raise TooManyFailures(
+                f"{failed} samples failed, the policy allows {self._allowed}; the last: {failures[-1]}"
+            ) from failures[-1]
 
 
 def as_policy(value: str | ErrorPolicy) -> ErrorPolicy:

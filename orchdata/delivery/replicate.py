@@ -26,12 +26,14 @@ from torch import Tensor
 
 from orchdata.batch.batch import Batch
 from orchdata.batch.tensors import LLMBatch, MediaBatch, TextBatch
-from orchdata.building.collate import SampleAssembler
 from orchdata.building.memory import BufferPool
-from orchdata.building.step import BuiltStep, StepSpec
+from orchdata.building.spec import BuildSpec, ShardContent
+from orchdata.building.step import BuiltStep
 from orchdata.building.step_stats import step_figures
 from orchdata.loaders.errors import DataError
-from orchdata.planning.plan import Plan, make_plan
+from orchdata.order.steps import StepTask
+from orchdata.planning.make_plan import make_plan
+from orchdata.planning.plan import Plan
 from orchdata.planning.route import Route
 from orchdata.ranks.parallel import Rank, group_timeout
 from orchdata.ranks.wire import Message, WireError, describe, read
@@ -66,8 +68,8 @@ class Replication:
     collate_fn makes: they hold anything.
     """
 
-    def __init__(self, rank: Rank, spec: StepSpec, timeout: float) -> None:
-        if isinstance(spec.assembler, SampleAssembler):
+    def __init__(self, rank: Rank, spec: BuildSpec, timeout: float) -> None:
+        if not isinstance(spec.content, ShardContent):
             raise ValueError(
                 "replicate='broadcast' sends an od.Batch, and a map-style data set or a collate_fn makes anything: "
                 "have every peer read, od.DataParallel(mesh, replicate='read')"
@@ -81,11 +83,11 @@ class Replication:
     def is_reader(self) -> bool:
         return dist.get_rank() == self._reader
 
-    def send(self, epoch: int, step: int, built: BuiltStep) -> None:
+    def send(self, built: BuiltStep) -> None:
         """Send a delivered step. Raises TypeError for a batch that holds what cannot be described."""
         content = {
-            "epoch": epoch,
-            "step": step,
+            "epoch": built.plan.epoch,
+            "step": built.plan.step,
             "plan": built.plan.hash,
             "failures": [list(failure.args) for failure in built.failures],
             "batches": _plain(built.batches),
@@ -160,21 +162,18 @@ def _groups(shared: tuple[tuple[int, ...], ...], timeout: float) -> list[Any]:
 class ReceivingEngine:
     """Receives the steps that the reader delivers, in its order, in the calling thread."""
 
-    def __init__(self, spec: StepSpec, channel: Replication, *, pin_memory: bool) -> None:
+    def __init__(self, spec: BuildSpec, channel: Replication) -> None:
         self.depth = 0
         self._spec = spec
         self._channel = channel
-        self._pin_memory = pin_memory
 
-    def submit(self, epoch: int, step: int) -> Future[BuiltStep]:
+    def submit(self, task: StepTask) -> Future[BuiltStep]:
         future: Future[BuiltStep] = Future()
         try:
             started = time.perf_counter()
-            plan = make_plan(self._spec.plan, epoch, step)
+            plan = make_plan(self._spec.plan, task)
             seconds = {"planning": time.perf_counter() - started}
             batches, failures = self._channel.receive(plan)
-            if self._pin_memory:
-                batches = [batch.pin_memory() for batch in batches]
             future.set_result(BuiltStep(plan, batches, failures, seconds, step_figures(plan, self._spec.rank)))
         except Exception as error:  # noqa: BLE001 - it is passed on
             future.set_exception(error)

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchdata.balancers.checks import checked_count
-from orchdata.building.step import StepSpec
-from orchdata.engines.threads import Engine, InlineEngine, ThreadEngine
+from orchdata.building.step import Builder
+from orchdata.engines.engine import Engine
+from orchdata.engines.inline import InlineEngine
+from orchdata.engines.threads import ThreadEngine
 from orchdata.notices import warn_once
 
 DEFAULT_THREADS = 4
@@ -16,19 +18,19 @@ _DEFAULT_PREFETCH = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Builders:
+class EngineChoice:
     """How many threads build steps, 0 for none, and how many steps they keep under way."""
 
     num_threads: int
     depth: int
 
-    def make_engine(self, spec: StepSpec) -> Engine:
+    def make(self, builder: Builder) -> Engine:
         if not self.num_threads:
-            return InlineEngine(spec)
-        return ThreadEngine(spec, num_threads=self.num_threads, depth=self.depth)
+            return InlineEngine(builder)
+        return ThreadEngine(builder, num_threads=self.num_threads, depth=self.depth)
 
 
-def choose_builders(
+def choose_engine(
     *,
     in_shards: bool,
     num_workers: int,
@@ -38,7 +40,7 @@ def choose_builders(
     timeout: float,
     worker_init_fn: Callable[[int], None] | None,
     multiprocessing_context: Any,
-) -> Builders:
+) -> EngineChoice:
     """From the arguments of a DataLoader. Raises ValueError for those that would have no effect, as torch does where
     it has them.
 
@@ -53,7 +55,7 @@ def choose_builders(
         raise ValueError("multiprocessing_context is for worker processes: leave it out, or give num_workers")
     if (not in_shards and not threads) or (threads == 0 and not workers):
         _check_inline(workers, prefetch_factor, persistent_workers, timeout)
-        return Builders(num_threads=0, depth=0)
+        return EngineChoice(num_threads=0, depth=0)
     if worker_init_fn is not None:
         raise ValueError(
             "worker_init_fn is for worker processes, and this loader builds with threads of the training process, "
@@ -62,7 +64,7 @@ def choose_builders(
     num_threads = max(1, workers) * max(1, DEFAULT_THREADS if threads is None else threads)
     if workers:
         warn_once("workers are threads", f"num_workers={workers} runs as {num_threads} threads of this process")
-    return Builders(num_threads=num_threads, depth=max(1, workers) * depth)
+    return EngineChoice(num_threads=num_threads, depth=max(1, workers) * depth)
 
 
 def _check_inline(workers: int, prefetch_factor: int | None, persistent_workers: bool, timeout: float) -> None:

@@ -1,4 +1,4 @@
-"""Engines: who runs the tasks of a step. The result is the same in all of them."""
+"""Building in threads of this process, several steps at a time."""
 
 from __future__ import annotations
 
@@ -6,45 +6,12 @@ import contextlib
 import threading
 from concurrent.futures import Future
 from functools import partial
-from typing import Protocol
 
-from orchdata.building.step import BuiltStep, StartedStep, StepSpec, Task, build_step
+from orchdata.building.assembler import Task
+from orchdata.building.step import Builder, BuiltStep, StartedStep
 from orchdata.engines.thread_pool import ThreadPool
 from orchdata.engines.torch_threads import use_one_thread
-
-
-class Engine(Protocol):
-    """Builds steps, several at a time.
-
-    Attributes:
-        depth: steps worth having under way while the caller works on another; 0 where nothing runs beside him.
-    """
-
-    depth: int
-
-    def submit(self, epoch: int, step: int) -> Future[BuiltStep]: ...
-
-    def close(self) -> None:
-        """Stop. What runs is waited for a moment; what hangs is left behind. A second call does nothing."""
-
-
-class InlineEngine:
-    """Builds a step in the calling thread, when it is asked for."""
-
-    def __init__(self, spec: StepSpec) -> None:
-        self.depth = 0
-        self._spec = spec
-
-    def submit(self, epoch: int, step: int) -> Future[BuiltStep]:
-        future: Future[BuiltStep] = Future()
-        try:
-            future.set_result(build_step(self._spec, epoch, step))
-        except Exception as error:  # noqa: BLE001 - it is passed on
-            future.set_exception(error)
-        return future
-
-    def close(self) -> None:
-        pass
+from orchdata.order.steps import StepTask
 
 
 class ThreadEngine:
@@ -58,15 +25,15 @@ class ThreadEngine:
         depth: steps under way at once.
     """
 
-    def __init__(self, spec: StepSpec, *, num_threads: int, depth: int) -> None:
+    def __init__(self, builder: Builder, *, num_threads: int, depth: int) -> None:
         self.depth = depth
-        self._spec = spec
+        self._builder = builder
         self._closed = False
-        self._pool = ThreadPool(num_threads, prepare=_prepare_thread)
+        self._pool = ThreadPool(num_threads, prepare=prepare_thread)
 
-    def submit(self, epoch: int, step: int) -> Future[BuiltStep]:
+    def submit(self, task: StepTask) -> Future[BuiltStep]:
         future: Future[BuiltStep] = Future()
-        self._pool.submit(partial(self._start, future, epoch, step))
+        self._pool.submit(partial(self._start, future, task))
         return future
 
     def close(self) -> None:
@@ -74,23 +41,23 @@ class ThreadEngine:
             self._closed = True  # what is queued ends at once
             self._pool.close()
 
-    def _start(self, future: Future[BuiltStep], epoch: int, step: int) -> None:
+    def _start(self, future: Future[BuiltStep], task: StepTask) -> None:
         if self._closed:
             return
         try:
-            run = _StepRun(StartedStep(self._spec, epoch, step), future)
+            run = _StepRun(self._builder.start(task), future)
         except BaseException as error:  # noqa: BLE001 - it is passed on
-            future.set_exception(_passed_on(error))
+            future.set_exception(passed_on(error))
             return
-        for task in run.tasks:
-            self._pool.submit(partial(self._run, run, task))
+        for fill in run.tasks:
+            self._pool.submit(partial(self._run, run, fill))
         run.end_task()  # the one held for this start, so that tasks cannot finish the step before all are queued
 
-    def _run(self, run: _StepRun, task: Task) -> None:
+    def _run(self, run: _StepRun, fill: Task) -> None:
         error: BaseException | None = None
         try:
             if not self._closed and not run.has_failed:
-                task()
+                fill()
         except BaseException as raised:  # noqa: BLE001 - it is passed on
             error = raised
         run.end_task(error)
@@ -121,15 +88,16 @@ class _StepRun:
             except BaseException as raised:  # noqa: BLE001 - it is passed on
                 error = raised
         if error is not None:
-            self._future.set_exception(_passed_on(error))
+            self._future.set_exception(passed_on(error))
 
 
-def _prepare_thread() -> None:
+def prepare_thread() -> None:
+    """The first thing a thread does that builds or pins."""
     with contextlib.suppress(RuntimeError):  # where the system has no thread left for it, this one may be slower
         use_one_thread()
 
 
-def _passed_on(error: BaseException) -> Exception:
+def passed_on(error: BaseException) -> Exception:
     """What the caller raises: what would end a thread (SystemExit, KeyboardInterrupt) is not to end him unasked."""
     if isinstance(error, Exception):
         return error

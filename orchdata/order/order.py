@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from orchdata.loaders.storage.mapped_array import MappedArray
 from orchdata.native.permutation import BLOCK, derive_key, shuffled_rows
 
 FORMAT = 1  # of the sequence itself: a change of the algorithm must not resume an older state
@@ -46,8 +47,17 @@ class Shuffle:
                 raise ValueError(f"Shuffle.{name} must be an integer from 1 to {_LARGEST[name]}, got {value!r}")
 
 
+class SampleOrder(Protocol):
+    """The seeded sequence of an epoch's samples, with O(1) access to any place of it."""
+
+    @property
+    def num_samples(self) -> int: ...
+
+    def rows(self, epoch: int, start: int, stop: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]: ...
+
+
 class Order:
-    """The sequence of samples of every epoch over one dataset.
+    """The sequence of samples of every epoch over one dataset. It pickles; what is excluded as a mapped file.
 
     Args:
         num_samples: rows of the dataset.
@@ -76,9 +86,9 @@ class Order:
         self.shuffle = shuffle
         self.seed = seed
         self.dataset_id = dataset_id
-        self._excluded = rows
+        self._excluded_digest = hashlib.blake2b(rows.tobytes(), digest_size=8).hexdigest()
         # Usable samples that come before each excluded row: sample k lies behind every one with at most k before it.
-        self._before = rows - np.arange(rows.size)
+        self._before = MappedArray(rows - np.arange(rows.size))
 
     def rows(self, epoch: int, start: int, stop: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         """The samples at positions [start, stop) of an epoch: (dataset_id, row), each (stop - start,), new.
@@ -94,8 +104,9 @@ class Order:
             raise ValueError(f"epoch must be at least 0, got {epoch}")
 
         samples = self._samples(epoch, start, stop)
-        if self._excluded.size:
-            samples += np.searchsorted(self._before, samples, side="right")
+        before = self._before.array
+        if before.size:
+            samples += np.searchsorted(before, samples, side="right")
         return np.full(stop - start, self.dataset_id, np.int32), samples
 
     def _samples(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
@@ -113,8 +124,8 @@ class Order:
         return {
             "format": FORMAT,
             "num_samples": self.num_samples,
-            "excluded": hashlib.blake2b(self._excluded.tobytes(), digest_size=8).hexdigest(),
-            "num_excluded": int(self._excluded.size),
+            "excluded": self._excluded_digest,
+            "num_excluded": int(self._before.array.size),
             "shuffle": shuffle,
             "seed": None if self.shuffle is None else self.seed,
         }

@@ -6,12 +6,14 @@ Encoder phases sum over a sample's parts, each a sequence of its own; `llm` is o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.balancers import CostModel, PhaseCost
 from orchdata.loaders.index.index import Index
+from orchdata.loaders.storage.mapped_array import MappedArray
 from orchdata.native.costs import COST_SHIFT, part_costs, sequence_costs
 from orchdata.planning.padded import PaddedCost
 from orchdata.planning.parts import Parts
@@ -117,6 +119,9 @@ class ArrayCosts:
     balanced: tuple[str, ...] = ("llm",)
     padded: PaddedCost | None = None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _array_costs, (MappedArray(self.values),)
+
     def costs(self, phase: str, dataset_id: NDArray[np.int32], row: Ints) -> Ints:
         return np.maximum(self.values[row], 1)
 
@@ -128,3 +133,7 @@ class ArrayCosts:
 
     def parts(self, phase: str, dataset_id: NDArray[np.int32], row: Ints) -> Parts:
         raise ValueError(f"one cost a sample says nothing of its parts in phase {phase!r}")
+
+
+def _array_costs(values: MappedArray) -> ArrayCosts:
+    return ArrayCosts(values.array)

@@ -16,11 +16,13 @@ from numpy.typing import NDArray
 
 from orchdata.balancers import advise
 from orchdata.balancers.assignment import loads_of
-from orchdata.order.order import Order, Shuffle
+from orchdata.order.order import Order, SampleOrder, Shuffle
+from orchdata.order.steps import GlobalBatches, StepTask
 from orchdata.planning.assign import assign
 from orchdata.planning.balance import Balance, Scope
 from orchdata.planning.costs import IndexCosts
-from orchdata.planning.plan import Plan, PlanSpec, SampleOrder, make_plan
+from orchdata.planning.make_plan import PlanSpec, make_plan
+from orchdata.planning.plan import Plan
 
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 
@@ -159,12 +161,11 @@ def make_scale(
     with_replacement = order.num_samples < global_batch_size
     drawn: SampleOrder = _Draws(order, seed, streams, steps * global_batch_size) if with_replacement else order
     spec = PlanSpec(
-        source=source,
+        costs=source,
         order=drawn,
+        batches=GlobalBatches(size=global_batch_size, drop_last=True),
         balance=Balance(scope="none"),
         num_ranks=ranks,
-        global_batch_size=global_batch_size,
-        drop_last=True,
         streams=streams,
     )
     count = min(steps, spec.num_steps)
@@ -220,19 +221,19 @@ class _Step:
     def __init__(self, spec: PlanSpec, step: int, group_size: int) -> None:
         self.spec = spec
         self.group_size = group_size
-        self.plan: Plan = make_plan(spec, epoch=0, step=step)
+        self.plan: Plan = make_plan(spec, StepTask(0, step))
         self._number = step
         self.groups = -(-spec.num_ranks // group_size)
         self.near_group = self.plan.near // group_size
 
     def rank(self, scope: Scope) -> NDArray[np.int32]:
-        costs = {phase: self.plan.costs[phase] for phase in self.spec.source.balanced}
+        costs = {phase: self.plan.costs[phase] for phase in self.spec.costs.balanced}
         balance = Balance(scope=scope, group_size=self.group_size if scope in ("grouped", "grid") else None)
         return assign(costs, balance, self.spec.num_ranks, self.plan.near)
 
     def plan_apart(self) -> Plan:
         """The plan in which ranks share the parts of samples too."""
-        return make_plan(replace(self.spec, balance=Balance(assignment="per_phase")), epoch=0, step=self._number)
+        return make_plan(replace(self.spec, balance=Balance(assignment="per_phase")), StepTask(0, self._number))
 
     def group(self, scope: Scope) -> NDArray[np.int32]:
         # Inside a group nothing changes where samples come from, so there is nothing to balance.
@@ -245,7 +246,7 @@ class _Loads:
     def __init__(self, steps: Sequence[_Step]) -> None:
         spec = steps[0].spec
         self.plans = [step.plan for step in steps]
-        self.phases, self.balanced = spec.source.phases, spec.source.balanced
+        self.phases, self.balanced = spec.costs.phases, spec.costs.balanced
         self._peaks: Counter[tuple[Scope, str]] = Counter()
         for scope in SCOPES:
             for step in steps:

@@ -21,9 +21,11 @@ from torch import Tensor
 import orchdata as od
 from orchdata.balancers import lower_bound
 from orchdata.order.order import Order, Shuffle
+from orchdata.order.steps import GlobalBatches, StepTask
 from orchdata.planning.layout import Layout
+from orchdata.planning.make_plan import PlanSpec, make_plan
 from orchdata.planning.parts import Parts
-from orchdata.planning.plan import Plan, PlanSpec, make_plan
+from orchdata.planning.plan import Plan
 from orchdata.planning.route import Route
 
 PER_PHASE = od.Balance(assignment="per_phase")
@@ -206,14 +208,13 @@ class Album:
 def planned(seed: int = 0, num_ranks: int = 4, batch: int = 32, **balance: Any) -> Plan:
     source = Album(batch, seed)
     spec = PlanSpec(
-        source=source,
+        costs=source,
         order=Order(batch, shuffle=Shuffle(), seed=seed),
         balance=od.Balance(assignment="per_phase", **balance),
         num_ranks=num_ranks,
-        global_batch_size=batch,
-        drop_last=True,
+        batches=GlobalBatches(size=batch, drop_last=True),
     )
-    return make_plan(spec, 0, 0)
+    return make_plan(spec, StepTask(0, 0))
 
 
 @settings(max_examples=60, deadline=None)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import json
+import pickle
 import re
 import subprocess
 import sys
@@ -10,27 +12,38 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from map_dataset import Numbers
+from shard_factory import RECIPE, omni_shards
+from spec_job import decoded, digest, words
 
+import orchdata as od
 from orchdata.building.collate import SampleAssembler
-from orchdata.building.step import StepSpec, build_step
+from orchdata.building.spec import BuildSpec
+from orchdata.building.step import Builder
+from orchdata.engines.engine import Engine
+from orchdata.engines.inline import InlineEngine
+from orchdata.engines.pickling import pickle_spec
 from orchdata.engines.thread_pool import ThreadPool
-from orchdata.engines.threads import Engine, InlineEngine, ThreadEngine
+from orchdata.engines.threads import ThreadEngine
 from orchdata.loaders.errors import DataError
 from orchdata.order.order import Order, Shuffle
+from orchdata.order.steps import GlobalBatches, StepTask
 from orchdata.planning.balance import Balance
 from orchdata.planning.costs import ArrayCosts
-from orchdata.planning.plan import PlanSpec
+from orchdata.planning.make_plan import PlanSpec
 
-ENGINES: dict[str, Callable[[StepSpec], Engine]] = {
+ENGINES: dict[str, Callable[[Builder], Engine]] = {
     "inline": InlineEngine,
-    "one thread": lambda spec: ThreadEngine(spec, num_threads=1, depth=3),
-    "four threads": lambda spec: ThreadEngine(spec, num_threads=4, depth=3),
+    "one thread": lambda builder: ThreadEngine(builder, num_threads=1, depth=3),
+    "four threads": lambda builder: ThreadEngine(builder, num_threads=4, depth=3),
 }
+SPEC_JOB = Path(__file__).parents[2] / "support" / "spec_job.py"
 
 
 def load(row: int) -> int:
@@ -41,24 +54,104 @@ def load(row: int) -> int:
     return row * row
 
 
-def spec(load: Callable[[int], Any] = load) -> StepSpec:
+def builder(load: Callable[[int], Any] = load, collate_fn: Callable[..., Any] = list) -> Builder:
     plan = PlanSpec(
-        source=ArrayCosts(np.arange(40, dtype=np.int64) % 7 + 1),
+        costs=ArrayCosts(np.arange(40, dtype=np.int64) % 7 + 1),
         order=Order(40, shuffle=Shuffle(), seed=1),
         balance=Balance(),
         num_ranks=2,
-        global_batch_size=9,
-        drop_last=False,
+        batches=GlobalBatches(size=9),
     )
-    return StepSpec(plan=plan, assembler=SampleAssembler(load=load, collate_fn=list, repeat_first=False), rank=1)
+    return Builder(plan, 1, SampleAssembler(load=load, collate_fn=collate_fn))
+
+
+Specs = dict[str, tuple[BuildSpec, list[StepTask]]]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache-of-specs")
+
+
+@pytest.fixture(scope="module")
+def specs(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Specs:
+    """Every kind of spec there is, with some tasks of each."""
+    shards = omni_shards(tmp_path_factory.mktemp("omni"), shards=2, samples=15)
+    words_recipe = replace(RECIPE, text=od.TextPreprocessor(words, id="words"))
+    per_phase = od.Balance(assignment="per_phase", max_tokens=500, oversize="own")
+    cost = od.CostModel(image=od.PhaseCost(1.0), audio=od.PhaseCost(2.0, 0.5), llm=od.PhaseCost(3.0))
+    numbers, lengths = Numbers(40, bad=(7,)), np.arange(40) % 9
+    kinds: dict[str, tuple[Any, dict[str, Any]]] = {
+        "shards, packed, joint": (RECIPE, {}),
+        "shards, another seed": (RECIPE, {"seed": 1}),
+        "shards, own tokenizer, mrope": (words_recipe, {"collate_fn": od.Packed(positions="mrope", multiple_of=8)}),
+        "shards, per phase": (RECIPE, {"balance": per_phase, "cost": cost}),
+        "shards, padded": (RECIPE, {"collate_fn": od.Padded(encoders="padded"), "drop_last": True}),
+        "shards, collate_fn": (RECIPE, {"collate_fn": decoded}),
+        "shards, some left out": (RECIPE, {"quarantine": [(shards[0], "s0-0003"), (shards[1], "s1-0010")]}),
+        "map-style": (numbers, {"cost": lengths, "on_error": "skip"}),
+        "map-style, one by one": ([np.arange(row) for row in range(9)], {"batch_size": None, "shuffle": False}),
+        "map-style, sampler": (Numbers(20), {"sampler": torch.utils.data.RandomSampler(Numbers(20)), "shuffle": None}),
+        "map-style, batch_sampler": (Numbers(9), {"batch_sampler": [[1, 2], [7], [3, 4, 5]], "shuffle": None}),
+    }
+    made: Specs = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ORCHDATA_CACHE", str(cache))
+        for name, (data, options) in kinds.items():
+            sampled = "sampler" in name
+            common = {"shuffle": True} | ({} if "batch_size" in options or sampled else {"batch_size": 4})
+            rank = (0, 1) if sampled else (1, 2)
+            dataset = od.ShardDataset(shards, recipe=data) if isinstance(data, od.Recipe) else data
+            if dataset is not data:
+                dataset.index()
+            prepared = od.DataLoader(dataset, dp=rank, **common | options)._prepared
+            made[name] = prepared.spec, [prepared.begin_epoch(epoch)(step) for epoch in (0, 1) for step in (0, 1)]
+    return made
+
+
+@pytest.fixture(scope="module")
+def alone(specs: Specs) -> dict[str, list[str]]:
+    """What each step of each spec is, built in this thread."""
+    return {name: [digest(spec.open().build(task)) for task in tasks] for name, (spec, tasks) in specs.items()}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_engine_builds_the_same_batches_of_every_spec(
+    engine: str, specs: Specs, alone: dict[str, list[str]]
+) -> None:
+    for name, (spec, tasks) in specs.items():
+        running = ENGINES[engine](spec.open())
+        futures = [running.submit(task) for task in tasks]
+        assert [digest(future.result(120)) for future in futures] == alone[name], name
+        running.close()
+
+
+def test_a_fresh_process_builds_the_same_batches_of_every_spec(
+    specs: Specs, alone: dict[str, list[str]], cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ORCHDATA_CACHE", str(cache))
+    for name, (spec, tasks) in specs.items():
+        data = pickle_spec(spec)
+        assert len(data) < 4000, name
+        (tmp_path / name).write_bytes(pickle.dumps((data, tasks)))
+    ended = subprocess.run([sys.executable, SPEC_JOB, tmp_path], capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)
+    assert found == alone
+    # The digest tells steps apart, and so do seeds, epochs and bits.
+    assert len({each for steps in found.values() for each in steps}) == sum(map(len, found.values()))
+    spec, tasks = specs["shards, packed, joint"]
+    built = spec.open().build(tasks[0])
+    built.batches[0].llm.labels[0] ^= 1
+    assert digest(built) != alone["shards, packed, joint"][0]
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_every_engine_builds_the_same_steps(engine: str) -> None:
-    running = ENGINES[engine](spec())
-    futures = [running.submit(0, step) for step in range(5)]
+    running = ENGINES[engine](builder())
+    futures = [running.submit(StepTask(0, step)) for step in range(5)]
     for step, future in enumerate(futures):
-        built, expected = future.result(120), build_step(spec(), 0, step)
+        built, expected = future.result(120), builder().build(StepTask(0, step))
         assert built.batches == expected.batches
         assert built.failures == expected.failures
         assert built.plan.hash == expected.plan.hash
@@ -71,19 +164,19 @@ def test_every_engine_passes_exceptions_on(engine: str) -> None:
     def explode(row: int) -> int:
         raise ZeroDivisionError(f"row {row}")
 
-    running = ENGINES[engine](spec(explode))
+    running = ENGINES[engine](builder(explode))
     with pytest.raises(ZeroDivisionError):
-        running.submit(0, 0).result(120)
+        running.submit(StepTask(0, 0)).result(120)
     with pytest.raises(IndexError):
-        running.submit(0, 99).result(120)
+        running.submit(StepTask(0, 99)).result(120)
     running.close()
 
 
 def test_close_leaves_no_thread() -> None:
     before = threading.active_count()
-    running = ThreadEngine(spec(), num_threads=3, depth=2)
+    running = ThreadEngine(builder(), num_threads=3, depth=2)
     for step in range(4):
-        running.submit(0, step)
+        running.submit(StepTask(0, step))
     running.close()
     assert threading.active_count() == before
 
@@ -93,18 +186,18 @@ def test_what_would_end_a_thread_is_an_error_of_the_step(ending: BaseException) 
     def leave(row: int) -> int:
         raise ending
 
-    running = ThreadEngine(spec(leave), num_threads=2, depth=2)
+    running = ThreadEngine(builder(leave), num_threads=2, depth=2)
     with pytest.raises(RuntimeError, match=re.escape(repr(ending))):
-        running.submit(0, 0).result(120)
+        running.submit(StepTask(0, 0)).result(120)
     with pytest.raises(RuntimeError, match=re.escape(repr(ending))):
-        running.submit(0, 1).result(120)  # the threads are still there
+        running.submit(StepTask(0, 1)).result(120)  # the threads are still there
     running.close()
 
 
 def test_threads_of_an_engine_that_nobody_holds_end() -> None:
     before = set(threading.enumerate())
-    running = ThreadEngine(spec(), num_threads=3, depth=2)
-    [future.result(120) for future in [running.submit(0, step) for step in range(5)]]
+    running = ThreadEngine(builder(), num_threads=3, depth=2)
+    [future.result(120) for future in [running.submit(StepTask(0, step)) for step in range(5)]]
     started = set(threading.enumerate()) - before
     assert started
     del running
@@ -147,9 +240,8 @@ def test_a_collate_fn_is_in_one_step_at_a_time() -> None:
                 inside.release()
             return samples
 
-    assembler = SampleAssembler(load=load, collate_fn=Collate().__call__, repeat_first=False)
-    running = ThreadEngine(replace(spec(), assembler=assembler), num_threads=4, depth=4)
-    [future.result(120) for _ in range(5) for future in [running.submit(0, step) for step in range(5)]]
+    running = ThreadEngine(builder(collate_fn=Collate().__call__), num_threads=4, depth=4)
+    [future.result(120) for _ in range(5) for future in [running.submit(StepTask(0, step)) for step in range(5)]]
     running.close()
     assert len(several) == 25 and not any(several)
 
@@ -165,9 +257,9 @@ def test_torch_keeps_its_threads_where_it_trains_and_has_one_where_it_decodes(en
             seen[threading.get_ident()] = torch.get_num_threads()
             return row
 
-        running = ENGINES[engine](spec(noting))
+        running = ENGINES[engine](builder(noting))
         for step in range(3):
-            running.submit(0, step).result(60)
+            running.submit(StepTask(0, step)).result(60)
         running.close()
         here = threading.get_ident()
         assert torch.get_num_threads() == 3

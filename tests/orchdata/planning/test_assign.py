@@ -16,22 +16,22 @@ from shard_factory import omni_shards
 import orchdata as od
 from orchdata.balancers import order_microbatches, simulate_1f1b
 from orchdata.order.order import Order, Shuffle
+from orchdata.order.steps import GlobalBatches, StepTask
 from orchdata.planning.assign import assign, near_ranks
 from orchdata.planning.costs import ArrayCosts
+from orchdata.planning.make_plan import PlanSpec, make_plan
 from orchdata.planning.pipeline import pipeline_order
-from orchdata.planning.plan import PlanSpec, make_plan
 
 
 def spec(num_samples: int = 600, streams: int = 1, **changes: Any) -> PlanSpec:
     costs = (1000 * np.random.default_rng(1).lognormal(0, 1, num_samples)).astype(np.int64) + 1
     shuffle = Shuffle(window=4, streams=streams)
     plan = PlanSpec(
-        source=ArrayCosts(costs),
+        costs=ArrayCosts(costs),
         order=Order(num_samples, shuffle=shuffle, seed=3),
         balance=od.Balance(scope="grouped", group_size=4),
         num_ranks=16,
-        global_batch_size=192,
-        drop_last=False,
+        batches=GlobalBatches(size=192),
         streams=streams,
     )
     return replace(plan, **changes)
@@ -106,19 +106,19 @@ def test_each_sample_is_planned_once_in_every_scope(
         streams,
         balance=od.Balance(scope=scope[0], group_size=scope[1]),
         num_ranks=num_ranks,
-        global_batch_size=global_batch_size,
+        batches=GlobalBatches(size=global_batch_size),
     )
     everywhere = replace(plans, balance=od.Balance())
     for step in range(plans.num_steps):
-        plan = make_plan(plans, 0, step)
-        assert plan.row.tolist() == make_plan(everywhere, 0, step).row.tolist()  # Membership is the order's.
+        plan = make_plan(plans, StepTask(0, step))
+        assert plan.row.tolist() == make_plan(everywhere, StepTask(0, step)).row.tolist()  # Membership is the order's.
         assert ((plan.rank >= 0) & (plan.rank < num_ranks)).all()
-        assert plan.hash == make_plan(plans, 0, step).hash
+        assert plan.hash == make_plan(plans, StepTask(0, step)).hash
 
 
 @pytest.mark.parametrize("streams", [4, 8])
 def test_groups_read_only_their_own_streams(streams: int) -> None:
-    plan = make_plan(spec(streams=streams), 0, 1)
+    plan = make_plan(spec(streams=streams), StepTask(0, 1))
     stream = (192 + np.arange(192)) % streams
     for group in range(4):
         inside = plan.rank // 4 == group
@@ -128,7 +128,7 @@ def test_groups_read_only_their_own_streams(streams: int) -> None:
 
 def test_scopes_balance_better_the_further_they_reach_and_stay_nearer_the_less() -> None:
     plans = {
-        scope: make_plan(spec(streams=4, balance=od.Balance(scope=scope, group_size=size)), 0, 0)
+        scope: make_plan(spec(streams=4, balance=od.Balance(scope=scope, group_size=size)), StepTask(0, 0))
         for scope, size in (("none", None), ("grouped", 4), ("grid", 4), ("global", None))
     }
     imbalance = {scope: plan.imbalance("llm") for scope, plan in plans.items()}
@@ -140,14 +140,14 @@ def test_scopes_balance_better_the_further_they_reach_and_stay_nearer_the_less()
 
 
 def test_equal_counts_hold_in_groups() -> None:
-    plan = make_plan(spec(balance=od.Balance(scope="grouped", group_size=3, equal_count=True)), 0, 0)
+    plan = make_plan(spec(balance=od.Balance(scope="grouped", group_size=3, equal_count=True)), StepTask(0, 0))
     assert np.bincount(plan.rank, minlength=16).tolist() == [12] * 16
-    capped = make_plan(spec(balance=od.Balance(scope="grouped", group_size=4, max_samples=13)), 0, 0)
+    capped = make_plan(spec(balance=od.Balance(scope="grouped", group_size=4, max_samples=13)), StepTask(0, 0))
     assert np.bincount(capped.rank, minlength=16).max() <= 13
 
 
 def test_the_order_of_microbatches_shortens_the_pipeline() -> None:
-    plan = make_plan(spec(balance=od.Balance(max_tokens=9_000, oversize="own"), num_ranks=4), 0, 0)
+    plan = make_plan(spec(balance=od.Balance(max_tokens=9_000, oversize="own"), num_ranks=4), StepTask(0, 0))
     assert plan.num_microbatches > 4
     for rank in range(4):
         order = pipeline_order(plan, rank, 4)
@@ -163,7 +163,7 @@ def test_ranks_that_wait_in_each_microbatch_get_even_ones() -> None:
     peaks = {}
     for objective in ("barrier", "sum"):
         balance = od.Balance(max_tokens=9_000, oversize="own", objective=objective)  # type: ignore[arg-type]
-        plan = make_plan(spec(balance=balance), 0, 0)
+        plan = make_plan(spec(balance=balance), StepTask(0, 0))
         loads = np.zeros((plan.num_microbatches, 16))
         np.add.at(loads, (plan.microbatch, plan.rank), plan.costs["llm"])
         peaks[objective] = loads.max(axis=1).sum()

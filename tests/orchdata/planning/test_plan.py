@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from orchdata.order.order import Order, Shuffle
+from orchdata.order.steps import GlobalBatches, StepTask
 from orchdata.planning.balance import Balance
-from orchdata.planning.plan import Plan, PlanSpec, make_plan
+from orchdata.planning.make_plan import PlanSpec, make_plan
+from orchdata.planning.plan import Plan
 
 Ints = NDArray[np.int64]
 
@@ -43,12 +45,11 @@ def table(num_samples: int, seed: int = 0) -> Table:
 
 def spec(num_samples: int = 500, **changes: Any) -> PlanSpec:
     plan = PlanSpec(
-        source=table(num_samples),
+        costs=table(num_samples),
         order=Order(num_samples, shuffle=Shuffle(), seed=3),
         balance=Balance(),
         num_ranks=8,
-        global_batch_size=64,
-        drop_last=False,
+        batches=GlobalBatches(size=64),
     )
     return replace(plan, **changes)
 
@@ -72,13 +73,12 @@ def test_each_sample_is_planned_once(
     plans = spec(
         num_samples,
         num_ranks=num_ranks,
-        global_batch_size=global_batch_size,
-        drop_last=drop_last,
+        batches=GlobalBatches(size=global_batch_size, drop_last=drop_last),
         balance=Balance(scope=scope, max_tokens=cap),
     )
     seen: list[int] = []
     for step in range(plans.num_steps):
-        plan = make_plan(plans, 0, step)
+        plan = make_plan(plans, StepTask(0, step))
         shares = [
             plan.positions(rank, microbatch) for rank in range(num_ranks) for microbatch in range(plan.num_microbatches)
         ]
@@ -92,15 +92,15 @@ def test_each_sample_is_planned_once(
 
 def test_membership_depends_on_neither_balance_nor_ranks() -> None:
     plans = spec()
-    expected = [keys(make_plan(plans, 1, step)) for step in range(plans.num_steps)]
+    expected = [keys(make_plan(plans, StepTask(1, step))) for step in range(plans.num_steps)]
     for changes in ({"num_ranks": 3}, {"balance": Balance(scope="none")}, {"balance": Balance(max_tokens=5000)}):
         other = replace(plans, **changes)
-        assert [keys(make_plan(other, 1, step)) for step in range(other.num_steps)] == expected
+        assert [keys(make_plan(other, StepTask(1, step))) for step in range(other.num_steps)] == expected
 
 
 def test_balancing_helps_and_is_bounded() -> None:
     for step in range(7):
-        plan = make_plan(spec(), 0, step)
+        plan = make_plan(spec(), StepTask(0, step))
         before = sum(int(plan.loads_unbalanced(phase).max()) for phase in plan.phases)
         after = sum(int(plan.loads(phase).max()) for phase in plan.phases)
         assert after < before
@@ -110,7 +110,7 @@ def test_balancing_helps_and_is_bounded() -> None:
 
 
 def test_samples_without_a_phase_are_out_of_its_assignment() -> None:
-    plan = make_plan(spec(), 0, 0)
+    plan = make_plan(spec(), StepTask(0, 0))
     absent = plan.costs["image"] == 0
     assert absent.any()
     assert (plan.assignment("image")[absent] == -1).all()
@@ -119,34 +119,34 @@ def test_samples_without_a_phase_are_out_of_its_assignment() -> None:
 
 
 def test_plans_are_equal_to_the_bit_and_hashes_tell_them_apart() -> None:
-    assert {make_plan(spec(), 0, 2).hash for _ in range(20)} == {make_plan(spec(), 0, 2).hash}
+    assert {make_plan(spec(), StepTask(0, 2)).hash for _ in range(20)} == {make_plan(spec(), StepTask(0, 2)).hash}
     others = [
-        make_plan(spec(), 0, 3),
-        make_plan(spec(), 1, 2),
-        make_plan(spec(num_ranks=4), 0, 2),
-        make_plan(spec(balance=Balance(scope="none")), 0, 2),
+        make_plan(spec(), StepTask(0, 3)),
+        make_plan(spec(), StepTask(1, 2)),
+        make_plan(spec(num_ranks=4), StepTask(0, 2)),
+        make_plan(spec(balance=Balance(scope="none")), StepTask(0, 2)),
     ]
-    assert len({make_plan(spec(), 0, 2).hash, *(plan.hash for plan in others)}) == 5
+    assert len({make_plan(spec(), StepTask(0, 2)).hash, *(plan.hash for plan in others)}) == 5
 
 
 def test_equal_counts() -> None:
-    plan = make_plan(spec(balance=Balance(equal_count=True)), 0, 0)
+    plan = make_plan(spec(balance=Balance(equal_count=True)), StepTask(0, 0))
     assert set(np.bincount(plan.rank, minlength=8).tolist()) == {8}
 
 
 def test_max_samples() -> None:
-    plan = make_plan(spec(balance=Balance(max_samples=9)), 0, 0)
+    plan = make_plan(spec(balance=Balance(max_samples=9)), StepTask(0, 0))
     assert np.bincount(plan.rank, minlength=8).max() <= 9
 
 
 def test_loss_tokens_are_of_the_whole_step() -> None:
-    plan = make_plan(spec(), 0, 0)
+    plan = make_plan(spec(), StepTask(0, 0))
     assert plan.loss_tokens == int((plan.costs["llm"] - 1).sum())
 
 
 def test_a_step_outside_the_epoch_is_an_error() -> None:
     with pytest.raises(IndexError, match="epoch of 8 steps"):  # ceil(500 / 64)
-        make_plan(spec(), 0, 8)
+        make_plan(spec(), StepTask(0, 8))
 
 
 @pytest.mark.parametrize(

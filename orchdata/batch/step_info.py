@@ -1,0 +1,29 @@
+"""What a `collate_fn` of a user's may ask to know: which step its samples are for, and how to scale their loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepInfo:
+    """The step of a microbatch, handed to a `collate_fn` that has a parameter named `step`.
+
+    Attributes:
+        epoch, step: which optimizer step.
+        microbatch, num_microbatches: its place among the rank's microbatches of the step, and how many there are.
+        dp_size: data-parallel ranks.
+        loss_tokens: planned loss tokens of the whole step, over all ranks and microbatches; 0 for map-style data, of
+            whose tokens nothing is known.
+        loss_scale: what a summed loss is multiplied by where gradients are averaged over the data-parallel ranks, as
+            `Batch.loss_scale`: dp_size / max(1, loss_tokens), for a sum over loss tokens. For map-style data dp_size /
+            samples of the whole step, for a sum over samples.
+    """
+
+    epoch: int
+    step: int
+    microbatch: int
+    num_microbatches: int
+    dp_size: int
+    loss_tokens: int
+    loss_scale: float

@@ -1,0 +1,72 @@
+"""The seam between a plan and what makes batches of it: a rank's share of a micro-step -> a microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchdata.loaders.errors import DataError
+from orchdata.loaders.storage.counted import ReadBytes
+from orchdata.planning.plan import Plan
+
+Task = Callable[[], None]
+
+
+@dataclass
+class Assembled:
+    """A microbatch, and what happened on the way.
+
+    Attributes:
+        batch: the Batch, or what the user's collate_fn made.
+        failures: samples that could not be decoded, in planned order.
+        seconds: busy time by stage ("reading", "decoding", "packing"), summed over threads.
+    """
+
+    batch: Any
+    failures: list[DataError] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Share:
+    """What one rank has of a step in one microbatch.
+
+    Attributes:
+        microbatch: its number in the plan.
+        place: its number among those that the rank is handed, which a pipeline's order makes another.
+    """
+
+    plan: Plan
+    rank: int
+    microbatch: int
+    place: int
+
+    @property
+    def rows(self) -> NDArray[np.int64]:
+        """Its samples, rows of the data set, int64 (num_samples,)."""
+        return self.plan.row[self.plan.positions(self.rank, self.microbatch)]
+
+
+class Assembly(Protocol):
+    """One microbatch under construction."""
+
+    @property
+    def tasks(self) -> Sequence[Task]:
+        """What fills it: to be run in any order, on any threads."""
+
+    def finish(self) -> Assembled:
+        """The microbatch; called once, after all tasks have run."""
+
+
+class Assembler(Protocol):
+    """Makes microbatches of some data set. Safe to use from several threads."""
+
+    @property
+    def reads(self) -> ReadBytes | None:
+        """What it has read of shards so far; None where samples are not in shards."""
+
+    def begin(self, share: Share) -> Assembly: ...

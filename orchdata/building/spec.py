@@ -1,0 +1,140 @@
+"""BuildSpec: all that the steps of a rank depend on, as a value; `open()` makes what runs.
+
+    BuildSpec --pickle--> another process --open()--> Builder --StepTask--> the same batches, bit for bit
+
+What is opened (shards, memory, locks, counters) lives in a Builder, once a process, whatever its threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch.utils.data import default_collate, default_convert
+
+from orchdata.building.assembler import Assembler
+from orchdata.building.collate import SampleAssembler, map_loader, map_many, shard_loader
+from orchdata.building.media_pages import PageSource
+from orchdata.building.memory import BufferPool
+from orchdata.building.shard_content import PackedAssembler
+from orchdata.building.step import Builder
+from orchdata.loaders.errors import StaleIndexError
+from orchdata.loaders.index.index import Index
+from orchdata.loaders.modalities.decoders import load_decoders
+from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.shards.open import OpenShards
+from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.planning.layout import Layout
+from orchdata.planning.make_plan import PlanSpec
+
+
+class Content(Protocol):
+    """What batches are made of, and how: a value."""
+
+    def open(self) -> Assembler:
+        """What makes them in this process."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildSpec:
+    """Everything a rank's steps depend on, apart from their `StepTask`."""
+
+    plan: PlanSpec
+    rank: int
+    content: Content
+
+    def open(self) -> Builder:
+        """What builds steps in this process, once for all its threads.
+
+        Raises:
+            StaleIndexError: the index was built anew since the spec was made.
+            StorageError: what decodes cannot be loaded now.
+        """
+        return Builder(self.plan, self.rank, self.content.open())
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexedShards:
+    """Shards as an index knows them.
+
+    Attributes:
+        index: pickles as its path.
+        build_id: of the index when the spec was made: another one in its place would make other batches.
+    """
+
+    index: Index
+    build_id: str
+    recipe: Recipe
+
+    def open(self) -> OpenShards:
+        """Opens no shard yet. Raises StaleIndexError, or StorageError where decoders cannot be loaded."""
+        if self.index.build_id != self.build_id:
+            raise StaleIndexError(
+                str(self.index.path), "the index was built anew since this loader was made: make the loader again"
+            )
+        load_decoders()
+        return OpenShards(limits=self.recipe.limits, cache=CacheFolder())
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardContent:
+    """Batches of shards, packed or padded.
+
+    Attributes:
+        encoders: modalities that every batch has, if need be as a dummy.
+    """
+
+    shards: IndexedShards
+    layout: Layout
+    encoders: tuple[str, ...]
+
+    def open(self) -> Assembler:
+        shards = self.shards.open()
+        pages = PageSource(
+            index=self.shards.index,
+            recipe=self.shards.recipe,
+            layout=self.layout,
+            encoders=self.encoders,
+            pool=BufferPool(),
+        )
+        return PackedAssembler(source=pages, shards=shards)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleContent:
+    """What a user's `collate_fn` makes of decoded samples of shards."""
+
+    shards: IndexedShards
+    collate_fn: Callable[..., Any]
+
+    def open(self) -> Assembler:
+        shards = self.shards.open()
+        load = shard_loader(self.shards.index, shards, self.shards.recipe)
+        return SampleAssembler(load=load, collate_fn=self.collate_fn, reads=shards.reads)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MapContent:
+    """What a `collate_fn`, by default torch's, makes of the items of a map-style data set.
+
+    Attributes:
+        num_rows: items of the data set, when the spec was made.
+        batched: whether collate_fn gets a list; else one item.
+        skip_errors: whether an item that cannot be loaded is a failure, not the end.
+    """
+
+    dataset: Any
+    num_rows: int
+    collate_fn: Callable[..., Any] | None
+    batched: bool
+    skip_errors: bool
+
+    def open(self) -> Assembler:
+        return SampleAssembler(
+            load=map_loader(self.dataset, skip_errors=self.skip_errors),
+            load_many=map_many(self.dataset) if self.batched and not self.skip_errors else None,
+            collate_fn=self.collate_fn or (default_collate if self.batched else default_convert),
+            batched=self.batched,
+            num_map_rows=self.num_rows,
+        )

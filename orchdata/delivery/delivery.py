@@ -1,0 +1,105 @@
+"""Delivery: a step under way -> microbatches to hand out.
+
+wait --> count failures --> mask samples whose parts failed elsewhere (per phase) --> send to peers (broadcast)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import replace
+from typing import Any
+
+from orchdata.building.spec import BuildSpec
+from orchdata.building.step import BuiltStep
+from orchdata.delivery.failed_parts import Settling
+from orchdata.delivery.policy import ErrorPolicy, FailureBudget
+from orchdata.delivery.replicate import ReceivingEngine, Replication
+from orchdata.delivery.stats import Stats
+from orchdata.engines.engine import Engine
+from orchdata.order.steps import StepTask
+from orchdata.ranks.parallel import Rank
+
+
+class Delivery:
+    """What a rank does with each of its steps when they are asked for, in the thread that iterates.
+
+    Args:
+        spec: of the loader's steps.
+        rank: where peers share its batches, one of them reads and the others receive.
+        policy, budget: whether failures are skipped, and how many.
+        stats: delivered steps are added to them.
+        timeout: seconds to wait for a step; 0 without limit.
+
+    Raises ValueError where peers are to receive what a collate_fn makes.
+    """
+
+    def __init__(
+        self, spec: BuildSpec, rank: Rank, *, policy: ErrorPolicy, budget: FailureBudget, stats: Stats, timeout: float
+    ) -> None:
+        self._spec = spec
+        self._budget = budget
+        self._stats = stats
+        self._timeout = timeout
+        self._replication = Replication(rank, spec, timeout) if rank.shared else None
+        self._settling: Settling | None = None
+        # Parts may fail on one rank and matter to another; receivers of a broadcast get what is settled.
+        apart = spec.plan.balance.assignment == "per_phase" and policy.action == "skip"
+        if apart and not self._receives and (rank.size == 1 or rank.dp_groups):
+            self._settling = Settling(rank.dp_groups if rank.size > 1 else ())
+
+    @property
+    def _receives(self) -> bool:
+        """Whether a peer reads for this rank."""
+        return self._replication is not None and not self._replication.is_reader
+
+    def receiving_engine(self) -> Engine | None:
+        """What yields this rank's steps where a peer reads for it; else None."""
+        if self._replication is None or self._replication.is_reader:
+            return None
+        return ReceivingEngine(self._spec, self._replication)
+
+    def deliver(self, engine: Engine, future: Future[BuiltStep], task: StepTask) -> list[Any]:
+        """A step's microbatches; where this rank reads for peers, they get them too, or the error.
+
+        Raises what building it did, RuntimeError after the timeout (the engine is closed then), and as `FailureBudget`.
+        """
+        if self._replication is None or self._receives:
+            return self._settled(engine, future, task).batches
+        try:
+            built = self._settled(engine, future, task)
+        except Exception as error:
+            self._replication.send_error(error)
+            raise
+        self._replication.send(built)
+        return built.batches
+
+    def _settled(self, engine: Engine, future: Future[BuiltStep], task: StepTask) -> BuiltStep:
+        if self._settling is None:
+            return self._received(engine, future, task)
+        try:
+            built = self._received(engine, future, task)
+        except Exception as error:
+            self._settling.give_up(task.step, error)
+            raise
+        return replace(built, batches=self._settling.settle(task.step, built.batches))
+
+    def _received(self, engine: Engine, future: Future[BuiltStep], task: StepTask) -> BuiltStep:
+        started = time.perf_counter()
+        with contextlib.suppress(FutureTimeout):
+            future.exception(min(self._timeout, threading.TIMEOUT_MAX) or None)
+        if not future.done():
+            engine.close()  # before other ranks hear of it: what hangs is then known, and this process ends first
+            raise RuntimeError(
+                f"DataLoader timed out after {self._timeout} seconds, waiting for step {task.step} of epoch "
+                f"{task.epoch}"
+            )
+        built = future.result()
+        waited = time.perf_counter() - started
+        if not self._receives:  # whoever reads them counts them
+            self._budget.count(built.failures)
+        self._stats.add_step(built, waited)
+        return built

@@ -1,0 +1,61 @@
+"""Pinning: built batches -> the same in page-locked memory, in a thread of its own ahead of delivery.
+
+Neither the build, which may be in another process, nor the thread that trains waits for the copy.
+"""
+
+from __future__ import annotations
+
+import warnings
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch.utils.data._utils.pin_memory import pin_memory
+
+from orchdata.building.step import BuiltStep
+from orchdata.engines.engine import Engine
+from orchdata.engines.thread_pool import ThreadPool
+from orchdata.engines.threads import passed_on, prepare_thread
+from orchdata.order.steps import StepTask
+
+
+class PinningEngine:
+    """An engine whose steps arrive pinned, as torch's loader pins: tensors, containers of them, and whatever has a
+    method `pin_memory`.
+
+    It is made in the thread that trains, whose device the copies are for.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.depth = engine.depth
+        self._engine = engine
+        self._device = torch.accelerator.current_device_index()
+        self._pool = ThreadPool(1, prepare=prepare_thread)
+
+    def submit(self, task: StepTask) -> Future[BuiltStep]:
+        pinned: Future[BuiltStep] = Future()
+        built = self._engine.submit(task)
+        built.add_done_callback(lambda done: self._pool.submit(partial(_pin, self._device, done, pinned)))
+        return pinned
+
+    def close(self) -> None:
+        self._engine.close()
+        self._pool.close()
+
+
+def can_pin() -> bool:
+    """Whether there is an accelerator to pin for; a warning where there is none."""
+    if torch.accelerator.is_available():
+        return True
+    warnings.warn("pin_memory has no effect: torch finds no accelerator", stacklevel=4)
+    return False
+
+
+def _pin(device: int, built: Future[BuiltStep], pinned: Future[BuiltStep]) -> None:
+    try:
+        step = built.result()
+        torch.accelerator.set_device_index(device)
+        pinned.set_result(replace(step, batches=[pin_memory(batch) for batch in step.batches]))
+    except BaseException as error:  # noqa: BLE001 - it is passed on
+        pinned.set_exception(passed_on(error))

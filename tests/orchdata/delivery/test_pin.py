@@ -1,0 +1,113 @@
+"""Pinning: as torch's loader pins, in a thread of its own. There is no accelerator here: who pins what is recorded."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from map_dataset import Numbers
+from shard_factory import RECIPE, omni_shards
+from torch import Tensor
+
+import orchdata as od
+
+
+class Pinned:
+    """Tensors that were pinned, and the threads that did."""
+
+    def __init__(self) -> None:
+        self.tensors: set[int] = set()
+        self.threads: set[threading.Thread] = set()
+        self.devices: set[int] = set()
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        copy = tensor.clone()
+        self.tensors.add(id(copy))
+        self.threads.add(threading.current_thread())
+        return copy
+
+
+@pytest.fixture
+def pinned(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pinned]:
+    found = Pinned()
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", found.devices.add)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: found.pin(tensor))
+    yield found
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+def test_batches_of_shards_arrive_pinned_by_a_thread_of_their_own(pinned: Pinned, tmp_path: Path, threads: int) -> None:
+    dataset = od.ShardDataset(omni_shards(tmp_path, shards=1, samples=10), recipe=RECIPE)
+    loader = od.DataLoader(dataset, batch_size=5, num_threads=threads, pin_memory=True)
+    loader._builder.build(loader._prepared.begin_epoch(0)(0))
+    assert not pinned.tensors  # not in the build
+    kept = list(loader)
+    for batch in kept:
+        held = [value for value in batch.model_inputs().values() if torch.is_tensor(value)]
+        assert held and {id(value) for value in held} <= pinned.tensors
+    assert len(pinned.threads) == 1 and threading.current_thread() not in pinned.threads
+    assert pinned.devices == {3}  # of the thread that trains
+
+
+@dataclass
+class Own:
+    rows: list[int]
+    thread: threading.Thread | None = None
+
+    def pin_memory(self) -> Own:
+        return Own(self.rows, threading.current_thread())
+
+
+class Pair(NamedTuple):
+    own: Own
+    tensors: dict[str, Tensor]
+
+
+def collate(samples: list[dict[str, Any]]) -> Pair:
+    rows = [sample["number"] for sample in samples]
+    return Pair(Own(rows), {"rows": torch.tensor(rows)})
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+def test_what_users_make_is_pinned_as_torch_does(pinned: Pinned, threads: int) -> None:
+    loader = od.DataLoader(Numbers(8), batch_size=4, collate_fn=collate, num_threads=threads, pin_memory=True)
+    for batch in loader:
+        assert isinstance(batch, Pair) and batch.own.thread in pinned.threads
+        assert id(batch.tensors["rows"]) in pinned.tensors
+    plain = list(od.DataLoader(Numbers(8), batch_size=4, collate_fn=collate, num_threads=threads))
+    assert all(batch.own.thread is None for batch in plain)
+
+
+class Refusing:
+    def pin_memory(self) -> None:
+        raise SystemExit("no memory to pin")
+
+
+def test_an_error_while_pinning_is_the_steps_and_leaves_no_thread(pinned: Pinned) -> None:
+    before = threading.active_count()
+    loader = od.DataLoader(
+        Numbers(8), batch_size=4, collate_fn=lambda samples: Refusing(), num_threads=2, pin_memory=True
+    )
+    with pytest.raises(RuntimeError, match="no memory to pin"):
+        next(iter(loader))
+    failing = od.DataLoader(Numbers(8, bad=(0,)), batch_size=4, num_threads=2, pin_memory=True)
+    with pytest.raises(OSError, match="disk on fire"):
+        list(failing)
+    batches = iter(od.DataLoader(Numbers(80), batch_size=4, num_threads=2, pin_memory=True))
+    next(batches)
+    del batches
+    assert threading.active_count() == before
+
+
+def test_without_an_accelerator_pinning_is_refused_with_a_warning() -> None:
+    with pytest.warns(UserWarning, match="pin_memory has no effect") as said:
+        loader = od.DataLoader(Numbers(8), batch_size=4, collate_fn=collate, pin_memory=True)
+    assert said[0].filename == __file__
+    assert all(batch.own.thread is None for batch in loader)

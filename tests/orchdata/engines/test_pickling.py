@@ -1,0 +1,100 @@
+"""Specs that go to another process, and those that cannot: named by what keeps them."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from map_dataset import Numbers
+from shard_factory import RECIPE, omni_samples, omni_shards, write_shard
+from spec_job import words
+
+import orchdata as od
+from orchdata.building.spec import BuildSpec
+from orchdata.engines.pickling import pickle_spec
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> list[str]:
+    return omni_shards(tmp_path, shards=1, samples=10)
+
+
+def spec_of(data: Any, recipe: od.Recipe = RECIPE, **options: Any) -> BuildSpec:
+    dataset = od.ShardDataset(data, recipe=recipe) if options.pop("shards", False) else data
+    return od.DataLoader(dataset, **options)._prepared.spec
+
+
+def with_lambda(shards: list[str]) -> BuildSpec:
+    tokenizer = lambda text: words(text)  # noqa: E731
+    return spec_of(shards, replace(RECIPE, text=od.TextPreprocessor(tokenizer, id="words")), shards=True)
+
+
+def test_a_lambda_for_a_tokenizer_is_named(shards: list[str]) -> None:
+    with pytest.raises(
+        TypeError, match=r"^recipe\.text\.tokenizer is a lambda in line \d+ of .*test_pickling.py, which "
+    ):
+        pickle_spec(with_lambda(shards))
+    assert with_lambda(shards).open()  # in this process it is fine
+
+
+class Holding(Numbers):
+    """A data set with something in it."""
+
+    def __init__(self, held: Any) -> None:
+        super().__init__(6)
+        self.transforms = {"first": [len, held]}
+
+
+def local(samples: list[Any]) -> Callable[[], None]:
+    def inner() -> None: ...
+
+    return inner
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"collate_fn": lambda samples: samples}, "collate_fn is a lambda in line"),
+        ({"collate_fn": local([])}, "collate_fn is the function local.<locals>.inner in line"),
+        (
+            {"collate_fn": partial(len, print, lock=threading.Lock())},
+            "collate_fn.keywords['lock'] is an object of type",
+        ),
+        ({"dataset": Holding(lambda sample: sample)}, "dataset.transforms['first'][1] is a lambda"),
+        ({"dataset": Holding(threading.Lock())}, "dataset.transforms['first'][1] is an object of type lock"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_does_not_pickle_is_named_with_the_way_out(options: dict[str, Any], named: str) -> None:
+    data = options.pop("dataset", None) or Numbers(6)
+    with pytest.raises(TypeError, match="^" + re.escape(named)) as raised:
+        pickle_spec(spec_of(data, **options))
+    assert "at the top level of a module" in str(raised.value) and "on threads anything goes" in str(raised.value)
+
+
+def test_an_index_that_was_built_anew_is_refused(shards: list[str], tmp_path: Path) -> None:
+    data = pickle_spec(spec_of(shards, shards=True))
+    pickle.loads(data).open()
+    write_shard(tmp_path / "omni-000000.tar", omni_samples(11))
+    od.ShardDataset(shards, recipe=RECIPE).index(rebuild=True)
+    with pytest.raises(od.StaleIndexError, match="built anew since this loader was made: make the loader again"):
+        pickle.loads(data).open()
+
+
+def test_what_is_as_long_as_the_data_set_stays_out_of_the_pickle(tmp_path: Path) -> None:
+    bad = tuple(range(0, 5000, 2))
+    spec = spec_of(Numbers(5000, bad), cost=lambda sample: sample["length"], on_error="skip", shuffle=True)
+    assert len(pickle_spec(spec)) < 2000 + len(pickle.dumps(bad))
+    again = pickle.loads(pickle_spec(spec)).plan
+    assert again.order.num_samples == 2500
+    rows = np.sort(again.order.rows(0, 0, 2500)[1])
+    assert rows.tolist() == list(range(1, 5000, 2))
+    assert again.costs.positions("llm", np.zeros(2500, np.int32), rows).tolist() == [1 + row % 9 for row in rows]
