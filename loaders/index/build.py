@@ -31,7 +31,7 @@ from orchdata.loaders.index.probed import Probes
 from orchdata.loaders.index.repeats import refuse_repeats
 from orchdata.loaders.index.shard_costs import CostTable, ShardCosts, cost_shard
 from orchdata.loaders.index.table import body_bytes
-from orchdata.loaders.modalities.decoders import load_decoders
+from orchdata.loaders.modalities.builtin import load_decoders
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.facts_table import Facts
 from orchdata.loaders.shards.open import open_shard

@@ -71,7 +71,7 @@ def read_mono(data: bytes | memoryview, limits: Limits) -> tuple[Wave, int]:
     """The mean over channels, (num_frames,), and the rate in Hz. Raises DecodeError."""
     import soundfile
 
-    from orchdata.loaders.modalities.sound import open_sound
+    from orchdata.loaders.modalities.audio_header import open_sound
 
     try:
         with open_sound(data) as sound:

@@ -1,31 +1,53 @@
-"""Audio files -> their length, for whatever the scan of plain headers leaves to soundfile; cut ones are refused."""
+"""Audio files -> their length, for whatever the scan of plain headers leaves to soundfile; cut ones are refused.
+
+Imported late: it loads libsndfile.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import io
 
 import numpy as np
+import soundfile
 
 from orchdata.loaders.errors import NOT_DATA, DecodeError, pass_trouble
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.checks import described, starts_with
-from orchdata.loaders.modalities.cut_audio import cut_reason, flac_reason, lacks, mp3_stream_bytes
+from orchdata.loaders.modalities.cut_audio import cut_reason, flac_reason, lacks, mp3_stream_bytes, unclosed_wav
 from orchdata.loaders.modalities.modality import Header
 from orchdata.native.scan.mp3 import count_mp3, scan_mp3
-
-if TYPE_CHECKING:
-    from orchdata.loaders.modalities.sound import Sound
 
 _BLOCK_FRAMES = 1 << 16
 _ID3V1_BYTES = 128
 
 
+UNKNOWN_FRAMES = 1 << 48
+"""libsndfile says about 2**63 frames where the header tells none (a FLAC that was streamed out)."""
+
+
+class Sound(soundfile.SoundFile):  # type: ignore[misc]
+    """A SoundFile that is only read forward.
+
+    soundfile seeks after each read, which fails where the header tells no length (a FLAC streamed out) or a wrong one.
+    """
+
+    def seekable(self) -> bool:
+        return False
+
+
+def open_sound(data: bytes | memoryview) -> Sound:
+    """Open audio in memory. Raises soundfile.LibsndfileError."""
+    stream = io.BytesIO(data)
+    start = unclosed_wav(data)
+    if start:  # libsndfile takes a size of 0 at its word
+        stream.seek(start - 4)
+        stream.write((len(data) - start).to_bytes(4, "little"))
+        stream.seek(0)
+    return Sound(stream)
+
+
 def probe_audio(data: bytes, limits: Limits) -> Header:
     """(frames of a channel, rate in Hz), by soundfile. Raises DecodeError."""
-    import soundfile
-
-    from orchdata.loaders.modalities.sound import UNKNOWN_FRAMES, open_sound
-
     try:
         with open_sound(data) as sound:
             rate = int(sound.samplerate)
@@ -91,10 +113,6 @@ def mp3_reason(data: bytes | memoryview, frames: int, rate: int) -> str | None:
 
 def _frames_of(data: bytes) -> int:
     """Frames of an MP3; 0 for anything else."""
-    import soundfile
-
-    from orchdata.loaders.modalities.sound import open_sound
-
     try:
         with open_sound(data) as sound:
             return int(sound.frames) if sound.format == "MP3" else 0

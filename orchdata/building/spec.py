@@ -21,7 +21,7 @@ from orchdata.building.shard_content import PackedAssembler
 from orchdata.building.step import Builder
 from orchdata.loaders.errors import StaleIndexError
 from orchdata.loaders.index.index import Index
-from orchdata.loaders.modalities.decoders import load_decoders
+from orchdata.loaders.modalities.builtin import load_decoders
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.open import OpenShards
 from orchdata.loaders.storage.cache import CacheFolder

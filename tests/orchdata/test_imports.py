@@ -31,7 +31,7 @@ balancers: packed padded pipeline placement microbatches
 balancers: moves
 balancers: grid phases advice
 balancers: __init__
-loaders: errors versions locks modality
+loaders: errors versions locks
 loaders: limits
 loaders: storage
 loaders: text modalities
@@ -82,20 +82,19 @@ def _unit(module: str) -> tuple[str, str]:
     return (second, third) if second in FOLDERS.values() else ("orchdata", second)
 
 
-def _nodes(tree: ast.AST, *, late: bool) -> Iterator[ast.AST]:
-    """Nodes that run at import; with `late` also function bodies and `if TYPE_CHECKING` blocks."""
+def _nodes(tree: ast.AST, *, typing: bool) -> Iterator[ast.AST]:
+    """All nodes, function bodies too; those of `if TYPE_CHECKING` blocks with `typing`."""
     for node in ast.iter_child_nodes(tree):
-        function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
         typing_only = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        if late or not (function or typing_only):
+        if typing or not typing_only:
             yield node
-            yield from _nodes(node, late=late)
+            yield from _nodes(node, typing=typing)
 
 
-def _imports(path: Path, modules: dict[str, Path], *, late: bool = True) -> set[str]:
+def _imports(path: Path, modules: dict[str, Path], *, typing: bool = True) -> set[str]:
     """Full names of what a file imports; `from package import module` counts as the module."""
     found = set()
-    for node in _nodes(ast.parse(path.read_text()), late=late):
+    for node in _nodes(ast.parse(path.read_text()), typing=typing):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -143,7 +142,9 @@ def test_no_public_name_is_that_of_a_unit() -> None:
 
 
 def test_no_circles() -> None:
-    graph = {name: _imports(path, MODULES) & set(MODULES) - {"orchdata"} for name, path in MODULES.items()}
+    graph = {
+        name: _imports(path, MODULES, typing=False) & set(MODULES) - {"orchdata"} for name, path in MODULES.items()
+    }
     try:
         TopologicalSorter({name: used - {name} for name, used in graph.items()}).prepare()
     except CycleError as error:

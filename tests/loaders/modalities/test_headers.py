@@ -20,12 +20,12 @@ from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.audio import AudioPreprocessor
 from orchdata.loaders.modalities.audio_decode import read_mono
+from orchdata.loaders.modalities.audio_header import open_sound
 from orchdata.loaders.modalities.checks import above_pixels
 from orchdata.loaders.modalities.cut_audio import cut_reason
 from orchdata.loaders.modalities.image import ImagePreprocessor
 from orchdata.loaders.modalities.modality import Modality
 from orchdata.loaders.modalities.probing import read_header
-from orchdata.loaders.modalities.sound import open_sound
 
 IMAGE_FOLDERS = ("images/exif-orientation-examples", "images/pillow", "images/raccoon", "images/scikit-image")
 IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".jp2", ".avif"}
