@@ -6,7 +6,8 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import FrozenInstanceError
+from dataclasses import Field, FrozenInstanceError
+from dataclasses import field as dataclass_field
 from functools import cached_property
 from typing import Any, Final
 
@@ -56,7 +57,8 @@ class Recipe:
         modalities: more of them, by name.
 
     Attributes:
-        modalities: name -> Modality, in order; `recipe.image` and `recipe.audio` read it.
+        modalities: name -> Modality, in order; `recipe.points` and the like read it, `recipe.image` and `recipe.audio`
+            are None where there is none.
 
     Raises:
         TypeError: what is no modality.
@@ -111,6 +113,21 @@ class Recipe:
     def audio(self) -> Any:
         """How audio is prepared; None where it is left alone."""
         return self.modalities.get("audio")
+
+    def __getattr__(self, name: str) -> Modality:
+        modalities: dict[str, Modality] = vars(self).get("modalities", {})
+        if name not in modalities:
+            raise AttributeError(f"the recipe has no modality {name!r}")
+        return modalities[name]
+
+    @property
+    def __dataclass_fields__(self) -> dict[str, Field[Any]]:
+        """What `dataclasses.replace(recipe, limits=...)` copies: own modalities too."""
+        fields = {}
+        for name in ("text", "limits", "keep", *self._given):
+            fields[name] = dataclass_field()
+            fields[name].name = name
+        return fields
 
     def __repr__(self) -> str:
         held = {"text": self.text, "limits": self.limits, **dict.fromkeys(BUILTINS), **self.modalities}

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from orchdata.building.memory import Memory
 from orchdata.loaders.errors import DataError
 from orchdata.loaders.storage.counted import ReadBytes
 from orchdata.planning.plan import Plan
@@ -55,8 +56,11 @@ class Assembly(Protocol):
     """One microbatch under construction."""
 
     @property
-    def tasks(self) -> Sequence[Task]:
-        """What fills it: to be run in any order, on any threads."""
+    def num_bytes(self) -> int:
+        """Memory that `fill` takes, known from the index: nothing is read or allocated yet."""
+
+    def fill(self, memory: Memory) -> Sequence[Task]:
+        """What fills it: to be run in any order, on any threads. Called once. Raises MemoryError."""
 
     def finish(self) -> Assembled:
         """The microbatch; called once, after all tasks have run."""

@@ -16,7 +16,8 @@ import numpy as np
 from torch.utils.data import default_collate, default_convert
 
 from orchdata.batch.step_info import StepInfo
-from orchdata.building.assembler import Assembled, Share
+from orchdata.building.assembler import Assembled, Share, Task
+from orchdata.building.memory import Memory
 from orchdata.building.shortage import out_of_memory
 from orchdata.loaders.errors import NOT_DATA, DataError, FieldError, as_field_error
 from orchdata.loaders.index.index import Index
@@ -118,12 +119,13 @@ class SampleAssembly:
         self._failures: dict[int, DataError] = {}
         self._seconds = 0.0
         self._lock = threading.Lock()
-        rows = share.rows
-        self.tasks: list[Callable[[], None]] = (
-            [partial(self._load, place, int(row)) for place, row in enumerate(rows)]
-            if assembler.load_many is None or not len(rows)
-            else [partial(self._load_many, assembler.load_many, rows.tolist())]
-        )
+        self.num_bytes = 0  # a sample's memory is its own
+
+    def fill(self, memory: Memory) -> list[Task]:
+        rows, load_many = self._share.rows.tolist(), self._assembler.load_many
+        if load_many is not None and rows:
+            return [partial(self._load_many, load_many, rows)]
+        return [partial(self._load, place, row) for place, row in enumerate(rows)]
 
     def finish(self) -> Assembled:
         if not self._samples and self._assembler.num_map_rows and len(self._share.plan.row):

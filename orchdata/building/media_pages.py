@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from orchdata.batch.tensors import MediaBatch
-from orchdata.building.memory import BufferPool, Reservation
+from orchdata.building.memory import Reservation
 from orchdata.building.work import MediaWork
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.modalities.modality import as_tensor, stored_dtype
@@ -39,7 +39,6 @@ class PageSource:
     recipe: Recipe
     layout: Layout
     encoders: tuple[str, ...]
-    pool: BufferPool
 
 
 class MediaSlots:

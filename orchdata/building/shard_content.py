@@ -6,13 +6,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.building.assembler import Assembled, Share, Task
 from orchdata.building.media_pages import MediaPages, PageSource
+from orchdata.building.memory import Memory
 from orchdata.building.pages import Pages
 from orchdata.building.shortage import out_of_memory
 from orchdata.building.work import MediaWork, own_work, planned_work
@@ -60,7 +61,7 @@ class PackedAssembly:
     """One microbatch under construction. Samples are known by their places in the global batch.
 
     Attributes:
-        num_bytes: of each piece of memory that `fill` takes.
+        num_bytes: memory that `fill` takes.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class PackedAssembly:
         self._places = places
         rows = share.plan.row
         self._pages = Pages(assembler.source, rows[places], work)
-        self.num_bytes = self._pages.num_bytes
+        self.num_bytes = sum(self._pages.num_bytes)
         self._failures: dict[int, list[DataError]] = {}
         self._seconds = {"reading": 0.0, "decoding": 0.0}
         self._lock = threading.Lock()
@@ -81,22 +82,14 @@ class PackedAssembly:
             for number, (part, at) in enumerate(encoded):
                 self._wanted.setdefault(at, _Wanted(int(rows[at]))).parts.append((media, number, part))
 
-    def fill(self, memory: Sequence[NDArray[np.uint8]]) -> list[Task]:
-        """What fills pieces of memory of `num_bytes`: to be run in any order, on any threads."""
-        self._pages.lay(memory)
-        return [partial(self._fill, at, wanted) for at, wanted in self._wanted.items()]
-
-    @cached_property
-    def tasks(self) -> list[Task]:
-        """`fill`, with memory from the assembler's pool."""
-        return self.fill([self._take(num_bytes) for num_bytes in self.num_bytes])
-
-    def _take(self, num_bytes: int) -> NDArray[np.uint8]:
-        source = self._assembler.source
+    def fill(self, memory: Memory) -> list[Task]:
+        """Lay the batch out in memory; a task for each stored sample. Raises MemoryError, naming the largest."""
+        self._memory, source = memory, self._assembler.source
         try:
-            return source.pool.take(num_bytes)
+            self._pages.lay([memory.take(num_bytes) for num_bytes in self._pages.num_bytes])
         except MemoryError as error:
             raise out_of_memory(error, source.index, source.recipe, self._share.plan.row[self._places]) from error
+        return [partial(self._fill, at, wanted) for at, wanted in self._wanted.items()]
 
     @property
     def _is_awaited(self) -> bool:
@@ -163,7 +156,7 @@ class PackedAssembly:
         """Failures are rare and memory is laid out for all samples: build the microbatch again from those that work."""
         places = self._places[~np.isin(self._places, list(self._failures))]
         again = self._assembler.begin_with(self._share, places)
-        for task in again.tasks:
+        for task in again.fill(self._memory):
             task()
         rest = again.finish()
         return Assembled(rest.batch, [*failures, *rest.failures], rest.seconds)

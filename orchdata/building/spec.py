@@ -16,7 +16,6 @@ from torch.utils.data import default_collate, default_convert
 from orchdata.building.assembler import Assembler
 from orchdata.building.collate import SampleAssembler, map_loader, map_many, shard_loader
 from orchdata.building.media_pages import PageSource
-from orchdata.building.memory import BufferPool
 from orchdata.building.shard_content import PackedAssembler
 from orchdata.building.step import Builder
 from orchdata.loaders.errors import StaleIndexError
@@ -96,7 +95,6 @@ class ShardContent:
             recipe=self.shards.recipe,
             layout=self.layout,
             encoders=self.encoders,
-            pool=BufferPool(),
         )
         return PackedAssembler(source=pages, shards=shards)
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from orchdata.building.assembler import Assembler, Share, Task
+from orchdata.building.memory import BufferPool, Memory
 from orchdata.building.step_stats import StepFigures, step_figures
 from orchdata.loaders.errors import DataError
 from orchdata.loaders.storage.counted import ReadBytes
@@ -41,15 +43,20 @@ class Builder:
         self._plan = plan
         self._rank = rank
         self._assembler = assembler
+        self._memory = BufferPool()
 
     @property
     def reads(self) -> ReadBytes | None:
         """What was read of shards so far; None where samples are not in shards."""
         return self._assembler.reads
 
-    def start(self, task: StepTask) -> StartedStep:
-        """Plan a step. Raises IndexError for one outside the epoch."""
-        return StartedStep(self._plan, self._rank, self._assembler, task)
+    def start(self, task: StepTask, memory: Memory | None = None) -> StartedStep:
+        """Plan a step. Raises IndexError for one outside the epoch.
+
+        Args:
+            memory: where its batches lie; default: a pool that takes back what nobody holds any more.
+        """
+        return StartedStep(self._plan, self._rank, self._assembler, task, memory or self._memory)
 
     def build(self, task: StepTask) -> BuiltStep:
         """Plan and build a step in this thread."""
@@ -60,9 +67,14 @@ class Builder:
 
 
 class StartedStep:
-    """A step whose plan is made; its tasks are ready to run."""
+    """A step whose plan is made; its tasks are ready to run.
 
-    def __init__(self, spec: PlanSpec, rank: int, assembler: Assembler, task: StepTask) -> None:
+    Attributes:
+        plan: of all ranks.
+        num_bytes: memory that its batches take.
+    """
+
+    def __init__(self, spec: PlanSpec, rank: int, assembler: Assembler, task: StepTask, memory: Memory) -> None:
         started = time.perf_counter()
         self._rank = rank
         self.plan = make_plan(spec, task)
@@ -71,7 +83,13 @@ class StartedStep:
             assembler.begin(Share(self.plan, rank, microbatch, place))
             for place, microbatch in enumerate(_microbatch_order(spec, self.plan, rank))
         ]
-        self.tasks: list[Task] = [fill for assembly in self._assemblies for fill in assembly.tasks]
+        self.num_bytes = sum(assembly.num_bytes for assembly in self._assemblies)
+        self._memory = memory
+
+    @cached_property
+    def tasks(self) -> list[Task]:
+        """What fills its batches. Memory is taken when this is first asked for. Raises MemoryError."""
+        return [fill for assembly in self._assemblies for fill in assembly.fill(self._memory)]
 
     def finish(self) -> BuiltStep:
         """Put the microbatches together; called once, after all tasks have run."""

@@ -1,0 +1,173 @@
+"""Pages: samples are known by their place, memory is asked for by its size, and every slice of it is written."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from shard_factory import RECIPE, omni_shards
+from spec_job import digest
+
+import orchdata as od
+from orchdata.building.media_pages import MediaPages, MediaSlots
+from orchdata.building.pages import Pages
+from orchdata.building.spec import BuildSpec
+from orchdata.building.step import BuiltStep
+from orchdata.order.steps import StepTask
+
+COST = od.CostModel(image=od.PhaseCost(1.0), audio=od.PhaseCost(2.0), llm=od.PhaseCost(3.0))
+WAYS: dict[str, dict[str, Any]] = {
+    "packed": {},
+    "packed by 8, mrope": {"collate_fn": od.Packed(multiple_of=8, positions="mrope")},
+    "padded": {"collate_fn": od.Padded(multiple_of=4)},
+    "padded encoders": {"collate_fn": od.Padded(encoders="padded")},
+    "nothing for nobody": {"collate_fn": od.Packed(empty="zero")},
+    "microbatches": {"balance": od.Balance(max_tokens=500, oversize="own")},
+    "per phase": {"balance": od.Balance(assignment="per_phase", max_tokens=500, oversize="own"), "cost": COST},
+    "per phase, padded": {"balance": od.Balance(assignment="per_phase"), "cost": COST, "collate_fn": od.Padded()},
+}
+
+
+class Filled:
+    """Memory of a fixed content, whose pieces are remembered."""
+
+    def __init__(self, content: int) -> None:
+        self.content = content
+        self.pieces: list[NDArray[np.uint8]] = []
+
+    def take(self, num_bytes: int) -> NDArray[np.uint8]:
+        self.pieces.append(np.full(num_bytes, self.content, np.uint8))
+        return self.pieces[-1]
+
+
+class Repeating:
+    """An order in which rows come more than once, as in a mixture of data sets."""
+
+    def __init__(self, rows: list[int]) -> None:
+        self._rows = np.array(rows, np.int64)
+        self.num_samples = len(rows)
+
+    def rows(self, epoch: int, start: int, stop: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        return np.zeros(stop - start, np.int32), self._rows[start:stop]
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return omni_shards(tmp_path_factory.mktemp("omni"), shards=2, samples=15)
+
+
+def spec_of(shards: list[str], rank: int = 0, num_ranks: int = 1, **options: Any) -> BuildSpec:
+    dataset = od.ShardDataset(shards, recipe=RECIPE)
+    dataset.index()
+    given = {"global_batch_size": 12, "seed": 3, "shuffle": True} | options
+    return od.DataLoader(dataset, dp=(rank, num_ranks), **given)._prepared.spec
+
+
+def built(spec: BuildSpec, content: int, step: int = 0) -> tuple[BuiltStep, Filled]:
+    memory = Filled(content)
+    started = spec.open().start(StepTask(0, step), memory)
+    for fill in started.tasks:
+        fill()
+    assert sum(len(piece) for piece in memory.pieces) == started.num_bytes
+    return started.finish(), memory
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_memory_held_before_is_in_no_batch(shards: list[str], way: str) -> None:
+    for rank in (0, 1):
+        spec = spec_of(shards, rank, 2, **WAYS[way])
+        assert len({digest(built(spec, content)[0]) for content in (0, 0xA5, 0xFF)}) == 1
+
+
+@pytest.mark.parametrize("assignment", ["joint", "per_phase"])
+def test_what_failed_before_leaves_nothing_of_memory_either(shards: list[str], tmp_path: Path, assignment: str) -> None:
+    spec = spec_of(shards, on_error="skip", cost=COST, balance=od.Balance(assignment=assignment))
+    data = Path(shards[0]).read_bytes()
+    at = data.index(b"\xff\xd8\xff")  # the first image
+    try:
+        with Path(shards[0]).open("r+b") as file:
+            file.seek(at + 200)
+            file.write(bytes(300))
+        found = [built(spec, content, step) for step in (0, 1, 2) for content in (0, 0xA5)]
+    finally:
+        with Path(shards[0]).open("r+b") as file:
+            file.write(data)
+    assert any(step.failures for step, _ in found)
+    assert all(digest(found[i][0]) == digest(found[i + 1][0]) for i in (0, 2, 4))
+
+
+def test_a_batch_lies_in_the_memory_that_was_asked_for(shards: list[str]) -> None:
+    step, memory = built(spec_of(shards), 0)
+    (batch,) = step.batches
+    addresses = {piece.ctypes.data for piece in memory.pieces if len(piece)}
+    for tensor in (batch.llm.input_ids, batch.llm.labels, batch.text.input_ids, batch.image.patches):
+        assert tensor.data_ptr() in addresses
+
+
+@pytest.mark.parametrize("way", ["packed", "padded encoders", "per phase", "packed by 8, mrope"])
+def test_a_row_that_comes_twice_is_there_twice(shards: list[str], way: str) -> None:
+    options = {"shuffle": False, "global_batch_size": 4} | WAYS[way]
+    spec = spec_of(shards, **options)
+    once = replace(spec, plan=replace(spec.plan, order=Repeating([4, 3, 2, 1])))
+    twice = replace(spec, plan=replace(spec.plan, order=Repeating([4, 3, 4, 3])))
+    expected = _by_key(built(once, 0xA5)[0])
+    found = _by_key(built(twice, 0xA5)[0])
+    assert sorted(found) == ["s0-0003", "s0-0003 again", "s0-0004", "s0-0004 again"]
+    for key, values in found.items():
+        for one, other in zip(values, expected[key.removesuffix(" again")], strict=True):
+            assert torch.equal(one, other), key
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "message"),
+    [
+        (MediaSlots, "put", r"tokens of \w+ parts \[.*\] of a microbatch were never written"),
+        (Pages, "write", r"samples \[.*\] of a microbatch were never written"),
+        (MediaPages, "decode", r"\w+ parts \[.*\] of a microbatch were never written"),
+    ],
+)
+def test_a_slice_that_nobody_wrote_fails_the_build(
+    shards: list[str], monkeypatch: pytest.MonkeyPatch, owner: type, method: str, message: str
+) -> None:
+    spec = spec_of(shards)
+    built(spec, 0)
+    monkeypatch.setattr(owner, method, lambda *_: None)
+    with pytest.raises(RuntimeError, match=message):
+        built(spec, 0)
+
+
+def _by_key(step: BuiltStep) -> dict[str, list[torch.Tensor]]:
+    """Each sample's token ids and labels, and the rows of its parts' tokens as their order says."""
+    found: dict[str, list[torch.Tensor]] = {}
+    for batch in step.batches:
+        llm, bounds = batch.llm, batch.llm.cu_seqlens.tolist()
+        flat = llm.attention_mask.flatten().nonzero().squeeze(1) if llm.attention_mask is not None else None
+        for number, (_, key) in enumerate(batch.keys):
+            places = (
+                torch.arange(bounds[number], bounds[number + 1]) if flat is None else flat[slice(*bounds[number:][:2])]
+            )
+            name = f"{key} again" if key in found else key
+            values = [llm.input_ids.flatten()[places], llm.labels.flatten()[places]]
+            for modality, where in llm.media_positions.items():
+                mine = torch.isin(where, places)
+                values.append(where[mine] - places[0])
+                held = batch.media[modality]
+                values += [_rows_of(held, array, mine, len(where)) for array in held.arrays if array != "grid_hw"]
+            found[name] = values
+    return found
+
+
+def _rows_of(held: Any, array: str, mine: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """The rows behind some of the tokens: as many rows each."""
+    rows = held.arrays[array]
+    if held.mask is not None:
+        rows = rows[held.mask]
+    if not num_tokens:
+        return rows[:0].float()
+    rows = rows[: len(rows) // num_tokens * num_tokens]
+    return rows.reshape(num_tokens, -1)[mine].float()
