@@ -69,8 +69,8 @@ class DataLoader:
             processes exist, n workers are n times `num_threads` threads, or for map-style data none, unless
             `num_threads` is given.
         collate_fn: default `od.Packed()` for shards, torch's for map-style; or list of samples -> anything, called by
-            one thread at a time.
-        pin_memory: copy batches to page-locked memory.
+            one thread at a time. One with a parameter named `step` gets an `od.StepInfo` there.
+        pin_memory: copy batches to page-locked memory, in a thread of its own.
         drop_last: drop the global remainder of an epoch; without it the last global batch is smaller.
         timeout: seconds to wait for a step, 0 without limit; then RuntimeError, some 2 seconds later where a thread
             hangs. It is left behind, and does not keep the process from ending. The next iteration tries the step
@@ -292,7 +292,7 @@ class DataLoader:
         """Each step and its microbatches, up to the end of the epoch."""
         first, stop, epoch = iteration.begin.step, self._num_steps, iteration.epoch
         iteration.start()
-        task_of = self._prepared.begin_epoch(epoch)
+        task_of = self._prepared.epoch_tasks(epoch)
         engine, self._idle_engine = self._idle_engine or self._make_engine(), None
         under_way: deque[tuple[StepTask, Future[BuiltStep]]] = deque()
         spec, every = self._prepared.spec.plan, self._rank.check_plan_every

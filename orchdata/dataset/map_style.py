@@ -61,7 +61,7 @@ def prepare_map_style(dataset: Any, options: LoaderOptions, *, sampler: Any, bat
         },
         failures=failures,
         num_indexed=num_indexed,
-        begin_epoch=partial(_begin_epoch, dataset, spec.plan, draws, num_indexed),
+        epoch_tasks=partial(_epoch_tasks, dataset, spec.plan, draws, num_indexed),
     )
 
 
@@ -108,8 +108,8 @@ def _check(dataset: Any, options: LoaderOptions, sampler: Any, batch_sampler: An
         raise ValueError("batch_size=None gives samples one by one: there is no remainder for drop_last to drop")
 
 
-def _begin_epoch(dataset: Any, spec: PlanSpec, draws: SamplerDraws | None, num_samples: int, epoch: int) -> StepTasks:
-    """The tasks of an epoch; a sampler is drawn now, in this process."""
+def _epoch_tasks(dataset: Any, spec: PlanSpec, draws: SamplerDraws | None, num_samples: int, epoch: int) -> StepTasks:
+    """step -> its task; a sampler is drawn now, in this process."""
     if len(dataset) != num_samples:
         raise ValueError(
             f"{type(dataset).__name__} had {num_samples} samples when this loader was made and has {len(dataset)} now: "

@@ -51,7 +51,6 @@ class LoaderOptions:
             batches=self.batches,
             balance=self.balance,
             num_ranks=self.rank.size,
-            streams=1 if self.shuffle is None else self.shuffle.streams,
         )
         return BuildSpec(plan=plan, rank=self.rank.rank, content=content)
 
@@ -66,8 +65,8 @@ class PreparedDataset:
         failures: samples known to be bad before anything is decoded; they are out of the order.
         num_indexed: samples of the data set, bad ones included.
         num_lost: samples of damaged shards that are not even indexed, as far as can be told.
-        begin_epoch: epoch -> (step -> its task), called before an iteration's first step; what it returns is held until
-            the last one.
+        epoch_tasks: epoch -> (step -> its task), called before an iteration's first step: a sampler is drawn then. What
+            it returns is held until the last one.
     """
 
     spec: BuildSpec
@@ -75,7 +74,7 @@ class PreparedDataset:
     failures: Sequence[DataError]
     num_indexed: int
     num_lost: int = 0
-    begin_epoch: Callable[[int], Callable[[int], StepTask]] = field(default=lambda epoch: partial(StepTask, epoch))
+    epoch_tasks: Callable[[int], Callable[[int], StepTask]] = field(default=lambda epoch: partial(StepTask, epoch))
 
     @property
     def num_samples(self) -> int:

@@ -53,6 +53,10 @@ class SampleOrder(Protocol):
     @property
     def num_samples(self) -> int: ...
 
+    @property
+    def streams(self) -> int:
+        """Position p is drawn from stream p % streams."""
+
     def rows(self, epoch: int, start: int, stop: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]: ...
 
 
@@ -89,6 +93,11 @@ class Order:
         self._excluded_digest = hashlib.blake2b(rows.tobytes(), digest_size=8).hexdigest()
         # Usable samples that come before each excluded row: sample k lies behind every one with at most k before it.
         self._before = MappedArray(rows - np.arange(rows.size))
+
+    @property
+    def streams(self) -> int:
+        """Position p is drawn from stream p % streams."""
+        return 1 if self.shuffle is None else self.shuffle.streams
 
     def rows(self, epoch: int, start: int, stop: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         """The samples at positions [start, stop) of an epoch: (dataset_id, row), each (stop - start,), new.

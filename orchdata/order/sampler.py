@@ -24,6 +24,7 @@ class SamplerOrder:
 
     sampler: str
     num_samples: int
+    streams: int = 1
 
     def rows(self, epoch: int, start: int, stop: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         raise ValueError(f"{self.sampler} is drawn where the loader iterates: give the StepTask its rows")

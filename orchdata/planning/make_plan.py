@@ -60,18 +60,13 @@ class SampleCosts(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSpec:
-    """Everything a plan depends on, apart from its `StepTask`: a value that pickles.
-
-    Attributes:
-        streams: of the order: position p is drawn from stream p % streams.
-    """
+    """Everything a plan depends on, apart from its `StepTask`: a value that pickles."""
 
     costs: SampleCosts
     order: SampleOrder
     batches: GlobalBatches
     balance: Balance
     num_ranks: int
-    streams: int = 1
 
     def __post_init__(self) -> None:
         if self.balance.scope in ("grouped", "grid") and self.balance.group_size is None:
@@ -102,7 +97,7 @@ def make_plan(spec: PlanSpec, task: StepTask) -> Plan:
     else:
         dataset_id, row = np.zeros(len(task.rows), np.int32), task.rows
     costs = {phase: spec.costs.costs(phase, dataset_id, row) for phase in spec.costs.phases}
-    near = near_ranks(start, len(row), spec.streams, spec.num_ranks)
+    near = near_ranks(start, len(row), spec.order.streams, spec.num_ranks)
     batch = _GlobalBatch(spec, dataset_id, row, {phase: costs[phase] for phase in spec.shared_phases})
     rank = assign(batch.costs, spec.balance, spec.num_ranks, near)
     llm_positions = spec.costs.positions("llm", dataset_id, row)

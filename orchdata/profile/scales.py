@@ -166,7 +166,6 @@ def make_scale(
         batches=GlobalBatches(size=global_batch_size, drop_last=True),
         balance=Balance(scope="none"),
         num_ranks=ranks,
-        streams=streams,
     )
     count = min(steps, spec.num_steps)
     first = (spec.num_steps - count) // 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,12 +47,15 @@ def pinned(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pinned]:
 def test_batches_of_shards_arrive_pinned_by_a_thread_of_their_own(pinned: Pinned, tmp_path: Path, threads: int) -> None:
     dataset = od.ShardDataset(omni_shards(tmp_path, shards=1, samples=10), recipe=RECIPE)
     loader = od.DataLoader(dataset, batch_size=5, num_threads=threads, pin_memory=True)
-    loader._builder.build(loader._prepared.begin_epoch(0)(0))
+    loader._builder.build(loader._prepared.epoch_tasks(0)(0))
     assert not pinned.tensors  # not in the build
     kept = list(loader)
     for batch in kept:
         held = [value for value in batch.model_inputs().values() if torch.is_tensor(value)]
         assert held and {id(value) for value in held} <= pinned.tensors
+    gone = weakref.ref(kept.pop(0))
+    del batch
+    assert gone() is None  # nobody else holds what was delivered
     assert len(pinned.threads) == 1 and threading.current_thread() not in pinned.threads
     assert pinned.devices == {3}  # of the thread that trains
 

@@ -105,7 +105,7 @@ def specs(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Specs:
             if dataset is not data:
                 dataset.index()
             prepared = od.DataLoader(dataset, dp=rank, **common | options)._prepared
-            made[name] = prepared.spec, [prepared.begin_epoch(epoch)(step) for epoch in (0, 1) for step in (0, 1)]
+            made[name] = prepared.spec, [prepared.epoch_tasks(epoch)(step) for epoch in (0, 1) for step in (0, 1)]
     return made
 
 

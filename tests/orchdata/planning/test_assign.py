@@ -32,7 +32,6 @@ def spec(num_samples: int = 600, streams: int = 1, **changes: Any) -> PlanSpec:
         balance=od.Balance(scope="grouped", group_size=4),
         num_ranks=16,
         batches=GlobalBatches(size=192),
-        streams=streams,
     )
     return replace(plan, **changes)
 
