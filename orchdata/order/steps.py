@@ -41,6 +41,7 @@ class GlobalBatches:
 
     def bounds(self, step: int, num_positions: int) -> tuple[int, int]:
         """First position of a step, and the one behind its last. Raises IndexError outside the epoch."""
-        if not 0 <= step < (count := self.count(num_positions)):
+        count = self.count(num_positions)
+        if not 0 <= step < count:
             raise IndexError(f"step {step} is outside the epoch of {count} steps")
         return step * self.size, min((step + 1) * self.size, num_positions)
