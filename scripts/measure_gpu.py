@@ -298,7 +298,7 @@ def sequences(plan: Plan, index: Index, phase: str, rank: int, microbatch: int) 
     """Positions of each sequence that a rank runs in a phase of a microbatch."""
     if phase in plan.parts:
         return plan.parts[phase].positions[plan.encoded(phase, rank, microbatch)].tolist()
-    mine = plan.positions(rank, microbatch)
+    mine = plan.places(rank, microbatch)
     if phase == "llm":
         return plan.llm_positions[mine].tolist()
     return IndexCosts(index).parts(phase, plan.dataset_id[mine], plan.row[mine]).positions.tolist()

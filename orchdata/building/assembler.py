@@ -49,7 +49,7 @@ class Share:
     @property
     def rows(self) -> NDArray[np.int64]:
         """Its samples, rows of the data set, int64 (num_samples,)."""
-        return self.plan.row[self.plan.positions(self.rank, self.microbatch)]
+        return self.plan.row[self.plan.places(self.rank, self.microbatch)]
 
 
 class Assembly(Protocol):

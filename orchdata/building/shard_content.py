@@ -35,7 +35,7 @@ class PackedAssembler:
         return self.shards.reads
 
     def begin(self, share: Share) -> PackedAssembly:
-        places = share.plan.positions(share.rank, share.microbatch)
+        places = share.plan.places(share.rank, share.microbatch)
         if share.plan.parts:
             work = {name: planned_work(share, name) for name in self.source.encoders}
             return PackedAssembly(self, share, places, work)

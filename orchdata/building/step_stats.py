@@ -35,7 +35,7 @@ class StepFigures:
 
 def step_figures(plan: Plan, rank: int) -> StepFigures:
     """The figures of a plan, seen from a rank: milliseconds at thousands of ranks."""
-    mine = plan.positions(rank)
+    mine = plan.places(rank)
     lengths = plan.llm_positions[mine]
     microbatches = plan.microbatch[mine]
     padded_tokens = 0

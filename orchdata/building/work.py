@@ -52,6 +52,6 @@ def planned_work(share: Share, modality: str) -> MediaWork:
         encoded=parts.part[encoded],
         encoded_place=parts.sample[encoded],
         arriving=parts.part[arriving],
-        owner=np.searchsorted(plan.positions(rank, microbatch), parts.sample[arriving]),
+        owner=np.searchsorted(plan.places(rank, microbatch), parts.sample[arriving]),
         route=plan.route(modality, rank, microbatch),
     )

@@ -15,7 +15,7 @@ from typing import Any
 
 from orchdata.building.spec import BuildSpec
 from orchdata.building.step import BuiltStep
-from orchdata.delivery.failed_parts import Settling
+from orchdata.delivery.failed_parts import FailedParts
 from orchdata.delivery.policy import ErrorPolicy, FailureBudget
 from orchdata.delivery.replicate import ReceivingEngine, Replication
 from orchdata.delivery.stats import Stats
@@ -45,11 +45,11 @@ class Delivery:
         self._stats = stats
         self._timeout = timeout
         self._replication = Replication(rank, spec, timeout) if rank.shared else None
-        self._settling: Settling | None = None
-        # Parts may fail on one rank and matter to another; receivers of a broadcast get what is settled.
-        apart = spec.plan.balance.assignment == "per_phase" and policy.action == "skip"
-        if apart and not self._receives and (rank.size == 1 or rank.dp_groups):
-            self._settling = Settling(rank.dp_groups if rank.size > 1 else ())
+        self._failed_parts: FailedParts | None = None
+        # Parts may fail on one rank and matter to another; receivers of a broadcast get what is masked.
+        per_phase = spec.plan.balance.assignment == "per_phase" and policy.action == "skip"
+        if per_phase and not self._receives and (rank.size == 1 or rank.dp_groups):
+            self._failed_parts = FailedParts(rank.dp_groups if rank.size > 1 else ())
 
     @property
     def _receives(self) -> bool:
@@ -68,24 +68,24 @@ class Delivery:
         Raises what building it did, RuntimeError after the timeout (the engine is closed then), and as `FailureBudget`.
         """
         if self._replication is None or self._receives:
-            return self._settled(engine, future, task).batches
+            return self._masked(engine, future, task).batches
         try:
-            built = self._settled(engine, future, task)
+            built = self._masked(engine, future, task)
         except Exception as error:
             self._replication.send_error(error)
             raise
         self._replication.send(built)
         return built.batches
 
-    def _settled(self, engine: Engine, future: Future[BuiltStep], task: StepTask) -> BuiltStep:
-        if self._settling is None:
+    def _masked(self, engine: Engine, future: Future[BuiltStep], task: StepTask) -> BuiltStep:
+        if self._failed_parts is None:
             return self._received(engine, future, task)
         try:
             built = self._received(engine, future, task)
         except Exception as error:
-            self._settling.give_up(task.step, error)
+            self._failed_parts.give_up(task.step, error)
             raise
-        return replace(built, batches=self._settling.settle(task.step, built.batches))
+        return replace(built, batches=self._failed_parts.mask_labels(task.step, built.batches))
 
     def _received(self, engine: Engine, future: Future[BuiltStep], task: StepTask) -> BuiltStep:
         started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Settling: a part that failed on one rank -> its sample's labels masked on another, before the batch is handed out.
+"""Failed parts: one that failed on a rank -> its sample's labels masked on another, before the batch is handed out.
 
     every step:            how many parts failed, and whether a rank gave up --all_reduce--> nothing, as a rule
     where one did:         flags of all parts --gather--> those that arrive here --> labels masked
@@ -20,8 +20,8 @@ from orchdata.ranks.gathering import gather, small_device
 from orchdata.ranks.notes import name_call, name_missing
 
 
-class Settling:
-    """The data-parallel ranks that exchange features, among themselves. All of them settle the same steps in the same
+class FailedParts:
+    """The data-parallel ranks that exchange features, among themselves. All of them mask the same steps in the same
     sequence, from the thread that iterates.
 
     Args:
@@ -31,7 +31,7 @@ class Settling:
     def __init__(self, groups: Sequence[Any]) -> None:
         self._groups = groups
 
-    def settle(self, step: int, batches: Sequence[Batch]) -> list[Batch]:
+    def mask_labels(self, step: int, batches: Sequence[Batch]) -> list[Batch]:
         """A step's microbatches, without loss for samples that have failed parts.
 
         Raises RuntimeError where a rank gave up, with its error, or is lost.

@@ -21,22 +21,22 @@ Ints = NDArray[np.int64]
 Ranks = NDArray[np.int32]
 
 
-def near_ranks(start: int, num_samples: int, streams: int, num_ranks: int) -> NDArray[np.int32]:
-    """The rank each sample of a global batch is near to: ranks share out the streams, in order and evenly.
+def stream_ranks(start: int, num_samples: int, streams: int, num_ranks: int) -> NDArray[np.int32]:
+    """Whose streams each sample of a global batch is from: ranks share out the streams, in order and evenly.
 
     Args:
         start: position of the first sample in the epoch's order; position p is drawn from stream p % streams.
         num_samples: of the global batch.
         streams: of the order.
-        num_ranks: at least 1; counts of samples near them differ by at most one.
+        num_ranks: at least 1; their counts of samples differ by at most one.
 
     Returns:
         int32 (num_samples,), ascending over the samples sorted by stream.
     """
     stream = (start + np.arange(num_samples)) % streams
-    near = np.empty(num_samples, np.int32)
-    near[np.argsort(stream, kind="stable")] = np.arange(num_samples) * num_ranks // max(1, num_samples)
-    return near
+    stream_rank = np.empty(num_samples, np.int32)
+    stream_rank[np.argsort(stream, kind="stable")] = np.arange(num_samples) * num_ranks // max(1, num_samples)
+    return stream_rank
 
 
 def dealt(num_samples: int, num_ranks: int) -> NDArray[np.int32]:
@@ -59,7 +59,7 @@ def assign(
         costs: phase -> int64 (num_items,), the phases to balance; `llm`, which is among them, is at least 1.
         balance: scope, objective and limits on counts; a group size where the scope needs one.
         num_ranks: at least 1.
-        owner: int32 (num_items,), who holds each item; where none is loaded yet, who is near its stream.
+        owner: int32 (num_items,), who holds each item; where none is loaded yet, whose stream it is drawn from.
         sizes: int64 (num_items,), of items that are held, what moving each takes; None where none is loaded yet.
         ranks_per_node: of items that are held, consecutive ranks among which they rather move.
 

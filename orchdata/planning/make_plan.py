@@ -19,7 +19,7 @@ from orchdata.balancers import split_microbatches
 from orchdata.balancers.checks import MAX_TOTAL
 from orchdata.order.order import SampleOrder
 from orchdata.order.steps import GlobalBatches, StepTask
-from orchdata.planning.assign import assign, near_ranks
+from orchdata.planning.assign import assign, stream_ranks
 from orchdata.planning.balance import Balance
 from orchdata.planning.padded import PaddedCost, share_out_padded
 from orchdata.planning.parts import Parts, fit_parts, share_out_parts
@@ -80,7 +80,7 @@ class PlanSpec:
 
     @property
     def shared_phases(self) -> tuple[str, ...]:
-        """Balanced phases in which whole samples are assigned: without encoders, where these are apart."""
+        """Balanced phases in which whole samples are assigned: without encoders, where parts are assigned."""
         return ("llm",) if self.balance.assignment == "per_phase" else self.costs.balanced
 
     @property
@@ -97,9 +97,9 @@ def make_plan(spec: PlanSpec, task: StepTask) -> Plan:
     else:
         dataset_id, row = np.zeros(len(task.rows), np.int32), task.rows
     costs = {phase: spec.costs.costs(phase, dataset_id, row) for phase in spec.costs.phases}
-    near = near_ranks(start, len(row), spec.order.streams, spec.num_ranks)
+    stream_rank = stream_ranks(start, len(row), spec.order.streams, spec.num_ranks)
     batch = _GlobalBatch(spec, dataset_id, row, {phase: costs[phase] for phase in spec.shared_phases})
-    rank = assign(batch.costs, spec.balance, spec.num_ranks, near)
+    rank = assign(batch.costs, spec.balance, spec.num_ranks, stream_rank)
     llm_positions = spec.costs.positions("llm", dataset_id, row)
     if spec.costs.padded is None:
         microbatch, num_microbatches = batch.split(rank, spec.balance.caps)
@@ -116,7 +116,7 @@ def make_plan(spec: PlanSpec, task: StepTask) -> Plan:
         rank, microbatch, num_microbatches = shares.rank, shares.microbatch, shares.num_microbatches
     parts: dict[str, Parts] = {}
     if spec.balance.assignment == "per_phase":
-        microbatch, num_microbatches, parts = batch.split_apart(rank, microbatch, num_microbatches)
+        microbatch, num_microbatches, parts = batch.split_per_phase(rank, microbatch, num_microbatches)
     return Plan(
         epoch=task.epoch,
         step=task.step,
@@ -130,7 +130,7 @@ def make_plan(spec: PlanSpec, task: StepTask) -> Plan:
         llm_positions=llm_positions,
         padded=spec.costs.padded,
         loss_tokens=int(spec.costs.loss_tokens(dataset_id, row).sum()),
-        near=near,
+        stream_rank=stream_rank,
         group_size=spec.balance.group_size,
         parts=parts,
     )
@@ -165,7 +165,7 @@ class _GlobalBatch:
             in_step=balance.assignment == "per_phase" or (balance.objective == "barrier" and balance.order is None),
         )
 
-    def split_apart(
+    def split_per_phase(
         self, rank: NDArray[np.int32], microbatch: NDArray[np.int32], num_microbatches: int
     ) -> tuple[NDArray[np.int32], int, dict[str, Parts]]:
         """Microbatches and who encodes which part: the fewest in which encoders keep within their caps too.

@@ -32,7 +32,7 @@ Ints = NDArray[np.int64]
 class Plan:
     """Who gets which sample of one global batch of n samples.
 
-    Who builds and reports asks what a rank has: `positions`, `encoded`, `arriving`, `route`, `cells`. `rank` alone says
+    Who builds and reports asks what a rank has: `places`, `encoded`, `arriving`, `route`, `cells`. `rank` alone says
     that one rank holds a sample; where groups of ranks of unequal size hold samples together, these answers change and
     no caller does.
 
@@ -42,7 +42,7 @@ class Plan:
         costs: phase -> int64 (n,), 0 where the sample lacks the phase.
         llm_positions: int64 (n,).
         loss_tokens: planned loss tokens of the whole step over all ranks.
-        near: int32 (n,), the rank whose streams each sample is drawn from.
+        stream_rank: int32 (n,), the rank whose streams each sample is drawn from.
         group_size: ranks of a group; None where ranks are not grouped.
         parts: encoder phase -> its parts and who encodes them, where phases are assigned apart; empty where encoders
             work on their rank's own samples.
@@ -59,7 +59,7 @@ class Plan:
     costs: Mapping[str, Ints]
     llm_positions: Ints
     loss_tokens: int
-    near: NDArray[np.int32]
+    stream_rank: NDArray[np.int32]
     group_size: int | None = None
     padded: PaddedCost | None = None
     parts: Mapping[str, Parts] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class Plan:
     def phases(self) -> tuple[str, ...]:
         return tuple(self.costs)
 
-    def positions(self, rank: int, microbatch: int | None = None) -> Ints:
+    def places(self, rank: int, microbatch: int | None = None) -> Ints:
         """Places in the global batch of what `rank` gets, ascending; of one microbatch or of all."""
         mine = self.rank == rank
         return np.flatnonzero(mine if microbatch is None else mine & (self.microbatch == microbatch))
@@ -139,7 +139,7 @@ class Plan:
         """Share of a rank's samples that are drawn from its group's own streams; None where ranks are not grouped."""
         if self.group_size is None:
             return None
-        mine = self.near[self.rank == rank] // self.group_size
+        mine = self.stream_rank[self.rank == rank] // self.group_size
         return float(np.mean(mine == rank // self.group_size)) if len(mine) else 1.0
 
     def lower_bound(self, phase: str) -> int:

@@ -223,20 +223,20 @@ class _Step:
         self.plan: Plan = make_plan(spec, StepTask(0, step))
         self._number = step
         self.groups = -(-spec.num_ranks // group_size)
-        self.near_group = self.plan.near // group_size
+        self.stream_group = self.plan.stream_rank // group_size
 
     def rank(self, scope: Scope) -> NDArray[np.int32]:
         costs = {phase: self.plan.costs[phase] for phase in self.spec.costs.balanced}
         balance = Balance(scope=scope, group_size=self.group_size if scope in ("grouped", "grid") else None)
-        return assign(costs, balance, self.spec.num_ranks, self.plan.near)
+        return assign(costs, balance, self.spec.num_ranks, self.plan.stream_rank)
 
-    def plan_apart(self) -> Plan:
+    def plan_per_phase(self) -> Plan:
         """The plan in which ranks share the parts of samples too."""
         return make_plan(replace(self.spec, balance=Balance(assignment="per_phase")), StepTask(0, self._number))
 
     def group(self, scope: Scope) -> NDArray[np.int32]:
         # Inside a group nothing changes where samples come from, so there is nothing to balance.
-        return self.near_group if scope == "grouped" else self.rank(scope) // self.group_size
+        return self.stream_group if scope == "grouped" else self.rank(scope) // self.group_size
 
 
 class _Loads:
@@ -253,8 +253,8 @@ class _Loads:
                 for phase in self.phases:
                     loads = loads_of(step.plan.costs[phase], rank, spec.num_ranks)
                     self._peaks[scope, phase] += int(loads.max())
-        apart = [step.plan_apart() for step in steps]
-        self._apart = {phase: sum(int(plan.loads(phase).max()) for plan in apart) for phase in self.phases}
+        per_phase = [step.plan_per_phase() for step in steps]
+        self._per_phase = {phase: sum(int(plan.loads(phase).max()) for plan in per_phase) for phase in self.phases}
         self.bounds = {phase: [plan.lower_bound(phase) for plan in self.plans] for phase in self.phases}
         self.means = {
             phase: [int(plan.costs[phase].sum()) / spec.num_ranks for plan in self.plans] for phase in self.phases
@@ -270,7 +270,7 @@ class _Loads:
         return PhaseImbalance(
             unbalanced=self.max_over_mean("none", *phases),
             balanced=self.max_over_mean("global", *phases),
-            per_phase=sum(self._apart[phase] for phase in phases) / mean if mean else 1.0,
+            per_phase=sum(self._per_phase[phase] for phase in phases) / mean if mean else 1.0,
             lower_bound=sum(sum(self.bounds[phase]) for phase in phases) / mean if mean else 1.0,
         )
 
@@ -278,7 +278,7 @@ class _Loads:
 def _scope_profile(scope: Scope, loads: _Loads, run: Sequence[_Step], shard_of_row: NDArray[np.int32]) -> ScopeProfile:
     groups = run[0].groups
     group = np.concatenate([step.group(scope) for step in run])
-    near_group = np.concatenate([step.near_group for step in run])
+    stream_group = np.concatenate([step.stream_group for step in run])
     shard = shard_of_row[np.concatenate([step.plan.row for step in run])].astype(np.int64)
     read = len(np.unique(shard * groups + group))  # pairs of a shard and a group that reads from it
     step = loads.max_over_mean(scope, *loads.balanced)
@@ -286,7 +286,7 @@ def _scope_profile(scope: Scope, loads: _Loads, run: Sequence[_Step], shard_of_r
         phases={phase: loads.max_over_mean(scope, phase) for phase in loads.phases},
         step=step,
         speedup=loads.max_over_mean("none", *loads.balanced) / step,
-        own_streams=float(np.mean(group == near_group)),
+        own_streams=float(np.mean(group == stream_group)),
         shards_per_group=read / groups,
         groups_per_shard=read / len(np.unique(shard)),
     )

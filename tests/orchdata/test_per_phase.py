@@ -248,7 +248,7 @@ def test_each_part_is_encoded_once_in_its_samples_micro_step(
             if image:
                 assert parts.positions[encoded[rank]].sum() <= image
             if llm:
-                assert plan.llm_positions[plan.positions(rank, microbatch)].sum() <= llm
+                assert plan.llm_positions[plan.places(rank, microbatch)].sum() <= llm
     home = plan.rank[parts.sample]
     if scope == "none":
         assert np.array_equal(parts.rank, home)

@@ -17,7 +17,7 @@ import orchdata as od
 from orchdata.balancers import order_microbatches, simulate_1f1b
 from orchdata.order.order import Order, Shuffle
 from orchdata.order.steps import GlobalBatches, StepTask
-from orchdata.planning.assign import assign, near_ranks
+from orchdata.planning.assign import assign, stream_ranks
 from orchdata.planning.costs import ArrayCosts
 from orchdata.planning.make_plan import PlanSpec, make_plan
 from orchdata.planning.pipeline import pipeline_order
@@ -38,7 +38,7 @@ def spec(num_samples: int = 600, streams: int = 1, **changes: Any) -> PlanSpec:
 
 @given(st.integers(0, 99), st.integers(0, 60), st.integers(1, 9), st.integers(1, 9))
 def test_ranks_share_out_the_streams_in_order(start: int, num_samples: int, streams: int, num_ranks: int) -> None:
-    near = near_ranks(start, num_samples, streams, num_ranks)
+    near = stream_ranks(start, num_samples, streams, num_ranks)
     stream = (start + np.arange(num_samples)) % streams
     counts = np.bincount(near, minlength=num_ranks)
     assert counts.max() - counts.min() <= 1
@@ -84,7 +84,7 @@ def test_ranks_are_those_of_every_version(name: str, held: bool) -> None:
     number = np.arange(250)
     image = (number * 7919 % 2003) * (number % 3 == 0)
     costs = {"image": image, "llm": 1 + image // 4 + number * 104729 % 331}
-    owner = near_ranks(17, len(number), 5, 8)
+    owner = stream_ranks(17, len(number), 5, 8)
     rank = assign(costs, BALANCES[name], 8, owner, sizes=1 + number * 613 % 97 if held else None)
     found = hashlib.blake2b(rank.astype("<i4").tobytes(), digest_size=8).hexdigest()
     assert found == RANKS_FOUND[held, name]
@@ -151,7 +151,7 @@ def test_the_order_of_microbatches_shortens_the_pipeline() -> None:
     for rank in range(4):
         order = pipeline_order(plan, rank, 4)
         assert sorted(order.tolist()) == list(range(plan.num_microbatches))
-        mine = plan.positions(rank)
+        mine = plan.places(rank)
         work = np.bincount(plan.microbatch[mine], weights=plan.costs["llm"][mine], minlength=plan.num_microbatches)
         forward = np.tile(work, (4, 1))
         assert simulate_1f1b(forward, 2 * forward, order) <= simulate_1f1b(forward, 2 * forward)

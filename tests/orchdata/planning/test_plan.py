@@ -80,7 +80,7 @@ def test_each_sample_is_planned_once(
     for step in range(plans.num_steps):
         plan = make_plan(plans, StepTask(0, step))
         shares = [
-            plan.positions(rank, microbatch) for rank in range(num_ranks) for microbatch in range(plan.num_microbatches)
+            plan.places(rank, microbatch) for rank in range(num_ranks) for microbatch in range(plan.num_microbatches)
         ]
         assert sorted(np.concatenate(shares).tolist()) == list(range(len(plan.row)))
         if cap is not None:

@@ -264,7 +264,7 @@ def test_scopes_are_planned_as_in_training(tmp_path: Path, scope: Any) -> None:
     for phase in ("image", "llm"):
         peaks, total = sum(plan.loads(phase).max() for plan in plans), sum(plan.loads(phase).sum() for plan in plans)
         assert expected.phases[phase] == pytest.approx(peaks * 6 / total)
-    own = np.mean(np.concatenate([plan.rank // 2 == plan.near // 2 for plan in plans]))
+    own = np.mean(np.concatenate([plan.rank // 2 == plan.stream_rank // 2 for plan in plans]))
     assert expected.own_streams == pytest.approx(own)
 
 
