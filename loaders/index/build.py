@@ -24,7 +24,7 @@ from pathlib import Path
 
 from orchdata.loaders.errors import NOT_DATA, DamagedIndexError, StaleIndexError, StorageError, pass_trouble
 from orchdata.loaders.index.facts import is_fresh, load_facts
-from orchdata.loaders.index.index import Index, absolute, content_fingerprint, digest, index_path
+from orchdata.loaders.index.index import Index, absolute, content_fingerprint, digest, index_path, is_outdated
 from orchdata.loaders.index.merge import RecipeIdentity, merge_tables
 from orchdata.loaders.index.pace import Turns
 from orchdata.loaders.index.probed import Probes
@@ -111,6 +111,8 @@ def build_index(
     patience = Patience(retry_seconds, lambda error: _warn_of(error, retry_seconds))
     builder = patience.keep_trying(lambda: _Builder(recipe, fingerprint, cache, force), StorageError)
     path = index_path(urls, fingerprint, cache)
+    if is_outdated(urls, recipe, cache=cache):
+        warnings.warn("the index of these shards is of an earlier format: it is made again", stacklevel=2)
     paths = [absolute(url) for url in urls]
     load_decoders()
     refuse_repeats(paths, num_threads=workers)

@@ -382,10 +382,20 @@ def open_index(urls: Sequence[str], recipe: Recipe, *, cache: CacheFolder | None
         return None
 
 
-def index_path(urls: Sequence[str], recipe: str, cache: CacheFolder) -> Path:
+def index_path(urls: Sequence[str], recipe: str, cache: CacheFolder, *, table_format: int = TABLE_FORMAT) -> Path:
     """Where the index of these shards under a recipe fingerprint is kept: no shard is looked at to know."""
-    name = digest([TABLE_FORMAT, RULES, recipe, [absolute(url) for url in urls]])
+    name = digest([table_format, RULES, recipe, [absolute(url) for url in urls]])
     return cache.root / "index" / f"{name}.index"
+
+
+def is_outdated(urls: Sequence[str], recipe: Recipe, *, cache: CacheFolder | None = None) -> bool:
+    """Whether there is an index of these shards under the recipe, but of an earlier format, which is not read."""
+    fingerprint, cache = recipe.fingerprint(), cache or CacheFolder()
+    if index_path(urls, fingerprint, cache).exists():
+        return False
+    return any(
+        index_path(urls, fingerprint, cache, table_format=earlier).exists() for earlier in range(1, TABLE_FORMAT)
+    )
 
 
 def absolute(url: str) -> str:

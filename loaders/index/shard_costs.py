@@ -23,7 +23,7 @@ from orchdata.loaders.index.probed import Probes
 from orchdata.loaders.index.table import MEMBERS, PARTS, WIDTHS, Columns, TableSize, body_bytes, offsets_of, pack
 from orchdata.loaders.index.totals import Totals, summarize
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.modalities.builtin import OTHER
+from orchdata.loaders.modalities.builtin import OTHER, TEXT
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.measure import Measured, measure, members_to_read
 from orchdata.loaders.samples.members import Member
@@ -31,6 +31,7 @@ from orchdata.loaders.shards.facts_table import Facts, FactsMeta, FactsTable
 from orchdata.loaders.shards.fields import RAW
 from orchdata.loaders.shards.shard import ShardInfo
 from orchdata.loaders.storage.atomic import Buffer, write_whole
+from orchdata.loaders.storage.coalesce import Place, Run, read_run, runs_of
 from orchdata.loaders.storage.sealed import Damaged, read_sealed, seal
 from orchdata.loaders.versions import TABLE_FORMAT
 
@@ -233,8 +234,7 @@ def _read_texts(chunk: Sequence[_Sample], table: FactsTable, shard: Shard, limit
     """Payload, or what is wrong with it, of every wanted member of the chunk, by row of the facts."""
     offsets, encodings = table.offset, table.encoding
     texts: dict[int, _Text] = {}
-    run: list[tuple[int, Member]] = []
-    run_stop = 0
+    raw: list[tuple[int, Member]] = []
     for sample in chunk:
         held = 0
         for index in sample.wanted:
@@ -242,46 +242,44 @@ def _read_texts(chunk: Sequence[_Sample], table: FactsTable, shard: Shard, limit
             if member.error is not None:
                 texts[row] = b""  # never looked at: the error comes first
                 continue
-            held += member.size
+            if member.kind == TEXT:
+                held += member.size
             if held > limits.text_bytes:
                 texts[row] = FieldError(
                     "*", f"the sample has {held} bytes of text, above Limits.text_bytes={limits.text_bytes}"
                 )
             elif encodings[row] != RAW:
                 text = texts[row] = _read(shard, offsets[row], member, encodings[row])
-                held += 0 if isinstance(text, FieldError) else len(text) - member.size
+                held += 0 if isinstance(text, FieldError) or member.kind != TEXT else len(text) - member.size
             else:
-                if run and not (
-                    0 <= offsets[row] - run_stop <= _GAP_BYTES
-                    and offsets[row] + member.size - offsets[run[0][0]] <= _RUN_BYTES
-                ):
-                    _read_run(shard, run, run_stop, offsets, texts)
-                    run = []
-                run.append((row, member))
-                run_stop = offsets[row] + member.size
-    if run:
-        _read_run(shard, run, run_stop, offsets, texts)
+                raw.append((row, member))
+    places = [(offsets[row], member.size) for row, member in raw]
+    for run in runs_of(places, gap_bytes=_GAP_BYTES, run_bytes=_RUN_BYTES):
+        _read_run(shard, run, places, raw, texts)
     return texts
 
 
 def _read_run(
-    shard: Shard, run: Sequence[tuple[int, Member]], stop: int, offsets: Sequence[int], texts: dict[int, _Text]
+    shard: Shard,
+    run: Run,
+    places: Sequence[Place],
+    raw: Sequence[tuple[int, Member]],
+    texts: dict[int, _Text],
 ) -> None:
-    """Read raw members that lie near each other with one call; each on its own where that fails."""
-    first = offsets[run[0][0]]
-    if len(run) > 1:
+    """Read raw members that are neighbours with one call; each on its own where that fails."""
+    mine = [raw[index] for index in run.members]
+    if len(mine) > 1:
         try:
-            data = memoryview(shard.read(first, stop - first, RAW, run[0][1].field))
+            contents = read_run(lambda offset, size: shard.read(offset, size, RAW, mine[0][1].field), run, places)
         except NOT_DATA:
             raise
         except Exception:  # noqa: BLE001, S110 - each is read on its own, and says what is wrong
             pass
         else:
-            for row, member in run:
-                texts[row] = data[offsets[row] - first : offsets[row] - first + member.size]
+            texts |= {row: content for (row, _), content in zip(mine, contents, strict=True)}
             return
-    for row, member in run:
-        texts[row] = _read(shard, offsets[row], member, RAW)
+    for (row, member), index in zip(mine, run.members, strict=True):
+        texts[row] = _read(shard, places[index][0], member, RAW)
 
 
 def _read(shard: Shard, offset: int, member: Member, encoding: int) -> _Text:

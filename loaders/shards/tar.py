@@ -30,6 +30,7 @@ from orchdata.loaders.shards.tar_walk import (
     walk_any,
     walk_plain,
 )
+from orchdata.loaders.storage.coalesce import Run, read_run, runs_of
 from orchdata.loaders.storage.storage import Storage
 
 Bytes = bytes | memoryview
@@ -131,16 +132,15 @@ class TarShard:
         Views of one read share its memory. Raises FieldError as `read` does.
         """
         results: list[Bytes | None] = [None] * len(members)
-        for run in _neighbours(members, self._limits.member_bytes):
-            if len(run) == 1:
-                results[run[0]] = self.read(*members[run[0]])
+        places = [(offset, size) for offset, size, _, _ in members]
+        for run in _runs(members, self._limits.member_bytes):
+            if len(run.members) == 1:
+                results[run.members[0]] = self.read(*members[run.members[0]])
                 continue
-            first, last = members[run[0]], members[run[-1]]
-            view = memoryview(self._file.read(first[0], last[0] + last[1] - first[0]))
+            contents = read_run(self._file.read, run, places)
             self._file.check_unchanged()
-            for i in run:
-                offset, size, _, field = members[i]
-                content = view[offset - first[0] : offset - first[0] + size]
+            for i, content in zip(run.members, contents, strict=True):
+                _, size, _, field = members[i]
                 if len(content) < size:
                     raise FieldError(field, f"cut: {len(content)} of {size} bytes are in the shard")
                 results[i] = content
@@ -162,26 +162,19 @@ def gunzip(data: Bytes, field: str, limits: Limits) -> bytes:
     return text
 
 
-def _neighbours(members: Sequence[tuple[int, int, int, str]], member_bytes: int) -> list[list[int]]:
-    """Indices of members to read together, each run in order of offset. Only RAW ones within the limit join a run."""
-    runs: list[list[int]] = []
-    end = -1
-    for i in sorted(range(len(members)), key=lambda i: members[i][0]):
-        offset, size, encoding, _ = members[i]
-        joins = encoding == RAW and size <= member_bytes
-        if joins and end >= 0 and 0 <= offset - end <= COALESCE_GAP_BYTES:
-            runs[-1].append(i)
-        else:
-            runs.append([i])
-        end = offset + size if joins else -1
-    return runs
+def _runs(members: Sequence[tuple[int, int, int, str]], member_bytes: int) -> list[Run]:
+    """Members to read together. Those that are stored in another way, or above the limit, are alone."""
+    alone = [i for i, (_, size, encoding, _) in enumerate(members) if encoding != RAW or size > member_bytes]
+    near = [i for i in range(len(members)) if i not in alone] if alone else range(len(members))
+    found = runs_of([members[i][:2] for i in near], gap_bytes=COALESCE_GAP_BYTES)
+    runs = [Run([near[i] for i in run.members], run.start, run.stop) for run in found]
+    return runs + [Run([i], members[i][0], members[i][0] + members[i][1]) for i in alone]
 
 
 def bytes_read_together(members: Sequence[tuple[int, int, int, str]]) -> int:
     """What `TarShard.read_many` reads of the archive for members of one sample: theirs, and gaps between neighbours."""
     largest = max((size for _, size, _, _ in members), default=0)
-    runs = [[members[i] for i in run] for run in _neighbours(members, largest)]
-    return sum(run[-1][0] + run[-1][1] - run[0][0] for run in runs)
+    return sum(run.stop - run.start for run in _runs(members, largest))
 
 
 class _Scanned(NamedTuple):

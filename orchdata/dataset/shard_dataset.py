@@ -8,7 +8,7 @@ from os import PathLike, fspath
 
 from orchdata.loaders.errors import DamagedIndexError, MissingIndexError
 from orchdata.loaders.index.build import BuildProgress, build_index
-from orchdata.loaders.index.index import Index, absolute, open_index
+from orchdata.loaders.index.index import Index, absolute, is_outdated, open_index
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.storage.paths import expand_paths
 
@@ -59,6 +59,8 @@ class ShardDataset:
                 index = None
             if index is not None:
                 return index
+            if is_outdated(self.urls, self.recipe):
+                found = f"the index of these {len(self.urls)} shards is of an earlier format"
             if num_ranks > 1:
                 raise MissingIndexError(
                     f"{found}, and {num_ranks} ranks need one; "

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,12 @@ import pyarrow.parquet as pq
 import pytest
 from shard_factory import omni_samples, omni_shards, write_shard
 
+import orchdata as od
 import orchdata.loaders.index.index
-from orchdata.loaders.errors import DataError, FieldError, StorageError
+from orchdata.loaders.errors import DataError, FieldError, MissingIndexError, StorageError
 from orchdata.loaders.index import build, facts, repeats
 from orchdata.loaders.index.build import BuildProgress, build_index
-from orchdata.loaders.index.index import Index, open_index
+from orchdata.loaders.index.index import Index, index_path, open_index
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.recipe import ImagePreprocessor, Recipe, TextPreprocessor
 from orchdata.loaders.samples.decode import decode_sample
@@ -31,7 +33,7 @@ from orchdata.loaders.shards.tar import TarShard
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.paths import SUFFIXES
 from orchdata.loaders.storage.verified import NOTE_SUFFIX
-from orchdata.loaders.versions import RULES
+from orchdata.loaders.versions import RULES, TABLE_FORMAT
 from orchdata.order.order import Order
 
 
@@ -417,3 +419,21 @@ def test_totals_of_many_shards_are_sums_whatever_fields_are_called(tmp_path: Pat
     totals = build_index([str(tmp_path / "0.parquet"), str(tmp_path / "1.parquet")], Recipe()).totals
     assert totals["ignored_fields"] == {"score": 5, "max_score": 5}
     assert (totals["samples"], totals["max_llm_tokens"]) == (5, 1)
+
+
+def test_an_index_of_an_earlier_format_is_made_again_with_a_word(shards: list[str]) -> None:
+    recipe, cache = Recipe(), CacheFolder()
+    built = build_index(shards, recipe)
+    earlier = index_path(shards, recipe.fingerprint(), cache, table_format=TABLE_FORMAT - 1)
+    assert earlier != built.path
+    built.path.rename(earlier)
+    with pytest.raises(
+        MissingIndexError, match="the index of these . shards is of an earlier format, and 2 ranks need"
+    ):
+        od.ShardDataset(shards).index(num_ranks=2)
+    with pytest.warns(UserWarning, match="of an earlier format: it is made again"):
+        again = od.ShardDataset(shards).index()
+    assert again.path == built.path and len(again) == len(built)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        build_index(shards, recipe)

@@ -16,7 +16,7 @@ from orchdata.bench.train import SKEWED, TrainBench, run
 from orchdata.bench.train.calibration import lengths_of
 from orchdata.bench.train.job import LANES, predicted_seconds
 from orchdata.bench.train.report import make_results
-from orchdata.loaders.modalities.builtin import MODALITIES
+from orchdata.loaders.modalities.builtin import KINDS
 from orchdata.reference.records import fastest_repeats
 from orchdata.reference.setup import make_model_config, make_recipe
 from orchdata.synth import read_description
@@ -41,7 +41,7 @@ def test_lengths_are_what_enters_each_phase(tmp_path: Path) -> None:
     index = dataset.index()
     (batch,) = od.DataLoader(dataset, global_batch_size=5, num_threads=0)
     lengths = lengths_of(batch, make_model_config(recipe).conv_stride)
-    for code, phase in enumerate(MODALITIES):
+    for code, phase in enumerate(KINDS):
         if phase in lengths:
             assert lengths[phase] == index.part_positions[index.part_modality == code].tolist()
     assert lengths["llm"] == index.llm_tokens.tolist()
