@@ -11,13 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.checks import above_seconds, check_at_least_one, check_choice
-from orchdata.loaders.modalities.modality import ArraySpec, Header, Modality, PartSize
+from orchdata.loaders.modalities.modality import ArraySpec, Header, Heads, Modality, PartSize
 
 _WAVE_BYTES: Final = 4
 
@@ -90,17 +89,10 @@ class AudioPreprocessor(Modality):
         return {"features": ArraySpec((self.num_mels,), self.dtype)}
 
     @staticmethod
-    def scan(
-        buffer: NDArray[np.uint8],
-        starts: NDArray[np.int64],
-        available: NDArray[np.int64],
-        sizes: NDArray[np.int64],
-        status: NDArray[np.uint8],
-        facts: NDArray[np.int64],
-    ) -> None:
+    def scan(heads: Heads) -> None:
         from orchdata.native.scan.media import scan_audio
 
-        scan_audio(buffer, starts, available, sizes, status, facts)
+        scan_audio(*heads)
 
     @classmethod
     def probe(cls, data: bytes, limits: Limits) -> Header:

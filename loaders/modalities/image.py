@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.checks import above_pixels, check_at_least_one, check_choice
-from orchdata.loaders.modalities.modality import ArraySpec, Header, Modality, PartSize
+from orchdata.loaders.modalities.modality import ArraySpec, Header, Heads, Modality, PartSize
 
 CLIP_MEAN: Final = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD: Final = (0.26862954, 0.26130258, 0.27577711)
@@ -89,17 +89,10 @@ class ImagePreprocessor(Modality):
         return {"patches": ArraySpec((self.patch_dim,), self.dtype)}
 
     @staticmethod
-    def scan(
-        buffer: NDArray[np.uint8],
-        starts: NDArray[np.int64],
-        available: NDArray[np.int64],
-        sizes: NDArray[np.int64],
-        status: NDArray[np.uint8],
-        facts: NDArray[np.int64],
-    ) -> None:
+    def scan(heads: Heads) -> None:
         from orchdata.native.scan.media import scan_images
 
-        scan_images(buffer, starts, available, sizes, status, facts)
+        scan_images(*heads)
 
     @classmethod
     def probe(cls, data: bytes, limits: Limits) -> Header:

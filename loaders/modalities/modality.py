@@ -73,6 +73,25 @@ class Slot(NamedTuple):
     end_id: int | None = None
 
 
+class Heads(NamedTuple):
+    """The first bytes of n members, and what is found there.
+
+    Attributes:
+        buffer: uint8, read-only.
+        starts, available, sizes: int64 (n,), where each member begins in the buffer, how many of its bytes are there,
+            and how many it has.
+        status: uint8 (n,), to be written: FOUND, MORE or UNUSUAL, as `native.scan.status` says.
+        facts: int64 (n, num_facts), to be written where FOUND.
+    """
+
+    buffer: NDArray[np.uint8]
+    starts: NDArray[np.int64]
+    available: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+    status: NDArray[np.uint8]
+    facts: NDArray[np.int64]
+
+
 class Modality:
     """One modality of a recipe. Subclass it as a frozen dataclass; its fields are its parameters.
 
@@ -124,24 +143,9 @@ class Modality:
         raise NotImplementedError(f"{cls.__qualname__} must define count(), or probe() and count_header()")
 
     @staticmethod
-    def scan(
-        buffer: NDArray[np.uint8],
-        starts: NDArray[np.int64],
-        available: NDArray[np.int64],
-        sizes: NDArray[np.int64],
-        status: NDArray[np.uint8],
-        facts: NDArray[np.int64],
-    ) -> None:
-        """Headers of many members from their first bytes: override it to spare `probe` the whole of plain ones.
-
-        Args:
-            buffer: uint8, read-only.
-            starts, available, sizes: (n,), where each member begins in the buffer, how many of its bytes are there, and
-                how many it has.
-            status: (n,), written: FOUND, MORE or UNUSUAL, as `native.scan.status` says.
-            facts: (n, num_facts), written where FOUND.
-        """
-        status[:] = UNUSUAL
+    def scan(heads: Heads) -> None:
+        """Headers of many members from their first bytes: override it to spare `probe` the whole of plain ones."""
+        heads.status[:] = UNUSUAL
 
     def count_header(self, header: Header, limits: Limits) -> PartSize:
         """The size of a part, from its header. Raises DecodeError."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.modalities.modality import Header, Modality
+from orchdata.loaders.modalities.modality import Header, Heads, Modality
 from orchdata.native.scan.status import FOUND, MORE
 
 HEAD_BYTES: Final = 1 << 16
@@ -66,7 +66,7 @@ def scan_heads(
     starts, available, sizes = np.ascontiguousarray(places.T)
     view = buffer.view()
     view.flags.writeable = False  # numba takes writable arrays for another type, and would compile twice
-    kind.scan(view, starts, available, sizes, status, facts)
+    kind.scan(Heads(view, starts, available, sizes, status, facts))
     rest = np.flatnonzero(status != FOUND)
     facts[rest] = 0
     return facts, rest
@@ -77,5 +77,5 @@ def _scan_one(kind: type[Modality], size: int, data: bytes) -> tuple[int, Header
     facts, rest = np.zeros((1, kind.num_facts), np.int64), np.empty(1, np.uint8)
     view: NDArray[np.uint8] = np.frombuffer(data, np.uint8)
     one = np.array([0, len(data), size], np.int64)
-    kind.scan(view, one[:1], one[1:2], one[2:], rest, facts)
+    kind.scan(Heads(view, one[:1], one[1:2], one[2:], rest, facts))
     return int(rest[0]), tuple(facts[0].tolist())
