@@ -17,7 +17,8 @@ import zstandard
 from orchdata.loaders.errors import ShardError, StorageError
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.storage.cache import CacheFolder
-from orchdata.loaders.storage.storage import LocalFile, Storage
+from orchdata.loaders.storage.local import LocalFile
+from orchdata.loaders.storage.storage import Storage
 
 GZIP_MAGIC = b"\x1f\x8b"
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"

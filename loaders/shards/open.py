@@ -13,8 +13,9 @@ from orchdata.loaders.shards.shard import Shard, ShardInfo
 from orchdata.loaders.shards.tar import TarShard
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.counted import CountedFile, ReadBytes
+from orchdata.loaders.storage.local import LocalFile
 from orchdata.loaders.storage.paths import PARQUET_SUFFIXES, suffix_of
-from orchdata.loaders.storage.storage import LocalFile, Storage
+from orchdata.loaders.storage.storage import Storage
 
 
 def open_shard(url: str, *, limits: Limits, cache: CacheFolder, reads: ReadBytes | None = None) -> Shard:

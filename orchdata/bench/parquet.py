@@ -21,7 +21,7 @@ from orchdata.loaders.shards.parquet.children import measuring
 from orchdata.loaders.shards.parquet.file import ParquetReader
 from orchdata.loaders.shards.parquet.scan import scan
 from orchdata.loaders.shards.parquet.shard import ParquetShard
-from orchdata.loaders.storage.storage import LocalFile
+from orchdata.loaders.storage.local import LocalFile
 
 SMALL_FILES = 100
 SMALL_ROWS = 20

@@ -40,7 +40,7 @@ from orchdata.loaders.shards.parquet.children import measuring
 from orchdata.loaders.shards.parquet.shard import ParquetShard
 from orchdata.loaders.shards.tar import TarShard
 from orchdata.loaders.shards.tar_walk import walk_any
-from orchdata.loaders.storage.storage import LocalFile
+from orchdata.loaders.storage.local import LocalFile
 
 IMAGE, AUDIO = 1, 2
 

@@ -24,8 +24,8 @@ from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.index import open_index
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.local import LocalFile
 from orchdata.loaders.storage.retries import Patience
-from orchdata.loaders.storage.storage import LocalFile
 
 Call = Callable[..., Any]
 

@@ -25,7 +25,7 @@ from orchdata.loaders.modalities.image import ImagePreprocessor
 from orchdata.loaders.shards.fields import PARQUET
 from orchdata.loaders.shards.parquet.children import measuring
 from orchdata.loaders.shards.parquet.shard import COLUMNS, ColumnCache, ParquetShard
-from orchdata.loaders.storage.storage import LocalFile
+from orchdata.loaders.storage.local import LocalFile
 
 
 @pytest.fixture(autouse=True, scope="module")

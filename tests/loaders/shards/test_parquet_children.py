@@ -32,7 +32,7 @@ from orchdata.loaders.shards.parquet import process as measuring_process
 from orchdata.loaders.shards.parquet.children import measuring
 from orchdata.loaders.shards.parquet.file import _Stream
 from orchdata.loaders.shards.parquet.shard import ParquetShard
-from orchdata.loaders.storage.storage import LocalFile
+from orchdata.loaders.storage.local import LocalFile
 
 
 def write(path: Path, texts: Sequence[str] = ("one", "two", "three"), **options: object) -> Path:

@@ -25,7 +25,7 @@ from orchdata.loaders.shards.shard import Shard, ShardInfo
 from orchdata.loaders.shards.tar import TarShard
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.counted import ByteCount, CountedFile
-from orchdata.loaders.storage.storage import LocalFile
+from orchdata.loaders.storage.local import LocalFile
 
 
 def tar_bytes(text: bytes) -> bytes:

@@ -28,7 +28,7 @@ from orchdata.loaders.modalities.builtin import BUILTINS, KINDS, OTHER
 from orchdata.loaders.shards.fields import SPARSE, printable, split_name
 from orchdata.loaders.shards.tar import TarShard
 from orchdata.loaders.shards.tar_walk import UnusualTar, walk_any, walk_plain
-from orchdata.loaders.storage.storage import LocalFile
+from orchdata.loaders.storage.local import LocalFile
 
 
 def shard(path: Path, limits: Limits | None = None) -> TarShard:

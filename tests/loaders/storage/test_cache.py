@@ -16,7 +16,7 @@ import pytest
 
 from orchdata.loaders.errors import StorageError
 from orchdata.loaders.storage.cache import CacheFolder
-from orchdata.loaders.storage.storage import LocalFile
+from orchdata.loaders.storage.local import LocalFile
 
 
 def filled(content: bytes) -> object:

@@ -15,7 +15,7 @@ from shard_factory import write_shard
 
 import orchdata as od
 from orchdata.loaders.errors import StaleIndexError, StorageError
-from orchdata.loaders.storage.storage import LocalFile
+from orchdata.loaders.storage.local import LocalFile
 
 KINDS = [errno.EIO, errno.ESTALE, errno.EMFILE, errno.EACCES]
 
