@@ -111,7 +111,7 @@ def build_index(
     patience = Patience(retry_seconds, lambda error: _warn_of(error, retry_seconds))
     builder = patience.keep_trying(lambda: _Builder(recipe, fingerprint, cache, force), StorageError)
     path = index_path(urls, fingerprint, cache)
-    if is_outdated(urls, recipe, cache=cache):
+    if patience.keep_trying(lambda: is_outdated(urls, recipe, cache=cache), StorageError):
         warnings.warn("the index of these shards is of an earlier format: it is made again", stacklevel=2)
     paths = [absolute(url) for url in urls]
     load_decoders()

@@ -391,11 +391,12 @@ def index_path(urls: Sequence[str], recipe: str, cache: CacheFolder, *, table_fo
 def is_outdated(urls: Sequence[str], recipe: Recipe, *, cache: CacheFolder | None = None) -> bool:
     """Whether there is an index of these shards under the recipe, but of an earlier format, which is not read."""
     fingerprint, cache = recipe.fingerprint(), cache or CacheFolder()
-    if index_path(urls, fingerprint, cache).exists():
-        return False
-    return any(
-        index_path(urls, fingerprint, cache, table_format=earlier).exists() for earlier in range(1, TABLE_FORMAT)
-    )
+
+    def is_there(table_format: int) -> bool:
+        path = index_path(urls, fingerprint, cache, table_format=table_format)
+        return tried(str(path), "cannot be looked at", path.exists)
+
+    return not is_there(TABLE_FORMAT) and any(map(is_there, range(1, TABLE_FORMAT)))
 
 
 def absolute(url: str) -> str:

@@ -404,7 +404,7 @@ def photo_bytes(name: str) -> bytes:
 
 def indexed_and_decoded(data: bytes, pre: ImagePreprocessor) -> np.ndarray:
     header = read_header(ImagePreprocessor, len(data), lambda count: data[:count], Limits())
-    return load_pixels(data, pre, Limits(), image_grid(header.width, header.height, pre)).copy()
+    return load_pixels(data, pre, Limits(), image_grid(*header, pre)).copy()
 
 
 @pytest.mark.filterwarnings("ignore:Truncated File Read")

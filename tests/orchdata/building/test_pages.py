@@ -48,6 +48,8 @@ class Filled:
 class Repeating:
     """An order in which rows come more than once, as in a mixture of data sets."""
 
+    streams = 1
+
     def __init__(self, rows: list[int]) -> None:
         self._rows = np.array(rows, np.int64)
         self.num_samples = len(rows)
