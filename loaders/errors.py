@@ -173,15 +173,16 @@ def pass_trouble(error: Exception) -> None:
         raise StorageError(what, f"cannot be used: {error.strerror}", error.errno) from error
 
 
-def as_field_error(error: Exception, doing: str) -> FieldError:
-    """What an exception that nobody expected says of a sample that could not be `doing` ("measured", "decoded").
+def as_field_error(error: Exception, doing: str, field: str = "*") -> FieldError:
+    """What an exception that nobody expected says of a sample, or a field of it, that could not be `doing` ("measured",
+    "decoded").
 
     Raises as `pass_trouble`.
     """
     if isinstance(error, FieldError):
         return error
     pass_trouble(error)
-    return FieldError("*", f"cannot be {doing}: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
+    return FieldError(field, f"cannot be {doing}: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
 
 
 def reason_kind(reason: str) -> str:

@@ -14,6 +14,7 @@ from typing import Any, Final
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.audio import AudioPreprocessor
 from orchdata.loaders.modalities.builtin import BUILTINS, KINDS, OTHER, TEXT, UNUSED
+from orchdata.loaders.modalities.checks import check_arrays
 from orchdata.loaders.modalities.image import ImagePreprocessor, image_grid
 from orchdata.loaders.modalities.modality import Modality, Slot, plain
 from orchdata.loaders.text.conversation import Rules
@@ -62,7 +63,8 @@ class Recipe:
 
     Raises:
         TypeError: what is no modality.
-        ValueError: a name that means something else, or two modalities that claim the same field or mark.
+        ValueError: a name that means something else, or two modalities that claim the same field, mark, type of item or
+            input of a model.
     """
 
     text: TextPreprocessor
@@ -100,6 +102,7 @@ class Recipe:
             modalities={name: value for name, value in given.items() if value is not None},
         )
         _ = self._claims, self.rules  # refuse what contradicts itself
+        check_arrays(self.modalities)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise FrozenInstanceError(f"cannot assign to field {name!r}")
@@ -130,7 +133,7 @@ class Recipe:
         return fields
 
     def __repr__(self) -> str:
-        held = {"text": self.text, "limits": self.limits, **dict.fromkeys(BUILTINS), **self.modalities}
+        held = {"text": self.text, "limits": self.limits, "keep": self.keep, **self._given}
         return f"Recipe({', '.join(f'{name}={value!r}' for name, value in held.items())})"
 
     def __eq__(self, other: object) -> bool:
@@ -222,7 +225,13 @@ class Recipe:
             mark = self.slots[name].mark
             if mark and marks.setdefault(mark, name) != name:
                 raise ValueError(f"the marks of {marks[mark]} and {name} are both {mark!r}")
-        items = {word: name for name in names for word in (name, *words[name])}
+        items = {word: name for name in BUILTINS for word in (name, *words[name])}
+        claimed: dict[str, str] = {}
+        for name in self.modalities:  # a word of one that is left out may be another's
+            for word in (name, *words[name]):
+                if claimed.setdefault(word, name) != name:
+                    raise ValueError(f"{claimed[word]} and {name} both claim items of type {word!r}")
+                items[word] = name
         return Rules(self.text.template, MediaWords(tuple(marks.items()), items, record_keys(names)))
 
     def describe(self) -> dict[str, Any]:

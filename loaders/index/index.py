@@ -193,14 +193,21 @@ class Index:
             raise self.damaged(f"part {part} is said to be of modality {code} of {len(self.modalities)}")
         return self.modalities[code]
 
-    def sizes(self, parts: NDArray[np.int64] | range) -> list[PartSize]:
-        """The sizes of parts, as their modality counted them."""
-        columns = (self.part_positions, self.part_tokens, self.part_rows, self.part_extent)
+    def sizes(self, parts: NDArray[np.int64] | range, recipe: Recipe) -> list[PartSize]:
+        """The sizes of parts, as their modality counted them.
+
+        Args:
+            recipe: what the index belongs to: an extent here is as wide as the widest, that of a part is its own.
+        """
+        columns = (self.part_modality, self.part_positions, self.part_tokens, self.part_rows, self.part_extent)
         wanted = slice(parts.start, parts.stop) if isinstance(parts, range) else parts
         found = [column[wanted].tolist() for column in columns]
+        widths = {code: recipe.modalities[name].num_extents for code, name in enumerate(self.modalities) if code}
+        if unknown := set(found[0]) - widths.keys():
+            raise self.damaged(f"parts are said to be of modality {max(unknown)} of {len(self.modalities)}")
         return [
-            PartSize(positions, tokens, rows, tuple(extent))
-            for positions, tokens, rows, extent in zip(*found, strict=True)
+            PartSize(positions, tokens, rows, tuple(extent[: widths[code]]))
+            for code, positions, tokens, rows, extent in zip(*found, strict=True)
         ]
 
     def parts_of(self, rows: NDArray[np.int64], modality: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

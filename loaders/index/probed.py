@@ -10,9 +10,8 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
-
-import numpy as np
+from operator import index as as_int
+from typing import Any, Final, NamedTuple
 
 from orchdata.loaders.errors import NOT_DATA, DecodeError, as_field_error
 from orchdata.loaders.limits import limits_fingerprint
@@ -29,6 +28,7 @@ from orchdata.loaders.storage.sealed import read_sealed, seal
 from orchdata.loaders.versions import FACTS_FORMAT, RULES
 
 KIND = b"head"
+_BOUND: Final = 1 << 63
 
 
 class Seen(NamedTuple):
@@ -102,7 +102,7 @@ class Probes:
     ) -> list[Header | str]:
         """Of each of `rows`, its header, or why there is none."""
         path = self._path(facts, modality)
-        kept = {} if self._force else _kept(path, facts)
+        kept = {} if self._force else _kept(path, facts, modality.num_facts)
         missing = [row for row in rows if row not in kept]
         if missing:
             opened = shard()
@@ -146,9 +146,10 @@ def _probed(modality: Modality, facts: Facts, row: int, shard: Shard, recipe: Re
         return reason
     try:
         found = read_header(type(modality), size, read, recipe.limits)
-        if len(found) != modality.num_facts or not all(isinstance(fact, int | np.integer) for fact in found):
-            raise DecodeError(f"probe() gave {found!r}, not num_facts={modality.num_facts} integers")
-        return tuple(map(int, found))
+        header = tuple(map(as_int, found))
+        if len(header) != modality.num_facts or not all(-_BOUND <= fact < _BOUND for fact in header):
+            raise DecodeError(f"probe() gave {found!r}, not num_facts={modality.num_facts} integers of 64 bits")
+        return header
     except NOT_DATA:
         raise
     except DecodeError as error:
@@ -166,13 +167,15 @@ def _sealed(headers: dict[int, Header | str], facts: Facts) -> Any:
     return seal(KIND, FACTS_FORMAT, values, [])[0]
 
 
-def _kept(path: str, facts: Facts) -> dict[int, Header | str]:
+def _kept(path: str, facts: Facts, num_facts: int) -> dict[int, Header | str]:
     """Headers kept at `path`, if they are those of the shard as it is now."""
     try:
         head, _ = read_sealed(path, KIND, FACTS_FORMAT)
         if head.values["meta"] != _identity(facts):
             return {}
         found: dict[int, Header | str] = {row: tuple(held) for row, held in head.values["headers"]}
+        if any(len(header) != num_facts for header in found.values()):
+            return {}
         return found | {row: str(reason) for row, reason in head.values["errors"]}
     except (OSError, ValueError, TypeError, KeyError):
         return {}  # absent, damaged or of another version: probe again

@@ -58,7 +58,7 @@ class StoredSample:
     def decode(self, recipe: Recipe) -> Sample:
         """The sample with all its parts. Raises DataError, or FieldError."""
         payloads = self.read(recipe, kept=True)
-        parts = decode_sample(self.members, payloads, self._index.sizes(self.parts), recipe)
+        parts = decode_sample(self.members, payloads, self._index.sizes(self.parts, recipe), recipe)
         self._check_counts(parts, recipe)
         kept = uses_of(self.members, recipe).kept
         return Sample(self.shard, self.key, parts, {self.members[at].field: bytes(payloads[at]) for at in kept})

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 from orchdata.loaders.limits import Limits
+from orchdata.loaders.modalities.modality import ArraySpec, Modality, stored_dtype
+
+# What a batch's inputs of a model are called, whatever the recipe; and what stands there beside a modality's arrays.
+_INPUTS: Final = frozenset("input_ids position_ids labels cu_seqlens max_seqlen attention_mask".split())
+_BESIDE: Final = ("cu_seqlens", "max_seqlen", "mask", "token_places", "positions", "route")
+# Attributes of what holds a modality's arrays, in batches and samples.
+_ATTRIBUTES: Final = frozenset("arrays num_tokens valid map modality dtypes extras tensor".split())
 
 LONGEST_SIDE: Final = 1 << 25
 """Pillow's resizing counts what it needs for a longer one in 32 bits, and then reports a lack of memory."""
@@ -47,3 +55,30 @@ def check_at_least_one(owner: str, name: str, value: object) -> None:
 def check_choice(owner: str, name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"{owner}.{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+def check_arrays(modalities: Mapping[str, Modality]) -> None:
+    """Check what modalities fill: each array must be one, and have a name of its own wherever a batch gives it.
+
+    Raises TypeError for a dtype that tensors do not have, ValueError else.
+    """
+    owners = dict.fromkeys(_INPUTS, "every batch")
+    for name, modality in modalities.items():
+        specs = modality.arrays()
+        for array, spec in specs.items():
+            if not array.isidentifier() or array in _ATTRIBUTES or array in _BESIDE:
+                raise ValueError(f"an array of {name} cannot be called {array!r}: batches call something else so")
+            _check_spec(f"{name}.{array}", spec)
+        for told in (*specs, *_BESIDE):
+            owner = owners.setdefault(f"{name}_{told}", name)
+            if owner != name:
+                raise ValueError(f"{owner} and {name} both have an input called {name}_{told}: rename one of them")
+
+
+def _check_spec(name: str, spec: ArraySpec) -> None:
+    if spec.per not in ("row", "part"):
+        raise ValueError(f"{name} has per={spec.per!r}: it is 'row' or 'part'")
+    if not all(isinstance(side, int) and side >= 1 for side in spec.row_shape):
+        raise ValueError(f"{name} has rows of shape {spec.row_shape!r}: sides are ints of at least 1")
+    if stored_dtype(spec.dtype).kind not in "biufc":
+        raise TypeError(f"{name} has dtype {spec.dtype!r}: name one that tensors have")

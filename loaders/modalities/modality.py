@@ -213,6 +213,11 @@ class Modality:
     def parameters(self) -> dict[str, Any]:
         """Its dataclass fields, JSON-safe. Raises TypeError for one that has no JSON form."""
         if not is_dataclass(self):
+            if vars(self):
+                raise TypeError(
+                    f"{type(self).__qualname__} is no dataclass, so that the recipe's fingerprint would not see its "
+                    f"{', '.join(vars(self))}: make it a frozen dataclass, or override parameters()"
+                )
             return {}
         return {
             each.name: plain(getattr(self, each.name), f"{type(self).__qualname__}.{each.name}")
@@ -281,7 +286,10 @@ def stored(values: Any, dtype: str) -> NDArray[Any]:
         import torch
 
         tensor = values.detach().contiguous()
-        values = (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+        is_bfloat16 = tensor.dtype == torch.bfloat16
+        if is_bfloat16 and dtype != "bfloat16":
+            raise DecodeError(f"decoded to bfloat16, arrays() says {dtype}")
+        values = (tensor.view(torch.uint16) if is_bfloat16 else tensor).numpy()
     array: NDArray[Any] = np.asarray(values)
     if array.dtype != stored_dtype(dtype):
         raise DecodeError(f"decoded to {array.dtype}, arrays() says {dtype}")

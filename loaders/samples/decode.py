@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.loaders.errors import DecodeError, FieldError
+from orchdata.loaders.errors import DecodeError, FieldError, as_field_error
 from orchdata.loaders.modalities.modality import PartSize, stored_dtype
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.compose import MediaSlot, compose, text_members
@@ -34,6 +34,8 @@ def decode_part(
         recipe.modalities[name].decode_into(data, size, out, recipe.limits)
     except DecodeError as error:
         raise error.at(field) from error.__cause__
+    except Exception as error:  # whatever its bytes make a decoder raise is that part's failure
+        raise as_field_error(error, "decoded", field) from error
 
 
 def decode_sample(

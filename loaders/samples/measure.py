@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import index as as_int
 from typing import Final, NamedTuple
 
-from orchdata.loaders.errors import DecodeError, FieldError
+from orchdata.loaders.errors import DecodeError, FieldError, as_field_error
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.modality import Header, PartSize, counts_from_header
 from orchdata.loaders.recipe import Recipe
@@ -93,10 +94,13 @@ def measure_part(slot: MediaSlot, member: Member, payload: bytes | memoryview | 
             size = modality.count_header(member.header[: modality.num_facts], recipe.limits)
         else:
             size = modality.count(payload, recipe.limits)
+        # The index counts in integers: what is none must not reach its columns.
+        positions, tokens, rows = as_int(size.positions), as_int(size.tokens), as_int(size.num_rows)
+        extent = tuple(map(as_int, size.extent))
     except DecodeError as error:
         raise error.at(member.field) from error.__cause__
-    positions, tokens, rows, extent = size
-    rows = size.num_rows
+    except Exception as error:  # whatever its bytes make a modality raise is that part's failure
+        raise as_field_error(error, "measured", member.field) from error
     if min(positions, tokens) < 1 or min(rows, *extent, 0) < 0 or len(extent) > modality.num_extents:
         raise FieldError(
             member.field,

@@ -78,7 +78,7 @@ def _uses(names: tuple[tuple[str, int], ...], recipe: Recipe) -> Uses:
         json=tuple(json),
         plain=plain,
         media={name: tuple(_in_field_order(names, kind)) for kind, name in enumerate(recipe.kinds) if kind != TEXT},
-        beside=tuple(index for index in sorted(texts) if is_beside(stem(names[index][0]))),
+        beside=tuple(i for i in sorted(texts) if i not in named and is_beside(stem(names[i][0]))),
         others=() if json or plain else tuple(index for index in texts if index not in named),
         named=named,
         kept=tuple(index for index, (name, _) in enumerate(names) if recipe.keeps(name)),

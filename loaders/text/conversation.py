@@ -128,10 +128,10 @@ def _record(value: dict[str, Any], rules: Rules) -> Document:
                 raise DecodeError(f"two conversations that differ, the second under {key!r}")
             found = chat
     if found is not None:
-        check_record(value, _READ_KEYS, found.turns or ())
+        check_record(value, (*_READ_KEYS, *rules.words.records), found.turns or ())
         return found._replace(named=named_in(value, rules.words))
     texts = [text for key in _TEXT_KEYS if isinstance(text := value.get(key), str)]
-    if not texts or _video_in(value) is not None:
+    if not texts or _video_in(value) not in (None, *rules.words.records):
         return Document(rest=value)
     return Document(text=next(filter(str.strip, texts), texts[0]), named=named_in(value, rules.words))
 

@@ -139,6 +139,8 @@ class TextPreprocessor:
             described[name] = getattr(self, name)
         if type(self) is not TextPreprocessor:
             described["class"] = f"{type(self).__module__}.{type(self).__qualname__}"
+            own = [each.name for each in dataclass_fields(self) if each.name not in _OWN_FIELDS]
+            described |= {name: getattr(self, name) for name in own}
         return described
 
 
@@ -151,6 +153,7 @@ def _described(template: ChatTemplate) -> dict[str, Any]:
     return described
 
 
+_OWN_FIELDS: Final = frozenset(each.name for each in dataclass_fields(TextPreprocessor))
 _SPECIAL_IDS: Final = (
     "bos_token_id",
     "eos_token_id",

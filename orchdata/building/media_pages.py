@@ -18,7 +18,7 @@ from orchdata.batch.tensors import MediaBatch
 from orchdata.building.memory import Reservation
 from orchdata.building.work import MediaWork
 from orchdata.loaders.index.index import Index
-from orchdata.loaders.modalities.modality import as_tensor, stored_dtype
+from orchdata.loaders.modalities.modality import Modality, PartSize, as_tensor, stored_dtype
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.decode import decode_part
 from orchdata.planning.layout import Layout, padded_encoders
@@ -61,7 +61,7 @@ class MediaSlots:
         self._ropes = None
         if source.layout.positions == "mrope":
             modality = source.recipe.modalities[name]
-            self._ropes = [modality.rope(size) for size in source.index.sizes(work.arriving)]
+            self._ropes = [_rope(name, modality, size) for size in source.index.sizes(work.arriving, source.recipe)]
         self._written = np.zeros(len(work.arriving), np.bool_)
         reserved.add(f"{name} places", (int(self._starts[-1]),), np.int64)
 
@@ -108,7 +108,7 @@ class MediaPages:
         self._recipe = source.recipe
         self._route = work.route
         modality = self._modality = source.recipe.modalities[name]
-        self._sizes = source.index.sizes(work.encoded)
+        self._sizes = source.index.sizes(work.encoded, source.recipe)
         self._tokens = source.index.part_tokens[work.encoded].astype(np.int64)
         self._valid = np.ones(len(self._sizes), np.bool_)
         self._written = np.zeros(len(self._sizes), np.bool_)
@@ -191,6 +191,13 @@ class MediaPages:
         if not self._padded or spec.per == "part":
             return tensor
         return tensor.view(len(self._sizes), int(self._num_rows.max(initial=0)), *spec.row_shape)
+
+
+def _rope(name: str, modality: Modality, size: PartSize) -> Ints | None:
+    rope = modality.rope(size)
+    if rope is not None and np.shape(rope) != (3, size.tokens):
+        raise ValueError(f"rope() of {name} gave shape {np.shape(rope)} for {size}, not (3, {size.tokens})")
+    return rope
 
 
 def starts_of(lengths: Sequence[int] | Ints) -> Ints:

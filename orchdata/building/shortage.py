@@ -21,7 +21,7 @@ def sample_bytes(index: Index, recipe: Recipe, row: int) -> int:
     members = index.members(row)
     parts = [
         MeasuredPart(index.modality_of(part), index.member_of(part, len(members)), size)
-        for part, size in zip(numbers, index.sizes(numbers), strict=True)
+        for part, size in zip(numbers, index.sizes(numbers, recipe), strict=True)
     ]
     return decoded_bytes(parts, members, recipe) + TOKEN_BYTES * int(index.llm_tokens[row])
 

@@ -1,15 +1,16 @@
-"""Two modalities that the library does not know, as a user would write them."""
+"""Two modalities that the library does not know, and subclasses of those it has, as a user would write them."""
 
 from __future__ import annotations
 
 import io
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 from shard_factory import audio, chat, jpeg
 
 import orchdata as od
@@ -73,6 +74,49 @@ class Tracks(od.Modality):
 
     def rope(self, size: od.PartSize) -> NDArray[np.int64]:
         return np.stack([np.arange(size.tokens) * self.stride] * 3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cropped(od.ImagePreprocessor):
+    """The left half of each image."""
+
+    half: bool = True
+
+    def count_header(self, header: tuple[int, ...], limits: od.Limits) -> od.PartSize:
+        width, height = header
+        return super().count_header((width // 2, height), limits)
+
+    def decode_into(self, data: Any, size: od.PartSize, out: Mapping[str, Any], limits: od.Limits) -> None:
+        image = Image.open(io.BytesIO(data))
+        cropped = io.BytesIO()
+        image.crop((0, 0, image.width // 2, image.height)).save(cropped, "PNG")
+        plain = od.ImagePreprocessor(**{each.name: getattr(self, each.name) for each in fields(od.ImagePreprocessor)})
+        plain.decode_into(cropped.getvalue(), size, out, limits)  # `self` would halve what it counts once more
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loud(od.AudioPreprocessor):
+    """Features twice as large."""
+
+    def decode_into(self, data: Any, size: od.PartSize, out: Mapping[str, Any], limits: od.Limits) -> None:
+        super().decode_into(data, size, out, limits)
+        out["features"][:] *= 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shouted(od.ChatTemplate):
+    mark: str = "!"
+
+    def before(self, role: str) -> str:
+        return role.upper() + self.mark
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lowered(od.TextPreprocessor):
+    shift: int = 0
+
+    def encode(self, text: str) -> Any:
+        return od.TextPreprocessor.encode(self, text.lower()) + self.shift
 
 
 def _load(data: bytes | memoryview) -> NDArray[Any]:

@@ -400,7 +400,7 @@ def test_every_real_shard_loads_or_says_why_not(fixtures_dir: Path) -> None:
         spec, members = index.read_spec(row), index.members(row)
         payloads = dict(enumerate(shards.get(info.url, info).read_many(spec)))
         try:
-            parts = decode_sample(members, payloads, index.sizes(index.part_range(row)), recipe)
+            parts = decode_sample(members, payloads, index.sizes(index.part_range(row), recipe), recipe)
         except FieldError as error:  # headers were fine, content is not
             assert error.reason
             continue

@@ -1,0 +1,537 @@
+"""A modality that the library does not know, up to the index: what it claims, how it is counted, what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from own_modalities import Points, Tracks, cloud, mixed_samples, track
+from shard_factory import RECIPE as PLAIN
+from shard_factory import jpeg, png, write_shard
+
+import orchdata as od
+from orchdata.loaders.errors import DecodeError
+from orchdata.loaders.modalities.modality import stored
+
+NAMES = ("text", "image", "audio", "points", "tracks")
+SIZE = od.PartSize(4, 1)
+
+
+def recipe_of(**held: Any) -> od.Recipe:
+    return od.Recipe(**{"image": PLAIN.image, "audio": PLAIN.audio} | held)
+
+
+RECIPE = recipe_of(points=Points(), tracks=Tracks())
+
+
+def indexed(shard: str | Path, recipe: od.Recipe = RECIPE, **options: Any) -> Any:
+    return od.ShardDataset(str(shard), recipe=recipe).index(**options)
+
+
+def one_shard(folder: Path, *samples: dict[str, Any]) -> str:
+    return write_shard(folder / "a.tar", [{"__key__": f"s{place}"} | sample for place, sample in enumerate(samples)])
+
+
+def parts_of(index: Any, name: str, recipe: od.Recipe = RECIPE) -> list[od.PartSize]:
+    parts, _ = index.parts_of(np.arange(index.num_samples), name)
+    sizes: list[od.PartSize] = index.sizes(parts, recipe)
+    return sizes
+
+
+def reasons(index: Any) -> dict[str, tuple[str, str]]:
+    """Key -> field and reason of each bad sample."""
+    failures = [index.failure(int(row)) for row in index.bad_rows()]
+    return {failure.key: (failure.field, failure.reason) for failure in failures}
+
+
+# Counts
+
+
+def test_an_index_holds_what_counting_by_hand_gives(tmp_path: Path) -> None:
+    samples = mixed_samples(25)
+    index = indexed(write_shard(tmp_path / "a.tar", samples))
+    assert index.modalities == NAMES and not len(index.bad_rows())
+    by_key = {sample["__key__"]: sample for sample in samples}
+    for row in range(index.num_samples):
+        sample = by_key[index.key(row)]
+        points = [(len(data) - 128) // 12 for field, data in sample.items() if field.endswith("npy")]
+        lengths = [(len(data) - 8) // 16 for field, data in sample.items() if field.endswith("track")]
+        sizes = {name: index.sizes(index.parts_of(np.array([row]), name)[0], RECIPE) for name in ("points", "tracks")}
+        assert sizes["points"] == [od.PartSize(n, -(-n // 4), n) for n in points]
+        assert sizes["tracks"] == [od.PartSize(n, -(-n // 2), n, (n,)) for n in lengths]
+    for name in NAMES[1:]:
+        sizes = parts_of(index, name)
+        told = index.totals["modalities"][name]
+        assert told["parts"] == len(sizes) > 0
+        assert told["positions"] == sum(size.positions for size in sizes)
+        assert told["tokens"] == sum(size.tokens for size in sizes)
+        assert told["max_positions"] == max(size.positions for size in sizes)
+    media = sum(told["tokens"] for told in index.totals["modalities"].values())
+    assert index.totals["llm_tokens"] == media  # text's tokens are in it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wide(Tracks):
+    """Has more numbers in its extent than any built-in modality."""
+
+    fields = ("wide",)
+    slot = od.Slot()
+    words = ()
+    num_extents = 3
+
+    def count_header(self, header: tuple[int, ...], limits: od.Limits) -> od.PartSize:
+        (length,) = header
+        return od.PartSize(length, length, extent=(length, 7, 9))
+
+
+def test_each_modality_gets_an_extent_of_its_own_width(tmp_path: Path) -> None:
+    recipe = recipe_of(tracks=Tracks(), wide=Wide())
+    index = indexed(one_shard(tmp_path, {"jpg": jpeg(64, 32), "track": track(6), "wide": track(5)}), recipe)
+    found = {name: parts_of(index, name, recipe)[0].extent for name in ("image", "tracks", "wide")}
+    assert found == {"image": (4, 8), "tracks": (6,), "wide": (5, 7, 9)}
+
+
+# Headers
+
+
+class Probe:
+    calls = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counted(Tracks):
+    """Counts how often members are probed."""
+
+    @classmethod
+    def probe(cls, data: bytes, limits: od.Limits) -> tuple[int, ...]:
+        Probe.calls += 1
+        return super().probe(data, limits)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Same(Counted):
+    """Keeps the probe."""
+
+    fields = ("track", "other")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Raised(Counted):
+    version = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Own(Counted):
+    @classmethod
+    def probe(cls, data: bytes, limits: od.Limits) -> tuple[int, ...]:
+        return super().probe(data, limits)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TwoFacts(Counted):
+    """What `Counted` becomes when someone means to change its header, and forgets to raise its version."""
+
+    num_facts = 2
+
+
+@pytest.fixture
+def probed(tmp_path: Path) -> Any:
+    """Indexes tracks, and tells how many members were probed."""
+    shard = one_shard(tmp_path, *[{"track": track(3 + n)} for n in range(5)], {"track": b"no track at all"})
+
+    def run(modality: od.Modality, **options: Any) -> int:
+        before = Probe.calls
+        recipe = recipe_of(tracks=modality)
+        index = indexed(shard, recipe, **options)
+        stride = getattr(modality, "stride", 2)
+        assert [size.tokens for size in parts_of(index, "tracks", recipe)] == [-(-n // stride) for n in range(3, 8)]
+        assert reasons(index) == {"s5": ("track", "not a track")}
+        return Probe.calls - before
+
+    run.shard = shard  # type: ignore[attr-defined]
+    return run
+
+
+def test_headers_are_kept_for_a_probe_and_its_version_whatever_its_parameters(probed: Any) -> None:
+    assert probed(Counted(stride=2)) == 6
+    assert probed(Counted(stride=3)) == 0  # the failed one is not tried again either
+    assert probed(Same()) == 0
+    assert probed(Raised()) == 6
+    assert probed(Own()) == 6
+    assert probed(Counted(stride=4)) == 0
+
+
+def test_looking_for_changed_shards_probes_none_that_is_the_same(probed: Any) -> None:
+    assert probed(Counted()) == 6
+    assert probed(Counted(stride=3), rebuild=True) == 0
+
+
+def test_other_limits_probe_again(probed: Any) -> None:
+    assert probed(Counted()) == 6
+    before = Probe.calls
+    indexed(probed.shard, recipe_of(tracks=Counted(), limits=od.Limits(image_pixels=10**6)))
+    assert Probe.calls == before + 6  # a probe is given them
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "gone"])
+def test_damaged_headers_are_probed_again(probed: Any, private_cache: Path, damage: str) -> None:
+    assert probed(Counted()) == 6
+    (kept,) = private_cache.rglob("*.headers")
+    content = bytearray(kept.read_bytes())
+    if damage == "flipped":
+        content[len(content) // 2] ^= 1
+    kept.write_bytes({"cut": content[:-1], "empty": b""}.get(damage, content))
+    if damage == "gone":
+        kept.unlink()
+    assert probed(Counted(stride=3)) == 6
+    assert probed(Counted(stride=4)) == 0
+
+
+def test_headers_of_another_width_are_not_taken_for_its_own(probed: Any) -> None:
+    assert probed(Counted()) == 6
+    found = reasons(indexed(probed.shard, recipe_of(tracks=TwoFacts())))
+    assert found["s0"] == ("track", "probe() gave (3,), not num_facts=2 integers of 64 bits")
+
+
+def test_a_changed_shard_is_probed_again(probed: Any) -> None:
+    assert probed(Counted()) == 6
+    write_shard(Path(probed.shard), [{"__key__": "s0", "track": track(40)}])
+    before = Probe.calls
+    index = indexed(probed.shard, recipe_of(tracks=Counted()), rebuild=True)
+    assert [size.positions for size in parts_of(index, "tracks", recipe_of(tracks=Counted()))] == [40]
+    assert Probe.calls == before + 1
+    indexed(probed.shard, recipe_of(tracks=Counted(stride=3)))
+    assert Probe.calls == before + 1
+
+
+def test_what_is_counted_from_bytes_keeps_no_headers(tmp_path: Path, private_cache: Path) -> None:
+    shard = one_shard(tmp_path, {"npy": cloud(10)}, {"npy": cloud(3)})
+    for group, tokens in ((4, [3, 1]), (1, [10, 3])):
+        recipe = recipe_of(points=Points(group=group))
+        assert [size.tokens for size in parts_of(indexed(shard, recipe), "points", recipe)] == tokens
+    assert list(private_cache.rglob("*.headers")) == []
+
+
+# Sizes that are none
+
+
+@dataclass(frozen=True, kw_only=True)
+class Odd(od.Modality):
+    """Counts nonsense where its bytes ask for it."""
+
+    fields = ("odd",)
+    num_extents = 1
+
+    def arrays(self) -> Mapping[str, od.ArraySpec]:
+        return {"rows": od.ArraySpec((2,))}
+
+    def count(self, data: bytes | memoryview, limits: od.Limits) -> od.PartSize:
+        sizes: dict[bytes, Any] = {
+            b"float": od.PartSize(4.0, 1),  # type: ignore[arg-type]
+            b"late float": od.PartSize(4, 1, 4, (2.5,)),  # type: ignore[arg-type]
+            b"zero": od.PartSize(0, 1),
+            b"no tokens": od.PartSize(1, 0),
+            b"long extent": od.PartSize(1, 1, 1, (1, 2)),
+            b"huge": od.PartSize(2**40, 1),
+            b"tuple": (4, 1),
+            b"NumPy": od.PartSize(np.int64(4), np.uint8(1), np.int32(4), (np.int64(2),)),
+        }
+        if bytes(data) == b"raise":
+            raise RuntimeError("no idea")
+        return sizes[bytes(data)]
+
+
+def test_what_is_no_size_fails_its_sample_alone(tmp_path: Path) -> None:
+    kinds = b"float|late float|zero|no tokens|long extent|huge|tuple|raise|unknown".split(b"|")
+    samples = [{"odd": data} for kind in kinds for data in (kind, b"NumPy")]
+    recipe = recipe_of(odd=Odd())
+    index = indexed(one_shard(tmp_path, *samples), recipe)
+    found = reasons(index)
+    assert list(found) == [f"s{2 * place}" for place in range(len(kinds))]
+    assert {field for field, _ in found.values()} <= {"odd", "*"}
+    assert found["s0"] == ("odd", "cannot be measured: TypeError: 'float' object cannot be interpreted as an integer")
+    assert found["s14"] == ("odd", "cannot be measured: RuntimeError: no idea")
+    # What the failed ones would have left behind would be found here.
+    assert parts_of(index, "odd", recipe) == [od.PartSize(4, 1, 4, (2,))] * len(kinds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numbers(Odd):
+    """Its header is what its bytes say, in decimal."""
+
+    num_facts = 1
+
+    @classmethod
+    def probe(cls, data: bytes, limits: od.Limits) -> tuple[int, ...]:
+        return tuple(int(word) if word.isdigit() else float(word) for word in data.decode().split())  # type: ignore[misc]
+
+    def count(self, data: bytes | memoryview, limits: od.Limits) -> od.PartSize:
+        return od.PartSize(4, 1)
+
+    def count_header(self, header: tuple[int, ...], limits: od.Limits) -> od.PartSize:
+        return SIZE
+
+
+class FromHeader(Numbers):
+    count = od.Modality.count
+
+
+def test_a_header_that_no_column_holds_fails_its_sample_alone(tmp_path: Path) -> None:
+    told = [b"5", str(2**63).encode(), b"6", b"1 2", b"7", b"1.5", str(2**63 - 1).encode(), b"word"]
+    recipe = recipe_of(odd=FromHeader())
+    index = indexed(one_shard(tmp_path, *[{"odd": data} for data in told]), recipe)
+    assert list(reasons(index)) == ["s1", "s3", "s5", "s7"]
+    assert reasons(index)["s1"][1] == f"probe() gave ({2**63},), not num_facts=1 integers of 64 bits"
+    assert index.member_header[:, 0].tolist() == [5, 6, 7, 2**63 - 1]
+
+
+# Claims
+
+
+@dataclass(frozen=True, kw_only=True)
+class Depth(od.ImagePreprocessor):
+    fields = ("depth.png",)
+    words = ()
+
+
+def test_the_longest_name_decides_whose_a_member_is(tmp_path: Path) -> None:
+    samples = {"png": png(64, 32), "depth.png": png(32, 32), "1.depth.png": png(16, 64)}
+    shard = one_shard(tmp_path, samples | {"txt": b"deep"})
+    small = {"patch_size": 8, "min_tokens": 1, "max_tokens": 12}
+    recipe = recipe_of(depth=Depth(**small))
+    index = indexed(shard, recipe)
+    assert [size.extent for size in parts_of(index, "image", recipe)] == [(4, 8)]
+    assert [size.extent for size in parts_of(index, "depth", recipe)] == [(4, 4), (8, 2)]
+    # Without the modality all three are images.
+    assert len(parts_of(indexed(shard, PLAIN), "image", PLAIN)) == 3
+
+
+def test_headers_that_the_facts_have_are_not_read_again(tmp_path: Path, private_cache: Path) -> None:
+    indexed(one_shard(tmp_path, {"depth.png": png(32, 32)}), recipe_of(depth=Depth()))
+    assert list(private_cache.rglob("*.headers")) == []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clouds(Points):
+    slot = od.Slot(mark="")
+
+
+class Gifs(Depth):
+    fields = ("gif",)
+
+
+class Framed(od.ImagePreprocessor):
+    fields = ("png", "depth.png")
+
+
+class Marked(Points):
+    fields = ("cloud",)
+    slot = od.Slot(mark="<image>")
+
+
+class Worded(Points):
+    fields = ("cloud",)
+    words = ("image_url",)
+
+
+@pytest.mark.parametrize(
+    ("held", "message"),
+    [
+        ({"points": Points(), "clouds": Clouds()}, "clouds and points both claim the field 'npy'"),
+        ({"points": Points(), "npy": Tracks()}, "npy and points both claim the field 'npy'"),
+        ({"image": Framed(), "depth": Depth()}, "image and depth both claim the field 'depth.png'"),
+        ({"a": Tracks(), "b": Wide(), "wide": Tracks()}, "b and wide both claim the field 'wide'|'track'"),
+        ({"marked": Marked()}, "the marks of image and marked are both '<image>'"),
+        ({"worded": Worded()}, "image and worded both claim items of type 'image_url'"),
+    ],
+)
+def test_claims_that_collide_are_refused(held: dict[str, od.Modality], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        od.Recipe(**held)
+
+
+def test_what_is_left_out_may_be_claimed_and_a_users_claim_goes_before_a_default() -> None:
+    assert od.Recipe(image=None, worded=Worded()).rules.words.items["image_url"] == "worded"
+    recipe = recipe_of(moving=Gifs())
+    assert recipe.kinds[recipe.kind_of("0.gif", 1)] == "moving" and recipe.kinds[recipe.kind_of("png", 1)] == "image"
+
+
+@pytest.mark.parametrize("name", ["llm", "step", "Points", "2d", "point-cloud", "_x", "x_", ""])
+def test_names_that_mean_something_else_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="a modality cannot be called"):
+        od.Recipe(**{name: Points()})
+
+
+@pytest.mark.parametrize(
+    ("held", "message"),
+    [
+        ({"points": 3}, "Recipe.points must be an od.Modality, got int"),
+        ({"points": Points}, "Recipe.points must be an od.Modality, got type"),
+        ({"text": Points()}, "Recipe.text must be TextPreprocessor, got Points"),
+        ({"image": od.AudioPreprocessor()}, "Recipe.image must be ImagePreprocessor, got AudioPreprocessor"),
+    ],
+)
+def test_what_is_no_modality_is_refused(held: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        od.Recipe(**held)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrays(Points):
+    name: str = "points"
+    dtype: str = "float32"
+    per: Any = "row"
+    row_shape: tuple[int, ...] = (3,)
+
+    def arrays(self) -> Mapping[str, od.ArraySpec]:
+        return {self.name: od.ArraySpec(self.row_shape, self.dtype, self.per)}
+
+
+@pytest.mark.parametrize(
+    ("held", "error", "message"),
+    [
+        ({"points": Arrays(name="positions")}, ValueError, "an array of points cannot be called 'positions'"),
+        ({"points": Arrays(name="mask")}, ValueError, "'mask'"),
+        ({"points": Arrays(name="two words")}, ValueError, "'two words'"),
+        ({"input": Arrays(name="ids")}, ValueError, "every batch and input both have an input called input_ids"),
+        ({"a": Arrays(name="b_values"), "a_b": Tracks()}, ValueError, "a and a_b both have an input called a_b_values"),
+        ({"points": Arrays(per="rows")}, ValueError, "per='rows'"),
+        ({"points": Arrays(row_shape=(0,))}, ValueError, "sides are ints of at least 1"),
+        ({"points": Arrays(dtype="object")}, TypeError, "dtype 'object'"),
+        ({"points": Arrays(dtype="float99")}, TypeError, "float99"),
+    ],
+)
+def test_arrays_that_no_batch_can_hold_are_refused(held: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        od.Recipe(**held)
+
+
+def test_a_modality_without_methods_says_which_it_lacks(tmp_path: Path) -> None:
+    class Nothing(od.Modality):
+        fields = ("nothing",)
+
+    class Uncounted(Nothing):
+        def arrays(self) -> Mapping[str, od.ArraySpec]:
+            return {}
+
+    with pytest.raises(NotImplementedError, match=r"Nothing must define arrays\(\)"):
+        od.Recipe(nothing=Nothing())
+    found = reasons(indexed(one_shard(tmp_path, {"nothing": b"data"}), od.Recipe(nothing=Uncounted())))
+    assert "must define count(), or probe() and count_header()" in found["s0"][1]
+
+
+# Conversations and records
+
+
+@dataclass(frozen=True, kw_only=True)
+class Video(Tracks):
+    """Named as what conversations of today name beside their text."""
+
+    fields = ("mp4",)
+    words = ("video_url",)
+    slot = od.Slot()
+
+
+VIDEO = recipe_of(video=Video())
+ITEMS = [{"type": "video", "video": "x.mp4"}, {"type": "text", "text": "what?"}]
+TURNS = [{"from": "human", "value": "<video> what?"}, {"from": "gpt", "value": "this"}]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        [{"role": "user", "content": ITEMS}, {"role": "assistant", "content": "this"}],
+        {"video": "x.mp4", "conversations": TURNS},
+        {"videos": ["x.mp4"], "conversations": TURNS},
+        {"video": "x.mp4", "text": "<video> it is"},
+    ],
+)
+def test_records_may_name_a_users_modality(tmp_path: Path, record: Any) -> None:
+    shard = one_shard(tmp_path, {"mp4": track(8), "json": json.dumps(record).encode()})
+    index = indexed(shard, VIDEO)
+    assert reasons(index) == {} and [size.positions for size in parts_of(index, "video", VIDEO)] == [8]
+    # To a recipe that does not know it, the same record would lose what it names.
+    assert "video" in reasons(indexed(shard, PLAIN))["s0"][1]
+
+
+def test_a_mark_without_its_part_is_refused(tmp_path: Path) -> None:
+    found = reasons(indexed(one_shard(tmp_path, {"txt": b"a <points> of view"}, {"npy": cloud(3), "txt": b"<track>"})))
+    assert found["s0"][1].endswith('where the mark is text, give the modality slot = od.Slot(mark="")')
+    assert found["s1"][1].startswith("<track> placeholder 1 of 1 has no tracks")
+    unmarked = indexed(one_shard(tmp_path, {"txt": b"a <clouds> of view"}), recipe_of(clouds=Clouds()))
+    assert reasons(unmarked) == {}
+
+
+# Parquet
+
+
+def test_parquet_columns_are_found_by_name_and_suffix(tmp_path: Path) -> None:
+    table = {
+        "id": ["a", "b", "c"],
+        "points": [cloud(5), cloud(9), None],
+        "track": [[track(4), track(6)], [], [track(3)]],
+        "scan.npy": [None, cloud(2), cloud(12)],
+        "text": ["<points> <track> <track>", "<points> <points>", "plain <points> with <track>"],
+    }
+    types = {"track": pa.list_(pa.binary()), "points": pa.binary(), "scan.npy": pa.large_binary()}
+    arrays = {name: pa.array(values, types.get(name)) for name, values in table.items()}
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table(arrays), path)
+    recipe = recipe_of(points=Points(), tracks=Tracks())
+    index = indexed(path, recipe)
+    assert reasons(index) == {}
+    for row, points, tracks in ((0, [5], [4, 6]), (1, [9, 2], []), (2, [12], [3])):
+        for name, expected in (("points", points), ("tracks", tracks)):
+            parts, _ = index.parts_of(np.array([row]), name)
+            assert index.part_positions[parts].tolist() == expected
+    # Without the modalities they are no one's, and the marks in the text are text.
+    plain = indexed(path, PLAIN)
+    assert plain.modalities == NAMES[:3] and plain.totals["modalities"]["text"]["tokens"] > 60
+
+
+# What decode() gives
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype", "fine"),
+    [
+        (np.zeros(3, np.float32), "float32", True),
+        (np.zeros(3, np.float64), "float32", False),
+        (np.zeros(3, ">f4"), "float32", False),
+        ([1, 2, 3], "int64", True),
+        ([1.0, 2], "int64", False),
+        (torch.zeros(3, dtype=torch.bfloat16), "bfloat16", True),
+        (torch.zeros(3, dtype=torch.bfloat16), "uint16", False),
+        (torch.zeros(3), "bfloat16", False),
+        (torch.zeros(3, requires_grad=True), "float32", True),
+        (np.array([None, 1]), "float32", False),
+        (np.array(["a"]), "float32", False),
+    ],
+)
+def test_decoded_values_are_taken_in_their_own_dtype_alone(values: Any, dtype: str, fine: bool) -> None:
+    if fine:
+        assert len(stored(values, dtype)) == 3
+    else:
+        with pytest.raises(DecodeError, match=f"arrays\\(\\) says {dtype}"):
+            stored(values, dtype)
+
+
+def test_a_shard_may_move_with_its_headers_probed_once_more(tmp_path: Path) -> None:
+    """Headers are kept by where a shard lies, as its facts are."""
+    shard = one_shard(tmp_path, {"track": track(4)})
+    indexed(shard, recipe_of(tracks=Counted()))
+    (tmp_path / "elsewhere").mkdir()
+    moved = shutil.copy(shard, tmp_path / "elsewhere")
+    before = Probe.calls
+    recipe = recipe_of(tracks=Counted())
+    assert [size.positions for size in parts_of(indexed(moved, recipe), "tracks", recipe)] == [4]
+    assert Probe.calls == before + 1
