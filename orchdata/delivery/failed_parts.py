@@ -77,8 +77,7 @@ Flags = dict[str, list[list[Any]]]
 def _flags(batch: Batch) -> Flags:
     """Modality -> which parts are valid, as they are encoded, and how many go to each rank."""
     return {
-        name: [getattr(batch, name).valid.tolist(), route.parts.send_rows.tolist()]
-        for name, route in batch.routes.items()
+        name: [_valid(batch, name).tolist(), route.parts.send_rows.tolist()] for name, route in batch.routes.items()
     }
 
 
@@ -93,4 +92,10 @@ def _arriving(name: str, rank: int, by_rank: Sequence[Flags]) -> torch.Tensor:
 
 
 def _num_failed(batch: Batch) -> int:
-    return sum(int((~getattr(batch, name).valid).sum()) for name in batch.routes)
+    return sum(int((~_valid(batch, name)).sum()) for name in batch.routes)
+
+
+def _valid(batch: Batch, name: str) -> torch.Tensor:
+    valid = batch.media[name].valid
+    assert valid is not None  # there are routes
+    return valid

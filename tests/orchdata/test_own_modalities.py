@@ -1,0 +1,735 @@
+"""A modality that the library does not know, from plan to model: its arrays, tokens, positions, routes and failures.
+
+All ranks of a step are made in this process, and what `exchange` would carry is carried by hand along their routes.
+What each sample must get is written down here, from its bytes.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import pickle
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from own_modalities import Cropped, Loud, Lowered, Points, Shouted, Tracks, cloud, mixed_samples, track
+from shard_factory import RECIPE as PLAIN
+from shard_factory import audio, chat, jpeg, write_shard
+from torch import Tensor
+
+import orchdata as od
+from orchdata.loaders.recipe import image_grid
+from orchdata.planning.layout import Layout
+from orchdata.planning.route import Route
+from orchdata.profile.profile import profile
+
+OWN = {"points": Points(), "tracks": Tracks()}
+RECIPE = od.Recipe(image=PLAIN.image, audio=PLAIN.audio, **OWN)
+GROUP, STRIDE = 4, 2  # rows of a token
+NUM_SAMPLES = 25
+COST = od.CostModel(
+    image=od.PhaseCost(2.0),
+    audio=od.PhaseCost(1.0),
+    points=od.PhaseCost(3.0, 0.1),
+    tracks=od.PhaseCost(1.0),
+    llm=od.PhaseCost(4.0, 0.01),
+)
+LAYOUTS: tuple[Layout, ...] = (
+    od.Packed(),
+    od.Packed(positions="mrope", multiple_of=8),
+    od.Padded(),
+    od.Padded(encoders="padded", positions="mrope"),
+)
+ONE = od.Balance(scope="none")
+BALANCES = {
+    "joint": od.Balance(),
+    "joint, microbatches": od.Balance(max_tokens=220, oversize="own"),
+    "per phase": od.Balance(assignment="per_phase"),
+    "per phase, microbatches": od.Balance(
+        assignment="per_phase", max_tokens={"llm": 260, "points": 120, "tracks": 130}, oversize="own"
+    ),
+}
+
+
+# What a sample is, from its bytes
+
+
+@dataclass
+class Expected:
+    """A sample's sequence, and the features of each modality's tokens in order: rows of a token behind one another."""
+
+    input_ids: list[int]
+    labels: list[int]
+    mrope: list[list[int]]
+    features: dict[str, Tensor]
+
+
+def token_rows(rows: Tensor, per_token: int) -> Tensor:
+    """(num_rows, values) -> (num_tokens, per_token * values), zeros behind the last."""
+    missing = -len(rows) % per_token
+    return torch.cat([rows, rows.new_zeros(missing, rows.shape[1])]).reshape(-1, per_token * rows.shape[1])
+
+
+def track_rows(values: Tensor, times: Tensor) -> Tensor:
+    return torch.cat([values.double(), times[:, None].double()], dim=1)
+
+
+def features_of(field: str, data: bytes) -> Tensor:
+    """By NumPy alone; .npy files have 128 bytes of header."""
+    if field.endswith("npy"):
+        return token_rows(torch.tensor(np.frombuffer(data, "<f4", offset=128).reshape(-1, 3)).double(), GROUP)
+    (length,) = np.frombuffer(data, "<u4", 1, 4).tolist()
+    times = torch.tensor(np.frombuffer(data, "<i8", length, 8))
+    values = torch.tensor(np.frombuffer(data, "<f4", 2 * length, 8 + 8 * length).reshape(length, 2))
+    return token_rows(track_rows(values.to(torch.bfloat16), times), STRIDE)
+
+
+def expected_of(number: int, sample: Mapping[str, Any]) -> Expected:
+    """As `mixed_samples` makes it."""
+    clouds = [features_of(field, data) for field, data in sample.items() if field.endswith("npy")]
+    tracks = [features_of(field, data) for field, data in sample.items() if field.endswith("track")]
+    picture = PLAIN.image.num_tokens(image_grid(80, 60, PLAIN.image))
+    grid = tuple(side // PLAIN.image.merge for side in image_grid(80, 60, PLAIN.image))
+    sound = PLAIN.audio.num_tokens(round(0.3 * 16_000))
+    kind, pieces = number % 5, list[Any]()
+    if kind == 0:
+        pieces = [(sample["txt"], True)]
+    elif kind == 1:
+        pieces = ["points", (sample["txt"], True)]
+    elif kind == 2:
+        pieces = ["tracks", (b" then ", True), "tracks"]
+    else:
+        said = json.loads(sample["json"])[1]["content"].encode()
+        middle = ["points", b" and ", "image"] if kind == 3 else ["tracks", b" is ", "points", b", ", "audio"]
+        asked = [b"see ", *middle] if kind == 3 else middle
+        pieces = [
+            (b"<|im_start|>user\n", False),
+            *[(piece, False) if isinstance(piece, bytes) else piece for piece in asked],
+            (b"<|im_end|>\n<|im_start|>assistant\n", False),
+            (said + b"<|im_end|>\n", True),
+        ]
+    found = Expected([], [], [[], [], []], {})
+    next_position = 0
+    for piece in pieces:
+        token_ids: list[int]
+        if isinstance(piece, tuple):
+            text, loss = piece
+            found.labels += list(text) if loss else [-100] * len(text)
+            found.input_ids += list(text)
+            offsets, step = [list(range(len(text)))] * 3, len(text)
+        else:
+            if piece == "tracks":  # its start_id
+                found.input_ids.append(8)
+                found.labels.append(-100)
+                for axis in found.mrope:
+                    axis.append(next_position)
+                next_position += 1
+            if piece in ("points", "tracks"):
+                part = (clouds if piece == "points" else tracks).pop(0)
+                held = found.features.get(piece)
+                found.features[piece] = part if held is None else torch.cat([held, part])
+                count = len(part)
+            else:
+                count = picture if piece == "image" else sound
+            token_ids = [{"image": 256, "audio": 257, "points": 0, "tracks": 7}[piece]] * count
+            found.input_ids += token_ids
+            found.labels += [-100] * count
+            offsets, step = [list(range(count))] * 3, count
+            if piece == "tracks":
+                offsets, step = [[STRIDE * token for token in range(count)]] * 3, STRIDE * (count - 1) + 1
+            if piece == "image":
+                rows, cols = np.divmod(np.arange(count), grid[1])
+                offsets, step = [[0] * count, rows.tolist(), cols.tolist()], max(grid)
+        for axis, offset in zip(found.mrope, offsets, strict=True):
+            axis += [next_position + place for place in offset]
+        next_position += step
+    found.labels[0] = -100
+    assert not clouds and not tracks
+    return found
+
+
+SAMPLES = mixed_samples(NUM_SAMPLES)
+EXPECTED = {sample["__key__"]: expected_of(number, sample) for number, sample in enumerate(SAMPLES)}
+
+
+@pytest.fixture(scope="module")
+def shard(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_shard(tmp_path_factory.mktemp("mixed") / "mixed.tar", SAMPLES)
+
+
+def loader(shard: str, rank: int = 0, num_ranks: int = 1, recipe: od.Recipe = RECIPE, **options: Any) -> od.DataLoader:
+    dataset = od.ShardDataset(shard, recipe=recipe)
+    dataset.index()
+    options = {"global_batch_size": 10, "num_threads": 0, "cost": COST} | options
+    return od.DataLoader(dataset, dp=(rank, num_ranks), **options)
+
+
+# What batches deliver
+
+
+def encoded(batch: od.Batch, name: str) -> Tensor:
+    """What an encoder would make of a modality that shows each row it was given: (num_tokens, values)."""
+    held = batch.media[name]
+    if name == "points":
+        rows, per_token = held.points.double(), GROUP
+    else:
+        assert held.values.dtype == torch.bfloat16 and held.times.dtype == torch.int64
+        shape = held.times.shape
+        rows = track_rows(held.values.reshape(-1, 2), held.times.reshape(-1)).reshape(*shape, 3)
+        per_token = STRIDE
+    if held.mask is not None:
+        assert rows.shape[:2] == held.mask.shape and not rows[~held.mask].any()  # zeros behind each part
+        parts = [row[mask] for row, mask in zip(rows, held.mask, strict=True)]
+    else:
+        parts = list(rows.split(held.cu_seqlens.diff().tolist()))
+    assert held.max_seqlen == max(map(len, parts))
+    return torch.cat([token_rows(part, per_token) for part in parts])
+
+
+def carry(features: list[Tensor], routes: list[Route]) -> list[Tensor]:
+    """What `exchange` does on all ranks, by hand."""
+    grouped = []
+    for rows, route in zip(features, routes, strict=True):
+        assert len(rows) == route.num_rows_in
+        if route.zeroed is not None:
+            rows = rows.index_fill(0, torch.from_numpy(route.zeroed), 0)
+        grouped.append(rows.split(route.send_rows.tolist()))
+    return [torch.cat([theirs[rank] for theirs in grouped]) for rank in range(len(routes))]
+
+
+def delivered(steps: list[list[od.Batch]]) -> dict[str, Expected]:
+    """Key -> what a model would see of it, from the batches [rank][microbatch]."""
+    found = {}
+    for batches in zip(*steps, strict=True):
+        arrived = {}
+        for name in OWN:
+            rows = [encoded(batch, name)[: batch.media[name].num_tokens] for batch in batches]
+            arrived[name] = carry(rows, [batch.route(name) for batch in batches]) if batches[0].routes else rows
+        for rank, batch in enumerate(batches):
+            llm = batch.llm
+            width = llm.input_ids.shape[-1]
+            merged = {}
+            for name in OWN:
+                rows = arrived[name][rank]
+                embeds = torch.full((llm.input_ids.numel(), rows.shape[1]), torch.nan, dtype=torch.float64)
+                merged[name] = embeds.index_copy(0, llm.media_positions[name], rows)
+            mrope = llm.position_ids
+            mrope = mrope.flatten(1) if llm.restart_position_ids is not None else mrope.reshape(1, -1).expand(3, -1)
+            for number, (_, key) in enumerate(batch.keys):
+                if llm.attention_mask is None:
+                    start = int(llm.cu_seqlens[number])
+                    length = min(int(llm.cu_seqlens[number + 1]) - start, len(EXPECTED[key].input_ids))
+                    assert (llm.labels[start + length : llm.cu_seqlens[number + 1]] == -100).all()
+                else:
+                    start, length = number * width, int(llm.attention_mask[number].sum())
+                place = slice(start, start + length)
+                found[key] = Expected(
+                    llm.input_ids.flatten()[place].tolist(),
+                    llm.labels.flatten()[place].tolist(),
+                    mrope[:, place].tolist(),
+                    {
+                        name: rows[place][~rows[place].isnan().any(1)]
+                        for name, rows in merged.items()
+                        if not rows[place].isnan().all()
+                    },
+                )
+    return found
+
+
+def differ(found: Mapping[str, Expected], expected: Mapping[str, Expected], *, mrope: bool) -> list[str]:
+    """Keys of samples that are not what they should be."""
+    wrong = sorted(found.keys() ^ expected.keys())
+    for key in found.keys() & expected.keys():
+        ours, theirs = found[key], expected[key]
+        same = (ours.input_ids, ours.labels) == (theirs.input_ids, theirs.labels)
+        same &= ours.mrope == (theirs.mrope if mrope else [list(range(len(theirs.labels)))] * 3)
+        same &= ours.features.keys() == theirs.features.keys()
+        same &= all(torch.equal(rows, theirs.features[name]) for name, rows in ours.features.items() if same)
+        wrong += [] if same else [key]
+    return wrong
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["packed", "packed mrope", "padded", "padded all mrope"])
+@pytest.mark.parametrize("balance", BALANCES)
+def test_every_sample_gets_its_own(shard: str, balance: str, layout: Layout, num_ranks: int) -> None:
+    balancing = BALANCES[balance]
+    if layout == od.Padded(encoders="padded", positions="mrope") and balancing.max_tokens:
+        balancing = replace(balancing, max_tokens=260)  # padding of encoders is not planned
+    options = {"balance": balancing, "collate_fn": layout}
+    steps = [list(loader(shard, rank, num_ranks, **options)) for rank in range(num_ranks)]
+    assert differ(delivered(steps), EXPECTED, mrope=layout.positions == "mrope") == []
+    assert ("microbatches" in balance) == any(batch.num_microbatches > 1 for batch in steps[0])
+    if num_ranks > 1 and "per phase" in balance:
+        for name in OWN:
+            routes = [batch.route(name) for batches in steps for batch in batches]
+            assert any(int(route.send_rows.sum() - route.send_rows[route.rank]) for route in routes)
+
+
+def test_what_is_another_samples_would_be_seen(shard: str) -> None:
+    """Guards the comparison above."""
+    found = delivered([list(loader(shard, balance=ONE))])
+    assert differ(found, EXPECTED, mrope=False) == []
+    clouds, tracks = ([key for key in found if int(key[1:]) % 5 == kind] for kind in (1, 2))
+    found[clouds[0]].features["points"] = found[clouds[0]].features["points"].flip(0)
+    found[tracks[0]].features["tracks"] = found[tracks[1]].features["tracks"]
+    found[clouds[1]].labels[-1] = -100
+    found[clouds[2]].mrope[1] = found[clouds[2]].mrope[1][::-1]
+    assert sorted(differ(found, EXPECTED, mrope=False)) == sorted([*clouds[:3], tracks[0]])
+
+
+def test_threads_build_the_same(shard: str) -> None:
+    one = delivered([list(loader(shard, num_threads=2, balance=BALANCES["per phase"]))])
+    assert differ(one, EXPECTED, mrope=False) == []
+
+
+# The batch's face
+
+
+def test_a_batch_speaks_of_them_by_name(shard: str) -> None:
+    batch = next(iter(loader(shard, 0, 3, balance=BALANCES["per phase"])))
+    assert list(batch.media) == ["image", "audio", "points", "tracks"]
+    assert batch.plan.parts.keys() == {"image", "audio", "points", "tracks"}
+    inputs = batch.model_inputs()
+    for name, arrays in (("points", {"points"}), ("tracks", {"values", "times"})):
+        held = batch.media[name]
+        assert set(held.arrays) == arrays
+        assert all(inputs[f"{name}_{array}"] is held.arrays[array] for array in arrays)
+        assert inputs[f"{name}_cu_seqlens"] is held.cu_seqlens and inputs[f"{name}_max_seqlen"] == held.max_seqlen
+        assert inputs[f"{name}_positions"] is batch.llm.media_positions[name]
+        assert inputs[f"{name}_route"] is batch.route(name)
+        assert getattr(batch.llm, f"{name}_positions") is inputs[f"{name}_positions"]
+    assert batch.media["tracks"].times.shape == (int(batch.media["tracks"].cu_seqlens[-1]),)
+    with pytest.raises(AttributeError, match="no 'colors'; its arrays are points"):
+        batch.media["points"].colors  # noqa: B018
+    moved = batch.to("cpu")
+    assert torch.equal(moved.media["tracks"].times, batch.media["tracks"].times)
+    padded = next(iter(loader(shard, collate_fn=od.Padded(encoders="padded")))).model_inputs()
+    assert padded["tracks_mask"].shape == padded["tracks_times"].shape == padded["tracks_values"].shape[:2]
+    assert {"points_token_places", "points_mask"} <= padded.keys()
+
+
+def test_merge_puts_features_where_they_belong_and_asks_for_all(shard: str) -> None:
+    batch = next(iter(loader(shard, balance=ONE)))
+    embeds = torch.zeros(*batch.llm.input_ids.shape, 5)
+    features = {name: torch.full((held.num_tokens, 5), 1.0 + n) for n, (name, held) in enumerate(batch.media.items())}
+    merged = batch.merge(embeds, features)
+    ids = batch.llm.input_ids
+    for number, token_id in enumerate((256, 257, 0, 7)):
+        assert (merged[ids == token_id] == 1 + number).all() and (ids == token_id).any()
+    assert (merged[(ids > 7) & (ids < 256)] == 0).all()
+    with pytest.raises(ValueError, match="the batch has points, but no features of it were given"):
+        batch.merge(embeds, {name: rows for name, rows in features.items() if name != "points"})
+    with pytest.raises(ValueError, match="features of 'lidar' were given"):
+        batch.merge(embeds, features | {"lidar": features["points"]})
+    with pytest.raises(ValueError, match="tracks tokens, the features have"):
+        batch.merge(embeds, features | {"tracks": features["tracks"][1:].repeat(2, 1)})
+
+
+def test_costs_decide_who_gets_what(tmp_path: Path) -> None:
+    samples = [{"__key__": f"s{n}", "npy": cloud(80 if n in (0, 1, 4, 5) else 4, n), "txt": b"text"} for n in range(8)]
+    shard = write_shard(tmp_path / "a.tar", samples)
+    recipe = od.Recipe(points=Points())
+    cost = od.CostModel(points=od.PhaseCost(1.0), llm=od.PhaseCost(0.001))
+    options: dict[str, Any] = {"recipe": recipe, "global_batch_size": 8, "cost": cost}
+    plan = next(iter(loader(shard, 0, 4, **options))).plan
+    in_turn = next(iter(loader(shard, 0, 4, balance=ONE, **options))).plan
+    unit = int(plan.loads("points").sum()) // 336
+    assert (plan.loads("points") / unit).tolist() == [84] * 4
+    assert (in_turn.loads("points") / unit).tolist() == [160, 160, 8, 8]
+    with pytest.raises(ValueError, match="the cost model names phase 'tracks', and the recipe has no modality"):
+        loader(shard, **options | {"cost": COST})
+    with pytest.raises(ValueError, match="names phase 'points'"):
+        loader(shard, **options | {"recipe": od.Recipe()})
+
+
+@pytest.mark.parametrize("layout", [od.Packed(), od.Padded(encoders="padded")], ids=["packed", "padded"])
+@pytest.mark.parametrize("balance", ["joint", "per phase"])
+def test_a_rank_that_has_none_gets_a_dummy(tmp_path: Path, layout: Layout, balance: str) -> None:
+    samples = [{"__key__": "a", "npy": cloud(7)}, {"__key__": "b", "txt": b"text"}, {"__key__": "c", "txt": b"more"}]
+    shard = write_shard(tmp_path / "a.tar", samples)
+    options = {"global_batch_size": 3, "balance": BALANCES[balance], "collate_fn": layout}
+    batches = [next(iter(loader(shard, rank, 3, **options))) for rank in range(3)]
+    assert sorted(batch.media["points"].num_tokens for batch in batches) == [0, 0, 2]
+    for batch in batches:
+        assert batch.media["tracks"].num_tokens == 0  # of the cost model, though no sample has one
+        for name, array, row in (("points", "points", (3,)), ("tracks", "values", (2,)), ("tracks", "times", ())):
+            held = batch.media[name]
+            if held.num_tokens:
+                continue
+            assert held.arrays[array].shape == ((1, *row) if held.mask is None else (1, 1, *row))
+            assert not held.arrays[array].any() and held.cu_seqlens.tolist() == [0, 1]
+            assert len(batch.llm.media_positions[name]) == (2 if (name, batch.keys[0][1]) == ("points", "a") else 0)
+        weight = torch.zeros(4, requires_grad=True)
+        features = {
+            name: held.arrays[next(iter(held.arrays))].double().reshape(-1, 1)[:1].expand(max(1, held.num_tokens), 4)
+            * weight
+            for name, held in batch.media.items()
+        }
+        if not batch.routes:
+            batch.merge(torch.zeros(*batch.llm.input_ids.shape, 4), features).sum().backward()
+            assert weight.grad is not None
+
+
+def test_a_profile_counts_them_by_name(shard: str) -> None:
+    index = od.ShardDataset(shard, recipe=RECIPE).index()
+    found = profile(index, cost=COST, ranks=(2, 4), batch_size=2)
+    assert set(found.modalities) == {"text", "image", "audio", "points", "tracks"}
+    assert set(found.phases) == {"image", "audio", "points", "tracks", "llm"}
+    for name, key in (("points", "npy"), ("tracks", "track")):
+        having = [sample for sample in SAMPLES if any(field.endswith(key) for field in sample)]
+        tokens = sum(len(expected.features.get(name, ())) for expected in EXPECTED.values())
+        assert (found.modalities[name].samples, found.modalities[name].tokens) == (len(having), tokens)
+        assert found.phases[name].samples == len(having)
+        assert all(name in scale.phases for scale in found.scales)
+    assert "points" in json.dumps(found.to_dict())
+
+
+# What fails
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bad(Points):
+    """Decodes nonsense where a cloud has 13 points."""
+
+    kind: str = ""
+
+    def decode(self, data: bytes | memoryview, limits: od.Limits) -> Mapping[str, Any]:
+        points = super().decode(data, limits)["points"]
+        if len(points) != 13:
+            return {"points": points}
+        if self.kind == "raises":
+            raise KeyError("odd")
+        if self.kind == "damaged":
+            return super().decode(bytes(data)[:-5], limits)
+        wrong: dict[str, Any] = {
+            "shape": {"points": points[:-1]},
+            "dtype": {"points": points.astype(np.float64)},
+            "names": {"clouds": points},
+            "too many": {"points": points, "colors": points},
+            "none": None,
+        }
+        found: Mapping[str, Any] = wrong[self.kind]
+        return found
+
+
+REASONS = {
+    "raises": "cannot be decoded: KeyError: 'odd'",
+    "damaged": "not a .npy file: ",
+    "shape": "decoded to points of shape (12, 3), the index says (13, 3): index again",
+    "dtype": "decoded to float64, arrays() says float32",
+    "names": "decode() and arrays() differ in clouds, points",
+    "too many": "decode() and arrays() differ in colors",
+    "none": "cannot be decoded: AttributeError: ",
+}
+
+
+@pytest.fixture(scope="module")
+def bad_shard(tmp_path_factory: pytest.TempPathFactory) -> str:
+    samples = [{"__key__": f"s{n}", "npy": cloud(5 + n, n), "track": track(4 + n), "txt": b"text"} for n in range(12)]
+    return write_shard(tmp_path_factory.mktemp("bad") / "bad.tar", samples)
+
+
+@pytest.mark.parametrize("balance", ["joint", "per phase"])
+@pytest.mark.parametrize("kind", REASONS)
+def test_a_part_that_fails_is_named_and_nothing_else_is_lost(bad_shard: str, kind: str, balance: str) -> None:
+    recipe = od.Recipe(points=Bad(kind=kind), tracks=Tracks())
+    options = {"recipe": recipe, "balance": BALANCES[balance], "global_batch_size": 12, "cost": None}
+    loaders = [loader(bad_shard, rank, 2, on_error="skip", **options) for rank in range(2)]
+    steps = [list(each) for each in loaders]
+    failures = [failure for each in loaders for failure in each.stats()["failures"]["samples"]]
+    (failure,) = failures  # each rank has its own, and the one that failed is one rank's
+    assert (failure["key"], failure["field"]) == ("s8", "npy") and failure["shard"] == bad_shard
+    assert failure["reason"].startswith(REASONS[kind])
+    kept = {key for batches in steps for batch in batches for _, key in batch.keys}
+    per_phase = balance == "per phase"
+    assert kept == {f"s{n}" for n in range(12) if per_phase or n != 8}
+    for batches in zip(*steps, strict=True):
+        rows = [encoded(batch, "points")[: batch.media["points"].num_tokens] for batch in batches]
+        owners = [batch.llm.input_ids[batch.llm.media_positions["points"]] for batch in batches]
+        if per_phase:
+            valid = torch.cat([batch.media["points"].valid for batch in batches])
+            assert int((~valid).sum()) == 1
+            rows = carry(rows, [batch.route("points") for batch in batches])
+        assert [len(each) for each in rows] == [len(each) for each in owners]
+        for batch, mine in zip(batches, rows, strict=True):
+            starts = batch.llm.cu_seqlens.tolist()
+            for place, (_, key) in enumerate(batch.keys):
+                where = batch.llm.media_positions["points"]
+                here = (where >= starts[place]) & (where < starts[place + 1])
+                number = int(key[1:])
+                expected = features_of("npy", cloud(5 + number, number))
+                assert torch.equal(mine[here], torch.zeros_like(expected) if number == 8 else expected)
+    with pytest.raises(od.DataError) as raised:
+        for rank in range(2):
+            list(loader(bad_shard, rank, 2, **options))
+    error = raised.value
+    assert (error.shard, error.key, error.field) == (bad_shard, "s8", "npy")
+    assert error.reason.startswith(REASONS[kind])
+
+
+@pytest.mark.parametrize("balance", ["joint", "per phase"])
+def test_a_damaged_cloud_is_found_when_it_is_counted(tmp_path: Path, balance: str) -> None:
+    samples = [{"__key__": f"s{n}", "npy": cloud(9)[: -4 if n == 2 else None], "txt": b"text"} for n in range(4)]
+    shard = write_shard(tmp_path / "a.tar", samples)
+    one = loader(shard, on_error="skip", balance=BALANCES[balance], global_batch_size=4)
+    assert sorted(key for batch in one for _, key in batch.keys) == ["s0", "s1", "s3"]
+    (failure,) = one.stats()["failures"]["samples"]
+    assert (failure["key"], failure["field"]) == ("s2", "npy") and failure["reason"].startswith("not a .npy file")
+    with pytest.raises(od.DataError, match="'s2', field 'npy'"):
+        loader(shard, balance=BALANCES[balance])
+
+
+class Opened:
+    """Leaves a file where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def test_a_pickled_cloud_is_never_unpickled(tmp_path: Path) -> None:
+    out = io.BytesIO()
+    mark = tmp_path / "unpickled"
+    np.save(out, np.array([Opened(mark)], object), allow_pickle=True)
+    shard = write_shard(tmp_path / "a.tar", [{"__key__": "a", "npy": out.getvalue()}, {"__key__": "b", "txt": b"b"}])
+    one = loader(shard, on_error="skip")
+    assert [key for batch in one for _, key in batch.keys] == ["b"]
+    assert "allow_pickle=False" in one.stats()["failures"]["samples"][0]["reason"]
+    assert not mark.exists()
+    np.load(io.BytesIO(out.getvalue()), allow_pickle=True)
+    assert mark.exists()  # or the above would say nothing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bent(Tracks):
+    def rope(self, size: od.PartSize) -> Any:
+        return np.zeros((3, 1), np.int64)
+
+
+def test_positions_of_another_shape_are_refused(tmp_path: Path) -> None:
+    shard = write_shard(tmp_path / "a.tar", [{"__key__": "a", "track": track(8)}])
+    one = loader(shard, recipe=od.Recipe(tracks=Bent()), cost=None, collate_fn=od.Packed(positions="mrope"))
+    with pytest.raises(ValueError, match=r"rope\(\) of tracks gave shape \(3, 1\) for .*, not \(3, 4\)"):
+        list(one)
+
+
+# Subclasses of what is built in
+
+
+IMAGE = {"patch_size": 8, "merge": 2, "min_tokens": 1, "max_tokens": 12, "dtype": "float32"}
+SUBCLASSES: dict[str, dict[str, Any]] = {
+    "image": {"image": Cropped(**IMAGE)},  # type: ignore[arg-type]
+    "audio": {"audio": Loud()},
+    "template": {"text": od.TextPreprocessor(template=Shouted())},
+    "text": {"text": Lowered()},
+}
+BASES: dict[str, Any] = {"image": od.ImagePreprocessor(**IMAGE)}  # type: ignore[arg-type]
+
+
+def test_subclasses_are_obeyed(tmp_path: Path) -> None:
+    sample = {"jpg": jpeg(64, 32), "wav": audio(0.3), "json": chat("<image> and <audio> SO", "Be it")}
+    shard = write_shard(tmp_path / "a.tar", [{"__key__": "a", **sample}])
+
+    def only(**held: Any) -> od.Batch:
+        (batch,) = loader(shard, recipe=od.Recipe(**BASES | held), cost=None)
+        return batch
+
+    plain = only()
+    cropped = only(**SUBCLASSES["image"]).media["image"]
+    assert cropped.grid_hw.tolist() == [[4, 4]] and plain.image.grid_hw.tolist() == [[4, 8]]
+    assert len(cropped.patches) == 16
+    left = plain.image.patches.reshape(2, 4, 4, -1)[:, :2].reshape(16, -1)  # merged tokens, row by row
+    assert (cropped.patches - left).abs().mean() < 0.05 < (cropped.patches - left.flip(0)).abs().mean()
+    assert torch.equal(only(**SUBCLASSES["audio"]).audio.features, plain.audio.features * 2)
+
+    def text(batch: od.Batch) -> str:
+        return bytes(batch.text.input_ids.tolist()).decode()
+
+    assert text(plain) == "<|im_start|>user\n and  SO<|im_end|>\n<|im_start|>assistant\nBe it<|im_end|>\n"
+    assert text(only(**SUBCLASSES["template"])) == "USER! and  SO<|im_end|>\nASSISTANT!Be it<|im_end|>\n"
+    assert text(only(**SUBCLASSES["text"])) == text(plain).lower()
+    assert (only(text=Lowered(shift=1)).text.input_ids - 1).tolist() == list(text(plain).lower().encode())
+
+
+def test_subclasses_have_fingerprints_of_their_own_in_every_process() -> None:
+    recipes = {name: od.Recipe(**BASES | held) for name, held in SUBCLASSES.items()}
+    recipes |= {
+        "none": od.Recipe(**BASES),
+        "image, other parameter": od.Recipe(image=Cropped(half=False, **IMAGE)),  # type: ignore[arg-type]
+        "text, other parameter": od.Recipe(**BASES, text=Lowered(shift=1)),
+        "template, other parameter": od.Recipe(**BASES, text=od.TextPreprocessor(template=Shouted(mark="?"))),
+        "points": od.Recipe(points=Points()),
+        "points, other parameter": od.Recipe(points=Points(group=3)),
+        "points, other name": od.Recipe(clouds=Points()),
+        "tracks": od.Recipe(points=Tracks()),
+        "keep": od.Recipe(keep=("cls",)),
+    }
+    prints = {name: recipe.fingerprint() for name, recipe in recipes.items()}
+    assert len(set(prints.values())) == len(prints)
+    program = "import pickle, sys; print(*[recipe.fingerprint() for recipe in pickle.load(sys.stdin.buffer)])"
+    code = f"import sys; sys.path[:0] = {[path for path in sys.path if path]!r}; {program}"
+    told = subprocess.run(
+        [sys.executable, "-c", code], input=pickle.dumps(list(recipes.values())), capture_output=True, check=True
+    )
+    assert told.stdout.decode().split() == list(prints.values())
+
+
+@pytest.mark.parametrize(
+    ("recipe", "fingerprint"),
+    [
+        (od.Recipe(), "7da653b47f4a485cc3f5247753eca6f2"),
+        (od.Recipe(audio=None), "3704c7c144cbbe5d319f4c9b27459b34"),
+        (od.Recipe(image=None, audio=None), "def8a2c3c029dfee61bed392968eb5d2"),
+        (
+            od.Recipe(
+                image=od.ImagePreprocessor(patch_size=16, max_tokens=256, dtype="uint8"),
+                audio=od.AudioPreprocessor(num_mels=80),
+                text=od.TextPreprocessor(
+                    eos_token_id=5, template=od.ChatTemplate(suffix="\n"), image_placeholder="<img>"
+                ),
+                limits=od.Limits(image_pixels=10**6),
+            ),
+            "4f5f8f01129c03fd58b6f457b1c968bc",
+        ),
+    ],
+)
+def test_fingerprints_of_plain_recipes_stay(recipe: od.Recipe, fingerprint: str) -> None:
+    """Indexes that people have belong to these: they are from before recipes took modalities of a user's."""
+    assert recipe.fingerprint() == fingerprint
+
+
+def test_a_recipe_is_a_value() -> None:
+    recipe = od.Recipe(points=Points(group=3), tracks=Tracks(), keep=("CLS",), audio=None)
+    again = pickle.loads(pickle.dumps(recipe))
+    assert again == recipe and hash(again) == hash(recipe) and again.fingerprint() == recipe.fingerprint()
+    assert list(recipe.modalities) == ["image", "points", "tracks"] and recipe.audio is None and again.audio is None
+    for other in (
+        od.Recipe(points=Points(group=2), tracks=Tracks(), keep=("cls",), audio=None),
+        od.Recipe(points=Points(group=3), tracks=Tracks(), audio=None),
+        od.Recipe(points=Points(group=3), tracks=Tracks(), keep=("cls",)),
+        od.Recipe(points=Points(group=3), keep=("cls",), audio=None),
+    ):
+        assert other != recipe and other.fingerprint() != recipe.fingerprint()
+    assert (
+        eval(repr(recipe), {name: getattr(od, name) for name in NAMES} | {"Points": Points, "Tracks": Tracks}) == recipe
+    )
+    with pytest.raises(AttributeError, match="cannot assign"):
+        recipe.points = Points()  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match="cannot assign"):
+        recipe.audio = None  # type: ignore[misc]
+
+
+NAMES = ("Recipe", "ImagePreprocessor", "AudioPreprocessor", "TextPreprocessor", "ChatTemplate", "Limits")
+
+
+class Loose(od.Modality):
+    """Not a dataclass: what it holds is no part of it."""
+
+    fields = ("loose",)
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def arrays(self) -> Mapping[str, od.ArraySpec]:
+        return {"rows": od.ArraySpec((self.size,))}
+
+
+def test_what_a_fingerprint_would_not_see_is_refused() -> None:
+    with pytest.raises(TypeError, match="Loose is no dataclass, so that .* its size: make it a frozen dataclass"):
+        od.Recipe(loose=Loose(3)).fingerprint()
+
+
+# Fields that are kept
+
+
+def fields_of(path: str | Path, recipe: od.Recipe) -> dict[str, Mapping[str, bytes]]:
+    dataset = od.ShardDataset(str(path), recipe=recipe)
+    samples = [sample for batch in od.DataLoader(dataset, batch_size=4, collate_fn=list) for sample in batch]
+    return {sample.key: sample.fields for sample in samples}
+
+
+def test_kept_fields_go_with_a_sample_as_bytes(tmp_path: Path) -> None:
+    meta = b'{"source": "web"}'
+    samples = [
+        {"__key__": "a", "npy": cloud(5), "txt": b"<points> a", "cls": b"3", "json": meta, "md": b"no"},
+        {"__key__": "b", "txt.gz": gzip.compress(b"zipped"), "0.cls": b"\0\xff", "side.cls": b"x"},
+        {"__key__": "c", "txt": b"plain"},
+    ]
+    shard = write_shard(tmp_path / "a.tar", samples)
+    assert fields_of(shard, od.Recipe(**OWN)) == {"a": {}, "b": {}, "c": {}}
+    assert fields_of(shard, od.Recipe(**OWN, keep=("cls", "json"))) == {
+        "a": {"cls": b"3", "json": meta},
+        "b": {"0.cls": b"\0\xff", "side.cls": b"x"},
+        "c": {},
+    }
+    assert fields_of(shard, od.Recipe(**OWN, keep=("txt", "npy"))) == {
+        "a": {"txt": b"<points> a", "npy": cloud(5)},
+        "b": {"txt.gz": b"zipped"},
+        "c": {"txt": b"plain"},
+    }
+
+
+def test_kept_columns_of_parquet(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    table = {
+        "id": ["a", "b"],
+        "text": ["one", "two"],
+        "embedding": pa.array([b"\0\1", None], pa.binary()),
+        "url": ["x.com", "y.com"],
+        "label": [3, 4],
+        "points": pa.array([cloud(4), cloud(5)], pa.binary()),
+    }
+    pq.write_table(pa.table(table), path)
+    kept = ("embedding", "url", "label", "points")
+    assert fields_of(path, od.Recipe(**OWN, keep=kept)) == {
+        "a": {"embedding": b"\0\1", "url": b"x.com", "points": cloud(4)},
+        "b": {"url": b"y.com", "points": cloud(5)},
+    }
+
+
+def test_keeping_changes_nothing_else(shard: str) -> None:
+    keeping = od.Recipe(image=PLAIN.image, audio=PLAIN.audio, **OWN, keep=("json", "track", "npy"))
+    found = delivered([list(loader(shard, recipe=keeping, balance=BALANCES["per phase"]))])
+    assert differ(found, EXPECTED, mrope=False) == []
+    plain, kept = (od.ShardDataset(shard, recipe=recipe).index() for recipe in (RECIPE, keeping))
+    assert plain.totals["modalities"] == kept.totals["modalities"] and plain.fingerprint != kept.fingerprint
+    parts = [sample.parts for batch in loader(shard, recipe=keeping, collate_fn=list) for sample in batch]
+    assert len(parts) == NUM_SAMPLES
+
+
+def test_a_collate_fn_gets_parts_of_any_modality(shard: str) -> None:
+    samples: Sequence[od.Sample] = [sample for batch in loader(shard, collate_fn=list, balance=ONE) for sample in batch]
+    for sample in samples:
+        for name, per_token in (("points", GROUP), ("tracks", STRIDE)):
+            rows = []
+            for part in sample.parts:
+                if getattr(part, "modality", None) != name:
+                    continue
+                held = part.points if name == "points" else None
+                values = (
+                    torch.from_numpy(held)
+                    if held is not None
+                    else track_rows(part.tensor("values"), part.tensor("times"))
+                )
+                rows.append(token_rows(values.double(), per_token))
+            expected = EXPECTED[sample.key].features
+            assert (name in expected) == bool(rows)
+            assert not rows or torch.equal(torch.cat(rows), expected[name])
+    with_two = next(part for sample in samples for part in sample.parts if getattr(part, "modality", "") == "tracks")
+    with pytest.raises(ValueError, match="name one of the arrays of tracks: values, times"):
+        with_two.tensor()
+    with pytest.raises(AttributeError, match="a part of tracks has no 'colors'"):
+        with_two.colors  # noqa: B018
