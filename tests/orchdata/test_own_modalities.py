@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import own_modalities_job
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from own_modalities import Cropped, Loud, Lowered, Points, Shouted, Tracks, cloud, mixed_samples, track
+from own_modalities import Bad, Cropped, Loud, Lowered, Points, Shouted, Tracks, cloud, mixed_samples, track
+from rank_jobs import run_ranks
 from shard_factory import RECIPE as PLAIN
 from shard_factory import audio, chat, jpeg, write_shard
 from torch import Tensor
@@ -398,31 +400,6 @@ def test_a_profile_counts_them_by_name(shard: str) -> None:
 # What fails
 
 
-@dataclass(frozen=True, kw_only=True)
-class Bad(Points):
-    """Decodes nonsense where a cloud has 13 points."""
-
-    kind: str = ""
-
-    def decode(self, data: bytes | memoryview, limits: od.Limits) -> Mapping[str, Any]:
-        points = super().decode(data, limits)["points"]
-        if len(points) != 13:
-            return {"points": points}
-        if self.kind == "raises":
-            raise KeyError("odd")
-        if self.kind == "damaged":
-            return super().decode(bytes(data)[:-5], limits)
-        wrong: dict[str, Any] = {
-            "shape": {"points": points[:-1]},
-            "dtype": {"points": points.astype(np.float64)},
-            "names": {"clouds": points},
-            "too many": {"points": points, "colors": points},
-            "none": None,
-        }
-        found: Mapping[str, Any] = wrong[self.kind]
-        return found
-
-
 REASONS = {
     "raises": "cannot be decoded: KeyError: 'odd'",
     "damaged": "not a .npy file: ",
@@ -733,3 +710,45 @@ def test_a_collate_fn_gets_parts_of_any_modality(shard: str) -> None:
         with_two.tensor()
     with pytest.raises(AttributeError, match="a part of tracks has no 'colors'"):
         with_two.colors  # noqa: B018
+
+
+# Training
+
+
+def training_samples() -> list[dict[str, Any]]:
+    """Steps of six in which a modality is missing on one rank, on both and on none; a cloud of 13 points fails."""
+    steps = ["tptbpt", "tttttt", "pppppp", "trtttt", "rbrbrr", "fptbrt", "b"]
+    samples = []
+    for number, kind in enumerate("".join(steps)):
+        points, length = cloud(13 if kind == "f" else 14 + 5 * (number % 7), number), track(4 + number % 9, number)
+        words = b"word " * (1 + number % 4)
+        both = {"npy": points, "track": length, "json": chat("<track> is <points>", words.decode())}
+        held: dict[str, dict[str, Any]] = {
+            "t": {"txt": words},
+            "p": {"npy": points, "txt": words},
+            "f": {"npy": points, "txt": words},
+            "r": {"0.track": length, "1.track": track(3), "txt": b"<track> and <track> " + words},
+            "b": both,
+        }
+        samples.append({"__key__": f"{kind}{number}", **held[kind]})
+    return samples
+
+
+def test_ranks_train_as_one_process_does(tmp_path: Path) -> None:
+    shard = write_shard(tmp_path / "train.tar", training_samples())
+    od.ShardDataset(shard, recipe=own_modalities_job.RECIPE).index()
+    ranks = run_ranks(own_modalities_job.__file__, shard, num_ranks=2, folder=tmp_path)
+    for found in ranks:
+        assert found["moved"] > 1e-3
+        apart = {name: found[name]["apart"] for name in own_modalities_job.CASES}
+        assert apart.pop("without loss_scale") > 1e-5  # or the comparison would say nothing
+        assert {name: distance for name, distance in apart.items() if not distance < 1e-9} == {}
+    for name, case in own_modalities_job.CASES.items():
+        seen = [found[name] for found in ranks]
+        assert [failure for each in seen for failure in each["failures"]] == [["f30", "npy"]]
+        assert (seen[0]["microbatches"] > 1) == case.microbatched
+        assert any(each["rows_away"] for each in seen) == (case.assignment == "per_phase")
+        # Dummies stood in on one rank, and on both.
+        for modality in ("points", "tracks"):
+            assert {0, 1, 2} == {sum(map(bool, had)) for had in zip(*[each[modality] for each in seen], strict=True)}
+        assert any(not all(had) for had in zip(*[each["samples"] for each in seen], strict=True))

@@ -77,6 +77,31 @@ class Tracks(od.Modality):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Bad(Points):
+    """Decodes nonsense where a cloud has 13 points."""
+
+    kind: str = ""
+
+    def decode(self, data: bytes | memoryview, limits: od.Limits) -> Mapping[str, Any]:
+        points = super().decode(data, limits)["points"]
+        if len(points) != 13:
+            return {"points": points}
+        if self.kind == "raises":
+            raise KeyError("odd")
+        if self.kind == "damaged":
+            return super().decode(bytes(data)[:-5], limits)
+        wrong: dict[str, Any] = {
+            "shape": {"points": points[:-1]},
+            "dtype": {"points": points.astype(np.float64)},
+            "names": {"clouds": points},
+            "too many": {"points": points, "colors": points},
+            "none": None,
+        }
+        found: Mapping[str, Any] = wrong[self.kind]
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
 class Cropped(od.ImagePreprocessor):
     """The left half of each image."""
 

@@ -1,0 +1,99 @@
+"""Images and audio are values like any other: nothing outside of their rooms names them, in code or in strings.
+
+Docstrings and comments may give examples. The modules below hold what only these modalities have, or show them.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+FOLDERS = ("orchdata", "loaders", "native", "balancers")
+ALLOWED = {
+    "loaders/modalities/": "what they are",
+    "native/scan/": "their headers",
+    "loaders/limits.py": "how large they may be",
+    "loaders/recipe.py": "those of a recipe that names none",
+    "loaders/text/preprocessor.py": "their tokens, by parameters of their own",
+    "orchdata/__init__.py": "names of their classes",
+    "orchdata/batch/": "batch.image and batch.audio",
+    "orchdata/synth/": "makes them up",
+    "orchdata/reference/": "a model of them",
+    "orchdata/bench/": "measures them",
+    "orchdata/cli/": "says so in its help",
+    "balancers/costs/model.py": "the phases that come first, which plans depend on",
+}
+_NAMED = re.compile(r"(?<![a-z])(image|audio)s?(?![a-z])")
+
+
+def named(source: str) -> list[tuple[int, str]]:
+    """(line, what) of each identifier, attribute and string that names a built-in modality; docstrings do not count."""
+    tree = ast.parse(source)
+    docstrings = set(_docstrings(tree))
+    found = []
+    for node in ast.walk(tree):
+        for word in _words(node, docstrings):
+            if _NAMED.search(re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", word).lower()):
+                found.append((getattr(node, "lineno", 0), word))
+    return sorted(set(found))
+
+
+def _words(node: ast.AST, docstrings: set[int]) -> Iterator[str]:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+        yield node.value
+    for field in ("id", "attr", "arg", "name", "asname", "module"):
+        word = getattr(node, field, None)
+        if isinstance(word, str):
+            yield word
+
+
+def _docstrings(tree: ast.AST) -> Iterator[int]:
+    """Strings that are statements of their own: also those under a constant."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            yield id(node.value)
+
+
+def _modules() -> list[str]:
+    return [
+        str(path.relative_to(REPOSITORY)) for folder in FOLDERS for path in sorted((REPOSITORY / folder).rglob("*.py"))
+    ]
+
+
+@pytest.mark.parametrize("module", [module for module in _modules() if not module.startswith(tuple(ALLOWED))])
+def test_module_names_no_modality(module: str) -> None:
+    assert named((REPOSITORY / module).read_text()) == []
+
+
+@pytest.mark.parametrize("allowed", ALLOWED)
+def test_what_is_allowed_is_needed(allowed: str) -> None:
+    modules = [module for module in _modules() if module.startswith(allowed)]
+    assert any(named((REPOSITORY / module).read_text()) for module in modules)
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("batch.image", ["image"]),
+        ("num_images = 3", ["num_images"]),
+        ("def decode_audio(): pass", ["decode_audio"]),
+        ("class ImagePreprocessor: pass", ["ImagePreprocessor"]),
+        ("from orchdata.loaders.modalities.image import x", ["orchdata.loaders.modalities.image"]),
+        ("import audio.wave as y", ["audio.wave"]),
+        ("f(audio=1)", ["audio"]),
+        ("def f(*, image): pass", ["image"]),
+        ("PHASES = ('image', 'llm')", ["image"]),
+        ("x = f'{n} audio clips'", [" audio clips"]),
+        ('"""Reads an image."""', []),
+        ('def f():\n    """Reads an image."""', []),
+        ("x = 1\n'''As an image has.'''", []),
+        ("# an image\nimagine, audiology = pilgrimage", []),
+    ],
+)
+def test_names_are_found_wherever_they_stand(source: str, found: list[str]) -> None:
+    assert [word for _, word in named(source)] == found
