@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import io
 import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from webdataset import TarWriter
@@ -70,6 +72,47 @@ def test_the_main_job_runs_as_written(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(tokens) == 128 // 8
     # Each step's loss is weight * tokens / tokens of the global batch: the gradient is 1.
     assert weight.item() == pytest.approx(-128 / 8)
+
+
+def test_a_modality_of_ones_own_runs_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "data").mkdir()
+    with TarWriter(str(tmp_path / "data" / "clouds.tar"), encoder=False) as writer:
+        for number in range(16):
+            saved = io.BytesIO()
+            np.save(saved, np.full((20 + number, 3), number, np.float64))
+            times, values = np.arange(5, dtype="<i8"), np.full((5, 2), number, "<f4")
+            signal = np.array([5], "<u8").tobytes() + times.tobytes() + values.tobytes()
+            sample = {"npy": saved.getvalue(), "track": signal, "txt": b"a <points> and <track>"}
+            writer.write({"__key__": f"{number}", **sample})
+    monkeypatch.chdir(tmp_path)
+    clouds = []
+
+    def encode(held: Any) -> torch.Tensor:
+        if "points" in held.arrays:
+            clouds.extend(held.points.split(held.cu_seqlens.diff().tolist()))
+        return torch.ones(max(1, held.num_tokens), 4)
+
+    def embed(input_ids: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(*input_ids.shape, 4)
+
+    names: dict[str, Any] = {"encode": encode, "embed": embed, "__name__": "own"}
+    blocks = [block for page, block in _blocks("python") if page == "modalities.md"]
+    assert len(blocks) == 3
+    for block in blocks:
+        exec(compile(block, "modalities.md", "exec", dont_inherit=True), names)  # as it stands, without __future__
+    assert sorted((len(cloud), int(cloud.mean())) for cloud in clouds) == [(20 + n, n) for n in range(16)]
+    ids = names["batch"].llm.input_ids
+    assert torch.equal(names["embeds"][:, 0] == 1, ids == 0)
+    # The second one as well, under the last block's recipe.
+    loader = orchdata.DataLoader(
+        orchdata.ShardDataset("data/*.tar", recipe=names["recipe"]),
+        batch_size=16,
+        collate_fn=orchdata.Packed(positions="mrope"),
+    )
+    (batch,) = loader
+    assert batch.media["tracks"].values.float().unique().tolist() == list(range(16))
+    assert batch.media["tracks"].times.tolist() == [*range(5)] * 16
+    assert int((batch.llm.input_ids == 300).sum()) == 3 * 16  # 5 values, a token for each 2
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
