@@ -168,6 +168,11 @@ class Recipe:
         """Numbers of the longest extent."""
         return max((modality.num_extents for modality in self.modalities.values()), default=0)
 
+    @cached_property
+    def row_bytes(self) -> dict[str, int]:
+        """Memory of one row of all arrays, by modality."""
+        return {name: modality.row_bytes() for name, modality in self.modalities.items()}
+
     def modality(self, kind: int) -> Modality | None:
         """The modality of a kind; None for text and what is none."""
         return self.modalities[self.kinds[kind]] if TEXT < kind < len(self.kinds) else None

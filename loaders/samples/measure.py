@@ -9,12 +9,15 @@ from typing import Final, NamedTuple
 
 from orchdata.loaders.errors import DecodeError, FieldError, as_field_error
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.modalities.modality import Header, PartSize, counts_from_header
+from orchdata.loaders.modalities.builtin import BUILTINS
+from orchdata.loaders.modalities.modality import Header, Modality, PartSize, counts_from_header
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.compose import MediaSlot, compose_with_source, text_members
 from orchdata.loaders.samples.members import Member, uses_of
 
 _INT32_MAX: Final = 2**31 - 1
+_OURS: Final = frozenset(BUILTINS.values())
+"""Counts of these need no check."""
 
 
 class MeasuredPart(NamedTuple):
@@ -94,18 +97,21 @@ def measure_part(slot: MediaSlot, member: Member, payload: bytes | memoryview | 
             size = modality.count_header(member.header[: modality.num_facts], recipe.limits)
         else:
             size = modality.count(payload, recipe.limits)
-        # The index counts in integers: what is none must not reach its columns.
-        positions, tokens, rows = as_int(size.positions), as_int(size.tokens), as_int(size.num_rows)
-        extent = tuple(map(as_int, size.extent))
+        return size if type(modality) in _OURS else _checked(size, slot.modality, modality)
     except DecodeError as error:
         raise error.at(member.field) from error.__cause__
     except Exception as error:  # whatever its bytes make a modality raise is that part's failure
         raise as_field_error(error, "measured", member.field) from error
+
+
+def _checked(size: PartSize, name: str, modality: Modality) -> PartSize:
+    """A size of integers, as the index holds them. Raises DecodeError."""
+    positions, tokens, rows = as_int(size.positions), as_int(size.tokens), as_int(size.num_rows)
+    extent = tuple(map(as_int, size.extent))
     if min(positions, tokens) < 1 or min(rows, *extent, 0) < 0 or len(extent) > modality.num_extents:
-        raise FieldError(
-            member.field,
-            f"{slot.modality} counted it as {size}: positions and tokens are at least 1, other numbers at least 0, and "
-            f"an extent has up to num_extents={modality.num_extents} of them",
+        raise DecodeError(
+            f"{name} counted it as {size}: positions and tokens are at least 1, other numbers at least 0, and an extent "
+            f"has up to num_extents={modality.num_extents} of them"
         )
     return PartSize(positions, tokens, rows, extent)
 
@@ -130,7 +136,7 @@ def _check_sample(measured: Measured, members: Sequence[Member], recipe: Recipe)
         decoded = decoded_bytes(measured.parts, members, recipe)
         if decoded > limits.sample_decoded_bytes:
             raise _above("bytes of media once decoded", decoded, "sample_decoded_bytes", limits)
-        largest = max(largest, *[max(*size[:3], *size.extent) for _, _, size in measured.parts])
+        largest = max(largest, *[max(*size[:3], *size[3]) for _, _, size in measured.parts])
     if largest > _INT32_MAX:  # the index counts in int32
         raise FieldError(
             "*", f"the sample has {largest} tokens, positions, rows or the like of one part, above {_INT32_MAX}"
@@ -148,9 +154,11 @@ def decoded_bytes(parts: Sequence[MeasuredPart], members: Sequence[Member], reci
     """Memory that decoding these parts takes: their arrays, and what their modalities need beside."""
     found: dict[str, list[tuple[Header, PartSize]]] = {}
     for name, index, size in parts:
-        found.setdefault(name, []).append((members[index].header[: recipe.modalities[name].num_facts], size))
+        found.setdefault(name, []).append((members[index].header, size))
     total = 0
     for name, sizes in found.items():
         modality = recipe.modalities[name]
-        total += modality.row_bytes() * sum(size.num_rows for _, size in sizes) + modality.decoding_bytes(sizes)
+        if len(sizes[0][0]) > modality.num_facts:
+            sizes = [(header[: modality.num_facts], size) for header, size in sizes]
+        total += recipe.row_bytes[name] * sum([size.rows for _, size in sizes]) + modality.decoding_bytes(sizes)
     return total
