@@ -76,5 +76,10 @@ def _decoded(slot: MediaSlot, size: PartSize, field: str, data: bytes | memoryvi
         for name, spec in specs.items()
     }
     decode_part(slot.modality, data, size, out, recipe, field)
-    extras = {name: tuple(values[0].tolist()) for name, values in modality.extras([size]).items()}
+    extras = {name: _plain(values[0].tolist()) for name, values in modality.extras([size]).items()}
     return MediaPart(slot.modality, out, {name: spec.dtype for name, spec in specs.items()}, extras)
+
+
+def _plain(row: Any) -> Any:
+    """What follows from a part's size: a number, or a tuple of them."""
+    return tuple(row) if isinstance(row, list) else row

@@ -23,17 +23,21 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from own_modalities import Bad, Cropped, Loud, Lowered, Points, Shouted, Tracks, cloud, mixed_samples, track
+from own_modalities import Bad, Cropped, Loud, Lowered, Points, Posed, Shouted, Tracks, cloud, mixed_samples, track
 from rank_jobs import run_ranks
 from shard_factory import RECIPE as PLAIN
 from shard_factory import audio, chat, jpeg, write_shard
 from torch import Tensor
+from typer.testing import CliRunner
 
 import orchdata as od
+from orchdata.cli import app
+from orchdata.delivery.replicate import _plain, _revive
 from orchdata.loaders.recipe import image_grid
 from orchdata.planning.layout import Layout
 from orchdata.planning.route import Route
 from orchdata.profile.profile import profile
+from orchdata.ranks.wire import describe, read
 
 OWN = {"points": Points(), "tracks": Tracks()}
 RECIPE = od.Recipe(image=PLAIN.image, audio=PLAIN.audio, **OWN)
@@ -381,6 +385,75 @@ def test_a_rank_that_has_none_gets_a_dummy(tmp_path: Path, layout: Layout, balan
         if not batch.routes:
             batch.merge(torch.zeros(*batch.llm.input_ids.shape, 4), features).sum().backward()
             assert weight.grad is not None
+
+
+@pytest.mark.parametrize("encoders", ["packed", "padded"])
+def test_all_that_a_modality_may_define_is_used(tmp_path: Path, encoders: Any) -> None:
+    lengths = [5, 2, 9]
+    samples = [{"__key__": f"s{n}", "posed": track(n, n), "txt": b"a"} for n in lengths]
+    shard = write_shard(tmp_path / "a.tar", [*samples, {"__key__": "none", "txt": b"text"}])
+    recipe = od.Recipe(image=PLAIN.image, posed=Posed())  # whose extent is as wide
+    options = {"recipe": recipe, "cost": None, "balance": ONE, "collate_fn": od.Padded(encoders=encoders)}
+    batch, dummy = loader(shard, global_batch_size=3, **options)
+    held = batch.media["posed"]
+    assert held.lengths.tolist() == lengths and held.num_tokens == 9 and held.cu_seqlens.tolist() == [0, 5, 7, 16]
+    assert held.pose.tolist() == [[[n, n], [n, n]] for n in lengths] and held.pose.dtype == torch.uint8
+    rows = held.values[held.mask] if encoders == "padded" else held.values
+    expected = [np.frombuffer(track(n, n), "<f4", 2 * n, 8 + 8 * n).reshape(n, 2) for n in lengths]
+    assert np.array_equal(rows.numpy(), np.concatenate(expected))
+    assert {"posed_values", "posed_pose", "posed_lengths"} <= batch.model_inputs().keys()
+    held = dummy.media["posed"]
+    assert held.lengths.tolist() == [2] and held.pose.shape == (1, 2, 2) and not held.pose.any()
+    assert held.values.shape == ((1, 2, 2) if encoders == "padded" else (2, 2)) and held.num_tokens == 0
+    (sample, *_), _ = loader(shard, global_batch_size=3, **options | {"collate_fn": list})
+    (part,) = [part for part in sample.parts if hasattr(part, "modality")]
+    assert part.values.shape == (5, 2) and part.pose.tolist() == [[[5, 5], [5, 5]]] and part.lengths == 5
+    # 9 values and what decoding takes beside them: 9 * (8 + 1,000) bytes.
+    for most, bad in ((9 * 1_008, []), (9 * 1_008 - 1, ["s9"])):
+        limited = od.Recipe(posed=Posed(), limits=od.Limits(sample_decoded_bytes=most))
+        index = od.ShardDataset(shard, recipe=limited).index()
+        assert [index.failure(int(row)).key for row in index.bad_rows()] == bad
+
+
+def test_steps_travel_to_peers_as_they_are(shard: str) -> None:
+    batches = list(loader(shard, 0, 3, balance=BALANCES["per phase"]))
+    message = describe(_plain(batches))
+    received = np.empty(message.num_bytes, np.uint8)
+    message.write_to(received)
+    for batch, again in zip(batches, [_revive(each, batches[0].plan) for each in read(received)], strict=True):
+        for name, held in batch.media.items():
+            for array, tensor in held.arrays.items():
+                theirs = again.media[name].arrays[array]
+                assert theirs.dtype == tensor.dtype and torch.equal(theirs, tensor)
+            assert torch.equal(again.llm.media_positions[name], batch.llm.media_positions[name])
+            assert np.array_equal(again.route(name).send_rows, batch.route(name).send_rows)
+
+
+def test_a_state_of_other_parameters_is_refused(shard: str) -> None:
+    one = loader(shard)
+    next(iter(one))
+    state = one.state_dict()
+    loader(shard).load_state_dict(state)
+    other = loader(
+        shard, recipe=od.Recipe(image=PLAIN.image, audio=PLAIN.audio, points=Points(group=5), tracks=Tracks())
+    )
+    with pytest.raises(od.StateError, match="points"):
+        other.load_state_dict(state)
+
+
+def test_the_command_line_profiles_them(shard: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "my_recipe.py").write_text(
+        "import orchdata as od\nfrom own_modalities import Points, Tracks\n"
+        "recipe = od.Recipe(points=Points(), tracks=Tracks())\n"
+        "cost = od.CostModel(points=od.PhaseCost(1.0), llm=od.PhaseCost(1.0))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    arguments = ["profile", shard, "--recipe", "my_recipe:recipe", "--cost", "my_recipe:cost", "--ranks", "2"]
+    told = CliRunner().invoke(app, arguments)
+    assert told.exit_code == 0, told.output
+    assert "points" in told.output and "tracks *" not in told.output and "tracks" in told.output
+    found = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).output)
+    assert found["balanced_phases"] == ["points", "llm"] and found["modalities"]["points"]["parts"] == 15
 
 
 def test_a_profile_counts_them_by_name(shard: str) -> None:

@@ -191,3 +191,34 @@ def mixed_samples(count: int, *, prefix: str = "s", seed: int = 0) -> list[dict[
             sample |= {"npy": cloud(points, number), "track": track(length, number), "wav": audio(0.3), "json": turns}
         samples.append(sample)
     return samples
+
+
+@dataclass(frozen=True, kw_only=True)
+class Posed(Tracks):
+    """All that a modality may define: an array of a row a part, extras, writing into the batch's own memory."""
+
+    fields = ("posed",)
+    words = ()
+    slot = od.Slot()
+    num_extents = 2
+
+    def arrays(self) -> Mapping[str, od.ArraySpec]:
+        return {"values": od.ArraySpec((2,), "float32"), "pose": od.ArraySpec((2, 2), "uint8", per="part")}
+
+    def count_header(self, header: tuple[int, ...], limits: od.Limits) -> od.PartSize:
+        (length,) = header
+        return od.PartSize(positions=2 * length, tokens=3, rows=length, extent=(length, 7))
+
+    def decode_into(self, data: Any, size: od.PartSize, out: Mapping[str, NDArray[Any]], limits: od.Limits) -> None:
+        length, _ = size.extent
+        out["values"][:] = np.frombuffer(data, "<f4", 2 * length, _TRACK.size + 8 * length).reshape(length, 2)
+        out["pose"][0] = length
+
+    def extras(self, sizes: Any) -> Mapping[str, NDArray[Any]]:
+        return {"lengths": np.array([size.extent[0] for size in sizes], np.int32)}
+
+    def dummy(self) -> od.PartSize:
+        return od.PartSize(positions=4, tokens=3, rows=2, extent=(2, 7))
+
+    def decoding_bytes(self, parts: Any) -> int:
+        return sum(1_000 * length for (length,), _ in parts)

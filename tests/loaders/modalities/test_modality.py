@@ -20,6 +20,7 @@ from shard_factory import jpeg, png, write_shard
 
 import orchdata as od
 from orchdata.loaders.errors import DecodeError
+from orchdata.loaders.index.build import build_index
 from orchdata.loaders.modalities.modality import stored
 
 NAMES = ("text", "image", "audio", "points", "tracks")
@@ -173,6 +174,9 @@ def test_headers_are_kept_for_a_probe_and_its_version_whatever_its_parameters(pr
 def test_looking_for_changed_shards_probes_none_that_is_the_same(probed: Any) -> None:
     assert probed(Counted()) == 6
     assert probed(Counted(stride=3), rebuild=True) == 0
+    before = Probe.calls
+    build_index([probed.shard], recipe_of(tracks=Counted()), force=True)
+    assert Probe.calls == before + 6
 
 
 def test_other_limits_probe_again(probed: Any) -> None:
