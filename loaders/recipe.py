@@ -14,7 +14,7 @@ from typing import Any, Final
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.audio import AudioPreprocessor
 from orchdata.loaders.modalities.builtin import BUILTINS, KINDS, OTHER, TEXT, UNUSED
-from orchdata.loaders.modalities.checks import check_arrays
+from orchdata.loaders.modalities.checks import check_arrays, check_words
 from orchdata.loaders.modalities.image import ImagePreprocessor, image_grid
 from orchdata.loaders.modalities.modality import Modality, Slot, plain
 from orchdata.loaders.text.conversation import Rules
@@ -101,6 +101,8 @@ class Recipe:
             keep=tuple(name.lower() for name in keep),
             modalities={name: value for name, value in given.items() if value is not None},
         )
+        for name, modality in self.modalities.items():
+            check_words(name, modality)
         _ = self._claims, self.rules  # refuse what contradicts itself
         check_arrays(self.modalities)
 

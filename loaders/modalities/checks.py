@@ -8,6 +8,7 @@ from typing import Final
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.modality import ArraySpec, Modality, stored_dtype
 
+_INT32_MAX: Final = 2**31 - 1
 # What a batch's inputs of a model are called, whatever the recipe; and what stands there beside a modality's arrays.
 _INPUTS: Final = frozenset("input_ids position_ids labels cu_seqlens max_seqlen attention_mask".split())
 _BESIDE: Final = ("cu_seqlens", "max_seqlen", "mask", "token_places", "positions", "route")
@@ -55,6 +56,25 @@ def check_at_least_one(owner: str, name: str, value: object) -> None:
 def check_choice(owner: str, name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"{owner}.{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+def check_words(name: str, modality: Modality) -> None:
+    """Check what members and texts call a modality, and what stands for it. Raises ValueError."""
+    for kind in ("fields", "words"):
+        held = getattr(modality, kind)
+        if isinstance(held, str) or not all(isinstance(word, str) and word for word in held):
+            raise ValueError(f"{kind} of {name} must be a tuple of names, got {held!r}")
+    for field in modality.fields:
+        if field.startswith("."):
+            raise ValueError(f"a field of {name} must be called {field.lstrip('.')!r}, without its dot, got {field!r}")
+    slot = modality.slot
+    if not isinstance(slot.mark, str | None):
+        raise ValueError(f"the mark of {name} must be a string or None, got {slot.mark!r}")
+    for kind in ("token_id", "start_id", "end_id"):
+        token = getattr(slot, kind)
+        missing = token is None and kind != "token_id"
+        if not missing and not (isinstance(token, int) and 0 <= token <= _INT32_MAX):
+            raise ValueError(f"the {kind} of {name} must be an int in [0, {_INT32_MAX}], got {token!r}")
 
 
 def check_arrays(modalities: Mapping[str, Modality]) -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from own_modalities import Points, Tracks, cloud, mixed_samples, track
 from shard_factory import RECIPE as PLAIN
-from shard_factory import jpeg, png, write_shard
+from shard_factory import chat, jpeg, png, write_shard
 
 import orchdata as od
 from orchdata.loaders.errors import DecodeError
@@ -417,6 +417,41 @@ class Arrays(Points):
 def test_arrays_that_no_batch_can_hold_are_refused(held: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         od.Recipe(**held)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Called(Points):
+    """Its names are parameters, as any may be."""
+
+    fields: Any = ("npy",)
+    words: Any = ()
+    slot: Any = od.Slot()
+
+
+@pytest.mark.parametrize(
+    ("called", "message"),
+    [
+        ({"fields": "npy"}, "fields of points must be a tuple of names, got 'npy'"),
+        ({"fields": ("npy", "")}, "fields of points must be a tuple of names"),
+        ({"words": "cloud"}, "words of points must be a tuple of names, got 'cloud'"),
+        ({"fields": (".npy",)}, "must be called 'npy', without its dot, got '.npy'"),
+        ({"slot": od.Slot(mark=b"<cloud>")}, "the mark of points must be a string"),  # type: ignore[arg-type]
+        ({"slot": od.Slot(token_id=-1)}, r"the token_id of points must be an int in \[0, 2147483647\], got -1"),
+        ({"slot": od.Slot(token_id=None)}, "the token_id of points"),  # type: ignore[arg-type]
+        ({"slot": od.Slot(start_id=2**31)}, "the start_id of points"),
+    ],
+)
+def test_names_and_tokens_that_would_find_nothing_are_refused(called: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        od.Recipe(points=Called(**called))
+    assert od.Recipe(points=Called(fields=("NPY",))).kind_of("0.npy", 255) == 3
+
+
+def test_what_is_text_by_its_suffix_may_be_claimed(tmp_path: Path) -> None:
+    recipe = recipe_of(layout=Called(fields=("layout.json", "csv")))
+    shard = one_shard(tmp_path, {"layout.json": cloud(6), "csv": cloud(3), "json": chat("what?", "<layout> <layout>")})
+    index = indexed(shard, recipe)
+    assert reasons(index) == {} and [size.positions for size in parts_of(index, "layout", recipe)] == [3, 6]
 
 
 def test_a_modality_without_methods_says_which_it_lacks(tmp_path: Path) -> None:
