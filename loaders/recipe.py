@@ -6,8 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import Field, FrozenInstanceError
-from dataclasses import field as dataclass_field
+from dataclasses import Field, FrozenInstanceError, make_dataclass
 from functools import cached_property
 from typing import Any, Final
 
@@ -90,6 +89,9 @@ class Recipe:
             if value is not None and (not isinstance(value, Modality) or isinstance(value, others)):
                 wanted = BUILTINS[name].__name__ if name in BUILTINS else "an od.Modality"
                 raise TypeError(f"Recipe.{name} must be {wanted}, got {type(value).__name__}")
+        for name in modalities.keys() - BUILTINS.keys():
+            if modalities[name] is None:
+                raise TypeError(f"the recipe has no {name!r} to leave out; only {', '.join(BUILTINS)} may be None")
         for name, held, kind in (("text", text, TextPreprocessor), ("limits", limits, Limits)):
             if not isinstance(held, kind):
                 raise TypeError(f"Recipe.{name} must be {kind.__name__}, got {type(held).__name__}")
@@ -98,7 +100,7 @@ class Recipe:
         vars(self).update(
             text=text,
             limits=limits,
-            keep=tuple(name.lower() for name in keep),
+            keep=tuple(sorted({name.lower() for name in keep})),
             modalities={name: value for name, value in given.items() if value is not None},
         )
         for name, modality in self.modalities.items():
@@ -125,13 +127,14 @@ class Recipe:
             raise AttributeError(f"the recipe has no modality {name!r}")
         return modalities[name]
 
+    def __delattr__(self, name: str) -> None:
+        raise FrozenInstanceError(f"cannot delete field {name!r}")
+
     @property
     def __dataclass_fields__(self) -> dict[str, Field[Any]]:
-        """What `dataclasses.replace(recipe, limits=...)` copies: own modalities too."""
-        fields = {}
-        for name in ("text", "limits", "keep", *self._given):
-            fields[name] = dataclass_field()
-            fields[name].name = name
+        """What `dataclasses.replace(recipe, limits=...)` and `asdict` copy: own modalities too."""
+        names = ("text", "limits", "keep", *self._given)
+        fields: dict[str, Field[Any]] = vars(make_dataclass("Recipe", names))["__dataclass_fields__"]
         return fields
 
     def __repr__(self) -> str:
@@ -139,21 +142,25 @@ class Recipe:
         return f"Recipe({', '.join(f'{name}={value!r}' for name, value in held.items())})"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Recipe) and self._values == other._values
+        """By what it describes: parameters may be of any type."""
+        if self is other:
+            return True
+        return type(self) is type(other) and self.text == other.text and self.describe() == other.describe()
 
     def __hash__(self) -> int:
-        return hash((self.kinds, self.keep))  # cheap: samples by the million are looked up by it
+        return hash((self.kinds, self.keep))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _make, ({"text": self.text, "limits": self.limits, "keep": self.keep, **self._given},)
+        return _make, (type(self), {"text": self.text, "limits": self.limits, "keep": self.keep, **self._given})
 
     @property
     def _given(self) -> dict[str, Modality | None]:
         return {**dict.fromkeys(BUILTINS), **self.modalities}
 
-    @property
-    def _values(self) -> tuple[Any, ...]:
-        return self.text, self.limits, self.keep, tuple(self.modalities.items())
+    @cached_property
+    def uses(self) -> dict[Any, Any]:
+        """What `samples.members` has found of samples alike under this recipe."""
+        return {}
 
     @cached_property
     def kinds(self) -> tuple[str, ...]:
@@ -191,7 +198,13 @@ class Recipe:
             return self.kinds.index(claimed)
         if kind == OTHER:
             return OTHER
-        return self.kinds.index(KINDS[kind]) if KINDS[kind] in self.kinds else UNUSED
+        name = KINDS[kind]
+        theirs = name == "text" or (name in self.modalities and self.modalities[name].fields == BUILTINS[name].fields)
+        return self.kinds.index(name) if theirs else UNUSED
+
+    def asks_for(self, field: str) -> bool:
+        """Whether a member is claimed by name, or kept."""
+        return self.keeps(field) or any(name in self._claims for name in names_of(field))
 
     def keeps(self, field: str) -> bool:
         """Whether a member's bytes go with the sample."""
@@ -202,10 +215,21 @@ class Recipe:
     def _claims(self) -> dict[str, str]:
         """Field -> the modality that asks for it; what the facts tell by themselves is not here."""
         claims: dict[str, str] = {}
+        told = {
+            modality.fields: name
+            for name, modality in self.modalities.items()
+            if name in BUILTINS and modality.fields == BUILTINS[name].fields
+        }
         for name, modality in self.modalities.items():
-            builtin = name in BUILTINS
-            fields = () if builtin and modality.fields == BUILTINS[name].fields else modality.fields
-            for field in (*fields, *(() if builtin else (name,))):
+            other = told.get(modality.fields)
+            if other == name:
+                continue
+            if other is not None:
+                raise ValueError(
+                    f"{name} and {other} both claim {', '.join(modality.fields[:3])}, ...: give {name} fields of its "
+                    f"own, or leave the other out with {other}=None"
+                )
+            for field in (*modality.fields, name):
                 owner = claims.setdefault(field.lower(), name)
                 if owner != name:
                     raise ValueError(f"{owner} and {name} both claim the field {field!r}")
@@ -216,6 +240,8 @@ class Recipe:
         """What stands in text for a part of each modality, and of the built-in ones that are left out."""
         slots = {name: modality.slot for name, modality in self.modalities.items()}
         for name in BUILTINS:
+            if name in slots and slots[name] != Slot():
+                continue
             ids = (getattr(self.text, f"{name}_{part}_id") for part in ("token", "start", "end"))
             slots[name] = Slot(getattr(self.text, f"{name}_placeholder"), *ids)
         return {name: slot._replace(mark=f"<{name}>") if slot.mark is None else slot for name, slot in slots.items()}
@@ -253,7 +279,7 @@ class Recipe:
             "text": self.text.describe(),
             "limits": plain_fields(self.limits),
         }
-        return described | ({"keep": sorted(self.keep)} if self.keep else {})
+        return described | ({"keep": list(self.keep)} if self.keep else {})
 
     def fingerprint(self) -> str:
         """A hex string, equal for equal recipes in every process and on every machine."""
@@ -261,8 +287,8 @@ class Recipe:
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _make(given: dict[str, Any]) -> Recipe:
-    return Recipe(**given)
+def _make(kind: type[Recipe], given: dict[str, Any]) -> Recipe:
+    return kind(**given)
 
 
 def _described(name: str, modality: Modality | None) -> dict[str, Any] | None:

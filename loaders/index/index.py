@@ -17,14 +17,14 @@ import json
 import mmap
 import os
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.loaders.errors import DamagedIndexError, DataError
+from orchdata.loaders.errors import DamagedIndexError, DataError, MissingIndexError
 from orchdata.loaders.index.table import Columns, TableSize, views
 from orchdata.loaders.index.totals import Totals
 from orchdata.loaders.modalities.modality import PartSize
@@ -151,8 +151,8 @@ class Index:
     def __repr__(self) -> str:
         return f"Index({str(self.path)!r}: {self.num_samples} samples in {len(self.shards)} shards)"
 
-    def __reduce__(self) -> tuple[type[Index], tuple[Path]]:
-        return Index, (self.path,)
+    def __reduce__(self) -> tuple[Callable[[Path], Index], tuple[Path]]:
+        return _opened_again, (self.path,)
 
     def damaged(self, reason: str) -> DamagedIndexError:
         """The error for values that cannot be: to be raised. The file will be read in full when it is next opened."""
@@ -346,6 +346,14 @@ class Index:
             wrong = int(rows[np.flatnonzero((first < 0) | (counts < 0) | (stop > self.part_modality.size))[0]])
             self.part_range(wrong)
         return first, counts
+
+
+def _opened_again(path: Path) -> Index:
+    """The index of another process. Raises MissingIndexError where it is not there any more."""
+    try:
+        return Index(path)
+    except FileNotFoundError:
+        raise MissingIndexError(f"the index {path} is not there any more: run `orchdata index` again") from None
 
 
 def _map(path: Path) -> tuple[dict[str, Any], Columns, int, os.stat_result]:

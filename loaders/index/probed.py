@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 from orchdata.loaders.errors import NOT_DATA, DecodeError, as_field_error
 from orchdata.loaders.limits import limits_fingerprint
 from orchdata.loaders.modalities.builtin import BUILTINS, KINDS, OTHER, TEXT
-from orchdata.loaders.modalities.modality import Header, Modality, counts_from_header, probe_id, probe_of
+from orchdata.loaders.modalities.modality import Header, Modality, counts_from_header, keeps_headers_of, probe_id
 from orchdata.loaders.modalities.probing import read_header
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.facts_table import Facts
@@ -121,7 +121,7 @@ def _own(recipe: Recipe) -> Iterator[tuple[int, Modality]]:
     """The modalities that the facts do not tell all of, by kind."""
     for kind, (name, modality) in enumerate(recipe.modalities.items(), TEXT + 1):
         theirs = BUILTINS.get(name)
-        told = theirs is not None and probe_of(type(modality)) is probe_of(theirs) and modality.fields == theirs.fields
+        told = theirs is not None and keeps_headers_of(type(modality), theirs) and modality.fields == theirs.fields
         if not told or not counts_from_header(modality):
             yield kind, modality
 
@@ -130,7 +130,7 @@ def _told_by_facts(modality: Modality, kind: int) -> bool:
     """Whether a member of this kind in the facts has the header there that the modality would find."""
     if kind in (TEXT, OTHER) or not counts_from_header(modality):
         return False
-    return probe_of(type(modality)) is probe_of(BUILTINS[KINDS[kind]])
+    return keeps_headers_of(type(modality), BUILTINS[KINDS[kind]])
 
 
 def _probed(modality: Modality, facts: Facts, row: int, shard: Shard, recipe: Recipe) -> Header | str:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from orchdata.loaders.errors import NOT_DATA, FieldError, StaleIndexError, StorageError, as_field_error
 from orchdata.loaders.index.probed import Probes
-from orchdata.loaders.index.table import MEMBERS, PARTS, WIDTHS, Columns, TableSize, body_bytes, offsets_of, pack
+from orchdata.loaders.index.table import MEMBERS, PARTS, Columns, TableSize, body_bytes, offsets_of, pack
 from orchdata.loaders.index.totals import Totals, summarize
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.builtin import OTHER, TEXT
@@ -43,6 +43,10 @@ _CHUNK_SAMPLES = 1024  # read ahead at most this many samples
 _CHUNK_BYTES = 16 << 20  # ... or this much text
 _RUN_BYTES = 1 << 20  # one read
 _GZIP_RATIO = 1032  # no gzip member decompresses further
+_NOT_BYTES = (
+    "the recipe asks for this column, which holds neither bytes nor text and is not read: write its values as bytes or "
+    "strings, or do not ask for it"
+)
 _GAP_BYTES = 16 << 10  # reading over a gap is cheaper than another call up to about here
 
 
@@ -162,9 +166,14 @@ def cost_shard(facts: Facts, shard: Callable[[], Shard], recipe: Recipe, probes:
         for sample in chunk:
             _measure(sample, texts, recipe, rows)
     columns = rows.columns()
-    # Columns of Parquet that the scan ignored have no rows in the facts.
     fields = list(rows.field_numbers)
-    return ShardCosts(columns, fields, summarize(columns, recipe.kinds, {**facts.meta.ignored, **rows.ignored}))
+    return ShardCosts(columns, fields, summarize(columns, recipe.kinds, {**_unscanned(facts), **rows.ignored}))
+
+
+def _unscanned(facts: Facts) -> dict[str, int]:
+    """Columns of Parquet without rows in the facts, and how many values each has."""
+    ignored = facts.meta.ignored
+    return {name: ignored[name] for name in ignored.keys() - set(facts.table.field)} if ignored else {}
 
 
 def _samples(facts: Facts, shard: Callable[[], Shard], recipe: Recipe, probes: Probes) -> Iterator[_Sample]:
@@ -175,12 +184,15 @@ def _samples(facts: Facts, shard: Callable[[], Shard], recipe: Recipe, probes: P
     kinds, errors = seen.kinds, seen.errors
     of_rows = repeat(None) if not errors else map(errors.get, range(len(ordinals)))
     members = map(Member, fields, kinds, seen.headers, table.size, of_rows)
+    lost = next((name for name in sorted(_unscanned(facts)) if recipe.asks_for(name)), None)
     wanted_of: dict[tuple[Any, ...], list[int]] = {}  # samples are alike
     start = 0
     for _, ordinal in groupby(ordinals):
         mine = list(islice(members, sum(1 for _ in ordinal)))
         first, start = start, start + len(mine)
         error = _shard_error(mine) if errors else None
+        if lost is not None:
+            error = FieldError(lost, _NOT_BYTES)
         if error is not None:
             yield _Sample(keys[first], first, mine, [], error)
             continue
@@ -322,23 +334,24 @@ class _Rows:
         self._samples = array("q")  # llm_tokens, loss_tokens, parts, members of each
         self._keys: list[str] = []
         self._errors: list[FieldError | None] = []
-        self._parts = array("q")  # as PARTS, without extents
-        self._extents = array("q")
-        self._members = array("q")  # as MEMBERS, without headers
-        self._headers = array("q")
+        self._parts = array("q")  # as PARTS
+        self._members = array("q")  # as MEMBERS
 
     def add(self, sample: _Sample, measured: Measured) -> None:
+        header_width, extent_width = self._header_width, self._extent_width
         used, members = measured.used_members, sample.members
         numbers = self.field_numbers
         for index in used:
             row = sample.start + index
             name, kind, header, size, _ = members[index]
             number = numbers.setdefault(name, len(numbers))
-            self._members.extend((number, kind, self._encodings[row], self._offsets[row], size))
-            self._headers.extend(_filled(header, self._header_width))
+            if len(header) != header_width:
+                header = _filled(header, header_width)
+            self._members.extend((number, kind, self._encodings[row], self._offsets[row], size, *header))
         for name, index, (positions, tokens, rows, extent) in measured.parts:
-            self._parts.extend((self._codes[name], used.index(index), positions, tokens, rows))
-            self._extents.extend(_filled(extent, self._extent_width))
+            if len(extent) != extent_width:
+                extent = _filled(extent, extent_width)
+            self._parts.extend((self._codes[name], used.index(index), positions, tokens, rows, *extent))
         if len(used) < len(members):
             for index, member in enumerate(members):
                 if index not in used:
@@ -365,14 +378,13 @@ class _Rows:
             "part_offsets": offsets_of(num_parts),
             "member_offsets": offsets_of(num_members),
         }
+        widths = {"part": self._extent_width, "member": self._header_width}
         for kind, layout, found in (("part", PARTS, self._parts), ("member", MEMBERS, self._members)):
-            names = [name for name in layout if f"{kind}_{name}" not in WIDTHS]
-            rows = _rows_of(found, len(names), np.int32 if kind == "part" else np.int64)
-            for row, name in zip(rows, names, strict=True):
+            *names, listed = layout  # the list is the last
+            rows = _rows_of(found, len(names) + widths[kind], np.int32 if kind == "part" else np.int64)
+            for row, name in zip(rows, names, strict=False):
                 arrays[f"{kind}_{name}"] = row.astype(layout[name], copy=False)
-        extents, headers = np.frombuffer(self._extents, np.int64), np.frombuffer(self._headers, np.int64)
-        arrays["part_extent"] = extents.astype(np.int32).reshape(int(num_parts.sum()), self._extent_width)
-        arrays["member_header"] = headers.reshape(int(num_members.sum()), self._header_width)
+            arrays[f"{kind}_{listed}"] = np.ascontiguousarray(rows[len(names) :].T, layout[listed])
 
         errors = [error for error in self._errors if error is not None]
         arrays["bad_row"] = np.array([row for row, error in enumerate(self._errors) if error is not None], np.int64)

@@ -38,7 +38,7 @@ MEMBERS: Final[dict[str, Any]] = {
     "header": np.int64,
 }
 WIDTHS: Final = {"part_extent": "extent_width", "member_header": "header_width"}
-"""Columns of fixed-width lists, and the number of TableSize that is their width."""
+"""Columns of fixed-width lists, each the last of its kind, and the number of TableSize that is their width."""
 
 STRINGS: Final = {"key": "samples", "error_field": "bad", "error_reason": "bad"}
 """String columns, as offsets and bytes, and of what there is one each."""

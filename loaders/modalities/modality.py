@@ -9,9 +9,10 @@ three methods: `arrays` (what a part becomes), `count` (how much of it, from the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import Field, is_dataclass
 from dataclasses import fields as dataclass_fields
-from dataclasses import is_dataclass
+from math import isfinite
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
@@ -134,7 +135,9 @@ class Modality:
         return self.count_header(self.probe(bytes(data), limits), limits)
 
     def decode(self, data: bytes | memoryview, limits: Limits) -> Mapping[str, Any]:
-        """The arrays of a part, by name: as `arrays` says, with as many rows as `count` said. Raises DecodeError."""
+        """The arrays of a part, by name: as `arrays` says, with as many rows as `count` said; one that has a row a part
+        may be that row. Raises DecodeError.
+        """
         raise NotImplementedError(f"{type(self).__qualname__} must define decode()")
 
     @classmethod
@@ -173,7 +176,10 @@ class Modality:
         if missing := out.keys() ^ found.keys():
             raise DecodeError(f"decode() and arrays() differ in {', '.join(sorted(missing))}")
         for name, target in out.items():
-            values = stored(found[name], self.arrays()[name].dtype)
+            spec = self.arrays()[name]
+            values = stored(found[name], spec.dtype)
+            if spec.per == "part" and values.shape == spec.row_shape:
+                values = values[None]
             if values.shape != target.shape:
                 raise DecodeError(
                     f"decoded to {name} of shape {values.shape}, the index says {target.shape}: index again"
@@ -212,17 +218,15 @@ class Modality:
 
     def parameters(self) -> dict[str, Any]:
         """Its dataclass fields, JSON-safe. Raises TypeError for one that has no JSON form."""
-        if not is_dataclass(self):
-            if vars(self):
-                raise TypeError(
-                    f"{type(self).__qualname__} is no dataclass, so that the recipe's fingerprint would not see its "
-                    f"{', '.join(vars(self))}: make it a frozen dataclass, or override parameters()"
-                )
-            return {}
-        return {
-            each.name: plain(getattr(self, each.name), f"{type(self).__qualname__}.{each.name}")
-            for each in dataclass_fields(self)
-        }
+        own: tuple[Field[Any], ...] = dataclass_fields(self) if is_dataclass(self) else ()
+        kind = type(self)
+        hidden = [name for name in vars(self) if name not in {each.name for each in own} and not hasattr(kind, name)]
+        if hidden:
+            raise TypeError(
+                f"{kind.__qualname__} is no dataclass, so that the recipe's fingerprint would not see its "
+                f"{', '.join(hidden)}: make it a frozen dataclass, or override parameters()"
+            )
+        return {each.name: plain(getattr(self, each.name), f"{type(self).__qualname__}.{each.name}") for each in own}
 
     def row_bytes(self) -> int:
         """Memory of one row of all its arrays."""
@@ -238,16 +242,15 @@ def counts_from_header(modality: Modality) -> bool:
     return type(modality).count is Modality.count
 
 
-def probe_of(modality: type[Modality]) -> Callable[..., Header]:
-    """What tells two probes apart: subclasses that keep the probe keep its headers."""
-    probe: Callable[..., Header] = modality.probe.__func__  # type: ignore[attr-defined]
-    return probe
+def keeps_headers_of(modality: type[Modality], other: type[Modality]) -> bool:
+    """Whether a subclass finds the headers that the other class finds."""
+    same = (modality.probe.__func__, modality.scan) == (other.probe.__func__, other.scan)  # type: ignore[attr-defined]
+    return same and modality.num_facts == other.num_facts
 
 
 def probe_id(modality: Modality) -> str:
-    """Names the headers that its probe gives: the class that defines it, and its version."""
-    probe = probe_of(type(modality))
-    return f"{probe.__module__}.{probe.__qualname__} {modality.version}"
+    """Names the headers that its class finds, whatever its parameters: a probe may read attributes of the class."""
+    return f"{qualified(type(modality))} {modality.version}"
 
 
 def qualified(kind: type[Any]) -> str:
@@ -256,6 +259,8 @@ def qualified(kind: type[Any]) -> str:
 
 def plain(value: Any, name: str) -> Any:
     """A value as JSON has it, the same in every process. Raises TypeError, naming the field that holds it."""
+    if isinstance(value, float) and not isfinite(value):
+        return str(value)  # NaN equals nothing, itself among it
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, tuple | list):

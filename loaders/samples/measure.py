@@ -110,8 +110,8 @@ def _checked(size: PartSize, name: str, modality: Modality) -> PartSize:
     extent = tuple(map(as_int, size.extent))
     if min(positions, tokens) < 1 or min(rows, *extent, 0) < 0 or len(extent) > modality.num_extents:
         raise DecodeError(
-            f"{name} counted it as {size}: positions and tokens are at least 1, other numbers at least 0, and an extent "
-            f"has up to num_extents={modality.num_extents} of them"
+            f"{name} counted it as {size}: positions and tokens are at least 1, other numbers at least 0, and an "
+            f"extent has up to num_extents={modality.num_extents} of them"
         )
     return PartSize(positions, tokens, rows, extent)
 
@@ -153,12 +153,12 @@ def _above(what: str, count: int, limit: str, limits: Limits) -> FieldError:
 def decoded_bytes(parts: Sequence[MeasuredPart], members: Sequence[Member], recipe: Recipe) -> int:
     """Memory that decoding these parts takes: their arrays, and what their modalities need beside."""
     found: dict[str, list[tuple[Header, PartSize]]] = {}
+    row_bytes, total = recipe.row_bytes, 0
     for name, index, size in parts:
-        found.setdefault(name, []).append((members[index].header, size))
-    total = 0
-    for name, sizes in found.items():
-        modality = recipe.modalities[name]
-        if len(sizes[0][0]) > modality.num_facts:
-            sizes = [(header[: modality.num_facts], size) for header, size in sizes]
-        total += recipe.row_bytes[name] * sum([size.rows for _, size in sizes]) + modality.decoding_bytes(sizes)
-    return total
+        total += row_bytes[name] * size.rows
+        sized = members[index].header[: recipe.modalities[name].num_facts], size
+        if name in found:
+            found[name].append(sized)
+        else:
+            found[name] = [sized]
+    return total + sum([recipe.modalities[name].decoding_bytes(sizes) for name, sizes in found.items()])

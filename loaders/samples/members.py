@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
 from typing import Final, NamedTuple
 
 from orchdata.loaders.modalities.builtin import TEXT
@@ -14,6 +13,7 @@ from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.text.chat_keys import is_beside
 from orchdata.loaders.text.words import WORDS_SUFFIX
 
+_MOST_KNOWN: Final = 4096
 _JSON_NAMES: Final = ("json", "jsonl", "jsn", "messages", "conversations")
 _LEADING_NUMBER: Final = re.compile(r"(\d+)\.")
 _TEXT_SUFFIXES: Final = re.compile(r"\.(json|jsn|jsonl|txt|text)$")
@@ -63,10 +63,16 @@ class Uses(NamedTuple):
 
 def uses_of(members: Sequence[Member], recipe: Recipe) -> Uses:
     """Sort members by use; of plain text the recipe's first field that is there, whole names before extensions."""
-    return _uses(tuple([member[:2] for member in members]), recipe)
+    names = tuple([member[:2] for member in members])
+    known = recipe.uses  # samples of a data set are alike
+    found: Uses | None = known.get(names)
+    if found is None:
+        if len(known) >= _MOST_KNOWN:
+            known.clear()
+        found = known[names] = _uses(names, recipe)
+    return found
 
 
-@lru_cache(maxsize=4096)  # samples of a data set are alike
 def _uses(names: tuple[tuple[str, int], ...], recipe: Recipe) -> Uses:
     texts = _in_field_order(names, TEXT)
     json = sorted(index for index in texts if _is_json(names[index][0]))

@@ -101,7 +101,7 @@ def takes_step(collate_fn: Callable[..., Any]) -> bool:
             return False
         bound = bound.func
     try:
-        parameters = list(inspect.signature(collate_fn).parameters.values())
+        parameters = list(inspect.signature(collate_fn, follow_wrapped=False).parameters.values())
     except (ValueError, TypeError):  # some built-in functions tell nothing of themselves
         return False
     by_name = [each for each in parameters if each.kind is each.KEYWORD_ONLY]

@@ -40,7 +40,7 @@ from orchdata.ranks.wire import Message, WireError, describe, read
 
 _BUILT, _FAILED = 0, 1
 _CONTENT = {"epoch", "step", "plan", "failures", "batches"}
-_CLASS = "dataclass"  # marks a dict that was one
+_CLASS = "<class>"  # marks a dict that was a dataclass; no modality is called so
 
 # What a step consists of, and so all that a peer's message can make.
 _CLASSES: dict[str, type[Any]] = {

@@ -743,11 +743,13 @@ def test_kept_columns_of_parquet(tmp_path: Path) -> None:
         "points": pa.array([cloud(4), cloud(5)], pa.binary()),
     }
     pq.write_table(pa.table(table), path)
-    kept = ("embedding", "url", "label", "points")
+    kept = ("embedding", "url", "points")
     assert fields_of(path, od.Recipe(**OWN, keep=kept)) == {
         "a": {"embedding": b"\0\1", "url": b"x.com", "points": cloud(4)},
         "b": {"url": b"y.com", "points": cloud(5)},
     }
+    with pytest.raises(od.DataError, match="field 'label': the recipe asks for this column, which holds neither bytes"):
+        fields_of(path, od.Recipe(**OWN, keep=("label",)))
 
 
 def test_keeping_changes_nothing_else(shard: str) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import FrozenInstanceError, asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +166,7 @@ def probed(tmp_path: Path) -> Any:
 def test_headers_are_kept_for_a_probe_and_its_version_whatever_its_parameters(probed: Any) -> None:
     assert probed(Counted(stride=2)) == 6
     assert probed(Counted(stride=3)) == 0  # the failed one is not tried again either
-    assert probed(Same()) == 0
+    assert probed(Same()) == 6  # its class attributes may be what the probe reads
     assert probed(Raised()) == 6
     assert probed(Own()) == 6
     assert probed(Counted(stride=4)) == 0
@@ -574,3 +575,143 @@ def test_a_shard_may_move_with_its_headers_probed_once_more(tmp_path: Path) -> N
     recipe = recipe_of(tracks=Counted())
     assert [size.positions for size in parts_of(indexed(moved, recipe), "tracks", recipe)] == [4]
     assert Probe.calls == before + 1
+
+
+# What would be another than it seems
+
+
+class PerSixteen(Tracks):
+    """A probe that reads an attribute of its class."""
+
+    per = 16
+
+    @classmethod
+    def probe(cls, data: bytes, limits: od.Limits) -> tuple[int, ...]:
+        return (len(data) // cls.per,)
+
+    def count_header(self, header: tuple[int, ...], limits: od.Limits) -> od.PartSize:
+        return od.PartSize(header[0], header[0])
+
+
+class PerFour(PerSixteen):
+    per = 4
+
+
+def test_headers_are_those_of_the_class_that_was_asked(tmp_path: Path) -> None:
+    shard = one_shard(tmp_path, {"track": track(8)})
+    for kind in (PerSixteen, PerFour):
+        recipe = recipe_of(tracks=kind())
+        assert parts_of(indexed(shard, recipe), "tracks", recipe)[0].positions == len(track(8)) // kind.per
+
+
+class Plain(Points):
+    """No dataclass of its own: its parameter would be in no fingerprint."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        object.__setattr__(self, "step", step)
+
+
+def test_parameters_that_no_fingerprint_sees_are_refused() -> None:
+    with pytest.raises(
+        TypeError, match="Plain is no dataclass, so that the recipe's fingerprint would not see its step"
+    ):
+        od.Recipe(points=Plain(2)).fingerprint()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaled(Points):
+    """A parameter that equals in its own way."""
+
+    mean: Any = None
+
+    def parameters(self) -> dict[str, Any]:
+        return {"mean": self.mean.tolist()}
+
+
+def test_recipes_with_arrays_compare_and_serve_two_loaders(tmp_path: Path) -> None:
+    shard = one_shard(tmp_path, *[{"npy": cloud(3)} for _ in range(4)])
+    first, second, other = (recipe_of(points=Scaled(mean=np.full(3, value))) for value in (0.5, 0.5, 1.0))
+    assert first == second != other
+    for recipe in (first, second):
+        assert reasons(indexed(shard, recipe, rebuild=True)) == {}
+        assert len(list(od.DataLoader(od.ShardDataset(shard, recipe=recipe), batch_size=2, dp=(0, 1)))) == 2
+
+
+def test_parts_counted_from_bytes_are_no_text(tmp_path: Path) -> None:
+    shard = one_shard(tmp_path, {"0.npy": cloud(90), "1.npy": cloud(90), "txt": b"two"})
+    assert reasons(indexed(shard, recipe_of(points=Points(), limits=od.Limits(text_bytes=1000)))) == {}
+
+
+@pytest.mark.parametrize(
+    ("held", "error", "message"),
+    [
+        ({"thumb": od.ImagePreprocessor()}, ValueError, "thumb and image both claim jpg, jpeg, jpe, ...: give thumb"),
+        ({"audoi": None}, TypeError, "the recipe has no 'audoi' to leave out"),
+    ],
+)
+def test_keywords_that_take_over_or_do_nothing_are_refused(
+    held: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        od.Recipe(**held)
+
+
+class OwnImage(Points):
+    slot = od.Slot(mark="<pc>", token_id=9)
+
+
+def test_an_image_of_ones_own_has_its_own_slot_and_members(tmp_path: Path) -> None:
+    recipe = od.Recipe(image=OwnImage())
+    assert recipe.slots["image"] == od.Slot(mark="<pc>", token_id=9)
+    index = indexed(one_shard(tmp_path, {"npy": cloud(5), "jpg": jpeg(40, 40), "txt": b"a <pc>"}), recipe)
+    assert reasons(index) == {}
+    assert [size.positions for size in parts_of(index, "image", recipe)] == [5]
+    assert index.totals["ignored_fields"] == {"jpg": 1}
+
+
+def test_fields_that_a_modality_reads_are_not_called_ignored(tmp_path: Path) -> None:
+    index = indexed(one_shard(tmp_path, {"npy": cloud(5), "pth": b"?"}), recipe_of(points=Points()))
+    assert index.totals["ignored_fields"] == {"pth": 1}
+
+
+def test_a_recipe_is_still_what_dataclasses_make_of_it() -> None:
+    recipe = od.Recipe(points=Points(group=2), keep=("cls", "cls"))
+    assert recipe.keep == ("cls",)
+    assert replace(recipe, image=None).points == Points(group=2) and replace(recipe, image=None).image is None
+    assert asdict(recipe)["points"] == {"group": 2}
+    with pytest.raises(FrozenInstanceError):
+        del recipe.text
+    assert type(pickle.loads(pickle.dumps(Named()))) is Named
+
+
+class Named(od.Recipe):
+    pass
+
+
+def test_a_parameter_that_is_no_number_equals_itself() -> None:
+    recipe = recipe_of(points=Scaled(mean=np.zeros(1)), image=None)
+    nan = recipe_of(odd=Odd(), image=od.ImagePreprocessor(mean=(float("nan"), 0, 0)))
+    assert nan.describe() == nan.describe() and recipe == recipe_of(points=Scaled(mean=np.zeros(1)), image=None)
+
+
+class Pose(Points):
+    """One row a part, given as that row."""
+
+    fields = ("pose",)
+
+    def arrays(self) -> Mapping[str, od.ArraySpec]:
+        return {"angles": od.ArraySpec((3,), "float32", "part")}
+
+    def count(self, data: bytes | memoryview, limits: od.Limits) -> od.PartSize:
+        return SIZE
+
+    def decode(self, data: bytes | memoryview, limits: od.Limits) -> Mapping[str, Any]:
+        return {"angles": np.arange(3, dtype=np.float32)}
+
+
+def test_an_array_of_one_row_a_part_may_be_that_row(tmp_path: Path) -> None:
+    shard = one_shard(tmp_path, {"0.pose": b"a", "1.pose": b"b"})
+    dataset = od.ShardDataset(shard, recipe=recipe_of(pose=Pose()))
+    (batch,) = od.DataLoader(dataset, batch_size=1, dp=(0, 1))
+    assert batch.media["pose"].angles.tolist() == [[0, 1, 2], [0, 1, 2]]

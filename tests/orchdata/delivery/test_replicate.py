@@ -41,7 +41,7 @@ def revive(value: Any) -> Any:
 
 
 def test_what_is_sent_comes_back() -> None:
-    route = revive({"dataclass": "Route", "fields": ROUTE | {"rank": 1, "num_ranks": 2}})
+    route = revive({"<class>": "Route", "fields": ROUTE | {"rank": 1, "num_ranks": 2}})
     assert isinstance(route, Route)
     assert (route.rank, route.num_ranks) == (1, 2)
 
@@ -49,14 +49,14 @@ def test_what_is_sent_comes_back() -> None:
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        ({"dataclass": "subprocess:Popen", "fields": {"args": ["true"]}}, "Route, and a peer sent 'subprocess:Popen'"),
-        ({"dataclass": "orchdata.batch.batch:Batch", "fields": {}}, "a peer sent 'orchdata.batch.batch:Batch'"),
-        ({"dataclass": ["Route"], "fields": ROUTE}, r"a peer sent \['Route'\]"),
-        ({"dataclass": "Route", "fields": [1]}, "a peer sent 'Route'"),
-        ({"dataclass": "Route"}, "a peer sent 'Route'"),
-        ({"dataclass": "Route", "fields": ROUTE | {"more": 1}}, "Route and what a peer sent for it differ in 'more'"),
-        ({"dataclass": "Route", "fields": {"rank": 0}}, "differ in 'label', 'num_ranks', 'part_route'"),
-        ([{"a": {"dataclass": "Nothing", "fields": {}}}], "a peer sent 'Nothing'"),
+        ({"<class>": "subprocess:Popen", "fields": {"args": ["true"]}}, "Route, and a peer sent 'subprocess:Popen'"),
+        ({"<class>": "orchdata.batch.batch:Batch", "fields": {}}, "a peer sent 'orchdata.batch.batch:Batch'"),
+        ({"<class>": ["Route"], "fields": ROUTE}, r"a peer sent \['Route'\]"),
+        ({"<class>": "Route", "fields": [1]}, "a peer sent 'Route'"),
+        ({"<class>": "Route"}, "a peer sent 'Route'"),
+        ({"<class>": "Route", "fields": ROUTE | {"more": 1}}, "Route and what a peer sent for it differ in 'more'"),
+        ({"<class>": "Route", "fields": {"rank": 0}}, "differ in 'label', 'num_ranks', 'part_route'"),
+        ([{"a": {"<class>": "Nothing", "fields": {}}}], "a peer sent 'Nothing'"),
     ],
 )
 def test_an_unknown_class_or_field_is_named(value: Any, said: str) -> None:
