@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import index as as_int
 from typing import Any, Final, NamedTuple
 
@@ -41,7 +41,7 @@ class Seen(NamedTuple):
     """
 
     kinds: list[int]
-    headers: Sequence[Header]
+    headers: Iterable[Header]
     errors: dict[int, str]
 
 
@@ -74,13 +74,14 @@ class Probes:
         for asked in zip(fields, table.kind, strict=True):
             kind = known.get(asked)
             kinds.append(known.setdefault(asked, recipe.kind_of(*asked)) if kind is None else kind)
-        headers: Sequence[Header] = list(zip(table.header0, table.header1, strict=True))
+        told = zip(table.header0, table.header1, strict=True)  # one at a time: a collector of garbage looks at them all
         errors = table.errors
         if errors:  # what is wrong with a whole sample stays so, whoever reads the field
             structural = {row for row in errors if table.kind[row] == OTHER}
             kinds = [OTHER if row in structural else kind for row, kind in enumerate(kinds)] if structural else kinds
         if self._own:
-            headers, errors = list(headers), dict(errors)
+            headers: list[Header] = list(told)
+            errors = dict(errors)
             for kind, modality in self._own.items():
                 rows = [
                     row
@@ -95,7 +96,8 @@ class Probes:
                             errors[row] = header
                         else:
                             headers[row] = header
-        return Seen(kinds, headers, errors)
+            return Seen(kinds, headers, errors)
+        return Seen(kinds, told, errors)
 
     def _headers(
         self, facts: Facts, modality: Modality, rows: Sequence[int], shard: Callable[[], Shard]

@@ -131,4 +131,4 @@ class AudioPreprocessor(Modality):
 
     def decoding_bytes(self, parts: Sequence[tuple[Header, PartSize]]) -> int:
         """Waves of all clips, as stored and resampled."""
-        return _WAVE_BYTES * sum(frames + size.extent[0] for (frames, _), size in parts)
+        return _WAVE_BYTES * sum([frames + size.extent[0] for (frames, _), size in parts])

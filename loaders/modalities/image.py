@@ -143,7 +143,7 @@ class ImagePreprocessor(Modality):
 
     def decoding_bytes(self, parts: Sequence[tuple[Header, PartSize]]) -> int:
         """Pixels of the largest image: they are decoded one after the other."""
-        return _PIXEL_BYTES * max(width * height for (width, height), _ in parts)
+        return _PIXEL_BYTES * max([width * height for (width, height), _ in parts])
 
 
 def image_grid(width: int, height: int, pre: ImagePreprocessor) -> tuple[int, int]:

@@ -136,7 +136,8 @@ def _check_sample(measured: Measured, members: Sequence[Member], recipe: Recipe)
         decoded = decoded_bytes(measured.parts, members, recipe)
         if decoded > limits.sample_decoded_bytes:
             raise _above("bytes of media once decoded", decoded, "sample_decoded_bytes", limits)
-        largest = max(largest, *[max(*size[:3], *size[3]) for _, _, size in measured.parts])
+        for _, _, (positions, tokens, rows, extent) in measured.parts:
+            largest = max(largest, positions, tokens, rows, *extent)
     if largest > _INT32_MAX:  # the index counts in int32
         raise FieldError(
             "*", f"the sample has {largest} tokens, positions, rows or the like of one part, above {_INT32_MAX}"
@@ -152,6 +153,11 @@ def _above(what: str, count: int, limit: str, limits: Limits) -> FieldError:
 
 def decoded_bytes(parts: Sequence[MeasuredPart], members: Sequence[Member], recipe: Recipe) -> int:
     """Memory that decoding these parts takes: their arrays, and what their modalities need beside."""
+    if len(parts) == 1:
+        ((name, index, size),) = parts
+        modality = recipe.modalities[name]
+        beside = modality.decoding_bytes(((members[index].header[: modality.num_facts], size),))
+        return recipe.row_bytes[name] * size.rows + beside
     found: dict[str, list[tuple[Header, PartSize]]] = {}
     row_bytes, total = recipe.row_bytes, 0
     for name, index, size in parts:
