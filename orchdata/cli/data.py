@@ -86,6 +86,10 @@ def _build(paths: list[str], recipe_name: str | None, *, force: bool) -> tuple[I
     from orchdata.loaders.storage.paths import expand_paths
 
     recipe = load_object(recipe_name, Recipe, "--recipe") if recipe_name is not None else Recipe()
+    try:
+        recipe.fingerprint()
+    except TypeError as error:  # a parameter of a modality, named
+        raise ValueError(str(error)) from error
     urls = expand_paths(paths)
     scanned = 0
     with progress_bar("indexing shards") as advance, redirect_stdout(sys.stderr):  # whatever a tokenizer prints
