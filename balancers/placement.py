@@ -108,9 +108,9 @@ def place_on_nodes(traffic: ArrayLike, ranks_per_node: int) -> NodePlacement:
         node, between = unchanged, before
     rank = _place_inside(checked, starts, capacity, node)
     if before == between:
-        # Where nodes gain nothing, new ones must not lose inside.
+        # Where nodes gain nothing, new ones must not lose inside; nor must a greedy placement inside them.
         kept = _place_inside(checked, starts, capacity, unchanged)
-        rank = kept if _stays(checked, kept) >= _stays(checked, rank) else rank
+        rank = max((kept, rank, np.arange(num_ranks, dtype=np.int32)), key=lambda names: _stays(checked, names))
     return NodePlacement(
         rank=rank,
         bytes_between=between,
