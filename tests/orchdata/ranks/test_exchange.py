@@ -26,7 +26,7 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return results
 
 
-@pytest.mark.parametrize("num_ranks", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3)), 4])
+@pytest.mark.parametrize("num_ranks", [1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
 @pytest.mark.parametrize("name", CHECKS)
 def test_between_ranks(checked: Any, name: str, num_ranks: int) -> None:
     for rank, found in enumerate(checked(num_ranks)):
