@@ -10,6 +10,7 @@ looked at.
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from orchdata.reference.lanes import Lane, Task, make_lane
 Lengths = dict[str, list[int]]  # phase -> positions of each sequence
 
 _WARMUP_STEPS = 2
+_ATTEMPTS = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,21 +49,34 @@ def calibrate(task: Task, *, conv_stride: int, steps: int, repeats: int) -> Cali
     Args:
         task: what will be trained on, here in another order.
         conv_stride: mel frames for each position of the audio encoder.
-        steps: to measure, on every rank.
+        steps: to measure, on every rank; more of them where they do not tell the phases apart.
         repeats: trainings on each step's batch; the fastest counts.
     """
     lane = make_lane(replace(task, seed=task.seed + 1), od.Balance(scope="none"))
-    mine = [_measure(lane, step, repeats, conv_stride) for step in range(_WARMUP_STEPS + steps)][_WARMUP_STEPS:]
     ranks: list[list[tuple[Lengths, float, float]]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(ranks, mine)
-    every = [measured for rank in ranks for measured in rank]
-    fit = fit_phase_costs(
-        {phase: [lengths[phase] for lengths, _, _ in every] for phase in ("image", "audio", "llm")},
-        [cpu for _, cpu, _ in every],
-    )
+    for step in range(_WARMUP_STEPS):
+        _measure(lane, step, repeats, conv_stride)
+    for attempt in range(_ATTEMPTS):
+        begin = _WARMUP_STEPS + attempt * steps
+        mine = [_measure(lane, step, repeats, conv_stride) for step in range(begin, begin + steps)]
+        found: list[list[tuple[Lengths, float, float]]] = [[] for _ in ranks]
+        dist.all_gather_object(found, mine)
+        ranks = [before + now for before, now in zip(ranks, found, strict=True)]
+        try:
+            fit = _fit([measured for rank in ranks for measured in rank])
+            break
+        except ValueError:  # on every rank alike; on a busy machine few steps may not tell the phases apart
+            if attempt == _ATTEMPTS - 1:
+                raise
     # The rank that waits for nobody is through first.
     ends = [min(after for _, _, after in step) for step in zip(*ranks, strict=True)]
     return Calibration(fit=fit, end_seconds=statistics.median(ends))
+
+
+def _fit(measured: Sequence[tuple[Lengths, float, float]]) -> FittedCosts:
+    """Raises ValueError where a phase costs nothing by these measurements."""
+    phases = {phase: [lengths[phase] for lengths, _, _ in measured] for phase in ("image", "audio", "llm")}
+    return fit_phase_costs(phases, [cpu for _, cpu, _ in measured])
 
 
 def _measure(lane: Lane, step: int, repeats: int, conv_stride: int) -> tuple[Lengths, float, float]:

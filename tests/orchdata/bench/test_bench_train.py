@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from shard_factory import omni_samples, write_shard
 
 import orchdata as od
 from orchdata.bench.harness import Result, WideTable, make_report
-from orchdata.bench.train import SKEWED, TrainBench, run
+from orchdata.bench.train import SKEWED, TrainBench, calibration, run
 from orchdata.bench.train.calibration import lengths_of
 from orchdata.bench.train.job import LANES, predicted_seconds
 from orchdata.bench.train.report import make_results
@@ -124,3 +125,32 @@ def test_bench_train_made_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     llm = {row[0]: float(str(row[3])) for row in tables["Imbalance of each phase, max/mean over ranks"].rows}
     assert llm["LLM only"] <= llm["unbalanced"]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_calibration_that_does_not_tell_phases_apart_measures_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[int] = []
+    fits = iter([ValueError("phase 'audio' costs nothing"), "fitted"])
+
+    def measure(lane: Any, step: int, *_: Any) -> tuple[dict[str, list[int]], float, float]:
+        steps.append(step)
+        return {}, 1.0, 0.5
+
+    def fit(measured: list[Any]) -> Any:
+        found = next(fits)
+        if isinstance(found, ValueError):
+            raise found
+        return found
+
+    def gather(found: list[Any], mine: Any) -> None:
+        found[0] = mine
+
+    monkeypatch.setattr(calibration, "make_lane", lambda *_: None)
+    monkeypatch.setattr(calibration, "replace", lambda task, **_: task)
+    monkeypatch.setattr(calibration, "_measure", measure)
+    monkeypatch.setattr(calibration, "_fit", fit)
+    monkeypatch.setattr(calibration.dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(calibration.dist, "all_gather_object", gather)
+    task: Any = SimpleNamespace(seed=0)
+    found = calibration.calibrate(task, conv_stride=1, steps=3, repeats=1)
+    assert steps == list(range(2 + 3 + 3))
+    assert found.fit == "fitted" and found.end_seconds == 0.5
