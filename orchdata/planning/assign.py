@@ -69,19 +69,19 @@ def assign(
     Raises:
         ValueError: more items than the limits on counts allow.
     """
-    held, together = sizes is not None, np.sum(list(costs.values()), axis=0)
-    group_size = balance.group_size or num_ranks
+    held, group_size = sizes is not None, balance.group_size or num_ranks
     if balance.scope == "none" or num_ranks == 1:
         return owner if held else dealt(len(owner), num_ranks)
+    if not held and balance.scope == "global":
+        return _anew(costs, balance, num_ranks, owner, sizes)
+    together = np.sum(list(costs.values()), axis=0)
     if balance.scope == "grid":
         return balance_grid(together, owner, num_ranks, group_size).rank
     if held and not balance.equal_count and balance.max_samples is None:
         if balance.scope == "grouped":
             return balance_grouped(together, owner, num_ranks, group_size).rank
         return balance_from(together, owner, num_ranks, ranks_per_node=ranks_per_node).rank
-    if held or balance.scope == "grouped":
-        costs = {"llm": together}
-    return _anew(costs, balance, num_ranks, owner, sizes)
+    return _anew({"llm": together}, balance, num_ranks, owner, sizes)
 
 
 def counted_groups(balance: Balance, num_ranks: int) -> list[range]:
@@ -93,8 +93,9 @@ def counted_groups(balance: Balance, num_ranks: int) -> list[range]:
 def _anew(costs: Mapping[str, Ints], balance: Balance, num_ranks: int, owner: Ranks, sizes: Ints | None) -> Ranks:
     """Balance each group by itself, wherever in it items are held; its ranks are named so that much of them stays."""
     rank = np.empty(len(owner), np.int32)
-    for group in counted_groups(balance, num_ranks):
-        members = np.flatnonzero((owner >= group.start) & (owner < group.stop))
+    groups = counted_groups(balance, num_ranks)
+    for group in groups:
+        members = slice(None) if len(groups) == 1 else np.flatnonzero((owner >= group.start) & (owner < group.stop))
         found = balance_phases(
             {phase: of_all[members] for phase, of_all in costs.items()},
             len(group),
