@@ -77,6 +77,7 @@ class StartedStep:
     def __init__(self, spec: PlanSpec, rank: int, assembler: Assembler, task: StepTask, memory: Memory) -> None:
         started = time.perf_counter()
         self._rank = rank
+        self._spec = spec
         self.plan = make_plan(spec, task)
         self._planning_seconds = time.perf_counter() - started
         self._assemblies = [
@@ -100,7 +101,7 @@ class StartedStep:
                 seconds[stage] = seconds.get(stage, 0.0) + spent
         failures = [failure for assembled in made for failure in assembled.failures]
         batches = [assembled.batch for assembled in made]
-        return BuiltStep(self.plan, batches, failures, seconds, step_figures(self.plan, self._rank))
+        return BuiltStep(self.plan, batches, failures, seconds, step_figures(self._spec, self.plan, self._rank))
 
 
 def _microbatch_order(spec: PlanSpec, plan: Plan, rank: int) -> list[int]:

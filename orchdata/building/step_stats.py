@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from orchdata.planning.make_plan import PlanSpec
 from orchdata.planning.plan import Plan
+from orchdata.planning.price import phase_cost, step_cost
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,7 +24,10 @@ class StepFigures:
         tokens: LLM positions.
         padded_tokens: the same, had each microbatch been padded to its longest sample.
         own_streams: share of the samples that come from the rank's group's streams; None without groups.
-        loads: phase -> largest load unbalanced and balanced, lower bound and mean load, float64 (4,).
+        loads: phase -> largest load unbalanced and balanced, lower bound, mean load, and what ranks wait for where they
+            meet in each micro-step, float64 (5,).
+        cost: of the step under its objective, and of a perfectly even one, float64 (2,).
+        num_microbatches: of each rank.
     """
 
     samples: int
@@ -31,10 +36,14 @@ class StepFigures:
     padded_tokens: int
     own_streams: float | None
     loads: Mapping[str, NDArray[np.float64]]
+    cost: NDArray[np.float64]
+    num_microbatches: int
 
 
-def step_figures(plan: Plan, rank: int) -> StepFigures:
-    """The figures of a plan, seen from a rank: milliseconds at thousands of ranks."""
+def step_figures(spec: PlanSpec, plan: Plan, rank: int) -> StepFigures:
+    """The figures of a plan made from `spec`, seen from a rank: milliseconds at thousands of ranks."""
+    balanced = spec.costs.balanced
+    mean = sum(_mean(plan, phase) for phase in balanced)
     mine = plan.places(rank)
     lengths = plan.llm_positions[mine]
     microbatches = plan.microbatch[mine]
@@ -49,10 +58,15 @@ def step_figures(plan: Plan, rank: int) -> StepFigures:
         padded_tokens=padded_tokens,
         own_streams=plan.own_streams(rank),
         loads={phase: _loads(plan, phase) for phase in plan.phases},
+        cost=np.array([step_cost(plan, spec.balance.objective, balanced), mean], np.float64),
+        num_microbatches=plan.num_microbatches,
     )
 
 
 def _loads(plan: Plan, phase: str) -> NDArray[Any]:
-    mean = plan.costs[phase].sum() / plan.num_ranks
     largest = plan.loads_unbalanced(phase).max(), plan.loads(phase).max()
-    return np.array([*largest, plan.lower_bound(phase), mean], np.float64)
+    return np.array([*largest, plan.lower_bound(phase), _mean(plan, phase), phase_cost(plan, phase)], np.float64)
+
+
+def _mean(plan: Plan, phase: str) -> float:
+    return int(plan.costs[phase].sum()) / plan.num_ranks

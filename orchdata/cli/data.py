@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from orchdata.cli.options import CostOption, JsonOption, Paths, RecipeOption, load_object, ranks_list
+from orchdata.cli.options import CostOption, JsonOption, Paths, RecipeOption, caps_of, load_object, ranks_list
 from orchdata.cli.output import human_bytes, one_line_errors, print_json, print_table
 from orchdata.progress import progress_bar
 
@@ -50,21 +50,43 @@ def profile(
     cost: CostOption = None,
     ranks: Annotated[str, typer.Option(help="Numbers of data-parallel ranks to plan for.")] = "8,64,512,2560",
     batch_size: Annotated[int, typer.Option(help="Samples per rank and step.")] = 8,
+    model_parallel: Annotated[
+        int, typer.Option(help="GPUs of a data-parallel rank: tensor x pipeline x context parallel.")
+    ] = 1,
+    max_tokens: Annotated[
+        list[str] | None,
+        typer.Option(metavar="[PHASE=]NUMBER", help="Positions per microbatch and rank; of llm, or PHASE. Repeatable."),
+    ] = None,
+    oversize: Annotated[
+        str, typer.Option(help="Samples above --max-tokens: error, own (microbatch) or drop.")
+    ] = "error",
+    objective: Annotated[
+        str, typer.Option(help="Ranks wait after each phase of each micro-step (barrier), or at the end (sum).")
+    ] = "barrier",
+    padded: Annotated[bool, typer.Option("--padded", help="LLM rows padded to the longest: od.Padded().")] = False,
+    multiple_of: Annotated[int, typer.Option(help="LLM sequences are padded to a multiple of this.")] = 1,
     group_size: Annotated[int, typer.Option(help="Ranks of a group, as those of a node.")] = 8,
     streams: Annotated[int | None, typer.Option(help="Streams of the order; default: one a group.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the order.")] = 0,
     as_json: JsonOption = False,
 ) -> None:
     """Profile shards: sizes, modalities, what N ranks would lose to imbalance in each scope, and what each reads."""
-    rank_counts = ranks_list(ranks)
+    rank_counts, caps = ranks_list(ranks), caps_of(max_tokens or ())
     from orchdata.balancers import CostModel
+    from orchdata.planning.balance import Balance
+    from orchdata.planning.layout import Packed, Padded
     from orchdata.profile.profile import profile as make_profile
 
     model = load_object(cost, CostModel, "--cost") if cost is not None else None
+    balance = Balance(max_tokens=caps, objective=objective, oversize=oversize)  # type: ignore[arg-type]
+    layout = Padded(multiple_of=multiple_of) if padded else Packed(multiple_of=multiple_of)
     built, _ = _build(paths, recipe, force=False)
     result = make_profile(
         built,
         cost=model,
+        balance=balance,
+        layout=layout,
+        model_parallel=model_parallel,
         ranks=rank_counts,
         batch_size=batch_size,
         group_size=group_size,

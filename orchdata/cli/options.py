@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from operator import attrgetter
 from pathlib import Path
@@ -46,6 +47,19 @@ def load_object(name: str, kind: type[Kind], option: str) -> Kind:
     if not isinstance(value, kind):
         raise ValueError(f"{option} {name} must be an od.{kind.__name__}, got {type(value).__name__}")
     return value
+
+
+def caps_of(given: Sequence[str]) -> dict[str, int] | None:
+    """`("8192", "image=32768")` -> {"llm": 8192, "image": 32768}; None for nothing."""
+    caps: dict[str, int] = {}
+    for text in given:
+        phase, equals, number = text.rpartition("=")
+        if bool(phase) != bool(equals) or not number.isascii() or not number.isdigit():
+            raise ValueError(f"--max-tokens must be a number, or PHASE=NUMBER such as image=32768, got {text!r}")
+        if (phase := phase or "llm") in caps:
+            raise ValueError(f"--max-tokens caps {phase} twice: {caps[phase]} and {number}")
+        caps[phase] = int(number)
+    return caps or None
 
 
 def ranks_list(text: str) -> tuple[int, ...]:

@@ -29,12 +29,23 @@ def profile_table(profile: Profile) -> RenderableType:
     return Group(
         Text(header),
         *(Text(reason, style="yellow") for reason in reasons),
+        *_caps_line(profile),
         _modality_table(profile),
         _phase_table(profile),
         _scale_table(profile),
         *([_scope_table(profile)] if any(scale.groups > 1 for scale in profile.scales) else []),
         *(Text(f"- {note}") for note in _notes(profile)),
     )
+
+
+def _caps_line(profile: Profile) -> list[Text]:
+    if (caps := profile.caps) is None:
+        return []
+    of_each = ", ".join(
+        f"{phase} {cap:,} ({caps.above[phase]:,} samples above)" for phase, cap in caps.max_tokens.items()
+    )
+    become = {"own": "get a microbatch each", "drop": "are left out", "error": "would be refused"}[caps.oversize]
+    return [Text(f"max_tokens: {of_each}; {caps.samples:,} samples above it {become}")]
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -63,8 +74,12 @@ def _phase_table(profile: Profile) -> Table:
 
 
 def _scale_table(profile: Profile) -> Table:
-    title = "\nImbalance, max/mean over ranks: unbalanced -> balanced (1.00 is perfect)"
-    table = _table(title, "ranks", "batch", *profile.phases, "step", "bound", "speedup", "per phase")
+    counted = " and micro-steps" if profile.caps and profile.objective == "barrier" else ""
+    title = f"\nImbalance, max/mean over ranks{counted}: unbalanced -> balanced (1.00 is perfect)"
+    gpus = ("GPUs",) if profile.model_parallel > 1 else ()
+    micro_steps = ("micro-steps",) if profile.caps else ()
+    columns = (*gpus, "batch", *profile.phases, "step", "bound", "speedup", "per phase", *micro_steps)
+    table = _table(title, "ranks", *columns)
     for scale in profile.scales:
         phases = [
             f"{phase.unbalanced:.2f} -> {phase.balanced:.2f}" + ("" if name in profile.balanced_phases else " *")
@@ -72,14 +87,17 @@ def _scale_table(profile: Profile) -> Table:
         ]
         step = f"{scale.step.unbalanced:.2f} -> {scale.step.balanced:.2f}"
         ranks = f"{scale.ranks:,}" + (" r" if scale.with_replacement else "")
+        dealt, planned = scale.scopes["none"].microbatches, scale.scopes["global"].microbatches
         table.add_row(
             ranks,
+            *([f"{scale.gpus:,}"] if gpus else []),
             f"{scale.global_batch_size:,}",
             *phases,
             step,
             f"{scale.step.lower_bound:.2f}",
             f"{scale.speedup:.2f}x",
-            f"{scale.per_phase_speedup:.2f}x" if len(profile.balanced_phases) > 1 else "-",
+            _per_phase_speedup(profile, scale.per_phase_speedup),
+            *([f"{dealt:.1f} -> {planned:.1f}"] if micro_steps else []),
         )
     return table
 
@@ -88,7 +106,8 @@ def _scope_table(profile: Profile) -> Table:
     """Of the numbers of ranks that make several groups."""
     scales = [scale for scale in profile.scales if scale.groups > 1]
     title = f"\nScopes, in groups of {scales[0].group_size} ranks: max/mean over ranks, and who reads what"
-    columns = ("scope", *profile.phases, "step", "speedup", "own streams", "groups/shard")
+    micro_steps = ("micro-steps",) if profile.caps else ()
+    columns = ("scope", *profile.phases, "step", "speedup", "per phase", *micro_steps, "own streams", "groups/shard")
     table = _table(title, "ranks", *columns)
     table.columns[1].justify = "left"
     for scale in scales:
@@ -103,18 +122,35 @@ def _scope_table(profile: Profile) -> Table:
                 *phases,
                 f"{scope.step:.2f}",
                 f"{scope.speedup:.2f}x",
+                "-" if scope.per_phase is None else _per_phase_speedup(profile, scope.per_phase.speedup),
+                *([f"{scope.microbatches:.1f}"] if micro_steps else []),
                 f"{scope.own_streams:.0%}",
                 f"{scope.groups_per_shard:.1f} of {scale.groups:,}",
             )
     return table
 
 
+def _per_phase_speedup(profile: Profile, speedup: float) -> str:
+    return f"{speedup:.2f}x" if len(profile.balanced_phases) > 1 else "-"
+
+
 def _notes(profile: Profile) -> list[str]:
+    waiting = "after each" if profile.caps is None else "after each in each micro-step"
+    if profile.objective == "sum":
+        waiting = "at its end only"
     notes = [
-        "step: the cost model's phases, ranks waiting for each other after each; speedup: an estimate from costs",
+        f"step: the cost model's phases, ranks waiting for each other {waiting}; speedup: an estimate from costs",
         "bound: no assignment of whole samples gets the step below it",
         'per phase: the speedup with encoders balanced apart, Balance(assignment="per_phase"), without the exchange',
     ]
+    if profile.caps is not None:
+        notes.append(
+            "micro-steps: microbatches of each rank in a step; speedup: over samples dealt out within the same caps"
+        )
+    if profile.layout == "padded":
+        notes.append("LLM rows are padded to the longest of their microbatch; the mean counts no padding, loads do")
+    if profile.model_parallel > 1:
+        notes.append(f"a rank is {profile.model_parallel} GPUs, which get the same samples")
     unnamed = [name for name in profile.phases if name not in profile.balanced_phases]
     if unnamed:
         why = "no cost model given (--cost), so LLM tokens alone are balanced"
@@ -150,22 +186,40 @@ def _locality_notes(profile: Profile) -> list[str]:
 
 
 def _advice_notes(scale: Scale) -> list[str]:
-    """What holds the step back, and what would help, in the phase that loses most."""
+    """What holds the step back, and what would help: in the phase that loses most, and of the whole step."""
     held = [(advice.cost_share * (advice.imbalance - 1), name) for name, advice in scale.advice.items()]
     name = max(held)[1]
-    advice = scale.advice[name]
-    if advice.limit == "nothing":
-        return []
-    largest = f"{advice.largest_key!r} of {advice.largest_shard.rsplit('/', 1)[-1]}"
-    why = f"{advice.samples_per_rank:.1f} samples per rank do not fill the ranks evenly"
-    if advice.limit == "giant sample":
-        why = f"samples above the mean load of a rank: {advice.giants:,}, up to {advice.largest:.1f} x it ({largest})"
-    ways = {
-        "context parallel": "such samples shared by up to {} ranks each (context parallelism): {:.2f}",
-        "more samples": "{} x the batch: {:.2f}",
-    }
-    helps = [ways[remedy.remedy].format(remedy.factor, remedy.imbalance) for remedy in advice.remedies]
-    return [
-        f"{scale.ranks:,} ranks, {name}: {advice.imbalance:.2f} at best in a usual step of {scale.steps}: {why}",
-        *([f"  would help: {'; '.join(helps)}"] if helps else []),
-    ]
+    advice, notes = scale.advice[name], []
+    if advice.limit != "nothing":
+        largest = f"{advice.largest_key!r} of {advice.largest_shard.rsplit('/', 1)[-1]}"
+        why = f"{advice.samples_per_rank:.1f} samples per rank do not fill the ranks evenly"
+        if advice.limit == "giant sample":
+            why = (
+                f"samples above the mean load of a rank: {advice.giants:,}, up to {advice.largest:.1f} x it ({largest})"
+            )
+        notes.append(
+            f"{scale.ranks:,} ranks, {name}: {advice.imbalance:.2f} at best in a usual step of {scale.steps}: {why}"
+        )
+        notes += [
+            f"  would help {name}: such samples shared by up to {remedy.factor} ranks each (context parallelism): "
+            f"{remedy.imbalance:.2f}"
+            for remedy in advice.remedies
+            if remedy.remedy == "context parallel"
+        ]
+    if scale.changes:
+        micro_steps = scale.scopes["global"].microbatches
+        notes.append(_changes_note(scale, micro_steps))
+    return notes
+
+
+def _changes_note(scale: Scale, micro_steps: float) -> str:
+    """The whole step as planned, and as it would be."""
+    capped = micro_steps > 1
+    found = []
+    for change in scale.changes:
+        what = f"{change.factor} x the {change.change}" if change.factor else f"no {change.change}"
+        found.append(f"{what} {change.step:.2f}" + (f" at {change.microbatches:.1f} micro-steps" if capped else ""))
+    now = f"{scale.step.balanced:.2f}" + (f" at {micro_steps:.1f} micro-steps" if capped else "")
+    uncapped = [change.step for change in scale.changes if change.change == "max_tokens" and change.factor is None]
+    lost = [f", of which max_tokens costs {1 - least / scale.step.balanced:.1%}" for least in uncapped]
+    return f"{scale.ranks:,} ranks, step: {now}{''.join(lost)}; planned otherwise: {', '.join(found)}"

@@ -34,14 +34,17 @@ def prepare_shards(dataset: ShardDataset, options: LoaderOptions, quarantine: Qu
         raise ValueError(f"cost for a ShardDataset is an od.CostModel, got {type(options.cost).__name__}")
     named = _read_quarantine(quarantine)
     layout = _layout(options)
-    _check_caps(options.balance, layout)
+    check_layout(options.balance, layout)
     index = _open_index(dataset, options)
     costs = IndexCosts(index, options.cost, layout.multiple_of, rectangular=isinstance(layout, Padded))
     quarantined = _quarantined_rows(index, named)
     bad = np.setdiff1d(index.bad_rows(), quarantined)
     _refuse(index, bad, options.policy)
     excluded = np.union1d(quarantined, bad)
-    excluded = np.union1d(excluded, _oversize_rows(index, costs, options.balance, excluded))
+    check_caps(options.balance, index)
+    if options.balance.caps and options.balance.oversize != "own":
+        above = oversize_rows(costs, options.balance, excluded)
+        excluded = np.union1d(excluded, np.concatenate(list(above.values())))
     order = Order(index.num_samples, shuffle=options.shuffle, seed=options.seed, excluded=excluded)
     return PreparedDataset(
         spec=options.build_spec(costs, order, _content(dataset, options, index, costs.phases[:-1])),
@@ -126,7 +129,7 @@ def _warn_of_lost(index: Index) -> int:
     return int(lost.sum())
 
 
-def _check_caps(balance: Balance, layout: Layout) -> None:
+def check_layout(balance: Balance, layout: Layout) -> None:
     """The plan knows how many positions an encoder gets, not how large the rectangle around its items is."""
     capped = [phase for phase in balance.caps if phase != "llm"]
     if capped and padded_encoders(layout):
@@ -171,26 +174,38 @@ def _quarantined_rows(index: Index, quarantine: Sequence[tuple[str, str]]) -> In
     return np.unique(np.array(rows, np.int64))
 
 
-def _oversize_rows(index: Index, costs: IndexCosts, balance: Balance, excluded: Ints) -> Ints:
-    """Rows above a cap, to be dropped. Raises ValueError under oversize="error"."""
+def check_caps(balance: Balance, index: Index) -> None:
+    """Raise ValueError for a cap on a phase that the recipe does not have."""
+    known = (*index.modalities[1:], "llm")
     for phase in balance.caps:
-        if phase not in (known := (*index.modalities[1:], "llm")):
+        if phase not in known:
             raise ValueError(f"Balance.max_tokens names phase {phase!r}; the phases are {', '.join(known)}")
-    if not balance.caps or balance.oversize == "own":
-        return np.zeros(0, np.int64)
-    found: list[Ints] = []
+
+
+def oversize_rows(costs: IndexCosts, balance: Balance, excluded: Ints) -> dict[str, Ints]:
+    """Rows above each cap, by phase, ascending; without those that are excluded already.
+
+    Raises:
+        ValueError: there is one under oversize="error".
+    """
+    index, caps = costs.index, balance.caps
+    found: dict[str, list[Ints]] = {phase: [np.zeros(0, np.int64)] for phase in caps}
+    largest = dict.fromkeys(caps, (0, -1))  # positions and row
     for start in range(0, index.num_samples, 1 << 20):
         row = np.arange(start, min(start + (1 << 20), index.num_samples))
         row = row[~np.isin(row, excluded)]
-        for phase, cap in balance.caps.items():
+        for phase, cap in caps.items():
             sizes = costs.positions(phase, np.zeros(len(row), np.int32), row)
-            large = row[sizes > cap]
-            if len(large) and balance.oversize == "error":
-                worst = int(sizes.argmax())
-                shard = index.shard_of(int(row[worst])).url
-                raise ValueError(
-                    f"{shard}: sample {index.key(int(row[worst]))!r} has {int(sizes[worst])} {phase} positions, "
-                    f"max_tokens allows {cap}; raise it, or use Balance(oversize='own') or 'drop'"
-                )
-            found.append(large)
-    return np.unique(np.concatenate([np.zeros(0, np.int64), *found]))
+            found[phase].append(row[sizes > cap])
+            if len(row) and int(sizes.max()) > largest[phase][0]:
+                largest[phase] = int(sizes.max()), int(row[sizes.argmax()])
+    above = {phase: np.concatenate(rows) for phase, rows in found.items()}
+    for phase, rows in above.items():
+        if len(rows) and balance.oversize == "error":
+            size, worst = largest[phase]
+            raise ValueError(
+                f"{index.shard_of(worst).url}: sample {index.key(worst)!r} has {size} {phase} positions, max_tokens "
+                f"allows {caps[phase]} (the largest of {len(rows)} samples above it); raise it, or use "
+                "Balance(oversize='own') or 'drop'"
+            )
+    return above

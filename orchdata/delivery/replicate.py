@@ -174,7 +174,9 @@ class ReceivingEngine:
             plan = make_plan(self._spec.plan, task)
             seconds = {"planning": time.perf_counter() - started}
             batches, failures = self._channel.receive(plan)
-            future.set_result(BuiltStep(plan, batches, failures, seconds, step_figures(plan, self._spec.rank)))
+            future.set_result(
+                BuiltStep(plan, batches, failures, seconds, step_figures(self._spec.plan, plan, self._spec.rank))
+            )
         except Exception as error:  # noqa: BLE001 - it is passed on
             future.set_exception(error)
         return future

@@ -31,6 +31,8 @@ class Stats:
         self._waiting_seconds = 0.0
         self._seconds: Counter[str] = Counter()
         self._loads: dict[str, np.ndarray[Any, np.dtype[np.float64]]] = {}
+        self._cost = np.zeros(2)
+        self._microbatches = 0
         self._tokens = 0
         self._padded_tokens = 0
         self._own_streams: float | None = None
@@ -49,7 +51,9 @@ class Stats:
         self._waiting_seconds += waiting_seconds
         self._seconds.update(built.seconds)
         for phase, loads in figures.loads.items():
-            self._loads[phase] = self._loads.get(phase, np.zeros(4)) + loads
+            self._loads[phase] = self._loads.get(phase, np.zeros(5)) + loads
+        self._cost += figures.cost
+        self._microbatches += figures.num_microbatches
         if figures.own_streams is not None:
             self._own_streams = (self._own_streams or 0.0) + figures.own_streams
         self._tokens += figures.tokens
@@ -74,7 +78,12 @@ class Stats:
         `phases[name]`: `imbalance_unbalanced` and `imbalance` (max/mean of rank loads had samples been dealt out in
         turn, and as planned), `lower_bound_over_mean` (what no assignment can beat). Under od.Padded the loads of
         `llm` count padding and the mean does not, so that it shows in all three; dealt out means cut into as many
-        microbatches as the plan has.
+        microbatches as the plan has. `imbalance_in_micro_steps`: the largest load of each micro-step (the same
+        microbatch of all ranks) over the mean of all, where ranks wait for each other in each; equal to `imbalance`
+        where a step is one microbatch.
+        `microbatches`: of a rank in a step, mean over steps.
+        `step_imbalance`: cost of the step over that of a perfectly even one, of the phases that are balanced, by what
+        ranks wait for under the objective: what `orchdata profile` calls the step.
         `padding`: share of LLM positions that would be padding, had this rank's microbatches been padded.
         `own_streams`: where ranks are grouped, the share of this rank's samples drawn from its group's streams, mean
         over steps; else None.
@@ -95,6 +104,8 @@ class Stats:
             "samples": self._samples,
             "loss_tokens": self._loss_tokens,
             "phases": {phase: _ratios(sums) for phase, sums in self._loads.items()},
+            "microbatches": self._microbatches / steps,
+            "step_imbalance": float(self._cost[0] / self._cost[1]) if self._cost[1] else 1.0,
             "padding": 1 - self._tokens / self._padded_tokens if self._padded_tokens else 0.0,
             "own_streams": None if self._own_streams is None else self._own_streams / steps,
             "read_amplification": None if self._reads is None else self._reads.amplification,
@@ -118,10 +129,11 @@ class Stats:
 
 
 def _ratios(sums: np.ndarray[Any, np.dtype[np.float64]]) -> dict[str, float]:
-    unbalanced, balanced, bound, mean = (float(value) for value in sums)
+    unbalanced, balanced, bound, mean, in_micro_steps = (float(value) for value in sums)
     mean = mean or 1.0
     return {
         "imbalance_unbalanced": unbalanced / mean or 1.0,
         "imbalance": balanced / mean or 1.0,
+        "imbalance_in_micro_steps": in_micro_steps / mean or 1.0,
         "lower_bound_over_mean": bound / mean or 1.0,
     }

@@ -1,7 +1,7 @@
 """Profile of a dataset, before any GPU is rented: what it holds, and what N ranks would lose to imbalance.
 
     index columns --counts, percentiles--> Modality, Phase
-    order + cost model --plans, as in training--> Scale, per number of ranks
+    order, cost model, Balance --plans, as in training--> Scale, per number of ranks
 
 Everything is read from the index: no sample is decoded.
 """
@@ -12,17 +12,20 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.balancers import CostModel
+from orchdata.dataset.shards import check_caps, check_layout, oversize_rows
 from orchdata.loaders.errors import DataError, reason_kind
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.shards.tar import bytes_read_together
 from orchdata.loaders.storage.paths import suffix_of
+from orchdata.planning.balance import Balance, Objective, Oversize
 from orchdata.planning.costs import IndexCosts
+from orchdata.planning.layout import Layout, Packed, Padded
 from orchdata.profile.scales import Scale, make_scale
 
 PERCENTILES = {"min": 0, "p25": 25, "p50": 50, "p75": 75, "p95": 95, "p99": 99, "max": 100}
@@ -76,11 +79,34 @@ class ReadAmplification:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Caps:
+    """Positions per microbatch and rank, and the samples above them.
+
+    Attributes:
+        max_tokens: phase -> cap.
+        oversize: what becomes of samples above one: "own" microbatches, or "drop": left out of the order.
+        above: phase -> samples above its cap.
+        samples: above any.
+    """
+
+    max_tokens: Mapping[str, int]
+    oversize: Oversize
+    above: Mapping[str, int]
+    samples: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Profile:
     """What a dataset holds, and what it costs N ranks.
 
     `samples` are the usable ones; all other numbers are theirs, but for `bad` samples and `failed_shards`, of which
     nothing could be read.
+
+    Attributes:
+        layout: "packed" or "padded".
+        objective: as of `Balance`: whether ranks wait after each phase of each micro-step.
+        model_parallel: GPUs of a rank.
+        caps: None without `max_tokens`.
     """
 
     shards: int
@@ -95,6 +121,10 @@ class Profile:
     phases: Mapping[str, Phase]
     balanced_phases: tuple[str, ...]
     has_cost_model: bool
+    layout: Literal["packed", "padded"]
+    objective: Objective
+    model_parallel: int
+    caps: Caps | None
     seed: int
     scales: tuple[Scale, ...]
 
@@ -108,9 +138,12 @@ def profile(
     index: Index,
     *,
     cost: CostModel | None = None,
+    balance: Balance = Balance(),  # noqa: B008
+    layout: Layout = Packed(),  # noqa: B008
+    model_parallel: int = 1,
     ranks: Sequence[int] = (8, 64, 512, 2560),
     batch_size: int = 8,
-    group_size: int = 8,
+    group_size: int | None = None,
     streams: int | None = None,
     seed: int = 0,
     steps: int = 8,
@@ -120,18 +153,24 @@ def profile(
     Args:
         index: the dataset under a recipe.
         cost: the model's cost; None balances LLM tokens and reports encoder phases in positions.
+        balance: as in training: caps, what becomes of samples above them, objective, counts. Every scope is planned in
+            both assignments, whatever this one names, with groups of `group_size`.
+        layout: as in training, `collate_fn=`.
+        model_parallel: GPUs of a data-parallel rank, tensor x pipeline x context: these get the same samples.
         ranks: numbers of data-parallel ranks to plan for.
         batch_size: samples per rank and step.
-        group_size: ranks of a group, as those of a node; as in `Balance(group_size=...)`.
+        group_size: ranks of a group, as those of a node; by default `balance.group_size`, else 8.
         streams: of the order, as in `Shuffle(streams=...)`; None for one a group, which lets each read its own.
         seed: of the order.
         steps: steps to plan per number of ranks, spread over an epoch for balance and in a row for locality; fewer
             where an epoch has fewer.
 
     Raises:
-        ValueError: for numbers below 1, or a dataset without a usable sample.
+        ValueError: for numbers below 1, a dataset without a usable sample, caps that training would refuse, or a
+            pipeline's order of microbatches.
     """
     numbers = {
+        "model_parallel": model_parallel,
         "batch_size": batch_size,
         "steps": steps,
         "ranks": min(ranks, default=0),
@@ -148,7 +187,21 @@ def profile(
             f"the first: {index.failure(int(bad[0])) if len(bad) else 'there is none'}"
         )
 
-    source = IndexCosts(index, cost)
+    if balance.order is not None:
+        raise ValueError(
+            f"Balance.order={balance.order!r} is not profiled: costs say nothing of a pipeline's stages; leave it out, "
+            'and take objective="sum" where ranks wait at the end of the step only'
+        )
+    check_layout(balance, layout)
+    check_caps(balance, index)
+
+    source = IndexCosts(index, cost, layout.multiple_of, rectangular=isinstance(layout, Padded))
+    above = oversize_rows(source, balance, bad)
+    too_large = np.unique(np.concatenate([np.zeros(0, np.int64), *above.values()]))
+    excluded = np.union1d(bad, too_large) if balance.oversize == "drop" else bad
+    if len(excluded) == index.num_samples:
+        raise ValueError(f"all {len(too_large)} usable samples are above max_tokens and would be dropped: raise it")
+    group_size = group_size or balance.group_size or 8
     good = np.delete(np.arange(index.num_samples), bad)
     bad_samples, failed_shards = split_failures(index)
     return Profile(
@@ -164,12 +217,25 @@ def profile(
         phases={phase: _phase(source, phase, good) for phase in source.phases},
         balanced_phases=source.balanced,
         has_cost_model=cost is not None,
+        layout="padded" if isinstance(layout, Padded) else "packed",
+        objective=balance.objective,
+        model_parallel=model_parallel,
+        caps=Caps(
+            max_tokens=balance.caps,
+            oversize=balance.oversize,
+            above={phase: len(rows) for phase, rows in above.items()},
+            samples=len(too_large),
+        )
+        if balance.caps
+        else None,
         seed=seed,
         scales=tuple(
             make_scale(
                 source,
-                bad,
+                excluded,
+                balance,
                 ranks=num_ranks,
+                model_parallel=model_parallel,
                 batch_size=batch_size,
                 group_size=group_size,
                 streams=streams,

@@ -1,38 +1,37 @@
 """What a number of ranks would see: plans of an epoch under every scope -> balance, locality, advice.
 
-steps spread over the epoch   --plan, as in training--> loads --> imbalance, speedup, advice
+steps spread over the epoch   --plan, as in training--> what ranks wait for --> imbalance, speedup, advice
 steps one after another       --plan, as in training--> who reads which shard --> locality
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.balancers import advise
-from orchdata.balancers.assignment import loads_of
-from orchdata.order.order import Order, SampleOrder, Shuffle
-from orchdata.order.steps import GlobalBatches, StepTask
-from orchdata.planning.assign import assign
-from orchdata.planning.balance import Balance, Scope
+from orchdata.order.order import Order, Shuffle
+from orchdata.order.steps import StepTask
+from orchdata.planning.balance import AssignmentKind, Balance, Scope
 from orchdata.planning.costs import IndexCosts
 from orchdata.planning.make_plan import PlanSpec, make_plan
-from orchdata.planning.plan import Plan
+from orchdata.profile.advice import Change, PhaseAdvice, phase_advice, try_changes
+from orchdata.profile.planned import PlannedSteps, epoch_spec, plan_steps, spread_steps
 
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseImbalance:
-    """max/mean of rank loads, where 1 is perfect: the time lost in a phase is 1 - 1/this.
+    """What ranks wait for over the mean load, where 1 is perfect: the time lost in a phase is 1 - 1/this.
+
+    That is max/mean of rank loads, or of each micro-step where `objective` is "barrier" and caps make several.
 
     Attributes:
-        unbalanced: samples dealt out in turn, as a plain sampler does.
+        unbalanced: samples dealt out in turn, as a plain sampler does, within the same caps.
         balanced: as the DataLoader assigns them, over all ranks.
         per_phase: as it does under `Balance(assignment="per_phase")`, where ranks share the parts of samples too.
         lower_bound: no assignment of whole samples can do better; above 1 where single samples are too large.
@@ -45,13 +44,28 @@ class PhaseImbalance:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ScopeProfile:
-    """A scope of balancing: how even, and how near.
+class AssignmentProfile:
+    """What a scope of balancing gives, in joint or per-phase assignment.
 
     Attributes:
-        phases: phase -> max/mean of rank loads.
+        phases: phase -> what ranks wait for over the mean load.
         step: the same of the whole step.
-        speedup: cost of the step of scope "none" over that of this one.
+        speedup: cost of the step of scope "none" under the same caps over that of this one.
+        microbatches: of each rank in a step, mean over steps.
+    """
+
+    phases: Mapping[str, float]
+    step: float
+    speedup: float
+    microbatches: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScopeProfile(AssignmentProfile):
+    """A scope of balancing: how even whole samples are shared out, and how near.
+
+    Attributes:
+        per_phase: the same scope with encoders balanced apart; None where nothing is balanced.
         own_streams: share of samples that stay in the group of ranks whose streams they are drawn from.
         shards_per_group: shards that a group reads from in `Scale.locality_steps` steps, mean over groups.
         groups_per_shard: groups that read from a shard in these steps, mean over the shards that any group reads from:
@@ -59,47 +73,10 @@ class ScopeProfile:
             1 (every shard is one group's) to the number of groups.
     """
 
-    phases: Mapping[str, float]
-    step: float
-    speedup: float
+    per_phase: AssignmentProfile | None
     own_streams: float
     shards_per_group: float
     groups_per_shard: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Remedy:
-    """Something to change, and max/mean of rank loads then; see `orchdata.balancers.Option`."""
-
-    remedy: Literal["context parallel", "more samples"]
-    factor: int
-    imbalance: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PhaseAdvice:
-    """What holds a phase back however it is balanced, in the step of median lower bound; see `balancers.advise`.
-
-    Attributes:
-        limit: what holds it back most.
-        imbalance: max/mean of rank loads when nothing but this phase is balanced.
-        cost_share: of all that the step's samples cost, in the phases that the cost model names.
-        samples_per_rank: samples that have the phase.
-        giants: samples that cost more than the mean load of a rank.
-        largest: cost of the largest sample over the mean load.
-        largest_shard, largest_key: which sample that is.
-        remedies: what would help, of each kind the least that is enough, or all that is possible.
-    """
-
-    limit: Literal["nothing", "giant sample", "few samples"]
-    imbalance: float
-    cost_share: float
-    samples_per_rank: float
-    giants: int
-    largest: float
-    largest_shard: str
-    largest_key: str
-    remedies: tuple[Remedy, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,19 +84,22 @@ class Scale:
     """What a number of ranks would see, over `steps` steps spread evenly over an epoch.
 
     Attributes:
+        gpus: of all ranks, each a model-parallel group.
         with_replacement: the dataset has fewer samples than a global batch, so samples were drawn with replacement.
         group_size, groups: ranks of a group, as those of a node, and how many groups that makes.
         streams: of the order, as in `od.Shuffle(streams=...)`.
         locality_steps: consecutive steps, in the middle of the epoch, over which locality is measured.
         phases: every phase the dataset has; those the cost model does not name are not balanced.
-        step: of the whole step, over the phases of the cost model, where ranks wait for each other after each phase.
+        step: of the whole step, over the phases of the cost model.
         speedup, per_phase_speedup: cost of the unbalanced step over that of the balanced one; an estimate by the cost
             model. Per phase without the time that features travel.
-        scopes: what each scope of balancing gives.
-        advice: of the phases of the cost model.
+        scopes: what each scope of balancing gives; without "grid" where counts of samples are limited.
+        advice: of the phases of the cost model, each balanced by itself in one microbatch.
+        changes: what else the whole step would be, planned; empty where it is within 2 % of the mean.
     """
 
     ranks: int
+    gpus: int
     batch_size: int
     global_batch_size: int
     steps: int
@@ -134,13 +114,16 @@ class Scale:
     per_phase_speedup: float
     scopes: Mapping[Scope, ScopeProfile]
     advice: Mapping[str, PhaseAdvice]
+    changes: tuple[Change, ...]
 
 
 def make_scale(
     source: IndexCosts,
     excluded: NDArray[np.int64],
+    balance: Balance,
     *,
     ranks: int,
+    model_parallel: int,
     batch_size: int,
     group_size: int,
     streams: int | None,
@@ -157,160 +140,102 @@ def make_scale(
     groups = -(-ranks // group_size)
     streams = groups if streams is None else streams
     order = Order(source.index.num_samples, shuffle=Shuffle(streams=streams), seed=seed, excluded=excluded)
-    global_batch_size = ranks * batch_size
-    with_replacement = order.num_samples < global_batch_size
-    drawn: SampleOrder = _Draws(order, seed, streams, steps * global_batch_size) if with_replacement else order
-    spec = PlanSpec(
-        costs=source,
-        order=drawn,
-        batches=GlobalBatches(size=global_batch_size, drop_last=True),
-        balance=Balance(scope="none"),
-        num_ranks=ranks,
-    )
-    count = min(steps, spec.num_steps)
-    first = (spec.num_steps - count) // 2
-    spread = [_Step(spec, int(step), group_size) for step in np.linspace(0, spec.num_steps - 1, count).astype(np.int64)]
-    run = [_Step(spec, step, group_size) for step in range(first, first + count)]
-    loads = _Loads(spread)
-    phases = {phase: loads.imbalance(phase) for phase in source.phases}
-    step = loads.imbalance(*source.balanced)
+    size = ranks * batch_size
+    base = epoch_spec(source, order, balance, num_ranks=ranks, global_batch_size=size, steps=steps)
+    spread = spread_steps(base, steps)
+    first = (base.num_steps - len(spread)) // 2
+    run = range(first, first + len(spread))
+    limited = balance.equal_count or balance.max_samples is not None
+    scopes = [scope for scope in SCOPES if not (limited and scope == "grid")]
+    specs = {scope: _scoped(base, scope, "joint", group_size) for scope in scopes}
+    joint = {scope: plan_steps(spec, spread) for scope, spec in specs.items()}
+    apart: dict[Scope, PlannedSteps] = {
+        scope: plan_steps(_scoped(base, scope, "per_phase", group_size), spread) for scope in scopes if scope != "none"
+    }
+    unbalanced, balanced = joint["none"], joint["global"]
     return Scale(
         ranks=ranks,
+        gpus=ranks * model_parallel,
         batch_size=batch_size,
-        global_batch_size=global_batch_size,
-        steps=count,
-        with_replacement=with_replacement,
+        global_batch_size=size,
+        steps=len(spread),
+        with_replacement=order.num_samples < size,
         group_size=group_size,
         groups=groups,
         streams=streams,
-        locality_steps=count,
-        phases=phases,
-        step=step,
-        speedup=step.unbalanced / step.balanced,
-        per_phase_speedup=step.unbalanced / step.per_phase,
-        scopes={scope: _scope_profile(scope, loads, run, source.index.shard) for scope in SCOPES},
-        advice={phase: _advice(phase, loads, source) for phase in source.balanced},
-    )
-
-
-@dataclass(frozen=True)
-class _Draws:
-    """Samples of `order` drawn with replacement, seeded: a global batch larger than the dataset can be planned.
-
-    As in `order`, position p is drawn from stream p % streams.
-    """
-
-    order: Order
-    seed: int
-    streams: int
-    num_samples: int
-
-    def rows(self, epoch: int, start: int, stop: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        total = self.order.num_samples
-        stream = np.arange(start, stop) % min(self.streams, total)
-        held = (total - 1 - stream) // self.streams + 1  # positions of the stream in an epoch of `order`
-        picks = stream + self.streams * np.random.default_rng((self.seed, epoch, start)).integers(held)
-        dataset_id, row = self.order.rows(epoch, 0, total)
-        return dataset_id[picks], row[picks]
-
-
-class _Step:
-    """One global batch, and who gets which of its samples under every scope."""
-
-    def __init__(self, spec: PlanSpec, step: int, group_size: int) -> None:
-        self.spec = spec
-        self.group_size = group_size
-        self.plan: Plan = make_plan(spec, StepTask(0, step))
-        self._number = step
-        self.groups = -(-spec.num_ranks // group_size)
-        self.stream_group = self.plan.stream_rank // group_size
-
-    def rank(self, scope: Scope) -> NDArray[np.int32]:
-        costs = {phase: self.plan.costs[phase] for phase in self.spec.costs.balanced}
-        balance = Balance(scope=scope, group_size=self.group_size if scope in ("grouped", "grid") else None)
-        return assign(costs, balance, self.spec.num_ranks, self.plan.stream_rank)
-
-    def plan_per_phase(self) -> Plan:
-        """The plan in which ranks share the parts of samples too."""
-        return make_plan(replace(self.spec, balance=Balance(assignment="per_phase")), StepTask(0, self._number))
-
-    def group(self, scope: Scope) -> NDArray[np.int32]:
-        # Inside a group nothing changes where samples come from, so there is nothing to balance.
-        return self.stream_group if scope == "grouped" else self.rank(scope) // self.group_size
-
-
-class _Loads:
-    """Rank loads of some steps: sums of largest loads, mean loads and lower bounds."""
-
-    def __init__(self, steps: Sequence[_Step]) -> None:
-        spec = steps[0].spec
-        self.plans = [step.plan for step in steps]
-        self.phases, self.balanced = spec.costs.phases, spec.costs.balanced
-        self._peaks: Counter[tuple[Scope, str]] = Counter()
-        for scope in SCOPES:
-            for step in steps:
-                rank = step.rank(scope)
-                for phase in self.phases:
-                    loads = loads_of(step.plan.costs[phase], rank, spec.num_ranks)
-                    self._peaks[scope, phase] += int(loads.max())
-        per_phase = [step.plan_per_phase() for step in steps]
-        self._per_phase = {phase: sum(int(plan.loads(phase).max()) for plan in per_phase) for phase in self.phases}
-        self.bounds = {phase: [plan.lower_bound(phase) for plan in self.plans] for phase in self.phases}
-        self.means = {
-            phase: [int(plan.costs[phase].sum()) / spec.num_ranks for plan in self.plans] for phase in self.phases
-        }
-
-    def max_over_mean(self, scope: Scope, *phases: str) -> float:
-        """Of phases after each of which ranks wait; 1 where nothing enters them."""
-        mean = sum(sum(self.means[phase]) for phase in phases)
-        return sum(self._peaks[scope, phase] for phase in phases) / mean if mean else 1.0
-
-    def imbalance(self, *phases: str) -> PhaseImbalance:
-        mean = sum(sum(self.means[phase]) for phase in phases)
-        return PhaseImbalance(
-            unbalanced=self.max_over_mean("none", *phases),
-            balanced=self.max_over_mean("global", *phases),
-            per_phase=sum(self._per_phase[phase] for phase in phases) / mean if mean else 1.0,
-            lower_bound=sum(sum(self.bounds[phase]) for phase in phases) / mean if mean else 1.0,
-        )
-
-
-def _scope_profile(scope: Scope, loads: _Loads, run: Sequence[_Step], shard_of_row: NDArray[np.int32]) -> ScopeProfile:
-    groups = run[0].groups
-    group = np.concatenate([step.group(scope) for step in run])
-    stream_group = np.concatenate([step.stream_group for step in run])
-    shard = shard_of_row[np.concatenate([step.plan.row for step in run])].astype(np.int64)
-    read = len(np.unique(shard * groups + group))  # pairs of a shard and a group that reads from it
-    step = loads.max_over_mean(scope, *loads.balanced)
-    return ScopeProfile(
-        phases={phase: loads.max_over_mean(scope, phase) for phase in loads.phases},
-        step=step,
-        speedup=loads.max_over_mean("none", *loads.balanced) / step,
-        own_streams=float(np.mean(group == stream_group)),
-        shards_per_group=read / groups,
-        groups_per_shard=read / len(np.unique(shard)),
-    )
-
-
-def _advice(phase: str, loads: _Loads, source: IndexCosts) -> PhaseAdvice:
-    """Of the step whose lower bound over the mean is the median."""
-    ratios = [bound / (mean or 1) for bound, mean in zip(loads.bounds[phase], loads.means[phase], strict=True)]
-    plan = loads.plans[int(np.argsort(ratios, kind="stable")[len(ratios) // 2])]
-    costs, index = plan.costs[phase], source.index
-    found = advise(costs, plan.num_ranks)
-    largest = int(costs.argmax())
-    row = int(plan.row[largest])
-    best = {option.remedy: option for option in found.options}  # the last of its kind is the best
-    return PhaseAdvice(
-        limit=found.limit,
-        imbalance=found.makespan / found.mean if found.mean else 1.0,
-        cost_share=int(costs.sum()) / sum(int(plan.costs[name].sum()) for name in loads.balanced),
-        samples_per_rank=int(np.count_nonzero(costs)) / plan.num_ranks,
-        giants=len(found.giants),
-        largest=int(costs[largest]) / found.mean if found.mean else 0.0,
-        largest_shard=index.shard_of(int(row)).url,
-        largest_key=index.key(row),
-        remedies=tuple(
-            Remedy(remedy=option.remedy, factor=option.factor, imbalance=option.imbalance) for option in best.values()
+        locality_steps=len(spread),
+        phases={
+            phase: PhaseImbalance(
+                unbalanced=unbalanced.phase(phase),
+                balanced=balanced.phase(phase),
+                per_phase=apart["global"].phase(phase),
+                lower_bound=balanced.phase_bound(phase),
+            )
+            for phase in source.phases
+        },
+        step=PhaseImbalance(
+            unbalanced=unbalanced.step,
+            balanced=balanced.step,
+            per_phase=apart["global"].step,
+            lower_bound=balanced.step_bound,
         ),
+        speedup=unbalanced.step / balanced.step,
+        per_phase_speedup=unbalanced.step / apart["global"].step,
+        scopes={
+            scope: _scope_profile(
+                joint[scope], unbalanced, apart.get(scope), _locality(specs[scope], run, source, group_size)
+            )
+            for scope in scopes
+        },
+        advice={phase: phase_advice(phase, source.index, specs["none"], spread, balanced) for phase in source.balanced},
+        changes=try_changes(specs["global"], order, balanced.step, steps),
     )
+
+
+def _scoped(spec: PlanSpec, scope: Scope, assignment: AssignmentKind, group_size: int) -> PlanSpec:
+    size = group_size if scope in ("grouped", "grid") else None
+    return replace(spec, balance=replace(spec.balance, scope=scope, assignment=assignment, group_size=size))
+
+
+class _Locality(NamedTuple):
+    """As `ScopeProfile` has them."""
+
+    own_streams: float
+    shards_per_group: float
+    groups_per_shard: float
+
+
+def _scope_profile(
+    found: PlannedSteps, unbalanced: PlannedSteps, apart: PlannedSteps | None, locality: _Locality
+) -> ScopeProfile:
+    joint = _assignment_profile(found, unbalanced)
+    return ScopeProfile(
+        phases=joint.phases,
+        step=joint.step,
+        speedup=joint.speedup,
+        microbatches=joint.microbatches,
+        per_phase=None if apart is None else _assignment_profile(apart, unbalanced),
+        own_streams=locality.own_streams,
+        shards_per_group=locality.shards_per_group,
+        groups_per_shard=locality.groups_per_shard,
+    )
+
+
+def _assignment_profile(found: PlannedSteps, unbalanced: PlannedSteps) -> AssignmentProfile:
+    return AssignmentProfile(
+        phases={phase: found.phase(phase) for phase in found.totals},
+        step=found.step,
+        speedup=unbalanced.step / found.step,
+        microbatches=found.mean_microbatches,
+    )
+
+
+def _locality(spec: PlanSpec, run: Sequence[int], source: IndexCosts, group_size: int) -> _Locality:
+    """Who reads what in steps one after another; whole samples."""
+    groups = -(-spec.num_ranks // group_size)
+    plans = [make_plan(spec, StepTask(0, step)) for step in run]
+    group = np.concatenate([plan.rank for plan in plans]) // group_size
+    stream_group = np.concatenate([plan.stream_rank for plan in plans]) // group_size
+    shard = source.index.shard[np.concatenate([plan.row for plan in plans])].astype(np.int64)
+    read = len(np.unique(shard * groups + group))  # pairs of a shard and a group that reads from it
+    return _Locality(float(np.mean(group == stream_group)), read / groups, read / len(np.unique(shard)))

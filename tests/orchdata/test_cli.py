@@ -131,6 +131,19 @@ def test_profile_json_has_what_was_asked_for(mixed: Path) -> None:
     assert [scale["with_replacement"] for scale in found["scales"]] == [False, True]
 
 
+def test_profile_takes_what_training_takes(mixed: Path) -> None:
+    arguments = ("--ranks", "2", "--batch-size", "1", "--max-tokens", "2", "--max-tokens", "image=4096")
+    options = ("--oversize", "own", "--objective", "sum", "--model-parallel", "4", "--multiple-of", "2")
+    found = run_json("profile", mixed, *arguments, *options)
+    assert found["caps"]["max_tokens"] == {"llm": 2, "image": 4096}
+    assert (found["caps"]["oversize"], found["objective"]) == ("own", "sum")
+    assert found["caps"]["above"]["image"] == 0 < found["caps"]["samples"]
+    assert found["scales"][0]["gpus"] == 8
+    out = run("profile", mixed, *arguments, *options, "--padded").stdout
+    for words in ("GPUs", "micro-steps", "samples above it get a microbatch each", "at its end only", "padded"):
+        assert words in out
+
+
 def test_profile_table_says_what_a_person_must_know(mixed: Path) -> None:
     out = run("profile", mixed, "--ranks", "1,4", "--batch-size", "2").stdout
     for words in ("2 samples in 1 shards", "1 bad", "llm", "speedup", "drawn with replacement", "p99"):
@@ -177,6 +190,10 @@ def test_what_user_code_prints_does_not_end_up_in_the_json(
         (("profile", "mixed.tar", "--cost", "json:nothing"), "json:nothing"),
         (("profile", "mixed.tar", "--ranks", "8,many"), "8,many"),
         (("profile", "mixed.tar", "--ranks", "0"), "at least 1, got 0"),
+        (("profile", "mixed.tar", "--max-tokens", "image="), "PHASE=NUMBER such as image=32768, got 'image='"),
+        (("profile", "mixed.tar", "--max-tokens", "2", "--max-tokens", "llm=9"), "caps llm twice"),
+        (("profile", "mixed.tar", "--objective", "wait"), "must be one of barrier, sum, got 'wait'"),
+        (("profile", "mixed.tar", "--max-tokens", "1"), "use Balance(oversize='own') or 'drop'"),
         (("profile", "mixed.tar", "--batch-size", "0"), "batch_size must be at least 1, got 0"),
         (("synth", "absent.yaml", "out"), "absent.yaml"),
         (("demo", "--steps", "0"), "steps must be at least 1, got 0"),

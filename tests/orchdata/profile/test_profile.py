@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -13,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 from rich.console import Console
-from shard_factory import chat, jpeg, omni_shards, write_shard
+from shard_factory import chat, jpeg, write_shard
 from webdataset import TarWriter
 
 import orchdata as od
@@ -22,8 +21,9 @@ from orchdata.loaders.errors import DataError
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.index import Index
 from orchdata.order.order import Order, Shuffle
+from orchdata.profile.planned import Draws
 from orchdata.profile.profile import PERCENTILES, Profile, count_reasons, profile
-from orchdata.profile.scales import SCOPES, _Draws
+from orchdata.profile.scales import SCOPES
 from orchdata.synth.made_up_index import synthetic_index
 
 RECIPE = od.Recipe(image=od.ImagePreprocessor(patch_size=14, merge=2, min_tokens=1, max_tokens=64))
@@ -141,9 +141,10 @@ def test_without_a_cost_model_llm_tokens_are_balanced_and_encoders_reported(omni
 
 
 def test_same_arguments_give_the_same_profile(omni: Index) -> None:
-    first = profile(omni, cost=COST, ranks=(8, 4096), batch_size=8, seed=5)
-    assert first == profile(omni, cost=COST, ranks=(8, 4096), batch_size=8, seed=5)
-    assert first != profile(omni, cost=COST, ranks=(8, 4096), batch_size=8, seed=6)
+    first = profile(omni, cost=COST, ranks=(8, 64), batch_size=400, seed=5, steps=2)
+    assert [scale.with_replacement for scale in first.scales] == [False, True]
+    assert first == profile(omni, cost=COST, ranks=(8, 64), batch_size=400, seed=5, steps=2)
+    assert first != profile(omni, cost=COST, ranks=(8, 64), batch_size=400, seed=6, steps=2)
 
 
 def test_to_dict_is_json(omni: Index) -> None:
@@ -154,7 +155,15 @@ def test_to_dict_is_json(omni: Index) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"ranks": (0,)}, {"ranks": ()}, {"batch_size": 0}, {"steps": 0}, {"group_size": 0}, {"streams": 0}],
+    [
+        {"model_parallel": 0},
+        {"ranks": (0,)},
+        {"ranks": ()},
+        {"batch_size": 0},
+        {"steps": 0},
+        {"group_size": 0},
+        {"streams": 0},
+    ],
 )
 def test_numbers_below_one_are_refused(omni: Index, arguments: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(arguments))} must be at least 1"):
@@ -239,40 +248,11 @@ def test_locality_worked_out_by_hand(tmp_path: Path) -> None:
         assert (scope.own_streams, scope.shards_per_group, scope.groups_per_shard) == (1.0, 2.0, 1.0)
 
 
-@pytest.mark.parametrize("scope", ["none", "grouped", "grid", "global"])
-def test_scopes_are_planned_as_in_training(tmp_path: Path, scope: Any) -> None:
-    dataset = od.ShardDataset(omni_shards(tmp_path, shards=3, samples=20), recipe=RECIPE)
-    cost = od.CostModel(image=od.PhaseCost(1.0), llm=od.PhaseCost(1.0, 0.1))
-    scale = profile(
-        dataset.index(), cost=cost, ranks=(6,), batch_size=2, group_size=2, streams=4, seed=7, steps=99
-    ).scales[0]
-    balance = od.Balance(scope=scope, group_size=2 if scope in ("grouped", "grid") else None)
-    loader = od.DataLoader(
-        dataset,
-        global_batch_size=12,
-        shuffle=od.Shuffle(streams=4),
-        seed=7,
-        drop_last=True,
-        cost=cost,
-        balance=balance,
-        dp=(0, 6),
-        num_threads=0,
-    )
-    plans = [microbatches[0].plan for microbatches in loader.steps()]
-    assert len(plans) == scale.steps == 5
-    expected = scale.scopes[scope]
-    for phase in ("image", "llm"):
-        peaks, total = sum(plan.loads(phase).max() for plan in plans), sum(plan.loads(phase).sum() for plan in plans)
-        assert expected.phases[phase] == pytest.approx(peaks * 6 / total)
-    own = np.mean(np.concatenate([plan.rank // 2 == plan.stream_rank // 2 for plan in plans]))
-    assert expected.own_streams == pytest.approx(own)
-
-
 @pytest.mark.parametrize(("num_samples", "streams"), [(10, 4), (3, 8), (7, 7), (5, 1)])
 def test_draws_with_replacement_keep_to_the_streams(num_samples: int, streams: int) -> None:
     order = Order(num_samples, shuffle=Shuffle(streams=streams), seed=1)
     held = [set(order.rows(0, 0, num_samples)[1][stream::streams].tolist()) for stream in range(streams)]
-    _, rows = _Draws(order, 5, streams, 1_000).rows(0, 200, 1_000)
+    _, rows = Draws(order, 5, streams, 1_000).rows(0, 200, 1_000)
     used = min(streams, num_samples)
     drawn = [set(rows[(np.arange(200, 1_000) % used) == stream].tolist()) for stream in range(used)]
     assert drawn == held[:used]
@@ -304,7 +284,11 @@ def test_advice_names_the_sample_that_holds_the_step_back_and_what_would_help(tm
         "4 ranks, llm: 2.00 at best in a usual step of 1: samples above the mean load of a rank: 1, up to 2.0 x it"
         in printed
     )
-    assert "would help: such samples shared by up to 2 ranks each (context parallelism): 1.33; " in printed
+    assert "would help llm: such samples shared by up to 2 ranks each (context parallelism): 1.33" in printed
+    assert [(change.change, change.factor) for change in found.scales[0].changes] == [
+        ("batch_size", 2),
+        ("batch_size", 4),
+    ]
 
 
 def test_nothing_is_advised_where_nothing_holds_the_step_back(tmp_path: Path) -> None:

@@ -1,0 +1,139 @@
+"""What holds a step back, and what would help: a phase by itself, and other steps planned for comparison.
+
+one phase's costs of a usual step --balancers.advise--> PhaseAdvice
+other caps, a larger batch        --plan, as in training--> Change
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from orchdata.balancers import advise
+from orchdata.loaders.index.index import Index
+from orchdata.order.order import Order
+from orchdata.order.steps import StepTask
+from orchdata.planning.make_plan import PlanSpec, make_plan
+from orchdata.profile.planned import PlannedSteps, epoch_spec, plan_steps, spread_steps
+
+ENOUGH = 1.02  # A step this near its mean needs nothing.
+LARGER_BATCHES = (2, 4)
+MOST_SAMPLES = 1 << 18  # Larger global batches are not tried.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Remedy:
+    """Something to change, and max/mean of rank loads then; see `orchdata.balancers.Option`."""
+
+    remedy: Literal["context parallel", "more samples"]
+    factor: int
+    imbalance: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PhaseAdvice:
+    """What holds a phase back however it is balanced, in the step of median lower bound; see `balancers.advise`.
+
+    Attributes:
+        limit: what holds it back most.
+        imbalance: max/mean of rank loads when nothing but this phase is balanced, in one microbatch.
+        cost_share: of all that the step's samples cost, in the phases that the cost model names.
+        samples_per_rank: samples that have the phase.
+        giants: samples that cost more than the mean load of a rank.
+        largest: cost of the largest sample over the mean load.
+        largest_shard, largest_key: which sample that is.
+        remedies: what would help, of each kind the least that is enough, or all that is possible.
+    """
+
+    limit: Literal["nothing", "giant sample", "few samples"]
+    imbalance: float
+    cost_share: float
+    samples_per_rank: float
+    giants: int
+    largest: float
+    largest_shard: str
+    largest_key: str
+    remedies: tuple[Remedy, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """Another step over all ranks, planned: every cap of `max_tokens`, or the batch size, times `factor`.
+
+    Attributes:
+        factor: None for no cap at all.
+        step: its cost over that of a perfectly even one, as `Scale.step.balanced`.
+        microbatches: of each rank in a step, mean over steps.
+    """
+
+    change: Literal["max_tokens", "batch_size"]
+    factor: int | None
+    step: float
+    microbatches: float
+
+
+def phase_advice(phase: str, index: Index, spec: PlanSpec, steps: Sequence[int], planned: PlannedSteps) -> PhaseAdvice:
+    """Advice on one phase.
+
+    Args:
+        spec: what `planned` was planned from.
+        steps: which steps these are.
+    """
+    columns = planned.phase_bounds[phase], planned.totals[phase]
+    ratios = [bound / (total or 1) for bound, total in zip(*columns, strict=True)]
+    median = steps[int(np.argsort(ratios, kind="stable")[len(ratios) // 2])]
+    uncapped = replace(spec, balance=replace(spec.balance, max_tokens=None))
+    plan = make_plan(uncapped, StepTask(0, median))
+    costs = plan.costs[phase]
+    found = advise(costs, plan.num_ranks)
+    largest = int(costs.argmax())
+    row = int(plan.row[largest])
+    best = {option.remedy: option for option in found.options}  # the last of its kind is the best
+    return PhaseAdvice(
+        limit=found.limit,
+        imbalance=found.makespan / found.mean if found.mean else 1.0,
+        cost_share=int(costs.sum()) / sum(int(plan.costs[name].sum()) for name in planned.balanced),
+        samples_per_rank=int(np.count_nonzero(costs)) / plan.num_ranks,
+        giants=len(found.giants),
+        largest=int(costs[largest]) / found.mean if found.mean else 0.0,
+        largest_shard=index.shard_of(row).url,
+        largest_key=index.key(row),
+        remedies=tuple(
+            Remedy(remedy=option.remedy, factor=option.factor, imbalance=option.imbalance) for option in best.values()
+        ),
+    )
+
+
+def try_changes(spec: PlanSpec, order: Order, step: float, steps: int) -> tuple[Change, ...]:
+    """Plan what a user may change about a step that costs `step` times its mean: larger caps, none, larger batches."""
+    if step <= ENOUGH:
+        return ()
+    balance, size = spec.balance, spec.batches.size
+    tried: list[tuple[Literal["max_tokens", "batch_size"], int | None]] = []
+    if balance.caps:
+        tried += [("max_tokens", 2), ("max_tokens", None)]
+    tried += [("batch_size", factor) for factor in LARGER_BATCHES if factor * size <= MOST_SAMPLES]
+    changes = []
+    for change, factor in tried:
+        changed, larger = balance, 1
+        if change == "batch_size":
+            larger = factor or 1
+            if balance.max_samples is not None:
+                changed = replace(balance, max_samples=balance.max_samples * larger)
+        else:
+            caps = None if factor is None else {phase: factor * cap for phase, cap in balance.caps.items()}
+            changed = replace(balance, max_tokens=caps)
+        other = epoch_spec(
+            spec.costs,
+            order,
+            changed,
+            num_ranks=spec.num_ranks,
+            global_batch_size=larger * size,
+            steps=steps,
+        )
+        found = plan_steps(other, spread_steps(other, steps))
+        changes.append(Change(change=change, factor=factor, step=found.step, microbatches=found.mean_microbatches))
+    return tuple(changes)

@@ -1,0 +1,141 @@
+"""Some steps of an epoch, planned under one Balance as in training, and what ranks wait for in them.
+
+PlanSpec, steps --make_plan--> plans --price--> PlannedSteps (sums over the steps)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchdata.order.order import Order, SampleOrder
+from orchdata.order.steps import GlobalBatches, StepTask
+from orchdata.planning.balance import Balance
+from orchdata.planning.make_plan import PlanSpec, SampleCosts, make_plan
+from orchdata.planning.price import phase_cost, step_cost, step_lower_bound
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedSteps:
+    """Some steps, planned; all but `num_ranks` have one entry a step. See `orchdata.planning.price`.
+
+    Attributes:
+        balanced: phases of the cost model, which the step is made of.
+        costs, bounds: of the step: what it costs, and what it costs at least.
+        phase_costs, phase_bounds: phase -> the same of each phase.
+        totals: phase -> sum over ranks.
+        microbatches: of each rank.
+    """
+
+    num_ranks: int
+    balanced: tuple[str, ...]
+    costs: tuple[int, ...]
+    bounds: tuple[int, ...]
+    phase_costs: Mapping[str, tuple[int, ...]]
+    phase_bounds: Mapping[str, tuple[int, ...]]
+    totals: Mapping[str, tuple[int, ...]]
+    microbatches: tuple[int, ...]
+
+    @property
+    def step(self) -> float:
+        """Cost of the steps over that of perfectly even ones."""
+        return self._over_mean(sum(self.costs), *self.balanced)
+
+    @property
+    def step_bound(self) -> float:
+        """No assignment has a smaller `step`."""
+        return self._over_mean(sum(self.bounds), *self.balanced)
+
+    def phase(self, name: str) -> float:
+        """As `step`, of one phase; 1 where nothing enters it."""
+        return self._over_mean(sum(self.phase_costs[name]), name)
+
+    def phase_bound(self, name: str) -> float:
+        """As `step_bound`, of one phase."""
+        return self._over_mean(sum(self.phase_bounds[name]), name)
+
+    @property
+    def mean_microbatches(self) -> float:
+        """Micro-steps of a step."""
+        return sum(self.microbatches) / len(self.microbatches)
+
+    def _over_mean(self, cost: int, *phases: str) -> float:
+        total = sum(sum(self.totals[phase]) for phase in phases)
+        return cost * self.num_ranks / total if total else 1.0
+
+
+def plan_steps(spec: PlanSpec, steps: Sequence[int]) -> PlannedSteps:
+    """Plan these steps of epoch 0, and price them under the objective of `spec.balance`."""
+    phases, balanced, objective = spec.costs.phases, spec.costs.balanced, spec.balance.objective
+    costs, bounds, microbatches = [], [], []
+    by_phase: dict[str, list[tuple[int, int, int]]] = {phase: [] for phase in phases}
+    for step in steps:
+        plan = make_plan(spec, StepTask(0, step))
+        costs.append(step_cost(plan, objective, balanced))
+        bounds.append(step_lower_bound(plan, objective, balanced))
+        microbatches.append(plan.num_microbatches)
+        for phase, found in by_phase.items():
+            total = int(plan.costs[phase].sum())
+            found.append((phase_cost(plan, phase, objective), plan.lower_bound(phase), total))
+    columns = {phase: tuple(zip(*found, strict=True)) for phase, found in by_phase.items()}
+    return PlannedSteps(
+        num_ranks=spec.num_ranks,
+        balanced=balanced,
+        costs=tuple(costs),
+        bounds=tuple(bounds),
+        phase_costs={phase: column[0] for phase, column in columns.items()},
+        phase_bounds={phase: column[1] for phase, column in columns.items()},
+        totals={phase: column[2] for phase, column in columns.items()},
+        microbatches=tuple(microbatches),
+    )
+
+
+def epoch_spec(
+    source: SampleCosts,
+    order: Order,
+    balance: Balance,
+    *,
+    num_ranks: int,
+    global_batch_size: int,
+    steps: int,
+) -> PlanSpec:
+    """What to plan: an epoch of `order`, or `steps` steps drawn with replacement where that is less than one step."""
+    drawn: SampleOrder = order
+    if order.num_samples < global_batch_size:
+        drawn = Draws(order, order.seed, order.streams, steps * global_batch_size)
+    return PlanSpec(
+        costs=source,
+        order=drawn,
+        batches=GlobalBatches(size=global_batch_size, drop_last=True),
+        balance=balance,
+        num_ranks=num_ranks,
+    )
+
+
+def spread_steps(spec: PlanSpec, most: int) -> list[int]:
+    """Up to `most` steps, spread evenly over the epoch."""
+    return [int(step) for step in np.linspace(0, spec.num_steps - 1, min(most, spec.num_steps)).astype(np.int64)]
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Samples of `order` drawn with replacement, seeded: a global batch larger than the dataset can be planned.
+
+    As in `order`, position p is drawn from stream p % streams.
+    """
+
+    order: Order
+    seed: int
+    streams: int
+    num_samples: int
+
+    def rows(self, epoch: int, start: int, stop: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        total = self.order.num_samples
+        stream = np.arange(start, stop) % min(self.streams, total)
+        held = (total - 1 - stream) // self.streams + 1  # positions of the stream in an epoch of `order`
+        picks = stream + self.streams * np.random.default_rng((self.seed, epoch, start)).integers(held)
+        dataset_id, row = self.order.rows(epoch, 0, total)
+        return dataset_id[picks], row[picks]

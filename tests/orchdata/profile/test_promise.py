@@ -1,0 +1,166 @@
+"""What a profile says is what training gets: the same data, seed and options in DataLoaders of all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from shard_factory import omni_shards, write_shard
+
+import orchdata as od
+from orchdata.loaders.index.build import build_index
+from orchdata.loaders.index.index import Index
+from orchdata.planning.layout import Layout
+from orchdata.planning.plan import Plan
+from orchdata.planning.price import step_cost
+from orchdata.profile.profile import profile
+from orchdata.profile.scales import Scale
+
+RECIPE = od.Recipe(image=od.ImagePreprocessor(patch_size=14, merge=2, min_tokens=1, max_tokens=64))
+COST = od.CostModel(image=od.PhaseCost(1.0), llm=od.PhaseCost(1.0, 0.1))
+RANKS, GROUP, STREAMS, SEED = 4, 2, 4, 7
+CAPPED = od.Balance(max_tokens=200, oversize="own")
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> od.ShardDataset:
+    return od.ShardDataset(omni_shards(tmp_path_factory.mktemp("promise"), shards=3, samples=20), recipe=RECIPE)
+
+
+def texts(folder: Path, *lengths: int) -> Index:
+    samples = [{"__key__": f"{number}", "txt": b"x" * length} for number, length in enumerate(lengths)]
+    return build_index([write_shard(folder / "a.tar", samples)], RECIPE)
+
+
+def train(dataset: od.ShardDataset, balance: od.Balance, layout: Layout) -> tuple[list[Plan], dict[str, Any]]:
+    """The plans of an epoch, and what loaders say of it, which is the same on every rank."""
+    plans, stats = [], []
+    for rank in range(RANKS):
+        loader = od.DataLoader(
+            dataset,
+            global_batch_size=12,
+            shuffle=od.Shuffle(streams=STREAMS),
+            seed=SEED,
+            drop_last=True,
+            cost=COST,
+            balance=balance,
+            collate_fn=layout,
+            dp=(rank, RANKS),
+            num_threads=0,
+        )
+        plans = [microbatches[0].plan for microbatches in loader.steps()]
+        stats.append(loader.stats())
+    for name in ("phases", "step_imbalance", "microbatches"):
+        assert all(of_rank[name] == stats[0][name] for of_rank in stats)
+    return plans, stats[0]
+
+
+def look(dataset: od.ShardDataset, balance: od.Balance, layout: Layout) -> Scale:
+    found = profile(
+        dataset.index(),
+        cost=COST,
+        balance=balance,
+        layout=layout,
+        ranks=(RANKS,),
+        batch_size=3,
+        group_size=GROUP,
+        streams=STREAMS,
+        seed=SEED,
+        steps=99,
+    )
+    return found.scales[0]
+
+
+@pytest.mark.parametrize(
+    ("balance", "layout"),
+    [
+        (od.Balance(), od.Packed()),
+        (CAPPED, od.Packed()),
+        (od.Balance(max_tokens={"llm": 200, "image": 256}, oversize="own", assignment="per_phase"), od.Packed()),
+        (replace(CAPPED, oversize="drop", scope="grouped", group_size=GROUP), od.Packed()),
+        (replace(CAPPED, scope="grid", group_size=GROUP, assignment="per_phase"), od.Packed()),
+        (replace(CAPPED, objective="sum"), od.Packed()),
+        (replace(CAPPED, scope="none"), od.Packed(multiple_of=16)),
+        (CAPPED, od.Padded(multiple_of=8)),
+        (od.Balance(equal_count=True, max_tokens=200, oversize="own"), od.Packed()),
+    ],
+    ids=lambda value: "" if isinstance(value, od.Balance) else type(value).__name__,
+)
+def test_a_loader_reports_what_its_profile_said(dataset: od.ShardDataset, balance: od.Balance, layout: Layout) -> None:
+    scale = look(dataset, balance, layout)
+    plans, stats = train(dataset, balance, layout)
+    scope = scale.scopes[balance.scope]
+    said = scope.per_phase if balance.assignment == "per_phase" else scope
+    assert said is not None
+    assert scale.steps == stats["steps"] == len(plans) > 3
+    assert stats["microbatches"] == said.microbatches
+    assert balance.max_tokens is None or said.microbatches > 1
+    assert stats["step_imbalance"] == pytest.approx(said.step)
+    waits = "imbalance" if balance.objective == "sum" else "imbalance_in_micro_steps"
+    for phase, ratio in said.phases.items():
+        assert stats["phases"][phase][waits] == pytest.approx(ratio)
+    if balance.assignment == "joint":
+        own = np.mean(np.concatenate([plan.rank // GROUP == plan.stream_rank // GROUP for plan in plans]))
+        assert scope.own_streams == pytest.approx(own)
+
+
+def test_the_speedup_is_over_samples_dealt_out_within_the_same_caps(dataset: od.ShardDataset) -> None:
+    scale = look(dataset, CAPPED, od.Packed())
+    planned, dealt = (
+        sum(step_cost(plan, "barrier", COST.phases) for plan in train(dataset, balance, od.Packed())[0])
+        for balance in (CAPPED, replace(CAPPED, scope="none"))
+    )
+    assert scale.speedup == pytest.approx(dealt / planned)
+    assert scale.scopes["none"].microbatches != scale.scopes["global"].microbatches
+
+
+def test_micro_steps_worked_out_by_hand(tmp_path: Path) -> None:
+    # Texts of 160 together on two ranks, at most 40 in a microbatch: two microbatches of exactly 40 each.
+    lengths = (30, 20, 20, 10, *[10] * 8)
+    shard = write_shard(
+        tmp_path / "a.tar", [{"__key__": f"{n}", "txt": b"x" * length} for n, length in enumerate(lengths)]
+    )
+    index = build_index([shard], RECIPE)
+    balance = od.Balance(max_tokens=40)
+    (scale,) = profile(index, balance=balance, ranks=(2,), batch_size=6, model_parallel=8).scales
+    assert scale.gpus == 16
+    everywhere = scale.scopes["global"]
+    assert (everywhere.microbatches, everywhere.step, everywhere.phases["llm"]) == (2, 1.0, 1.0)
+    assert scale.changes == ()
+
+
+@pytest.mark.parametrize(("policy", "order"), [("own", 4), ("drop", 3)])
+def test_samples_above_a_cap_are_counted(tmp_path: Path, policy: Any, order: int) -> None:
+    index = texts(tmp_path, 20, 90, 20, 20)
+    found = profile(index, balance=od.Balance(max_tokens=50, oversize=policy), ranks=(1,), batch_size=order)
+    assert found.caps is not None
+    assert (found.caps.above, found.caps.samples, found.samples) == ({"llm": 1}, 1, 4)
+    assert not found.scales[0].with_replacement
+    with pytest.raises(ValueError, match=r"'1' has 90 llm positions, max_tokens allows 50 \(the largest of 1 sample"):
+        profile(index, balance=od.Balance(max_tokens=50))
+    with pytest.raises(ValueError, match="all 4 usable samples are above max_tokens"):
+        profile(index, balance=od.Balance(max_tokens=5, oversize="drop"))
+
+
+def test_what_training_would_refuse_is_refused(dataset: od.ShardDataset) -> None:
+    with pytest.raises(ValueError, match="names phase 'video'"):
+        profile(dataset.index(), balance=od.Balance(max_tokens={"video": 9}))
+    with pytest.raises(ValueError, match="caps image, which od.Padded"):
+        profile(dataset.index(), balance=od.Balance(max_tokens={"image": 999}), layout=od.Padded(encoders="padded"))
+    with pytest.raises(ValueError, match="order='1f1b' is not profiled"):
+        profile(dataset.index(), balance=od.Balance(order="1f1b", num_stages=2))
+
+
+def test_advice_says_what_a_cap_costs(dataset: od.ShardDataset) -> None:
+    """Without the cap the same samples take one micro-step, which is more even than the sum of several."""
+    scale = look(dataset, replace(CAPPED, max_tokens=120), od.Packed())
+    changes = {(change.change, change.factor): change for change in scale.changes}
+    uncapped, doubled = changes["max_tokens", None], changes["max_tokens", 2]
+    assert uncapped.microbatches == 1
+    assert uncapped.microbatches < doubled.microbatches < scale.scopes["global"].microbatches
+    assert uncapped.step == look(dataset, od.Balance(), od.Packed()).step.balanced
+    assert uncapped.step < scale.step.balanced
+    assert changes["batch_size", 2].microbatches > scale.scopes["global"].microbatches
