@@ -6,9 +6,9 @@ from orchdata.balancers.advice import Advice, Option, advise
 from orchdata.balancers.assignment import Assignment, MovedAssignment, lower_bound
 from orchdata.balancers.costs.fit import FittedCost, FittedCosts, fit_phase_cost, fit_phase_costs
 from orchdata.balancers.costs.model import CostModel, PhaseCost, TransformerCost
-from orchdata.balancers.grid import GridAssignment, balance_grid, balance_grouped, grid_round
+from orchdata.balancers.grid import GridAssignment, GridPhases, balance_grid, balance_grouped, grid_round
 from orchdata.balancers.microbatches import split_microbatches
-from orchdata.balancers.moves import balance_from
+from orchdata.balancers.moves import MovedPhases, balance_from
 from orchdata.balancers.packed import balance
 from orchdata.balancers.padded import balance_padded
 from orchdata.balancers.phases import PhaseAssignment, balance_phases
@@ -22,8 +22,10 @@ __all__ = [
     "FittedCost",
     "FittedCosts",
     "GridAssignment",
+    "GridPhases",
     "MicrobatchOrder",
     "MovedAssignment",
+    "MovedPhases",
     "NodePlacement",
     "Option",
     "PhaseAssignment",

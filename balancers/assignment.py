@@ -60,6 +60,26 @@ class MovedAssignment(Assignment):
         return (self.moved_cost_within + self.moved_cost_between) / total if total else 0.0
 
 
+def moved_counts(
+    costs: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    held: NDArray[np.int32],
+    rank: NDArray[np.int32],
+    ranks_per_node: int,
+) -> dict[str, int]:
+    """What moves, by the names it has in a `MovedAssignment`."""
+    moved = (rank >= 0) & (rank != held)
+    between = moved & (rank // ranks_per_node != held // ranks_per_node)
+    within = moved & ~between
+    return {
+        "moved_samples": int(np.count_nonzero(moved)),
+        "moved_cost_within": int(costs[within].sum()),
+        "moved_cost_between": int(costs[between].sum()),
+        "moved_size_within": int(sizes[within].sum()),
+        "moved_size_between": int(sizes[between].sum()),
+    }
+
+
 def cells_of(
     costs: NDArray[np.int64],
     rank: NDArray[np.int32],

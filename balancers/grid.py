@@ -3,21 +3,23 @@
 A grid has the ranks of a node as a row, and the ranks of the same place in every node as a column. In the first round
 the ranks of a row share out what the row holds; in the second, those of a column. Each rank hears the costs of its row,
 then of its column as they are after the first round, and no others: at 2,560 ranks of 16 samples 23 KiB instead of
-160, and most of what moves stays inside a node.
+160, and most of what moves stays inside a node. With costs by phase it hears one for each phase.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from orchdata.balancers.assignment import MovedAssignment, loads_of, lower_bound
 from orchdata.balancers.checks import checked_costs, checked_count, checked_ranks, checked_ranks_count
-from orchdata.balancers.moves import moved_fields
-from orchdata.native.move.minimal_move import solve_from, solve_groups
+from orchdata.balancers.moves import MovedPhases, move_phases, moved_fields, moved_phases_fields
+from orchdata.balancers.phases import checked_phases
+from orchdata.native.move.minimal_move import solve_groups
 
 TOLERANCE = 1e-3
 BYTES_PER_COST = 4
@@ -36,73 +38,136 @@ class GridAssignment(MovedAssignment):
     metadata_bytes: int
 
 
-def balance_grouped(costs: ArrayLike, owner: ArrayLike, num_ranks: int, group_size: int) -> MovedAssignment:
+@dataclass(frozen=True, slots=True, eq=False)
+class GridPhases(MovedPhases):
+    """What `balance_grid` found for costs by phase.
+
+    Attributes:
+        metadata_bytes: as of a GridAssignment; a sample has a cost in each phase.
+    """
+
+    metadata_bytes: int
+
+
+@overload
+def balance_grouped(
+    costs: Mapping[str, ArrayLike], owner: ArrayLike, num_ranks: int, group_size: int, *, primary: str = "llm"
+) -> MovedPhases: ...
+
+
+@overload
+def balance_grouped(costs: ArrayLike, owner: ArrayLike, num_ranks: int, group_size: int) -> MovedAssignment: ...
+
+
+def balance_grouped(
+    costs: ArrayLike | Mapping[str, ArrayLike],
+    owner: ArrayLike,
+    num_ranks: int,
+    group_size: int,
+    *,
+    primary: str = "llm",
+) -> MovedAssignment | MovedPhases:
     """Balance inside groups of consecutive ranks; nothing moves between groups.
 
     Args:
-        costs: integers (num_samples,), at least 0, with a sum of at most 2**62. A sample of cost 0 gets rank -1.
+        costs: integers (num_samples,), at least 0, with a sum of at most 2**62. A sample of cost 0 gets rank -1. Or
+            such costs of each phase, as `balance_from` takes them.
         owner: integers (num_samples,), the rank that holds each sample.
         num_ranks: at least 1.
         group_size: ranks in a group, as the ranks of a node; the last group may be smaller.
+        primary: of costs by phase, the one that all samples take part in.
 
     Returns:
-        The assignment; its lower bound is that of the group with the largest.
+        The assignment. Its lower bound is that of the group with the largest; of costs by phase, lower bounds are
+        those of all ranks together.
 
     Raises:
         ValueError: costs that are not non-negative integers, mismatched lengths, an owner out of range.
     """
-    checked, held, num_ranks = _checked(costs, owner, num_ranks)
+    num_ranks = checked_ranks_count(num_ranks)
+    names, checked, held = _checked(costs, owner, num_ranks, primary)
     group_size = min(num_ranks, checked_count(group_size, "group_size"))
     group = held // group_size
-    member, bound = _share_out(checked, group, held % group_size, _group_sizes(num_ranks, group_size))
+    sizes = _group_sizes(num_ranks, group_size)
+    member, bound = _share_out(checked, group, held % group_size, sizes, names.index(primary) if names else 0)
     rank = np.where(member >= 0, group * group_size + member, -1).astype(np.int32)
+    if names:
+        together = checked.sum(axis=0)
+        return MovedPhases(**moved_phases_fields(names, checked, together, held, rank, num_ranks, group_size))
     return MovedAssignment(
         **moved_fields(checked, checked, held, rank, loads_of(checked, rank, num_ranks), bound, group_size)
     )
 
 
-def balance_grid(costs: ArrayLike, owner: ArrayLike, num_ranks: int, ranks_per_node: int) -> GridAssignment:
+@overload
+def balance_grid(
+    costs: Mapping[str, ArrayLike], owner: ArrayLike, num_ranks: int, ranks_per_node: int, *, primary: str = "llm"
+) -> GridPhases: ...
+
+
+@overload
+def balance_grid(costs: ArrayLike, owner: ArrayLike, num_ranks: int, ranks_per_node: int) -> GridAssignment: ...
+
+
+def balance_grid(
+    costs: ArrayLike | Mapping[str, ArrayLike],
+    owner: ArrayLike,
+    num_ranks: int,
+    ranks_per_node: int,
+    *,
+    primary: str = "llm",
+) -> GridAssignment | GridPhases:
     """Balance in two rounds, inside nodes and then across them; each is `grid_round` among the ranks it concerns.
 
     Costs are sent, and so balanced, as 4-byte floats: exact up to 2**24, else within 6e-8. The loads reported are of
     the costs given.
 
     Args:
-        costs: integers (num_samples,), at least 0, with a sum of at most 2**62. A sample of cost 0 gets rank -1.
+        costs: integers (num_samples,), at least 0, with a sum of at most 2**62. A sample of cost 0 gets rank -1. Or
+            such costs of each phase, as `balance_from` takes them.
         owner: integers (num_samples,), the rank that holds each sample.
         num_ranks: at least 1.
         ranks_per_node: ranks of a row; the last row may be shorter.
+        primary: of costs by phase, the one that all samples take part in.
 
     Returns:
-        The assignment; its lower bound is that of all ranks together.
+        The assignment; lower bounds are those of all ranks together.
 
     Raises:
         ValueError: costs that are not non-negative integers, mismatched lengths, an owner out of range.
     """
-    checked, held, num_ranks = _checked(costs, owner, num_ranks)
+    num_ranks = checked_ranks_count(num_ranks)
+    names, checked, held = _checked(costs, owner, num_ranks, primary)
     ranks_per_node = min(num_ranks, checked_count(ranks_per_node, "ranks_per_node"))
-    sent = checked.astype(np.float32).astype(np.int64)
+    sent, index = checked.astype(np.float32).astype(np.int64), names.index(primary) if names else 0
     node = held // ranks_per_node
-    column, _ = _share_out(sent, node, held % ranks_per_node, _group_sizes(num_ranks, ranks_per_node))
+    column, _ = _share_out(sent, node, held % ranks_per_node, _group_sizes(num_ranks, ranks_per_node), index)
     # After the first round a rank lists what it holds by who held it before.
     listed = np.argsort(held, kind="stable")
     listed = listed[column[listed] >= 0]
-    found, _ = _share_out(sent[listed], column[listed], node[listed], _column_sizes(num_ranks, ranks_per_node))
-    rank = np.full(len(checked), -1, np.int32)
+    columns = _column_sizes(num_ranks, ranks_per_node)
+    found, _ = _share_out(sent[..., listed], column[listed], node[listed], columns, index)
+    rank = np.full(len(held), -1, np.int32)
     rank[listed] = found * ranks_per_node + column[listed]
+    heard = _metadata_bytes(node[listed], column[listed], num_ranks, ranks_per_node, max(1, len(names)))
+    if names:
+        together = checked.sum(axis=0)
+        fields = moved_phases_fields(names, checked, together, held, rank, num_ranks, ranks_per_node)
+        return GridPhases(**fields, metadata_bytes=heard)
     loads, bound = loads_of(checked, rank, num_ranks), lower_bound(checked, num_ranks)
     return GridAssignment(
-        **moved_fields(checked, checked, held, rank, loads, bound, ranks_per_node),
-        metadata_bytes=_metadata_bytes(node[listed], column[listed], num_ranks, ranks_per_node),
+        **moved_fields(checked, checked, held, rank, loads, bound, ranks_per_node), metadata_bytes=heard
     )
 
 
-def grid_round(held: Sequence[ArrayLike]) -> list[NDArray[np.int32]]:
+def grid_round(held: Sequence[ArrayLike], *, primary: int = -1) -> list[NDArray[np.int32]]:
     """One round of `balance_grid` among the ranks of a row, or of a column, from what these have told each other.
 
     Args:
-        held: for each member, the costs of what it holds: float32 (num_samples_of_member,), whole numbers. In the
-            second round a member lists what it got from the first member of its row first, and so on.
+        held: for each member, the costs of what it holds: float32 (num_samples_of_member,), whole numbers, or of each
+            phase (num_samples_of_member, num_phases). In the second round a member lists what it got from the first
+            member of its row first, and so on.
+        primary: of costs by phase, the index of the phase that all samples take part in.
 
     Returns:
         For each member int32 (num_samples_of_member,): the member that each of its samples goes to, -1 for a cost of 0.
@@ -112,29 +177,56 @@ def grid_round(held: Sequence[ArrayLike]) -> list[NDArray[np.int32]]:
     """
     if len(held) == 0:
         raise ValueError("held must have the costs of at least one member, got none")
-    costs = [checked_costs(own, f"costs held by member {member}") for member, own in enumerate(held)]
-    counts = [len(own) for own in costs]
-    owner = np.repeat(np.arange(len(costs), dtype=np.int32), counts)
-    member, _, _ = solve_from(checked_costs(np.concatenate(costs)), owner, len(costs), 1, TOLERANCE)
-    return np.split(member, np.cumsum(counts)[:-1])
+    members = [np.asarray(own) for own in held]
+    costs = [_checked_member(own, f"costs held by member {member}") for member, own in enumerate(members)]
+    if len({own.shape[:-1] for own in costs}) > 1:
+        raise ValueError(f"all members must hold costs of the same phases, got {[own.shape for own in members]}")
+    counts = [len(own) for own in members]
+    owner = np.repeat(np.arange(len(members), dtype=np.int32), counts)
+    together = np.concatenate(costs, axis=-1)
+    index = primary % len(together) if together.ndim == 2 else 0
+    found, _ = _share_out(together, np.zeros_like(owner), owner, np.array([len(members)]), index)
+    return np.split(found, np.cumsum(counts)[:-1])
 
 
-def _checked(costs: ArrayLike, owner: ArrayLike, num_ranks: int) -> tuple[NDArray[np.int64], NDArray[np.int32], int]:
-    checked = checked_costs(costs)
-    num_ranks = checked_ranks_count(num_ranks)
-    return checked, checked_ranks(owner, num_ranks, len(checked), "owner"), num_ranks
+def _checked_member(own: NDArray[Any], name: str) -> NDArray[np.int64]:
+    """Costs (num_samples,), or of each phase (num_phases, num_samples)."""
+    return np.stack([checked_costs(row, name) for row in own.T]) if own.ndim == 2 else checked_costs(own, name)
+
+
+def _checked(
+    costs: ArrayLike | Mapping[str, ArrayLike], owner: ArrayLike, num_ranks: int, primary: str
+) -> tuple[tuple[str, ...], NDArray[np.int64], NDArray[np.int32]]:
+    """Names of the phases, none for plain costs; costs (num_samples,) or (num_phases, num_samples); owners."""
+    names, checked = checked_phases(costs, primary) if isinstance(costs, Mapping) else ((), checked_costs(costs))
+    return names, checked, checked_ranks(owner, num_ranks, checked.shape[-1], "owner")
 
 
 def _share_out(
-    costs: NDArray[np.int64], group: NDArray[np.int32], member: NDArray[np.int32], group_sizes: NDArray[np.int64]
+    costs: NDArray[np.int64],
+    group: NDArray[np.int32],
+    member: NDArray[np.int32],
+    group_sizes: NDArray[np.int64],
+    primary: int,
 ) -> tuple[NDArray[np.int32], int]:
-    """Balance each group by itself: the member each sample goes to, -1 for a cost of 0; the largest lower bound."""
+    """Balance each group by itself: the member each sample goes to, -1 for a cost of 0; the largest lower bound.
+
+    Args:
+        costs: int64 (num_samples,), or (num_phases, num_samples) where ranks wait after each phase: no bound then.
+    """
     order = np.lexsort((member, group))
     offsets = np.searchsorted(group[order], np.arange(len(group_sizes) + 1))
-    found, bound = solve_groups(costs[order], member[order], offsets, group_sizes, TOLERANCE)
-    goes_to = np.empty(len(costs), np.int32)
-    goes_to[order] = found
-    return goes_to, int(bound)
+    goes_to = np.empty(len(member), np.int32)
+    if costs.ndim == 1:
+        goes_to[order], bound = solve_groups(costs[order], member[order], offsets, group_sizes, TOLERANCE)
+        return goes_to, int(bound)
+    together = costs.sum(axis=0)
+    for start, stop, size in zip(offsets[:-1], offsets[1:], group_sizes, strict=True):
+        mine = order[start:stop]
+        goes_to[mine] = move_phases(
+            np.ascontiguousarray(costs[:, mine]), member[mine], int(size), primary, together[mine]
+        )
+    return goes_to, 0
 
 
 def _group_sizes(num_ranks: int, group_size: int) -> NDArray[np.int64]:
@@ -147,10 +239,13 @@ def _column_sizes(num_ranks: int, ranks_per_node: int) -> NDArray[np.int64]:
     return np.bincount(np.arange(num_ranks) % ranks_per_node)
 
 
-def _metadata_bytes(node: NDArray[np.int32], column: NDArray[np.int32], num_ranks: int, ranks_per_node: int) -> int:
+def _metadata_bytes(
+    node: NDArray[np.int32], column: NDArray[np.int32], num_ranks: int, ranks_per_node: int, num_phases: int
+) -> int:
     """The most that one rank hears: its row before the first round, its column after it."""
+    sample = BYTES_PER_COST * num_phases
     row_sizes, column_sizes = _group_sizes(num_ranks, ranks_per_node), _column_sizes(num_ranks, ranks_per_node)
-    rows = np.bincount(node, minlength=len(row_sizes)) * BYTES_PER_COST + row_sizes * BYTES_PER_COUNT
-    columns = np.bincount(column, minlength=len(column_sizes)) * BYTES_PER_COST + column_sizes * BYTES_PER_COUNT
+    rows = np.bincount(node, minlength=len(row_sizes)) * sample + row_sizes * BYTES_PER_COUNT
+    columns = np.bincount(column, minlength=len(column_sizes)) * sample + column_sizes * BYTES_PER_COUNT
     ranks = np.arange(num_ranks)
     return int((rows[ranks // ranks_per_node] + columns[ranks % ranks_per_node]).max())

@@ -1,17 +1,19 @@
 """Minimal move: costs and who holds each sample -> an assignment that moves little.
 
 For samples that are already loaded somewhere. Longest-first greedy would move nearly all of them; here a rank above the
-target gives up its excess only.
+target gives up its excess only. With costs by phase, ranks wait for each other after each phase.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from orchdata.balancers.assignment import MovedAssignment
+from orchdata.balancers.assignment import MovedAssignment, lower_bound, moved_counts
 from orchdata.balancers.checks import (
     checked_costs,
     checked_count,
@@ -19,9 +21,47 @@ from orchdata.balancers.checks import (
     checked_ranks_count,
     checked_tolerance,
 )
+from orchdata.balancers.phases import PhaseAssignment, balance_phases, checked_phases
+from orchdata.balancers.placement import renamed
+from orchdata.native.assign.phase_refine import phase_loads
+from orchdata.native.assign.phases import sum_of_peaks
 from orchdata.native.move.minimal_move import solve_from
+from orchdata.native.move.phases import move_by_phase
+
+REDEAL_GAIN = 50  # Everything is dealt anew where that takes one part in so many off what moving little reaches.
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class MovedPhases(PhaseAssignment):
+    """An assignment, joint over all phases, of samples that ranks already hold, and what it moves between them.
+
+    Attributes:
+        moved_samples: how many change their rank.
+        moved_cost_within, moved_cost_between: their costs over all phases, inside nodes and between nodes.
+        moved_size_within, moved_size_between: their sizes, in the unit of `sizes`.
+    """
+
+    moved_samples: int
+    moved_cost_within: int
+    moved_cost_between: int
+    moved_size_within: int
+    moved_size_between: int
+
+
+@overload
+def balance_from(
+    costs: Mapping[str, ArrayLike],
+    owner: ArrayLike,
+    num_ranks: int,
+    *,
+    sizes: ArrayLike | None = None,
+    ranks_per_node: int | None = None,
+    tolerance: float = 1e-3,
+    primary: str = "llm",
+) -> MovedPhases: ...
+
+
+@overload
 def balance_from(
     costs: ArrayLike,
     owner: ArrayLike,
@@ -30,7 +70,19 @@ def balance_from(
     sizes: ArrayLike | None = None,
     ranks_per_node: int | None = None,
     tolerance: float = 1e-3,
-) -> MovedAssignment:
+) -> MovedAssignment: ...
+
+
+def balance_from(
+    costs: ArrayLike | Mapping[str, ArrayLike],
+    owner: ArrayLike,
+    num_ranks: int,
+    *,
+    sizes: ArrayLike | None = None,
+    ranks_per_node: int | None = None,
+    tolerance: float = 1e-3,
+    primary: str = "llm",
+) -> MovedAssignment | MovedPhases:
     """Assign samples to ranks, starting from who holds them.
 
     Ranks above the target release their excess, which goes to the least loaded rank, of the same node where one has
@@ -39,23 +91,70 @@ def balance_from(
     tolerance, so that a makespan just above the target may be left for the sake of what stays.
 
     Args:
-        costs: integers (num_samples,), at least 0, with a sum of at most 2**62. A sample of cost 0 gets rank -1.
+        costs: integers (num_samples,), at least 0, with a sum of at most 2**62. A sample of cost 0 gets rank -1. Or
+            such costs of each phase, under which the sum over phases of the largest load is lowered, as ranks wait
+            after each; then every sample costs something in some phase, and gets a rank.
         owner: integers (num_samples,), the rank that holds each sample.
         num_ranks: at least 1.
         sizes: integers (num_samples,), what moving a sample takes, as bytes; by default the costs.
         ranks_per_node: consecutive ranks that share a node; by default every rank is a node of its own.
-        tolerance: stop once makespan <= lower_bound * (1 + tolerance).
+        tolerance: stop once makespan <= lower_bound * (1 + tolerance), in each phase.
+        primary: of costs by phase, the one that all samples take part in.
 
     Raises:
         ValueError: costs or sizes that are not non-negative integers, mismatched lengths, an owner out of range.
     """
-    checked = checked_costs(costs)
     num_ranks = checked_ranks_count(num_ranks)
-    held = checked_ranks(owner, num_ranks, len(checked), "owner")
     node = 1 if ranks_per_node is None else min(num_ranks, checked_count(ranks_per_node, "ranks_per_node"))
+    tolerance = checked_tolerance(tolerance)
+    if isinstance(costs, Mapping):
+        names, by_phase = checked_phases(costs, primary)
+        together = by_phase.sum(axis=0)
+        held = checked_ranks(owner, num_ranks, len(together), "owner")
+        weights = together if sizes is None else checked_sizes(sizes, len(together))
+        rank = move_phases(by_phase, held, num_ranks, names.index(primary), weights, node, tolerance)
+        return MovedPhases(**moved_phases_fields(names, by_phase, weights, held, rank, num_ranks, node))
+    checked = checked_costs(costs)
+    held = checked_ranks(owner, num_ranks, len(checked), "owner")
     weights = checked if sizes is None else checked_sizes(sizes, len(checked))
-    rank, loads, bound = solve_from(checked, held, num_ranks, node, checked_tolerance(tolerance))
+    rank, loads, bound = solve_from(checked, held, num_ranks, node, tolerance)
     return MovedAssignment(**moved_fields(checked, weights, held, rank, loads, int(bound), node))
+
+
+def move_phases(
+    costs: NDArray[np.int64],
+    held: NDArray[np.int32],
+    num_ranks: int,
+    primary: int,
+    sizes: NDArray[np.int64],
+    ranks_per_node: int = 1,
+    tolerance: float = 1e-3,
+) -> NDArray[np.int32]:
+    """Lower the sum over phases of the largest load, moving little: the rank of each sample, int32 (num_samples,).
+
+    Args:
+        costs: int64 (num_phases, num_samples); the others as of `balance_from`.
+        primary: index of the phase that all samples take part in.
+    """
+    if not (present := costs.any(axis=0)).all():
+        raise ValueError(f"sample {int(present.argmin())} costs 0 in every phase: leave it out, or cost it 1")
+    bounds = [lower_bound(row, num_ranks) for row in costs]
+    targets = np.array([bound + int(bound * tolerance) for bound in bounds], np.int64)
+    by_sample = np.ascontiguousarray(costs.T)
+    rank: NDArray[np.int32] = move_by_phase(by_sample, held, num_ranks, ranks_per_node, primary, targets)
+    reached, before = (int(sum_of_peaks(by_sample, where, num_ranks)) for where in (rank, held))
+    if before <= reached:
+        rank, reached = held, before
+    if _pays(reached, sum(bounds)):
+        anew = balance_phases({str(phase): row for phase, row in enumerate(costs)}, num_ranks, primary=str(primary))
+        if _pays(reached, sum(anew.makespans)):
+            rank = renamed(anew.rank, held, sizes, num_ranks, ranks_per_node)
+    return rank
+
+
+def _pays(reached: int, anew: int) -> bool:
+    """Whether `anew` takes enough off what moving little reached."""
+    return (reached - anew) * REDEAL_GAIN >= max(1, reached)
 
 
 def checked_sizes(sizes: ArrayLike, num_samples: int) -> NDArray[np.int64]:
@@ -76,17 +175,25 @@ def moved_fields(
     ranks_per_node: int,
 ) -> dict[str, Any]:
     """The fields of a MovedAssignment, with what moves counted."""
-    moved = (rank >= 0) & (rank != held)
-    between = moved & (rank // ranks_per_node != held // ranks_per_node)
-    within = moved & ~between
+    books = {"rank": rank, "loads": loads, "makespan": int(loads.max()), "lower_bound": bound}
+    return books | moved_counts(costs, sizes, held, rank, ranks_per_node)
+
+
+def moved_phases_fields(
+    names: tuple[str, ...],
+    costs: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    held: NDArray[np.int32],
+    rank: NDArray[np.int32],
+    num_ranks: int,
+    ranks_per_node: int,
+) -> dict[str, Any]:
+    """The fields of a MovedPhases, by costs int64 (num_phases, num_samples)."""
+    loads = np.ascontiguousarray(phase_loads(np.ascontiguousarray(costs.T), rank, num_ranks).T)
     return {
+        "phases": names,
         "rank": rank,
         "loads": loads,
-        "makespan": int(loads.max()),
-        "lower_bound": bound,
-        "moved_samples": int(np.count_nonzero(moved)),
-        "moved_cost_within": int(costs[within].sum()),
-        "moved_cost_between": int(costs[between].sum()),
-        "moved_size_within": int(sizes[within].sum()),
-        "moved_size_between": int(sizes[between].sum()),
-    }
+        "makespans": tuple(int(peak) for peak in loads.max(axis=1)),
+        "lower_bounds": tuple(lower_bound(row, num_ranks) for row in costs),
+    } | moved_counts(costs.sum(axis=0), sizes, held, rank, ranks_per_node)

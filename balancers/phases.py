@@ -83,15 +83,7 @@ def balance_phases(
         raise ValueError(f"objective must be 'barrier' or 'sum', got {objective!r}")
     num_ranks = checked_ranks_count(num_ranks)
     equal_count = checked_flag(equal_count, "equal_count")
-    if not isinstance(costs_by_phase, Mapping):
-        raise ValueError(f"costs_by_phase must map names of phases to costs, got {type(costs_by_phase).__name__}")
-    names = tuple(costs_by_phase)
-    if primary not in names:
-        raise ValueError(
-            f"costs_by_phase needs the primary phase {primary!r}, got {', '.join(map(str, names)) or 'no phase'}: "
-            "name yours with primary="
-        )
-    costs = _checked_phases(costs_by_phase, names)
+    names, costs = checked_phases(costs_by_phase, primary)
     if assignment == "per_phase":
         parts = [balance(row, num_ranks, equal_count=equal_count, max_samples=max_samples) for row in costs]
         rank = np.stack([part.rank for part in parts])
@@ -104,8 +96,16 @@ def balance_phases(
     return PhaseAssignment(names, rank, loads, tuple(int(peak) for peak in loads.max(axis=1)), bounds)
 
 
-def _checked_phases(costs_by_phase: Mapping[str, ArrayLike], names: tuple[str, ...]) -> NDArray[np.int64]:
-    """Costs int64 (num_phases, num_samples)."""
+def checked_phases(costs_by_phase: Mapping[str, ArrayLike], primary: str) -> tuple[tuple[str, ...], NDArray[np.int64]]:
+    """Names of the phases, `primary` among them, and their costs int64 (num_phases, num_samples)."""
+    if not isinstance(costs_by_phase, Mapping):
+        raise ValueError(f"costs_by_phase must map names of phases to costs, got {type(costs_by_phase).__name__}")
+    names = tuple(costs_by_phase)
+    if primary not in names:
+        raise ValueError(
+            f"costs_by_phase needs the primary phase {primary!r}, got {', '.join(map(str, names)) or 'no phase'}: "
+            "name yours with primary="
+        )
     rows = [checked_costs(costs_by_phase[name], f"costs of {name}") for name in names]
     lengths = {name: len(row) for name, row in zip(names, rows, strict=True)}
     if len(set(lengths.values())) > 1:
@@ -113,7 +113,7 @@ def _checked_phases(costs_by_phase: Mapping[str, ArrayLike], names: tuple[str, .
     total = sum(int(row.sum()) for row in rows)
     if total > MAX_TOTAL:
         raise ValueError(f"costs of all phases sum to {total}, above the limit of 2**62: scale them down")
-    return np.stack(rows)
+    return names, np.stack(rows)
 
 
 def _joint(

@@ -121,6 +121,23 @@ def place_on_nodes(traffic: ArrayLike, ranks_per_node: int) -> NodePlacement:
     )
 
 
+def renamed(
+    rank: NDArray[np.int32],
+    owner: NDArray[np.int32],
+    sizes: NDArray[np.int64],
+    num_ranks: int,
+    ranks_per_node: int = 1,
+) -> NDArray[np.int32]:
+    """An assignment made without regard to who holds what, its ranks renamed by `place_on_nodes`.
+
+    Args:
+        rank, owner: int32 (num_samples,), the rank of each and who holds it.
+        sizes: int64 (num_samples,), what moving each takes; in a larger unit where they sum to more than 2**53.
+    """
+    unit = max(0, int(sizes.sum()).bit_length() - MAX_BYTES.bit_length() + 1)
+    return place_on_nodes(traffic_between(owner, rank, num_ranks, sizes >> unit), ranks_per_node).rank[rank]
+
+
 def _greedily(values: NDArray[np.int64], capacity: NDArray[np.int64]) -> NDArray[np.int32]:
     bins: NDArray[np.int32] = place_greedily(values, capacity)
     swap_bins(values, bins, SWAP_PASSES)

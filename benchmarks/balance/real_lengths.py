@@ -60,6 +60,12 @@ def real_distributions(folder: Path) -> dict[str, Distribution]:
     return found
 
 
+def real_lengths(name: str) -> NDArray[np.int64]:
+    """Positions of all of a list, at least 1 each."""
+    file, positions, _ = LISTS[name]
+    return np.maximum(positions(_read(lengths_folder() / f"{file}.parquet")), 1)
+
+
 def _draw(path: Path, positions: Callable[[Columns], NDArray[np.int64]], crossover: int | None) -> Distribution:
     def costs(generator: np.random.Generator, num_samples: int) -> NDArray[np.int64]:
         """Some of the list in random order; with replacement where it is shorter than that."""

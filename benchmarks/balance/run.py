@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.balance import against, demands, moves, orders, peers
+from benchmarks.balance import against, demands, moves, orders, peers, scopes
 from benchmarks.balance.cases import SAMPLES_A_MEASUREMENT, Job, Scale, Timed, measure
 from benchmarks.balance.memory import peak_bytes
 from benchmarks.balance.real_lengths import lengths_folder, real_distributions
@@ -81,6 +81,7 @@ def all_demands(scale: Scale) -> list[Result | WideTable]:
         *against.against_karmarkar_karp(scale),
         *moves.minimal_move(scale),
         *moves.grid(scale),
+        *scopes.by_phase(scale),
         *demands.phases(scale),
         *orders.order_demands(scale),
         *demands.first_call(scale),

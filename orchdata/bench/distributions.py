@@ -15,13 +15,9 @@ LLM_CROSSOVER = 24_576
 ENCODER_CROSSOVER = 7_680
 
 ENCODER = TransformerCost(hidden=1280, layers=32, ffn=5120)
-OMNI_COST = CostModel(
-    image=ENCODER,
-    audio=ENCODER,
-    llm=TransformerCost(
-        hidden=4096, layers=32, ffn=14_336, heads=32, kv_heads=8, vocab=128_256, causal=True, gated=True
-    ),
-)
+LLM = TransformerCost(hidden=4096, layers=32, ffn=14_336, heads=32, kv_heads=8, vocab=128_256, causal=True, gated=True)
+OMNI_COST = CostModel(image=ENCODER, audio=ENCODER, llm=LLM)
+LARGE_VISION_COST = CostModel(image=TransformerCost(hidden=3200, layers=45, ffn=12_800), audio=ENCODER, llm=LLM)
 
 
 def quadratic(lengths: NDArray[np.int64], crossover: int = LLM_CROSSOVER) -> NDArray[np.int64]:
@@ -91,8 +87,10 @@ DISTRIBUTIONS: Mapping[str, Distribution] = {
 }
 
 
-def omni_phases(generator: np.random.Generator, num_samples: int) -> dict[str, NDArray[np.int64]]:
-    """Costs by phase of a multimodal mixture under the shapes of an 8B backbone and two encoders of 630M.
+def omni_phases(
+    generator: np.random.Generator, num_samples: int, cost: CostModel = OMNI_COST
+) -> dict[str, NDArray[np.int64]]:
+    """Costs by phase of a multimodal mixture, by default under the shapes of an 8B backbone and two encoders of 630M.
 
     All samples have text; half have 1 to 4 images of the same size, a third has one clip of speech.
     """
@@ -101,7 +99,7 @@ def omni_phases(generator: np.random.Generator, num_samples: int) -> dict[str, N
     frames = np.where(generator.random(num_samples) < 0.33, speech_frames(generator, num_samples), 0)
     tokens = text_lengths(generator, num_samples) + images * (side * side // 4) + frames // 2
     return {
-        "image": OMNI_COST.sequence_costs("image", side * side) * images,
-        "audio": OMNI_COST.sequence_costs("audio", frames),
-        "llm": OMNI_COST.sequence_costs("llm", tokens),
+        "image": cost.sequence_costs("image", side * side) * images,
+        "audio": cost.sequence_costs("audio", frames),
+        "llm": cost.sequence_costs("llm", tokens),
     }

@@ -5,6 +5,8 @@ none     dealt out in turn                        stays
 grouped  anew inside each group of ranks          inside each group; anew where counts are limited
 grid     inside each group, then among the ranks of the same place in all groups
 global   anew over all ranks                      over all ranks; anew where counts are limited
+
+Every scope lowers what `Balance.objective` says: the sum over phases of the largest load, or the largest sum.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.balancers import balance_from, balance_grid, balance_grouped, balance_phases
+from orchdata.balancers.placement import renamed
 from orchdata.planning.balance import Balance
 
 Ints = NDArray[np.int64]
@@ -72,16 +75,17 @@ def assign(
     held, group_size = sizes is not None, balance.group_size or num_ranks
     if balance.scope == "none" or num_ranks == 1:
         return owner if held else dealt(len(owner), num_ranks)
-    if not held and balance.scope == "global":
-        return _anew(costs, balance, num_ranks, owner, sizes)
-    together = np.sum(list(costs.values()), axis=0)
+    counted = balance.equal_count or balance.max_samples is not None
+    if balance.scope != "grid" and (counted or not held):
+        return _anew(costs, balance, num_ranks, owner, sizes, ranks_per_node or 1)
+    shared: Mapping[str, Ints] | Ints = costs
+    if balance.objective == "sum" or len(costs) == 1:
+        shared = np.sum(list(costs.values()), axis=0)
     if balance.scope == "grid":
-        return balance_grid(together, owner, num_ranks, group_size).rank
-    if held and not balance.equal_count and balance.max_samples is None:
-        if balance.scope == "grouped":
-            return balance_grouped(together, owner, num_ranks, group_size).rank
-        return balance_from(together, owner, num_ranks, ranks_per_node=ranks_per_node).rank
-    return _anew({"llm": together}, balance, num_ranks, owner, sizes)
+        return balance_grid(shared, owner, num_ranks, group_size).rank
+    if balance.scope == "grouped":
+        return balance_grouped(shared, owner, num_ranks, group_size).rank
+    return balance_from(shared, owner, num_ranks, sizes=sizes, ranks_per_node=ranks_per_node).rank
 
 
 def counted_groups(balance: Balance, num_ranks: int) -> list[range]:
@@ -90,7 +94,14 @@ def counted_groups(balance: Balance, num_ranks: int) -> list[range]:
     return [range(first, min(first + size, num_ranks)) for first in range(0, num_ranks, size)]
 
 
-def _anew(costs: Mapping[str, Ints], balance: Balance, num_ranks: int, owner: Ranks, sizes: Ints | None) -> Ranks:
+def _anew(
+    costs: Mapping[str, Ints],
+    balance: Balance,
+    num_ranks: int,
+    owner: Ranks,
+    sizes: Ints | None,
+    ranks_per_node: int,
+) -> Ranks:
     """Balance each group by itself, wherever in it items are held; its ranks are named so that much of them stays."""
     rank = np.empty(len(owner), np.int32)
     groups = counted_groups(balance, num_ranks)
@@ -104,20 +115,6 @@ def _anew(costs: Mapping[str, Ints], balance: Balance, num_ranks: int, owner: Ra
             max_samples=balance.max_samples,
         ).rank
         if sizes is not None:
-            found = _renamed(found, owner[members] - group.start, sizes[members], len(group))
+            found = renamed(found, owner[members] - group.start, sizes[members], len(group), ranks_per_node)
         rank[members] = group.start + found
     return rank
-
-
-def _renamed(found: Ranks, owner: Ranks, sizes: Ints, num_ranks: int) -> Ranks:
-    """Pair found ranks with owners greedily, by the bytes that then stay; ties go to the lower ranks."""
-    pairs, pair = np.unique(found.astype(np.int64) * num_ranks + owner, return_inverse=True)
-    kept = np.zeros(len(pairs), np.int64)
-    np.add.at(kept, pair, sizes)
-    name = np.full(num_ranks, -1, np.int32)
-    free = np.ones(num_ranks, np.bool_)
-    for old, new in (divmod(int(pairs[index]), num_ranks) for index in np.argsort(-kept, kind="stable")):
-        if name[old] < 0 and free[new]:
-            name[old], free[new] = new, False
-    name[name < 0] = np.flatnonzero(free)
-    return name[found]

@@ -21,7 +21,7 @@ class Balance:
     Attributes:
         scope: "none" deals samples out in turn, "global" balances over all ranks, "grouped" inside groups of ranks
             that draw from the same streams of the order, "grid" inside groups and then among the ranks of the same
-            place in all groups. The latter two balance the sum over phases.
+            place in all groups.
         assignment: "joint" puts a whole sample on one rank, which fits any model; "per_phase" balances each encoder
             by itself: a rank encodes parts of any sample of its micro-step, and `od.exchange` carries the features to
             the samples. Every micro-step is then balanced by itself, whatever the objective.

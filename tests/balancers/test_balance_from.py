@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchdata.balancers import balance, balance_from, lower_bound
+from orchdata.balancers import balance, balance_from, balance_phases, lower_bound
 from orchdata.bench.distributions import DISTRIBUTIONS
 
 # The first call of a kernel compiles or loads it.
@@ -122,3 +122,51 @@ def test_empty_and_free_inputs() -> None:
 def test_errors_name_value_and_limit(arguments: tuple[object, ...], options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         balance_from(*arguments, **options)  # type: ignore[arg-type]
+
+
+@settings(max_examples=60)
+@given(
+    st.integers(1, 8),
+    st.integers(1, 4),
+    st.lists(st.tuples(st.integers(0, 400), st.integers(1, 300), st.integers(0, 7), st.integers(0, 50)), max_size=40),
+)
+def test_by_phase_it_is_never_worse_than_staying(
+    num_ranks: int, ranks_per_node: int, samples: list[tuple[int, int, int, int]]
+) -> None:
+    image, llm, owner, sizes = np.array(samples, np.int64).reshape(-1, 4).T
+    owner = owner % num_ranks
+    costs = {"image": image, "llm": llm}
+    found = balance_from(costs, owner, num_ranks, sizes=sizes, ranks_per_node=ranks_per_node)
+    loads = [[int(of_all[found.rank == rank].sum()) for rank in range(num_ranks)] for of_all in costs.values()]
+    assert found.loads.tolist() == loads
+    assert found.makespans == tuple(map(max, loads))
+    stay = sum(max(int(of_all[owner == rank].sum()) for rank in range(num_ranks)) for of_all in costs.values())
+    assert sum(found.lower_bounds) <= sum(found.makespans) <= stay
+    # Where nothing moved may 2 % be left that dealing anew would take off, rounded; else it would have been.
+    anew = balance_phases(costs, num_ranks)
+    assert sum(found.makespans) * 49 <= sum(anew.makespans) * 50
+    moved = found.rank != owner
+    assert (found.moved_samples, found.moved_size_within + found.moved_size_between) == (
+        moved.sum(),
+        sizes[moved].sum(),
+    )
+
+
+def test_by_phase_ranks_give_up_only_what_they_have_above_the_bounds() -> None:
+    # Rank 0 holds all four images, and each rank four texts: one image leaves for each other rank, and nothing else.
+    image = [10, 10, 10, 10] + [0] * 12
+    llm = [1, 1, 1, 1] + [100] * 12
+    owner = [0, 0, 0, 0] + [rank for rank in range(4) for _ in range(3)]
+    found = balance_from({"image": image, "llm": llm}, owner, 4, ranks_per_node=2)
+    assert found.makespans == found.lower_bounds == (10, 301)
+    assert (found.moved_samples, found.moved_cost_within, found.moved_cost_between) == (3, 11, 22)
+    again = balance_from({"image": image, "llm": llm}, found.rank, 4)
+    assert again.moved_samples == 0
+
+
+def test_by_phase_errors() -> None:
+    with pytest.raises(ValueError, match="sample 1 costs 0 in every phase"):
+        balance_from({"image": [1, 0], "llm": [1, 0]}, [0, 0], 2)
+    with pytest.raises(ValueError, match="needs the primary phase 'llm', got text"):
+        balance_from({"text": [1, 0]}, [0, 0], 2)
+    assert balance_from({"text": [1, 1]}, [0, 0], 2, primary="text").makespans == (1,)

@@ -8,8 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from orchdata.balancers import balance_from, balance_grid, balance_grouped, grid_round, lower_bound
-from orchdata.bench.distributions import DISTRIBUTIONS
+from orchdata.balancers import (
+    CostModel,
+    balance_from,
+    balance_grid,
+    balance_grouped,
+    balance_phases,
+    grid_round,
+    lower_bound,
+)
+from orchdata.bench.distributions import DISTRIBUTIONS, LARGE_VISION_COST, OMNI_COST, omni_phases
 
 # The first call of a kernel compiles or loads it.
 settings.register_profile("kernels", deadline=None)
@@ -35,8 +43,8 @@ class Rank:
 
 
 def two_rounds(costs: NDArray[np.int64], owner: NDArray[np.int64], num_ranks: int, ranks_per_node: int) -> list[int]:
-    """The grid's plan, made by ranks that only hear their row, then their column."""
-    present = costs > 0
+    """The grid's plan, made by ranks that only hear their row, then their column; costs of samples, or by phase too."""
+    present = costs.any(axis=1) if costs.ndim == 2 else costs > 0
     ranks = [
         Rank(rank, ranks_per_node, np.flatnonzero(present & (owner == rank)), costs[present & (owner == rank)])
         for rank in range(num_ranks)
@@ -68,6 +76,24 @@ def test_ranks_that_hear_only_row_and_column_find_the_same_plan(held: Held) -> N
     owner = np.array([rank for _, rank in samples], np.int64)
     found = balance_grid(costs, owner, num_ranks, ranks_per_node)
     assert two_rounds(costs, owner, num_ranks, ranks_per_node) == found.rank.tolist()
+
+
+@settings(max_examples=40)
+@given(held_samples, st.integers(0, 99))
+def test_ranks_that_hear_only_row_and_column_find_the_same_plan_by_phase(held: Held, seed: int) -> None:
+    num_ranks, ranks_per_node, samples = held
+    owner = np.array([rank for _, rank in samples], np.int64)
+    image = np.array([cost for cost, _ in samples], np.int64)
+    llm = np.random.default_rng(seed).integers(1, 300, len(samples))
+    found = balance_grid({"image": image, "llm": llm}, owner, num_ranks, ranks_per_node)
+    assert two_rounds(np.stack([image, llm], axis=1), owner, num_ranks, ranks_per_node) == found.rank.tolist()
+    # Twice as many costs are heard as of one phase, and no more counts.
+    counts = 4 * max(
+        min(ranks_per_node, num_ranks - rank // ranks_per_node * ranks_per_node)
+        + len(range(rank % ranks_per_node, num_ranks, ranks_per_node))
+        for rank in range(num_ranks)
+    )
+    assert found.metadata_bytes <= counts + 4 * 2 * 2 * len(samples)
 
 
 def test_the_same_plan_with_costs_that_4_bytes_round() -> None:
@@ -104,6 +130,28 @@ def test_a_grid_comes_close_to_balancing_all_ranks(name: str) -> None:
     costs = DISTRIBUTIONS[name](np.random.default_rng(3), 512 * 16)
     found = balance_grid(costs, np.arange(len(costs)) % 512, 512, 8)
     assert found.makespan <= found.lower_bound * 1.003
+
+
+@pytest.mark.parametrize("cost", [OMNI_COST, LARGE_VISION_COST])
+@pytest.mark.parametrize("num_ranks", [64, pytest.param(512, marks=pytest.mark.slow)])
+def test_by_phase_a_grid_comes_close_to_balancing_all_ranks_and_groups_to_balancing_them_anew(
+    num_ranks: int, cost: CostModel
+) -> None:
+    costs = omni_phases(np.random.default_rng(3), num_ranks * 32, cost)
+    owner = np.arange(num_ranks * 32) // 32
+    everywhere = sum(balance_phases(costs, num_ranks).makespans)
+    summed = balance_grid(sum(costs.values()), owner, num_ranks, 8).rank  # type: ignore[arg-type]
+    by_sum = sum(int(np.bincount(summed, weights=of_all).max()) for of_all in costs.values())
+    grid = balance_grid(costs, owner, num_ranks, 8)
+    assert sum(grid.makespans) <= everywhere * 1.05
+    assert sum(grid.makespans) < by_sum
+    assert grid.moved_cost_between < sum(int(of_all.sum()) for of_all in costs.values()) / 3  # Nodes keep the most.
+    grouped = balance_grouped(costs, owner, num_ranks, 8)
+    assert grouped.moved_cost_between == 0
+    for first in range(0, num_ranks, 8):
+        members = owner // 8 == first // 8
+        alone = balance_phases({phase: of_all[members] for phase, of_all in costs.items()}, 8)
+        assert grouped.loads[:, first : first + 8].max(axis=1).sum() <= 1.02 * sum(alone.makespans)
 
 
 @given(held_samples)
@@ -151,3 +199,5 @@ def test_a_round_needs_a_member_and_whole_costs() -> None:
     with pytest.raises(ValueError, match=r"costs held by member 1\[0\] is 0.5"):
         grid_round([np.array([1.0]), np.array([0.5])])
     assert [goes.tolist() for goes in grid_round([[], [4, 4]])] == [[], [0, 1]]
+    with pytest.raises(ValueError, match="costs of the same phases"):
+        grid_round([np.ones((2, 2)), np.ones(2)])

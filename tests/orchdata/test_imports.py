@@ -28,8 +28,9 @@ native: move
 balancers: checks
 balancers: assignment costs
 balancers: packed padded pipeline placement microbatches
+balancers: phases
 balancers: moves
-balancers: grid phases advice
+balancers: grid advice
 balancers: __init__
 loaders: errors versions locks
 loaders: limits

@@ -1,0 +1,138 @@
+"""Minimal-move kernels of several phases: costs by phase and who holds each sample -> little excess, little moved.
+
+A rank above the target of a phase gives up samples until it is not; each goes where it causes the least excess, and
+exchanges do the rest. What a rank has above the targets of the phases, summed over phases, is its excess.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchdata.native.assign.phase_refine import excess_after, phase_loads, refine_phases
+from orchdata.native.assign.phases import WINDOWS, WORK_BUDGET, dominant_phases, order_by_phase
+from orchdata.native.jit import kernel
+from orchdata.native.sorting import descending_order
+
+
+@kernel
+def release_by_phase(
+    costs: NDArray[np.int64],
+    owner: NDArray[np.int32],
+    loads: NDArray[np.int64],
+    targets: NDArray[np.int64],
+    phase: int,
+) -> None:
+    """Take from each rank above a phase's target the samples that bring it there: owner -1 for those. In place.
+
+    The largest go first that fit into the rank's excess, then the smallest, until the excess is gone.
+
+    Args:
+        costs: int64 (num_samples, num_phases).
+        owner: int32 (num_samples,), rank of each.
+        loads: int64 (num_ranks, num_phases).
+        targets: int64 (num_phases,), loads that a rank may keep.
+        phase: whose target counts.
+    """
+    order = descending_order(np.ascontiguousarray(costs[:, phase]))
+    for sample in order:
+        rank, cost = owner[sample], costs[sample, phase]
+        if rank >= 0 and 0 < cost <= loads[rank, phase] - targets[phase]:
+            owner[sample] = -1
+            loads[rank] -= costs[sample]
+    for sample in order[::-1]:
+        rank = owner[sample]
+        if rank >= 0 and costs[sample, phase] > 0 and loads[rank, phase] > targets[phase]:
+            owner[sample] = -1
+            loads[rank] -= costs[sample]
+
+
+@kernel
+def least_excess(
+    costs: NDArray[np.int64],
+    loads: NDArray[np.int64],
+    targets: NDArray[np.int64],
+    sample: int,
+    phase: int,
+    first: int,
+    stop: int,
+) -> tuple[int, int]:
+    """Of the ranks from `first` to `stop` - 1, the one with the least excess once it has the sample, and that excess.
+
+    Ties go to the least load in `phase`, then to the lower rank.
+    """
+    best = first
+    least = excess_after(costs, loads, targets, first, -1, sample)
+    for rank in range(first + 1, stop):
+        reached = excess_after(costs, loads, targets, rank, -1, sample)
+        if reached < least or (reached == least and loads[rank, phase] < loads[best, phase]):
+            best, least = rank, reached
+    return best, least
+
+
+@kernel
+def place_by_phase(
+    costs: NDArray[np.int64],
+    held: NDArray[np.int32],
+    owner: NDArray[np.int32],
+    loads: NDArray[np.int64],
+    targets: NDArray[np.int64],
+    ranks_per_node: int,
+    primary: int,
+) -> None:
+    """Give each released sample to the rank where it causes the least excess: of its node where one has room, else any.
+
+    Samples go by the phase they weigh most in, `primary` last, from the largest. In place.
+
+    Args:
+        held: int32 (num_samples,), the rank that holds each.
+        owner: int32 (num_samples,), -1 for a released sample.
+        loads: int64 (num_ranks, num_phases), without the released samples.
+        ranks_per_node: consecutive ranks of a node; 1 where nodes do not matter.
+        primary: index of the phase that all samples take part in; the others as of `release_by_phase`.
+    """
+    num_ranks = loads.shape[0]
+    phase = dominant_phases(costs, primary)
+    for sample in order_by_phase(costs, phase, primary):
+        if owner[sample] >= 0:
+            continue
+        first = held[sample] // ranks_per_node * ranks_per_node
+        stop = min(first + ranks_per_node, num_ranks)
+        rank, excess = least_excess(costs, loads, targets, sample, phase[sample], first, stop)
+        if excess > 0:
+            rank, _ = least_excess(costs, loads, targets, sample, phase[sample], 0, num_ranks)
+        owner[sample] = rank
+        loads[rank] += costs[sample]
+
+
+@kernel
+def move_by_phase(
+    costs: NDArray[np.int64],
+    held: NDArray[np.int32],
+    num_ranks: int,
+    ranks_per_node: int,
+    primary: int,
+    targets: NDArray[np.int64],
+) -> NDArray[np.int32]:
+    """Lower the sum over phases of the largest load, starting from who holds each sample.
+
+    Args:
+        costs: int64 (num_samples, num_phases).
+        held: int32 (num_samples,), the rank that holds each.
+        num_ranks: at least 1.
+        ranks_per_node: consecutive ranks of a node; 1 where nodes do not matter.
+        primary: index of the phase that all samples take part in.
+        targets: int64 (num_phases,), loads that are good enough.
+
+    Returns:
+        int32 (num_samples,): the rank of each sample.
+    """
+    owner = held.copy()
+    loads = phase_loads(costs, owner, num_ranks)
+    for turn in range(targets.shape[0] + 1):
+        if turn != primary:
+            release_by_phase(costs, owner, loads, targets, primary if turn == targets.shape[0] else turn)
+    place_by_phase(costs, held, owner, loads, targets, ranks_per_node, primary)
+    for window in WINDOWS:
+        refine_phases(costs, owner, num_ranks, targets.copy(), costs.shape[0], window, WORK_BUDGET)
+    return owner
