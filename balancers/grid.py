@@ -218,7 +218,8 @@ def _share_out(
     offsets = np.searchsorted(group[order], np.arange(len(group_sizes) + 1))
     goes_to = np.empty(len(member), np.int32)
     if costs.ndim == 1:
-        goes_to[order], bound = solve_groups(costs[order], member[order], offsets, group_sizes, TOLERANCE)
+        sorted_costs = costs[order]
+        goes_to[order], bound = solve_groups(sorted_costs, sorted_costs, member[order], offsets, group_sizes, TOLERANCE)
         return goes_to, int(bound)
     together = costs.sum(axis=0)
     for start, stop, size in zip(offsets[:-1], offsets[1:], group_sizes, strict=True):

@@ -1,7 +1,12 @@
 """Minimal-move kernels: costs and who holds each sample -> a balanced assignment that moves little.
 
 Ranks above the target give up their excess, which fills the ranks below it, those of the same node first; exchanges
-do the rest. Where that stalls, more is released, and at last everything is dealt anew under the labels that keep most.
+do the rest. Where that stalls, more is released, wider targets are tried too, and at last everything is dealt anew
+under the labels that keep most, if that pays.
+
+What is chosen for a tolerance is the candidate within it that moves the least, or else the one with the least makespan.
+The candidates do not depend on the tolerance: so a wider one never moves more, nor has a lower makespan. Most need not
+be made: once the narrowest is within its own tolerance, the others count only where they are beyond the next narrower.
 """
 
 from __future__ import annotations
@@ -19,16 +24,25 @@ from orchdata.native.move.release import place_released, release
 from orchdata.native.sorting import descending_order, present_descending
 
 RELEASE_BELOW = (0, 2, 8)  # Per cent of the target that ranks above it do without, in turn.
+TOLERANCES = (1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3)  # Of the candidates.
+NARROWER = (1e-4, 0.0)  # Tried in turn where less than the first is asked for and reached; they may not move less.
+REDEAL_GAIN = 50  # Everything is dealt anew where that takes one part in so many off what moving little reaches.
 
 
 @kernel
-def relabel(descending: NDArray[np.int64], held: NDArray[np.int32], owner: NDArray[np.int32], num_ranks: int) -> None:
+def pays(reached: int, anew: int) -> bool:
+    """Whether dealing anew takes enough off the makespan that moving little reached."""
+    return reached > 0 and reached - anew >= (reached + REDEAL_GAIN - 1) // REDEAL_GAIN
+
+
+@kernel
+def relabel(sizes: NDArray[np.int64], held: NDArray[np.int32], owner: NDArray[np.int32], num_ranks: int) -> None:
     """Rename the ranks of an assignment so that much of what each holds stays where it is, greedily. In place."""
     counts = np.zeros(num_ranks, np.int32)
     for rank in owner:
         counts[rank] += 1
     offsets, places = list_members(owner, counts, 0)
-    num_samples = descending.shape[0]
+    num_samples = sizes.shape[0]
     kept = np.zeros(num_samples, np.int64)
     part = np.zeros(num_samples, np.int32)
     kept_of_holder = np.zeros(num_ranks, np.int64)
@@ -36,7 +50,7 @@ def relabel(descending: NDArray[np.int64], held: NDArray[np.int32], owner: NDArr
     for rank in range(num_ranks):
         mine = places[offsets[rank] : offsets[rank + 1]]
         for place in mine:
-            kept_of_holder[held[place]] += descending[place]
+            kept_of_holder[held[place]] += sizes[place]
         for place in mine:
             if kept_of_holder[held[place]] > 0:
                 kept[size] = kept_of_holder[held[place]]
@@ -64,6 +78,7 @@ def relabel(descending: NDArray[np.int64], held: NDArray[np.int32], owner: NDArr
 @kernel
 def move_excess(
     descending: NDArray[np.int64],
+    sizes: NDArray[np.int64],
     held: NDArray[np.int32],
     owner: NDArray[np.int32],
     loads: NDArray[np.int64],
@@ -76,6 +91,7 @@ def move_excess(
 
     Args:
         descending: int64 (num_samples,), costs from the largest.
+        sizes: int64 (num_samples,), what moving each takes.
         held: int32 (num_samples,), the rank that holds each.
         owner, loads, counts: the assignment found, written.
         ranks_per_node: consecutive ranks of a node; 1 where nodes do not matter.
@@ -89,14 +105,45 @@ def move_excess(
     place_released(descending, held, owner, loads, ranks_per_node, target)
     recount(descending, owner, loads, counts)
     if loads.max() > target:
-        refine_thriftily(descending, held, owner, loads, counts, target, search_budget(num_samples, num_ranks))
+        refine_thriftily(descending, sizes, held, owner, loads, counts, target, search_budget(num_samples, num_ranks))
     if loads.max() > target:
         lower_makespan(descending, owner, loads, counts, target, num_samples, search_budget(num_samples, num_ranks))
 
 
 @kernel
+def move_within(
+    descending: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    held: NDArray[np.int32],
+    owner: NDArray[np.int32],
+    loads: NDArray[np.int64],
+    counts: NDArray[np.int32],
+    ranks_per_node: int,
+    target: int,
+    slack: int,
+) -> None:
+    """The candidate of one tolerance: `move_excess`, releasing more where it stalls; arguments as there.
+
+    Args:
+        slack: what a later try must take off the makespan, as it moves more, where the target is out of reach.
+    """
+    trial, trial_loads = np.empty_like(owner), np.empty_like(loads)
+    owner[:] = held
+    recount(descending, owner, loads, counts)
+    for below in RELEASE_BELOW:
+        if loads.max() <= target:
+            break
+        keep = target - target // 100 * below
+        move_excess(descending, sizes, held, trial, trial_loads, counts, ranks_per_node, keep, target)
+        if trial_loads.max() + slack < loads.max() or trial_loads.max() <= target:
+            owner[:] = trial
+            loads[:] = trial_loads
+
+
+@kernel
 def deal_anew(
     descending: NDArray[np.int64],
+    sizes: NDArray[np.int64],
     held: NDArray[np.int32],
     owner: NDArray[np.int32],
     loads: NDArray[np.int64],
@@ -108,18 +155,61 @@ def deal_anew(
     owner[:] = longest_first(descending, num_samples, 0, loads, counts)
     if loads.max() > target:
         lower_makespan(descending, owner, loads, counts, target, num_samples, search_budget(num_samples, num_ranks))
-    relabel(descending, held, owner, num_ranks)
+    relabel(sizes, held, owner, num_ranks)
     recount(descending, owner, loads, counts)
 
 
 @kernel
+def moved_size(sizes: NDArray[np.int64], held: NDArray[np.int32], owner: NDArray[np.int32]) -> int:
+    """What an assignment moves."""
+    total = np.int64(0)
+    for place in range(sizes.shape[0]):
+        if owner[place] != held[place]:
+            total += sizes[place]
+    return total
+
+
+@kernel
+def take_if_better(
+    sizes: NDArray[np.int64],
+    held: NDArray[np.int32],
+    owner: NDArray[np.int32],
+    loads: NDArray[np.int64],
+    best: NDArray[np.int32],
+    best_loads: NDArray[np.int64],
+    target: int,
+) -> None:
+    """Make an assignment the best where it is: of those within the target the one that moves least, else the lowest.
+
+    Args:
+        owner, loads: the assignment.
+        best, best_loads: the best so far, changed in place; the others as of `move_excess`.
+    """
+    makespan, lowest = loads.max(), best_loads.max()
+    moved, least = moved_size(sizes, held, owner), moved_size(sizes, held, best)
+    if makespan <= target and lowest <= target:
+        takes = moved < least or (moved == least and makespan < lowest)
+    else:
+        takes = makespan < lowest or (makespan == lowest and moved < least)
+    if takes:
+        best[:] = owner
+        best_loads[:] = loads
+
+
+@kernel
 def solve_from(
-    costs: NDArray[np.int64], held: NDArray[np.int32], num_ranks: int, ranks_per_node: int, tolerance: float
+    costs: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    held: NDArray[np.int32],
+    num_ranks: int,
+    ranks_per_node: int,
+    tolerance: float,
 ) -> tuple[NDArray[np.int32], NDArray[np.int64], int]:
     """Balance samples over ranks, starting from who holds them.
 
     Args:
         costs: int64 (num_samples,), at least 0, with a sum of at most 2**62.
+        sizes: int64 (num_samples,), what moving each takes, at least 0, with a sum of at most 2**62.
         held: int32 (num_samples,), the rank that holds each.
         num_ranks: at least 1.
         ranks_per_node: consecutive ranks of a node, moves inside which are preferred; 1 where nodes do not matter.
@@ -129,39 +219,76 @@ def solve_from(
         (rank int32 (num_samples,), -1 for a cost of 0; loads int64 (num_ranks,); lower bound).
     """
     order, descending = present_descending(costs)
-    num_samples = order.shape[0]
-    start = held[order]
+    start, weights = held[order], sizes[order]
     bound = np.int64(strong_lower_bound(descending, num_ranks))
-    slack = np.int64(bound * tolerance)
-    target = bound + slack
-    best, trial = start.copy(), np.empty(num_samples, np.int32)
-    loads, trial_loads = np.empty(num_ranks, np.int64), np.empty(num_ranks, np.int64)
-    counts = np.empty(num_ranks, np.int32)
-    recount(descending, best, loads, counts)
-    if loads.max() > target:
-        divisor = common_divisor(descending)
-        target = max(target, (bound + divisor - 1) // divisor * divisor)
-    for rung in range(len(RELEASE_BELOW) + 1):
-        if loads.max() <= target:
-            break
-        moves_excess = rung < len(RELEASE_BELOW)
-        if moves_excess:
-            keep = target - target // 100 * RELEASE_BELOW[rung]
-            move_excess(descending, start, trial, trial_loads, counts, ranks_per_node, keep, target)
-        else:
-            deal_anew(descending, start, trial, trial_loads, counts, target)
-        # A later rung moves more, the last one nearly all: it has to be better by what counts.
-        if trial_loads.max() + slack < loads.max() or (trial_loads.max() <= target and moves_excess):
-            best[:] = trial
-            loads[:] = trial_loads
+    best, loads = start.copy(), np.empty(num_ranks, np.int64)
+    recount(descending, best, loads, np.empty(num_ranks, np.int32))
+    if loads.max() > bound + np.int64(bound * tolerance):
+        improve(descending, weights, start, best, loads, ranks_per_node, bound, tolerance)
     rank = np.full(costs.shape[0], np.int32(-1))
     rank[order] = best
     return rank, loads, bound
 
 
 @kernel
+def improve(
+    descending: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    held: NDArray[np.int32],
+    best: NDArray[np.int32],
+    loads: NDArray[np.int64],
+    ranks_per_node: int,
+    bound: int,
+    tolerance: float,
+) -> None:
+    """Choose among the candidates of the module, staying among them.
+
+    Args:
+        best, loads: who holds each sample, and what that gives; the candidate chosen is written.
+        bound: lower bound of the makespan.
+        tolerance: as of `solve_from`; the others as of `move_excess`.
+    """
+    divisor = common_divisor(descending)
+    least = (bound + divisor - 1) // divisor * divisor  # No makespan is lower.
+    first = max(bound + np.int64(bound * TOLERANCES[0]), least)
+    target = max(bound + np.int64(bound * tolerance), least)
+    owner, trial = best.copy(), loads.copy()
+    counts = np.empty(loads.shape[0], np.int32)
+    staying = loads.max()
+    move_within(descending, sizes, held, owner, trial, counts, ranks_per_node, first, first - bound)
+    take_if_better(sizes, held, owner, trial, best, loads, max(first, target))
+    reached, below = trial.max(), first
+    lowest = min(staying, reached)
+    stalled = reached > first
+    for tried in TOLERANCES[1:]:
+        own = max(bound + np.int64(bound * tried), least)
+        if own >= staying or (not stalled and below >= target):
+            break
+        if own == below or (stalled and own < reached):
+            continue
+        move_within(descending, sizes, held, owner, trial, counts, ranks_per_node, own, own - bound)
+        lowest = min(lowest, trial.max())
+        if stalled or trial.max() > below:
+            take_if_better(sizes, held, owner, trial, best, loads, max(first, target))
+        below = own
+    if stalled and pays(lowest, least):
+        deal_anew(descending, sizes, held, owner, trial, counts, first)
+        if pays(lowest, trial.max()):
+            take_if_better(sizes, held, owner, trial, best, loads, max(first, target))
+    for tried in NARROWER:
+        if loads.max() <= target or stalled:
+            break
+        own = max(bound + np.int64(bound * tried), least)
+        move_within(descending, sizes, held, owner, trial, counts, ranks_per_node, own, own - bound)
+        if trial.max() < loads.max() and moved_size(sizes, held, owner) >= moved_size(sizes, held, best):
+            best[:] = owner
+            loads[:] = trial
+
+
+@kernel
 def solve_groups(
     costs: NDArray[np.int64],
+    sizes: NDArray[np.int64],
     held: NDArray[np.int32],
     offsets: NDArray[np.int64],
     num_members: NDArray[np.int64],
@@ -171,6 +298,7 @@ def solve_groups(
 
     Args:
         costs: int64 (num_samples,), group after group.
+        sizes: int64 (num_samples,), what moving each takes.
         held: int32 (num_samples,), the member of its group that holds each.
         offsets: int64 (num_groups + 1,): the samples of group g are offsets[g] to offsets[g + 1].
         num_members: int64 (num_groups,), ranks in each group.
@@ -182,8 +310,8 @@ def solve_groups(
     member = np.empty(costs.shape[0], np.int32)
     bound = np.int64(0)
     for group in range(num_members.shape[0]):
-        start, stop = offsets[group], offsets[group + 1]
-        found, _, least = solve_from(costs[start:stop], held[start:stop], num_members[group], 1, tolerance)
-        member[start:stop] = found
+        mine = slice(offsets[group], offsets[group + 1])
+        found, _, least = solve_from(costs[mine], sizes[mine], held[mine], num_members[group], 1, tolerance)
+        member[mine] = found
         bound = max(bound, least)
     return member, bound

@@ -1,7 +1,7 @@
 """Refinement kernels that move little: an assignment and where its samples came from -> balanced, moving little more.
 
 Like `orchdata.native.assign.refine`, but of the exchanges that bring both ranks to the target it takes the one that
-moves the least additional cost: samples that have left their rank anyway change places for free, and some come home.
+moves the least in addition: samples that have left their rank anyway change places for free, and some come home.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ NOTHING = (1 << 63) - 1
 
 
 @kernel
-def extra_move(cost: int, home: int, here: int, there: int) -> int:
-    """What moving a sample adds to the cost moved: negative where it comes home."""
+def extra_move(size: int, home: int, here: int, there: int) -> int:
+    """What moving a sample adds to what is moved: negative where it comes home."""
     if home == here:
-        return cost
+        return size
     if home == there:
-        return -cost
+        return -size
     return np.int64(0)
 
 
 @kernel
 def cheapest_exchange(
     descending: NDArray[np.int64],
+    sizes: NDArray[np.int64],
     home: NDArray[np.int32],
     heavy: int,
     held: NDArray[np.int32],
@@ -41,10 +42,11 @@ def cheapest_exchange(
     most: int,
     may_move: bool,
 ) -> tuple[int, int, int]:
-    """The exchange that takes from `least` to `most` off the heavy rank and moves the least additional cost.
+    """The exchange that takes from `least` to `most` off the heavy rank and moves the least in addition.
 
     Args:
         descending: int64 (num_samples,), costs from the largest.
+        sizes: int64 (num_samples,), what moving each takes.
         home: int32 (num_samples,), the rank that held each sample at first.
         heavy, light: the two ranks.
         held, offered: int32, the places each holds, ascending.
@@ -52,7 +54,7 @@ def cheapest_exchange(
         may_move: whether a sample may move without another coming back.
 
     Returns:
-        (additional cost moved, index in held, index in offered or -1 for a move); NOTHING where no exchange fits.
+        (what is moved in addition, index in held, index in offered or -1 for a move); NOTHING where no exchange fits.
     """
     best = np.int64(NOTHING)
     best_index = -1
@@ -60,7 +62,7 @@ def cheapest_exchange(
     first = 0
     for index in range(held.shape[0]):
         cost = descending[held[index]]
-        leaves = extra_move(cost, home[held[index]], heavy, light)
+        leaves = extra_move(sizes[held[index]], home[held[index]], heavy, light)
         if may_move and least <= cost <= most and leaves < best:
             best, best_index, best_other = leaves, index, -1
         # Both lists descend in cost: partners too large for this sample are too large for the next.
@@ -70,7 +72,7 @@ def cheapest_exchange(
             partner = descending[offered[other]]
             if partner < cost - most:
                 break
-            extra = leaves + extra_move(partner, home[offered[other]], light, heavy)
+            extra = leaves + extra_move(sizes[offered[other]], home[offered[other]], light, heavy)
             if extra < best:
                 best, best_index, best_other = extra, index, other
     return best, best_index, best_other
@@ -79,6 +81,7 @@ def cheapest_exchange(
 @kernel
 def cheapest_partner(
     descending: NDArray[np.int64],
+    sizes: NDArray[np.int64],
     home: NDArray[np.int32],
     loads: NDArray[np.int64],
     counts: NDArray[np.int32],
@@ -108,7 +111,7 @@ def cheapest_partner(
         may_move = start + counts[light] < offsets[light + 1]
         work += counts[heavy] + counts[light]
         extra, index_found, other_found = cheapest_exchange(
-            descending, home, heavy, held, light, places[start : start + counts[light]], least, most, may_move
+            descending, sizes, home, heavy, held, light, places[start : start + counts[light]], least, most, may_move
         )
         if extra < best:
             best, chosen, index, other = extra, light, index_found, other_found
@@ -120,6 +123,7 @@ def cheapest_partner(
 @kernel
 def refine_thriftily(
     descending: NDArray[np.int64],
+    sizes: NDArray[np.int64],
     home: NDArray[np.int32],
     owner: NDArray[np.int32],
     loads: NDArray[np.int64],
@@ -131,6 +135,7 @@ def refine_thriftily(
 
     Args:
         descending: int64 (num_samples,), costs from the largest.
+        sizes: int64 (num_samples,), what moving each takes.
         home: int32 (num_samples,), the rank that held each sample at first.
         owner: int32 (num_samples,), rank of each, changed in place.
         loads: int64 (num_ranks,), changed in place.
@@ -153,7 +158,7 @@ def refine_thriftily(
             if budget <= 0:
                 return budget
             light, index, other, work = cheapest_partner(
-                descending, home, loads, counts, offsets, places, heavy, partners, target
+                descending, sizes, home, loads, counts, offsets, places, heavy, partners, target
             )
             budget -= work
             if light >= 0:

@@ -78,6 +78,45 @@ def test_moves_little_of_what_is_dealt_in_turn() -> None:
     assert np.mean(shares) <= 0.2
 
 
+@settings(max_examples=150)
+@given(
+    st.integers(1, 8),
+    st.integers(1, 4),
+    st.sampled_from([20, 4_000, 10**6]),
+    st.integers(0, 10**6),
+    st.integers(0, 60),
+    st.lists(
+        st.sampled_from([0, 1e-5, 1e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.9]), max_size=8
+    ),
+)
+def test_a_wider_tolerance_never_moves_more_nor_has_a_lower_makespan(
+    num_ranks: int, ranks_per_node: int, largest: int, seed: int, num_samples: int, tolerances: list[float]
+) -> None:
+    generator = np.random.default_rng(seed)
+    costs, sizes = generator.integers(0, largest, num_samples), generator.integers(0, 99, num_samples)
+    if seed % 2:
+        costs = np.where(generator.random(num_samples) < 0.85, largest, costs)  # Mostly at a cap.
+    owner = generator.integers(0, num_ranks, num_samples)
+    narrower = None
+    for tolerance in sorted(tolerances):
+        found = balance_from(costs, owner, num_ranks, sizes=sizes, ranks_per_node=ranks_per_node, tolerance=tolerance)
+        moved = found.moved_size_within + found.moved_size_between
+        if narrower is not None:
+            assert found.makespan >= narrower[0]
+            assert moved <= narrower[1]
+        narrower = found.makespan, moved
+
+
+@pytest.mark.parametrize("num_ranks", [8, 64])
+def test_samples_mostly_at_a_cap_stay_mostly_where_they_are(num_ranks: int) -> None:
+    generator = np.random.default_rng(num_ranks)
+    costs = np.where(generator.random(num_ranks * 16) < 0.85, 4096, generator.integers(64, 4096, num_ranks * 16))
+    found = balance_from(costs, np.arange(len(costs)) // 16, num_ranks)
+    anew = balance(costs, num_ranks)
+    assert found.moved_share < 0.2  # Dealing anew moves 80 to 90 %.
+    assert found.makespan <= 1.02 * anew.makespan
+
+
 def test_prefers_the_same_node() -> None:
     # Rank 0 is 4 over; rank 1 shares its node, ranks 2 and 3 have as much room.
     found = balance_from([4, 4, 4, 4, 4, 4, 2, 2], [0, 0, 0, 1, 2, 2, 3, 3], 4, ranks_per_node=2, tolerance=0.2)

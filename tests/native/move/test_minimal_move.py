@@ -130,6 +130,7 @@ def test_a_large_sample_gets_a_rank_that_can_release_enough() -> None:
 def test_cheapest_exchange_equals_all_pairs(held: tuple[int, list[tuple[int, int]]], seed: int, target: int) -> None:
     _, samples = held
     costs, home = arrays(samples)
+    sizes = np.random.default_rng(seed).integers(0, 99, len(costs))
     side = np.random.default_rng(seed).integers(0, 2, len(costs))
     given, taken = (np.flatnonzero(side == rank).astype(np.int32) for rank in (0, 1))
     loads = costs[given].sum(), costs[taken].sum()
@@ -141,10 +142,10 @@ def test_cheapest_exchange_equals_all_pairs(held: tuple[int, list[tuple[int, int
         for place in given:
             for other in [*taken.tolist(), *([-1] if may_move else [])]:
                 if least <= costs[place] - (costs[other] if other >= 0 else 0) <= most:
-                    extra = extra_move(costs[place], home[place], 0, 1)
-                    extra += extra_move(costs[other], home[other], 1, 0) if other >= 0 else 0
+                    extra = extra_move(sizes[place], home[place], 0, 1)
+                    extra += extra_move(sizes[other], home[other], 1, 0) if other >= 0 else 0
                     expected = min(expected, int(extra))
-        found, index, other = cheapest_exchange(costs, home, 0, given, 1, taken, least, most, may_move)
+        found, index, other = cheapest_exchange(costs, sizes, home, 0, given, 1, taken, least, most, may_move)
         assert found == expected
         if found < NOTHING:
             difference = costs[given[index]] - (costs[taken[other]] if other >= 0 else 0)
@@ -165,7 +166,7 @@ def test_thrifty_refinement_keeps_the_books_and_raises_no_load_above_the_target(
     before = loads_of(costs, owner, num_ranks)
     loads, counts = before.copy(), np.bincount(owner, minlength=num_ranks).astype(np.int32)
     target = int(-(-costs.sum() // num_ranks) * 11 // 10)
-    assert refine_thriftily(costs, home, owner, loads, counts, target, 10_000) <= 10_000
+    assert refine_thriftily(costs, costs, home, owner, loads, counts, target, 10_000) <= 10_000
     assert loads.tolist() == loads_of(costs, owner, num_ranks).tolist()
     assert counts.tolist() == np.bincount(owner, minlength=num_ranks).tolist()
     assert all(after <= max(target, first) for after, first in zip(loads, before, strict=True))
@@ -199,14 +200,15 @@ def test_groups_are_solved_as_if_alone(held: tuple[int, list[tuple[int, int]]]) 
     num_ranks, samples = held
     costs = np.array([cost for cost, _ in samples], np.int64)
     owner = np.array([rank for _, rank in samples], np.int32)
-    alone, _, bound = solve_from(costs, owner, num_ranks, 1, 1e-3)
+    alone, _, bound = solve_from(costs, costs, owner, num_ranks, 1, 1e-3)
     both, largest = solve_groups(
         np.concatenate([costs, 2 * costs]),
+        np.concatenate([costs, costs]),
         np.concatenate([owner, owner]),
         np.array([0, len(costs), 2 * len(costs)]),
         np.array([num_ranks, num_ranks]),
         1e-3,
     )
-    doubled, _, double_bound = solve_from(2 * costs, owner, num_ranks, 1, 1e-3)
+    doubled, _, double_bound = solve_from(2 * costs, costs, owner, num_ranks, 1, 1e-3)
     assert both.tolist() == [*alone.tolist(), *doubled.tolist()]
     assert largest == max(bound, double_bound)

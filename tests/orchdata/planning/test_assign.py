@@ -59,7 +59,7 @@ RANKS_FOUND: dict[tuple[bool, str], str] = {
     (False, "grid"): "a253fe975f682a12",
     (True, "none"): "6eaa890830a6d7c8",
     (True, "barrier"): "ff85a548a2b6f567",
-    (True, "sum"): "6fae904b132332b8",
+    (True, "sum"): "67fe21a8e1d09c11",
     (True, "equal counts"): "4baa581185d15b28",
     (True, "most samples"): "ab749a2d026b5d52",
     (True, "grouped"): "e897041eb8cefb3c",
