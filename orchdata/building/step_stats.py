@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from orchdata.planning.make_plan import PlanSpec
 from orchdata.planning.plan import Plan
-from orchdata.planning.price import phase_cost, step_cost
+from orchdata.planning.price import cost_of_cells, waits_inside
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +42,9 @@ class StepFigures:
 
 def step_figures(spec: PlanSpec, plan: Plan, rank: int) -> StepFigures:
     """The figures of a plan made from `spec`, seen from a rank: milliseconds at thousands of ranks."""
-    balanced = spec.costs.balanced
+    balanced, in_step = spec.costs.balanced, waits_inside(plan, spec.balance.objective)
+    cells = {phase: plan.cells(phase) for phase in plan.phases}
+    cost = cost_of_cells([cells[phase] for phase in balanced], in_step=in_step)
     mean = sum(_mean(plan, phase) for phase in balanced)
     mine = plan.places(rank)
     lengths = plan.llm_positions[mine]
@@ -57,15 +59,16 @@ def step_figures(spec: PlanSpec, plan: Plan, rank: int) -> StepFigures:
         tokens=int(lengths.sum()),
         padded_tokens=padded_tokens,
         own_streams=plan.own_streams(rank),
-        loads={phase: _loads(plan, phase) for phase in plan.phases},
-        cost=np.array([step_cost(plan, spec.balance.objective, balanced), mean], np.float64),
+        loads={phase: _loads(plan, phase, of_phase) for phase, of_phase in cells.items()},
+        cost=np.array([cost, mean], np.float64),
         num_microbatches=plan.num_microbatches,
     )
 
 
-def _loads(plan: Plan, phase: str) -> NDArray[Any]:
-    largest = plan.loads_unbalanced(phase).max(), plan.loads(phase).max()
-    return np.array([*largest, plan.lower_bound(phase), _mean(plan, phase), phase_cost(plan, phase)], np.float64)
+def _loads(plan: Plan, phase: str, cells: NDArray[np.int64]) -> NDArray[Any]:
+    largest = plan.loads_unbalanced(phase).max(), cells.sum(axis=1).max()
+    in_micro_steps = cost_of_cells([cells], in_step=True)
+    return np.array([*largest, plan.lower_bound(phase), _mean(plan, phase), in_micro_steps], np.float64)
 
 
 def _mean(plan: Plan, phase: str) -> float:

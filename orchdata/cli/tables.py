@@ -221,5 +221,9 @@ def _changes_note(scale: Scale, micro_steps: float) -> str:
         found.append(f"{what} {change.step:.2f}" + (f" at {change.microbatches:.1f} micro-steps" if capped else ""))
     now = f"{scale.step.balanced:.2f}" + (f" at {micro_steps:.1f} micro-steps" if capped else "")
     uncapped = [change.step for change in scale.changes if change.change == "max_tokens" and change.factor is None]
-    lost = [f", of which max_tokens costs {1 - least / scale.step.balanced:.1%}" for least in uncapped]
+    lost = [
+        f", of which max_tokens costs {1 - step / scale.step.balanced:.1%}"
+        for step in uncapped
+        if step < scale.step.balanced
+    ]
     return f"{scale.ranks:,} ranks, step: {now}{''.join(lost)}; planned otherwise: {', '.join(found)}"

@@ -1,6 +1,6 @@
 """The price of a plan: what its step costs, by what ranks wait for.
 
-    plan --cells (num_ranks, num_microbatches) of each phase--> step_cost, phase_cost, step_lower_bound
+    plan --cells (num_ranks, num_microbatches) of each phase--> cost_of_cells --> step_cost
 
 Under "barrier" ranks wait for each other after each phase of each micro-step (the m-th microbatch of all ranks), so a
 step takes the sum over both of the largest cell. Under "sum" they meet at its end, and it takes the largest rank's
@@ -12,10 +12,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from orchdata.balancers import lower_bound
 from orchdata.planning.balance import Objective
 from orchdata.planning.plan import Plan
+
+Ints = NDArray[np.int64]
 
 
 def step_cost(plan: Plan, objective: Objective, phases: Sequence[str]) -> int:
@@ -24,16 +27,24 @@ def step_cost(plan: Plan, objective: Objective, phases: Sequence[str]) -> int:
     Args:
         phases: those that count: `SampleCosts.balanced`, as others of the plan are in units of their own.
     """
-    if _waits_inside(plan, objective):
-        return sum(phase_cost(plan, phase, objective) for phase in phases)
-    return int(np.sum([plan.loads(phase) for phase in phases], axis=0).max())
+    return cost_of_cells([plan.cells(phase) for phase in phases], in_step=waits_inside(plan, objective))
 
 
-def phase_cost(plan: Plan, phase: str, objective: Objective = "barrier") -> int:
-    """What ranks wait for in a phase: the sum over micro-steps of the largest cell, or under "sum" the largest load."""
-    if _waits_inside(plan, objective):
-        return int(plan.cells(phase).max(axis=0).sum())
-    return int(plan.loads(phase).max())
+def cost_of_cells(cells: Sequence[Ints], *, in_step: bool) -> int:
+    """What ranks wait for, of one or several phases.
+
+    Args:
+        cells: of each phase int64 (num_ranks, num_microbatches).
+        in_step: ranks wait after each phase of each micro-step; else at the end only.
+    """
+    if in_step:
+        return sum(int(of_phase.max(axis=0).sum()) for of_phase in cells)
+    return int(np.sum([of_phase.sum(axis=1) for of_phase in cells], axis=0).max())
+
+
+def waits_inside(plan: Plan, objective: Objective) -> bool:
+    """Whether ranks wait for each other in each micro-step."""
+    return objective == "barrier" or bool(plan.parts)
 
 
 def step_lower_bound(plan: Plan, objective: Objective, phases: Sequence[str]) -> int:
@@ -41,10 +52,6 @@ def step_lower_bound(plan: Plan, objective: Objective, phases: Sequence[str]) ->
     of micro-steps.
     """
     bounds = [plan.lower_bound(phase) for phase in phases]
-    if _waits_inside(plan, objective):
+    if waits_inside(plan, objective):
         return sum(bounds)
     return max(*bounds, lower_bound(np.sum([plan.costs[phase] for phase in phases], axis=0), plan.num_ranks))
-
-
-def _waits_inside(plan: Plan, objective: Objective) -> bool:
-    return objective == "barrier" or bool(plan.parts)

@@ -15,7 +15,7 @@ from orchdata.order.order import Order, SampleOrder
 from orchdata.order.steps import GlobalBatches, StepTask
 from orchdata.planning.balance import Balance
 from orchdata.planning.make_plan import PlanSpec, SampleCosts, make_plan
-from orchdata.planning.price import phase_cost, step_cost, step_lower_bound
+from orchdata.planning.price import cost_of_cells, step_lower_bound, waits_inside
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,12 +74,15 @@ def plan_steps(spec: PlanSpec, steps: Sequence[int]) -> PlannedSteps:
     by_phase: dict[str, list[tuple[int, int, int]]] = {phase: [] for phase in phases}
     for step in steps:
         plan = make_plan(spec, StepTask(0, step))
-        costs.append(step_cost(plan, objective, balanced))
+        in_step = waits_inside(plan, objective)
+        cells = {phase: plan.cells(phase) for phase in phases}
+        costs.append(cost_of_cells([cells[phase] for phase in balanced], in_step=in_step))
         bounds.append(step_lower_bound(plan, objective, balanced))
         microbatches.append(plan.num_microbatches)
         for phase, found in by_phase.items():
             total = int(plan.costs[phase].sum())
-            found.append((phase_cost(plan, phase, objective), plan.lower_bound(phase), total))
+            cost = cost_of_cells([cells[phase]], in_step=in_step)
+            found.append((cost, plan.lower_bound(phase), total))
     columns = {phase: tuple(zip(*found, strict=True)) for phase, found in by_phase.items()}
     return PlannedSteps(
         num_ranks=spec.num_ranks,

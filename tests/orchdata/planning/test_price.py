@@ -8,7 +8,7 @@ import numpy as np
 
 from orchdata.planning.parts import Parts
 from orchdata.planning.plan import Plan
-from orchdata.planning.price import phase_cost, step_cost, step_lower_bound
+from orchdata.planning.price import step_cost, step_lower_bound
 
 PHASES = ("image", "llm")
 
@@ -35,13 +35,13 @@ def plan() -> Plan:
 
 
 def test_under_a_barrier_every_phase_of_every_micro_step_is_waited_for() -> None:
-    assert phase_cost(plan(), "image") == 5 + 4
-    assert phase_cost(plan(), "llm") == 3 + 6
+    assert step_cost(plan(), "barrier", ("image",)) == 5 + 4
+    assert step_cost(plan(), "barrier", ("llm",)) == 3 + 6
     assert step_cost(plan(), "barrier", PHASES) == 9 + 9
 
 
 def test_under_sum_the_largest_rank_counts() -> None:
-    assert phase_cost(plan(), "image", "sum") == 5
+    assert step_cost(plan(), "sum", ("image",)) == 5
     assert step_cost(plan(), "sum", PHASES) == 5 + 0 + 2 + 6  # rank 1 has 1 + 4 + 3 + 1
 
 
