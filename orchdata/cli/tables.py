@@ -187,29 +187,33 @@ def _locality_notes(profile: Profile) -> list[str]:
 
 def _advice_notes(scale: Scale) -> list[str]:
     """What holds the step back, and what would help: in the phase that loses most, and of the whole step."""
-    held = [(advice.cost_share * (advice.imbalance - 1), name) for name, advice in scale.advice.items()]
-    name = max(held)[1]
-    advice, notes = scale.advice[name], []
-    if advice.limit != "nothing":
-        largest = f"{advice.largest_key!r} of {advice.largest_shard.rsplit('/', 1)[-1]}"
-        why = f"{advice.samples_per_rank:.1f} samples per rank do not fill the ranks evenly"
-        if advice.limit == "giant sample":
-            why = (
-                f"samples above the mean load of a rank: {advice.giants:,}, up to {advice.largest:.1f} x it ({largest})"
-            )
-        notes.append(
-            f"{scale.ranks:,} ranks, {name}: {advice.imbalance:.2f} at best in a usual step of {scale.steps}: {why}"
-        )
-        notes += [
-            f"  would help {name}: such samples shared by up to {remedy.factor} ranks each (context parallelism): "
-            f"{remedy.imbalance:.2f}"
-            for remedy in advice.remedies
-            if remedy.remedy == "context parallel"
-        ]
+    held = [
+        (advice.cost_share * (scale.phases[name].balanced - 1), name)
+        for name, advice in scale.advice.items()
+        if advice.limit != "nothing"
+    ]
+    notes = [_phase_note(scale, max(held)[1])] if held else []
     if scale.changes:
-        micro_steps = scale.scopes["global"].microbatches
-        notes.append(_changes_note(scale, micro_steps))
+        notes.append(_changes_note(scale, scale.scopes["global"].microbatches))
     return notes
+
+
+def _phase_note(scale: Scale, name: str) -> str:
+    """A phase as planned, and by itself."""
+    advice = scale.advice[name]
+    why = f"{advice.samples_per_rank:.1f} samples per rank do not fill the ranks evenly"
+    if advice.limit == "giant sample":
+        largest = f"{advice.largest_key!r} of {advice.largest_shard.rsplit('/', 1)[-1]}"
+        why = f"samples above the mean load of a rank: {advice.giants:,}, up to {advice.largest:.1f} x it ({largest})"
+    shared = [
+        f"; {remedy.imbalance:.2f} if up to {remedy.factor} ranks shared each (context parallelism)"
+        for remedy in advice.remedies
+        if remedy.remedy == "context parallel"
+    ]
+    return (
+        f"{scale.ranks:,} ranks, {name}: {scale.phases[name].balanced:.2f} over {scale.steps} steps; in a usual one, "
+        f"balanced by itself, {advice.imbalance:.2f} at best: {why}{''.join(shared)}"
+    )
 
 
 def _changes_note(scale: Scale, micro_steps: float) -> str:
