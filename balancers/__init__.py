@@ -5,7 +5,10 @@ from __future__ import annotations
 from orchdata.balancers.advice import Advice, Option, advise
 from orchdata.balancers.assignment import Assignment, MovedAssignment, lower_bound
 from orchdata.balancers.costs.fit import FittedCost, FittedCosts, fit_phase_cost, fit_phase_costs
-from orchdata.balancers.costs.model import CostModel, PhaseCost, TransformerCost
+from orchdata.balancers.costs.model import CostModel
+from orchdata.balancers.costs.moe import MoE
+from orchdata.balancers.costs.phase import PhaseCost
+from orchdata.balancers.costs.transformer import TransformerCost
 from orchdata.balancers.grid import GridAssignment, GridPhases, balance_grid, balance_grouped, grid_round
 from orchdata.balancers.microbatches import split_microbatches
 from orchdata.balancers.moves import MovedPhases, balance_from
@@ -24,6 +27,7 @@ __all__ = [
     "GridAssignment",
     "GridPhases",
     "MicrobatchOrder",
+    "MoE",
     "MovedAssignment",
     "MovedPhases",
     "NodePlacement",

@@ -11,9 +11,11 @@ from numpy.typing import ArrayLike, NDArray
 
 from orchdata.balancers.assignment import Assignment
 from orchdata.balancers.checks import MAX_TOTAL, checked_costs, checked_count, checked_max_samples, checked_ranks_count
-from orchdata.balancers.costs.model import CostModel, PhaseCost, TransformerCost
+from orchdata.balancers.costs.model import CostModel
+from orchdata.balancers.costs.phase import PhaseCost
+from orchdata.balancers.costs.transformer import TransformerCost
 from orchdata.native.assign.padded import solve_padded
-from orchdata.native.costs import longest_sequence, sequence_cost
+from orchdata.native.costs import Coefficients, longest_sequence, sequence_costs
 
 
 def balance_padded(
@@ -69,9 +71,7 @@ def balance_padded(
     return Assignment(rank, loads, makespan, makespan)
 
 
-def _check_longest(
-    lengths: NDArray[np.int64], present: int, multiple_of: int, coefficients: tuple[int, int, int]
-) -> None:
+def _check_longest(lengths: NDArray[np.int64], present: int, multiple_of: int, coefficients: Coefficients) -> None:
     """The longest sample, aligned, has a cost in int64, and all rows of that length together at most 2**62."""
     longest = int(lengths.max())
     aligned = -(-longest // multiple_of) * multiple_of
@@ -82,7 +82,7 @@ def _check_longest(
             f"lengths[{int(lengths.argmax())}] is {longest}{padded}, above {limit}, the longest whose cost fits into"
             " int64: limit the positions of a sample"
         )
-    row = int(sequence_cost(aligned, *coefficients))
+    row = int(sequence_costs(np.array([aligned]), *coefficients)[0])
     if present * row > MAX_TOTAL:
         raise ValueError(
             f"{present} samples padded to lengths[{int(lengths.argmax())}] = {longest} cost {present * row} together,"

@@ -1,54 +1,72 @@
 """Cost kernels: lengths of sequences and quantised coefficients -> int64 costs.
 
-A sequence of l positions costs (a*l + b*l*l + c) >> COST_SHIFT, and at least 1 where l > 0: fixed point, so that a
-small quadratic coefficient keeps its precision. All in int64, without fastmath: equal on every machine.
+A sequence of l positions costs (a*l + b*l*l + sum of b_i*l*min(l, w_i) + c) >> COST_SHIFT, and at least 1 where l > 0:
+fixed point, so that a small quadratic coefficient keeps its precision. All in int64, without fastmath: equal on every
+machine.
+
+`windows` is int64 (num_windows, 2): of each attention window its positions w_i and its quantised coefficient b_i.
 """
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.native.jit import kernel
+from orchdata.native.jit import inlined, kernel
 
 COST_SHIFT = 20
 MAX_FIXED_POINT = 1 << 62
 
+Coefficients: TypeAlias = tuple[int, int, int, NDArray[np.int64]]
+"""linear, quadratic, constant and windows, quantised: what `CostModel.coefficients` gives."""
+
 
 @kernel
-def longest_sequence(linear: int, quadratic: int, constant: int) -> int:
+def room_after(room: int, coefficient: int, length: int, reach: int) -> int:
+    """What coefficient*length*reach leaves of `room`; -1 where it does not fit. It divides: products may overflow."""
+    if room < 0 or coefficient > room // length // reach:
+        return np.int64(-1)
+    return room - coefficient * length * reach
+
+
+@kernel
+def longest_sequence(linear: int, quadratic: int, constant: int, windows: NDArray[np.int64]) -> int:
     """Most positions whose cost before the shift stays within 2**62, at most 2**31 - 1."""
     low = np.int64(0)
     high = np.int64((1 << 31) - 1)
     while low < high:
         middle = low + (high - low + 1) // 2
-        # Divisions, as the products are what may overflow.
-        room = np.int64(MAX_FIXED_POINT) - constant
-        fits = quadratic == 0 or middle <= room // middle // quadratic
-        if fits and linear > 0:
-            fits = middle <= (room - quadratic * middle * middle) // linear
-        if fits:
+        room = room_after(np.int64(MAX_FIXED_POINT) - constant, np.int64(quadratic), middle, middle)
+        room = room_after(room, np.int64(linear), middle, np.int64(1))
+        for window in range(windows.shape[0]):
+            room = room_after(room, windows[window, 1], middle, min(middle, windows[window, 0]))
+        if room >= 0:
             low = middle
         else:
             high = middle - 1
     return low
 
 
-@kernel
-def sequence_cost(length: int, linear: int, quadratic: int, constant: int) -> int:
+@inlined
+def sequence_cost(length: int, linear: int, quadratic: int, constant: int, windows: NDArray[np.int64]) -> int:
     """Cost of one sequence; the caller has checked its length."""
-    if length <= 0:
-        return np.int64(0)
-    return max(np.int64(1), (linear * length + quadratic * length * length + constant) >> COST_SHIFT)
+    total = linear * length + quadratic * length * length + constant
+    for window in range(windows.shape[0]):
+        total += windows[window, 1] * length * min(length, windows[window, 0])
+    return max(np.int64(1), total >> COST_SHIFT) if length > 0 else np.int64(0)
 
 
 @kernel
-def sequence_costs(lengths: NDArray[np.int64], linear: int, quadratic: int, constant: int) -> NDArray[np.int64]:
+def sequence_costs(
+    lengths: NDArray[np.int64], linear: int, quadratic: int, constant: int, windows: NDArray[np.int64]
+) -> NDArray[np.int64]:
     """Cost of each sequence of `lengths` positions.
 
     Args:
         lengths: int64 (num_sequences,); 0 means the sequence is absent and costs 0.
-        linear, quadratic, constant: quantised coefficients, from `CostModel.coefficients`.
+        linear, quadratic, constant, windows: quantised coefficients, from `CostModel.coefficients`.
 
     Returns:
         int64 (num_sequences,).
@@ -57,12 +75,12 @@ def sequence_costs(lengths: NDArray[np.int64], linear: int, quadratic: int, cons
         ValueError: a sequence too long for int64.
     """
     costs = np.empty(lengths.shape[0], np.int64)
-    longest = longest_sequence(linear, quadratic, constant)
+    longest = longest_sequence(linear, quadratic, constant, windows)
     for index in range(lengths.shape[0]):
         length = lengths[index]
         if length > longest:
             raise ValueError("a sequence is too long for its cost to fit into int64: limit the positions of a sample")
-        costs[index] = sequence_cost(length, linear, quadratic, constant)
+        costs[index] = sequence_cost(length, linear, quadratic, constant, windows)
     return costs
 
 
@@ -76,6 +94,7 @@ def part_costs(
     linear: int,
     quadratic: int,
     constant: int,
+    windows: NDArray[np.int64],
 ) -> NDArray[np.int64]:
     """Cost of samples in an encoder phase: the sum over their parts of one modality, each its own sequence.
 
@@ -85,7 +104,7 @@ def part_costs(
         part_modality: uint8 (num_parts,).
         part_positions: int32 (num_parts,), positions entering the encoder.
         modality: code of the encoder's modality.
-        linear, quadratic, constant: quantised coefficients, from `CostModel.coefficients`.
+        linear, quadratic, constant, windows: quantised coefficients, from `CostModel.coefficients`.
 
     Returns:
         int64 (num_samples,); 0 for a sample without such a part.
@@ -95,7 +114,7 @@ def part_costs(
         IndexError: a row, or the parts of one, outside of the arrays.
     """
     costs = np.zeros(rows.shape[0], np.int64)
-    longest = longest_sequence(linear, quadratic, constant)
+    longest = longest_sequence(linear, quadratic, constant, windows)
     for index in range(rows.shape[0]):
         row = rows[index]
         if row < 0 or row >= part_offsets.shape[0] - 1:
@@ -108,5 +127,5 @@ def part_costs(
             length = np.int64(part_positions[part])
             if length > longest:
                 raise ValueError("a part is too long for its cost to fit into int64: limit the positions of a part")
-            costs[index] += sequence_cost(length, linear, quadratic, constant)
+            costs[index] += sequence_cost(length, linear, quadratic, constant, windows)
     return costs

@@ -19,6 +19,16 @@ def kernel(function: Kernel) -> Kernel:
     return _compiled(function)
 
 
+def inlined(function: Kernel) -> Kernel:
+    """A piece of kernels, written into those that call it.
+
+    For pieces that take arrays inside of loops: a call counts references to each array, which keeps the loop from
+    being vectorised and may take ten times as long as what it computes.
+    """
+    piece: Kernel = njit(inline="always")(function)
+    return piece
+
+
 def kernel_at_import(signature: str) -> Callable[[Kernel], Kernel]:
     """Compile a function for one signature where it is defined, or load it from disk.
 

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from orchdata.balancers import CostModel, PhaseCost, TransformerCost
+    from orchdata.balancers import CostModel, MoE, PhaseCost, TransformerCost
     from orchdata.batch.batch import Batch
     from orchdata.batch.step_info import StepInfo
     from orchdata.dataloader import DataLoader
@@ -63,6 +63,7 @@ _HOMES = {
     "ChatTemplate": "orchdata.loaders.text.template",
     "Limits": "orchdata.loaders.limits",
     "CostModel": "orchdata.balancers",
+    "MoE": "orchdata.balancers",
     "PhaseCost": "orchdata.balancers",
     "TransformerCost": "orchdata.balancers",
     "Balance": "orchdata.planning.balance",
@@ -108,6 +109,7 @@ __all__ = [
     "Limits",
     # Balancing
     "CostModel",
+    "MoE",
     "PhaseCost",
     "TransformerCost",
     "Balance",

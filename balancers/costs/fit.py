@@ -20,7 +20,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from orchdata.balancers.checks import checked_costs
-from orchdata.balancers.costs.model import CostModel, PhaseCost
+from orchdata.balancers.costs.model import CostModel
+from orchdata.balancers.costs.phase import PhaseCost
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +46,9 @@ def fit_phase_cost(lengths: ArrayLike | Sequence[ArrayLike], seconds: ArrayLike)
 
     A measurement is one sequence, or several that ran together (packed): then its time is the sum over its sequences,
     and the constant counts for each of them. What a step takes however many sequences it runs should be subtracted
-    before. Measure lengths spread over the range that will be trained on, and medians of repeats: noise of p per cent
-    in the times lowers the fit by about p*p / 100 per cent.
+    before. An attention window shorter than the sequences shows as linear cost. Measure lengths spread over the range
+    that will be trained on, and medians of repeats: noise of p per cent in the times lowers the fit by about p*p / 100
+    per cent.
 
     Args:
         lengths: integers of at least 1: (num_samples,), a sequence each; or num_samples arrays, the sequences of each

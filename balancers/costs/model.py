@@ -1,8 +1,8 @@
 """Cost models: how many positions enter a phase -> what that costs, in integers.
 
-A phase's cost of one sequence of l positions is linear*l + quadratic*l*l + constant. The coefficients are quantised
-once, with one scale for all phases of a model, so that costs of different phases can be added; from there on
-everything is int64, the same on every rank and machine.
+A phase's cost of one sequence is a `PhaseCost`. The coefficients are quantised once, with one scale for all phases of
+a model, so that costs of different phases can be added; from there on everything is int64, the same on every rank and
+machine.
 
 The scale is the largest power of two at which one sequence of 2**20 positions in every phase together costs at most
 2**42: 2**20 such samples still sum to 2**62, inside int64. Coefficients carry 20 more fractional bits
@@ -13,123 +13,22 @@ what they are, for example tokens.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from orchdata.balancers.checks import checked_costs, checked_count
-from orchdata.native.costs import COST_SHIFT, MAX_FIXED_POINT, sequence_costs
+from orchdata.balancers.checks import checked_costs
+from orchdata.balancers.costs.families import phases_of
+from orchdata.balancers.costs.phase import PhaseCost
+from orchdata.balancers.costs.transformer import TransformerCost
+from orchdata.native.costs import COST_SHIFT, MAX_FIXED_POINT, Coefficients, sequence_costs
 
 LONGEST_POSITIONS = 1 << 20
 BACKBONE = "llm"
 FIRST_PHASES = ("image", "audio")
-
-
-@dataclass(frozen=True, slots=True)
-class PhaseCost:
-    """Cost of one sequence of l positions: linear*l + quadratic*l*l + constant, in any unit shared by all phases.
-
-    Attributes:
-        linear: cost of a position.
-        quadratic: cost of a pair of positions, as in attention.
-        constant: cost of a sequence, however short.
-    """
-
-    linear: float
-    quadratic: float = 0.0
-    constant: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name in ("linear", "quadratic", "constant"):
-            object.__setattr__(self, name, _checked_coefficient(getattr(self, name), f"PhaseCost.{name}"))
-        if not self.linear + self.quadratic + self.constant > 0:
-            raise ValueError("PhaseCost needs a coefficient above 0: leave the phase out if it costs nothing")
-
-    def phase_cost(self) -> PhaseCost:
-        """Itself, so that a model takes a PhaseCost or anything that makes one."""
-        return self
-
-    def at(self, positions: int) -> float:
-        """Cost of one sequence, before quantisation."""
-        return self.linear * positions + self.quadratic * positions * positions + self.constant
-
-
-@dataclass(frozen=True, slots=True)
-class TransformerCost:
-    """Floating-point operations of a transformer, forward and backward, from its shape.
-
-    Forward, for each layer and a sequence of l positions, with h = hidden and r = kv_heads / heads:
-
-    - projections: queries and output 4*h*h, keys and values 4*h*h*r, for each position;
-    - feed-forward: 4*h*ffn, or 6*h*ffn when gated, for each position;
-    - attention: scores and weighted sum 4*h for each pair of positions, half of the pairs when causal.
-
-    Heads together are as wide as the residual stream. Norms, activations and softmax are not counted: they grow with
-    h or the number of heads, not with h*h.
-
-    A vocabulary adds 2*h*vocab for each position. A multiply and an add count as two. Backward costs twice the
-    forward; recomputing activations adds one more forward. A frozen phase is forward only: as the first phase of a
-    model nothing flows back through it.
-
-    Attributes:
-        hidden: width of the residual stream.
-        layers: number of layers.
-        ffn: width of the feed-forward.
-        heads: attention heads; needed with kv_heads.
-        kv_heads: heads of keys and values (grouped-query attention); all of them by default.
-        vocab: size of the output vocabulary; none for an encoder.
-        causal: each position attends to those before it only, and kernels skip the rest.
-        gated: the feed-forward has a gate (SwiGLU and its like).
-        trainable: the phase has a backward pass.
-        recompute: activations are recomputed in the backward pass.
-    """
-
-    hidden: int
-    layers: int
-    ffn: int
-    heads: int | None = None
-    kv_heads: int | None = None
-    vocab: int | None = None
-    causal: bool = False
-    gated: bool = False
-    trainable: bool = True
-    recompute: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("hidden", "layers", "ffn", "heads", "kv_heads", "vocab"):
-            value = getattr(self, name)
-            if value is not None or name not in ("heads", "kv_heads", "vocab"):
-                object.__setattr__(self, name, checked_count(value, f"TransformerCost.{name}"))
-        for name in ("causal", "gated", "trainable", "recompute"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"TransformerCost.{name} must be True or False, got {getattr(self, name)!r}")
-        if self.kv_heads is not None and (self.heads is None or self.heads % self.kv_heads):
-            raise ValueError(f"TransformerCost.kv_heads={self.kv_heads} must divide heads, got heads={self.heads}")
-
-    def phase_cost(self) -> PhaseCost:
-        """Coefficients in operations a position and a pair of positions.
-
-        Raises:
-            ValueError: they are above what a float holds.
-        """
-        try:
-            linear, quadratic = self._operations()
-        except OverflowError:
-            raise ValueError(f"{self} costs more than a float holds: is a width mistaken?") from None
-        return PhaseCost(linear, quadratic)
-
-    def _operations(self) -> tuple[float, float]:
-        shared = self.kv_heads / self.heads if self.heads and self.kv_heads else 1.0
-        projections = 4 * self.hidden**2 * (1 + shared)
-        feed_forward = (6 if self.gated else 4) * self.hidden * self.ffn
-        head = 2 * self.hidden * (self.vocab or 0)
-        pairs = (2 if self.causal else 4) * self.hidden
-        passes = (4 if self.recompute else 3) if self.trainable else 1
-        linear = passes * (self.layers * (projections + feed_forward) + head)
-        return float(linear), float(passes * self.layers * pairs)
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -170,13 +69,42 @@ class CostModel:
         """A position of the backbone costs 1: balances tokens."""
         return cls(llm=PhaseCost(1.0))
 
-    def coefficients(self, phase: str) -> tuple[int, int, int]:
-        """Quantised (linear, quadratic, constant) of a phase, for the kernels of `orchdata.native.costs`.
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any] | Any, **phases: Mapping[str, Any] | None) -> CostModel:
+        """The phases that a Hugging Face config describes, each read by `TransformerCost.from_config`.
+
+        `CostModel.from_config(config, image={"trainable": False}, llm={"recompute": "full"})`.
+
+        Args:
+            config: of the whole model: a dict, or an object with `to_dict`.
+            phases: attributes of a phase's TransformerCost that the config does not say; None leaves the phase out.
+
+        Raises:
+            ValueError: as `TransformerCost.from_config`, or a phase that the config does not describe.
+        """
+        found = phases_of(config)
+        unknown = sorted(set(phases) - set(found))
+        if unknown:
+            raise ValueError(f"the config has no phase {unknown[0]!r}, it describes {', '.join(found) or 'none'}")
+        given = {phase: phases.get(phase, {}) for phase in found}
+        return cls(
+            **{
+                phase: TransformerCost.from_config(config, phase, **sizes)
+                for phase, sizes in given.items()
+                if sizes is not None
+            }
+        )
+
+    def coefficients(self, phase: str) -> Coefficients:
+        """Quantised (linear, quadratic, constant, windows) of a phase, for the kernels of `orchdata.native.costs`.
+
+        `windows` is int64 (num_windows, 2), the width and the coefficient of each.
 
         Raises:
             ValueError: the model has no such phase.
         """
-        return _quantised(self._cost(phase), self.exponent)
+        linear, quadratic, constant, windows = _quantised(self._cost(phase), self.exponent)
+        return linear, quadratic, constant, np.array(windows, np.int64).reshape(-1, 2)
 
     def sequence_costs(self, phase: str, lengths: ArrayLike) -> NDArray[np.int64]:
         """Cost of each sequence of `lengths` positions in a phase: 0 without positions, else at least 1.
@@ -192,7 +120,11 @@ class CostModel:
         return {
             "exponent": self.exponent,
             "shift": COST_SHIFT,
-            "phases": {name: list(self.coefficients(name)) for name in self.phases},
+            "phases": {
+                name: [*plain, windows] if windows else plain
+                for name, cost in zip(self.phases, self.costs, strict=True)
+                for *plain, windows in [_quantised(cost, self.exponent)]
+            },
         }
 
     def __repr__(self) -> str:
@@ -214,30 +146,27 @@ def _exponent(costs: tuple[PhaseCost, ...]) -> int:
     # Rounding each coefficient up may pass the limit where the sum is just below it.
     if sum(_fixed_point(cost, largest, LONGEST_POSITIONS) for cost in costs) > MAX_FIXED_POINT:
         largest -= 1
-    whole = all(value.is_integer() for cost in costs for value in (cost.linear, cost.quadratic, cost.constant))
+    values = (value for cost in costs for value in (cost.linear, cost.quadratic, cost.constant, *_in_windows(cost)))
+    whole = all(value.is_integer() for value in values)
     return 0 if whole and largest >= 0 else largest
 
 
-def _quantised(cost: PhaseCost, exponent: int) -> tuple[int, int, int]:
-    """(linear, quadratic, constant), each rounded to nearest: ldexp is exact, and so is round on a float."""
+def _in_windows(cost: PhaseCost) -> list[float]:
+    return [coefficient for _, coefficient in cost.windows]
+
+
+def _quantised(cost: PhaseCost, exponent: int) -> tuple[int, int, int, list[list[int]]]:
+    """(linear, quadratic, constant, windows), each rounded to nearest: ldexp is exact, and so is round on a float."""
     shift = exponent + COST_SHIFT
-    linear, quadratic, constant = (
-        round(math.ldexp(value, shift)) for value in (cost.linear, cost.quadratic, cost.constant)
+    linear, quadratic, constant, *in_windows = (
+        round(math.ldexp(value, shift)) for value in (cost.linear, cost.quadratic, cost.constant, *_in_windows(cost))
     )
-    return linear, quadratic, constant
+    widths = [width for width, _ in cost.windows]
+    return linear, quadratic, constant, [list(pair) for pair in zip(widths, in_windows, strict=True)]
 
 
 def _fixed_point(cost: PhaseCost, exponent: int, positions: int) -> int:
     """Cost of one sequence before the shift, without int64's limit."""
-    linear, quadratic, constant = _quantised(cost, exponent)
-    return linear * positions + quadratic * positions**2 + constant
-
-
-def _checked_coefficient(value: Any, name: str) -> float:
-    try:
-        number = math.nan if isinstance(value, bool) or not isinstance(value, Real) else float(value)
-    except OverflowError:
-        number = math.inf
-    if not (math.isfinite(number) and number >= 0):
-        raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}")
-    return number
+    linear, quadratic, constant, windows = _quantised(cost, exponent)
+    in_windows = sum(coefficient * positions * min(positions, width) for width, coefficient in windows)
+    return linear * positions + quadratic * positions**2 + constant + in_windows

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.native.costs import sequence_cost
+from orchdata.native.costs import Coefficients, sequence_cost
 from orchdata.native.jit import kernel
 from orchdata.native.sorting import descending_order
 
@@ -18,7 +18,7 @@ def aligned_costs(
     lengths: NDArray[np.int64],
     order: NDArray[np.int32],
     multiple_of: int,
-    coefficients: tuple[int, int, int],
+    coefficients: Coefficients,
 ) -> NDArray[np.int64]:
     """Cost of one row as long as each sample, aligned up to `multiple_of`.
 
@@ -26,12 +26,12 @@ def aligned_costs(
         lengths: int64 (num_samples,), not too long for int64 once aligned.
         order: int32 (num_present,), samples by descending length; those of length 0 left out.
         multiple_of: at least 1.
-        coefficients: quantised (linear, quadratic, constant), from `CostModel.coefficients`.
+        coefficients: quantised (linear, quadratic, constant, windows), from `CostModel.coefficients`.
 
     Returns:
         int64 (num_present,), from the largest.
     """
-    linear, quadratic, constant = coefficients
+    linear, quadratic, constant, windows = coefficients
     costs = np.empty(order.shape[0], np.int64)
     previous = np.int64(-1)
     cost = np.int64(0)
@@ -39,7 +39,7 @@ def aligned_costs(
         length = lengths[order[place]]
         if length != previous:
             aligned = (length + multiple_of - 1) // multiple_of * multiple_of
-            cost = np.int64(sequence_cost(aligned, linear, quadratic, constant))
+            cost = np.int64(sequence_cost(aligned, linear, quadratic, constant, windows))
             previous = length
         costs[place] = cost
     return costs
@@ -191,7 +191,7 @@ def solve_padded(
     num_ranks: int,
     max_samples: int,
     multiple_of: int,
-    coefficients: tuple[int, int, int],
+    coefficients: Coefficients,
 ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
     """Assign samples to ranks so that the largest count times cost of the longest is the smallest there is.
 
@@ -201,7 +201,7 @@ def solve_padded(
         num_ranks: at least 1.
         max_samples: samples a rank may hold; num_ranks * max_samples is at least the number of lengths above 0.
         multiple_of: lengths are aligned up to it; at least 1.
-        coefficients: quantised (linear, quadratic, constant), from `CostModel.coefficients`.
+        coefficients: quantised (linear, quadratic, constant, windows), from `CostModel.coefficients`.
 
     Returns:
         (rank int32 (num_samples,), -1 for a length of 0; loads int64 (num_ranks,)).

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.balancers.costs.model import CostModel, TransformerCost
+from orchdata.balancers.costs.model import CostModel
+from orchdata.balancers.costs.transformer import TransformerCost
 
 # Costs of one sequence of l positions, in token units: a language model of 4,096 hidden units spends as much on
 # attention as on its weights at about 24,000 positions, a vision encoder of 1,280 at about 7,700.

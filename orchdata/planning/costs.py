@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 from orchdata.balancers import CostModel, PhaseCost
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.storage.mapped_array import MappedArray
-from orchdata.native.costs import COST_SHIFT, part_costs, sequence_costs
+from orchdata.native.costs import COST_SHIFT, Coefficients, part_costs, sequence_costs
 from orchdata.planning.padded import PaddedCost
 from orchdata.planning.parts import Parts
 
 Ints = NDArray[np.int64]
 
-_ONE_A_POSITION = (1 << COST_SHIFT, 0, 0)
+_ONE_A_POSITION: Coefficients = (1 << COST_SHIFT, 0, 0, np.empty((0, 2), np.int64))
 
 
 @dataclass(frozen=True)
@@ -89,12 +89,12 @@ class IndexCosts:
             rank=np.full(len(part), -1, np.int32),
         )
 
-    def _coefficients(self, phase: str) -> tuple[int, int, int]:
+    def _coefficients(self, phase: str) -> Coefficients:
         if self.model is None or phase not in self.model.phases:
             return _ONE_A_POSITION
         return self.model.coefficients(phase)
 
-    def _evaluate(self, phase: str, row: Ints, coefficients: tuple[int, int, int]) -> Ints:
+    def _evaluate(self, phase: str, row: Ints, coefficients: Coefficients) -> Ints:
         if phase == "llm":
             lengths = self.index.llm_tokens[row].astype(np.int64)
             self.index.check_unchanged()

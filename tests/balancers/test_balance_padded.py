@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from orchdata.balancers import Assignment
-from orchdata.balancers.costs.model import CostModel, PhaseCost, TransformerCost
+from orchdata.balancers import Assignment, CostModel, PhaseCost, TransformerCost
 from orchdata.balancers.padded import balance_padded
 from orchdata.bench.distributions import DISTRIBUTIONS
 
@@ -22,7 +21,10 @@ settings.load_profile("kernels")
 
 TOKENS = PhaseCost(1.0)
 length_lists = st.lists(st.integers(0, 500), max_size=40)
-phase_costs = st.sampled_from([TOKENS, PhaseCost(2.0, 0.01), PhaseCost(0.0, 1.0), PhaseCost(1.0, constant=300.0)])
+WINDOWS = PhaseCost(0.5, 0.01, windows=((4, 1.0), (32, 0.25)))
+phase_costs = st.sampled_from(
+    [TOKENS, PhaseCost(2.0, 0.01), PhaseCost(0.0, 1.0), PhaseCost(1.0, constant=300.0), WINDOWS]
+)
 
 
 @cache
@@ -66,7 +68,7 @@ def test_equal_to_brute_force_on_1000_small_cases() -> None:
         max_samples = int(generator.integers(least, least + 3)) if generator.random() < 0.5 else None
         multiple_of = int(generator.choice([1, 1, 3, 8, 64]))
         linear, quadratic, constant = generator.choice([0.0, 0.5, 1.0, 7.0], 3).tolist()
-        cost = PhaseCost(linear + 0.25, quadratic, constant * 10)
+        cost = PhaseCost(linear + 0.25, quadratic, constant * 10, windows=((5, quadratic),))
         costs = row_costs(lengths, cost, multiple_of)
         found = balance_padded(lengths, num_ranks, cost, max_samples=max_samples, multiple_of=multiple_of)
         check_books(lengths, costs, num_ranks, found)

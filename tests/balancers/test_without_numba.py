@@ -33,7 +33,10 @@ lengths = omni_lengths(np.random.default_rng(6), 48)
 costs = quadratic(lengths)
 image = DISTRIBUTIONS["image phase"](np.random.default_rng(4), 48)
 rank = balance_phases({"image": image, "llm": costs}, 4).rank
-answer += [rank.tolist(), CostModel(llm=PhaseCost(0.3, 0.001)).sequence_costs("llm", lengths).tolist()]
+answer.append(rank.tolist())
+for cost in (PhaseCost(0.3, 0.001), PhaseCost(0.3, 0.001, windows=((64, 0.1), (1000, 0.01)))):
+    answer.append(CostModel(llm=cost).sequence_costs("llm", lengths).tolist())
+    answer.append(numbers(balance_padded(lengths, 5, cost)))
 for in_step in (False, True):
     answer.append(
         split_microbatches(costs, rank, 4, sizes=lengths, max_size=7000, oversize="own", in_step=in_step)[0].tolist()

@@ -113,12 +113,12 @@ def test_solve_gives_consecutive_groups_of_the_aligned_lengths(
     lengths: list[int], num_ranks: int, multiple_of: int
 ) -> None:
     array = np.array(lengths, np.int64)
-    coefficients = (3 << 20, 1 << 18, 5 << 20)  # 3*l + l*l/4 + 5
+    coefficients = (3 << 20, 1 << 18, 5 << 20, np.array([[4, 2 << 20]]))  # 3*l + l*l/4 + 5 + 2*l*min(l, 4)
     rank, loads = solve_padded(array, num_ranks, 99, multiple_of, coefficients)
     order = sorted((i for i, length in enumerate(lengths) if length), key=lambda i: (-lengths[i], i))
     costs = aligned_costs(array, np.array(order, np.int32), multiple_of, coefficients)
     aligned = [-(-lengths[i] // multiple_of) * multiple_of for i in order]
-    assert costs.tolist() == [3 * length + length * length // 4 + 5 for length in aligned]
+    assert costs.tolist() == [3 * length + length * length // 4 + 5 + 2 * length * min(length, 4) for length in aligned]
     assert [rank[i] for i in order] == sorted(rank[i] for i in order)
     assert [r == -1 for r in rank] == [length == 0 for length in lengths]
     for holder in range(num_ranks):

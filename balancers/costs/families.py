@@ -1,0 +1,324 @@
+"""Hugging Face configs -> sizes of a TransformerCost, for one phase. Reads plain mappings, without transformers.
+
+Most models say all that counts under the same few names. What is known of a family besides: what its feed-forward looks
+like, which layers have windows, what its vision tower ends in. A config that describes what the formula does not have
+(latent or linear attention, state spaces, another window) is refused rather than misread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from orchdata.balancers.costs.moe import MoE
+
+Sizes = dict[str, Any]
+
+# Where a config of the whole model keeps the config of a phase.
+PARTS = {
+    "image": ("vision_config",),
+    "audio": ("audio_config",),
+    "llm": ("text_config", "llm_config", "language_config"),
+}
+# A key that only this phase's own config has.
+MARKS = {"image": "patch_size", "audio": "num_mel_bins", "llm": "vocab_size"}
+
+# A GELU says nothing: these text models have a gate beside it, or none.
+GATED = ("gemma", "gemma2", "gemma3", "gemma3_text")
+NOT_GATED = ("falcon", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "opt", "phi", "starcoder2")
+# Every so many layers one has full attention; 0: none has.
+FULL_EVERY = {"cohere2": 4, "gemma2": 2, "gemma3": 6, "gemma3_text": 6, "mistral": 0, "mixtral": 0, "phi3": 0}
+# Present and not empty, these change what a position costs in ways that are not known here.
+NOT_READ = {
+    "llm": (
+        "attention_chunk_size",
+        "cross_attention_layers",
+        "global_head_dim",
+        "is_encoder_decoder",
+        "kv_lora_rank",
+        "layers_block_type",
+        "linear_num_key_heads",
+        "mamba_d_state",
+        "mamba_n_heads",
+        "num_kv_shared_layers",
+        "ssm_cfg",
+        "state_size",
+    ),
+    "image": ("depths", "global_attn_indexes", "num_global_layers", "use_swiglu_ffn"),
+    "audio": ("conv_dim", "downsample_hidden_size"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The config of one phase.
+
+    Attributes:
+        values: its keys.
+        whole: the keys of the model it belongs to; its own where nothing else was given.
+        phase: "image", "audio" or "llm".
+        given: sizes that need not be read.
+    """
+
+    values: Mapping[str, Any]
+    whole: Mapping[str, Any]
+    phase: str
+    given: Mapping[str, Any]
+
+    @property
+    def kind(self) -> str:
+        return str(self.values.get("model_type") or self.whole.get("model_type") or "of no model_type")
+
+    def get(self, *keys: str, default: Any = None) -> Any:
+        """The first of `keys` that says something."""
+        return next((self.values[key] for key in keys if self.values.get(key) is not None), default)
+
+    def size(self, name: str, *keys: str) -> Any:
+        """An attribute of TransformerCost: given, or under one of `keys`."""
+        if name in self.given:
+            return self.given[name]
+        found = self.get(*keys)
+        if found is None:
+            raise ValueError(
+                f"the {self.phase} config ({self.kind}) has no {' or '.join(keys)}. A config.json leaves out what is"
+                " the default of its class: give the object that transformers.AutoConfig.from_pretrained returns, or"
+                f" say it: from_config(config, {self.phase!r}, {name}=...)"
+            )
+        return found
+
+    def refuse(self, what: str) -> ValueError:
+        return ValueError(
+            f"the {self.phase} config ({self.kind}) has {what}, which TransformerCost.from_config does not read:"
+            " describe the phase with TransformerCost(...), or measure it with fit_phase_costs"
+        )
+
+
+def phases_of(config: Any) -> tuple[str, ...]:
+    """Phases that a config describes: of a whole model, or of a tower alone."""
+    whole = _unwrapped(config)
+    nested = tuple(phase for phase, names in PARTS.items() if any(whole.get(name) for name in names))
+    # The text model of a whole may lie at the top.
+    flat = () if "llm" in nested else tuple(p for p in MARKS if MARKS[p] in whole and not _is_nested_mark(whole, p))
+    return tuple(phase for phase in PARTS if phase in nested or phase in flat)
+
+
+def transformer_sizes(config: Any, phase: str | None, given: Mapping[str, Any]) -> Sizes:
+    """Arguments of TransformerCost for a phase of a config; those given stand as they are.
+
+    Raises:
+        ValueError: no such phase, a size that is missing, or layers that are not known here.
+    """
+    found = phases_of(config)
+    if phase is None and len(found) == 1:
+        phase = found[0]
+    if phase not in found:
+        has = f"it describes {', '.join(found)}" if found else "it has none of the keys by which phases are known"
+        raise ValueError(
+            f"the config has no phase {phase!r}: {has}" if phase else f"say which phase of the config: {has}"
+        )
+    whole = _unwrapped(config)
+    values = next((_mapping(whole[name]) for name in PARTS[phase] if whole.get(name)), whole)
+    part = Part(values, whole, phase, given)
+    for key in NOT_READ[phase]:
+        if values.get(key):
+            raise part.refuse(f"{key}={values[key]!r}")
+    return {**READERS[phase](part), **given}
+
+
+def _llm(part: Part) -> Sizes:
+    layers = part.size("layers", "num_hidden_layers", "n_layer", "num_layers")
+    sizes = {
+        "layers": layers,
+        "hidden": part.size("hidden", "hidden_size", "n_embd", "d_model"),
+        "heads": part.size("heads", "num_attention_heads", "n_head"),
+        "kv_heads": part.get("num_key_value_heads"),
+        "head_dim": part.get("head_dim"),
+        "vocab": part.size("vocab", "vocab_size"),
+        "causal": True,
+        "gated": _gated_llm(part),
+        "moe": _moe(part, layers),
+        **_sliding(part, layers),
+    }
+    ffn = part.get("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
+    if ffn is None and part.kind in ("gpt2", "gptj"):
+        ffn = 4 * sizes["hidden"]
+    if ffn is None and sizes["moe"] is not None:
+        ffn = sizes["moe"].ffn
+    return {**sizes, "ffn": ffn if ffn is not None else part.size("ffn", "intermediate_size")}
+
+
+def _gated_llm(part: Part) -> bool:
+    activation = part.get("hidden_activation", "hidden_act", "activation_function", default="")
+    if "gated" in part.given or activation in ("silu", "swish", "swiglu") or part.kind in GATED:
+        return True
+    if part.kind in NOT_GATED:
+        return False
+    raise ValueError(
+        f"the llm config ({part.kind}) with activation {activation!r} does not say whether its feed-forward has a gate:"
+        " say it, from_config(config, 'llm', gated=...)"
+    )
+
+
+def _moe(part: Part, layers: int) -> MoE | None:
+    experts = part.get("num_local_experts", "num_experts", "n_routed_experts")
+    if "moe" in part.given or not experts:
+        return None
+    top_k = part.get("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
+    ffn = part.get("moe_intermediate_size", "expert_intermediate_size", "intermediate_size")
+    if top_k is None or ffn is None:
+        missing = "num_experts_per_tok" if top_k is None else "moe_intermediate_size"
+        raise ValueError(
+            f"the llm config ({part.kind}) has {experts} experts and no {missing}: give the object that"
+            " transformers.AutoConfig.from_pretrained returns, or say it: from_config(config, 'llm', moe=MoE(...))"
+        )
+    shared = part.get("shared_expert_intermediate_size", default=part.get("n_shared_experts", default=0) * ffn)
+    return MoE(experts, top_k, ffn, shared, dense_layers=layers - _sparse_layers(part, layers))
+
+
+def _sparse_layers(part: Part, layers: int) -> int:
+    """Layers with experts."""
+    by_layer = part.get("mlp_layer_types")
+    if by_layer is not None:
+        return sum(kind == "sparse" for kind in by_layer)
+    first, step = part.get("first_k_dense_replace", default=0), part.get("decoder_sparse_step", default=1)
+    dense = set(part.get("mlp_only_layers", default=()))
+    return sum(layer >= first and layer not in dense and (layer + 1) % step == 0 for layer in range(layers))
+
+
+def _sliding(part: Part, layers: int) -> Sizes:
+    window = part.get("sliding_window")
+    if window is None or part.get("use_sliding_window", default=True) is False or "window" in part.given:
+        if set(part.get("layer_types", default=())) - {"full_attention"} and "window" not in part.given:
+            raise part.refuse(f"layer_types={sorted(set(part.values['layer_types']))} and sliding_window={window}")
+        return {}
+    by_layer = part.get("layer_types")
+    every = part.get("sliding_window_pattern", "_sliding_window_pattern", default=FULL_EVERY.get(part.kind))
+    if by_layer is not None:
+        if set(by_layer) - {"full_attention", "sliding_attention"}:
+            raise part.refuse(f"layer_types={sorted(set(by_layer))}")
+        sliding = sum(kind == "sliding_attention" for kind in by_layer)
+    elif "max_window_layers" in part.values:
+        sliding = max(0, layers - part.values["max_window_layers"])
+    elif isinstance(every, int):
+        sliding = layers - (layers // every if every else 0)
+    else:
+        raise part.refuse(f"sliding_window={window} and no layer_types")
+    return {"window": window, "window_layers": sliding}
+
+
+def _image(part: Part) -> Sizes:
+    # Qwen2-VL calls the width embed_dim, and hidden_size what leaves the merger.
+    width = ("embed_dim",) if part.get("spatial_merge_size") and part.get("embed_dim") else ("hidden_size", "embed_dim")
+    hidden = part.size("hidden", *width)
+    layers = part.size("layers", "num_hidden_layers", "depth", "num_layers")
+    ratio = part.get("mlp_ratio")
+    ffn = int(ratio * hidden) if ratio and part.get("intermediate_size") is None else None
+    activation = part.get("hidden_act", "hidden_activation", default="gelu")
+    channels = part.get("num_channels", "in_channels", "in_chans", default=3)
+    patch = _area(part.size("stem_macs", "patch_size")) if "stem_macs" not in part.given else 0
+    frames = part.get("temporal_patch_size", default=1)
+    return {
+        "hidden": hidden,
+        "layers": layers,
+        "heads": part.size("heads", "num_attention_heads", "num_heads"),
+        "head_dim": part.get("head_dim"),
+        "ffn": ffn or part.size("ffn", "intermediate_size"),
+        "gated": activation in ("silu", "swish", "swiglu"),
+        "stem_macs": channels * patch * (frames if isinstance(frames, int) else frames[0]) * hidden,
+        "connector_macs": _connector(part, hidden),
+        **_blocks(part, layers),
+    }
+
+
+def _blocks(part: Part, layers: int) -> Sizes:
+    """Windows of Qwen2.5-VL's tower: squares of `window_size` pixels."""
+    if part.get("window_size") is None or "window" in part.given:
+        return {}
+    full = part.get("fullatt_block_indexes")
+    if full is None:
+        raise part.refuse(f"window_size={part.values['window_size']} and no fullatt_block_indexes")
+    merge, patch = part.values["spatial_merge_size"], part.values["patch_size"]
+    side = part.values["window_size"] // merge // patch * merge
+    return {"window": side * side, "window_layers": layers - sum(layer < layers for layer in full)}
+
+
+def _audio(part: Part) -> Sizes:
+    """Whisper's encoder and those made after it: two convolutions of three frames, the second of stride 2."""
+    hidden = part.size("hidden", "d_model", "hidden_size")
+    sizes = {
+        "hidden": hidden,
+        "layers": part.size("layers", "encoder_layers", "num_hidden_layers"),
+        "heads": part.size("heads", "encoder_attention_heads", "num_attention_heads"),
+        "ffn": part.size("ffn", "encoder_ffn_dim", "intermediate_size"),
+        "stem_macs": 2 * 3 * part.size("stem_macs", "num_mel_bins") * hidden + 3 * hidden * hidden,
+        "connector_macs": _connector(part, hidden),
+    }
+    # Qwen2.5-Omni: windows of 2 * n_window frames, two frames a position.
+    return {**sizes, "window": part.values["n_window"]} if part.get("n_window") else sizes
+
+
+def _connector(part: Part, width: int) -> float:
+    """Multiply-accumulates for each position of the tower; 0 where the config names no connector known here."""
+    if "connector_macs" in part.given:
+        return 0.0
+    # Of the tower itself.
+    merge, pooled = part.get("spatial_merge_size"), part.get("output_dim")
+    out = part.get("out_hidden_size", default=part.get("hidden_size") if part.get("embed_dim") else None)
+    if merge and out:  # Qwen-VL: groups of merge**2 positions, a square layer and one to the LLM's width
+        mergers = 1 + len(part.get("deepstack_visual_indexes", default=()))
+        return float(mergers * width * (merge * merge * width + out))
+    if part.phase == "audio" and pooled:
+        return float(width * pooled / 2)
+    # Of the model around it.
+    made = CONNECTORS.get(str(part.whole.get("model_type")))
+    if made is None or part.whole is part.values:
+        return 0.0
+    text = next((_mapping(part.whole[name]) for name in PARTS["llm"] if part.whole.get(name)), part.whole)
+    target = Part(text, part.whole, "llm", {}).size("hidden", "hidden_size")
+    return float(made(width, target, part))
+
+
+def _tokens_pooled(part: Part) -> float:
+    """Positions that Gemma 3 pools into one token."""
+    image, patch, tokens = part.get("image_size"), part.get("patch_size"), part.whole.get("mm_tokens_per_image")
+    return (image // patch) ** 2 / tokens if image and patch and tokens else 16.0
+
+
+# Width of the tower, width of the LLM -> multiply-accumulates a position.
+CONNECTORS: dict[str, Callable[[int, int, Part], float]] = {
+    "gemma3": lambda width, llm, part: width * llm / _tokens_pooled(part),
+    "internvl": lambda width, llm, part: width * llm + llm * llm / 4,
+    "internvl_chat": lambda width, llm, part: width * llm + llm * llm / 4,
+    "llava": lambda width, llm, part: width * llm + llm * llm,
+    "llava_next": lambda width, llm, part: width * llm + llm * llm,
+    "llava_onevision": lambda width, llm, part: width * llm + llm * llm,
+    "paligemma": lambda width, llm, part: width * llm,
+    "qwen2_audio": lambda width, llm, part: width * llm / 2,
+}
+READERS: dict[str, Callable[[Part], Sizes]] = {"image": _image, "audio": _audio, "llm": _llm}
+
+
+def _mapping(config: Any) -> Mapping[str, Any]:
+    if isinstance(config, Mapping):
+        return config
+    if callable(getattr(config, "to_dict", None)):
+        return _mapping(config.to_dict())
+    raise ValueError(f"a config must be a mapping or have to_dict, got {type(config).__name__}")
+
+
+def _unwrapped(config: Any) -> Mapping[str, Any]:
+    """The whole model; of omni models the part that reads and thinks."""
+    whole = _mapping(config)
+    return _mapping(whole["thinker_config"]) if whole.get("thinker_config") else whole
+
+
+def _is_nested_mark(whole: Mapping[str, Any], phase: str) -> bool:
+    """The key of a phase at the top, where it belongs to what is nested or to a text decoder."""
+    if phase == "llm":
+        return MARKS["audio"] in whole  # Whisper's decoder is no backbone.
+    return any(whole.get(name) for name in PARTS[phase])
+
+
+def _area(patch: int | list[int] | tuple[int, ...]) -> int:
+    return patch * patch if isinstance(patch, int) else patch[0] * patch[1]

@@ -1,0 +1,212 @@
+"""Floating-point operations of a transformer, from its shape and how it is trained -> PhaseCost.
+
+What is counted are matrix products, a multiply and an add as two operations:
+
+    stem --> layers: projections, attention, feed-forward or experts --> connector or vocabulary
+    each a position; attention a pair of positions                      each times its passes
+
+Conventions, the same for every model: causal attention counts half of the pairs of positions, a window the pairs inside
+of it; a vocabulary counts all positions. Norms, activations, softmax, rotary embeddings and class tokens are not
+counted: they grow with the width, not its square.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from orchdata.balancers.checks import checked_count, checked_flag
+from orchdata.balancers.costs.families import transformer_sizes
+from orchdata.balancers.costs.moe import MoE
+from orchdata.balancers.costs.phase import PhaseCost, checked_coefficient
+
+Recompute = Literal["full", "selective"]
+
+
+@dataclass(frozen=True, slots=True)
+class TransformerCost:
+    """Floating-point operations of a transformer in training, from its shape.
+
+    Forward, for each layer and a sequence of l positions, with h = hidden, q = heads*head_dim, r = kv_heads/heads:
+
+    - projections: queries and output 4*h*q, keys and values 4*h*q*r, for each position;
+    - feed-forward: 4*h*ffn, or 6*h*ffn when gated, for each position; with `moe` as wide as what a position passes, and
+      a router of 2*h*num_experts;
+    - attention: scores and weighted sum 4*q for each pair of positions: l*l of them, half of that when causal. In a
+      window: l*min(l, window) pairs where the sequence is cut into windows (not causal); where the window slides
+      (causal), each position with those up to window - 1 before it. Two terms stand for the latter: exact up to
+      `window` positions, at three times as many and far beyond, at most 1/8 too many in between.
+
+    A vocabulary adds 2*h*vocab for each position, stem and connector 2 for each multiply-accumulate.
+
+    Times the passes of training:
+
+    | | weights | attention |
+    | --- | --- | --- |
+    | forward | 1 | 1 |
+    | gradients of inputs (`trainable` or `input_gradients`) | 1 | 2, or 2.5 with `flash` |
+    | gradients of weights (`trainable`) | 1 | |
+    | `recompute="full"`, layers only | 1 | 1 |
+    | `recompute="selective"` | | 1 |
+
+    Without gradients nothing is recomputed. The stem has no gradients of inputs. A trained connector counts three
+    passes, another one those of the weights.
+
+    Attributes:
+        hidden: width of the residual stream.
+        layers: number of layers.
+        ffn: width of the feed-forward.
+        heads: attention heads; needed with kv_heads and head_dim.
+        kv_heads: heads of keys and values (grouped-query attention); all of them by default.
+        vocab: size of the output vocabulary; none for an encoder.
+        causal: each position attends to those before it only, and kernels skip the rest.
+        gated: the feed-forward has a gate (SwiGLU and its like), and so have experts.
+        trainable: weights are trained. A frozen phase is forward only, unless input_gradients.
+        recompute: activations are recomputed in the backward pass: of whole layers ("full" or True), or of the
+            attention alone ("selective").
+        head_dim: width of one head; by default heads together are as wide as the residual stream.
+        window: positions of an attention window; by default attention is full.
+        window_layers: layers with the window, the others have full attention; all of them by default.
+        moe: experts in place of the feed-forward.
+        stem_macs: multiply-accumulates a position on its way in: patch embedding, convolutions.
+        connector_macs: multiply-accumulates a position on its way out: merger, projector.
+        input_gradients: a frozen phase is differentiated through, as what feeds it is trained (or has adapters).
+        connector_trainable: the connector is trained, even where the phase is frozen.
+        flash: the backward pass recomputes attention scores, as fused kernels do (FlashAttention, torch's sdpa).
+    """
+
+    hidden: int
+    layers: int
+    ffn: int
+    heads: int | None = None
+    kv_heads: int | None = None
+    vocab: int | None = None
+    causal: bool = False
+    gated: bool = False
+    trainable: bool = True
+    recompute: bool | Recompute = False
+    head_dim: int | None = None
+    window: int | None = None
+    window_layers: int | None = None
+    moe: MoE | None = None
+    stem_macs: float = 0.0
+    connector_macs: float = 0.0
+    input_gradients: bool = False
+    connector_trainable: bool = True
+    flash: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("hidden", "layers", "ffn"):
+            self._set(name, checked_count(getattr(self, name), f"TransformerCost.{name}"))
+        for name in ("heads", "kv_heads", "vocab", "head_dim", "window"):
+            if getattr(self, name) is not None:
+                self._set(name, checked_count(getattr(self, name), f"TransformerCost.{name}"))
+        if self.window_layers is not None:
+            self._set("window_layers", checked_count(self.window_layers, "TransformerCost.window_layers", least=0))
+        for name in ("causal", "gated", "trainable", "input_gradients", "connector_trainable", "flash"):
+            self._set(name, checked_flag(getattr(self, name), f"TransformerCost.{name}"))
+        for name in ("stem_macs", "connector_macs"):
+            self._set(name, checked_coefficient(getattr(self, name), f"TransformerCost.{name}"))
+        if self.recompute not in (False, True, "full", "selective"):
+            raise ValueError(
+                f"TransformerCost.recompute must be True, False, 'full' or 'selective', got {self.recompute!r}"
+            )
+        self._check_together()
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any] | Any, phase: str | None = None, **sizes: Any) -> TransformerCost:
+        """The cost of one phase of a model, from its Hugging Face config; transformers itself is not needed.
+
+        `TransformerCost.from_config(AutoConfig.from_pretrained(name), "image", trainable=False)`. A config of the whole
+        model or of the tower alone will do; a merger or projector that only the whole config describes is counted with
+        the phase that it follows. Families are read by what is known of them, other models by the usual keys.
+
+        Args:
+            config: a dict, such as a config.json, or an object with `to_dict`. A config.json may leave out what is the
+                default of its class: then give the object.
+            phase: "llm", "image" or "audio"; may be left out where the config describes one alone.
+            sizes: attributes of TransformerCost that the config does not say (trainable, recompute, ...), or that are
+                to be other than it says.
+
+        Raises:
+            ValueError: the config has no such phase, lacks a size, or describes layers that this formula does not.
+        """
+        return cls(**transformer_sizes(config, phase, sizes))
+
+    def phase_cost(self) -> PhaseCost:
+        """Coefficients in operations a position and a pair of positions.
+
+        Raises:
+            ValueError: they are above what a float holds.
+        """
+        try:
+            return PhaseCost(self._linear(), *self._attention())
+        except OverflowError:
+            raise ValueError(f"{self} costs more than a float holds: is a width mistaken?") from None
+
+    def _linear(self) -> float:
+        """Operations a position."""
+        inputs = int(self.trainable or self.input_gradients)
+        weights = int(self.trainable)
+        passes = 1 + inputs + weights
+        again = inputs if self.recompute in (True, "full") else 0
+        layers = self._layers()
+        head = 2 * self.hidden * (self.vocab or 0)
+        stem = 2 * self.stem_macs * (1 + weights)
+        connector = 2 * self.connector_macs * (3 if self.connector_trainable else passes)
+        return float(passes * (layers + head) + again * layers + stem + connector)
+
+    def _layers(self) -> float:
+        """Operations a position in all layers, forward, without attention."""
+        shared = self.kv_heads / self.heads if self.heads and self.kv_heads else 1.0
+        projections = 4 * self.hidden * self._width * (1 + shared)
+        ffn = (6 if self.gated else 4) * self.hidden
+        if self.moe is None:
+            return self.layers * (projections + ffn * self.ffn)
+        dense, experts = self.moe.dense_layers, self.moe.top_k * self.moe.ffn + self.moe.shared_ffn
+        router = 2 * self.hidden * self.moe.num_experts
+        return dense * (projections + ffn * self.ffn) + (self.layers - dense) * (projections + ffn * experts + router)
+
+    def _attention(self) -> tuple[float, float, tuple[tuple[int, float], ...]]:
+        """Operations a pair of positions: (quadratic, constant, windows)."""
+        passes = 1.0
+        if self.trainable or self.input_gradients:
+            passes += (2.5 if self.flash else 2.0) + bool(self.recompute)
+        pair = (2 if self.causal else 4) * self._width
+        windowed = self._window_layers
+        quadratic = float(passes * (self.layers - windowed) * pair)
+        in_windows = float(passes * windowed * pair)
+        if not self.window or not windowed:
+            return quadratic, 0.0, ()
+        if not self.causal:
+            return quadratic, 0.0, ((self.window, in_windows),)
+        # A sliding window is a mixture of windows: l*l - (l - w)**2 pairs past w, within 1/8 (see the class).
+        near, far = -(-3 * self.window // 2), 6 * self.window
+        return quadratic, 0.0, ((near, in_windows * 8 / 9), (far, in_windows / 9))
+
+    @property
+    def _width(self) -> int:
+        return self.heads * self.head_dim if self.heads and self.head_dim else self.hidden
+
+    @property
+    def _window_layers(self) -> int:
+        if self.window is None:
+            return 0
+        return self.layers if self.window_layers is None else self.window_layers
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def _check_together(self) -> None:
+        if self.kv_heads is not None and (self.heads is None or self.heads % self.kv_heads):
+            raise ValueError(f"TransformerCost.kv_heads={self.kv_heads} must divide heads, got heads={self.heads}")
+        if self.head_dim is not None and self.heads is None:
+            raise ValueError(f"TransformerCost.head_dim={self.head_dim} needs heads, got heads=None")
+        if self.window_layers is not None and (self.window is None or self.window_layers > self.layers):
+            raise ValueError(
+                f"TransformerCost.window_layers={self.window_layers} needs a window and at most layers={self.layers},"
+                f" got window={self.window}"
+            )
+        if self.moe is not None and self.moe.dense_layers > self.layers:
+            raise ValueError(f"MoE.dense_layers={self.moe.dense_layers} must be at most layers={self.layers}")
