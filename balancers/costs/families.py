@@ -7,7 +7,7 @@ like, which layers have windows, what its vision tower ends in. A config that de
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,14 @@ MARKS = {"image": "patch_size", "audio": "num_mel_bins", "llm": "vocab_size"}
 
 # A GELU says nothing: these text models have a gate beside it, or none.
 GATED = ("gemma", "gemma2", "gemma3", "gemma3_text")
-NOT_GATED = ("falcon", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "opt", "phi", "starcoder2")
+NOT_GATED = ("gpt2", "gpt_neox", "gptj", "opt", "phi", "starcoder2")
+# Where a config does not say it, heads together are not as wide as the residual stream.
+HEADED = ("gemma", "gpt_oss", "qwen3")
+SILU = ("silu", "swish", "swiglu")
+# Towers whose config.json may leave out that they have a GELU.
+GELU_TOWERS = ("clip", "intern", "qwen2_vl", "siglip", "vit")
+# Encoders made after Whisper's.
+WHISPERS = ("qwen2_audio", "qwen2_5_omni", "qwen3_omni", "voxtral", "whisper")
 # Every so many layers one has full attention; 0: none has.
 FULL_EVERY = {"cohere2": 4, "gemma2": 2, "gemma3": 6, "gemma3_text": 6, "mistral": 0, "mixtral": 0, "phi3": 0}
 # Present and not empty, these change what a position costs in ways that are not known here.
@@ -35,18 +42,21 @@ NOT_READ = {
         "attention_chunk_size",
         "cross_attention_layers",
         "global_head_dim",
+        "hidden_size_per_layer_input",
+        "hybrid_override_pattern",
         "is_encoder_decoder",
         "kv_lora_rank",
         "layers_block_type",
         "linear_num_key_heads",
         "mamba_d_state",
-        "mamba_n_heads",
+        "multi_query",
+        "new_decoder_architecture",
         "num_kv_shared_layers",
         "ssm_cfg",
         "state_size",
     ),
     "image": ("depths", "global_attn_indexes", "num_global_layers", "use_swiglu_ffn"),
-    "audio": ("conv_dim", "downsample_hidden_size"),
+    "audio": (),
 }
 
 
@@ -76,8 +86,10 @@ class Part:
 
     def size(self, name: str, *keys: str) -> Any:
         """An attribute of TransformerCost: given, or under one of `keys`."""
-        if name in self.given:
-            return self.given[name]
+        return self.given[name] if name in self.given else self.need(*keys, name=name)
+
+    def need(self, *keys: str, name: str) -> Any:
+        """The first of `keys`, which `name` follows from."""
         found = self.get(*keys)
         if found is None:
             raise ValueError(
@@ -97,10 +109,7 @@ class Part:
 def phases_of(config: Any) -> tuple[str, ...]:
     """Phases that a config describes: of a whole model, or of a tower alone."""
     whole = _unwrapped(config)
-    nested = tuple(phase for phase, names in PARTS.items() if any(whole.get(name) for name in names))
-    # The text model of a whole may lie at the top.
-    flat = () if "llm" in nested else tuple(p for p in MARKS if MARKS[p] in whole and not _is_nested_mark(whole, p))
-    return tuple(phase for phase in PARTS if phase in nested or phase in flat)
+    return tuple(phase for phase in PARTS if _values(whole, phase) is not None)
 
 
 def transformer_sizes(config: Any, phase: str | None, given: Mapping[str, Any]) -> Sizes:
@@ -118,11 +127,10 @@ def transformer_sizes(config: Any, phase: str | None, given: Mapping[str, Any]) 
             f"the config has no phase {phase!r}: {has}" if phase else f"say which phase of the config: {has}"
         )
     whole = _unwrapped(config)
-    values = next((_mapping(whole[name]) for name in PARTS[phase] if whole.get(name)), whole)
-    part = Part(values, whole, phase, given)
+    part = Part(_values(whole, phase) or {}, whole, phase, given)
     for key in NOT_READ[phase]:
-        if values.get(key):
-            raise part.refuse(f"{key}={values[key]!r}")
+        if part.get(key):
+            raise part.refuse(f"{key}={part.get(key)!r}")
     return {**READERS[phase](part), **given}
 
 
@@ -133,7 +141,7 @@ def _llm(part: Part) -> Sizes:
         "hidden": part.size("hidden", "hidden_size", "n_embd", "d_model"),
         "heads": part.size("heads", "num_attention_heads", "n_head"),
         "kv_heads": part.get("num_key_value_heads"),
-        "head_dim": part.get("head_dim"),
+        "head_dim": part.size("head_dim", "head_dim") if part.kind.startswith(HEADED) else part.get("head_dim"),
         "vocab": part.size("vocab", "vocab_size"),
         "causal": True,
         "gated": _gated_llm(part),
@@ -150,7 +158,7 @@ def _llm(part: Part) -> Sizes:
 
 def _gated_llm(part: Part) -> bool:
     activation = part.get("hidden_activation", "hidden_act", "activation_function", default="")
-    if "gated" in part.given or activation in ("silu", "swish", "swiglu") or part.kind in GATED:
+    if "gated" in part.given or activation in SILU or part.kind in GATED:
         return True
     if part.kind in NOT_GATED:
         return False
@@ -180,27 +188,29 @@ def _sparse_layers(part: Part, layers: int) -> int:
     """Layers with experts."""
     by_layer = part.get("mlp_layer_types")
     if by_layer is not None:
-        return sum(kind == "sparse" for kind in by_layer)
+        return sum(kind == "sparse" for kind in by_layer[:layers])
     first, step = part.get("first_k_dense_replace", default=0), part.get("decoder_sparse_step", default=1)
     dense = set(part.get("mlp_only_layers", default=()))
     return sum(layer >= first and layer not in dense and (layer + 1) % step == 0 for layer in range(layers))
 
 
 def _sliding(part: Part, layers: int) -> Sizes:
-    window = part.get("sliding_window")
-    if window is None or part.get("use_sliding_window", default=True) is False or "window" in part.given:
-        if set(part.get("layer_types", default=())) - {"full_attention"} and "window" not in part.given:
-            raise part.refuse(f"layer_types={sorted(set(part.values['layer_types']))} and sliding_window={window}")
+    """Layers with a window, by what the config says of each, or by what is known of the family."""
+    if "window" in part.given:
         return {}
-    by_layer = part.get("layer_types")
+    window = part.get("sliding_window") if part.get("use_sliding_window", default=True) else None
+    by_layer = part.get("layer_types", default=())[:layers]
+    unknown = set(by_layer) - {"full_attention", *(("sliding_attention",) if window else ())}
+    if unknown:
+        raise part.refuse(f"layer_types {sorted(unknown)} and sliding_window={window}")
+    if window is None:
+        return {}
     every = part.get("sliding_window_pattern", "_sliding_window_pattern", default=FULL_EVERY.get(part.kind))
-    if by_layer is not None:
-        if set(by_layer) - {"full_attention", "sliding_attention"}:
-            raise part.refuse(f"layer_types={sorted(set(by_layer))}")
-        sliding = sum(kind == "sliding_attention" for kind in by_layer)
-    elif "max_window_layers" in part.values:
+    if by_layer:
+        sliding = by_layer.count("sliding_attention")
+    elif part.get("max_window_layers") is not None:
         sliding = max(0, layers - part.values["max_window_layers"])
-    elif isinstance(every, int):
+    elif every is not None:
         sliding = layers - (layers // every if every else 0)
     else:
         raise part.refuse(f"sliding_window={window} and no layer_types")
@@ -208,27 +218,42 @@ def _sliding(part: Part, layers: int) -> Sizes:
 
 
 def _image(part: Part) -> Sizes:
+    qwen = part.kind.startswith("qwen")
+    if part.get("spatial_merge_size") and not qwen:
+        raise part.refuse("a merger (spatial_merge_size)")
     # Qwen2-VL calls the width embed_dim, and hidden_size what leaves the merger.
-    width = ("embed_dim",) if part.get("spatial_merge_size") and part.get("embed_dim") else ("hidden_size", "embed_dim")
-    hidden = part.size("hidden", *width)
+    hidden = part.size("hidden", *(("embed_dim", "hidden_size") if qwen else ("hidden_size", "embed_dim")))
     layers = part.size("layers", "num_hidden_layers", "depth", "num_layers")
-    ratio = part.get("mlp_ratio")
-    ffn = int(ratio * hidden) if ratio and part.get("intermediate_size") is None else None
-    activation = part.get("hidden_act", "hidden_activation", default="gelu")
-    channels = part.get("num_channels", "in_channels", "in_chans", default=3)
-    patch = _area(part.size("stem_macs", "patch_size")) if "stem_macs" not in part.given else 0
-    frames = part.get("temporal_patch_size", default=1)
+    ratio = part.get("mlp_ratio") if part.get("intermediate_size") is None else None
     return {
         "hidden": hidden,
         "layers": layers,
         "heads": part.size("heads", "num_attention_heads", "num_heads"),
         "head_dim": part.get("head_dim"),
-        "ffn": ffn or part.size("ffn", "intermediate_size"),
-        "gated": activation in ("silu", "swish", "swiglu"),
-        "stem_macs": channels * patch * (frames if isinstance(frames, int) else frames[0]) * hidden,
+        "ffn": int(ratio * hidden) if ratio else part.size("ffn", "intermediate_size"),
+        "gated": "gated" in part.given or _gated_tower(part),
+        "stem_macs": _patch_embedding(part, hidden),
         "connector_macs": _connector(part, hidden),
         **_blocks(part, layers),
     }
+
+
+def _gated_tower(part: Part) -> bool:
+    if part.get("use_gated_mlp") is not None:
+        return bool(part.get("use_gated_mlp"))
+    if part.kind.startswith(GELU_TOWERS):
+        return part.get("hidden_act", default="gelu") in SILU
+    return part.need("hidden_act", "hidden_activation", name="gated") in SILU
+
+
+def _patch_embedding(part: Part, hidden: int) -> float:
+    if "stem_macs" in part.given:
+        return 0.0
+    patch, frames = part.need("patch_size", name="stem_macs"), part.get("temporal_patch_size", default=1)
+    values = part.get("num_channels", "in_channels", "in_chans", default=3)
+    for side in (*_pair(patch), _pair(frames)[0]):
+        values *= side
+    return float(values * hidden)
 
 
 def _blocks(part: Part, layers: int) -> Sizes:
@@ -238,24 +263,44 @@ def _blocks(part: Part, layers: int) -> Sizes:
     full = part.get("fullatt_block_indexes")
     if full is None:
         raise part.refuse(f"window_size={part.values['window_size']} and no fullatt_block_indexes")
-    merge, patch = part.values["spatial_merge_size"], part.values["patch_size"]
-    side = part.values["window_size"] // merge // patch * merge
+    merge = part.need("spatial_merge_size", name="window")
+    side = part.values["window_size"] // merge // _pair(part.need("patch_size", name="window"))[0] * merge
     return {"window": side * side, "window_layers": layers - sum(layer < layers for layer in full)}
 
 
 def _audio(part: Part) -> Sizes:
-    """Whisper's encoder and those made after it: two convolutions of three frames, the second of stride 2."""
+    """Whisper's encoder and those made after it."""
+    if not part.kind.startswith(WHISPERS):
+        raise part.refuse(f"model_type {part.kind}")
     hidden = part.size("hidden", "d_model", "hidden_size")
-    sizes = {
+    stem = _conv2d_stem if part.get("downsample_hidden_size") else _conv1d_stem
+    return {
         "hidden": hidden,
         "layers": part.size("layers", "encoder_layers", "num_hidden_layers"),
         "heads": part.size("heads", "encoder_attention_heads", "num_attention_heads"),
         "ffn": part.size("ffn", "encoder_ffn_dim", "intermediate_size"),
-        "stem_macs": 2 * 3 * part.size("stem_macs", "num_mel_bins") * hidden + 3 * hidden * hidden,
         "connector_macs": _connector(part, hidden),
+        **stem(part, hidden),
     }
-    # Qwen2.5-Omni: windows of 2 * n_window frames, two frames a position.
-    return {**sizes, "window": part.values["n_window"]} if part.get("n_window") else sizes
+
+
+def _conv1d_stem(part: Part, hidden: int) -> Sizes:
+    """Two convolutions of three frames, the second of stride 2; Qwen2.5-Omni has windows of 2*n_window frames."""
+    window = {"window": part.values["n_window"]} if part.get("n_window") else {}
+    return {"stem_macs": 2 * 3 * part.need("num_mel_bins", name="stem_macs") * hidden + 3 * hidden * hidden, **window}
+
+
+def _conv2d_stem(part: Part, hidden: int) -> Sizes:
+    """Qwen3-Omni: three convolutions of 3 x 3 and stride 2 over chunks of 2*n_window frames, and a layer behind."""
+    channels, chunk = part.values["downsample_hidden_size"], 2 * part.need("n_window", name="stem_macs")
+    frames, bins = chunk, part.need("num_mel_bins", name="stem_macs")
+    macs, inputs = 0, 1
+    for _ in range(3):
+        frames, bins = -(-frames // 2), -(-bins // 2)
+        macs += frames * bins * 9 * inputs * channels
+        inputs = channels
+    window = frames * (part.need("n_window_infer", name="window") // chunk)
+    return {"stem_macs": macs / frames + channels * bins * hidden, "window": window}
 
 
 def _connector(part: Part, width: int) -> float:
@@ -268,14 +313,14 @@ def _connector(part: Part, width: int) -> float:
     if merge and out:  # Qwen-VL: groups of merge**2 positions, a square layer and one to the LLM's width
         mergers = 1 + len(part.get("deepstack_visual_indexes", default=()))
         return float(mergers * width * (merge * merge * width + out))
-    if part.phase == "audio" and pooled:
-        return float(width * pooled / 2)
+    if pooled and part.phase == "audio":  # Qwen3-Omni: two layers; Qwen2.5-Omni: one behind pairs of positions
+        return float(width * (width + pooled) if part.get("downsample_hidden_size") else width * pooled / 2)
     # Of the model around it.
     made = CONNECTORS.get(str(part.whole.get("model_type")))
-    if made is None or part.whole is part.values:
+    if made is None:
         return 0.0
-    text = next((_mapping(part.whole[name]) for name in PARTS["llm"] if part.whole.get(name)), part.whole)
-    target = Part(text, part.whole, "llm", {}).size("hidden", "hidden_size")
+    text = Part(_values(part.whole, "llm") or {}, part.whole, "llm", {})
+    target = text.need("hidden_size", name="hidden")
     return float(made(width, target, part))
 
 
@@ -313,12 +358,14 @@ def _unwrapped(config: Any) -> Mapping[str, Any]:
     return _mapping(whole["thinker_config"]) if whole.get("thinker_config") else whole
 
 
-def _is_nested_mark(whole: Mapping[str, Any], phase: str) -> bool:
-    """The key of a phase at the top, where it belongs to what is nested or to a text decoder."""
-    if phase == "llm":
-        return MARKS["audio"] in whole  # Whisper's decoder is no backbone.
-    return any(whole.get(name) for name in PARTS[phase])
+def _values(whole: Mapping[str, Any], phase: str) -> Mapping[str, Any] | None:
+    """What a config says of a phase: nested, or at the top, where text models of some and towers alone have it."""
+    nested = next((whole[name] for name in PARTS[phase] if whole.get(name)), None)
+    if nested is not None:
+        return _mapping(nested)
+    decoder = phase == "llm" and MARKS["audio"] in whole  # Whisper's is no backbone.
+    return whole if MARKS[phase] in whole and not decoder else None
 
 
-def _area(patch: int | list[int] | tuple[int, ...]) -> int:
-    return patch * patch if isinstance(patch, int) else patch[0] * patch[1]
+def _pair(side: int | Sequence[int]) -> tuple[int, int]:
+    return (side, side) if isinstance(side, int) else (side[0], side[1])

@@ -161,6 +161,36 @@ def count_whisper(config: Any, positions: int) -> tuple[int, float]:
     return positions, counted(model, input_features=torch.empty(1, config.num_mel_bins, 2 * positions, device="meta"))
 
 
+def count_omni_audio(config: Any, chunks: int) -> tuple[int, float]:
+    """Of Qwen2.5-Omni and Qwen3-Omni: whole chunks of 2 * n_window frames."""
+    family = config.model_type.removesuffix("_audio_encoder")
+    classes = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    kind = next(
+        getattr(classes, n) for n in ("Qwen2_5OmniAudioEncoder", "Qwen3OmniMoeAudioEncoder") if hasattr(classes, n)
+    )
+    config._attn_implementation = "eager"
+    model = build(lambda: kind._from_config(config))
+    frames, two_dimensional = 2 * config.n_window, hasattr(config, "n_window_infer")
+    lengths = torch.full((chunks,), frames)
+    if two_dimensional:
+        total = torch.tensor([frames * chunks])
+        boundaries = classes.get_audio_cu_seqlens(lengths, total, config.n_window_infer, config.n_window)
+    else:
+        boundaries = classes.get_audio_cu_seqlens(lengths)
+    positions = int(boundaries[-1])
+    indices = torch.arange(positions, device="meta")
+    return positions, counted(
+        model,
+        input_features=None,
+        feature_lens=None,
+        padded_feature=torch.empty(chunks, config.num_mel_bins, frames, device="meta"),
+        chunk_lengths=lengths.to("meta"),
+        cu_seqlens=boundaries,
+        valid_indices=indices,
+        **({} if two_dimensional else {"pool_indices": indices[::2]}),
+    )
+
+
 SQUARES = ((16, 16), (27, 27), (32, 32), (64, 64), (128, 128))
 LLAMA = {
     "model_type": "llama",
@@ -387,5 +417,39 @@ REAL_MODELS = {
         count_whisper,
         (256, 750, 1500, 4096),
         {"causal": True},
+    ),
+    "Qwen2.5-Omni audio": RealModel(
+        {
+            "model_type": "qwen2_5_omni_audio_encoder",
+            "d_model": 1280,
+            "encoder_layers": 32,
+            "encoder_attention_heads": 20,
+            "encoder_ffn_dim": 5120,
+            "num_mel_bins": 128,
+            "n_window": 100,
+            "output_dim": 3584,
+        },
+        "audio",
+        count_omni_audio,
+        (3, 10, 40),
+        {"window": None},
+    ),
+    "Qwen3-Omni audio": RealModel(
+        {
+            "model_type": "qwen3_omni_moe_audio_encoder",
+            "d_model": 1280,
+            "encoder_layers": 32,
+            "encoder_attention_heads": 20,
+            "encoder_ffn_dim": 5120,
+            "num_mel_bins": 128,
+            "downsample_hidden_size": 480,
+            "n_window": 50,
+            "n_window_infer": 800,
+            "output_dim": 2048,
+        },
+        "audio",
+        count_omni_audio,
+        (24, 80, 320),
+        {"stem_macs": 0},
     ),
 }
