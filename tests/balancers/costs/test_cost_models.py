@@ -5,19 +5,35 @@ from __future__ import annotations
 import hashlib
 import json
 import pickle
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchdata.balancers import CostModel, PhaseCost, TransformerCost
+from orchdata.balancers import CostModel, MoE, PhaseCost, TransformerCost
 
 BACKBONE = TransformerCost(
     hidden=4096, layers=32, ffn=14_336, heads=32, kv_heads=8, vocab=128_256, causal=True, gated=True
 )
 VISION = TransformerCost(hidden=1280, layers=32, ffn=5120)
 MODEL = CostModel(image=VISION, audio=PhaseCost(2e9, 5e4, 1e8), llm=BACKBONE)
+WINDOWED = CostModel(
+    image=TransformerCost(hidden=1280, layers=32, ffn=3420, gated=True, window=64, window_layers=28),
+    llm=TransformerCost(
+        hidden=2560,
+        layers=34,
+        ffn=10_240,
+        heads=8,
+        kv_heads=4,
+        head_dim=256,
+        causal=True,
+        gated=True,
+        window=1024,
+        window_layers=29,
+    ),
+)
 
 
 def test_transformer_flops_by_hand() -> None:
@@ -28,6 +44,43 @@ def test_transformer_flops_by_hand() -> None:
         hidden=4, layers=2, ffn=8, heads=2, kv_heads=1, vocab=10, causal=True, gated=True, trainable=False
     )
     assert cost.phase_cost() == PhaseCost(2 * 288.0 + 80, 2 * 8.0)
+
+
+def test_heads_need_not_be_as_wide_as_the_residual_stream_together() -> None:
+    # h=4, two heads of 3: queries and output 2*2*4*6 = 96, keys and values 48 as one head; ffn 128; pairs 4*6 = 24.
+    cost = TransformerCost(hidden=4, layers=1, ffn=8, heads=2, kv_heads=1, head_dim=3, trainable=False)
+    assert cost.phase_cost() == PhaseCost(96 + 48 + 128.0, 24.0)
+
+
+def test_experts_count_where_they_are_used() -> None:
+    # h=4: projections 128; two experts of 6 and a shared one of 3: 4*4*15 = 240; a router of ten: 80; dense 4*4*8.
+    moe = MoE(num_experts=10, top_k=2, ffn=6, shared_ffn=3, dense_layers=1)
+    cost = TransformerCost(hidden=4, layers=3, ffn=8, moe=moe, trainable=False)
+    assert cost.phase_cost().linear == 3 * 128 + 2 * (240 + 80) + 128
+
+
+def test_an_encoders_windows_cut_the_sequence() -> None:
+    cost = TransformerCost(hidden=4, layers=3, ffn=8, window=10, window_layers=2, trainable=False).phase_cost()
+    assert (cost.quadratic, cost.windows) == (16.0, ((10, 32.0),))
+    everywhere = TransformerCost(hidden=4, layers=3, ffn=8, window=10, trainable=False).phase_cost()
+    assert (everywhere.quadratic, everywhere.windows) == (0.0, ((10, 48.0),))
+    full = TransformerCost(hidden=4, layers=3, ffn=8, trainable=False).phase_cost()
+    assert cost.at(10) == everywhere.at(10) == full.at(10)
+    assert everywhere.at(40) == full.at(40) - 48 * 40 * 30
+
+
+@pytest.mark.parametrize("window", [64, 512, 4096])
+def test_a_decoders_window_slides(window: int) -> None:
+    sizes = {"hidden": 4, "layers": 1, "ffn": 8, "causal": True, "trainable": False}
+    cost, full = (TransformerCost(**sizes, window=w).phase_cost() for w in (window, None))  # type: ignore[arg-type]
+    for length in (*range(1, 4 * window, window // 50), 3 * window, 6 * window, 100 * window, 10_000 * window):
+        # Half of the pairs, but for those of a position and one `window` or more before it: at 8 operations a pair.
+        pairs = (length**2 - max(0, length - window) ** 2) / 2
+        found = (cost.at(length) - cost.linear * length) / 16
+        assert pairs <= found * (1 + 1e-9)
+        assert found <= pairs * (1 + 1 / 8 + 1e-9)
+        assert length > window or cost.at(length) == pytest.approx(full.at(length))
+        assert length not in (3 * window, 10_000 * window) or found == pytest.approx(pairs, rel=1e-4)
 
 
 def test_recomputing_adds_a_forward_and_frozen_has_only_one() -> None:
@@ -110,6 +163,36 @@ def test_scale_is_shared_so_that_phases_compare() -> None:
             assert MODEL.sequence_costs(phase, [length])[0] == pytest.approx(exact, rel=1e-4, abs=1)
 
 
+def test_windows_are_one_each_by_width() -> None:
+    cost = PhaseCost(1.0, windows=((64, 0.5), (8, 2), (64, 0.25), (9, 0.0)))
+    assert cost == PhaseCost(1.0, windows=((8, 2.0), (64, 0.75)))
+    assert [cost.at(length) for length in (4, 10, 100)] == [
+        4 + 2.0 * 16 + 0.75 * 16,
+        10 + 2.0 * 80 + 0.75 * 100,
+        100 + 2.0 * 800 + 0.75 * 6400,
+    ]
+    assert PhaseCost(0.0, windows=[(8, 2)]).at(2) == 8  # type: ignore[arg-type]
+
+
+def test_only_models_with_windows_describe_them() -> None:
+    model = CostModel(image=PhaseCost(3, windows=((8, 2),)), llm=PhaseCost(1, 2, 5))
+    one = 1 << 20
+    assert model.describe() == {
+        "exponent": 0,
+        "shift": 20,
+        "phases": {"image": [3 * one, 0, 0, [[8, 2 * one]]], "llm": [one, 2 * one, 5 * one]},
+    }
+    assert model.sequence_costs("image", [0, 4, 10]).tolist() == [0, 12 + 2 * 16, 30 + 2 * 80]
+    assert json.loads(json.dumps(WINDOWED.describe())) == WINDOWED.describe()
+
+
+def test_windows_keep_the_scale() -> None:
+    for phase, cost in zip(WINDOWED.phases, WINDOWED.costs, strict=True):
+        for length in (1, 100, 5_000, 1_000_000):
+            exact = cost.at(length) * 2.0**WINDOWED.exponent
+            assert WINDOWED.sequence_costs(phase, [length])[0] == pytest.approx(exact, rel=1e-4, abs=1)
+
+
 def test_a_million_samples_of_a_million_tokens_do_not_overflow() -> None:
     one_sample = sum(int(MODEL.sequence_costs(phase, [1_000_000])[0]) for phase in MODEL.phases)
     assert one_sample * 1_000_000 < 2**62
@@ -119,8 +202,11 @@ def test_a_million_samples_of_a_million_tokens_do_not_overflow() -> None:
 coefficients = st.one_of(st.just(0.0), st.floats(1e-30, 1e30), st.integers(0, 2**70))
 
 
-@given(st.lists(st.tuples(st.floats(1e-30, 1e30), coefficients, coefficients), min_size=1, max_size=4))
-def test_no_coefficients_overflow_in_any_number_of_phases(phases: list[tuple[float, float, float]]) -> None:
+windows = st.lists(st.tuples(st.integers(1, 2**31 - 1), coefficients), max_size=2).map(tuple)
+
+
+@given(st.lists(st.tuples(st.floats(1e-30, 1e30), coefficients, coefficients, windows), min_size=1, max_size=4))
+def test_no_coefficients_overflow_in_any_number_of_phases(phases: list[tuple[float, float, float, Any]]) -> None:
     names = ["llm", "image", "audio", "video"][: len(phases)]
     model = CostModel(**{name: PhaseCost(*values) for name, values in zip(names, phases, strict=True)})
     # The kernel refuses what would overflow, so none of these does.
@@ -159,8 +245,9 @@ def test_every_present_sequence_costs_at_least_one() -> None:
             CostModel(image=PhaseCost(2.7e-8, 3.1e-13), llm=PhaseCost(1.3e-6, 0.0, 4.2e-4)),
             "77b382023342b69fee20003ac1c82b0b",
         ),
+        (WINDOWED, "344c3f9db1fc5ebb6ddf3ed7a61a679d"),
     ],
-    ids=["operations", "tokens", "seconds"],
+    ids=["operations", "tokens", "seconds", "windows"],
 )
 def test_golden_values(model: CostModel, golden: str) -> None:
     """Costs are part of the plan: a change here changes the plans of running jobs."""
@@ -199,6 +286,11 @@ def test_a_model_is_a_value() -> None:
         (lambda: PhaseCost(None), "PhaseCost.linear .* got None"),  # type: ignore[arg-type]
         (lambda: PhaseCost(10**400), "PhaseCost.linear must be a finite number"),
         (lambda: PhaseCost(0.0), "needs a coefficient above 0"),
+        (lambda: PhaseCost(0.0, windows=((8, 0.0),)), "needs a coefficient above 0"),
+        (lambda: PhaseCost(1.0, windows=((0, 1.0),)), "PhaseCost.windows: a width must be at least 1, got 0"),
+        (lambda: PhaseCost(1.0, windows=((1 << 31, 1.0),)), "a width must be at most 2,147,483,647, got 2,147,483,648"),
+        (lambda: PhaseCost(1.0, windows=((8, -1.0),)), "PhaseCost.windows: a coefficient must be .* got -1.0"),
+        (lambda: PhaseCost(1.0, windows=(8, 1.0)), r"must be pairs \(width, coefficient\), got \(8, 1.0\)"),  # type: ignore[arg-type]
         (lambda: TransformerCost(hidden=0, layers=1, ffn=1), "TransformerCost.hidden .* got 0"),
         (lambda: TransformerCost(hidden=8, layers=True, ffn=1), "TransformerCost.layers .* got True"),
         (lambda: TransformerCost(hidden=8, layers=1.5, ffn=1), "TransformerCost.layers .* got 1.5"),  # type: ignore[arg-type]
@@ -210,6 +302,15 @@ def test_a_model_is_a_value() -> None:
         ),
         (lambda: TransformerCost(hidden=10**200, layers=1, ffn=1).phase_cost(), "more than a float holds"),
         (lambda: TransformerCost(hidden=8, layers=1, ffn=1, heads=4, kv_heads=3), "kv_heads=3 must divide heads"),
+        (lambda: TransformerCost(hidden=8, layers=1, ffn=1, head_dim=4), "head_dim=4 needs heads"),
+        (lambda: TransformerCost(hidden=8, layers=1, ffn=1, window=0), "TransformerCost.window .* got 0"),
+        (lambda: TransformerCost(hidden=8, layers=1, ffn=1, window_layers=1), "window_layers=1 needs a window"),
+        (lambda: TransformerCost(hidden=8, layers=1, ffn=1, window=4, window_layers=2), "at most layers=1"),
+        (lambda: TransformerCost(hidden=8, layers=1, ffn=1, recompute="all"), "recompute must be .* got 'all'"),  # type: ignore[arg-type]
+        (lambda: TransformerCost(hidden=8, layers=1, ffn=1, stem_macs=-1), "TransformerCost.stem_macs .* got -1"),
+        (lambda: TransformerCost(hidden=8, layers=1, ffn=1, moe=MoE(4, 2, 8, dense_layers=2)), "dense_layers=2"),
+        (lambda: MoE(4, 5, 8), "MoE.top_k must be at most num_experts=4, got 5"),
+        (lambda: MoE(4, 2, 0), "MoE.ffn must be at least 1, got 0"),
         (lambda: CostModel(image=PhaseCost(1.0)), r"CostModel needs llm=..., .* got \['image'\]"),
         (lambda: CostModel(), r"CostModel needs llm=..., .* got \[\]"),
         (lambda: CostModel(llm=3), r"CostModel\(llm=...\) must be a PhaseCost or a TransformerCost, got 3"),
