@@ -53,8 +53,9 @@ def longest_sequence(linear: int, quadratic: int, constant: int, windows: NDArra
 def sequence_cost(length: int, linear: int, quadratic: int, constant: int, windows: NDArray[np.int64]) -> int:
     """Cost of one sequence; the caller has checked its length."""
     total = linear * length + quadratic * length * length + constant
-    for window in range(windows.shape[0]):
-        total += windows[window, 1] * length * min(length, windows[window, 0])
+    if windows.shape[0] > 0:  # Asked outside of the loop by the compiler: without windows it is vectorised.
+        for window in range(windows.shape[0]):
+            total += windows[window, 1] * length * min(length, windows[window, 0])
     return max(np.int64(1), total >> COST_SHIFT) if length > 0 else np.int64(0)
 
 

@@ -66,10 +66,13 @@ def _encoder_cost(config: ModelConfig, sizes: Sizes | None, in_dim: int, group: 
         return None
     hidden, trainable = sizes.hidden, not config.freeze_encoders
     transformer = TransformerCost(
-        hidden=hidden, layers=sizes.layers, ffn=sizes.ffn, trainable=trainable, recompute=config.checkpoint
+        hidden=hidden,
+        layers=sizes.layers,
+        ffn=sizes.ffn,
+        trainable=trainable,
+        recompute=config.checkpoint,
+        stem_macs=in_dim * hidden,
     ).phase_cost()
-    # Operations a position: a multiply and an add for each weight forward, as many for the weight's gradient, and as
-    # many for the input's, which the first layer that learns does not need.
-    embed = 2 * in_dim * hidden * (2 if trainable else 1)
+    # As `connector_macs`, but for the gradient of the first layer's input, which a frozen encoder does not need.
     projector = 2 * group * hidden**2 * (3 if trainable else 2) + 2 * hidden * config.llm.hidden * 3
-    return PhaseCost(transformer.linear + embed + projector, transformer.quadratic)
+    return PhaseCost(transformer.linear + projector, transformer.quadratic)
