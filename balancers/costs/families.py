@@ -36,6 +36,15 @@ GELU_TOWERS = ("clip", "intern", "qwen2_vl", "siglip", "vit")
 WHISPERS = ("qwen2_audio", "qwen2_5_omni", "qwen3_omni", "voxtral", "whisper")
 # Every so many layers one has full attention; 0: none has.
 FULL_EVERY = {"cohere2": 4, "gemma2": 2, "gemma3": 6, "gemma3_text": 6, "mistral": 0, "mixtral": 0, "phi3": 0}
+# What models call the sizes of their experts.
+EXPERTS = {
+    "num_experts": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
+    "top_k": ("num_experts_per_tok", "num_experts_per_token", "moe_topk"),
+    "ffn": ("moe_intermediate_size", "expert_intermediate_size", "intermediate_size"),
+    "shared": ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
+    "shared_ffn": ("shared_expert_intermediate_size", "shared_intermediate_size"),
+}
+EXPERT_KEYS = {key for keys in EXPERTS.values() for key in keys}
 # Present and not empty, these change what a position costs in ways that are not known here.
 NOT_READ = {
     "llm": (
@@ -44,16 +53,22 @@ NOT_READ = {
         "global_head_dim",
         "hidden_size_per_layer_input",
         "hybrid_override_pattern",
+        "index_n_heads",
         "is_encoder_decoder",
+        "keep_window_size",
+        "kv_channels",
         "kv_lora_rank",
+        "lambda_std_dev",
         "layers_block_type",
         "linear_num_key_heads",
         "mamba_d_state",
         "multi_query",
         "new_decoder_architecture",
         "num_kv_shared_layers",
+        "num_layers_per_stack",
         "ssm_cfg",
         "state_size",
+        "v_head_dim",
     ),
     "image": ("depths", "global_attn_indexes", "num_global_layers", "use_swiglu_ffn"),
     "audio": (),
@@ -169,18 +184,17 @@ def _gated_llm(part: Part) -> bool:
 
 
 def _moe(part: Part, layers: int) -> MoE | None:
-    experts = part.get("num_local_experts", "num_experts", "n_routed_experts")
-    if "moe" in part.given or not experts:
+    if "moe" in part.given:
         return None
-    top_k = part.get("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
-    ffn = part.get("moe_intermediate_size", "expert_intermediate_size", "intermediate_size")
-    if top_k is None or ffn is None:
-        missing = "num_experts_per_tok" if top_k is None else "moe_intermediate_size"
-        raise ValueError(
-            f"the llm config ({part.kind}) has {experts} experts and no {missing}: give the object that"
-            " transformers.AutoConfig.from_pretrained returns, or say it: from_config(config, 'llm', moe=MoE(...))"
-        )
-    shared = part.get("shared_expert_intermediate_size", default=part.get("n_shared_experts", default=0) * ffn)
+    experts = part.get(*EXPERTS["num_experts"])
+    for key, value in part.values.items():
+        about_experts = "expert" in key or key.startswith("moe_")
+        if about_experts and key not in EXPERT_KEYS and type(value) is int and value > 1:
+            raise part.refuse(f"{key}={value}")
+    if not experts or experts == 1:
+        return None
+    top_k, ffn = (part.need(*EXPERTS[name], name="moe") for name in ("top_k", "ffn"))
+    shared = part.get(*EXPERTS["shared_ffn"], default=part.get(*EXPERTS["shared"], default=0) * ffn)
     return MoE(experts, top_k, ffn, shared, dense_layers=layers - _sparse_layers(part, layers))
 
 
@@ -189,7 +203,8 @@ def _sparse_layers(part: Part, layers: int) -> int:
     by_layer = part.get("mlp_layer_types")
     if by_layer is not None:
         return sum(kind == "sparse" for kind in by_layer[:layers])
-    first, step = part.get("first_k_dense_replace", default=0), part.get("decoder_sparse_step", default=1)
+    first = part.get("first_k_dense_replace", "num_dense_layers", default=0)
+    step = part.get("decoder_sparse_step", default=1)
     dense = set(part.get("mlp_only_layers", default=()))
     return sum(layer >= first and layer not in dense and (layer + 1) % step == 0 for layer in range(layers))
 

@@ -120,7 +120,8 @@ class TransformerCost:
 
         `TransformerCost.from_config(AutoConfig.from_pretrained(name), "image", trainable=False)`. A config of the whole
         model or of the tower alone will do; a merger or projector that only the whole config describes is counted with
-        the phase that it follows. Families are read by what is known of them, other models by the usual keys.
+        the phase that it follows, where it is known. Families are read by what is known of them, other models by the
+        usual keys.
 
         Args:
             config: a dict, such as a config.json, or an object with `to_dict`. A config.json may leave out what is the
