@@ -256,6 +256,8 @@ def _image(part: Part) -> Sizes:
 def _gated_tower(part: Part) -> bool:
     if part.get("use_gated_mlp") is not None:
         return bool(part.get("use_gated_mlp"))
+    if part.kind == "pixtral":  # whatever its activation
+        return True
     if part.kind.startswith(GELU_TOWERS):
         return part.get("hidden_act", default="gelu") in SILU
     return part.need("hidden_act", "hidden_activation", name="gated") in SILU

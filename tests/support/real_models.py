@@ -463,6 +463,22 @@ REAL_MODELS = {
         ((16, 16), (24, 24), (32, 32), (64, 64), (128, 128)),
         {"gated": True},
     ),
+    "Pixtral-12B": RealModel(
+        {
+            "model_type": "pixtral",
+            "hidden_size": 1024,
+            "intermediate_size": 4096,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "head_dim": 64,
+            "patch_size": 16,
+            "hidden_act": "gelu",
+        },
+        "image",
+        count_vit,
+        ((16, 16), (32, 32), (48, 64), (64, 64)),
+        {"gated": False},
+    ),
     "Whisper-large-v3": RealModel(
         {
             "model_type": "whisper",
