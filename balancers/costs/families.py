@@ -33,7 +33,7 @@ SILU = ("silu", "swish", "swiglu")
 # Towers whose config.json may leave out that they have a GELU.
 GELU_TOWERS = ("clip", "intern", "qwen2_vl", "siglip", "vit")
 # Encoders made after Whisper's.
-WHISPERS = ("qwen2_audio", "qwen2_5_omni", "qwen3_omni", "voxtral", "whisper")
+WHISPERS = ("qwen2_audio", "qwen2_5_omni", "qwen3_omni", "voxtral_encoder", "whisper")
 # Every so many layers one has full attention; 0: none has.
 FULL_EVERY = {"cohere2": 4, "gemma2": 2, "gemma3": 6, "gemma3_text": 6, "mistral": 0, "mixtral": 0, "phi3": 0}
 # What models call the sizes of their experts.

@@ -8,7 +8,8 @@ import pytest
 
 pytest.importorskip("transformers", minversion="5.23")
 
-from real_models import REAL_MODELS, RealModel
+from published_models import PUBLISHED_MODELS
+from real_models import RealModel
 
 from orchdata.balancers import TransformerCost
 
@@ -35,13 +36,13 @@ def check(model: RealModel, lengths: tuple[Any, ...]) -> dict[int, float]:
 
 @pytest.mark.parametrize("name", DAILY)
 def test_shallow_models_cost_what_torch_counts(name: str) -> None:
-    model = REAL_MODELS[name].shallow(6)
+    model = PUBLISHED_MODELS[name].shallow(6)
     check(model, (model.lengths[1], model.lengths[3]))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", REAL_MODELS)
+@pytest.mark.parametrize("name", PUBLISHED_MODELS)
 def test_models_cost_what_torch_counts(name: str) -> None:
     """Run with -s for the table."""
-    found = check(REAL_MODELS[name], REAL_MODELS[name].lengths)
+    found = check(PUBLISHED_MODELS[name], PUBLISHED_MODELS[name].lengths)
     print(f"\n| {name} | {' | '.join(f'{positions:,}: {error:+.2%}' for positions, error in found.items())} |")
