@@ -19,6 +19,7 @@ from orchdata.native.assign.packed import longest_first, recount
 from orchdata.native.assign.ranking import list_members
 from orchdata.native.assign.refine import lower_makespan, search_budget
 from orchdata.native.jit import kernel
+from orchdata.native.move.nodes import stay_on_nodes
 from orchdata.native.move.refine_moves import refine_thriftily
 from orchdata.native.move.release import place_released, release
 from orchdata.native.sorting import descending_order, present_descending
@@ -138,6 +139,8 @@ def move_within(
         if trial_loads.max() + slack < loads.max() or trial_loads.max() <= target:
             owner[:] = trial
             loads[:] = trial_loads
+    if ranks_per_node > 1:
+        stay_on_nodes(descending, sizes, held, owner, loads, ranks_per_node, max(target, loads.max()))
 
 
 @kernel

@@ -16,7 +16,7 @@ from orchdata.planning.price import cost_of_cells, waits_inside
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepFigures:
-    """Figures of one step; all but `loads` and `loss_tokens` are of one rank's share.
+    """Figures of one step; all but `loads`, `feature_rows` and `loss_tokens` are of one rank's share.
 
     Attributes:
         samples: planned, failed ones among them.
@@ -24,6 +24,7 @@ class StepFigures:
         tokens: LLM positions.
         padded_tokens: the same, had each microbatch been padded to its longest sample.
         own_streams: share of the samples that come from the rank's group's streams; None without groups.
+        feature_rows: encoder phase -> `Plan.feature_rows`, where parts are assigned apart.
         loads: phase -> largest load unbalanced and balanced, lower bound, mean load, and what ranks wait for where they
             meet in each micro-step, float64 (5,).
         cost: of the step under its objective, and of a perfectly even one, float64 (2,).
@@ -35,6 +36,7 @@ class StepFigures:
     tokens: int
     padded_tokens: int
     own_streams: float | None
+    feature_rows: Mapping[str, NDArray[np.int64]]
     loads: Mapping[str, NDArray[np.float64]]
     cost: NDArray[np.float64]
     num_microbatches: int
@@ -59,6 +61,7 @@ def step_figures(spec: PlanSpec, plan: Plan, rank: int) -> StepFigures:
         tokens=int(lengths.sum()),
         padded_tokens=padded_tokens,
         own_streams=plan.own_streams(rank),
+        feature_rows={phase: plan.feature_rows(phase) for phase in plan.parts},
         loads={phase: _loads(plan, phase, of_phase) for phase, of_phase in cells.items()},
         cost=np.array([cost, mean], np.float64),
         num_microbatches=plan.num_microbatches,

@@ -38,6 +38,7 @@ def describe_loader(dataset: Any, prepared: PreparedDataset, options: LoaderOpti
         "orchdata": orchdata.__version__,
         **prepared.fingerprint,
         "num_ranks": options.rank.size,
+        "ranks_per_node": prepared.spec.plan.ranks_per_node,
         "num_steps": prepared.spec.plan.num_steps,
         "index": costs.index.totals if isinstance(costs, IndexCosts) else None,
         DATA: None if isinstance(dataset, ShardDataset) else _dataset(dataset),

@@ -51,8 +51,17 @@ class LoaderOptions:
             batches=self.batches,
             balance=self.balance,
             num_ranks=self.rank.size,
+            ranks_per_node=self._ranks_per_node,
         )
         return BuildSpec(plan=plan, rank=self.rank.rank, content=content)
+
+    @property
+    def _ranks_per_node(self) -> int | None:
+        """Of plans that depend on it: else ranks on nodes of different sizes would differ for nothing."""
+        node = self.rank.ranks_per_node
+        if self.balance.assignment != "per_phase" or node is None or self.rank.size % node:
+            return None
+        return node
 
 
 @dataclass(frozen=True, kw_only=True)

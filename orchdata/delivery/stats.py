@@ -36,6 +36,7 @@ class Stats:
         self._tokens = 0
         self._padded_tokens = 0
         self._own_streams: float | None = None
+        self._feature_rows: dict[str, np.ndarray[Any, np.dtype[np.int64]]] = {}
         self.failures: list[DataError] = []
         self._reasons: Counter[str] = Counter()
         self._failed: set[tuple[str, str]] = set()
@@ -56,6 +57,8 @@ class Stats:
         self._microbatches += figures.num_microbatches
         if figures.own_streams is not None:
             self._own_streams = (self._own_streams or 0.0) + figures.own_streams
+        for phase, rows in figures.feature_rows.items():
+            self._feature_rows[phase] = self._feature_rows.get(phase, np.zeros(3, np.int64)) + rows
         self._tokens += figures.tokens
         self._padded_tokens += figures.padded_tokens
 
@@ -87,6 +90,9 @@ class Stats:
         `padding`: share of LLM positions that would be padding, had this rank's microbatches been padded.
         `own_streams`: where ranks are grouped, the share of this rank's samples drawn from its group's streams, mean
         over steps; else None.
+        `features[name]`: where parts are assigned apart, rows that the encoder yields over all ranks, per step, and the
+        shares of them that move `within_nodes` and `between_nodes`; the rest stay on their rank. A row is as many bytes
+        as the encoder's output has. Where ranks per node are not known each rank counts as a node.
         `read_amplification`: bytes this rank read from storage for each byte of the members that its samples use;
         None where it read none, as where a peer reads for it, and for map-style data sets. Plain tars are a little
         above 1, by the gaps between members read together; Parquet by the rest of each column chunk that a cell is
@@ -108,6 +114,7 @@ class Stats:
             "step_imbalance": float(self._cost[0] / self._cost[1]) if self._cost[1] else 1.0,
             "padding": 1 - self._tokens / self._padded_tokens if self._padded_tokens else 0.0,
             "own_streams": None if self._own_streams is None else self._own_streams / steps,
+            "features": {phase: _shares(rows, steps) for phase, rows in self._feature_rows.items()},
             "read_amplification": None if self._reads is None else self._reads.amplification,
             "reads": None if self._reads is None else self._reads.as_dict(),
             "milliseconds": {
@@ -126,6 +133,12 @@ class Stats:
                 ],
             },
         }
+
+
+def _shares(rows: np.ndarray[Any, np.dtype[np.int64]], steps: int) -> dict[str, float]:
+    total = int(rows.sum())
+    _, within, between = (int(way) / max(1, total) for way in rows)
+    return {"rows": total / steps, "within_nodes": within, "between_nodes": between}
 
 
 def _ratios(sums: np.ndarray[Any, np.dtype[np.float64]]) -> dict[str, float]:

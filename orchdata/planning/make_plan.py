@@ -60,13 +60,19 @@ class SampleCosts(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSpec:
-    """Everything a plan depends on, apart from its `StepTask`: a value that pickles."""
+    """Everything a plan depends on, apart from its `StepTask`: a value that pickles.
+
+    Attributes:
+        ranks_per_node: where parts are assigned apart, consecutive ranks among which features rather travel; None where
+            that is not known. Which samples a step has does not depend on it.
+    """
 
     costs: SampleCosts
     order: SampleOrder
     batches: GlobalBatches
     balance: Balance
     num_ranks: int
+    ranks_per_node: int | None = None
 
     def __post_init__(self) -> None:
         if self.balance.scope in ("grouped", "grid") and self.balance.group_size is None:
@@ -132,6 +138,7 @@ def make_plan(spec: PlanSpec, task: StepTask) -> Plan:
         loss_tokens=int(spec.costs.loss_tokens(dataset_id, row).sum()),
         stream_rank=stream_rank,
         group_size=spec.balance.group_size,
+        ranks_per_node=spec.ranks_per_node,
         parts=parts,
     )
 
@@ -199,10 +206,11 @@ class _GlobalBatch:
     ) -> dict[str, Parts]:
         """Who encodes which part; without the phases whose cap cannot be kept, unless parts may stay at home."""
         balance, where = self.spec.balance, (rank, microbatch, num_microbatches, self.spec.num_ranks)
+        node = self.spec.ranks_per_node
         fitted = {
-            phase: share_out_parts(parts, *where, balance)
+            phase: share_out_parts(parts, *where, balance, ranks_per_node=node)
             if phase not in balance.caps
-            else fit_parts(parts, balance.caps[phase], *where, balance, or_home=or_home)
+            else fit_parts(parts, balance.caps[phase], *where, balance, ranks_per_node=node, or_home=or_home)
             for phase, parts in found.items()
         }
         return {phase: parts for phase, parts in fitted.items() if parts is not None}

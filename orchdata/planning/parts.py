@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from orchdata.balancers import balance as balance_packed
 from orchdata.balancers.assignment import cells_of
+from orchdata.balancers.placement import renamed
 from orchdata.planning.assign import assign
 from orchdata.planning.balance import Balance
 
@@ -49,12 +50,20 @@ class Parts:
 
 
 def share_out_parts(
-    parts: Parts, llm_rank: Ranks, microbatch: Ranks, num_microbatches: int, num_ranks: int, balance: Balance
+    parts: Parts,
+    llm_rank: Ranks,
+    microbatch: Ranks,
+    num_microbatches: int,
+    num_ranks: int,
+    balance: Balance,
+    *,
+    ranks_per_node: int | None = None,
 ) -> Parts:
     """Decide who encodes each part: every micro-step is balanced by itself.
 
     Args:
         llm_rank, microbatch: int32 (num_samples,), of the samples of the global batch.
+        ranks_per_node: consecutive ranks among which features rather travel; None where that is not known.
     """
     home = llm_rank[parts.sample]
     of_parts = replace(balance, equal_count=False, max_samples=None)  # which count samples
@@ -64,7 +73,9 @@ def share_out_parts(
         members = np.flatnonzero(step == number)
         if len(members):
             costs, tokens = {"llm": parts.costs[members]}, parts.tokens[members]
-            rank[members] = assign(costs, of_parts, num_ranks, home[members], sizes=tokens)
+            rank[members] = assign(
+                costs, of_parts, num_ranks, home[members], sizes=tokens, ranks_per_node=ranks_per_node
+            )
     return replace(parts, rank=rank)
 
 
@@ -77,6 +88,7 @@ def fit_parts(
     num_ranks: int,
     balance: Balance,
     *,
+    ranks_per_node: int | None = None,
     or_home: bool = False,
 ) -> Parts | None:
     """`share_out_parts` with at most `cap` positions on a rank in a micro-step; None where that was not found, or with
@@ -84,14 +96,17 @@ def fit_parts(
 
     A part above the cap has its rank to itself in its micro-step.
     """
-    found = share_out_parts(parts, llm_rank, microbatch, num_microbatches, num_ranks, balance)
+    where = (parts, llm_rank, microbatch, num_microbatches, num_ranks, balance)
+    found = share_out_parts(*where, ranks_per_node=ranks_per_node)
     step = microbatch[parts.sample]
     for number in np.unique(_overfull(found, step, cap, num_ranks)):
         members = np.flatnonzero(step == number)
         sizes = parts.positions[members]
         if balance.scope == "global" and int(sizes.max()) <= cap:
             with contextlib.suppress(ValueError):
-                found.rank[members] = balance_packed(sizes, num_ranks, max_cost=cap).rank
+                anew = balance_packed(sizes, num_ranks, max_cost=cap).rank
+                home, tokens = llm_rank[parts.sample[members]], parts.tokens[members]
+                found.rank[members] = renamed(anew, home, tokens, num_ranks, ranks_per_node or 1)
                 continue
         if not or_home:
             return None

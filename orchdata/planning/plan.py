@@ -44,6 +44,7 @@ class Plan:
         loss_tokens: planned loss tokens of the whole step over all ranks.
         stream_rank: int32 (n,), the rank whose streams each sample is drawn from.
         group_size: ranks of a group; None where ranks are not grouped.
+        ranks_per_node: consecutive ranks of a node; None where that is not known.
         parts: encoder phase -> its parts and who encodes them, where phases are assigned apart; empty where encoders
             work on their rank's own samples.
     """
@@ -61,6 +62,7 @@ class Plan:
     loss_tokens: int
     stream_rank: NDArray[np.int32]
     group_size: int | None = None
+    ranks_per_node: int | None = None
     padded: PaddedCost | None = None
     parts: Mapping[str, Parts] = field(default_factory=dict)
 
@@ -105,6 +107,17 @@ class Plan:
             llm_order=np.argsort(encoder_rank, kind="stable"),
             label=f"{phase}, step {self.step}, micro-step {microbatch}",
         )
+
+    def feature_rows(self, phase: str) -> Ints:
+        """Rows of `phase`'s features over all ranks, by their way to the samples: int64 (3,), those that stay on their
+        rank, move inside a node and cross nodes. Where nodes are not known each rank is one.
+        """
+        parts = self.parts[phase]
+        home, node = self.rank[parts.sample], self.ranks_per_node or 1
+        way = (parts.rank != home).astype(np.int64) + (parts.rank // node != home // node)
+        rows = np.zeros(3, np.int64)
+        np.add.at(rows, way, parts.tokens)
+        return rows
 
     def _micro_step(self, phase: str, microbatch: int) -> tuple[Parts, Ints]:
         parts = self.parts[phase]

@@ -27,7 +27,8 @@ class DataParallel:
             mesh's order. Ranks that differ in other dims only (tensor, context, pipeline) are peers.
         replicate: "broadcast" has one peer of each data-parallel rank build its steps, the one at 0 in all other
             dims, and send them to the rest on the CPU; "read" has every peer build them itself.
-        ranks_per_node: data-parallel ranks of a node, the groups of balance="grouped" and "grid"; by default from
+        ranks_per_node: data-parallel ranks of a node, the groups of balance="grouped" and "grid", and where it divides
+            their number those among which features rather travel under assignment="per_phase"; by default from
             LOCAL_WORLD_SIZE, as torchrun sets it.
         check_plan_every: compare plan hashes over all ranks of the mesh when an iteration starts and every so many
             steps after; 0 never does.

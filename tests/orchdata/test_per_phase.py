@@ -6,6 +6,7 @@ All ranks of a step are made in this process, and what `exchange` would carry is
 from __future__ import annotations
 
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from orchdata.planning.make_plan import PlanSpec, make_plan
 from orchdata.planning.parts import Parts
 from orchdata.planning.plan import Plan
 from orchdata.planning.route import Route
+from orchdata.ranks.comparing import Agreement
 
 PER_PHASE = od.Balance(assignment="per_phase")
 
@@ -205,7 +207,9 @@ class Album:
         )
 
 
-def planned(seed: int = 0, num_ranks: int = 4, batch: int = 32, **balance: Any) -> Plan:
+def planned(
+    seed: int = 0, num_ranks: int = 4, batch: int = 32, *, ranks_per_node: int | None = None, **balance: Any
+) -> Plan:
     source = Album(batch, seed)
     spec = PlanSpec(
         costs=source,
@@ -213,6 +217,7 @@ def planned(seed: int = 0, num_ranks: int = 4, batch: int = 32, **balance: Any) 
         balance=od.Balance(assignment="per_phase", **balance),
         num_ranks=num_ranks,
         batches=GlobalBatches(size=batch, drop_last=True),
+        ranks_per_node=ranks_per_node,
     )
     return make_plan(spec, StepTask(0, 0))
 
@@ -283,6 +288,59 @@ def test_parts_that_can_stay_do() -> None:
     parts = plan.parts["image"]
     assert plan.imbalance("image") < 1.01
     assert (parts.rank == plan.rank[parts.sample]).mean() > 0.5
+
+
+@pytest.mark.parametrize(("max_tokens", "at_most"), [(None, 0.6), (4_000, 0.9)])
+def test_features_rather_stay_on_their_node(max_tokens: int | None, at_most: float) -> None:
+    plan = planned(1, num_ranks=16, batch=512, max_tokens=max_tokens)
+    aware = planned(1, num_ranks=16, batch=512, max_tokens=max_tokens, ranks_per_node=4)
+    assert aware.row.tolist() == plan.row.tolist()  # Membership is the order's.
+    assert np.array_equal(aware.rank, plan.rank)
+    assert aware.hash != plan.hash  # Ranks that know different nodes would send features nobody expects.
+    unaware = replace(plan, ranks_per_node=4).feature_rows("image")
+    rows = aware.feature_rows("image")
+    assert rows[2] < at_most * unaware[2]
+    assert aware.cells("image").max(axis=0).sum() <= 1.002 * plan.cells("image").max(axis=0).sum()
+    # The same rows as the routes carry.
+    ways = np.zeros(3, np.int64)
+    for rank, microbatch in np.ndindex(16, aware.num_microbatches):
+        for other, sent in enumerate(aware.route("image", rank, microbatch).send_rows):
+            ways[0 if other == rank else 1 if other // 4 == rank // 4 else 2] += sent
+    assert rows.tolist() == ways.tolist()
+    # Where nodes are not known every rank is one.
+    assert plan.feature_rows("image")[1] == 0
+
+
+def test_a_loader_knows_nodes_from_the_launcher_and_tells_what_crosses_them(
+    dataset: od.ShardDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Any] = []  # To the other ranks, which must agree.
+
+    def make(self: Agreement, make: Any, describe: Any) -> Any:
+        told.append(describe(made := make())["ranks_per_node"])
+        return made
+
+    monkeypatch.setattr(Agreement, "make", make)
+    loader(dataset, 0, 4)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    paired = loader(dataset, 0, 4)
+    loader(dataset, 0, 3)  # Three ranks are not on nodes of two,
+    loader(dataset, 0, 4, balance="global")  # and nothing else depends on nodes.
+    assert told == [None, 2, None, None]
+    assert paired._prepared.spec.plan.ranks_per_node == 2
+
+    steps = iter(paired)
+    next(steps)
+    state = paired.state_dict()
+    list(steps)
+    features = paired.stats()["features"]["image"]
+    assert features["rows"] > 0
+    assert 0 <= features["between_nodes"] <= 1 - features["within_nodes"]
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    resumed = loader(dataset, 0, 4)
+    resumed.load_state_dict(state)  # Another node size plans other routes of the same samples.
+    next(iter(resumed))
+    assert resumed.stats()["features"]["image"]["between_nodes"] == 0
 
 
 # Failures

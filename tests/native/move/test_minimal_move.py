@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from orchdata.native.assign.tournament import tournament, winner
 from orchdata.native.move.minimal_move import relabel, solve_from, solve_groups
+from orchdata.native.move.nodes import stay_on_nodes
 from orchdata.native.move.refine_moves import NOTHING, cheapest_exchange, extra_move, refine_thriftily
 from orchdata.native.move.release import FAR_ABOVE, place_released, release
 
@@ -212,3 +213,37 @@ def test_groups_are_solved_as_if_alone(held: tuple[int, list[tuple[int, int]]]) 
     doubled, _, double_bound = solve_from(2 * costs, costs, owner, num_ranks, 1, 1e-3)
     assert both.tolist() == [*alone.tolist(), *doubled.tolist()]
     assert largest == max(bound, double_bound)
+
+
+@settings(max_examples=200)
+@given(held_samples, st.integers(2, 4), st.integers(0, 10_000), st.integers(0, 40))
+def test_moved_samples_come_back_to_their_node_and_nothing_else_changes(
+    held: tuple[int, list[tuple[int, int]]], ranks_per_node: int, seed: int, room: int
+) -> None:
+    num_ranks, samples = held
+    costs, start = arrays(samples)
+    generator = np.random.default_rng(seed)
+    sizes = generator.integers(0, 99, len(costs))
+    before = np.where(generator.random(len(costs)) < 0.5, start, generator.integers(0, num_ranks, len(costs)))
+    before = before.astype(np.int32)
+    owner, loads = before.copy(), loads_of(costs, before, num_ranks)
+    ceiling = int(loads.max()) + room
+    stay_on_nodes(costs, sizes, start, owner, loads, ranks_per_node, ceiling)
+    assert loads.tolist() == loads_of(costs, owner, num_ranks).tolist()
+    assert loads.max() <= ceiling
+    assert (owner == start)[before == start].all()  # What stayed stays.
+
+    def crossing(rank: NDArray[np.int32]) -> int:
+        return int(sizes[rank // ranks_per_node != start // ranks_per_node].sum())
+
+    assert crossing(owner) <= crossing(before)
+    # No sample away from its node would fit on the rank that holds it.
+    away = np.flatnonzero(owner // ranks_per_node != start // ranks_per_node)
+    assert crossing(owner) < crossing(before) or (loads[start[away]] + costs[away] > ceiling).all()
+
+
+def test_two_samples_on_each_others_node_change_places() -> None:
+    costs, start = np.array([5, 5, 4, 4], np.int64), np.array([0, 2, 1, 3], np.int32)
+    owner = np.array([2, 0, 1, 3], np.int32)  # Of ranks 0 and 1 on one node, 2 and 3 on the other.
+    stay_on_nodes(costs, costs, start, owner, loads_of(costs, owner, 4), 2, 5)
+    assert owner.tolist() == start.tolist()
