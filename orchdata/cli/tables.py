@@ -151,6 +151,12 @@ def _notes(profile: Profile) -> list[str]:
         notes.append("LLM rows are padded to the longest of their microbatch; the mean counts no padding, loads do")
     if profile.model_parallel > 1:
         notes.append(f"a rank is {profile.model_parallel} GPUs, which get the same samples")
+    notes += [
+        f"per phase, {scale.ranks:,} ranks in nodes of {scale.group_size}: features that cross nodes, "
+        + ", ".join(f"{phase} {share:.1%} of the rows" for phase, share in scale.rows_between_groups.items())
+        for scale in profile.scales
+        if scale.groups > 1 and scale.rows_between_groups
+    ]
     unnamed = [name for name in profile.phases if name not in profile.balanced_phases]
     if unnamed:
         why = "no cost model given (--cost), so LLM tokens alone are balanced"

@@ -20,7 +20,7 @@ from orchdata.planning.price import cost_of_cells, step_lower_bound, waits_insid
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedSteps:
-    """Some steps, planned; all but `num_ranks` have one entry a step. See `orchdata.planning.price`.
+    """Some steps, planned; all but `num_ranks` and the last have one entry a step. See `orchdata.planning.price`.
 
     Attributes:
         balanced: phases of the cost model, which the step is made of.
@@ -28,6 +28,8 @@ class PlannedSteps:
         phase_costs, phase_bounds: phase -> the same of each phase.
         totals: phase -> sum over ranks.
         microbatches: of each rank.
+        rows_between_nodes: encoder phase -> over all steps, share of its features' rows that cross nodes, where parts
+            are assigned apart.
     """
 
     num_ranks: int
@@ -38,6 +40,7 @@ class PlannedSteps:
     phase_bounds: Mapping[str, tuple[int, ...]]
     totals: Mapping[str, tuple[int, ...]]
     microbatches: tuple[int, ...]
+    rows_between_nodes: Mapping[str, float]
 
     @property
     def step(self) -> float:
@@ -71,6 +74,7 @@ def plan_steps(spec: PlanSpec, steps: Sequence[int]) -> PlannedSteps:
     """Plan these steps of epoch 0, and price them under the objective of `spec.balance`."""
     phases, balanced, objective = spec.costs.phases, spec.costs.balanced, spec.balance.objective
     costs, bounds, microbatches = [], [], []
+    rows: dict[str, NDArray[np.int64]] = {}
     by_phase: dict[str, list[tuple[int, int, int]]] = {phase: [] for phase in phases}
     for step in steps:
         plan = make_plan(spec, StepTask(0, step))
@@ -79,6 +83,8 @@ def plan_steps(spec: PlanSpec, steps: Sequence[int]) -> PlannedSteps:
         costs.append(cost_of_cells([cells[phase] for phase in balanced], in_step=in_step))
         bounds.append(step_lower_bound(plan, objective, balanced))
         microbatches.append(plan.num_microbatches)
+        for phase in plan.parts:
+            rows[phase] = rows.get(phase, np.zeros(3, np.int64)) + plan.feature_rows(phase)
         for phase, found in by_phase.items():
             total = int(plan.costs[phase].sum())
             cost = cost_of_cells([cells[phase]], in_step=in_step)
@@ -93,6 +99,7 @@ def plan_steps(spec: PlanSpec, steps: Sequence[int]) -> PlannedSteps:
         phase_bounds={phase: column[1] for phase, column in columns.items()},
         totals={phase: column[2] for phase, column in columns.items()},
         microbatches=tuple(microbatches),
+        rows_between_nodes={phase: int(ways[2]) / max(1, int(ways.sum())) for phase, ways in rows.items()},
     )
 
 

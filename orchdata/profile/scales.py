@@ -93,6 +93,8 @@ class Scale:
         step: of the whole step, over the phases of the cost model.
         speedup, per_phase_speedup: cost of the unbalanced step over that of the balanced one; an estimate by the cost
             model. Per phase without the time that features travel.
+        rows_between_groups: encoder phase -> share of its features' rows that leave their group, as their node, per
+            phase over all ranks.
         scopes: what each scope of balancing gives; without "grid" where counts of samples are limited.
         advice: of the phases of the cost model, each balanced by itself in one microbatch.
         changes: what else the whole step would be, planned; empty where it is within 2 % of the mean.
@@ -112,6 +114,7 @@ class Scale:
     step: PhaseImbalance
     speedup: float
     per_phase_speedup: float
+    rows_between_groups: Mapping[str, float]
     scopes: Mapping[Scope, ScopeProfile]
     advice: Mapping[str, PhaseAdvice]
     changes: tuple[Change, ...]
@@ -181,6 +184,7 @@ def make_scale(
         ),
         speedup=unbalanced.step / balanced.step,
         per_phase_speedup=unbalanced.step / apart["global"].step,
+        rows_between_groups=apart["global"].rows_between_nodes,
         scopes={
             scope: _scope_profile(
                 joint[scope], unbalanced, apart.get(scope), _locality(specs[scope], run, source, group_size)
@@ -194,7 +198,8 @@ def make_scale(
 
 def _scoped(spec: PlanSpec, scope: Scope, assignment: AssignmentKind, group_size: int) -> PlanSpec:
     size = group_size if scope in ("grouped", "grid") else None
-    return replace(spec, balance=replace(spec.balance, scope=scope, assignment=assignment, group_size=size))
+    balance = replace(spec.balance, scope=scope, assignment=assignment, group_size=size)
+    return replace(spec, balance=balance, ranks_per_node=group_size if assignment == "per_phase" else None)
 
 
 class _Locality(NamedTuple):

@@ -218,6 +218,10 @@ def test_phases_apart_beat_the_bound_of_whole_samples(tmp_path: Path) -> None:
     assert image.balanced >= image.lower_bound > 2.0
     assert image.per_phase < 1.05
     assert scale.per_phase_speedup > 1.5 * scale.speedup
+    assert scale.rows_between_groups == {"image": 0.0}  # One node.
+    (apart,) = profile(index, cost=cost, ranks=(4,), batch_size=4, group_size=2).scales
+    # The album's node has 20 of 35 images or more, and keeps 18.
+    assert 2 / 35 <= apart.rows_between_groups["image"] < 0.5
 
 
 def test_scopes_none_and_global_are_the_unbalanced_and_the_balanced_step(omni: Index) -> None:
