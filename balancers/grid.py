@@ -17,11 +17,12 @@ from numpy.typing import ArrayLike, NDArray
 
 from orchdata.balancers.assignment import MovedAssignment, loads_of, lower_bound
 from orchdata.balancers.checks import checked_costs, checked_count, checked_ranks, checked_ranks_count
-from orchdata.balancers.moves import MovedPhases, move_phases, moved_fields, moved_phases_fields
+from orchdata.balancers.moves import REDEAL_GAIN, MovedPhases, move_phases, moved_fields, moved_phases_fields
 from orchdata.balancers.phases import checked_phases
 from orchdata.native.move.minimal_move import solve_groups
 
 TOLERANCE = 1e-3
+GRID_REDEAL_GAIN = 1000  # The same in a round of a grid by plain costs: what a few members leave adds up.
 BYTES_PER_COST = 4
 BYTES_PER_COUNT = 4
 
@@ -89,7 +90,8 @@ def balance_grouped(
     group_size = min(num_ranks, checked_count(group_size, "group_size"))
     group = held // group_size
     sizes = _group_sizes(num_ranks, group_size)
-    member, bound = _share_out(checked, group, held % group_size, sizes, names.index(primary) if names else 0)
+    index = names.index(primary) if names else 0
+    member, bound = _share_out(checked, group, held % group_size, sizes, index, REDEAL_GAIN)
     rank = np.where(member >= 0, group * group_size + member, -1).astype(np.int32)
     if names:
         together = checked.sum(axis=0)
@@ -208,18 +210,22 @@ def _share_out(
     member: NDArray[np.int32],
     group_sizes: NDArray[np.int64],
     primary: int,
+    redeal_gain: int = GRID_REDEAL_GAIN,
 ) -> tuple[NDArray[np.int32], int]:
     """Balance each group by itself: the member each sample goes to, -1 for a cost of 0; the largest lower bound.
 
     Args:
         costs: int64 (num_samples,), or (num_phases, num_samples) where ranks wait after each phase: no bound then.
+        redeal_gain: as of `solve_from`, for plain costs.
     """
     order = np.lexsort((member, group))
     offsets = np.searchsorted(group[order], np.arange(len(group_sizes) + 1))
     goes_to = np.empty(len(member), np.int32)
     if costs.ndim == 1:
         sorted_costs = costs[order]
-        goes_to[order], bound = solve_groups(sorted_costs, sorted_costs, member[order], offsets, group_sizes, TOLERANCE)
+        goes_to[order], bound = solve_groups(
+            sorted_costs, sorted_costs, member[order], offsets, group_sizes, TOLERANCE, redeal_gain
+        )
         return goes_to, int(bound)
     together = costs.sum(axis=0)
     for start, stop, size in zip(offsets[:-1], offsets[1:], group_sizes, strict=True):

@@ -28,6 +28,8 @@ from orchdata.native.assign.phases import sum_of_peaks
 from orchdata.native.move.minimal_move import pays, solve_from
 from orchdata.native.move.phases import move_by_phase
 
+REDEAL_GAIN = 50  # Everything is dealt anew where that takes one part in so many off what moving little reaches.
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MovedPhases(PhaseAssignment):
@@ -116,7 +118,7 @@ def balance_from(
     checked = checked_costs(costs)
     held = checked_ranks(owner, num_ranks, len(checked), "owner")
     weights = checked if sizes is None else checked_sizes(sizes, len(checked))
-    rank, loads, bound = solve_from(checked, weights, held, num_ranks, node, tolerance)
+    rank, loads, bound = solve_from(checked, weights, held, num_ranks, node, tolerance, REDEAL_GAIN)
     return MovedAssignment(**moved_fields(checked, weights, held, rank, loads, int(bound), node))
 
 
@@ -144,9 +146,9 @@ def move_phases(
     reached, before = (int(sum_of_peaks(by_sample, where, num_ranks)) for where in (rank, held))
     if before <= reached:
         rank, reached = held, before
-    if pays(reached, sum(bounds)):
+    if pays(reached, sum(bounds), REDEAL_GAIN):
         anew = balance_phases({str(phase): row for phase, row in enumerate(costs)}, num_ranks, primary=str(primary))
-        if pays(reached, sum(anew.makespans)):
+        if pays(reached, sum(anew.makespans), REDEAL_GAIN):
             rank = renamed(anew.rank, held, sizes, num_ranks, ranks_per_node)
     return rank
 

@@ -27,13 +27,12 @@ from orchdata.native.sorting import descending_order, present_descending
 RELEASE_BELOW = (0, 2, 8)  # Per cent of the target that ranks above it do without, in turn.
 TOLERANCES = (1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3)  # Of the candidates.
 NARROWER = (1e-4, 0.0)  # Tried in turn where less than the first is asked for and reached; they may not move less.
-REDEAL_GAIN = 50  # Everything is dealt anew where that takes one part in so many off what moving little reaches.
 
 
 @kernel
-def pays(reached: int, anew: int) -> bool:
-    """Whether dealing anew takes enough off the makespan that moving little reached."""
-    return reached > 0 and reached - anew >= (reached + REDEAL_GAIN - 1) // REDEAL_GAIN
+def pays(reached: int, anew: int, gain: int) -> bool:
+    """Whether dealing anew takes one part in `gain` off the makespan that moving little reached."""
+    return reached > 0 and reached - anew >= (reached + gain - 1) // gain
 
 
 @kernel
@@ -207,6 +206,7 @@ def solve_from(
     num_ranks: int,
     ranks_per_node: int,
     tolerance: float,
+    redeal_gain: int,
 ) -> tuple[NDArray[np.int32], NDArray[np.int64], int]:
     """Balance samples over ranks, starting from who holds them.
 
@@ -217,6 +217,7 @@ def solve_from(
         num_ranks: at least 1.
         ranks_per_node: consecutive ranks of a node, moves inside which are preferred; 1 where nodes do not matter.
         tolerance: relative distance to the lower bound that is good enough.
+        redeal_gain: everything is dealt anew where that takes one part in so many off what moving little reaches.
 
     Returns:
         (rank int32 (num_samples,), -1 for a cost of 0; loads int64 (num_ranks,); lower bound).
@@ -227,7 +228,7 @@ def solve_from(
     best, loads = start.copy(), np.empty(num_ranks, np.int64)
     recount(descending, best, loads, np.empty(num_ranks, np.int32))
     if loads.max() > bound + np.int64(bound * tolerance):
-        improve(descending, weights, start, best, loads, ranks_per_node, bound, tolerance)
+        improve(descending, weights, start, best, loads, ranks_per_node, bound, tolerance, redeal_gain)
     rank = np.full(costs.shape[0], np.int32(-1))
     rank[order] = best
     return rank, loads, bound
@@ -243,13 +244,14 @@ def improve(
     ranks_per_node: int,
     bound: int,
     tolerance: float,
+    redeal_gain: int,
 ) -> None:
     """Choose among the candidates of the module, staying among them.
 
     Args:
         best, loads: who holds each sample, and what that gives; the candidate chosen is written.
         bound: lower bound of the makespan.
-        tolerance: as of `solve_from`; the others as of `move_excess`.
+        tolerance, redeal_gain: as of `solve_from`; the others as of `move_excess`.
     """
     divisor = common_divisor(descending)
     least = (bound + divisor - 1) // divisor * divisor  # No makespan is lower.
@@ -274,9 +276,9 @@ def improve(
         if stalled or trial.max() > below:
             take_if_better(sizes, held, owner, trial, best, loads, max(first, target))
         below = own
-    if stalled and pays(lowest, least):
+    if stalled and pays(lowest, least, redeal_gain):
         deal_anew(descending, sizes, held, owner, trial, counts, first)
-        if pays(lowest, trial.max()):
+        if pays(lowest, trial.max(), redeal_gain):
             take_if_better(sizes, held, owner, trial, best, loads, max(first, target))
     for tried in NARROWER:
         if loads.max() <= target or stalled:
@@ -296,6 +298,7 @@ def solve_groups(
     offsets: NDArray[np.int64],
     num_members: NDArray[np.int64],
     tolerance: float,
+    redeal_gain: int,
 ) -> tuple[NDArray[np.int32], int]:
     """`solve_from` in each group on its own.
 
@@ -305,7 +308,7 @@ def solve_groups(
         held: int32 (num_samples,), the member of its group that holds each.
         offsets: int64 (num_groups + 1,): the samples of group g are offsets[g] to offsets[g + 1].
         num_members: int64 (num_groups,), ranks in each group.
-        tolerance: as in `solve_from`.
+        tolerance, redeal_gain: as in `solve_from`.
 
     Returns:
         (member int32 (num_samples,), the largest of the groups' lower bounds).
@@ -314,7 +317,9 @@ def solve_groups(
     bound = np.int64(0)
     for group in range(num_members.shape[0]):
         mine = slice(offsets[group], offsets[group + 1])
-        found, _, least = solve_from(costs[mine], sizes[mine], held[mine], num_members[group], 1, tolerance)
+        found, _, least = solve_from(
+            costs[mine], sizes[mine], held[mine], num_members[group], 1, tolerance, redeal_gain
+        )
         member[mine] = found
         bound = max(bound, least)
     return member, bound

@@ -201,7 +201,7 @@ def test_groups_are_solved_as_if_alone(held: tuple[int, list[tuple[int, int]]]) 
     num_ranks, samples = held
     costs = np.array([cost for cost, _ in samples], np.int64)
     owner = np.array([rank for _, rank in samples], np.int32)
-    alone, _, bound = solve_from(costs, costs, owner, num_ranks, 1, 1e-3)
+    alone, _, bound = solve_from(costs, costs, owner, num_ranks, 1, 1e-3, 50)
     both, largest = solve_groups(
         np.concatenate([costs, 2 * costs]),
         np.concatenate([costs, costs]),
@@ -209,8 +209,9 @@ def test_groups_are_solved_as_if_alone(held: tuple[int, list[tuple[int, int]]]) 
         np.array([0, len(costs), 2 * len(costs)]),
         np.array([num_ranks, num_ranks]),
         1e-3,
+        50,
     )
-    doubled, _, double_bound = solve_from(2 * costs, costs, owner, num_ranks, 1, 1e-3)
+    doubled, _, double_bound = solve_from(2 * costs, costs, owner, num_ranks, 1, 1e-3, 50)
     assert both.tolist() == [*alone.tolist(), *doubled.tolist()]
     assert largest == max(bound, double_bound)
 
