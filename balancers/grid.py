@@ -17,7 +17,14 @@ from numpy.typing import ArrayLike, NDArray
 
 from orchdata.balancers.assignment import MovedAssignment, loads_of, lower_bound
 from orchdata.balancers.checks import checked_costs, checked_count, checked_ranks, checked_ranks_count
-from orchdata.balancers.moves import REDEAL_GAIN, MovedPhases, move_phases, moved_fields, moved_phases_fields
+from orchdata.balancers.moves import (
+    REDEAL_GAIN,
+    MovedPhases,
+    checked_sizes,
+    move_phases,
+    moved_fields,
+    moved_phases_fields,
+)
 from orchdata.balancers.phases import checked_phases
 from orchdata.native.move.minimal_move import solve_groups
 
@@ -52,12 +59,20 @@ class GridPhases(MovedPhases):
 
 @overload
 def balance_grouped(
-    costs: Mapping[str, ArrayLike], owner: ArrayLike, num_ranks: int, group_size: int, *, primary: str = "llm"
+    costs: Mapping[str, ArrayLike],
+    owner: ArrayLike,
+    num_ranks: int,
+    group_size: int,
+    *,
+    sizes: ArrayLike | None = None,
+    primary: str = "llm",
 ) -> MovedPhases: ...
 
 
 @overload
-def balance_grouped(costs: ArrayLike, owner: ArrayLike, num_ranks: int, group_size: int) -> MovedAssignment: ...
+def balance_grouped(
+    costs: ArrayLike, owner: ArrayLike, num_ranks: int, group_size: int, *, sizes: ArrayLike | None = None
+) -> MovedAssignment: ...
 
 
 def balance_grouped(
@@ -66,6 +81,7 @@ def balance_grouped(
     num_ranks: int,
     group_size: int,
     *,
+    sizes: ArrayLike | None = None,
     primary: str = "llm",
 ) -> MovedAssignment | MovedPhases:
     """Balance inside groups of consecutive ranks; nothing moves between groups.
@@ -76,6 +92,7 @@ def balance_grouped(
         owner: integers (num_samples,), the rank that holds each sample.
         num_ranks: at least 1.
         group_size: ranks in a group, as the ranks of a node; the last group may be smaller.
+        sizes: integers (num_samples,), what moving a sample takes, as bytes; by default the costs.
         primary: of costs by phase, the one that all samples take part in.
 
     Returns:
@@ -89,15 +106,15 @@ def balance_grouped(
     names, checked, held = _checked(costs, owner, num_ranks, primary)
     group_size = min(num_ranks, checked_count(group_size, "group_size"))
     group = held // group_size
-    sizes = _group_sizes(num_ranks, group_size)
+    weights = _together(checked) if sizes is None else checked_sizes(sizes, len(held))
     index = names.index(primary) if names else 0
-    member, bound = _share_out(checked, group, held % group_size, sizes, index, REDEAL_GAIN)
+    groups = _group_sizes(num_ranks, group_size)
+    member, bound = _share_out(checked, weights, group, held % group_size, groups, index, REDEAL_GAIN)
     rank = np.where(member >= 0, group * group_size + member, -1).astype(np.int32)
     if names:
-        together = checked.sum(axis=0)
-        return MovedPhases(**moved_phases_fields(names, checked, together, held, rank, num_ranks, group_size))
+        return MovedPhases(**moved_phases_fields(names, checked, weights, held, rank, num_ranks, group_size))
     return MovedAssignment(
-        **moved_fields(checked, checked, held, rank, loads_of(checked, rank, num_ranks), bound, group_size)
+        **moved_fields(checked, weights, held, rank, loads_of(checked, rank, num_ranks), bound, group_size)
     )
 
 
@@ -143,18 +160,18 @@ def balance_grid(
     ranks_per_node = min(num_ranks, checked_count(ranks_per_node, "ranks_per_node"))
     sent, index = checked.astype(np.float32).astype(np.int64), names.index(primary) if names else 0
     node = held // ranks_per_node
-    column, _ = _share_out(sent, node, held % ranks_per_node, _group_sizes(num_ranks, ranks_per_node), index)
+    weights = _together(sent)
+    column, _ = _share_out(sent, weights, node, held % ranks_per_node, _group_sizes(num_ranks, ranks_per_node), index)
     # After the first round a rank lists what it holds by who held it before.
     listed = np.argsort(held, kind="stable")
     listed = listed[column[listed] >= 0]
     columns = _column_sizes(num_ranks, ranks_per_node)
-    found, _ = _share_out(sent[..., listed], column[listed], node[listed], columns, index)
+    found, _ = _share_out(sent[..., listed], weights[listed], column[listed], node[listed], columns, index)
     rank = np.full(len(held), -1, np.int32)
     rank[listed] = found * ranks_per_node + column[listed]
     heard = _metadata_bytes(node[listed], column[listed], num_ranks, ranks_per_node, max(1, len(names)))
     if names:
-        together = checked.sum(axis=0)
-        fields = moved_phases_fields(names, checked, together, held, rank, num_ranks, ranks_per_node)
+        fields = moved_phases_fields(names, checked, _together(checked), held, rank, num_ranks, ranks_per_node)
         return GridPhases(**fields, metadata_bytes=heard)
     loads, bound = loads_of(checked, rank, num_ranks), lower_bound(checked, num_ranks)
     return GridAssignment(
@@ -187,7 +204,7 @@ def grid_round(held: Sequence[ArrayLike], *, primary: int = -1) -> list[NDArray[
     owner = np.repeat(np.arange(len(members), dtype=np.int32), counts)
     together = np.concatenate(costs, axis=-1)
     index = primary % len(together) if together.ndim == 2 else 0
-    found, _ = _share_out(together, np.zeros_like(owner), owner, np.array([len(members)]), index)
+    found, _ = _share_out(together, _together(together), np.zeros_like(owner), owner, np.array([len(members)]), index)
     return np.split(found, np.cumsum(counts)[:-1])
 
 
@@ -204,8 +221,14 @@ def _checked(
     return names, checked, checked_ranks(owner, num_ranks, checked.shape[-1], "owner")
 
 
+def _together(costs: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Costs of samples over all phases, int64 (num_samples,)."""
+    return costs.sum(axis=0) if costs.ndim == 2 else costs
+
+
 def _share_out(
     costs: NDArray[np.int64],
+    sizes: NDArray[np.int64],
     group: NDArray[np.int32],
     member: NDArray[np.int32],
     group_sizes: NDArray[np.int64],
@@ -216,23 +239,20 @@ def _share_out(
 
     Args:
         costs: int64 (num_samples,), or (num_phases, num_samples) where ranks wait after each phase: no bound then.
+        sizes: int64 (num_samples,), what moving each takes.
         redeal_gain: as of `solve_from`, for plain costs.
     """
     order = np.lexsort((member, group))
     offsets = np.searchsorted(group[order], np.arange(len(group_sizes) + 1))
     goes_to = np.empty(len(member), np.int32)
     if costs.ndim == 1:
-        sorted_costs = costs[order]
         goes_to[order], bound = solve_groups(
-            sorted_costs, sorted_costs, member[order], offsets, group_sizes, TOLERANCE, redeal_gain
+            costs[order], sizes[order], member[order], offsets, group_sizes, TOLERANCE, redeal_gain
         )
         return goes_to, int(bound)
-    together = costs.sum(axis=0)
     for start, stop, size in zip(offsets[:-1], offsets[1:], group_sizes, strict=True):
         mine = order[start:stop]
-        goes_to[mine] = move_phases(
-            np.ascontiguousarray(costs[:, mine]), member[mine], int(size), primary, together[mine]
-        )
+        goes_to[mine] = move_phases(np.ascontiguousarray(costs[:, mine]), member[mine], int(size), primary, sizes[mine])
     return goes_to, 0
 
 

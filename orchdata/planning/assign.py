@@ -84,7 +84,7 @@ def assign(
     if balance.scope == "grid":
         return balance_grid(shared, owner, num_ranks, group_size).rank
     if balance.scope == "grouped":
-        return balance_grouped(shared, owner, num_ranks, group_size).rank
+        return balance_grouped(shared, owner, num_ranks, group_size, sizes=sizes).rank
     return balance_from(shared, owner, num_ranks, sizes=sizes, ranks_per_node=ranks_per_node).rank
 
 

@@ -159,7 +159,8 @@ def test_groups_are_balanced_alone_and_nothing_leaves_them(held: Held) -> None:
     num_ranks, group_size, samples = held
     costs = np.array([cost for cost, _ in samples], np.int64)
     owner = np.array([rank for _, rank in samples], np.int64)
-    found = balance_grouped(costs, owner, num_ranks, group_size)
+    sizes = costs[::-1] + 1
+    found = balance_grouped(costs, owner, num_ranks, group_size, sizes=sizes)
     assert found.moved_cost_between == 0
     bound = 0
     for first in range(0, num_ranks, group_size):
@@ -167,7 +168,7 @@ def test_groups_are_balanced_alone_and_nothing_leaves_them(held: Held) -> None:
         members = min(group_size, num_ranks - first)
         # Listed by holder, as the ranks of a group tell each other.
         listed = np.flatnonzero(mine)[np.argsort(owner[mine], kind="stable")]
-        alone = balance_from(costs[listed], owner[listed] - first, members)
+        alone = balance_from(costs[listed], owner[listed] - first, members, sizes=sizes[listed])
         assert np.where(alone.rank >= 0, alone.rank + first, -1).tolist() == found.rank[listed].tolist()
         bound = max(bound, alone.lower_bound)
     assert found.lower_bound == bound
