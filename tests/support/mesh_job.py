@@ -14,7 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from datetime import timedelta
 from functools import partial
 from itertools import islice
@@ -110,6 +110,8 @@ class Job:
         dp = DataParallel(self.mesh("dp", "tp"), dims=("dp",), check_plan_every=2)
         often = DataParallel(self.mesh("dp_replicate", "dp_shard"), check_plan_every=2)
         odd = self.rank == 2
+        nodes = replace(often, ranks_per_node=1 if odd else 2)
+        per_phase = {"balance": od.Balance(assignment="per_phase"), "cost": od.CostModel.tokens()}
 
         def refused(usual: dict[str, Any], differing: dict[str, Any], dp: Any = dp) -> str | None:
             return message(lambda: self.loader(dp, **(differing if odd else usual)))
@@ -120,6 +122,8 @@ class Job:
             "dataset": refused({}, {"data": "other"}),
             "cost": refused({"cost": None}, {"cost": od.CostModel.tokens()}),
             "balance": refused({}, {"balance": "none"}),
+            "nodes": refused(per_phase, per_phase, nodes),
+            "nodes without parts": refused({}, {}, nodes),
             "no index": refused({}, {"data": "unindexed"}),
             "world": refused({"seed": 1}, {"seed": 2}, dist.group.WORLD),
             "tuple": refused({"seed": 1}, {"seed": 2}, (0, 1)),
