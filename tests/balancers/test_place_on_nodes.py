@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from orchdata.balancers import balance, placement
-from orchdata.balancers.placement import NodePlacement, place_on_nodes, traffic_between
+from orchdata.balancers.placement import NodePlacement, place_on_nodes, renamed, traffic_between
 from orchdata.bench.distributions import DISTRIBUTIONS
 
 # The first call of a kernel compiles or loads it.
@@ -162,3 +162,10 @@ def test_equal_on_repeats() -> None:
 def test_bad_input(call: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()  # type: ignore[operator]
+
+
+def test_renaming_an_assignment_keeps_its_loads_and_what_it_can_where_it_is() -> None:
+    owner, rank = np.array([0, 1, 2, 3, 0], np.int32), np.array([2, 3, 0, 1, 1], np.int32)
+    assert renamed(rank, owner, np.array([9, 9, 9, 9, 1]), 4).tolist() == [0, 1, 2, 3, 3]
+    # Sizes beyond what floats hold are compared in a larger unit.
+    assert renamed(rank, owner, np.array([9, 9, 9, 9, 1]) << 56, 4, 2).tolist() == [0, 1, 2, 3, 3]

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from shard_factory import omni_shards
 
 import orchdata as od
-from orchdata.balancers import order_microbatches, simulate_1f1b
+from orchdata.balancers import balance_phases, order_microbatches, simulate_1f1b
+from orchdata.balancers.assignment import loads_of
+from orchdata.bench.distributions import omni_phases
 from orchdata.order.order import Order, Shuffle
 from orchdata.order.steps import GlobalBatches, StepTask
 from orchdata.planning.assign import assign, stream_ranks
@@ -88,6 +90,36 @@ def test_ranks_are_those_of_every_version(name: str, held: bool) -> None:
     rank = assign(costs, BALANCES[name], 8, owner, sizes=1 + number * 613 % 97 if held else None)
     found = hashlib.blake2b(rank.astype("<i4").tobytes(), digest_size=8).hexdigest()
     assert found == RANKS_FOUND[held, name]
+
+
+def waiting(costs: dict[str, Any], rank: Any, num_ranks: int) -> int:
+    """The sum over phases of the largest load."""
+    return sum(int(loads_of(of_all, rank, num_ranks).max()) for of_all in costs.values())
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_every_scope_lowers_what_ranks_wait_for_after_each_phase(held: bool) -> None:
+    num_ranks, size = 32, 8
+    costs: dict[str, Any] = omni_phases(np.random.default_rng(5), num_ranks * 32)
+    owner = (np.arange(num_ranks * 32) // 32).astype(np.int32)
+    moving = {"sizes": costs["llm"], "ranks_per_node": size} if held else {}
+    together = {"llm": np.sum(list(costs.values()), axis=0)}
+    found: dict[str, int] = {}
+    for scope in ("grouped", "grid", "global"):
+        balance = od.Balance(scope=scope, group_size=None if scope == "global" else size)  # type: ignore[arg-type]
+        rank = assign(costs, balance, num_ranks, owner, **moving)
+        found[scope] = waiting(costs, rank, num_ranks)
+        by_sum = assign(together, balance, num_ranks, owner, **moving)
+        assert found[scope] < waiting(costs, by_sum, num_ranks) < waiting(costs, owner, num_ranks)
+        summed = assign(costs, replace(balance, objective="sum"), num_ranks, owner, **moving)
+        assert summed.tolist() == by_sum.tolist()
+        if scope == "grouped":
+            assert (rank // size == owner // size).all()
+            for first in range(0, num_ranks, size):
+                mine = {phase: of_all[owner // size == first // size] for phase, of_all in costs.items()}
+                alone = sum(balance_phases(mine, size).makespans)
+                assert waiting(mine, rank[owner // size == first // size] - first, size) <= 1.02 * alone
+    assert found["grid"] <= 1.05 * found["global"]
 
 
 @settings(max_examples=40, deadline=None)
