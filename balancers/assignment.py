@@ -9,6 +9,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from orchdata.balancers.checks import checked_costs, checked_ranks_count
 from orchdata.native.assign.bounds import strong_lower_bound
+from orchdata.native.microbatches.microbatch import cell_sums
 from orchdata.native.sorting import descending_order
 
 
@@ -88,8 +89,7 @@ def cells_of(
     num_microbatches: int,
 ) -> NDArray[np.int64]:
     """Cost of each rank's microbatches, int64 (num_ranks, num_microbatches)."""
-    cells = np.zeros((num_ranks, num_microbatches), np.int64)
-    np.add.at(cells, (rank, microbatch), costs)
+    cells: NDArray[np.int64] = cell_sums(costs, rank, microbatch, num_ranks, num_microbatches)
     return cells
 
 

@@ -116,3 +116,35 @@ def _whole_numbers(array: NDArray[np.floating], name: str) -> NDArray[np.int64]:
 
 def _hint(name: str) -> str:
     return ": use a CostModel to make costs" if name.startswith("costs") else ""
+
+
+def checked_sizes(sizes: ArrayLike, num_samples: int) -> NDArray[np.int64]:
+    """Sizes int64 (num_samples, num_caps)."""
+    array = np.asarray(sizes)
+    if array.ndim not in (1, 2) or len(array) != num_samples or array.shape[1:] == (0,):
+        raise ValueError(
+            f"sizes must have one row for each of the {num_samples} costs, and a column for each cap, got shape"
+            f" {array.shape}"
+        )
+    if array.ndim == 1:
+        return checked_costs(array, "sizes")[:, None]
+    columns = np.empty(array.shape, np.int64)
+    for k in range(array.shape[1]):
+        columns[:, k] = checked_costs(array[:, k], f"sizes[:, {k}]")
+    return columns
+
+
+def checked_caps(max_size: int | ArrayLike, num_caps: int) -> NDArray[np.int64]:
+    caps = np.atleast_1d(np.asarray(max_size))
+    if caps.shape != (num_caps,) or caps.dtype.kind not in "iu":
+        raise ValueError(f"max_size must be {num_caps} integer(s), one for each column of sizes, got {max_size!r}")
+    if (caps < 1).any():
+        raise ValueError(f"max_size must be at least 1, got {max_size!r}")
+    return np.ascontiguousarray(np.minimum(caps, MAX_TOTAL), dtype=np.int64)
+
+
+def checked_effort(value: float, name: str) -> float:
+    """A finite number of at least 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+        raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}")
+    return float(value)

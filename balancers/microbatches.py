@@ -7,7 +7,14 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from orchdata.balancers.checks import MAX_TOTAL, checked_costs, checked_count, checked_flag, checked_ranks_count
+from orchdata.balancers.checks import (
+    checked_caps,
+    checked_costs,
+    checked_count,
+    checked_flag,
+    checked_ranks_count,
+    checked_sizes,
+)
 from orchdata.native.microbatches.microbatch import split
 
 
@@ -52,8 +59,8 @@ def split_microbatches(
     num_ranks = checked_ranks_count(num_ranks)
     work = checked_costs(costs)
     owner = _checked_rank(rank, num_ranks, len(work))
-    columns = _checked_sizes(work if sizes is None else sizes, len(work))
-    caps = _checked_caps(max_size, columns.shape[1])
+    columns = checked_sizes(work if sizes is None else sizes, len(work))
+    caps = checked_caps(max_size, columns.shape[1])
     if oversize == "error":
         _refuse_oversize(columns, caps, owner)
     in_step = checked_flag(in_step, "in_step")
@@ -89,26 +96,3 @@ def _checked_rank(rank: ArrayLike, num_ranks: int, num_samples: int) -> NDArray[
         sample = int(outside.argmax())
         raise ValueError(f"rank[{sample}] is {array[sample]}; it must be from -1 (left out) to {num_ranks - 1}")
     return np.require(array, np.int32, ["C", "W"])
-
-
-def _checked_sizes(sizes: ArrayLike, num_samples: int) -> NDArray[np.int64]:
-    """Sizes int64 (num_samples, num_caps)."""
-    array = np.asarray(sizes)
-    if array.ndim not in (1, 2) or len(array) != num_samples or array.shape[1:] == (0,):
-        raise ValueError(
-            f"sizes must have one row for each of the {num_samples} costs, and a column for each cap, got shape"
-            f" {array.shape}"
-        )
-    if array.ndim == 1:
-        return checked_costs(array, "sizes")[:, None]
-    columns = [checked_costs(array[:, k], f"sizes[:, {k}]") for k in range(array.shape[1])]
-    return np.ascontiguousarray(np.stack(columns, axis=1))
-
-
-def _checked_caps(max_size: int | ArrayLike, num_caps: int) -> NDArray[np.int64]:
-    caps = np.atleast_1d(np.asarray(max_size))
-    if caps.shape != (num_caps,) or caps.dtype.kind not in "iu":
-        raise ValueError(f"max_size must be {num_caps} integer(s), one for each column of sizes, got {max_size!r}")
-    if int(caps.min()) < 1:
-        raise ValueError(f"max_size must be at least 1, got {max_size!r}")
-    return np.ascontiguousarray(np.minimum(caps, MAX_TOTAL), dtype=np.int64)

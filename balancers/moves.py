@@ -21,7 +21,7 @@ from orchdata.balancers.checks import (
     checked_ranks_count,
     checked_tolerance,
 )
-from orchdata.balancers.phases import PhaseAssignment, balance_phases, checked_phases
+from orchdata.balancers.phases import PhaseAssignment, balance_phases, checked_phases, search_pairs
 from orchdata.balancers.placement import renamed
 from orchdata.native.assign.phase_refine import phase_loads
 from orchdata.native.assign.phases import sum_of_peaks
@@ -142,7 +142,9 @@ def move_phases(
     bounds = [lower_bound(row, num_ranks) for row in costs]
     targets = np.array([bound + int(bound * tolerance) for bound in bounds], np.int64)
     by_sample = np.ascontiguousarray(costs.T)
-    rank: NDArray[np.int32] = move_by_phase(by_sample, held, num_ranks, ranks_per_node, primary, targets)
+    rank: NDArray[np.int32] = move_by_phase(
+        by_sample, held, num_ranks, ranks_per_node, primary, targets, search_pairs(len(held), num_ranks)
+    )
     reached, before = (int(sum_of_peaks(by_sample, where, num_ranks)) for where in (rank, held))
     if before <= reached:
         rank, reached = held, before

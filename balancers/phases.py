@@ -9,16 +9,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from orchdata.balancers.assignment import lower_bound
-from orchdata.balancers.checks import MAX_TOTAL, checked_costs, checked_flag, checked_ranks_count
+from orchdata.balancers.checks import (
+    MAX_TOTAL,
+    checked_caps,
+    checked_costs,
+    checked_effort,
+    checked_flag,
+    checked_ranks_count,
+    checked_sizes,
+)
 from orchdata.balancers.packed import balance
 from orchdata.native.assign.phase_refine import phase_loads
-from orchdata.native.assign.phases import solve_barrier
+from orchdata.native.assign.phases import above_caps, refine_within, solve_barrier
+
+PAIRS = 8  # Looked at in the joint search, for each pair of samples that share a rank.
+_FEW_SAMPLES = 2048
+GOOD = 200  # Peaks this part above their bounds, or less, are searched no further.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,6 +71,9 @@ def balance_phases(
     equal_count: bool = False,
     max_samples: int | None = None,
     primary: str = "llm",
+    sizes: ArrayLike | None = None,
+    max_size: int | ArrayLike | None = None,
+    effort: float = 1.0,
 ) -> PhaseAssignment:
     """Assign samples to ranks so that a step over all phases takes as little as can be found quickly.
 
@@ -73,14 +88,27 @@ def balance_phases(
         equal_count: all ranks hold the same number of samples (per phase: of those with a cost), give or take one.
         max_samples: largest number of samples on a rank.
         primary: the phase all samples take part in.
+        sizes: integers (num_samples,) or (num_samples, num_caps), with
+        max_size: the most that the samples of a rank may sum to, one for each column of sizes; joint `barrier` only.
+        effort: how much more than usual the joint search under `barrier` may look at. Usual are 8 * num_ranks *
+            (samples a rank)**2 pairs of samples: work, not time, so that all machines find the same.
 
     Raises:
-        ValueError: bad costs or counts, an unknown option, or a sample that costs nothing in any phase (joint).
+        ValueError: bad costs or counts, an unknown option, a sample that costs nothing in any phase (joint), or caps
+            within which no assignment was found.
     """
     if assignment not in ("joint", "per_phase"):
         raise ValueError(f"assignment must be 'joint' or 'per_phase', got {assignment!r}")
     if objective not in ("barrier", "sum"):
         raise ValueError(f"objective must be 'barrier' or 'sum', got {objective!r}")
+    if (sizes is None) != (max_size is None):
+        raise ValueError("sizes and max_size go together: give both, or neither")
+    if sizes is not None and (assignment, objective) != ("joint", "barrier"):
+        raise ValueError(
+            f"sizes are capped in a joint assignment under 'barrier' only, got {assignment!r} under {objective!r}: use"
+            " split_microbatches"
+        )
+    effort = checked_effort(effort, "effort")
     num_ranks = checked_ranks_count(num_ranks)
     equal_count = checked_flag(equal_count, "equal_count")
     names, costs = checked_phases(costs_by_phase, primary)
@@ -91,7 +119,26 @@ def balance_phases(
         bounds = tuple(part.lower_bound for part in parts)
     else:
         bounds = tuple(lower_bound(row, num_ranks) for row in costs)
-        rank = _joint(costs, bounds, num_ranks, objective, equal_count, max_samples, names.index(primary))
+        columns, caps = np.empty((costs.shape[1], 0), np.int64), np.empty(0, np.int64)
+        if sizes is not None and max_size is not None:
+            columns = checked_sizes(sizes, costs.shape[1])
+            caps = checked_caps(max_size, columns.shape[1])
+        rank = assign_jointly(
+            costs,
+            num_ranks,
+            objective=objective,
+            equal_count=equal_count,
+            max_samples=max_samples,
+            primary=names.index(primary),
+            sizes=columns,
+            caps=caps,
+            effort=effort,
+        )
+        if above_caps(columns, caps, rank, num_ranks):
+            raise ValueError(
+                f"no assignment to {num_ranks} ranks within max_size={caps.tolist()} was found: raise it, or take fewer"
+                " samples"
+            )
         loads = np.ascontiguousarray(phase_loads(np.ascontiguousarray(costs.T), rank, num_ranks).T)
     return PhaseAssignment(names, rank, loads, tuple(int(peak) for peak in loads.max(axis=1)), bounds)
 
@@ -116,34 +163,55 @@ def checked_phases(costs_by_phase: Mapping[str, ArrayLike], primary: str) -> tup
     return names, np.stack(rows)
 
 
-def _joint(
+def assign_jointly(
     costs: NDArray[np.int64],
-    bounds: tuple[int, ...],
     num_ranks: int,
+    *,
     objective: str,
     equal_count: bool,
     max_samples: int | None,
     primary: int,
+    sizes: NDArray[np.int64],
+    caps: NDArray[np.int64],
+    within: NDArray[np.int32] | None = None,
+    effort: float,
 ) -> NDArray[np.int32]:
+    """One rank for each sample, int32 (num_samples,); `balance_phases` of checked arguments.
+
+    Args:
+        costs: int64 (num_phases, num_samples).
+        primary: index of the phase all samples take part in.
+        sizes, caps: int64 (num_samples, num_caps) and (num_caps,); kept where that is found.
+        within: int32 (num_samples,), an assignment that keeps the caps, where one is known: they are then kept.
+    """
     together = costs.sum(axis=0)
     if not together.all():
         raise ValueError(f"sample {int((together == 0).argmax())} costs 0 in every phase: leave it out, or cost it 1")
-    if objective == "sum" or len(costs) == 1:
-        return balance(together, num_ranks, equal_count=equal_count, max_samples=max_samples).rank
+    counts: dict[str, Any] = {"equal_count": equal_count, "max_samples": max_samples}
+    if not len(caps) and (objective == "sum" or len(costs) == 1):
+        return balance(together, num_ranks, **counts).rank
     # Samples without a primary cost still need a rank.
-    alone = balance(np.maximum(costs[primary], 1), num_ranks, equal_count=equal_count, max_samples=max_samples)
+    given = within
+    if given is None or len(together) <= _FEW_SAMPLES:
+        given = balance(np.maximum(costs[primary], 1), num_ranks, **counts).rank
     num_samples = len(together)
-    limit, extras = (max_samples or num_samples), 0
-    if equal_count:
-        limit, extras = divmod(num_samples, num_ranks)
-    rank: NDArray[np.int32] = solve_barrier(
-        np.ascontiguousarray(costs.T),
-        alone.rank,
-        num_ranks,
-        primary,
-        np.array(bounds, np.int64),
-        limit,
-        extras,
-        equal_count,
-    )
-    return rank
+    most, extras = divmod(num_samples, num_ranks) if equal_count else (max_samples or num_samples, 0)
+    bounds = np.array([lower_bound(row, num_ranks) for row in costs], np.int64)
+    by_sample, pairs = np.ascontiguousarray(costs.T), search_pairs(num_samples, num_ranks, effort)
+    good = int(bounds.sum())
+    good += good // max(1, round(GOOD * effort))
+    rank = solve_barrier(by_sample, given, num_ranks, primary, bounds, most, extras, equal_count, good, pairs)
+    if above_caps(sizes, caps, rank, num_ranks):
+        may_hold = -1 if equal_count else most
+        peaks = phase_loads(by_sample, rank, num_ranks).max(axis=0)
+        refine_within(by_sample, sizes, caps, rank, num_ranks, peaks, may_hold, pairs)
+        if above_caps(sizes, caps, rank, num_ranks):
+            spread = balance(np.maximum(sizes[:, 0], 1), num_ranks, **counts).rank if within is None else within.copy()
+            refine_within(by_sample, sizes, caps, spread, num_ranks, bounds, may_hold, pairs)
+            rank = min(rank, spread, key=lambda one: int(above_caps(sizes, caps, one, num_ranks)))
+    return np.asarray(rank, np.int32)
+
+
+def search_pairs(num_samples: int, num_ranks: int, effort: float = 1.0) -> int:
+    """Pairs of samples that a search may look at: the same on every machine."""
+    return int(PAIRS * effort * (num_samples * num_samples // num_ranks))

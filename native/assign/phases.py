@@ -8,14 +8,13 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.native.assign.phase_refine import phase_loads, refine_phases
+from orchdata.native.assign.phase_refine import FIRST_PARTNERS, phase_loads, refine_phases
 from orchdata.native.assign.ranking import bit_length
 from orchdata.native.assign.tournament import NEVER, replay, tournament
 from orchdata.native.jit import kernel
 from orchdata.native.sorting import descending_order
 
-WINDOWS = (8, 32)
-WORK_BUDGET = 200_000  # Pairs of samples looked at in each search.
+QUICK_WINDOW = 16
 
 
 @kernel
@@ -122,42 +121,104 @@ def sum_of_peaks(costs: NDArray[np.int64], owner: NDArray[np.int32], num_ranks: 
 
 
 @kernel
+def above_caps(sizes: NDArray[np.int64], caps: NDArray[np.int64], owner: NDArray[np.int32], num_ranks: int) -> np.int64:
+    """Sum of what ranks have above the caps, in shares of 1 / 2**20 of each."""
+    total = np.int64(0)
+    for k in range(caps.shape[0]):
+        loads = np.zeros(num_ranks, np.int64)
+        for sample in range(owner.shape[0]):
+            loads[owner[sample]] += sizes[sample, k]
+        for load in loads:
+            if load > caps[k]:
+                total += np.int64(1) + (load - caps[k] << 20) // caps[k]
+    return total
+
+
+@kernel
 def solve_barrier(
     costs: NDArray[np.int64],
-    primary_owner: NDArray[np.int32],
+    given: NDArray[np.int32],
     num_ranks: int,
     primary: int,
     bounds: NDArray[np.int64],
     limit: int,
     extras: int,
     swaps_only: bool,
+    good: int,
+    budget: int,
 ) -> NDArray[np.int32]:
-    """Minimise the sum of peaks over several starts; never worse than `primary_owner`.
+    """Minimise the sum of peaks over several starts; never worse than `given`.
 
     Args:
         costs: int64 (num_samples, num_phases).
-        primary_owner: int32 (num_samples,), an assignment that balances the primary phase alone.
+        given: int32 (num_samples,), an assignment to start from: one that balances the primary phase alone.
         num_ranks: at least 1.
         primary: index of the primary phase.
         bounds: int64 (num_phases,), lower bound of each phase's largest load.
         limit: samples a rank may hold.
         extras: how many ranks may hold one more than that.
         swaps_only: counts must stay as they are.
+        good: sum of peaks that is not searched further.
+        budget: pairs of samples to look at, from each start.
 
     Returns:
         int32 (num_samples,): the rank of each sample.
     """
+    num_samples, num_phases = costs.shape
     targets = bounds + bounds // 1000
     phase = dominant_phases(costs, primary)
     owner = longest_first_by_phase(costs, order_by_phase(costs, phase, primary), phase, num_ranks, limit, extras)
-    best = primary_owner
+    best = given
     least = sum_of_peaks(costs, best, num_ranks)
-    for start in range(2 if costs.shape[0] <= 2048 else 1):
-        trial = owner if start == 0 else primary_owner.copy()
-        # A rank that is stuck raises the targets for all; a wider search then has only the worst ranks to help.
-        for window in WINDOWS:
-            refine_phases(costs, trial, num_ranks, targets.copy(), -1 if swaps_only else limit, window, WORK_BUDGET)
-        peaks = sum_of_peaks(costs, trial, num_ranks)
-        if peaks < least:
-            best, least = trial, peaks
+    for start in range(2 if num_samples <= 2048 else 1):
+        trial = owner if start == 0 else given.copy()
+        left = np.int64(budget)
+        # A quick search in which a rank that is stuck gives room to all, then one in which the worst get all help.
+        for window, raising in ((QUICK_WINDOW, True), (FIRST_PARTNERS, False), (0, False)):
+            peaks = sum_of_peaks(costs, trial, num_ranks)
+            if peaks < least:
+                best, least = trial.copy(), peaks
+            if window == 0 or peaks <= good:
+                break
+            may_hold = -1 if swaps_only else limit
+            left = refine_phases(costs, num_phases, trial, num_ranks, targets.copy(), may_hold, window, raising, left)
     return best
+
+
+@kernel
+def refine_within(
+    costs: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    caps: NDArray[np.int64],
+    owner: NDArray[np.int32],
+    num_ranks: int,
+    targets: NDArray[np.int64],
+    limit: int,
+    budget: int,
+) -> None:
+    """Move what is above caps, then what is above the targets of phases; in place.
+
+    Sizes count in units so large that what is above a cap outweighs what is above a target.
+
+    Args:
+        costs: int64 (num_samples, num_phases).
+        sizes: int64 (num_samples, num_caps), and
+        caps: int64 (num_caps,), at least 1: what the samples of a rank may sum to. Kept where that is found.
+        owner: int32 (num_samples,), changed.
+        num_ranks: at least 1.
+        targets: int64 (num_phases,), loads at which a rank needs no help.
+        limit: samples a rank may hold after a move; -1: swaps only.
+        budget: pairs of samples to look at.
+    """
+    num_samples, num_phases = costs.shape
+    columns = np.empty((num_samples, num_phases + caps.shape[0]), np.int64)
+    columns[:, :num_phases] = costs
+    goals = np.empty(columns.shape[1], np.int64)
+    goals[:num_phases] = targets
+    total = min(max(np.int64(1), costs.sum()), np.int64(1) << 60)
+    for k in range(caps.shape[0]):
+        cap = min(caps[k], sizes[:, k].sum())
+        unit = max(np.int64(1), total // max(np.int64(1), sizes[:, k].sum() + cap))
+        columns[:, num_phases + k] = sizes[:, k] * unit
+        goals[num_phases + k] = cap * unit
+    refine_phases(columns, num_phases, owner, num_ranks, goals, limit, FIRST_PARTNERS, False, budget)

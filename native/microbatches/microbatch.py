@@ -17,6 +17,17 @@ TARGETS = (8, 3, 0)
 
 
 @kernel
+def cell_sums(
+    costs: NDArray[np.int64], rank: NDArray[np.int32], microbatch: NDArray[np.int32], num_ranks: int, num_bins: int
+) -> NDArray[np.int64]:
+    """Cost of each rank's microbatches, int64 (num_ranks, num_bins)."""
+    cells = np.zeros((num_ranks, num_bins), np.int64)
+    for sample in range(costs.shape[0]):
+        cells[rank[sample], microbatch[sample]] += costs[sample]
+    return cells
+
+
+@kernel
 def group_by_rank(
     descending: NDArray[np.int32], rank: NDArray[np.int32], num_ranks: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:

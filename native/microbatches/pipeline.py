@@ -201,3 +201,24 @@ def fill_intervals(forward: Times, backward: Times, ascending: Order, num_stages
         ends[0] = free + forward[left[index] * num_stages]
         left[index : remaining - 1] = left[index + 1 : remaining].copy()
     return order
+
+
+@kernel
+def slowest(first: Times, work: Times, num_stages: int) -> float:
+    """The longest makespan of several pipelines, each in the order after DistTrain.
+
+    Args:
+        first: float64 (num_pipelines, num_microbatches), time of each forward on stage 0.
+        work: float64 (num_pipelines, num_microbatches), the same on every other stage; backward takes twice as long.
+    """
+    num_pipelines, count = work.shape
+    longest = 0.0
+    for number in range(num_pipelines):
+        forward = np.repeat(work[number], num_stages)
+        for microbatch in range(count):
+            forward[microbatch * num_stages] = first[number, microbatch]
+        backward = 2.0 * forward
+        ascending = np.argsort(sizes_of(forward, backward, count), kind="mergesort")
+        order = fill_intervals(forward, backward, ascending, num_stages)
+        longest = max(longest, run_all(forward, backward, order, np.zeros(num_stages)))
+    return longest

@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.native.assign.phase_refine import excess_after, phase_loads, refine_phases
-from orchdata.native.assign.phases import WINDOWS, WORK_BUDGET, dominant_phases, order_by_phase
+from orchdata.native.assign.phase_refine import FIRST_PARTNERS, phase_loads, refine_phases
+from orchdata.native.assign.phases import QUICK_WINDOW, dominant_phases, order_by_phase
 from orchdata.native.jit import kernel
 from orchdata.native.sorting import descending_order
 
@@ -48,6 +48,17 @@ def release_by_phase(
 
 
 @kernel
+def excess_with(
+    costs: NDArray[np.int64], loads: NDArray[np.int64], targets: NDArray[np.int64], rank: int, sample: int
+) -> int:
+    """Excess of a rank once it has the sample."""
+    total = np.int64(0)
+    for p in range(targets.shape[0]):
+        total += max(np.int64(0), loads[rank, p] + costs[sample, p] - targets[p])
+    return total
+
+
+@kernel
 def least_excess(
     costs: NDArray[np.int64],
     loads: NDArray[np.int64],
@@ -62,9 +73,9 @@ def least_excess(
     Ties go to the least load in `phase`, then to the lower rank.
     """
     best = first
-    least = excess_after(costs, loads, targets, first, -1, sample)
+    least = excess_with(costs, loads, targets, first, sample)
     for rank in range(first + 1, stop):
-        reached = excess_after(costs, loads, targets, rank, -1, sample)
+        reached = excess_with(costs, loads, targets, rank, sample)
         if reached < least or (reached == least and loads[rank, phase] < loads[best, phase]):
             best, least = rank, reached
     return best, least
@@ -113,6 +124,7 @@ def move_by_phase(
     ranks_per_node: int,
     primary: int,
     targets: NDArray[np.int64],
+    budget: int,
 ) -> NDArray[np.int32]:
     """Lower the sum over phases of the largest load, starting from who holds each sample.
 
@@ -123,6 +135,7 @@ def move_by_phase(
         ranks_per_node: consecutive ranks of a node; 1 where nodes do not matter.
         primary: index of the phase that all samples take part in.
         targets: int64 (num_phases,), loads that are good enough.
+        budget: pairs of samples to look at.
 
     Returns:
         int32 (num_samples,): the rank of each sample.
@@ -133,6 +146,9 @@ def move_by_phase(
         if turn != primary:
             release_by_phase(costs, owner, loads, targets, primary if turn == targets.shape[0] else turn)
     place_by_phase(costs, held, owner, loads, targets, ranks_per_node, primary)
-    for window in WINDOWS:
-        refine_phases(costs, owner, num_ranks, targets.copy(), costs.shape[0], window, WORK_BUDGET)
+    num_samples, num_phases = costs.shape
+    for window, raising in ((QUICK_WINDOW, True), (FIRST_PARTNERS, False)):
+        budget = refine_phases(
+            costs, num_phases, owner, num_ranks, targets.copy(), num_samples, window, raising, budget
+        )
     return owner

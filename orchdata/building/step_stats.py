@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from orchdata.planning.make_plan import PlanSpec
 from orchdata.planning.plan import Plan
-from orchdata.planning.price import cost_of_cells, waits_inside
+from orchdata.planning.price import waits_inside
+from orchdata.planning.shares import cost_of_cells
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,16 +12,30 @@ Every scope lowers what `Balance.objective` says: the sum over phases of the lar
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.balancers import balance_from, balance_grid, balance_grouped, balance_phases
+from orchdata.balancers import balance_from, balance_grid, balance_grouped
+from orchdata.balancers.phases import assign_jointly, search_pairs
 from orchdata.balancers.placement import renamed
+from orchdata.native.assign.phase_refine import phase_loads
+from orchdata.native.assign.phases import above_caps, refine_within
 from orchdata.planning.balance import Balance
 
 Ints = NDArray[np.int64]
 Ranks = NDArray[np.int32]
+
+
+class Limits(NamedTuple):
+    """What a rank may hold: `sizes` int64 (num_items, num_caps) that sum to at most `caps` int64 (num_caps,); `within`
+    is an assignment, int32 (num_items,), that keeps them and the scope.
+    """
+
+    sizes: Ints
+    caps: Ints
+    within: Ranks
 
 
 def stream_ranks(start: int, num_samples: int, streams: int, num_ranks: int) -> NDArray[np.int32]:
@@ -55,16 +69,18 @@ def assign(
     *,
     sizes: Ints | None = None,
     ranks_per_node: int | None = None,
+    limits: Limits | None = None,
 ) -> Ranks:
     """The rank of each sample or part, in every phase.
 
     Args:
-        costs: phase -> int64 (num_items,), the phases to balance; `llm`, which is among them, is at least 1.
+        costs: phase -> int64 (num_items,), the phases to balance; the last of them, `llm`, is at least 1.
         balance: scope, objective and limits on counts; a group size where the scope needs one.
         num_ranks: at least 1.
         owner: int32 (num_items,), who holds each item; where none is loaded yet, whose stream it is drawn from.
         sizes: int64 (num_items,), of items that are held, what moving each takes; None where none is loaded yet.
         ranks_per_node: of items that are held, consecutive ranks among which they rather move.
+        limits: caps that are kept, of items that are not held, where several phases share ranks under "barrier".
 
     Returns:
         int32 (num_items,); `owner` itself where held items stay.
@@ -77,12 +93,13 @@ def assign(
         return owner if held else dealt(len(owner), num_ranks)
     counted = balance.equal_count or balance.max_samples is not None
     if balance.scope != "grid" and (counted or not held):
-        return _anew(costs, balance, num_ranks, owner, sizes, ranks_per_node or 1)
+        return _anew(costs, balance, num_ranks, owner, sizes, ranks_per_node or 1, limits)
     shared: Mapping[str, Ints] | Ints = costs
     if balance.objective == "sum" or len(costs) == 1:
         shared = np.sum(list(costs.values()), axis=0)
     if balance.scope == "grid":
-        return balance_grid(shared, owner, num_ranks, group_size).rank
+        found = balance_grid(shared, owner, num_ranks, group_size).rank
+        return found if limits is None else _kept(costs, found, num_ranks, balance, limits)
     if balance.scope == "grouped":
         return balance_grouped(shared, owner, num_ranks, group_size, sizes=sizes).rank
     return balance_from(shared, owner, num_ranks, sizes=sizes, ranks_per_node=ranks_per_node).rank
@@ -101,20 +118,44 @@ def _anew(
     owner: Ranks,
     sizes: Ints | None,
     ranks_per_node: int,
+    limits: Limits | None,
 ) -> Ranks:
     """Balance each group by itself, wherever in it items are held; its ranks are named so that much of them stays."""
     rank = np.empty(len(owner), np.int32)
     groups = counted_groups(balance, num_ranks)
+    together = np.stack(list(costs.values()))
+    columns, caps = np.empty((len(owner), 0), np.int64), np.empty(0, np.int64)
+    if limits is not None:
+        columns, caps, _ = limits
     for group in groups:
         members = slice(None) if len(groups) == 1 else np.flatnonzero((owner >= group.start) & (owner < group.stop))
-        found = balance_phases(
-            {phase: of_all[members] for phase, of_all in costs.items()},
+        found = assign_jointly(
+            together[:, members],
             len(group),
             objective=balance.objective,
             equal_count=balance.equal_count,
             max_samples=balance.max_samples,
-        ).rank
+            primary=len(together) - 1,
+            sizes=columns[members],
+            caps=caps,
+            within=None if limits is None else limits.within[members] - np.int32(group.start),
+            effort=balance.effort,
+        )
         if sizes is not None:
             found = renamed(found, owner[members] - group.start, sizes[members], len(group), ranks_per_node)
         rank[members] = group.start + found
     return rank
+
+
+def _kept(costs: Mapping[str, Ints], rank: Ranks, num_ranks: int, balance: Balance, limits: Limits) -> Ranks:
+    """`rank` within the limits: what is above the caps moves, and raises no phase's largest load where that can be."""
+    if not above_caps(limits.sizes, limits.caps, rank, num_ranks):
+        return rank
+    by_item = np.ascontiguousarray(np.stack(list(costs.values()), axis=1))
+    pairs = search_pairs(len(rank), num_ranks, balance.effort)
+    for start in (rank, limits.within.copy()):
+        targets = phase_loads(by_item, rank, num_ranks).max(axis=0)
+        refine_within(by_item, limits.sizes, limits.caps, start, num_ranks, targets, len(rank), pairs)
+        if not above_caps(limits.sizes, limits.caps, start, num_ranks):
+            break
+    return start

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from orchdata.balancers.checks import checked_count
+from orchdata.balancers.checks import checked_count, checked_effort
 
 Scope = Literal["none", "grouped", "grid", "global"]
 AssignmentKind = Literal["joint", "per_phase"]
@@ -40,6 +40,9 @@ class Balance:
             microbatch to itself, "drop" takes it out of the order on every rank. Per phase the same samples are above
             it, though their parts may be shared, so that what is dropped does not depend on the number of ranks; those
             of an "own" one are shared where all ranks then keep within the cap.
+        effort: how long plans are searched under "barrier", in pairs of samples looked at and so the same on every
+            machine: 1 takes milliseconds at thousands of ranks, more finds better ones where few samples are left to
+            exchange, 0 takes what is found without.
     """
 
     scope: Scope = "global"
@@ -52,6 +55,7 @@ class Balance:
     order: Literal["1f1b"] | None = None
     num_stages: int | None = None
     oversize: Oversize = "error"
+    effort: float = 1.0
 
     def __post_init__(self) -> None:
         for name, kind in (
@@ -70,6 +74,7 @@ class Balance:
         for name in ("max_samples", "group_size", "num_stages"):
             if (value := getattr(self, name)) is not None:
                 checked_count(value, f"Balance.{name}")
+        checked_effort(self.effort, "Balance.effort")
         for phase, cap in self.caps.items():
             checked_count(cap, f"Balance.max_tokens of phase {phase!r}")
         self._check_combinations()

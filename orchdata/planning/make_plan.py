@@ -1,33 +1,34 @@
 """Making a plan: (what is known of the samples, order, epoch, step) -> who gets which sample.
 
-    order --positions--> rows --costs--> balance --rank--> split --microbatch--> Plan
-                                                             +--parts--> balance --encoder rank--+   (per_phase)
+    order --positions--> rows --costs--> share out --rank, microbatch--> Plan
+                                             +--parts--> balance --encoder rank--+   (per_phase)
 
 `make_plan` is pure and asks nobody: every rank computes the same plan alone, to the bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.balancers import split_microbatches
-from orchdata.balancers.checks import MAX_TOTAL
+from orchdata.balancers.assignment import cells_of
 from orchdata.order.order import SampleOrder
 from orchdata.order.steps import GlobalBatches, StepTask
-from orchdata.planning.assign import assign, stream_ranks
+from orchdata.planning.assign import stream_ranks
 from orchdata.planning.balance import Balance
-from orchdata.planning.padded import PaddedCost, share_out_padded
+from orchdata.planning.padded import PaddedCost, padded_cells_of, share_out_padded
 from orchdata.planning.parts import Parts, fit_parts, share_out_parts
 from orchdata.planning.plan import Plan
+from orchdata.planning.shares import Shares, cells, price, share_out_packed
 
 Ints = NDArray[np.int64]
 
 _TRIES = 8  # Numbers of micro-steps tried before parts stay with their samples.
+_STAY = 200  # Parts stay with their samples where that costs at most this part more.
 
 
 class SampleCosts(Protocol):
@@ -85,11 +86,6 @@ class PlanSpec:
             )
 
     @property
-    def shared_phases(self) -> tuple[str, ...]:
-        """Balanced phases in which whole samples are assigned: without encoders, where parts are assigned."""
-        return ("llm",) if self.balance.assignment == "per_phase" else self.costs.balanced
-
-    @property
     def num_steps(self) -> int:
         """Optimizer steps of an epoch."""
         return self.batches.count(self.order.num_samples)
@@ -104,36 +100,19 @@ def make_plan(spec: PlanSpec, task: StepTask) -> Plan:
         dataset_id, row = np.zeros(len(task.rows), np.int32), task.rows
     costs = {phase: spec.costs.costs(phase, dataset_id, row) for phase in spec.costs.phases}
     stream_rank = stream_ranks(start, len(row), spec.order.streams, spec.num_ranks)
-    batch = _GlobalBatch(spec, dataset_id, row, {phase: costs[phase] for phase in spec.shared_phases})
-    rank = assign(batch.costs, spec.balance, spec.num_ranks, stream_rank)
-    llm_positions = spec.costs.positions("llm", dataset_id, row)
-    if spec.costs.padded is None:
-        microbatch, num_microbatches = batch.split(rank, spec.balance.caps)
-    else:
-        shares = share_out_padded(
-            batch.costs,
-            llm_positions,
-            rank,
-            spec.num_ranks,
-            spec.balance,
-            spec.costs.padded,
-            {phase: spec.costs.positions(phase, dataset_id, row) for phase in spec.balance.caps},
-        )
-        rank, microbatch, num_microbatches = shares.rank, shares.microbatch, shares.num_microbatches
-    parts: dict[str, Parts] = {}
-    if spec.balance.assignment == "per_phase":
-        microbatch, num_microbatches, parts = batch.split_per_phase(rank, microbatch, num_microbatches)
+    batch = _GlobalBatch(spec, dataset_id, row, costs, stream_rank)
+    shares, parts = (batch.share_out(), {}) if spec.balance.assignment == "joint" else batch.share_out_per_phase()
     return Plan(
         epoch=task.epoch,
         step=task.step,
         num_ranks=spec.num_ranks,
-        num_microbatches=num_microbatches,
+        num_microbatches=shares.num_microbatches,
         dataset_id=dataset_id,
         row=row,
-        rank=rank,
-        microbatch=microbatch,
+        rank=shares.rank,
+        microbatch=shares.microbatch,
         costs=costs,
-        llm_positions=llm_positions,
+        llm_positions=spec.costs.positions("llm", dataset_id, row),
         padded=spec.costs.padded,
         loss_tokens=int(spec.costs.loss_tokens(dataset_id, row).sum()),
         stream_rank=stream_rank,
@@ -145,68 +124,88 @@ def make_plan(spec: PlanSpec, task: StepTask) -> Plan:
 
 @dataclass(frozen=True)
 class _GlobalBatch:
-    """The samples of one step; `costs` of the phases that a sample's rank and microbatch decide about."""
+    """The samples of one step, and what they cost in every phase."""
 
     spec: PlanSpec
     dataset_id: NDArray[np.int32]
     row: Ints
     costs: Mapping[str, Ints]
+    stream_rank: NDArray[np.int32]
 
-    def split(
-        self, rank: NDArray[np.int32], caps: Mapping[str, int], num_microbatches: int | None = None
-    ) -> tuple[NDArray[np.int32], int]:
-        """Microbatches of all ranks within `caps`, the fewest unless a number is given. Raises ValueError."""
-        if not caps and num_microbatches is None:
-            return np.zeros(len(self.row), np.int32), 1
-        balance = self.spec.balance
-        sizes = [self.spec.costs.positions(phase, self.dataset_id, self.row) for phase in caps or ("llm",)]
-        return split_microbatches(
-            np.sum(list(self.costs.values()), axis=0),
-            rank,
-            self.spec.num_ranks,
-            sizes=np.stack(sizes, axis=1),
-            max_size=np.array(list(caps.values()) or [MAX_TOTAL], np.int64),
-            num_microbatches=num_microbatches,
-            oversize="own" if balance.oversize == "own" else "error",
-            # Ranks that wait after each phase wait in each microbatch.
-            in_step=balance.assignment == "per_phase" or (balance.objective == "barrier" and balance.order is None),
-        )
-
-    def split_per_phase(
-        self, rank: NDArray[np.int32], microbatch: NDArray[np.int32], num_microbatches: int
-    ) -> tuple[NDArray[np.int32], int, dict[str, Parts]]:
-        """Microbatches and who encodes which part: the fewest in which encoders keep within their caps too.
+    def share_out(
+        self,
+        phases: Sequence[str] | None = None,
+        caps: Sequence[str] | None = None,
+        num_microbatches: int | None = None,
+    ) -> Shares:
+        """Ranks and microbatches of samples, whole.
 
         Args:
-            microbatch, num_microbatches: within all caps with parts where their samples are. Spread over ranks, the
-                parts of larger micro-steps may fit.
+            phases: to balance, `llm` last; by default all that are.
+            caps: phases whose caps hold; by default all that have one.
+            num_microbatches: by default the fewest.
+        """
+        spec, balance = self.spec, self.spec.balance
+        costs = {phase: self.costs[phase] for phase in phases or spec.costs.balanced}
+        sizes = {phase: self._positions(phase) for phase in (balance.caps if caps is None else caps)}
+        arguments = (costs, sizes, spec.num_ranks, balance, self.stream_rank, num_microbatches)
+        if spec.costs.padded is None:
+            return share_out_packed(*arguments)
+        return share_out_padded(*arguments, self._positions("llm"), spec.costs.padded)
+
+    def share_out_per_phase(self) -> tuple[Shares, dict[str, Parts]]:
+        """The same, and who encodes which part: the fewest microbatches in which encoders keep within their caps too.
+
+        Parts are spread over ranks, so that those of larger micro-steps may fit than with parts where their samples
+        are. What whole samples would take is considered too: it moves nothing, and is taken where it costs about the
+        same.
         """
         spec = self.spec
         found = {phase: spec.costs.parts(phase, self.dataset_id, self.row) for phase in spec.costs.phases[:-1]}
-        capped = {phase: cap for phase, cap in spec.balance.caps.items() if phase in found}
-        if capped and spec.costs.padded is None:
-            llm = {phase: cap for phase, cap in spec.balance.caps.items() if phase == "llm"}
-            room = [-(-int(found[phase].positions.sum()) // (cap * spec.num_ranks)) for phase, cap in capped.items()]
-            fewest = max(self.split(rank, llm)[1], *room)
-            for number in range(fewest, min(fewest + _TRIES, num_microbatches)):
-                candidate, _ = self.split(rank, llm, number)
-                fitted = self._fit(found, rank, candidate, number)
-                if len(fitted) == len(found):
-                    return candidate, number, fitted
-        return microbatch, num_microbatches, self._fit(found, rank, microbatch, num_microbatches, or_home=True)
+        shares, parts = self._apart(found)
+        if len(spec.costs.balanced) > 1:
+            whole = self.share_out()
+            if whole.num_microbatches <= shares.num_microbatches:
+                at_home = {phase: replace(of, rank=whole.rank[of.sample]) for phase, of in found.items()}
+                if self._price(whole, at_home) * _STAY <= self._price(shares, parts) * (_STAY + 1):
+                    return whole, at_home
+        return shares, parts
 
-    def _fit(
-        self,
-        found: Mapping[str, Parts],
-        rank: NDArray[np.int32],
-        microbatch: NDArray[np.int32],
-        num_microbatches: int,
-        *,
-        or_home: bool = False,
-    ) -> dict[str, Parts]:
+    def _apart(self, found: Mapping[str, Parts]) -> tuple[Shares, dict[str, Parts]]:
+        shares = self.share_out(["llm"])
+        capped = {phase: cap for phase, cap in self.spec.balance.caps.items() if phase in found}
+        if capped and shares.num_microbatches > 1:
+            llm = [phase for phase in self.spec.balance.caps if phase == "llm"]
+            room = [
+                -(-int(found[phase].positions.sum()) // (cap * self.spec.num_ranks)) for phase, cap in capped.items()
+            ]
+            fewest = max(self.share_out(["llm"], llm).num_microbatches, *room)
+            for number in range(fewest, min(fewest + _TRIES, shares.num_microbatches)):
+                candidate = self.share_out(["llm"], llm, number)
+                fitted = self._fit(found, candidate)
+                if len(fitted) == len(found):
+                    return candidate, fitted
+        return shares, self._fit(found, shares, or_home=True)
+
+    def _price(self, shares: Shares, parts: Mapping[str, Parts]) -> int:
+        """What ranks wait for in the phases that are balanced."""
+        spec = self.spec
+        llm = {"llm": self.costs["llm"]}
+        own = (cells if spec.costs.padded is None else padded_cells_of)(llm, shares, spec.num_ranks)
+        encoders = [
+            cells_of(of.costs, of.rank, shares.microbatch[of.sample], spec.num_ranks, shares.num_microbatches)
+            for phase, of in parts.items()
+            if phase in spec.costs.balanced
+        ]
+        return price([*encoders, *own], spec.balance)
+
+    def _positions(self, phase: str) -> Ints:
+        return self.spec.costs.positions(phase, self.dataset_id, self.row)
+
+    def _fit(self, found: Mapping[str, Parts], shares: Shares, *, or_home: bool = False) -> dict[str, Parts]:
         """Who encodes which part; without the phases whose cap cannot be kept, unless parts may stay at home."""
-        balance, where = self.spec.balance, (rank, microbatch, num_microbatches, self.spec.num_ranks)
-        node = self.spec.ranks_per_node
+        balance, node = self.spec.balance, self.spec.ranks_per_node
+        where = (shares.rank, shares.microbatch, shares.num_microbatches, self.spec.num_ranks)
         fitted = {
             phase: share_out_parts(parts, *where, balance, ranks_per_node=node)
             if phase not in balance.caps

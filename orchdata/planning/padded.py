@@ -1,7 +1,8 @@
 """Planning padded batches: who gets which sample where a microbatch costs its rows times its longest one.
 
-    rank as for packed batches -------------------------+
-    rank by balance_padded, or equal blocks of lengths -+-> each split into microbatches -> the one that costs least
+    rank as for packed batches, by all phases or llm ---+
+    rank by balance_padded, or equal blocks of lengths -+--> each split into microbatches -+
+    cells of neighbours in length, a row of ranks at a time -------------------------------+-> the one that costs least
 
 Only `llm` is padded in the costs. Each candidate is priced whole, encoder phases included, so the plan never costs
 more than the packed one would in this layout. All in integers: every rank computes the same.
@@ -9,16 +10,16 @@ more than the packed one would in this layout. All in integers: every rank compu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.balancers import PhaseCost, balance_padded
-from orchdata.balancers.assignment import cells_of
-from orchdata.planning.assign import dealt
+from orchdata.planning.assign import assign, dealt
 from orchdata.planning.balance import Balance
+from orchdata.planning.shares import Shares, cells, counts_kept, in_step, price
 
 Ints = NDArray[np.int64]
 Ranks = NDArray[np.int32]
@@ -32,46 +33,51 @@ class PaddedCost:
     multiple_of: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class PaddedShares:
-    """rank and microbatch of each sample, int32 (num_samples,); as many microbatches on every rank."""
-
-    rank: Ranks
-    microbatch: Ranks
-    num_microbatches: int
-
-
 def share_out_padded(
     costs: Mapping[str, Ints],
-    positions: Ints,
-    rank: Ranks,
+    sizes: Mapping[str, Ints],
     num_ranks: int,
     balance: Balance,
+    stream_rank: Ranks,
+    num_microbatches: int | None,
+    positions: Ints,
     padded: PaddedCost,
-    sizes: Mapping[str, Ints],
-) -> PaddedShares:
+) -> Shares:
     """Assign samples to ranks and microbatches so that padded steps take the least time, of the candidates above.
 
+    None has more micro-steps than the split of what packed balancing gives; of equals the one with fewer is taken,
+    then the first. Where samples may not go to any rank (scope "grouped" or "grid"), or nothing is balanced, only
+    packed balancing is tried.
+
     Args:
-        costs: balanced phase -> int64 (n,); `llm` is the cost of a row as long as the sample, aligned.
-        positions: int64 (n,), of `llm`, aligned, at least 1.
-        rank: int32 (n,), the assignment under `balance` if nothing were padded. Where samples may not go to any rank
-            (scope "grouped" or "grid"), or nothing is balanced, it is kept.
+        costs: balanced phase -> int64 (n,); `llm`, the last, is the cost of a row as long as the sample, aligned.
         sizes: capped phase -> int64 (n,), its positions; `balance.caps["llm"]` caps rows times the longest.
+        stream_rank: int32 (n,), whose streams each sample is drawn from.
+        num_microbatches: how many, or fewer where so many are not found; None for at most what packed balancing gives.
+        positions: int64 (n,), of `llm`, aligned, at least 1.
 
     Raises:
         ValueError: a sample above a cap, unless `balance.oversize` is "own".
     """
-    candidates = [rank]
-    if balance.scope == "global" and num_ranks > 1 and len(positions):
-        if balance.equal_count:
-            candidates.append(assign_blocks(positions, num_ranks))
-        else:
-            most = balance.max_samples
-            candidates.append(assign_padded(positions, num_ranks, padded.cost, padded.multiple_of, most))
-    shares = [split_padded(candidate, num_ranks, sizes, balance) for candidate in candidates]
+    ranks = [assign(costs, balance, num_ranks, stream_rank)]
+    balanced = balance.scope != "none" and num_ranks > 1 and len(positions) > 0
+    if balanced and len(costs) > 1:
+        ranks.append(assign({"llm": costs["llm"]}, balance, num_ranks, stream_rank))
+    anywhere = balanced and balance.scope == "global"
+    if anywhere and balance.equal_count:
+        ranks.append(assign_blocks(positions, num_ranks))
+    elif anywhere:
+        ranks.append(assign_padded(positions, num_ranks, padded.cost, padded.multiple_of, balance.max_samples))
+    shares = [split_padded(rank, num_ranks, sizes, balance) for rank in ranks]
+    most = num_microbatches or shares[0].num_microbatches
+    if anywhere and sizes and in_step(balance):
+        shares += _in_blocks(costs["llm"], sizes, num_ranks, balance, most, num_microbatches)
+    allowed = [one for one in shares if one.num_microbatches == num_microbatches]
+    allowed = allowed or [one for one in shares if one.num_microbatches <= most] or shares[:1]
+    if len(allowed) == 1:
+        return allowed[0]
     # The first of equals: what packed balancing chose keeps samples where they were.
-    return min(shares, key=lambda one: _step_cost(costs, one, num_ranks, balance))
+    return min(allowed, key=lambda one: (price(padded_cells_of(costs, one, num_ranks), balance), one.num_microbatches))
 
 
 def assign_padded(
@@ -97,7 +103,7 @@ def assign_blocks(positions: Ints, num_ranks: int) -> Ranks:
     return rank
 
 
-def split_padded(rank: Ranks, num_ranks: int, sizes: Mapping[str, Ints], balance: Balance) -> PaddedShares:
+def split_padded(rank: Ranks, num_ranks: int, sizes: Mapping[str, Ints], balance: Balance) -> Shares:
     """Cut each rank's samples, from the longest, into as few microbatches as the caps allow.
 
     A microbatch holds neighbours in length, as many as fit: rows times its longest within the cap of `llm`, and sums
@@ -112,7 +118,7 @@ def split_padded(rank: Ranks, num_ranks: int, sizes: Mapping[str, Ints], balance
     """
     microbatch = np.zeros(len(rank), np.int32)
     if not sizes:
-        return PaddedShares(rank, microbatch, 1)
+        return Shares(rank, microbatch, 1)
     caps = balance.caps
     for phase, column in sizes.items():
         if balance.oversize != "own" and int(column.max(initial=0)) > caps[phase]:
@@ -120,18 +126,77 @@ def split_padded(rank: Ranks, num_ranks: int, sizes: Mapping[str, Ints], balance
                 f"a sample has {int(column.max())} {phase} positions, max_tokens allows {caps[phase]}; raise it, or "
                 "use Balance(oversize='own')"
             )
-    lengths = sizes.get("llm", np.ones(len(rank), np.int64))
-    most = caps.get("llm", len(rank))
-    others = [(column, caps[phase]) for phase, column in sizes.items() if phase != "llm"]
+    cut = _Cutter(sizes, caps)
     num_microbatches = 1
-    for mine in _by_rank(rank, lengths, num_ranks):
-        cuts = _cuts(lengths[mine], most, [(column[mine], cap) for column, cap in others])
+    for mine in _by_rank(rank, cut.lengths, num_ranks):
+        cuts = cut(mine)
         microbatch[mine] = np.repeat(np.arange(len(cuts) - 1, dtype=np.int32), np.diff(cuts))
         num_microbatches = max(num_microbatches, len(cuts) - 1)
-    return PaddedShares(rank, microbatch, num_microbatches)
+    return Shares(rank, microbatch, num_microbatches)
 
 
-def padded_cells(costs: Ints, shares: PaddedShares, num_ranks: int) -> Ints:
+def _in_blocks(
+    costs: Ints, sizes: Mapping[str, Ints], num_ranks: int, balance: Balance, most: int, wanted: int | None
+) -> Iterator[Shares]:
+    """All samples from the longest, cut into cells within the caps; micro-steps are of `num_ranks` cells in a row.
+
+    Cells as large as caps allow give the fewest micro-steps; of that many, or as many as are wanted, cells that cost as
+    little as can be give the cheapest. Without those that break a limit on counts, or need more than `most`.
+    """
+    cut = _Cutter(sizes, balance.caps)
+    order = np.lexsort((-cut.lengths, -costs))
+    cuts = cut(order)
+    low, high = int(costs.max()), int(costs.max()) * len(order)
+    room = (wanted or -(-(len(cuts) - 1) // num_ranks)) * num_ranks
+    while low < high:  # The least that a cell may cost with no more micro-steps.
+        middle = (low + high) // 2
+        if len(cut(order, costs, middle, room)) - 1 <= room:
+            high = middle
+        else:
+            low = middle + 1
+    for found in (cut(order, costs, low), cuts):
+        cell = np.empty(len(order), np.int32)
+        cell[order] = np.repeat(np.arange(len(found) - 1, dtype=np.int32), np.diff(found))
+        shares = Shares(cell % np.int32(num_ranks), cell // np.int32(num_ranks), -(-(len(found) - 1) // num_ranks))
+        if shares.num_microbatches <= most and counts_kept(shares.rank, num_ranks, balance):
+            yield shares
+
+
+class _Cutter:
+    """Cuts samples in descending order of length into microbatches, each as large as the caps allow."""
+
+    def __init__(self, sizes: Mapping[str, Ints], caps: Mapping[str, int]) -> None:
+        some = next(iter(sizes.values()))
+        self.lengths: Ints = sizes.get("llm", np.ones(len(some), np.int64))
+        self._most = caps.get("llm", len(some))
+        self._others = [(column, caps[phase]) for phase, column in sizes.items() if phase != "llm"]
+
+    def __call__(
+        self, order: NDArray[np.intp], costs: Ints | None = None, dearest: int = 0, enough: int | None = None
+    ) -> list[int]:
+        """Where microbatches begin, and the end.
+
+        Args:
+            order: places, from the longest.
+            costs: int64 (n,), of a row as long as the sample, with
+            dearest: what rows times the longest one's may cost.
+            enough: microbatches after which the rest does not matter.
+        """
+        lengths = self.lengths[order]
+        sums = [(np.concatenate([[0], np.cumsum(column[order])]), cap) for column, cap in self._others]
+        rows = self._most // lengths
+        if costs is not None:
+            rows = np.minimum(rows, dearest // costs[order])
+        cuts = [0]
+        while (start := cuts[-1]) < len(lengths) and (enough is None or len(cuts) <= enough + 1):
+            stop = start + int(rows[start])
+            for sum_to, cap in sums:
+                stop = min(stop, int(np.searchsorted(sum_to, sum_to[start] + cap, side="right")) - 1)
+            cuts.append(min(max(stop, start + 1), len(lengths)))
+        return cuts
+
+
+def padded_cells(costs: Ints, shares: Shares, num_ranks: int) -> Ints:
     """Cost of each rank's microbatches in a padded phase: rows times the cost of the longest.
 
     Args:
@@ -147,51 +212,32 @@ def padded_cells(costs: Ints, shares: PaddedShares, num_ranks: int) -> Ints:
     return counts * longest
 
 
-def padded_loads(costs: Ints, shares: PaddedShares, num_ranks: int) -> Ints:
+def padded_loads(costs: Ints, shares: Shares, num_ranks: int) -> Ints:
     """`padded_cells` of each rank together, int64 (num_ranks,)."""
     loads: Ints = padded_cells(costs, shares, num_ranks).sum(axis=1)
     return loads
 
 
-def dealt_shares(positions: Ints, num_ranks: int, num_microbatches: int) -> PaddedShares:
+def padded_in_turn(positions: Ints, num_ranks: int, num_microbatches: int) -> Shares:
     """What `loads_unbalanced` prices: samples dealt out in turn, a rank's cut by length into even microbatches."""
     rank = dealt(len(positions), num_ranks)
     microbatch = np.zeros(len(positions), np.int32)
     for mine in _by_rank(rank, positions, num_ranks):
         microbatch[mine] = np.arange(len(mine)) * num_microbatches // max(1, len(mine))
-    return PaddedShares(rank, microbatch, num_microbatches)
+    return Shares(rank, microbatch, num_microbatches)
 
 
 def padded_lower_bound(costs: Ints, positions: Ints, num_ranks: int, padded: PaddedCost) -> int:
     """No assignment of whole samples to ranks, a microbatch each, has a smaller largest load."""
     rank = assign_padded(positions, num_ranks, padded.cost, padded.multiple_of)
-    return int(padded_loads(costs, PaddedShares(rank, np.zeros_like(rank), 1), num_ranks).max(initial=0))
+    return int(padded_loads(costs, Shares(rank, np.zeros_like(rank), 1), num_ranks).max(initial=0))
 
 
-def _cuts(lengths: Ints, most: int, others: list[tuple[Ints, int]]) -> list[int]:
-    """Where microbatches of samples in descending order of length begin, and the end: each as large as fits."""
-    sums = [(np.concatenate([[0], np.cumsum(column)]), cap) for column, cap in others]
-    cuts = [0]
-    while (start := cuts[-1]) < len(lengths):
-        stop = start + most // int(lengths[start])
-        for sum_to, cap in sums:
-            stop = min(stop, int(np.searchsorted(sum_to, sum_to[start] + cap, side="right")) - 1)
-        cuts.append(min(max(stop, start + 1), len(lengths)))
-    return cuts
-
-
-def _step_cost(costs: Mapping[str, Ints], shares: PaddedShares, num_ranks: int, balance: Balance) -> int:
-    """Time of a step: what ranks wait for, in each microbatch and phase or only at the end."""
-    cells = np.stack(
-        [
-            padded_cells(column, shares, num_ranks)
-            if phase == "llm"
-            else cells_of(column, shares.rank, shares.microbatch, num_ranks, shares.num_microbatches)
-            for phase, column in costs.items()
-        ]
-    )
-    waits = cells.max(axis=1) if balance.objective == "barrier" else cells.sum(axis=(0, 2)).max()
-    return int(np.sum(waits))
+def padded_cells_of(costs: Mapping[str, Ints], shares: Shares, num_ranks: int) -> list[Ints]:
+    """`cells` of shares of which `llm`, the last phase, is padded."""
+    llm = list(costs)[-1]
+    packed = cells({phase: column for phase, column in costs.items() if phase != llm}, shares, num_ranks)
+    return [*packed, padded_cells(costs[llm], shares, num_ranks)]
 
 
 def _by_rank(rank: Ranks, lengths: Ints, num_ranks: int) -> list[NDArray[np.intp]]:

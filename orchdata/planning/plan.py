@@ -16,14 +16,14 @@ from orchdata.balancers.assignment import cells_of, loads_of
 from orchdata.planning.assign import dealt
 from orchdata.planning.padded import (
     PaddedCost,
-    PaddedShares,
-    dealt_shares,
     padded_cells,
+    padded_in_turn,
     padded_loads,
     padded_lower_bound,
 )
 from orchdata.planning.parts import Parts, arrival_order, encoding_order
 from orchdata.planning.route import Route, make_route
+from orchdata.planning.shares import Shares
 
 Ints = NDArray[np.int64]
 
@@ -128,7 +128,7 @@ class Plan:
         `llm` is padded.
         """
         if phase == "llm" and self.padded is not None:
-            shares = PaddedShares(self.rank, self.microbatch, self.num_microbatches)
+            shares = Shares(self.rank, self.microbatch, self.num_microbatches)
             return padded_cells(self.costs[phase], shares, self.num_ranks)
         if phase in self.parts:
             parts = self.parts[phase]
@@ -144,7 +144,7 @@ class Plan:
     def loads_unbalanced(self, phase: str) -> Ints:
         """What `loads` would be had samples been dealt out in turn."""
         if phase == "llm" and self.padded is not None:
-            shares = dealt_shares(self.llm_positions, self.num_ranks, self.num_microbatches)
+            shares = padded_in_turn(self.llm_positions, self.num_ranks, self.num_microbatches)
             return padded_loads(self.costs[phase], shares, self.num_ranks)
         return loads_of(self.costs[phase], dealt(len(self.row), self.num_ranks), self.num_ranks)
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from orchdata.balancers import lower_bound
 from orchdata.planning.balance import Objective
 from orchdata.planning.plan import Plan
+from orchdata.planning.shares import cost_of_cells
 
 Ints = NDArray[np.int64]
 
@@ -28,18 +29,6 @@ def step_cost(plan: Plan, objective: Objective, phases: Sequence[str]) -> int:
         phases: those that count: `SampleCosts.balanced`, as others of the plan are in units of their own.
     """
     return cost_of_cells([plan.cells(phase) for phase in phases], in_step=waits_inside(plan, objective))
-
-
-def cost_of_cells(cells: Sequence[Ints], *, in_step: bool) -> int:
-    """What ranks wait for, of one or several phases.
-
-    Args:
-        cells: of each phase int64 (num_ranks, num_microbatches).
-        in_step: ranks wait after each phase of each micro-step; else at the end only.
-    """
-    if in_step:
-        return sum(int(of_phase.max(axis=0).sum()) for of_phase in cells)
-    return int(np.sum([of_phase.sum(axis=1) for of_phase in cells], axis=0).max())
 
 
 def waits_inside(plan: Plan, objective: Objective) -> bool:

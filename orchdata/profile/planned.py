@@ -15,7 +15,8 @@ from orchdata.order.order import Order, SampleOrder
 from orchdata.order.steps import GlobalBatches, StepTask
 from orchdata.planning.balance import Balance
 from orchdata.planning.make_plan import PlanSpec, SampleCosts, make_plan
-from orchdata.planning.price import cost_of_cells, step_lower_bound, waits_inside
+from orchdata.planning.price import step_lower_bound, waits_inside
+from orchdata.planning.shares import cost_of_cells
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -27,7 +27,7 @@ native: assign microbatches scan
 native: move
 balancers: checks
 balancers: assignment costs
-balancers: packed padded pipeline placement microbatches
+balancers: packed padded pipeline placement microbatches bins
 balancers: phases
 balancers: moves
 balancers: grid advice

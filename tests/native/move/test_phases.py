@@ -89,4 +89,4 @@ def test_what_is_within_the_targets_stays(held: Held, ranks_per_node: int) -> No
     num_ranks, samples = held
     costs, owner = arrays(samples)
     targets = phase_loads(costs, owner, num_ranks).max(axis=0)
-    assert move_by_phase(costs, owner, num_ranks, ranks_per_node, 2, targets).tolist() == owner.tolist()
+    assert move_by_phase(costs, owner, num_ranks, ranks_per_node, 2, targets, 10_000).tolist() == owner.tolist()

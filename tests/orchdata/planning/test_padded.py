@@ -10,18 +10,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchdata.balancers import PhaseCost
+from orchdata.planning.assign import assign
 from orchdata.planning.balance import Balance
 from orchdata.planning.padded import (
     PaddedCost,
-    PaddedShares,
     assign_blocks,
     assign_padded,
-    dealt_shares,
+    padded_cells_of,
+    padded_in_turn,
     padded_loads,
     padded_lower_bound,
     share_out_padded,
     split_padded,
 )
+from orchdata.planning.shares import Shares, price
 
 TOKENS = PaddedCost(PhaseCost(1.0))
 
@@ -30,8 +32,16 @@ def in_turn(num_samples: int, num_ranks: int) -> np.ndarray:
     return (np.arange(num_samples) % num_ranks).astype(np.int32)
 
 
-def one_microbatch(rank: np.ndarray) -> PaddedShares:
-    return PaddedShares(rank, np.zeros_like(rank), 1)
+def one_microbatch(rank: np.ndarray) -> Shares:
+    return Shares(rank, np.zeros_like(rank), 1)
+
+
+def shared_out(
+    costs: dict[str, np.ndarray], num_ranks: int, balance: Balance, sizes: dict[str, np.ndarray] | None = None
+) -> Shares:
+    """Of samples that are all drawn from the first rank's streams."""
+    streams = np.zeros(len(costs["llm"]), np.int32)
+    return share_out_padded(costs, sizes or {}, num_ranks, balance, streams, None, costs["llm"], TOKENS)
 
 
 def test_the_example_by_hand() -> None:
@@ -48,9 +58,7 @@ def test_the_example_by_hand() -> None:
 @given(st.lists(st.integers(0, 12), min_size=1, max_size=6), st.integers(1, 3))
 def test_one_microbatch_is_as_good_as_the_best_of_all_assignments(lengths: list[int], num_ranks: int) -> None:
     positions = np.maximum(np.array(lengths, np.int64), 1)
-    shares = share_out_padded(
-        {"llm": positions}, positions, in_turn(len(lengths), num_ranks), num_ranks, Balance(), TOKENS, {}
-    )
+    shares = shared_out({"llm": positions}, num_ranks, Balance())
     found = int(padded_loads(positions, shares, num_ranks).max())
     every = product(range(num_ranks), repeat=len(lengths))
     best = min(padded_loads(positions, one_microbatch(np.array(rank)), num_ranks).max() for rank in every)
@@ -73,15 +81,8 @@ def test_caps_hold_and_every_sample_is_shared_out(
     caps = {"llm": 700} | ({"image": image_cap} if image_cap else {})
     balance = Balance(max_tokens=caps, equal_count=equal_count, objective=objective)  # type: ignore[arg-type]
     sizes = {"llm": positions, "image": image}
-    shares = share_out_padded(
-        {"image": image, "llm": positions},
-        positions,
-        in_turn(len(lengths), num_ranks),
-        num_ranks,
-        balance,
-        TOKENS,
-        {phase: sizes[phase] for phase in caps},
-    )
+    costs = {"image": image, "llm": positions}
+    shares = shared_out(costs, num_ranks, balance, {phase: sizes[phase] for phase in caps})
     assert shares.rank.dtype == shares.microbatch.dtype == np.int32
     assert set(shares.rank) <= set(range(num_ranks))
     assert set(shares.microbatch) == set(range(shares.num_microbatches))
@@ -116,23 +117,22 @@ def test_encoders_count_when_candidates_are_compared() -> None:
     """Padded LLM balancing alone would put both giant images on the rank of the long samples."""
     positions = np.array([100, 100, 99, 99])
     image = np.array([10_000, 10_000, 0, 0])
-    packed = np.array([0, 1, 0, 1], np.int32)
-    shares = share_out_padded({"image": image, "llm": positions}, positions, packed, 2, Balance(), TOKENS, {})
-    assert shares.rank.tolist() == [0, 1, 0, 1]  # 10,000 + 200 against 20,000 + 200
+    shares = shared_out({"image": image, "llm": positions}, 2, Balance())
+    assert shares.rank[0] != shares.rank[1]  # 10,000 + 200 against 20,000 + 200
 
 
 def test_where_ranks_are_given_only_microbatches_are_chosen() -> None:
     positions = np.array([10, 2, 10, 2, 2, 2])
     for balance in (Balance(scope="none"), Balance(scope="none", max_tokens=20)):
         sizes = {"llm": positions} if balance.caps else {}
-        shares = share_out_padded({"llm": positions}, positions, in_turn(6, 2), 2, balance, TOKENS, sizes)
+        shares = shared_out({"llm": positions}, 2, balance, sizes)
         assert shares.rank.tolist() == [0, 1, 0, 1, 0, 1]
     assert shares.microbatch.tolist() == [0, 0, 0, 0, 1, 0]  # 2 * 10, then the 2; rank 1 has 3 * 2
 
 
 def test_most_samples_a_rank_may_get_holds() -> None:
     positions = np.array([1000, *[1] * 11])
-    shares = share_out_padded({"llm": positions}, positions, in_turn(12, 3), 3, Balance(max_samples=5), TOKENS, {})
+    shares = shared_out({"llm": positions}, 3, Balance(max_samples=5))
     assert np.bincount(shares.rank).max() <= 5
 
 
@@ -156,6 +156,34 @@ def test_padding_is_aligned_before_it_is_counted() -> None:
 
 def test_what_dealing_out_in_turn_would_cost() -> None:
     positions = np.array([8, 1, 2, 1, 4, 1, 2, 1])
-    assert padded_loads(positions, dealt_shares(positions, 2, 1), 2).tolist() == [32, 4]
+    assert padded_loads(positions, padded_in_turn(positions, 2, 1), 2).tolist() == [32, 4]
     # in two microbatches: 2 * 8 and 2 * 2
-    assert padded_loads(positions, dealt_shares(positions, 2, 2), 2).tolist() == [20, 4]
+    assert padded_loads(positions, padded_in_turn(positions, 2, 2), 2).tolist() == [20, 4]
+
+
+def test_micro_steps_of_neighbours_in_length_cost_less() -> None:
+    """Ranks first: in each micro-step one of them has a long sample, and its rows are padded to that."""
+    rng = np.random.default_rng(1)
+    positions = np.clip(np.exp(rng.normal(5, 1, 400)), 1, 2000).astype(np.int64)
+    costs, balance = {"llm": positions}, Balance(max_tokens=4096)
+    first = split_padded(assign(costs, balance, 8, np.zeros(400, np.int32)), 8, costs, balance)
+    found = shared_out(costs, 8, balance, costs)
+    taken = [price(padded_cells_of(costs, shares, 8), balance) for shares in (found, first)]
+    assert found.num_microbatches <= first.num_microbatches
+    assert taken[0] < 0.97 * taken[1]
+
+
+def test_no_candidate_is_left_out_for_another() -> None:
+    """What is chosen never costs more than the packed plan or the LLM-only plan in this layout."""
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        positions = rng.integers(1, 400, 60)
+        image = np.where(rng.random(60) < 0.4, rng.integers(1, 2000, 60), 0)
+        costs, sizes, balance = {"image": image, "llm": positions}, {"llm": positions}, Balance(max_tokens=1200)
+        found = shared_out(costs, 4, balance, sizes)
+        streams = np.zeros(60, np.int32)
+        for rank in (assign(costs, balance, 4, streams), assign({"llm": positions}, balance, 4, streams)):
+            other = split_padded(rank, 4, sizes, balance)
+            if other.num_microbatches <= found.num_microbatches:
+                limit = price(padded_cells_of(costs, other, 4), balance)
+                assert price(padded_cells_of(costs, found, 4), balance) <= limit

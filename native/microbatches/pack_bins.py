@@ -1,0 +1,240 @@
+"""Bin packing kernels: sizes (num_items, num_caps) and costs (num_items, num_phases) of items -> bin of each.
+
+Several ranks share a bin: it takes, in each phase, its largest item or an even share of all, whichever is more. Large
+items of a phase therefore belong together, and small ones into the gaps beside them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchdata.native.jit import kernel
+from orchdata.native.microbatches.binpack import fits
+from orchdata.native.sorting import descending_order
+
+KEY_BITS = 22  # Two passes of the radix sort.
+LEVELS = 64  # Of how full a rank is.
+
+
+@kernel
+def descending_floats(values: NDArray[np.float64]) -> NDArray[np.int32]:
+    """Places of values, at least 0, from the largest; those closer than 2**-22 of the largest in their own order."""
+    keys = np.empty(values.shape[0], np.int64)
+    scale = np.float64(1 << KEY_BITS) - 1
+    largest = values.max() if values.shape[0] > 0 else 0.0
+    for index in range(values.shape[0]):
+        keys[index] = np.int64(values[index] / largest * scale) if largest > 0 else 0
+    return descending_order(keys)
+
+
+@kernel
+def packing_orders(costs: NDArray[np.int64], sizes: NDArray[np.int64], primary: int) -> NDArray[np.int32]:
+    """Orders in which items are packed: int32 (num_orders, num_items).
+
+    Large items of one phase first, then the rest by the primary phase, for each phase; all phases one after another,
+    those that cost most in all first; by the largest share of a phase's total; and by cost for each unit of size.
+    """
+    num_items, num_phases = costs.shape
+    totals = np.empty(num_phases, np.int64)
+    by_phase = np.empty((num_phases, num_items), np.int32)
+    for p in range(num_phases):
+        totals[p] = costs[:, p].sum()
+        by_phase[p] = descending_floats(costs[:, p].astype(np.float64))
+    sequences = np.full((num_phases + 1, num_phases), np.int64(-1))
+    for p in range(num_phases):
+        sequences[p, 0] = p
+    ranked = np.argsort(-totals, kind="mergesort")
+    sequences[num_phases, :] = ranked
+    num_orders = num_phases + (3 if num_phases > 1 else 1)
+    orders = np.empty((num_orders, num_items), np.int32)
+    used = np.zeros(num_items, np.bool_)
+    count = 0
+    for s in range(num_phases + 1 if num_phases > 2 else num_phases):
+        used[:] = False
+        size = 0
+        for turn in range(num_phases + 1):
+            p = sequences[s, turn] if turn < num_phases else primary
+            if p < 0 or (turn < num_phases and p == primary and s == num_phases):
+                continue
+            for item in by_phase[p]:
+                if not used[item] and (costs[item, p] > 0 or p == primary):
+                    used[item] = True
+                    orders[count, size] = item
+                    size += 1
+        count += 1
+    key = np.zeros(num_items, np.float64)
+    for item in range(num_items):
+        for p in range(num_phases):
+            key[item] += costs[item, p]
+        key[item] /= max(np.int64(1), sizes[item, 0])
+    orders[count] = descending_floats(key)
+    count += 1
+    if num_phases > 1:
+        for item in range(num_items):
+            key[item] = 0.0
+            for p in range(num_phases):
+                key[item] = max(key[item], costs[item, p] / max(np.int64(1), totals[p]))
+        orders[count] = descending_floats(key)
+        count += 1
+    return orders[:count]
+
+
+@kernel
+def first_fit(
+    order: NDArray[np.int32],
+    sizes: NDArray[np.int64],
+    limits: NDArray[np.int64],
+    num_bins: int,
+    bins: NDArray[np.int32],
+) -> None:
+    """Put each item, in `order`, into the first bin that has room below `limits`, else into the emptiest."""
+    num_caps = sizes.shape[1]
+    loads = np.zeros((num_bins, num_caps), np.int64)
+    for item in order:
+        chosen = -1
+        emptiest = 0
+        least = np.inf
+        for b in range(num_bins):
+            room = True
+            share = 0.0
+            for k in range(num_caps):
+                room &= loads[b, k] + sizes[item, k] <= limits[k]
+                share = max(share, loads[b, k] / limits[k])
+            if room:
+                chosen = b
+                break
+            if share < least:
+                emptiest, least = b, share
+        if chosen < 0:
+            chosen = emptiest
+        bins[item] = chosen
+        for k in range(num_caps):
+            loads[chosen, k] += sizes[item, k]
+
+
+@kernel
+def bins_cost(costs: NDArray[np.int64], bins: NDArray[np.int32], num_bins: int, ranks_per_bin: int) -> int:
+    """What the bins take at least: in each phase its largest item, or an even share of what it holds."""
+    num_items, num_phases = costs.shape
+    largest = np.zeros((num_bins, num_phases), np.int64)
+    loads = np.zeros((num_bins, num_phases), np.int64)
+    for item in range(num_items):
+        for p in range(num_phases):
+            largest[bins[item], p] = max(largest[bins[item], p], costs[item, p])
+            loads[bins[item], p] += costs[item, p]
+    total = np.int64(0)
+    for b in range(num_bins):
+        for p in range(num_phases):
+            total += max(largest[b, p], -(-loads[b, p] // ranks_per_bin))
+    return total
+
+
+@kernel
+def relink(
+    heads: NDArray[np.int32], after: NDArray[np.int32], before: NDArray[np.int32], rank: int, old: int, new: int
+) -> None:
+    """Take a rank from the list of its level `old` and put it first in that of `new`."""
+    if before[rank] >= 0:
+        after[before[rank]] = after[rank]
+    else:
+        heads[old] = after[rank]
+    if after[rank] >= 0:
+        before[after[rank]] = before[rank]
+    after[rank] = heads[new]
+    before[rank] = -1
+    if heads[new] >= 0:
+        before[heads[new]] = rank
+    heads[new] = rank
+
+
+@kernel
+def deal_cells(
+    order: NDArray[np.int32],
+    sizes: NDArray[np.int64],
+    caps: NDArray[np.int64],
+    room: NDArray[np.int64],
+    num_bins: int,
+    num_ranks: int,
+    bins: NDArray[np.int32],
+    rank: NDArray[np.int32],
+) -> int:
+    """Put each item, in `order`, into the first bin in which a rank has room, and there on the fullest that has.
+
+    How full ranks are is known by levels, so that each is found in a few steps: best fit, but for what lies within one.
+
+    Args:
+        order: int32 (num_items,).
+        sizes: int64 (num_items, num_caps).
+        caps: int64 (num_caps,), of a rank in a bin.
+        room: int64 (num_caps,), of a bin: the sum over its ranks.
+        num_bins, num_ranks: at least 1; each bin has that many ranks.
+        bins, rank: int32 (num_items,), written; -1 for an item that fits nowhere.
+
+    Returns:
+        How many fit nowhere.
+    """
+    num_caps = caps.shape[0]
+    loads = np.zeros((num_bins, num_ranks, num_caps), np.int64)
+    totals = np.zeros((num_bins, num_caps), np.int64)
+    # Of each level the first rank; of each rank the next and the previous one of its level.
+    heads = np.full((num_bins, LEVELS + 1), np.int32(-1))
+    after = np.empty((num_bins, num_ranks), np.int32)
+    before = np.empty((num_bins, num_ranks), np.int32)
+    level = np.zeros((num_bins, num_ranks), np.int32)
+    for b in range(num_bins):
+        heads[b, 0] = 0
+        for r in range(num_ranks):
+            after[b, r] = r + 1 if r + 1 < num_ranks else -1
+            before[b, r] = r - 1
+    left = 0
+    for item in order:
+        bins[item] = -1
+        rank[item] = -1
+        highest = LEVELS
+        for k in range(num_caps):
+            highest = min(highest, max(np.int64(0), caps[k] - sizes[item, k]) * LEVELS // caps[k])
+        for b in range(num_bins):
+            if not fits(totals[b], sizes[item], room, False):
+                continue
+            chosen = np.int32(-1)
+            for step in range(highest, -1, -1):
+                if heads[b, step] >= 0 and fits(loads[b, heads[b, step]], sizes[item], caps, False):
+                    chosen = heads[b, step]
+                    break
+            if chosen < 0:
+                continue
+            r, old, new = chosen, level[b, chosen], 1
+            for k in range(num_caps):
+                loads[b, r, k] += sizes[item, k]
+                totals[b, k] += sizes[item, k]
+                new = max(new, min(LEVELS, -(-loads[b, r, k] * LEVELS // caps[k])))
+            relink(heads[b], after[b], before[b], r, old, new)
+            level[b, r] = new
+            bins[item], rank[item] = b, r
+            break
+        left += bins[item] < 0
+    return left
+
+
+@kernel
+def pack_in_orders(
+    orders: NDArray[np.int32],
+    costs: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    limits: NDArray[np.int64],
+    num_bins: int,
+    ranks_per_bin: int,
+) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    """First fit in each of `orders`.
+
+    Returns:
+        (bins int32 (num_orders, num_items), int64 (num_orders,): what `bins_cost` says of each).
+    """
+    num_orders, num_items = orders.shape
+    bins = np.empty((num_orders, num_items), np.int32)
+    prices = np.empty(num_orders, np.int64)
+    for number in range(num_orders):
+        first_fit(orders[number], sizes, limits, num_bins, bins[number])
+        prices[number] = bins_cost(costs, bins[number], num_bins, ranks_per_bin)
+    return bins, prices

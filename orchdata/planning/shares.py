@@ -1,0 +1,286 @@
+"""Who gets which sample, and in which microbatch: several ways, and the one whose step takes least.
+
+    ranks by all phases, or by the backbone alone --split_microbatches--+
+    global batch --pack_bins--> micro-steps --balanced inside each------+-> the one that costs least
+
+A micro-step is the m-th microbatch of all ranks. Where ranks wait for each other after each phase of it, what counts is
+the largest cost in each micro-step and phase: large samples of a phase belong into the same micro-step, and every phase
+is then balanced inside it. All in integers: every rank computes the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchdata.balancers import split_microbatches
+from orchdata.balancers.assignment import cells_of, loads_of
+from orchdata.balancers.bins import dealings
+from orchdata.balancers.checks import MAX_TOTAL
+from orchdata.native.microbatches.pipeline import slowest
+from orchdata.planning.assign import Limits, assign, counted_groups
+from orchdata.planning.balance import Balance
+
+Ints = NDArray[np.int64]
+Ranks = NDArray[np.int32]
+
+_DEALINGS = 3  # Tried, of small global batches; of large ones the first that keeps the caps.
+_MANY_SAMPLES = 8192
+_FULL_EFFORT = 16384  # Samples up to which micro-steps together are searched as long as a whole step is.
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """rank and microbatch of each sample, int32 (num_samples,); as many microbatches on every rank."""
+
+    rank: Ranks
+    microbatch: Ranks
+    num_microbatches: int
+
+
+def in_step(balance: Balance) -> bool:
+    """Whether ranks wait for each other in each micro-step."""
+    return balance.assignment == "per_phase" or (balance.objective == "barrier" and balance.order is None)
+
+
+def cost_of_cells(cells: Sequence[Ints], *, in_step: bool) -> int:
+    """What ranks wait for, of one or several phases.
+
+    Args:
+        cells: of each phase int64 (num_ranks, num_microbatches).
+        in_step: ranks wait after each phase of each micro-step; else at the end only.
+    """
+    if in_step:
+        return sum(int(of_phase.max(axis=0).sum()) for of_phase in cells)
+    return int(np.sum([of_phase.sum(axis=1) for of_phase in cells], axis=0).max())
+
+
+def price(cells: Sequence[Ints], balance: Balance) -> int:
+    """What a step costs, by what its ranks wait for.
+
+    Args:
+        cells: of each phase, the encoders before `llm`: int64 (num_ranks, num_microbatches).
+
+    Returns:
+        The sum over micro-steps and phases of the largest cell, the largest total of a rank, or the makespan of the
+        slowest pipeline, its first stage with all encoders.
+    """
+    if balance.num_stages is None or in_step(balance):
+        return cost_of_cells(cells, in_step=in_step(balance))
+    work = cells[-1].astype(np.float64)
+    first = work + balance.num_stages * np.sum([np.zeros_like(work), *cells[:-1]], axis=0)
+    return int(slowest(first, work, balance.num_stages))
+
+
+def share_out_packed(
+    costs: Mapping[str, Ints],
+    sizes: Mapping[str, Ints],
+    num_ranks: int,
+    balance: Balance,
+    stream_rank: Ranks,
+    num_microbatches: int | None = None,
+) -> Shares:
+    """Assign samples to ranks and microbatches so that a packed step takes the least time, of the candidates above.
+
+    None has more micro-steps than the split of what is balanced over all phases; of equals the one with fewer is
+    taken, then the first.
+
+    Args:
+        costs: balanced phase -> int64 (n,), `llm` last.
+        sizes: capped phase -> int64 (n,), its positions; without any, a step is one microbatch.
+        stream_rank: int32 (n,), whose streams each sample is drawn from.
+        num_microbatches: how many; by default the fewest.
+
+    Raises:
+        ValueError: a sample above a cap, unless `balance.oversize` is "own", or too few microbatches.
+    """
+    rank = assign(costs, balance, num_ranks, stream_rank)
+    if not sizes and num_microbatches is None:
+        return Shares(rank, np.zeros(len(rank), np.int32), 1)
+    together = np.sum(list(costs.values()), axis=0)
+    first = split(together, sizes, rank, num_ranks, balance)
+    most = num_microbatches or first.num_microbatches
+    found = [first] if first.num_microbatches == most else []
+    if most > first.num_microbatches:
+        found = [split(together, sizes, rank, num_ranks, balance, most)]
+    if balance.scope != "none" and num_ranks > 1:
+        if in_step(balance) and sizes:
+            fewer = num_microbatches is None and _may_hold(sizes, balance, num_ranks, most - 1)
+            for number in range(most - fewer, most + 1):
+                found += dealt_shares(costs, sizes, num_ranks, balance, stream_rank, number)
+        found += _by_the_backbone(costs, sizes, num_ranks, balance, stream_rank, num_microbatches, found)
+    if not found:
+        raise ValueError(
+            f"the samples do not fit into {most} microbatches within max_tokens={balance.max_tokens}: "
+            f"{first.num_microbatches} hold them"
+        )
+    allowed = [shares for shares in found if shares.num_microbatches <= most]
+    return min(allowed, key=lambda one: (price(cells(costs, one, num_ranks), balance), one.num_microbatches))
+
+
+def _by_the_backbone(
+    costs: Mapping[str, Ints],
+    sizes: Mapping[str, Ints],
+    num_ranks: int,
+    balance: Balance,
+    stream_rank: Ranks,
+    num_microbatches: int | None,
+    found: Sequence[Shares],
+) -> list[Shares]:
+    """What balancing `llm` alone gives, where there are other phases and it may be better than what was found."""
+    if len(costs) == 1:
+        return []
+    alone = {"llm": costs["llm"]}
+    rank = assign(alone, balance, num_ranks, stream_rank)
+    if in_step(balance) and found:
+        # Microbatches only add to what ranks wait for in the whole step.
+        whole = price(cells(costs, Shares(rank, np.zeros(len(rank), np.int32), 1), num_ranks), balance)
+        if whole >= min(price(cells(costs, shares, num_ranks), balance) for shares in found):
+            return []
+    least = split(alone["llm"], sizes, rank, num_ranks, balance)
+    if num_microbatches is None or least.num_microbatches == num_microbatches:
+        return [least]
+    if least.num_microbatches > num_microbatches:
+        return []
+    return [split(alone["llm"], sizes, rank, num_ranks, balance, num_microbatches)]
+
+
+def _may_hold(sizes: Mapping[str, Ints], balance: Balance, num_ranks: int, num_microbatches: int) -> bool:
+    """Whether so many micro-steps leave some room within the caps: without it no packing is found."""
+    return num_microbatches > 0 and all(
+        int(column.sum()) <= balance.caps[phase] * num_ranks * num_microbatches * 63 // 64
+        for phase, column in sizes.items()
+    )
+
+
+def cells(costs: Mapping[str, Ints], shares: Shares, num_ranks: int) -> list[Ints]:
+    """Cost of each rank's microbatches, of each phase int64 (num_ranks, num_microbatches)."""
+    return [
+        cells_of(column, shares.rank, shares.microbatch, num_ranks, shares.num_microbatches)
+        for column in costs.values()
+    ]
+
+
+def split(
+    work: Ints,
+    sizes: Mapping[str, Ints],
+    rank: Ranks,
+    num_ranks: int,
+    balance: Balance,
+    num_microbatches: int | None = None,
+) -> Shares:
+    """Each rank's samples in microbatches within the caps of `sizes`, the fewest unless a number is given, level in
+    `work`, int64 (n,). Raises ValueError.
+    """
+    columns = list(sizes.values()) or [np.zeros_like(work)]
+    microbatch, number = split_microbatches(
+        work,
+        rank,
+        num_ranks,
+        sizes=np.stack(columns, axis=1),
+        max_size=np.array([balance.caps[phase] for phase in sizes] or [MAX_TOTAL], np.int64),
+        num_microbatches=num_microbatches,
+        oversize="own" if balance.oversize == "own" else "error",
+        in_step=in_step(balance),
+    )
+    return Shares(rank, microbatch, number)
+
+
+def dealt_shares(
+    costs: Mapping[str, Ints],
+    sizes: Mapping[str, Ints],
+    num_ranks: int,
+    balance: Balance,
+    stream_rank: Ranks,
+    num_microbatches: int,
+) -> list[Shares]:
+    """Samples dealt into micro-steps, each of which is then balanced by itself; no way where none was found."""
+    columns, caps = _capped(sizes, balance)
+    by_sample = np.ascontiguousarray(np.stack(list(costs.values()), axis=1))
+    groups = counted_groups(balance, num_ranks) if balance.scope == "grouped" else [range(num_ranks)]
+    members = [
+        np.flatnonzero((stream_rank >= group.start) & (stream_rank < group.stop)) if len(groups) > 1 else slice(None)
+        for group in groups
+    ]
+    many = len(stream_rank) > _MANY_SAMPLES
+    dealt = [
+        dealings(columns[mine], caps, num_microbatches, by_sample[mine], len(group), 6 if many else 18)
+        for mine, group in zip(members, groups, strict=True)
+    ]
+    found: list[Shares] = []
+    microbatch, within = np.empty((2, len(stream_rank)), np.int32)
+    for dealing in zip(*dealt, strict=False):
+        for mine, group, (bins, rank) in zip(members, groups, dealing, strict=True):
+            microbatch[mine], within[mine] = bins, group.start + rank
+        shares = Shares(within.copy(), microbatch.copy(), num_microbatches)
+        found.append(_balanced_inside(costs, columns, caps, shares, num_ranks, balance, stream_rank))
+        if len(found) == (1 if many else _DEALINGS):
+            break
+    return [one for one in found if counts_kept(one.rank, num_ranks, balance)]
+
+
+def counts_kept(rank: Ranks, num_ranks: int, balance: Balance) -> bool:
+    """Whether ranks hold no more samples than `balance` allows, and as many as each other where that is asked."""
+    counts = np.bincount(rank, minlength=num_ranks)
+    if balance.max_samples is not None and int(counts.max()) > balance.max_samples:
+        return False
+    groups = counted_groups(balance, num_ranks) if balance.equal_count else []
+    return all(int(np.ptp(counts[group.start : group.stop])) <= 1 for group in groups)
+
+
+def _capped(sizes: Mapping[str, Ints], balance: Balance) -> tuple[Ints, Ints]:
+    """What caps count, int64 (n, num_caps), and the caps. A sample above one fills it, and is alone by one more."""
+    columns = [np.minimum(column, balance.caps[phase]) for phase, column in sizes.items()]
+    caps = [balance.caps[phase] for phase in sizes]
+    above = np.any([column > cap for column, cap in zip(sizes.values(), caps, strict=True)], axis=0)
+    if above.any():
+        columns.append(np.where(above, len(above), 1))
+        caps.append(len(above))
+    return np.stack(columns, axis=1), np.array(caps, np.int64)
+
+
+def _balanced_inside(
+    costs: Mapping[str, Ints],
+    sizes: Ints,
+    caps: Ints,
+    dealt: Shares,
+    num_ranks: int,
+    balance: Balance,
+    stream_rank: Ranks,
+) -> Shares:
+    """`dealt`, which keeps the caps, with each micro-step balanced by itself, and numbered from the most costly: what
+    takes most memory comes first.
+    """
+    rank, name = np.empty_like(dealt.rank), np.empty(dealt.num_microbatches, np.int32)
+    held, waits = np.zeros(num_ranks, np.int64), np.zeros(dealt.num_microbatches, np.int64)
+    share = min(1.0, _FULL_EFFORT / max(1, len(rank)))
+    inside = replace(balance, max_samples=None, effort=1.5 * balance.effort * share**3 * dealt.num_microbatches)
+    for number in range(dealt.num_microbatches):
+        members = np.flatnonzero(dealt.microbatch == number)
+        mine = {phase: column[members] for phase, column in costs.items()}
+        limits = Limits(sizes[members], caps, dealt.rank[members])
+        found = assign(mine, inside, num_ranks, stream_rank[members], limits=limits)
+        if balance.equal_count or balance.max_samples is not None:
+            found = _evened(found, held, balance, num_ranks)
+        rank[members] = found
+        waits[number] = sum(int(loads_of(column, found, num_ranks).max()) for column in mine.values())
+    name[np.argsort(-waits, kind="stable")] = np.arange(dealt.num_microbatches)
+    return Shares(rank, name[dealt.microbatch], dealt.num_microbatches)
+
+
+def _evened(rank: Ranks, held: Ints, balance: Balance, num_ranks: int) -> Ranks:
+    """`rank` with other names inside each group, so that ranks of many samples are those that hold few; adds to `held`.
+
+    Ranks are alike in a micro-step. Counts that are equal in each, give or take one, so become equal over all.
+    """
+    counts = np.bincount(rank, minlength=num_ranks)
+    name = np.empty(num_ranks, np.int32)
+    for group in counted_groups(balance, num_ranks):
+        few = np.argsort(held[group.start : group.stop], kind="stable") + group.start
+        many = np.argsort(-counts[group.start : group.stop], kind="stable") + group.start
+        name[many] = few
+    held[name] += counts
+    return name[rank]
