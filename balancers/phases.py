@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -21,15 +21,16 @@ from orchdata.balancers.checks import (
     checked_costs,
     checked_effort,
     checked_flag,
+    checked_max_samples,
     checked_ranks_count,
     checked_sizes,
 )
 from orchdata.balancers.packed import balance
+from orchdata.native.assign.joint import solve_groups_jointly
 from orchdata.native.assign.phase_refine import phase_loads
-from orchdata.native.assign.phases import above_caps, refine_within, solve_barrier
+from orchdata.native.assign.phases import above_caps
 
 PAIRS = 8  # Looked at in the joint search, for each pair of samples that share a rank.
-_FEW_SAMPLES = 2048
 GOOD = 200  # Peaks this part above their bounds, or less, are searched no further.
 
 
@@ -125,7 +126,7 @@ def balance_phases(
             caps = checked_caps(max_size, columns.shape[1])
         rank = assign_jointly(
             costs,
-            num_ranks,
+            np.array([num_ranks]),
             objective=objective,
             equal_count=equal_count,
             max_samples=max_samples,
@@ -165,8 +166,9 @@ def checked_phases(costs_by_phase: Mapping[str, ArrayLike], primary: str) -> tup
 
 def assign_jointly(
     costs: NDArray[np.int64],
-    num_ranks: int,
+    group_sizes: NDArray[np.int64],
     *,
+    group: NDArray[np.int64] | None = None,
     objective: str,
     equal_count: bool,
     max_samples: int | None,
@@ -176,10 +178,12 @@ def assign_jointly(
     within: NDArray[np.int32] | None = None,
     effort: float,
 ) -> NDArray[np.int32]:
-    """One rank for each sample, int32 (num_samples,); `balance_phases` of checked arguments.
+    """One rank for each sample, int32 (num_samples,); `balance_phases` of checked arguments, in groups of ranks.
 
     Args:
         costs: int64 (num_phases, num_samples).
+        group_sizes: int64 (num_groups,), how many ranks each group has, consecutive ones.
+        group: int64 (num_samples,), the group of each sample; None where there is one only.
         primary: index of the phase all samples take part in.
         sizes, caps: int64 (num_samples, num_caps) and (num_caps,); kept where that is found.
         within: int32 (num_samples,), an assignment that keeps the caps, where one is known: they are then kept.
@@ -187,29 +191,30 @@ def assign_jointly(
     together = costs.sum(axis=0)
     if not together.all():
         raise ValueError(f"sample {int((together == 0).argmax())} costs 0 in every phase: leave it out, or cost it 1")
-    counts: dict[str, Any] = {"equal_count": equal_count, "max_samples": max_samples}
-    if not len(caps) and (objective == "sum" or len(costs) == 1):
-        return balance(together, num_ranks, **counts).rank
-    # Samples without a primary cost still need a rank.
-    given = within
-    if given is None or len(together) <= _FEW_SAMPLES:
-        given = balance(np.maximum(costs[primary], 1), num_ranks, **counts).rank
     num_samples = len(together)
-    most, extras = divmod(num_samples, num_ranks) if equal_count else (max_samples or num_samples, 0)
-    bounds = np.array([lower_bound(row, num_ranks) for row in costs], np.int64)
-    by_sample, pairs = np.ascontiguousarray(costs.T), search_pairs(num_samples, num_ranks, effort)
-    good = int(bounds.sum())
-    good += good // max(1, round(GOOD * effort))
-    rank = solve_barrier(by_sample, given, num_ranks, primary, bounds, most, extras, equal_count, good, pairs)
-    if above_caps(sizes, caps, rank, num_ranks):
-        may_hold = -1 if equal_count else most
-        peaks = phase_loads(by_sample, rank, num_ranks).max(axis=0)
-        refine_within(by_sample, sizes, caps, rank, num_ranks, peaks, may_hold, pairs)
-        if above_caps(sizes, caps, rank, num_ranks):
-            spread = balance(np.maximum(sizes[:, 0], 1), num_ranks, **counts).rank if within is None else within.copy()
-            refine_within(by_sample, sizes, caps, spread, num_ranks, bounds, may_hold, pairs)
-            rank = min(rank, spread, key=lambda one: int(above_caps(sizes, caps, one, num_ranks)))
-    return np.asarray(rank, np.int32)
+    order = np.arange(num_samples) if group is None else np.argsort(group, kind="stable")
+    counts = np.array([num_samples]) if group is None else np.bincount(group, minlength=len(group_sizes))
+    if max_samples is not None:
+        for held, ranks in zip(counts.tolist(), group_sizes.tolist(), strict=True):
+            checked_max_samples(max_samples, held, ranks)
+    if objective == "sum" and not len(caps):
+        costs, primary = together[None, :], 0
+    first = np.repeat(np.cumsum(group_sizes) - group_sizes, counts).astype(np.int32)
+    rank = np.empty(num_samples, np.int32)
+    rank[order] = first + solve_groups_jointly(
+        np.ascontiguousarray(costs.T[order]),
+        sizes[order],
+        caps,
+        np.empty(0, np.int32) if within is None else within[order] - first,
+        np.concatenate([[0], np.cumsum(counts)]),
+        group_sizes,
+        primary,
+        max_samples or max(1, num_samples),
+        equal_count,
+        max(1, round(GOOD * effort)),
+        PAIRS * effort,
+    )
+    return rank
 
 
 def search_pairs(num_samples: int, num_ranks: int, effort: float = 1.0) -> int:

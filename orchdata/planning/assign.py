@@ -121,29 +121,30 @@ def _anew(
     limits: Limits | None,
 ) -> Ranks:
     """Balance each group by itself, wherever in it items are held; its ranks are named so that much of them stays."""
-    rank = np.empty(len(owner), np.int32)
     groups = counted_groups(balance, num_ranks)
-    together = np.stack(list(costs.values()))
-    columns, caps = np.empty((len(owner), 0), np.int64), np.empty(0, np.int64)
+    group = None if len(groups) == 1 else owner.astype(np.int64) // len(groups[0])
+    columns, caps, within = np.empty((len(owner), 0), np.int64), np.empty(0, np.int64), None
     if limits is not None:
-        columns, caps, _ = limits
-    for group in groups:
-        members = slice(None) if len(groups) == 1 else np.flatnonzero((owner >= group.start) & (owner < group.stop))
-        found = assign_jointly(
-            together[:, members],
-            len(group),
-            objective=balance.objective,
-            equal_count=balance.equal_count,
-            max_samples=balance.max_samples,
-            primary=len(together) - 1,
-            sizes=columns[members],
-            caps=caps,
-            within=None if limits is None else limits.within[members] - np.int32(group.start),
-            effort=balance.effort,
-        )
-        if sizes is not None:
-            found = renamed(found, owner[members] - group.start, sizes[members], len(group), ranks_per_node)
-        rank[members] = group.start + found
+        columns, caps, within = limits
+    rank = assign_jointly(
+        np.stack(list(costs.values())),
+        np.array([len(ranks) for ranks in groups]),
+        group=group,
+        objective=balance.objective,
+        equal_count=balance.equal_count,
+        max_samples=balance.max_samples,
+        primary=len(costs) - 1,
+        sizes=columns,
+        caps=caps,
+        within=within,
+        effort=balance.effort,
+    )
+    if sizes is None:
+        return rank
+    for ranks in groups:
+        mine = slice(None) if group is None else np.flatnonzero((owner >= ranks.start) & (owner < ranks.stop))
+        found = rank[mine] - np.int32(ranks.start)
+        rank[mine] = ranks.start + renamed(found, owner[mine] - ranks.start, sizes[mine], len(ranks), ranks_per_node)
     return rank
 
 

@@ -107,10 +107,13 @@ def share_out_packed(
     if most > first.num_microbatches:
         found = [split(together, sizes, rank, num_ranks, balance, most)]
     if balance.scope != "none" and num_ranks > 1:
-        if in_step(balance) and sizes:
+        if in_step(balance) and sizes and most > 1:
             fewer = num_microbatches is None and _may_hold(sizes, balance, num_ranks, most - 1)
             for number in range(most - fewer, most + 1):
                 found += dealt_shares(costs, sizes, num_ranks, balance, stream_rank, number)
+        if not in_step(balance) and balance.objective == "barrier":  # Pipelines: only what a rank does in all counts.
+            level = assign(costs, replace(balance, objective="sum"), num_ranks, stream_rank)
+            found.append(split(together, sizes, level, num_ranks, balance))
         found += _by_the_backbone(costs, sizes, num_ranks, balance, stream_rank, num_microbatches, found)
     if not found:
         raise ValueError(
@@ -257,7 +260,9 @@ def _balanced_inside(
     rank, name = np.empty_like(dealt.rank), np.empty(dealt.num_microbatches, np.int32)
     held, waits = np.zeros(num_ranks, np.int64), np.zeros(dealt.num_microbatches, np.int64)
     share = min(1.0, _FULL_EFFORT / max(1, len(rank)))
-    inside = replace(balance, max_samples=None, effort=1.5 * balance.effort * share**3 * dealt.num_microbatches)
+    inside = replace(
+        balance, max_samples=None, effort=1.5 * balance.effort * share * share * share * dealt.num_microbatches
+    )
     for number in range(dealt.num_microbatches):
         members = np.flatnonzero(dealt.microbatch == number)
         mine = {phase: column[members] for phase, column in costs.items()}
