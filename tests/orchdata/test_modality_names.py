@@ -27,6 +27,7 @@ ALLOWED = {
     "orchdata/bench/": "measures them",
     "orchdata/cli/": "says so in its help",
     "balancers/costs/model.py": "the phases that come first, which plans depend on",
+    "balancers/costs/families.py": "what published configs call their towers",
 }
 _NAMED = re.compile(r"(?<![a-z])(image|audio)s?(?![a-z])")
 
