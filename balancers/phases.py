@@ -26,10 +26,12 @@ from orchdata.balancers.checks import (
     checked_sizes,
 )
 from orchdata.balancers.packed import balance
-from orchdata.native.assign.joint import solve_groups_jointly
+from orchdata.native.assign.joint import solve_joint
+from orchdata.native.assign.packed import solve
 from orchdata.native.assign.phase_refine import phase_loads
 from orchdata.native.assign.phases import above_caps
 
+_FEW_SAMPLES = 2048  # Up to which the primary phase alone is balanced for a start, though another is known.
 PAIRS = 8  # Looked at in the joint search, for each pair of samples that share a rank.
 GOOD = 200  # Peaks this part above their bounds, or less, are searched no further.
 
@@ -200,21 +202,40 @@ def assign_jointly(
     if objective == "sum" and not len(caps):
         costs, primary = together[None, :], 0
     first = np.repeat(np.cumsum(group_sizes) - group_sizes, counts).astype(np.int32)
+    offsets = np.concatenate([[0], np.cumsum(counts)])
+    by_sample, weights = np.ascontiguousarray(costs.T[order]), sizes[order]
+    most = max_samples or max(1, num_samples)
+    kept = np.empty(0, np.int32) if within is None else within[order] - first
+    given = kept
+    if within is None or num_samples <= _FEW_SAMPLES * len(group_sizes):
+        given = _alone(np.maximum(by_sample[:, primary], 1), offsets, group_sizes, most, equal_count)
     rank = np.empty(num_samples, np.int32)
-    rank[order] = first + solve_groups_jointly(
-        np.ascontiguousarray(costs.T[order]),
-        sizes[order],
-        caps,
-        np.empty(0, np.int32) if within is None else within[order] - first,
-        np.concatenate([[0], np.cumsum(counts)]),
-        group_sizes,
-        primary,
-        max_samples or max(1, num_samples),
-        equal_count,
-        max(1, round(GOOD * effort)),
-        PAIRS * effort,
-    )
+    if len(costs) == 1 and not len(caps):
+        rank[order] = first + given
+        return rank
+    search = (offsets, group_sizes, primary, most, equal_count, max(1, round(GOOD * effort)), PAIRS * effort)
+    found = solve_joint(by_sample, weights, caps, given, kept, *search)
+    if within is None and len(caps) and above_caps(weights, caps, first + found, int(group_sizes.sum())):
+        # Sizes, spread evenly, keep within caps where much does.
+        spread = _alone(np.maximum(weights[:, 0], 1), offsets, group_sizes, most, equal_count)
+        found = solve_joint(by_sample, weights, caps, given, spread, *search)
+    rank[order] = first + found
     return rank
+
+
+def _alone(
+    costs: NDArray[np.int64],
+    offsets: NDArray[np.int64],
+    group_sizes: NDArray[np.int64],
+    max_samples: int,
+    equal_count: bool,
+) -> NDArray[np.int32]:
+    """Each group's samples balanced by one cost, int32 (num_samples,), ranks from 0 in each group."""
+    parts = [
+        solve(costs[start:stop], ranks, max_samples, 0, equal_count, 1e-3)[0]
+        for start, stop, ranks in zip(offsets[:-1].tolist(), offsets[1:].tolist(), group_sizes.tolist(), strict=True)
+    ]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def search_pairs(num_samples: int, num_ranks: int, effort: float = 1.0) -> int:
