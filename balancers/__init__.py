@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from orchdata.balancers.advice import Advice, Option, advise
 from orchdata.balancers.assignment import Assignment, MovedAssignment, lower_bound
+from orchdata.balancers.bins import pack_bins
 from orchdata.balancers.costs.fit import FittedCost, FittedCosts, fit_phase_cost, fit_phase_costs
 from orchdata.balancers.costs.model import CostModel
 from orchdata.balancers.costs.moe import MoE
@@ -48,6 +49,7 @@ __all__ = [
     "lower_bound",
     "order_after_disttrain",
     "order_microbatches",
+    "pack_bins",
     "place_on_nodes",
     "simulate_1f1b",
     "split_microbatches",

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from orchdata.balancers.checks import checked_caps, checked_costs, checked_count, checked_sizes
+from orchdata.balancers.checks import MAX_TOTAL, checked_caps, checked_costs, checked_count, checked_sizes
 from orchdata.native.microbatches.pack_bins import deal_cells, pack_in_orders, packing_orders
 
 FILLS = (4, 2, 0)  # Quarters of the room above an even share that are filled.
@@ -38,13 +38,14 @@ def pack_bins(
     """
     phases = _checked_phases(costs)
     columns = checked_sizes(sizes, len(phases))
-    limits = checked_caps(capacities, columns.shape[1])
+    limits = checked_caps(capacities, columns.shape[1], "capacities")
     num_bins = checked_count(num_bins, "num_bins")
     ranks_per_bin = checked_count(ranks_per_bin, "ranks_per_bin")
     orders = packing_orders(phases, columns, phases.shape[1] - 1)
-    even = -(-columns.sum(axis=0) // num_bins)
+    total = columns.sum(axis=0)
+    even, room = -(-total // num_bins), np.minimum(limits, total)
     for fill in FILLS:
-        most = np.maximum(1, even + (limits - even) * fill // 4)
+        most = np.maximum(1, room - (room - even) // 4 * (4 - fill))
         packed, taken = pack_in_orders(orders, phases, columns, most, num_bins, ranks_per_bin)
         for number in np.argsort(taken, kind="stable"):
             loads = np.zeros((num_bins, len(limits)), np.int64)
@@ -54,7 +55,7 @@ def pack_bins(
                 return found
     raise ValueError(
         f"no packing into num_bins={num_bins} of capacities={limits.tolist()} was found for sizes that sum to "
-        f"{columns.sum(axis=0).tolist()}, of which the largest are {columns.max(axis=0, initial=0).tolist()}: raise "
+        f"{total.tolist()}, of which the largest are {columns.max(axis=0, initial=0).tolist()}: raise "
         "num_bins or the capacities"
     )
 
@@ -95,5 +96,10 @@ def _checked_phases(costs: ArrayLike) -> NDArray[np.int64]:
     array = np.asarray(costs)
     if array.ndim not in (1, 2) or array.shape[1:] == (0,):
         raise ValueError(f"costs must be (num_items,) or (num_items, num_phases), got shape {array.shape}")
-    columns = array[:, None] if array.ndim == 1 else array
-    return np.stack([checked_costs(columns[:, p], f"costs[:, {p}]") for p in range(columns.shape[1])], axis=1)
+    if array.ndim == 1:
+        return checked_costs(array)[:, None]
+    columns = [checked_costs(array[:, p], f"costs[:, {p}]") for p in range(array.shape[1])]
+    total = sum(int(column.sum()) for column in columns)
+    if total > MAX_TOTAL:
+        raise ValueError(f"costs of all phases sum to {total}, above the limit of 2**62: scale them down")
+    return np.stack(columns, axis=1)

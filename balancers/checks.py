@@ -134,12 +134,13 @@ def checked_sizes(sizes: ArrayLike, num_samples: int) -> NDArray[np.int64]:
     return columns
 
 
-def checked_caps(max_size: int | ArrayLike, num_caps: int) -> NDArray[np.int64]:
-    caps = np.atleast_1d(np.asarray(max_size))
+def checked_caps(value: int | ArrayLike, num_caps: int, name: str = "max_size") -> NDArray[np.int64]:
+    """Caps int64 (num_caps,), each at least 1; above 2**62 none binds."""
+    caps = np.atleast_1d(np.asarray(value))
     if caps.shape != (num_caps,) or caps.dtype.kind not in "iu":
-        raise ValueError(f"max_size must be {num_caps} integer(s), one for each column of sizes, got {max_size!r}")
+        raise ValueError(f"{name} must be {num_caps} integer(s), one for each column of sizes, got {value!r}")
     if (caps < 1).any():
-        raise ValueError(f"max_size must be at least 1, got {max_size!r}")
+        raise ValueError(f"{name} must be at least 1, got {value!r}")
     return np.ascontiguousarray(np.minimum(caps, MAX_TOTAL), dtype=np.int64)
 
 
