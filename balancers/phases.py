@@ -240,4 +240,4 @@ def _alone(
 
 def search_pairs(num_samples: int, num_ranks: int, effort: float = 1.0) -> int:
     """Pairs of samples that a search may look at: the same on every machine."""
-    return int(PAIRS * effort * (num_samples * num_samples // num_ranks))
+    return int(min(PAIRS * effort * (num_samples * num_samples // num_ranks), MAX_TOTAL))

@@ -60,7 +60,7 @@ def solve_joint(
         if equal_count:
             limit, extras, may_hold = num_samples // num_ranks, num_samples % num_ranks, np.int64(-1)
         good = bounds.sum() + bounds.sum() // good_part
-        budget = np.int64(pairs * (num_samples * num_samples // num_ranks))
+        budget = np.int64(min(pairs * (num_samples * num_samples // num_ranks), 1e18))
         first = given[start:stop].copy()
         rank = solve_barrier(mine, first, num_ranks, primary, bounds, limit, extras, equal_count, good, budget).copy()
         # Within the caps first with the peaks that this has, then from what keeps them.

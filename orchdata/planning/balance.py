@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from orchdata.balancers.checks import checked_count, checked_effort
+from orchdata.balancers.checks import MAX_TOTAL, checked_count, checked_effort
 
 Scope = Literal["none", "grouped", "grid", "global"]
 AssignmentKind = Literal["joint", "per_phase"]
@@ -74,8 +74,9 @@ class Balance:
         for name in ("max_samples", "group_size", "num_stages"):
             if (value := getattr(self, name)) is not None:
                 checked_count(value, f"Balance.{name}")
-        checked_effort(self.effort, "Balance.effort")
-        for phase, cap in self.caps.items():
+        # A float, as ranks compare it: 1 and 1.0 are equal.
+        object.__setattr__(self, "effort", checked_effort(self.effort, "Balance.effort"))
+        for phase, cap in self._named_caps.items():
             checked_count(cap, f"Balance.max_tokens of phase {phase!r}")
         self._check_combinations()
 
@@ -93,12 +94,14 @@ class Balance:
 
     @property
     def caps(self) -> dict[str, int]:
-        """Positions per microbatch and rank, by phase."""
+        """Positions per microbatch and rank, by phase; at most 2**62, which no batch has."""
+        return {phase: min(cap, MAX_TOTAL) for phase, cap in self._named_caps.items()}
+
+    @property
+    def _named_caps(self) -> Mapping[str, int]:
         if self.max_tokens is None:
             return {}
-        if isinstance(self.max_tokens, Mapping):
-            return dict(self.max_tokens)
-        return {"llm": self.max_tokens}
+        return self.max_tokens if isinstance(self.max_tokens, Mapping) else {"llm": self.max_tokens}
 
 
 def as_balance(value: str | Balance, *, equal_count: bool = False) -> Balance:

@@ -98,7 +98,9 @@ def share_out_packed(
         ValueError: a sample above a cap, unless `balance.oversize` is "own", or too few microbatches.
     """
     rank = assign(costs, balance, num_ranks, stream_rank)
-    if not sizes and num_microbatches is None:
+    # Of whole steps of all ranks, the joint search has looked at the backbone alone.
+    looked_at = balance.scope == "global" and balance.objective == "barrier" and balance.num_stages is None
+    if not sizes and num_microbatches is None and (looked_at or balance.scope == "none" or len(costs) == 1):
         return Shares(rank, np.zeros(len(rank), np.int32), 1)
     together = np.sum(list(costs.values()), axis=0)
     first = split(together, sizes, rank, num_ranks, balance)
@@ -106,8 +108,8 @@ def share_out_packed(
     found = [first] if first.num_microbatches == most else []
     if most > first.num_microbatches:
         found = [split(together, sizes, rank, num_ranks, balance, most)]
-    if balance.scope != "none" and num_ranks > 1:
-        if in_step(balance) and sizes and most > 1:
+    if balance.scope != "none":
+        if in_step(balance) and sizes and num_ranks > 1 and most > 1:
             fewer = num_microbatches is None and _may_hold(sizes, balance, num_ranks, most - 1)
             for number in range(most - fewer, most + 1):
                 found += dealt_shares(costs, sizes, num_ranks, balance, stream_rank, number)
@@ -236,8 +238,9 @@ def counts_kept(rank: Ranks, num_ranks: int, balance: Balance) -> bool:
 
 def _capped(sizes: Mapping[str, Ints], balance: Balance) -> tuple[Ints, Ints]:
     """What caps count, int64 (n, num_caps), and the caps. A sample above one fills it, and is alone by one more."""
-    columns = [np.minimum(column, balance.caps[phase]) for phase, column in sizes.items()]
-    caps = [balance.caps[phase] for phase in sizes]
+    # More than all together is no cap, and would overflow.
+    caps = [min(balance.caps[phase], max(1, int(column.sum()))) for phase, column in sizes.items()]
+    columns = [np.minimum(column, cap) for column, cap in zip(sizes.values(), caps, strict=True)]
     above = np.any([column > cap for column, cap in zip(sizes.values(), caps, strict=True)], axis=0)
     if above.any():
         columns.append(np.where(above, len(above), 1))
@@ -260,9 +263,8 @@ def _balanced_inside(
     rank, name = np.empty_like(dealt.rank), np.empty(dealt.num_microbatches, np.int32)
     held, waits = np.zeros(num_ranks, np.int64), np.zeros(dealt.num_microbatches, np.int64)
     share = min(1.0, _FULL_EFFORT / max(1, len(rank)))
-    inside = replace(
-        balance, max_samples=None, effort=1.5 * balance.effort * share * share * share * dealt.num_microbatches
-    )
+    effort = 1.5 * balance.effort * share * share * share * dealt.num_microbatches  # A power may round elsewhere.
+    inside = replace(balance, max_samples=None, effort=effort)
     for number in range(dealt.num_microbatches):
         members = np.flatnonzero(dealt.microbatch == number)
         mine = {phase: column[members] for phase, column in costs.items()}

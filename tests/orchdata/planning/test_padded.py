@@ -6,6 +6,7 @@ from itertools import product
 
 import numpy as np
 import pytest
+from global_batches import GlobalBatch, check_step, steps, waits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,6 +27,7 @@ from orchdata.planning.padded import (
 from orchdata.planning.shares import Shares, price
 
 TOKENS = PaddedCost(PhaseCost(1.0))
+LINEAR = PaddedCost(PhaseCost(4.0, 0.001))  # As `global_batches` has it.
 
 
 def in_turn(num_samples: int, num_ranks: int) -> np.ndarray:
@@ -171,6 +173,52 @@ def test_micro_steps_of_neighbours_in_length_cost_less() -> None:
     taken = [price(padded_cells_of(costs, shares, 8), balance) for shares in (found, first)]
     assert found.num_microbatches <= first.num_microbatches
     assert taken[0] < 0.97 * taken[1]
+
+
+@settings(max_examples=150, deadline=None)
+@given(steps())
+def test_a_step_is_within_its_limits_and_no_dearer_than_the_packed_plan_in_this_layout(
+    step: tuple[GlobalBatch, Balance],
+) -> None:
+    batch, balance = step
+    sizes, positions = batch.sizes(balance), batch.positions["llm"]
+    arguments = (batch.costs, sizes, batch.num_ranks, balance, batch.stream_rank, None, positions, LINEAR)
+    shares = share_out_padded(*arguments)
+    check_step(batch, shares, balance, padded=True)
+    assert share_out_padded(*arguments).rank.tolist() == shares.rank.tolist()
+
+    def held(shares: Shares) -> np.ndarray:
+        """Each cell is rows times its longest one, in llm; a sum in encoders."""
+        cells = np.zeros((len(batch.costs), batch.num_ranks, shares.num_microbatches), np.int64)
+        for rank, microbatch in np.ndindex(cells.shape[1:]):
+            mine = (shares.rank == rank) & (shares.microbatch == microbatch)
+            for of_phase, (phase, column) in zip(cells, batch.costs.items(), strict=True):
+                longest = mine.sum() * column[mine].max(initial=0)
+                of_phase[rank, microbatch] = longest if phase == "llm" else column[mine].sum()
+        return cells
+
+    found = waits(held(shares), balance)
+    assert found == price(padded_cells_of(batch.costs, shares, batch.num_ranks), balance)
+    packed, backbone = (
+        split_padded(assign(costs, balance, batch.num_ranks, batch.stream_rank), batch.num_ranks, sizes, balance)
+        for costs in (batch.costs, {"llm": batch.costs["llm"]})
+    )
+    assert shares.num_microbatches <= packed.num_microbatches
+    for other in (packed, backbone):
+        if other.num_microbatches <= packed.num_microbatches:
+            assert found <= waits(held(other), balance)
+
+
+@settings(max_examples=40, deadline=None)
+@given(steps(), st.integers(0, 2))
+def test_as_many_micro_steps_as_are_asked_for_or_fewer(step: tuple[GlobalBatch, Balance], more: int) -> None:
+    batch, balance = step
+    sizes, positions = batch.sizes(balance), batch.positions["llm"]
+    arguments = (batch.costs, sizes, batch.num_ranks, balance, batch.stream_rank)
+    fewest = share_out_padded(*arguments, None, positions, LINEAR).num_microbatches
+    shares = share_out_padded(*arguments, fewest + more, positions, LINEAR)
+    assert shares.num_microbatches <= fewest + more
+    check_step(batch, shares, balance, padded=True)
 
 
 def test_no_candidate_is_left_out_for_another() -> None:

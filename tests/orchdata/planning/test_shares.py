@@ -1,0 +1,156 @@
+"""Sharing out packed steps: each sample once, within every cap, and never dearer than what balancing alone would give.
+
+What is compared with comes from the balancers one by one, and its price from the definition.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from global_batches import GlobalBatch, check_step, global_batch, steps, waits
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from orchdata.balancers import balance_phases, split_microbatches
+from orchdata.bench.distributions import omni_phases
+from orchdata.planning.assign import assign, stream_ranks
+from orchdata.planning.balance import Balance
+from orchdata.planning.shares import Shares, dealt_shares, in_step, price, share_out_packed
+from orchdata.planning.shares import cells as cells_of_shares
+
+Ints = NDArray[np.int64]
+
+
+def shared_out(batch: GlobalBatch, balance: Balance, num_microbatches: int | None = None) -> Shares:
+    sizes = batch.sizes(balance)
+    return share_out_packed(batch.costs, sizes, batch.num_ranks, balance, batch.stream_rank, num_microbatches)
+
+
+def split(batch: GlobalBatch, phases: list[str], balance: Balance) -> Shares:
+    """Ranks by these phases, then each rank's samples by the sum of their costs."""
+    costs = {phase: batch.costs[phase] for phase in phases}
+    rank = assign(costs, balance, batch.num_ranks, batch.stream_rank)
+    columns = list(batch.sizes(balance).values()) or [np.zeros(len(rank), np.int64)]
+    microbatch, count = split_microbatches(
+        np.sum(list(costs.values()), axis=0),
+        rank,
+        batch.num_ranks,
+        sizes=np.stack(columns, axis=1),
+        max_size=np.array([*balance.caps.values()] or [1]),
+        oversize="own",
+        in_step=in_step(balance),
+    )
+    return Shares(rank, microbatch, count)
+
+
+def cells(batch: GlobalBatch, shares: Shares) -> Ints:
+    """Costs int64 (num_phases, num_ranks, num_microbatches)."""
+    held = np.zeros((len(batch.costs), batch.num_ranks, shares.num_microbatches), np.int64)
+    for of_phase, column in zip(held, batch.costs.values(), strict=True):
+        np.add.at(of_phase, (shares.rank, shares.microbatch), column)
+    return held
+
+
+def check_not_dearer(batch: GlobalBatch, shares: Shares, balance: Balance) -> None:
+    """Than the split by sums, in at most as many micro-steps, nor than the backbone alone where it has no more."""
+    found = waits(cells(batch, shares), balance)
+    assert found == price(cells_of_shares(batch.costs, shares, batch.num_ranks), balance)
+    by_sums, backbone = split(batch, list(batch.costs), balance), split(batch, ["llm"], balance)
+    assert shares.num_microbatches <= by_sums.num_microbatches
+    for other in (by_sums, backbone):
+        if other.num_microbatches <= by_sums.num_microbatches:
+            assert found <= waits(cells(batch, other), balance)
+
+
+@settings(max_examples=150, deadline=None)
+@given(steps())
+def test_a_step_is_within_its_limits_and_no_dearer_than_what_it_is_chosen_from(
+    step: tuple[GlobalBatch, Balance],
+) -> None:
+    batch, balance = step
+    before = [column.copy() for column in (*batch.costs.values(), *batch.positions.values())]
+    shares = shared_out(batch, balance)
+    check_step(batch, shares, balance)
+    check_not_dearer(batch, shares, balance)
+    again = shared_out(batch, balance)
+    assert (again.rank.tolist(), again.microbatch.tolist()) == (shares.rank.tolist(), shares.microbatch.tolist())
+    for column, given_ in zip((*batch.costs.values(), *batch.positions.values()), before, strict=True):
+        assert column.tolist() == given_.tolist()
+
+
+@pytest.mark.parametrize(
+    ("balance", "num_ranks"),
+    [
+        (Balance(scope="grid", group_size=2), 4),
+        (Balance(scope="grouped", group_size=2), 4),
+        (Balance(order="1f1b", num_stages=3, max_tokens=400, oversize="own"), 1),
+    ],
+)
+def test_the_backbone_alone_is_looked_at(balance: Balance, num_ranks: int) -> None:
+    """Where groups are balanced one by one, and where one rank only chooses the order of its pipeline."""
+    for seed in range(60):
+        batch = global_batch(seed, 24, num_ranks)
+        check_not_dearer(batch, shared_out(batch, balance), balance)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 10_000), st.integers(1, 60), st.integers(1, 6), st.booleans())
+def test_over_all_ranks_the_first_candidate_is_of_the_public_balancers(
+    seed: int, num_samples: int, num_ranks: int, equal_count: bool
+) -> None:
+    batch, balance = global_batch(seed, num_samples, num_ranks), Balance(equal_count=equal_count)
+    rank = balance_phases(batch.costs, num_ranks, equal_count=equal_count).rank
+    assert shared_out(batch, balance).rank.tolist() == rank.tolist()  # One microbatch: nothing else is tried but llm.
+
+
+@settings(max_examples=40, deadline=None)
+@given(steps(), st.integers(0, 3))
+def test_as_many_micro_steps_as_are_asked_for(step: tuple[GlobalBatch, Balance], more: int) -> None:
+    batch, balance = step
+    if not balance.caps:
+        balance = replace(balance, max_tokens={"llm": 700})
+    fewest = shared_out(batch, balance).num_microbatches
+    shares = shared_out(batch, balance, fewest + more)
+    assert shares.num_microbatches == fewest + more
+    check_step(batch, shares, balance)
+
+
+def test_too_few_micro_steps_are_an_error_that_says_how_many_hold_the_samples() -> None:
+    batch, balance = global_batch(1, 40, 2), Balance(max_tokens={"llm": 500}, oversize="own")
+    with pytest.raises(ValueError, match=r"do not fit into 1 microbatches within max_tokens=.*: \d+ hold them"):
+        shared_out(batch, balance, 1)
+
+
+def test_a_sample_above_a_cap_is_refused_unless_it_may_be_alone() -> None:
+    batch = global_batch(1, 40, 2)
+    with pytest.raises(ValueError, match="above the cap of 20 of a microbatch"):
+        shared_out(batch, Balance(max_tokens=20))
+    shares = shared_out(batch, Balance(max_tokens=20, oversize="own"))
+    check_step(batch, shares, Balance(max_tokens=20))
+
+
+@pytest.mark.parametrize("cap", [2**62, 2**63 - 1, 2**70])
+def test_a_cap_that_nothing_reaches_is_none(cap: int) -> None:
+    batch = global_batch(4, 60, 3)
+    free, capped = shared_out(batch, Balance(max_tokens=900)), Balance(max_tokens={"llm": 900, "image": cap})
+    shares = shared_out(batch, capped)
+    assert shares.num_microbatches <= free.num_microbatches
+    assert len(dealt_shares(batch.costs, batch.sizes(capped), 3, capped, batch.stream_rank, 9)) > 0
+
+
+@pytest.mark.parametrize("scope", ["global", "grouped", "grid"])
+def test_phases_are_even_in_micro_steps_where_samples_are_dealt(scope: str) -> None:
+    """Ranks first leaves phases uneven in each micro-step: what is dealt costs less, in every scope."""
+    costs = omni_phases(np.random.default_rng(3), 16 * 48)
+    positions = costs["llm"] * 1000 // costs["llm"].max() + 1
+    batch = GlobalBatch(costs, {"llm": positions}, stream_ranks(0, 16 * 48, 16, 16), 16)
+    balance = Balance(scope=scope, group_size=None if scope == "global" else 8, max_tokens=1500)  # type: ignore[arg-type]
+    shares = shared_out(batch, balance)
+    by_sums = split(batch, list(costs), balance)
+    assert shares.num_microbatches == by_sums.num_microbatches > 2
+    held = cells(batch, shares)
+    assert 1.1 * waits(held, balance) < waits(cells(batch, by_sums), balance)
+    assert (np.diff(held.max(axis=1).sum(axis=0)) <= 0).all()  # Numbered from the most costly.
