@@ -105,17 +105,16 @@ def share_out_packed(
     together = np.sum(list(costs.values()), axis=0)
     first = split(together, sizes, rank, num_ranks, balance)
     most = num_microbatches or first.num_microbatches
-    found = [first] if first.num_microbatches == most else []
-    if most > first.num_microbatches:
-        found = [split(together, sizes, rank, num_ranks, balance, most)]
+    found = _in_so_many(first, together, sizes, num_ranks, balance, most)
     if balance.scope != "none":
-        if in_step(balance) and sizes and num_ranks > 1 and most > 1:
+        if in_step(balance) and sizes and num_ranks > 1 and (most > 1 or not found):
             fewer = num_microbatches is None and _may_hold(sizes, balance, num_ranks, most - 1)
             for number in range(most - fewer, most + 1):
                 found += dealt_shares(costs, sizes, num_ranks, balance, stream_rank, number)
         if not in_step(balance) and balance.objective == "barrier":  # Pipelines: only what a rank does in all counts.
             level = assign(costs, replace(balance, objective="sum"), num_ranks, stream_rank)
-            found.append(split(together, sizes, level, num_ranks, balance))
+            shares = split(together, sizes, level, num_ranks, balance)
+            found += _in_so_many(shares, together, sizes, num_ranks, balance, num_microbatches)
         found += _by_the_backbone(costs, sizes, num_ranks, balance, stream_rank, num_microbatches, found)
     if not found:
         raise ValueError(
@@ -145,12 +144,24 @@ def _by_the_backbone(
         whole = price(cells(costs, Shares(rank, np.zeros(len(rank), np.int32), 1), num_ranks), balance)
         if whole >= min(price(cells(costs, shares, num_ranks), balance) for shares in found):
             return []
-    least = split(alone["llm"], sizes, rank, num_ranks, balance)
-    if num_microbatches is None or least.num_microbatches == num_microbatches:
-        return [least]
-    if least.num_microbatches > num_microbatches:
+    shares = split(alone["llm"], sizes, rank, num_ranks, balance)
+    return _in_so_many(shares, alone["llm"], sizes, num_ranks, balance, num_microbatches)
+
+
+def _in_so_many(
+    fewest: Shares,
+    work: Ints,
+    sizes: Mapping[str, Ints],
+    num_ranks: int,
+    balance: Balance,
+    num_microbatches: int | None,
+) -> list[Shares]:
+    """The fewest microbatches, or as many as are wanted; none where that is not enough."""
+    if num_microbatches is None or fewest.num_microbatches == num_microbatches:
+        return [fewest]
+    if fewest.num_microbatches > num_microbatches:
         return []
-    return [split(alone["llm"], sizes, rank, num_ranks, balance, num_microbatches)]
+    return [split(work, sizes, fewest.rank, num_ranks, balance, num_microbatches)]
 
 
 def _may_hold(sizes: Mapping[str, Ints], balance: Balance, num_ranks: int, num_microbatches: int) -> bool:
