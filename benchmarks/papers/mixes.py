@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,12 @@ from orchdata.planning.padded import PaddedCost
 from orchdata.planning.parts import Parts
 
 Ints = NDArray[np.int64]
+
+
+class Drawn(Protocol):
+    """A distribution of lengths, in words too."""
+
+    def draw(self, generator: np.random.Generator, count: int) -> Ints: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,15 +49,17 @@ class Media:
     """Images or clips: positions of each in the encoder, and how many of them make a token of the LLM.
 
     Attributes:
-        most: in a sample, from 1, each next one with probability 0.4.
+        most: in a sample, from 1, each next one with probability
+        another: of it.
     """
 
-    positions: Lengths
+    positions: Drawn
     positions_a_token: int
     most: int = 1
+    another: float = 0.4
 
     def __str__(self) -> str:
-        several = f"1 to {self.most} a sample (geometric, 0.4), " if self.most > 1 else ""
+        several = f"1 to {self.most} a sample (geometric, {self.another:g}), " if self.most > 1 else ""
         return f"{several}positions {self.positions}; {self.positions_a_token} make an LLM token"
 
 
@@ -62,7 +71,7 @@ class Mix:
         kinds: the media of a kind of sample -> its share of all samples; they sum to 1.
     """
 
-    text: Lengths
+    text: Drawn
     media: Mapping[str, Media]
     kinds: Mapping[tuple[str, ...], float]
 
@@ -86,7 +95,7 @@ class Mix:
         media = {}
         for name, of in self.media.items():
             has = np.array([name in kind for kind in self.kinds])[kind]
-            counts = np.where(has, generator.geometric(0.6, count).clip(max=of.most), 0)
+            counts = np.where(has, generator.geometric(1 - of.another, count).clip(max=of.most), 0)
             positions = of.positions.draw(generator, int(counts.sum()))
             tokens = positions // of.positions_a_token
             sample = np.repeat(np.arange(count), counts)

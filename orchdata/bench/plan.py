@@ -12,7 +12,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ from orchdata.order.steps import GlobalBatches, StepTask
 from orchdata.planning.balance import Balance
 from orchdata.planning.costs import IndexCosts
 from orchdata.planning.make_plan import PlanSpec, make_plan
+from orchdata.planning.plan import Plan
 from orchdata.synth.made_up_index import synthetic_index
 
 
@@ -37,7 +39,7 @@ class PlanBench:
         ranks: simulated DP ranks.
         samples_per_rank: of a step.
         samples: rows of the index.
-        max_tokens: cap on a microbatch, for the variant that splits into microbatches.
+        max_tokens: cap on a microbatch, for the variants that split into microbatches.
         repeats: measured steps, all different; and starts of a loader, a tenth of that.
         seed: of the index and the order.
         folder: where to write the index (about 170 bytes a row); a temporary folder by default.
@@ -64,60 +66,65 @@ def run(config: PlanBench) -> list[Result]:
 
 
 def _planning(index: Index, config: PlanBench) -> list[Result]:
-    plain, split = (
-        PlanSpec(
+    capped = Balance(max_tokens=config.max_tokens, oversize="own")
+    words = f"microbatches of {config.max_tokens:,} tokens"
+    specs = {
+        name: PlanSpec(
             costs=IndexCosts(index, OMNI_COST),
             order=Order(index.num_samples, shuffle=Shuffle(), seed=config.seed, excluded=index.bad_rows()),
             batches=GlobalBatches(size=config.ranks * config.samples_per_rank, drop_last=True),
             balance=balance,
             num_ranks=config.ranks,
         )
-        for balance in (Balance(), Balance(max_tokens=config.max_tokens, oversize="own"))
-    )
+        for name, balance in {
+            "plan one step": Balance(),
+            f"plan one step, {words}": capped,
+            "plan one step per phase": Balance(assignment="per_phase"),
+            f"plan one step per phase, {words}": replace(capped, assignment="per_phase"),
+        }.items()
+    }
+    demands = dict(zip(specs, (20.0, 60.0, None, None), strict=True))
+    plain = specs["plan one step"]
     steps = np.random.default_rng(config.seed).integers(0, plain.num_steps, 1 + config.repeats).tolist()
-    turn = {"plan": iter(steps), "split": iter(steps), "look up": iter(steps), "balance": iter(steps)}
-    size = plain.batches.size
 
-    def look_up() -> dict[str, np.ndarray]:
-        start = next(turn["look up"]) * size
-        dataset_id, row = plain.order.rows(0, start, start + size)
+    def planning(spec: PlanSpec) -> Callable[[], Plan]:
+        turn = iter(steps)
+        return lambda: make_plan(spec, StepTask(0, next(turn)))
+
+    def look_up(step: int) -> dict[str, np.ndarray]:
+        start = step * plain.batches.size
+        dataset_id, row = plain.order.rows(0, start, start + plain.batches.size)
         found = {phase: plain.costs.costs(phase, dataset_id, row) for phase in plain.costs.phases}
         plain.costs.positions("llm", dataset_id, row)
         plain.costs.loss_tokens(dataset_id, row)
         return found
 
-    costs = look_up()
-    turn["look up"] = iter(steps)
-    seconds = interleave(
-        {
-            "plan": lambda: make_plan(plain, StepTask(0, next(turn["plan"]))),
-            "split": lambda: make_plan(split, StepTask(0, next(turn["split"]))),
-            "look up": look_up,
-            "balance": lambda: balance_phases(costs, config.ranks),
-        },
-        repeats=config.repeats,
-    )
-    turn["plan"] = iter(steps)
+    turn, costs = iter(steps), look_up(steps[0])
+    parts: dict[str, Callable[[], object]] = {
+        "  of it: order and index lookups": lambda: look_up(next(turn)),
+        "  of it: balancing": lambda: balance_phases(costs, config.ranks),
+    }
+    wall = interleave({**{name: planning(spec) for name, spec in specs.items()}, **parts}, repeats=config.repeats)
     cpu = interleave(
-        {"plan": lambda: make_plan(plain, StepTask(0, next(turn["plan"])))},
-        repeats=config.repeats,
-        clock=time.thread_time,
+        {name: planning(spec) for name, spec in specs.items()}, repeats=config.repeats, clock=time.thread_time
     )
-    plan = make_plan(plain, StepTask(0, steps[0]))
+    plans = {name: make_plan(spec, StepTask(0, steps[0])) for name, spec in specs.items()}
+    plan = plans["plan one step"]
     peaks = sum(int(plan.loads(phase).max()) for phase in plan.phases)
     dealt = sum(int(plan.loads_unbalanced(phase).max()) for phase in plan.phases)
     bounds = sum(plan.lower_bound(phase) for phase in plan.phases)
     return [
-        _milliseconds("plan one step", seconds["plan"], 30.0, f"index lookups included; {len(plan.phases)} phases"),
-        _milliseconds("  the same, CPU time", cpu["plan"], None, "what a busy machine does not blur"),
-        _milliseconds("  of it: order and index lookups", seconds["look up"]),
-        _milliseconds("  of it: balancing", seconds["balance"]),
-        _milliseconds(
-            f"plan one step, microbatches of {config.max_tokens:,} tokens",
-            seconds["split"],
-            None,
-            f"{make_plan(split, StepTask(0, steps[0])).num_microbatches} microbatches",
+        *(
+            _milliseconds(
+                name,
+                wall[name],
+                demands[name],
+                f"CPU time {1e3 * statistics.median(cpu[name]):.3g} ms; with index lookups; {len(of.phases)} phases; "
+                f"{of.num_microbatches} microbatches",
+            )
+            for name, of in plans.items()
         ),
+        *(_milliseconds(name, wall[name]) for name in parts),
         Result(
             name="sum over phases of the largest load / lower bound",
             unit="x",

@@ -118,7 +118,7 @@ def test_bench_plan() -> None:
     config = plan.PlanBench(ranks=4, samples_per_rank=8, samples=2_000, repeats=2)
     found = by_name(make_report("orchdata bench plan", config, plan.run(config)))
     assert len(found["plan one step"].values) == 2
-    assert found["plan one step"].demand == 30.0
+    assert found["plan one step"].demand == 20.0
     assert 1.0 <= found["sum over phases of the largest load / lower bound"].median < 2.0
     assert found["anonymous memory of that process"].median > 1.0
     with pytest.raises(ValueError, match="4 ranks x 8 need 32 samples, got 31"):

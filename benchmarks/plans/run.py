@@ -1,0 +1,41 @@
+"""`python -m benchmarks.plans`: what ranks wait for in every scope, and what the search for plans takes.
+
+declared mix --seeded--> samples --make_plan in every scope--> largest load of each micro-step and phase / mean
+                                 --dealt by a sort, balanced inside--> the same
+costs of a step --balance_phases, more and less effort--> the same over its lower bound, ms
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from benchmarks.balance.cases import Scale
+from benchmarks.plans.effort import effort
+from benchmarks.plans.scopes import scopes
+from orchdata.bench.harness import Result, WideTable
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlansBench:
+    """What to plan.
+
+    Attributes:
+        steps: of each row; costs are summed over them. Measurements of each search, too.
+        max_tokens: cap on a microbatch, in half of the rows.
+        seed: of the samples.
+        small: few ranks and no demands: to see that everything runs.
+    """
+
+    steps: int = 3
+    max_tokens: int = 16_384
+    seed: int = 0
+    small: bool = False
+
+
+def run(config: PlansBench) -> list[Result | WideTable]:
+    """Measure; raises ValueError where a number is below 1."""
+    for name in ("steps", "max_tokens"):
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name} must be at least 1, got {getattr(config, name)}")
+    scale = Scale(seed=config.seed, repeats=config.steps, shrink=32 if config.small else 1)
+    return [*scopes(scale, config.max_tokens), *effort(scale)]

@@ -1,0 +1,53 @@
+"""The benchmark of plans at tiny sizes: all of it runs, and its simple way is worked out by hand."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from benchmarks.balance.cases import Scale
+from benchmarks.plans import run, scopes
+from benchmarks.plans.effort import effort
+from benchmarks.plans.mixes import Listed, mixes
+from benchmarks.plans.scopes import COLUMNS
+from orchdata.bench.harness import WideTable, make_report
+
+
+def test_every_mix_is_planned_in_every_scope(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scopes, "RANKS", (64,))
+    config = run.PlansBench(small=True, steps=1)
+    found = scopes.scopes(Scale(repeats=1, shrink=32), config.max_tokens)
+    json.dumps(make_report("python -m benchmarks.plans", config, found).to_dict(), allow_nan=False)
+    declared, *tables = (table for table in found if isinstance(table, WideTable))
+    assert [row[0] for row in declared.rows] == list(mixes())
+    assert len(tables) == 2
+    for row in (row for table in tables for row in table.rows):
+        ratio = dict(zip(COLUMNS, row[1:], strict=False))
+        assert all(isinstance(value, float) and value >= 1.0 for value in ratio.values())
+        assert ratio["joint"] <= ratio["by sums"]  # type: ignore[operator]
+
+
+def test_each_search_is_measured_at_each_effort(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.plans.effort.SIZES", ((64, 4, 1.1, 1.0),))
+    found = effort(Scale(repeats=1, shrink=32))
+    assert len(found) == 6
+    assert all(value >= 1.0 for result in found[::2] for value in result.values)
+
+
+def test_the_simple_way_by_hand() -> None:
+    """Two micro-steps of two ranks: the two images together, the two long texts together, and nobody waits."""
+    costs = {"image": np.array([50, 0, 50, 0]), "llm": np.array([10, 10, 10, 10])}
+    assert scopes.simple(costs, np.array([10, 10, 10, 10]), 2, 2) == 50 + 10 + 10
+
+
+def test_listed_lengths_are_multiples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.plans.mixes.real_lengths", lambda name: np.array([3, 9]))
+    drawn = Listed(name="any", multiple_of=4).draw(np.random.default_rng(0), 50)
+    assert set(drawn.tolist()) == {4, 8}
+
+
+def test_numbers_below_one_are_refused() -> None:
+    with pytest.raises(ValueError, match="max_tokens must be at least 1, got 0"):
+        run.run(run.PlansBench(max_tokens=0))
