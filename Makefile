@@ -29,6 +29,7 @@ format: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.balance
 	$(BIN)/python -m benchmarks.papers
+	$(BIN)/python -m benchmarks.plans
 	$(BIN)/python -m benchmarks.post_balance
 	$(BIN)/orchdata bench plan
 	$(BIN)/orchdata bench index

@@ -1,18 +1,57 @@
-"""What the joint search finds with more and less effort, and how long it takes."""
+"""What searches find with more and less effort, and how long they take: of one step's costs, and of whole plans."""
 
 from __future__ import annotations
 
 import statistics
+import time
 from functools import partial
 
 from benchmarks.balance.cases import Job, Scale, measure
+from benchmarks.plans.mixes import MODELS, mixes
+from benchmarks.plans.scopes import plans_of
 from orchdata.balancers import balance_phases
 from orchdata.bench.distributions import omni_phases
-from orchdata.bench.harness import Result
+from orchdata.bench.harness import Result, WideTable
+from orchdata.planning.balance import Balance
+from orchdata.planning.price import step_cost
 
 # Ranks, samples a rank, and at effort 1: sum of largest loads over that of lower bounds, milliseconds.
-SIZES = ((64, 64, 1.0015, 150.0), (2_560, 16, None, 20.0), (2_560, 64, None, None))
+SIZES = ((64, 64, 1.0015, 150.0), (2_560, 16, None, None), (2_560, 64, None, None))
 EFFORTS = (0.25, 1.0, 4.0)
+# Mix, ranks, samples a rank.
+PLANS = (
+    ("instructions", 64, 32),
+    ("albums", 64, 32),
+    ("instructions", 512, 32),
+    ("albums", 512, 32),
+    ("instructions", 2_560, 16),
+)
+PLANS_MODEL = "6B vision"
+
+
+def plans_by_effort(scale: Scale, max_tokens: int) -> WideTable:
+    """What ranks wait for over the mean, and how long a step's joint plan takes, at each effort."""
+    rows: list[tuple[str | float | None, ...]] = []
+    for name, ranks, samples_per_rank in PLANS:
+        num_ranks = scale.ranks(ranks)
+        size = num_ranks * samples_per_rank
+        samples = mixes()[name].draw(scale.seed, size * scale.repeats, MODELS[PLANS_MODEL])
+        for cap in (max_tokens, None):
+            waits, milliseconds = [], []
+            for much in EFFORTS:
+                balance = Balance(max_tokens=cap, oversize="own", effort=much)
+                started = time.thread_time()
+                found = plans_of(samples, balance, num_ranks, size, scale)
+                milliseconds.append(1e3 * (time.thread_time() - started) / scale.repeats)
+                mean = sum(int(column.sum()) for plan in found for column in plan.costs.values()) / num_ranks
+                waits.append(sum(step_cost(plan, "barrier", samples.phases) for plan in found) / mean)
+            words = f"at most {cap:,} tokens" if cap else "one microbatch"
+            rows.append((f"{name}, {num_ranks:,} x {samples_per_rank}, {words}", *waits, *milliseconds))
+    return WideTable(
+        title=f"Joint plans, {PLANS_MODEL}: what ranks wait for over the mean, and CPU ms a step, at each effort",
+        columns=("case", *(f"wait, {much:g}" for much in EFFORTS), *(f"ms, {much:g}" for much in EFFORTS)),
+        rows=tuple(rows),
+    )
 
 
 def effort(scale: Scale) -> list[Result]:

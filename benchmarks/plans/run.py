@@ -2,7 +2,8 @@
 
 declared mix --seeded--> samples --make_plan in every scope--> largest load of each micro-step and phase / mean
                                  --dealt by a sort, balanced inside--> the same
-costs of a step --balance_phases, more and less effort--> the same over its lower bound, ms
+                                 --more and less effort--> the same, ms
+costs of a step --balance_phases, more and less effort--> sum of largest loads / of lower bounds, ms
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from benchmarks.balance.cases import Scale
-from benchmarks.plans.effort import effort
+from benchmarks.plans.effort import effort, plans_by_effort
 from benchmarks.plans.scopes import scopes
 from orchdata.bench.harness import Result, WideTable
 
@@ -38,4 +39,4 @@ def run(config: PlansBench) -> list[Result | WideTable]:
         if getattr(config, name) < 1:
             raise ValueError(f"{name} must be at least 1, got {getattr(config, name)}")
     scale = Scale(seed=config.seed, repeats=config.steps, shrink=32 if config.small else 1)
-    return [*scopes(scale, config.max_tokens), *effort(scale)]
+    return [*scopes(scale, config.max_tokens), plans_by_effort(scale, config.max_tokens), *effort(scale)]

@@ -24,8 +24,7 @@ from orchdata.planning.shares import cells, price, split
 
 Ints = NDArray[np.int64]
 
-RANKS = (64, 512)
-SAMPLES_PER_RANK = 32
+SIZES = ((64, 32), (512, 32), (2_560, 16))  # Ranks, samples a rank.
 GROUP_SIZE = 8
 COLUMNS = ("none", "LLM only", "by sums", "joint", "simple", "per phase", "grouped", "grid")
 
@@ -47,20 +46,20 @@ def scopes(scale: Scale, max_tokens: int) -> list[Result | WideTable]:
     """Each mix under each model, within the cap and without."""
     tables: list[WideTable] = []
     found: dict[str, dict[str, Found]] = {}
-    for ranks in (scale.ranks(number) for number in RANKS):
+    for ranks, samples_per_rank in ((scale.ranks(number), samples) for number, samples in SIZES):
         for cap in (max_tokens, None):
             balance = Balance(max_tokens=cap, oversize="own")
             words = f"microbatches of at most {cap:,} LLM tokens" if cap else "a step is one microbatch"
             rows: list[tuple[str | float | None, ...]] = []
             for name, mix, model in _cases():
-                one, bound, mean = _planned(mix, model, balance, ranks, scale)
-                found[f"{name}, {ranks} ranks, {words}"] = one
+                one, bound, mean = _planned(mix, model, balance, ranks, samples_per_rank, scale)
+                found[f"{name}, {ranks:,} x {samples_per_rank}, {words}"] = one
                 ratios = [one[way].cost / mean for way in COLUMNS]
                 counts = " ".join(f"{one[way].micro_steps / scale.repeats:.3g}" for way in COLUMNS if way != "simple")
                 rows.append((name, *ratios, bound / mean, counts))
             tables.append(
                 WideTable(
-                    title=f"{ranks} ranks x {SAMPLES_PER_RANK}, {words}: what ranks wait for over the mean",
+                    title=f"{ranks:,} ranks x {samples_per_rank}, {words}: what ranks wait for over the mean",
                     columns=("mix, model", *COLUMNS, "bound", "micro-steps"),
                     rows=tuple(rows),
                     unit="x",
@@ -99,10 +98,10 @@ def simple(costs: Mapping[str, Ints], llm_positions: Ints, num_ranks: int, num_m
 
 
 def _planned(
-    mix: Mix, model: CostModel, balance: Balance, num_ranks: int, scale: Scale
+    mix: Mix, model: CostModel, balance: Balance, num_ranks: int, samples_per_rank: int, scale: Scale
 ) -> tuple[dict[str, Found], int, float]:
     """Each way; with the lower bound and the mean load, summed over steps and phases."""
-    size = num_ranks * SAMPLES_PER_RANK
+    size = num_ranks * samples_per_rank
     samples = mix.draw(scale.seed, size * scale.repeats, model)
     ways: dict[str, tuple[Samples, Balance]] = {
         "none": (samples, replace(balance, scope="none")),
@@ -112,7 +111,7 @@ def _planned(
         "grouped": (samples, replace(balance, scope="grouped", group_size=GROUP_SIZE)),
         "grid": (samples, replace(balance, scope="grid", group_size=GROUP_SIZE)),
     }
-    plans = {way: _plans(of, each, num_ranks, size, scale) for way, (of, each) in ways.items()}
+    plans = {way: plans_of(of, each, num_ranks, size, scale) for way, (of, each) in ways.items()}
     found = {
         way: Found(
             sum(step_cost(plan, "barrier", samples.phases) for plan in each),
@@ -130,7 +129,7 @@ def _planned(
     return found, sum(step_lower_bound(plan, "barrier", samples.phases) for plan in joint), total / num_ranks
 
 
-def _plans(samples: Samples, balance: Balance, num_ranks: int, size: int, scale: Scale) -> list[Plan]:
+def plans_of(samples: Samples, balance: Balance, num_ranks: int, size: int, scale: Scale) -> list[Plan]:
     spec = PlanSpec(
         costs=samples,
         order=Order(len(samples.llm), shuffle=Shuffle(streams=-(-num_ranks // GROUP_SIZE)), seed=scale.seed),

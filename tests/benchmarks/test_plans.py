@@ -9,14 +9,14 @@ import pytest
 
 from benchmarks.balance.cases import Scale
 from benchmarks.plans import run, scopes
-from benchmarks.plans.effort import effort
+from benchmarks.plans.effort import effort, plans_by_effort
 from benchmarks.plans.mixes import Listed, mixes
 from benchmarks.plans.scopes import COLUMNS
 from orchdata.bench.harness import WideTable, make_report
 
 
 def test_every_mix_is_planned_in_every_scope(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scopes, "RANKS", (64,))
+    monkeypatch.setattr(scopes, "SIZES", ((64, 8),))
     config = run.PlansBench(small=True, steps=1)
     found = scopes.scopes(Scale(repeats=1, shrink=32), config.max_tokens)
     json.dumps(make_report("python -m benchmarks.plans", config, found).to_dict(), allow_nan=False)
@@ -32,6 +32,8 @@ def test_every_mix_is_planned_in_every_scope(monkeypatch: pytest.MonkeyPatch) ->
 def test_each_search_is_measured_at_each_effort(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.plans.effort.SIZES", ((64, 4, 1.1, 1.0),))
     found = effort(Scale(repeats=1, shrink=32))
+    table = plans_by_effort(Scale(repeats=1, shrink=256), 16_384)
+    assert all(len(row) == len(table.columns) for row in table.rows)
     assert len(found) == 6
     assert all(value >= 1.0 for result in found[::2] for value in result.values)
 
