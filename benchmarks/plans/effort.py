@@ -25,6 +25,7 @@ PLANS = (
     ("instructions", 512, 32),
     ("albums", 512, 32),
     ("instructions", 2_560, 16),
+    ("albums", 2_560, 16),
 )
 PLANS_MODEL = "6B vision"
 
