@@ -157,15 +157,17 @@ class _GlobalBatch:
         """The same, and who encodes which part: the fewest microbatches in which encoders keep within their caps too.
 
         Parts are spread over ranks, so that those of larger micro-steps may fit than with parts where their samples
-        are. What whole samples would take is considered too: it moves nothing, and is taken where it costs about the
-        same.
+        are. What whole samples would take is considered too: in fewer micro-steps it is taken, its parts spread; and
+        where that moves nothing and costs about the same.
         """
         spec = self.spec
         found = {phase: spec.costs.parts(phase, self.dataset_id, self.row) for phase in spec.costs.phases[:-1]}
         shares, parts = self._apart(found)
         if len(spec.costs.balanced) > 1:
             whole = self.share_out()
-            if whole.num_microbatches <= shares.num_microbatches:
+            if whole.num_microbatches < shares.num_microbatches:
+                shares, parts = whole, self._fit(found, whole, or_home=True)
+            if whole.num_microbatches == shares.num_microbatches:
                 at_home = {phase: replace(of, rank=whole.rank[of.sample]) for phase, of in found.items()}
                 if self._price(whole, at_home) * _STAY <= self._price(shares, parts) * (_STAY + 1):
                     return whole, at_home

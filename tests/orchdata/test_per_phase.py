@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from albums import Album
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 from shard_factory import RECIPE, chat, jpeg, omni_samples, omni_shards, write_shard
 from torch import Tensor
 
@@ -25,7 +25,6 @@ from orchdata.order.order import Order, Shuffle
 from orchdata.order.steps import GlobalBatches, StepTask
 from orchdata.planning.layout import Layout
 from orchdata.planning.make_plan import PlanSpec, make_plan
-from orchdata.planning.parts import Parts
 from orchdata.planning.plan import Plan
 from orchdata.planning.route import Route
 from orchdata.ranks.comparing import Agreement
@@ -169,42 +168,6 @@ def test_a_pipeline_takes_one_order_on_all_ranks(dataset: od.ShardDataset) -> No
 
 
 # Plans
-
-
-class Album:
-    """Samples of 0 to 6 images, held in arrays."""
-
-    phases = balanced = ("image", "llm")
-    padded = None
-
-    def __init__(self, num_samples: int, seed: int) -> None:
-        random = np.random.default_rng(seed)
-        self.counts = random.choice([0, 0, 0, 1, 2, 6], num_samples)
-        self.starts = np.concatenate([[0], np.cumsum(self.counts)])
-        self.image = random.integers(4, 200, int(self.starts[-1]))
-        self.text = random.integers(1, 300, num_samples)
-
-    def costs(self, phase: str, dataset_id: Any, row: NDArray[np.int64]) -> NDArray[np.int64]:
-        sums = np.array([self.image[self.starts[r] : self.starts[r + 1]].sum() for r in row], np.int64)
-        return sums if phase == "image" else sums // 4 + self.text[row]
-
-    positions = costs
-
-    def loss_tokens(self, dataset_id: Any, row: NDArray[np.int64]) -> NDArray[np.int64]:
-        return self.text[row]
-
-    def parts(self, phase: str, dataset_id: Any, row: NDArray[np.int64]) -> Parts:
-        spans = [np.arange(self.starts[r], self.starts[r + 1]) for r in row]
-        part = np.concatenate([np.zeros(0, np.int64), *spans])
-        sizes = self.image[part]
-        return Parts(
-            sample=np.repeat(np.arange(len(row)), self.counts[row]),
-            part=part,
-            positions=sizes,
-            tokens=sizes // 4,
-            costs=sizes,
-            rank=np.full(len(part), -1, np.int32),
-        )
 
 
 def planned(

@@ -1,0 +1,159 @@
+"""Plans per phase beside joint ones: what moves nothing is taken where it costs about the same, in few micro-steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from albums import Album
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from shard_factory import omni_shards
+
+import orchdata as od
+from orchdata.balancers import PhaseCost
+from orchdata.order.order import Order, Shuffle
+from orchdata.order.steps import GlobalBatches, StepTask
+from orchdata.planning.balance import Balance
+from orchdata.planning.costs import IndexCosts
+from orchdata.planning.make_plan import PlanSpec, make_plan
+from orchdata.planning.padded import PaddedCost
+from orchdata.planning.plan import Plan
+from orchdata.planning.price import step_cost
+
+PHASES = ("image", "llm")
+
+
+def plan_of(source: Album, num_ranks: int, balance: Balance) -> Plan:
+    num_samples = len(source.text)
+    spec = PlanSpec(
+        costs=source,
+        order=Order(num_samples, shuffle=Shuffle(), seed=0),
+        balance=balance,
+        num_ranks=num_ranks,
+        batches=GlobalBatches(size=num_samples),
+    )
+    return make_plan(spec, StepTask(0, 0))
+
+
+def at_home(plan: Plan) -> bool:
+    parts = plan.parts["image"]
+    return bool((parts.rank == plan.rank[parts.sample]).all())
+
+
+def joint(balance: Balance) -> Balance:
+    return Balance(
+        scope=balance.scope, group_size=balance.group_size, max_tokens=balance.max_tokens, oversize=balance.oversize
+    )
+
+
+@st.composite
+def albums(draw: Any) -> tuple[dict[str, Any], int, Balance]:
+    """Arguments of an Album, ranks, and a balance per phase."""
+    num_samples, num_ranks = draw(st.integers(1, 40)), draw(st.integers(1, 6))
+    caps = {"llm": draw(st.sampled_from([500, 800, 2000]))} if draw(st.booleans()) else {}
+    caps |= {"image": draw(st.sampled_from([300, 700, 1500]))} if draw(st.booleans()) else {}
+    scope, group_size = draw(st.sampled_from([("global", None), ("global", None), ("grouped", 2), ("grid", 2)]))
+    balance = Balance(
+        assignment="per_phase", scope=scope, group_size=group_size, max_tokens=caps or None, oversize="own"
+    )
+    padded = PaddedCost(PhaseCost(1.0)) if draw(st.booleans()) else None
+    return {"num_samples": num_samples, "seed": draw(st.integers(0, 10_000)), "padded": padded}, num_ranks, balance
+
+
+@settings(max_examples=100, deadline=None)
+@given(albums())
+def test_a_plan_that_moves_nothing_is_taken_where_it_costs_about_the_same(
+    drawn: tuple[dict[str, Any], int, Balance],
+) -> None:
+    options, num_ranks, balance = drawn
+    plan = plan_of(Album(**options), num_ranks, balance)
+    assert plan.hash == plan_of(Album(**options), num_ranks, balance).hash
+    whole = plan_of(Album(**options), num_ranks, joint(balance))
+    apart = plan_of(Album(**options, balanced=("llm",)), num_ranks, balance)  # Where there is nothing to weigh.
+    price, price_whole, price_apart = (step_cost(one, "barrier", PHASES) for one in (plan, whole, apart))
+    assert plan.num_microbatches == min(whole.num_microbatches, apart.num_microbatches)
+    if whole.num_microbatches < apart.num_microbatches:
+        assert price <= price_whole
+        expected = whole
+    elif whole.num_microbatches == apart.num_microbatches and price_whole * 200 <= price_apart * 201:
+        assert at_home(plan)
+        assert plan.feature_rows("image")[1:].tolist() == [0, 0]
+        expected = whole
+    else:
+        assert plan.parts["image"].rank.tolist() == apart.parts["image"].rank.tolist()
+        expected = apart
+    assert plan.rank.tolist() == expected.rank.tolist()
+    assert plan.microbatch.tolist() == expected.microbatch.tolist()
+    for rank, microbatch in np.ndindex(num_ranks, plan.num_microbatches):
+        mine = plan.encoded("image", rank, microbatch)
+        held = plan.parts["image"].positions[mine].sum()
+        samples = set(plan.parts["image"].sample[mine])
+        assert held <= balance.caps.get("image", held) or len(samples) == 1
+
+
+def alike(num_samples: int, padded: PaddedCost | None) -> Album:
+    """Samples that are all the same."""
+    album = Album(num_samples, 0, padded=padded)
+    album.counts[:], album.text[:] = 2, 100
+    album.starts, album.image = 2 * np.arange(num_samples + 1), np.full(2 * num_samples, 80)
+    return album
+
+
+@pytest.mark.parametrize("padded", [None, PaddedCost(PhaseCost(1.0))])
+@pytest.mark.parametrize("max_tokens", [None, 600])
+def test_parts_of_samples_that_are_alike_stay_with_them(padded: PaddedCost | None, max_tokens: int | None) -> None:
+    plan = plan_of(alike(32, padded), 4, Balance(assignment="per_phase", max_tokens=max_tokens))
+    assert at_home(plan)
+    for rank, microbatch in np.ndindex(4, plan.num_microbatches):
+        sent = plan.route("image", rank, microbatch).send_rows
+        assert sent.sum() == sent[rank]
+
+
+def test_a_plan_of_an_index_moves_no_features_where_it_need_not(tmp_path: Path) -> None:
+    dataset = od.ShardDataset(omni_shards(tmp_path, shards=2, samples=30))
+    cost = od.CostModel(**dict.fromkeys(("image", "audio"), PhaseCost(2.0)), llm=PhaseCost(1.0, 0.001))
+    spec = PlanSpec(
+        costs=IndexCosts(dataset.index(), cost),
+        order=Order(60, shuffle=Shuffle(), seed=0),
+        balance=Balance(assignment="per_phase"),
+        num_ranks=2,
+        batches=GlobalBatches(size=60),
+    )
+    few, many = (make_plan(replace(spec, num_ranks=ranks), StepTask(0, 0)) for ranks in (2, 20))
+    whole = make_plan(replace(spec, balance=Balance()), StepTask(0, 0))
+    assert few.rank.tolist() == whole.rank.tolist()
+    for phase in ("image", "audio"):
+        assert few.feature_rows(phase)[0] == few.parts[phase].tokens.sum()
+    assert sum(many.feature_rows(phase)[2] for phase in ("image", "audio")) > 0
+
+
+def test_parts_of_one_crowded_sample_leave_it() -> None:
+    album = alike(8, None)
+    album.counts[:] = [16, *[0] * 7]
+    album.starts = np.concatenate([[0], np.cumsum(album.counts)])
+    plan, whole = (
+        plan_of(album, 4, Balance(assignment=assignment))  # type: ignore[arg-type]
+        for assignment in ("per_phase", "joint")
+    )
+    assert not at_home(plan)
+    assert plan.loads("image").tolist() == [4 * 80] * 4  # Of 16 images, four each.
+    assert step_cost(plan, "barrier", PHASES) < step_cost(whole, "barrier", PHASES) - 8 * 80
+
+
+def test_an_encoder_cap_takes_no_more_micro_steps_than_parts_at_home() -> None:
+    """Where the backbone alone is balanced, crowded samples meet on a rank, and it would."""
+    fewer = 0
+    for seed, padded in product(range(30), (None, PaddedCost(PhaseCost(1.0)))):
+        balance = Balance(assignment="per_phase", max_tokens={"image": 300}, oversize="own")
+        plan, home, alone = (
+            plan_of(Album(20, seed, padded=padded, balanced=balanced), 2, how).num_microbatches
+            for balanced, how in ((PHASES, balance), (PHASES, joint(balance)), (("llm",), balance))
+        )
+        assert plan <= min(home, alone)
+        fewer += plan < alone
+    assert fewer
