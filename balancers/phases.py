@@ -33,7 +33,8 @@ from orchdata.native.assign.phases import above_caps
 
 _FEW_SAMPLES = 2048  # Up to which the primary phase alone is balanced for a start, though another is known.
 PAIRS = 8  # Looked at in the joint search, for each pair of samples that share a rank.
-GOOD = 200  # Peaks this part above their bounds, or less, are searched no further.
+GOOD, GOOD_OF_MANY = 1000, 200  # Peaks this part above their bounds, or less, are searched no further.
+_MANY_SAMPLES = 16_384
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -213,7 +214,8 @@ def assign_jointly(
     if len(costs) == 1 and not len(caps):
         rank[order] = first + given
         return rank
-    search = (offsets, group_sizes, primary, most, equal_count, max(1, round(GOOD * effort)), PAIRS * effort)
+    good = GOOD if num_samples <= _MANY_SAMPLES else GOOD_OF_MANY
+    search = (offsets, group_sizes, primary, most, equal_count, max(1, round(good * effort)), PAIRS * effort)
     found = solve_joint(by_sample, weights, caps, given, kept, *search)
     if within is None and len(caps) and above_caps(weights, caps, first + found, int(group_sizes.sum())):
         # Sizes, spread evenly, keep within caps where much does.

@@ -17,10 +17,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.balancers import balance_from, balance_grid, balance_grouped
+from orchdata.balancers import balance_from, balance_grid, balance_grouped, lower_bound
 from orchdata.balancers.phases import assign_jointly, search_pairs
 from orchdata.balancers.placement import renamed
-from orchdata.native.assign.phase_refine import phase_loads
 from orchdata.native.assign.phases import above_caps, refine_within
 from orchdata.planning.balance import Balance
 
@@ -149,14 +148,15 @@ def _anew(
 
 
 def _kept(costs: Mapping[str, Ints], rank: Ranks, num_ranks: int, balance: Balance, limits: Limits) -> Ranks:
-    """`rank` within the limits: what is above the caps moves, and raises no phase's largest load where that can be."""
-    if not above_caps(limits.sizes, limits.caps, rank, num_ranks):
-        return rank
+    """A grid's `rank` within the limits; what is above the caps, or still above the bounds of phases, goes anywhere.
+
+    Micro-steps leave nodes and columns few samples each: too few to be even by themselves.
+    """
     by_item = np.ascontiguousarray(np.stack(list(costs.values()), axis=1))
+    bounds = np.array([lower_bound(of_phase, num_ranks) for of_phase in costs.values()], np.int64)
     pairs = search_pairs(len(rank), num_ranks, balance.effort)
     for start in (rank, limits.within.copy()):
-        targets = phase_loads(by_item, rank, num_ranks).max(axis=0)
-        refine_within(by_item, limits.sizes, limits.caps, start, num_ranks, targets, len(rank), pairs)
+        refine_within(by_item, limits.sizes, limits.caps, start, num_ranks, bounds + bounds // 1000, len(rank), pairs)
         if not above_caps(limits.sizes, limits.caps, start, num_ranks):
             break
     return start

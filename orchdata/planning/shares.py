@@ -29,7 +29,7 @@ Ranks = NDArray[np.int32]
 
 _DEALINGS = 3  # Tried, of small global batches; of large ones the first that keeps the caps.
 _MANY_SAMPLES = 8192
-_FULL_EFFORT = 16384  # Samples up to which micro-steps together are searched as long as a whole step is.
+_FULL_EFFORT = 16384  # Samples up to which micro-steps together are searched as long as four whole steps are.
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,8 +274,8 @@ def _balanced_inside(
     rank, name = np.empty_like(dealt.rank), np.empty(dealt.num_microbatches, np.int32)
     held, waits = np.zeros(num_ranks, np.int64), np.zeros(dealt.num_microbatches, np.int64)
     share = min(1.0, _FULL_EFFORT / max(1, len(rank)))
-    effort = 1.5 * balance.effort * share * share * share * dealt.num_microbatches  # A power may round elsewhere.
-    inside = replace(balance, max_samples=None, effort=effort)
+    share *= share  # A power may round otherwise on another machine.
+    inside = replace(balance, max_samples=None, effort=4 * share * share * balance.effort * dealt.num_microbatches)
     for number in range(dealt.num_microbatches):
         members = np.flatnonzero(dealt.microbatch == number)
         mine = {phase: column[members] for phase, column in costs.items()}

@@ -57,7 +57,7 @@ RANKS_FOUND: dict[tuple[bool, str], str] = {
     (False, "equal counts"): "b92b9bb022e6b51a",
     (False, "most samples"): "064540bcfb9c3bb7",
     (False, "grouped"): "0a44ae8b3d604335",
-    (False, "grouped, equal counts"): "df67aba9e4e7b0cd",
+    (False, "grouped, equal counts"): "3e169287aeeddeac",
     (False, "grid"): "fcd6fd5a97dfb19f",
     (True, "none"): "6eaa890830a6d7c8",
     (True, "barrier"): "7f8fa9847cbc4752",
@@ -65,7 +65,7 @@ RANKS_FOUND: dict[tuple[bool, str], str] = {
     (True, "equal counts"): "f6fdafcf5ba351af",
     (True, "most samples"): "6aed16366ad0d7ae",
     (True, "grouped"): "f65c80608c13852c",
-    (True, "grouped, equal counts"): "3a90013cbb4d799f",
+    (True, "grouped, equal counts"): "d0857b5d3c9ae0b1",
     (True, "grid"): "fcd6fd5a97dfb19f",
 }
 BALANCES = {
