@@ -146,6 +146,6 @@ def checked_caps(value: int | ArrayLike, num_caps: int, name: str = "max_size") 
 
 def checked_effort(value: float, name: str) -> float:
     """A finite number of at least 0."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value < float("inf"):
         raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}")
     return float(value)

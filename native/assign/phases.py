@@ -15,6 +15,7 @@ from orchdata.native.jit import kernel
 from orchdata.native.sorting import descending_order
 
 QUICK_WINDOW = 16
+MOST_ABOVE = float(1 << 20)  # Of a cap: more would not fit the sum.
 
 
 @kernel
@@ -122,7 +123,7 @@ def sum_of_peaks(costs: NDArray[np.int64], owner: NDArray[np.int32], num_ranks: 
 
 @kernel
 def above_caps(sizes: NDArray[np.int64], caps: NDArray[np.int64], owner: NDArray[np.int32], num_ranks: int) -> np.int64:
-    """Sum of what ranks have above the caps, in shares of 1 / 2**20 of each."""
+    """Sum of what ranks have above the caps, in shares of 1 / 2**20 of each, and 1 for each; at most 2**40 of one."""
     total = np.int64(0)
     for k in range(caps.shape[0]):
         loads = np.zeros(num_ranks, np.int64)
@@ -130,7 +131,8 @@ def above_caps(sizes: NDArray[np.int64], caps: NDArray[np.int64], owner: NDArray
             loads[owner[sample]] += sizes[sample, k]
         for load in loads:
             if load > caps[k]:
-                total += np.int64(1) + (load - caps[k] << 20) // caps[k]
+                share = min((load - caps[k]) / caps[k], MOST_ABOVE)
+                total += np.int64(1) + np.int64(share * (1 << 20))
     return total
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -54,6 +56,69 @@ def test_max_samples_holds(rows: list[tuple[int, int, int]], num_ranks: int, spa
     assert np.bincount(rank, minlength=num_ranks).max() <= cap
 
 
+@settings(max_examples=150)
+@given(
+    rows=samples,
+    num_ranks=st.integers(1, 6),
+    spare=st.integers(0, 60),
+    other=st.integers(0, 300),
+    counted=st.sampled_from(["", "equal", "most"]),
+    effort=st.sampled_from([0, 0.25, 1, 3.5, 1e12, 1e300]),
+)
+def test_caps_are_kept_or_an_error_says_what_to_do(
+    rows: list[tuple[int, int, int]], num_ranks: int, spare: int, other: int, counted: str, effort: float
+) -> None:
+    costs = phases(rows)
+    sizes = np.stack([costs["llm"] % 41, costs["image"]], axis=1)
+    caps = np.maximum(1, -(-sizes.sum(axis=0) // num_ranks) + (spare, other))
+    most = max(1, -(-len(rows) // num_ranks)) + 1
+    options: dict[str, Any] = {"equal": {"equal_count": True}, "most": {"max_samples": most}}.get(counted, {})
+    try:
+        found = balance_phases(costs, num_ranks, sizes=sizes, max_size=caps, effort=effort, **options)
+    except ValueError as error:
+        assert num_ranks > 1
+        assert f"within max_size={caps.tolist()} was found: raise it, or take fewer samples" in str(error)
+        return
+    loads = np.zeros((num_ranks, 2), np.int64)
+    np.add.at(loads, found.rank, sizes)
+    assert (loads <= caps).all()
+    counts = np.bincount(found.rank, minlength=num_ranks)
+    assert counted != "equal" or np.ptp(counts) <= 1
+    assert counted != "most" or counts.max() <= most
+    assert found.loads.sum(axis=1).tolist() == [int(cost.sum()) for cost in costs.values()]
+    again = balance_phases(costs, num_ranks, sizes=sizes, max_size=caps, effort=effort, **options)
+    assert again.rank.tolist() == found.rank.tolist()
+
+
+@pytest.mark.parametrize("unit", [1, 2**20, 2**50])
+def test_caps_move_samples_that_costs_alone_would_not(unit: int) -> None:
+    """Longest first: ranks of 30 have sizes of 6 and 2. Sizes may be operations as well as positions."""
+    costs, sizes = {"image": [0] * 6, "llm": [10] * 6}, np.array([3, 1, 1, 1, 1, 1]) * unit
+    free = balance_phases(costs, 2).rank
+    assert np.bincount(free, weights=sizes).max() > 4 * unit
+    found = balance_phases(costs, 2, sizes=sizes, max_size=4 * unit)
+    assert np.bincount(found.rank, weights=sizes).tolist() == [4 * unit, 4 * unit]
+    with pytest.raises(ValueError, match=r"no assignment to 2 ranks within max_size=\[\d+\] was found: raise it"):
+        balance_phases(costs, 2, sizes=sizes, max_size=3 * unit)
+
+
+@given(samples, st.integers(1, 9), st.sampled_from([0, 0.1, 1, 10.0, 1e12, 1e300]))
+def test_every_effort_is_no_worse_than_the_backbone_alone(
+    rows: list[tuple[int, int, int]], num_ranks: int, effort: float
+) -> None:
+    costs = phases(rows)
+    found = balance_phases(costs, num_ranks, effort=effort)
+    alone = balance(costs["llm"], num_ranks)
+    assert sum(found.makespans) <= sum_of_peaks(costs, alone.rank, num_ranks)
+    assert balance_phases(costs, num_ranks, effort=effort).rank.tolist() == found.rank.tolist()
+
+
+def test_effort_is_what_lowers_the_peaks_of_a_crowded_batch() -> None:
+    costs = omni_phases(np.random.default_rng(5), 64 * 8)
+    peaks = [sum(balance_phases(costs, 64, effort=effort).makespans) for effort in (0, 1)]
+    assert peaks[1] < 0.98 * peaks[0]
+
+
 @given(samples, st.integers(1, 9))
 def test_sum_balances_what_phases_cost_together(rows: list[tuple[int, int, int]], num_ranks: int) -> None:
     costs = phases(rows)
@@ -97,6 +162,18 @@ def test_one_phase_is_packed_balancing() -> None:
         ({"llm": [1]}, {"assignment": "both"}, "assignment must be 'joint' or 'per_phase', got 'both'"),
         ({"llm": [1]}, {"objective": "max"}, "objective must be 'barrier' or 'sum', got 'max'"),
         ({"image": [1, 1, 1], "llm": [1, 1, 1]}, {"max_samples": 1}, "there are 3"),
+        ({"llm": [1]}, {"sizes": [1]}, "sizes and max_size go together: give both, or neither"),
+        ({"llm": [1]}, {"max_size": 1}, "sizes and max_size go together"),
+        ({"llm": [1]}, {"sizes": [1], "max_size": 1, "objective": "sum"}, "got 'joint' under 'sum': use split_micro"),
+        ({"llm": [1]}, {"sizes": [1], "max_size": 1, "assignment": "per_phase"}, "got 'per_phase' under 'barrier'"),
+        ({"llm": [1]}, {"sizes": [1, 2], "max_size": 1}, "one row for each of the 1 costs"),
+        ({"llm": [1]}, {"sizes": [1], "max_size": [1, 2]}, r"max_size must be 1 integer\(s\)"),
+        ({"llm": [1]}, {"sizes": [1], "max_size": 0}, "max_size must be at least 1, got 0"),
+        ({"llm": [1]}, {"sizes": [2], "max_size": 1}, r"within max_size=\[1\] was found"),
+        *(
+            ({"llm": [1]}, {"effort": effort}, f"effort must be a finite number of at least 0, got {effort!r}")
+            for effort in (-1, -0.5, float("inf"), float("nan"), True, "1")
+        ),
     ],
 )
 def test_errors(costs: dict[str, list[int]], options: dict[str, object], message: str) -> None:

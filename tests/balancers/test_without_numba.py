@@ -10,6 +10,7 @@ import sys
 PROGRAM = """
 import json, numpy as np
 from orchdata.balancers import *
+from orchdata.balancers.bins import dealings
 from orchdata.bench.distributions import DISTRIBUTIONS, omni_lengths, quadratic
 
 def numbers(found):
@@ -34,6 +35,18 @@ costs = quadratic(lengths)
 image = DISTRIBUTIONS["image phase"](np.random.default_rng(4), 48)
 rank = balance_phases({"image": image, "llm": costs}, 4).rank
 answer.append(rank.tolist())
+phases = {"image": image, "audio": image[::-1], "llm": costs}
+for effort in (0, 1, 30):
+    answer.append(numbers(balance_phases(phases, 4, effort=effort, sizes=lengths, max_size=lengths.sum() // 3)))
+    answer.append(numbers(balance_phases(phases, 4, effort=effort, equal_count=True)))
+owner = np.arange(48) % 6
+answer += [numbers(balance_from(phases, owner, 6)), numbers(balance_grid(phases, owner, 6, 3))]
+table = np.stack(list(phases.values()), axis=1)
+for ranks in (1, 4):
+    answer.append(pack_bins(np.stack([lengths, image], axis=1), [lengths.sum(), image.sum()], 3, table).tolist())
+    answer.append(pack_bins(lengths, lengths.sum() // 2, 3, table, ranks_per_bin=ranks).tolist())
+for bins, rank_inside in dealings(lengths[:, None], np.array([lengths.sum() // 6]), 3, table, 4, 18):
+    answer += [bins.tolist(), rank_inside.tolist()]
 for cost in (PhaseCost(0.3, 0.001), PhaseCost(0.3, 0.001, windows=((64, 0.1), (1000, 0.01)))):
     answer.append(CostModel(llm=cost).sequence_costs("llm", lengths).tolist())
     answer.append(numbers(balance_padded(lengths, 5, cost)))

@@ -122,6 +122,8 @@ class Job:
             "dataset": refused({}, {"data": "other"}),
             "cost": refused({"cost": None}, {"cost": od.CostModel.tokens()}),
             "balance": refused({}, {"balance": "none"}),
+            "effort": refused({}, {"balance": od.Balance(effort=2)}),
+            "equal effort": refused({"balance": od.Balance(effort=2)}, {"balance": od.Balance(effort=2.0)}),
             "nodes": refused(per_phase, per_phase, nodes),
             "nodes without parts": refused({}, {}, nodes),
             "no index": refused({}, {"data": "unindexed"}),

@@ -204,10 +204,9 @@ def test_ranks_that_wait_in_each_microbatch_get_even_ones() -> None:
 def test_batches_come_in_the_order_of_the_pipeline(tmp_path: Path) -> None:
     dataset = od.ShardDataset(omni_shards(tmp_path, shards=2, samples=20), recipe=od.Recipe())
     dataset.index()
-    cost = od.CostModel(image=od.PhaseCost(1.0), audio=od.PhaseCost(1.0), llm=od.PhaseCost(1.0))
     caps = {"max_tokens": 400, "oversize": "own", "objective": "sum"}
-    plain, piped = (
-        od.DataLoader(dataset, global_batch_size=40, cost=cost, num_threads=0, balance=balance)
+    plain, piped = (  # Of one phase: of several, a pipeline may take other microbatches.
+        od.DataLoader(dataset, global_batch_size=40, num_threads=0, balance=balance)
         for balance in (od.Balance(**caps), od.Balance(order="1f1b", num_stages=4, **caps))  # type: ignore[arg-type]
     )
     first, second = next(plain.steps()), next(piped.steps())
@@ -252,6 +251,8 @@ def test_a_loader_takes_groups_from_the_launcher(tmp_path: Path, scope: str, mon
         ({"order": "1f1b"}, "order and num_stages go together, got order='1f1b', num_stages=None"),
         ({"num_stages": 4}, "order and num_stages go together, got order=None, num_stages=4"),
         ({"scope": "grouped", "group_size": 0}, "Balance.group_size must be at least 1, got 0"),
+        ({"effort": -1}, "Balance.effort must be a finite number of at least 0, got -1"),
+        ({"effort": float("nan")}, "Balance.effort must be a finite number of at least 0, got nan"),
     ],
 )
 def test_combinations_that_say_nothing_are_refused(options: dict[str, Any], reason: str) -> None:

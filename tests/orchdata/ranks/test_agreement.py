@@ -38,6 +38,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
         ("cost", "cost is null on ranks 0, 1, 3, missing on rank 2; "),
         ("nodes", "ranks_per_node is 2 on ranks 0, 1, 3, 1 on rank 2"),
         ("balance", 'balance.scope is "global" on ranks 0, 1, 3, "none" on rank 2'),
+        ("effort", "balance.effort is 1.0 on ranks 0, 1, 3, 2.0 on rank 2"),
     ],
 )
 def test_a_rank_that_differs_is_refused_on_all_with_the_difference(ranks: Ranks, scenario: str, entry: str) -> None:
@@ -68,6 +69,7 @@ def test_a_rank_that_fails_to_start_stops_the_others(ranks: Ranks) -> None:
 def test_equal_ranks_start(ranks: Ranks) -> None:
     assert {rank["alike"] for rank in ranks} == {None}
     assert {rank["nodes without parts"] for rank in ranks} == {None}  # No plan depends on nodes then.
+    assert {rank["equal effort"] for rank in ranks} == {None}
 
 
 def test_a_tuple_is_compared_with_nobody(ranks: Ranks) -> None:
