@@ -96,8 +96,9 @@ def check_counts(shares: Shares, num_ranks: int, balance: Balance) -> None:
 @st.composite
 def balances(draw: Any, num_samples: int, num_ranks: int) -> Balance:
     scope, group_size = draw(st.sampled_from([("global", None)] * 3 + [("grouped", 2), ("grouped", 3), ("grid", 2)]))
-    caps = {"llm": draw(st.integers(300, 3000))}
-    if draw(st.booleans()):
+    named = draw(st.sampled_from(["llm", "llm", "encoders", "all"]))
+    caps = {"llm": draw(st.integers(300, 3000))} if named != "encoders" else {}
+    if named != "llm":
         caps |= {"image": draw(st.integers(200, 2000)), "audio": draw(st.integers(100, 900))}
     kind = draw(st.sampled_from(["barrier", "barrier", "barrier", "sum", "per phase", "1f1b"]))
     options: dict[str, Any] = {"objective": "sum"} if kind == "sum" else {}

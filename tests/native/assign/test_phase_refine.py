@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -29,11 +31,12 @@ Ints = NDArray[np.int64]
 Ranks = NDArray[np.int32]
 
 PHASES, CAPS = 2, 2
+cells = st.one_of(st.just(0), st.integers(0, 4), st.integers(0, 50))
 shared = st.integers(2, 5).flatmap(
     lambda num_ranks: st.tuples(
         st.just(num_ranks),
         st.lists(
-            st.tuples(*[st.one_of(st.just(0), st.integers(0, 50))] * (PHASES + CAPS), st.integers(0, num_ranks - 1)),
+            st.tuples(*[cells] * (PHASES + CAPS), st.integers(0, num_ranks - 1)),
             min_size=1,
             max_size=30,
         ),
@@ -65,7 +68,8 @@ def exchange_twin(
     return best
 
 
-@given(shared, st.lists(st.integers(0, 120), min_size=4, max_size=4), st.booleans())
+@settings(max_examples=300)
+@given(shared, st.lists(st.one_of(st.integers(0, 20), st.integers(0, 120)), min_size=4, max_size=4), st.booleans())
 def test_the_best_exchange_equals_its_twin(held: Shared, targets: list[int], moves: bool) -> None:
     _, rows = held
     columns, owner = arrays(rows)
@@ -81,6 +85,18 @@ def test_the_best_exchange_equals_its_twin(held: Shared, targets: list[int], mov
             columns, PHASES, above, 0, mine, 1, theirs, column, moves, ceiling, twin[0] + 9, offers
         )
         assert twin[0] <= enough[0] <= max(ceiling, twin[0] + 9) and enough[3] <= found[3]
+
+
+def test_an_exchange_that_wins_little_is_found_too() -> None:
+    """All of two samples against one, where a single unit may be all there is to win."""
+    mine, theirs, offers = np.array([0, 1], np.int32), np.array([2], np.int32), np.empty(1, np.int64)
+    for *costs, target in product(range(1, 5), range(1, 5), range(5), range(9)):
+        columns = np.array([[cost, 0, 0, 0] for cost in costs])
+        above = phase_loads(columns, np.array([0, 0, 1], np.int32), 2) - target
+        ceiling = int(excess(above, 0))
+        twin = exchange_twin(columns, above, 0, [0, 1], 1, [2], 0, True)
+        found = best_joint_exchange(columns, PHASES, above, 0, mine, 1, theirs, 0, True, ceiling, -1, offers)
+        assert found[:3] == twin
 
 
 @given(shared, st.integers(0, 80))

@@ -96,6 +96,16 @@ def test_the_backbone_alone_is_looked_at(balance: Balance, num_ranks: int) -> No
         check_not_dearer(batch, shared_out(batch, balance), balance)
 
 
+def test_no_way_with_more_micro_steps_is_taken_though_it_costs_less() -> None:
+    balance, dearer = Balance(max_tokens={"image": 300}, oversize="own"), 0
+    for seed in range(20):
+        batch = global_batch(seed, 30, 4, ("image", "llm"))
+        shares, backbone = shared_out(batch, balance), split(batch, ["llm"], balance)
+        assert shares.num_microbatches <= split(batch, ["image", "llm"], balance).num_microbatches
+        dearer += waits(cells(batch, shares), balance) > waits(cells(batch, backbone), balance)
+    assert dearer  # The backbone alone, in a micro-step more.
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 10_000), st.integers(1, 60), st.integers(1, 6), st.booleans())
 def test_over_all_ranks_the_first_candidate_is_of_the_public_balancers(
