@@ -6,6 +6,7 @@ What is compared with comes from the balancers one by one, and its price from th
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -149,6 +150,21 @@ def test_a_cap_that_nothing_reaches_is_none(cap: int) -> None:
     shares = shared_out(batch, capped)
     assert shares.num_microbatches <= free.num_microbatches
     assert len(dealt_shares(batch.costs, batch.sizes(capped), 3, capped, batch.stream_rank, 9)) > 0
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "num_ranks", "options"),
+    [(8300, 64, {}), (2600, 16, {"equal_count": True}), (2600, 16, {"max_samples": 170})],
+)
+def test_large_global_batches_are_dealt_too(num_samples: int, num_ranks: int, options: dict[str, Any]) -> None:
+    """Of which fewer ways are looked at."""
+    batch = global_batch(1, num_samples, num_ranks)
+    balance = Balance(max_tokens={"llm": 6000, "image": 12_000}, **options)
+    shares = shared_out(batch, balance)
+    check_step(batch, shares, balance)
+    check_not_dearer(batch, shares, balance)
+    by_sums = split(batch, list(batch.costs), balance)
+    assert 1.1 * waits(cells(batch, shares), balance) < waits(cells(batch, by_sums), balance)
 
 
 @pytest.mark.parametrize("scope", ["global", "grouped", "grid"])
