@@ -12,6 +12,7 @@ Every scope lowers what `Balance.objective` says: the sum over phases of the lar
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -20,11 +21,14 @@ from numpy.typing import NDArray
 from orchdata.balancers import balance_from, balance_grid, balance_grouped, lower_bound
 from orchdata.balancers.phases import assign_jointly, search_pairs
 from orchdata.balancers.placement import renamed
-from orchdata.native.assign.phases import above_caps, refine_within
+from orchdata.native.assign.phases import above_caps, refine_within, sum_of_peaks
+from orchdata.native.move.minimal_move import pays, relabel
 from orchdata.planning.balance import Balance
 
 Ints = NDArray[np.int64]
 Ranks = NDArray[np.int32]
+
+_GAIN = 50  # Balancing a grid's micro-step anew has to lower what ranks wait for by this part.
 
 
 class Limits(NamedTuple):
@@ -98,7 +102,7 @@ def assign(
         shared = np.sum(list(costs.values()), axis=0)
     if balance.scope == "grid":
         found = balance_grid(shared, owner, num_ranks, group_size).rank
-        return found if limits is None else _kept(costs, found, num_ranks, balance, limits)
+        return found if limits is None else _kept(costs, found, owner, num_ranks, balance, limits)
     if balance.scope == "grouped":
         return balance_grouped(shared, owner, num_ranks, group_size, sizes=sizes).rank
     return balance_from(shared, owner, num_ranks, sizes=sizes, ranks_per_node=ranks_per_node).rank
@@ -147,10 +151,13 @@ def _anew(
     return rank
 
 
-def _kept(costs: Mapping[str, Ints], rank: Ranks, num_ranks: int, balance: Balance, limits: Limits) -> Ranks:
+def _kept(
+    costs: Mapping[str, Ints], rank: Ranks, owner: Ranks, num_ranks: int, balance: Balance, limits: Limits
+) -> Ranks:
     """A grid's `rank` within the limits; what is above the caps, or still above the bounds of phases, goes anywhere.
 
-    Micro-steps leave nodes and columns few samples each: too few to be even by themselves.
+    Micro-steps leave nodes and columns few samples each, too few to be even by themselves. Where the rest is not moved
+    easily, all are balanced anew over all ranks, and the ranks named so that much stays where it is from.
     """
     by_item = np.ascontiguousarray(np.stack(list(costs.values()), axis=1))
     bounds = np.array([lower_bound(of_phase, num_ranks) for of_phase in costs.values()], np.int64)
@@ -159,4 +166,11 @@ def _kept(costs: Mapping[str, Ints], rank: Ranks, num_ranks: int, balance: Balan
         refine_within(by_item, limits.sizes, limits.caps, start, num_ranks, bounds + bounds // 1000, len(rank), pairs)
         if not above_caps(limits.sizes, limits.caps, start, num_ranks):
             break
-    return start
+    peaks = int(sum_of_peaks(by_item, start, num_ranks))
+    if not pays(peaks, int(bounds.sum()), _GAIN):
+        return start
+    anywhere = _anew(costs, replace(balance, scope="global", group_size=None), num_ranks, owner, None, 1, limits)
+    if not pays(peaks, int(sum_of_peaks(by_item, anywhere, num_ranks)), _GAIN):
+        return start
+    relabel(np.ones(len(owner), np.int64), owner, anywhere, num_ranks)
+    return anywhere
