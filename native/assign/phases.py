@@ -200,7 +200,7 @@ def refine_within(
 ) -> None:
     """Move what is above caps, then what is above the targets of phases; in place.
 
-    Sizes count in units so large that what is above a cap outweighs what is above a target.
+    A column of sizes counts for about as much as all costs together, whatever its unit.
 
     Args:
         costs: int64 (num_samples, num_phases).
