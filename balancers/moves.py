@@ -6,7 +6,7 @@ target gives up its excess only. With costs by phase, ranks wait for each other 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -25,7 +25,7 @@ from orchdata.balancers.phases import PhaseAssignment, balance_phases, checked_p
 from orchdata.balancers.placement import renamed
 from orchdata.native.assign.phase_refine import phase_loads
 from orchdata.native.assign.phases import sum_of_peaks
-from orchdata.native.move.minimal_move import pays, solve_from
+from orchdata.native.move.minimal_move import TOLERANCES, pays, solve_from
 from orchdata.native.move.phases import move_by_phase
 
 REDEAL_GAIN = 50  # Everything is dealt anew where that takes one part in so many off what moving little reaches.
@@ -113,7 +113,7 @@ def balance_from(
         together = by_phase.sum(axis=0)
         held = checked_ranks(owner, num_ranks, len(together), "owner")
         weights = together if sizes is None else checked_sizes(sizes, len(together))
-        rank = move_phases(by_phase, held, num_ranks, names.index(primary), weights, node, tolerance)
+        rank = move_phases(by_phase, held, num_ranks, names.index(primary), weights, node, TOLERANCES, tolerance)
         return MovedPhases(**moved_phases_fields(names, by_phase, weights, held, rank, num_ranks, node))
     checked = checked_costs(costs)
     held = checked_ranks(owner, num_ranks, len(checked), "owner")
@@ -129,30 +129,37 @@ def move_phases(
     primary: int,
     sizes: NDArray[np.int64],
     ranks_per_node: int = 1,
+    tolerances: Sequence[float] = (1e-3,),
     tolerance: float = 1e-3,
 ) -> NDArray[np.int32]:
     """Lower the sum over phases of the largest load, moving little: the rank of each sample, int32 (num_samples,).
 
+    Of staying, of what moving little gives at each of `tolerances`, and of dealing anew where that takes 2 % off all
+    these: what moves least within `tolerance` of the bounds, else what ranks wait for least.
+
     Args:
         costs: int64 (num_phases, num_samples); the others as of `balance_from`.
         primary: index of the phase that all samples take part in.
+        tolerances: at which moving little is tried, whatever is asked for.
     """
     if not (present := costs.any(axis=0)).all():
         raise ValueError(f"sample {int(present.argmin())} costs 0 in every phase: leave it out, or cost it 1")
-    bounds = [lower_bound(row, num_ranks) for row in costs]
-    targets = np.array([bound + int(bound * tolerance) for bound in bounds], np.int64)
-    by_sample = np.ascontiguousarray(costs.T)
-    rank: NDArray[np.int32] = move_by_phase(
-        by_sample, held, num_ranks, ranks_per_node, primary, targets, search_pairs(len(held), num_ranks)
-    )
-    reached, before = (int(sum_of_peaks(by_sample, where, num_ranks)) for where in (rank, held))
-    if before <= reached:
-        rank, reached = held, before
-    if pays(reached, sum(bounds), REDEAL_GAIN):
+    bounds = np.array([lower_bound(row, num_ranks) for row in costs], np.int64)
+    by_sample, pairs = np.ascontiguousarray(costs.T), search_pairs(len(held), num_ranks)
+    found = [held]
+    for wanted in tolerances:
+        targets = bounds + (bounds * wanted).astype(np.int64)
+        found.append(move_by_phase(by_sample, held, num_ranks, ranks_per_node, primary, targets, pairs))
+    waits = [int(sum_of_peaks(by_sample, rank, num_ranks)) for rank in found]
+    if pays(min(waits), int(bounds.sum()), REDEAL_GAIN):
         anew = balance_phases({str(phase): row for phase, row in enumerate(costs)}, num_ranks, primary=str(primary))
-        if pays(reached, sum(anew.makespans), REDEAL_GAIN):
-            rank = renamed(anew.rank, held, sizes, num_ranks, ranks_per_node)
-    return rank
+        if pays(min(waits), sum(anew.makespans), REDEAL_GAIN):
+            found.append(renamed(anew.rank, held, sizes, num_ranks, ranks_per_node))
+            waits.append(sum(anew.makespans))
+    moved = [int(sizes[rank != held].sum()) for rank in found]
+    enough = int(bounds.sum()) + int(int(bounds.sum()) * tolerance)
+    # What is within the tolerance counts as equal, so that a wider one chooses among more.
+    return found[min(range(len(found)), key=lambda number: (max(enough, waits[number]), moved[number], number))]
 
 
 def checked_sizes(sizes: ArrayLike, num_samples: int) -> NDArray[np.int64]:

@@ -215,7 +215,15 @@ def assign_jointly(
         rank[order] = first + given
         return rank
     good = GOOD if num_samples <= _MANY_SAMPLES else GOOD_OF_MANY
-    search = (offsets, group_sizes, primary, most, equal_count, max(1, round(good * effort)), PAIRS * effort)
+    search = (
+        offsets,
+        group_sizes,
+        primary,
+        most,
+        equal_count,
+        max(1, round(min(good * effort, MAX_TOTAL))),
+        PAIRS * effort,
+    )
     found = solve_joint(by_sample, weights, caps, given, kept, *search)
     if within is None and len(caps) and above_caps(weights, caps, first + found, int(group_sizes.sum())):
         # Sizes, spread evenly, keep within caps where much does.

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -70,14 +70,17 @@ class CostModel:
         return cls(llm=PhaseCost(1.0))
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any] | Any, **phases: Mapping[str, Any] | None) -> CostModel:
+    def from_config(
+        cls, config: Mapping[str, Any] | Any, **phases: Mapping[str, Any] | PhaseCost | TransformerCost | None
+    ) -> CostModel:
         """The phases that a Hugging Face config describes, each read by `TransformerCost.from_config`.
 
         `CostModel.from_config(config, image={"trainable": False}, llm={"recompute": "full"})`.
 
         Args:
             config: of the whole model: a dict, or an object with `to_dict`.
-            phases: attributes of a phase's TransformerCost that the config does not say; None leaves the phase out.
+            phases: attributes of a phase's TransformerCost that the config does not say, or its whole cost, as
+                measured; None leaves the phase out.
 
         Raises:
             ValueError: as `TransformerCost.from_config`, or a phase that the config does not describe.
@@ -86,14 +89,21 @@ class CostModel:
         unknown = sorted(set(phases) - set(found))
         if unknown:
             raise ValueError(f"the config has no phase {unknown[0]!r}, it describes {', '.join(found) or 'none'}")
-        given = {phase: phases.get(phase, {}) for phase in found}
-        return cls(
-            **{
-                phase: TransformerCost.from_config(config, phase, **sizes)
-                for phase, sizes in given.items()
-                if sizes is not None
-            }
-        )
+        known = {field.name for field in fields(TransformerCost)}
+        given: dict[str, PhaseCost | TransformerCost | None] = {}
+        for phase in found:
+            value = phases.get(phase, {})
+            if value is None or isinstance(value, PhaseCost | TransformerCost):
+                given[phase] = value
+                continue
+            if not isinstance(value, Mapping) or (wrong := sorted(set(value) - known)):
+                raise ValueError(
+                    f"{phase}={value!r} must map attributes of TransformerCost to values"
+                    + (f", and {wrong[0]!r} is none of them" if isinstance(value, Mapping) else "")
+                    + "; a PhaseCost or TransformerCost is taken as it is, None leaves the phase out"
+                )
+            given[phase] = TransformerCost.from_config(config, phase, **value)
+        return cls(**given)
 
     def coefficients(self, phase: str) -> Coefficients:
         """Quantised (linear, quadratic, constant, windows) of a phase, for the kernels of `orchdata.native.costs`.

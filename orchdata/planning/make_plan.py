@@ -146,6 +146,8 @@ class _GlobalBatch:
             num_microbatches: by default the fewest.
         """
         spec, balance = self.spec, self.spec.balance
+        if balance.assignment == "per_phase":  # Ranks meet in every exchange.
+            balance = replace(balance, objective="barrier")
         costs = {phase: self.costs[phase] for phase in phases or spec.costs.balanced}
         sizes = {phase: self._positions(phase) for phase in (balance.caps if caps is None else caps)}
         arguments = (costs, sizes, spec.num_ranks, balance, self.stream_rank, num_microbatches)

@@ -108,9 +108,11 @@ def share_out_packed(
     found = _in_so_many(first, together, sizes, num_ranks, balance, most)
     if balance.scope != "none":
         if in_step(balance) and sizes and num_ranks > 1 and (most > 1 or not found):
-            fewer = num_microbatches is None and _may_hold(sizes, balance, num_ranks, most - 1)
-            for number in range(most - fewer, most + 1):
-                found += dealt_shares(costs, sizes, num_ranks, balance, stream_rank, number)
+            found += dealt_shares(costs, sizes, num_ranks, balance, stream_rank, most)
+            fewer = most - 1
+            while num_microbatches is None and _may_hold(sizes, balance, num_ranks, fewer):
+                dealt = dealt_shares(costs, sizes, num_ranks, balance, stream_rank, fewer)
+                found, fewer = found + dealt, fewer - 1 if dealt else 0
         if not in_step(balance) and balance.objective == "barrier":  # Pipelines: only what a rank does in all counts.
             level = assign(costs, replace(balance, objective="sum"), num_ranks, stream_rank)
             shares = split(together, sizes, level, num_ranks, balance)
@@ -165,10 +167,11 @@ def _in_so_many(
 
 
 def _may_hold(sizes: Mapping[str, Ints], balance: Balance, num_ranks: int, num_microbatches: int) -> bool:
-    """Whether so many micro-steps leave some room within the caps: without it no packing is found."""
-    return num_microbatches > 0 and all(
-        int(column.sum()) <= balance.caps[phase] * num_ranks * num_microbatches * 63 // 64
-        for phase, column in sizes.items()
+    """Whether so many micro-steps hold the samples; of many samples, whether room is left: packing takes time."""
+    cells = num_ranks * num_microbatches
+    return cells > 0 and all(
+        int(np.minimum(column, cap).sum()) <= (cap * cells * 63 // 64 if len(column) > _MANY_SAMPLES else cap * cells)
+        for column, cap in ((column, balance.caps[phase]) for phase, column in sizes.items())
     )
 
 

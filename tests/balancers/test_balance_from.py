@@ -209,3 +209,20 @@ def test_by_phase_errors() -> None:
     with pytest.raises(ValueError, match="needs the primary phase 'llm', got text"):
         balance_from({"text": [1, 0]}, [0, 0], 2)
     assert balance_from({"text": [1, 1]}, [0, 0], 2, primary="text").makespans == (1,)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 500), st.integers(1, 300), st.integers(0, 4)), min_size=1, max_size=60),
+    st.lists(st.floats(0, 0.5), min_size=2, max_size=5),
+)
+def test_a_wider_tolerance_moves_no_more_of_several_phases(
+    rows: list[tuple[int, int, int]], tolerances: list[float]
+) -> None:
+    image, llm, owner = np.array(rows).T
+    costs, sizes = {"image": image, "llm": llm}, 1 + (image + llm) % 97
+    found = [balance_from(costs, owner, 5, sizes=sizes, tolerance=wide) for wide in sorted(tolerances)]
+    moved = [one.moved_size_within + one.moved_size_between for one in found]
+    waits = [sum(one.makespans) for one in found]
+    assert moved == sorted(moved, reverse=True)
+    assert waits == sorted(waits)

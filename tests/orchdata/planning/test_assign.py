@@ -60,7 +60,7 @@ RANKS_FOUND: dict[tuple[bool, str], str] = {
     (False, "grouped, equal counts"): "3e169287aeeddeac",
     (False, "grid"): "fcd6fd5a97dfb19f",
     (True, "none"): "6eaa890830a6d7c8",
-    (True, "barrier"): "7f8fa9847cbc4752",
+    (True, "barrier"): "cb71b78219607e63",
     (True, "sum"): "67fe21a8e1d09c11",
     (True, "equal counts"): "f6fdafcf5ba351af",
     (True, "most samples"): "6aed16366ad0d7ae",
