@@ -32,7 +32,7 @@ from orchdata.native.assign.phase_refine import phase_loads
 from orchdata.native.assign.phases import above_caps
 
 _FEW_SAMPLES = 2048  # Up to which the primary phase alone is balanced for a start, though another is known.
-PAIRS = 8  # Looked at in the joint search, for each pair of samples that share a rank.
+PAIRS, PAIRS_OF_MANY = 8, 3  # Looked at in the joint search, for each pair of samples that share a rank.
 GOOD, GOOD_OF_MANY = 1000, 200  # Peaks this part above their bounds, or less, are searched no further.
 _MANY_SAMPLES = 16_384
 
@@ -95,7 +95,8 @@ def balance_phases(
         sizes: integers (num_samples,) or (num_samples, num_caps), with
         max_size: the most that the samples of a rank may sum to, one for each column of sizes; joint `barrier` only.
         effort: how much more than usual the joint search under `barrier` may look at. Usual are 8 * num_ranks *
-            (samples a rank)**2 pairs of samples: work, not time, so that all machines find the same.
+            (samples a rank)**2 pairs of samples, 3 * of more than 16,384 samples: work, not time, so that all machines
+            find the same.
 
     Raises:
         ValueError: bad costs or counts, an unknown option, a sample that costs nothing in any phase (joint), or caps
@@ -214,16 +215,10 @@ def assign_jointly(
     if len(costs) == 1 and not len(caps):
         rank[order] = first + given
         return rank
-    good = GOOD if num_samples <= _MANY_SAMPLES else GOOD_OF_MANY
-    search = (
-        offsets,
-        group_sizes,
-        primary,
-        most,
-        equal_count,
-        max(1, round(min(good * effort, MAX_TOTAL))),
-        PAIRS * effort,
-    )
+    many = num_samples > _MANY_SAMPLES
+    good, pairs = (GOOD_OF_MANY, PAIRS_OF_MANY) if many else (GOOD, PAIRS)
+    part = max(1, round(min(good * effort, MAX_TOTAL)))
+    search = (offsets, group_sizes, primary, most, equal_count, part, pairs * effort)
     found = solve_joint(by_sample, weights, caps, given, kept, *search)
     if within is None and len(caps) and above_caps(weights, caps, first + found, int(group_sizes.sum())):
         # Sizes, spread evenly, keep within caps where much does.
