@@ -20,7 +20,7 @@ from orchdata.balancers.checks import checked_costs, checked_count, checked_rank
 from orchdata.balancers.moves import (
     REDEAL_GAIN,
     MovedPhases,
-    checked_sizes,
+    checked_weights,
     move_phases,
     moved_fields,
     moved_phases_fields,
@@ -106,7 +106,7 @@ def balance_grouped(
     names, checked, held = _checked(costs, owner, num_ranks, primary)
     group_size = min(num_ranks, checked_count(group_size, "group_size"))
     group = held // group_size
-    weights = _together(checked) if sizes is None else checked_sizes(sizes, len(held))
+    weights = _together(checked) if sizes is None else checked_weights(sizes, len(held))
     index = names.index(primary) if names else 0
     groups = _group_sizes(num_ranks, group_size)
     member, bound = _share_out(checked, weights, group, held % group_size, groups, index, REDEAL_GAIN)

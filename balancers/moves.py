@@ -112,12 +112,12 @@ def balance_from(
         names, by_phase = checked_phases(costs, primary)
         together = by_phase.sum(axis=0)
         held = checked_ranks(owner, num_ranks, len(together), "owner")
-        weights = together if sizes is None else checked_sizes(sizes, len(together))
+        weights = together if sizes is None else checked_weights(sizes, len(together))
         rank = move_phases(by_phase, held, num_ranks, names.index(primary), weights, node, TOLERANCES, tolerance)
         return MovedPhases(**moved_phases_fields(names, by_phase, weights, held, rank, num_ranks, node))
     checked = checked_costs(costs)
     held = checked_ranks(owner, num_ranks, len(checked), "owner")
-    weights = checked if sizes is None else checked_sizes(sizes, len(checked))
+    weights = checked if sizes is None else checked_weights(sizes, len(checked))
     rank, loads, bound = solve_from(checked, weights, held, num_ranks, node, tolerance, REDEAL_GAIN)
     return MovedAssignment(**moved_fields(checked, weights, held, rank, loads, int(bound), node))
 
@@ -162,7 +162,7 @@ def move_phases(
     return found[min(range(len(found)), key=lambda number: (max(enough, waits[number]), moved[number], number))]
 
 
-def checked_sizes(sizes: ArrayLike, num_samples: int) -> NDArray[np.int64]:
+def checked_weights(sizes: ArrayLike, num_samples: int) -> NDArray[np.int64]:
     """One size for each sample."""
     checked = checked_costs(sizes, "sizes")
     if len(checked) != num_samples:

@@ -100,7 +100,10 @@ def make_plan(spec: PlanSpec, task: StepTask) -> Plan:
         dataset_id, row = np.zeros(len(task.rows), np.int32), task.rows
     costs = {phase: spec.costs.costs(phase, dataset_id, row) for phase in spec.costs.phases}
     stream_rank = stream_ranks(start, len(row), spec.order.streams, spec.num_ranks)
-    batch = _GlobalBatch(spec, dataset_id, row, costs, stream_rank)
+    positions = {
+        phase: spec.costs.positions(phase, dataset_id, row) for phase in dict.fromkeys(("llm", *spec.balance.caps))
+    }
+    batch = _GlobalBatch(spec, dataset_id, row, costs, positions, stream_rank)
     shares, parts = (batch.share_out(), {}) if spec.balance.assignment == "joint" else batch.share_out_per_phase()
     return Plan(
         epoch=task.epoch,
@@ -112,7 +115,7 @@ def make_plan(spec: PlanSpec, task: StepTask) -> Plan:
         rank=shares.rank,
         microbatch=shares.microbatch,
         costs=costs,
-        llm_positions=spec.costs.positions("llm", dataset_id, row),
+        llm_positions=positions["llm"],
         padded=spec.costs.padded,
         loss_tokens=int(spec.costs.loss_tokens(dataset_id, row).sum()),
         stream_rank=stream_rank,
@@ -124,12 +127,13 @@ def make_plan(spec: PlanSpec, task: StepTask) -> Plan:
 
 @dataclass(frozen=True)
 class _GlobalBatch:
-    """The samples of one step, and what they cost in every phase."""
+    """The samples of one step, what they cost in every phase, and their positions in `llm` and capped phases."""
 
     spec: PlanSpec
     dataset_id: NDArray[np.int32]
     row: Ints
     costs: Mapping[str, Ints]
+    positions: Mapping[str, Ints]
     stream_rank: NDArray[np.int32]
 
     def share_out(
@@ -149,11 +153,11 @@ class _GlobalBatch:
         if balance.assignment == "per_phase":  # Ranks meet in every exchange.
             balance = replace(balance, objective="barrier")
         costs = {phase: self.costs[phase] for phase in phases or spec.costs.balanced}
-        sizes = {phase: self._positions(phase) for phase in (balance.caps if caps is None else caps)}
+        sizes = {phase: self.positions[phase] for phase in (balance.caps if caps is None else caps)}
         arguments = (costs, sizes, spec.num_ranks, balance, self.stream_rank, num_microbatches)
         if spec.costs.padded is None:
             return share_out_packed(*arguments)
-        return share_out_padded(*arguments, self._positions("llm"), spec.costs.padded)
+        return share_out_padded(*arguments, self.positions["llm"], spec.costs.padded)
 
     def share_out_per_phase(self) -> tuple[Shares, dict[str, Parts]]:
         """The same, and who encodes which part: the fewest microbatches in which encoders keep within their caps too.
@@ -202,9 +206,6 @@ class _GlobalBatch:
             if phase in spec.costs.balanced
         ]
         return price([*encoders, *own], spec.balance)
-
-    def _positions(self, phase: str) -> Ints:
-        return self.spec.costs.positions(phase, self.dataset_id, self.row)
 
     def _fit(self, found: Mapping[str, Parts], shares: Shares, *, or_home: bool = False) -> dict[str, Parts]:
         """Who encodes which part; without the phases whose cap cannot be kept, unless parts may stay at home."""

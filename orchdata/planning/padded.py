@@ -126,10 +126,9 @@ def split_padded(rank: Ranks, num_ranks: int, sizes: Mapping[str, Ints], balance
                 f"a sample has {int(column.max())} {phase} positions, max_tokens allows {caps[phase]}; raise it, or "
                 "use Balance(oversize='own')"
             )
-    cut = _Cutter(sizes, caps)
     num_microbatches = 1
-    for mine in _by_rank(rank, cut.lengths, num_ranks):
-        cuts = cut(mine)
+    for mine in _by_rank(rank, _lengths(sizes), num_ranks):
+        cuts = _Cutter(mine, sizes, caps).cut()
         microbatch[mine] = np.repeat(np.arange(len(cuts) - 1, dtype=np.int32), np.diff(cuts))
         num_microbatches = max(num_microbatches, len(cuts) - 1)
     return Shares(rank, microbatch, num_microbatches)
@@ -143,18 +142,18 @@ def _in_blocks(
     Cells as large as caps allow give the fewest micro-steps; of that many, or as many as are wanted, cells that cost as
     little as can be give the cheapest. Without those that break a limit on counts, or need more than `most`.
     """
-    cut = _Cutter(sizes, balance.caps)
-    order = np.lexsort((-cut.lengths, -costs))
-    cuts = cut(order)
+    order = np.lexsort((-_lengths(sizes), -costs))
+    cutter, dear = _Cutter(order, sizes, balance.caps), costs[order]
+    cuts = cutter.cut()
     low, high = int(costs.max()), int(costs.max()) * len(order)
     room = (wanted or -(-(len(cuts) - 1) // num_ranks)) * num_ranks
     while low < high:  # The least that a cell may cost with no more micro-steps.
         middle = (low + high) // 2
-        if len(cut(order, costs, middle, room)) - 1 <= room:
+        if len(cutter.cut(middle // dear, room)) - 1 <= room:
             high = middle
         else:
             low = middle + 1
-    for found in (cut(order, costs, low), cuts):
+    for found in (cutter.cut(low // dear), cuts):
         cell = np.empty(len(order), np.int32)
         cell[order] = np.repeat(np.arange(len(found) - 1, dtype=np.int32), np.diff(found))
         shares = Shares(cell % np.int32(num_ranks), cell // np.int32(num_ranks), -(-(len(found) - 1) // num_ranks))
@@ -162,37 +161,36 @@ def _in_blocks(
             yield shares
 
 
+def _lengths(sizes: Mapping[str, Ints]) -> Ints:
+    """By which microbatches are cut: positions of `llm`, or all alike where it is not capped."""
+    return sizes.get("llm", np.ones(len(next(iter(sizes.values()))), np.int64))
+
+
 class _Cutter:
-    """Cuts samples in descending order of length into microbatches, each as large as the caps allow."""
+    """Cuts samples, given from the longest, into microbatches, each as large as the caps allow."""
 
-    def __init__(self, sizes: Mapping[str, Ints], caps: Mapping[str, int]) -> None:
-        some = next(iter(sizes.values()))
-        self.lengths: Ints = sizes.get("llm", np.ones(len(some), np.int64))
-        self._most = caps.get("llm", len(some))
-        self._others = [(column, caps[phase]) for phase, column in sizes.items() if phase != "llm"]
+    def __init__(self, order: NDArray[np.intp], sizes: Mapping[str, Ints], caps: Mapping[str, int]) -> None:
+        self._rows = caps.get("llm", len(order)) // _lengths(sizes)[order]
+        self._sums = [
+            (np.concatenate([[0], np.cumsum(column[order])]), caps[phase])
+            for phase, column in sizes.items()
+            if phase != "llm"
+        ]
 
-    def __call__(
-        self, order: NDArray[np.intp], costs: Ints | None = None, dearest: int = 0, enough: int | None = None
-    ) -> list[int]:
+    def cut(self, most_rows: Ints | None = None, enough: int | None = None) -> list[int]:
         """Where microbatches begin, and the end.
 
         Args:
-            order: places, from the longest.
-            costs: int64 (n,), of a row as long as the sample, with
-            dearest: what rows times the longest one's may cost.
+            most_rows: int64 (n,), of a microbatch that begins with each sample.
             enough: microbatches after which the rest does not matter.
         """
-        lengths = self.lengths[order]
-        sums = [(np.concatenate([[0], np.cumsum(column[order])]), cap) for column, cap in self._others]
-        rows = self._most // lengths
-        if costs is not None:
-            rows = np.minimum(rows, dearest // costs[order])
+        rows = self._rows if most_rows is None else np.minimum(self._rows, most_rows)
         cuts = [0]
-        while (start := cuts[-1]) < len(lengths) and (enough is None or len(cuts) <= enough + 1):
+        while (start := cuts[-1]) < len(rows) and (enough is None or len(cuts) <= enough + 1):
             stop = start + int(rows[start])
-            for sum_to, cap in sums:
+            for sum_to, cap in self._sums:
                 stop = min(stop, int(np.searchsorted(sum_to, sum_to[start] + cap, side="right")) - 1)
-            cuts.append(min(max(stop, start + 1), len(lengths)))
+            cuts.append(min(max(stop, start + 1), len(rows)))
         return cuts
 
 

@@ -117,14 +117,18 @@ def share_out_packed(
             level = assign(costs, replace(balance, objective="sum"), num_ranks, stream_rank)
             shares = split(together, sizes, level, num_ranks, balance)
             found += _in_so_many(shares, together, sizes, num_ranks, balance, num_microbatches)
-        found += _by_the_backbone(costs, sizes, num_ranks, balance, stream_rank, num_microbatches, found)
+    prices = [price(cells(costs, shares, num_ranks), balance) for shares in found]
+    if balance.scope != "none" and len(costs) > 1:
+        alone = _by_the_backbone(costs, sizes, num_ranks, balance, stream_rank, num_microbatches, prices)
+        found += alone
+        prices += [price(cells(costs, shares, num_ranks), balance) for shares in alone]
     if not found:
         raise ValueError(
             f"the samples do not fit into {most} microbatches within max_tokens={balance.max_tokens}: "
             f"{first.num_microbatches} hold them"
         )
-    allowed = [shares for shares in found if shares.num_microbatches <= most]
-    return min(allowed, key=lambda one: (price(cells(costs, one, num_ranks), balance), one.num_microbatches))
+    allowed = [number for number, shares in enumerate(found) if shares.num_microbatches <= most]
+    return found[min(allowed, key=lambda number: (prices[number], found[number].num_microbatches))]
 
 
 def _by_the_backbone(
@@ -134,17 +138,15 @@ def _by_the_backbone(
     balance: Balance,
     stream_rank: Ranks,
     num_microbatches: int | None,
-    found: Sequence[Shares],
+    prices: Sequence[int],
 ) -> list[Shares]:
-    """What balancing `llm` alone gives, where there are other phases and it may be better than what was found."""
-    if len(costs) == 1:
-        return []
+    """What balancing `llm` alone gives, where it may be better than what was found at `prices`."""
     alone = {"llm": costs["llm"]}
     rank = assign(alone, balance, num_ranks, stream_rank)
-    if in_step(balance) and found:
+    if in_step(balance) and prices:
         # Microbatches only add to what ranks wait for in the whole step.
         whole = price(cells(costs, Shares(rank, np.zeros(len(rank), np.int32), 1), num_ranks), balance)
-        if whole >= min(price(cells(costs, shares, num_ranks), balance) for shares in found):
+        if whole >= min(prices):
             return []
     shares = split(alone["llm"], sizes, rank, num_ranks, balance)
     return _in_so_many(shares, alone["llm"], sizes, num_ranks, balance, num_microbatches)
