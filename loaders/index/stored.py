@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from orchdata.loaders.errors import FieldError
 from orchdata.loaders.index.index import Index
+from orchdata.loaders.modalities.modality import PartSize
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.compose import text_members
 from orchdata.loaders.samples.decode import decode_sample
@@ -55,10 +56,14 @@ class StoredSample:
         self._shards.reads.used.add(sum(locations[member][1] for member in needed))
         return dict(zip(needed, payloads, strict=True))
 
+    def sizes(self, recipe: Recipe) -> list[PartSize]:
+        """The sizes of its parts, in their order."""
+        return self._index.sizes(self.parts, recipe)
+
     def decode(self, recipe: Recipe) -> Sample:
         """The sample with all its parts. Raises DataError, or FieldError."""
         payloads = self.read(recipe, kept=True)
-        parts = decode_sample(self.members, payloads, self._index.sizes(self.parts, recipe), recipe)
+        parts = decode_sample(self.members, payloads, self.sizes(recipe), recipe)
         self._check_counts(parts, recipe)
         kept = uses_of(self.members, recipe).kept
         return Sample(self.shard, self.key, parts, {self.members[at].field: bytes(payloads[at]) for at in kept})

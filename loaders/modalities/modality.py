@@ -190,6 +190,12 @@ class Modality:
         """More arrays of a batch, one row for each of its parts, from their sizes alone."""
         return {}
 
+    def expand(self, size: PartSize) -> tuple[str | int, ...] | None:
+        """What stands in the text for a part: strings are text without loss, a number is so many of its tokens, and the
+        numbers add up to `size.tokens`. None: its tokens, between `slot.start_id` and `slot.end_id`.
+        """
+        return None
+
     def rope(self, size: PartSize) -> NDArray[np.int64] | None:
         """Positions in time, height and width of a part's tokens, from 0: (3, tokens); None counts on in all three.
 

@@ -5,7 +5,7 @@ The indexer and the decoder both go through here, so what the index says is what
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from orchdata.loaders.errors import DecodeError, FieldError
 from orchdata.loaders.modalities.builtin import BUILTINS
+from orchdata.loaders.modalities.modality import PartSize
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.members import Member, Uses, stem, uses_of
 from orchdata.loaders.text.chat_keys import check_record, is_beside, says, shown
@@ -53,13 +54,25 @@ class TextSpan(NamedTuple):
 
 
 class MediaSlot(NamedTuple):
-    """The place of a part: its modality, and its index in the sample's members."""
+    """The place of a part, or of a piece of it where text goes between its tokens.
+
+    Attributes:
+        modality: its name.
+        member: its index in the sample's members.
+        first: of its tokens, the first that stands here; a part's first piece has 0.
+        tokens: how many stand here.
+    """
 
     modality: str
     member: int
+    first: int
+    tokens: int
 
 
 Span = TextSpan | MediaSlot
+
+SizeOf = Callable[[str, int], PartSize]
+"""The size of a part, by its modality and its index in the sample's members."""
 
 
 def text_members(members: Sequence[Member], recipe: Recipe) -> list[int]:
@@ -68,7 +81,9 @@ def text_members(members: Sequence[Member], recipe: Recipe) -> list[int]:
     return sorted({*held.json, *held.plain, *held.beside, *held.others, *held.named})
 
 
-def compose(members: Sequence[Member], texts: Mapping[int, bytes | memoryview], recipe: Recipe) -> list[Span]:
+def compose(
+    members: Sequence[Member], texts: Mapping[int, bytes | memoryview], recipe: Recipe, size_of: SizeOf
+) -> list[Span]:
     """The spans of a sample in order.
 
     A conversation in JSON goes before plain text, plain text before a JSON "text" or "caption"; other JSON is
@@ -77,15 +92,16 @@ def compose(members: Sequence[Member], texts: Mapping[int, bytes | memoryview], 
 
     Args:
         texts: payloads of `text_members`.
+        size_of: asked once for each part.
 
     Raises:
         FieldError: no usable field, text that cannot be read, media that do not match their placeholders.
     """
-    return compose_with_source(members, texts, recipe)[0]
+    return compose_with_source(members, texts, recipe, size_of)[0]
 
 
 def compose_with_source(
-    members: Sequence[Member], texts: Mapping[int, bytes | memoryview], recipe: Recipe
+    members: Sequence[Member], texts: Mapping[int, bytes | memoryview], recipe: Recipe, size_of: SizeOf
 ) -> tuple[list[Span], list[int]]:
     """`compose`, and the text members the spans come from."""
     held = uses_of(members, recipe)
@@ -95,7 +111,7 @@ def compose_with_source(
         raise FieldError("*", _nothing_usable(members, recipe))
     where = members[used[0]].field if used else "*"
     leading = _match(media, segments, where, recipe)
-    writer = _SpanWriter(recipe, where)
+    writer = _SpanWriter(recipe, where, size_of)
     writer.special(recipe.text.bos_token_id)
     for modality in leading:
         for member in media[modality]:
@@ -112,8 +128,9 @@ def compose_with_source(
 class _SpanWriter:
     """Joins neighbouring text of equal loss before tokenizing it."""
 
-    def __init__(self, recipe: Recipe, where: str) -> None:
+    def __init__(self, recipe: Recipe, where: str, size_of: SizeOf) -> None:
         self._recipe = recipe
+        self._size_of = size_of
         self._pre = recipe.text
         self._where = where
         self._spans: list[Span] = []
@@ -130,10 +147,27 @@ class _SpanWriter:
 
     def media(self, modality: str, member: int) -> None:
         self._flush()
-        slot = self._recipe.slots[modality]
+        slot, size = self._recipe.slots[modality], self._size_of(modality, member)
         self.special(slot.start_id)
-        self._spans.append(MediaSlot(modality, member))
+        first = 0
+        for piece in self._expansion(modality, size):
+            if isinstance(piece, str):
+                self.text(TextSegment(piece, False))
+            else:
+                self._flush()
+                self._spans.append(MediaSlot(modality, member, first, piece))
+                first += piece
+        self._flush()
         self.special(slot.end_id)
+
+    def _expansion(self, modality: str, size: PartSize) -> tuple[str | int, ...]:
+        pieces = self._recipe.modalities[modality].expand(size)
+        if pieces is None:
+            return (size.tokens,)
+        found = sum(piece for piece in pieces if isinstance(piece, int))
+        if found != size.tokens or 0 in pieces:
+            raise FieldError(modality, f"expand() of {modality} gives {found} tokens, its part has {size.tokens}")
+        return pieces
 
     def special(self, token_id: int | None, loss: bool = False) -> None:
         if token_id is not None:

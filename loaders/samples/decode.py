@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from orchdata.loaders.errors import DecodeError, FieldError, as_field_error
 from orchdata.loaders.modalities.modality import PartSize, stored_dtype
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.samples.compose import MediaSlot, compose, text_members
+from orchdata.loaders.samples.compose import MediaSlot, TextSpan, compose
 from orchdata.loaders.samples.members import Member
 from orchdata.loaders.samples.sample import MediaPart, Part, TextPart
 from orchdata.loaders.text.preprocessor import WHY_COUNTS_DIFFER
@@ -51,20 +51,26 @@ def decode_sample(
         FieldError: as `compose`, or media that cannot be decoded.
     """
     parts: list[Part] = []
-    spans = compose(members, payloads, recipe)
-    found = sum(isinstance(span, MediaSlot) for span in spans)
-    if found != len(sizes):
-        where = text_members(members, recipe)
-        field = members[where[0]].field if where else "*"
-        raise FieldError(
-            field, f"the index says {len(sizes)} parts of media, the text yields {found}: {WHY_COUNTS_DIFFER}"
-        )
+    size_by_member: dict[int, PartSize] = {}
     left = iter(sizes)
-    for span in spans:
-        if isinstance(span, MediaSlot):
-            parts.append(_decoded(span, next(left), members[span.member].field, payloads[span.member], recipe))
-        else:
+
+    def size_of(_modality: str, member: int) -> PartSize:
+        size = next(left, None)
+        if size is None:
+            raise FieldError(
+                "*", f"the index says {len(sizes)} parts of media, the text yields more: {WHY_COUNTS_DIFFER}"
+            )
+        size_by_member[member] = size
+        return size
+
+    for span in compose(members, payloads, recipe, size_of):
+        if isinstance(span, TextSpan):
             parts.append(TextPart(span.token_ids, span.loss_mask()))
+        elif span.first == 0:
+            field, data = members[span.member].field, payloads[span.member]
+            parts.append(_decoded(span, size_by_member[span.member], field, data, recipe))
+    if next(left, None) is not None:
+        raise FieldError("*", f"the index says {len(sizes)} parts of media, the text yields fewer: {WHY_COUNTS_DIFFER}")
     return tuple(parts)
 
 

@@ -63,22 +63,24 @@ def measure(members: Sequence[Member], payloads: Mapping[int, bytes | memoryview
     Raises:
         FieldError: as `compose`, and where a limit is exceeded.
     """
-    spans, text_used = compose_with_source(members, payloads, recipe)
-    if len(spans) > recipe.limits.sample_parts:
-        num_parts = sum(isinstance(span, MediaSlot) for span in spans)
-        if num_parts > recipe.limits.sample_parts:
-            raise _above("parts of media", num_parts, "sample_parts", recipe.limits)
-    llm_tokens = loss_tokens = 0
     parts: list[MeasuredPart] = []
+
+    def size_of(modality: str, member: int) -> PartSize:
+        size = measure_part(modality, members[member], payloads.get(member), recipe)
+        parts.append(MeasuredPart(modality, member, size))
+        return size
+
+    spans, text_used = compose_with_source(members, payloads, recipe, size_of)
+    if len(parts) > recipe.limits.sample_parts:
+        raise _above("parts of media", len(parts), "sample_parts", recipe.limits)
+    llm_tokens = loss_tokens = 0
     used = {*text_used}
     if recipe.keep:
         used.update(uses_of(members, recipe).kept)
     for span in spans:
         if isinstance(span, MediaSlot):
-            size = measure_part(span, members[span.member], payloads.get(span.member), recipe)
-            parts.append(MeasuredPart(span.modality, span.member, size))
             used.add(span.member)
-            llm_tokens += size.tokens
+            llm_tokens += span.tokens
         else:
             llm_tokens += len(span.token_ids)
             loss_tokens += span.num_loss_tokens
@@ -87,17 +89,17 @@ def measure(members: Sequence[Member], payloads: Mapping[int, bytes | memoryview
     return measured
 
 
-def measure_part(slot: MediaSlot, member: Member, payload: bytes | memoryview | None, recipe: Recipe) -> PartSize:
+def measure_part(name: str, member: Member, payload: bytes | memoryview | None, recipe: Recipe) -> PartSize:
     """Size of one part. Raises FieldError where its header, its bytes or a limit forbid it."""
     if member.error is not None:
         raise FieldError(member.field, member.error)
-    modality = recipe.modalities[slot.modality]
+    modality = recipe.modalities[name]
     try:
         if payload is None or counts_from_header(modality):
             size = modality.count_header(member.header[: modality.num_facts], recipe.limits)
         else:
             size = modality.count(payload, recipe.limits)
-        return size if type(modality) in _OURS else _checked(size, slot.modality, modality)
+        return size if type(modality) in _OURS else _checked(size, name, modality)
     except DecodeError as error:
         raise error.at(member.field) from error.__cause__
     except Exception as error:  # whatever its bytes make a modality raise is that part's failure

@@ -82,9 +82,10 @@ class MediaSlots:
     def num_tokens(self, slot: int) -> int:
         return int(self._tokens[slot])
 
-    def rope(self, slot: int) -> Ints | None:
-        """Positions of its tokens under "mrope", as `Modality.rope`."""
-        return None if self._ropes is None else self._ropes[slot]
+    def rope(self, slot: int, first: int, tokens: int) -> Ints | None:
+        """Positions of so many of its tokens under "mrope", as `Modality.rope`."""
+        rope = None if self._ropes is None else self._ropes[slot]
+        return None if rope is None else rope[:, first : first + tokens]
 
     def sample_tokens(self) -> Ints:
         """Tokens of this modality in each sample, int64 (num_samples,)."""
@@ -92,10 +93,11 @@ class MediaSlots:
         np.add.at(totals, self.owner, self._tokens)
         return totals
 
-    def put(self, slot: int, start: int) -> None:
-        """Its tokens go to `start` and on."""
-        self._where[self._starts[slot] : self._starts[slot + 1]] = np.arange(start, start + self._tokens[slot])
-        self._written[slot] = True
+    def put(self, slot: int, start: int, first: int, tokens: int) -> None:
+        """So many of its tokens go to `start` and on; a slot is written with its last."""
+        at = self._starts[slot] + first
+        self._where[at : at + tokens] = np.arange(start, start + tokens)
+        self._written[slot] = first + tokens == self._tokens[slot]
 
 
 class MediaPages:

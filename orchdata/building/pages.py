@@ -23,6 +23,7 @@ from orchdata.building.sequence import IGNORE, SequenceArrays, SequenceWriter
 from orchdata.building.work import MediaWork
 from orchdata.loaders.errors import FieldError
 from orchdata.loaders.index.stored import StoredSample
+from orchdata.loaders.modalities.modality import PartSize
 from orchdata.loaders.samples.compose import MediaSlot, compose, text_members
 from orchdata.loaders.text.preprocessor import WHY_COUNTS_DIFFER
 from orchdata.planning.layout import Padded, row_lengths
@@ -74,22 +75,32 @@ class Pages:
         """Write one sample's sequence into its slices. Raises FieldError."""
         recipe = self._source.recipe
         texts = {member: payloads[member] for member in text_members(sample.members, recipe)}
-        spans = compose(sample.members, texts, recipe)
         field = sample.members[next(iter(texts))].field if texts else "*"
+        parts = zip(map(self._source.index.modality_of, sample.parts), sample.sizes(recipe), strict=True)
+
+        def size_of(modality: str, _member: int) -> PartSize:
+            name, size = next(parts, ("", None))
+            if size is None or name != modality:
+                raise FieldError(
+                    field, f"the text yields other {modality} parts than the index says: {WHY_COUNTS_DIFFER}"
+                )
+            return size
+
+        spans = compose(sample.members, texts, recipe, size_of)
         start, stop = (int(end) for end in self._starts[place : place + 2])
         text_start, text_stop = (int(end) for end in self._text_starts[place : place + 2])
         places = (start, start + int(self._lengths[place]), stop)
         writer = SequenceWriter(self._arrays, places, (text_start, text_stop), field)
         slots = {name: iter(held.of_sample(place)) for name, held in self._slots.items()}
+        slot = -1
         for span in spans:
             if isinstance(span, MediaSlot):
-                held, slot = self._slots[span.modality], next(slots[span.modality], None)
-                if slot is None:
-                    raise FieldError(
-                        field, f"the text yields more {span.modality} parts than indexed: {WHY_COUNTS_DIFFER}"
-                    )
+                held = self._slots[span.modality]
+                if span.first == 0:
+                    slot = next(slots[span.modality])
                 token_id = recipe.slots[span.modality].token_id
-                held.put(slot, writer.media(token_id, held.num_tokens(slot), held.rope(slot)))
+                rope = held.rope(slot, span.first, span.tokens)
+                held.put(slot, writer.media(token_id, span.tokens, rope), span.first, span.tokens)
             else:
                 writer.text(span)
         writer.close(int(self._source.index.loss_tokens[sample.row]))
@@ -104,7 +115,7 @@ class Pages:
         for part in sample.parts:
             name = index.modality_of(part)
             held, slot = self._slots[name], next(slots[name])
-            held.put(slot, start)
+            held.put(slot, start, 0, held.num_tokens(slot))
             start += held.num_tokens(slot)
         self._written[place] = True
 

@@ -14,9 +14,10 @@ from PIL import Image
 from orchdata.loaders.errors import DecodeError, FieldError
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.builtin import BUILTINS, KINDS, TEXT
+from orchdata.loaders.modalities.modality import PartSize
 from orchdata.loaders.modalities.probing import read_header
 from orchdata.loaders.recipe import AudioPreprocessor, ChatTemplate, ImagePreprocessor, Recipe, TextPreprocessor
-from orchdata.loaders.samples.compose import MediaSlot, TextSpan, compose, text_members
+from orchdata.loaders.samples.compose import MediaSlot, Span, TextSpan, compose, text_members
 from orchdata.loaders.samples.decode import decode_sample
 from orchdata.loaders.samples.measure import measure
 from orchdata.loaders.samples.members import Member
@@ -48,10 +49,14 @@ def sample(recipe: Recipe | None = None, **fields: object) -> tuple[list[Member]
     return members, texts
 
 
+def composed(members: list[Member], texts: dict[int, bytes], recipe: Recipe = RECIPE) -> list[Span]:
+    return compose(members, texts, recipe, lambda *_: PartSize(4, 1, 4))
+
+
 def shown(members: list[Member], texts: dict[int, bytes], recipe: Recipe = RECIPE) -> list[str]:
     """Spans as text: loss in capitals' place as `text!`, media as <field>."""
     rendered = []
-    for span in compose(members, texts, recipe):
+    for span in composed(members, texts, recipe):
         if isinstance(span, MediaSlot):
             rendered.append(f"<{members[span.member].field}>")
         else:
@@ -110,7 +115,7 @@ def test_llava_records():
     }
     assert shown(*sample(jpg=None, json=record)) == ["[user]", "<jpg>", "\nWhat?;[assistant]", "A cat.;!"]
     with pytest.raises(FieldError) as caught:
-        compose(*sample(json=record), RECIPE)
+        composed(*sample(json=record), RECIPE)
     assert caught.value.field == "image"
     assert "names 1 ('coco/train/7.jpg'), the sample holds none" in caught.value.reason
 
@@ -165,9 +170,9 @@ def test_a_recipe_without_images_leaves_them_alone_but_for_placeholders():
     members, texts = sample(recipe, jpg=None, txt="words")
     assert measure(members, texts, recipe).used_members == [1]
     with pytest.raises(FieldError, match="recipe has no image preprocessor"):
-        compose(*sample(recipe, jpg=None, txt="<image>"), recipe)
+        composed(*sample(recipe, jpg=None, txt="<image>"), recipe)
     with pytest.raises(FieldError, match=r"no usable field among: jpg; the recipe asks for audio, text"):
-        compose(*sample(recipe, jpg=None), recipe)
+        composed(*sample(recipe, jpg=None), recipe)
 
 
 def test_special_ids_and_which_of_them_carry_loss():
@@ -205,7 +210,7 @@ def test_text_is_tokenized_in_stretches_of_equal_loss():
         {"role": "user", "content": "u"},
         {"role": "assistant", "content": "a"},
     ]
-    compose(*sample(json=turns), recipe)
+    composed(*sample(json=turns), recipe)
     assert seen == ["[system]s;[user]u;[assistant]", "a;"]
 
 
@@ -347,7 +352,7 @@ def test_parts_become_tensors_of_the_recipes_dtype(rng_image, rng_clip):
 
 
 def test_spans_hold_int32_ids():
-    (span,) = compose(*sample(txt="é"), RECIPE)
+    (span,) = composed(*sample(txt="é"), RECIPE)
     assert isinstance(span, TextSpan)
     assert span.token_ids.dtype == np.int32
     assert span.token_ids.tolist() == [0xC3, 0xA9]
