@@ -54,7 +54,8 @@ class MediaBatch(_Tensors):
             with zeros behind each part. One row a part where the modality says so, and for what follows from sizes.
         cu_seqlens: int32 (num_parts + 1,) over rows, padding not counted.
         max_seqlen: most rows of one part.
-        num_tokens: merged tokens that belong to samples. A dummy part comes last and is not counted.
+        num_tokens: rows of the encoder's output that go into the sequences, one a token. A dummy's do too, but not
+            along a route: per phase it comes last and is not counted.
         mask: padded only: bool (num_parts, max_seqlen), True for rows.
         token_places: padded only: int64 (2, num_tokens), the part of each token and its number there, so that
             `features[token_places[0], token_places[1]]` packs an encoder's (num_parts, max_tokens, hidden).
@@ -94,11 +95,13 @@ class LLMBatch(_Tensors):
         cu_seqlens: int32 (num_samples + 1,). Packed, where each sequence begins in T, the padding of `multiple_of`
             included; padded, over the tokens that `attention_mask` marks, as flash-attention's unpadding counts them.
         max_seqlen: longest sequence, counted as in cu_seqlens.
-        attention_mask: padded only: bool (num_samples, L), True for a sample's tokens, and for a dummy's first
-            place.
+        attention_mask: padded only: bool (num_samples, L), True for a sample's tokens.
         media_positions: modality -> int64 (num_tokens,), the places of its tokens in T, or in (num_samples * L), in the
             order in which the encoder yields them, or `exchange` does. `llm.image_positions` reads that of images;
             None where the batch has no such modality.
+        dummies: modalities that none of the samples has. A dummy of each has its places in a sequence of its own, the
+            last, which has no loss and no key and is counted in none of the above as a sample's: a model that refuses
+            features without a token finds both.
         media_owners: per phase only: modality -> int64 (num_parts,), the sample in this batch of each part that
             arrives, in that order.
     """
@@ -112,6 +115,7 @@ class LLMBatch(_Tensors):
     restart_position_ids: Tensor | None = None
     media_positions: Mapping[str, Tensor] = field(default_factory=dict)
     media_owners: Mapping[str, Tensor] = field(default_factory=dict)
+    dummies: tuple[str, ...] = ()
 
     def __getattr__(self, name: str) -> Tensor | None:
         modality, _, kind = name.rpartition("_")

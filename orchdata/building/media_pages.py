@@ -18,7 +18,7 @@ from orchdata.batch.tensors import MediaBatch
 from orchdata.building.memory import Reservation
 from orchdata.building.work import MediaWork
 from orchdata.loaders.index.index import Index
-from orchdata.loaders.modalities.modality import Modality, PartSize, as_tensor, stored_dtype
+from orchdata.loaders.modalities.modality import PartSize, as_tensor, stored_dtype
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.decode import decode_part
 from orchdata.planning.layout import Layout, padded_encoders
@@ -46,7 +46,7 @@ class MediaSlots:
 
     Attributes:
         owner: int64 (num_slots,), the place of each one's sample.
-        where: int64 (num_tokens,), once it is laid and written.
+        where: int64 (num_tokens,), once it is laid and written; a dummy's where there is no slot.
     """
 
     def __init__(self, source: PageSource, name: str, work: MediaWork, num_samples: int, reserved: Reservation) -> None:
@@ -60,9 +60,9 @@ class MediaSlots:
         self._starts = starts_of(self._tokens)
         self._ropes = None
         if source.layout.positions == "mrope":
-            modality = source.recipe.modalities[name]
-            self._ropes = [_rope(name, modality, size) for size in source.index.sizes(work.arriving, source.recipe)]
+            self._ropes = [rope_of(source, name, size) for size in source.index.sizes(work.arriving, source.recipe)]
         self._written = np.zeros(len(work.arriving), np.bool_)
+        self._dummy: Ints | None = None
         reserved.add(f"{name} places", (int(self._starts[-1]),), np.int64)
 
     def lay(self, arrays: Mapping[str, NDArray[Any]]) -> None:
@@ -72,7 +72,11 @@ class MediaSlots:
     def where(self) -> Ints:
         """Raises RuntimeError where a slot was not written."""
         _check_written(self._written, f"tokens of {self._name} parts")
-        return self._where
+        return self._where if self._dummy is None else self._dummy
+
+    def append(self, start: int, tokens: int) -> None:
+        """A dummy's tokens go to `start` and on, where no sample has a part."""
+        self._dummy = np.arange(start, start + tokens)
 
     def of_sample(self, place: int) -> list[int]:
         """The slots of a sample, in the order of its parts."""
@@ -117,6 +121,8 @@ class MediaPages:
         self._dummy = not self._sizes and source.layout.empty == "dummy"
         if self._dummy:
             self._sizes = [modality.dummy()]
+            if work.route is None:
+                self._tokens = np.array([self._sizes[0].tokens])
         self._num_rows = np.array([size.num_rows for size in self._sizes], np.int64)
         self._padded = padded_encoders(source.layout)
         self._specs = modality.arrays()
@@ -195,8 +201,11 @@ class MediaPages:
         return tensor.view(len(self._sizes), int(self._num_rows.max(initial=0)), *spec.row_shape)
 
 
-def _rope(name: str, modality: Modality, size: PartSize) -> Ints | None:
-    rope = modality.rope(size)
+def rope_of(source: PageSource, name: str, size: PartSize) -> Ints | None:
+    """Positions of a part's tokens under "mrope", as `Modality.rope`; None under another layout."""
+    if source.layout.positions != "mrope":
+        return None
+    rope = source.recipe.modalities[name].rope(size)
     if rope is not None and np.shape(rope) != (3, size.tokens):
         raise ValueError(f"rope() of {name} gave shape {np.shape(rope)} for {size}, not (3, {size.tokens})")
     return rope

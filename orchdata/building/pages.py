@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from orchdata.batch.batch import Batch, Key
 from orchdata.batch.tensors import LLMBatch, TextBatch
 from orchdata.building.assembler import Share
-from orchdata.building.media_pages import MediaPages, MediaSlots, PageSource, cu_seqlens, row_mask, starts_of
+from orchdata.building.media_pages import MediaPages, MediaSlots, PageSource, cu_seqlens, rope_of, row_mask, starts_of
 from orchdata.building.memory import Reservation
 from orchdata.building.sequence import IGNORE, SequenceArrays, SequenceWriter
 from orchdata.building.work import MediaWork
@@ -42,16 +42,17 @@ class Pages:
         self._source = source
         self._rows = rows
         self._keys: tuple[Key, ...] = tuple((index.shard_of(int(row)).url, index.key(int(row))) for row in rows)
+        self._dummies = _dummies(source, work)
         self._lengths = index.llm_tokens[rows].astype(np.int64)
-        padded = row_lengths(layout, self._lengths)
-        if not len(rows) and layout.empty == "dummy":
-            padded = np.array([layout.multiple_of])
-        self._starts = starts_of(padded)
+        if layout.empty == "dummy" and (self._dummies or not len(rows)):
+            last = sum(size.tokens for size in self._dummies.values())
+            self._lengths = np.append(self._lengths, max(1, last))
+        self._starts = starts_of(row_lengths(layout, self._lengths))
         reserved = self._reserved = Reservation()
         total, mrope = int(self._starts[-1]), layout.positions == "mrope"
         self.media = {name: MediaPages(source, name, mine, reserved) for name, mine in work.items()}
         self._slots = {name: MediaSlots(source, name, mine, len(rows), reserved) for name, mine in work.items()}
-        text_lengths = self._lengths - sum(slots.sample_tokens() for slots in self._slots.values())
+        text_lengths = self._lengths[: len(rows)] - sum(slots.sample_tokens() for slots in self._slots.values())
         self._text_starts = starts_of(text_lengths)
         reserved.add("input_ids", (total,), np.int64)
         reserved.add("labels", (total,), np.int64)
@@ -68,8 +69,17 @@ class Pages:
         for name in self.media:
             self.media[name].lay(arrays)
             self._slots[name].lay(arrays)
-        if not len(self._rows):
-            self._arrays.blank(0, int(self._starts[-1]))
+        if len(self._lengths) > len(self._rows):
+            self._write_dummies(int(self._starts[-2]), int(self._starts[-1]))
+
+    def _write_dummies(self, start: int, stop: int) -> None:
+        """A last sequence without loss, in which the dummies of all modalities have their places."""
+        self._arrays.blank(start, stop)
+        writer = SequenceWriter(self._arrays, (start, stop, stop), (0, 0), "*")
+        for name, size in self._dummies.items():
+            token_id = self._source.recipe.slots[name].token_id
+            rope = rope_of(self._source, name, size)
+            self._slots[name].append(writer.media(token_id, size.tokens, rope), size.tokens)
 
     def write(self, place: int, sample: StoredSample, payloads: Mapping[int, bytes | memoryview]) -> None:
         """Write one sample's sequence into its slices. Raises FieldError."""
@@ -148,10 +158,8 @@ class Pages:
         if isinstance(self._source.layout, Padded):
             num_rows = len(starts) - 1
             shape = (num_rows, int(starts[-1]) // max(1, num_rows))
-            # A dummy's first place is marked: a row masked altogether would turn attention's softmax into NaN.
-            lengths = self._lengths if len(self._rows) else np.ones(num_rows, np.int64)
-            starts = starts_of(lengths)
-            mask = torch.from_numpy(row_mask(lengths, shape[1]))
+            starts = starts_of(self._lengths)
+            mask = torch.from_numpy(row_mask(self._lengths, shape[1]))
         mrope = self._source.layout.positions == "mrope"
         restart, *_ = positions = torch.from_numpy(arrays.position_ids.reshape(len(arrays.position_ids), *shape))
         return LLMBatch(
@@ -164,4 +172,13 @@ class Pages:
             restart_position_ids=restart if mrope else None,
             media_positions={name: torch.from_numpy(slots.where) for name, slots in self._slots.items()},
             media_owners={name: torch.from_numpy(slots.owner) for name, slots in self._slots.items() if per_phase},
+            dummies=tuple(self._dummies),
         )
+
+
+def _dummies(source: PageSource, work: Mapping[str, MediaWork]) -> dict[str, PartSize]:
+    """The sizes of what stands in the sequences for modalities that none of the samples has."""
+    if source.layout.empty != "dummy":
+        return {}
+    missing = [name for name, mine in work.items() if not len(mine.arriving)]
+    return {name: source.recipe.modalities[name].dummy() for name in missing}

@@ -23,8 +23,8 @@ class Packed:
         positions: "restart" counts from 0 in each sample; "mrope" gives (time, height, width) positions, after
             Qwen2-VL's multimodal rotary embedding: text and audio advance all three, an image's merged grid spans
             height and width and advances by its longer side; `llm.restart_position_ids` then count as "restart" does.
-        empty: what a rank without any item of a modality gets: one minimal "dummy" item, excluded from loss and
-            costs, or tensors of "zero" length.
+        empty: what a rank without any item of a modality gets: one minimal "dummy" item, excluded from costs and caps,
+            whose tokens stand in a last sequence without loss; or tensors of "zero" length.
         multiple_of: each sample's LLM sequence is padded at its end to a multiple of this, and so is their total: 2 * C
             for context parallelism over C ranks, the ranks for sequence parallelism, 8 or 16 for FP8, or their least
             common multiple. `cu_seqlens`, costs and caps count the padding. Encoder sequences are never padded.

@@ -228,7 +228,8 @@ def delivered(steps: list[list[od.Batch]]) -> dict[str, Expected]:
             for name in OWN:
                 rows = arrived[name][rank]
                 embeds = torch.full((llm.input_ids.numel(), rows.shape[1]), torch.nan, dtype=torch.float64)
-                merged[name] = embeds.index_copy(0, llm.media_positions[name], rows)
+                assert len(rows) == len(llm.media_positions[name]) or (name in llm.dummies and not len(rows))
+                merged[name] = embeds.index_copy(0, llm.media_positions[name][: len(rows)], rows)
             mrope = llm.position_ids
             mrope = mrope.flatten(1) if llm.restart_position_ids is not None else mrope.reshape(1, -1).expand(3, -1)
             for number, (_, key) in enumerate(batch.keys):
@@ -366,16 +367,25 @@ def test_a_rank_that_has_none_gets_a_dummy(tmp_path: Path, layout: Layout, balan
     shard = write_shard(tmp_path / "a.tar", samples)
     options = {"global_batch_size": 3, "balance": BALANCES[balance], "collate_fn": layout}
     batches = [next(iter(loader(shard, rank, 3, **options))) for rank in range(3)]
-    assert sorted(batch.media["points"].num_tokens for batch in batches) == [0, 0, 2]
+    apart = balance == "per phase"  # a dummy's features then stay where they are
+    assert sorted(batch.media["points"].num_tokens for batch in batches) == ([0, 0, 2] if apart else [1, 1, 2])
     for batch in batches:
-        assert batch.media["tracks"].num_tokens == 0  # of the cost model, though no sample has one
+        assert batch.media["tracks"].num_tokens == (not apart)  # of the cost model, though no sample has one
         for name, array, row in (("points", "points", (3,)), ("tracks", "values", (2,)), ("tracks", "times", ())):
             held = batch.media[name]
-            if held.num_tokens:
+            if held.num_tokens == 2:
                 continue
             assert held.arrays[array].shape == ((1, *row) if held.mask is None else (1, 1, *row))
             assert not held.arrays[array].any() and held.cu_seqlens.tolist() == [0, 1]
-            assert len(batch.llm.media_positions[name]) == (2 if (name, batch.keys[0][1]) == ("points", "a") else 0)
+            missing = (name, batch.keys[0][1]) != ("points", "a")
+            assert (name in batch.llm.dummies) == missing
+            places = batch.llm.media_positions[name]
+            assert len(places) == (1 if missing else 2)
+            if missing:  # in a last sequence without loss, which is nobody's
+                assert len(batch.llm.cu_seqlens) == len(batch.keys) + 2
+                assert batch.llm.labels.flatten()[places].tolist() == [-100]
+                ends = batch.llm.cu_seqlens.tolist()
+                assert ends[-1] - ends[-2] == len(batch.llm.dummies)
         weight = torch.zeros(4, requires_grad=True)
         features = {
             name: held.arrays[next(iter(held.arrays))].double().reshape(-1, 1)[:1].expand(max(1, held.num_tokens), 4)
@@ -404,7 +414,7 @@ def test_all_that_a_modality_may_define_is_used(tmp_path: Path, encoders: Any) -
     assert {"posed_values", "posed_pose", "posed_lengths"} <= batch.model_inputs().keys()
     held = dummy.media["posed"]
     assert held.lengths.tolist() == [2] and held.pose.shape == (1, 2, 2) and not held.pose.any()
-    assert held.values.shape == ((1, 2, 2) if encoders == "padded" else (2, 2)) and held.num_tokens == 0
+    assert held.values.shape == ((1, 2, 2) if encoders == "padded" else (2, 2)) and held.num_tokens == 3
     (sample, *_), _ = loader(shard, global_batch_size=3, **options | {"collate_fn": list})
     (part,) = [part for part in sample.parts if hasattr(part, "modality")]
     assert part.values.shape == (5, 2) and part.pose.tolist() == [[[5, 5], [5, 5]]] and part.lengths == 5

@@ -137,7 +137,8 @@ def train(shard: str, case: Case) -> tuple[dict[str, Tensor], dict[str, Any]]:
         seen["rows_away"] += sum(int(r.send_rows.sum() - r.send_rows[r.rank]) for r in batch.routes.values())
         seen["samples"].append(len(batch.keys))
         for name in ("points", "tracks"):
-            seen[name].append(batch.media[name].num_tokens)
+            encodes_dummy = name in batch.llm.dummies and not batch.routes
+            seen[name].append(0 if encodes_dummy else batch.media[name].num_tokens)
     seen["failures"] = [[row["key"], row["field"]] for row in loader.stats()["failures"]["samples"]]
     weights = {name.removeprefix("module."): value.detach().clone() for name, value in model.named_parameters()}
     return weights, seen

@@ -126,7 +126,7 @@ def test_a_cap_counts_the_padding(dataset: od.ShardDataset, layout: Layout) -> N
         steps = list(loader(dataset, layout, balance=od.Balance(max_tokens=cap), dp=(rank, 2)).steps())
         assert max(len(microbatches) for microbatches in steps) > 1
         for batch in [batch for microbatches in steps for batch in microbatches]:
-            assert batch.llm.input_ids.numel() <= cap
+            assert batch.llm.input_ids[: len(batch.keys)].numel() <= cap
 
 
 def test_every_rank_has_the_same_microbatches_and_every_sample_is_there_once(dataset: od.ShardDataset) -> None:
@@ -145,7 +145,8 @@ def test_planned_loads_are_rows_times_the_cost_of_the_longest(dataset: od.ShardD
     layout = od.Padded(multiple_of=8)
     batches = [next(iter(loader(dataset, layout, cost=None, dp=(rank, 3)))) for rank in range(3)]
     planned = batches[0].plan.loads("llm").tolist()
-    assert planned == [batch.llm.input_ids.numel() for batch in batches]  # cost=None: a position costs 1
+    found = [batch.llm.input_ids[: len(batch.keys)].numel() for batch in batches]
+    assert planned == found  # cost=None: a position costs 1
     assert batches[0].plan.lower_bound("llm") == max(planned)
     assert max(planned) <= max(batches[0].plan.loads_unbalanced("llm"))
 
@@ -157,7 +158,9 @@ def test_a_rank_without_samples_gets_a_dummy_row_that_reaches_no_loss(dataset: o
     (batch,) = [batch for batch in batches if not batch.keys][:1]
     assert batch.llm.input_ids.shape == (1, 8)
     assert batch.llm.attention_mask is not None
-    assert batch.llm.attention_mask.tolist() == [[True] + [False] * 7]
+    assert batch.llm.attention_mask.tolist() == [[True] * 2 + [False] * 6]  # of an image and a clip
+    assert batch.llm.dummies == ("image", "audio")
+    assert batch.llm.image_positions.tolist() == [0] and batch.llm.audio_positions.tolist() == [1]
     assert (batch.llm.labels == -100).all() and batch.loss_tokens == 0
     model = PaddedLM(CONFIG)
     loss = model(**batch.model_inputs()).loss_sum

@@ -39,18 +39,19 @@ def batches(dataset: od.ShardDataset, size: int, layout: od.Packed | od.Padded) 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_each_sample_has_the_positions_it_has_alone(dataset: od.ShardDataset, layout: od.Packed | od.Padded) -> None:
     alone = {batch.keys[0]: batch.llm for batch in batches(dataset, 1, od.Packed(positions="mrope"))}
+    lengths = {key: int(llm.cu_seqlens[1]) for key, llm in alone.items()}
     for batch in batches(dataset, 5, layout):
         llm = batch.llm
         assert llm.restart_position_ids.shape == llm.input_ids.shape
         assert llm.position_ids.shape == (3, *llm.input_ids.shape)
         assert "restart_position_ids" not in batch.model_inputs()
         restart, mrope = rows(batch, llm.restart_position_ids), rows(batch, llm.position_ids)
-        assert len(restart) == len(batch.keys)
-        for key, counted, turned in zip(batch.keys, restart, mrope, strict=True):
-            length = len(alone[key].input_ids)
+        assert len(restart) == len(mrope) == len(batch.keys) + bool(llm.dummies)
+        for key, counted, turned in zip(batch.keys, restart, mrope, strict=False):
+            length = lengths[key]
             assert torch.equal(counted, torch.arange(len(counted)))  # padding counts on
-            assert torch.equal(alone[key].restart_position_ids, torch.arange(length))
-            assert torch.equal(turned[:, :length], alone[key].position_ids)
+            assert torch.equal(alone[key].restart_position_ids[:length], torch.arange(length))
+            assert torch.equal(turned[:, :length], alone[key].position_ids[:, :length])
             rest = len(counted) - length
             assert torch.equal(
                 turned[:, length:], turned[:, length - 1 : length].amax() + 1 + torch.arange(rest).expand(3, -1)
