@@ -7,6 +7,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 from orchdata.balancers import CostModel
 from orchdata.balancers.checks import checked_count
+from orchdata.batch.batch import ModelInputs
 from orchdata.building.step import Builder, BuiltStep
 from orchdata.dataset.describe import describe_loader
 from orchdata.dataset.map_style import say_shared
@@ -68,8 +70,9 @@ class DataLoader:
         num_workers: worker processes, `num_threads` threads in each; 0 uses threads of this process. Until worker
             processes exist, n workers are n times `num_threads` threads, or for map-style data none, unless
             `num_threads` is given.
-        collate_fn: default `od.Packed()` for shards, torch's for map-style; or list of samples -> anything, called by
-            one thread at a time. One with a parameter named `step` gets an `od.StepInfo` there.
+        collate_fn: default `od.Packed()` for shards, torch's for map-style; `od.hf.Inputs(config)` for a Hugging Face
+            model; or list of samples -> anything, called by one thread at a time. One with a parameter named `step`
+            gets an `od.StepInfo` there.
         pin_memory: copy batches to page-locked memory, in a thread of its own.
         drop_last: drop the global remainder of an epoch; without it the last global batch is smaller.
         timeout: seconds to wait for a step, 0 without limit; then RuntimeError, some 2 seconds later where a thread
@@ -117,7 +120,7 @@ class DataLoader:
         sampler: Any = None,
         batch_sampler: Any = None,
         num_workers: int = 0,
-        collate_fn: Packed | Padded | Callable[[list[Any]], Any] | None = None,
+        collate_fn: Packed | Padded | ModelInputs | Callable[[list[Any]], Any] | None = None,
         pin_memory: bool = False,
         drop_last: bool = False,
         timeout: float = 0,
@@ -190,6 +193,7 @@ class DataLoader:
             self._prepared.spec, self._rank, policy=policy, budget=budget, stats=self._stats, timeout=timeout
         )
         self._cursor: Cursor[Beginning] = Cursor()
+        self._inputs = collate_fn if isinstance(collate_fn, ModelInputs) else None
         self._has_microbatches = bool(options.balance.caps)
         self._iterated_at: object = None
         self._idle_engine: Engine | None = None
@@ -296,6 +300,7 @@ class DataLoader:
         engine, self._idle_engine = self._idle_engine or self._make_engine(), None
         under_way: deque[tuple[StepTask, Future[BuiltStep]]] = deque()
         spec, every = self._prepared.spec.plan, self._rank.check_plan_every
+        inputs = self._inputs
 
         def submit(ahead: int, depth: int) -> None:
             for step in range(ahead + len(under_way), min(stop, ahead + depth)):
@@ -311,7 +316,8 @@ class DataLoader:
                     check_plans(epoch, step, plan.hash, self._rank.groups)
             submit(step, max(1, engine.depth))
             task, future = under_way.popleft()
-            return self._delivery.deliver(engine, future, task)
+            batches = self._delivery.deliver(engine, future, task)
+            return [replace(batch, inputs=inputs) for batch in batches] if inputs is not None else batches
 
         try:
             begun = self._agreement.begin(epoch, first, iteration.left())

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -23,9 +23,31 @@ from orchdata.planning.plan import Plan
 from orchdata.planning.route import Route
 from orchdata.ranks.exchange import exchange
 
+if TYPE_CHECKING:
+    from orchdata.loaders.recipe import Recipe
+    from orchdata.planning.balance import Balance
+    from orchdata.planning.layout import Layout
+
 Key = tuple[str, str]
 
 IGNORE = -100
+
+
+@runtime_checkable
+class ModelInputs(Protocol):
+    """A `collate_fn` that says in which layout batches come, and what a model's forward calls what is in them.
+
+    Attributes:
+        layout: of the batches.
+    """
+
+    layout: Layout
+
+    def check(self, recipe: Recipe, balance: Balance) -> None:
+        """Raise ValueError where batches of this recipe, balanced so, cannot be had. Called once, by the DataLoader."""
+
+    def arguments(self, batch: Batch) -> dict[str, Any]:
+        """What `Batch.model_inputs` gives."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +71,7 @@ class Batch:
         loss_tokens: labels other than -100 in this batch.
         global_loss_tokens: planned loss tokens of the whole optimizer step, over all ranks and microbatches.
         routes: per phase only: modality -> the way of its features, see `route`.
+        inputs: what names the arguments of the model; None for this library's own names.
     """
 
     text: TextBatch
@@ -63,6 +86,7 @@ class Batch:
     loss_tokens: int
     global_loss_tokens: int
     routes: Mapping[str, Route] = field(default_factory=dict)
+    inputs: ModelInputs | None = field(default=None, repr=False, compare=False)
 
     @property
     def image(self) -> MediaBatch | None:
@@ -175,8 +199,10 @@ class Batch:
         Packed: input_ids, position_ids, labels, cu_seqlens, max_seqlen; for each modality its arrays (image_patches,
         image_grid_hw, audio_features), image_cu_seqlens, image_max_seqlen, image_positions. Padded: attention_mask in
         place of cu_seqlens and max_seqlen. Padded encoders: image_mask and image_token_places in place of theirs. Per
-        phase: image_route too.
+        phase: image_route too. Under a `collate_fn` that names a model's own (`od.hf.Inputs`), those.
         """
+        if self.inputs is not None:
+            return self.inputs.arguments(self)
         llm = self.llm
         inputs: dict[str, Any] = {
             "input_ids": llm.input_ids,

@@ -23,6 +23,7 @@ from orchdata.balancers import CostModel
 from orchdata.dataset.options import LoaderOptions, PreparedDataset
 from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.planning.costs import IndexCosts
+from orchdata.planning.layout import layout_of
 from orchdata.ranks.agreement import DATA
 from orchdata.ranks.parallel import DataParallel
 
@@ -46,7 +47,7 @@ def describe_loader(dataset: Any, prepared: PreparedDataset, options: LoaderOpti
         "cost": options.cost.describe() if isinstance(options.cost, CostModel) else None,
         "drop_last": options.batches.drop_last,
         "on_error": options.policy.action,
-        "collate_fn": options.collate_fn,
+        "collate_fn": layout_of(options.collate_fn) or options.collate_fn,
         "replicate": dp.replicate if isinstance(dp, DataParallel) else "broadcast",
         "check_plan_every": options.rank.check_plan_every,
     }

@@ -22,7 +22,7 @@ from orchdata.order.order import Order
 from orchdata.order.sampler import SamplerDraws, SamplerOrder
 from orchdata.order.steps import StepTask
 from orchdata.planning.costs import ArrayCosts
-from orchdata.planning.layout import Packed, Padded
+from orchdata.planning.layout import layout_of
 from orchdata.planning.make_plan import PlanSpec
 from orchdata.ranks.parallel import Rank
 
@@ -90,7 +90,7 @@ def _check(dataset: Any, options: LoaderOptions, sampler: Any, batch_sampler: An
             f"DataLoader takes a ShardDataset or a map-style data set with __getitem__ and __len__, got "
             f"{type(dataset).__name__}; od.post_balance balances what another loader makes of an iterable"
         )
-    if isinstance(options.collate_fn, Packed | Padded) or isinstance(options.cost, CostModel):
+    if layout_of(options.collate_fn) is not None or isinstance(options.cost, CostModel):
         raise TypeError("Packed, Padded and CostModel are for a ShardDataset; a map-style data set has its own samples")
     refuse_parts(options.balance, "the items of a map-style data set are whole")
     if options.balance.caps:

@@ -12,13 +12,14 @@ import numpy as np
 import torch
 
 from orchdata.balancers.checks import checked_count
+from orchdata.batch.batch import ModelInputs
 from orchdata.building.spec import BuildSpec, Content
 from orchdata.delivery.policy import ErrorPolicy
 from orchdata.loaders.errors import DataError
 from orchdata.order.order import SampleOrder, Shuffle
 from orchdata.order.steps import GlobalBatches, StepTask
 from orchdata.planning.balance import Balance, as_balance
-from orchdata.planning.layout import Packed, Padded
+from orchdata.planning.layout import Packed, Padded, layout_of
 from orchdata.planning.make_plan import PlanSpec, SampleCosts
 from orchdata.ranks.parallel import Rank
 
@@ -40,7 +41,7 @@ class LoaderOptions:
     seed: int
     balance: Balance
     policy: ErrorPolicy
-    collate_fn: Packed | Padded | Callable[..., Any] | None
+    collate_fn: Packed | Padded | ModelInputs | Callable[..., Any] | None
     batched: bool
     cost: Any
 
@@ -136,7 +137,7 @@ def check_timeout(timeout: float) -> None:
 def check_functions(**functions: Any) -> None:
     """Raise TypeError for an argument that is neither callable nor a layout; a layout's class is callable."""
     for name, given in functions.items():
-        known = given is None or isinstance(given, Packed | Padded) or callable(given)
+        known = given is None or layout_of(given) is not None or callable(given)
         if given in (Packed, Padded) or not known:
             raise TypeError(f"{name} must be callable, got {given!r}")
 

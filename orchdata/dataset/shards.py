@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.balancers import CostModel
+from orchdata.batch.batch import ModelInputs
 from orchdata.building.spec import Content, IndexedShards, SampleContent, ShardContent
 from orchdata.dataset.options import LoaderOptions, PreparedDataset, refuse_parts
 from orchdata.dataset.shard_dataset import ShardDataset
@@ -21,7 +22,7 @@ from orchdata.loaders.index.index import Index, content_fingerprint
 from orchdata.order.order import Order
 from orchdata.planning.balance import Balance
 from orchdata.planning.costs import IndexCosts
-from orchdata.planning.layout import Layout, Packed, Padded, padded_encoders
+from orchdata.planning.layout import Layout, Packed, Padded, layout_of, padded_encoders
 from orchdata.progress import progress_bar
 
 Ints = NDArray[np.int64]
@@ -34,6 +35,8 @@ def prepare_shards(dataset: ShardDataset, options: LoaderOptions, quarantine: Qu
         raise ValueError(f"cost for a ShardDataset is an od.CostModel, got {type(options.cost).__name__}")
     named = _read_quarantine(quarantine)
     layout = _layout(options)
+    if isinstance(options.collate_fn, ModelInputs):
+        options.collate_fn.check(dataset.recipe, options.balance)
     check_layout(options.balance, layout)
     index = _open_index(dataset, options)
     costs = IndexCosts(index, options.cost, layout.multiple_of, rectangular=isinstance(layout, Padded))
@@ -71,14 +74,14 @@ def _open_index(dataset: ShardDataset, options: LoaderOptions) -> Index:
 
 def _content(dataset: ShardDataset, options: LoaderOptions, index: Index, encoders: tuple[str, ...]) -> Content:
     shards = IndexedShards(index=index, build_id=index.build_id, recipe=dataset.recipe)
-    if options.collate_fn is None or isinstance(options.collate_fn, Packed | Padded):
+    if not callable(options.collate_fn):
         return ShardContent(shards=shards, layout=_layout(options), encoders=encoders)
     refuse_parts(options.balance, "a collate_fn gets whole samples")
     return SampleContent(shards=shards, collate_fn=options.collate_fn)
 
 
 def _layout(options: LoaderOptions) -> Layout:
-    return options.collate_fn if isinstance(options.collate_fn, Packed | Padded) else Packed()
+    return layout_of(options.collate_fn) or Packed()
 
 
 class _Failures(Sequence[DataError]):

@@ -68,6 +68,12 @@ class Padded:
 Layout: TypeAlias = Packed | Padded
 
 
+def layout_of(collate_fn: object) -> Layout | None:
+    """The layout that a `collate_fn` asks for: one itself, or a model's inputs made from one. None for a function."""
+    found = getattr(collate_fn, "layout", None) if not isinstance(collate_fn, Packed | Padded) else collate_fn
+    return found if isinstance(found, Packed | Padded) else None
+
+
 def padded_encoders(layout: Layout) -> bool:
     """Whether encoder items are rows of a rectangle."""
     return isinstance(layout, Padded) and layout.encoders == "padded"

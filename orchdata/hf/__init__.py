@@ -1,0 +1,35 @@
+"""Hugging Face models: their processors as recipes, and batches as the arguments of their forward.
+
+    processor --recipe--> od.Recipe       config --Inputs--> batches whose model_inputs() have the model's own names
+    config --cost--> od.CostModel         model, batch --encode--> features, per phase
+                                          outputs, batch --loss--> the scaled loss
+
+transformers is imported when something of it is used; `pip install 'orchdata[hf]'` brings it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from orchdata.hf.encode import encode
+    from orchdata.hf.inputs import Inputs
+    from orchdata.hf.loss import loss
+
+_HOMES = {
+    "Inputs": "orchdata.hf.inputs",
+    "loss": "orchdata.hf.loss",
+    "encode": "orchdata.hf.encode",
+}
+
+__all__ = ["Inputs", "encode", "loss"]
+
+
+def __getattr__(name: str) -> object:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'orchdata.hf' has no attribute {name!r}")
+    value = getattr(import_module(home), name)
+    globals()[name] = value  # in place of the submodule of the same name
+    return value

@@ -1,0 +1,103 @@
+"""What families of models want beside the common: one row a family, by `config.model_type`.
+
+What can be asked of a model's class is asked there (`model_class`): the names that its forward takes, and whether its
+loss follows `num_items_in_batch`. Here stands what only reading its code tells, held by the parity tests.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+TypeIds = Literal["", "media", "prefix"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """How a model reads a batch.
+
+    Attributes:
+        packs: whether samples behind one another in one row are kept apart by restarting positions.
+        mrope: whether positions are (4, rows, T): counting, then time, height and width.
+        first_position: of each sample.
+        type_ids: what `token_type_ids` tells apart: 1 on the tokens of "media", or 1 behind the "prefix" that is
+            only read.
+        nested: whether pixel arrays have a leading dimension for samples, (1, num_tiles, ...).
+        part_features: modalities whose features it takes ready made, in `mm_encoder_outputs`: they can be encoded per
+            phase.
+        decoder: whether text is what a decoder says of what its encoder hears: no media in the sequence.
+    """
+
+    packs: bool = True
+    mrope: bool = False
+    first_position: int = 0
+    type_ids: TypeIds = ""
+    nested: bool = False
+    part_features: tuple[str, ...] = ("image",)
+    decoder: bool = False
+
+
+_QWEN_VL: Final = Family(mrope=True)
+_LLAVA: Final = Family()
+_IDEFICS: Final = Family(nested=True)
+_TEXT: Final = Family(part_features=())
+
+FAMILIES: Final[dict[str, Family]] = {
+    "qwen2_vl": _QWEN_VL,
+    "qwen2_5_vl": _QWEN_VL,
+    "qwen3_vl": _QWEN_VL,
+    "qwen2_5_omni_thinker": _QWEN_VL,
+    "llava": _LLAVA,
+    "llava_next": _LLAVA,
+    "llava_onevision": _LLAVA,
+    "internvl": _LLAVA,
+    "idefics3": _IDEFICS,
+    "smolvlm": _IDEFICS,
+    "gemma3": Family(type_ids="media"),
+    "paligemma": Family(type_ids="prefix", first_position=1),
+    "qwen2_audio": Family(part_features=()),
+    "whisper": Family(packs=False, part_features=(), decoder=True),
+}
+TOWERS: Final = {"image": "get_image_features"}
+"""Modality -> the method that encodes it."""
+
+_ATTENTION: Final = frozenset(("full_attention", "sliding_attention"))
+
+
+def thinker(config: Any) -> Any:
+    """The part of a configuration whose model is trained: of Qwen2.5-Omni the thinker."""
+    return config.thinker_config if hasattr(config, "thinker_config") else config
+
+
+def family_of(config: Any) -> Family | None:
+    """The family of a configuration; of text alone, any whose layers attend by positions. None for one unknown."""
+    found = FAMILIES.get(config.model_type)
+    if found is not None or not _is_text(config):
+        return found
+    kinds = getattr(config, "layer_types", None) or ()
+    return _TEXT if set(kinds) <= _ATTENTION and model_class(config)._supports_attention_backend else None
+
+
+def _is_text(config: Any) -> bool:
+    return config.get_text_config() is config and not getattr(config, "is_encoder_decoder", False)
+
+
+def model_class(config: Any) -> type[Any]:
+    """The class whose forward is called. Raises ValueError for a configuration of no such model."""
+    from transformers.models.auto import modeling_auto
+
+    for task in ("IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "SPEECH_SEQ_2_SEQ", "CAUSAL_LM"):
+        mapping = getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING", {})
+        if type(config) in mapping:
+            found: type[Any] = mapping[type(config)]
+            return found
+    raise ValueError(
+        f"transformers knows no model that is trained on text for {type(config).__name__}: pass the configuration of "
+        "such a model"
+    )
+
+
+def takes(config: Any) -> frozenset[str]:
+    """Names that its forward takes."""
+    return frozenset(inspect.signature(model_class(config).forward).parameters)

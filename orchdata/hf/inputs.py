@@ -1,0 +1,196 @@
+"""Batches as the arguments of a Hugging Face model's forward.
+
+    od.DataLoader(..., collate_fn=od.hf.Inputs(model.config))        batch.model_inputs() -> model(**...)
+
+Packed, samples lie behind one another in one row, kept apart by positions that restart: `attention_mask` and the cache
+are left out, because with either transformers stops looking for restarts and lets samples attend to each other. For
+flash attention their bounds are given too. Padded, each sample is a row, with a mask.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor
+
+from orchdata.batch.batch import Batch
+from orchdata.batch.tensors import LLMBatch, MediaBatch
+from orchdata.hf.families import TOWERS, Family, family_of, model_class, takes, thinker
+from orchdata.hf.probe import loss_follows
+from orchdata.planning.layout import Empty, Layout, Packed, Padded, Positions
+
+if TYPE_CHECKING:
+    from orchdata.loaders.recipe import Recipe
+    from orchdata.planning.balance import Balance
+
+_UNKNOWN: Final = Family(packs=False, part_features=())
+_MEDIA_TYPES: Final = {"image": 1, "audio": 3}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Inputs:
+    """Names and shapes that a model wants, for `DataLoader(collate_fn=...)`.
+
+    `batch.model_inputs()` then has `input_ids` and `position_ids` (1, T) or (rows, L), under mrope positions (4, ...);
+    media under the model's own names; and `labels` with `num_items_in_batch`, so that `model(...).loss` is already
+    scaled by `batch.loss_scale`. Where a model's own loss does not follow `num_items_in_batch` there are no labels, and
+    `od.hf.loss(outputs, batch)` gives the same.
+
+    Args:
+        config: the model's configuration; what of it is asked is asked here.
+        padded: one row a sample. Default: packed where the family can be, else padded.
+        multiple_of: as `od.Packed` and `od.Padded` have it.
+        empty: as there.
+
+    Attributes:
+        layout: of the batches.
+        scales_loss: whether the model's own loss is the scaled one.
+
+    Raises:
+        ValueError: a family that cannot be packed, with `padded=False`; a configuration without a model.
+    """
+
+    config: Any = field(kw_only=False)
+    padded: bool | None = None
+    multiple_of: int = 1
+    empty: Empty = "dummy"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "config", thinker(self.config))
+        if self.padded is None:
+            object.__setattr__(self, "padded", not self.family.packs)
+        if not self.padded and not self.family.packs:
+            known = "is an encoder-decoder" if self.family.decoder else "is not known to keep packed samples apart"
+            raise ValueError(f"{self.config.model_type} {known}: use od.hf.Inputs(config, padded=True)")
+        _ = self.scales_loss, self._takes  # asked once, here
+
+    @cached_property
+    def family(self) -> Family:
+        return family_of(self.config) or _UNKNOWN
+
+    @cached_property
+    def layout(self) -> Layout:
+        kind: type[Packed] | type[Padded] = Padded if self.padded else Packed
+        positions: Positions = "mrope" if self.family.mrope else "restart"
+        return kind(positions=positions, multiple_of=self.multiple_of, empty=self.empty)
+
+    @cached_property
+    def scales_loss(self) -> bool:
+        return not self.family.decoder and loss_follows(self.config)
+
+    @cached_property
+    def _takes(self) -> frozenset[str]:
+        return takes(self.config)
+
+    @cached_property
+    def _bounds(self) -> bool:
+        """Whether attention wants the bounds of samples."""
+        return "flash" in str(getattr(self.config, "_attn_implementation", ""))
+
+    def check(self, recipe: Recipe, balance: Balance) -> None:
+        """Raise ValueError for modalities whose features travel and that the model does not take ready made."""
+        if balance.assignment != "per_phase":
+            return
+        missing = [name for name in recipe.modalities if name not in self.family.part_features]
+        if missing:
+            raise ValueError(
+                "Balance.assignment='per_phase' carries features, and "
+                f"{self.config.model_type} takes none "
+                f"of {', '.join(missing)} ready made (mm_encoder_outputs): use assignment='joint'"
+            )
+
+    def arguments(self, batch: Batch) -> dict[str, Any]:
+        """Keyword arguments of the model's forward, on the batch's device.
+
+        Per phase there are no media: `od.hf.encode(model, batch)` gives their features.
+        """
+        llm, family = batch.llm, self.family
+        if family.decoder:
+            return self._decoded(batch)
+        found: dict[str, Any] = {"input_ids": _rows(llm.input_ids), "use_cache": False}
+        if self.padded:
+            assert llm.attention_mask is not None
+            found["attention_mask"] = llm.attention_mask.long()
+        if family_of(self.config) is not None:
+            found["position_ids"] = _positions(llm, family)
+        if not self.padded and self._bounds:
+            bounds = llm.cu_seqlens
+            found |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+            found |= {"max_length_q": llm.max_seqlen, "max_length_k": llm.max_seqlen}
+        if family_of(self.config) is None and "mm_token_type_ids" in self._takes:
+            found["mm_token_type_ids"] = _media_types(llm)
+        if family.type_ids:
+            found["token_type_ids"] = _token_types(llm, family)
+        if self.scales_loss:
+            found |= {"labels": _rows(llm.labels), "num_items_in_batch": 1 / batch.loss_scale}
+        return found if batch.routes else found | self.media_arguments(batch)
+
+    def tower_arguments(self, batch: Batch, name: str) -> dict[str, Any]:
+        """What the method that encodes a modality takes of it."""
+        method = inspect.signature(getattr(model_class(self.config), TOWERS[name])).parameters
+        held = self._media(batch.media[name], is_dummy=_is_dummy(batch, name))
+        return {argument: value for argument, value in held.items() if argument in method}
+
+    def media_arguments(self, batch: Batch) -> dict[str, Any]:
+        """Media alone: what towers take."""
+        found: dict[str, Any] = {}
+        for name, held in batch.media.items():
+            found |= self._media(held, is_dummy=_is_dummy(batch, name))
+        return found
+
+    def _media(self, held: MediaBatch, *, is_dummy: bool) -> dict[str, Any]:
+        arrays = dict(held.arrays)
+        if "patches" in arrays:  # of a plain od.ImagePreprocessor
+            arrays["pixel_values"] = arrays.pop("patches")
+            grid = arrays.pop("grid_hw").long()
+            arrays["image_grid_thw"] = torch.cat([torch.ones_like(grid[:, :1]), grid], dim=1)
+        if self.family.nested:
+            if is_dummy:  # tiles of zeros are taken for padding
+                arrays["pixel_values"] = torch.ones_like(arrays["pixel_values"])
+            arrays = {array: tensor[None] for array, tensor in arrays.items()}
+        return {array: tensor for array, tensor in arrays.items() if array in self._takes}
+
+    def _decoded(self, batch: Batch) -> dict[str, Any]:
+        """Of an encoder-decoder: each token is told what stands before it."""
+        llm = batch.llm
+        assert llm.attention_mask is not None
+        told = {"decoder_input_ids": llm.input_ids[:, :-1], "decoder_attention_mask": llm.attention_mask[:, :-1].long()}
+        return told | {"use_cache": False} | self.media_arguments(batch)
+
+
+def _is_dummy(batch: Batch, name: str) -> bool:
+    """Whether what this rank encodes of a modality is a dummy."""
+    return batch.media[name].num_tokens == 0 if batch.routes else name in batch.llm.dummies
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """(T,) as one row, (1, T); rows as they are."""
+    return tensor[None] if tensor.dim() == 1 else tensor
+
+
+def _positions(llm: LLMBatch, family: Family) -> Tensor:
+    """(rows, L), or (4, rows, L): positions that restart, then time, height and width."""
+    if not family.mrope:
+        return _rows(llm.position_ids) + family.first_position
+    assert llm.restart_position_ids is not None
+    counting, turned = _rows(llm.restart_position_ids), llm.position_ids
+    return torch.cat([counting[None], turned[:, None] if turned.dim() == 2 else turned])
+
+
+def _token_types(llm: LLMBatch, family: Family) -> Tensor:
+    if family.type_ids == "prefix":
+        return _rows((llm.labels != -100).long())
+    return (_media_types(llm) != 0).long()
+
+
+def _media_types(llm: LLMBatch) -> Tensor:
+    """1 on the places of images, 3 on those of audio, as processors number them."""
+    types = torch.zeros_like(llm.input_ids).flatten()
+    for name, number in _MEDIA_TYPES.items():
+        if name in llm.media_positions:
+            types = types.index_fill(0, llm.media_positions[name], number)
+    return _rows(types.view(llm.input_ids.shape))

@@ -1,0 +1,47 @@
+"""The scaled loss of a Hugging Face model's outputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from orchdata.batch.batch import IGNORE, Batch
+from orchdata.hf.inputs import Inputs
+
+
+def loss(outputs: Any, batch: Batch) -> Tensor:
+    """The batch's part of the mean over the loss tokens of the global batch, as `batch.loss_scale` says: what to call
+    `backward` on.
+
+    Args:
+        outputs: of `model(**batch.model_inputs())`: logits (rows, L, vocab) are read.
+        batch: of a loader with `collate_fn=od.hf.Inputs(config)`.
+
+    Returns:
+        A scalar, summed in float32, or in the logits' dtype where that is more precise. Without any loss token it is
+        zero and joined to the graph.
+
+    Raises:
+        ValueError: outputs without logits for every place of the batch, or a batch of another `collate_fn`.
+    """
+    if not isinstance(batch.inputs, Inputs):
+        raise ValueError("od.hf.loss reads batches of a DataLoader with collate_fn=od.hf.Inputs(config)")
+    logits = getattr(outputs, "logits", None)
+    labels = batch.llm.labels if batch.llm.labels.dim() == 2 else batch.llm.labels[None]
+    wanted = labels[:, 1:]
+    if logits is not None and not batch.inputs.family.decoder:
+        logits = logits[:, :-1]
+    if logits is None or logits.shape[:-1] != wanted.shape:
+        found = "none" if logits is None else f"{tuple(logits.shape)}"
+        raise ValueError(
+            f"the loss needs logits of every place of the batch {tuple(labels.shape)}, the outputs have {found}: leave "
+            "logits_to_keep out, and let the model return them"
+        )
+    if torch.finfo(logits.dtype).bits < 32:
+        logits = logits.float()
+    summed = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), wanted.flatten(), ignore_index=IGNORE, reduction="sum"
+    )
+    return summed * batch.loss_scale

@@ -1,0 +1,125 @@
+"""What a model's forward is given: samples kept apart, losses scaled, and what is refused."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from shard_factory import write_shard
+
+import orchdata as od
+from orchdata.hf.families import family_of
+from orchdata.hf.probe import loss_follows
+
+transformers = pytest.importorskip("transformers")
+
+TEXTS = ["one", "a second text", "x", "and the last of them all, by far the longest"]
+
+
+def llama(**options: Any) -> Any:
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return transformers.LlamaConfig(vocab_size=300, num_key_value_heads=1, **sizes, **options)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(llama()).double()
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> od.ShardDataset:
+    samples = [{"__key__": str(number), "txt": text.encode()} for number, text in enumerate(TEXTS)]
+    shard = write_shard(tmp_path_factory.mktemp("texts") / "a.tar", samples)
+    return od.ShardDataset(shard, recipe=od.Recipe(image=None, audio=None))
+
+
+@pytest.fixture(scope="module")
+def expected(model: Any) -> torch.Tensor:
+    """The mean over all tokens, each text alone."""
+    losses = []
+    for text in TEXTS:
+        ids = torch.tensor([list(text.encode())])
+        losses.append(torch.nn.functional.cross_entropy(model(ids).logits[0, :-1], ids[0, 1:], reduction="none"))
+    return torch.cat(losses).mean()
+
+
+def only_batch(dataset: od.ShardDataset, inputs: od.hf.Inputs, **options: Any) -> od.Batch:
+    (batch,) = od.DataLoader(dataset, batch_size=len(TEXTS), collate_fn=inputs, num_threads=0, **options)
+    return batch
+
+
+@pytest.mark.parametrize("options", [{}, {"padded": True}, {"multiple_of": 8}, {"padded": True, "multiple_of": 64}])
+def test_samples_are_kept_apart_and_the_loss_is_their_mean(
+    dataset: od.ShardDataset, model: Any, expected: torch.Tensor, options: dict[str, Any]
+) -> None:
+    batch = only_batch(dataset, od.hf.Inputs(model.config, **options))
+    inputs = batch.model_inputs()
+    outputs = model(**inputs)
+    assert torch.allclose(od.hf.loss(outputs, batch), expected, rtol=1e-12)
+    assert torch.allclose(outputs.loss.double(), expected, rtol=1e-6)  # transformers sums in float32
+    if not options.get("padded"):
+        del inputs["position_ids"]  # what keeps them apart
+        assert not torch.allclose(od.hf.loss(model(**inputs), batch), expected, rtol=1e-6)
+
+
+def test_bounds_are_given_to_flash_attention(dataset: od.ShardDataset) -> None:
+    config = llama()
+    config._attn_implementation = "flash_attention_2"
+    inputs = only_batch(dataset, od.hf.Inputs(config)).model_inputs()
+    ends = [0]
+    for text in TEXTS:
+        ends.append(ends[-1] + len(text))
+    assert inputs["cu_seq_lens_q"].tolist() == inputs["cu_seq_lens_k"].tolist() == ends
+    assert inputs["max_length_q"] == inputs["max_length_k"] == max(map(len, TEXTS))
+    assert "attention_mask" not in inputs and inputs["use_cache"] is False
+
+
+def test_losses_that_do_not_follow_get_no_labels() -> None:
+    assert loss_follows(llama())
+    for name in ("Qwen2AudioConfig", "WhisperConfig"):
+        config = getattr(transformers, name)()
+        assert not loss_follows(config)
+    heard = od.hf.Inputs(transformers.Qwen2AudioConfig())
+    assert not heard.scales_loss
+
+
+def test_a_family_that_cannot_be_packed_is_padded_or_refused() -> None:
+    whisper = transformers.WhisperConfig()
+    assert od.hf.Inputs(whisper).padded
+    with pytest.raises(ValueError, match="whisper is an encoder-decoder: use od.hf.Inputs"):
+        od.hf.Inputs(whisper, padded=False)
+    recurrent = transformers.Qwen3NextConfig()  # its linear attention goes on through samples
+    assert family_of(recurrent) is None and od.hf.Inputs(recurrent).padded
+    with pytest.raises(ValueError, match="not known to keep packed samples apart"):
+        od.hf.Inputs(recurrent, padded=False)
+    assert not od.hf.Inputs(llama()).padded
+
+
+def test_per_phase_is_refused_where_a_model_takes_no_features(dataset: od.ShardDataset) -> None:
+    recipe = od.Recipe(audio=od.AudioPreprocessor(), image=None)
+    inputs = od.hf.Inputs(transformers.Qwen2AudioConfig())
+    with pytest.raises(ValueError, match="qwen2_audio takes none of audio ready made"):
+        inputs.check(recipe, od.Balance(assignment="per_phase"))
+    inputs.check(recipe, od.Balance())
+    od.hf.Inputs(transformers.Qwen2VLConfig()).check(od.Recipe(audio=None), od.Balance(assignment="per_phase"))
+
+
+def test_loss_and_encode_refuse_batches_of_another_layout(dataset: od.ShardDataset, model: Any) -> None:
+    (batch,) = od.DataLoader(dataset, batch_size=len(TEXTS), num_threads=0)
+    for refused in (lambda: od.hf.loss(None, batch), lambda: od.hf.encode(model, batch)):
+        with pytest.raises(ValueError, match=r"collate_fn=od.hf.Inputs\(config\)"):
+            refused()
+    batch = only_batch(dataset, od.hf.Inputs(model.config))
+    inputs = batch.model_inputs()
+    del inputs["labels"]
+    outputs = model(**inputs, logits_to_keep=1)
+    with pytest.raises(ValueError, match="leave logits_to_keep out"):
+        od.hf.loss(outputs, batch)
+
+
+def test_a_loader_of_them_can_be_sent_to_another_process(dataset: od.ShardDataset) -> None:
+    loader = od.DataLoader(dataset, batch_size=2, collate_fn=od.hf.Inputs(llama()), num_threads=0)
+    assert len(pickle.dumps(loader._prepared.spec)) < 20_000
