@@ -144,7 +144,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name == "hf":
+    if name == "hf":  # a room, which gives its own names late
         return import_module("orchdata.hf")
     home = _HOMES.get(name)
     if home is None:

@@ -31,7 +31,19 @@ NOT_GATED = ("gpt2", "gpt_neox", "gptj", "opt", "phi", "starcoder2")
 HEADED = ("gemma", "gpt_oss", "qwen3")
 SILU = ("silu", "swish", "swiglu")
 # Towers whose config.json may leave out that they have a GELU.
-GELU_TOWERS = ("clip", "intern", "qwen2_vl", "siglip", "vit")
+GELU_TOWERS = ("clip", "idefics3", "intern", "qwen2_vl", "siglip", "smolvlm", "vit")
+# Models that cut an image into squares of one size, each a sequence of its own in the tower; so many of them as may be.
+SQUARES = (
+    "gemma3",
+    "idefics3",
+    "internvl",
+    "internvl_chat",
+    "llava",
+    "llava_next",
+    "llava_onevision",
+    "paligemma",
+    "smolvlm",
+)
 # Encoders made after Whisper's.
 WHISPERS = ("qwen2_audio", "qwen2_5_omni", "qwen3_omni", "voxtral_encoder", "whisper")
 # Every so many layers one has full attention; 0: none has.
@@ -123,8 +135,8 @@ class Part:
 
 def phases_of(config: Any) -> tuple[str, ...]:
     """Phases that a config describes: of a whole model, or of a tower alone."""
-    whole = _unwrapped(config)
-    return tuple(phase for phase in PARTS if _values(whole, phase) is not None)
+    whole = model_keys(config)
+    return tuple(phase for phase in PARTS if phase_keys(whole, phase) is not None)
 
 
 def transformer_sizes(config: Any, phase: str | None, given: Mapping[str, Any]) -> Sizes:
@@ -141,12 +153,27 @@ def transformer_sizes(config: Any, phase: str | None, given: Mapping[str, Any]) 
         raise ValueError(
             f"the config has no phase {phase!r}: {has}" if phase else f"say which phase of the config: {has}"
         )
-    whole = _unwrapped(config)
-    part = Part(_values(whole, phase) or {}, whole, phase, given)
+    whole = model_keys(config)
+    part = Part(phase_keys(whole, phase) or {}, whole, phase, given)
+    if phase == "llm" and MARKS["audio"] in whole:
+        return {**_decoder(part), **given}
     for key in NOT_READ[phase]:
         if part.get(key):
             raise part.refuse(f"{key}={part.get(key)!r}")
     return {**READERS[phase](part), **given}
+
+
+def _decoder(part: Part) -> Sizes:
+    """Whisper's, each layer of which attends to the encoder; all of its positions, however short the clip."""
+    return {
+        "hidden": part.size("hidden", "d_model"),
+        "layers": part.size("layers", "decoder_layers"),
+        "heads": part.size("heads", "decoder_attention_heads"),
+        "ffn": part.size("ffn", "decoder_ffn_dim"),
+        "vocab": part.size("vocab", "vocab_size"),
+        "causal": True,
+        "cross_positions": part.size("cross_positions", "max_source_positions"),
+    }
 
 
 def _llm(part: Part) -> Sizes:
@@ -200,9 +227,9 @@ def _moe(part: Part, layers: int) -> MoE | None:
 
 def _sparse_layers(part: Part, layers: int) -> int:
     """Layers with experts."""
-    by_layer = part.get("mlp_layer_types")
-    if by_layer is not None:
-        return sum(kind == "sparse" for kind in by_layer[:layers])
+    by_layer = _by_layer(part, "mlp_layer_types", layers)
+    if by_layer:
+        return by_layer.count("sparse")
     first = part.get("first_k_dense_replace", "num_dense_layers", default=0)
     step = part.get("decoder_sparse_step", default=1)
     dense = set(part.get("mlp_only_layers", default=()))
@@ -214,7 +241,7 @@ def _sliding(part: Part, layers: int) -> Sizes:
     if "window" in part.given:
         return {}
     window = part.get("sliding_window") if part.get("use_sliding_window", default=True) else None
-    by_layer = part.get("layer_types", default=())[:layers]
+    by_layer = _by_layer(part, "layer_types", layers)
     unknown = set(by_layer) - {"full_attention", *(("sliding_attention",) if window else ())}
     if unknown:
         raise part.refuse(f"layer_types {sorted(unknown)} and sliding_window={window}")
@@ -232,6 +259,19 @@ def _sliding(part: Part, layers: int) -> Sizes:
     return {"window": window, "window_layers": sliding}
 
 
+def _by_layer(part: Part, key: str, layers: int) -> Sequence[str]:
+    """What the config lists of each of the first `layers` layers; nothing where it has no such list."""
+    listed: Sequence[str] = part.get(key, default=())
+    said = part.get("num_hidden_layers", default=layers)
+    if listed and (len(listed) != said or layers > said):
+        raise ValueError(
+            f"the {part.phase} config ({part.kind}) lists {len(listed)} {key} for num_hidden_layers={said}"
+            + (f", and layers={layers} are asked for" if layers != said else "")
+            + ": make the two agree"
+        )
+    return listed[:layers]
+
+
 def _image(part: Part) -> Sizes:
     qwen = part.kind.startswith("qwen")
     if part.get("spatial_merge_size") and not qwen:
@@ -240,6 +280,7 @@ def _image(part: Part) -> Sizes:
     hidden = part.size("hidden", *(("embed_dim", "hidden_size") if qwen else ("hidden_size", "embed_dim")))
     layers = part.size("layers", "num_hidden_layers", "depth", "num_layers")
     ratio = part.get("mlp_ratio") if part.get("intermediate_size") is None else None
+    first, behind = _connector(part, hidden)
     return {
         "hidden": hidden,
         "layers": layers,
@@ -248,8 +289,9 @@ def _image(part: Part) -> Sizes:
         "ffn": int(ratio * hidden) if ratio else part.size("ffn", "intermediate_size"),
         "gated": "gated" in part.given or _gated_tower(part),
         "stem_macs": _patch_embedding(part, hidden),
-        "connector_macs": _connector(part, hidden),
-        **_blocks(part, layers),
+        "connector_macs": first + behind,
+        "connector_first_macs": first,
+        **(_blocks(part, layers) or _squares(part)),
     }
 
 
@@ -285,18 +327,31 @@ def _blocks(part: Part, layers: int) -> Sizes:
     return {"window": side * side, "window_layers": layers - sum(layer < layers for layer in full)}
 
 
+def _squares(part: Part) -> Sizes:
+    """The images that a whole model cuts others into: pairs of positions are inside of one."""
+    side = part.get("image_size")
+    if str(part.whole.get("model_type")) not in SQUARES or part.kind == "pixtral" or not side:
+        return {}
+    rows, columns = (
+        pixels // patch for pixels, patch in zip(_pair(side), _pair(part.values["patch_size"]), strict=True)
+    )
+    return {} if "window" in part.given else {"window": rows * columns}
+
+
 def _audio(part: Part) -> Sizes:
     """Whisper's encoder and those made after it."""
     if not part.kind.startswith(WHISPERS):
         raise part.refuse(f"model_type {part.kind}")
     hidden = part.size("hidden", "d_model", "hidden_size")
     stem = _conv2d_stem if part.get("downsample_hidden_size") else _conv1d_stem
+    first, behind = _connector(part, hidden)
     return {
         "hidden": hidden,
         "layers": part.size("layers", "encoder_layers", "num_hidden_layers"),
         "heads": part.size("heads", "encoder_attention_heads", "num_attention_heads"),
         "ffn": part.size("ffn", "encoder_ffn_dim", "intermediate_size"),
-        "connector_macs": _connector(part, hidden),
+        "connector_macs": first + behind,
+        "connector_first_macs": first,
         **stem(part, hidden),
     }
 
@@ -320,25 +375,30 @@ def _conv2d_stem(part: Part, hidden: int) -> Sizes:
     return {"stem_macs": macs / frames + channels * bins * hidden, "window": window}
 
 
-def _connector(part: Part, width: int) -> float:
-    """Multiply-accumulates for each position of the tower; 0 where the config names no connector known here."""
+def _connector(part: Part, width: int) -> tuple[float, float]:
+    """Multiply-accumulates for each position of the tower: of products right behind it, and of those behind others.
+
+    A norm in front of a product, trained with the connector, needs the gradients of its inputs as another product does.
+    Nothing where the config names no connector known here.
+    """
     if "connector_macs" in part.given:
-        return 0.0
+        return 0.0, 0.0
     # Of the tower itself.
     merge, pooled = part.get("spatial_merge_size"), part.get("output_dim")
     out = part.get("out_hidden_size", default=part.get("hidden_size") if part.get("embed_dim") else None)
     if merge and out:  # Qwen-VL: groups of merge**2 positions, a square layer and one to the LLM's width
         mergers = 1 + len(part.get("deepstack_visual_indexes", default=()))
-        return float(mergers * width * (merge * merge * width + out))
+        return 0.0, float(mergers * width * (merge * merge * width + out))
     if pooled and part.phase == "audio":  # Qwen3-Omni: two layers; Qwen2.5-Omni: one behind pairs of positions
-        return float(width * (width + pooled) if part.get("downsample_hidden_size") else width * pooled / 2)
+        two = part.get("downsample_hidden_size")
+        return (float(width * width), float(width * pooled)) if two else (width * pooled / 2, 0.0)
     # Of the model around it.
     made = CONNECTORS.get(str(part.whole.get("model_type")))
     if made is None:
-        return 0.0
-    text = Part(_values(part.whole, "llm") or {}, part.whole, "llm", {})
-    target = text.need("hidden_size", name="hidden")
-    return float(made(width, target, part))
+        return 0.0, 0.0
+    text = Part(phase_keys(part.whole, "llm") or {}, part.whole, "llm", {})
+    first, behind = made(width, text.need("hidden_size", name="hidden"), part)
+    return float(first), float(behind)
 
 
 def _tokens_pooled(part: Part) -> float:
@@ -347,16 +407,30 @@ def _tokens_pooled(part: Part) -> float:
     return (image // patch) ** 2 / tokens if image and patch and tokens else 16.0
 
 
-# Width of the tower, width of the LLM -> multiply-accumulates a position.
-CONNECTORS: dict[str, Callable[[int, int, Part], float]] = {
-    "gemma3": lambda width, llm, part: width * llm / _tokens_pooled(part),
-    "internvl": lambda width, llm, part: width * llm + llm * llm / 4,
-    "internvl_chat": lambda width, llm, part: width * llm + llm * llm / 4,
-    "llava": lambda width, llm, part: width * llm + llm * llm,
-    "llava_next": lambda width, llm, part: width * llm + llm * llm,
-    "llava_onevision": lambda width, llm, part: width * llm + llm * llm,
-    "paligemma": lambda width, llm, part: width * llm,
-    "qwen2_audio": lambda width, llm, part: width * llm / 2,
+def _shuffled(width: int, llm: int, part: Part) -> tuple[float, float]:
+    """InternVL: squares of positions side by side, a norm and two layers."""
+    side = int(1 / part.whole.get("downsample_ratio", 0.5))
+    return 0.0, width * llm + llm * llm / side**2
+
+
+def _projected(width: int, llm: int, part: Part) -> tuple[float, float]:
+    """LLaVA: the outputs of one or more layers of the tower side by side, then two layers."""
+    chosen = part.whole.get("vision_feature_layer")
+    return (len(chosen) if isinstance(chosen, list | tuple) else 1) * width * llm, llm * llm
+
+
+# Width of the tower, width of the LLM -> multiply-accumulates a position, right behind the tower and behind that.
+CONNECTORS: dict[str, Callable[[int, int, Part], tuple[float, float]]] = {
+    "gemma3": lambda width, llm, part: (0.0, width * llm / _tokens_pooled(part)),
+    "idefics3": lambda width, llm, part: (width * llm, 0.0),
+    "internvl": _shuffled,
+    "internvl_chat": _shuffled,
+    "llava": _projected,
+    "llava_next": _projected,
+    "llava_onevision": _projected,
+    "paligemma": lambda width, llm, part: (width * llm, 0.0),
+    "qwen2_audio": lambda width, llm, part: (width * llm / 2, 0.0),
+    "smolvlm": lambda width, llm, part: (width * llm, 0.0),
 }
 READERS: dict[str, Callable[[Part], Sizes]] = {"image": _image, "audio": _audio, "llm": _llm}
 
@@ -369,19 +443,19 @@ def _mapping(config: Any) -> Mapping[str, Any]:
     raise ValueError(f"a config must be a mapping or have to_dict, got {type(config).__name__}")
 
 
-def _unwrapped(config: Any) -> Mapping[str, Any]:
-    """The whole model; of omni models the part that reads and thinks."""
+def model_keys(config: Any) -> Mapping[str, Any]:
+    """Keys of the whole model; of omni models those of the part that reads and thinks."""
     whole = _mapping(config)
     return _mapping(whole["thinker_config"]) if whole.get("thinker_config") else whole
 
 
-def _values(whole: Mapping[str, Any], phase: str) -> Mapping[str, Any] | None:
+def phase_keys(whole: Mapping[str, Any], phase: str) -> Mapping[str, Any] | None:
     """What a config says of a phase: nested, or at the top, where text models of some and towers alone have it."""
     nested = next((whole[name] for name in PARTS[phase] if whole.get(name)), None)
     if nested is not None:
         return _mapping(nested)
-    decoder = phase == "llm" and MARKS["audio"] in whole  # Whisper's is no backbone.
-    return whole if MARKS[phase] in whole and not decoder else None
+    encoder_alone = phase == "llm" and MARKS["audio"] in whole and not whole.get("decoder_layers")
+    return whole if MARKS[phase] in whole and not encoder_alone else None
 
 
 def _pair(side: int | Sequence[int]) -> tuple[int, int]:

@@ -42,6 +42,15 @@ class PhaseCost:
         """Itself, so that a model takes a PhaseCost or anything that makes one."""
         return self
 
+    def __add__(self, other: PhaseCost) -> PhaseCost:
+        """The cost of both, for a phase in which sequences pass one and the other."""
+        return PhaseCost(
+            self.linear + other.linear,
+            self.quadratic + other.quadratic,
+            self.constant + other.constant,
+            self.windows + other.windows,
+        )
+
     def at(self, positions: int) -> float:
         """Cost of one sequence, before quantisation."""
         cost = self.linear * positions + self.quadratic * positions * positions + self.constant

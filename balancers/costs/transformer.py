@@ -38,6 +38,9 @@ class TransformerCost:
       (causal), each position with those up to window - 1 before it. Two terms stand for the latter: exact up to
       `window` positions, at three times as many and far beyond, at most 1/8 too many in between.
 
+    - cross-attention, with `cross_positions` of an encoder: queries and output 4*h*q and 4*q*cross_positions for each
+      position, and for each sequence the encoder's keys and values, 4*h*q*cross_positions.
+
     A vocabulary adds 2*h*vocab for each position, stem and connector 2 for each multiply-accumulate.
 
     Times the passes of training:
@@ -50,8 +53,8 @@ class TransformerCost:
     | `recompute="full"`, layers only | 1 | 1 |
     | `recompute="selective"` | | 1 |
 
-    Without gradients nothing is recomputed. The stem has no gradients of inputs. A trained connector counts three
-    passes, another one those of the weights.
+    Without gradients nothing is recomputed. The stem has no gradients of inputs; the connector's first products have
+    them where the phase has any, the encoder's keys and values with `cross_gradients`.
 
     Attributes:
         hidden: width of the residual stream.
@@ -62,7 +65,7 @@ class TransformerCost:
         vocab: size of the output vocabulary; none for an encoder.
         causal: each position attends to those before it only, and kernels skip the rest.
         gated: the feed-forward has a gate (SwiGLU and its like), and so have experts.
-        trainable: weights are trained. A frozen phase is forward only, unless input_gradients.
+        trainable: weights are trained, or this share of them. A frozen phase is forward only, unless input_gradients.
         recompute: activations are recomputed in the backward pass: of whole layers ("full" or True), or of the
             attention alone ("selective").
         head_dim: width of one head; by default heads together are as wide as the residual stream.
@@ -71,8 +74,11 @@ class TransformerCost:
         moe: experts in place of the feed-forward.
         stem_macs: multiply-accumulates a position on its way in: patch embedding, convolutions.
         connector_macs: multiply-accumulates a position on its way out: merger, projector.
+        connector_first_macs: of these, in products right behind the phase.
+        cross_positions: positions of an encoder that each layer attends to besides, the same for every sequence.
+        cross_gradients: gradients go on into that encoder, where this phase has any.
         input_gradients: a frozen phase is differentiated through, as what feeds it is trained (or has adapters).
-        connector_trainable: the connector is trained, even where the phase is frozen.
+        connector_trainable: the connector is trained, or this share of it, even where the phase is frozen.
         flash: the backward pass recomputes attention scores, as fused kernels do (FlashAttention, torch's sdpa).
     """
 
@@ -84,7 +90,7 @@ class TransformerCost:
     vocab: int | None = None
     causal: bool = False
     gated: bool = False
-    trainable: bool = True
+    trainable: bool | float = True
     recompute: bool | Recompute = False
     head_dim: int | None = None
     window: int | None = None
@@ -92,21 +98,26 @@ class TransformerCost:
     moe: MoE | None = None
     stem_macs: float = 0.0
     connector_macs: float = 0.0
+    connector_first_macs: float = 0.0
+    cross_positions: int | None = None
+    cross_gradients: bool = True
     input_gradients: bool = False
-    connector_trainable: bool = True
+    connector_trainable: bool | float = True
     flash: bool = False
 
     def __post_init__(self) -> None:
         for name in ("hidden", "layers", "ffn"):
             self._set(name, checked_count(getattr(self, name), f"TransformerCost.{name}"))
-        for name in ("heads", "kv_heads", "vocab", "head_dim", "window"):
+        for name in ("heads", "kv_heads", "vocab", "head_dim", "window", "cross_positions"):
             if getattr(self, name) is not None:
                 self._set(name, checked_count(getattr(self, name), f"TransformerCost.{name}"))
         if self.window_layers is not None:
             self._set("window_layers", checked_count(self.window_layers, "TransformerCost.window_layers", least=0))
-        for name in ("causal", "gated", "trainable", "input_gradients", "connector_trainable", "flash"):
+        for name in ("causal", "gated", "input_gradients", "flash", "cross_gradients"):
             self._set(name, checked_flag(getattr(self, name), f"TransformerCost.{name}"))
-        for name in ("stem_macs", "connector_macs"):
+        for name in ("trainable", "connector_trainable"):
+            self._set(name, _checked_share(getattr(self, name), f"TransformerCost.{name}"))
+        for name in ("stem_macs", "connector_macs", "connector_first_macs"):
             self._set(name, checked_coefficient(getattr(self, name), f"TransformerCost.{name}"))
         if self.recompute not in (False, True, "full", "selective"):
             raise ValueError(
@@ -148,15 +159,30 @@ class TransformerCost:
 
     def _linear(self) -> float:
         """Operations a position."""
-        inputs = int(self.trainable or self.input_gradients)
-        weights = int(self.trainable)
-        passes = 1 + inputs + weights
-        again = inputs if self.recompute in (True, "full") else 0
+        passes, again = 1 + self._differentiated + self.trainable, self._again
         layers = self._layers()
         head = 2 * self.hidden * (self.vocab or 0)
-        stem = 2 * self.stem_macs * (1 + weights)
-        connector = 2 * self.connector_macs * (3 if self.connector_trainable else passes)
-        return float(passes * (layers + head) + again * layers + stem + connector)
+        stem = 2 * self.stem_macs * (1 + self.trainable)
+        return float(passes * (layers + head) + again * layers + stem + self._connector() + self._cross_attention())
+
+    def _connector(self) -> float:
+        """Operations a position behind the layers."""
+        behind = 1 + self.connector_trainable + max(self._differentiated, bool(self.connector_trainable))
+        first = 1 + self.connector_trainable + self._differentiated
+        macs = self.connector_macs - self.connector_first_macs
+        return 2 * (macs * behind + self.connector_first_macs * first)
+
+    def _cross_attention(self) -> float:
+        """Operations a position in attention to an encoder: its projections, and pairs of positions."""
+        if not self.cross_positions:
+            return 0.0
+        projections = 4 * self.hidden * self._width * (1 + self._differentiated + self.trainable + self._again)
+        return self.layers * (projections + 4 * self._width * self.cross_positions * self._attention_passes)
+
+    def _keys_and_values(self) -> float:
+        """Operations a sequence in the keys and values of an encoder's positions."""
+        passes = 1 + self._differentiated * self.cross_gradients + self.trainable + self._again
+        return float(passes * self.layers * 4 * self.hidden * self._width * (self.cross_positions or 0))
 
     def _layers(self) -> float:
         """Operations a position in all layers, forward, without attention."""
@@ -171,20 +197,33 @@ class TransformerCost:
 
     def _attention(self) -> tuple[float, float, tuple[tuple[int, float], ...]]:
         """Operations a pair of positions: (quadratic, constant, windows)."""
-        passes = 1.0
-        if self.trainable or self.input_gradients:
-            passes += (2.5 if self.flash else 2.0) + bool(self.recompute)
+        passes = self._attention_passes
         pair = (2 if self.causal else 4) * self._width
         windowed = self._window_layers
         quadratic = float(passes * (self.layers - windowed) * pair)
         in_windows = float(passes * windowed * pair)
+        sequence = self._keys_and_values()
         if not self.window or not windowed:
-            return quadratic, 0.0, ()
+            return quadratic, sequence, ()
         if not self.causal:
-            return quadratic, 0.0, ((self.window, in_windows),)
+            return quadratic, sequence, ((self.window, in_windows),)
         # A sliding window is a mixture of windows: l*l - (l - w)**2 pairs past w, within 1/8 (see the class).
         near, far = -(-3 * self.window // 2), 6 * self.window
-        return quadratic, 0.0, ((near, in_windows * 8 / 9), (far, in_windows / 9))
+        return quadratic, sequence, ((near, in_windows * 8 / 9), (far, in_windows / 9))
+
+    @property
+    def _differentiated(self) -> int:
+        """Whether gradients of inputs are computed."""
+        return int(bool(self.trainable) or self.input_gradients)
+
+    @property
+    def _again(self) -> int:
+        """Times the layers are recomputed."""
+        return self._differentiated if self.recompute in (True, "full") else 0
+
+    @property
+    def _attention_passes(self) -> float:
+        return 1.0 + self._differentiated * ((2.5 if self.flash else 2.0) + bool(self.recompute))
 
     @property
     def _width(self) -> int:
@@ -200,6 +239,11 @@ class TransformerCost:
         object.__setattr__(self, name, value)
 
     def _check_together(self) -> None:
+        if self.connector_first_macs > self.connector_macs:
+            raise ValueError(
+                f"TransformerCost.connector_first_macs={self.connector_first_macs} are some of"
+                f" connector_macs={self.connector_macs}"
+            )
         if self.kv_heads is not None and (self.heads is None or self.heads % self.kv_heads):
             raise ValueError(f"TransformerCost.kv_heads={self.kv_heads} must divide heads, got heads={self.heads}")
         if self.head_dim is not None and self.heads is None:
@@ -211,3 +255,12 @@ class TransformerCost:
             )
         if self.moe is not None and self.moe.dense_layers > self.layers:
             raise ValueError(f"MoE.dense_layers={self.moe.dense_layers} must be at most layers={self.layers}")
+
+
+def _checked_share(value: Any, name: str) -> bool | float:
+    """A flag, or a number from 0 to 1."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return checked_flag(value, name)
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name} must be True, False or a share from 0 to 1, got {value!r}")
+    return float(value)

@@ -13,17 +13,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from orchdata.hf.encode import encode
     from orchdata.hf.inputs import Inputs
-    from orchdata.hf.loss import loss
+    from orchdata.hf.model_cost import cost
+    from orchdata.hf.scaled_loss import loss
+    from orchdata.hf.towers import encode
 
 _HOMES = {
     "Inputs": "orchdata.hf.inputs",
-    "loss": "orchdata.hf.loss",
-    "encode": "orchdata.hf.encode",
+    "loss": "orchdata.hf.scaled_loss",
+    "encode": "orchdata.hf.towers",
+    "cost": "orchdata.hf.model_cost",
 }
 
-__all__ = ["Inputs", "encode", "loss"]
+__all__ = ["Inputs", "cost", "encode", "loss"]
 
 
 def __getattr__(name: str) -> object:
@@ -31,5 +33,5 @@ def __getattr__(name: str) -> object:
     if home is None:
         raise AttributeError(f"module 'orchdata.hf' has no attribute {name!r}")
     value = getattr(import_module(home), name)
-    globals()[name] = value  # in place of the submodule of the same name
+    globals()[name] = value
     return value

@@ -171,6 +171,8 @@ def test_nothing_imports_a_module_that_executes_data(folder: str) -> None:
     ("statement", "heavy"),
     [
         ("import orchdata", {"torch", "torchaudio", "numba", "numpy", "pyarrow", "webdataset", "plotly"}),
+        ("import orchdata; orchdata.hf; orchdata.hf.__dir__()", {"torch", "transformers", "numba", "numpy"}),
+        ("import orchdata; orchdata.hf.cost", {"torch", "transformers"}),
         ("import orchdata.cli", {"torch", "torchaudio", "numba", "numpy", "pyarrow", "webdataset", "plotly"}),
         ("import orchdata.balancers", {"torch", "pyarrow"}),
         ("import orchdata.native", {"torch", "pyarrow"}),

@@ -132,7 +132,6 @@ def test_a_tower_alone_is_the_only_phase() -> None:
         ({"model_type": "gemma3_text", "sliding_window": 64, "num_hidden_layers": 13}, 11),
         ({"model_type": "gemma3_text", "sliding_window": 64, "sliding_window_pattern": 2}, 2),
         ({"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"] * 2}, 2),
-        ({"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"] * 9}, 2),
     ],
 )
 def test_layers_with_a_sliding_window(text: dict[str, Any], window_layers: int) -> None:
@@ -212,6 +211,7 @@ def test_models_that_nobody_knows_are_read_by_the_usual_keys() -> None:
             r"whether its feed-forward has a gate.*gated=\.\.\.",
         ),
         (LLAMA | {"kv_lora_rank": 512}, None, "has kv_lora_rank=512, which .* does not read: .* fit_phase_costs"),
+        (LLAMA | {"layer_types": ["full_attention"] * 5}, None, "lists 5 layer_types for num_hidden_layers=4: make"),
         (LLAMA | {"layer_types": ["linear_attention"] * 4}, None, r"layer_types \['linear_attention'\]"),
         (LLAMA | {"layer_types": ["sliding_attention"] * 4}, None, "sliding_window=None"),
         (LLAMA | {"model_type": "new", "sliding_window": 64}, None, "sliding_window=64 and no layer_types"),

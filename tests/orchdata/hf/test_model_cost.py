@@ -1,0 +1,178 @@
+"""Costs of whole models in training against the operations that torch counts in a step of them."""
+
+from __future__ import annotations
+
+from itertools import cycle
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers", minversion="5.23")
+
+import torch
+from tiny_hf_models import FAMILIES, WHISPER, adapt, step_flops
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import orchdata as od
+
+WITHIN = 0.02
+# torch's count of eager attention is of all pairs of positions.
+ALL_PAIRS: dict[str, Any] = {"llm": {"causal": False}}
+# What is frozen -> how the same is said of a config; adapters are no part of one.
+FROZEN: dict[str, tuple[str, ...] | None] = {
+    "nothing": (),
+    "towers": ("towers",),
+    "llm": ("llm",),
+    "towers and llm": ("towers", "llm"),
+    "all": ("towers", "connector", "llm"),
+    "towers, adapters": None,
+}
+TOWERS = ("visual", "vision_tower", "vision_model", "audio_tower")
+CONNECTORS = ("multi_modal_projector", "connector", "merger", "deepstack_merger_list", "audio_tower.proj")
+TOKENS = 40
+
+
+def total(cost: od.CostModel, positions: dict[str, int]) -> float:
+    return sum(each.at(positions[phase]) for phase, each in zip(cost.phases, cost.costs, strict=True))
+
+
+def freeze(model: Any, frozen: str) -> None:
+    model.requires_grad_(frozen != "all")
+    for module in (model.get_decoder(), model.get_output_embeddings()):
+        module.requires_grad_(frozen in ("nothing", "towers"))
+    if "adapters" in frozen:
+        adapt(model.get_decoder())
+        # As PEFT does where layers are recomputed.
+        model.get_input_embeddings().register_forward_hook(lambda _, __, embeds: embeds.requires_grad_())
+    for name, module in model.named_modules():
+        if name.endswith(TOWERS):
+            module.requires_grad_("towers" not in frozen and frozen != "all")
+    for name, module in model.named_modules():
+        if name.endswith(CONNECTORS):
+            module.requires_grad_(frozen != "all")
+
+
+def check(name: str, frozen: str, **wrong: Any) -> None:
+    family = FAMILIES[name]
+    config = family.make_config()
+    model = family.make_model(config)
+    freeze(model, frozen)
+    length, flops = step_flops(family, model, TOKENS)
+    positions = {"llm": length} | {phase: part[0] for phase, part in family.parts.items()}
+    read = od.hf.cost(model, **ALL_PAIRS)
+    assert total(read, positions) == pytest.approx(flops, rel=WITHIN)
+    if wrong:
+        assert total(od.hf.cost(model, **ALL_PAIRS, **wrong), positions) != pytest.approx(flops, rel=WITHIN)
+    if (words := FROZEN[frozen]) is not None:
+        said = [each for word in words for each in (family.parts if word == "towers" else [word])]
+        said = [word for word in said if family.parts or word == "llm"]
+        assert od.hf.cost(config, frozen=said, **ALL_PAIRS) == read
+        assert od.hf.cost(config.to_dict(), frozen=said, **ALL_PAIRS) == read
+
+
+@pytest.mark.parametrize(("name", "frozen"), [*zip(FAMILIES, cycle(FROZEN), strict=False), ("InternVL", "nothing")])
+def test_a_step_costs_what_torch_counts(name: str, frozen: str) -> None:
+    check(name, frozen)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("frozen", FROZEN)
+def test_all_ways_to_train_cost_what_torch_counts(name: str, frozen: str) -> None:
+    check(name, frozen)
+
+
+def test_tiles_are_sequences_of_their_own() -> None:
+    check("Idefics3", "all", image={"window": None})
+
+
+@pytest.mark.parametrize(
+    ("frozen", "part"), [((), None), (("audio",), "encoder"), (("llm",), "decoder"), (("audio", "llm"), "")]
+)
+def test_a_decoder_attends_to_the_whole_window_of_its_encoder(frozen: tuple[str, ...], part: str | None) -> None:
+    from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+    ids = {"vocab_size": 128, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "decoder_start_token_id": 1}
+    decoder = {"decoder_layers": 3, "decoder_attention_heads": 4, "decoder_ffn_dim": 96}
+    config = WhisperConfig(**WHISPER, **decoder, **ids, attn_implementation="eager")
+    model = WhisperForConditionalGeneration(config)
+    if part is not None:
+        (getattr(model.model, part) if part else model).requires_grad_(False)
+    if part == "decoder":
+        model.proj_out.requires_grad_(False)
+    with FlopCounterMode(display=False) as counter:
+        tokens = torch.ones(1, TOKENS, dtype=torch.long)
+        logits = model(input_features=torch.rand(1, 16, 3000), decoder_input_ids=tokens, use_cache=False).logits
+        if logits.requires_grad:
+            logits.sum().backward()
+    read = od.hf.cost(model, **ALL_PAIRS)
+    assert read == od.hf.cost(config, frozen=frozen, **ALL_PAIRS)
+    assert total(read, {"audio": 1500, "llm": TOKENS}) == pytest.approx(counter.get_total_flops(), rel=WITHIN)
+
+
+def test_low_rank_adapters_take_two_thirds() -> None:
+    config = FAMILIES["Qwen3"].make_config()
+    (trained,), (adapted,) = od.hf.cost(config).costs, od.hf.cost(config, lora="llm").costs
+    assert adapted.linear == pytest.approx(trained.linear * 2 / 3)
+    assert adapted.quadratic == trained.quadratic  # attention has no weights
+
+
+def test_half_of_the_weights_trained_is_half_of_their_gradients() -> None:
+    config = FAMILIES["Llama"].make_config()
+    model = FAMILIES["Llama"].make_model(config)
+    model.requires_grad_(False)
+    through, trained = (od.hf.cost(config, **{kind: "llm"} if kind else {}).costs[0] for kind in ("lora", ""))
+    weights = [each for each in model.get_decoder().parameters() if each.dim() > 1][1:]
+    weights.append(model.lm_head.weight)
+    for each in weights[::2]:
+        each.requires_grad_(True)
+    share = sum(each.numel() for each in weights[::2]) / sum(each.numel() for each in weights)
+    assert 0.3 < share < 0.7
+    expected = through.linear + share * (trained.linear - through.linear)
+    assert od.hf.cost(model).costs[0].linear == pytest.approx(expected)
+
+
+def test_a_phase_may_be_given_whole_or_left_out() -> None:
+    config = FAMILIES["LLaVA-1.5"].make_config()
+    measured = od.PhaseCost(3.0)
+    found = od.hf.cost(config, image=measured, llm={"recompute": "full"})
+    assert found.costs == (measured, od.TransformerCost.from_config(config, "llm", recompute="full").phase_cost())
+    assert od.hf.cost(config, image=None).phases == ("llm",)
+
+
+def test_what_is_said_must_be_there() -> None:
+    config = FAMILIES["LLaVA-1.5"].make_config()
+    with pytest.raises(ValueError, match="frozen has 'audio', it may name image, llm, connector"):
+        od.hf.cost(config, frozen="audio")
+    with pytest.raises(ValueError, match="lora has 'connector', it may name image, llm"):
+        od.hf.cost(config, lora=("connector",))
+    with pytest.raises(ValueError, match="'llm' is in frozen and in lora"):
+        od.hf.cost(config, lora=("llm",), frozen=["llm"])
+
+
+def test_a_model_says_itself_what_trains() -> None:
+    model = FAMILIES["Llama"].make_model(FAMILIES["Llama"].make_config())
+    with pytest.raises(ValueError, match="frozen= is for configs"):
+        od.hf.cost(model, frozen="llm")
+    wrapped = nn.Module()
+    wrapped.module = model  # as DistributedDataParallel has it
+    assert od.hf.cost(wrapped) == od.hf.cost(model)
+    with pytest.raises(ValueError, match="Linear has no config"):
+        od.hf.cost(nn.Linear(2, 2))
+    elsewhere = nn.Module()
+    elsewhere.language, elsewhere.config = model, FAMILIES["LLaVA-1.5"].make_config()
+    with pytest.raises(ValueError, match="named as those of an image tower.*give its config"):
+        od.hf.cost(elsewhere)
+
+
+def test_configs_that_are_not_read_say_what_to_write() -> None:
+    config = FAMILIES["Llama"].make_config().to_dict()
+    with pytest.raises(ValueError, match="lists 2 layer_types for num_hidden_layers=3"):
+        od.hf.cost(config | {"layer_types": ["full_attention"] * 2})
+    with pytest.raises(ValueError, match=r"kv_lora_rank=8.*llm=TransformerCost\(...\) or llm=PhaseCost\(...\)"):
+        od.hf.cost(config | {"kv_lora_rank": 8})
+    unknown = {"model_type": "new", "vision_config": {"patch_size": 14}, "text_config": config}
+    with pytest.raises(ValueError, match=r"no hidden_size.*image=TransformerCost\(...\)"):
+        od.hf.cost(unknown)
+    assert od.hf.cost(unknown, image=od.PhaseCost(2.0)).phases == ("image", "llm")
