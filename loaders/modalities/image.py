@@ -15,18 +15,17 @@ from typing import Any, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.modalities.checks import above_pixels, check_at_least_one, check_choice
-from orchdata.loaders.modalities.modality import ArraySpec, Header, Heads, Modality, PartSize
+from orchdata.loaders.modalities.checks import check_at_least_one, check_choice
+from orchdata.loaders.modalities.image_header import ImageFiles, check_size
+from orchdata.loaders.modalities.modality import ArraySpec, Header, PartSize
 
 CLIP_MEAN: Final = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD: Final = (0.26862954, 0.26130258, 0.27577711)
-_PIXEL_BYTES: Final = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImagePreprocessor(Modality):
+class ImagePreprocessor(ImageFiles):
     """Images at native resolution and aspect, within a token budget, as patches.
 
     A patch is `patch_size` pixels square; `merge` x `merge` neighbouring patches become one LLM token.
@@ -41,12 +40,6 @@ class ImagePreprocessor(Modality):
         dtype: what patches are stored as; "uint8" holds raw values, to normalise on the device.
     """
 
-    fields = tuple("jpg jpeg jpe jfif png apng webp gif bmp dib tif tiff ppm pgm pbm pnm pfm jp2 j2k avif".split())
-    words = ("image", "image_url")
-    plural = "images"
-    column_words = frozenset("image images img imgs picture pictures photo photos pixels".split())
-    hf_feature = "Image"
-    num_facts = 2
     num_extents = 2
 
     patch_size: int = 14
@@ -88,37 +81,12 @@ class ImagePreprocessor(Modality):
     def arrays(self) -> Mapping[str, ArraySpec]:
         return {"patches": ArraySpec((self.patch_dim,), self.dtype)}
 
-    @staticmethod
-    def scan(heads: Heads) -> None:
-        from orchdata.native.scan.media import scan_images
-
-        scan_images(*heads)
-
-    @classmethod
-    def probe(cls, data: bytes, limits: Limits) -> Header:
-        """(width, height) in pixels, as displayed."""
-        from orchdata.loaders.modalities.image_header import probe_image
-
-        return probe_image(data, limits)
-
     def count_header(self, header: Header, limits: Limits) -> PartSize:
         width, height = header
-        reason = above_pixels(width, height, limits)
-        if reason is not None:
-            raise DecodeError(reason)
-        if width < 1 or height < 1:
-            raise DecodeError(f"not a readable image: its header says {width} x {height} pixels")
+        check_size(width, height, limits)
         grid = image_grid(width, height, self)
         patches = grid[0] * grid[1]
         return PartSize(patches, self.num_tokens(grid), patches, grid)
-
-    @classmethod
-    def knows(cls, head: bytes) -> bool:
-        if head.startswith((b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF87a", b"GIF89a", b"BM", b"II*\0", b"MM\0*")):
-            return True
-        if head[:4] == b"RIFF":
-            return head[8:12] == b"WEBP"
-        return head[4:12] in (b"ftypavif", b"jP  \r\n\x87\n") or head.startswith(b"\xff\x4f\xff\x51")
 
     def decode_into(
         self, data: bytes | memoryview, size: PartSize, out: Mapping[str, NDArray[Any]], limits: Limits
@@ -140,10 +108,6 @@ class ImagePreprocessor(Modality):
     def dummy(self) -> PartSize:
         side = self.merge
         return PartSize(side * side, 1, side * side, (side, side))
-
-    def decoding_bytes(self, parts: Sequence[tuple[Header, PartSize]]) -> int:
-        """Pixels of the largest image: they are decoded one after the other."""
-        return _PIXEL_BYTES * max([width * height for (width, height), _ in parts])
 
 
 def image_grid(width: int, height: int, pre: ImagePreprocessor) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageFile, JpegImagePlugin
+from PIL import Image, ImageFile, ImageOps, JpegImagePlugin
 
 from orchdata.loaders.errors import NOT_DATA, DecodeError, pass_trouble
 from orchdata.loaders.limits import Limits
@@ -81,6 +81,29 @@ def load_pixels(data: bytes, pre: ImagePreprocessor, limits: Limits, grid: tuple
         if data.startswith(_PNG):
             _check_png(data)
         return _load_other(open_image(data), pre, limits, grid)
+    except (*NOT_DATA, DecodeError):
+        raise
+    except Exception as error:  # decoders raise almost anything for damaged bytes
+        pass_trouble(error)
+        raise DecodeError(f"damaged image: {_tidy(error)}") from error
+
+
+def load_rgb(data: bytes, limits: Limits) -> Image.Image:
+    """The image upright and in RGB, as Hugging Face's `load_image` has it: `ImageOps.exif_transpose`, then Pillow's own
+    `convert("RGB")`, which drops alpha and cuts 16 bits off at 255. Raises DecodeError.
+    """
+    try:
+        if is_jpeg(data):
+            header = read_jpeg_header(data)
+            if header is not None and not header.is_cmyk:
+                _check_limits(header.width, header.height, limits)
+                pixels = decode_jpeg(data, header, "RGB", least=(header.width, header.height))
+                return Image.fromarray(_upright(pixels, jpeg_orientation(data)))
+        if data.startswith(_PNG):
+            _check_png(data)
+        image: Image.Image = open_image(data)
+        _check_limits(image.width, image.height, limits)
+        return ImageOps.exif_transpose(image).convert("RGB")
     except (*NOT_DATA, DecodeError):
         raise
     except Exception as error:  # decoders raise almost anything for damaged bytes

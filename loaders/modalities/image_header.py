@@ -1,22 +1,66 @@
-"""Image files -> their size, without decoding, for whatever the scan of plain headers leaves to Pillow."""
+"""Image files -> their size, without decoding: what all modalities that are read from them share."""
 
 from __future__ import annotations
 
 import io
 import threading
 import warnings
+from collections.abc import Sequence
 from typing import Final
 
 from orchdata.loaders.errors import NOT_DATA, DecodeError, pass_trouble
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.modalities.checks import described, starts_with
-from orchdata.loaders.modalities.modality import Header
+from orchdata.loaders.modalities.checks import above_pixels, described, starts_with
+from orchdata.loaders.modalities.modality import Header, Heads, Modality, PartSize
 
 IMAGE_FORMATS: Final = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "JPEG2000", "AVIF")
 """Pillow's names of the formats that are read (JPEG includes MPO). Others run programs (EPS) or have no signature to
 tell them by (TGA)."""
 
 _warnings_lock = threading.Lock()
+_PIXEL_BYTES: Final = 4
+
+
+class ImageFiles(Modality):
+    """A modality read from image files; its headers are (width, height) in pixels, as displayed."""
+
+    fields = tuple("jpg jpeg jpe jfif png apng webp gif bmp dib tif tiff ppm pgm pbm pnm pfm jp2 j2k avif".split())
+    words = ("image", "image_url")
+    plural = "images"
+    column_words = frozenset("image images img imgs picture pictures photo photos pixels".split())
+    hf_feature = "Image"
+    num_facts = 2
+
+    @staticmethod
+    def scan(heads: Heads) -> None:
+        from orchdata.native.scan.media import scan_images
+
+        scan_images(*heads)
+
+    @classmethod
+    def probe(cls, data: bytes, limits: Limits) -> Header:
+        return probe_image(data, limits)
+
+    @classmethod
+    def knows(cls, head: bytes) -> bool:
+        if head.startswith((b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF87a", b"GIF89a", b"BM", b"II*\0", b"MM\0*")):
+            return True
+        if head[:4] == b"RIFF":
+            return head[8:12] == b"WEBP"
+        return head[4:12] in (b"ftypavif", b"jP  \r\n\x87\n") or head.startswith(b"\xff\x4f\xff\x51")
+
+    def decoding_bytes(self, parts: Sequence[tuple[Header, PartSize]]) -> int:
+        """Pixels of the largest image: they are decoded one after the other."""
+        return _PIXEL_BYTES * max([width * height for (width, height), _ in parts])
+
+
+def check_size(width: int, height: int, limits: Limits) -> None:
+    """Raise DecodeError for a size that no image is decoded at."""
+    reason = above_pixels(width, height, limits)
+    if reason is not None:
+        raise DecodeError(reason)
+    if width < 1 or height < 1:
+        raise DecodeError(f"not a readable image: its header says {width} x {height} pixels")
 
 
 def probe_image(data: bytes, limits: Limits) -> Header:

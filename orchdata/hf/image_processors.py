@@ -1,0 +1,150 @@
+"""Image processors of Hugging Face as text, and what runs from it.
+
+processor --source_of--> JSON --running--> the same again, without a tokenizer, one a thread
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from orchdata.hf.image_sizes import Outputs, Settings, rule_of
+
+# What a processor holds beside its settings; none of it has a say in images.
+_BESIDE = frozenset("tokenizer image_processor video_processor feature_extractor audio_tokenizer chat_template".split())
+
+
+def source_of(processor: Any, image_processor: Any) -> str:
+    """JSON of an image processor and of what its processor (None: there is none) says about images.
+
+    Raises ValueError for classes that cannot be imported by name, TypeError for settings without a JSON form.
+    """
+    held: dict[str, Any] = {"image_processor": _named(image_processor), "call": {}, "processor": None, "nested": False}
+    held["image_processor"]["settings"] = json.loads(image_processor.to_json_string())
+    if processor is not None:
+        tokenizer = getattr(processor, "tokenizer", None)
+        merged = processor._merge_kwargs(tokenizer_init_kwargs=getattr(tokenizer, "init_kwargs", {}))["images_kwargs"]
+        held["call"] = {name: value for name, value in merged.items() if name != "return_tensors"}
+        attributes = {name: value for name, value in vars(processor).items() if name not in _BESIDE}
+        attributes = {name: getattr(value, "content", value) for name, value in attributes.items()}
+        held["processor"] = _named(processor) | {"attributes": {k: v for k, v in attributes.items() if _is_plain(v)}}
+        held["nested"] = _takes_nested(processor)
+    return json.dumps(held, sort_keys=True)
+
+
+def _named(value: Any) -> dict[str, Any]:
+    kind = type(value)
+    home = import_module(kind.__module__)
+    if getattr(home, kind.__qualname__, None) is not kind:
+        raise ValueError(
+            f"{kind.__qualname__} cannot be imported from {kind.__module__}, as other processes do: define it in a file"
+        )
+    return {"class": [kind.__module__, kind.__qualname__]}
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _takes_nested(processor: Any) -> bool:
+    """Whether images go to the image processor as a list of each text's images."""
+    from PIL import Image
+
+    blank = Image.new("RGB", (8, 8))
+    found = processor.prepare_inputs_layout(images=[blank], text=[str(getattr(processor, "image_token", ""))])[0]
+    return isinstance(found[0], list | tuple)
+
+
+@dataclass(frozen=True)
+class Running:
+    """What a source describes, rebuilt."""
+
+    image_processor: Any
+    processor: Any
+    call: Mapping[str, Any]
+    nested: bool
+
+    def outputs(self, image: Any) -> tuple[Outputs, str | None]:
+        """What becomes of one image (a PIL image, RGB), and the text that stands for it."""
+        images = [[image]] if self.nested else [image]
+        if self.processor is None:
+            return dict(self.image_processor(images, return_tensors="pt")), None
+        found, texts = self.processor._process_images(images, **self.call, return_tensors="pt")
+        return dict(found), texts[0] if texts else None
+
+    def text(self, outputs: Outputs) -> str | None:
+        """The text that stands for an image of which these are the outputs, or their stand-ins."""
+        if self.processor is None or getattr(self.processor, "image_token", None) is None:
+            return None
+        text: str = self.processor.replace_image_token(outputs, image_idx=0, **self.call)
+        return text
+
+    @cached_property
+    def settings(self) -> Settings:
+        return Settings(self.image_processor, self.call)
+
+    def ruled(self, width: int, height: int) -> tuple[Outputs, str | None]:
+        """As `outputs`, by the rule of the class. Raises whatever the rule does."""
+        rule = rule_of(self.image_processor)
+        if rule is None:
+            raise LookupError(f"no rule for {type(self.image_processor).__name__}")
+        found = rule(self.settings, width, height)
+        return found, self.text(found)
+
+    def measured(self, width: int, height: int) -> tuple[Outputs, str | None]:
+        """As `outputs`, of a grey image of this size."""
+        from PIL import Image
+
+        return self.outputs(Image.new("RGB", (width, height), (99, 99, 99)))
+
+
+class _Held(threading.local):
+    """A thread's own processors: several decode at once, and not every class says that it can be shared."""
+
+    def __init__(self) -> None:
+        self.running: dict[str, Running] = {}
+
+
+_held = _Held()
+
+
+def running(source: str) -> Running:
+    """What a source describes; this thread's own. Raises ImportError without transformers."""
+    found = _held.running.get(source)
+    if found is None:
+        found = _held.running[source] = _built(json.loads(source))
+    return found
+
+
+def _built(held: Mapping[str, Any]) -> Running:
+    image_processor = _class(held["image_processor"]).from_dict(held["image_processor"]["settings"])
+    processor = None
+    if held["processor"] is not None:
+        # Without its constructor, which asks for a tokenizer that images do not need.
+        kind = _class(held["processor"])
+        processor = kind.__new__(kind)
+        vars(processor).update(held["processor"]["attributes"], image_processor=image_processor)
+    return Running(image_processor, processor, held["call"], held["nested"])
+
+
+def _class(named: Mapping[str, Any]) -> Any:
+    module, name = named["class"]
+    return getattr(import_module(module), name)
+
+
+def as_array(value: Any) -> np.ndarray[Any, Any]:
+    """One output, as NumPy has it."""
+    if hasattr(value, "detach"):
+        return np.asarray(value.detach().cpu().numpy())
+    return np.asarray(value)

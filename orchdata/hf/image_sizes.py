@@ -1,0 +1,132 @@
+"""The shapes that Hugging Face's image processors give, from an image's size alone: no pixel is touched.
+
+Each rule gives what the processor would, for one image: arrays of the right shape whose values mean nothing (they take
+no memory), and the numbers that follow from the size. Its arithmetic is the processor's own wherever that can be
+called. Whoever uses a rule compares it with the processor itself first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+Outputs = dict[str, Any]
+
+
+class Settings:
+    """What an image processor is called with: arguments of the call before attributes."""
+
+    def __init__(self, image_processor: Any, call: Mapping[str, Any]) -> None:
+        self.processor = image_processor
+        self.module = import_module(type(image_processor).__module__)
+        self._call = call
+
+    def __getattr__(self, name: str) -> Any:
+        return self._call[name] if name in self._call else getattr(self.processor, name)
+
+    def side(self, name: str) -> tuple[int, int]:
+        """(height, width) of `size` or `crop_size`."""
+        held = dict(getattr(self, name))
+        return (held["height"], held["width"]) if "height" in held else (held["shortest_edge"], held["shortest_edge"])
+
+
+Rule = Callable[[Settings, int, int], Outputs]
+
+
+def rule_of(image_processor: Any) -> Rule | None:
+    """The rule of a processor's class, in either backend."""
+    return _RULES.get(type(image_processor).__name__.removesuffix("Pil").removesuffix("Fast"))
+
+
+def pixels(*shape: int) -> NDArray[np.float32]:
+    """An array of a shape, without memory."""
+    return np.broadcast_to(np.float32(0), shape)
+
+
+def _patches(settings: Settings, width: int, height: int) -> Outputs:
+    size, patch, merge = dict(settings.size), settings.patch_size, settings.merge_size
+    if not settings.do_resize:
+        raise ValueError("without do_resize")
+    high, wide = settings.module.smart_resize(
+        height, width, factor=patch * merge, min_pixels=size["shortest_edge"], max_pixels=size["longest_edge"]
+    )
+    grid = (1, high // patch, wide // patch)
+    dim = 3 * settings.temporal_patch_size * patch * patch
+    return {"pixel_values": pixels(grid[1] * grid[2], dim), "image_grid_thw": np.array([grid], np.int64)}
+
+
+def _square(settings: Settings, *_size: int) -> Outputs:
+    cropped = getattr(settings.processor, "do_center_crop", None)
+    return {"pixel_values": pixels(1, 3, *settings.side("crop_size" if cropped else "size"))}
+
+
+def _any_resolution(settings: Settings, width: int, height: int) -> Outputs:
+    side = settings.side("crop_size" if settings.crop_size and settings.do_center_crop else "size")
+    cell = settings.side("crop_size" if settings.crop_size else "size")[0]
+    best = settings.module.select_best_resolution((height, width), settings.image_grid_pinpoints)
+    tiles = 1 + -(-best[0] // cell) * -(-best[1] // cell)
+    return {"pixel_values": pixels(1, tiles, 3, *side), "image_sizes": np.array([[height, width]], np.int64)}
+
+
+def _one_vision(settings: Settings, width: int, height: int) -> Outputs:
+    return {**_any_resolution(settings, width, height), "batch_num_images": np.array([1], np.int64)}
+
+
+def _canvas(settings: Settings, width: int, height: int) -> Outputs:
+    side, tiles = settings.side("size"), 1
+    if settings.crop_to_patches:
+        cols, rows = settings.module.get_optimal_tiled_canvas(
+            (height, width), side, settings.min_patches, settings.max_patches
+        )
+        tiles = rows * cols + (rows * cols > 1)
+    return {"pixel_values": pixels(tiles, 3, *side), "num_patches": np.array([tiles], np.int64)}
+
+
+def _split(settings: Settings, width: int, height: int) -> Outputs:
+    side, rows, cols = settings.max_image_size["longest_edge"], 0, 0
+    if settings.do_image_splitting:
+        high, wide = height, width
+        if settings.do_resize:
+            stub = pixels(3, height, width)
+            high, wide = settings.module.get_resize_output_image_size(stub, settings.size["longest_edge"])
+        aspect = wide / high
+        if wide >= high:
+            wide = math.ceil(wide / side) * side
+            high = math.ceil(int(wide / aspect) / side) * side
+        else:
+            high = math.ceil(high / side) * side
+            wide = math.ceil(int(high * aspect) / side) * side
+        if max(high, wide) > side:
+            rows, cols = high // side, wide // side
+    # Without its pixel_attention_mask: tiles of one image are of one size and so it is all ones, as the models have it
+    # where none is given. Ones that are left to them serve a dummy too, whose arrays are zeros.
+    return {"pixel_values": pixels(1, rows * cols + 1, 3, side, side), "rows": [[rows]], "cols": [[cols]]}
+
+
+def _pan_and_scan(settings: Settings, width: int, height: int) -> Outputs:
+    crops = 0
+    if settings.do_pan_and_scan:
+        processor, limits = settings.processor, ("min_crop_size", "max_num_crops", "min_ratio_to_activate")
+        chosen = {f"pan_and_scan_{name}": getattr(settings, f"pan_and_scan_{name}") for name in limits}
+        cut = getattr(processor, "pan_and_scan_batched", None) or processor.pan_and_scan
+        crops = len(cut(pixels(3, height, width), **chosen))
+    return {"pixel_values": pixels(1 + crops, 3, *settings.side("size")), "num_crops": np.array([crops], np.int64)}
+
+
+_RULES: Final[Mapping[str, Rule]] = {
+    "Qwen2VLImageProcessor": _patches,
+    "CLIPImageProcessor": _square,
+    "SiglipImageProcessor": _square,
+    "LlavaImageProcessor": _square,
+    "LlavaNextImageProcessor": _any_resolution,
+    "LlavaOnevisionImageProcessor": _one_vision,
+    "GotOcr2ImageProcessor": _canvas,
+    "Idefics3ImageProcessor": _split,
+    "SmolVLMImageProcessor": _split,
+    "Gemma3ImageProcessor": _pan_and_scan,
+}

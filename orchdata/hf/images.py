@@ -1,0 +1,341 @@
+"""Images of a Hugging Face processor, as a modality.
+
+    processor --image_modality--> HFImages(source=JSON, ...): (width, height) -> counts, text, extras
+                                                              bytes -> the arrays of its image processor
+
+Counts follow from a rule of the image processor's class where there is one (`image_sizes`), compared with the processor
+when the modality is made; for any other class a blank image of each size is measured, once. Pixels are the image
+processor's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import isqrt
+from typing import Any, Final, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchdata.hf.image_processors import as_array, running, source_of
+from orchdata.hf.image_sizes import Outputs
+from orchdata.loaders.errors import DecodeError
+from orchdata.loaders.limits import Limits
+from orchdata.loaders.modalities.image_header import ImageFiles, check_size
+from orchdata.loaders.modalities.modality import ArraySpec, Header, PartSize, Slot, stored
+
+# Sizes at which a processor is looked at: squares, flat, tall, tiny and larger than most tiles.
+_LOOKED_AT: Final = ((336, 336), (640, 400), (60, 48), (300, 1100), (1500, 400))
+_PATCH_SIDES: Final = (14, 16)
+# What a rule raises where there is none, or where it is of another version of the class.
+_NO_RULE: Final = (LookupError, ValueError, AttributeError, TypeError)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """One of the image processor's outputs.
+
+    Attributes:
+        name: Hugging Face's.
+        shape: of one row, one part, or all numbers that follow from the size.
+        dtype: of the tensor in the batch.
+        per: "row", a tile or patch; "part", an image; "size", numbers that follow from the image's size.
+        batched: whether rows stand behind an axis of images.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    per: Literal["row", "part", "size"]
+    batched: bool = False
+
+    @property
+    def count(self) -> int:
+        """Numbers of a row."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    def num_rows(self, outputs: Outputs) -> int:
+        return int(as_shape(outputs[self.name])[1 if self.batched else 0])
+
+
+class _Found(NamedTuple):
+    """What a size gives: rows, the numbers that follow from it, and the text, in runs."""
+
+    rows: int
+    numbers: tuple[int, ...]
+    expansion: tuple[str | int, ...] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class HFImages(ImageFiles):
+    """Images as a Hugging Face processor prepares them: made by `image_modality`.
+
+    Arrays have the names of Hugging Face's image processor, a row a tile or patch; extras are what follows from an
+    image's size (`image_grid_thw`, `image_sizes`). An extent is (width, height), then the numbers of the extras.
+
+    Attributes:
+        source: the image processor and what else its processor says of images, as JSON.
+        outputs: what the image processor gives.
+        counted: by a "rule" of its class, or "measured" on a blank image of each size.
+        merge: side of a merged token in patches, where tokens are a grid of them; 0 where they are not.
+        row_positions: positions that the encoder computes for a row (patches of a tile).
+        placeholder: what stands for an image in rendered chats: the processor's `image_token`. It is `slot.mark`, the
+            token of one feature, but for Gemma-3, whose placeholder is its start token.
+    """
+
+    source: str
+    outputs: tuple[Output, ...]
+    counted: Literal["rule", "measured"]
+    merge: int = 0
+    row_positions: int = 1
+    placeholder: str = ""
+    slot: Slot = Slot()
+    num_extents: int = 2
+
+    def arrays(self) -> Mapping[str, ArraySpec]:
+        return {each.name: ArraySpec(each.shape, each.dtype, each.per) for each in self.outputs if each.per != "size"}
+
+    def count_header(self, header: Header, limits: Limits) -> PartSize:
+        width, height = header
+        check_size(width, height, limits)
+        try:
+            found = _found(self, width, height)
+        except (ValueError, ZeroDivisionError) as error:  # an aspect ratio that the processor refuses
+            raise DecodeError(f"an image of {width} x {height} pixels, which its processor refuses: {error}") from error
+        return self._size(found, (width, height))
+
+    def expand(self, size: PartSize) -> tuple[str | int, ...] | None:
+        width, height = size.extent[:2]
+        return _found(self, width, height).expansion
+
+    def decode_into(
+        self, data: bytes | memoryview, size: PartSize, out: Mapping[str, NDArray[Any]], limits: Limits
+    ) -> None:
+        from orchdata.loaders.modalities.image_decode import load_rgb
+
+        image = load_rgb(bytes(data), limits)
+        if image.size != tuple(size.extent[:2]):
+            raise DecodeError(
+                f"decoded to {image.width} x {image.height} pixels, the index says {size.extent[0]} x {size.extent[1]}"
+                ": index again"
+            )
+        outputs, _ = running(self.source).outputs(image)
+        numbers = self._numbers(outputs)
+        if numbers != tuple(size.extent[2:]):
+            raise DecodeError(f"prepared to {numbers}, the index says {tuple(size.extent[2:])}: index again")
+        for each in self.outputs:
+            if each.per == "size":
+                continue
+            values = stored(outputs[each.name], each.dtype)
+            values, target = values[0] if each.batched else values, out[each.name]
+            if values.shape != target.shape:
+                raise DecodeError(
+                    f"prepared to {each.name} of shape {values.shape}, the index says {target.shape}: index again"
+                )
+            target[...] = values
+
+    def extras(self, sizes: Sequence[PartSize]) -> Mapping[str, NDArray[Any]]:
+        """What follows from sizes, in Hugging Face's names and dtypes, one row an image."""
+        told, first = {}, 2
+        for each in self.outputs:
+            if each.per == "size":
+                rows = [size.extent[first : first + each.count] for size in sizes]
+                told[each.name] = np.array(rows, each.dtype).reshape(len(sizes), *each.shape)
+                first += each.count
+        return told
+
+    def rope(self, size: PartSize) -> NDArray[np.int64] | None:
+        """After Qwen2-VL, where tokens are a grid: one moment, the merged grid along height and width."""
+        if not self.merge:
+            return None
+        _, high, wide = self.extras([size])["image_grid_thw"][0].tolist()
+        rows, cols = np.divmod(np.arange(high * wide // self.merge**2), wide // self.merge)
+        return np.stack([np.zeros_like(rows), rows, cols])
+
+    def dummy(self) -> PartSize:
+        """One merged token, one tile, or the image of fewest tiles where tokens depend on its size."""
+        if self.merge:
+            side = self.merge
+            return PartSize(side * side * self.row_positions, 1, side * side, (0, 0, 1, side, side))
+        found = [self._size(_found(self, *size), size) for size in _LOOKED_AT]
+        least = min(found, key=lambda size: (size.num_rows, size.tokens))
+        if any(each.per == "size" for each in self.outputs):
+            return least
+        return PartSize(self.row_positions, least.tokens // least.num_rows, 1, least.extent)
+
+    def _size(self, found: _Found, size: tuple[int, int]) -> PartSize:
+        positions = found.rows * self.row_positions
+        if found.expansion is None:
+            tokens = found.rows // self.merge**2 if self.merge else positions
+        else:
+            tokens = sum(run for run in found.expansion if isinstance(run, int))
+        return PartSize(positions, tokens, found.rows, (*size, *found.numbers))
+
+    def _numbers(self, outputs: Outputs) -> tuple[int, ...]:
+        """What follows from the size, of one image's outputs."""
+        sized = [as_array(outputs[each.name]).reshape(-1).tolist() for each in self.outputs if each.per == "size"]
+        return tuple(number for numbers in sized for number in numbers)
+
+
+def as_shape(value: Any) -> tuple[int, ...]:
+    return tuple(value.shape) if hasattr(value, "shape") else np.shape(value)
+
+
+@lru_cache(maxsize=1 << 16)
+def _found(images: HFImages, width: int, height: int) -> _Found:
+    """What a size gives. Raises ValueError for one that the processor refuses."""
+    run = running(images.source)
+    outputs, text = run.ruled(width, height) if images.counted == "rule" else run.measured(width, height)
+    rows = next(each.num_rows(outputs) for each in images.outputs if each.per == "row")
+    return _Found(rows, images._numbers(outputs), None if text is None else runs(text, str(images.slot.mark)))
+
+
+def runs(text: str, mark: str) -> tuple[str | int, ...]:
+    """Text with marks in it -> strings, and numbers of marks in a row."""
+    found: list[str | int] = []
+    for at, piece in enumerate(text.split(mark)):
+        if at:
+            if found and isinstance(found[-1], int):
+                found[-1] += 1
+            else:
+                found.append(1)
+        if piece:
+            found.append(piece)
+    return tuple(found)
+
+
+def image_modality(processor: Any, *, patch_size: int | None = None) -> HFImages:
+    """Images as a processor of Hugging Face prepares them.
+
+    Args:
+        processor: a `ProcessorMixin` that has an `image_processor`, or an image processor by itself.
+        patch_size: side in pixels of what the vision tower computes one position for, where the processor does not
+            tell (it tells for Qwen-VL, LLaVA and LLaVA-NeXT): costs count positions. By default 14 or 16, whichever
+            gives a whole number of patches to a token; else a token is a position.
+
+    Raises:
+        TypeError: no image processor in it.
+        ValueError: outputs that no batch can hold, or that do not follow from an image's size; a token for features
+            that is not one of its tokenizer's.
+    """
+    whole = processor if hasattr(processor, "image_processor") else None
+    image_processor = processor.image_processor if whole is not None else processor
+    if not callable(getattr(image_processor, "preprocess", None)):
+        raise TypeError(f"{type(processor).__name__} has no image processor of transformers' in it")
+    source = source_of(whole, image_processor)
+    name = type(processor).__name__
+    run = running(source)
+    seen = [run.measured(*size) for size in _LOOKED_AT]
+    kept = set(seen[0][0]) if whole is None else _inputs(whole, seen[0][0])
+    with suppress(*_NO_RULE):
+        kept &= run.ruled(*_LOOKED_AT[0])[0].keys()
+    outputs = _outputs(name, [found for found, _ in seen], kept)
+    slot = _slot(whole, seen[0][1])
+    merge = getattr(image_processor, "merge_size", 0) if any(o.name == "image_grid_thw" for o in outputs) else 0
+    if whole is None and not merge and patch_size is None:
+        raise ValueError(f"{name} does not say how many tokens an image becomes: give its processor, or patch_size")
+    measured = HFImages(
+        source=source,
+        outputs=outputs,
+        counted="measured",
+        merge=merge,
+        row_positions=1 if merge else _row_positions(outputs, whole, patch_size),
+        placeholder=str(getattr(whole, "image_token", None) or ""),
+        slot=slot,
+        num_extents=2 + sum(each.count for each in outputs if each.per == "size"),
+    )
+    ruled = replace(measured, counted="rule")
+    return ruled if _follows(ruled, measured) else measured
+
+
+def _follows(ruled: HFImages, measured: HFImages) -> bool:
+    """Whether the rule says what the processor does."""
+    try:
+        return all(_found(ruled, *size) == _found(measured, *size) for size in _LOOKED_AT)
+    except _NO_RULE:
+        return False
+
+
+def _inputs(processor: Any, outputs: Outputs) -> set[str]:
+    """Which outputs of its image processor a processor hands to the model."""
+    from PIL import Image
+
+    blank, mark = Image.new("RGB", _LOOKED_AT[0]), getattr(processor, "image_token", "")
+    return outputs.keys() & set(processor(images=[blank], text=[str(mark)], return_tensors="pt"))
+
+
+def _outputs(name: str, seen: Sequence[Outputs], kept: set[str]) -> tuple[Output, ...]:
+    """What an image processor gives, from what it gave of several sizes. Raises ValueError."""
+    names = [each for each in seen[0] if each in kept]
+    main = next(
+        (each for each in names if hasattr(seen[0][each], "dtype") and seen[0][each].dtype.is_floating_point), None
+    )
+    if main is None:
+        raise ValueError(f"{name} gives no array of pixels for an image: {', '.join(seen[0])}")
+    dims = len(as_shape(seen[0][main]))
+    if dims not in (2, 3, 4, 5):
+        raise ValueError(
+            f"{name} gives {main} with {dims} axes, which are not rows of tiles or patches: no batch holds it"
+        )
+    batched = dims in (3, 5)
+    found = []
+    for each in names:
+        shapes = [as_shape(outputs[each]) for outputs in seen]
+        rows = [as_shape(outputs[main])[1 if batched else 0] for outputs in seen]
+        leading = [(1, count) if batched else (count,) for count in rows]
+        dtype = str(seen[0][each].dtype).removeprefix("torch.") if hasattr(seen[0][each], "dtype") else "int64"
+        per_row = all(shape[: len(lead)] == lead for shape, lead in zip(shapes, leading, strict=True))
+        if each == main or (per_row and len(shapes[0]) >= dims - 1 and (batched or max(rows) > 1)):
+            shape = {shape[len(lead) :] for shape, lead in zip(shapes, leading, strict=True)}
+            per: Literal["row", "part", "size"] = "row"
+        else:
+            shape = {shape[1:] for shape in shapes}
+            per = "size" if not dtype.startswith(("float", "bfloat")) else "part"
+            if any(shape[:1] != (1,) for shape in shapes):
+                raise ValueError(f"{name} gives {each} of shape {shapes[0]}, neither a row an image nor a row a tile")
+        if len(shape) > 1:
+            shown = ", ".join(map(str, sorted(shape)))
+            raise ValueError(
+                f"{name} gives {each} whose rows have another shape for every image ({shown}): only processors whose "
+                "tiles or patches are all of one shape can be used"
+            )
+        found.append(Output(name=each, shape=shape.pop(), dtype=dtype, per=per, batched=batched and per == "row"))
+    return tuple(found)
+
+
+def _slot(processor: Any, text: str | None) -> Slot:
+    """The token of one feature, from the text that stands for an image."""
+    if processor is None:
+        return Slot()
+    name = type(processor).__name__
+    if text is None:
+        raise ValueError(f"{name} has no image_token: how its images stand in text is not known")
+    tokenizer = getattr(processor, "tokenizer", None)
+    marks = [getattr(tokenizer, "image_token", None), getattr(processor, "image_token", None)]
+    mark = next((str(each) for each in marks if each is not None and str(each) in text), None)
+    if mark is None:
+        raise ValueError(f"{name} puts {text[:80]!r} for an image, in which its image_token does not stand")
+    if tokenizer is None:
+        raise ValueError(f"{name} has no tokenizer, which knows the id of {mark!r}")
+    ids = tokenizer.encode(mark, add_special_tokens=False)
+    if len(ids) != 1 or mark not in tokenizer.get_added_vocab():
+        raise ValueError(f"{mark!r} must be one added token of {type(tokenizer).__name__}: add it as a special token")
+    return Slot(mark=mark, token_id=ids[0])
+
+
+def _row_positions(outputs: Sequence[Output], processor: Any, patch: int | None) -> int:
+    """Patches of a tile: of its pixels, by the side of a patch or by the merged tokens of a tile."""
+    shape = next(each.shape for each in outputs if each.per == "row")
+    if len(shape) != 3:
+        return 1
+    high, wide = shape[1:]
+    patch = patch or getattr(processor, "patch_size", None)
+    told = ("num_image_tokens", "image_seq_length", "image_seq_len")
+    tokens = next((found for name in told if isinstance(found := getattr(processor, name, None), int)), 1)
+    side = isqrt(tokens)
+    fits = [each for each in _PATCH_SIDES if side * side == tokens and high >= each and (high // each) % side == 0]
+    patch = patch or (fits[0] if fits else None)
+    return (high // patch) * (wide // patch) if patch else tokens

@@ -1,0 +1,246 @@
+"""Processors of Hugging Face as their models ship them, built in code: the tokenizer is trained on a few words."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+
+def _declare_operators() -> list[torch.library.Library]:
+    """Let a torchvision be imported whose compiled operators do not fit this torch: only its Python is used here."""
+    found = find_spec("torchvision")
+    if found is None:
+        return []
+    compiled = next(Path(found.submodule_search_locations[0]).glob("_C*.so"))
+    try:
+        torch.ops.load_library(str(compiled))
+    except OSError:
+        operators = torch.library.Library("torchvision", "DEF")
+        for name in ("nms", "qnms"):
+            operators.define(f"{name}(Tensor boxes, Tensor scores, float iou_threshold) -> Tensor")
+        for pooled in ("roi_align", "roi_pool", "ps_roi_align", "ps_roi_pool", "deform_conv2d"):
+            operators.define(f"{pooled}(Tensor input) -> Tensor")
+            operators.define(f"_{pooled}_backward(Tensor grad) -> Tensor")
+        return [operators]
+    return []
+
+
+_OPERATORS = _declare_operators()  # before transformers is imported, which imports torchvision
+
+import transformers  # noqa: E402
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: E402
+from transformers import PreTrainedTokenizerFast  # noqa: E402
+
+HAS_TORCHVISION = find_spec("torchvision") is not None
+BACKENDS = ("pil", "torchvision") if HAS_TORCHVISION else ("pil",)
+
+TEXT = ["Describe the image, please. A cat sat on the mat; 12 dogs ran.\n", "Here is the original image and crops"]
+
+
+def tokenizer(*special: str, **named: str) -> Any:
+    """Byte-level BPE with added tokens; `named` ones are attributes too, as `image_token`."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    bpe.train_from_iterator(TEXT, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False))
+    tokens = [*special, *named.values()]
+    bpe.add_special_tokens(["<s>", "</s>", "<pad>", *tokens])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        extra_special_tokens=named,
+    )
+
+
+def image_processor(name: str, backend: str, **settings: Any) -> Any:
+    """transformers' image processor of a model, of backend "pil" or "torchvision"."""
+    return getattr(transformers, name + ("Pil" if backend == "pil" else ""))(**settings)
+
+
+FAMILIES = (
+    "qwen2_vl",
+    "qwen3_vl",
+    "llava",
+    "llava_square",
+    "llava_next",
+    "llava_onevision",
+    "internvl",
+    "idefics3",
+    "idefics3_whole",
+    "smolvlm",
+    "gemma3",
+    "gemma3_pan_and_scan",
+    "paligemma",
+)
+
+
+def processor(family: str, backend: str = "pil") -> Any:
+    """A processor of the family, with small tiles and the settings that its models ship with otherwise."""
+    return _BUILD[family](backend)
+
+
+def _qwen(kind: str, patch: int, **settings: Any) -> Any:
+    def build(backend: str) -> Any:
+        words = tokenizer("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+        images = image_processor("Qwen2VLImageProcessor", backend, patch_size=patch, **settings)
+        return _built(getattr(transformers, kind), images, words)
+
+    return build
+
+
+class _NoVideo:
+    """Says what processors ask their video processor for before they look whether there is a video."""
+
+    num_frames, fps = 64, 1
+    size = {"longest_edge": 512}
+    model_input_names = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        return {}
+
+
+def _built(kind: Any, *args: Any, **settings: Any) -> Any:
+    """A processor whose class asks for a video processor, which torchvision would be needed for, and num2words for its
+    words.
+    """
+    module = sys.modules[kind.__module__]
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(kind, "check_argument_for_proper_class", lambda *_: None))
+        if getattr(module, "num2words", kind) is None:
+            stack.enter_context(mock.patch.object(module, "num2words", str))
+        return kind(*args, video_processor=_NoVideo(), **settings)
+
+
+def _llava(*, pad: bool) -> Any:
+    def build(backend: str) -> Any:
+        side = {"size": {"shortest_edge": 56}, "crop_size": {"height": 56, "width": 56}}
+        images = image_processor("LlavaImageProcessor" if pad else "CLIPImageProcessor", backend, **side)
+        images.do_pad = pad
+        return transformers.LlavaProcessor(
+            images,
+            tokenizer(image_token="<image>"),
+            patch_size=14,
+            vision_feature_select_strategy="default",
+            num_additional_image_tokens=1,
+        )
+
+    return build
+
+
+def _llava_next(backend: str) -> Any:
+    images = image_processor(
+        "LlavaNextImageProcessor",
+        backend,
+        size={"shortest_edge": 56},
+        crop_size={"height": 56, "width": 56},
+        image_grid_pinpoints=[[56, 112], [112, 56], [112, 112], [168, 56], [56, 168]],
+    )
+    return transformers.LlavaNextProcessor(
+        images,
+        tokenizer(image_token="<image>"),
+        patch_size=14,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    )
+
+
+def _llava_onevision(backend: str) -> Any:
+    sides = range(48, 48 * 7, 48)
+    images = image_processor(
+        "LlavaOnevisionImageProcessor",
+        backend,
+        size={"height": 48, "width": 48},
+        image_grid_pinpoints=[[high, wide] for high in sides for wide in sides],
+    )
+    return _built(
+        transformers.LlavaOnevisionProcessor,
+        images,
+        tokenizer(image_token="<image>", video_token="<video>"),
+        num_image_tokens=9,
+        vision_feature_select_strategy="full",
+        vision_aspect_ratio="anyres_max_9",
+    )
+
+
+def _internvl(backend: str) -> Any:
+    words = tokenizer(
+        start_image_token="<img>",
+        end_image_token="</img>",
+        context_image_token="<IMG_CONTEXT>",
+        video_token="<video>",
+    )
+    images = image_processor(
+        "GotOcr2ImageProcessor", backend, size={"height": 56, "width": 56}, crop_to_patches=True, max_patches=12
+    )
+    return _built(transformers.InternVLProcessor, images, words, image_seq_length=4)
+
+
+def _split(kind: str, **settings: Any) -> Any:
+    def build(backend: str) -> Any:
+        tags = [f"<row_{row}_col_{col}>" for row in range(1, 7) for col in range(1, 7)]
+        images = image_processor(
+            f"{kind}ImageProcessor",
+            backend,
+            size={"longest_edge": 4 * 56},
+            max_image_size={"longest_edge": 56},
+            **settings,
+        )
+        if kind == "Idefics3":
+            words = tokenizer(*tags, "<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>")
+            return transformers.Idefics3Processor(images, words, image_seq_len=4)
+        tags += ["<fake_token_around_image>", "<end_of_utterance>", "<global-img>"]
+        words = tokenizer(*tags, image_token="<image>")
+        return _built(transformers.SmolVLMProcessor, images, words, image_seq_len=4)
+
+    return build
+
+
+def _gemma3(**call: Any) -> Any:
+    def build(backend: str) -> Any:
+        named = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
+        words = tokenizer(**named)
+        images = image_processor("Gemma3ImageProcessor", backend, size={"height": 56, "width": 56})
+        found = transformers.Gemma3Processor(images, words, image_seq_length=4)
+        found.images_kwargs = found.images_kwargs | call
+        return found
+
+    return build
+
+
+def _paligemma(backend: str) -> Any:
+    images = image_processor("SiglipImageProcessor", backend, size={"height": 56, "width": 56})
+    images.image_seq_length = 16
+    return transformers.PaliGemmaProcessor(images, tokenizer(image_token="<image>"))
+
+
+_BUILD = {
+    "qwen2_vl": _qwen("Qwen2VLProcessor", 14, min_pixels=56 * 56, max_pixels=28 * 28 * 64),
+    "qwen3_vl": _qwen(
+        "Qwen3VLProcessor", 16, min_pixels=64 * 64, max_pixels=32 * 32 * 64, image_mean=[0.5] * 3, image_std=[0.5] * 3
+    ),
+    "llava": _llava(pad=False),
+    "llava_square": _llava(pad=True),
+    "llava_next": _llava_next,
+    "llava_onevision": _llava_onevision,
+    "internvl": _internvl,
+    "idefics3": _split("Idefics3"),
+    "idefics3_whole": _split("Idefics3", do_image_splitting=False),
+    "smolvlm": _split("SmolVLM"),
+    "gemma3": _gemma3(),
+    "gemma3_pan_and_scan": _gemma3(
+        do_pan_and_scan=True,
+        pan_and_scan_min_crop_size=64,
+        pan_and_scan_max_num_crops=4,
+        pan_and_scan_min_ratio_to_activate=1.2,
+    ),
+    "paligemma": _paligemma,
+}
