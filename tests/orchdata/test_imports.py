@@ -50,6 +50,7 @@ orchdata: engines
 orchdata: delivery
 orchdata: dataset
 orchdata: dataloader profile post_balancing
+orchdata: hf
 orchdata: synth reference
 orchdata: demo bench
 orchdata: cli
