@@ -1,16 +1,17 @@
-"""Audio clips: how they become log-mel frames, as a value.
+"""Audio clips: how they become log-mel frames or samples, as a value.
 
-    (frames, rate) -> samples -> tokens -> mel frames -> positions
+    (frames, rate) -> samples -> windows -> tokens -> mel frames -> positions
 
 All counts follow from headers, in integers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
+import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.loaders.errors import DecodeError
@@ -21,22 +22,8 @@ from orchdata.loaders.modalities.modality import ArraySpec, Header, Heads, Modal
 _WAVE_BYTES: Final = 4
 
 
-@dataclass(frozen=True, kw_only=True)
-class AudioPreprocessor(Modality):
-    """Audio as mono log-mel frames, a whole number of tokens a clip.
-
-    With n samples at `sample_rate`: tokens = max(1, ceil(n * tokens_per_second / sample_rate)); a token is
-    sample_rate / (tokens_per_second * hop_length) mel frames, and `conv_stride` mel frames become one position of
-    the encoder. Both divisions must be exact.
-
-    Attributes:
-        sample_rate: Hz; clips of other rates are resampled.
-        num_mels: mel bands.
-        hop_length, n_fft: step and length of the analysis window, in samples.
-        conv_stride: mel frames per position entering attention.
-        tokens_per_second: LLM tokens per second of audio.
-        dtype: what features are stored as.
-    """
+class Clips(Modality):
+    """Sound files: how they are called, known and measured. A header is (frames of a channel, rate in Hz)."""
 
     fields = tuple("wav wave flac mp3 mp2 ogg oga opus aif aiff aifc au snd caf w64 rf64".split())
     words = ("audio", "audio_url", "input_audio")
@@ -44,6 +31,67 @@ class AudioPreprocessor(Modality):
     column_words = frozenset("audio audios speech sound sounds clip clips recording waveform".split())
     hf_feature = "Audio"
     num_facts = 2
+
+    @staticmethod
+    def scan(heads: Heads) -> None:
+        from orchdata.native.scan.media import scan_audio
+
+        scan_audio(*heads)
+
+    @classmethod
+    def probe(cls, data: bytes, limits: Limits) -> Header:
+        """(frames of a channel, rate in Hz)."""
+        from orchdata.loaders.modalities.audio_header import probe_audio
+
+        return probe_audio(data, limits)
+
+    @classmethod
+    def knows(cls, head: bytes) -> bool:
+        named = (b"RIFF", b"fLaC", b"OggS", b"ID3", b"FORM", b".snd", b"RF64", b"riff", b"caff")
+        return head.startswith(named) or head[:2] in (b"\xff\xfb", b"\xff\xf3", b"\xff\xf2")
+
+    def decoding_bytes(self, parts: Sequence[tuple[Header, PartSize]]) -> int:
+        """Waves of all clips, as stored and resampled; the first number of an extent counts the latter."""
+        return _WAVE_BYTES * sum([frames + size.extent[0] for (frames, _), size in parts])
+
+
+class WindowSize(NamedTuple):
+    """What becomes of up to a window of sound: rows of its arrays, those of them that are the clip's own frames or
+    samples, positions and tokens.
+    """
+
+    rows: int
+    filled: int
+    positions: int
+    tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class AudioPreprocessor(Clips):
+    """Audio as mono log-mel frames, as Whisper makes them, or as the samples themselves.
+
+    A token is sample_rate / (tokens_per_second * hop_length) frames, and `conv_stride` frames become one position of
+    the encoder; both divisions must be exact.
+
+    Attributes:
+        sample_rate: Hz; clips of other rates are resampled.
+        num_mels: mel bands.
+        hop_length, n_fft: step and length of the analysis window, in samples; of a waveform, step and receptive field
+            of the encoder's convolutions (wav2vec 2.0: 320 and 400).
+        conv_stride: frames per position entering attention.
+        tokens_per_second: LLM tokens per second of audio.
+        features: "log_mel"; "waveform", whose rows are samples; "normalized_waveform", of mean 0 and variance 1 over
+            each clip or window.
+        fill: silence behind a clip. "token": up to whole tokens, of which there are
+            max(1, ceil(n * tokens_per_second / sample_rate)) for n samples. "none": no silence; what does not fill a
+            last token has none, as in Qwen2-Audio and Qwen2.5-Omni. "window": up to the whole window, whose positions
+            all count; rows of its arrays are windows, tokens those of "none".
+        window_seconds: the longest clip that the encoder takes; None for any.
+        long_clips: those above it are "error"s of their sample; "cut" leaves out what is behind; "split" makes as many
+            windows of a clip as it needs, one behind the other in one part.
+        dtype: what features are stored as.
+    """
+
     num_extents = 2
 
     sample_rate: int = 16_000
@@ -52,12 +100,24 @@ class AudioPreprocessor(Modality):
     conv_stride: int = 2
     tokens_per_second: int = 25
     n_fft: int = 400
+    features: Literal["log_mel", "waveform", "normalized_waveform"] = "log_mel"
+    fill: Literal["token", "none", "window"] = "token"
+    window_seconds: int | None = None
+    long_clips: Literal["error", "cut", "split"] = "error"
     dtype: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self) -> None:
+        owner = type(self).__name__
         for name in ("sample_rate", "num_mels", "hop_length", "conv_stride", "tokens_per_second", "n_fft"):
-            check_at_least_one("AudioPreprocessor", name, getattr(self, name))
-        check_choice("AudioPreprocessor", "dtype", self.dtype, ("float32", "bfloat16"))
+            check_at_least_one(owner, name, getattr(self, name))
+        check_choice(owner, "dtype", self.dtype, ("float32", "bfloat16"))
+        check_choice(owner, "features", self.features, ("log_mel", "waveform", "normalized_waveform"))
+        check_choice(owner, "fill", self.fill, ("token", "none", "window"))
+        check_choice(owner, "long_clips", self.long_clips, ("error", "cut", "split"))
+        if self.window_seconds is not None:
+            check_at_least_one(owner, "window_seconds", self.window_seconds)
+        elif self.fill == "window" or self.long_clips != "error":
+            raise ValueError(f"fill={self.fill!r} and long_clips={self.long_clips!r} need window_seconds, as 30")
         if self.sample_rate % (self.tokens_per_second * self.hop_length):
             raise ValueError(
                 f"a token must be a whole number of mel frames: sample_rate={self.sample_rate} is not divisible by "
@@ -73,33 +133,68 @@ class AudioPreprocessor(Modality):
     def mel_frames_per_token(self) -> int:
         return self.sample_rate // (self.tokens_per_second * self.hop_length)
 
+    @property
+    def window_samples(self) -> int | None:
+        return None if self.window_seconds is None else self.window_seconds * self.sample_rate
+
     def num_samples(self, frames: int, rate: int) -> int:
         """Samples at `sample_rate` of a clip of `frames` at `rate` Hz."""
         return -(-frames * self.sample_rate // rate)
 
     def num_tokens(self, num_samples: int) -> int:
         """LLM tokens of a clip of `num_samples` at `sample_rate`."""
-        return max(1, -(-num_samples * self.tokens_per_second // self.sample_rate))
+        return sum(self.window_size(stop - start).tokens for start, stop in self.windows(num_samples))
 
     def mel_frames(self, num_samples: int) -> int:
-        """Mel frames of a clip of `num_samples` at `sample_rate`."""
-        return self.num_tokens(num_samples) * self.mel_frames_per_token
+        """Mel frames of a clip of `num_samples` at `sample_rate`, silence behind it not counted under "window"."""
+        return sum(self.window_size(stop - start).filled for start, stop in self.windows(num_samples))
+
+    def windows(self, num_samples: int) -> Iterator[tuple[int, int]]:
+        """Where the windows of a clip start and end, in samples; a last one that is too short for a token is none."""
+        longest = self.window_samples
+        if longest is None or num_samples <= longest:
+            yield 0, num_samples
+            return
+        yield 0, longest
+        if self.long_clips == "split":
+            for start in range(longest, num_samples, longest):
+                stop = min(start + longest, num_samples)
+                if self.window_size(stop - start).tokens:
+                    yield start, stop
+
+    def window_size(self, num_samples: int) -> WindowSize:
+        """What becomes of so many samples, of one window at most."""
+        is_mel = self.features == "log_mel"
+        if self.fill == "token":
+            tokens = max(1, -(-num_samples * self.tokens_per_second // self.sample_rate))
+            frames = tokens * self.mel_frames_per_token
+            rows = frames if is_mel else frames * self.hop_length + max(0, self.n_fft - self.hop_length)
+            return WindowSize(rows, rows, frames // self.conv_stride, tokens)
+        frames, positions = self._frames(num_samples)
+        tokens = positions // (self.mel_frames_per_token // self.conv_stride)
+        filled = frames if is_mel else num_samples
+        if self.window_samples is not None and self.fill == "window":
+            return WindowSize(1, filled, self._frames(self.window_samples)[1], tokens)
+        return WindowSize(filled, filled, positions, tokens)
+
+    def _frames(self, num_samples: int) -> tuple[int, int]:
+        """Frames, and positions made of them."""
+        if self.features == "log_mel":
+            frames = -(-num_samples // self.hop_length)
+        else:
+            frames = max(0, (num_samples - self.n_fft) // self.hop_length + 1)
+        return frames, -(-frames // self.conv_stride)
 
     def arrays(self) -> Mapping[str, ArraySpec]:
-        return {"features": ArraySpec((self.num_mels,), self.dtype)}
+        return {"features": ArraySpec(self.row_shape, self.dtype)}
 
-    @staticmethod
-    def scan(heads: Heads) -> None:
-        from orchdata.native.scan.media import scan_audio
-
-        scan_audio(*heads)
-
-    @classmethod
-    def probe(cls, data: bytes, limits: Limits) -> Header:
-        """(frames of a channel, rate in Hz)."""
-        from orchdata.loaders.modalities.audio_header import probe_audio
-
-        return probe_audio(data, limits)
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """Of a row of `features`: a frame, a sample, or a window of them."""
+        row = (self.num_mels,) if self.features == "log_mel" else ()
+        if self.fill != "window" or self.window_samples is None:
+            return row
+        return (self.window_samples // (self.hop_length if row else 1), *row)
 
     def count_header(self, header: Header, limits: Limits) -> PartSize:
         frames, rate = header
@@ -108,15 +203,26 @@ class AudioPreprocessor(Modality):
             raise DecodeError(reason)
         if frames < 1 or rate < 1:
             raise DecodeError(f"no audio: its header says {frames} frames at {rate} Hz")
-        num_samples = self.num_samples(frames, rate)
-        mel_frames = self.mel_frames(num_samples)
-        positions = mel_frames // self.conv_stride
-        return PartSize(positions, self.num_tokens(num_samples), mel_frames, (num_samples, mel_frames))
+        num_samples, longest = self.num_samples(frames, rate), self.window_samples
+        if longest is not None and num_samples > longest and self.long_clips == "error":
+            raise DecodeError(
+                f"audio of {frames / rate:.3f} s, above window_seconds={self.window_seconds}: "
+                f"{self._ways_out} keeps the first {self.window_seconds} s of such clips"
+            )
+        rows, filled, positions, tokens = map(sum, zip(*map(self._sized, self.windows(num_samples)), strict=True))
+        if self.places and not tokens:
+            raise DecodeError(
+                f"audio of {frames / rate:.3f} s is too short for a token of {1 / self.tokens_per_second:g} s: leave "
+                "it out of the data"
+            )
+        return PartSize(positions, tokens, rows, (num_samples, filled))
 
-    @classmethod
-    def knows(cls, head: bytes) -> bool:
-        named = (b"RIFF", b"fLaC", b"OggS", b"ID3", b"FORM", b".snd", b"RF64", b"riff", b"caff")
-        return head.startswith(named) or head[:2] in (b"\xff\xfb", b"\xff\xf3", b"\xff\xf2")
+    @property
+    def _ways_out(self) -> str:
+        return 'long_clips="split" makes several windows of it, "cut"'
+
+    def _sized(self, window: tuple[int, int]) -> WindowSize:
+        return self.window_size(window[1] - window[0])
 
     def decode_into(
         self, data: bytes | memoryview, size: PartSize, out: Mapping[str, NDArray[Any]], limits: Limits
@@ -125,10 +231,21 @@ class AudioPreprocessor(Modality):
 
         decode_audio(data, self, limits, out["features"], size.extent[0])
 
-    def dummy(self) -> PartSize:
-        mel_frames = self.mel_frames(1)
-        return PartSize(mel_frames // self.conv_stride, 1, mel_frames, (0, mel_frames))
+    def extras(self, sizes: Sequence[PartSize]) -> Mapping[str, NDArray[Any]]:
+        """Where clips have windows, `window_lengths`, int64 (num_windows,): rows, or under fill="window" frames or
+        samples of each, that are no silence behind it.
+        """
+        return {} if self.window_seconds is None else {"window_lengths": self.window_lengths(sizes)}
 
-    def decoding_bytes(self, parts: Sequence[tuple[Header, PartSize]]) -> int:
-        """Waves of all clips, as stored and resampled."""
-        return _WAVE_BYTES * sum([frames + size.extent[0] for (frames, _), size in parts])
+    def window_lengths(self, sizes: Sequence[PartSize]) -> NDArray[np.int64]:
+        """What each window of these parts is filled with, int64 (num_windows,)."""
+        windows = [window for size in sizes for window in self.windows(size.extent[0])]
+        return np.array([self._sized(window).filled for window in windows], np.int64)
+
+    def dummy(self) -> PartSize:
+        """The shortest clip that has a token."""
+        frames = (self.mel_frames_per_token // self.conv_stride - 1) * self.conv_stride  # before the last one's
+        num_samples = frames * self.hop_length + (1 if self.features == "log_mel" else self.n_fft)
+        num_samples = 1 if self.fill == "token" else num_samples
+        rows, filled, positions, tokens = self.window_size(num_samples)
+        return PartSize(positions, tokens, rows, (num_samples, filled))

@@ -1,11 +1,12 @@
-"""Audio bytes -> log-mel frames, written into the batch's memory.
+"""Audio bytes -> log-mel frames or samples, written into the batch's memory.
 
     bytes --soundfile--> mono float32 --resample--> the recipe's rate --fit--> the indexed length --mel--> out
 
-Features are Whisper's: power spectrogram (Hann window), Slaney mel bands, log10 above 1e-10, cut 8 below the clip's
-highest value, (x + 4) / 4. A clip is padded with zeros to whole tokens, no further.
+Features are Whisper's: power spectrogram (Hann window), Slaney mel bands, log10 above 1e-10, cut 8 below the highest
+value, (x + 4) / 4, each window by itself: the operations of Hugging Face's WhisperFeatureExtractor in their order, so
+that values equal its to the bit. What lies behind a clip is silence, whose frames are not computed one by one.
 
-Needs torch and torchaudio, imported with the first clip. torch runs operations on as many CPU threads as
+Needs torch, and torchaudio to resample, imported with the first clip. torch runs operations on as many CPU threads as
 `torch.get_num_threads()` says, in every thread that decodes: where there are several of these, each first calls
 `torch_threads.use_one_thread`.
 """
@@ -13,7 +14,6 @@ Needs torch and torchaudio, imported with the first clip. torch runs operations 
 from __future__ import annotations
 
 import threading
-import warnings
 from fractions import Fraction
 from functools import lru_cache
 from math import ceil
@@ -39,7 +39,7 @@ _BLOCK_FRAMES: Final = 1 << 16
 _KERNEL_VALUES: Final = 1 << 22
 # Longer clips than this are worked on in pieces: input frames of a resampler, frames of a spectrogram.
 _RESAMPLE_FRAMES: Final = 1 << 21
-_MEL_FRAMES: Final = 1 << 14
+_MEL_FRAMES: Final = 1 << 15
 
 Wave = NDArray[np.float32]
 _build_lock = threading.Lock()
@@ -48,23 +48,38 @@ _build_lock = threading.Lock()
 def decode_audio(
     data: bytes | memoryview, pre: AudioPreprocessor, limits: Limits, out: NDArray[Any], num_samples: int
 ) -> None:
-    """Decode one clip into log-mel features.
+    """Decode one clip into its features.
 
     Args:
-        out: (mel_frames, num_mels), C-contiguous, written in whole: float32 or uint16 (bfloat16 bits), as
-            `pre.dtype` says.
+        out: (rows, *pre.row_shape), written in whole: float32 or uint16 (bfloat16 bits), as `pre.dtype` says.
         num_samples: the clip's length at `pre.sample_rate`, as the index says; the clip is cut or padded with zeros
             to it when within 1 % or 50 ms.
 
     Raises:
         DecodeError: not audio, damaged, above a limit, or of another length than the index says.
     """
-    expected = (pre.mel_frames(num_samples), pre.num_mels)
+    num_rows = sum(pre.window_size(stop - start).rows for start, stop in pre.windows(num_samples))
+    expected = (num_rows, *pre.row_shape)
     if out.shape != expected:
         raise ValueError(f"out is {out.shape}, should be {expected} for {num_samples} samples")
+    write_features(decode_wave(data, pre.sample_rate, num_samples, limits), pre, out)
+
+
+def write_features(wave: Wave, pre: AudioPreprocessor, out: NDArray[Any]) -> None:
+    """The features of a clip at `pre.sample_rate`, window by window, into `out`, as `decode_audio` has it."""
+    row = 0
+    for start, stop in pre.windows(len(wave)):
+        num_rows = pre.window_size(stop - start).rows
+        target = out[row] if pre.fill == "window" else out[row : row + num_rows]
+        write = _write_log_mel if pre.features == "log_mel" else _write_wave
+        write(wave[start:stop], pre, target)
+        row += num_rows
+
+
+def decode_wave(data: bytes | memoryview, sample_rate: int, num_samples: int, limits: Limits) -> Wave:
+    """A clip as mono samples (num_samples,) at `sample_rate` Hz. Raises DecodeError, as `decode_audio`."""
     wave, rate = read_mono(data, limits)
-    wave = fit(resample(wave, rate, pre.sample_rate), num_samples, pre.sample_rate)
-    _write_log_mel(wave, pre, out)
+    return fit(resample(wave, rate, sample_rate), num_samples, sample_rate)
 
 
 def read_mono(data: bytes | memoryview, limits: Limits) -> tuple[Wave, int]:
@@ -184,38 +199,67 @@ def fit(wave: Wave, num_samples: int, rate: int) -> Wave:
     return np.concatenate([wave, np.zeros(num_samples - len(wave), np.float32)])
 
 
+def _write_wave(wave: Wave, pre: AudioPreprocessor, out: NDArray[Any]) -> None:
+    """The samples, with zeros behind them."""
+    import torch
+
+    if pre.features == "normalized_waveform":  # as Wav2Vec2FeatureExtractor
+        wave = (wave - wave.mean()) / np.sqrt(wave.var() + 1e-7)
+    target = _tensor(out, pre)
+    target[: len(wave)] = torch.from_numpy(wave)
+    target[len(wave) :] = 0
+
+
 def _write_log_mel(wave: Wave, pre: AudioPreprocessor, out: NDArray[Any]) -> None:
     import torch
 
-    # Zeros to whole tokens, and on so far that the last window needs no reflection; the first one has it.
-    padded = np.zeros(len(out) * pre.hop_length + pre.n_fft, np.float32)
-    padded[: len(wave)] = wave
     with torch.no_grad():
-        mel = _mel_frames(torch.from_numpy(padded), pre, len(out))
-        mel.clamp_(min=1e-10).log10_()
-        torch.maximum(mel, mel.max() - 8.0, out=mel)
-        mel.add_(4.0).div_(4.0)
-        target = torch.from_numpy(out)
-        if pre.dtype == "bfloat16":
-            target = target.view(torch.bfloat16)
-        target.copy_(mel.T)
+        mel = log_mel(wave, pre, pre.window_samples if pre.fill == "window" else None)
+        target, num_frames = _tensor(out, pre), min(len(out), mel.shape[1])
+        target[:num_frames] = mel.T[:num_frames]
+        target[num_frames:] = mel[:, -1]  # the last frame is silence, where there are more
 
 
-def _mel_frames(wave: torch.Tensor, pre: AudioPreprocessor, num_frames: int) -> torch.Tensor:
+def _tensor(out: NDArray[Any], pre: AudioPreprocessor) -> torch.Tensor:
+    import torch
+
+    target = torch.from_numpy(out)
+    return target.view(torch.bfloat16) if pre.dtype == "bfloat16" else target
+
+
+def log_mel(wave: Wave, pre: AudioPreprocessor, window_samples: int | None) -> torch.Tensor:
+    """Log-mel frames (num_mels, num_frames) of a clip and the beginning of the silence behind it: its last frame is
+    silence, unless the window is full.
+
+    Args:
+        window_samples: where the silence ends. Like the clip's start its end is mirrored; None goes on.
+    """
+    import torch
+
+    num_samples = -(-(len(wave) + pre.n_fft) // pre.hop_length) * pre.hop_length
+    if window_samples is not None:
+        num_samples = min(num_samples, window_samples)
+    padded = torch.zeros(num_samples)
+    padded[: len(wave)] = torch.from_numpy(wave)
+    half = pre.n_fft // 2
+    padded = torch.nn.functional.pad(padded[None], (half, half), mode="reflect")[0]
+    log = torch.clamp(_mel_power(padded, pre, num_samples // pre.hop_length), min=1e-10).log10_()
+    torch.maximum(log, log.max() - 8.0, out=log)
+    return log.add_(4.0).div_(4.0)
+
+
+def _mel_power(padded: torch.Tensor, pre: AudioPreprocessor, num_frames: int) -> torch.Tensor:
     """Mel power of the first frames, (num_mels, num_frames); long clips piece by piece, as spectra are large."""
     import torch
 
-    if num_frames <= _MEL_FRAMES:
-        mel: torch.Tensor = _mel(pre)(wave)[:, :num_frames]
-        return mel
-    context = ceil(pre.n_fft / 2 / pre.hop_length)  # windows that a piece's own ends reach into
-    out = torch.empty(pre.num_mels, num_frames)
+    window, filters = _mel(pre.num_mels, pre.n_fft, pre.sample_rate)
+    pieces: list[torch.Tensor] = []
     for start in range(0, num_frames, _MEL_FRAMES):
         stop = min(start + _MEL_FRAMES, num_frames)
-        first = max(0, start - context)
-        piece = wave[first * pre.hop_length : (stop + context) * pre.hop_length]
-        out[:, start:stop] = _mel(pre)(piece)[:, start - first : stop - first]
-    return out
+        piece = padded[start * pre.hop_length : (stop - 1) * pre.hop_length + pre.n_fft]
+        spectrum = torch.stft(piece, pre.n_fft, pre.hop_length, window=window, center=False, return_complex=True)
+        pieces.append(filters.T @ spectrum.abs().pow_(2))
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
 
 
 @lru_cache(maxsize=32)
@@ -227,20 +271,27 @@ def _resampler(orig: int, new: int) -> torch.nn.Module:
 
 
 @lru_cache(maxsize=8)
-def _mel(pre: AudioPreprocessor) -> torch.nn.Module:
-    """Its window and mel bands are computed once and only read afterwards, by any thread."""
-    torchaudio = import_torchaudio()
-    with _build_lock, warnings.catch_warnings():  # once a process and recipe: filters are process-wide
-        warnings.simplefilter("ignore")  # bands too narrow for n_fft are constant, and the recipe's choice
-        module: torch.nn.Module = torchaudio.transforms.MelSpectrogram(
-            sample_rate=pre.sample_rate,
-            n_fft=pre.n_fft,
-            hop_length=pre.hop_length,
-            n_mels=pre.num_mels,
-            norm="slaney",
-            mel_scale="slaney",
-        )
-        return module
+def _mel(num_mels: int, n_fft: int, sample_rate: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The Hann window (n_fft,) and the mel bands (1 + n_fft // 2, num_mels), only read afterwards, by any thread."""
+    import torch
+
+    return torch.hann_window(n_fft), torch.from_numpy(mel_bands(num_mels, n_fft, sample_rate)).to(torch.float32)
+
+
+def mel_bands(num_mels: int, n_fft: int, sample_rate: int) -> NDArray[np.float64]:
+    """Slaney's mel bands, triangles of equal area up to half the rate: float64 (1 + n_fft // 2, num_mels), computed as
+    transformers.audio_utils.mel_filter_bank does, to the bit.
+    """
+    step = np.log(6.4) / 27.0  # linear below 1 kHz, which is 15 mel, logarithmic above
+    top = sample_rate / 2
+    top_mel = 15.0 + np.log(top / 1000.0) * (27.0 / np.log(6.4)) if top >= 1000.0 else 3.0 * top / 200.0
+    mels = np.linspace(0.0, top_mel, num_mels + 2)
+    hertz = np.where(mels >= 15.0, 1000.0 * np.exp(step * (mels - 15.0)), 200.0 * mels / 3.0)
+    slopes = hertz[None] - np.linspace(0, sample_rate // 2, 1 + n_fft // 2)[:, None]
+    widths = np.diff(hertz)
+    bands = np.maximum(0.0, np.minimum(-slopes[:, :-2] / widths[:-1], slopes[:, 2:] / widths[1:]))
+    found: NDArray[np.float64] = bands * (2.0 / (hertz[2:] - hertz[:-2]))
+    return found
 
 
 def import_torchaudio() -> ModuleType:

@@ -136,6 +136,7 @@ class _SpanWriter:
         self._spans: list[Span] = []
         self._pending: list[str] = []
         self._loss = False
+        self._leads = True  # no token yet
 
     def text(self, segment: TextSegment) -> None:
         if not segment.text:
@@ -158,6 +159,7 @@ class _SpanWriter:
                 self._spans.append(MediaSlot(modality, member, first, piece))
                 first += piece
         self._flush()
+        self._leads = self._leads and not self._recipe.modalities[modality].places
         self.special(slot.end_id)
 
     def _expansion(self, modality: str, size: PartSize) -> tuple[str | int, ...]:
@@ -171,7 +173,7 @@ class _SpanWriter:
 
     def special(self, token_id: int | None, loss: bool = False) -> None:
         if token_id is not None:
-            self._spans.append(TextSpan(np.array([token_id], np.int32), loss, not self._spans))
+            self._append(np.array([token_id], np.int32), loss)
 
     def close(self) -> list[Span]:
         self._flush()
@@ -189,7 +191,11 @@ class _SpanWriter:
         except DecodeError as error:
             raise error.at(self._where) from error.__cause__
         if len(token_ids):
-            self._spans.append(TextSpan(token_ids, self._loss, not self._spans))
+            self._append(token_ids, self._loss)
+
+    def _append(self, token_ids: NDArray[np.int32], loss: bool) -> None:
+        self._spans.append(TextSpan(token_ids, loss, self._leads))
+        self._leads = False
 
 
 def _segments(

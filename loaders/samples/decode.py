@@ -82,10 +82,11 @@ def _decoded(slot: MediaSlot, size: PartSize, field: str, data: bytes | memoryvi
         for name, spec in specs.items()
     }
     decode_part(slot.modality, data, size, out, recipe, field)
-    extras = {name: _plain(values[0].tolist()) for name, values in modality.extras([size]).items()}
+    extras = {name: _plain(values.tolist()) for name, values in modality.extras([size]).items()}
     return MediaPart(slot.modality, out, {name: spec.dtype for name, spec in specs.items()}, extras)
 
 
-def _plain(row: Any) -> Any:
-    """What follows from a part's size: a number, or a tuple of them."""
-    return tuple(row) if isinstance(row, list) else row
+def _plain(rows: list[Any]) -> Any:
+    """What follows from a part's size: a number, or a tuple of them; a tuple of these where it has several rows."""
+    plain = [tuple(row) if isinstance(row, list) else row for row in rows]
+    return plain[0] if len(plain) == 1 else tuple(plain)

@@ -110,9 +110,11 @@ def _checked(size: PartSize, name: str, modality: Modality) -> PartSize:
     """A size of integers, as the index holds them. Raises DecodeError."""
     positions, tokens, rows = as_int(size.positions), as_int(size.tokens), as_int(size.num_rows)
     extent = tuple(map(as_int, size.extent))
-    if min(positions, tokens) < 1 or min(rows, *extent, 0) < 0 or len(extent) > modality.num_extents:
+    has_tokens = tokens >= 1 if modality.places else tokens == 0
+    if positions < 1 or not has_tokens or min(rows, *extent, 0) < 0 or len(extent) > modality.num_extents:
+        wanted = "positions and tokens are" if modality.places else "tokens are 0, as places=False says, positions"
         raise DecodeError(
-            f"{name} counted it as {size}: positions and tokens are at least 1, other numbers at least 0, and an "
+            f"{name} counted it as {size}: {wanted} at least 1, other numbers at least 0, and an "
             f"extent has up to num_extents={modality.num_extents} of them"
         )
     return PartSize(positions, tokens, rows, extent)
