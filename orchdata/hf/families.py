@@ -10,7 +10,7 @@ import inspect
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-TypeIds = Literal["", "media", "prefix"]
+SeesAhead = Literal["", "media", "prefix"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,8 +21,9 @@ class Family:
         packs: whether samples behind one another in one row are kept apart by restarting positions.
         mrope: whether positions are (4, rows, T): counting, then time, height and width.
         first_position: of each sample.
-        type_ids: what `token_type_ids` tells apart: 1 on the tokens of "media", or 1 behind the "prefix" that is
-            only read.
+        sees_ahead: what attends in both directions: tokens of the same "media" part, or the "prefix" that is only
+            read. Padded, `token_type_ids` tell it (1 on media, or behind the prefix). Packed, transformers would let
+            samples see each other, and gets the masks themselves.
         nested: whether pixel arrays have a leading dimension for samples, (1, num_tiles, ...).
         part_features: modalities whose features it takes ready made, in `mm_encoder_outputs`: they can be encoded per
             phase.
@@ -32,7 +33,7 @@ class Family:
     packs: bool = True
     mrope: bool = False
     first_position: int = 0
-    type_ids: TypeIds = ""
+    sees_ahead: SeesAhead = ""
     nested: bool = False
     part_features: tuple[str, ...] = ("image",)
     decoder: bool = False
@@ -54,8 +55,8 @@ FAMILIES: Final[dict[str, Family]] = {
     "internvl": _LLAVA,
     "idefics3": _IDEFICS,
     "smolvlm": _IDEFICS,
-    "gemma3": Family(type_ids="media"),
-    "paligemma": Family(type_ids="prefix", first_position=1),
+    "gemma3": Family(sees_ahead="media"),
+    "paligemma": Family(sees_ahead="prefix", first_position=1),
     "qwen2_audio": Family(part_features=()),
     "whisper": Family(packs=False, part_features=(), decoder=True),
 }

@@ -20,6 +20,7 @@ from torch import Tensor
 from orchdata.batch.batch import Batch
 from orchdata.batch.tensors import LLMBatch, MediaBatch
 from orchdata.hf.families import TOWERS, Family, family_of, model_class, takes, thinker
+from orchdata.hf.masks import packed_masks
 from orchdata.hf.probe import loss_follows
 from orchdata.planning.layout import Empty, Layout, Packed, Padded, Positions
 
@@ -66,6 +67,11 @@ class Inputs:
         if not self.padded and not self.family.packs:
             known = "is an encoder-decoder" if self.family.decoder else "is not known to keep packed samples apart"
             raise ValueError(f"{self.config.model_type} {known}: use od.hf.Inputs(config, padded=True)")
+        if self._makes_masks and self._attention not in ("sdpa", "eager"):
+            raise ValueError(
+                f"{self.config.model_type} sees ahead, which packed takes a mask of all pairs, and {self._attention} "
+                'takes none: load the model with attn_implementation="sdpa", or use od.hf.Inputs(config, padded=True)'
+            )
         _ = self.scales_loss, self._takes  # asked once, here
 
     @cached_property
@@ -87,9 +93,13 @@ class Inputs:
         return takes(self.config)
 
     @cached_property
-    def _bounds(self) -> bool:
-        """Whether attention wants the bounds of samples."""
-        return "flash" in str(getattr(self.config, "_attn_implementation", ""))
+    def _attention(self) -> str:
+        """Which implementation computes attention."""
+        return str(getattr(self.config, "_attn_implementation", None) or "sdpa")
+
+    @property
+    def _makes_masks(self) -> bool:
+        return bool(self.family.sees_ahead) and not self.padded
 
     def check(self, recipe: Recipe, balance: Balance) -> None:
         """Raise ValueError for modalities whose features travel and that the model does not take ready made."""
@@ -117,13 +127,15 @@ class Inputs:
             found["attention_mask"] = llm.attention_mask.long()
         if family_of(self.config) is not None:
             found["position_ids"] = _positions(llm, family)
-        if not self.padded and self._bounds:
+        if self._makes_masks:
+            found["attention_mask"] = packed_masks(llm, self.config, family.sees_ahead, self._attention)
+        elif not self.padded and "flash" in self._attention:
             bounds = llm.cu_seqlens
             found |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
             found |= {"max_length_q": llm.max_seqlen, "max_length_k": llm.max_seqlen}
         if family_of(self.config) is None and "mm_token_type_ids" in self._takes:
             found["mm_token_type_ids"] = _media_types(llm)
-        if family.type_ids:
+        elif family.sees_ahead:
             found["token_type_ids"] = _token_types(llm, family)
         if self.scales_loss:
             found |= {"labels": _rows(llm.labels), "num_items_in_batch": 1 / batch.loss_scale}
@@ -144,6 +156,8 @@ class Inputs:
 
     def _media(self, held: MediaBatch, *, is_dummy: bool) -> dict[str, Any]:
         arrays = dict(held.arrays)
+        if "audio_feature_lengths" in arrays:  # frames of all clips behind one another, (num_mels, num_frames)
+            arrays["input_features"] = arrays["input_features"].T
         if "patches" in arrays:  # of a plain od.ImagePreprocessor
             arrays["pixel_values"] = arrays.pop("patches")
             grid = arrays.pop("grid_hw").long()
@@ -182,8 +196,8 @@ def _positions(llm: LLMBatch, family: Family) -> Tensor:
 
 
 def _token_types(llm: LLMBatch, family: Family) -> Tensor:
-    if family.type_ids == "prefix":
-        return _rows((llm.labels != -100).long())
+    if family.sees_ahead == "prefix":
+        return (llm.labels != -100).long()
     return (_media_types(llm) != 0).long()
 
 
