@@ -193,6 +193,10 @@ class Modality:
         """More arrays of a batch, from the sizes of its parts alone: a row, or several, for each."""
         return {}
 
+    def among(self, size: PartSize, _count: int) -> PartSize:
+        """The size of a part in a sample that has so many of the modality, two or more, where that makes another."""
+        return size
+
     def expand(self, size: PartSize) -> tuple[str | int, ...] | None:
         """What stands in the text for a part: strings are text without loss, a number is so many of its tokens, and the
         numbers add up to `size.tokens`. None: its tokens, between `slot.start_id` and `slot.end_id`.
