@@ -243,9 +243,15 @@ class AudioPreprocessor(Clips):
         return np.array([self._sized(window).filled for window in windows], np.int64)
 
     def dummy(self) -> PartSize:
-        """The shortest clip that has a token."""
-        frames = (self.mel_frames_per_token // self.conv_stride - 1) * self.conv_stride  # before the last one's
-        num_samples = frames * self.hop_length + (1 if self.features == "log_mel" else self.n_fft)
-        num_samples = 1 if self.fill == "token" else num_samples
+        return self._shortest(1)
+
+    def _shortest(self, tokens: int) -> PartSize:
+        """The shortest clip that has so many tokens, of a window at most."""
+        per_token = self.mel_frames_per_token
+        if self.fill == "token":
+            num_samples = (tokens - 1) * per_token * self.hop_length + 1
+        else:  # one more than all positions but the last need
+            frames = (tokens * per_token // self.conv_stride - 1) * self.conv_stride
+            num_samples = frames * self.hop_length + (1 if self.features == "log_mel" else self.n_fft)
         rows, filled, positions, tokens = self.window_size(num_samples)
         return PartSize(positions, tokens, rows, (num_samples, filled))

@@ -19,6 +19,7 @@ from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.delivery.policy import ErrorPolicy
 from orchdata.loaders.errors import DataError
 from orchdata.loaders.index.index import Index, content_fingerprint
+from orchdata.loaders.recipe import Recipe
 from orchdata.order.order import Order
 from orchdata.planning.balance import Balance
 from orchdata.planning.costs import IndexCosts
@@ -73,11 +74,23 @@ def _open_index(dataset: ShardDataset, options: LoaderOptions) -> Index:
 
 
 def _content(dataset: ShardDataset, options: LoaderOptions, index: Index, encoders: tuple[str, ...]) -> Content:
+    if options.balance.assignment == "per_phase":
+        _refuse_placeless(dataset.recipe, encoders)
     shards = IndexedShards(index=index, build_id=index.build_id, recipe=dataset.recipe)
     if not callable(options.collate_fn):
         return ShardContent(shards=shards, layout=_layout(options), encoders=encoders)
     refuse_parts(options.balance, "a collate_fn gets whole samples")
     return SampleContent(shards=shards, collate_fn=options.collate_fn)
+
+
+def _refuse_placeless(recipe: Recipe, encoders: tuple[str, ...]) -> None:
+    """Features travel by their tokens in the sequence, and some modalities have none there."""
+    for name in encoders:
+        if name in recipe.modalities and not recipe.modalities[name].places:
+            raise ValueError(
+                f"Balance.assignment='per_phase' sends features to the places of their tokens, and {name} has none "
+                "(places=False), as beside an encoder-decoder's text: use assignment='joint'"
+            )
 
 
 def _layout(options: LoaderOptions) -> Layout:

@@ -82,6 +82,10 @@ class WhisperAudio(AudioPreprocessor):
             return {"audio_feature_lengths": lengths}
         return {"feature_attention_mask": (np.arange(self.row_shape[0]) < lengths[:, None]).astype(np.int32)}
 
+    def dummy(self) -> PartSize:
+        # Qwen2-Audio takes features whose tokens do not follow one another for those of texts not yet expanded.
+        return self._shortest(2 if self.places else 1)
+
     def decode_into(
         self, data: bytes | memoryview, size: PartSize, out: Mapping[str, NDArray[Any]], limits: Limits
     ) -> None:

@@ -56,7 +56,7 @@ def processor_of(family: str, **extractor: Any) -> Any:
     if family == "qwen2_5_omni":
         from transformers import Qwen2_5OmniProcessor
 
-        given = {"feature_size": 128, "chunk_length": 300, **extractor}
+        given = {"feature_size": 128, **extractor}  # published: chunk_length=300, so much to compute for each clip
         return without_video(Qwen2_5OmniProcessor, WhisperFeatureExtractor(**given))
     if family == "whisper":
         from transformers import WhisperProcessor
@@ -65,7 +65,7 @@ def processor_of(family: str, **extractor: Any) -> Any:
     if family == "qwen3_omni":
         from transformers import Qwen3OmniMoeProcessor
 
-        given = {"feature_size": 128, "chunk_length": 300, **extractor}
+        given = {"feature_size": 128, **extractor}
         return without_video(Qwen3OmniMoeProcessor, WhisperFeatureExtractor(**given), n_window=50)
     if family == "audioflamingo3":
         from transformers import AudioFlamingo3Processor

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import pickle
+import threading
+
 import numpy as np
 import pytest
-from hf_audio import noise, processor_of, wav
+from hf_audio import byte_tokenizer, noise, processor_of, wav, without_video
+from shard_factory import write_shard
+from transformers import Qwen2AudioProcessor, VoxtralProcessor
+from transformers.audio_utils import mel_filter_bank
 
 import orchdata as od
 from orchdata.hf.audio import WhisperAudio, audio_modality
+from orchdata.hf.audio_processor import HFAudio, rebuilt
+from orchdata.loaders.errors import DecodeError
+from orchdata.loaders.modalities.audio_decode import decode_wave, mel_bands
 from orchdata.loaders.modalities.modality import stored_dtype
 
 LIMITS = od.Limits()
@@ -54,9 +63,9 @@ def written(modality, size):
     return "".join(piece if isinstance(piece, str) else modality.slot.mark * piece for piece in pieces)
 
 
-def check_equal(family, num_samples):
+def check_equal(family, num_samples, **extractor):
     """Counts, text and values, to the bit."""
-    processor = processor_of(family)
+    processor = processor_of(family, **extractor)
     modality, wave = audio_modality(processor), noise(num_samples)
     size, out = decoded(modality, wav(wave), (num_samples, 16_000))
     found, text = theirs(processor, wave)
@@ -74,9 +83,219 @@ def test_a_rule_is_found_for_what_has_one(family):
     assert type(audio_modality(processor_of(family))) is WhisperAudio
 
 
-@pytest.mark.parametrize("num_samples", SHORT)
-@pytest.mark.parametrize("family", (*RULED, *MEASURED))
+@pytest.mark.parametrize(
+    ("family", "num_samples"), [*((family, 16_077) for family in RULED), ("qwen2_audio", 479_999), ("whisper", 480_000)]
+)
 def test_counts_text_and_values_are_the_processors(family, num_samples):
-    if (family, num_samples) == ("granite_speech", 321):
+    check_equal(family, num_samples)
+
+
+@pytest.mark.parametrize(("family", "num_samples"), [("qwen3_omni", 16_077), ("audioflamingo3", 700_000)])
+def test_counts_text_and_values_of_any_other_processor_are_its_own(family, num_samples):
+    assert type(audio_modality(processor_of(family))) is HFAudio
+    _, extras, found = check_equal(family, num_samples)
+    masks = {name: np.asarray(found[name]) for name in extras}
+    assert masks and all(np.array_equal(masks[name].reshape(extras[name].shape), extras[name]) for name in masks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_samples", (*SHORT, *WINDOW))
+@pytest.mark.parametrize("family", (*RULED, *MEASURED))
+def test_counts_text_and_values_of_many_lengths(family, num_samples):
+    if family == "granite_speech" and num_samples < 400:
         pytest.skip("shorter than a window of its spectrum")
     check_equal(family, num_samples)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_samples", (321, 16_077, 4_799_601, 4_800_000))
+def test_a_window_of_300_seconds_is_the_processors(num_samples):
+    check_equal("qwen2_5_omni", num_samples, chunk_length=300)
+
+
+@pytest.mark.parametrize("family", ["qwen2_audio", "qwen2_5_omni"])
+def test_tokens_of_hundreds_of_lengths_are_the_processors(family, monkeypatch):
+    check_counts(family, 300, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2_audio", "qwen2_5_omni"])
+def test_tokens_of_thousands_of_lengths_are_the_processors(family, monkeypatch):
+    check_counts(family, 5_000, monkeypatch)
+
+
+def check_counts(family, count, monkeypatch):
+    """All of the processor but its spectra."""
+    processor = processor_of(family)
+    modality = audio_modality(processor)
+    blank = np.zeros((1, 1, 1), np.float32)
+    monkeypatch.setattr(processor.feature_extractor, "_torch_extract_fbank_features", lambda *_: blank)
+    lengths = np.random.default_rng(0).integers(1, 480_001, count).tolist()
+    for num_samples in [*range(1, 1_400, 53), 479_999, 480_000, *lengths]:
+        _, text = theirs(processor, np.zeros(num_samples, np.float32))
+        tokens = text.count(processor.audio_token)
+        if tokens:
+            size = modality.count_header((num_samples, 16_000), LIMITS)
+            assert (size.tokens, written(modality, size)) == (tokens, text), num_samples
+        else:
+            with pytest.raises(DecodeError, match="too short for a token"):
+                modality.count_header((num_samples, 16_000), LIMITS)
+
+
+def test_real_speech_is_the_processors(fixtures_dir):
+    check_speech(fixtures_dir, 6)
+
+
+@pytest.mark.slow
+def test_all_real_speech_is_the_processors(fixtures_dir):
+    check_speech(fixtures_dir, None)
+
+
+def check_speech(folder, most):
+    """The reference is the wave as it is decoded and resampled here, which the processor is given."""
+    processor = processor_of("qwen2_audio")
+    modality, clips = audio_modality(processor, long_clips="cut"), sorted((folder / "speech").rglob("*.wav"))
+    for path in (clips + sorted((folder / "speech").rglob("*.flac")))[:most]:
+        data = path.read_bytes()
+        header = modality.probe(data, LIMITS)
+        size, out = decoded(modality, data, header)
+        found, text = theirs(processor, decode_wave(data, 16_000, size.extent[0], LIMITS))
+        assert written(modality, size) == text, path
+        np.testing.assert_array_equal(out["input_features"], found["input_features"])
+
+
+def test_a_long_clip_is_an_error_that_names_the_ways_out():
+    modality = audio_modality(processor_of("qwen2_audio"))
+    modality.count_header((480_000, 16_000), LIMITS)
+    with pytest.raises(DecodeError, match=r'30.000 s, above window_seconds=30: long_clips="split" .* "cut"'):
+        modality.count_header((480_001, 16_000), LIMITS)
+
+
+def test_a_clip_that_is_cut_is_what_the_processor_makes_of_it():
+    processor, wave = processor_of("qwen2_audio"), noise(500_000)
+    modality = audio_modality(processor, long_clips="cut")
+    size, out = decoded(modality, wav(wave), (500_000, 16_000))
+    found, text = theirs(processor, wave)
+    assert (size.tokens, written(modality, size)) == (750, text)
+    np.testing.assert_array_equal(out["input_features"], found["input_features"])
+
+
+def test_a_clip_that_is_split_is_what_the_processor_makes_of_its_windows():
+    processor, wave = processor_of("qwen2_audio"), noise(500_000)
+    modality = audio_modality(processor, long_clips="split")
+    size, out = decoded(modality, wav(wave), (500_000, 16_000))
+    pairs = [theirs(processor, piece) for piece in (wave[:480_000], wave[480_000:])]
+    assert modality.expand(size) == (750, 31)
+    assert (size.positions, size.tokens, size.rows) == (3_000, 781, 2)
+    assert written(modality, size) == "".join(text for _, text in pairs)
+    for name, values in (*out.items(), *modality.extras([size]).items()):
+        np.testing.assert_array_equal(values, np.concatenate([found[name] for found, _ in pairs]))
+
+
+def test_a_tail_too_short_for_a_token_is_no_window():
+    modality = audio_modality(processor_of("qwen2_audio"), long_clips="split")
+    assert modality.count_header((480_320, 16_000), LIMITS).rows == 1
+    assert modality.count_header((480_321, 16_000), LIMITS).rows == 2
+
+
+def test_whispers_audio_has_no_place_in_the_text():
+    modality = audio_modality(processor_of("whisper"), long_clips="cut")
+    size = modality.count_header((1, 16_000), LIMITS)
+    assert (size.positions, size.tokens, modality.expand(size), modality.extras([size])) == (1_500, 0, None, {})
+    with pytest.raises(ValueError, match='one window a text: long_clips="error" or "cut"'):
+        audio_modality(processor_of("whisper"), long_clips="split")
+
+
+def test_what_another_processor_would_drop_is_an_error_unless_told():
+    processor = processor_of("whisper", return_attention_mask=True, padding_value=0.5)
+    modality = audio_modality(processor)
+    assert type(modality) is HFAudio  # its silence is not zeros, which the rule's is
+    assert modality.count_header((480_000, 16_000), LIMITS).positions == 3_000
+    with pytest.raises(DecodeError, match=r'drops the end of a clip of 30.100 s: long_clips="cut"'):
+        modality.count_header((481_600, 16_000), LIMITS)
+    assert audio_modality(processor, long_clips="cut").count_header((481_600, 16_000), LIMITS).rows == 1
+    with pytest.raises(ValueError, match="decides by itself what becomes of long clips"):
+        audio_modality(processor_of("qwen3_omni"), long_clips="split")
+
+
+def test_a_processor_that_writes_otherwise_than_the_rule_is_run_itself(monkeypatch):
+    kind = type(processor_of("qwen2_audio"))
+    write = kind.replace_audio_token
+    monkeypatch.setattr(kind, "replace_audio_token", lambda *given, **named: f"[{write(*given, **named)}]")
+    rebuilt.cache_clear()
+    modality = audio_modality(processor_of("qwen2_audio"))
+    assert type(modality) is HFAudio
+    assert modality.expand(modality.count_header((16_000, 16_000), LIMITS)) == ("[", 25, "]")
+
+
+def test_what_no_processor_tells_is_refused():
+    extractor = processor_of("whisper").feature_extractor
+    silent = without_video(VoxtralProcessor, extractor)
+    with pytest.raises(ValueError, match=r"VoxtralProcessor does not tell .* write an od\.Modality"):
+        audio_modality(silent)
+    with pytest.raises(TypeError, match="has no feature extractor for audio"):
+        audio_modality(byte_tokenizer())
+    split = Qwen2AudioProcessor(extractor, byte_tokenizer())
+    with pytest.raises(ValueError, match=r"'<\|AUDIO\|>' is 9 tokens of its tokenizer: add it as one"):
+        audio_modality(split)
+    with pytest.raises(ValueError, match="long_clips must be"):
+        audio_modality(processor_of("whisper"), long_clips="drop")
+
+
+@pytest.mark.parametrize("family", ["qwen2_audio", "qwen3_omni"])
+def test_threads_and_pickled_copies_give_equal_values(family):
+    modality, wave = audio_modality(processor_of(family)), noise(40_000)
+    expected = decoded(modality, wav(wave), (40_000, 16_000))[1]["input_features"]
+    copy = pickle.loads(pickle.dumps(modality))
+    assert copy == modality
+    found = []
+    threads = [
+        threading.Thread(target=lambda: found.append(decoded(copy, wav(wave), (40_000, 16_000))[1]["input_features"]))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4
+    assert all(np.array_equal(each, expected) for each in found)
+
+
+def test_the_fingerprint_follows_the_feature_extractor():
+    recipes = [
+        od.Recipe(audio=audio_modality(processor_of("qwen2_audio", **given)), image=None)
+        for given in ({}, {"feature_size": 80}, {"chunk_length": 20}, {"padding_value": 0.5}, {"padding_value": 0.25})
+    ]
+    assert len({recipe.fingerprint() for recipe in recipes}) == len(recipes)
+
+
+@pytest.mark.parametrize("num_mels", [40, 80, 128])
+def test_mel_bands_are_transformers(num_mels):
+    expected = mel_filter_bank(201, num_mels, 0.0, 8_000.0, 16_000, norm="slaney", mel_scale="slaney")
+    np.testing.assert_array_equal(mel_bands(num_mels, 400, 16_000), expected)
+
+
+@pytest.mark.parametrize("family", ["qwen2_audio", "qwen2_5_omni", "whisper", "qwen3_omni"])
+def test_a_loader_delivers_them(family, tmp_path):
+    modality = audio_modality(processor_of(family))
+    clips = [wav(noise(4_000 + 3_000 * number)) for number in range(4)]
+    samples = [
+        {"__key__": f"{number}", "wav": clip, "txt": (modality.slot.mark + "word").encode()}
+        for number, clip in enumerate(clips)
+    ]
+    recipe = od.Recipe(audio=modality, image=None)
+    dataset = od.ShardDataset(write_shard(tmp_path / "clips.tar", samples), recipe=recipe)
+    cost = od.CostModel(audio=od.PhaseCost(linear=1.0), llm=od.PhaseCost(linear=1.0))
+    (batch,) = od.DataLoader(dataset, batch_size=4, cost=cost, num_threads=0)
+    held, start = batch.media["audio"], 0
+    for number, clip in enumerate(clips):
+        size, out = decoded(modality, clip, (4_000 + 3_000 * number, 16_000))
+        np.testing.assert_array_equal(held.input_features[start : start + size.rows], out["input_features"])
+        start += size.rows
+    assert len(held.input_features) == start
+    assert int((batch.llm.input_ids == modality.slot.token_id).sum()) == held.num_tokens * modality.places
+    words = 4 * len("word")  # as many bytes; the first of a sample is never a label
+    assert batch.loss_tokens == (words if modality.places else words - 4)
+    if not modality.places:
+        with pytest.raises(ValueError, match="audio has none .places=False."):
+            od.DataLoader(dataset, batch_size=4, cost=cost, balance=od.Balance(assignment="per_phase"))
