@@ -193,7 +193,7 @@ class Modality:
         """More arrays of a batch, from the sizes of its parts alone: a row, or several, for each."""
         return {}
 
-    def among(self, size: PartSize, _count: int) -> PartSize:
+    def among(self, size: PartSize, count: int) -> PartSize:
         """The size of a part in a sample that has so many of the modality, two or more, where that makes another."""
         return size
 

@@ -68,7 +68,11 @@ def measure(members: Sequence[Member], payloads: Mapping[int, bytes | memoryview
     def size_of(modality: str, member: int) -> PartSize:
         size = measure_part(modality, members[member], payloads.get(member), recipe)
         count = len(uses_of(members, recipe).media[modality])
-        size = recipe.modalities[modality].among(size, count) if count > 1 else size
+        if count > 1:
+            try:
+                size = recipe.modalities[modality].among(size, count)
+            except DecodeError as error:
+                raise error.at(members[member].field) from error.__cause__
         parts.append(MeasuredPart(modality, member, size))
         return size
 

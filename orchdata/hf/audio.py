@@ -31,6 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.hf.audio_processor import HFAudio, described, extractor_of, processed, rebuilt, shapes_of
+from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.audio import AudioPreprocessor, WindowSize
 from orchdata.loaders.modalities.modality import ArraySpec, PartSize, Slot
@@ -67,6 +68,11 @@ class WhisperAudio(AudioPreprocessor):
     def window_size(self, num_samples: int) -> WindowSize:
         size = super().window_size(num_samples)
         return size if self.places else size._replace(tokens=0)
+
+    def among(self, size: PartSize, count: int) -> PartSize:
+        if not self.places:
+            raise DecodeError(f"{count} clips, where a decoder's text is of one")
+        return size
 
     def expand(self, size: PartSize) -> tuple[str | int, ...] | None:
         """The feature tokens of each window, without text between."""

@@ -82,7 +82,8 @@ class Inputs:
     def layout(self) -> Layout:
         kind: type[Packed] | type[Padded] = Padded if self.padded else Packed
         positions: Positions = "mrope" if self.family.mrope else "restart"
-        return kind(positions=positions, multiple_of=self.multiple_of, empty=self.empty)
+        least = 2 if self.family.decoder else 1  # a token that is told what stands before it
+        return kind(positions=positions, multiple_of=max(least, self.multiple_of), empty=self.empty)
 
     @cached_property
     def scales_loss(self) -> bool:
@@ -172,6 +173,13 @@ class Inputs:
         """Of an encoder-decoder: each token is told what stands before it."""
         llm = batch.llm
         assert llm.attention_mask is not None
+        for name, held in batch.media.items():
+            clips = len(held.cu_seqlens) - 1
+            if clips != len(llm.input_ids):
+                raise ValueError(
+                    f"{self.config.model_type} hears one clip a sample, and {len(batch.keys)} samples have {clips} "
+                    f"parts of {name}: leave out those without, as with DataLoader(quarantine=...)"
+                )
         told = {"decoder_input_ids": llm.input_ids[:, :-1], "decoder_attention_mask": llm.attention_mask[:, :-1].long()}
         return told | {"use_cache": False} | self.media_arguments(batch)
 
