@@ -1,9 +1,10 @@
-"""Pixels -> patches: uint8 (height, width, channels) -> (num_patches, 3 * patch * patch), normalised on the way.
+"""Pixels -> patches: uint8 (height, width, channels) -> (num_patches, 3 * repeats * patch * patch), normalised.
 
 One pass over the pixels: there are only 256 values a channel, so normalisation and rounding to bfloat16 are a lookup.
 
 Rows are in merge blocks: `merge` x `merge` consecutive patches form one merged token, blocks and the patches inside
-them run left to right, then down (as Qwen2-VL's). Values of a patch are ordered (channel, row, column).
+them run left to right, then down (as Qwen2-VL's). Values of a patch are ordered (channel, time, row, column), a picture
+being the same at all times.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from numpy.typing import NDArray
 from orchdata.native.jit import kernel
 
 
-def patchify(pixels: NDArray[np.uint8], patch: int, merge: int, table: NDArray[Any], out: NDArray[Any]) -> None:
+def patchify(
+    pixels: NDArray[np.uint8], patch: int, merge: int, table: NDArray[Any], out: NDArray[Any], repeats: int = 1
+) -> None:
     """Write the patches of an image into `out`.
 
     Args:
@@ -24,19 +27,20 @@ def patchify(pixels: NDArray[np.uint8], patch: int, merge: int, table: NDArray[A
             channels are red, green and blue, others are ignored.
         patch, merge: side of a patch in pixels, of a block in patches.
         table: (3, 256) value of each byte in each channel, of `out`'s dtype; see `channel_table`.
-        out: (num_patches, 3 * patch * patch), C-contiguous; float32, uint16 (bfloat16 bits) or uint8.
+        out: (num_patches, 3 * repeats * patch * patch), C-contiguous; float32, uint16 (bfloat16 bits) or uint8.
+        repeats: how many times a picture lasts.
     """
     height, width, channels = pixels.shape
     step = patch * merge
     if height % step or width % step or channels < 3:
         raise ValueError(f"pixels {pixels.shape} are not RGB in whole blocks of {step} x {step}")
-    expected = (height // patch * (width // patch), 3 * patch * patch)
+    expected = (height // patch * (width // patch), 3 * repeats * patch * patch)
     if out.shape != expected or table.shape != (3, 256) or table.dtype != out.dtype:
         raise ValueError(f"out {out.shape} {out.dtype} should be {expected} of the table's {table.dtype}")
     # Pillow's arrays are read-only, which numba takes for a type of its own: make all of them one.
     pixels, table = pixels.view(), table.view()
     pixels.flags.writeable = table.flags.writeable = False
-    _patchify(pixels, patch, merge, table, out)
+    _patchify(pixels, patch, merge, table, out, repeats)
 
 
 def channel_table(mean: tuple[float, ...], std: tuple[float, ...], dtype: str) -> NDArray[Any]:
@@ -59,8 +63,11 @@ def bfloat16_bits(values: NDArray[np.float32]) -> NDArray[np.uint16]:
 
 
 @kernel
-def _patchify(pixels: NDArray[np.uint8], patch: int, merge: int, table: NDArray[Any], out: NDArray[Any]) -> None:
+def _patchify(
+    pixels: NDArray[np.uint8], patch: int, merge: int, table: NDArray[Any], out: NDArray[Any], repeats: int
+) -> None:
     area = patch * patch
+    channel = repeats * area
     red, green, blue = table[0], table[1], table[2]
     step = patch * merge
     index = 0
@@ -75,5 +82,10 @@ def _patchify(pixels: NDArray[np.uint8], patch: int, merge: int, table: NDArray[
                         at = y * patch
                         for x in range(patch):
                             row[at + x] = red[line[left + x, 0]]
-                            row[area + at + x] = green[line[left + x, 1]]
-                            row[2 * area + at + x] = blue[line[left + x, 2]]
+                            row[channel + at + x] = green[line[left + x, 1]]
+                            row[2 * channel + at + x] = blue[line[left + x, 2]]
+                    for time in range(1, repeats):
+                        for at in range(time * area, (time + 1) * area):
+                            row[at] = row[at - area]
+                            row[channel + at] = row[channel + at - area]
+                            row[2 * channel + at] = row[2 * channel + at - area]

@@ -53,7 +53,7 @@ def check_at_least_one(owner: str, name: str, value: object) -> None:
         raise ValueError(f"{owner}.{name} must be an int of at least 1, got {value!r}")
 
 
-def check_choice(owner: str, name: str, value: object, choices: tuple[str, ...]) -> None:
+def check_choice(owner: str, name: str, value: object, choices: tuple[object, ...]) -> None:
     if value not in choices:
         raise ValueError(f"{owner}.{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
 

@@ -2,19 +2,21 @@
 
     (width, height) -> grid of patches -> merged tokens
 
-All counts follow from headers, in integers.
+All counts follow from headers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import isqrt
+from importlib.metadata import version
+from math import ceil, floor, isqrt, sqrt
 from typing import Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.checks import check_at_least_one, check_choice
 from orchdata.loaders.modalities.image_header import ImageFiles, check_size
@@ -22,6 +24,15 @@ from orchdata.loaders.modalities.modality import ArraySpec, Header, PartSize
 
 CLIP_MEAN: Final = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD: Final = (0.26862954, 0.26130258, 0.27577711)
+_CHOICES: Final = {
+    "rule": ("budget", "qwen2_vl"),
+    "resizer": ("torchvision", "pillow"),
+    "resample": ("bicubic", "bilinear", "lanczos"),
+    "draft": (False, True),
+    "alpha": ("white", "drop"),
+    "dtype": ("bfloat16", "float32", "uint8"),
+}
+_LANCZOS_SINCE: Final = (2, 12)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,10 +44,19 @@ class ImagePreprocessor(ImageFiles):
     Attributes:
         patch_size: side of a patch in pixels.
         merge: side of a merged token in patches.
-        min_tokens, max_tokens: merged tokens of one image; always respected, whatever the aspect ratio.
+        min_tokens, max_tokens: merged tokens of one image; by rule "budget" respected whatever the aspect ratio.
+        rule: how a size becomes a grid: "budget", in integers (`image_grid`), or "qwen2_vl", Hugging Face's
+            `smart_resize` exactly: it refuses aspect ratios above 200, and very flat images may exceed the budget.
+        min_pixels, max_pixels: of one image, under "qwen2_vl" in place of min_tokens and max_tokens.
+        temporal_patch_size: times that a patch holds its picture (Qwen-VL: 2); values are ordered (channel, time, row,
+            column).
         mean, std: normalisation of channels in [0, 1] (default: CLIP's); unused with dtype "uint8".
-        resizer: "pillow" (bicubic, the reference) or "torch" (bicubic with antialiasing on uint8, several
-            times faster; few values differ, at sharp edges by up to 21/255).
+        resizer: "torchvision" (its resizing of uint8 tensors with antialiasing, to the bit), or "pillow", several times
+            slower; few values differ, at sharp edges by up to 21/255.
+        resample: "bicubic", "bilinear" or "lanczos"; the last with "torchvision" only of torch 2.12 and later.
+        draft: whether a JPEG at least twice as large as needed is scaled while it is decoded, which takes less time and
+            gives other values.
+        alpha: what transparent images become: "white", composited onto it, or "drop", their colours as stored.
         dtype: what patches are stored as; "uint8" holds raw values, to normalise on the device.
     """
 
@@ -46,21 +66,34 @@ class ImagePreprocessor(ImageFiles):
     merge: int = 2
     min_tokens: int = 4
     max_tokens: int = 4096
+    rule: Literal["budget", "qwen2_vl"] = "budget"
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    temporal_patch_size: int = 1
     mean: tuple[float, float, float] = CLIP_MEAN
     std: tuple[float, float, float] = CLIP_STD
-    resizer: Literal["pillow", "torch"] = "pillow"
+    resizer: Literal["torchvision", "pillow"] = "torchvision"
+    resample: Literal["bicubic", "bilinear", "lanczos"] = "bicubic"
+    draft: bool = False
+    alpha: Literal["white", "drop"] = "white"
     dtype: Literal["bfloat16", "float32", "uint8"] = "bfloat16"
 
     def __post_init__(self) -> None:
-        for name in ("patch_size", "merge", "min_tokens"):
+        for name in ("patch_size", "merge", "min_tokens", "temporal_patch_size"):
             check_at_least_one("ImagePreprocessor", name, getattr(self, name))
         if not isinstance(self.max_tokens, int) or self.max_tokens < self.min_tokens:
             raise ValueError(
                 f"ImagePreprocessor.max_tokens must be an int of at least min_tokens={self.min_tokens}, "
                 f"got {self.max_tokens!r}"
             )
-        check_choice("ImagePreprocessor", "resizer", self.resizer, ("pillow", "torch"))
-        check_choice("ImagePreprocessor", "dtype", self.dtype, ("bfloat16", "float32", "uint8"))
+        if str(self.resizer) == "torch":
+            raise ValueError('ImagePreprocessor.resizer "torch" is called "torchvision", whose values it gives')
+        for name, choices in _CHOICES.items():
+            check_choice("ImagePreprocessor", name, getattr(self, name), choices)
+        if self.resizer == "torchvision" and self.resample == "lanczos" and _torch_version() < _LANCZOS_SINCE:
+            needed = ".".join(map(str, _LANCZOS_SINCE))
+            raise ValueError(f"ImagePreprocessor.resample 'lanczos' needs torch {needed} or resizer='pillow'")
+        self._check_pixels()
         for name in ("mean", "std"):
             values = tuple(float(value) for value in getattr(self, name))
             if len(values) != 3:
@@ -69,10 +102,38 @@ class ImagePreprocessor(ImageFiles):
         if not all(value > 0 for value in self.std):
             raise ValueError(f"ImagePreprocessor.std must be above 0 in every channel, got {self.std}")
 
+    def _check_pixels(self) -> None:
+        least, most = self.pixel_limits
+        for name in ("min_pixels", "max_pixels"):
+            if getattr(self, name) is not None:
+                check_at_least_one("ImagePreprocessor", name, getattr(self, name))
+                if self.rule == "budget":
+                    raise ValueError(
+                        f"ImagePreprocessor.{name} is of rule='qwen2_vl'; by rule 'budget' an image is limited by "
+                        "min_tokens and max_tokens"
+                    )
+        if least > most:
+            raise ValueError(f"ImagePreprocessor.min_pixels={least} is above max_pixels={most}")
+
+    @property
+    def pixel_limits(self) -> tuple[int, int]:
+        """Fewest and most pixels of one image, once resized."""
+        token = (self.patch_size * self.merge) ** 2
+        least = self.min_tokens * token if self.min_pixels is None else self.min_pixels
+        return least, self.max_tokens * token if self.max_pixels is None else self.max_pixels
+
     @property
     def patch_dim(self) -> int:
-        """Values in one patch: 3 channels x patch_size x patch_size."""
-        return 3 * self.patch_size * self.patch_size
+        """Values in one patch: 3 channels x temporal_patch_size x patch_size x patch_size."""
+        return 3 * self.temporal_patch_size * self.patch_size * self.patch_size
+
+    def parameters(self) -> dict[str, Any]:
+        """With what the installed Pillow makes of them, where it resizes."""
+        if self.resizer != "pillow":
+            return super().parameters()
+        from orchdata.loaders.modalities.image_decode import pass_order
+
+        return {**super().parameters(), "pass_order": pass_order()}
 
     def num_tokens(self, grid: tuple[int, int]) -> int:
         """Merged tokens of a grid of patches."""
@@ -84,7 +145,10 @@ class ImagePreprocessor(ImageFiles):
     def count_header(self, header: Header, limits: Limits) -> PartSize:
         width, height = header
         check_size(width, height, limits)
-        grid = image_grid(width, height, self)
+        try:
+            grid = image_grid(width, height, self)
+        except ValueError as error:
+            raise DecodeError(str(error)) from None
         patches = grid[0] * grid[1]
         return PartSize(patches, self.num_tokens(grid), patches, grid)
 
@@ -113,14 +177,17 @@ class ImagePreprocessor(ImageFiles):
 def image_grid(width: int, height: int, pre: ImagePreprocessor) -> tuple[int, int]:
     """The patches (grid_h, grid_w) an image of `width` x `height` pixels is resized to; both multiples of `merge`.
 
-    Qwen2-VL's smart resize: each side rounds to a whole number of merged tokens (half to even); above `max_tokens`
-    (below `min_tokens`) both shrink (grow) by one factor, rounded down (up). Unlike there, sides never fall below
-    one token and the product is held in both limits even for extreme aspect ratios. Integer arithmetic throughout,
-    so every machine finds the same size.
+    By rule "qwen2_vl" as Hugging Face, see `smart_resize`. By rule "budget" much alike: each side rounds to a whole
+    number of merged tokens (half to even); above `max_tokens` (below `min_tokens`) both shrink (grow) by one factor,
+    rounded down (up). But sides never fall below one token, the product is held in both limits even for extreme aspect
+    ratios, and all of it is arithmetic of integers.
     """
     if width < 1 or height < 1:
         raise ValueError(f"an image must have at least one pixel, got {width} x {height}")
     factor = pre.patch_size * pre.merge
+    if pre.rule == "qwen2_vl":
+        high, wide = smart_resize(height, width, factor, *pre.pixel_limits)
+        return high // pre.patch_size, wide // pre.patch_size
     rows, cols = max(1, _round_half_even(height, factor)), max(1, _round_half_even(width, factor))
     if rows * cols > pre.max_tokens:
         # floor(sqrt(max_tokens * height / width)), exactly
@@ -131,6 +198,32 @@ def image_grid(width: int, height: int, pre: ImagePreprocessor) -> tuple[int, in
     if not pre.min_tokens <= rows * cols <= pre.max_tokens:
         rows, cols = _within(rows, cols, pre.min_tokens, pre.max_tokens)
     return rows * pre.merge, cols * pre.merge
+
+
+def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
+    """The pixels (height, width) that Qwen-VL's image processors of Hugging Face resize an image to, to the bit.
+
+    In floats, as theirs: these operations are rounded alike on every machine. Raises ValueError for an aspect ratio
+    above 200.
+    """
+    ratio = max(height, width) / min(height, width)
+    if ratio > 200:
+        raise ValueError(f"an aspect ratio of {ratio:g}: Qwen-VL takes none above 200; leave {width} x {height} out")
+    high, wide = round(height / factor) * factor, round(width / factor) * factor
+    if high * wide > max_pixels:
+        shrink = sqrt((height * width) / max_pixels)
+        return max(factor, floor(height / shrink / factor) * factor), max(
+            factor, floor(width / shrink / factor) * factor
+        )
+    if high * wide < min_pixels:
+        grow = sqrt(min_pixels / (height * width))
+        return ceil(height * grow / factor) * factor, ceil(width * grow / factor) * factor
+    return high, wide
+
+
+def _torch_version() -> tuple[int, int]:
+    major, minor = version("torch").split(".")[:2]
+    return int(major), int(minor)
 
 
 def _within(rows: int, cols: int, low: int, high: int) -> tuple[int, int]:

@@ -1,11 +1,11 @@
 """Image bytes -> patches, written into the batch's memory.
 
-    bytes --decode--> uint8 RGB --resize--> the grid's size --orient--> upright --patchify--> out
+    bytes --decode--> uint8 RGB --orient--> upright --resize--> the grid's size --patchify--> out
 
 What is read: the formats of `image_header.IMAGE_FORMATS`, the first frame of an animation. EXIF orientation is applied;
 palettes, CMYK and other colour modes become RGB as Pillow converts them (colour profiles are not applied); 16 bits
-keep their upper byte, floats in [0, 1] become bytes; transparency is composited onto white. JPEG goes through
-libjpeg-turbo, scaled while decoding where the target is half the size or less; all else through Pillow.
+keep their upper byte, floats in [0, 1] become bytes; transparency is composited onto white or dropped. JPEG goes
+through libjpeg-turbo, all else through Pillow.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ import struct
 import threading
 import zlib
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
+from platform import machine
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageFile, ImageOps, JpegImagePlugin
+from PIL import Image, ImageFile, JpegImagePlugin
 
 from orchdata.loaders.errors import NOT_DATA, DecodeError, pass_trouble
 from orchdata.loaders.limits import Limits
@@ -67,7 +68,8 @@ def decode_image(
         DecodeError: not an image, damaged, above a limit, or of another size than the index says.
     """
     pixels = load_pixels(bytes(data), pre, limits, grid)
-    patchify(pixels, pre.patch_size, pre.merge, _table(pre.mean, pre.std, pre.dtype), out)
+    table = _table(pre.mean, pre.std, pre.dtype)
+    patchify(pixels, pre.patch_size, pre.merge, table, out, repeats=pre.temporal_patch_size)
 
 
 def load_pixels(data: bytes, pre: ImagePreprocessor, limits: Limits, grid: tuple[int, int]) -> Pixels:
@@ -75,35 +77,50 @@ def load_pixels(data: bytes, pre: ImagePreprocessor, limits: Limits, grid: tuple
 
     The memory may be this thread's scratch, overwritten by its next image. Raises DecodeError.
     """
-    try:
-        if is_jpeg(data):
-            return _load_jpeg(data, pre, limits, grid)
-        if data.startswith(_PNG):
-            _check_png(data)
-        return _load_other(open_image(data), pre, limits, grid)
-    except (*NOT_DATA, DecodeError):
-        raise
-    except Exception as error:  # decoders raise almost anything for damaged bytes
-        pass_trouble(error)
-        raise DecodeError(f"damaged image: {_tidy(error)}") from error
+    target = (grid[1] * pre.patch_size, grid[0] * pre.patch_size)
+
+    def least_of(width: int, height: int) -> Size | None:
+        found = pre.count_header((width, height), limits).extent
+        if found != tuple(grid):
+            raise DecodeError(
+                f"decoded to {width} x {height} pixels, {found[0]} x {found[1]} patches; the index says "
+                f"{grid[0]} x {grid[1]} patches: index again"
+            )
+        return target if pre.draft else None
+
+    colours = "RGBX" if pre.resizer == "pillow" else "RGB"
+    pixels = upright_pixels(data, limits, partial(to_rgb, alpha=pre.alpha), least_of, colours)
+    return resized(pixels, target, pre.resizer, pre.resample)
 
 
-def load_rgb(data: bytes, limits: Limits) -> Image.Image:
-    """The image upright and in RGB, as Hugging Face's `load_image` has it: `ImageOps.exif_transpose`, then Pillow's own
-    `convert("RGB")`, which drops alpha and cuts 16 bits off at 255. Raises DecodeError.
+def load_rgb(data: bytes, limits: Limits) -> Pixels:
+    """Upright pixels (height, width, 3) as Hugging Face's `load_image` has them: Pillow's own `convert("RGB")` drops
+    alpha and cuts 16 bits off at 255. Memory and errors as of `load_pixels`.
+    """
+    return upright_pixels(data, limits, lambda image: image.convert("RGB"))
+
+
+def upright_pixels(
+    data: bytes,
+    limits: Limits,
+    convert: Callable[[Image.Image], Image.Image],
+    least_of: Callable[[int, int], Size | None] = lambda *_: None,
+    colours: str = "RGB",
+) -> Pixels:
+    """Upright pixels (height, width, channels), C-contiguous; memory and errors as of `load_pixels`.
+
+    Args:
+        convert: makes RGB of what is not a plain JPEG.
+        least_of: told the size (width, height) as displayed, says below which a JPEG is not scaled while it is decoded;
+            None for no scaling.
+        colours: "RGB", or "RGBX" of plain JPEGs.
     """
     try:
         if is_jpeg(data):
-            header = read_jpeg_header(data)
-            if header is not None and not header.is_cmyk:
-                _check_limits(header.width, header.height, limits)
-                pixels = decode_jpeg(data, header, "RGB", least=(header.width, header.height))
-                return Image.fromarray(_upright(pixels, jpeg_orientation(data)))
+            return _upright_jpeg(data, limits, convert, least_of, colours)
         if data.startswith(_PNG):
             _check_png(data)
-        image: Image.Image = open_image(data)
-        _check_limits(image.width, image.height, limits)
-        return ImageOps.exif_transpose(image).convert("RGB")
+        return _upright_other(open_image(data), limits, convert, least_of)
     except (*NOT_DATA, DecodeError):
         raise
     except Exception as error:  # decoders raise almost anything for damaged bytes
@@ -152,46 +169,51 @@ def _formats() -> list[tuple[str, Callable[..., ImageFile.ImageFile], Callable[[
     return [(name, *Image.OPEN[name]) for name in IMAGE_FORMATS if name in Image.OPEN]
 
 
-def _load_jpeg(data: bytes, pre: ImagePreprocessor, limits: Limits, grid: tuple[int, int]) -> Pixels:
+def _upright_jpeg(
+    data: bytes,
+    limits: Limits,
+    convert: Callable[[Image.Image], Image.Image],
+    least_of: Callable[[int, int], Size | None],
+    colours: str,
+) -> Pixels:
     header = read_jpeg_header(data)
     if header is None:
-        return _load_other(JpegImagePlugin.JpegImageFile(io.BytesIO(data)), pre, limits, grid)
+        return _upright_other(JpegImagePlugin.JpegImageFile(io.BytesIO(data)), limits, convert, least_of)
     orientation = jpeg_orientation(data)
-    target = _target((header.width, header.height), orientation, pre, limits, grid)
+    least = _displayed((header.width, header.height), orientation, limits, least_of)
     if header.is_cmyk:
-        inks = decode_jpeg(data, header, "CMYK", least=target)
-        image = Image.frombuffer("CMYK", (inks.shape[1], inks.shape[0]), inks, "raw", "CMYK", 0, 1).convert("RGB")
-        return _upright(_resize_image(image, target, pre), orientation)
-    colours = "RGBX" if pre.resizer == "pillow" else "RGB"
-    pixels = decode_jpeg(data, header, colours, least=target)
-    return _upright(_resize_pixels(pixels, target, pre), orientation)
+        inks = decode_jpeg(data, header, "CMYK", least)
+        image = Image.frombuffer("CMYK", (inks.shape[1], inks.shape[0]), inks, "raw", "CMYK", 0, 1)
+        return _upright(np.asarray(convert(image)), orientation)
+    return _upright(decode_jpeg(data, header, colours, least), orientation)
 
 
-def _load_other(image: ImageFile.ImageFile, pre: ImagePreprocessor, limits: Limits, grid: tuple[int, int]) -> Pixels:
+def _upright_other(
+    image: ImageFile.ImageFile,
+    limits: Limits,
+    convert: Callable[[Image.Image], Image.Image],
+    least_of: Callable[[int, int], Size | None],
+) -> Pixels:
     """Through Pillow."""
     # Before decoding: size limits. Pillow gives TIFF sizes as displayed, others as stored.
     _check_limits(image.width, image.height, limits)
     image.load()
     orientation = image.getexif().get(_ORIENTATION, 1)
-    target = _target(image.size, orientation, pre, limits, grid)
-    return _upright(_resize_image(to_rgb(image), target, pre), orientation)
+    _displayed(image.size, orientation, limits, least_of)
+    return _upright(np.asarray(convert(image)), orientation)
 
 
-def _target(stored: Size, orientation: int, pre: ImagePreprocessor, limits: Limits, grid: tuple[int, int]) -> Size:
-    """The size to resize stored pixels to, so that upright they fill the grid."""
+def _displayed(
+    stored: Size, orientation: int, limits: Limits, least_of: Callable[[int, int], Size | None]
+) -> Size | None:
+    """The size, as stored, to which it may be scaled while decoding; None where it may not."""
     turned = orientation in (5, 6, 7, 8)
     width, height = reversed(stored) if turned else stored
     _check_limits(width, height, limits)
     if width < 1 or height < 1:
         raise DecodeError(f"damaged image: {width} x {height} pixels")
-    found = pre.count_header((width, height), limits).extent
-    if found != tuple(grid):
-        raise DecodeError(
-            f"decoded to {width} x {height} pixels, {found[0]} x {found[1]} patches; the index says "
-            f"{grid[0]} x {grid[1]} patches: index again"
-        )
-    target = (grid[1] * pre.patch_size, grid[0] * pre.patch_size)
-    return (target[1], target[0]) if turned else target
+    least = least_of(width, height)
+    return (least[1], least[0]) if least is not None and turned else least
 
 
 def _check_limits(width: int, height: int, limits: Limits) -> None:
@@ -200,11 +222,11 @@ def _check_limits(width: int, height: int, limits: Limits) -> None:
         raise DecodeError(reason)
 
 
-def to_rgb(image: Image.Image) -> Image.Image:
+def to_rgb(image: Image.Image, alpha: str) -> Image.Image:
     """RGB of any mode; see the top of this file. Raises DecodeError."""
     if image.mode in (*_SIXTEEN_BIT, "I", "F"):
         return Image.fromarray(_to_bytes(image)).convert("RGB")
-    if image.has_transparency_data:
+    if alpha == "white" and image.has_transparency_data:
         solid = Image.new("RGBA", image.size, _WHITE)
         solid.alpha_composite(image.convert("RGBA"))
         return solid.convert("RGB")
@@ -231,32 +253,51 @@ def _check_range(low: float, high: float, most: float) -> None:
         raise DecodeError(f"grey values from {low:g} to {high:g}, outside [0, {most:g}]: store it with 8 or 16 bits")
 
 
-def _resize_pixels(pixels: Pixels, target: Size, pre: ImagePreprocessor) -> Pixels:
-    """Pixels (height, width, 3 or 4) at `target` (width, height)."""
+def resized(pixels: Pixels, target: Size, resizer: str, resample: str) -> Pixels:
+    """Pixels (height, width, 3 or 4) at `target` (width, height), by ImagePreprocessor.resizer and `resample`."""
     height, width = pixels.shape[:2]
     if (width, height) == target:
         return pixels
-    if pre.resizer == "torch":
-        return _resize_torch(pixels, target)
+    if resizer == "torchvision":
+        return _resized_as_torchvision(pixels, target, resample)
     mode = "RGBX" if pixels.shape[2] == 4 else "RGB"
     image = Image.frombuffer(mode, (width, height), pixels, "raw", mode, 0, 1)
-    return np.asarray(image.resize(target, Image.Resampling.BICUBIC))
+    return np.asarray(image.resize(target, Image.Resampling[resample.upper()]))
 
 
-def _resize_image(image: Image.Image, target: Size, pre: ImagePreprocessor) -> Pixels:
-    if pre.resizer == "pillow" and image.size != target:
-        image = image.resize(target, Image.Resampling.BICUBIC)
-    return _resize_pixels(np.asarray(image), target, pre)
-
-
-def _resize_torch(pixels: Pixels, target: Size) -> Pixels:
+def _resized_as_torchvision(pixels: Pixels, target: Size, resample: str) -> Pixels:
     import torch
+    from torch.nn.functional import interpolate
 
     with torch.no_grad():
         # Batch axis first: torch then sees channels-last memory, keeps it so, and nothing is copied around.
         image = torch.from_numpy(np.require(pixels, requirements="W"))[None].permute(0, 3, 1, 2)
-        resized = torch.nn.functional.interpolate(image, (target[1], target[0]), mode="bicubic", antialias=True)
-    return np.ascontiguousarray(resized.permute(0, 2, 3, 1)[0].numpy())
+        # As torchvision does: where uint8 has no bilinear kernel of its own, through floats.
+        through_floats = resample == "bilinear" and not _has_bilinear_bytes()
+        found = interpolate(image.float() if through_floats else image, target[::-1], mode=resample, antialias=True)
+        if through_floats:
+            found = found.round_().to(torch.uint8)
+    return np.ascontiguousarray(found.permute(0, 2, 3, 1)[0].numpy())
+
+
+@lru_cache(maxsize=1)
+def _has_bilinear_bytes() -> bool:
+    import torch
+
+    return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") or machine() in ("aarch64", "arm64")
+
+
+@lru_cache(maxsize=1)
+def pass_order() -> str:
+    """In which order the installed Pillow resizes the axes, which shows in the pixels: each pass rounds to bytes.
+
+    "horizontal-first", as Pillow did before 13, or "by-work": the axis first that leaves less to do for the other.
+    """
+    image = Image.linear_gradient("L").resize((60, 40)).rotate(30)
+    target, steps = (58, 10), Image.Resampling.BICUBIC
+    whole = image.resize(target, steps)
+    first = image.resize((target[0], image.height), steps).resize(target, steps)
+    return "horizontal-first" if whole.tobytes() == first.tobytes() else "by-work"
 
 
 def _upright(pixels: Pixels, orientation: int) -> Pixels:

@@ -1,4 +1,4 @@
-"""JPEG -> pixels through libjpeg-turbo (simplejpeg): scaled while decoding, into reused memory, strict.
+"""JPEG -> pixels through libjpeg-turbo (simplejpeg): into reused memory, strict, and scaled while decoding where asked.
 
 Pillow decodes the same values, but passes damaged data off as grey; here any damage to the picture is an error.
 """
@@ -89,8 +89,8 @@ def jpeg_orientation(data: bytes) -> int:
     return orientation if orientation in range(1, 9) else 1
 
 
-def decode_jpeg(data: bytes, header: JpegHeader, colours: str, least: tuple[int, int]) -> NDArray[np.uint8]:
-    """Pixels (height, width, channels), scaled down while decoding but not below `least` (width, height).
+def decode_jpeg(data: bytes, header: JpegHeader, colours: str, least: tuple[int, int] | None) -> NDArray[np.uint8]:
+    """Pixels (height, width, channels); scaled down while decoding, but not below `least` (width, height), unless None.
 
     The memory belongs to this thread and is overwritten by its next call.
 
@@ -115,9 +115,10 @@ def decode_jpeg(data: bytes, header: JpegHeader, colours: str, least: tuple[int,
     raise DecodeError(f"damaged JPEG: {warning.removeprefix('Corrupt JPEG data: ')}")
 
 
-def _decode(data: bytes, header: JpegHeader, colours: str, least: tuple[int, int]) -> NDArray[np.uint8]:
+def _decode(data: bytes, header: JpegHeader, colours: str, least: tuple[int, int] | None) -> NDArray[np.uint8]:
     # Halvings only: other scales of n/8 take longer than decoding in full.
-    scale = next((n for n in (8, 4, 2) if header.width >= n * least[0] and header.height >= n * least[1]), 1)
+    wide, high = least or (header.width, header.height)
+    scale = next((n for n in (8, 4, 2) if header.width >= n * wide and header.height >= n * high), 1)
     width, height = -(-header.width // scale), -(-header.height // scale)
     channels = 3 if colours == "RGB" else 4
     pixels: NDArray[np.uint8] = simplejpeg.decode_jpeg(

@@ -45,7 +45,7 @@ class ThroughputBench:
         samples: of the made-up dataset: JPEGs of about 500 x 400 and 82 KiB, three in four with WAV or FLAC, text.
         batch_size: samples of a batch.
         workers: threads of ours, worker processes of torch's DataLoader.
-        resizer: of the recipe, "torch" or "pillow"; the slower it is, the less the rest of a loader shows.
+        resizer: of the recipe, "torchvision" or "pillow"; the slower it is, the less the rest of a loader shows.
         repeats: epochs of each, in turn, after one that does not count.
         seed: of the dataset.
         folder: where to write it; a temporary folder by default.
@@ -54,7 +54,7 @@ class ThroughputBench:
     samples: int = 1_000
     batch_size: int = 16
     workers: int = 2
-    resizer: Literal["torch", "pillow"] = "torch"
+    resizer: Literal["torchvision", "pillow"] = "torchvision"
     repeats: int = 5
     seed: int = 0
     folder: str | None = None

@@ -114,15 +114,17 @@ class HFImages(ImageFiles):
     def decode_into(
         self, data: bytes | memoryview, size: PartSize, out: Mapping[str, NDArray[Any]], limits: Limits
     ) -> None:
+        from PIL import Image
+
         from orchdata.loaders.modalities.image_decode import load_rgb
 
-        image = load_rgb(bytes(data), limits)
-        if image.size != tuple(size.extent[:2]):
+        pixels = load_rgb(bytes(data), limits)
+        found, indexed = pixels.shape[1::-1], tuple(size.extent[:2])
+        if found != indexed:
             raise DecodeError(
-                f"decoded to {image.width} x {image.height} pixels, the index says {size.extent[0]} x {size.extent[1]}"
-                ": index again"
+                f"decoded to {found[0]} x {found[1]} pixels, the index says {indexed[0]} x {indexed[1]}: index again"
             )
-        outputs, _ = running(self.source).outputs(image)
+        outputs, _ = running(self.source).outputs(Image.fromarray(pixels))
         numbers = self._numbers(outputs)
         if numbers != tuple(size.extent[2:]):
             raise DecodeError(f"prepared to {numbers}, the index says {tuple(size.extent[2:])}: index again")

@@ -141,7 +141,12 @@ def test_the_fingerprint_is_the_same_in_every_process():
     "other",
     [
         Recipe(image=None),
-        Recipe(image=ImagePreprocessor(resizer="torch")),
+        Recipe(image=ImagePreprocessor(resizer="pillow")),
+        Recipe(image=ImagePreprocessor(resample="bilinear")),
+        Recipe(image=ImagePreprocessor(draft=True)),
+        Recipe(image=ImagePreprocessor(alpha="drop")),
+        Recipe(image=ImagePreprocessor(rule="qwen2_vl")),
+        Recipe(image=ImagePreprocessor(temporal_patch_size=2)),
         Recipe(image=ImagePreprocessor(max_tokens=4095)),
         Recipe(audio=AudioPreprocessor(num_mels=80)),
         Recipe(text=TextPreprocessor(list, id="a")),

@@ -33,16 +33,18 @@ def random_pixels(rows: int, cols: int, patch: int, merge: int, channels: int) -
     patch=st.integers(1, 5),
     merge=st.integers(1, 3),
     channels=st.sampled_from([3, 4]),
+    repeats=st.integers(1, 3),
     dtype=st.sampled_from(["uint8", "float32", "bfloat16"]),
 )
-def test_patches_are_the_plain_reshape(rows, cols, patch, merge, channels, dtype):
+def test_patches_are_the_plain_reshape(rows, cols, patch, merge, channels, repeats, dtype):
     pixels = random_pixels(rows, cols, patch, merge, channels)
     table = channel_table(MEAN, STD, dtype)
-    out = np.empty((rows * cols * merge * merge, 3 * patch * patch), table.dtype)
-    patchify(pixels, patch, merge, table, out)
+    out = np.empty((rows * cols * merge * merge, 3 * repeats * patch * patch), table.dtype)
+    patchify(pixels, patch, merge, table, out, repeats)
     plain = plain_patches(pixels, patch, merge)
     channel = np.repeat(np.arange(3), patch * patch)
-    assert np.array_equal(out, table[channel, plain])
+    values = table[channel, plain].reshape(-1, 3, 1, patch * patch)
+    assert np.array_equal(out, np.repeat(values, repeats, axis=2).reshape(out.shape))
 
 
 def test_normalisation_is_mean_and_std_of_each_channel():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import struct
 import threading
@@ -10,11 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import PIL
 import pytest
+import torch
 from PIL import Image, ImageOps
 
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.limits import Limits
+from orchdata.loaders.modalities import image_decode
 from orchdata.loaders.modalities.image_decode import decode_image, load_pixels
 from orchdata.loaders.modalities.jpeg import without_extras
 from orchdata.loaders.modalities.probing import read_header
@@ -177,10 +181,19 @@ def test_cmyk_and_ycck_fixtures(fixtures_dir: Path):
     assert checked
 
 
-@pytest.mark.parametrize("resizer", ["pillow", "torch"])
-def test_every_exif_orientation_is_turned_upright(fixtures_dir: Path, resizer: str):
+def resized_by(resizer: str, upright: Image.Image, target: tuple[int, int], resample: str = "bicubic") -> np.ndarray:
+    """What a resizer is named for: Pillow's own resize, or torchvision's of a tensor of bytes."""
+    if resizer == "pillow":
+        return np.asarray(upright.resize(target, Image.Resampling[resample.upper()]))
+    tensor = torch.from_numpy(np.array(upright)).permute(2, 0, 1).contiguous()[None]
+    found = torch.nn.functional.interpolate(tensor, target[::-1], mode=resample, align_corners=False, antialias=True)
+    return found[0].permute(1, 2, 0).numpy()
+
+
+@pytest.mark.parametrize("resizer", ["pillow", "torchvision"])
+def test_every_exif_orientation_is_turned_upright_and_then_resized(fixtures_dir: Path, resizer: str):
     paths = sorted((fixtures_dir / "images/exif-orientation-examples").rglob("*.jpg"))
-    pre = ImagePreprocessor(min_tokens=4, max_tokens=4096, resizer=resizer)
+    pre = ImagePreprocessor(min_tokens=4, max_tokens=256, resizer=resizer)
     orientations = set()
     for path in paths:
         stored = Image.open(io.BytesIO(path.read_bytes()))
@@ -188,11 +201,7 @@ def test_every_exif_orientation_is_turned_upright(fixtures_dir: Path, resizer: s
         upright = ImageOps.exif_transpose(stored)
         grid = image_grid(*upright.size, pre)
         got = load_pixels(path.read_bytes(), pre, LIMITS, grid)[:, :, :3]
-        expected = upright.resize((grid[1] * 14, grid[0] * 14), Image.Resampling.BICUBIC)
-        difference = np.abs(got.astype(int) - np.asarray(expected))
-        # torch goes down the columns first where that is less work, and rounds in between.
-        assert difference.max() <= (1 if resizer == "pillow" else 24), path.name
-        assert difference.mean() < 0.6
+        np.testing.assert_array_equal(got, resized_by(resizer, upright, (grid[1] * 14, grid[0] * 14)), path.name)
     assert orientations >= set(range(1, 9))
 
 
@@ -215,33 +224,124 @@ def test_of_an_animation_the_first_frame_is_taken(kind):
     assert pixels_of(data, (8, 8))[0, 0].tolist() == [255, 0, 0]
 
 
-def test_the_pillow_resizer_is_pillows_bicubic():
-    pre = ImagePreprocessor(max_tokens=64)
+@pytest.mark.parametrize("resample", ["bicubic", "bilinear", "lanczos"])
+@pytest.mark.parametrize("resizer", ["pillow", "torchvision"])
+def test_resizers_are_those_they_are_named_for(resizer: str, resample: str):
+    pre = ImagePreprocessor(max_tokens=64, resizer=resizer, resample=resample)
+    for size in ((300, 200), (1000, 90), (31, 400), (20, 20)):
+        image = photo(*size)
+        grid = image_grid(*size, pre)
+        expected = resized_by(resizer, image, (grid[1] * 14, grid[0] * 14), resample)
+        for kind in ("PNG", "BMP"):
+            np.testing.assert_array_equal(pixels_of(encoded(image, kind), size, pre), expected)
+
+
+def test_bilinear_without_a_kernel_for_bytes_goes_through_floats(monkeypatch: pytest.MonkeyPatch):
+    # As torchvision on processors without AVX2.
+    monkeypatch.setattr(image_decode, "_has_bilinear_bytes", lambda: False)
     image = photo(300, 200)
-    for kind in ("PNG", "BMP"):
-        data = encoded(image, kind)
-        grid = image_grid(300, 200, pre)
-        expected = image.resize((grid[1] * 14, grid[0] * 14), Image.Resampling.BICUBIC)
-        np.testing.assert_array_equal(pixels_of(data, (300, 200), pre), np.asarray(expected))
+    tensor = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None].float()
+    expected = torch.nn.functional.interpolate(tensor, (70, 90), mode="bilinear", antialias=True).round()
+    got = image_decode.resized(np.asarray(image), (90, 70), "torchvision", "bilinear")
+    np.testing.assert_array_equal(got, expected[0].permute(1, 2, 0).numpy())
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG"])
-def test_the_torch_resizer_stays_near_the_reference(kind):
+def test_the_resizers_stay_near_one_another(kind):
     data = encoded(photo(1000, 700), kind)
     got, reference = (
         pixels_of(data, (1000, 700), ImagePreprocessor(max_tokens=256, resizer=resizer)).astype(int)
-        for resizer in ("torch", "pillow")
+        for resizer in ("torchvision", "pillow")
     )
-    assert np.abs(got - reference).max() <= 9
+    assert 0 < np.abs(got - reference).max() <= 9
 
 
-def test_large_jpegs_are_scaled_while_decoding_with_little_difference():
+def test_jpegs_are_decoded_in_full_unless_drafts_are_asked_for():
     image = photo(1600, 1200)
-    pre = ImagePreprocessor(max_tokens=64)  # 9 x 6 tokens: 252 x 168 pixels, so 1/4 of the size is decoded
     data = encoded(image, "JPEG", quality=95)
-    got = pixels_of(data, image.size, pre).astype(int)
+    exact, draft = (ImagePreprocessor(max_tokens=64, resizer="pillow", draft=draft) for draft in (False, True))
+    got = pixels_of(data, image.size, exact)  # 9 x 6 tokens: 252 x 168 pixels, so a draft is 1/4 of the size
     whole = Image.open(io.BytesIO(data)).resize((got.shape[1], got.shape[0]), Image.Resampling.BICUBIC)
-    assert np.abs(got - np.asarray(whole)).mean() < 1.5
+    np.testing.assert_array_equal(got, np.asarray(whole))
+    difference = np.abs(pixels_of(data, image.size, draft).astype(int) - got)
+    assert 0 < difference.mean() < 1.5
+
+
+def test_alpha_is_shown_on_white_or_dropped():
+    data = encoded(RGBA, "PNG")
+    assert ImagePreprocessor().alpha == "white"
+    dropped = pixels_of(data, RGBA.size, dataclasses.replace(EXACT, alpha="drop"))
+    np.testing.assert_array_equal(dropped, np.asarray(RGBA)[:, :, :3])
+    assert not np.array_equal(dropped, pixels_of(data, RGBA.size))
+
+
+def test_pass_order_is_that_of_the_installed_pillow():
+    order = image_decode.pass_order()
+    assert order == ("horizontal-first" if int(PIL.__version__.split(".")[0]) < 13 else "by-work")
+    assert ImagePreprocessor(resizer="pillow").parameters()["pass_order"] == order
+    assert "pass_order" not in ImagePreprocessor().parameters()
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"resizer": "torch"}, 'is called "torchvision"'),
+        ({"resample": "nearest"}, "resample must be one of"),
+        ({"alpha": "black"}, "alpha must be one of"),
+        ({"max_pixels": 10_000}, "is of rule='qwen2_vl'"),
+        ({"rule": "qwen2_vl", "min_pixels": 10**9}, "above max_pixels"),
+        ({"rule": "qwen2_vl", "max_pixels": 0}, "at least 1"),
+        ({"temporal_patch_size": 0}, "at least 1"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(given: dict[str, object], reason: str):
+    with pytest.raises(ValueError, match=reason):
+        ImagePreprocessor(**given)
+
+
+def test_lanczos_is_refused_where_torch_lacks_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("orchdata.loaders.modalities.image._torch_version", lambda: (2, 11))
+    with pytest.raises(ValueError, match=r"needs torch 2\.12 or resizer='pillow'"):
+        ImagePreprocessor(resample="lanczos")
+    ImagePreprocessor(resample="lanczos", resizer="pillow")
+
+
+def sides(count: int) -> list[tuple[int, int]]:
+    """Sizes (width, height) of every kind: squares, near-squares, flat and tiny ones."""
+    rng = np.random.default_rng(0)
+    any_of = np.exp(rng.uniform(0, np.log(9000), (count, 2))).astype(int)
+    near = rng.integers(1, 4000, count)[:, None] + rng.integers(0, 2, (count, 2))
+    return [*map(tuple, any_of.tolist()), *map(tuple, near.tolist()), *[(side, side) for side in range(1, 4000)]]
+
+
+@pytest.mark.parametrize(("patch", "least", "most"), [(14, 3136, 1003520), (16, 65536, 16777216), (14, 784, 12845056)])
+def test_the_rule_of_qwen_is_hugging_faces(patch: int, least: int, most: int):
+    theirs = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl").smart_resize
+    pre = ImagePreprocessor(patch_size=patch, rule="qwen2_vl", min_pixels=least, max_pixels=most)
+    own = ImagePreprocessor(
+        patch_size=patch, min_tokens=max(1, least // (2 * patch) ** 2), max_tokens=most // (2 * patch) ** 2
+    )
+    refused = differing = 0
+    for width, height in sides(2000):
+        try:
+            high, wide = theirs(height, width, 2 * patch, least, most)
+        except ValueError:
+            refused += 1
+            with pytest.raises(DecodeError, match="none above 200"):
+                pre.count_header((width, height), Limits(image_pixels=10**9))
+            continue
+        assert image_grid(width, height, pre) == (high // patch, wide // patch), (width, height)
+        differing += image_grid(width, height, own) != (high // patch, wide // patch)
+    assert refused and differing  # the sizes tell the rules apart
+
+
+def test_qwens_limits_in_tokens_are_those_in_pixels():
+    one = ImagePreprocessor(rule="qwen2_vl", min_tokens=4, max_tokens=1280)
+    assert one.pixel_limits == (56 * 56, 28 * 28 * 1280)
+    two = ImagePreprocessor(rule="qwen2_vl", min_pixels=56 * 56, max_pixels=28 * 28 * 1280)
+    assert [image_grid(*size, one) for size in sides(50)[:100:7]] == [
+        image_grid(*size, two) for size in sides(50)[:100:7]
+    ]
 
 
 def jpeg() -> bytes:
@@ -345,7 +445,7 @@ def test_patches_are_written_in_whole(dtype):
 
 
 def test_threads_do_not_meet_in_scratch_memory():
-    pre = ImagePreprocessor(max_tokens=64, resizer="torch")
+    pre = ImagePreprocessor(max_tokens=64, resizer="torchvision")
     images = [encoded(photo(300 + 40 * number, 200), "JPEG") for number in range(8)]
     grids = [image_grid(300 + 40 * number, 200, pre) for number in range(8)]
 
