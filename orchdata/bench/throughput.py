@@ -70,7 +70,7 @@ def run(config: ThroughputBench) -> list[Result]:
     with tempfile.TemporaryDirectory(dir=config.folder) as folder:
         shards = min(8, config.samples)
         urls = Corpus(samples=config.samples, shards=shards, seed=config.seed).write(Path(folder))
-        recipe = Recipe(image=ImagePreprocessor(resizer=config.resizer))
+        recipe = Recipe(image=ImagePreprocessor(resizer=config.resizer, draft=True))
         ShardDataset(urls, recipe).index()
         epochs: dict[str, Callable[[], Iterator[int]]] = {
             "ours": lambda: _ours(urls, recipe, config, None),
