@@ -3,9 +3,9 @@
     processor --image_modality--> HFImages(source=JSON, ...): (width, height) -> counts, text, extras
                                                               bytes -> the arrays of its image processor
 
-Counts follow from a rule of the image processor's class where there is one (`image_sizes`), compared with the processor
+Counts follow from a rule of the image processor's class where there is one (`image.sizes`), compared with the processor
 when the modality is made; for any other class a blank image of each size is measured, once. Pixels are the image
-processor's own.
+processor's own, or `image.native`'s where it was seen to give the same.
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
-from orchdata.hf.image_processors import as_array, running, source_of
-from orchdata.hf.image_sizes import Outputs
+from orchdata.hf.image.native import write_rows
+from orchdata.hf.image.processors import as_array, running, source_of
+from orchdata.hf.image.sizes import Outputs
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.limits import Limits
+from orchdata.loaders.modalities.image_decode import load_rgb
 from orchdata.loaders.modalities.image_header import ImageFiles, check_size
 from orchdata.loaders.modalities.modality import ArraySpec, Header, PartSize, Slot, stored
 
@@ -80,6 +83,7 @@ class HFImages(ImageFiles):
         source: the image processor and what else its processor says of images, as JSON.
         outputs: what the image processor gives.
         counted: by a "rule" of its class, or "measured" on a blank image of each size.
+        native: whether this library prepares pixels itself, having been seen to do it as the image processor does.
         merge: side of a merged token in patches, where tokens are a grid of them; 0 where they are not.
         row_positions: positions that the encoder computes for a row (patches of a tile).
         placeholder: what stands for an image in rendered chats: the processor's `image_token`. It is `slot.mark`, the
@@ -89,6 +93,7 @@ class HFImages(ImageFiles):
     source: str
     outputs: tuple[Output, ...]
     counted: Literal["rule", "measured"]
+    native: bool = False
     merge: int = 0
     row_positions: int = 1
     placeholder: str = ""
@@ -114,16 +119,15 @@ class HFImages(ImageFiles):
     def decode_into(
         self, data: bytes | memoryview, size: PartSize, out: Mapping[str, NDArray[Any]], limits: Limits
     ) -> None:
-        from PIL import Image
-
-        from orchdata.loaders.modalities.image_decode import load_rgb
-
         pixels = load_rgb(bytes(data), limits)
         found, indexed = pixels.shape[1::-1], tuple(size.extent[:2])
         if found != indexed:
             raise DecodeError(
                 f"decoded to {found[0]} x {found[1]} pixels, the index says {indexed[0]} x {indexed[1]}: index again"
             )
+        if self.native:
+            write_rows(self.source, pixels, *out.values())
+            return
         outputs, _ = running(self.source).outputs(Image.fromarray(pixels))
         numbers = self._numbers(outputs)
         if numbers != tuple(size.extent[2:]):
@@ -148,6 +152,10 @@ class HFImages(ImageFiles):
                 told[each.name] = np.array(rows, each.dtype).reshape(len(sizes), *each.shape)
                 first += each.count
         return told
+
+    def parameters(self) -> dict[str, Any]:
+        """Without how counts and pixels are come by, which changes neither."""
+        return {name: value for name, value in super().parameters().items() if name not in ("counted", "native")}
 
     def rope(self, size: PartSize) -> NDArray[np.int64] | None:
         """After Qwen2-VL, where tokens are a grid: one moment, the merged grid along height and width."""
@@ -176,6 +184,10 @@ class HFImages(ImageFiles):
             tokens = sum(run for run in found.expansion if isinstance(run, int))
         return PartSize(positions, tokens, found.rows, (*size, *found.numbers))
 
+    def _read(self, outputs: Outputs, text: str | None) -> _Found:
+        rows = next(each.num_rows(outputs) for each in self.outputs if each.per == "row")
+        return _Found(rows, self._numbers(outputs), None if text is None else runs(text, str(self.slot.mark)))
+
     def _numbers(self, outputs: Outputs) -> tuple[int, ...]:
         """What follows from the size, of one image's outputs."""
         sized = [as_array(outputs[each.name]).reshape(-1).tolist() for each in self.outputs if each.per == "size"]
@@ -190,9 +202,7 @@ def as_shape(value: Any) -> tuple[int, ...]:
 def _found(images: HFImages, width: int, height: int) -> _Found:
     """What a size gives. Raises ValueError for one that the processor refuses."""
     run = running(images.source)
-    outputs, text = run.ruled(width, height) if images.counted == "rule" else run.measured(width, height)
-    rows = next(each.num_rows(outputs) for each in images.outputs if each.per == "row")
-    return _Found(rows, images._numbers(outputs), None if text is None else runs(text, str(images.slot.mark)))
+    return images._read(*(run.ruled(width, height) if images.counted == "rule" else run.measured(width, height)))
 
 
 def runs(text: str, mark: str) -> tuple[str | int, ...]:
@@ -230,12 +240,13 @@ def image_modality(processor: Any, *, patch_size: int | None = None) -> HFImages
     source = source_of(whole, image_processor)
     name = type(processor).__name__
     run = running(source)
-    seen = [run.measured(*size) for size in _LOOKED_AT]
+    looked_at = [_noise(*size) for size in _LOOKED_AT]
+    seen = [run.outputs(Image.fromarray(image)) for image in looked_at]
+    slot = _slot(whole, seen[0][1])
     kept = set(seen[0][0]) if whole is None else _inputs(whole, seen[0][0])
     with suppress(*_NO_RULE):
         kept &= run.ruled(*_LOOKED_AT[0])[0].keys()
     outputs = _outputs(name, [found for found, _ in seen], kept)
-    slot = _slot(whole, seen[0][1])
     merge = getattr(image_processor, "merge_size", 0) if any(o.name == "image_grid_thw" for o in outputs) else 0
     if whole is None and not merge and patch_size is None:
         raise ValueError(f"{name} does not say how many tokens an image becomes: give its processor, or patch_size")
@@ -249,22 +260,48 @@ def image_modality(processor: Any, *, patch_size: int | None = None) -> HFImages
         slot=slot,
         num_extents=2 + sum(each.count for each in outputs if each.per == "size"),
     )
+    told = [measured._read(found, text) for found, text in seen]
     ruled = replace(measured, counted="rule")
-    return ruled if _follows(ruled, measured) else measured
+    if _says(ruled, told):
+        return replace(ruled, native=_prepares(ruled, looked_at, [found for found, _ in seen]))
+    if not _says(measured, told):
+        raise ValueError(
+            f"{name}: what becomes of an image does not follow from its size, as counts of an index have to"
+        )
+    return measured
 
 
-def _follows(ruled: HFImages, measured: HFImages) -> bool:
-    """Whether the rule says what the processor does."""
+def _noise(width: int, height: int) -> NDArray[np.uint8]:
+    return np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)
+
+
+def _says(images: HFImages, told: Sequence[_Found]) -> bool:
+    """Whether images are counted as the processor has told of those looked at."""
     try:
-        return all(_found(ruled, *size) == _found(measured, *size) for size in _LOOKED_AT)
+        return all(_found(images, *size) == found for size, found in zip(_LOOKED_AT, told, strict=True))
     except _NO_RULE:
         return False
 
 
+def _prepares(images: HFImages, looked_at: Sequence[NDArray[np.uint8]], seen: Sequence[Outputs]) -> bool:
+    """Whether this library gives the processor's values, to the bit."""
+    rows = [each for each in images.outputs if each.per != "size"]
+    if len(rows) != 1 or rows[0].dtype != "float32":
+        return False
+    try:
+        for image, outputs in zip(looked_at, seen, strict=True):
+            expected = as_array(outputs[rows[0].name]).reshape(-1, *rows[0].shape)
+            values = np.empty_like(expected)
+            write_rows(images.source, image, values)
+            if not np.array_equal(values, expected):
+                return False
+    except _NO_RULE:
+        return False
+    return True
+
+
 def _inputs(processor: Any, outputs: Outputs) -> set[str]:
     """Which outputs of its image processor a processor hands to the model."""
-    from PIL import Image
-
     blank, mark = Image.new("RGB", _LOOKED_AT[0]), getattr(processor, "image_token", "")
     return outputs.keys() & set(processor(images=[blank], text=[str(mark)], return_tensors="pt"))
 

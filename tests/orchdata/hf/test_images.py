@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import json
+import pickle
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,13 +17,16 @@ import pytest
 pytest.importorskip("transformers")
 
 import hf_processors
+import transformers
 from hf_processors import BACKENDS, FAMILIES
 from PIL import Image, ImageOps
 
-from orchdata.hf.image_processors import as_array, running
-from orchdata.hf.images import HFImages, image_modality, runs
+from orchdata.hf.image.processors import as_array, running
+from orchdata.hf.images import HFImages, _found, image_modality, runs
+from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.modalities.modality import PartSize, stored_dtype
+from orchdata.loaders.modalities.modality import PartSize, keeps_headers_of, stored_dtype
+from orchdata.loaders.recipe import ImagePreprocessor, Recipe
 
 # Of transformers about itself: PaliGemma's processor makes arrays of tensors.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -72,8 +79,8 @@ def expanded(images: HFImages, size: PartSize, tokenizer: Any) -> list[int]:
     return [each for one in ids for each in [one] * (next(counts) if one == images.slot.token_id else 1)]
 
 
-def assert_as_processor(family: str, backend: str, data: bytes) -> None:
-    processor, images = built(family, backend), modality_of(family, backend)
+def assert_as_processor(family: str, backend: str, data: bytes, *, native: bool = True) -> None:
+    processor, images = built(family, backend), dataclasses.replace(modality_of(family, backend), native=native)
     size, out = decoded(images, data)
     picture = theirs(data)
     given = processor(images=[picture], text=[images.placeholder], return_tensors="pt")
@@ -119,23 +126,233 @@ def _turned() -> Image.Exif:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_kind_of_picture_becomes_what_the_processor_makes_of_it(family: str, backend: str) -> None:
-    assert modality_of(family, backend).counted == "rule"
+    images = modality_of(family, backend)
+    assert images.counted == "rule" and images.native
     for picture in PICTURES.values():
         assert_as_processor(family, backend, picture())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_rules_count_as_blank_images_measure(family: str) -> None:
-    ruled = modality_of(family, BACKENDS[-1])
+def test_pixels_are_the_processors_own_where_ours_are_not_asked_for(family: str) -> None:
+    for picture in ("flat", "16 bit", "turned"):
+        assert_as_processor(family, BACKENDS[-1], PICTURES[picture](), native=False)
+
+
+def assert_counts_are_measured(family: str, backend: str, count: int) -> None:
+    ruled = modality_of(family, backend)
     measured = dataclasses.replace(ruled, counted="measured")
     rng = np.random.default_rng(0)
-    for width, height in np.exp(rng.uniform(np.log(3), np.log(600), (60, 2))).astype(int).tolist():
+    for width, height in np.exp(rng.uniform(np.log(6), np.log(600), (count, 2))).astype(int).tolist():
         found = [images.count_header((width, height), LIMITS) for images in (ruled, measured)]
         assert found[0] == found[1], (width, height)
         assert ruled.expand(found[0]) == measured.expand(found[1])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rules_count_as_blank_images_measure(family: str) -> None:
+    assert_counts_are_measured(family, BACKENDS[-1], 30)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_thousands_of_sizes(family: str, backend: str) -> None:
+    assert_counts_are_measured(family, backend, 1500)
+    rng = np.random.default_rng(1)
+    for width, height in np.exp(rng.uniform(np.log(6), np.log(900), (150, 2))).astype(int).tolist():
+        assert_as_processor(family, backend, encoded(Image.fromarray(noise(height, width, 3)), "BMP"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_photographs(family: str, backend: str, fixtures_dir: Path) -> None:
+    checked = 0
+    for path in sorted((fixtures_dir / "images").rglob("*"))[::4]:
+        data = path.read_bytes() if path.is_file() else b""
+        try:
+            theirs(data)
+            size = modality_of(family, backend).probe(data, LIMITS)
+            modality_of(family, backend).count_header(size, LIMITS)
+        except Exception:
+            continue
+        try:
+            assert_as_processor(family, backend, data)
+        except DecodeError as error:  # damage that Pillow passes off as grey
+            assert "damaged" in str(error)
+            continue
+        checked += 1
+    assert checked > 40
 
 
 def test_runs_of_a_mark() -> None:
     assert runs("a<i><i>b<i>", "<i>") == ("a", 2, "b", 1)
     assert runs("<i>", "<i>") == (1,)
     assert runs("none", "<i>") == ("none",)
+
+
+def test_what_the_processor_refuses_is_that_images_failure() -> None:
+    with pytest.raises(DecodeError, match="3 x 900 pixels, which its processor refuses: absolute aspect ratio"):
+        modality_of("qwen2_vl", "pil").count_header((3, 900), LIMITS)
+
+
+def test_another_image_than_indexed_is_an_error() -> None:
+    images, data = modality_of("llava_next", "pil"), PICTURES["square"]()
+    size = images.count_header((200, 190), LIMITS)
+    out = {name: np.empty((size.num_rows, *spec.row_shape), spec.dtype) for name, spec in images.arrays().items()}
+    with pytest.raises(DecodeError, match="decoded to 200 x 200 pixels, the index says 200 x 190: index again"):
+        images.decode_into(data, size, out, LIMITS)
+    other = images.count_header((200, 200), LIMITS)
+    for native in (False, True):
+        with pytest.raises((DecodeError, ValueError), match="prepared to"):
+            wrong = {
+                name: np.empty((other.num_rows + 1, *values.shape[1:]), values.dtype) for name, values in out.items()
+            }
+            dataclasses.replace(images, native=native).decode_into(data, other, wrong, LIMITS)
+
+
+def test_a_look_at_the_processor_finds_out_what_is_not_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    processor = hf_processors.processor("llava", "pil")
+    processor.image_processor.resample = 2  # what follows differs from the rest of these tests: nothing is cached
+    native = image_modality(processor)
+    assert native.native
+    monkeypatch.setattr("orchdata.hf.image.native._RESAMPLES", {2: "bicubic"})
+    processor.image_processor.resample = 2
+    assert not image_modality(processor).native
+    monkeypatch.setattr("orchdata.hf.image.sizes._RULES", {"CLIPImageProcessor": lambda *_: {}})
+    _found.cache_clear()
+    assert image_modality(processor).counted == "measured"
+    _found.cache_clear()
+
+
+def test_dummies_are_the_smallest_that_a_model_takes() -> None:
+    assert modality_of("qwen2_vl", "pil").dummy() == PartSize(4, 1, 4, (0, 0, 1, 2, 2))
+    assert modality_of("idefics3", "pil").dummy()[:3] == PartSize(16, 4, 1)[:3]
+    onevision = modality_of("llava_onevision", "pil")
+    dummy = onevision.dummy()
+    assert dummy == onevision.count_header(dummy.extent[:2], LIMITS)
+    assert onevision.extras([dummy])["image_sizes"].tolist() == [list(dummy.extent[1::-1])]
+
+
+def test_positions_are_those_of_the_tower() -> None:
+    for family, per_tile in {"llava": 16, "llava_onevision": 9, "internvl": 16, "smolvlm": 16, "gemma3": 16}.items():
+        images = modality_of(family, "pil")
+        size = images.count_header((640, 400), LIMITS)
+        assert size.positions == size.num_rows * per_tile, family
+    assert image_modality(built("internvl", "pil"), patch_size=28).count_header((56, 56), LIMITS).positions == 4
+
+
+def test_rope_is_a_grid_for_qwen_and_counts_on_for_others() -> None:
+    images = modality_of("qwen2_vl", "pil")
+    size = images.count_header((112, 56), LIMITS)
+    assert images.rope(size).tolist() == [[0] * 8, [0] * 4 + [1] * 4, [0, 1, 2, 3] * 2]
+    assert modality_of("llava", "pil").rope(size) is None
+
+
+def test_gemma_writes_another_token_than_chats_do() -> None:
+    images = modality_of("gemma3", "pil")
+    assert (images.placeholder, images.slot.mark) == ("<start_of_image>", "<image_soft_token>")
+    assert images.expand(images.count_header((60, 60), LIMITS))[0] == "\n\n<start_of_image>"
+
+
+def test_a_modality_is_a_value() -> None:
+    images = modality_of("smolvlm", "pil")
+    again = pickle.loads(pickle.dumps(images))
+    assert again == images and hash(again) == hash(images)
+    assert json.loads(json.dumps(images.describe())) == images.describe()
+    recipes = [Recipe(image=each) for each in (images, again, dataclasses.replace(images, native=False))]
+    assert len({recipe.fingerprint() for recipe in recipes}) == 1
+    other = hf_processors.processor("smolvlm", "pil")
+    other.image_processor.image_mean = (0.4, 0.5, 0.5)
+    assert Recipe(image=image_modality(other)).fingerprint() != recipes[0].fingerprint()
+    assert keeps_headers_of(HFImages, ImagePreprocessor)  # the index's own headers
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "smolvlm"])
+@pytest.mark.parametrize("native", [True, False])
+def test_threads_do_not_meet(family: str, native: bool) -> None:
+    images = dataclasses.replace(modality_of(family, "pil"), native=native)
+    pictures = [encoded(Image.fromarray(noise(90 + 20 * number, 150, 3)), "JPEG") for number in range(4)]
+    alone = [decoded(images, data)[1]["pixel_values"] for data in pictures]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(lambda number: decoded(images, pictures[number % 4])[1]["pixel_values"], range(12)))
+    for number, values in enumerate(together):
+        np.testing.assert_array_equal(values, alone[number % 4])
+
+
+class _Measured(transformers.LlavaNextImageProcessorPil):
+    """A class that no rule is known of."""
+
+
+class _Coloured(transformers.CLIPImageProcessorPil):
+    """What becomes of an image depends on its pixels."""
+
+    def _preprocess(self, images: list[Any], **settings: Any) -> Any:
+        found = super()._preprocess(images, **settings)
+        times = 1 + int(images[0].mean() > 120)
+        found["pixel_values"] = found["pixel_values"].repeat(times, 1, 1, 1)
+        return found
+
+
+def _next_with(kind: type) -> Any:
+    processor = hf_processors.processor("llava_next", "pil")
+    processor.image_processor = kind(**json.loads(processor.image_processor.to_json_string()))
+    return processor
+
+
+def test_a_class_without_a_rule_is_measured() -> None:
+    processor = _next_with(_Measured)
+    images = image_modality(processor)
+    assert (images.counted, images.native) == ("measured", False)
+    data = PICTURES["flat"]()
+    size, out = decoded(images, data)
+    given = processor(images=[theirs(data)], text=["<image>"], return_tensors="pt")
+    np.testing.assert_array_equal(out["pixel_values"], given["pixel_values"][0].numpy())
+    assert size.tokens == int((given["input_ids"] == images.slot.token_id).sum())
+
+
+def _uncropped() -> Any:
+    processor = hf_processors.processor("llava", "pil")
+    processor.image_processor.do_center_crop = False
+    return processor
+
+
+def _mllama() -> Any:
+    words = hf_processors.tokenizer("<|python_tag|>", image_token="<|image|>")
+    return transformers.MllamaProcessor(transformers.MllamaImageProcessorPil(), words)
+
+
+def _of_pieces() -> Any:
+    processor = hf_processors.processor("llava", "pil")
+    processor.image_token = processor.tokenizer.image_token = "cat dog"
+    return processor
+
+
+def _by_colour() -> Any:
+    processor = hf_processors.processor("llava", "pil")
+    processor.image_processor = _Coloured(**json.loads(processor.image_processor.to_json_string()))
+    return processor
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: object(), "has no image processor"),
+        (_uncropped, "rows have another shape for every image"),
+        (_mllama, "with 6 axes"),
+        (_by_colour, "does not follow from its size"),
+        (_of_pieces, "'cat dog' must be one added token"),
+        (lambda: built("llava", "pil").image_processor, "give its processor, or patch_size"),
+    ],
+)
+def test_what_no_batch_can_hold_is_refused(make: Any, reason: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=reason):
+        image_modality(make())
+
+
+def test_an_image_processor_by_itself() -> None:
+    images = image_modality(built("qwen2_vl", "pil").image_processor)
+    assert images.expand(size := images.count_header((112, 112), LIMITS)) is None
+    assert (size.positions, size.tokens) == (64, 16)
+    squares = image_modality(built("llava", "pil").image_processor, patch_size=14)
+    assert squares.count_header((10, 20), LIMITS)[:3] == (16, 16, 1)

@@ -8,7 +8,7 @@ called. Whoever uses a rule compares it with the processor itself first.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any, Final
 
@@ -40,7 +40,12 @@ Rule = Callable[[Settings, int, int], Outputs]
 
 def rule_of(image_processor: Any) -> Rule | None:
     """The rule of a processor's class, in either backend."""
-    return _RULES.get(type(image_processor).__name__.removesuffix("Pil").removesuffix("Fast"))
+    return _RULES.get(class_name(image_processor))
+
+
+def class_name(image_processor: Any) -> str:
+    """The name of a processor's class, the same in either backend."""
+    return type(image_processor).__name__.removesuffix("Pil").removesuffix("Fast")
 
 
 def pixels(*shape: int) -> NDArray[np.float32]:
@@ -94,13 +99,7 @@ def _split(settings: Settings, width: int, height: int) -> Outputs:
         if settings.do_resize:
             stub = pixels(3, height, width)
             high, wide = settings.module.get_resize_output_image_size(stub, settings.size["longest_edge"])
-        aspect = wide / high
-        if wide >= high:
-            wide = math.ceil(wide / side) * side
-            high = math.ceil(int(wide / aspect) / side) * side
-        else:
-            high = math.ceil(high / side) * side
-            wide = math.ceil(int(high * aspect) / side) * side
+        high, wide = whole_tiles(high, wide, side)
         if max(high, wide) > side:
             rows, cols = high // side, wide // side
     # Without its pixel_attention_mask: tiles of one image are of one size and so it is all ones, as the models have it
@@ -108,14 +107,30 @@ def _split(settings: Settings, width: int, height: int) -> Outputs:
     return {"pixel_values": pixels(1, rows * cols + 1, 3, side, side), "rows": [[rows]], "cols": [[cols]]}
 
 
+def whole_tiles(height: int, width: int, side: int) -> tuple[int, int]:
+    """The whole tiles that Idefics3 resizes to: of the longer edge, then of the other at the same aspect."""
+    aspect = width / height
+    if width >= height:
+        width = math.ceil(width / side) * side
+        return math.ceil(int(width / aspect) / side) * side, width
+    height = math.ceil(height / side) * side
+    return height, math.ceil(int(height * aspect) / side) * side
+
+
+def crops(settings: Settings, image: NDArray[Any]) -> Sequence[NDArray[Any]]:
+    """The crops that Gemma-3 takes of an image (3, height, width)."""
+    if not settings.do_pan_and_scan:
+        return ()
+    names = ("min_crop_size", "max_num_crops", "min_ratio_to_activate")
+    chosen = {f"pan_and_scan_{name}": getattr(settings, f"pan_and_scan_{name}") for name in names}
+    cut = getattr(settings.processor, "pan_and_scan_batched", None) or settings.processor.pan_and_scan
+    found: Sequence[NDArray[Any]] = cut(image, **chosen)
+    return found
+
+
 def _pan_and_scan(settings: Settings, width: int, height: int) -> Outputs:
-    crops = 0
-    if settings.do_pan_and_scan:
-        processor, limits = settings.processor, ("min_crop_size", "max_num_crops", "min_ratio_to_activate")
-        chosen = {f"pan_and_scan_{name}": getattr(settings, f"pan_and_scan_{name}") for name in limits}
-        cut = getattr(processor, "pan_and_scan_batched", None) or processor.pan_and_scan
-        crops = len(cut(pixels(3, height, width), **chosen))
-    return {"pixel_values": pixels(1 + crops, 3, *settings.side("size")), "num_crops": np.array([crops], np.int64)}
+    count = len(crops(settings, pixels(3, height, width)))
+    return {"pixel_values": pixels(1 + count, 3, *settings.side("size")), "num_crops": np.array([count], np.int64)}
 
 
 _RULES: Final[Mapping[str, Rule]] = {

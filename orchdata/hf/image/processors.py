@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from orchdata.hf.image_sizes import Outputs, Settings, rule_of
+from orchdata.hf.image.sizes import Outputs, Settings, rule_of
+from orchdata.loaders.modalities.image_decode import pass_order
 
 # What a processor holds beside its settings; none of it has a say in images.
 _BESIDE = frozenset("tokenizer image_processor video_processor feature_extractor audio_tokenizer chat_template".split())
@@ -28,6 +29,8 @@ def source_of(processor: Any, image_processor: Any) -> str:
     """
     held: dict[str, Any] = {"image_processor": _named(image_processor), "call": {}, "processor": None, "nested": False}
     held["image_processor"]["settings"] = json.loads(image_processor.to_json_string())
+    if getattr(image_processor, "backend", "pil") == "pil":
+        held["resizes"] = pass_order()
     if processor is not None:
         tokenizer = getattr(processor, "tokenizer", None)
         merged = processor._merge_kwargs(tokenizer_init_kwargs=getattr(tokenizer, "init_kwargs", {}))["images_kwargs"]
