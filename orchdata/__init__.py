@@ -144,6 +144,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
+    if name == "hf":  # a room, which gives its own names late
+        return import_module("orchdata.hf")
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'orchdata' has no attribute {name!r}")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hf_audio import byte_tokenizer, noise, processor_of, wav, without_video
 from shard_factory import write_shard
-from transformers import Qwen2AudioProcessor, VoxtralProcessor
+from transformers import Qwen2AudioProcessor, VoxtralProcessor, WhisperFeatureExtractor
 from transformers.audio_utils import mel_filter_bank
 
 import orchdata as od
@@ -254,6 +254,10 @@ def test_what_no_processor_tells_is_refused():
     split = Qwen2AudioProcessor(extractor, byte_tokenizer())
     with pytest.raises(ValueError, match=r"'<\|AUDIO\|>' is 9 tokens of its tokenizer: add it as one"):
         audio_modality(split)
+    louder = WhisperFeatureExtractor(**BRIEF)
+    louder.mel_filters = 2 * louder.mel_filters  # which its JSON leaves out
+    with pytest.raises(ValueError, match="made anew from its JSON it gives other values"):
+        audio_modality(without_video(Qwen2AudioProcessor, louder))
     with pytest.raises(ValueError, match="long_clips must be"):
         audio_modality(processor_of("whisper"), long_clips="drop")
 
