@@ -214,7 +214,7 @@ def _write_log_mel(wave: Wave, pre: AudioPreprocessor, out: NDArray[Any]) -> Non
     import torch
 
     with torch.no_grad():
-        mel = log_mel(wave, pre, pre.window_samples if pre.fill == "window" else None)
+        mel = log_mel(wave, pre)
         target, num_frames = _tensor(out, pre), min(len(out), mel.shape[1])
         target[:num_frames] = mel.T[:num_frames]
         target[num_frames:] = mel[:, -1]  # the last frame is silence, where there are more
@@ -227,18 +227,15 @@ def _tensor(out: NDArray[Any], pre: AudioPreprocessor) -> torch.Tensor:
     return target.view(torch.bfloat16) if pre.dtype == "bfloat16" else target
 
 
-def log_mel(wave: Wave, pre: AudioPreprocessor, window_samples: int | None) -> torch.Tensor:
-    """Log-mel frames (num_mels, num_frames) of a clip and the beginning of the silence behind it: its last frame is
-    silence, unless the window is full.
-
-    Args:
-        window_samples: where the silence ends. Like the clip's start its end is mirrored; None goes on.
+def log_mel(wave: Wave, pre: AudioPreprocessor) -> torch.Tensor:
+    """Log-mel frames (num_mels, num_frames) of a clip and the beginning of the silence behind it, which ends with the
+    recipe's window, and is mirrored there as the clip's start is. The last frame is silence unless the window is full.
     """
     import torch
 
     num_samples = -(-(len(wave) + pre.n_fft) // pre.hop_length) * pre.hop_length
-    if window_samples is not None:
-        num_samples = min(num_samples, window_samples)
+    if pre.window_samples is not None:
+        num_samples = min(num_samples, pre.window_samples)
     padded = torch.zeros(num_samples)
     padded[: len(wave)] = torch.from_numpy(wave)
     half = pre.n_fft // 2

@@ -129,7 +129,7 @@ def audio_modality(processor: Any, *, long_clips: LongClips = "error") -> Whispe
     token, token_id = _audio_token(processor)
     sample_rate = int(extractor_of(processor).sampling_rate)
     try:
-        shapes = shapes_of(rebuilt(given), sample_rate)
+        shapes = shapes_of(processor, given, sample_rate)
     except Exception as error:
         raise ValueError(
             f"{name} does not tell what it makes of a clip alone ({type(error).__name__}: {error}): write an "
@@ -167,17 +167,17 @@ def _by_rule(processor: Any, given: str, long_clips: LongClips) -> WhisperAudio 
         )
     except ValueError:
         return None
-    return found if _is_proven(found, rebuilt(given)) else None
+    return found if _is_proven(found, processor, rebuilt(given)[1]) else None
 
 
-def _is_proven(rule: WhisperAudio, processor: Any) -> bool:
+def _is_proven(rule: WhisperAudio, processor: Any, kwargs: dict[str, Any]) -> bool:
     """Whether the processor gives what the rule gives, of noise of several lengths."""
     from orchdata.loaders.modalities.audio_decode import write_features
 
     longest = rule.window_samples or 0
     for num_samples in {321, min(8_077, longest), *([longest - 100] if longest <= 60 * rule.sample_rate else [])}:
         wave = np.random.default_rng(num_samples).normal(scale=0.1, size=num_samples).astype(np.float32)
-        found, text = processed(processor, wave)
+        found, text = processed(processor, kwargs, wave)
         size = rule.window_size(num_samples)
         rows = np.empty((size.rows, *rule.row_shape), np.float32)
         write_features(wave, rule, rows)

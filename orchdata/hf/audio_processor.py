@@ -140,7 +140,7 @@ class HFAudio(Clips):
 
         wave = decode_wave(data, self.sample_rate, size.extent[0], limits)
         measured = _measured(self, size.extent[0])
-        found, text = processed(rebuilt(self.processor), wave)
+        found, text = processed(*rebuilt(self.processor), wave)
         if text != _joined(measured.pieces, self.slot.mark or ""):
             raise DecodeError("its processor writes other text for the clip than for silence of its length")
         for each in self.shapes:
@@ -168,7 +168,7 @@ def extractor_of(processor: Any) -> Any:
 
 def described(processor: Any) -> str:
     """All that its audio depends on, as JSON: classes, the extractor's parameters, what it is called with, and plain
-    attributes. What is rebuilt of it has no tokenizer.
+    attributes. What is rebuilt of it has no tokenizer. Raises ValueError where the parameters have no JSON form.
     """
     name = next(name for name in _EXTRACTORS if getattr(processor, name, None) is not None)
     extractor = getattr(processor, name)
@@ -178,9 +178,16 @@ def described(processor: Any) -> str:
         kwargs = processor._merge_kwargs(
             processor.valid_processor_kwargs, tokenizer_init_kwargs=getattr(tokenizer, "init_kwargs", {})
         )["audio_kwargs"]
-    parameters = json.loads(extractor.to_json_string())
+    try:
+        parameters = json.loads(extractor.to_json_string())
+    except TypeError as error:
+        raise ValueError(
+            f"the feature extractor of {type(processor).__name__} has no JSON form ({error}): give it parameters that "
+            "do, or write an od.Modality"
+        ) from error
     parameters = {key: value for key, value in parameters.items() if not key.endswith("_class")}
     found = {
+        "transformers": import_module("transformers").__version__,
         "class": _path(type(processor)),
         "extractor": {"name": name, "class": _path(type(extractor)), "parameters": parameters},
         "kwargs": {**_plain_items(kwargs), "sampling_rate": extractor.sampling_rate, "return_tensors": "pt"},
@@ -206,16 +213,17 @@ def _path(kind: type[Any]) -> list[str]:
 
 
 @lru_cache(maxsize=8)
-def rebuilt(given: str) -> Any:
-    """The processor without its tokenizer; its audio methods are called by several threads, and change nothing."""
+def rebuilt(given: str) -> tuple[Any, dict[str, Any]]:
+    """The processor without its tokenizer, and what its audio method is called with: by several threads, which change
+    nothing.
+    """
     held = json.loads(given)
     kind, extractor = _class(held["class"]), held["extractor"]
     processor = kind.__new__(kind)
     for name, value in held["attributes"].items():
         setattr(processor, name, value)
     setattr(processor, extractor["name"], _class(extractor["class"])(**extractor["parameters"]))
-    processor.orchdata_kwargs = held["kwargs"]
-    return processor
+    return processor, held["kwargs"]
 
 
 def _class(path: Sequence[str]) -> Any:
@@ -223,9 +231,9 @@ def _class(path: Sequence[str]) -> Any:
     return getattr(import_module(module), name)
 
 
-def processed(processor: Any, wave: NDArray[np.float32]) -> tuple[dict[str, Any], str]:
+def processed(processor: Any, kwargs: dict[str, Any], wave: NDArray[np.float32]) -> tuple[dict[str, Any], str]:
     """Arrays, by the name that the model has for them, and the text of a clip."""
-    found, texts = processor._process_audio([wave], **processor.orchdata_kwargs)
+    found, texts = processor._process_audio([wave], **kwargs)
     if getattr(processor, "audio_token", None) is not None and len(texts) != 1:
         raise ValueError(f"it writes {len(texts)} texts for one clip")
     unused = set(processor.unused_input_names)
@@ -239,14 +247,14 @@ def _array(value: Any) -> NDArray[Any]:
 @lru_cache(maxsize=1 << 12)
 def _measured(modality: HFAudio, num_samples: int) -> _Measured:
     """A clip of so many samples, by silence of its length."""
-    processor = rebuilt(modality.processor)
+    called = rebuilt(modality.processor)
     wave = np.zeros(num_samples, np.float32)
-    found, text = processed(processor, wave)
+    found, text = processed(*called, wave)
     is_cut = False
     if num_samples > _SHORT_SECONDS * modality.sample_rate:
         tail = int(_TAIL_SECONDS * modality.sample_rate)
         wave[-tail:] = np.random.default_rng(0).normal(size=tail)
-        other, _ = processed(processor, wave)
+        other, _ = processed(*called, wave)
         is_cut = all(np.array_equal(value, other[name]) for name, value in found.items())
     shaped = {each: each.rows(found.get(each.name)) for each in modality.shapes}
     num_rows = next((len(rows) for each, rows in shaped.items() if each.is_array and each.per == "row"), 1)
@@ -272,9 +280,21 @@ def _joined(pieces: Sequence[str | int], token: str) -> str:
     return "".join(piece if isinstance(piece, str) else token * piece for piece in pieces)
 
 
-def shapes_of(processor: Any, sample_rate: int) -> tuple[Shape, ...]:
-    """What it returns, from silence of several lengths. Raises ValueError for what is no array of rows."""
-    runs = [processed(processor, np.zeros(int(seconds * sample_rate), np.float32))[0] for seconds in _TRIED_SECONDS]
+def shapes_of(processor: Any, given: str, sample_rate: int) -> tuple[Shape, ...]:
+    """What a processor returns, from silence of several lengths.
+
+    Raises ValueError for what is no array of rows, and where JSON does not hold all that values depend on.
+    """
+    called = rebuilt(given)
+    noise = np.random.default_rng(0).normal(scale=0.1, size=sample_rate).astype(np.float32)
+    (own, own_text), (found, text) = (processed(each, called[1], noise) for each in (processor, called[0]))
+    if (
+        own_text != text
+        or own.keys() != found.keys()
+        or any(not np.array_equal(own[name], found[name]) for name in own)
+    ):
+        raise ValueError("made anew from its JSON it gives other values")
+    runs = [processed(*called, np.zeros(int(seconds * sample_rate), np.float32))[0] for seconds in _TRIED_SECONDS]
     shapes: list[Shape] = []
     for name, first in runs[0].items():
         sides = [run[name].shape for run in runs]

@@ -149,7 +149,9 @@ def _any_resolution(steps: Steps, image: Canvas) -> Iterator[Canvas]:
         raise LookupError("tiles that are cropped")
     yield steps.resize(image, side, side)
     high, wide = settings.module.select_best_resolution(size, settings.image_grid_pinpoints)
-    height, width = get_patch_output_size(pixels(3, *size), (high, wide), input_data_format="channels_first")
+    height, width = get_patch_output_size(  # type: ignore[no-untyped-call]
+        pixels(3, *size), (high, wide), input_data_format="channels_first"
+    )
     canvas = np.zeros((high, wide, 3), np.uint8)
     top, left = (high - height) // 2, (wide - width) // 2
     canvas[top : top + height, left : left + width] = steps.resize(image, height, width)
@@ -176,7 +178,7 @@ def _split(steps: Steps, image: Canvas) -> Iterator[Canvas]:
     size = settings.module.get_resize_output_image_size(pixels(3, *image.shape[:2]), settings.size["longest_edge"])
     image = steps.resize(image, *size)
     if settings.do_image_splitting:
-        height, width = whole_tiles(*image.shape[:2], side)
+        height, width = whole_tiles(image.shape[0], image.shape[1], side)
         image = steps.resize(image, height, width)
         if max(height, width) > side:
             yield image
