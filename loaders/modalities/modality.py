@@ -114,6 +114,8 @@ class Modality:
         hf_feature: what Hugging Face's `datasets` calls such a column.
         num_facts: numbers in a header.
         num_extents: numbers in `PartSize.extent`.
+        places: whether its parts have tokens in the merged sequence; False where a model takes them beside it, as an
+            encoder-decoder does: then `PartSize.tokens` is 0, and the text has no mark for them.
     """
 
     fields: tuple[str, ...] = ()
@@ -125,6 +127,7 @@ class Modality:
     hf_feature: str = ""
     num_facts: int = 0
     num_extents: int = 0
+    places: bool = True
 
     def arrays(self) -> Mapping[str, ArraySpec]:
         """Name -> what every part fills."""
@@ -219,6 +222,7 @@ class Modality:
             "fields": list(self.fields),
             "words": list(self.words),
             "slot": list(self.slot),
+            **({} if self.places else {"places": False}),
             **self.parameters(),
         }
 
