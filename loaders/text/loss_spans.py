@@ -104,16 +104,16 @@ def _replaced(rendering: _Rendering, turn: int) -> tuple[int, int] | None:
     messages, text = rendering.messages, rendering.text
     answer = {"role": TRAINED_ROLE, "content": _like(messages[turn].get("content"), _ANSWER)}
     found = rendering.of([*_up_to(messages, turn), answer, *messages[turn + 1 :]])
-    alone = rendering.of([*messages[:turn], answer])
+    alone = rendering.of([*_up_to(messages, turn), answer])
     if found is None or alone is None or (found.count(_ANSWER), alone.count(_ANSWER)) != (1, 1):
         return None
     before, behind = found.split(_ANSWER)
-    if before.count(_BEFORE) != bool(turn):
+    ending = alone.split(_ANSWER)[1]
+    if before.count(_BEFORE) != bool(turn) or _BEFORE in ending:
         return None
     header = before.rpartition(_BEFORE)[2]
     before = before.replace(_BEFORE, "")
     start, end = _common(before, text), len(text) - len(behind)
-    ending = alone.split(_ANSWER)[1]
     mark = ending.rstrip() or ending[: _common(ending, behind)]
     if start < len(before) - len(header) or end < start or not text.endswith(behind) or not behind.startswith(mark):
         return None

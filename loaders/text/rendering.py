@@ -27,6 +27,8 @@ from orchdata.loaders.text.template import Placeholder, Segment, TextSegment
 _WORD: Final = "Zq0qZ"
 _PLUMBING: Final = frozenset("id type index tool_call_id call_id".split())
 """Strings under these keys tie a chat together and say nothing."""
+_NAME: Final = "name"
+"""Of a tool that answers: its call says it too."""
 _PHRASE_CHARACTERS: Final = 16
 _NO_INPUTS: Final = Inputs()
 
@@ -168,7 +170,7 @@ def _adapted_items(content: list[Any], forms: Forms, marks: Mapping[str, str]) -
     for name in placed:
         if name not in marks:
             raise DecodeError(f"the chat places {name}, and the recipe has no mark for it in texts")
-    if forms.typed and (placed <= forms.items.keys() or not forms.strings):
+    if forms.typed and (not placed or placed & forms.items.keys() or not forms.strings):
         written: Mapping[str, Message] = {
             name: forms.items.get(name, {"type": "text", "text": marks[name]}) for name in placed
         }
@@ -239,7 +241,10 @@ def _check_said(
     tools = [leaf for leaf in leaves if leaf.key == "tools" and leaf.turn < 0]
     shown_tools = any(leaf not in missing for leaf in tools)  # what a template shows of them is its own
     for leaf in missing:
-        if (shown_tools and leaf in tools) or _is_said(leaf.text.strip(), text):
+        if shown_tools and leaf in tools:
+            continue
+        own = text if leaf.key == _NAME else _text_of(chat.messages[leaf.turn]) if leaf.turn >= 0 else ""
+        if leaf.key != "content" and _is_said(leaf.text.strip(), own):
             continue
         if leaf.key in REASONING and _renders_reasoning(template, slots):
             continue  # of earlier turns it is left out on purpose
@@ -262,6 +267,11 @@ def _is_said(phrase: str, text: str) -> bool:
     if len(phrase) >= _PHRASE_CHARACTERS:
         return True
     return re.search(rf"(?<!\w){re.escape(phrase)}(?!\w)", text) is not None
+
+
+def _text_of(message: Mapping[str, Any]) -> str:
+    items = items_of(message.get("content"))
+    return "".join(str(item.get("text", "")) for item in items if isinstance(item, dict))
 
 
 def _shape(chat: Chat, messages: list[Message]) -> tuple[Any, ...] | None:
