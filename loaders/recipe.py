@@ -247,6 +247,17 @@ class Recipe:
         return {name: slot._replace(mark=f"<{name}>") if slot.mark is None else slot for name, slot in slots.items()}
 
     @cached_property
+    def mark_tokens(self) -> dict[str, int]:
+        """Modality -> the token that its mark is, where a fast tokenizer has one for it."""
+        slots = {name: self.slots[name] for name, modality in self.modalities.items() if modality.places}
+        marks = {name: slot for name, slot in slots.items() if self.text.whole and slot.mark}
+        return {name: slot.token_id for name, slot in marks.items() if self._is_token(slot)}
+
+    def _is_token(self, slot: Slot) -> bool:
+        found: list[int] = self.text.encode(slot.mark or "").tolist()
+        return found == [slot.token_id]
+
+    @cached_property
     def rules(self) -> Rules:
         """How conversations are read, and which words stand for media: of the built-in ones too where they are left
         out, so that they are missed and not taken for text.
@@ -258,6 +269,10 @@ class Recipe:
             mark = self.slots[name].mark
             if mark and marks.setdefault(mark, name) != name:
                 raise ValueError(f"the marks of {marks[mark]} and {name} are both {mark!r}")
+        slots = {name: mark for mark, name in marks.items()}
+        if self.text.whole:  # texts are written for any model: "<image>" too, where this one's mark is another
+            for name in slots:
+                marks.setdefault(f"<{name}>", name)
         items = {word: name for name in BUILTINS for word in (name, *words[name])}
         claimed: dict[str, str] = {}
         for name in self.modalities:  # a word of one that is left out may be another's
@@ -265,7 +280,7 @@ class Recipe:
                 if claimed.setdefault(word, name) != name:
                     raise ValueError(f"{claimed[word]} and {name} both claim items of type {word!r}")
                 items[word] = name
-        return Rules(self.text.template, MediaWords(tuple(marks.items()), items, record_keys(names)))
+        return Rules(self.text.template, MediaWords(tuple(marks.items()), items, record_keys(names), slots))
 
     def describe(self) -> dict[str, Any]:
         """All that costs and values depend on, JSON-safe: compare two to name what differs.

@@ -29,8 +29,9 @@ def summarize(columns: Columns, modalities: Sequence[str], ignored_fields: Mappi
 
     Returns:
         samples (bad ones included), bad, bytes and members (of the usable samples), llm_tokens, loss_tokens,
-        max_llm_tokens, ignored_fields, and for each modality: samples that have it, parts, positions, tokens,
-        max_positions. Text has no positions or parts; its tokens are those no encoder fills.
+        without_loss (usable samples without a token that carries loss), max_llm_tokens, ignored_fields, and for each
+        modality: samples that have it, parts, positions, tokens, max_positions. Text has no positions or parts; its
+        tokens are those no encoder fills.
     """
     starts = offsets_of(columns.part_tokens)[columns.part_offsets]
     text_tokens = columns.llm_tokens - (starts[1:] - starts[:-1])
@@ -45,6 +46,7 @@ def summarize(columns: Columns, modalities: Sequence[str], ignored_fields: Mappi
         "members": columns.member_size.size,
         "llm_tokens": _sum(columns.llm_tokens),
         "loss_tokens": _sum(columns.loss_tokens),
+        "without_loss": int(np.count_nonzero((columns.loss_tokens == 0) & (columns.llm_tokens > 0))),
         "max_llm_tokens": int(np.maximum.reduce(columns.llm_tokens, initial=0)),
         "ignored_fields": dict(ignored_fields),
         "modalities": found,

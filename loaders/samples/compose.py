@@ -5,74 +5,40 @@ The indexer and the decoder both go through here, so what the index says is what
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
 
 from orchdata.loaders.errors import DecodeError, FieldError
 from orchdata.loaders.modalities.builtin import BUILTINS
-from orchdata.loaders.modalities.modality import PartSize
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.members import Member, Uses, stem, uses_of
+from orchdata.loaders.samples.spans import (
+    MediaSlot,
+    SizeOf,
+    Span,
+    SpanWriter,
+    StretchWriter,
+    TextSpan,
+    WholeWriter,
+)
 from orchdata.loaders.text.chat_keys import check_record, is_beside, says, shown
 from orchdata.loaders.text.conversation import (
     Document,
+    document_of_fields,
     named_in,
     parse_json,
     read_document,
     split_placeholders,
     why_unread,
 )
+from orchdata.loaders.text.jinja import JinjaTemplate
+from orchdata.loaders.text.messages import Chat, is_record
 from orchdata.loaders.text.preprocessor import TEXT_FIELDS, decode_utf8
-from orchdata.loaders.text.template import Placeholder, Segment, TextSegment, Turn, render
+from orchdata.loaders.text.rendering import render_chat
+from orchdata.loaders.text.template import ChatTemplate, Placeholder, Segment, TextSegment, Turn, render
 from orchdata.loaders.text.words import WORDS_SUFFIX, names_words
 
 __all__ = ["MediaSlot", "Member", "Span", "TextSpan", "compose", "compose_with_source", "text_members"]
-
-
-class TextSpan(NamedTuple):
-    """Token ids int32 (num_tokens,), at least one, and whether they carry loss.
-
-    The first token of a sample never does: nothing before it predicts it. `leads` says that this span has it.
-    """
-
-    token_ids: NDArray[np.int32]
-    loss: bool
-    leads: bool = False
-
-    @property
-    def num_loss_tokens(self) -> int:
-        return len(self.token_ids) - self.leads if self.loss else 0
-
-    def loss_mask(self) -> NDArray[np.bool_]:
-        """Which tokens carry loss, bool (num_tokens,)."""
-        mask = np.full(len(self.token_ids), self.loss)
-        mask[: self.leads] = False
-        return mask
-
-
-class MediaSlot(NamedTuple):
-    """The place of a part, or of a piece of it where text goes between its tokens.
-
-    Attributes:
-        modality: its name.
-        member: its index in the sample's members.
-        first: of its tokens, the first that stands here; a part's first piece has 0.
-        tokens: how many stand here.
-    """
-
-    modality: str
-    member: int
-    first: int
-    tokens: int
-
-
-Span = TextSpan | MediaSlot
-
-SizeOf = Callable[[str, int], PartSize]
-"""The size of a part, by its modality and its index in the sample's members."""
 
 
 def text_members(members: Sequence[Member], recipe: Recipe) -> list[int]:
@@ -106,13 +72,12 @@ def compose_with_source(
     """`compose`, and the text members the spans come from."""
     held = uses_of(members, recipe)
     media = held.media
-    used, segments = _segments(members, held, texts, recipe)
+    used, segments, is_chat = _segments(members, held, texts, recipe)
     if not used and not any(media.values()):
         raise FieldError("*", _nothing_usable(members, recipe))
     where = members[used[0]].field if used else "*"
     leading = _match(media, segments, where, recipe)
-    writer = _SpanWriter(recipe, where, size_of)
-    writer.special(recipe.text.bos_token_id)
+    writer = _writer(recipe, where, size_of, is_chat=is_chat)
     for modality in leading:
         for member in media[modality]:
             writer.media(modality, member)
@@ -125,114 +90,110 @@ def compose_with_source(
     return writer.close(), used
 
 
-class _SpanWriter:
-    """Joins neighbouring text of equal loss before tokenizing it."""
-
-    def __init__(self, recipe: Recipe, where: str, size_of: SizeOf) -> None:
-        self._recipe = recipe
-        self._size_of = size_of
-        self._pre = recipe.text
-        self._where = where
-        self._spans: list[Span] = []
-        self._pending: list[str] = []
-        self._loss = False
-        self._leads = True  # no token yet
-
-    def text(self, segment: TextSegment) -> None:
-        if not segment.text:
-            return
-        if segment.loss != self._loss:
-            self._flush()
-            self._loss = segment.loss
-        self._pending.append(segment.text)
-
-    def media(self, modality: str, member: int) -> None:
-        self._flush()
-        slot, size = self._recipe.slots[modality], self._size_of(modality, member)
-        self.special(slot.start_id)
-        first = 0
-        for piece in self._expansion(modality, size):
-            if isinstance(piece, str):
-                self.text(TextSegment(piece, False))
-            else:
-                self._flush()
-                self._spans.append(MediaSlot(modality, member, first, piece))
-                first += piece
-        self._flush()
-        self._leads = self._leads and not self._recipe.modalities[modality].places
-        self.special(slot.end_id)
-
-    def _expansion(self, modality: str, size: PartSize) -> tuple[str | int, ...]:
-        pieces = self._recipe.modalities[modality].expand(size)
-        if pieces is None:
-            return (size.tokens,)
-        found = sum(piece for piece in pieces if isinstance(piece, int))
-        if found != size.tokens or 0 in pieces:
-            raise FieldError(modality, f"expand() of {modality} gives {found} tokens, its part has {size.tokens}")
-        return pieces
-
-    def special(self, token_id: int | None, loss: bool = False) -> None:
-        if token_id is not None:
-            self._append(np.array([token_id], np.int32), loss)
-
-    def close(self) -> list[Span]:
-        self._flush()
-        last = self._spans[-1] if self._spans else None
-        self.special(self._pre.eos_token_id, isinstance(last, TextSpan) and last.loss)
-        return self._spans
-
-    def _flush(self) -> None:
-        if not self._pending:
-            return
-        text = "".join(self._pending)
-        self._pending.clear()
-        try:
-            token_ids = self._pre.encode(text)
-        except DecodeError as error:
-            raise error.at(self._where) from error.__cause__
-        if len(token_ids):
-            self._append(token_ids, self._loss)
-
-    def _append(self, token_ids: NDArray[np.int32], loss: bool) -> None:
-        self._spans.append(TextSpan(token_ids, loss, self._leads))
-        self._leads = False
+def _writer(recipe: Recipe, where: str, size_of: SizeOf, *, is_chat: bool) -> SpanWriter:
+    text = recipe.text
+    if not text.whole:
+        return StretchWriter(recipe, where, size_of)
+    if not is_chat:
+        return WholeWriter(recipe, where, size_of, lambda _: text.add_special_tokens, plain=True)
+    adds = text.template.adds_special_tokens if isinstance(text.template, JinjaTemplate) else lambda _: False
+    return WholeWriter(recipe, where, size_of, adds, plain=False)
 
 
 def _segments(
     members: Sequence[Member], held: Uses, texts: Mapping[int, bytes | memoryview], recipe: Recipe
-) -> tuple[list[int], list[Segment]]:
-    """The sample's text: the members it is from (none: no text), and its segments."""
+) -> tuple[list[int], list[Segment], bool]:
+    """The sample's text: the members it is from (none: no text), its segments, and whether it is a chat."""
     rules = recipe.rules
     if held.named:
         _check_named_columns(held.named, members, texts, recipe)
     documents: dict[int, Document] = {}
-    if held.json or held.others:
+    used, document = _record_of_fields(held, members, texts, recipe)
+    if document is None and (held.json or held.others):
         documents = {index: _document(members[index], texts[index], recipe) for index in held.json}
         for index in held.others:
             documents[index] = _chat_only(members[index], texts[index], recipe)
-    chat = _conversation(documents, members) if documents else None
-    if chat is not None:
-        turns = documents[chat].turns or []
-        if beside := [index for index in held.beside if index != chat]:
+        chat = _conversation(documents, members)
+        if chat is not None:
+            used, document = [chat], documents[chat]
+    if document is not None and document.is_chat:
+        beside = [index for index in held.beside if index not in used]
+        _check_named(document.named, members, recipe, exactly=True)
+        _check_places(document, members, held)
+        if document.chat is not None:
+            return [*used, *beside], _rendered(document.chat, used, beside, held, members, texts, recipe), True
+        turns = document.turns or []
+        if beside:
             _check_beside(turns, beside, members, texts, recipe)
-        _check_named(documents[chat].named, members, recipe, exactly=True)
-        _check_places(documents[chat], members, held)
-        return [chat], list(render(turns, rules.template))
+        return used, list(render(turns, cast(ChatTemplate, rules.template))), True
+    if document is None:
+        completions = [index for index, each in documents.items() if each.completion is not None]
+        used, document = (completions[:1], documents[completions[0]]) if completions else ([], None)
+    if document is not None and document.completion is not None:
+        stretches = zip(document.completion, (False, True), strict=True)
+        return used, [part for text, loss in stretches for part in _split(text, loss, recipe)], False
     chosen = [(index, _plain(members[index], texts[index], recipe)) for index in held.plain]
     if not chosen:
         chosen = _caption(documents, members, recipe)
     if not chosen:
         _check_unread(documents, held, members, texts, recipe)
-    pieces = [piece for _, text in chosen for piece in split_placeholders(text, rules.words)]
-    segments: list[Segment] = [TextSegment(piece, True) if isinstance(piece, str) else piece for piece in pieces]
-    return [index for index, _ in chosen], segments
+    segments = [part for _, text in chosen for part in _split(text, True, recipe)]
+    return [index for index, _ in chosen], segments, False
+
+
+def _split(text: str, loss: bool, recipe: Recipe) -> list[Segment]:
+    pieces = split_placeholders(text, recipe.rules.words)
+    return [TextSegment(piece, loss) if isinstance(piece, str) else piece for piece in pieces]
+
+
+def _rendered(
+    chat: Chat,
+    used: Sequence[int],
+    beside: Sequence[int],
+    held: Uses,
+    members: Sequence[Member],
+    texts: Mapping[int, bytes | memoryview],
+    recipe: Recipe,
+) -> list[Segment]:
+    """A chat under a jinja template, which is shown what stands in fields beside it."""
+    rules = recipe.rules
+    fields = [members[index].field for index in (*used, *beside)]
+    try:
+        chat = chat.beside(
+            {stem(members[index].field): _value(members[index], texts[index], recipe) for index in beside}
+        )
+        chat = chat.without({name for name, modality in recipe.modalities.items() if not modality.places})
+        unplaced = [name for name in held.media if name in rules.words.slots and recipe.modalities[name].places]
+        placed = chat.places
+        chat = chat.leading(name for name in unplaced if name not in placed for _ in held.media[name])
+        return render_chat(chat, cast(JinjaTemplate, rules.template), rules.words)
+    except DecodeError as error:
+        raise error.at(", ".join(fields)) from error.__cause__
+
+
+def _record_of_fields(
+    held: Uses, members: Sequence[Member], texts: Mapping[int, bytes | memoryview], recipe: Recipe
+) -> tuple[list[int], Document | None]:
+    """A record whose keys are fields, as the columns of a row are: alpaca, or prompt and completion."""
+    if not isinstance(recipe.text.template, JinjaTemplate) or held.json:
+        return [], None
+    names = {stem(members[index].field): index for index in (*held.others, *held.beside)}
+    if not is_record(names):
+        return [], None
+    record: dict[str, Any] = {name: _plain(members[at], texts[at], recipe) for name, at in names.items()}
+    try:
+        document = document_of_fields(record, recipe.rules)
+    except DecodeError as error:
+        raise error.at(", ".join(members[at].field for at in names.values())) from None
+    return sorted(names.values()), document
 
 
 def _conversation(documents: Mapping[int, Document], members: Sequence[Member]) -> int | None:
     """The member that holds the sample's conversation."""
-    chats = [index for index, document in documents.items() if document.turns is not None]
+    chats = [index for index, document in documents.items() if document.is_chat]
     for other in chats[1:]:
-        if documents[other].turns != documents[chats[0]].turns:
+        mine, theirs = documents[chats[0]], documents[other]
+        if (mine.turns, mine.chat) != (theirs.turns, theirs.chat):
             raise FieldError(members[other].field, f"a second conversation, beside that of {members[chats[0]].field}")
     return chats[0] if chats else None
 
@@ -394,7 +355,7 @@ def _chat_only(member: Member, payload: bytes | memoryview, recipe: Recipe) -> D
         except DecodeError:
             return document
         document = _document(member, payload, recipe)
-    return document if document.turns is not None else Document()
+    return document if document.is_chat else Document()
 
 
 def _plain(member: Member, payload: bytes | memoryview, recipe: Recipe) -> str:

@@ -11,6 +11,7 @@ from orchdata.loaders.modalities.builtin import TEXT
 from orchdata.loaders.modalities.modality import Header
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.text.chat_keys import is_beside
+from orchdata.loaders.text.jinja import JinjaTemplate
 from orchdata.loaders.text.words import WORDS_SUFFIX
 
 _MOST_KNOWN: Final = 4096
@@ -47,7 +48,7 @@ class Uses(NamedTuple):
         beside: text whose name says that it belongs to a conversation (`tools`, `system.txt`), in the order of the
             shard; perhaps among `json` or `plain` too.
         others: where there is neither JSON nor plain text, text under other names: a Parquet column of chats may have
-            any name.
+            any name. Under a jinja template beside plain text too, and with it.
         named: text that names media by path: Parquet columns `image`, `images`, `audio`, `audios` without bytes.
         kept: what goes with the sample as bytes.
     """
@@ -79,13 +80,14 @@ def _uses(names: tuple[tuple[str, int], ...], recipe: Recipe) -> Uses:
     rest = [index for index in texts if index not in json]
     plain = _preferred([(index, _name(names[index][0])) for index in rest], recipe.text.fields)
     records = recipe.rules.words.records
+    is_rendered = isinstance(recipe.text.template, JinjaTemplate)  # columns that make a chat go before text
     named = tuple(index for index in sorted(texts) if names[index][0].lower().removesuffix(WORDS_SUFFIX) in records)
     return Uses(
         json=tuple(json),
         plain=plain,
         media={name: tuple(_in_field_order(names, kind)) for kind, name in enumerate(recipe.kinds) if kind != TEXT},
         beside=tuple(i for i in sorted(texts) if i not in named and is_beside(stem(names[i][0]))),
-        others=() if json or plain else tuple(index for index in texts if index not in named),
+        others=() if json or (plain and not is_rendered) else tuple(index for index in texts if index not in named),
         named=named,
         kept=tuple(index for index, (name, _) in enumerate(names) if recipe.keeps(name)),
     )

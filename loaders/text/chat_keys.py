@@ -45,7 +45,9 @@ _ROLES: Final = frozenset("user assistant system human gpt".split())
 _PHRASE_CHARACTERS: Final = 16
 _KEY_CHARACTERS: Final = 64
 
-WAY_OUT: Final = "leave it out of the data if the model need not see it"
+WAY_OUT: Final = (
+    "leave it out of the data if the model need not see it, or take the model's own template, ChatTemplate.from_jinja"
+)
 
 
 def says(value: Any) -> bool:
@@ -94,6 +96,36 @@ def check_turn(
             _check_loss(where, key, value, loss, words)
         elif name in _OF_TURN or name in media or (words & _WORDS and not _is_flag(value)):
             _check_said(where, key, value, [text, role])
+
+
+def speaks(key: str, value: Any, media: Collection[str]) -> bool:
+    """Whether a key of a turn, beside role and content, says something that belongs to the chat."""
+    words, name = _split(key[:_KEY_CHARACTERS])
+    if words & _LOSS or not says(value):
+        return False
+    return name in _OF_TURN or name in media or bool(words & _WORDS and not _is_flag(value))
+
+
+def trains(where: str, turn: Mapping[str, Any], own: Collection[str], loss: bool) -> bool:
+    """Whether a turn carries loss by its own flags, which may only take it away.
+
+    Args:
+        loss: whether turns of its role carry loss.
+
+    Raises:
+        DecodeError: a flag that asks for loss elsewhere, or for a part of it.
+    """
+    trained = loss
+    for key, value in turn.items():
+        words, _ = _split(key[:_KEY_CHARACTERS])
+        if value is None or key in own or not words & _LOSS:
+            continue
+        found = str(value).strip().lower() if isinstance(value, str | int | float) else "?"
+        if loss and ("mask" not in words or "loss" in words) and found in (_ON if "masked" in words else _OFF):
+            trained = False
+        else:
+            _check_loss(where, key, value, loss, words)
+    return trained
 
 
 def check_item(where: str, item: Mapping[str, Any], own: Collection[str], *, media: bool) -> None:

@@ -14,16 +14,20 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.text.chat_keys import WAY_OUT, check_item, check_record, check_turn, says, shown
+from orchdata.loaders.text.jinja import JinjaTemplate
 from orchdata.loaders.text.media_words import MediaWords
+from orchdata.loaders.text.messages import (
+    CONVERSATION_KEYS as _CONVERSATION_KEYS,
+)
+from orchdata.loaders.text.messages import Chat, chat_of_record, chat_of_turns, completion_of
 from orchdata.loaders.text.preprocessor import decode_utf8
 from orchdata.loaders.text.template import ChatTemplate, Placeholder, Turn
 from orchdata.loaders.text.words import key_of_words, names_words
 
-_CONVERSATION_KEYS: Final = ("messages", "conversations", "conversation")
 _TEXT_KEYS: Final = ("text", "caption")
 _READ_KEYS: Final = (*_CONVERSATION_KEYS, *_TEXT_KEYS)
 _ROLE_KEYS: Final = ("role", "from")
@@ -43,6 +47,8 @@ class Document(NamedTuple):
 
     Attributes:
         turns: a conversation, or None.
+        chat: a conversation for a jinja template, or None.
+        completion: a prompt, and what completes it, as plain text; or None.
         text: a plain text, or None.
         named: modality -> names of media it says belong to the sample.
         placed: modality -> names of media in the items of its turns, in their order.
@@ -50,16 +56,22 @@ class Document(NamedTuple):
     """
 
     turns: list[Turn] | None = None
+    chat: Chat | None = None
+    completion: tuple[str, str] | None = None
     text: str | None = None
     named: Mapping[str, list[str]] = _NONE
     placed: Mapping[str, list[str]] = _NONE
     rest: Any = None
 
+    @property
+    def is_chat(self) -> bool:
+        return self.turns is not None or self.chat is not None
+
 
 class Rules(NamedTuple):
     """What conversations are read by: the template, whose roles they may have, and how they speak of media."""
 
-    template: ChatTemplate
+    template: ChatTemplate | JinjaTemplate
     words: MediaWords
 
 
@@ -124,16 +136,50 @@ def _record(value: dict[str, Any], rules: Rules) -> Document:
     for key in _CONVERSATION_KEYS:
         if key in value and isinstance(turns := value[key], list) and turns:
             chat = _chat(turns, rules)
-            if found is not None and found.turns != chat.turns:
+            if found is not None and (found.turns, found.chat) != (chat.turns, chat.chat):
                 raise DecodeError(f"two conversations that differ, the second under {key!r}")
             found = chat
-    if found is not None:
+    if isinstance(rules.template, JinjaTemplate):
+        rendered = _rendered_record(value, found, rules.template, rules.words)
+        if rendered is not None:
+            return rendered
+    elif found is not None:
         check_record(value, (*_READ_KEYS, *rules.words.records), found.turns or ())
         return found._replace(named=named_in(value, rules.words))
     texts = [text for key in _TEXT_KEYS if isinstance(text := value.get(key), str)]
     if not texts or _video_in(value) not in (None, *rules.words.records):
         return Document(rest=value)
     return Document(text=next(filter(str.strip, texts), texts[0]), named=named_in(value, rules.words))
+
+
+def document_of_fields(record: dict[str, Any], rules: Rules) -> Document | None:
+    """A record of text fields, as the columns of a row, under a jinja template; what of it is JSON is read as such."""
+    known: dict[str, Any] = {}
+    for key, text in record.items():
+        known[key] = text
+        if key not in ("instruction", "input", "output") and text[:1] in ("[", "{"):
+            try:
+                held = parse_json(text.encode())
+            except (DecodeError, UnicodeEncodeError):
+                continue
+            if key not in ("prompt", "completion") or (isinstance(held, list) and any(map(_is_turn, held))):
+                known[key] = held
+    return _rendered_record(known, None, cast(JinjaTemplate, rules.template), rules.words)
+
+
+def _rendered_record(
+    value: dict[str, Any], found: Document | None, template: JinjaTemplate, words: MediaWords
+) -> Document | None:
+    """A record under a jinja template, which is shown what stands beside the turns; None without any."""
+    named = named_in(value, words)
+    if found is not None and found.chat is not None:
+        beside = {key: held for key, held in value.items() if key not in (*_READ_KEYS, *words.records)}
+        return found._replace(chat=found.chat.beside(beside), named=named)
+    chat = chat_of_record(value, template, words)
+    if chat is not None:
+        return Document(chat=chat, named=named)
+    completion = completion_of(value)
+    return None if completion is None else Document(completion=completion, named=named)
 
 
 def _video_in(value: Mapping[str, Any]) -> str | None:
@@ -218,7 +264,7 @@ def _is_turn(value: Any) -> bool:
     return isinstance(value, dict) and (isinstance(value.get("role"), str) or isinstance(value.get("from"), str))
 
 
-def _knows(turn: Mapping[str, Any], template: ChatTemplate) -> bool:
+def _knows(turn: Mapping[str, Any], template: ChatTemplate | JinjaTemplate) -> bool:
     role = _first(turn, _ROLE_KEYS)
     return isinstance(role, str) and template.knows(_ROLES.get(role, role)) and _first(turn, _CONTENT_KEYS) is not None
 
@@ -226,7 +272,11 @@ def _knows(turn: Mapping[str, Any], template: ChatTemplate) -> bool:
 def _chat(value: list[Any], rules: Rules) -> Document:
     """A conversation, and where the items of its turns place media."""
     words = rules.words
-    turns = [_turn(number, item, rules) for number, item in enumerate(value, 1)]
+    if isinstance(rules.template, JinjaTemplate):
+        chat = chat_of_turns(value, rules.template, words)
+        _check_order(value, words)
+        return Document(chat=chat, placed=_placed(value, words))
+    turns = [_turn(number, item, rules, rules.template) for number, item in enumerate(value, 1)]
     placed = {piece.modality for turn in turns for piece in turn.content if isinstance(piece, Placeholder)}
     names = _NONE
     if placed:  # media of such a modality have items of their own, so its marks in the text are text
@@ -263,12 +313,12 @@ def _media_items(turns: list[dict[str, Any]], words: MediaWords) -> Iterator[tup
         content = _first(turn, _CONTENT_KEYS)
         for item in content if isinstance(content, list) else ():
             kind = _kind(item, words) if isinstance(item, dict) else "text"
-            if kind != "text":
+            if kind in words.items:
                 yield number, kind, item
 
 
-def _turn(number: int, item: Any, rules: Rules) -> Turn:
-    return _plain_turn(item, rules.template) or _checked_turn(f"turn {number}", item, rules)
+def _turn(number: int, item: Any, rules: Rules, template: ChatTemplate) -> Turn:
+    return _plain_turn(item, template) or _checked_turn(f"turn {number}", item, rules, template)
 
 
 def _plain_turn(item: Any, template: ChatTemplate) -> Turn | None:
@@ -284,8 +334,7 @@ def _plain_turn(item: Any, template: ChatTemplate) -> Turn | None:
     return Turn(role, (content,)) if template.knows(role) else None
 
 
-def _checked_turn(where: str, item: Any, rules: Rules) -> Turn:
-    template = rules.template
+def _checked_turn(where: str, item: Any, rules: Rules, template: ChatTemplate) -> Turn:
     if not isinstance(item, dict):
         raise DecodeError(f"{where} is a {type(item).__name__}, not a dict with role and content")
     if isinstance(item, _Repeating):

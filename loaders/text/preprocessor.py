@@ -1,4 +1,4 @@
-"""Text -> token ids: any callable tokenizer, or the UTF-8 bytes themselves."""
+"""Text -> token ids: any callable tokenizer, Hugging Face's fast ones as they are, or the UTF-8 bytes themselves."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 from orchdata.loaders.errors import NOT_DATA, DecodeError
 from orchdata.loaders.locks import lock_of
+from orchdata.loaders.text.fast_tokenizer import Encoded, FastTokenizer, fast_tokenizer
+from orchdata.loaders.text.jinja import JinjaTemplate
 from orchdata.loaders.text.template import ChatTemplate
 
 Tokenizer = Callable[[str], Sequence[int]]
@@ -39,16 +41,20 @@ class TextPreprocessor:
     Attributes:
         tokenizer: any callable str -> list[int]; None takes the UTF-8 bytes, ids 0..255. It is called once per
             stretch of text with equal loss between media, by one thread at a time: calls of the same object take turns
-            in all recipes that hold it, of a bound method by the object behind it.
+            in all recipes that hold it, of a bound method by the object behind it. A fast tokenizer of Hugging Face
+            (a `tokenizers.Tokenizer`, or one of transformers) is given as it is, and kept as a `FastTokenizer`: the
+            text of a sample is then tokenized at once, as Hugging Face does, by any number of threads.
         id: names the tokenizer in the fingerprint of the index: change it whenever the tokenizer changes. Required
-            with a tokenizer.
-        template: what surrounds the turns of a conversation.
+            with a tokenizer; of a fast one it is a hash of its content, whatever is given.
+        template: what surrounds the turns of a conversation; `ChatTemplate.from_jinja` takes that of a model.
         bos_token_id, eos_token_id: put at the start and end of every sample. The last carries loss where what
             precedes it does.
         image_token_id, audio_token_id: stand in `input_ids` where features go. Default: 256 and 257 for bytes, 0
             with a tokenizer. Never carry loss.
         image_start_id, image_end_id, audio_start_id, audio_end_id: put around every image or clip. No loss.
         image_placeholder, audio_placeholder: text that marks where a part goes; "" finds none.
+        add_special_tokens: whether plain text gets what a fast tokenizer puts around every text; they carry loss as
+            the text does. For chats the template says it.
         thread_safe: let several threads call the tokenizer at once. It is no part of the fingerprint: results may not
             depend on it.
         fields: names of plain-text fields, first found wins: the whole field or its last extension, numbers and
@@ -57,7 +63,7 @@ class TextPreprocessor:
 
     tokenizer: Tokenizer | None = field(default=None, kw_only=False)
     id: str | None = None
-    template: ChatTemplate = ChatTemplate()
+    template: ChatTemplate | JinjaTemplate = ChatTemplate()
     bos_token_id: int | None = None
     eos_token_id: int | None = None
     image_token_id: int = _AUTOMATIC
@@ -68,10 +74,15 @@ class TextPreprocessor:
     audio_end_id: int | None = None
     image_placeholder: str = "<image>"
     audio_placeholder: str = "<audio>"
+    add_special_tokens: bool = True
     thread_safe: bool = False
     fields: tuple[str, ...] = TEXT_FIELDS
 
     def __post_init__(self) -> None:
+        fast = fast_tokenizer(self.tokenizer)
+        if fast is not None:
+            object.__setattr__(self, "tokenizer", fast)
+            object.__setattr__(self, "id", fast.id)
         if self.tokenizer is not None and not callable(self.tokenizer):
             raise TypeError(f"tokenizer must be a callable str -> list[int], got {type(self.tokenizer).__name__}")
         if self.tokenizer is not None and not self.id:
@@ -110,6 +121,22 @@ class TextPreprocessor:
             raise ValueError(f"the vocabulary of tokenizer {self.id!r} is not known here: ask the tokenizer")
         return max(255, *(getattr(self, name) or 0 for name in _SPECIAL_IDS)) + 1
 
+    @property
+    def whole(self) -> bool:
+        """Whether the text of a sample is tokenized at once: a fast tokenizer tells where its tokens are."""
+        return isinstance(self.tokenizer, FastTokenizer)
+
+    def encode_whole(self, text: str, *, add_special_tokens: bool) -> Encoded:
+        """Tokens of all text of a sample, and where they are. Raises DecodeError."""
+        if not isinstance(self.tokenizer, FastTokenizer):
+            raise TypeError("encode_whole needs a fast tokenizer")
+        try:
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except NOT_DATA:
+            raise
+        except Exception as error:
+            raise DecodeError(f"tokenizer {self.id!r} failed: {error!r}") from error
+
     def encode(self, text: str) -> NDArray[np.int32]:
         """Token ids of `text`, (num_tokens,).
 
@@ -122,7 +149,7 @@ class TextPreprocessor:
             except UnicodeEncodeError as error:
                 raise DecodeError(f"the text is not valid Unicode: {error.reason} at character {error.start}") from None
         try:
-            if self.thread_safe:
+            if self.thread_safe or self.whole:
                 return _checked_ids(self.tokenizer(text), self.id)
             with lock_of(self.tokenizer):  # until the ids are copied: they may lie in memory that the next call reuses
                 return _checked_ids(self.tokenizer(text), self.id)
@@ -137,6 +164,8 @@ class TextPreprocessor:
         described["template"] = _described(self.template)
         for name in (*_SPECIAL_IDS, "image_placeholder", "audio_placeholder"):
             described[name] = getattr(self, name)
+        if self.whole:
+            described["add_special_tokens"] = self.add_special_tokens
         if type(self) is not TextPreprocessor:
             described["class"] = f"{type(self).__module__}.{type(self).__qualname__}"
             own = [each.name for each in dataclass_fields(self) if each.name not in _OWN_FIELDS]
@@ -144,7 +173,7 @@ class TextPreprocessor:
         return described
 
 
-def _described(template: ChatTemplate) -> dict[str, Any]:
+def _described(template: ChatTemplate | JinjaTemplate) -> dict[str, Any]:
     """A template by its fields; one of a class of the user's by that too."""
     held = {each.name: getattr(template, each.name) for each in dataclass_fields(template)}
     described = {name: list(value) if isinstance(value, tuple) else value for name, value in held.items()}

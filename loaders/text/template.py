@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from orchdata.loaders.text.jinja import ROLES, JinjaTemplate, jinja_template
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatTemplate:
-    """What surrounds each turn. The default is ChatML.
+    """What surrounds each turn. The default is ChatML; `from_jinja` takes the template of a model.
 
     Attributes:
         prefix: before a turn's content; `{role}` is replaced by the role. Never carries loss.
@@ -26,7 +28,7 @@ class ChatTemplate:
     prefix: str = "<|im_start|>{role}\n"
     suffix: str = "<|im_end|>\n"
     loss_roles: tuple[str, ...] = ("assistant",)
-    roles: tuple[str, ...] = ("system", "developer", "user", "assistant", "tool", "function", "observation")
+    roles: tuple[str, ...] = ROLES
 
     def __post_init__(self) -> None:
         for name in ("loss_roles", "roles"):
@@ -34,6 +36,34 @@ class ChatTemplate:
             if isinstance(roles, str):
                 raise ValueError(f"ChatTemplate.{name} must be a tuple of roles, got the string {roles!r}")
             object.__setattr__(self, name, tuple(roles))
+
+    @staticmethod
+    def from_jinja(
+        source: Any,
+        *,
+        ignore_keys: tuple[str, ...] = (),
+        roles: tuple[str, ...] = (),
+        add_special_tokens: bool | None = None,
+        date: str | None = None,
+        **variables: Any,
+    ) -> JinjaTemplate:
+        """The chat template of a model, as transformers renders it: system prompts, tools, reasoning, media.
+
+        Args:
+            source: a tokenizer or processor of transformers that has a template, or the text of one.
+            ignore_keys: keys of turns and records that may be lost where the template does not render them.
+            roles: more roles that turns may have.
+            add_special_tokens: whether the tokenizer's special tokens go around what is rendered without `bos_token` at
+                its beginning. None does as transformers: they do for a processor, not for a tokenizer or a text.
+            date: what day the template is told that it is (`strftime_now`), in ISO form; default: today, where it asks.
+            variables: what else the template sees: `bos_token` and the like (default: those of the source), and its
+                own switches, as `enable_thinking=False` or `add_vision_id=True`.
+
+        Raises:
+            ValueError: no template, or one that is none.
+            TypeError: a variable that has no JSON form.
+        """
+        return jinja_template(source, variables, tuple(ignore_keys), tuple(roles), add_special_tokens, date)
 
     def before(self, role: str) -> str:
         return self.prefix.replace("{role}", role)

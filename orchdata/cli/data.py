@@ -157,6 +157,9 @@ def _print_index(report: dict[str, Any]) -> None:
     )
     for name, modality in report["totals"]["modalities"].items():
         typer.echo(f"  {name}: {modality['samples']:,} samples, {modality['tokens']:,} LLM tokens")
+    without_loss = report["totals"]["without_loss"]
+    if without_loss:
+        typer.echo(f"  without a token to learn: {without_loss:,} samples")
     ignored = report["totals"]["ignored_fields"]
     if ignored:
         shown = [f"{name} ({count:,})" for name, count in list(ignored.items())[:MOST_IGNORED]]

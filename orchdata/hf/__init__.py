@@ -13,19 +13,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from orchdata.hf.from_processor import recipe
     from orchdata.hf.inputs import Inputs
     from orchdata.hf.model_cost import cost
     from orchdata.hf.scaled_loss import loss
     from orchdata.hf.towers import encode
 
 _HOMES = {
+    "recipe": "orchdata.hf.from_processor",
     "Inputs": "orchdata.hf.inputs",
     "loss": "orchdata.hf.scaled_loss",
     "encode": "orchdata.hf.towers",
     "cost": "orchdata.hf.model_cost",
 }
 
-__all__ = ["Inputs", "cost", "encode", "loss"]
+__all__ = ["Inputs", "cost", "encode", "loss", "recipe"]
 
 
 def __getattr__(name: str) -> object:

@@ -82,8 +82,7 @@ class Inputs:
     def layout(self) -> Layout:
         kind: type[Packed] | type[Padded] = Padded if self.padded else Packed
         positions: Positions = "mrope" if self.family.mrope else "restart"
-        least = 2 if self.family.decoder else 1  # a token that is told what stands before it
-        return kind(positions=positions, multiple_of=max(least, self.multiple_of), empty=self.empty)
+        return kind(positions=positions, multiple_of=self.multiple_of, empty=self.empty)
 
     @cached_property
     def scales_loss(self) -> bool:
@@ -157,8 +156,13 @@ class Inputs:
 
     def _media(self, held: MediaBatch, *, is_dummy: bool) -> dict[str, Any]:
         arrays = dict(held.arrays)
-        if "audio_feature_lengths" in arrays:  # frames of all clips behind one another, (num_mels, num_frames)
-            arrays["input_features"] = arrays["input_features"].T
+        if "audio_feature_lengths" in arrays:  # of frames behind one another, which the model wants a clip a row
+            lengths = arrays.pop("audio_feature_lengths")
+            clips = arrays["input_features"].split(lengths.tolist())
+            padded = torch.nn.utils.rnn.pad_sequence(list(clips), batch_first=True)
+            places = torch.arange(padded.shape[1], device=lengths.device)
+            arrays["input_features"] = padded.transpose(1, 2)
+            arrays["feature_attention_mask"] = (places < lengths[:, None]).long()
         if "patches" in arrays:  # of a plain od.ImagePreprocessor
             arrays["pixel_values"] = arrays.pop("patches")
             grid = arrays.pop("grid_hw").long()
@@ -180,8 +184,10 @@ class Inputs:
                     f"{self.config.model_type} hears one clip a sample, and {len(batch.keys)} samples have {clips} "
                     f"parts of {name}: leave out those without, as with DataLoader(quarantine=...)"
                 )
-        told = {"decoder_input_ids": llm.input_ids[:, :-1], "decoder_attention_mask": llm.attention_mask[:, :-1].long()}
-        return told | {"use_cache": False} | self.media_arguments(batch)
+        length = max(1, llm.input_ids.shape[1] - 1)  # of a dummy's row, which is one token, that is all
+        told = {"decoder_input_ids": llm.input_ids, "decoder_attention_mask": llm.attention_mask.long()}
+        arguments: dict[str, Any] = {name: tensor[:, :length] for name, tensor in told.items()}
+        return arguments | {"use_cache": False} | self.media_arguments(batch)
 
 
 def _is_dummy(batch: Batch, name: str) -> bool:

@@ -31,8 +31,8 @@ def loss(outputs: Any, batch: Batch) -> Tensor:
     logits = getattr(outputs, "logits", None)
     labels = batch.llm.labels if batch.llm.labels.dim() == 2 else batch.llm.labels[None]
     wanted = labels[:, 1:]
-    if logits is not None and not batch.inputs.family.decoder:
-        logits = logits[:, :-1]
+    if logits is not None and logits.shape[1] == (1 if batch.inputs.family.decoder else labels.shape[1]):
+        logits = logits[:, : wanted.shape[1]]  # what the last place says nobody knows
     if logits is None or logits.shape[:-1] != wanted.shape:
         found = "none" if logits is None else f"{tuple(logits.shape)}"
         raise ValueError(

@@ -1,0 +1,100 @@
+"""Hugging Face's fast tokenizers, as they are given: a value that knows its content, and tokenizes with offsets."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+_PROBE: Final = "It's 1 of 12:\n\n  d\u00e9j\u00e0 vu \U0001f600 <s></s>"
+_WAY_OUT: Final = (
+    "wrap it, as in TextPreprocessor(lambda text: tokenizer.encode(text, add_special_tokens=False), id=...)"
+)
+
+
+class Encoded(NamedTuple):
+    """Tokens of one text, in order.
+
+    Attributes:
+        ids: int32 (num_tokens,).
+        starts, ends: int64 (num_tokens,), the characters of each; equal for tokens that stand for none.
+    """
+
+    ids: NDArray[np.int32]
+    starts: NDArray[np.int64]
+    ends: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class FastTokenizer:
+    """A tokenizer by its content: equal where that is, in every process. Several threads may use it at once.
+
+    Attributes:
+        json: what `tokenizers.Tokenizer.to_str` says, without truncation and padding.
+        special_tokens: (name, token) as in `special_tokens_map`.
+    """
+
+    json: str = field(repr=False)
+    special_tokens: tuple[tuple[str, str], ...] = ()
+
+    @cached_property
+    def id(self) -> str:
+        """A hash of the content."""
+        digest = hashlib.blake2b(self.json.encode(), digest_size=16)
+        digest.update(repr(self.special_tokens).encode())
+        return digest.hexdigest()
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> Encoded:
+        """Tokens of `text`; with `add_special_tokens` those too that the tokenizer puts around every text."""
+        found = self._running.encode(text, add_special_tokens=add_special_tokens)
+        ids = np.array(found.ids, np.int32)
+        offsets = np.fromiter(chain.from_iterable(found.offsets), np.int64, 2 * len(ids)).reshape(-1, 2)
+        return Encoded(ids, offsets[:, 0], offsets[:, 1])
+
+    def __call__(self, text: str) -> list[int]:
+        ids: list[int] = self._running.encode(text, add_special_tokens=False).ids
+        return ids
+
+    @cached_property
+    def _running(self) -> Any:
+        import tokenizers
+
+        return tokenizers.Tokenizer.from_str(self.json)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FastTokenizer, (self.json, self.special_tokens)
+
+
+def fast_tokenizer(given: Any) -> FastTokenizer | None:
+    """The value of a `tokenizers.Tokenizer`, or of a tokenizer of transformers that has one behind it; else None.
+
+    Raises:
+        ValueError: one of transformers' that has none, or gives other ids than what is behind it.
+    """
+    if given is None or isinstance(given, FastTokenizer):
+        return given
+    of_transformers = hasattr(given, "apply_chat_template") and hasattr(given, "special_tokens_map")
+    backend: Any = getattr(given, "backend_tokenizer", None) if of_transformers else given
+    if not all(callable(getattr(backend, name, None)) for name in ("to_str", "encode", "no_truncation")):
+        if of_transformers:
+            raise ValueError(f"{_name(given)} tells no offsets, as it is no fast tokenizer: {_WAY_OUT}")
+        return None
+    running = type(backend).from_str(backend.to_str())
+    running.no_truncation()
+    running.no_padding()
+    special_tokens = tuple(sorted(given.special_tokens_map.items())) if of_transformers else ()
+    found = FastTokenizer(running.to_str(), special_tokens)
+    if of_transformers:
+        ids = given(_PROBE, truncation=False, padding=False)["input_ids"]
+        if list(ids) != found.encode(_PROBE, add_special_tokens=True).ids.tolist():
+            raise ValueError(f"{_name(given)} gives other ids than the tokenizer behind it: {_WAY_OUT}")
+    return found
+
+
+def _name(given: Any) -> str:
+    return f"the tokenizer {type(given).__name__}"

@@ -1,0 +1,261 @@
+"""A model's own chat template, as a value: jinja as transformers renders it, without transformers.
+
+    messages --render--> text, and the spans of it that `{% generation %}` marks
+
+Compiled templates are kept by source and may be used by several threads at once.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import lru_cache
+from typing import Any, Final, NamedTuple
+
+from orchdata.loaders.errors import NOT_DATA, DecodeError
+
+ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function", "observation")
+TRAINED_ROLE: Final = "assistant"
+REASONING: Final = ("reasoning_content", "thinking", "reasoning")
+"""Names of a turn's reasoning. Templates are shown all of them where a turn has one, as by transformers."""
+
+_GENERATION: Final = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_TELLS_TIME: Final = "strftime_now"
+
+Message = dict[str, Any]
+Spans = list[tuple[int, int]]
+
+
+class Inputs(NamedTuple):
+    """What a template sees of a sample beside its turns: JSON values, None where there are none."""
+
+    tools: list[Any] | None = None
+    documents: list[Any] | None = None
+    variables: Mapping[str, Any] = {}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JinjaTemplate:
+    """A chat template in jinja, with all that its rendering depends on. Made by `ChatTemplate.from_jinja`.
+
+    Attributes:
+        source: its text.
+        tool_source: the text of another that takes its place where a sample has tools.
+        variables: what it sees beside turns, tools and documents, as JSON.
+        date: what day it is told.
+        ignore_keys: keys that may be lost.
+        roles: those that turns may have.
+        add_special_tokens: whether the tokenizer's special tokens go around a rendering that does not begin with
+            `bos_token`. transformers adds them in a processor's `apply_chat_template`, and none in a tokenizer's.
+    """
+
+    source: str
+    tool_source: str | None = None
+    variables: str = "{}"
+    date: str | None = None
+    ignore_keys: tuple[str, ...] = ()
+    roles: tuple[str, ...] = ROLES
+    add_special_tokens: bool = False
+
+    def knows(self, role: str) -> bool:
+        return role in self.roles
+
+    def carries_loss(self, role: str) -> bool:
+        return role == TRAINED_ROLE
+
+    def adds_special_tokens(self, text: str) -> bool:
+        """Whether the tokenizer's special tokens go around a rendering."""
+        bos = _variables(self.variables).get("bos_token")
+        return self.add_special_tokens and not (bos and text.startswith(bos))
+
+    def marks_loss(self, inputs: Inputs) -> bool:
+        """Whether it says itself what carries loss."""
+        return _GENERATION.search(self._source(inputs)) is not None
+
+    def render(self, messages: Sequence[Message], inputs: Inputs, *, prompt: bool = False) -> tuple[str, Spans]:
+        """Text, and the spans of it that `{% generation %}` marks. Raises DecodeError.
+
+        Args:
+            messages: JSON values.
+            prompt: end with what comes before an answer.
+        """
+        known: Mapping[str, Any] = _variables(self.variables)
+        seen = {**known, **inputs.variables} if inputs.variables else known
+        try:
+            template, tracker = _compiled(self._source(inputs), self.date)
+            with tracker:
+                blocks = tracker.blocks
+                for block in template.generate(
+                    messages=[_with_reasoning(message) for message in messages],
+                    tools=inputs.tools,
+                    documents=inputs.documents,
+                    add_generation_prompt=prompt,
+                    **seen,
+                ):
+                    blocks.append(block)
+                return "".join(blocks), tracker.spans
+        except (DecodeError, *NOT_DATA):
+            raise
+        except Exception as error:  # whatever a template makes of a sample is that sample's failure
+            raise DecodeError(f"the chat template refuses it: {type(error).__name__}: {error}") from error
+
+    def _source(self, inputs: Inputs) -> str:
+        return self.source if inputs.tools is None or self.tool_source is None else self.tool_source
+
+
+def jinja_template(
+    source: Any,
+    variables: Mapping[str, Any],
+    ignore_keys: tuple[str, ...],
+    roles: tuple[str, ...],
+    add_special_tokens: bool | None,
+    date: str | None,
+) -> JinjaTemplate:
+    """See `ChatTemplate.from_jinja`."""
+    text, tool_text = _sources(source)
+    inner = getattr(source, "tokenizer", source)
+    seen = {**getattr(inner, "special_tokens_map", {}), **variables}
+    try:
+        as_json = json.dumps(seen, sort_keys=True, ensure_ascii=False, allow_nan=False)
+        if json.loads(as_json) != seen:
+            raise TypeError("it would not be read back as it is")
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"variables of a chat template must be JSON values: {error}") from None
+    tells_time = any(_TELLS_TIME in each for each in (text, tool_text or ""))
+    if date is not None:
+        datetime.fromisoformat(date)
+    made = JinjaTemplate(
+        source=text,
+        tool_source=tool_text,
+        variables=as_json,
+        date=(date or datetime.now().astimezone().date().isoformat()) if tells_time else None,
+        ignore_keys=ignore_keys,
+        roles=tuple(dict.fromkeys((*ROLES, *roles))),
+        add_special_tokens=inner is not source if add_special_tokens is None else add_special_tokens,
+    )
+    for each in filter(None, (text, tool_text)):
+        try:
+            _compiled(each, made.date)
+        except NOT_DATA:
+            raise
+        except Exception as error:
+            raise ValueError(f"no chat template: {error}") from error
+    return made
+
+
+def _sources(source: Any) -> tuple[str, str | None]:
+    """(template, that for samples with tools), as transformers chooses among several."""
+    held = source
+    if not isinstance(source, str | Mapping):
+        held = getattr(source, "chat_template", None) or getattr(
+            getattr(source, "tokenizer", None), "chat_template", None
+        )
+    if isinstance(held, str):
+        return held, None
+    if isinstance(held, Mapping) and "default" in held:
+        return str(held["default"]), held.get("tool_use")
+    found = f"none is called 'default' of {sorted(held)}" if isinstance(held, Mapping) else "it has none"
+    raise ValueError(f"no chat template in {type(source).__name__}: {found}; give the text of one")
+
+
+def _with_reasoning(message: Message) -> Message:
+    for key in REASONING:
+        reasoning = message.get(key)
+        if reasoning is not None:
+            return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    return message
+
+
+@lru_cache(maxsize=64)
+def _variables(held: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(held)
+    return found
+
+
+class _Tracker(threading.local):
+    """What one thread has rendered so far, and the spans of it that are generated."""
+
+    def __init__(self) -> None:
+        self.blocks: list[str] = []
+        self.spans: Spans = []
+
+    def __enter__(self) -> None:
+        self.blocks, self.spans = [], []
+
+    def __exit__(self, *_error: object) -> None:
+        pass
+
+    def generated(self, text: str) -> str:
+        start = sum(map(len, self.blocks))
+        self.spans.append((start, start + len(text)))
+        return text
+
+
+@lru_cache(maxsize=64)
+def _compiled(source: str, date: str | None) -> tuple[Any, _Tracker]:
+    """The environment is that of transformers' `render_jinja_template`."""
+    import jinja2
+    import jinja2.ext
+    import jinja2.sandbox
+
+    tracker = _Tracker()
+
+    class Generation(jinja2.ext.Extension):
+        tags = {"generation"}  # noqa: RUF012 - as jinja has it
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            call = self.call_method("_generated")
+            return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+        def _generated(self, caller: Any) -> str:
+            return tracker.generated(caller())
+
+    class Dict:
+        def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+            return dict(*args, **kwargs)
+
+        def fromkeys(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+            return dict.fromkeys(*args, **kwargs)
+
+    class Namespace(jinja2.utils.Namespace):
+        """Without names that reach into Python."""
+
+        def __init__(*args: Any, **kwargs: Any) -> None:
+            self, *given = args
+            held = dict(*given, **kwargs)
+            for name in held:
+                refuse_hidden(name)
+            jinja2.utils.Namespace.__init__(self, held)
+
+        def __setitem__(self, name: str, value: Any) -> None:
+            refuse_hidden(name)
+            super().__setitem__(name, value)
+
+    def refuse_hidden(name: object) -> None:
+        if isinstance(name, str) and name.startswith("_"):
+            raise jinja2.exceptions.SecurityError(f"a namespace cannot hold {name!r}: it begins with an underscore")
+
+    def to_json(
+        value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+    ) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.exceptions.TemplateError(message)
+
+    def strftime_now(form: str) -> str:
+        return datetime.fromisoformat(date or "").strftime(form)
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
+    environment.globals |= {"dict": Dict(), "namespace": Namespace}
+    return environment.from_string(source), tracker

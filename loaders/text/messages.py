@@ -1,0 +1,336 @@
+"""JSON -> a chat for a jinja template: its turns as such templates have them, with all that stands in and beside.
+
+Read are, beside the forms of `conversation`: ShareGPT with tools (from: function_call, observation), alpaca
+(instruction, input, output, history), and prompt with completion, as lists of turns or as strings. What stands
+beside the turns (`system`, `tools`, `documents`, `chat_template_kwargs`) goes to the template. Whether all of it was
+rendered is seen afterwards, in `rendering`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from orchdata.loaders.errors import DecodeError
+from orchdata.loaders.text.chat_keys import is_beside, says, shown, trains
+from orchdata.loaders.text.jinja import REASONING, Inputs, JinjaTemplate
+from orchdata.loaders.text.media_words import MediaWords
+from orchdata.loaders.text.template import Placeholder
+
+CONVERSATION_KEYS: Final = ("messages", "conversations", "conversation")
+_ROLES: Final = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "observation": "tool",
+    "function_response": "tool",
+    "function_call": "assistant",
+}
+_CALL: Final = "function_call"
+_PREFERENCE: Final = ("chosen", "rejected")
+_SYSTEM: Final = ("system", "system_prompt", "system_message", "system_instruction")
+_BESIDE: Final = (*_SYSTEM, "tools", "documents", "chat_template_kwargs")
+_ALPACA: Final = ("instruction", "output")
+_PAIR: Final = ("prompt", "completion")
+_VIDEO: Final = ("video", "video_url", "input_video")
+_SAYS: Final = ("tool_calls", "function_call", *REASONING)
+"""Keys by which a turn without content says something."""
+
+Content = str | list[dict[str, Any] | Placeholder]
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """One conversation.
+
+    Attributes:
+        messages: turns as a template has them, with the role, the content (a string, or a list of items of text and
+            places of media) and what else they hold.
+        trained: of each, whether it carries loss where the template lets it.
+        inputs: what else the template sees.
+        rest: what else stands beside the turns and belongs to them.
+    """
+
+    messages: tuple[Mapping[str, Any], ...]
+    trained: tuple[bool, ...]
+    inputs: Inputs = Inputs()
+    rest: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def places(self) -> list[str]:
+        """The modalities of its places, in order."""
+        return [
+            item.modality
+            for message in self.messages
+            for item in items_of(message.get("content"))
+            if isinstance(item, Placeholder)
+        ]
+
+    def leading(self, modalities: Iterable[str]) -> Chat:
+        """With more places, at the beginning of what the user says first. Raises DecodeError."""
+        added: list[dict[str, Any] | Placeholder] = [Placeholder(name) for name in modalities]
+        if not added:
+            return self
+        at = next((n for n, message in enumerate(self.messages) if message["role"] == "user"), None)
+        if at is None:
+            raise DecodeError(f"the chat has no place for {added[0]}, and no turn of a user to put it")
+        message = {**self.messages[at], "content": [*added, *items_of(self.messages[at].get("content"))]}
+        return replace(self, messages=(*self.messages[:at], message, *self.messages[at + 1 :]))
+
+    def without(self, modalities: Collection[str]) -> Chat:
+        """Without the places of modalities that have none in a text."""
+        if not modalities or not any(name in modalities for name in self.places):
+            return self
+        messages = []
+        for message in self.messages:
+            content = message.get("content")
+            if isinstance(content, list):
+                kept = [item for item in content if not (isinstance(item, Placeholder) and item.modality in modalities)]
+                message = {**message, "content": kept}
+            messages.append(message)
+        return replace(self, messages=tuple(messages))
+
+    def beside(self, record: Mapping[str, Any]) -> Chat:
+        """With what stands beside it. Raises DecodeError."""
+        chat = self
+        system = next((value for key in _SYSTEM if says(value := record.get(key))), None)
+        if system is not None:
+            if not isinstance(system, str):
+                raise DecodeError("'system' beside the turns is no string")
+            held = self.messages[0] if self.messages and self.messages[0]["role"] == "system" else None
+            if held is None:
+                turn = {"role": "system", "content": system}
+                chat = replace(chat, messages=(turn, *self.messages), trained=(False, *self.trained))
+            elif held.get("content") != system:
+                raise DecodeError("two system prompts that differ, one of them beside the turns")
+        inputs = chat.inputs
+        tools, documents = (
+            _same(key, held, _listed(key, record.get(key)))
+            for key, held in (("tools", inputs.tools), ("documents", inputs.documents))
+        )
+        inputs = Inputs(tools, documents, inputs.variables)
+        variables = record.get("chat_template_kwargs")
+        if isinstance(variables, Mapping):
+            known = {key: value for key, value in variables.items() if value is not None}
+            inputs = inputs._replace(variables={**inputs.variables, **known})
+        rest = [(key, value) for key, value in record.items() if key not in _BESIDE and value is not None]
+        more = tuple((key, value) for key, value in rest if is_beside(key) and says(value))
+        return replace(chat, inputs=inputs, rest=(*self.rest, *more))
+
+
+def items_of(content: Any) -> list[Any]:
+    """The items of a turn's content; a string is one of text."""
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}] if content else []
+    return content if isinstance(content, list) else []
+
+
+def _same(key: str, held: list[Any] | None, other: list[Any] | None) -> list[Any] | None:
+    if held is not None and other not in (None, held):
+        raise DecodeError(f"two {key} that differ, one of them beside the turns")
+    return other if held is None else held
+
+
+def _listed(key: str, value: Any) -> list[Any] | None:
+    """A list, perhaps as JSON in a string. Raises DecodeError."""
+    if not says(value):
+        return None
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise DecodeError(f"{key!r} beside the turns is a string that is no JSON") from None
+    value = [value] if isinstance(value, dict) else value
+    if not isinstance(value, list):
+        raise DecodeError(f"{key!r} beside the turns is a {type(value).__name__}, not a list")
+    return value or None
+
+
+def chat_of_turns(value: list[Any], template: JinjaTemplate, words: MediaWords) -> Chat:
+    """A list of turns. Raises DecodeError."""
+    turns = [_turn(number, item, template, words) for number, item in enumerate(value, 1)]
+    placed = {item.modality for turn, _ in turns for item in items_of(turn.get("content")) if is_place(item)}
+    marks = {f"<{name}>": name for name in words.slots if name not in placed}
+    if marks:
+        pattern = re.compile(f"({'|'.join(map(re.escape, sorted(marks, key=len, reverse=True)))})")
+        for turn, _ in turns:
+            turn["content"] = _split(turn.get("content"), pattern, marks)
+            if turn["content"] is None:
+                del turn["content"]
+    return Chat(tuple(turn for turn, _ in turns), tuple(trained for _, trained in turns))
+
+
+def is_place(item: Any) -> bool:
+    return isinstance(item, Placeholder)
+
+
+def chat_of_record(value: Mapping[str, Any], template: JinjaTemplate, words: MediaWords) -> Chat | None:
+    """A record whose turns are under keys of their own: alpaca, or prompt and completion; None where there are none.
+
+    Raises DecodeError, for pairs of answers too.
+    """
+    if any(says(value.get(key)) for key in _PREFERENCE):
+        raise DecodeError(
+            "a pair of answers, 'chosen' and 'rejected', which no batch of this library holds: keep the chat that the "
+            'model is to learn, as {"messages": [...]}'
+        )
+    instruction, answer = (value.get(key) for key in _ALPACA)
+    if isinstance(instruction, str) and isinstance(answer, str):
+        return _alpaca(value, template, words)
+    prompt, completion = (value.get(key) for key in _PAIR)
+    if isinstance(prompt, list) and isinstance(completion, list):
+        chat = chat_of_turns([*prompt, *completion], template, words)
+        asked = (False,) * len(prompt)
+        return replace(chat, trained=(*asked, *chat.trained[len(prompt) :])).beside(_without(value, *_PAIR))
+    return None
+
+
+def is_record(names: Collection[str]) -> bool:
+    """Whether keys, or fields of a sample, are those of such a record."""
+    return any(wanted <= {*names} for wanted in ({*_ALPACA}, {*_PAIR}, {*_PREFERENCE}))
+
+
+def completion_of(value: Mapping[str, Any]) -> tuple[str, str] | None:
+    """A prompt and its completion as plain text."""
+    prompt, completion = (value.get(key) for key in _PAIR)
+    return (prompt, completion) if isinstance(prompt, str) and isinstance(completion, str) else None
+
+
+def _alpaca(value: Mapping[str, Any], template: JinjaTemplate, words: MediaWords) -> Chat:
+    asked = "\n".join(
+        held for key in ("instruction", "input") if says(held := value.get(key)) and isinstance(held, str)
+    )
+    turns = [asked, value["output"]]
+    history = value.get("history")
+    if says(history):
+        known = isinstance(history, list) and all(
+            isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(one, str) for one in pair)
+            for pair in history
+        )
+        if not known:
+            raise DecodeError("'history' is no list of pairs of strings")
+        turns = [one for pair in history or () for one in pair] + turns
+    messages = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(turns)]
+    return chat_of_turns(messages, template, words).beside(_without(value, *_ALPACA, "input", "history", "text"))
+
+
+def _without(value: Mapping[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: held for key, held in value.items() if key not in keys}
+
+
+def _turn(number: int, item: Any, template: JinjaTemplate, words: MediaWords) -> tuple[dict[str, Any], bool]:
+    where = f"turn {number}"
+    if not isinstance(item, dict):
+        raise DecodeError(f"{where} is a {type(item).__name__}, not a dict with role and content")
+    turn = {key: value for key, value in item.items() if value is not None}
+    theirs, spoken = turn.pop("from", None), turn.pop("value", None)
+    written = turn.pop("role", theirs)
+    if not isinstance(written, str):
+        raise DecodeError(f"{where} has no role: its keys are {', '.join(map(shown, list(item)[:8])) or 'none'}")
+    role = _ROLES.get(written, written) if theirs is not None or written not in template.roles else written
+    if not template.knows(role):
+        known = ", ".join(template.roles)
+        raise DecodeError(
+            f"{where} has the role {shown(written)}; known are {known}: see `roles` of ChatTemplate.from_jinja"
+        )
+    content = turn.pop("content", spoken)
+    if (theirs not in (None, written) and _ROLES.get(str(theirs), theirs) != role) or spoken not in (None, content):
+        raise DecodeError(f"{where} says one thing under role and content, another under from and value")
+    made: dict[str, Any] = {"role": role}
+    if written == _CALL and isinstance(content, str):
+        made |= {"content": "", "tool_calls": _calls(where, content)}
+    elif content is not None:
+        made["content"] = _content(where, content, words)
+    made |= turn
+    trained = trains(f"{where} ({written})", turn, (), template.carries_loss(role))
+    if trained and not _says(made):
+        raise DecodeError(f"{where} ({written}) says nothing: it would be learned as an empty answer")
+    return made, trained
+
+
+def _says(turn: Mapping[str, Any]) -> bool:
+    content = items_of(turn.get("content"))
+    spoken = any(isinstance(item, Placeholder) or str(item.get("text", "?")).strip() for item in content)
+    return spoken or any(turn.get(key) for key in _SAYS)
+
+
+def _calls(where: str, text: str) -> list[dict[str, Any]]:
+    """Calls of functions, as ShareGPT has them: JSON of one, or of a list."""
+    try:
+        held = json.loads(text)
+    except (ValueError, RecursionError):
+        raise DecodeError(f"{where} (function_call) is no JSON") from None
+    calls = held if isinstance(held, list) else [held]
+    if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
+        raise DecodeError(f"{where} (function_call) names no function")
+    return [{"type": "function", "function": call} for call in calls]
+
+
+def _content(where: str, content: Any, words: MediaWords) -> Content:
+    if isinstance(content, str):
+        return content
+    if isinstance(content, dict) and isinstance(content.get("type"), str):
+        content = [content]
+    if not isinstance(content, list):
+        raise DecodeError(f"the content of {where} is a {type(content).__name__}, not a string or a list")
+    return [_item(f"the content of {where}", item, words) for item in content]
+
+
+def _item(where: str, given: Any, words: MediaWords) -> dict[str, Any] | Placeholder:
+    if isinstance(given, str):
+        return {"type": "text", "text": given}
+    if not isinstance(given, dict):
+        raise DecodeError(f"{where} holds a {type(given).__name__}, not a string or a dict")
+    item: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+    kind = item.get("type")
+    if kind is None:  # Qwen-VL's older form
+        kind = next((key for key in ("text", *words.items) if key in item), None)
+    if isinstance(kind, str) and kind in words.items:
+        held = item.get(kind)
+        if isinstance(held, list) and len(held) > 1:
+            raise DecodeError(f"{where} has an item of type {kind!r} that holds {len(held)}: give each its own item")
+        if says(item.get("text")):
+            raise DecodeError(f"{where} has an item of type {kind!r} that holds 'text' too: give each its own item")
+        return Placeholder(words.items[kind])
+    if isinstance(kind, str) and kind in _VIDEO:
+        raise DecodeError(f"{where} has an item of type {kind!r}, and videos are not read: leave such samples out")
+    if kind == "text":
+        if not isinstance(item.get("text"), str):
+            raise DecodeError(f"{where} has a text item without text")
+        lost = next((key for key in words.items if says(item.get(key))), None)
+        if lost is not None:
+            raise DecodeError(f"{where} has an item of type 'text' that holds {lost!r} too: give each its own item")
+        return {**item, "type": "text"}
+    if not isinstance(kind, str):
+        raise DecodeError(f"{where} has an item without a type: its keys are {', '.join(map(shown, list(item)[:8]))}")
+    return item
+
+
+def _split(content: Any, pattern: re.Pattern[str], marks: Mapping[str, str]) -> Any:
+    """Content with places where marks stand."""
+    held = [content] if isinstance(content, str) else content
+    if not isinstance(held, list) or not any(pattern.search(_text(item)) for item in held):
+        return content
+    found: list[dict[str, Any] | Placeholder] = []
+    for item in held:
+        if not _text(item):
+            found.append(item)
+            continue
+        pieces = pattern.split(_text(item))
+        for index, piece in enumerate(pieces):
+            if index % 2:
+                found.append(Placeholder(marks[piece]))
+            elif piece:
+                found.append({"type": "text", "text": piece})
+    return found
+
+
+def _text(item: Any) -> str:
+    if isinstance(item, str):
+        return item
+    return str(item.get("text", "")) if isinstance(item, dict) and item.get("type") == "text" else ""

@@ -1,0 +1,94 @@
+"""A Hugging Face processor as a recipe: its tokenizer and chat template, and what it makes of images and audio."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+from orchdata.hf.audio import LongClips, audio_modality
+from orchdata.hf.audio_processor import extractor_of
+from orchdata.hf.images import image_modality
+from orchdata.loaders.limits import Limits
+from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.text.preprocessor import TextPreprocessor
+from orchdata.loaders.text.template import ChatTemplate
+
+_NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
+
+# What processors without a chat template write by themselves, for chats of a question and its answer.
+_TEMPLATES: Final[Mapping[str, str]] = {
+    "PaliGemmaProcessor": (
+        "{%- for message in messages -%}"
+        "{%- set texts = [] -%}"
+        "{%- if message.content is string -%}{%- set texts = [message.content] -%}{%- else -%}"
+        "{%- for item in message.content if item.type == 'image' -%}<image>{%- endfor -%}"
+        "{%- set texts = message.content | selectattr('type', 'equalto', 'text') | map(attribute='text') | list -%}"
+        "{%- endif -%}"
+        "{%- if message.role == 'user' and loop.index == 1 -%}"
+        "{{ bos_token }}{{ texts | join('') }}{{ '\\n' }}"
+        "{%- elif message.role == 'assistant' and loop.index == 2 -%}"
+        "{%- generation -%}{{ texts | join('') }}{{ eos_token }}{%- endgeneration -%}"
+        "{%- else -%}{{ raise_exception('PaliGemma reads a prompt and then its completion, and nothing else') }}"
+        "{%- endif -%}"
+        "{%- endfor -%}"
+    )
+}
+
+_REFUSAL: Final = (
+    "{{{{ raise_exception('{name} has no chat template: give one, od.hf.recipe(processor, chat_template=...), or "
+    "samples of plain text') }}}}"
+)
+
+
+def recipe(
+    processor: Any,
+    *,
+    chat_template: str | None = None,
+    variables: Mapping[str, Any] = _NOTHING,
+    ignore_keys: tuple[str, ...] = (),
+    long_clips: LongClips = "error",
+    limits: Limits = Limits(),  # noqa: B008 - a frozen value
+    keep: tuple[str, ...] = (),
+) -> Recipe:
+    """How a Hugging Face processor prepares samples: token ids, loss masks, pixels and features are its own, counts
+    follow from headers, and the index's fingerprint holds its JSON and the content of its tokenizer.
+
+    Args:
+        processor: of `AutoProcessor`, or built in code; a tokenizer for text alone.
+        chat_template: jinja in place of the processor's own.
+        variables: what the chat template sees beside turns, as `add_vision_id`.
+        ignore_keys: keys of chats that may be lost where the template does not render them.
+        long_clips: clips above the 30 s that Whisper and Qwen2-Audio take are an "error" of their sample, "cut", or
+            "split" into windows.
+        limits, keep: as `od.Recipe` has them.
+
+    Raises:
+        TypeError: no processor or tokenizer.
+        ValueError: a tokenizer that tells no offsets, or media whose places or counts the processor does not tell.
+    """
+    tokenizer = getattr(processor, "tokenizer", processor)
+    if not hasattr(tokenizer, "apply_chat_template"):
+        raise TypeError(f"{type(processor).__name__} is no processor or tokenizer of transformers'")
+    template = ChatTemplate.from_jinja(
+        chat_template or _template(processor),
+        ignore_keys=ignore_keys,
+        add_special_tokens=processor is not tokenizer and type(processor).__name__ not in _TEMPLATES,
+        **{**tokenizer.special_tokens_map, **variables},
+    )
+    return Recipe(
+        text=TextPreprocessor(tokenizer, template=template),
+        image=image_modality(processor) if getattr(processor, "image_processor", None) is not None else None,
+        audio=audio_modality(processor, long_clips=long_clips) if extractor_of(processor) is not None else None,
+        limits=limits,
+        keep=keep,
+    )
+
+
+def _template(processor: Any) -> Any:
+    """What renders its chats: its own template, else what it does without, else a refusal."""
+    name = type(processor).__name__
+    holders = (processor, getattr(processor, "tokenizer", None))
+    if any(getattr(holder, "chat_template", None) for holder in holders):
+        return processor
+    return _TEMPLATES.get(name) or _REFUSAL.format(name=name)

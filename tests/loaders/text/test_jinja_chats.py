@@ -1,0 +1,324 @@
+"""Chats under models' own templates: ids and masks are those of transformers, whatever the chat holds."""
+
+from __future__ import annotations
+
+import json
+import random
+from functools import lru_cache
+from typing import Any
+
+import pytest
+from chat_templates import CHATML, HERMES, NAMED, QWEN2_VL, QWEN3, hf_tokenizer, trained, untagged, with_generation
+from chats import TOOL, composed, media_chat, plain_chat, reference, tool_chat
+
+import orchdata as od
+from orchdata.loaders.errors import FieldError
+from orchdata.loaders.recipe import Recipe
+
+pytest.importorskip("transformers")
+BOS = {"llama3": "<|begin_of_text|>", "gemma": "<bos>", "mistral": "<s>"}
+TAGGED = {"qwen3": with_generation(QWEN3), "hermes": with_generation(HERMES)}
+
+
+@lru_cache
+def recipe_of(template: str, bos: str | None = None, mark: str = "<|image_pad|>", **options: Any) -> Recipe:
+    tokenizer = hf_tokenizer(template, bos=bos)
+    rendered = od.ChatTemplate.from_jinja(tokenizer, **options)
+    text = od.TextPreprocessor(
+        tokenizer, template=rendered, image_placeholder=mark, image_token_id=trained().token_to_id(mark)
+    )
+    return Recipe(text=text)
+
+
+def typed(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """As templates want them that take lists of items alone."""
+    return [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in turns]
+
+
+@pytest.mark.parametrize("tags", [True, False], ids=["generation", "prefixes"])
+@pytest.mark.parametrize("name", NAMED)
+def test_plain_chats_are_those_of_transformers(name, tags):
+    tagged = NAMED[name]
+    recipe = recipe_of(tagged if tags else untagged(tagged), BOS.get(name))
+    tokenizer = hf_tokenizer(bos=BOS.get(name))
+    for seed in range(30):
+        chat = plain_chat(random.Random(seed), system=name not in ("gemma", "mistral"))
+        expected = reference(tokenizer, tagged, typed(chat) if name == "vicuna" else chat)
+        assert composed(recipe, chat) == expected, chat
+        llava = [{"from": turn["role"], "value": turn["content"]} for turn in chat]
+        assert composed(recipe, {"conversations": llava}) == expected
+
+
+@pytest.mark.parametrize("tags", [True, False], ids=["generation", "prefixes"])
+@pytest.mark.parametrize("name", TAGGED)
+def test_tools_and_reasoning_are_those_of_transformers(name, tags):
+    tagged = TAGGED[name]
+    unread = ("reasoning_content",) if name == "hermes" else ()
+    recipe = recipe_of(tagged if tags else untagged(tagged), ignore_keys=unread)
+    tokenizer = hf_tokenizer()
+    for seed in range(40):
+        draw = random.Random(seed)
+        chat = tool_chat(draw)
+        tools = [TOOL] if draw.random() < 0.7 else None
+        expected = reference(tokenizer, tagged, chat, tools=tools)
+        assert composed(recipe, {"messages": chat, "tools": json.dumps(tools)}) == expected, chat
+
+
+@pytest.mark.parametrize("tags", [True, False], ids=["generation", "prefixes"])
+def test_images_and_loss_flags_are_those_of_transformers(tags):
+    plain = recipe_of(QWEN2_VL if tags else untagged(QWEN2_VL))
+    numbered = recipe_of(QWEN2_VL if tags else untagged(QWEN2_VL), add_vision_id=True)
+    tokenizer, marks = hf_tokenizer(), {"<|image_pad|>": "<|image_pad|>" * 4}
+    for seed in range(40):
+        draw = random.Random(seed)
+        images = draw.randint(0, 4)
+        chat = media_chat(draw, images)
+        answers = [turn for turn in chat if turn["role"] == "assistant"]
+        masked = tuple(number for number in range(1, len(answers)) if draw.random() < 0.4)
+        for number in masked:
+            answers[number] |= draw.choice([{"weight": 0}, {"train": False}, {"loss": "0"}, {"masked": 1}])
+        expected = reference(tokenizer, QWEN2_VL, chat, masked=masked, marks=marks)
+        assert composed(plain, chat, images) == expected, chat
+        expected = reference(tokenizer, QWEN2_VL, chat, masked=masked, marks=marks, add_vision_id=True)
+        assert composed(numbered, {"messages": chat}, images) == expected
+        assert (expected == reference(tokenizer, QWEN2_VL, chat, masked=masked, marks=marks)) == (images == 0)
+
+
+def test_places_as_people_write_them():
+    recipe = recipe_of(QWEN2_VL)
+    items = [{"type": "text", "text": "a "}, {"type": "image"}, {"type": "text", "text": "\nWhat?"}]
+    answer = {"role": "assistant", "content": "A cat."}
+    expected = reference(
+        hf_tokenizer(),
+        QWEN2_VL,
+        [{"role": "user", "content": items}, answer],
+        marks={"<|image_pad|>": "<|image_pad|>" * 4},
+    )
+    llava = [{"from": "human", "value": "a <image>\nWhat?"}, {"from": "gpt", "value": "A cat."}]
+    for written in (
+        {"image": "0.jpg", "conversations": llava},
+        [{"role": "user", "content": "a <image>\nWhat?"}, answer],
+        [
+            {"role": "user", "content": [items[0], {"type": "image_url", "image_url": {"url": "0.jpg"}}, items[2]]},
+            answer,
+        ],
+        [{"role": "user", "content": ["a ", {"image": "0.jpg"}, {"text": "\nWhat?"}]}, answer],
+    ):
+        assert composed(recipe, written, 1) == expected
+    # Without any place images come first in what the user says first.
+    first = reference(
+        hf_tokenizer(),
+        QWEN2_VL,
+        [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}, answer],
+        marks={"<|image_pad|>": "<|image_pad|>" * 4},
+    )
+    assert composed(recipe, [{"role": "user", "content": "What?"}, answer], 1) == first
+
+
+@pytest.mark.parametrize("template", [untagged(CHATML), QWEN3], ids=["chatml", "qwen3"])
+def test_a_template_of_strings_alone_gets_its_mark(template):
+    chat = [{"role": "user", "content": "a <image>\nWhat?"}, {"role": "assistant", "content": "A cat."}]
+    ids, _ = composed(recipe_of(template), chat, 1)
+    text = hf_tokenizer(template).apply_chat_template(chat, tokenize=False).replace("<image>", "<|image_pad|>" * 4)
+    assert ids == hf_tokenizer()(text)["input_ids"]
+
+
+def test_a_template_of_items_alone_gets_items():
+    recipe = recipe_of(NAMED["vicuna"], mark="<image>")
+    chat = [{"role": "user", "content": "<image>What?"}, {"role": "assistant", "content": "A cat."}]
+    items = [{"type": "image"}, {"type": "text", "text": "What?"}]
+    expected = reference(
+        hf_tokenizer(),
+        NAMED["vicuna"],
+        [{"role": "user", "content": items}, *typed(chat[1:])],
+        marks={"<image>": "<image>" * 4},
+    )
+    assert composed(recipe, chat, 1) == expected
+
+
+def decoded(recipe: Recipe, record: Any, images: int = 0, **fields: str) -> tuple[str, str]:
+    """A sample's text, and what of it carries loss."""
+    ids, loss = composed(recipe, record, images, **fields)
+    learned = [token for token, carries in zip(ids, loss, strict=True) if carries]
+    return trained().decode(ids, skip_special_tokens=False), trained().decode(learned, skip_special_tokens=False)
+
+
+def test_the_end_mark_is_learned_and_the_blank_behind_it_is_not():
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert decoded(recipe_of(untagged(CHATML)), chat)[1] == "b<|im_end|>"
+    assert decoded(recipe_of(untagged(NAMED["gemma"]), "<bos>"), chat)[1] == "b<end_of_turn>"
+    # Where blanks alone end a turn they are learned.
+    prompt = "{% if add_generation_prompt %}assistant: {% endif %}"
+    blanks = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}" + prompt
+    assert decoded(recipe_of(blanks), chat)[1] == "b\n\n"
+
+
+ASK = {"role": "user", "content": "What is the weather in Oslo?"}
+ANSWER = {"role": "assistant", "content": "It rains."}
+CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city":"Oslo"}'}}
+
+
+def test_arguments_in_strings_are_read_where_the_template_would_quote_them():
+    chat = [ASK, {"role": "assistant", "content": None, "tool_calls": [CALL]}]
+    assert '"arguments": {"city":"Oslo"}}' in decoded(recipe_of(QWEN3), chat)[0]  # as the string has it
+    assert '"arguments": {"city": "Oslo"}}' in decoded(recipe_of(HERMES), chat)[0]
+    broken = {**CALL, "function": {"name": "weather", "arguments": "Oslo"}}
+    assert '"arguments": "Oslo"}' in decoded(recipe_of(HERMES), [ASK, {**chat[1], "tool_calls": [broken]}])[0]
+
+
+def test_reasoning_is_learned_where_it_is_rendered():
+    thought = {**ANSWER, "reasoning_content": "I look out of the window."}
+    learned = decoded(recipe_of(QWEN3), [ASK, thought, ASK, thought])[1]
+    assert learned == "It rains.<|im_end|><think>\nI look out of the window.\n</think>\n\nIt rains.<|im_end|>"
+    inline = {**ANSWER, "content": "<think>I look.</think>It rains."}
+    assert decoded(recipe_of(QWEN3), [ASK, inline, ASK, inline])[1].startswith("It rains.<|im_end|><think>")
+    quiet = decoded(recipe_of(QWEN3, enable_thinking=False), [ASK, ANSWER, ASK, ANSWER])[1]
+    assert quiet == "It rains.<|im_end|>It rains.<|im_end|>"
+
+
+def sharegpt() -> dict[str, Any]:
+    return {
+        "system": "You know the weather.",
+        "tools": json.dumps([TOOL]),
+        "conversations": [
+            {"from": "human", "value": "Oslo?"},
+            {"from": "function_call", "value": '{"name": "weather", "arguments": {"city": "Oslo"}}'},
+            {"from": "observation", "value": "rain"},
+            {"from": "gpt", "value": "It rains."},
+        ],
+    }
+
+
+def openai() -> dict[str, Any]:
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
+    return {
+        "tools": [TOOL],
+        "messages": [
+            {"role": "system", "content": "You know the weather."},
+            {"role": "user", "content": "Oslo?"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": "rain"},
+            ANSWER,
+        ],
+    }
+
+
+def test_sharegpt_with_tools_is_openai_with_tools():
+    recipe = recipe_of(QWEN3)
+    expected = composed(recipe, openai())
+    assert composed(recipe, sharegpt()) == expected
+    record = sharegpt()
+    beside = {name: record.pop(name) for name in ("tools", "system")}
+    assert composed(recipe, record, **beside) == expected  # columns of a row
+    tagged = TAGGED["qwen3"]
+    assert expected == reference(hf_tokenizer(), tagged, openai()["messages"], tools=[TOOL])
+
+
+def test_alpaca_records_are_chats():
+    recipe = recipe_of(untagged(CHATML))
+    record = {
+        "instruction": "Translate.",
+        "input": "Katze",
+        "output": "cat",
+        "history": [["a", "b"]],
+        "system": "Be brief.",
+    }
+    chat = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "Translate.\nKatze"},
+        {"role": "assistant", "content": "cat"},
+    ]
+    assert composed(recipe, record) == composed(recipe, chat)
+    assert composed(recipe, {**record, "text": "Below is an instruction"}) == composed(recipe, chat)
+    columns = {name: value if isinstance(value, str) else json.dumps(value) for name, value in record.items()}
+    assert composed(recipe, None, **columns) == composed(recipe, chat)
+    assert composed(recipe, None, **columns, text="Below is an instruction") == composed(recipe, chat)
+    assert composed(recipe, {"instruction": "a", "input": "", "output": "b"}) == composed(recipe, chat[1:3])
+
+
+def test_of_prompt_and_completion_only_the_completion_is_learned():
+    recipe = recipe_of(untagged(CHATML))
+    prompt = [ASK, ANSWER, ASK]
+    text, learned = decoded(recipe, {"prompt": prompt, "completion": [ANSWER]})
+    assert learned == "It rains.<|im_end|>" and text.count(learned) == 2
+    assert composed(recipe, None, prompt=json.dumps(prompt), completion=json.dumps([ANSWER])) == composed(
+        recipe, {"prompt": prompt, "completion": [ANSWER]}
+    )
+    assert decoded(recipe, {"prompt": "1 + 1 =", "completion": " 2"}) == ("1 + 1 = 2", " 2")
+    assert decoded(recipe, None, prompt="1 + 1 =", completion=" 2") == ("1 + 1 = 2", " 2")
+
+
+DROPS_SYSTEM = (
+    "{% for m in messages %}{% if m.role != 'system' %}[{{ m.role }}] {{ m.content }} {% endif %}{% endfor %}"
+)
+CALLS_OR_TEXT = "{% for m in messages %}{{ (m.tool_calls | tojson) if m.tool_calls else m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "record", "message"),
+    [
+        (QWEN3, [ASK, {**ANSWER, "name": "Anna"}], "turn 2 (assistant) has 'name', which the chat template does not"),
+        (QWEN3, [ASK, {**ANSWER, "refusal": "I will not say."}], "'refusal'"),
+        (QWEN3, [ASK, {**ANSWER, "channel": "final"}], "ignore_keys=('channel',)"),
+        (untagged(CHATML), [ASK, {**ANSWER, "reasoning_content": "I look outside."}], "'reasoning_content'"),
+        (untagged(CHATML), [ASK, {**ANSWER, "tool_calls": [CALL]}], "'tool_calls'"),
+        (untagged(CHATML), {"messages": [ASK, ANSWER], "tools": [TOOL]}, "the conversation has 'tools'"),
+        (QWEN3, {"messages": [ASK, ANSWER], "documents": [{"title": "Oslo", "text": "fog"}]}, "'documents'"),
+        (QWEN3, {"messages": [ASK, ANSWER], "functions": [{"name": "storms"}]}, "'functions'"),
+        (QWEN3, {"messages": [ASK, ANSWER], "chat_template_kwargs": {"custom": "Be brief."}}, "'custom'"),
+        (DROPS_SYSTEM, [{"role": "system", "content": "Be brief."}, ASK, ANSWER], "turn 1 (system) has 'content'"),
+        (CALLS_OR_TEXT, [ASK, {**ANSWER, "tool_calls": [CALL]}], "turn 2 (assistant) has 'content'"),
+        (NAMED["gemma"], [{"role": "system", "content": "Be brief."}, ASK, ANSWER], "No system role"),
+        (QWEN3, {"messages": [ASK, ANSWER], "system": 1.5, "system_prompt": ["a"]}, "'system' beside the turns"),
+        (QWEN3, {"messages": [{"role": "system", "content": "A."}, ASK, ANSWER], "system": "B."}, "two system prompts"),
+        (QWEN3, {"messages": [ASK, ANSWER], "tools": "weather"}, "a string that is no JSON"),
+        (QWEN3, {"prompt": "q", "chosen": "a", "rejected": "b"}, "a pair of answers, 'chosen' and 'rejected'"),
+        (QWEN3, {"messages": [ASK, ANSWER], "rejected": "It snows."}, "'rejected'"),
+        (QWEN3, [ASK, {"role": "assistant", "content": " "}], "says nothing"),
+        (QWEN3, [ASK, {"role": "Assistant", "content": "a"}], "the role 'Assistant'"),
+        (QWEN3, [{**ASK, "weight": 1}, ANSWER], "turn 1 (user) has 'weight', a loss flag, which is not followed"),
+        (QWEN3, [ASK, {**ANSWER, "weight": 0.5}], "'weight'"),
+        (QWEN3, [ASK, {"from": "function_call", "value": "weather()"}], "is no JSON"),
+        (QWEN2_VL, [{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}, ANSWER], "videos are not read"),
+        (QWEN2_VL, [{"role": "user", "content": [{"type": "chart", "chart": "a"}]}, ANSWER], "'content'"),
+        (QWEN2_VL, [{"role": "user", "content": "the mark <|image_pad|>"}, ANSWER], "its text holds <|image_pad|>"),
+    ],
+)
+def test_what_would_be_lost_is_refused_by_name(template, record, message):
+    with pytest.raises(FieldError) as caught:
+        composed(recipe_of(template, "<bos>"), record)
+    assert message in caught.value.reason
+
+
+def test_ignored_keys_may_be_lost():
+    chat = [ASK, {**ANSWER, "channel": "final", "name": "Anna"}]
+    expected = composed(recipe_of(QWEN3), [ASK, ANSWER])
+    assert composed(recipe_of(QWEN3, ignore_keys=("channel", "name")), chat) == expected
+    # Ids tie a chat together, and a tool's name is in its call: neither would be missed.
+    record = openai()
+    record["messages"][3] |= {"tool_call_id": "call_1", "name": "weather"}
+    assert composed(recipe_of(QWEN3), record) == composed(recipe_of(QWEN3), openai())
+
+
+def test_a_chat_whose_answers_are_all_masked_has_no_loss():
+    masked = [ASK, {**ANSWER, "train": False}]
+    for template in (CHATML, untagged(CHATML)):
+        assert not any(composed(recipe_of(template), masked).loss)
+        assert any(composed(recipe_of(template), [ASK, ANSWER]).loss)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        # Nothing is generated, by its own account.
+        ("{% for m in messages %}{{ m.content }}{% endfor %}{% generation %}{% endgeneration %}", "marks nothing"),
+        # It says an answer twice.
+        ("{% for m in messages %}{{ m.content }}\n{% endfor %}{{ messages[1].content }}", "cannot be told"),
+    ],
+)
+def test_an_answer_that_cannot_be_told_is_refused(template, message):
+    with pytest.raises(FieldError) as caught:
+        composed(recipe_of(template), [ASK, ANSWER, ASK, ANSWER])
+    assert message in caught.value.reason

@@ -1,0 +1,73 @@
+"""Chats from shards to batches under a model's own template: what arrives is what transformers makes of the rows."""
+
+from __future__ import annotations
+
+import json
+import random
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from chat_templates import CHATML, QWEN3, hf_tokenizer, untagged, with_generation
+from chats import TOOL, reference, tool_chat
+
+import orchdata as od
+
+pytest.importorskip("transformers")
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return str(path)
+
+
+def recipe_of(template: str) -> od.Recipe:
+    tokenizer = hf_tokenizer(template)
+    text = od.TextPreprocessor(tokenizer, template=od.ChatTemplate.from_jinja(tokenizer))
+    return od.Recipe(text=text, image=None, audio=None)
+
+
+def arrived(urls: str, recipe: od.Recipe) -> dict[str, tuple[list[int], list[int]]]:
+    """key -> ids and loss of each sample of an epoch."""
+    loader = od.DataLoader(od.ShardDataset(urls, recipe=recipe), batch_size=4, shuffle=True, drop_last=False, dp=(0, 1))
+    found = {}
+    for batch in loader:
+        bounds = batch.llm.cu_seqlens.tolist()
+        for (_, key), (start, stop) in zip(batch.keys, pairwise(bounds), strict=True):
+            ids, labels = batch.llm.input_ids[start:stop].tolist(), batch.llm.labels[start:stop].tolist()
+            assert all(label in (-100, token) for token, label in zip(ids, labels, strict=True))
+            found[key] = ids, [int(label != -100) for label in labels]
+    return found
+
+
+def test_rows_with_tools_and_reasoning(tmp_path):
+    rows, expected = [], {}
+    tokenizer, tagged = hf_tokenizer(), with_generation(QWEN3)
+    for number in range(12):
+        draw = random.Random(number)
+        chat = tool_chat(draw)
+        tools = [TOOL] if number % 2 else None
+        rows.append({"id": str(number), "messages": chat, "tools": json.dumps(tools) if tools else None})
+        expected[str(number)] = tuple(reference(tokenizer, tagged, chat, tools=tools))
+    assert arrived(write(tmp_path / "chats.parquet", rows), recipe_of(QWEN3)) == expected
+
+
+def test_columns_of_prompts_and_of_instructions(tmp_path):
+    answer = [{"role": "assistant", "content": "It rains."}]
+    ask = [{"role": "user", "content": "Oslo?"}]
+    recipe = recipe_of(untagged(CHATML))
+    expected = tuple(reference(hf_tokenizer(), CHATML, ask + answer))
+    pairs = write(tmp_path / "pairs.parquet", [{"prompt": ask, "completion": answer}])
+    alpaca = {"instruction": "Oslo?", "input": "", "output": "It rains.", "text": "Below is an instruction: Oslo?"}
+    rows = write(tmp_path / "alpaca.parquet", [alpaca])
+    assert list(arrived(pairs, recipe).values()) == list(arrived(rows, recipe).values()) == [expected]
+
+
+def test_samples_without_loss_are_counted(tmp_path):
+    ask, answer = {"role": "user", "content": "Oslo?"}, {"role": "assistant", "content": "It rains.", "weight": 0}
+    rows = [{"messages": json.dumps([ask, {**answer, "weight": weight}])} for weight in (0, 1, 0)]
+    dataset = od.ShardDataset(write(tmp_path / "masked.parquet", rows), recipe=recipe_of(CHATML))
+    assert dataset.index().totals["without_loss"] == 2
