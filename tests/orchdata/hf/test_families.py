@@ -1,0 +1,110 @@
+"""Loss and gradients through orchdata equal those of Hugging Face's own processor and model, sample by sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank_jobs import run_ranks
+from torch import Tensor
+
+import orchdata as od
+
+pytest.importorskip("transformers")
+pytest.importorskip("orchdata.hf.recipe")
+
+from hf_families.families import FAMILIES, Family
+from hf_families.reference import Measured, reference
+from hf_families.samples import Sample, made_up, real, write_samples
+from hf_families.through_orchdata import Mode, errors, make_loader, modes_of, trained
+
+TOLERANCE = 1e-8
+JOB = Path(__file__).parents[2] / "support" / "hf_parity_job.py"
+EVERY_DAY = ("qwen2_5_vl", "llava_next", "gemma3", "qwen2_audio")
+
+
+def slow_but(names: tuple[str, ...], some: Callable[[Family], bool] = lambda family: True) -> list[Any]:
+    chosen = [name for name, family in FAMILIES.items() if some(family)]
+    return [pytest.param(name, marks=() if name in names else pytest.mark.slow) for name in chosen]
+
+
+@cache
+def expected_of(name: str, count: int = 8, seed: int = 0) -> Measured:
+    family = FAMILIES[name]
+    processor, model = family.build()
+    return reference(family, model, processor, made_up(family, count, seed))
+
+
+def step(family: Family, samples: list[Sample], folder: Path, mode: Mode, change: Any = None) -> Any:
+    processor, model = family.build()
+    shards = write_samples(family, samples, folder)
+    return trained(model, make_loader(family, model, processor, shards, mode), change)
+
+
+@pytest.mark.parametrize("name", slow_but(EVERY_DAY))
+def test_packed_and_padded_equal_one_sample_at_a_time(name: str, tmp_path: Path) -> None:
+    family = FAMILIES[name]
+    for mode in modes_of(family, 1):
+        found = errors(step(family, made_up(family), tmp_path, mode), expected_of(name))
+        assert max(found) < TOLERANCE, f"{mode}: loss and gradients are {found} off"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_two_ranks_equal_one_sample_at_a_time(name: str, tmp_path: Path) -> None:
+    family = FAMILIES[name]
+    shards = write_samples(family, made_up(family, 9, 1), tmp_path)
+    od.ShardDataset(shards, recipe=od.hf.recipe(family.build()[0])).index()
+    for rank in run_ranks(str(JOB), name, 1, 9, *shards, num_ranks=2, folder=tmp_path):
+        assert rank.keys() == {str(mode) for mode in modes_of(family, 2)}
+        assert all(max(found) < TOLERANCE for found in rank.values()), rank
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.media])
+def test_real_images_and_clips_equal_one_sample_at_a_time(name: str, fixtures_dir: Path, tmp_path: Path) -> None:
+    family = FAMILIES[name]
+    samples = real(family, fixtures_dir)
+    processor, model = family.build()
+    expected = reference(family, model, processor, samples)
+    for mode in modes_of(family, 1)[::2]:
+        found = errors(step(family, samples, tmp_path, mode), expected)
+        assert max(found) < TOLERANCE, f"{mode}: loss and gradients are {found} off"
+
+
+def noisy(inputs: dict[str, Any]) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: value + 0.01 * torch.randn(value.shape, generator=generator, dtype=value.dtype)
+        if isinstance(value, Tensor) and value.is_floating_point()
+        else value
+        for name, value in inputs.items()
+    }
+
+
+def without_restart(inputs: dict[str, Any]) -> dict[str, Any]:
+    positions = inputs["position_ids"]
+    if positions.dim() == 3:
+        return inputs | {"position_ids": positions[1:]}
+    return inputs | {"position_ids": torch.arange(positions.shape[1])[None]}
+
+
+def rows_exchanged(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The first two patches, tiles or clips change places."""
+    name = "pixel_values" if "pixel_values" in inputs else "input_features"
+    axis = 1 if inputs[name].dim() == 5 else 0
+    first, second, *others = inputs[name].unbind(axis)
+    return inputs | {name: torch.stack([second, first, *others], axis)}
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "llava_next"])
+@pytest.mark.parametrize("change", [noisy, without_restart, rows_exchanged])
+def test_what_is_wrong_is_seen(name: str, change: Any, tmp_path: Path) -> None:
+    """Guards the comparison: each makes a difference far above the tolerance."""
+    family = FAMILIES[name]
+    loss, gradients = errors(step(family, made_up(family), tmp_path, Mode(), change), expected_of(name))
+    assert loss > 1e3 * TOLERANCE and gradients > 1e3 * TOLERANCE

@@ -1,0 +1,123 @@
+"""What every family needs: image processors of either backend, a stand-in for video, and weights that show mistakes."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+
+def has_torchvision() -> bool:
+    return find_spec("torchvision") is not None
+
+
+def image_processor(module: str, name: str, **settings: Any) -> Any:
+    """The class of a family's image processor: torchvision's where that can be imported, else Pillow's."""
+    if has_torchvision():
+        found = importlib.import_module(f"transformers.models.{module}.image_processing_{module}")
+        return getattr(found, name)(**settings)
+    found = importlib.import_module(f"transformers.models.{module}.image_processing_pil_{module}")
+    return getattr(found, f"{name}Pil")(**settings)
+
+
+def _declare_operators() -> list[torch.library.Library]:
+    """Let a torchvision be imported whose compiled operators do not fit this torch: only its Python is used here."""
+    found = find_spec("torchvision")
+    if found is None:
+        return []
+    compiled = next(Path(found.submodule_search_locations[0]).glob("_C*.so"))
+    try:
+        torch.ops.load_library(str(compiled))
+    except OSError:
+        operators = torch.library.Library("torchvision", "DEF")
+        operators.define("nms(Tensor boxes, Tensor scores, float iou_threshold) -> Tensor")
+        operators.define("qnms(Tensor boxes, Tensor scores, float iou_threshold) -> Tensor")
+        for pooled in ("roi_align", "roi_pool", "ps_roi_align", "ps_roi_pool", "deform_conv2d"):
+            operators.define(f"{pooled}(Tensor input) -> Tensor")
+            operators.define(f"_{pooled}_backward(Tensor grad) -> Tensor")
+        return [operators]
+    return []
+
+
+_OPERATORS = _declare_operators()  # before transformers is imported, which imports torchvision
+
+
+def build_processor(kind: Any, *args: Any, video: bool = True, **settings: Any) -> Any:
+    """A processor of an image and a tokenizer; where its class asks for a video processor, one that no test uses.
+
+    Without torchvision transformers has no class of video processors, not even to compare with, and without num2words
+    SmolVLM's refuses: both only serve videos.
+    """
+    stand_in = _video_processor()
+    module = sys.modules[kind.__module__]
+    with ExitStack() as stack:
+        if not has_torchvision():
+            stack.enter_context(mock.patch.object(kind, "check_argument_for_proper_class", lambda *_: None))
+        if getattr(module, "num2words", kind) is None:
+            stack.enter_context(mock.patch.object(module, "num2words", str))
+        if video:
+            settings["video_processor"] = stand_in
+        return kind(*args, **settings)
+
+
+def _video_processor() -> Any:
+    if has_torchvision():
+        from transformers import Qwen2VLVideoProcessor
+
+        return Qwen2VLVideoProcessor()
+    return NoVideo()
+
+
+class NoVideo:
+    """Says what processors ask their video processor for before they look whether there is a video."""
+
+    num_frames, fps, merge_size, temporal_patch_size = 64, 1, 2, 2
+    size: Mapping[str, int] = {"longest_edge": 512}
+    model_input_names: Sequence[str] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"video_processor_type": "NoVideo"}
+
+
+def random_model(kind: Any, config: Any, seed: int = 0) -> nn.Module:
+    """A model in float64 whose weights are large enough that every input matters to its loss."""
+    config._attn_implementation = "sdpa"
+    torch.manual_seed(seed)
+    model = kind._from_config(config) if hasattr(kind, "_from_config") else kind(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            scale = 0.05 if parameter.dim() < 2 else min(0.3, parameter[0].numel() ** -0.5)
+            parameter.copy_(parameter + scale * drawn if parameter.dim() < 2 else scale * drawn)
+    return model.double().train()
+
+
+TEXT: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 32_768,
+}
+MROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 1, 1]}
+
+
+def ids(tokenizer: Any) -> dict[str, Any]:
+    """Vocabulary and end of text, as each text config names them."""
+    return {
+        "vocab_size": len(tokenizer),
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
