@@ -269,7 +269,7 @@ class Recipe:
             mark = self.slots[name].mark
             if mark and marks.setdefault(mark, name) != name:
                 raise ValueError(f"the marks of {marks[mark]} and {name} are both {mark!r}")
-        slots = {name: mark for mark, name in marks.items()}
+        slots = {name: self._placeholder(name) or mark for mark, name in marks.items()}
         if self.text.whole:  # texts are written for any model: "<image>" too, where this one's mark is another
             for name in slots:
                 marks.setdefault(f"<{name}>", name)
@@ -281,6 +281,9 @@ class Recipe:
                     raise ValueError(f"{claimed[word]} and {name} both claim items of type {word!r}")
                 items[word] = name
         return Rules(self.text.template, MediaWords(tuple(marks.items()), items, record_keys(names), slots))
+
+    def _placeholder(self, name: str) -> str:
+        return self.modalities[name].placeholder if name in self.modalities else ""
 
     def describe(self) -> dict[str, Any]:
         """All that costs and values depend on, JSON-safe: compare two to name what differs.

@@ -112,6 +112,7 @@ class Modality:
         plural: what several parts are called in errors.
         column_words: words in the name of a Parquet column that is read as it.
         hf_feature: what Hugging Face's `datasets` calls such a column.
+        placeholder: what a chat template writes for a part, where that is not its slot's mark.
         num_facts: numbers in a header.
         num_extents: numbers in `PartSize.extent`.
         places: whether its parts have tokens in the merged sequence; False where a model takes them beside it, as an
@@ -125,6 +126,7 @@ class Modality:
     plural: str = ""
     column_words: frozenset[str] = frozenset()
     hf_feature: str = ""
+    placeholder: str = ""
     num_facts: int = 0
     num_extents: int = 0
     places: bool = True

@@ -51,6 +51,8 @@ class JinjaTemplate:
         roles: those that turns may have.
         add_special_tokens: whether the tokenizer's special tokens go around a rendering that does not begin with
             `bos_token`. transformers adds them in a processor's `apply_chat_template`, and none in a tokenizer's.
+        pairs: whether a prompt and its completion, as strings, are rendered as a question and its answer; else they are
+            plain text.
     """
 
     source: str
@@ -60,6 +62,7 @@ class JinjaTemplate:
     ignore_keys: tuple[str, ...] = ()
     roles: tuple[str, ...] = ROLES
     add_special_tokens: bool = False
+    pairs: bool = False
 
     def knows(self, role: str) -> bool:
         return role in self.roles

@@ -183,6 +183,9 @@ def chat_of_record(value: Mapping[str, Any], template: JinjaTemplate, words: Med
     if isinstance(instruction, str) and isinstance(answer, str):
         return _alpaca(value, template, words)
     prompt, completion = (value.get(key) for key in _PAIR)
+    if template.pairs and isinstance(prompt, str) and isinstance(completion, str):
+        turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+        return chat_of_turns(turns, template, words).beside(_without(value, *_PAIR))
     if isinstance(prompt, list) and isinstance(completion, list):
         chat = chat_of_turns([*prompt, *completion], template, words)
         asked = (False,) * len(prompt)

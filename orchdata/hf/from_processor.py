@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -70,12 +71,14 @@ def recipe(
     tokenizer = getattr(processor, "tokenizer", processor)
     if not hasattr(tokenizer, "apply_chat_template"):
         raise TypeError(f"{type(processor).__name__} is no processor or tokenizer of transformers'")
+    own = type(processor).__name__ in _TEMPLATES and chat_template is None
     template = ChatTemplate.from_jinja(
         chat_template or _template(processor),
         ignore_keys=ignore_keys,
-        add_special_tokens=processor is not tokenizer and type(processor).__name__ not in _TEMPLATES,
+        add_special_tokens=processor is not tokenizer and not own,
         **{**tokenizer.special_tokens_map, **variables},
     )
+    template = replace(template, pairs=own)
     return Recipe(
         text=TextPreprocessor(tokenizer, template=template),
         image=image_modality(processor) if getattr(processor, "image_processor", None) is not None else None,

@@ -31,6 +31,9 @@ from orchdata.loaders.modalities.image_header import ImageFiles, check_size
 from orchdata.loaders.modalities.modality import ArraySpec, Header, PartSize, Slot, stored
 
 # Sizes at which a processor is looked at: squares, flat, tall, tiny and larger than most tiles.
+_SHARING: Final = "batch_num_images"
+"""The output that says how many images a sample has, which decides what becomes of each."""
+
 _LOOKED_AT: Final = ((336, 336), (640, 400), (60, 48), (300, 1100), (1500, 400))
 _PATCH_SIDES: Final = (14, 16)
 # What a rule raises where there is none, or where it is of another version of the class.
@@ -112,19 +115,41 @@ class HFImages(ImageFiles):
             raise DecodeError(f"an image of {width} x {height} pixels, which its processor refuses: {error}") from error
         return self._size(found, (width, height))
 
+    def among(self, size: PartSize, count: int) -> PartSize:
+        """LLaVA-OneVision takes the whole picture alone of each image of several, without its tiles."""
+        if self._sharing(size) is None:
+            return size
+        width, height = size.extent[:2]
+        return self._size(_found(self, width, height, count), (width, height))
+
+    def _sharing(self, size: PartSize) -> int | None:
+        """The images of its sample, where the processor tells them apart by it; None where it does not."""
+        counts = self.extras([size]).get(_SHARING)
+        return None if counts is None else int(counts[0])
+
     def expand(self, size: PartSize) -> tuple[str | int, ...] | None:
         width, height = size.extent[:2]
-        return _found(self, width, height).expansion
+        return _found(self, width, height, self._sharing(size) or 1).expansion
 
     def decode_into(
         self, data: bytes | memoryview, size: PartSize, out: Mapping[str, NDArray[Any]], limits: Limits
     ) -> None:
         pixels = load_rgb(bytes(data), limits)
-        found, indexed = pixels.shape[1::-1], tuple(size.extent[:2])
+        found, indexed = pixels.shape[1::-1], (size.extent[0], size.extent[1])
         if found != indexed:
             raise DecodeError(
                 f"decoded to {found[0]} x {found[1]} pixels, the index says {indexed[0]} x {indexed[1]}: index again"
             )
+        alone = size if (self._sharing(size) or 1) == 1 else self._size(_found(self, *indexed), indexed)
+        if alone.num_rows > size.num_rows:  # among others
+            every = {name: np.empty((alone.num_rows, *rows.shape[1:]), rows.dtype) for name, rows in out.items()}
+            self._write(pixels, alone, every)
+            for name, rows in out.items():
+                rows[...] = every[name][: len(rows)]
+        else:
+            self._write(pixels, size, out)
+
+    def _write(self, pixels: NDArray[np.uint8], size: PartSize, out: Mapping[str, NDArray[Any]]) -> None:
         if self.native:
             write_rows(self.source, pixels, *out.values())
             return
@@ -199,10 +224,14 @@ def as_shape(value: Any) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=1 << 16)
-def _found(images: HFImages, width: int, height: int) -> _Found:
+def _found(images: HFImages, width: int, height: int, sharing: int = 1) -> _Found:
     """What a size gives. Raises ValueError for one that the processor refuses."""
     run = running(images.source)
-    return images._read(*(run.ruled(width, height) if images.counted == "rule" else run.measured(width, height)))
+    outputs, text = run.ruled(width, height) if images.counted == "rule" else run.measured(width, height)
+    if sharing == 1:
+        return images._read(outputs, text)
+    outputs = {**outputs, _SHARING: np.array([sharing], np.int64)}
+    return images._read(outputs, run.text(outputs))._replace(rows=1)
 
 
 def runs(text: str, mark: str) -> tuple[str | int, ...]:
@@ -303,7 +332,7 @@ def _prepares(images: HFImages, looked_at: Sequence[NDArray[np.uint8]], seen: Se
 def _inputs(processor: Any, outputs: Outputs) -> set[str]:
     """Which outputs of its image processor a processor hands to the model."""
     blank, mark = Image.new("RGB", _LOOKED_AT[0]), getattr(processor, "image_token", "")
-    return outputs.keys() & set(processor(images=[blank], text=[str(mark)], return_tensors="pt"))
+    return outputs.keys() & set(processor(images=[blank], text=[str(mark)]))
 
 
 def _outputs(name: str, seen: Sequence[Outputs], kept: set[str]) -> tuple[Output, ...]:

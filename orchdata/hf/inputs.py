@@ -167,6 +167,8 @@ class Inputs:
             arrays["pixel_values"] = arrays.pop("patches")
             grid = arrays.pop("grid_hw").long()
             arrays["image_grid_thw"] = torch.cat([torch.ones_like(grid[:, :1]), grid], dim=1)
+        if "batch_num_images" in arrays:
+            arrays["batch_num_images"] = _by_sample(arrays["batch_num_images"])
         if self.family.nested:
             if is_dummy:  # tiles of zeros are taken for padding
                 arrays["pixel_values"] = torch.ones_like(arrays["pixel_values"])
@@ -188,6 +190,28 @@ class Inputs:
         told = {"decoder_input_ids": llm.input_ids, "decoder_attention_mask": llm.attention_mask.long()}
         arguments: dict[str, Any] = {name: tensor[:, :length] for name, tensor in told.items()}
         return arguments | {"use_cache": False} | self.media_arguments(batch)
+
+
+def _by_sample(sharing: Tensor) -> Tensor:
+    """How many images each sample has, from how many that of each image has: all that matters is whether it is one.
+
+    Raises ValueError where an image of several stands alone, as it may where parts are encoded on any rank.
+    """
+    counts: list[int] = []
+    together = 0
+    for count in [*sharing.flatten().tolist(), 1]:
+        if count > 1:
+            together += 1
+            continue
+        if together == 1:
+            raise ValueError(
+                "an image of a sample that has several came without the others, which this family takes for another "
+                "kind of image: use assignment='joint' for samples of several images"
+            )
+        counts += [together] if together else []
+        counts.append(1)
+        together = 0
+    return torch.tensor(counts[:-1], device=sharing.device)
 
 
 def _is_dummy(batch: Batch, name: str) -> bool:
