@@ -46,13 +46,13 @@ def make_loader(family: Family, model: nn.Module, processor: Any, shards: Sequen
     """All samples of the shards in one global batch."""
     dataset = od.ShardDataset(list(shards), recipe=od.hf.recipe(processor))
     index = dataset.index()
-    longest = int(index.tokens.max()) if mode.microbatches else None
+    room = int(index.llm_tokens.max()) + 1 if mode.microbatches else None  # some models take even lengths
     return od.DataLoader(
         dataset,
         global_batch_size=len(index),
         collate_fn=od.hf.Inputs(model.config, padded=mode.padded),
         cost=od.hf.cost(model.config),
-        balance=od.Balance(assignment="per_phase" if mode.per_phase else "joint", max_tokens=longest),
+        balance=od.Balance(assignment="per_phase" if mode.per_phase else "joint", max_tokens=room),
         num_threads=0,
     )
 
