@@ -140,20 +140,13 @@ class HFImages(ImageFiles):
             raise DecodeError(
                 f"decoded to {found[0]} x {found[1]} pixels, the index says {indexed[0]} x {indexed[1]}: index again"
             )
-        alone = size if (self._sharing(size) or 1) == 1 else self._size(_found(self, *indexed), indexed)
-        if alone.num_rows > size.num_rows:  # among others
-            every = {name: np.empty((alone.num_rows, *rows.shape[1:]), rows.dtype) for name, rows in out.items()}
-            self._write(pixels, alone, every)
-            for name, rows in out.items():
-                rows[...] = every[name][: len(rows)]
-        else:
-            self._write(pixels, size, out)
-
-    def _write(self, pixels: NDArray[np.uint8], size: PartSize, out: Mapping[str, NDArray[Any]]) -> None:
-        if self.native:
+        sharing = self._sharing(size) or 1
+        if self.native and sharing == 1:
             write_rows(self.source, pixels, *out.values())
             return
-        outputs, _ = running(self.source).outputs(Image.fromarray(pixels))
+        outputs, _ = running(self.source).outputs(Image.fromarray(pixels), copies=min(sharing, 2))
+        if sharing > 1:
+            outputs = {name: values[:1] for name, values in outputs.items()} | {_SHARING: np.array([sharing])}
         numbers = self._numbers(outputs)
         if numbers != tuple(size.extent[2:]):
             raise DecodeError(f"prepared to {numbers}, the index says {tuple(size.extent[2:])}: index again")

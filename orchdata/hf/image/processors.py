@@ -78,9 +78,11 @@ class Running:
     call: Mapping[str, Any]
     nested: bool
 
-    def outputs(self, image: Any) -> tuple[Outputs, str | None]:
-        """What becomes of one image (a PIL image, RGB), and the text that stands for it."""
-        images = [[image]] if self.nested else [image]
+    def outputs(self, image: Any, copies: int = 1) -> tuple[Outputs, str | None]:
+        """What becomes of one image (a PIL image, RGB), and the text that stands for it; of several copies of it in one
+        sample, where that makes a difference.
+        """
+        images = [[image] * copies] if self.nested or copies > 1 else [image]
         if self.processor is None:
             return dict(self.image_processor(images, return_tensors="pt")), None
         found, texts = self.processor._process_images(images, **self.call, return_tensors="pt")

@@ -15,7 +15,7 @@ from torch import Tensor
 import orchdata as od
 
 pytest.importorskip("transformers")
-pytest.importorskip("orchdata.hf.recipe")
+
 
 from hf_families.families import FAMILIES, Family
 from hf_families.reference import Measured, reference
