@@ -205,21 +205,19 @@ class AudioPreprocessor(Clips):
             raise DecodeError(f"no audio: its header says {frames} frames at {rate} Hz")
         num_samples, longest = self.num_samples(frames, rate), self.window_samples
         if longest is not None and num_samples > longest and self.long_clips == "error":
+            split = 'long_clips="split" makes several windows of it, "cut"' if self.places else 'long_clips="cut"'
             raise DecodeError(
-                f"audio of {frames / rate:.3f} s, above window_seconds={self.window_seconds}: "
-                f"{self._ways_out} keeps the first {self.window_seconds} s of such clips"
+                f"audio of {frames / rate:.3f} s, above window_seconds={self.window_seconds}: {split} keeps the first "
+                f"{self.window_seconds} s of such clips"
             )
-        rows, filled, positions, tokens = map(sum, zip(*map(self._sized, self.windows(num_samples)), strict=True))
+        sizes = [self._sized(window) for window in self.windows(num_samples)]
+        rows, filled, positions, tokens = sizes[0] if len(sizes) == 1 else map(sum, zip(*sizes, strict=True))
         if self.places and not tokens:
             raise DecodeError(
                 f"audio of {frames / rate:.3f} s is too short for a token of {1 / self.tokens_per_second:g} s: leave "
                 "it out of the data"
             )
         return PartSize(positions, tokens, rows, (num_samples, filled))
-
-    @property
-    def _ways_out(self) -> str:
-        return 'long_clips="split" makes several windows of it, "cut"'
 
     def _sized(self, window: tuple[int, int]) -> WindowSize:
         return self.window_size(window[1] - window[0])

@@ -292,7 +292,7 @@ def mel_bands(num_mels: int, n_fft: int, sample_rate: int) -> NDArray[np.float64
 
 
 def import_torchaudio() -> ModuleType:
-    """torchaudio, or an ImportError that says how to mend it. Only audio features need it."""
+    """torchaudio, or an ImportError that says how to mend it. Only resampling needs it."""
     try:
         import torchaudio
         import torchaudio.transforms

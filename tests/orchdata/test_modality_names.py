@@ -22,6 +22,7 @@ ALLOWED = {
     "loaders/text/preprocessor.py": "their tokens, by parameters of their own",
     "orchdata/__init__.py": "names of their classes",
     "orchdata/batch/": "batch.image and batch.audio",
+    "orchdata/hf/": "what processors and models of Hugging Face call them",
     "orchdata/synth/": "makes them up",
     "orchdata/reference/": "a model of them",
     "orchdata/bench/": "measures them",

@@ -218,6 +218,8 @@ def test_whispers_audio_has_no_place_in_the_text():
     modality = audio_modality(processor_of("whisper"), long_clips="cut")
     size = modality.count_header((1, 16_000), LIMITS)
     assert (size.positions, size.tokens, modality.expand(size), modality.extras([size])) == (1_500, 0, None, {})
+    with pytest.raises(DecodeError, match=r'window_seconds=4: long_clips="cut" keeps the first 4 s'):
+        audio_modality(processor_of("whisper", **BRIEF)).count_header((64_001, 16_000), LIMITS)
     with pytest.raises(ValueError, match='one window a text: long_clips="error" or "cut"'):
         audio_modality(processor_of("whisper"), long_clips="split")
 
