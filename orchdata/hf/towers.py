@@ -57,10 +57,11 @@ def _encoded(model: Any, inputs: Inputs, batch: Batch, name: str, group: Any) ->
         places = batch.llm.media_positions[name]
         if name in batch.llm.dummies:  # whose features stayed where they were made
             together = torch.cat([together, together.new_zeros(len(places), together.shape[-1])])
+        together = together[places.argsort()]  # transformers fills places in the order of the sequence
     pooled, *others = together.split(widths, dim=-1)
     outputs.pooler_output = _as(outputs.pooler_output, pooled)
     if others:
-        outputs.deepstack_features = others
+        outputs.deepstack_features = [_as(layer, each) for layer, each in zip(layers, others, strict=True)]
     return outputs
 
 
