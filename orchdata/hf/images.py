@@ -134,17 +134,20 @@ class HFImages(ImageFiles):
     def decode_into(
         self, data: bytes | memoryview, size: PartSize, out: Mapping[str, NDArray[Any]], limits: Limits
     ) -> None:
-        pixels = load_rgb(bytes(data), limits)
+        pixels, transparency = load_rgb(bytes(data), limits)
         found, indexed = pixels.shape[1::-1], (size.extent[0], size.extent[1])
         if found != indexed:
             raise DecodeError(
                 f"decoded to {found[0]} x {found[1]} pixels, the index says {indexed[0]} x {indexed[1]}: index again"
             )
         sharing = self._sharing(size) or 1
-        if self.native and sharing == 1:
+        if self.native and sharing == 1 and transparency is None:
             write_rows(self.source, pixels, *out.values())
             return
-        outputs, _ = running(self.source).outputs(Image.fromarray(pixels), copies=min(sharing, 2))
+        image = Image.fromarray(pixels)
+        if transparency is not None:  # left in RGB, where processors show it as white
+            image.info["transparency"] = transparency
+        outputs, _ = running(self.source).outputs(image, copies=min(sharing, 2))
         if sharing > 1:
             outputs = {name: values[:1] for name, values in outputs.items()} | {_SHARING: np.array([sharing])}
         numbers = self._numbers(outputs)
