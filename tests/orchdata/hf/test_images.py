@@ -17,6 +17,7 @@ import pytest
 pytest.importorskip("transformers")
 
 import hf_processors
+import torch
 import transformers
 from hf_processors import BACKENDS, FAMILIES
 from PIL import Image, ImageOps
@@ -296,7 +297,8 @@ class _Coloured(transformers.CLIPImageProcessorPil):
     def _preprocess(self, images: list[Any], **settings: Any) -> Any:
         found = super()._preprocess(images, **settings)
         times = 1 + int(images[0].mean() > 120)
-        found["pixel_values"] = found["pixel_values"].repeat(times, 1, 1, 1)
+        tiles = [*found["pixel_values"]] * times
+        found["pixel_values"] = torch.stack(tiles) if settings["return_tensors"] else tiles
         return found
 
 
