@@ -93,11 +93,21 @@ def load_pixels(data: bytes, pre: ImagePreprocessor, limits: Limits, grid: tuple
     return resized(pixels, target, pre.resizer, pre.resample)
 
 
-def load_rgb(data: bytes, limits: Limits) -> Pixels:
+def load_rgb(data: bytes, limits: Limits) -> tuple[Pixels, object]:
     """Upright pixels (height, width, 3) as Hugging Face's `load_image` has them: Pillow's own `convert("RGB")` drops
-    alpha and cuts 16 bits off at 255. Memory and errors as of `load_pixels`.
+    alpha and cuts 16 bits off at 255. And the colour, or None, that Pillow goes on calling transparent, which their
+    processors may look at. Memory and errors as of `load_pixels`.
     """
-    return upright_pixels(data, limits, lambda image: image.convert("RGB"))
+    transparency: list[object] = [None]
+
+    def convert(image: Image.Image) -> Image.Image:
+        if isinstance(image.info.get("transparency"), bytes):
+            del image.info["transparency"]  # Pillow leaves it out too, with a warning
+        found = image.convert("RGB")
+        transparency[0] = found.info.get("transparency")
+        return found
+
+    return upright_pixels(data, limits, convert), transparency[0]
 
 
 def upright_pixels(

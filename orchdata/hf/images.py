@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import isqrt
 from typing import Any, Final, Literal, NamedTuple
@@ -30,11 +30,11 @@ from orchdata.loaders.modalities.image_decode import load_rgb
 from orchdata.loaders.modalities.image_header import ImageFiles, check_size
 from orchdata.loaders.modalities.modality import ArraySpec, Header, PartSize, Slot, stored
 
-# Sizes at which a processor is looked at: squares, flat, tall, tiny and larger than most tiles.
 _SHARING: Final = "batch_num_images"
 """The output that says how many images a sample has, which decides what becomes of each."""
 
-_LOOKED_AT: Final = ((336, 336), (640, 400), (60, 48), (300, 1100), (1500, 400))
+# Sizes at which a processor is looked at: a square, a flat, a tall and a tiny one.
+_LOOKED_AT: Final = ((336, 336), (640, 400), (60, 48), (300, 1100))
 _PATCH_SIDES: Final = (14, 16)
 # What a rule raises where there is none, or where it is of another version of the class.
 _NO_RULE: Final = (LookupError, ValueError, AttributeError, TypeError)
@@ -93,7 +93,7 @@ class HFImages(ImageFiles):
             token of one feature, but for Gemma-3, whose placeholder is its start token.
     """
 
-    source: str
+    source: str = field(repr=False)
     outputs: tuple[Output, ...]
     counted: Literal["rule", "measured"]
     native: bool = False
@@ -134,17 +134,20 @@ class HFImages(ImageFiles):
     def decode_into(
         self, data: bytes | memoryview, size: PartSize, out: Mapping[str, NDArray[Any]], limits: Limits
     ) -> None:
-        pixels = load_rgb(bytes(data), limits)
+        pixels, transparency = load_rgb(bytes(data), limits)
         found, indexed = pixels.shape[1::-1], (size.extent[0], size.extent[1])
         if found != indexed:
             raise DecodeError(
                 f"decoded to {found[0]} x {found[1]} pixels, the index says {indexed[0]} x {indexed[1]}: index again"
             )
         sharing = self._sharing(size) or 1
-        if self.native and sharing == 1:
+        if self.native and sharing == 1 and transparency is None:
             write_rows(self.source, pixels, *out.values())
             return
-        outputs, _ = running(self.source).outputs(Image.fromarray(pixels), copies=min(sharing, 2))
+        image = Image.fromarray(pixels)
+        if transparency is not None:  # left in RGB, where processors show it as white
+            image.info["transparency"] = transparency
+        outputs, _ = running(self.source).outputs(image, copies=min(sharing, 2))
         if sharing > 1:
             outputs = {name: values[:1] for name, values in outputs.items()} | {_SHARING: np.array([sharing])}
         numbers = self._numbers(outputs)

@@ -141,17 +141,13 @@ def _padded(steps: Steps, image: Canvas) -> Iterator[Canvas]:
 
 def _any_resolution(steps: Steps, image: Canvas) -> Iterator[Canvas]:
     """LLaVA-NeXT and OneVision: the whole picture, then that within the best of some sizes, on black."""
-    from transformers.image_processing_utils import get_patch_output_size
-
     settings, size = steps.settings, image.shape[:2]
     side = _square_side(settings.side("size"))
     if settings.crop_size and settings.do_center_crop and settings.side("crop_size") != (side, side):
         raise LookupError("tiles that are cropped")
     yield steps.resize(image, side, side)
     high, wide = settings.module.select_best_resolution(size, settings.image_grid_pinpoints)
-    height, width = get_patch_output_size(  # type: ignore[no-untyped-call]
-        pixels(3, *size), (high, wide), input_data_format="channels_first"
-    )
+    height, width = settings.module.get_patch_output_size(pixels(3, *size), (high, wide), "channels_first")
     canvas = np.zeros((high, wide, 3), np.uint8)
     top, left = (high - height) // 2, (wide - width) // 2
     canvas[top : top + height, left : left + width] = steps.resize(image, height, width)

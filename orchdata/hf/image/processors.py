@@ -32,6 +32,8 @@ def source_of(processor: Any, image_processor: Any) -> str:
     if getattr(image_processor, "backend", "pil") == "pil":
         held["resizes"] = pass_order()
     if processor is not None:
+        if not hasattr(processor, "_process_images"):
+            raise ValueError(f"{type(processor).__name__} is no processor of transformers 5.18 or later")
         tokenizer = getattr(processor, "tokenizer", None)
         merged = processor._merge_kwargs(tokenizer_init_kwargs=getattr(tokenizer, "init_kwargs", {}))["images_kwargs"]
         held["call"] = {name: value for name, value in merged.items() if name != "return_tensors"}

@@ -17,6 +17,7 @@ import pytest
 pytest.importorskip("transformers")
 
 import hf_processors
+import torch
 import transformers
 from hf_processors import BACKENDS, FAMILIES
 from PIL import Image, ImageOps
@@ -28,8 +29,11 @@ from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.modality import PartSize, keeps_headers_of, stored_dtype
 from orchdata.loaders.recipe import ImagePreprocessor, Recipe
 
-# Of transformers about itself: PaliGemma's processor makes arrays of tensors.
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+# Of what is compared with: PaliGemma's processor makes arrays of tensors, and Pillow drops transparency.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:Palette images with Transparency:UserWarning"),
+]
 
 LIMITS = Limits()
 
@@ -108,7 +112,12 @@ PICTURES = {
     "tiny": lambda: encoded(Image.fromarray(noise(9, 13, 3))),
     "grey": lambda: encoded(Image.fromarray(noise(80, 120))),
     "palette": lambda: encoded(Image.fromarray(noise(80, 120, 3)).convert("P")),
+    "palette, half transparent": lambda: encoded(
+        Image.fromarray(noise(80, 120, 3)).convert("P"), transparency=bytes(range(256))
+    ),
     "alpha": lambda: encoded(Image.fromarray(noise(80, 120, 4))),
+    "palette, one transparent": lambda: encoded(Image.fromarray(noise(80, 120, 3)).quantize(7), transparency=2),
+    "colour, transparent": lambda: encoded(Image.fromarray(noise(80, 120, 3) & 128), transparency=(128, 0, 128)),
     "16 bit": lambda: encoded(Image.fromarray(noise(80, 120, dtype=np.uint16))),
     "JPEG": lambda: encoded(Image.fromarray(noise(90, 130, 3)), "JPEG"),
     "CMYK": lambda: encoded(Image.fromarray(noise(90, 130, 4)).convert("CMYK"), "JPEG"),
@@ -157,9 +166,9 @@ def test_rules_count_as_blank_images_measure(family: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_thousands_of_sizes(family: str, backend: str) -> None:
-    assert_counts_are_measured(family, backend, 1500)
+    assert_counts_are_measured(family, backend, 1000)
     rng = np.random.default_rng(1)
-    for width, height in np.exp(rng.uniform(np.log(6), np.log(900), (150, 2))).astype(int).tolist():
+    for width, height in np.exp(rng.uniform(np.log(6), np.log(900), (60, 2))).astype(int).tolist():
         assert_as_processor(family, backend, encoded(Image.fromarray(noise(height, width, 3)), "BMP"))
 
 
@@ -167,20 +176,18 @@ def test_thousands_of_sizes(family: str, backend: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_photographs(family: str, backend: str, fixtures_dir: Path) -> None:
-    checked = 0
-    for path in sorted((fixtures_dir / "images").rglob("*"))[::4]:
-        data = path.read_bytes() if path.is_file() else b""
+    images, checked = modality_of(family, backend), 0
+    for path in sorted((fixtures_dir / "images").rglob("*.*"))[::6]:
+        data = path.read_bytes()
         try:
+            images.count_header(images.probe(data, LIMITS), LIMITS)
             theirs(data)
-            size = modality_of(family, backend).probe(data, LIMITS)
-            modality_of(family, backend).count_header(size, LIMITS)
-        except Exception:
-            continue
+        except (DecodeError, OSError, ValueError, SyntaxError):
+            continue  # neither takes it, or HEIF and the like, which are not read here
         try:
             assert_as_processor(family, backend, data)
         except DecodeError as error:  # damage that Pillow passes off as grey
             assert "damaged" in str(error)
-            continue
         checked += 1
     assert checked > 40
 
@@ -290,7 +297,8 @@ class _Coloured(transformers.CLIPImageProcessorPil):
     def _preprocess(self, images: list[Any], **settings: Any) -> Any:
         found = super()._preprocess(images, **settings)
         times = 1 + int(images[0].mean() > 120)
-        found["pixel_values"] = found["pixel_values"].repeat(times, 1, 1, 1)
+        tiles = [*found["pixel_values"]] * times
+        found["pixel_values"] = torch.stack(tiles) if settings["return_tensors"] else tiles
         return found
 
 
