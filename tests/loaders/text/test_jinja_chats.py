@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any
 
@@ -12,8 +13,10 @@ from chat_templates import CHATML, HERMES, NAMED, QWEN2_VL, QWEN3, hf_tokenizer,
 from chats import TOOL, composed, media_chat, plain_chat, reference, tool_chat
 
 import orchdata as od
-from orchdata.loaders.errors import FieldError
+from orchdata.loaders.errors import DecodeError, FieldError
 from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.text import rendering
+from orchdata.loaders.text.jinja import Inputs
 
 pytest.importorskip("transformers")
 BOS = {"llama3": "<|begin_of_text|>", "gemma": "<bos>", "mistral": "<s>"}
@@ -82,6 +85,29 @@ def test_images_and_loss_flags_are_those_of_transformers(tags):
         expected = reference(tokenizer, QWEN2_VL, chat, masked=masked, marks=marks, add_vision_id=True)
         assert composed(numbered, {"messages": chat}, images) == expected
         assert (expected == reference(tokenizer, QWEN2_VL, chat, masked=masked, marks=marks)) == (images == 0)
+
+
+@pytest.mark.parametrize("name", [*NAMED, "qwen3"])
+def test_a_known_frame_tells_what_rendering_again_tells(name, monkeypatch):
+    """Chats of words and media are rendered once, where the text is what is known of their shape around the words."""
+    used = []
+    known = rendering._known_spans
+
+    def without(*given):
+        used.append(known(*given))
+
+    template = untagged((NAMED | TAGGED)[name])
+    recipe = recipe_of(template, BOS.get(name), mark="<image>" if name == "vicuna" else "<|image_pad|>")
+    for seed in range(20):
+        draw = random.Random(seed)
+        images = 2 * (name in ("qwen2-vl", "vicuna"))
+        turns = [turn for _ in range(1 + seed % 3) for turn in plain_chat(draw, system=False)]
+        chat = media_chat(draw, images) if images else turns
+        found = composed(recipe, chat, images)
+        with monkeypatch.context() as patch:
+            patch.setattr(rendering, "_known_spans", without)
+            assert composed(recipe, chat, images) == found
+    assert sum(spans is not None for spans in used) >= 15
 
 
 def test_places_as_people_write_them():
@@ -322,3 +348,60 @@ def test_an_answer_that_cannot_be_told_is_refused(template, message):
     with pytest.raises(FieldError) as caught:
         composed(recipe_of(template), [ASK, ANSWER, ASK, ANSWER])
     assert message in caught.value.reason
+
+
+def test_templates_are_rendered_as_by_transformers():
+    """The environment: loop controls, blanks, JSON, dates, special tokens, errors, and templates for tools."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    tokenizer = hf_tokenizer(bos="<s>")
+    source = """
+    {%- for message in messages %}
+        {%- if loop.index > 2 %}{% break %}{% endif %}
+        {% if tools %}
+        {{ tools | tojson(indent=2) }} {{ {"b": "<&'\u00fc>", "a": [1.5, none, true]} | tojson(sort_keys=true) }}
+        {% endif %}
+{{ bos_token }}{{ message.content }} {{ strftime_now("%d %b %Y") }} {{ namespace(a=1).a }} {{ dict(a=2).a }}
+    {% endfor %}
+    {{ missing is defined }} {{ documents }} {{ switch }} {{ message }}
+    """
+    template = od.ChatTemplate.from_jinja(source, switch=[1, "a"], **tokenizer.special_tokens_map)
+    assert template.date is not None
+    messages = [ASK, ANSWER, ASK]
+    for tools in (None, [TOOL]):
+        (expected,), _ = render_jinja_template(
+            [messages], chat_template=source, tools=tools, switch=[1, "a"], **tokenizer.special_tokens_map
+        )
+        assert template.render(messages, Inputs(tools=tools))[0] == expected
+    assert "26 Jul 2024" in od.ChatTemplate.from_jinja(source, date="2024-07-26").render(messages, Inputs())[0]
+    both = od.ChatTemplate.from_jinja({"default": "plain", "tool_use": "with tools"})
+    assert [both.render(messages, Inputs(tools=tools))[0] for tools in (None, [TOOL])] == ["plain", "with tools"]
+    for refused in (
+        "{{ raise_exception('No.') }}",
+        "{{ namespace(_a=1) }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ 1 / 0 }}",
+    ):
+        with pytest.raises(DecodeError, match="the chat template refuses it"):
+            od.ChatTemplate.from_jinja(refused).render(messages, Inputs())
+
+
+def test_a_template_renders_in_several_threads_at_once():
+    recipe = recipe_of(CHATML)
+    chats = [plain_chat(random.Random(seed)) for seed in range(40)]
+    expected = [composed(recipe, chat) for chat in chats]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda chat: composed(recipe, chat), chats * 3)) == expected * 3
+
+
+def test_blanks_that_a_tokenizer_trims_from_offsets_mask_no_later_answer():
+    """As processors have it; the masks of a tokenizer's own end where an answer begins with such a blank."""
+    from tokenizers import processors
+
+    tokenizer = hf_tokenizer(CHATML)
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    recipe = Recipe(text=od.TextPreprocessor(tokenizer, template=od.ChatTemplate.from_jinja(tokenizer)))
+    chat = [ASK, {**ANSWER, "content": " It rains.\n\nStill."}, ASK, ANSWER]
+    found = composed(recipe, chat)
+    assert found == reference(tokenizer, CHATML, chat, masked=(9,))  # none of its two answers
+    assert sum(reference(tokenizer, CHATML, chat).loss) == 0 < sum(found.loss)
