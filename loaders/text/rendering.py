@@ -345,7 +345,8 @@ def _frame(template: JinjaTemplate, slots: Slots, shape: Shape, trained: tuple[b
             elif kind:
                 items.append({"type": "text", "text": f"Zw{told}wZ"})
                 told += 1
-        content = items if listed or len(items) > 1 else "".join(item["text"] for item in items)
+        one = not listed and all(isinstance(item, dict) for item in items)
+        content = "".join(item["text"] for item in items) if one else items
         messages.append(_adapted({"role": role, "content": content}, forms, marks))
     try:
         text, generated = template.render(messages, _NO_INPUTS)

@@ -304,6 +304,7 @@ CALLS_OR_TEXT = "{% for m in messages %}{{ (m.tool_calls | tojson) if m.tool_cal
         (QWEN3, {"messages": [ASK, ANSWER], "rejected": "It snows."}, "'rejected'"),
         (QWEN3, [ASK, {"role": "assistant", "content": " "}], "says nothing"),
         (QWEN3, [ASK, {"role": "Assistant", "content": "a"}], "the role 'Assistant'"),
+        (QWEN3, b'[{"role": "user", "content": "a", "content": "b"}]', "turn 1 has a key twice"),
         (QWEN3, [{**ASK, "weight": 1}, ANSWER], "turn 1 (user) has 'weight', a loss flag, which is not followed"),
         (QWEN3, [ASK, {**ANSWER, "weight": 0.5}], "'weight'"),
         (QWEN3, [ASK, {"from": "function_call", "value": "weather()"}], "is no JSON"),
@@ -348,6 +349,13 @@ def test_an_answer_that_cannot_be_told_is_refused(template, message):
     with pytest.raises(FieldError) as caught:
         composed(recipe_of(template), [ASK, ANSWER, ASK, ANSWER])
     assert message in caught.value.reason
+
+
+def test_turns_keep_the_order_of_their_keys():
+    shows_all = recipe_of("{% for message in messages %}{{ message }}{% generation %} {% endgeneration %}{% endfor %}")
+    assert decoded(shows_all, [{"value": "a", "name": "b", "from": "human"}])[0].startswith(
+        "{'content': 'a', 'name': 'b', 'role': 'user'}"
+    )
 
 
 def test_templates_are_rendered_as_by_transformers():
@@ -405,3 +413,37 @@ def test_blanks_that_a_tokenizer_trims_from_offsets_mask_no_later_answer():
     found = composed(recipe, chat)
     assert found == reference(tokenizer, CHATML, chat, masked=(9,))  # none of its two answers
     assert sum(reference(tokenizer, CHATML, chat).loss) == 0 < sum(found.loss)
+
+
+def odd(draw: random.Random, depth: int = 0) -> Any:
+    """JSON of the words of chats, in places of any kind."""
+    keys = (
+        "role from content value type text image image_url name tool_calls function arguments weight train index "
+        "reasoning_content tools system documents messages prompt completion instruction output history mask "
+        "chat_template_kwargs functions"
+    ).split()
+    words = ["user", "gpt", "function_call", "image", "hi", "<image>", "", " ", "[1]", '{"name": "f"}', "x\ud800", "0"]
+    if depth > 4 or draw.random() < 0.5:
+        return draw.choice([*words, *words, None, True, 0, 1.5, 10**30])
+    if draw.random() < 0.5:
+        return [odd(draw, depth + 1) for _ in range(draw.randint(0, 3))]
+    return {draw.choice(keys): odd(draw, depth + 1) for _ in range(draw.randint(0, 4))}
+
+
+def test_odd_chats_are_read_or_refused_and_nothing_else():
+    recipes = [recipe_of(template, "<bos>") for template in (QWEN2_VL, QWEN3, untagged(CHATML), NAMED["vicuna"])]
+    read = 0
+    for seed in range(1500):
+        draw = random.Random(seed)
+        role = {draw.choice(["role", "from"]): draw.choice(["user", "human", "gpt", "assistant", "observation"])}
+        turns = [
+            {**role, "content": odd(draw)},
+            {"role": "assistant", "content": odd(draw), draw.choice(["weight", "tool_calls", "name", "x"]): odd(draw)},
+        ]
+        try:
+            read += bool(
+                composed(draw.choice(recipes), {"messages": turns, "tools": odd(draw)}, draw.randint(0, 1)).ids
+            )
+        except FieldError as error:
+            assert error.reason
+    assert read > 20
