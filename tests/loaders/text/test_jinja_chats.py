@@ -9,7 +9,18 @@ from functools import lru_cache
 from typing import Any
 
 import pytest
-from chat_templates import CHATML, HERMES, NAMED, QWEN2_VL, QWEN3, hf_tokenizer, trained, untagged, with_generation
+from chat_templates import (
+    CHATML,
+    HERMES,
+    NAMED,
+    QWEN2_VL,
+    QWEN3,
+    hf_tokenizer,
+    like_llama2,
+    trained,
+    untagged,
+    with_generation,
+)
 from chats import TOOL, composed, media_chat, plain_chat, reference, tool_chat
 
 import orchdata as od
@@ -108,6 +119,19 @@ def test_a_known_frame_tells_what_rendering_again_tells(name, monkeypatch):
             patch.setattr(rendering, "_known_spans", without)
             assert composed(recipe, chat, images) == found
     assert sum(spans is not None for spans in used) >= 15
+
+
+@pytest.mark.parametrize("name", ["mistral", "qwen2-vl"])
+def test_a_tokenizer_that_writes_blanks_into_words_gives_the_same(name):
+    tokenizer, template, mark = like_llama2(), NAMED[name], "<|image_pad|>"
+    rendered = od.ChatTemplate.from_jinja(template, **tokenizer.special_tokens_map)
+    places = {"image_placeholder": mark, "image_token_id": tokenizer.convert_tokens_to_ids(mark)}
+    recipe = Recipe(text=od.TextPreprocessor(tokenizer, template=rendered, **places))
+    for seed in range(20):
+        draw = random.Random(seed)
+        images = draw.randint(0, 3) * (name == "qwen2-vl")
+        chat = media_chat(draw, images) if name == "qwen2-vl" else plain_chat(draw, system=False)
+        assert composed(recipe, chat, images) == reference(tokenizer, template, chat, marks={mark: mark * 4})
 
 
 def test_places_as_people_write_them():
