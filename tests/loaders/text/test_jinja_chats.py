@@ -343,6 +343,20 @@ def test_what_would_be_lost_is_refused_by_name(template, record, message):
     assert message in caught.value.reason
 
 
+def test_documents_and_variables_of_a_sample_are_shown_to_the_template():
+    titles = "{% for document in documents %}{{ document.title }}: {% endfor %}"
+    texts = "{% for document in documents %}{{ document.text }} {% endfor %}"
+    record = {"messages": [ASK, ANSWER], "documents": [{"title": "Oslo", "text": "fog"}]}
+    assert decoded(recipe_of(titles + texts + untagged(CHATML)), record)[0].startswith("Oslo: fog <|im_start|>user")
+    with pytest.raises(FieldError, match="the conversation has 'documents'"):
+        composed(recipe_of(titles + untagged(CHATML)), record)
+    quiet = {"messages": [ASK, ANSWER, ASK, ANSWER], "chat_template_kwargs": {"enable_thinking": False}}
+    tagged = reference(hf_tokenizer(), TAGGED["qwen3"], quiet["messages"], enable_thinking=False)
+    found = composed(recipe_of(QWEN3), quiet)
+    assert found.ids == tagged.ids
+    assert sum(tagged.loss) - sum(found.loss) > 0  # with its prompt, the template writes the empty thought itself
+
+
 def test_ignored_keys_may_be_lost():
     chat = [ASK, {**ANSWER, "channel": "final", "name": "Anna"}]
     expected = composed(recipe_of(QWEN3), [ASK, ANSWER])
