@@ -251,11 +251,7 @@ class Recipe:
         """Modality -> the token that its mark is, where a fast tokenizer has one for it."""
         slots = {name: self.slots[name] for name, modality in self.modalities.items() if modality.places}
         marks = {name: slot for name, slot in slots.items() if self.text.whole and slot.mark}
-        return {name: slot.token_id for name, slot in marks.items() if self._is_token(slot)}
-
-    def _is_token(self, slot: Slot) -> bool:
-        found: list[int] = self.text.encode(slot.mark or "").tolist()
-        return found == [slot.token_id]
+        return {name: slot.token_id for name, slot in marks.items() if self.text.token_id(slot.mark) == slot.token_id}
 
     @cached_property
     def rules(self) -> Rules:

@@ -50,6 +50,10 @@ WAY_OUT: Final = (
 )
 
 
+class Repeating(dict[str, Any]):
+    """An object of JSON in which a key comes twice: one of the values is lost."""
+
+
 def says(value: Any) -> bool:
     """Whether a JSON value holds words."""
     if isinstance(value, str):

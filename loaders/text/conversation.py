@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple, cast
 
 from orchdata.loaders.errors import DecodeError
-from orchdata.loaders.text.chat_keys import WAY_OUT, check_item, check_record, check_turn, says, shown
+from orchdata.loaders.text.chat_keys import WAY_OUT, Repeating, check_item, check_record, check_turn, says, shown
 from orchdata.loaders.text.jinja import JinjaTemplate
 from orchdata.loaders.text.media_words import MediaWords
 from orchdata.loaders.text.messages import (
@@ -117,20 +117,16 @@ def _number(digits: str) -> int | float:
     return int(digits) if len(digits) < _INT_DIGITS else float(digits)
 
 
-class _Repeating(dict[str, Any]):
-    """An object in which a key comes twice: one of the values is lost."""
-
-
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
-    return found if len(found) == len(pairs) else _Repeating(pairs)
+    return found if len(found) == len(pairs) else Repeating(pairs)
 
 
 _DECODER: Final = json.JSONDecoder(object_pairs_hook=_object)
 
 
 def _record(value: dict[str, Any], rules: Rules) -> Document:
-    if isinstance(value, _Repeating) and not value.keys().isdisjoint(_READ_KEYS):
+    if isinstance(value, Repeating) and not value.keys().isdisjoint(_READ_KEYS):
         raise DecodeError("a key comes twice in the record")
     found: Document | None = None
     for key in _CONVERSATION_KEYS:
@@ -337,7 +333,7 @@ def _plain_turn(item: Any, template: ChatTemplate) -> Turn | None:
 def _checked_turn(where: str, item: Any, rules: Rules, template: ChatTemplate) -> Turn:
     if not isinstance(item, dict):
         raise DecodeError(f"{where} is a {type(item).__name__}, not a dict with role and content")
-    if isinstance(item, _Repeating):
+    if isinstance(item, Repeating):
         raise DecodeError(f"{where} has a key twice")
     role = _first(item, _ROLE_KEYS)
     if not isinstance(role, str):
@@ -391,7 +387,7 @@ def _item(where: str, item: Any, words: MediaWords) -> str | Placeholder:
         return item
     if not isinstance(item, dict):
         raise DecodeError(f"{where} holds a {type(item).__name__}, not a string or a dict")
-    if isinstance(item, _Repeating):
+    if isinstance(item, Repeating):
         raise DecodeError(f"{where} has an item with a key twice")
     kind, keys = _kind(item, words), ("text", *words.items)
     held = [key for key in keys if says(item.get(key))]

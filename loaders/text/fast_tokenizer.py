@@ -56,6 +56,11 @@ class FastTokenizer:
         offsets = np.fromiter(chain.from_iterable(found.offsets), np.int64, 2 * len(ids)).reshape(-1, 2)
         return Encoded(ids, offsets[:, 0], offsets[:, 1])
 
+    def token_id(self, text: str) -> int | None:
+        """The id of a text that is a token by itself, else None."""
+        found: int | None = self._running.token_to_id(text)
+        return found if found is not None and self(text).count(found) == 1 else None
+
     def __call__(self, text: str) -> list[int]:
         ids: list[int] = self._running.encode(text, add_special_tokens=False).ids
         return ids

@@ -9,8 +9,10 @@ turn is found by rendering the whole chat with a word in its place.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.text.jinja import TRAINED_ROLE, Inputs, JinjaTemplate, Message, Spans
@@ -19,11 +21,21 @@ _ANSWER: Final = "Zq8qZ"
 _BEFORE: Final = "Zq9qZ"
 
 
-class _Rendering(NamedTuple):
+@dataclass(frozen=True)
+class _Rendering:
     messages: Sequence[Message]
     template: JinjaTemplate
     inputs: Inputs
     text: str
+
+    @cached_property
+    def around(self) -> tuple[str, str]:
+        """What comes before an answer, and what ends it where it is the last."""
+        listed = any(isinstance(message.get("content"), list) for message in self.messages)
+        asked = {"role": "user", "content": _like([] if listed else "", _BEFORE)}
+        plain, prompted = self.of([asked]) or "", self.of([asked], prompt=True) or ""
+        answered = self.of([asked, {"role": TRAINED_ROLE, "content": _like([] if listed else "", _ANSWER)}]) or ""
+        return prompted[len(plain) :] if prompted.startswith(plain) else "", answered.rpartition(_ANSWER)[2]
 
     def of(self, messages: Sequence[Message], *, prompt: bool = False) -> str | None:
         """A rendering of other turns; None where the template refuses them."""
@@ -104,11 +116,10 @@ def _replaced(rendering: _Rendering, turn: int) -> tuple[int, int] | None:
     messages, text = rendering.messages, rendering.text
     answer = {"role": TRAINED_ROLE, "content": _like(messages[turn].get("content"), _ANSWER)}
     found = rendering.of([*_up_to(messages, turn), answer, *messages[turn + 1 :]])
-    alone = rendering.of([*_up_to(messages, turn), answer])
-    if found is None or alone is None or (found.count(_ANSWER), alone.count(_ANSWER)) != (1, 1):
+    if found is None or found.count(_ANSWER) != 1:
         return None
     before, behind = found.split(_ANSWER)
-    ending = alone.split(_ANSWER)[1]
+    prompt, ending = rendering.around
     if before.count(_BEFORE) != bool(turn) or _BEFORE in ending:
         return None
     header = before.rpartition(_BEFORE)[2]
@@ -118,18 +129,10 @@ def _replaced(rendering: _Rendering, turn: int) -> tuple[int, int] | None:
     if start < len(before) - len(header) or end < start or not text.endswith(behind) or not behind.startswith(mark):
         return None
     # What the template itself writes behind the prompt for an answer (an empty thought) is learned.
-    prompt = _prompt(rendering, turn)
     held = next((size for size in range(len(prompt), 0, -1) if prompt[:size] in header), 0)
     if prompt.strip().partition("\n")[0] in prompt[:held]:
         start = min(start, len(before) - len(header) + header.rindex(prompt[:held]) + held)
     return start, end + len(mark)
-
-
-def _prompt(rendering: _Rendering, turn: int) -> str:
-    """What comes before an answer."""
-    plain = rendering.of(rendering.messages[:turn]) or ""
-    asked = rendering.of(rendering.messages[:turn], prompt=True) or ""
-    return asked[len(plain) :] if asked.startswith(plain) else ""
 
 
 def _up_to(messages: Sequence[Message], turn: int) -> Iterator[Message]:

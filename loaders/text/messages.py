@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from orchdata.loaders.errors import DecodeError
-from orchdata.loaders.text.chat_keys import is_beside, says, shown, trains
+from orchdata.loaders.text.chat_keys import Repeating, is_beside, says, shown, trains
 from orchdata.loaders.text.jinja import REASONING, Inputs, JinjaTemplate
 from orchdata.loaders.text.media_words import MediaWords
 from orchdata.loaders.text.template import Placeholder
@@ -31,6 +31,7 @@ _ROLES: Final = {
     "function_response": "tool",
     "function_call": "assistant",
 }
+_NAMES: Final = {"from": "role", "value": "content"}
 _CALL: Final = "function_call"
 _PREFERENCE: Final = ("chosen", "rejected")
 _SYSTEM: Final = ("system", "system_prompt", "system_message", "system_instruction")
@@ -73,12 +74,13 @@ class Chat:
 
     def leading(self, modalities: Iterable[str]) -> Chat:
         """With more places, at the beginning of what the user says first. Raises DecodeError."""
-        added: list[dict[str, Any] | Placeholder] = [Placeholder(name) for name in modalities]
-        if not added:
+        names = list(modalities)
+        if not names:
             return self
         at = next((n for n, message in enumerate(self.messages) if message["role"] == "user"), None)
         if at is None:
-            raise DecodeError(f"the chat has no place for {added[0]}, and no turn of a user to put it")
+            raise DecodeError(f"the chat has no place for {names[0]}, and no turn of a user to put it")
+        added = [Placeholder(name) for name in names]
         message = {**self.messages[at], "content": [*added, *items_of(self.messages[at].get("content"))]}
         return replace(self, messages=(*self.messages[:at], message, *self.messages[at + 1 :]))
 
@@ -230,6 +232,8 @@ def _turn(number: int, item: Any, template: JinjaTemplate, words: MediaWords) ->
     where = f"turn {number}"
     if not isinstance(item, dict):
         raise DecodeError(f"{where} is a {type(item).__name__}, not a dict with role and content")
+    if isinstance(item, Repeating):
+        raise DecodeError(f"{where} has a key twice")
     turn = {key: value for key, value in item.items() if value is not None}
     theirs, spoken = turn.pop("from", None), turn.pop("value", None)
     written = turn.pop("role", theirs)
@@ -244,12 +248,14 @@ def _turn(number: int, item: Any, template: JinjaTemplate, words: MediaWords) ->
     content = turn.pop("content", spoken)
     if (theirs not in (None, written) and _ROLES.get(str(theirs), theirs) != role) or spoken not in (None, content):
         raise DecodeError(f"{where} says one thing under role and content, another under from and value")
-    made: dict[str, Any] = {"role": role}
+    read: dict[str, Any] = {"role": role}
     if written == _CALL and isinstance(content, str):
-        made |= {"content": "", "tool_calls": _calls(where, content)}
+        read |= {"content": "", "tool_calls": _calls(where, content)}
     elif content is not None:
-        made["content"] = _content(where, content, words)
-    made |= turn
+        read["content"] = _content(where, content, words)
+    # In the order of the data, which a template may show.
+    names = (key for key, value in item.items() if value is not None)
+    made = dict.fromkeys(_NAMES.get(name, name) for name in names) | turn | read
     trained = trains(f"{where} ({written})", turn, (), template.carries_loss(role))
     if trained and not _says(made):
         raise DecodeError(f"{where} ({written}) says nothing: it would be learned as an empty answer")
@@ -289,6 +295,8 @@ def _item(where: str, given: Any, words: MediaWords) -> dict[str, Any] | Placeho
         return {"type": "text", "text": given}
     if not isinstance(given, dict):
         raise DecodeError(f"{where} holds a {type(given).__name__}, not a string or a dict")
+    if isinstance(given, Repeating):
+        raise DecodeError(f"{where} has an item with a key twice")
     item: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     kind = item.get("type")
     if kind is None:  # Qwen-VL's older form

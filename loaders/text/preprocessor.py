@@ -126,6 +126,10 @@ class TextPreprocessor:
         """Whether the text of a sample is tokenized at once: a fast tokenizer tells where its tokens are."""
         return isinstance(self.tokenizer, FastTokenizer)
 
+    def token_id(self, text: str | None) -> int | None:
+        """The id of a text that is one token of a fast tokenizer, else None."""
+        return self.tokenizer.token_id(text) if isinstance(self.tokenizer, FastTokenizer) and text else None
+
     def encode_whole(self, text: str, *, add_special_tokens: bool) -> Encoded:
         """Tokens of all text of a sample, and where they are. Raises DecodeError."""
         if not isinstance(self.tokenizer, FastTokenizer):

@@ -14,6 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any, Final, NamedTuple
 
 from orchdata.loaders.errors import DecodeError
@@ -34,6 +35,10 @@ _NO_INPUTS: Final = Inputs()
 
 Slots = tuple[tuple[str, str], ...]
 """(modality, mark that stands for a part of it in the text)."""
+
+
+Shape = tuple[tuple[str, bool, tuple[str | bool, ...]], ...]
+"""Of each turn the role, whether its content is a list, and of each item a modality, or whether its text holds any."""
 
 
 class Forms(NamedTuple):
@@ -62,8 +67,11 @@ def render_chat(chat: Chat, template: JinjaTemplate, words: MediaWords) -> list[
     marks = {mark: name for name, mark in slots}
     places = _places(text, marks)
     _check_places(Counter(chat.places), Counter(name for _, _, name in places), words.slots)
-    _check_said(chat, messages, template, slots, text, words.records)
-    spans = loss_spans(messages, chat.trained, template, chat.inputs, text, generated)
+    _check_rest(chat, template, text)
+    spans = _known_spans(chat, messages, template, slots, text)
+    if spans is None:
+        _check_said(chat, messages, template, slots, text, words.records)
+        spans = loss_spans(messages, chat.trained, template, chat.inputs, text, generated)
     return list(_segments(text, spans, places))
 
 
@@ -216,6 +224,16 @@ class _Leaf(NamedTuple):
     text: str
 
 
+def _check_rest(chat: Chat, template: JinjaTemplate, text: str) -> None:
+    """Raise DecodeError for what stands beside the turns and is not shown to the template."""
+    ignored = template.ignore_keys
+    if any(key == "chosen" and all(_is_said(phrase, text) for phrase in phrases(value)) for key, value in chat.rest):
+        ignored = (*ignored, "chosen", "rejected")  # the chat is the one preferred
+    for key, value in chat.rest:
+        if key not in ignored and not all(_is_said(phrase, text) for phrase in phrases(value)):
+            raise _lost("the conversation", key)
+
+
 def _check_said(
     chat: Chat,
     messages: list[Message],
@@ -225,14 +243,6 @@ def _check_said(
     records: Mapping[str, str],
 ) -> None:
     ignored = template.ignore_keys
-    if any(key == "chosen" and all(_is_said(phrase, text) for phrase in phrases(value)) for key, value in chat.rest):
-        ignored = (*ignored, "chosen", "rejected")  # the chat is the one preferred
-    for key, value in chat.rest:
-        if key not in ignored and not all(_is_said(phrase, text) for phrase in phrases(value)):
-            raise _lost("the conversation", key)
-    shape = _shape(chat, messages)
-    if shape is not None and _drops_nothing(template, slots, shape):
-        return
     leaves = [leaf for leaf in _leaves(chat.inputs, messages, records) if leaf.key not in ignored]
     number = next(n for n in range(len(text) + 2) if f"Zq{n}x" not in text)
     told = [f"Zq{number}x{n}qZ" for n in range(len(leaves))]
@@ -274,39 +284,88 @@ def _text_of(message: Mapping[str, Any]) -> str:
     return "".join(str(item.get("text", "")) for item in items if isinstance(item, dict))
 
 
-def _shape(chat: Chat, messages: list[Message]) -> tuple[Any, ...] | None:
-    """Roles and kinds of content of a chat that holds nothing else."""
+# Chats that hold nothing but words and media: one rendering tells all, where the frame around their words is known.
+
+
+def _known_spans(chat: Chat, messages: list[Message], template: JinjaTemplate, slots: Slots, text: str) -> Spans | None:
+    """What of a rendering carries loss, where it is the frame of the chat's shape around all that the chat says."""
     if chat.inputs != _NO_INPUTS:
         return None
-    found = []
+    shape: list[tuple[str, bool, tuple[str | bool, ...]]] = []
+    said: list[str] = []
     for message, adapted in zip(chat.messages, messages, strict=True):
-        if not message.keys() <= {"role", "content"}:
-            return None
         items = items_of(message.get("content"))
-        if any(isinstance(item, dict) and item.keys() != {"type", "text"} for item in items):
+        if message.keys() - {"role", "content"} or any(
+            isinstance(item, dict) and item.keys() != {"type", "text"} for item in items
+        ):
             return None
-        kinds = tuple(item.modality if isinstance(item, Placeholder) else bool(item["text"].strip()) for item in items)
-        found.append((message["role"], isinstance(adapted.get("content"), list), kinds))
-    return tuple(found)
+        words = [None if isinstance(item, Placeholder) else item["text"] for item in items]
+        kinds = tuple(item.modality if word is None else bool(word) for item, word in zip(items, words, strict=True))
+        shape.append((message["role"], isinstance(adapted.get("content"), list), kinds))
+        said.extend(word for word in words if word)
+    frame = _frame(template, slots, tuple(shape), chat.trained)
+    return None if frame is None else frame.spans_in(said, text)
+
+
+class _Frame(NamedTuple):
+    """What a template writes around the words of chats of one shape.
+
+    Attributes:
+        pieces: before, between and behind the words.
+        order: of the words, as places among all of the chat.
+        spans: where loss begins and ends, each as a piece and a place in it.
+    """
+
+    pieces: tuple[str, ...]
+    order: tuple[int, ...]
+    spans: tuple[tuple[tuple[int, int], tuple[int, int]], ...]
+
+    def spans_in(self, said: list[str], text: str) -> Spans | None:
+        """Its spans in a rendering that is this frame around what a chat says, in full or without blanks around it."""
+        for words in (said, [word.strip() for word in said]):
+            filled = [words[place] for place in self.order]
+            parts = [part for pair in zip(self.pieces, [*filled, ""], strict=True) for part in pair]
+            if "".join(parts) == text:
+                starts = [0, *accumulate(map(len, parts))]
+                return [(starts[2 * a] + at, starts[2 * b] + to) for (a, at), (b, to) in self.spans]
+        return None
 
 
 @lru_cache(maxsize=4096)
-def _drops_nothing(template: JinjaTemplate, slots: Slots, shape: tuple[Any, ...]) -> bool:
-    """Whether chats of a shape are rendered in full."""
+def _frame(template: JinjaTemplate, slots: Slots, shape: Shape, trained: tuple[bool, ...]) -> _Frame | None:
+    """The frame of chats of a shape; None where they are not rendered in full, or not told apart."""
     marks, forms = dict(slots), _forms(template, slots)
-    messages, told = [], []
-    for number, (role, listed, kinds) in enumerate(shape):
+    messages: list[Message] = []
+    told = 0
+    for role, listed, kinds in shape:
         items: list[Any] = []
-        for place, kind in enumerate(kinds):
+        for kind in kinds:
             if isinstance(kind, str):
                 items.append(Placeholder(kind))
             elif kind:
-                told.append(f"Zq{number}x{place}qZ")
-                items.append({"type": "text", "text": told[-1]})
-        content: Any = items if listed or len(items) > 1 else "".join(item["text"] for item in items)
+                items.append({"type": "text", "text": f"Zw{told}wZ"})
+                told += 1
+        one = not listed and all(isinstance(item, dict) for item in items)
+        content = "".join(item["text"] for item in items) if one else items
         messages.append(_adapted({"role": role, "content": content}, forms, marks))
-    found = _rendered(template, messages)
-    return all(word in found for word in told)
+    try:
+        text, generated = template.render(messages, _NO_INPUTS)
+        spans = loss_spans(messages, trained, template, _NO_INPUTS, text, generated)
+    except DecodeError:
+        return None
+    words = list(re.finditer(r"Zw(\d+)wZ", text))
+    order = tuple(int(word[1]) for word in words)
+    if sorted(order) != list(range(told)):
+        return None
+    bounds = [0, *(end for word in words for end in word.span()), len(text)]
+    pieces = list(zip(bounds[::2], bounds[1::2], strict=True))
+
+    def place(at: int) -> tuple[int, int] | None:
+        return next(((number, at - start) for number, (start, end) in enumerate(pieces) if start <= at <= end), None)
+
+    found = [(place(start), place(end)) for start, end in spans]
+    whole = tuple((begin, end) for begin, end in found if begin is not None and end is not None)
+    return _Frame(tuple(text[a:b] for a, b in pieces), order, whole) if len(whole) == len(spans) else None
 
 
 @lru_cache(maxsize=256)

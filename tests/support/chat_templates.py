@@ -249,3 +249,20 @@ def hf_tokenizer(
     made = PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=bos, eos_token=eos, pad_token="<|endoftext|>")
     made.chat_template = template
     return made
+
+
+@lru_cache
+def like_llama2() -> Any:
+    """A tokenizer of words that begin with a mark for the blank before them, with bytes for what it does not know."""
+    from tokenizers import AddedToken, Tokenizer, models, normalizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    bpe.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    known = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=500, special_tokens=known, show_progress=False)
+    bpe.train_from_iterator(["What is in the picture? A cat is on the mat, \u2581and the weather is fine."], trainer)
+    bpe.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    around = [("<s>", bpe.token_to_id("<s>"))]
+    bpe.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=around)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>", eos_token="</s>", unk_token="<unk>")

@@ -4,16 +4,30 @@ from __future__ import annotations
 
 import json
 import random
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any
 
 import pytest
-from chat_templates import CHATML, HERMES, NAMED, QWEN2_VL, QWEN3, hf_tokenizer, trained, untagged, with_generation
+from chat_templates import (
+    CHATML,
+    HERMES,
+    NAMED,
+    QWEN2_VL,
+    QWEN3,
+    hf_tokenizer,
+    like_llama2,
+    trained,
+    untagged,
+    with_generation,
+)
 from chats import TOOL, composed, media_chat, plain_chat, reference, tool_chat
 
 import orchdata as od
-from orchdata.loaders.errors import FieldError
+from orchdata.loaders.errors import DecodeError, FieldError
 from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.text import rendering
+from orchdata.loaders.text.jinja import Inputs
 
 pytest.importorskip("transformers")
 BOS = {"llama3": "<|begin_of_text|>", "gemma": "<bos>", "mistral": "<s>"}
@@ -82,6 +96,42 @@ def test_images_and_loss_flags_are_those_of_transformers(tags):
         expected = reference(tokenizer, QWEN2_VL, chat, masked=masked, marks=marks, add_vision_id=True)
         assert composed(numbered, {"messages": chat}, images) == expected
         assert (expected == reference(tokenizer, QWEN2_VL, chat, masked=masked, marks=marks)) == (images == 0)
+
+
+@pytest.mark.parametrize("name", [*NAMED, "qwen3"])
+def test_a_known_frame_tells_what_rendering_again_tells(name, monkeypatch):
+    """Chats of words and media are rendered once, where the text is what is known of their shape around the words."""
+    used = []
+    known = rendering._known_spans
+
+    def without(*given):
+        used.append(known(*given))
+
+    template = untagged((NAMED | TAGGED)[name])
+    recipe = recipe_of(template, BOS.get(name), mark="<image>" if name == "vicuna" else "<|image_pad|>")
+    for seed in range(20):
+        draw = random.Random(seed)
+        images = 2 * (name in ("qwen2-vl", "vicuna"))
+        turns = [turn for _ in range(1 + seed % 3) for turn in plain_chat(draw, system=False)]
+        chat = media_chat(draw, images) if images else turns
+        found = composed(recipe, chat, images)
+        with monkeypatch.context() as patch:
+            patch.setattr(rendering, "_known_spans", without)
+            assert composed(recipe, chat, images) == found
+    assert sum(spans is not None for spans in used) >= 15
+
+
+@pytest.mark.parametrize("name", ["mistral", "qwen2-vl"])
+def test_a_tokenizer_that_writes_blanks_into_words_gives_the_same(name):
+    tokenizer, template, mark = like_llama2(), NAMED[name], "<|image_pad|>"
+    rendered = od.ChatTemplate.from_jinja(template, **tokenizer.special_tokens_map)
+    places = {"image_placeholder": mark, "image_token_id": tokenizer.convert_tokens_to_ids(mark)}
+    recipe = Recipe(text=od.TextPreprocessor(tokenizer, template=rendered, **places))
+    for seed in range(20):
+        draw = random.Random(seed)
+        images = draw.randint(0, 3) * (name == "qwen2-vl")
+        chat = media_chat(draw, images) if name == "qwen2-vl" else plain_chat(draw, system=False)
+        assert composed(recipe, chat, images) == reference(tokenizer, template, chat, marks={mark: mark * 4})
 
 
 def test_places_as_people_write_them():
@@ -278,6 +328,7 @@ CALLS_OR_TEXT = "{% for m in messages %}{{ (m.tool_calls | tojson) if m.tool_cal
         (QWEN3, {"messages": [ASK, ANSWER], "rejected": "It snows."}, "'rejected'"),
         (QWEN3, [ASK, {"role": "assistant", "content": " "}], "says nothing"),
         (QWEN3, [ASK, {"role": "Assistant", "content": "a"}], "the role 'Assistant'"),
+        (QWEN3, b'[{"role": "user", "content": "a", "content": "b"}]', "turn 1 has a key twice"),
         (QWEN3, [{**ASK, "weight": 1}, ANSWER], "turn 1 (user) has 'weight', a loss flag, which is not followed"),
         (QWEN3, [ASK, {**ANSWER, "weight": 0.5}], "'weight'"),
         (QWEN3, [ASK, {"from": "function_call", "value": "weather()"}], "is no JSON"),
@@ -290,6 +341,20 @@ def test_what_would_be_lost_is_refused_by_name(template, record, message):
     with pytest.raises(FieldError) as caught:
         composed(recipe_of(template, "<bos>"), record)
     assert message in caught.value.reason
+
+
+def test_documents_and_variables_of_a_sample_are_shown_to_the_template():
+    titles = "{% for document in documents %}{{ document.title }}: {% endfor %}"
+    texts = "{% for document in documents %}{{ document.text }} {% endfor %}"
+    record = {"messages": [ASK, ANSWER], "documents": [{"title": "Oslo", "text": "fog"}]}
+    assert decoded(recipe_of(titles + texts + untagged(CHATML)), record)[0].startswith("Oslo: fog <|im_start|>user")
+    with pytest.raises(FieldError, match="the conversation has 'documents'"):
+        composed(recipe_of(titles + untagged(CHATML)), record)
+    quiet = {"messages": [ASK, ANSWER, ASK, ANSWER], "chat_template_kwargs": {"enable_thinking": False}}
+    tagged = reference(hf_tokenizer(), TAGGED["qwen3"], quiet["messages"], enable_thinking=False)
+    found = composed(recipe_of(QWEN3), quiet)
+    assert found.ids == tagged.ids
+    assert sum(tagged.loss) - sum(found.loss) > 0  # with its prompt, the template writes the empty thought itself
 
 
 def test_ignored_keys_may_be_lost():
@@ -322,3 +387,101 @@ def test_an_answer_that_cannot_be_told_is_refused(template, message):
     with pytest.raises(FieldError) as caught:
         composed(recipe_of(template), [ASK, ANSWER, ASK, ANSWER])
     assert message in caught.value.reason
+
+
+def test_turns_keep_the_order_of_their_keys():
+    shows_all = recipe_of("{% for message in messages %}{{ message }}{% generation %} {% endgeneration %}{% endfor %}")
+    assert decoded(shows_all, [{"value": "a", "name": "b", "from": "human"}])[0].startswith(
+        "{'content': 'a', 'name': 'b', 'role': 'user'}"
+    )
+
+
+def test_templates_are_rendered_as_by_transformers():
+    """The environment: loop controls, blanks, JSON, dates, special tokens, errors, and templates for tools."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    tokenizer = hf_tokenizer(bos="<s>")
+    source = """
+    {%- for message in messages %}
+        {%- if loop.index > 2 %}{% break %}{% endif %}
+        {% if tools %}
+        {{ tools | tojson(indent=2) }} {{ {"b": "<&'\u00fc>", "a": [1.5, none, true]} | tojson(sort_keys=true) }}
+        {% endif %}
+{{ bos_token }}{{ message.content }} {{ strftime_now("%d %b %Y") }} {{ namespace(a=1).a }} {{ dict(a=2).a }}
+    {% endfor %}
+    {{ missing is defined }} {{ documents }} {{ switch }} {{ message }}
+    """
+    template = od.ChatTemplate.from_jinja(source, switch=[1, "a"], **tokenizer.special_tokens_map)
+    assert template.date is not None
+    messages = [ASK, ANSWER, ASK]
+    for tools in (None, [TOOL]):
+        (expected,), _ = render_jinja_template(
+            [messages], chat_template=source, tools=tools, switch=[1, "a"], **tokenizer.special_tokens_map
+        )
+        assert template.render(messages, Inputs(tools=tools))[0] == expected
+    assert "26 Jul 2024" in od.ChatTemplate.from_jinja(source, date="2024-07-26").render(messages, Inputs())[0]
+    both = od.ChatTemplate.from_jinja({"default": "plain", "tool_use": "with tools"})
+    assert [both.render(messages, Inputs(tools=tools))[0] for tools in (None, [TOOL])] == ["plain", "with tools"]
+    for refused in (
+        "{{ raise_exception('No.') }}",
+        "{{ namespace(_a=1) }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ 1 / 0 }}",
+    ):
+        with pytest.raises(DecodeError, match="the chat template refuses it"):
+            od.ChatTemplate.from_jinja(refused).render(messages, Inputs())
+
+
+def test_a_template_renders_in_several_threads_at_once():
+    recipe = recipe_of(CHATML)
+    chats = [plain_chat(random.Random(seed)) for seed in range(40)]
+    expected = [composed(recipe, chat) for chat in chats]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda chat: composed(recipe, chat), chats * 3)) == expected * 3
+
+
+def test_blanks_that_a_tokenizer_trims_from_offsets_mask_no_later_answer():
+    """As processors have it; the masks of a tokenizer's own end where an answer begins with such a blank."""
+    from tokenizers import processors
+
+    tokenizer = hf_tokenizer(CHATML)
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    recipe = Recipe(text=od.TextPreprocessor(tokenizer, template=od.ChatTemplate.from_jinja(tokenizer)))
+    chat = [ASK, {**ANSWER, "content": " It rains.\n\nStill."}, ASK, ANSWER]
+    found = composed(recipe, chat)
+    assert found == reference(tokenizer, CHATML, chat, masked=(9,))  # none of its two answers
+    assert sum(reference(tokenizer, CHATML, chat).loss) == 0 < sum(found.loss)
+
+
+def odd(draw: random.Random, depth: int = 0) -> Any:
+    """JSON of the words of chats, in places of any kind."""
+    keys = (
+        "role from content value type text image image_url name tool_calls function arguments weight train index "
+        "reasoning_content tools system documents messages prompt completion instruction output history mask "
+        "chat_template_kwargs functions"
+    ).split()
+    words = ["user", "gpt", "function_call", "image", "hi", "<image>", "", " ", "[1]", '{"name": "f"}', "x\ud800", "0"]
+    if depth > 4 or draw.random() < 0.5:
+        return draw.choice([*words, *words, None, True, 0, 1.5, 10**30])
+    if draw.random() < 0.5:
+        return [odd(draw, depth + 1) for _ in range(draw.randint(0, 3))]
+    return {draw.choice(keys): odd(draw, depth + 1) for _ in range(draw.randint(0, 4))}
+
+
+def test_odd_chats_are_read_or_refused_and_nothing_else():
+    recipes = [recipe_of(template, "<bos>") for template in (QWEN2_VL, QWEN3, untagged(CHATML), NAMED["vicuna"])]
+    read = 0
+    for seed in range(1500):
+        draw = random.Random(seed)
+        role = {draw.choice(["role", "from"]): draw.choice(["user", "human", "gpt", "assistant", "observation"])}
+        turns = [
+            {**role, "content": odd(draw)},
+            {"role": "assistant", "content": odd(draw), draw.choice(["weight", "tool_calls", "name", "x"]): odd(draw)},
+        ]
+        try:
+            read += bool(
+                composed(draw.choice(recipes), {"messages": turns, "tools": odd(draw)}, draw.randint(0, 1)).ids
+            )
+        except FieldError as error:
+            assert error.reason
+    assert read > 20
