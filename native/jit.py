@@ -52,7 +52,9 @@ def _compiled(function: Kernel, signature: str | None = None) -> Kernel:
 
 def _once_a_type(compiled: Any) -> Any:
     """For types alone: called by a kernel with a constant, numba compiles it, and all it calls, for that value anew."""
-    template = compiled.get_call_template
+    template = getattr(compiled, "get_call_template", None)
+    if template is None:  # NUMBA_DISABLE_JIT
+        return compiled
     plain: Callable[[Any], Any] = unliteral
     compiled.get_call_template = lambda types, named: template(
         tuple(map(plain, types)), {name: plain(each) for name, each in named.items()}

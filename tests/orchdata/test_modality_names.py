@@ -23,6 +23,7 @@ ALLOWED = {
     "orchdata/__init__.py": "names of their classes",
     "orchdata/batch/": "batch.image and batch.audio",
     "orchdata/synth/": "makes them up",
+    "orchdata/hf/": "what models of Hugging Face call theirs",
     "orchdata/reference/": "a model of them",
     "orchdata/bench/": "measures them",
     "orchdata/cli/": "says so in its help",
