@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from numba import njit
+from numba.core.types import unliteral
 
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 
@@ -40,9 +41,22 @@ def kernel_at_import(signature: str) -> Callable[[Kernel], Kernel]:
 
 def _compiled(function: Kernel, signature: str | None = None) -> Kernel:
     try:
-        compiled: Kernel = njit(signature, nogil=True, cache=True)(function)
+        compiled = njit(signature, nogil=True, cache=True)(function)
     except RuntimeError as error:
         if "locator" not in str(error):
             raise
         compiled = njit(signature, nogil=True)(function)
+    kept: Kernel = _once_a_type(compiled)
+    return kept
+
+
+def _once_a_type(compiled: Any) -> Any:
+    """For types alone: called by a kernel with a constant, numba compiles it, and all it calls, for that value anew."""
+    template = getattr(compiled, "get_call_template", None)
+    if template is None:  # NUMBA_DISABLE_JIT
+        return compiled
+    plain: Callable[[Any], Any] = unliteral
+    compiled.get_call_template = lambda types, named: template(
+        tuple(map(plain, types)), {name: plain(each) for name, each in named.items()}
+    )
     return compiled

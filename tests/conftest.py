@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+# Tensors of tests are small: threads of one operation would only wait for each other, and for whoever shares the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 

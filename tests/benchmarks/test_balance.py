@@ -25,6 +25,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 TINY = Scale(repeats=2, shrink=64)
 
 
+@pytest.mark.slow
 def test_every_demand_is_measured() -> None:
     found = run.all_demands(TINY)
     report = make_report("python -m benchmarks.balance", run.BalanceBench(), found)

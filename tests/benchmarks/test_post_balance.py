@@ -7,6 +7,7 @@ import pytest
 from benchmarks import post_balance
 
 
+@pytest.mark.slow
 def test_bench_of_post_balance() -> None:
     small = post_balance.PostBalanceBench(
         ranks=(2,), samples_per_rank=6, image_bytes=2_000, words=5, steps=3, training_milliseconds=1.0, repeats=2

@@ -28,6 +28,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from rank_server import Rank, Server
 
 from orchdata.reference.launch import end_with_parent
 
@@ -70,16 +71,14 @@ def run_ranks(
     with ThreadPoolExecutor(num_ranks) as threads, ExitStack() as stack:
         ranks = []
         for rank in range(num_ranks):
-            process = subprocess.Popen(
-                [sys.executable, script, *map(str, arguments)],
-                env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stack.enter_context((folder / f"{rank}.log").open("wb")),
+            process = _server(rank).start(
+                [script, *map(str, arguments)],
+                shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stack.enter_context((folder / f"{rank}.log").open("wb")),
             )
             stack.callback(_end, process)
             ranks.append(process)
-        telling = [threads.submit(process.stdout.read) for process in ranks if process.stdout]
+        telling = [threads.submit(process.stdout.read) for process in ranks]
         silent = _wait_for(telling, lost, limit_seconds)
         if silent is None:
             _show_where(ranks)
@@ -87,7 +86,6 @@ def run_ranks(
         if silent:
             raise RanksFailed(f"ranks {silent} ended without a result\n{_said(folder, silent)}")
         for process in ranks:
-            assert process.stdin is not None
             process.stdin.close()
         failed = [rank for rank, process in enumerate(ranks) if rank not in lost and process.wait()]
         if failed:
@@ -152,7 +150,17 @@ def _wait_for(telling: list[Future[bytes]], lost: Collection[int], limit_seconds
     return []
 
 
-def _show_where(ranks: list[subprocess.Popen[bytes]]) -> None:
+_servers: dict[int, Server] = {}
+
+
+def _server(rank: int) -> Server:
+    odd = rank % 2
+    if odd not in _servers or not _servers[odd].alive:
+        _servers[odd] = Server()
+    return _servers[odd]
+
+
+def _show_where(ranks: list[Rank]) -> None:
     """Have ranks that hang write down where, and end."""
     for process in ranks:
         process.send_signal(signal.SIGABRT)
@@ -162,12 +170,11 @@ def _show_where(ranks: list[subprocess.Popen[bytes]]) -> None:
             process.wait(5)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: Rank) -> None:
     process.kill()
     process.wait()
-    for pipe in (process.stdin, process.stdout):
-        assert pipe is not None
-        pipe.close()
+    process.stdin.close()
+    process.stdout.close()
 
 
 def _said(folder: Path, ranks: Collection[int]) -> str:

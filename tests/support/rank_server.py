@@ -1,0 +1,183 @@
+"""Ranks forked off a process that has imported what they need: importing takes some seconds of each process otherwise.
+
+    rank_jobs: Server() --script, arguments, environment, files--> rank_server: fork --> the script, as __main__
+               Rank.wait <---------------pid, exit code----------               <--- ends
+
+Ranks of even and odd number are forked off two servers, so that hashes of strings differ among them, and with them the
+order of what is in a set, as in processes started apart.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+MOST_BYTES = 1 << 20
+# Of what several jobs import, what takes long.
+IMPORTED = (
+    "torch.distributed.device_mesh",
+    "torch.distributed.fsdp",
+    "torch.nn.parallel",
+    "orchdata.dataloader",
+    "orchdata.post_balancing.loader",
+    "orchdata.ranks.exchange",
+    "orchdata.reference.setup",
+    "shard_factory",
+)
+
+
+class Server:
+    """A process that forks ranks as long as this one lives. It is no child of it: tests look at those."""
+
+    def __init__(self) -> None:
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._codes: dict[int, int] = {}
+        self.alive = True
+        own = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+        own |= {"JE_ARROW_MALLOC_CONF": "background_thread:false", "PYTHONPATH": os.pathsep.join(sys.path)}
+        with theirs:
+            subprocess.run(
+                [sys.executable, __file__, str(theirs.fileno())],
+                env={**os.environ, **own},
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                check=True,
+            )
+
+    def start(self, program: list[str], environment: Mapping[str, str], log: IO[bytes]) -> Rank:
+        """A script and its arguments, with pipes to its stdin and from its stdout."""
+        stdin, told = os.pipe()
+        read, stdout = os.pipe()
+        request = json.dumps({"program": program, "environment": dict(environment), "folder": os.getcwd()}).encode()
+        assert len(request) < MOST_BYTES
+        socket.send_fds(self._channel, [request], [stdin, stdout, log.fileno()])
+        os.close(stdin)
+        os.close(stdout)
+        while (answer := self._receive(None)) is None or "started" not in answer:
+            pass
+        return Rank(self, answer["started"], os.fdopen(told, "wb", 0), os.fdopen(read, "rb"))
+
+    def code(self, pid: int, timeout: float | None) -> int | None:
+        """Its exit code; None where it has not ended within `timeout` seconds."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while pid not in self._codes:
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left < 0:
+                return None
+            self._receive(left)
+        return self._codes[pid]
+
+    def _receive(self, timeout: float | None) -> dict[str, int] | None:
+        if not select.select([self._channel], [], [], timeout)[0]:
+            return None
+        answer: dict[str, int] = json.loads(self._channel.recv(MOST_BYTES) or "{}")
+        if not answer:
+            self.alive = False
+            raise RuntimeError("the process that forks ranks has ended: what it wrote is above")
+        if "ended" in answer:
+            self._codes[answer["ended"]] = answer["code"]
+        return answer
+
+
+class Rank:
+    """One forked rank, as subprocess.Popen has a process."""
+
+    def __init__(self, server: Server, pid: int, stdin: IO[bytes], stdout: IO[bytes]) -> None:
+        self.pid, self.stdin, self.stdout = pid, stdin, stdout
+        self._server = server
+
+    def wait(self, timeout: float | None = None) -> int:
+        code = self._server.code(self.pid, timeout)
+        if code is None:
+            raise subprocess.TimeoutExpired(f"rank {self.pid}", timeout or 0)
+        return code
+
+    def send_signal(self, number: signal.Signals) -> None:
+        if self._server.code(self.pid, 0) is None:
+            with suppress(ProcessLookupError):  # ended, and not told yet
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def serve(channel: socket.socket) -> NoReturn:
+    for name in IMPORTED:
+        importlib.import_module(name)
+    threads = Path("/proc/self/task")
+    assert not threads.exists() or len(list(threads.iterdir())) == 1, "a thread would be missing from the ranks"
+    awake, wake = os.pipe()
+    for end in (awake, wake):
+        os.set_blocking(end, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for who holds the other end
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    while True:
+        ready, _, _ = select.select([channel, awake], [], [])
+        if awake in ready:
+            os.read(awake, 1 << 16)
+            _tell_who_ended(channel)
+        if channel in ready:
+            request, files, _, _ = socket.recv_fds(channel, MOST_BYTES, 3)
+            if not request:
+                os._exit(0)
+            pid = os.fork()
+            if pid == 0:
+                os.close(awake)
+                os.close(wake)
+                _become(json.loads(request), files, channel)
+            for file in files:
+                os.close(file)
+            channel.send(json.dumps({"started": pid}).encode())
+
+
+def _tell_who_ended(channel: socket.socket) -> None:
+    with suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            pid, status = ended
+            channel.send(json.dumps({"ended": pid, "code": os.waitstatus_to_exitcode(status)}).encode())
+
+
+def _become(request: dict[str, Any], files: list[int], channel: socket.socket) -> NoReturn:
+    """This fork is the script, as if it had been started."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    channel.close()
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+        os.close(file)
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.chdir(request["folder"])
+    sys.argv = request["program"]
+    code = 1
+    try:
+        sys.path.insert(0, str(Path(sys.argv[0]).parent))
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    if os.fork():
+        os._exit(0)
+    serve(socket.socket(fileno=int(sys.argv[1])))
