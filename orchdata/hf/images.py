@@ -197,6 +197,11 @@ class HFImages(ImageFiles):
             return least
         return PartSize(self.row_positions, least.tokens // least.num_rows, 1, least.extent)
 
+    def decoding_bytes(self, parts: Sequence[tuple[Header, PartSize]]) -> int:
+        """Pixels of the largest image, and the values that its processor makes of them before they are copied."""
+        rows = 0 if self.native else max(size.num_rows for _, size in parts)
+        return super().decoding_bytes(parts) + rows * self.row_bytes()
+
     def _size(self, found: _Found, size: tuple[int, int]) -> PartSize:
         positions = found.rows * self.row_positions
         if found.expansion is None:

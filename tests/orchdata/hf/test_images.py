@@ -249,6 +249,16 @@ def test_positions_are_those_of_the_tower() -> None:
     assert image_modality(built("internvl", "pil"), patch_size=28).count_header((56, 56), LIMITS).positions == 4
 
 
+def test_memory_counts_what_a_processor_makes_before_it_is_copied() -> None:
+    images = modality_of("internvl", "pil")
+    size = images.count_header((640, 400), LIMITS)
+    assert images.decoding_bytes([((640, 400), size)]) == 4 * 640 * 400
+    theirs = dataclasses.replace(images, native=False)
+    assert (
+        theirs.decoding_bytes([((640, 400), size)]) == 4 * 640 * 400 + 7 * 3 * 56 * 56 * 4
+    )  # 3 x 2 tiles, and all of it
+
+
 def test_rope_is_a_grid_for_qwen_and_counts_on_for_others() -> None:
     images = modality_of("qwen2_vl", "pil")
     size = images.count_header((112, 56), LIMITS)
