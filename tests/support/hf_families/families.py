@@ -20,7 +20,7 @@ class Family:
         media: what a sample may hold: "image", "audio".
         packed: whether the model keeps samples of one row apart.
         per_phase: whether features of all its media can be made elsewhere.
-        chat: what samples are: "chat", "pair" (prompt and completion) or "speech" (a clip and its transcript).
+        chat: what samples are: "chat", "pair" (a chat of a question and its answer) or "speech" (a clip and its text).
     """
 
     name: str

@@ -162,7 +162,7 @@ def as_wave(data: bytes) -> Any:
 
 
 def write_samples(family: Family, samples: Sequence[Sample], folder: Path, shards: int = 2) -> list[str]:
-    """Shards of JSON chats, pairs or transcripts beside their media, as people keep them."""
+    """Shards of JSON chats or transcripts beside their media, as people keep them."""
     rows = [_fields(family, sample) for sample in samples]
     return [write_shard(folder / f"{family.name}-{at:06d}.tar", rows[at::shards]) for at in range(shards)]
 
@@ -176,9 +176,6 @@ def _fields(family: Family, sample: Sample) -> dict[str, Any]:
         fields[f"{at}.wav"] = data
     if family.chat == "speech":
         return fields | {"txt": sample.text("assistant").encode()}
-    if family.chat == "pair":
-        pair = {"prompt": sample.text("user"), "completion": sample.text("assistant")}
-        return fields | {"json": json.dumps(pair).encode()}
     kinds = {id(IMAGE): {"type": "image"}, id(AUDIO): {"type": "audio"}}
     chat = [
         {
