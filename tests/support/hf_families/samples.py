@@ -132,6 +132,7 @@ def real(family: Family, fixtures: Path, number: int = 8) -> list[Sample]:
 def _some(folder: Path, patterns: Sequence[str], number: int) -> list[bytes]:
     """As many files of each pattern as are needed, in the order of their names."""
     found = [sorted(folder.glob(pattern))[: -(-number // len(patterns))] for pattern in patterns]
+    assert all(found), "the fixtures lack what a pattern names"
     return [path.read_bytes() for paths in found for path in paths]
 
 
