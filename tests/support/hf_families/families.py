@@ -20,7 +20,7 @@ class Family:
         media: what a sample may hold: "image", "audio".
         packed: whether the model keeps samples of one row apart.
         per_phase: whether features of all its media can be made elsewhere.
-        chat: what samples are: "chat", "pair" (prompt and completion) or "speech" (a clip and its transcript).
+        chat: what samples are: "chat", "pair" (a chat of a question and its answer) or "speech" (a clip and its text).
     """
 
     name: str
@@ -503,7 +503,8 @@ _ALL = (
     Family(name="qwen3_vl", processor=_qwen3_vl_processor, model=_qwen3_vl_model),
     Family(name="llava", processor=_llava_processor, model=_llava_model),
     Family(name="llava_next", processor=_llava_next_processor, model=_llava_next_model),
-    Family(name="llava_onevision", processor=_onevision_processor, model=_onevision_model),
+    # Per phase it is refused where a sample has several images, which it takes for another kind of image.
+    Family(name="llava_onevision", processor=_onevision_processor, model=_onevision_model, per_phase=False),
     Family(name="internvl", processor=_internvl_processor, model=_internvl_model),
     Family(name="idefics3", processor=_idefics3_processor, model=_idefics3_model),
     Family(name="smolvlm", processor=_smolvlm_processor, model=_smolvlm_model),

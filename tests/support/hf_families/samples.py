@@ -132,6 +132,7 @@ def real(family: Family, fixtures: Path, number: int = 8) -> list[Sample]:
 def _some(folder: Path, patterns: Sequence[str], number: int) -> list[bytes]:
     """As many files of each pattern as are needed, in the order of their names."""
     found = [sorted(folder.glob(pattern))[: -(-number // len(patterns))] for pattern in patterns]
+    assert all(found), "the fixtures lack what a pattern names"
     return [path.read_bytes() for paths in found for path in paths]
 
 
@@ -162,7 +163,7 @@ def as_wave(data: bytes) -> Any:
 
 
 def write_samples(family: Family, samples: Sequence[Sample], folder: Path, shards: int = 2) -> list[str]:
-    """Shards of JSON chats, pairs or transcripts beside their media, as people keep them."""
+    """Shards of JSON chats or transcripts beside their media, as people keep them."""
     rows = [_fields(family, sample) for sample in samples]
     return [write_shard(folder / f"{family.name}-{at:06d}.tar", rows[at::shards]) for at in range(shards)]
 
@@ -176,9 +177,6 @@ def _fields(family: Family, sample: Sample) -> dict[str, Any]:
         fields[f"{at}.wav"] = data
     if family.chat == "speech":
         return fields | {"txt": sample.text("assistant").encode()}
-    if family.chat == "pair":
-        pair = {"prompt": sample.text("user"), "completion": sample.text("assistant")}
-        return fields | {"json": json.dumps(pair).encode()}
     kinds = {id(IMAGE): {"type": "image"}, id(AUDIO): {"type": "audio"}}
     chat = [
         {
