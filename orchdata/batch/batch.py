@@ -10,7 +10,7 @@ or become one row an item, with a mask of their own. Text alone stays packed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -43,8 +43,10 @@ class ModelInputs(Protocol):
 
     layout: Layout
 
-    def check(self, recipe: Recipe, balance: Balance) -> None:
-        """Raise ValueError where batches of this recipe, balanced so, cannot be had. Called once, by the DataLoader."""
+    def check(self, recipe: Recipe, encoders: Collection[str], balance: Balance) -> None:
+        """Raise ValueError where batches of this recipe, with these modalities in them and balanced so, are not what
+        the model takes. Called once, by the DataLoader.
+        """
 
     def arguments(self, batch: Batch) -> dict[str, Any]:
         """What `Batch.model_inputs` gives."""

@@ -36,11 +36,11 @@ def prepare_shards(dataset: ShardDataset, options: LoaderOptions, quarantine: Qu
         raise ValueError(f"cost for a ShardDataset is an od.CostModel, got {type(options.cost).__name__}")
     named = _read_quarantine(quarantine)
     layout = _layout(options)
-    if isinstance(options.collate_fn, ModelInputs):
-        options.collate_fn.check(dataset.recipe, options.balance)
     check_layout(options.balance, layout)
     index = _open_index(dataset, options)
     costs = IndexCosts(index, options.cost, layout.multiple_of, rectangular=isinstance(layout, Padded))
+    if isinstance(options.collate_fn, ModelInputs):
+        options.collate_fn.check(dataset.recipe, costs.phases[:-1], options.balance)
     quarantined = _quarantined_rows(index, named)
     bad = np.setdiff1d(index.bad_rows(), quarantined)
     _refuse(index, bad, options.policy)

@@ -25,10 +25,15 @@ from orchdata.hf.probe import loss_follows
 from orchdata.planning.layout import Empty, Layout, Packed, Padded, Positions
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from orchdata.loaders.recipe import Recipe
     from orchdata.planning.balance import Balance
 
 _UNKNOWN: Final = Family(packs=False, part_features=())
+_ARRAYS: Final = {"patches": "pixel_values"}
+"""What arrays of plain recipes are called by models."""
+
 _MEDIA_TYPES: Final = {"image": 1, "audio": 3}
 
 
@@ -101,16 +106,29 @@ class Inputs:
     def _makes_masks(self) -> bool:
         return bool(self.family.sees_ahead) and not self.padded
 
-    def check(self, recipe: Recipe, balance: Balance) -> None:
-        """Raise ValueError for modalities whose features travel and that the model does not take ready made."""
-        if balance.assignment != "per_phase":
-            return
-        missing = [name for name in recipe.modalities if name not in self.family.part_features]
-        if missing:
+    def check(self, recipe: Recipe, encoders: Collection[str], balance: Balance) -> None:
+        """Raise ValueError where the model would not see media as the recipe makes them, or not per phase."""
+        kind = self.config.model_type
+        for name in encoders:
+            modality, slot = recipe.modalities[name], recipe.slots[name]
+            named = {_ARRAYS.get(array, array) for array in modality.arrays()}
+            if unknown := sorted(named - self._takes):
+                raise ValueError(
+                    f"{kind} takes no {', '.join(unknown)}, which the recipe makes of {name}: make it of the model's "
+                    f"processor, od.hf.recipe(processor), or leave them out, Recipe({name}=None)"
+                )
+            told = [getattr(self.config, f"{name}_token_{end}", None) for end in ("id", "index")]
+            expected = next((token_id for token_id in told if token_id is not None), slot.token_id)
+            if modality.places and slot.token_id != expected:
+                raise ValueError(
+                    f"{kind} looks for {name} where the token {expected} stands, and the recipe writes "
+                    f"{slot.token_id}: make it of the model's processor, od.hf.recipe(processor)"
+                )
+        missing = [name for name in encoders if name not in self.family.part_features]
+        if balance.assignment == "per_phase" and missing:
             raise ValueError(
-                "Balance.assignment='per_phase' carries features, and "
-                f"{self.config.model_type} takes none "
-                f"of {', '.join(missing)} ready made (mm_encoder_outputs): use assignment='joint'"
+                f"Balance.assignment='per_phase' carries features, and {kind} takes none of {', '.join(missing)} ready "
+                "made (mm_encoder_outputs): use assignment='joint'"
             )
 
     def arguments(self, batch: Batch) -> dict[str, Any]:
@@ -163,8 +181,8 @@ class Inputs:
             places = torch.arange(padded.shape[1], device=lengths.device)
             arrays["input_features"] = padded.transpose(1, 2)
             arrays["feature_attention_mask"] = (places < lengths[:, None]).long()
-        if "patches" in arrays:  # of a plain od.ImagePreprocessor
-            arrays["pixel_values"] = arrays.pop("patches")
+        arrays = {_ARRAYS.get(array, array): tensor for array, tensor in arrays.items()}
+        if "grid_hw" in arrays:  # of a plain od.ImagePreprocessor
             grid = arrays.pop("grid_hw").long()
             arrays["image_grid_thw"] = torch.cat([torch.ones_like(grid[:, :1]), grid], dim=1)
         if "batch_num_images" in arrays:

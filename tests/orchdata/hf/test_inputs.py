@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -98,13 +99,36 @@ def test_a_family_that_cannot_be_packed_is_padded_or_refused() -> None:
     assert not od.hf.Inputs(llama()).padded
 
 
-def test_per_phase_is_refused_where_a_model_takes_no_features(dataset: od.ShardDataset) -> None:
-    recipe = od.Recipe(audio=od.AudioPreprocessor(), image=None)
-    inputs = od.hf.Inputs(transformers.Qwen2AudioConfig())
+def test_media_that_the_model_would_not_see_are_refused() -> None:
+    hears, sees = transformers.Qwen2AudioConfig(), transformers.Qwen2VLConfig()
+    with pytest.raises(ValueError, match="qwen2_audio takes no features, which the recipe makes of audio"):
+        od.hf.Inputs(hears).check(od.Recipe(image=None), ("audio",), od.Balance())
+    with pytest.raises(ValueError, match="qwen2_vl looks for image where the token 151655 stands.* writes 256"):
+        od.hf.Inputs(sees).check(od.Recipe(audio=None), ("image",), od.Balance())
+    text = od.TextPreprocessor(lambda text: [len(text)], id="lengths", image_token_id=151655)
+    recipe = od.Recipe(audio=None, text=text)
+    for assignment in ("joint", "per_phase"):
+        od.hf.Inputs(sees).check(recipe, ("image",), od.Balance(assignment=assignment))
+    with pytest.raises(ValueError, match="llama takes no pixel_values"):
+        od.hf.Inputs(llama()).check(recipe, ("image",), od.Balance())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heard(od.Modality):
+    """Audio as Qwen2-Audio's processor calls it."""
+
+    slot = od.Slot(mark="<|AUDIO|>", token_id=151646)
+
+    def arrays(self) -> dict[str, od.ArraySpec]:
+        return {"input_features": od.ArraySpec((128, 3000), "float32", "part")}
+
+
+def test_per_phase_is_refused_where_a_model_takes_no_features() -> None:
+    inputs = od.hf.Inputs(transformers.Qwen2AudioConfig(audio_token_id=151646))
+    recipe = od.Recipe(image=None, audio=Heard())
+    inputs.check(recipe, ("audio",), od.Balance())
     with pytest.raises(ValueError, match="qwen2_audio takes none of audio ready made"):
-        inputs.check(recipe, od.Balance(assignment="per_phase"))
-    inputs.check(recipe, od.Balance())
-    od.hf.Inputs(transformers.Qwen2VLConfig()).check(od.Recipe(audio=None), od.Balance(assignment="per_phase"))
+        inputs.check(recipe, ("audio",), od.Balance(assignment="per_phase"))
 
 
 def test_loss_and_encode_refuse_batches_of_another_layout(dataset: od.ShardDataset, model: Any) -> None:
