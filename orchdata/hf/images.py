@@ -271,7 +271,13 @@ def image_modality(processor: Any, *, patch_size: int | None = None) -> HFImages
     name = type(processor).__name__
     run = running(source)
     looked_at = [_noise(*size) for size in _LOOKED_AT]
-    seen = [run.outputs(Image.fromarray(image)) for image in looked_at]
+    try:
+        seen = [run.outputs(Image.fromarray(image)) for image in looked_at]
+    except NotImplementedError as error:
+        raise ValueError(
+            f"{name} does not tell what stands in the text for an image (replace_image_token), as that of a later "
+            "transformers may"
+        ) from error
     slot = _slot(whole, seen[0][1])
     kept = set(seen[0][0]) if whole is None else _inputs(whole, seen[0][0])
     with suppress(*_NO_RULE):

@@ -33,10 +33,11 @@ def source_of(processor: Any, image_processor: Any) -> str:
         held["resizes"] = pass_order()
     if processor is not None:
         if not hasattr(processor, "_process_images"):
-            raise ValueError(f"{type(processor).__name__} is no processor of transformers 5.18 or later")
+            raise ValueError(f"{type(processor).__name__} is no processor of transformers 5.21 or later")
         tokenizer = getattr(processor, "tokenizer", None)
-        merged = processor._merge_kwargs(tokenizer_init_kwargs=getattr(tokenizer, "init_kwargs", {}))["images_kwargs"]
-        held["call"] = {name: value for name, value in merged.items() if name != "return_tensors"}
+        init_kwargs = getattr(tokenizer, "init_kwargs", {})
+        merged = processor._merge_kwargs(processor.valid_processor_kwargs, tokenizer_init_kwargs=init_kwargs)
+        held["call"] = {name: value for name, value in merged["images_kwargs"].items() if name != "return_tensors"}
         attributes = {name: value for name, value in vars(processor).items() if name not in _BESIDE}
         attributes = {name: getattr(value, "content", value) for name, value in attributes.items()}
         held["processor"] = _named(processor) | {"attributes": {k: v for k, v in attributes.items() if _is_plain(v)}}
