@@ -27,6 +27,7 @@ class Family:
         nested: whether pixel arrays have a leading dimension for samples, (1, num_tiles, ...).
         part_features: modalities whose features it takes ready made, in `mm_encoder_outputs`: they can be encoded per
             phase.
+        expects_runs: whether it takes tokens of media that all stand alone for marks of an older processor.
         decoder: whether text is what a decoder says of what its encoder hears: no media in the sequence.
     """
 
@@ -37,6 +38,7 @@ class Family:
     nested: bool = False
     part_features: tuple[str, ...] = ("image",)
     decoder: bool = False
+    expects_runs: bool = False
 
 
 _QWEN_VL: Final = Family(mrope=True)
@@ -57,7 +59,7 @@ FAMILIES: Final[dict[str, Family]] = {
     "smolvlm": _IDEFICS,
     "gemma3": Family(sees_ahead="media"),
     "paligemma": Family(sees_ahead="prefix", first_position=1),
-    "qwen2_audio": Family(part_features=()),
+    "qwen2_audio": Family(part_features=(), expects_runs=True),
     "whisper": Family(packs=False, part_features=(), decoder=True),
 }
 TOWERS: Final = {"image": "get_image_features"}

@@ -155,6 +155,8 @@ class Inputs:
             found["mm_token_type_ids"] = _media_types(llm)
         elif family.sees_ahead:
             found["token_type_ids"] = _token_types(llm, family)
+        if family.expects_runs:
+            _check_runs(llm, self.config)
         if self.scales_loss:
             found |= {"labels": _rows(llm.labels), "num_items_in_batch": 1 / batch.loss_scale}
         return found if batch.routes else found | self.media_arguments(batch)
@@ -249,6 +251,15 @@ def _positions(llm: LLMBatch, family: Family) -> Tensor:
     assert llm.restart_position_ids is not None
     counting, turned = _rows(llm.restart_position_ids), llm.position_ids
     return torch.cat([counting[None], turned[:, None] if turned.dim() == 2 else turned])
+
+
+def _check_runs(llm: LLMBatch, config: Any) -> None:
+    for name, places in llm.media_positions.items():
+        if len(places) and not bool((places.sort().values.diff() == 1).any()):
+            raise ValueError(
+                f"{config.model_type} takes parts of {name} of one token each for marks of an older processor, and "
+                "this microbatch has no others: leave clips of less than 80 ms out"
+            )
 
 
 def _token_types(llm: LLMBatch, family: Family) -> Tensor:
