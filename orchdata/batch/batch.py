@@ -164,8 +164,7 @@ class Batch:
         Args:
             embeds: (T, hidden) or (1, T, hidden), padded (num_samples, L, hidden): the embedding of `llm.input_ids`.
             features: modality -> (num_tokens, hidden), every modality this batch has, in the encoder's order, or as
-                `exchange` gave them: no row for a dummy's places, which then are zeros. From padded encoders also
-                (num_items, max_tokens, hidden).
+                `exchange` gave them. From padded encoders also (num_items, max_tokens, hidden).
 
         Returns:
             A new tensor like `embeds`. Every given feature tensor takes part in the graph, even without a token.
@@ -186,8 +185,6 @@ class Batch:
                 raise ValueError(f"the batch has {name}, but no features of it were given")
             positions = self.llm.media_positions[name]
             rows = token_rows(name, held, features[name])
-            if name in self.llm.dummies and not len(rows):
-                rows = torch.cat([rows, rows.new_zeros(len(positions), rows.shape[-1])])
             if len(positions) and rows.shape[0] != len(positions):
                 raise ValueError(
                     f"the batch has {len(positions)} {name} tokens, the features have {rows.shape[0]} rows"

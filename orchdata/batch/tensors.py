@@ -99,9 +99,9 @@ class LLMBatch(_Tensors):
         media_positions: modality -> int64 (num_tokens,), the places of its tokens in T, or in (num_samples * L), in the
             order in which the encoder yields them, or `exchange` does. `llm.image_positions` reads that of images;
             None where the batch has no such modality.
-        dummies: modalities that none of the samples has. A dummy of each has its places in a sequence of its own, the
-            last, which has no loss and no key and is counted in none of the above as a sample's: a model that refuses
-            features without a token finds both.
+        dummies: modality that none of the samples has -> tokens of a dummy of it, which stand in a sequence of their
+            own, the last, without loss or key: a model that refuses features without a token finds both.
+            `media_positions` has their places, but not per phase, where no features come for them.
         media_owners: per phase only: modality -> int64 (num_parts,), the sample in this batch of each part that
             arrives, in that order.
     """
@@ -115,7 +115,7 @@ class LLMBatch(_Tensors):
     restart_position_ids: Tensor | None = None
     media_positions: Mapping[str, Tensor] = field(default_factory=dict)
     media_owners: Mapping[str, Tensor] = field(default_factory=dict)
-    dummies: tuple[str, ...] = ()
+    dummies: Mapping[str, int] = field(default_factory=dict)
 
     def __getattr__(self, name: str) -> Tensor | None:
         modality, _, kind = name.rpartition("_")

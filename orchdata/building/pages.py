@@ -79,7 +79,9 @@ class Pages:
         for name, size in self._dummies.items():
             token_id = self._source.recipe.slots[name].token_id
             rope = rope_of(self._source, name, size)
-            self._slots[name].append(writer.media(token_id, size.tokens, rope), size.tokens)
+            place = writer.media(token_id, size.tokens, rope)
+            if self.media[name].route() is None:  # or its features stay where they were made
+                self._slots[name].append(place, size.tokens)
 
     def write(self, place: int, sample: StoredSample, payloads: Mapping[int, bytes | memoryview]) -> None:
         """Write one sample's sequence into its slices. Raises FieldError."""
@@ -172,7 +174,7 @@ class Pages:
             restart_position_ids=restart if mrope else None,
             media_positions={name: torch.from_numpy(slots.where) for name, slots in self._slots.items()},
             media_owners={name: torch.from_numpy(slots.owner) for name, slots in self._slots.items() if per_phase},
-            dummies=tuple(self._dummies),
+            dummies={name: size.tokens for name, size in self._dummies.items()},
         )
 
 

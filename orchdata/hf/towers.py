@@ -54,10 +54,9 @@ def _encoded(model: Any, inputs: Inputs, batch: Batch, name: str, group: Any) ->
     together = torch.cat([each.to(rows[0].dtype) for each in rows], dim=-1)
     if batch.routes:
         together = exchange(together, batch.route(name), group=group, requires_grad=together.requires_grad)
-        places = batch.llm.media_positions[name]
-        if name in batch.llm.dummies:  # whose features stayed where they were made
-            together = torch.cat([together, together.new_zeros(len(places), together.shape[-1])])
-        together = together[places.argsort()]  # transformers fills places in the order of the sequence
+        # transformers fills places in the order of the sequence; a dummy's features stayed where they were made.
+        together = together[batch.llm.media_positions[name].argsort()]
+        together = torch.cat([together, together.new_zeros(batch.llm.dummies.get(name, 0), together.shape[-1])])
     pooled, *others = together.split(widths, dim=-1)
     outputs.pooler_output = _as(outputs.pooler_output, pooled)
     if others:

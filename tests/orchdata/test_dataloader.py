@@ -331,14 +331,14 @@ def test_to_takes_a_device_and_no_dtype(dataset: od.ShardDataset) -> None:
         batch.to(torch.float16)  # would turn token ids into floats
 
 
-def test_merge_joins_dummies_to_the_graph(dataset: od.ShardDataset) -> None:
+def test_merge_puts_dummies_where_no_loss_is(dataset: od.ShardDataset) -> None:
     batch = next(iter(loader(dataset, global_batch_size=2, dp=(5, 8))))
     assert not batch.keys
     embeds = torch.zeros(batch.llm.input_ids.numel(), 4)
     features = {name: torch.ones(1, 4, requires_grad=True) for name in ("image", "audio")}
     merged = batch.merge(embeds, features)
-    assert torch.equal(merged, embeds)
-    merged.sum().backward()
+    assert merged.tolist() == [[1.0] * 4] * 2 and batch.llm.labels.tolist() == [-100] * 2
+    merged[batch.llm.labels != -100].sum().backward()
     for feature in features.values():
         assert feature.grad is not None and not feature.grad.any()
 

@@ -228,8 +228,7 @@ def delivered(steps: list[list[od.Batch]]) -> dict[str, Expected]:
             for name in OWN:
                 rows = arrived[name][rank]
                 embeds = torch.full((llm.input_ids.numel(), rows.shape[1]), torch.nan, dtype=torch.float64)
-                assert len(rows) == len(llm.media_positions[name]) or (name in llm.dummies and not len(rows))
-                merged[name] = embeds.index_copy(0, llm.media_positions[name][: len(rows)], rows)
+                merged[name] = embeds.index_copy(0, llm.media_positions[name], rows)
             mrope = llm.position_ids
             mrope = mrope.flatten(1) if llm.restart_position_ids is not None else mrope.reshape(1, -1).expand(3, -1)
             for number, (_, key) in enumerate(batch.keys):
@@ -380,12 +379,16 @@ def test_a_rank_that_has_none_gets_a_dummy(tmp_path: Path, layout: Layout, balan
             missing = (name, batch.keys[0][1]) != ("points", "a")
             assert (name in batch.llm.dummies) == missing
             places = batch.llm.media_positions[name]
-            assert len(places) == (1 if missing else 2)
+            assert len(places) == (2 if not missing else 0 if apart else 1)
             if missing:  # in a last sequence without loss, which is nobody's
                 assert len(batch.llm.cu_seqlens) == len(batch.keys) + 2
-                assert batch.llm.labels.flatten()[places].tolist() == [-100]
                 ends = batch.llm.cu_seqlens.tolist()
+                last = slice(ends[-2], ends[-1])
                 assert ends[-1] - ends[-2] == len(batch.llm.dummies)
+                if layout == od.Packed():
+                    token_ids = [RECIPE.slots[each].token_id for each in batch.llm.dummies]
+                    assert batch.llm.input_ids[last].tolist() == token_ids
+                    assert batch.llm.labels[last].tolist() == [-100] * len(token_ids)
         weight = torch.zeros(4, requires_grad=True)
         features = {
             name: held.arrays[next(iter(held.arrays))].double().reshape(-1, 1)[:1].expand(max(1, held.num_tokens), 4)

@@ -172,10 +172,11 @@ def describe(batch: od.Batch, inputs: dict[str, Any]) -> dict[str, Any]:
     """What one microbatch had: `rows_away` are encoded here for samples of other ranks."""
     assert batch.image is not None and batch.audio is not None
     routes = [value for value in inputs.values() if isinstance(value, od.Route)]
+    dummies = {} if routes else batch.llm.dummies
     return {
         "samples": [key for _, key in batch.keys],
-        "image": batch.image.num_tokens,
-        "audio": batch.audio.num_tokens,
+        "image": 0 if "image" in dummies else batch.image.num_tokens,
+        "audio": 0 if "audio" in dummies else batch.audio.num_tokens,
         "rows_away": sum(route.num_rows_in - int(route.send_rows[route.rank]) for route in routes),
         "microbatches": batch.num_microbatches,
     }

@@ -159,7 +159,7 @@ def test_a_rank_without_samples_gets_a_dummy_row_that_reaches_no_loss(dataset: o
     assert batch.llm.input_ids.shape == (1, 8)
     assert batch.llm.attention_mask is not None
     assert batch.llm.attention_mask.tolist() == [[True] * 2 + [False] * 6]  # of an image and a clip
-    assert batch.llm.dummies == ("image", "audio")
+    assert batch.llm.dummies == {"image": 1, "audio": 1}
     assert batch.llm.image_positions.tolist() == [0] and batch.llm.audio_positions.tolist() == [1]
     assert (batch.llm.labels == -100).all() and batch.loss_tokens == 0
     model = PaddedLM(CONFIG)
