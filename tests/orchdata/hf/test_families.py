@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,15 +27,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:Depreca
 TOLERANCE = 1e-8
 JOB = Path(__file__).parents[2] / "support" / "hf_parity_job.py"
 EVERY_DAY = ("qwen2_5_vl", "llava_next", "gemma3", "qwen2_audio")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models are so small that threads only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def slow_but(names: tuple[str, ...], some: Callable[[Family], bool] = lambda family: True) -> list[Any]:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 
 pytest.importorskip("transformers")
 
@@ -20,16 +17,6 @@ from hf_families.reference import (
     reference,
 )
 from hf_families.samples import made_up
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models are so small that threads only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
 
 CHATS = [name for name, family in FAMILIES.items() if family.chat == "chat"]
 EVERY_DAY = ("qwen2_vl", "internvl")
