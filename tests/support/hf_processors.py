@@ -5,37 +5,13 @@ from __future__ import annotations
 import sys
 from contextlib import ExitStack
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
-
-
-def _declare_operators() -> list[torch.library.Library]:
-    """Let a torchvision be imported whose compiled operators do not fit this torch: only its Python is used here."""
-    found = find_spec("torchvision")
-    if found is None:
-        return []
-    compiled = next(Path(found.submodule_search_locations[0]).glob("_C*.so"))
-    try:
-        torch.ops.load_library(str(compiled))
-    except OSError:
-        operators = torch.library.Library("torchvision", "DEF")
-        for name in ("nms", "qnms"):
-            operators.define(f"{name}(Tensor boxes, Tensor scores, float iou_threshold) -> Tensor")
-        for pooled in ("roi_align", "roi_pool", "ps_roi_align", "ps_roi_pool", "deform_conv2d"):
-            operators.define(f"{pooled}(Tensor input) -> Tensor")
-            operators.define(f"_{pooled}_backward(Tensor grad) -> Tensor")
-        return [operators]
-    return []
-
-
-_OPERATORS = _declare_operators()  # before transformers is imported, which imports torchvision
-
-import transformers  # noqa: E402
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: E402
-from transformers import PreTrainedTokenizerFast  # noqa: E402
+import torchvision_operators  # noqa: F401
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 HAS_TORCHVISION = find_spec("torchvision") is not None
 BACKENDS = ("pil", "torchvision") if HAS_TORCHVISION else ("pil",)

@@ -7,11 +7,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+import torchvision_operators  # noqa: F401
 from torch import nn
 
 
@@ -26,28 +26,6 @@ def image_processor(module: str, name: str, **settings: Any) -> Any:
         return getattr(found, name)(**settings)
     found = importlib.import_module(f"transformers.models.{module}.image_processing_pil_{module}")
     return getattr(found, f"{name}Pil")(**settings)
-
-
-def _declare_operators() -> list[torch.library.Library]:
-    """Let a torchvision be imported whose compiled operators do not fit this torch: only its Python is used here."""
-    found = find_spec("torchvision")
-    if found is None:
-        return []
-    compiled = next(Path(found.submodule_search_locations[0]).glob("_C*.so"))
-    try:
-        torch.ops.load_library(str(compiled))
-    except OSError:
-        operators = torch.library.Library("torchvision", "DEF")
-        operators.define("nms(Tensor boxes, Tensor scores, float iou_threshold) -> Tensor")
-        operators.define("qnms(Tensor boxes, Tensor scores, float iou_threshold) -> Tensor")
-        for pooled in ("roi_align", "roi_pool", "ps_roi_align", "ps_roi_pool", "deform_conv2d"):
-            operators.define(f"{pooled}(Tensor input) -> Tensor")
-            operators.define(f"_{pooled}_backward(Tensor grad) -> Tensor")
-        return [operators]
-    return []
-
-
-_OPERATORS = _declare_operators()  # before transformers is imported, which imports torchvision
 
 
 def build_processor(kind: Any, *args: Any, video: bool = True, **settings: Any) -> Any:
