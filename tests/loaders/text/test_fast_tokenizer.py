@@ -99,6 +99,18 @@ def test_a_tokenizer_unlike_what_is_behind_it_is_refused():
         od.TextPreprocessor(tokenizer)
 
 
+def test_a_tokenizer_that_splits_special_tokens_is_refused():
+    bare = tokenizers.Tokenizer.from_str(trained().to_str())
+    bare.encode_special_tokens = True
+    whole = hf_tokenizer()
+    whole.split_special_tokens = True
+    for given in (bare, whole):
+        with pytest.raises(ValueError, match="splits special tokens"):
+            od.TextPreprocessor(given)
+    whole.split_special_tokens = False
+    assert od.TextPreprocessor(whole).encode("<|im_end|>").tolist() == whole("<|im_end|>")["input_ids"]
+
+
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
