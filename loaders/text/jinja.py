@@ -75,6 +75,11 @@ class JinjaTemplate:
         bos = _variables(self.variables).get("bos_token")
         return self.add_special_tokens and not (bos and text.startswith(bos))
 
+    @property
+    def eos_token(self) -> str:
+        """What it is told that ends a text; "" where it is told nothing."""
+        return str(_variables(self.variables).get("eos_token") or "")
+
     def marks_loss(self, inputs: Inputs) -> bool:
         """Whether it says itself what carries loss."""
         return _GENERATION.search(self._source(inputs)) is not None
