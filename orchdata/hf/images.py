@@ -271,7 +271,10 @@ def image_modality(processor: Any, *, patch_size: int | None = None) -> HFImages
     name = type(processor).__name__
     run = running(source)
     looked_at = [_noise(*size) for size in _LOOKED_AT]
-    seen = [run.outputs(Image.fromarray(image)) for image in looked_at]
+    try:
+        seen = [run.outputs(Image.fromarray(image)) for image in looked_at]
+    except Exception as error:  # of settings that are missing, or do not go together
+        raise ValueError(f"{name} does not take images as it is set: {type(error).__name__}: {error}") from error
     slot = _slot(whole, seen[0][1])
     kept = set(seen[0][0]) if whole is None else _inputs(whole, seen[0][0])
     with suppress(*_NO_RULE):

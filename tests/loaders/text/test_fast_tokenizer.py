@@ -119,6 +119,9 @@ def test_a_tokenizer_that_splits_special_tokens_is_refused():
         ({"source": {"rag": "a"}}, ValueError, "none is called 'default' of"),
         ({"source": "a", "bos_token": object()}, TypeError, "must be JSON values"),
         ({"source": "a", "bos_token": (1,)}, TypeError, "must be JSON values"),
+        ({"source": "a", "ignore_keys": "channel"}, ValueError, "must be a tuple, got the string 'channel'"),
+        ({"source": "a", "roles": "critic"}, ValueError, "must be a tuple, got the string 'critic'"),
+        ({"source": "a", "tools": []}, ValueError, "has 'tools' from each sample"),
         ({"source": "{{ strftime_now('%Y') }}", "date": "yesterday"}, ValueError, "Invalid isoformat"),
     ],
 )
