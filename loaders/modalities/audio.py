@@ -213,10 +213,7 @@ class AudioPreprocessor(Clips):
         sizes = [self._sized(window) for window in self.windows(num_samples)]
         rows, filled, positions, tokens = sizes[0] if len(sizes) == 1 else map(sum, zip(*sizes, strict=True))
         if self.places and not tokens:
-            raise DecodeError(
-                f"audio of {frames / rate:.3f} s is too short for a token of {1 / self.tokens_per_second:g} s: leave "
-                "it out of the data"
-            )
+            raise DecodeError(f"audio of {frames / rate:.3f} s is too short for a token: leave it out of the data")
         return PartSize(positions, tokens, rows, (num_samples, filled))
 
     def _sized(self, window: tuple[int, int]) -> WindowSize:

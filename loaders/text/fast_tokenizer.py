@@ -15,6 +15,7 @@ _PROBE: Final = "It's 1 of 12:\n\n  d\u00e9j\u00e0 vu \U0001f600 <s></s>"
 _WAY_OUT: Final = (
     "wrap it, as in TextPreprocessor(lambda text: tokenizer.encode(text, add_special_tokens=False), id=...)"
 )
+_SPLITS: Final = "`split_special_tokens`, `encode_special_tokens`"
 
 
 class Encoded(NamedTuple):
@@ -79,7 +80,8 @@ def fast_tokenizer(given: Any) -> FastTokenizer | None:
     """The value of a `tokenizers.Tokenizer`, or of a tokenizer of transformers that has one behind it; else None.
 
     Raises:
-        ValueError: one of transformers' that has none, or gives other ids than what is behind it.
+        ValueError: one of transformers' that has none, or gives other ids than what is behind it; one that splits
+            special tokens.
     """
     if given is None or isinstance(given, FastTokenizer):
         return given
@@ -89,6 +91,10 @@ def fast_tokenizer(given: Any) -> FastTokenizer | None:
         if of_transformers:
             raise ValueError(f"{_name(given)} tells no offsets, as it is no fast tokenizer: {_WAY_OUT}")
         return None
+    if getattr(given, "split_special_tokens", False) if of_transformers else backend.encode_special_tokens:
+        raise ValueError(
+            f"{_name(given)} splits special tokens into pieces ({_SPLITS}), which its JSON does not tell: {_WAY_OUT}"
+        )
     running = type(backend).from_str(backend.to_str())
     running.no_truncation()
     running.no_padding()

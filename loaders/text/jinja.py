@@ -24,6 +24,7 @@ REASONING: Final = ("reasoning_content", "thinking", "reasoning")
 """Names of a turn's reasoning. Templates are shown all of them where a turn has one, as by transformers."""
 
 _GENERATION: Final = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_RENDERED_WITH: Final = ("messages", "tools", "documents", "add_generation_prompt")
 _TELLS_TIME: Final = "strftime_now"
 
 Message = dict[str, Any]
@@ -75,6 +76,11 @@ class JinjaTemplate:
         bos = _variables(self.variables).get("bos_token")
         return self.add_special_tokens and not (bos and text.startswith(bos))
 
+    @property
+    def eos_token(self) -> str:
+        """What it is told that ends a text; "" where it is told nothing."""
+        return str(_variables(self.variables).get("eos_token") or "")
+
     def marks_loss(self, inputs: Inputs) -> bool:
         """Whether it says itself what carries loss."""
         return _GENERATION.search(self._source(inputs)) is not None
@@ -120,6 +126,9 @@ def jinja_template(
 ) -> JinjaTemplate:
     """See `ChatTemplate.from_jinja`."""
     text, tool_text = _sources(source)
+    taken = next((name for name in _RENDERED_WITH if name in variables), None)
+    if taken is not None:
+        raise ValueError(f"a chat template has {taken!r} from each sample: it cannot be one of its variables")
     inner = getattr(source, "tokenizer", source)
     seen = {**getattr(inner, "special_tokens_map", {}), **variables}
     try:

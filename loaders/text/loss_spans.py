@@ -26,19 +26,41 @@ class _Rendering:
     messages: Sequence[Message]
     template: JinjaTemplate
     inputs: Inputs
-    text: str
+    whole: str
+
+    @cached_property
+    def tail(self) -> str:
+        """`eos_token` where it ends chats in which no answer is asked for, whoever spoke last; else ""."""
+        asked = [{"role": "user", "content": _like([] if self._listed else "", _BEFORE)}]
+        eos, plain, prompted = self.template.eos_token, self._rendered(asked), self._rendered(asked, prompt=True)
+        if not eos or plain is None or prompted is None or not plain.endswith(eos) or prompted.startswith(plain):
+            return ""
+        return eos if prompted.startswith(plain.removesuffix(eos)) else ""
+
+    @property
+    def text(self) -> str:
+        """All turns, without the tail."""
+        return self.whole.removesuffix(self.tail)
 
     @cached_property
     def around(self) -> tuple[str, str]:
         """What comes before an answer, and what ends it where it is the last."""
-        listed = any(isinstance(message.get("content"), list) for message in self.messages)
+        listed = self._listed
         asked = {"role": "user", "content": _like([] if listed else "", _BEFORE)}
         plain, prompted = self.of([asked]) or "", self.of([asked], prompt=True) or ""
         answered = self.of([asked, {"role": TRAINED_ROLE, "content": _like([] if listed else "", _ANSWER)}]) or ""
         return prompted[len(plain) :] if prompted.startswith(plain) else "", answered.rpartition(_ANSWER)[2]
 
     def of(self, messages: Sequence[Message], *, prompt: bool = False) -> str | None:
-        """A rendering of other turns; None where the template refuses them."""
+        """A rendering of other turns, without the tail; None where the template refuses them."""
+        found = self._rendered(messages, prompt=prompt)
+        return found if found is None or prompt else found.removesuffix(self.tail)
+
+    @property
+    def _listed(self) -> bool:
+        return any(isinstance(message.get("content"), list) for message in self.messages)
+
+    def _rendered(self, messages: Sequence[Message], *, prompt: bool = False) -> str | None:
         try:
             return self.template.render(messages, self.inputs, prompt=prompt)[0]
         except DecodeError:
@@ -107,8 +129,9 @@ def _added(rendering: _Rendering, turn: int) -> tuple[int, int] | None:
         return None
     end = through.rstrip()
     said = _last_text(messages[turn])
-    # Blanks behind an end mark are the template's; where there is none, they are what ends the turn.
-    return len(before), len(through) if said and end.endswith(said) else max(len(end), len(before))
+    # Blanks behind an end mark are the template's; where there is none, they are what ends the turn, or the tail is.
+    ended = not (said and end.endswith(said))
+    return len(before), max(len(end), len(before)) if ended else len(rendering.whole if last else through)
 
 
 def _replaced(rendering: _Rendering, turn: int) -> tuple[int, int] | None:

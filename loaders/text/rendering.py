@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.text.chat_keys import phrases, says, shown, speaks
-from orchdata.loaders.text.jinja import REASONING, Inputs, JinjaTemplate, Message, Spans
+from orchdata.loaders.text.jinja import REASONING, TRAINED_ROLE, Inputs, JinjaTemplate, Message, Spans
 from orchdata.loaders.text.loss_spans import loss_spans
 from orchdata.loaders.text.media_words import MediaWords, holds_mark
 from orchdata.loaders.text.messages import Chat, items_of
@@ -28,6 +28,8 @@ from orchdata.loaders.text.template import Placeholder, Segment, TextSegment
 _WORD: Final = "Zq0qZ"
 _PLUMBING: Final = frozenset("id type index tool_call_id call_id".split())
 """Strings under these keys tie a chat together and say nothing."""
+_THOUGHT: Final = ("<think>", "</think>")
+"""Around reasoning that stands in the content, where some templates cut it out."""
 _NAME: Final = "name"
 """Of a tool that answers: its call says it too."""
 _PHRASE_CHARACTERS: Final = 16
@@ -243,6 +245,7 @@ def _check_said(
     records: Mapping[str, str],
 ) -> None:
     ignored = template.ignore_keys
+    _check_thoughts(chat, template, slots)
     leaves = [leaf for leaf in _leaves(chat.inputs, messages, records) if leaf.key not in ignored]
     number = next(n for n in range(len(text) + 2) if f"Zq{n}x" not in text)
     told = [f"Zq{number}x{n}qZ" for n in range(len(leaves))]
@@ -264,10 +267,26 @@ def _check_said(
             raise _lost(where, leaf.key)
 
 
+def _check_thoughts(chat: Chat, template: JinjaTemplate, slots: Slots) -> None:
+    """Raise DecodeError for reasoning in an answer's content that the template renders of no answer."""
+    start, end = _THOUGHT
+    if start in template.ignore_keys:
+        return
+    for turn, message in enumerate(chat.messages):
+        thought, found, _ = _text_of(message).rpartition(end)
+        if message["role"] == TRAINED_ROLE and found and says(thought.replace(start, "")):
+            if not _renders_thoughts(template, slots):
+                raise _lost(f"turn {turn + 1} ({message['role']})", start)
+            return
+
+
 def _lost(where: str, key: str) -> DecodeError:
+    way_out = f"or allow that with ChatTemplate.from_jinja(..., ignore_keys=({shown(key)},))"
+    if key in ("content", "value"):  # to allow that would be to lose any of it
+        way_out = "or give the text of a template that renders it"
     return DecodeError(
         f"{where} has {shown(key)}, which the chat template does not render: leave it out of the data if the model "
-        f"need not see it, or allow that with ChatTemplate.from_jinja(..., ignore_keys=({shown(key)},))"
+        f"need not see it, {way_out}"
     )
 
 
@@ -373,6 +392,16 @@ def _renders_reasoning(template: JinjaTemplate, slots: Slots) -> bool:
     marks, forms = dict(slots), _forms(template, slots)
     turns = [{"role": "user", "content": "Zq1qZ"}, {"role": "assistant", "content": "Zq2qZ", REASONING[0]: _WORD}]
     return _WORD in _rendered(template, [_adapted(turn, forms, marks) for turn in turns])
+
+
+@lru_cache(maxsize=256)
+def _renders_thoughts(template: JinjaTemplate, slots: Slots) -> bool:
+    marks, forms = dict(slots), _forms(template, slots)
+    start, end = _THOUGHT
+    answer = f"{start}\n{_WORD}\n{end}\n\nZq2qZ"
+    turns = [{"role": "user", "content": "Zq1qZ"}, {"role": TRAINED_ROLE, "content": answer}]
+    text = _rendered(template, [_adapted(turn, forms, marks) for turn in turns])
+    return not text or _WORD in text
 
 
 def _leaves(inputs: Inputs, messages: list[Message], records: Mapping[str, str]) -> Iterator[_Leaf]:

@@ -60,9 +60,12 @@ class ChatTemplate:
                 own switches, as `enable_thinking=False` or `add_vision_id=True`.
 
         Raises:
-            ValueError: no template, or one that is none.
+            ValueError: no template, or one that is none; a variable that is each sample's own (`messages`, `tools`).
             TypeError: a variable that has no JSON form.
         """
+        for name, given in (("ignore_keys", ignore_keys), ("roles", roles)):
+            if isinstance(given, str):
+                raise ValueError(f"ChatTemplate.from_jinja({name}=) must be a tuple, got the string {given!r}")
         return jinja_template(source, variables, tuple(ignore_keys), tuple(roles), add_special_tokens, date)
 
     def before(self, role: str) -> str:

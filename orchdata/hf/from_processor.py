@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 from orchdata.hf.audio import LongClips, audio_modality
 from orchdata.hf.audio_processor import extractor_of
@@ -15,6 +15,7 @@ from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.text.preprocessor import TextPreprocessor
 from orchdata.loaders.text.template import ChatTemplate
 
+_ARGUMENTS: Final = frozenset(("source", "ignore_keys", "roles", "add_special_tokens", "date"))
 _NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 
 # What processors without a chat template write by themselves, for chats of a question and its answer.
@@ -48,6 +49,7 @@ def recipe(
     chat_template: str | None = None,
     variables: Mapping[str, Any] = _NOTHING,
     ignore_keys: tuple[str, ...] = (),
+    date: str | None = None,
     long_clips: LongClips = "error",
     limits: Limits = Limits(),  # noqa: B008 - a frozen value
     keep: tuple[str, ...] = (),
@@ -60,21 +62,28 @@ def recipe(
         chat_template: jinja in place of the processor's own.
         variables: what the chat template sees beside turns, as `add_vision_id`.
         ignore_keys: keys of chats that may be lost where the template does not render them.
+        date: what day the chat template is told that it is, as `od.ChatTemplate.from_jinja` has it.
         long_clips: clips above the 30 s that Whisper and Qwen2-Audio take are an "error" of their sample, "cut", or
             "split" into windows.
         limits, keep: as `od.Recipe` has them.
 
     Raises:
         TypeError: no processor or tokenizer.
-        ValueError: a tokenizer that tells no offsets, or media whose places or counts the processor does not tell.
+        ValueError: a variable of the name of an argument; a tokenizer that tells no offsets, or media whose places or
+            counts the processor does not tell.
     """
     tokenizer = getattr(processor, "tokenizer", processor)
     if not hasattr(tokenizer, "apply_chat_template"):
         raise TypeError(f"{type(processor).__name__} is no processor or tokenizer of transformers'")
+    if reserved := sorted(_ARGUMENTS & variables.keys()):
+        raise ValueError(f"variables of a chat template cannot be called {', '.join(reserved)}: rename them in it")
+    if long_clips not in get_args(LongClips):
+        raise ValueError(f"long_clips must be one of {', '.join(get_args(LongClips))}, got {long_clips!r}")
     own = type(processor).__name__ in _TEMPLATES and chat_template is None
     template = ChatTemplate.from_jinja(
         chat_template or _template(processor),
         ignore_keys=ignore_keys,
+        date=date,
         add_special_tokens=processor is not tokenizer and not own,
         **{**tokenizer.special_tokens_map, **variables},
     )

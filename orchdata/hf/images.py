@@ -278,6 +278,8 @@ def image_modality(processor: Any, *, patch_size: int | None = None) -> HFImages
             f"{name} does not tell what stands in the text for an image (replace_image_token), as that of a later "
             "transformers may"
         ) from error
+    except Exception as error:  # of settings that are missing, or do not go together
+        raise ValueError(f"{name} does not take images as it is set: {type(error).__name__}: {error}") from error
     slot = _slot(whole, seen[0][1])
     kept = set(seen[0][0]) if whole is None else _inputs(whole, seen[0][0])
     with suppress(*_NO_RULE):

@@ -139,7 +139,7 @@ def test_a_larger_difference_is_an_error_that_names_both(decoded, indexed):
         fit(np.ones(decoded, np.float32), indexed, 16_000)
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e30])
 def test_values_that_are_no_numbers_are_errors(value):
     wave = tone(4000, 16_000)
     wave[3999] = value

@@ -111,7 +111,7 @@ def test_long_clips_are_cut_or_split_into_windows_of_their_own(fill, num_samples
 @pytest.mark.parametrize("fill", ["none", "window"])
 def test_what_is_too_short_for_a_token_is_an_error(fill):
     assert recipe(fill=fill).count_header((321, 16_000), LIMITS).tokens == 1  # three frames, two positions
-    with pytest.raises(DecodeError, match=r"0.020 s is too short for a token of 0.04 s"):
+    with pytest.raises(DecodeError, match=r"0.020 s is too short for a token"):
         recipe(fill=fill).count_header((320, 16_000), LIMITS)
 
 

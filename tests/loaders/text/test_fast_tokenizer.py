@@ -99,6 +99,18 @@ def test_a_tokenizer_unlike_what_is_behind_it_is_refused():
         od.TextPreprocessor(tokenizer)
 
 
+def test_a_tokenizer_that_splits_special_tokens_is_refused():
+    bare = tokenizers.Tokenizer.from_str(trained().to_str())
+    bare.encode_special_tokens = True
+    whole = hf_tokenizer()
+    whole.split_special_tokens = True
+    for given in (bare, whole):
+        with pytest.raises(ValueError, match="splits special tokens"):
+            od.TextPreprocessor(given)
+    whole.split_special_tokens = False
+    assert od.TextPreprocessor(whole).encode("<|im_end|>").tolist() == whole("<|im_end|>")["input_ids"]
+
+
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
@@ -107,6 +119,9 @@ def test_a_tokenizer_unlike_what_is_behind_it_is_refused():
         ({"source": {"rag": "a"}}, ValueError, "none is called 'default' of"),
         ({"source": "a", "bos_token": object()}, TypeError, "must be JSON values"),
         ({"source": "a", "bos_token": (1,)}, TypeError, "must be JSON values"),
+        ({"source": "a", "ignore_keys": "channel"}, ValueError, "must be a tuple, got the string 'channel'"),
+        ({"source": "a", "roles": "critic"}, ValueError, "must be a tuple, got the string 'critic'"),
+        ({"source": "a", "tools": []}, ValueError, "has 'tools' from each sample"),
         ({"source": "{{ strftime_now('%Y') }}", "date": "yesterday"}, ValueError, "Invalid isoformat"),
     ],
 )

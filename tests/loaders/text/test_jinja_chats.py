@@ -303,6 +303,10 @@ def test_of_prompt_and_completion_only_the_completion_is_learned():
 DROPS_SYSTEM = (
     "{% for m in messages %}{% if m.role != 'system' %}[{{ m.role }}] {{ m.content }} {% endif %}{% endfor %}"
 )
+CUTS_THOUGHTS = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content.split('</think>')[-1] if m.role == 'assistant' else m.content }}"
+    "</s>{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
 CALLS_OR_TEXT = "{% for m in messages %}{{ (m.tool_calls | tojson) if m.tool_calls else m.content }}{% endfor %}"
 
 
@@ -320,6 +324,11 @@ CALLS_OR_TEXT = "{% for m in messages %}{{ (m.tool_calls | tojson) if m.tool_cal
         (QWEN3, {"messages": [ASK, ANSWER], "chat_template_kwargs": {"custom": "Be brief."}}, "'custom'"),
         (DROPS_SYSTEM, [{"role": "system", "content": "Be brief."}, ASK, ANSWER], "turn 1 (system) has 'content'"),
         (CALLS_OR_TEXT, [ASK, {**ANSWER, "tool_calls": [CALL]}], "turn 2 (assistant) has 'content'"),
+        (
+            CUTS_THOUGHTS,
+            [ASK, {**ANSWER, "content": "<think>It is warm.</think>Sun."}],
+            "turn 2 (assistant) has '<think>'",
+        ),
         (NAMED["gemma"], [{"role": "system", "content": "Be brief."}, ASK, ANSWER], "No system role"),
         (QWEN3, {"messages": [ASK, ANSWER], "system": 1.5, "system_prompt": ["a"]}, "'system' beside the turns"),
         (QWEN3, {"messages": [{"role": "system", "content": "A."}, ASK, ANSWER], "system": "B."}, "two system prompts"),
@@ -365,6 +374,26 @@ def test_ignored_keys_may_be_lost():
     record = openai()
     record["messages"][3] |= {"tool_call_id": "call_1", "name": "weather"}
     assert composed(recipe_of(QWEN3), record) == composed(recipe_of(QWEN3), openai())
+
+
+def test_thoughts_that_a_template_cuts_out_may_be_lost():
+    chat = [ASK, {**ANSWER, "content": "<think>It is warm.</think>Sun."}]
+    assert decoded(recipe_of(CUTS_THOUGHTS, ignore_keys=("<think>",)), chat)[1] == "Sun.</s>"
+    assert decoded(recipe_of(QWEN3), chat)[1].startswith("<think>\nIt is warm.")
+    empty = [ASK, {**ANSWER, "content": "<think>\n\n</think>Sun."}]
+    assert decoded(recipe_of(CUTS_THOUGHTS), empty)[1] == "Sun.</s>"
+
+
+@pytest.mark.parametrize("end", ["<|im_end|>", ""])
+def test_an_eos_behind_the_chat_is_no_answers(end):
+    turn = "{% for m in messages %}{{ '<' + m.role + '>\\n' + m.content + '" + end + "\\n' }}{% endfor %}"
+    template = turn + "{% if add_generation_prompt %}{{ '<assistant>\\n' }}{% else %}{{ eos_token }}{% endif %}"
+    expected = ["A.<|im_end|>", "B.<|im_end|>"] if end else ["A.\n", "B.\n</s>"]  # where it is all that ends an answer
+    recipe = recipe_of(template)
+    answers = [{"role": "assistant", "content": text} for text in ("A.", "B.")]
+    text, learned = decoded(recipe, [ASK, answers[0], ASK, answers[1]])
+    assert text.endswith("</s>") and learned == "".join(expected)
+    assert decoded(recipe, [ASK, answers[1]])[1] == expected[1]
 
 
 def test_a_chat_whose_answers_are_all_masked_has_no_loss():

@@ -346,6 +346,12 @@ def _of_pieces() -> Any:
     return processor
 
 
+def _unset() -> Any:
+    processor = hf_processors.processor("llava", "pil")
+    processor.patch_size = None
+    return processor
+
+
 def _by_colour() -> Any:
     processor = hf_processors.processor("llava", "pil")
     processor.image_processor = _Coloured(**json.loads(processor.image_processor.to_json_string()))
@@ -359,6 +365,7 @@ def _by_colour() -> Any:
         (_uncropped, "rows have another shape for every image"),
         (_mllama, "with 6 axes"),
         (_by_colour, "does not follow from its size"),
+        (_unset, "LlavaProcessor does not take images as it is set: TypeError"),
         (_of_pieces, "'cat dog' must be one added token"),
         (lambda: built("llava", "pil").image_processor, "give its processor, or patch_size"),
     ],
