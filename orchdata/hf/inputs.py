@@ -52,7 +52,9 @@ class Inputs:
         scales_loss: whether the model's own loss is the scaled one.
 
     Raises:
-        ValueError: a family that cannot be packed, with `padded=False`; a configuration without a model.
+        TypeError: what is no configuration, such as the model itself.
+        ValueError: a family that cannot be packed, with `padded=False`; a configuration without a model; of a batch,
+            media of which the model's forward takes nothing.
     """
 
     config: Any = field(kw_only=False)
@@ -61,6 +63,9 @@ class Inputs:
     empty: Empty = "dummy"
 
     def __post_init__(self) -> None:
+        if not hasattr(self.config, "model_type"):
+            kind = type(self.config).__name__
+            raise TypeError(f"od.hf.Inputs takes the configuration of a model, model.config, and {kind} is none")
         object.__setattr__(self, "config", thinker(self.config))
         if self.padded is None:
             object.__setattr__(self, "padded", not self.family.packs)
@@ -173,7 +178,13 @@ class Inputs:
             if is_dummy:  # tiles of zeros are taken for padding
                 arrays["pixel_values"] = torch.ones_like(arrays["pixel_values"])
             arrays = {array: tensor[None] for array, tensor in arrays.items()}
-        return {array: tensor for array, tensor in arrays.items() if array in self._takes}
+        taken = {array: tensor for array, tensor in arrays.items() if array in self._takes}
+        if arrays and not taken and not is_dummy:
+            raise ValueError(
+                f"{model_class(self.config).__name__} takes none of {', '.join(arrays)}, and would learn from the "
+                "places of media without them: is this the configuration of the processor's model?"
+            )
+        return taken
 
     def _decoded(self, batch: Batch) -> dict[str, Any]:
         """Of an encoder-decoder: each token is told what stands before it."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from shard_factory import write_shard
+from shard_factory import RECIPE, jpeg, write_shard
 
 import orchdata as od
 from orchdata.hf.families import family_of
@@ -105,6 +106,23 @@ def test_per_phase_is_refused_where_a_model_takes_no_features(dataset: od.ShardD
         inputs.check(recipe, od.Balance(assignment="per_phase"))
     inputs.check(recipe, od.Balance())
     od.hf.Inputs(transformers.Qwen2VLConfig()).check(od.Recipe(audio=None), od.Balance(assignment="per_phase"))
+
+
+def test_what_is_no_configuration_is_refused(model: Any) -> None:
+    with pytest.raises(TypeError, match="model.config, and LlamaForCausalLM is none"):
+        od.hf.Inputs(model)
+
+
+def test_images_that_a_model_does_not_take_are_refused(tmp_path: Path) -> None:
+    texts = [{"__key__": str(number), "txt": text.encode()} for number, text in enumerate(TEXTS)]
+    dataset = od.ShardDataset(write_shard(tmp_path / "texts.tar", texts), recipe=RECIPE)
+    assert "pixel_values" not in only_batch(dataset, od.hf.Inputs(llama())).model_inputs()
+    seen = [sample | {"jpg": jpeg(40, 30)} for sample in texts]
+    dataset = od.ShardDataset(write_shard(tmp_path / "images.tar", seen), recipe=RECIPE)
+    for padded in (False, True):
+        batch = only_batch(dataset, od.hf.Inputs(llama(), padded=padded))
+        with pytest.raises(ValueError, match="LlamaForCausalLM takes none of pixel_values, image_grid_thw"):
+            batch.model_inputs()
 
 
 def test_loss_and_encode_refuse_batches_of_another_layout(dataset: od.ShardDataset, model: Any) -> None:
