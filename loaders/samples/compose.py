@@ -249,24 +249,32 @@ def _check_unread(
     for index in held.beside:
         if index not in held.json and says(_value(members[index], texts[index], recipe)):
             raise FieldError(members[index].field, "belongs to a conversation, and the sample has none")
-    for index in held.others:
-        _check_words(members[index], texts[index], recipe)
+    unread = [members[index].field for index in held.others if _holds_words(members[index], texts[index], recipe)]
+    if unread:
+        field, *more = (name.removesuffix(WORDS_SUFFIX) for name in unread)
+        raise FieldError(field, f"holds the sample's only words and is not read: {_way_out(unread[0], more)}")
 
 
-def _check_words(member: Member, payload: bytes | memoryview, recipe: Recipe) -> None:
+def _holds_words(member: Member, payload: bytes | memoryview, recipe: Recipe) -> bool:
     """Text of a field that the recipe does not read; what it reads unless told otherwise was left out on purpose."""
     name = stem(member.field)
-    listed = name.endswith(WORDS_SUFFIX)
-    if not listed and (name.rpartition(".")[2] in TEXT_FIELDS or not names_words(name)):
-        return
-    if says(_value(member, payload, recipe) if listed else _plain(member, payload, recipe)):
-        if listed:
-            way_out = "a list or struct: write its words as a string column, or leave it out of the data"
-        else:
-            way_out = f"TextPreprocessor(fields=({name!r},)) reads them; leave them out if the model need not see them"
-        raise FieldError(
-            member.field.removesuffix(WORDS_SUFFIX), f"holds the sample's only words and is not read: {way_out}"
+    if name.endswith(WORDS_SUFFIX):
+        return says(_value(member, payload, recipe))
+    if name.rpartition(".")[2] in TEXT_FIELDS or not names_words(name):
+        return False
+    return says(_plain(member, payload, recipe))
+
+
+def _way_out(field: str, more: Sequence[str]) -> str:
+    """How words of a field are read, or those of several, of which plain text would be the first alone."""
+    if more:
+        return (
+            f"{', '.join(map(repr, more))} too: write them as one chat, a list of turns under messages; leave them out "
+            "if the model need not see them"
         )
+    if field.endswith(WORDS_SUFFIX):
+        return "a list or struct: write its words as a string column, or leave it out of the data"
+    return f"TextPreprocessor(fields=({stem(field)!r},)) reads them; leave them out if the model need not see them"
 
 
 def _match(media: Mapping[str, tuple[int, ...]], segments: Iterable[Segment], where: str, recipe: Recipe) -> list[str]:

@@ -57,6 +57,7 @@ class Inputs:
         scales_loss: whether the model's own loss is the scaled one.
 
     Raises:
+        TypeError: what is no configuration, such as the model itself.
         ValueError: a family that cannot be packed, with `padded=False`; a configuration without a model.
     """
 
@@ -66,6 +67,9 @@ class Inputs:
     empty: Empty = "dummy"
 
     def __post_init__(self) -> None:
+        if not hasattr(self.config, "model_type"):
+            kind = type(self.config).__name__
+            raise TypeError(f"od.hf.Inputs takes the configuration of a model, model.config, and {kind} is none")
         object.__setattr__(self, "config", thinker(self.config))
         if self.padded is None:
             object.__setattr__(self, "padded", not self.family.packs)

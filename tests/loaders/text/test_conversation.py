@@ -300,6 +300,13 @@ def test_a_parquet_column_of_words_beside_media_is_read_or_refused(tmp_path: Pat
     assert "the sample's only words" in failure.reason
 
 
+def test_columns_of_a_question_and_its_answer_are_named_together(tmp_path: Path):
+    pq.write_table(pa.table({"question": ["What?"], "answer": ["That."]}), tmp_path / "a.parquet")
+    dataset = od.ShardDataset(str(tmp_path / "a.parquet"))
+    with pytest.raises(od.DataError, match="'question': holds the sample's only words and is not read: 'answer' too:"):
+        list(od.DataLoader(dataset, batch_size=1, num_threads=0))
+
+
 @pytest.mark.parametrize("cell", ["images/a.jpg", ["images/a.jpg"]])
 def test_a_parquet_column_of_paths_names_media(tmp_path: Path, cell: object):
     pq.write_table(pa.table({"images": [cell, None], "caption": ["a cat", "a dog"]}), tmp_path / "a.parquet")

@@ -131,6 +131,11 @@ def test_per_phase_is_refused_where_a_model_takes_no_features() -> None:
         inputs.check(recipe, ("audio",), od.Balance(assignment="per_phase"))
 
 
+def test_what_is_no_configuration_is_refused(model: Any) -> None:
+    with pytest.raises(TypeError, match="model.config, and LlamaForCausalLM is none"):
+        od.hf.Inputs(model)
+
+
 def test_loss_and_encode_refuse_batches_of_another_layout(dataset: od.ShardDataset, model: Any) -> None:
     (batch,) = od.DataLoader(dataset, batch_size=len(TEXTS), num_threads=0)
     for refused in (lambda: od.hf.loss(None, batch), lambda: od.hf.encode(model, batch)):
