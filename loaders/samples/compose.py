@@ -96,8 +96,9 @@ def _writer(recipe: Recipe, where: str, size_of: SizeOf, *, is_chat: bool) -> Sp
         return StretchWriter(recipe, where, size_of)
     if not is_chat:
         return WholeWriter(recipe, where, size_of, lambda _: text.add_special_tokens, plain=True)
-    adds = text.template.adds_special_tokens if isinstance(text.template, JinjaTemplate) else lambda _: False
-    return WholeWriter(recipe, where, size_of, adds, plain=False)
+    if isinstance(text.template, JinjaTemplate):  # which says itself how a chat begins and ends
+        return WholeWriter(recipe, where, size_of, text.template.adds_special_tokens, plain=False, closed=True)
+    return WholeWriter(recipe, where, size_of, lambda _: False, plain=False)
 
 
 def _segments(
@@ -137,6 +138,11 @@ def _segments(
         chosen = _caption(documents, members, recipe)
     if not chosen:
         _check_unread(documents, held, members, texts, recipe)
+    if chosen and isinstance(rules.template, JinjaTemplate) and rules.template.pairs:
+        raise FieldError(
+            members[chosen[0][0]].field,
+            'plain text, and the model reads a prompt and then its completion: {"prompt": ..., "completion": ...}',
+        )
     segments = [part for _, text in chosen for part in _split(text, True, recipe)]
     return [index for index, _ in chosen], segments, False
 
@@ -288,10 +294,11 @@ def _match(media: Mapping[str, tuple[int, ...]], segments: Iterable[Segment], wh
             raise FieldError(where, f"{mark} placeholder, but the recipe has no {name} preprocessor")
         found, wanted = len(media[name]), marks.count(name)
         if found < wanted:
+            way_out = f"where the mark is text, {_unmarked(name)}"
+            if isinstance(recipe.text.template, JinjaTemplate):
+                way_out = "its bytes are a field or column of the sample, as no URL or path is opened"
             raise FieldError(
-                where,
-                f"{mark} placeholder {found + 1} of {wanted} has no {name}: the sample holds {found}; where "
-                f"the mark is text, {_unmarked(name)}",
+                where, f"{mark} placeholder {found + 1} of {wanted} has no {name}: the sample holds {found}; {way_out}"
             )
         if found > wanted:
             raise FieldError(where, f"{found} {_plural(name, recipe)} but {wanted} {mark} placeholders")

@@ -167,16 +167,25 @@ class WholeWriter:
     Args:
         adds_special_tokens: whether the tokenizer's special tokens go around a text.
         plain: whether it is no chat: then special tokens carry loss as what stands beside them does.
+        closed: whether it begins and ends by itself, without the recipe's `bos_token_id` and `eos_token_id`.
     """
 
     def __init__(
-        self, recipe: Recipe, where: str, size_of: SizeOf, adds_special_tokens: Callable[[str], bool], *, plain: bool
+        self,
+        recipe: Recipe,
+        where: str,
+        size_of: SizeOf,
+        adds_special_tokens: Callable[[str], bool],
+        *,
+        plain: bool,
+        closed: bool = False,
     ) -> None:
         self._recipe = recipe
         self._where = where
         self._size_of = size_of
         self._adds_special_tokens = adds_special_tokens
         self._plain = plain
+        self._closed = closed
         self._pieces: list[str] = []
         self._length = 0
         self._trained: list[list[int]] = []  # stretches of characters, ascending and apart
@@ -216,7 +225,7 @@ class WholeWriter:
         pre, spans = self._recipe.text, _Spans()
         for slot in self._beside:
             spans.slot(slot)
-        spans.special(pre.bos_token_id)
+        spans.special(None if self._closed else pre.bos_token_id)
         text = "".join(self._pieces)
         if text or self._beside:
             added = self._adds_special_tokens(text)
@@ -225,7 +234,7 @@ class WholeWriter:
             except DecodeError as error:
                 raise error.at(self._where) from error.__cause__
             self._fill(spans, encoded)
-        spans.special(pre.eos_token_id, spans.ends_with_loss())
+        spans.special(None if self._closed else pre.eos_token_id, spans.ends_with_loss())
         return spans.found
 
     def _write(self, text: str) -> int:

@@ -138,7 +138,9 @@ def check_functions(**functions: Any) -> None:
     """Raise TypeError for an argument that is neither callable nor a layout; a layout's class is callable."""
     for name, given in functions.items():
         known = given is None or layout_of(given) is not None or callable(given)
-        if given in (Packed, Padded) or not known:
+        if isinstance(given, type) and (given in (Packed, Padded) or hasattr(given, "layout")):
+            raise TypeError(f"{name} got the class {given.__name__}: make one, as in {given.__name__}(...)")
+        if not known:
             raise TypeError(f"{name} must be callable, got {given!r}")
 
 

@@ -50,6 +50,7 @@ def recipe(
     variables: Mapping[str, Any] = _NOTHING,
     ignore_keys: tuple[str, ...] = (),
     date: str | None = None,
+    append_eos: bool = False,
     long_clips: LongClips = "error",
     limits: Limits = Limits(),  # noqa: B008 - a frozen value
     keep: tuple[str, ...] = (),
@@ -63,14 +64,16 @@ def recipe(
         variables: what the chat template sees beside turns, as `add_vision_id`.
         ignore_keys: keys of chats that may be lost where the template does not render them.
         date: what day the chat template is told that it is, as `od.ChatTemplate.from_jinja` has it.
+        append_eos: whether plain text and completions end with the tokenizer's `eos_token`, and learn it. A processor
+            writes none behind them; chats end as their template says.
         long_clips: clips above the 30 s that Whisper and Qwen2-Audio take are an "error" of their sample, "cut", or
             "split" into windows.
         limits, keep: as `od.Recipe` has them.
 
     Raises:
         TypeError: no processor or tokenizer.
-        ValueError: a variable of the name of an argument; a tokenizer that tells no offsets, or media whose places or
-            counts the processor does not tell.
+        ValueError: a variable of the name of an argument; `append_eos` of a tokenizer without one; a tokenizer that
+            tells no offsets, or media whose places or counts the processor does not tell.
     """
     tokenizer = getattr(processor, "tokenizer", processor)
     if not hasattr(tokenizer, "apply_chat_template"):
@@ -79,6 +82,8 @@ def recipe(
         raise ValueError(f"variables of a chat template cannot be called {', '.join(reserved)}: rename them in it")
     if long_clips not in get_args(LongClips):
         raise ValueError(f"long_clips must be one of {', '.join(get_args(LongClips))}, got {long_clips!r}")
+    if append_eos and tokenizer.eos_token_id is None:
+        raise ValueError(f"{type(tokenizer).__name__} has no eos_token to append")
     own = type(processor).__name__ in _TEMPLATES and chat_template is None
     template = ChatTemplate.from_jinja(
         chat_template or _template(processor),
@@ -89,7 +94,9 @@ def recipe(
     )
     template = replace(template, pairs=own)
     return Recipe(
-        text=TextPreprocessor(tokenizer, template=template),
+        text=TextPreprocessor(
+            tokenizer, template=template, eos_token_id=tokenizer.eos_token_id if append_eos else None
+        ),
         image=image_modality(processor) if getattr(processor, "image_processor", None) is not None else None,
         audio=audio_modality(processor, long_clips=long_clips) if extractor_of(processor) is not None else None,
         limits=limits,

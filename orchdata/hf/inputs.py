@@ -213,7 +213,14 @@ class Inputs:
         length = max(1, llm.input_ids.shape[1] - 1)  # of a dummy's row, which is one token, that is all
         told = {"decoder_input_ids": llm.input_ids, "decoder_attention_mask": llm.attention_mask.long()}
         arguments: dict[str, Any] = {name: tensor[:, :length] for name, tensor in told.items()}
-        return arguments | {"use_cache": False} | self.media_arguments(batch)
+        return arguments | {"use_cache": False} | self._narrowed(self.media_arguments(batch))
+
+    def _narrowed(self, media: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Features in the dtype of weights of half precision, which other families cast them to by themselves."""
+        dtype = getattr(self.config, "dtype", None)
+        if dtype not in (torch.bfloat16, torch.float16):
+            return media
+        return {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in media.items()}
 
 
 def _by_sample(sharing: Tensor) -> Tensor:

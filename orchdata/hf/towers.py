@@ -17,8 +17,8 @@ def encode(model: Any, batch: Batch, group: Any = None) -> dict[str, Any]:
     """The features of a batch's parts, for `model(**batch.model_inputs(), mm_encoder_outputs=...)`.
 
     Every rank encodes what the plan gives it, in `model.get_image_features`, and gets the features of its own samples;
-    all feature tensors of a part travel, such as the deepstack layers of Qwen3-VL, in one exchange. Without routes
-    (assignment="joint") nothing travels. Gradients come back along the routes, so every rank runs the backward too.
+    all feature tensors of a part travel, such as the deepstack layers of Qwen3-VL, in one exchange. Gradients come back
+    along the routes, so every rank runs the backward too.
 
     Args:
         model: a Hugging Face model, or that in DistributedDataParallel. Under FSDP2 its method is registered as one
@@ -27,11 +27,17 @@ def encode(model: Any, batch: Batch, group: Any = None) -> dict[str, Any]:
         group: the ranks of the routes, as `od.exchange` takes it.
 
     Raises:
-        ValueError: a batch of another `collate_fn`; features in other numbers than the plan has.
+        ValueError: a batch of another `collate_fn`, or of assignment="joint", whose `model_inputs()` have the media
+            themselves; features in other numbers than the plan has.
     """
     inputs = batch.inputs
     if not isinstance(inputs, Inputs):
         raise ValueError("od.hf.encode reads batches of a DataLoader with collate_fn=od.hf.Inputs(config)")
+    if not batch.routes:
+        raise ValueError(
+            "od.hf.encode is for od.Balance(assignment='per_phase'): without it batch.model_inputs() has the media, "
+            "and the model encodes them"
+        )
     model = getattr(model, "module", model)
     found: dict[str, Any] = {}
     for name in batch.media:
@@ -52,11 +58,10 @@ def _encoded(model: Any, inputs: Inputs, batch: Batch, name: str, group: Any) ->
     rows = [_flat(outputs.pooler_output), *map(_flat, layers)]
     widths = [each.shape[-1] for each in rows]
     together = torch.cat([each.to(rows[0].dtype) for each in rows], dim=-1)
-    if batch.routes:
-        together = exchange(together, batch.route(name), group=group, requires_grad=together.requires_grad)
-        # transformers fills places in the order of the sequence; a dummy's features stayed where they were made.
-        together = together[batch.llm.media_positions[name].argsort()]
-        together = torch.cat([together, together.new_zeros(batch.llm.dummies.get(name, 0), together.shape[-1])])
+    together = exchange(together, batch.route(name), group=group, requires_grad=together.requires_grad)
+    # transformers fills places in the order of the sequence; a dummy's features stayed where they were made.
+    together = together[batch.llm.media_positions[name].argsort()]
+    together = torch.cat([together, together.new_zeros(batch.llm.dummies.get(name, 0), together.shape[-1])])
     pooled, *others = together.split(widths, dim=-1)
     outputs.pooler_output = _as(outputs.pooler_output, pooled)
     if others:
