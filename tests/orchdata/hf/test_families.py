@@ -55,6 +55,24 @@ def test_packed_and_padded_equal_one_sample_at_a_time(name: str, tmp_path: Path)
     check_modes(family, made_up(family), expected_of(name), modes_of(family, 1), tmp_path)
 
 
+@pytest.mark.parametrize("name", slow_but(EVERY_DAY))
+def test_ranks_that_have_dummies_alone_add_nothing(name: str, tmp_path: Path) -> None:
+    family = FAMILIES[name]
+    processor, model = family.build()
+    dataset = od.ShardDataset(write_samples(family, made_up(family), tmp_path), recipe=od.hf.recipe(processor))
+    count = dataset.index().num_samples
+    inputs, loss, idle = od.hf.Inputs(model.config, multiple_of=16), 0.0, 0
+    for rank in range(num_ranks := count + 3):
+        loader = od.DataLoader(dataset, global_batch_size=count, collate_fn=inputs, num_threads=0, dp=(rank, num_ranks))
+        part, gradients = trained(model, loader)
+        loss += part / num_ranks
+        if not part:
+            idle += 1
+            assert not any(gradient.any() for gradient in gradients.values())
+    assert idle >= 3
+    assert abs(loss / expected_of(name).loss - 1) < TOLERANCE
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_two_ranks_equal_one_sample_at_a_time(name: str, tmp_path: Path) -> None:
