@@ -5,26 +5,22 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 
-import torch
+from torch import library, ops
 
 
-def _declare_operators() -> list[torch.library.Library]:
+def _declare_operators() -> None:
     """Operators in name alone: only torchvision's Python is used here."""
     found = find_spec("torchvision")
     if found is None:
-        return []
-    compiled = next(Path(found.submodule_search_locations[0]).glob("_C*.so"))
+        return
     try:
-        torch.ops.load_library(str(compiled))
+        ops.load_library(str(next(Path(found.submodule_search_locations[0]).glob("_C*.so"))))
     except OSError:
-        operators = torch.library.Library("torchvision", "DEF")
         for name in ("nms", "qnms"):
-            operators.define(f"{name}(Tensor boxes, Tensor scores, float iou_threshold) -> Tensor")
+            library.define(f"torchvision::{name}", "(Tensor boxes, Tensor scores, float iou_threshold) -> Tensor")
         for pooled in ("roi_align", "roi_pool", "ps_roi_align", "ps_roi_pool", "deform_conv2d"):
-            operators.define(f"{pooled}(Tensor input) -> Tensor")
-            operators.define(f"_{pooled}_backward(Tensor grad) -> Tensor")
-        return [operators]
-    return []
+            library.define(f"torchvision::{pooled}", "(Tensor input) -> Tensor")
+            library.define(f"torchvision::_{pooled}_backward", "(Tensor grad) -> Tensor")
 
 
-OPERATORS = _declare_operators()
+_declare_operators()
