@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 LINKS := .typing/orchdata
 ARGS ?=
 
-.PHONY: demo test test-slow check format bench clean
+.PHONY: demo test test-slow fuzz soak check format bench clean
 
 demo: $(STAMP)
 	$(BIN)/orchdata demo $(ARGS)
@@ -16,6 +16,12 @@ test: $(STAMP)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -q -m slow $(ARGS)
+
+fuzz: $(STAMP)
+	PYTHONPATH=tests/support $(BIN)/python tests/fuzz/fuzz.py $(ARGS)
+
+soak: $(STAMP)
+	PYTHONPATH=tests/support $(BIN)/python tests/soak/soak.py $(ARGS)
 
 check: $(STAMP) typing
 	$(BIN)/ruff format --check .
@@ -28,6 +34,8 @@ format: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.balance
+	$(BIN)/python -m benchmarks.bins --peers
+	$(BIN)/python -m benchmarks.decode
 	$(BIN)/python -m benchmarks.papers
 	$(BIN)/python -m benchmarks.plans
 	$(BIN)/python -m benchmarks.post_balance

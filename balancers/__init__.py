@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from orchdata.balancers.advice import Advice, Option, advise
 from orchdata.balancers.assignment import Assignment, MovedAssignment, lower_bound
-from orchdata.balancers.bins import pack_bins
+from orchdata.balancers.bins.micro_steps import pack_micro_steps
+from orchdata.balancers.bins.pack import bin_bound, deal_bins, pack_bins
 from orchdata.balancers.costs.fit import FittedCost, FittedCosts, fit_phase_cost, fit_phase_costs
 from orchdata.balancers.costs.model import CostModel
 from orchdata.balancers.costs.moe import MoE
@@ -43,6 +44,8 @@ __all__ = [
     "balance_grouped",
     "balance_padded",
     "balance_phases",
+    "bin_bound",
+    "deal_bins",
     "fit_phase_cost",
     "fit_phase_costs",
     "grid_round",
@@ -50,6 +53,7 @@ __all__ = [
     "order_after_disttrain",
     "order_microbatches",
     "pack_bins",
+    "pack_micro_steps",
     "place_on_nodes",
     "simulate_1f1b",
     "split_microbatches",

@@ -86,6 +86,20 @@ def checked_ranks(
     return np.require(array, np.int32, ["C", "W"])
 
 
+def checked_phases(costs: ArrayLike) -> NDArray[np.int64]:
+    """Costs int64 (num_items, num_phases)."""
+    array = np.asarray(costs)
+    if array.ndim not in (1, 2) or array.shape[1:] == (0,):
+        raise ValueError(f"costs must be (num_items,) or (num_items, num_phases), got shape {array.shape}")
+    if array.ndim == 1:
+        return checked_costs(array)[:, None]
+    columns = [checked_costs(array[:, p], f"costs[:, {p}]") for p in range(array.shape[1])]
+    total = sum(int(column.sum()) for column in columns)
+    if total > MAX_TOTAL:
+        raise ValueError(f"costs of all phases sum to {total}, above the limit of 2**62: scale them down")
+    return np.stack(columns, axis=1)
+
+
 def checked_max_samples(max_samples: int, present: int, num_ranks: int) -> int:
     """A cap on the samples of a rank that can hold those present; at most their number, as more does not bind."""
     most = checked_count(max_samples, "max_samples")

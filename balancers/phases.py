@@ -196,7 +196,7 @@ def assign_jointly(
     if not together.all():
         raise ValueError(f"sample {int((together == 0).argmax())} costs 0 in every phase: leave it out, or cost it 1")
     num_samples = len(together)
-    order = np.arange(num_samples) if group is None else np.argsort(group, kind="stable")
+    order = slice(None) if group is None else np.argsort(group, kind="stable")
     counts = np.array([num_samples]) if group is None else np.bincount(group, minlength=len(group_sizes))
     if max_samples is not None:
         for held, ranks in zip(counts.tolist(), group_sizes.tolist(), strict=True):
@@ -205,7 +205,7 @@ def assign_jointly(
         costs, primary = together[None, :], 0
     first = np.repeat(np.cumsum(group_sizes) - group_sizes, counts).astype(np.int32)
     offsets = np.concatenate([[0], np.cumsum(counts)])
-    by_sample, weights = np.ascontiguousarray(costs.T[order]), sizes[order]
+    by_sample, weights = np.ascontiguousarray(costs.T[order]), np.ascontiguousarray(sizes[order])
     most = max_samples or max(1, num_samples)
     kept = np.empty(0, np.int32) if within is None else within[order] - first
     given = kept

@@ -89,6 +89,26 @@ def permute(size: np.uint64, key: np.uint64, values: NDArray[np.uint64]) -> None
 
 
 @kernel
+def odd_slot(stream_key: np.uint64, slots: np.uint64) -> np.uint64:
+    """Where the block that is not whole stands among the blocks of its stream."""
+    return derive_key(stream_key, _THREE) % slots
+
+
+@kernel
+def _start_of(slot: np.uint64, odd: np.uint64, rest: np.uint64) -> np.uint64:
+    """Samples in the slots before one; slot `odd` has `rest`, the others whole blocks."""
+    return slot * _BLOCK if slot <= odd else (slot - _ONE) * _BLOCK + rest
+
+
+@kernel
+def _slot_of(place: np.uint64, odd: np.uint64, rest: np.uint64) -> np.uint64:
+    """The slot that a place of a stream is in."""
+    if place < odd * _BLOCK:
+        return place // _BLOCK
+    return odd if place < odd * _BLOCK + rest else (place - rest) // _BLOCK + _ONE
+
+
+@kernel
 def shuffled_rows(
     num_samples: np.uint64,
     window: np.uint64,
@@ -99,9 +119,10 @@ def shuffled_rows(
 ) -> None:
     """Write the samples at positions start, start + 1, ... to `out` (n,): a permutation of [0, num_samples) by `key`.
 
-    Position p belongs to stream p % streams. A stream is a contiguous range of samples, read from a keyed offset on and
-    around. Its whole blocks are permuted; each `window` of them (as equal in number as may be, never more; the last
-    window also takes the partial block) is one range whose samples are permuted.
+    Position p belongs to stream p % streams. A stream is a contiguous range of samples, cut into blocks from its first
+    sample on: whole ones, and a last one of what is left. Whole blocks are permuted, the last one stands among them at
+    a keyed slot; each `window` of slots (as equal in number as may be, never more) is one range whose samples are
+    permuted. So a window holds whole blocks, whatever the key, and sums over blocks give sums over windows.
     """
     stop = start + np.uint64(out.shape[0])
     for stream in range(streams):
@@ -116,36 +137,36 @@ def shuffled_rows(
         stream_key = derive_key(key, stream)
         block_key = derive_key(stream_key, _ONE)
         window_key = derive_key(stream_key, _TWO)
-        offset = derive_key(stream_key, _THREE) % length
-        blocks = length // _BLOCK
-        windows = max(_ONE, (blocks + window - _ONE) // window)
+        blocks, rest = length // _BLOCK, length % _BLOCK
+        slots, odd = blocks, blocks  # `odd`: the slot of the block that is not whole
+        if rest > _ZERO:
+            slots = blocks + _ONE
+            odd = odd_slot(stream_key, slots)
+        windows = (slots + window - _ONE) // window
         block_a = _side(blocks) if blocks > _ZERO else _ONE
         block_b = (blocks + block_a - _ONE) // block_a
 
         index = first // streams
         at = first - start
-        slot, slot_stop, low, high = _ZERO, _ZERO, _ZERO, _ZERO  # samples [low, high) are the current window
+        low, high = _ZERO, _ZERO  # [low, high) is the current window
         size, a, b, here_key = _ONE, _ONE, _ONE, _ZERO
         while at < stop - start:
             if index >= high:
-                # The window of block slot j is the largest w with w * blocks // windows <= j.
-                this = windows - _ONE
-                if index < blocks * _BLOCK:
-                    this = ((index // _BLOCK + _ONE) * windows - _ONE) // blocks
-                slot, slot_stop = this * blocks // windows, (this + _ONE) * blocks // windows
-                low = slot * _BLOCK
-                high = length if this + _ONE == windows else slot_stop * _BLOCK
+                # The window of slot j is the largest w with w * slots // windows <= j.
+                this = ((_slot_of(index, odd, rest) + _ONE) * windows - _ONE) // slots
+                low = _start_of(this * slots // windows, odd, rest)
+                high = _start_of((this + _ONE) * slots // windows, odd, rest)
                 size = high - low
                 a = _side(size)
                 b = (size + a - _ONE) // a
                 here_key = derive_key(window_key, this)
-            sample = low + _permute_one(index - low, size, a, b, here_key)
-            if sample < blocks * _BLOCK:
-                block = _permute_one(sample // _BLOCK, blocks, block_a, block_b, block_key)
-                sample = block * _BLOCK + sample % _BLOCK
-            sample += offset
-            if sample >= length:
-                sample -= length
-            out[at] = begin + sample
+            place = low + _permute_one(index - low, size, a, b, here_key)
+            slot = _slot_of(place, odd, rest)
+            block = blocks
+            if slot < odd:
+                block = _permute_one(slot, blocks, block_a, block_b, block_key)
+            elif slot > odd:
+                block = _permute_one(slot - _ONE, blocks, block_a, block_b, block_key)
+            out[at] = begin + block * _BLOCK + place - _start_of(slot, odd, rest)
             index += _ONE
             at += streams

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from orchdata.batch.batch import Batch
     from orchdata.batch.step_info import StepInfo
     from orchdata.dataloader import DataLoader
+    from orchdata.dataset.mixture import Mixture, Source
     from orchdata.dataset.shard_dataset import ShardDataset
     from orchdata.delivery.policy import ErrorPolicy
     from orchdata.loaders.errors import (
@@ -52,6 +53,8 @@ __version__ = "0.1.0"
 _HOMES = {
     "DataLoader": "orchdata.dataloader",
     "ShardDataset": "orchdata.dataset.shard_dataset",
+    "Mixture": "orchdata.dataset.mixture",
+    "Source": "orchdata.dataset.mixture",
     "Recipe": "orchdata.loaders.recipe",
     "ImagePreprocessor": "orchdata.loaders.modalities.image",
     "AudioPreprocessor": "orchdata.loaders.modalities.audio",
@@ -97,6 +100,8 @@ __all__ = [
     # Reading
     "DataLoader",
     "ShardDataset",
+    "Mixture",
+    "Source",
     "Recipe",
     "ImagePreprocessor",
     "AudioPreprocessor",

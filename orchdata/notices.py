@@ -15,7 +15,12 @@ def warn_once(subject: str, message: str) -> None:
     """Warn about `subject`, if nobody has yet, at the line outside of this package that led here."""
     if subject not in _said:
         _said.add(subject)
-        warnings.warn(message, stacklevel=_depth_of_caller())
+        warn_user(message)
+
+
+def warn_user(message: str) -> None:
+    """Warn at the line outside of this package that led here."""
+    warnings.warn(message, stacklevel=_depth_of_caller())
 
 
 def _depth_of_caller() -> int:

@@ -22,16 +22,18 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
+from orchdata.loaders.claims import Claims
 from orchdata.loaders.errors import NOT_DATA, DamagedIndexError, StaleIndexError, StorageError, pass_trouble
 from orchdata.loaders.index.facts import is_fresh, load_facts
-from orchdata.loaders.index.index import Index, absolute, content_fingerprint, digest, index_path, is_outdated
+from orchdata.loaders.index.index import Index, absolute, content_fingerprint, digest
+from orchdata.loaders.index.kept import index_path, is_outdated
 from orchdata.loaders.index.merge import RecipeIdentity, merge_tables
-from orchdata.loaders.index.pace import Turns
 from orchdata.loaders.index.probed import Probes
 from orchdata.loaders.index.repeats import refuse_repeats
 from orchdata.loaders.index.shard_costs import CostTable, ShardCosts, cost_shard
 from orchdata.loaders.index.table import body_bytes
 from orchdata.loaders.modalities.builtin import load_decoders
+from orchdata.loaders.pace import Turns
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.facts_table import Facts
 from orchdata.loaders.shards.open import open_shard
@@ -39,6 +41,7 @@ from orchdata.loaders.shards.parquet.children import measuring
 from orchdata.loaders.shards.shard import Shard
 from orchdata.loaders.storage.atomic import TEMPORARY_SUFFIX
 from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.paths import media_root_of
 from orchdata.loaders.storage.retries import BUILD_SECONDS, Patience
 from orchdata.loaders.storage.verified import NOTE_SUFFIX
 from orchdata.loaders.versions import RULES, TABLE_FORMAT
@@ -77,12 +80,17 @@ def build_index(
     recipe: Recipe,
     *,
     cache: CacheFolder | None = None,
+    media_root: str | None = None,
     num_threads: int | None = None,
     progress: Callable[[BuildProgress], None] | None = None,
     force: bool = False,
+    share: tuple[int, int] = (0, 1),
     retry_seconds: float = BUILD_SECONDS,
 ) -> Index:
     """Make or refresh the index of shards under a recipe, and open it.
+
+    Several processes may build the same at once: what one is at, no other begins, and each ends with all of it. What
+    one that is killed was at, another does.
 
     A bad sample or shard is a row of the index with an error, never an exception. What cannot be read or written now is
     no bad sample: it is tried again, with a warning, and ends the build if it lasts.
@@ -91,8 +99,10 @@ def build_index(
         urls: paths of the shards, expanded, in order; at least one.
         recipe: what to measure under. Its tokenizer is called from several threads.
         cache: where facts, costs and indexes are kept; default: the folder that the environment names.
+        media_root: folder that the files lie below which records of JSON name; part of what the index is found by.
         num_threads: shards at a time, at most: fewer where fewer are faster; default: one per CPU, at most 8.
         progress: called in this thread after each shard.
+        share: (number, how many) of the processes that build it: each begins elsewhere.
         force: scan and measure every shard again, and merge again, whatever is kept.
         retry_seconds: how long trouble is borne, over the whole build. A shard that does not exist ends it at once.
 
@@ -109,28 +119,19 @@ def build_index(
     cache = cache or CacheFolder()
     fingerprint = recipe.fingerprint()
     patience = Patience(retry_seconds, lambda error: _warn_of(error, retry_seconds))
-    builder = patience.keep_trying(lambda: _Builder(recipe, fingerprint, cache, force), StorageError)
-    path = index_path(urls, fingerprint, cache)
-    if patience.keep_trying(lambda: is_outdated(urls, recipe, cache=cache), StorageError):
+    builder = patience.keep_trying(lambda: _Builder(recipe, fingerprint, cache, media_root, force), StorageError)
+    path = index_path(urls, fingerprint, cache, media_root)
+    if patience.keep_trying(lambda: is_outdated(urls, recipe, cache=cache, media_root=media_root), StorageError):
         warnings.warn("the index of these shards is of an earlier format: it is made again", stacklevel=2)
     paths = [absolute(url) for url in urls]
     load_decoders()
     refuse_repeats(paths, num_threads=workers)
-    tables = _in_parallel(builder, paths, workers, progress, patience)
-
-    build_id = digest([table.digest for table in tables])
-    shards = [table.shard for table in tables]
-
-    def merged() -> Index:
-        kept = _kept_index(path)
-        known = kept is not None and kept.build_id == build_id
-        if kept is not None and known and not force and kept.fingerprint == content_fingerprint(shards, fingerprint):
-            return kept
-        cache.make("index")
-        merge_tables(path, tables, RecipeIdentity(fingerprint, recipe.kinds, recipe.describe()), build_id=build_id)
-        return Index(path)
-
-    index = patience.keep_trying(merged, StorageError)
+    first = len(paths) * share[0] // share[1]
+    with closing(builder):
+        measured = _in_parallel(builder, paths[first:] + paths[:first], workers, progress, patience)
+        tables = [measured[path] for path in paths]
+        with builder.claims.claim(str(path), go_on=lambda: True):  # another may be merging the same
+            index = patience.keep_trying(lambda: builder.merged(path, tables), StorageError)
     _forget_left(cache)
     return index
 
@@ -145,7 +146,7 @@ def _in_parallel(
     workers: int,
     progress: Callable[[BuildProgress], None] | None,
     patience: Patience,
-) -> list[CostTable]:
+) -> dict[str, CostTable]:
     # Handing over one small shard at a time takes a fifth of the time that measuring it does.
     length = max(1, min(_STRETCH, len(urls) // (64 * workers)))
     tables: dict[str, CostTable] = {}
@@ -153,17 +154,21 @@ def _in_parallel(
     pool = ThreadPoolExecutor(workers, thread_name_prefix="orchdata-index")
     try:
         with measuring(), _cancelled(pool, crew):
-            for future in as_completed(
-                [pool.submit(crew.measure, urls[start : start + length]) for start in range(0, len(urls), length)]
-            ):
-                for url, table, measured in future.result():
-                    tables[url] = table
-                    if progress is not None:
-                        counts = {"samples": table.totals["samples"], "bad": table.totals["bad"]}
-                        progress(BuildProgress(url=url, measured=measured, done=len(tables), total=len(urls), **counts))
+            stretches = [urls[start : start + length] for start in range(0, len(urls), length)]
+            while stretches:  # what other processes were at is looked at again, and waited for
+                for future in as_completed([pool.submit(crew.measure, stretch) for stretch in stretches]):
+                    for url, table, measured in future.result():
+                        tables[url] = table
+                        if progress is not None:
+                            counts = {"samples": table.totals["samples"], "bad": table.totals["bad"]}
+                            done = BuildProgress(
+                                url=url, measured=measured, done=len(tables), total=len(urls), **counts
+                            )
+                            progress(done)
+                stretches = [[url] for url in crew.take_others()]
     finally:
         pool.shutdown()  # after an error or Ctrl-C: shards under way end
-    return [tables[url] for url in urls]
+    return tables
 
 
 @contextmanager
@@ -184,6 +189,16 @@ class _Crew:
         self._builder = builder
         self._patience = patience
         self._turns = Turns(workers)
+        self._others: list[str] = []
+        self._waits = False
+
+    def take_others(self) -> list[str]:
+        """Shards that other processes were at; they are waited for from now on."""
+        others, self._others, self._waits = self._others, [], True
+        return others
+
+    def _go_on(self) -> bool:
+        return self._waits and not self._turns.ended
 
     def measure(self, stretch: Sequence[str]) -> list[tuple[str, CostTable, bool]]:
         """(url, costs, whether they were measured now) of these shards; fewer after `end`."""
@@ -194,10 +209,14 @@ class _Crew:
                 if self._turns.ended:
                     return done
                 try:
-                    table, measured = self._builder.costs(url)
+                    found = self._builder.costs(url, self._go_on)
                 except (StorageError, StaleIndexError) as trouble:
                     troubled.append((url, trouble))
+                    continue
+                if found is None:
+                    self._others.append(url)
                 else:
+                    table, measured = found
                     done.append((url, table, measured))
                     tell(_SHARD_WORK + table.size.samples if measured else 1)
         for url, error in troubled:  # others have their turn while these wait
@@ -209,7 +228,10 @@ class _Crew:
         with self._turns.turn():
             if self._turns.ended:
                 raise error
-            return self._builder.costs(url)
+            found = self._builder.costs(url, lambda: not self._turns.ended)
+            if found is None:
+                raise error
+            return found
 
     def end(self) -> None:
         self._patience.end()
@@ -219,8 +241,12 @@ class _Crew:
 class _Builder:
     """What is the same for all shards of a build."""
 
-    def __init__(self, recipe: Recipe, fingerprint: str, cache: CacheFolder, force: bool) -> None:
+    def __init__(
+        self, recipe: Recipe, fingerprint: str, cache: CacheFolder, media_root: str | None, force: bool
+    ) -> None:
         self._recipe = recipe
+        self._fingerprint = fingerprint
+        self._media_root = media_root
         self._identity = blake2b(f"{TABLE_FORMAT} {RULES} {fingerprint} ".encode(), digest_size=16)
         self._cache = cache
         self._force = force
@@ -228,25 +254,50 @@ class _Builder:
         self._probes = Probes(recipe, cache, force=force)
         self._lock = threading.Lock()
         self._room = _HELD_BYTES
+        self.claims = Claims(cache.file("locks", "index"))
 
-    def costs(self, url: str) -> tuple[CostTable, bool]:
-        """The costs of a shard, and whether they were measured now."""
-        path = self._path(url)
-        if not self._force and (kept := _kept_costs(path, url)) is not None:
-            return self._hold(kept), False
-        limits, cache = self._recipe.limits, self._cache
+    def close(self) -> None:
+        self.claims.close()
+
+    def costs(self, url: str, go_on: Callable[[], bool]) -> tuple[CostTable, bool] | None:
+        """The costs of a shard, and whether they were measured now.
+
+        Args:
+            go_on: whether to wait while another process measures them; else None.
+        """
+        limits, cache, root = self._recipe.limits, self._cache, media_root_of(url, self._media_root)
+        path = self._path(url, root)
         with ExitStack() as resources:
 
             @functools.cache
             def opened() -> Shard:
-                return resources.enter_context(closing(open_shard(url, limits=limits, cache=cache)))
+                return resources.enter_context(closing(open_shard(url, limits=limits, cache=cache, media_root=root)))
 
-            facts = load_facts(url, opened, limits=limits, cache=cache, force=self._force)
-            return self._hold(self._measured(facts, opened).write(path, url, facts.meta)), True
+            if not self._force and (kept := _kept_costs(path, url, opened)) is not None:
+                return self._hold(kept), False
+            with self.claims.claim(path, go_on) as ours:
+                if not ours:
+                    return None
+                if not self._force and (kept := _kept_costs(path, url, opened)) is not None:
+                    return self._hold(kept), False
+                facts = load_facts(url, opened, limits=limits, cache=cache, media_root=root, force=self._force)
+                return self._hold(self._measured(facts, opened).write(path, url, facts.meta, root)), True
 
-    def _path(self, url: str) -> str:
+    def merged(self, path: Path, tables: Sequence[CostTable]) -> Index:
+        """The index of these tables, which is made unless it is kept."""
+        build_id = digest([table.digest for table in tables])
+        content = content_fingerprint([table.shard for table in tables], self._fingerprint)
+        kept = _kept_index(path)
+        if kept is not None and not self._force and kept.build_id == build_id and kept.fingerprint == content:
+            return kept
+        self._cache.make("index")
+        identity = RecipeIdentity(self._fingerprint, self._recipe.kinds, self._recipe.describe())
+        merge_tables(path, tables, identity, build_id=build_id)
+        return Index(path)
+
+    def _path(self, url: str, media_root: str | None) -> str:
         name = self._identity.copy()
-        name.update(url.encode("utf-8", "surrogateescape"))
+        name.update((url if media_root is None else f"{url}\0{media_root}").encode("utf-8", "surrogateescape"))
         return f"{self._folder}/{name.hexdigest()}.costs"
 
     def _hold(self, table: CostTable) -> CostTable:
@@ -278,13 +329,13 @@ class _Builder:
             return cost_shard(Facts(facts.table.all_failed(reason), meta), shard, self._recipe, self._probes)
 
 
-def _kept_costs(path: str, url: str) -> CostTable | None:
-    """The costs kept of a shard, if they are of the shard as it is now."""
+def _kept_costs(path: str, url: str, opened: Callable[[], Shard]) -> CostTable | None:
+    """The costs kept of a shard, if they are of the shard, and the files that it names, as they are now."""
     try:
         table = CostTable.open(path, url)
         # Without a checksum the shard could not be opened, for a reason that may pass. The time of change counts too:
         # text edited in place may leave size and headers as they were.
-        return table if table.meta.checksum and is_fresh(table.meta, url) else None
+        return table if table.meta.checksum and is_fresh(table.meta, url, opened) else None
     except (OSError, ValueError):
         return None  # absent, damaged or of another version
 

@@ -12,6 +12,7 @@ import pyarrow as pa
 from orchdata.loaders.errors import NOT_DATA, ShardError, pass_trouble
 from orchdata.loaders.limits import Limits, limits_fingerprint
 from orchdata.loaders.shards.facts_table import SCHEMA, Facts, FactsMeta, FactsTable, shard_failure
+from orchdata.loaders.shards.jsonl.shard import JsonLinesShard
 from orchdata.loaders.shards.shard import Shard
 from orchdata.loaders.storage.atomic import write_whole
 from orchdata.loaders.storage.cache import CacheFolder
@@ -26,7 +27,13 @@ _FEW_ROWS = 8
 
 
 def load_facts(
-    url: str, opened: Callable[[], Shard], *, limits: Limits, cache: CacheFolder, force: bool = False
+    url: str,
+    opened: Callable[[], Shard],
+    *,
+    limits: Limits,
+    cache: CacheFolder,
+    media_root: str | None = None,
+    force: bool = False,
 ) -> Facts:
     """The facts of a shard.
 
@@ -35,6 +42,7 @@ def load_facts(
         opened: opens the shard; called where it has to be scanned.
         limits: held while scanning; facts found under other limits are not fresh.
         cache: where they are kept.
+        media_root: where the files lie that its records name.
         force: scan even where fresh facts are kept.
 
     Raises:
@@ -43,8 +51,8 @@ def load_facts(
         StaleIndexError: it changes while it is read.
     """
     suffix_of(url)
-    path = facts_path(url, limits=limits, cache=cache)
-    if not force and (kept := _kept(path, url, limits)) is not None:
+    path = facts_path(url, limits=limits, cache=cache, media_root=media_root)
+    if not force and (kept := _kept(path, url, limits, opened)) is not None:
         return kept
     try:
         facts = opened().facts()
@@ -63,9 +71,10 @@ def load_facts(
     return facts
 
 
-def facts_path(url: str, *, limits: Limits, cache: CacheFolder) -> str:
+def facts_path(url: str, *, limits: Limits, cache: CacheFolder, media_root: str | None = None) -> str:
     """Where the facts of a shard are kept."""
-    identity = f"{os.path.abspath(url)}\0{limits_fingerprint(limits)}".encode("utf-8", "surrogateescape")
+    named = [os.path.abspath(url), limits_fingerprint(limits), *([] if media_root is None else [media_root])]
+    identity = "\0".join(named).encode("utf-8", "surrogateescape")
     return f"{cache.root}/facts/{hashlib.blake2b(identity, digest_size=16).hexdigest()}.facts"
 
 
@@ -82,14 +91,14 @@ def _keep(path: str, facts: Facts) -> None:
     write_whole(path, seal(KIND, FACTS_FORMAT, values, [body])[0])
 
 
-def _kept(path: str, url: str, limits: Limits) -> Facts | None:
+def _kept(path: str, url: str, limits: Limits, opened: Callable[[], Shard]) -> Facts | None:
     """The facts kept at `path` if they are those of the shard as it is now."""
     try:
         head, body = read_sealed(path, KIND, FACTS_FORMAT)
         values = dict(head.values)
         uncompressed_bytes = values.pop("uncompressed_bytes", None)
         meta = FactsMeta(**values)
-        if not is_fresh(meta, url) or (meta.limits, meta.rules) != (limits_fingerprint(limits), RULES):
+        if not is_fresh(meta, url, opened) or (meta.limits, meta.rules) != (limits_fingerprint(limits), RULES):
             return None
         if uncompressed_bytes is not None:
             body = pa.decompress(pa.py_buffer(body), uncompressed_bytes, codec="zstd")
@@ -99,10 +108,18 @@ def _kept(path: str, url: str, limits: Limits) -> Facts | None:
         return None  # absent, damaged or of another version: scan again
 
 
-def is_fresh(meta: FactsMeta, url: str) -> bool:
-    """Whether a shard has the size and the time of change that it had. Raises OSError where it is not there."""
+def is_fresh(meta: FactsMeta, url: str, opened: Callable[[], Shard]) -> bool:
+    """Whether a shard has the size and the time of change that it had, and the files that it names too.
+
+    Raises OSError where it is not there.
+    """
     status = os.stat(url)
-    return (meta.size, meta.version) == (status.st_size, str(status.st_mtime_ns))
+    if (meta.size, meta.version) != (status.st_size, str(status.st_mtime_ns)):
+        return False
+    if not meta.media:
+        return True
+    shard = opened()
+    return isinstance(shard, JsonLinesShard) and shard.media_state() == meta.media
 
 
 def _unopened(url: str, error: ShardError, limits: Limits) -> Facts:

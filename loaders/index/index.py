@@ -17,7 +17,7 @@ import json
 import mmap
 import os
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,6 @@ from orchdata.loaders.index.totals import Totals
 from orchdata.loaders.modalities.modality import PartSize
 from orchdata.loaders.samples.members import Member
 from orchdata.loaders.shards.shard import ShardInfo
-from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.paths import SUFFIXES
 from orchdata.loaders.storage.retries import again, tried
 from orchdata.loaders.storage.sealed import head_of, opened, verify_body
@@ -202,9 +201,10 @@ class Index:
         columns = (self.part_modality, self.part_positions, self.part_tokens, self.part_rows, self.part_extent)
         wanted = slice(parts.start, parts.stop) if isinstance(parts, range) else parts
         found = [column[wanted].tolist() for column in columns]
-        widths = {code: recipe.modalities[name].num_extents for code, name in enumerate(self.modalities) if code}
-        if unknown := set(found[0]) - widths.keys():
-            raise self.damaged(f"parts are said to be of modality {max(unknown)} of {len(self.modalities)}")
+        codes = set(found[0])
+        if codes and not 0 < min(codes) <= max(codes) < len(self.modalities):
+            raise self.damaged(f"parts are said to be of modality {max(codes)} of {len(self.modalities)}")
+        widths = {code: recipe.modalities[self.modalities[code]].num_extents for code in codes}
         return [
             PartSize(positions, tokens, rows, tuple(extent[: widths[code]]))
             for code, positions, tokens, rows, extent in zip(*found, strict=True)
@@ -216,6 +216,10 @@ class Index:
         parts = np.repeat(first - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
         mine = self.part_modality[parts] == self.code(modality)
         return parts[mine], np.repeat(np.arange(len(rows)), counts)[mine]
+
+    def split(self, rows: NDArray[np.int64]) -> Iterator[tuple[Index, Any, NDArray[np.int64]]]:
+        """The index of each row: of those joined here, where in `rows` its own are, and what it calls them."""
+        yield self, slice(None), rows
 
     def check_parts(self, rows: NDArray[np.int64]) -> None:
         """Check that `rows` are rows, and where their parts are. Raises ValueError, or DamagedIndexError."""
@@ -282,31 +286,45 @@ class Index:
         return list(map(Member, names, kinds, map(tuple, headers), sizes))
 
     def find(self, shard: str, key: str) -> int | None:
-        """The row of a sample, or None. `shard` is a url as in `shards`, or its last component.
+        """The first row of `find_all`, or None."""
+        return next(iter(self.find_all(shard, key)), None)
+
+    def find_all(self, shard: str | None, key: str) -> list[int]:
+        """The rows of a sample, several where its key comes back in its shard. `shard` is a url as in `shards`, or its
+        last component; None: all rows of that key, whatever shards they are in.
 
         Reads the keys of that shard only.
 
         Raises:
             ValueError: several shards of that name hold the key.
         """
+        if shard is None:
+            return [row for number in range(len(self.shards)) for row in self._rows_of(number, key)]
         numbers = [number for number, info in enumerate(self.shards) if info.url == shard]
         numbers = numbers or [number for number, info in enumerate(self.shards) if basename(info.url) == shard]
-        found = [row for number in numbers for row in self._rows_of(number, key)[:1]]
+        found = [rows for number in numbers if (rows := self._rows_of(number, key))]
         if len(found) > 1:
-            urls = ", ".join(self.shards[int(self.shard[row])].url for row in found)
+            urls = ", ".join(self.shards[int(self.shard[rows[0]])].url for rows in found)
             raise ValueError(f"sample {key!r} is in several shards called {shard!r}, name one of {urls}")
-        return found[0] if found else None
+        return found[0] if found else []
+
+    def keys(self, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
+        """The keys of the rows from start to stop: where each begins and the last ends, int64 (stop - start + 1,), and
+        their UTF-8 bytes.
+        """
+        offsets = self._columns.key_offsets[start : stop + 1]
+        first, last = int(offsets[0]), int(offsets[-1])
+        if not 0 <= first <= last <= self._columns.key_bytes.size or np.diff(offsets).min(initial=0) < 0:
+            raise self.damaged(f"the keys of rows {start} to {stop} are said to lie outside of all keys")
+        return offsets - first, self._columns.key_bytes[first:last]
 
     def _rows_of(self, number: int, key: str) -> list[int]:
         start, stop = self.shard_rows[number : number + 2].tolist()
         wanted = key.encode()
-        offsets = self._columns.key_offsets[start : stop + 1]
-        lengths = np.diff(offsets)
-        if offsets[0] < 0 or offsets[-1] > self._columns.key_bytes.size or lengths.min(initial=0) < 0:
-            raise self.damaged(f"the keys of {self.shards[number].url} are said to lie outside of all keys")
-        rows = np.flatnonzero(lengths == len(wanted))
+        offsets, data = self.keys(start, stop)
+        rows = np.flatnonzero(np.diff(offsets) == len(wanted))
         places = offsets[rows][:, None] + np.arange(len(wanted))
-        same = (self._columns.key_bytes[places] == np.frombuffer(wanted, np.uint8)).all(axis=1)
+        same = (data[places] == np.frombuffer(wanted, np.uint8)).all(axis=1)
         return [int(row) for row in start + rows[same]]
 
     def _check_row(self, row: int) -> None:
@@ -375,43 +393,6 @@ def _map(path: Path) -> tuple[dict[str, Any], Columns, int, os.stat_result]:
 def _unchanged(one: os.stat_result, other: os.stat_result) -> bool:
     names = ("st_size", "st_mtime_ns", "st_ctime_ns")
     return all(getattr(one, name) == getattr(other, name) for name in names)
-
-
-def open_index(urls: Sequence[str], recipe: Recipe, *, cache: CacheFolder | None = None) -> Index | None:
-    """The index that `build_index` made of these shards under the recipe, or None where there is none.
-
-    Looks at no shard.
-
-    Args:
-        urls: paths of the shards, expanded, in order.
-        recipe: what the costs must belong to.
-        cache: where indexes are kept; default: the folder that the environment names.
-
-    Raises:
-        DamagedIndexError: it is not what was written.
-        StorageError: it cannot be read now.
-    """
-    try:
-        return Index(index_path(urls, recipe.fingerprint(), cache or CacheFolder()))
-    except FileNotFoundError:
-        return None
-
-
-def index_path(urls: Sequence[str], recipe: str, cache: CacheFolder, *, table_format: int = TABLE_FORMAT) -> Path:
-    """Where the index of these shards under a recipe fingerprint is kept: no shard is looked at to know."""
-    name = digest([table_format, RULES, recipe, [absolute(url) for url in urls]])
-    return cache.root / "index" / f"{name}.index"
-
-
-def is_outdated(urls: Sequence[str], recipe: Recipe, *, cache: CacheFolder | None = None) -> bool:
-    """Whether there is an index of these shards under the recipe, but of an earlier format, which is not read."""
-    fingerprint, cache = recipe.fingerprint(), cache or CacheFolder()
-
-    def is_there(table_format: int) -> bool:
-        path = index_path(urls, fingerprint, cache, table_format=table_format)
-        return tried(str(path), "cannot be looked at", path.exists)
-
-    return not is_there(TABLE_FORMAT) and any(map(is_there, range(1, TABLE_FORMAT)))
 
 
 def absolute(url: str) -> str:

@@ -185,4 +185,4 @@ def _kept(path: str, facts: Facts, num_facts: int) -> dict[int, Header | str]:
 
 def _identity(facts: Facts) -> list[Any]:
     meta = facts.meta
-    return [meta.url, meta.size, meta.version, meta.checksum, RULES]
+    return [meta.url, meta.size, meta.version, meta.checksum, meta.media, RULES]

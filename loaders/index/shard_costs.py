@@ -58,6 +58,7 @@ class CostTable:
         path: the file.
         meta: of the facts that they were measured from.
         url: of the shard.
+        media_root: where the files lie that its records name; empty for shards that hold their media.
         size, fields, totals: as in the index.
         digest: of the whole content.
         held: its columns, packed; where they are not held they are read and verified again when they are asked for.
@@ -71,6 +72,7 @@ class CostTable:
     totals: Totals
     digest: str
     held: Buffer | None = field(repr=False, compare=False)
+    media_root: str = ""
 
     @classmethod
     def open(cls, path: str, url: str) -> CostTable:
@@ -85,12 +87,14 @@ class CostTable:
         size, meta = TableSize(**values["size"]), FactsMeta(**values["meta"])
         if memoryview(body).nbytes != body_bytes(size):
             raise Damaged(f"a table of {size} has {body_bytes(size)} bytes, there are {memoryview(body).nbytes}")
-        return cls(path, values["url"], meta, size, tuple(values["fields"]), values["totals"], digest, body)
+        fields, totals, root = tuple(values["fields"]), values["totals"], values.get("media_root", "")
+        return cls(path, values["url"], meta, size, fields, totals, digest, body, root)
 
     @property
     def shard(self) -> ShardInfo:
         meta = self.meta
-        return ShardInfo(self.url, meta.size, meta.checksum, meta.version, meta.lost_samples, meta.lost_bytes)
+        lost = meta.lost_samples, meta.lost_bytes
+        return ShardInfo(self.url, meta.size, meta.checksum, meta.version, *lost, self.media_root)
 
     def let_go(self) -> CostTable:
         """The same table, not held."""
@@ -116,7 +120,7 @@ class ShardCosts(NamedTuple):
     fields: list[str]
     totals: Totals
 
-    def write(self, path: str, url: str, meta: FactsMeta) -> CostTable:
+    def write(self, path: str, url: str, meta: FactsMeta, media_root: str | None = None) -> CostTable:
         """Write them where `CostTable.open` finds them; the file appears when it is whole. Raises StorageError."""
         values = {
             "url": url,
@@ -124,6 +128,7 @@ class ShardCosts(NamedTuple):
             "size": self.columns.size.as_dict(),
             "fields": self.fields,
             "totals": self.totals,
+            "media_root": media_root or "",
         }
         body = pack(self.columns)
         file, digest = seal(KIND, TABLE_FORMAT, values, [body])

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 
 from orchdata.loaders.errors import FieldError
 from orchdata.loaders.index.index import Index
-from orchdata.loaders.modalities.modality import PartSize
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.compose import text_members
 from orchdata.loaders.samples.decode import decode_sample
@@ -23,11 +23,14 @@ class StoredSample:
         self.row = row
         self._info = index.shard_of(row)
         self.shard = self._info.url
-        self.key = index.key(row)
         self.members = index.members(row)
         self.parts = index.part_range(row)
         self._index = index
         self._shards = shards
+
+    @cached_property
+    def key(self) -> str:
+        return self._index.key(self.row)
 
     def member_of(self, part: int) -> int:
         """Which of the sample's members a part is."""
@@ -56,14 +59,10 @@ class StoredSample:
         self._shards.reads.used.add(sum(locations[member][1] for member in needed))
         return dict(zip(needed, payloads, strict=True))
 
-    def sizes(self, recipe: Recipe) -> list[PartSize]:
-        """The sizes of its parts, in their order."""
-        return self._index.sizes(self.parts, recipe)
-
     def decode(self, recipe: Recipe) -> Sample:
         """The sample with all its parts. Raises DataError, or FieldError."""
         payloads = self.read(recipe, kept=True)
-        parts = decode_sample(self.members, payloads, self.sizes(recipe), recipe)
+        parts = decode_sample(self.members, payloads, self._index.sizes(self.parts, recipe), recipe)
         self._check_counts(parts, recipe)
         kept = uses_of(self.members, recipe).kept
         return Sample(self.shard, self.key, parts, {self.members[at].field: bytes(payloads[at]) for at in kept})

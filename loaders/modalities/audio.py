@@ -50,6 +50,17 @@ class Clips(Modality):
         named = (b"RIFF", b"fLaC", b"OggS", b"ID3", b"FORM", b".snd", b"RF64", b"riff", b"caff")
         return head.startswith(named) or head[:2] in (b"\xff\xfb", b"\xff\xf3", b"\xff\xf2")
 
+    @staticmethod
+    def checked_header(header: Header, limits: Limits) -> tuple[int, int]:
+        """(frames of a channel, rate in Hz), of a clip that may be decoded. Raises DecodeError for others."""
+        frames, rate = header
+        reason = above_seconds(frames, rate, limits)
+        if reason is not None:
+            raise DecodeError(reason)
+        if frames < 1 or rate < 1:
+            raise DecodeError(f"no audio: its header says {frames} frames at {rate} Hz")
+        return frames, rate
+
     def decoding_bytes(self, parts: Sequence[tuple[Header, PartSize]]) -> int:
         """Waves of all clips, as stored and resampled; the first number of an extent counts the latter."""
         return _WAVE_BYTES * sum([frames + size.extent[0] for (frames, _), size in parts])
@@ -197,12 +208,7 @@ class AudioPreprocessor(Clips):
         return (self.window_samples // (self.hop_length if row else 1), *row)
 
     def count_header(self, header: Header, limits: Limits) -> PartSize:
-        frames, rate = header
-        reason = above_seconds(frames, rate, limits)
-        if reason is not None:
-            raise DecodeError(reason)
-        if frames < 1 or rate < 1:
-            raise DecodeError(f"no audio: its header says {frames} frames at {rate} Hz")
+        frames, rate = self.checked_header(header, limits)
         num_samples, longest = self.num_samples(frames, rate), self.window_samples
         if longest is not None and num_samples > longest and self.long_clips == "error":
             split = 'long_clips="split" makes several windows of it, "cut"' if self.places else 'long_clips="cut"'
@@ -239,6 +245,13 @@ class AudioPreprocessor(Clips):
 
     def dummy(self) -> PartSize:
         return self._shortest(1)
+
+    def padding(self, positions: int) -> PartSize | None:
+        """One clip; None where clips have windows."""
+        least = self.dummy()
+        if self.window_seconds is not None or positions % least.positions:
+            return None
+        return self._shortest(positions // least.positions)
 
     def _shortest(self, tokens: int) -> PartSize:
         """The shortest clip that has so many tokens, of a window at most."""

@@ -27,7 +27,9 @@ from orchdata.loaders.errors import NOT_DATA, DecodeError, pass_trouble
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.audio_header import mp3_reason
 from orchdata.loaders.modalities.checks import above_seconds
-from orchdata.loaders.modalities.cut_audio import TOLERANCE_SECONDS, TOLERANCE_SHARE, cut_reason
+from orchdata.loaders.modalities.cut_audio import TOLERANCE_SECONDS, TOLERANCE_SHARE, cut_reason, plain_wav
+from orchdata.loaders.scratch import Scratch
+from orchdata.native.spectrum import split_complex
 
 if TYPE_CHECKING:
     import torch
@@ -37,14 +39,17 @@ if TYPE_CHECKING:
 _LOUDEST: Final = 1e15
 """Samples are within +-1; the power of such as these is not finite in float32."""
 _BLOCK_FRAMES: Final = 1 << 16
+_LEAST_FRAMES: Final = 1 << 10
 # Most values of a resampling kernel: odd rates (44,099 Hz) would need gigabytes.
 _KERNEL_VALUES: Final = 1 << 22
 # Longer clips than this are worked on in pieces: input frames of a resampler, frames of a spectrogram.
 _RESAMPLE_FRAMES: Final = 1 << 21
 _MEL_FRAMES: Final = 1 << 15
+_MOST_LANES: Final = 64
 
 Wave = NDArray[np.float32]
 _build_lock = threading.Lock()
+_padded, _parts, _bands = Scratch(), Scratch(), Scratch()
 
 
 def decode_audio(
@@ -91,12 +96,20 @@ def read_mono(data: bytes | memoryview, limits: Limits) -> tuple[Wave, int]:
     from orchdata.loaders.modalities.audio_header import open_sound
 
     try:
-        with open_sound(data) as sound:
-            rate = int(sound.samplerate)
-            if rate < 1:
-                raise DecodeError(f"damaged audio: a rate of {rate} Hz")
-            wave = _read_blocks(sound, rate, limits)
-            is_mp3 = sound.format == "MP3"
+        is_mp3, plain = False, plain_wav(data)
+        if plain is not None:
+            rate = plain.rate
+            wave = _mean(plain.samples * np.float32(1 / 32768))
+            reason = above_seconds(len(wave), rate, limits)
+            if reason is not None:
+                raise DecodeError(reason)
+        else:
+            with open_sound(data) as sound:
+                rate = int(sound.samplerate)
+                if rate < 1:
+                    raise DecodeError(f"damaged audio: a rate of {rate} Hz")
+                wave = _read_blocks(sound, rate, limits)
+                is_mp3 = sound.format == "MP3"
         reason = cut_reason(data, len(wave), rate) or (mp3_reason(data, len(wave), rate) if is_mp3 else None)
         if reason is not None:
             raise DecodeError(reason)
@@ -112,22 +125,30 @@ def read_mono(data: bytes | memoryview, limits: Limits) -> tuple[Wave, int]:
 
 def _read_blocks(sound: Any, rate: int, limits: Limits) -> Wave:
     """Block by block, so that neither a header's length nor many channels decide how much memory is taken."""
-    block = np.empty((_BLOCK_FRAMES // max(1, sound.channels // 8), sound.channels), np.float32)
+    longest = _BLOCK_FRAMES // max(1, sound.channels // 8)
     pieces: list[Wave] = []
     total = 0
     told = int(sound.frames) if sound.format == "FLAC" else 0
-    while len(got := _read_block(sound, block, told - total)):
-        piece = got[:, 0].copy() if sound.channels == 1 else got.mean(axis=1, dtype=np.float32)
-        if not (np.abs(piece) < _LOUDEST).all():
+    while True:
+        block = np.empty((min(longest, max(int(sound.frames) - total, _LEAST_FRAMES)), sound.channels), np.float32)
+        got = _read_block(sound, block, told - total)
+        if not len(got):
+            break
+        if not (got.max() < _LOUDEST and got.min() > -_LOUDEST):  # neither is so of NaN
             raise DecodeError("the audio holds NaN or infinite values, or such as no spectrum is finite of")
-        pieces.append(piece)
-        total += len(piece)
+        pieces.append(_mean(got))
+        total += len(got)
         reason = above_seconds(total, rate, limits)
         if reason is not None:
             raise DecodeError(reason)
     if not total:
         raise DecodeError("the audio has no frames")
     return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+
+def _mean(samples: NDArray[np.float32]) -> Wave:
+    """(num_frames, num_channels) -> (num_frames,)."""
+    return samples[:, 0] if samples.shape[1] == 1 else samples.mean(axis=1, dtype=np.float32)
 
 
 def _read_block(sound: Any, block: NDArray[np.float32], left: int) -> NDArray[np.float32]:
@@ -232,33 +253,53 @@ def _tensor(out: NDArray[Any], pre: AudioPreprocessor) -> torch.Tensor:
 def log_mel(wave: Wave, pre: AudioPreprocessor) -> torch.Tensor:
     """Log-mel frames (num_mels, num_frames) of a clip and the beginning of the silence behind it, which ends with the
     recipe's window, and is mirrored there as the clip's start is. The last frame is silence unless the window is full.
+    The memory belongs to this thread and is overwritten by its next clip.
     """
-    import torch
-
     num_samples = -(-(len(wave) + pre.n_fft) // pre.hop_length) * pre.hop_length
     if pre.window_samples is not None:
         num_samples = min(num_samples, pre.window_samples)
-    padded = torch.zeros(num_samples)
-    padded[: len(wave)] = torch.from_numpy(wave)
     half = pre.n_fft // 2
-    padded = torch.nn.functional.pad(padded[None], (half, half), mode="reflect")[0]
-    log = torch.clamp(_mel_power(padded, pre, num_samples // pre.hop_length), min=1e-10).log10_()
-    torch.maximum(log, log.max() - 8.0, out=log)
-    return log.add_(4.0).div_(4.0)
+    padded = _padded.floats(num_samples + 2 * half)
+    body = padded[half : half + num_samples]
+    body[: len(wave)] = wave
+    body[len(wave) :] = 0
+    padded[:half], padded[half + num_samples :] = body[half:0:-1], body[-2 : -half - 2 : -1]
+    log = _mel_power(padded, pre, num_samples // pre.hop_length).clamp_(min=1e-10).log10_()
+    return log.clamp_(min=float(log.max() - 8.0)).add_(4.0).div_(4.0)
 
 
-def _mel_power(padded: torch.Tensor, pre: AudioPreprocessor, num_frames: int) -> torch.Tensor:
+def _mel_power(padded: Wave, pre: AudioPreprocessor, num_frames: int) -> torch.Tensor:
     """Mel power of the first frames, (num_mels, num_frames); long clips piece by piece, as spectra are large."""
     import torch
 
     window, filters = _mel(pre.num_mels, pre.n_fft, pre.sample_rate)
-    pieces: list[torch.Tensor] = []
+    found = torch.from_numpy(_bands.floats(pre.num_mels, num_frames))
     for start in range(0, num_frames, _MEL_FRAMES):
         stop = min(start + _MEL_FRAMES, num_frames)
-        piece = padded[start * pre.hop_length : (stop - 1) * pre.hop_length + pre.n_fft]
+        piece = torch.from_numpy(padded[start * pre.hop_length : (stop - 1) * pre.hop_length + pre.n_fft])
         spectrum = torch.stft(piece, pre.n_fft, pre.hop_length, window=window, center=False, return_complex=True)
-        pieces.append(filters.T @ spectrum.abs().pow_(2))
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
+        power = _magnitudes(spectrum.T).pow_(2).T
+        if stop - start == num_frames:
+            torch.matmul(filters.T, power, out=found)
+        else:
+            found[:, start:stop] = filters.T @ power
+    return found
+
+
+def _magnitudes(spectrum: torch.Tensor) -> torch.Tensor:
+    """`spectrum.abs()` of complex64 (num_frames, num_bins) to the bit, in a third of the time."""
+    import torch
+
+    values = torch.view_as_real(spectrum.contiguous()).view(-1)
+    count = len(values) // 2
+    real, imaginary = _parts.floats(2, count)
+    split_complex(values.numpy(), real, imaginary)
+    found = torch.from_numpy(real)
+    # torch takes what fills no vector one by one, which rounds otherwise in rare cases: let that be the same numbers.
+    whole = count - count % _MOST_LANES
+    torch.hypot(found[:whole], torch.from_numpy(imaginary[:whole]), out=found[:whole])
+    torch.abs(spectrum.reshape(-1)[whole:], out=found[whole:])
+    return found.view(spectrum.shape)
 
 
 @lru_cache(maxsize=32)

@@ -7,8 +7,12 @@ VBRI tag. Writers to a pipe leave placeholders for sizes: those declare nothing.
 from __future__ import annotations
 
 import re
+import struct
 from math import prod
 from typing import Final, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 TOLERANCE_SECONDS: Final = 0.05
 TOLERANCE_SHARE: Final = 0.01
@@ -27,6 +31,36 @@ class Extent(NamedTuple):
 
     declared: int
     present: int
+
+
+class PlainWav(NamedTuple):
+    """The samples of a WAV where they lie in the file, int16 (num_frames, num_channels), and their rate in Hz."""
+
+    samples: NDArray[np.int16]
+    rate: int
+
+
+def plain_wav(data: Payload) -> PlainWav | None:
+    """The samples of a WAV of 16 bits that ends with them, as most writers make it: its format first, then at most one
+    chunk before the samples. None of any other, which is left to libsndfile.
+    """
+    if bytes(data[:4]) != b"RIFF" or bytes(data[8:16]) != b"WAVEfmt " or len(data) < 44:
+        return None
+    size, kind, channels, rate, _, frame_bytes, bits = struct.unpack_from("<IHHIIHH", data, 16)
+    if (
+        (size, kind, bits) != (16, 1, 16)
+        or not 0 < channels <= 8
+        or frame_bytes != 2 * channels
+        or not 0 < rate < 1 << 31
+    ):
+        return None
+    between = 0
+    if bytes(data[36:40]) in (b"LIST", b"fact"):
+        between = 8 + int.from_bytes(data[40:44], "little")
+    size, start = _chunk(data, "little")
+    if not size or start != 44 + between + (between & 1) or start + size != len(data) or size % frame_bytes:
+        return None
+    return PlainWav(np.frombuffer(data, "<i2", offset=start).reshape(-1, channels), rate)
 
 
 def cut_reason(data: Payload, frames: int, rate: int) -> str | None:

@@ -78,6 +78,10 @@ class ImagePreprocessor(ImageFiles):
     alpha: Literal["white", "drop"] = "white"
     dtype: Literal["bfloat16", "float32", "uint8"] = "bfloat16"
 
+    free = frozenset(
+        ("min_tokens", "max_tokens", "min_pixels", "max_pixels", "rule", "resizer", "resample", "draft", "alpha")
+    )
+
     def __post_init__(self) -> None:
         for name in ("patch_size", "merge", "min_tokens", "temporal_patch_size"):
             check_at_least_one("ImagePreprocessor", name, getattr(self, name))
@@ -172,6 +176,10 @@ class ImagePreprocessor(ImageFiles):
     def dummy(self) -> PartSize:
         side = self.merge
         return PartSize(side * side, 1, side * side, (side, side))
+
+    def padding(self, positions: int) -> PartSize:
+        """One row of merged tokens."""
+        return PartSize(positions, positions // self.merge**2, positions, (self.merge, positions // self.merge))
 
 
 def image_grid(width: int, height: int, pre: ImagePreprocessor) -> tuple[int, int]:

@@ -67,12 +67,12 @@ def decode_image(
     Raises:
         DecodeError: not an image, damaged, above a limit, or of another size than the index says.
     """
-    pixels = load_pixels(bytes(data), pre, limits, grid)
+    pixels = load_pixels(data, pre, limits, grid)
     table = _table(pre.mean, pre.std, pre.dtype)
     patchify(pixels, pre.patch_size, pre.merge, table, out, repeats=pre.temporal_patch_size)
 
 
-def load_pixels(data: bytes, pre: ImagePreprocessor, limits: Limits, grid: tuple[int, int]) -> Pixels:
+def load_pixels(data: bytes | memoryview, pre: ImagePreprocessor, limits: Limits, grid: tuple[int, int]) -> Pixels:
     """Upright pixels (height, width, 3 or 4) of the grid's size, C-contiguous; channels past the third mean nothing.
 
     The memory may be this thread's scratch, overwritten by its next image. Raises DecodeError.
@@ -88,12 +88,11 @@ def load_pixels(data: bytes, pre: ImagePreprocessor, limits: Limits, grid: tuple
             )
         return target if pre.draft else None
 
-    colours = "RGBX" if pre.resizer == "pillow" else "RGB"
-    pixels = upright_pixels(data, limits, partial(to_rgb, alpha=pre.alpha), least_of, colours)
+    pixels = upright_pixels(data, limits, partial(to_rgb, alpha=pre.alpha), least_of, _colours(pre.resizer))
     return resized(pixels, target, pre.resizer, pre.resample)
 
 
-def load_rgb(data: bytes, limits: Limits) -> tuple[Pixels, object]:
+def load_rgb(data: bytes | memoryview, limits: Limits) -> tuple[Pixels, object]:
     """Upright pixels (height, width, 3) as Hugging Face's `load_image` has them: Pillow's own `convert("RGB")` drops
     alpha and cuts 16 bits off at 255. And the colour, or None, that Pillow goes on calling transparent, which their
     processors may look at. Memory and errors as of `load_pixels`.
@@ -111,7 +110,7 @@ def load_rgb(data: bytes, limits: Limits) -> tuple[Pixels, object]:
 
 
 def upright_pixels(
-    data: bytes,
+    data: bytes | memoryview,
     limits: Limits,
     convert: Callable[[Image.Image], Image.Image],
     least_of: Callable[[int, int], Size | None] = lambda *_: None,
@@ -128,6 +127,7 @@ def upright_pixels(
     try:
         if is_jpeg(data):
             return _upright_jpeg(data, limits, convert, least_of, colours)
+        data = bytes(data)
         if data.startswith(_PNG):
             _check_png(data)
         return _upright_other(open_image(data), limits, convert, least_of)
@@ -180,7 +180,7 @@ def _formats() -> list[tuple[str, Callable[..., ImageFile.ImageFile], Callable[[
 
 
 def _upright_jpeg(
-    data: bytes,
+    data: bytes | memoryview,
     limits: Limits,
     convert: Callable[[Image.Image], Image.Image],
     least_of: Callable[[int, int], Size | None],
@@ -290,11 +290,20 @@ def _resized_as_torchvision(pixels: Pixels, target: Size, resample: str) -> Pixe
     return np.ascontiguousarray(found.permute(0, 2, 3, 1)[0].numpy())
 
 
+def _colours(resizer: str) -> str:
+    """Of a plain JPEG that is resized next: vectors take four bytes a pixel faster, but torch's for ARM three alone."""
+    return "RGBX" if resizer == "pillow" or _is_avx() else "RGB"
+
+
 @lru_cache(maxsize=1)
-def _has_bilinear_bytes() -> bool:
+def _is_avx() -> bool:
     import torch
 
-    return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") or machine() in ("aarch64", "arm64")
+    return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+
+
+def _has_bilinear_bytes() -> bool:
+    return _is_avx() or machine() in ("aarch64", "arm64")
 
 
 @lru_cache(maxsize=1)

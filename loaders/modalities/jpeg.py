@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import re
-import threading
 from dataclasses import dataclass
 from typing import Final
 
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 from PIL import JpegImagePlugin
 
 from orchdata.loaders.errors import DecodeError
+from orchdata.loaders.scratch import Scratch
 
 _ORIENTATION: Final = 0x0112
 _ORIENTATION_MARKS: Final = (b"Exif\0\0", b"tiff:Orientation")
@@ -27,31 +27,10 @@ _END: Final = b"\xff\xd9"
 # Segments that decoding needs: frame, Huffman and quantisation tables, restart interval, Adobe's colour transform.
 _NEEDED: Final = frozenset({*range(0xC0, 0xD0), 0xDB, 0xDD, 0xEE, 0xE0})
 _START_OF_SCAN: Final = 0xDA
+# Markers that a length follows: all but those of a beginning, an end and restarts.
+_SEGMENTS: Final = frozenset({*range(0xC0, 0xD0), *range(0xDA, 0xFF)})
 
-# A thread keeps no more than this between samples; what a larger image needs is freed with it.
-_KEPT_BYTES = 64 << 20
-
-
-class _Scratch(threading.local):
-    """One buffer a thread, reused from image to image: fresh pages cost more than decoding into them.
-
-    What `take` lends is overwritten by the thread's next `take`.
-    """
-
-    def __init__(self) -> None:
-        self._buffer = np.empty(0, np.uint8)
-
-    def take(self, num_bytes: int) -> NDArray[np.uint8]:
-        """Undefined bytes, (num_bytes,)."""
-        if num_bytes > _KEPT_BYTES:
-            return np.empty(num_bytes, np.uint8)
-        if num_bytes > len(self._buffer):
-            # A power of two: images that grow a little do not each bring fresh pages.
-            self._buffer = np.empty(max(1 << 20, 1 << (num_bytes - 1).bit_length()), np.uint8)
-        return self._buffer[:num_bytes]
-
-
-_scratch = _Scratch()
+_scratch = Scratch()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +46,11 @@ class JpegHeader:
         return self.colours in ("CMYK", "YCCK")
 
 
-def is_jpeg(data: bytes) -> bool:
+def is_jpeg(data: bytes | memoryview) -> bool:
     return data[:3] == b"\xff\xd8\xff"
 
 
-def read_jpeg_header(data: bytes) -> JpegHeader | None:
+def read_jpeg_header(data: bytes | memoryview) -> JpegHeader | None:
     """The header, or None where libjpeg-turbo cannot read it (arithmetic coding, 12 bits, damage): ask Pillow."""
     try:
         height, width, colours, _ = simplejpeg.decode_jpeg_header(data, strict=False)
@@ -80,16 +59,29 @@ def read_jpeg_header(data: bytes) -> JpegHeader | None:
     return JpegHeader(int(width), int(height), str(colours))
 
 
-def jpeg_orientation(data: bytes) -> int:
+def jpeg_orientation(data: bytes | memoryview) -> int:
     """EXIF orientation, as Pillow reads it; 1 without any."""
-    if not any(mark in data for mark in _ORIENTATION_MARKS):
+    head = bytes(data[: _first_scan(data)])
+    if not any(mark in head for mark in _ORIENTATION_MARKS):
         return 1
     image = JpegImagePlugin.JpegImageFile(io.BytesIO(data))
     orientation = image.getexif().get(_ORIENTATION, 1)
     return orientation if orientation in range(1, 9) else 1
 
 
-def decode_jpeg(data: bytes, header: JpegHeader, colours: str, least: tuple[int, int] | None) -> NDArray[np.uint8]:
+def _first_scan(data: bytes | memoryview) -> int:
+    """Where the first scan starts; the end of the data where anything but segments stands before it."""
+    at = 2
+    while at + 4 <= len(data) and data[at] == 0xFF and data[at + 1] in _SEGMENTS:
+        if data[at + 1] == _START_OF_SCAN:
+            return at
+        at += 2 + (data[at + 2] << 8 | data[at + 3])
+    return len(data)
+
+
+def decode_jpeg(
+    data: bytes | memoryview, header: JpegHeader, colours: str, least: tuple[int, int] | None
+) -> NDArray[np.uint8]:
     """Pixels (height, width, channels); scaled down while decoding, but not below `least` (width, height), unless None.
 
     The memory belongs to this thread and is overwritten by its next call.
@@ -104,6 +96,7 @@ def decode_jpeg(data: bytes, header: JpegHeader, colours: str, least: tuple[int,
         return _decode(data, header, colours, least)
     except ValueError as error:
         warning = str(error)
+    data = bytes(data)
     # A flaw around the scan hides those in it: decode again, as strictly, without the bytes that have it.
     try:
         if _HEADER_WARNING.search(warning) is not None:
@@ -115,7 +108,9 @@ def decode_jpeg(data: bytes, header: JpegHeader, colours: str, least: tuple[int,
     raise DecodeError(f"damaged JPEG: {warning.removeprefix('Corrupt JPEG data: ')}")
 
 
-def _decode(data: bytes, header: JpegHeader, colours: str, least: tuple[int, int] | None) -> NDArray[np.uint8]:
+def _decode(
+    data: bytes | memoryview, header: JpegHeader, colours: str, least: tuple[int, int] | None
+) -> NDArray[np.uint8]:
     # Halvings only: other scales of n/8 take longer than decoding in full.
     wide, high = least or (header.width, header.height)
     scale = next((n for n in (8, 4, 2) if header.width >= n * wide and header.height >= n * high), 1)

@@ -117,6 +117,7 @@ class Modality:
         num_extents: numbers in `PartSize.extent`.
         places: whether its parts have tokens in the merged sequence; False where a model takes them beside it, as an
             encoder-decoder does: then `PartSize.tokens` is 0, and the text has no mark for them.
+        free: parameters in which sources of a mixture may differ: shapes of tensors and their scale stay.
     """
 
     fields: tuple[str, ...] = ()
@@ -130,6 +131,7 @@ class Modality:
     num_facts: int = 0
     num_extents: int = 0
     places: bool = True
+    free: frozenset[str] = frozenset()
 
     def arrays(self) -> Mapping[str, ArraySpec]:
         """Name -> what every part fills."""
@@ -215,6 +217,12 @@ class Modality:
     def dummy(self) -> PartSize:
         """The smallest part, for a rank that has none: its rows are zeros and its tokens go nowhere."""
         return PartSize(1, 1, 1, (0,) * self.num_extents)
+
+    def padding(self, positions: int) -> PartSize | None:
+        """What stands behind the parts of an encoder whose input has a fixed length: a part of so many positions, a
+        multiple of the dummy's, of zeros; None where there is no such part.
+        """
+        return None
 
     def decoding_bytes(self, parts: Sequence[tuple[Header, PartSize]]) -> int:
         """Memory that decoding all parts of one sample takes beside its arrays."""

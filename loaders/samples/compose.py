@@ -43,8 +43,7 @@ __all__ = ["MediaSlot", "Member", "Span", "TextSpan", "compose", "compose_with_s
 
 def text_members(members: Sequence[Member], recipe: Recipe) -> list[int]:
     """Indices of the members whose bytes `compose` needs: JSON, the preferred plain text, what belongs to a chat."""
-    held = uses_of(members, recipe)
-    return sorted({*held.json, *held.plain, *held.beside, *held.others, *held.named})
+    return list(uses_of(members, recipe).texts)
 
 
 def compose(

@@ -64,10 +64,11 @@ def measure(members: Sequence[Member], payloads: Mapping[int, bytes | memoryview
         FieldError: as `compose`, and where a limit is exceeded.
     """
     parts: list[MeasuredPart] = []
+    media = uses_of(members, recipe).media
 
     def size_of(modality: str, member: int) -> PartSize:
         size = measure_part(modality, members[member], payloads.get(member), recipe)
-        count = len(uses_of(members, recipe).media[modality])
+        count = len(media[modality])
         if count > 1:
             try:
                 size = recipe.modalities[modality].among(size, count)

@@ -51,6 +51,7 @@ class Uses(NamedTuple):
             any name. Under a jinja template beside plain text too, and with it.
         named: text that names media by path: Parquet columns `image`, `images`, `audio`, `audios` without bytes.
         kept: what goes with the sample as bytes.
+        texts: all that text is read from, ascending.
     """
 
     json: tuple[int, ...]
@@ -60,6 +61,7 @@ class Uses(NamedTuple):
     others: tuple[int, ...]
     named: tuple[int, ...]
     kept: tuple[int, ...]
+    texts: tuple[int, ...]
 
 
 def uses_of(members: Sequence[Member], recipe: Recipe) -> Uses:
@@ -82,14 +84,17 @@ def _uses(names: tuple[tuple[str, int], ...], recipe: Recipe) -> Uses:
     records = recipe.rules.words.records
     is_rendered = isinstance(recipe.text.template, JinjaTemplate)  # columns that make a chat go before text
     named = tuple(index for index in sorted(texts) if names[index][0].lower().removesuffix(WORDS_SUFFIX) in records)
+    beside = tuple(i for i in sorted(texts) if i not in named and is_beside(stem(names[i][0])))
+    others = () if json or (plain and not is_rendered) else tuple(index for index in texts if index not in named)
     return Uses(
         json=tuple(json),
         plain=plain,
         media={name: tuple(_in_field_order(names, kind)) for kind, name in enumerate(recipe.kinds) if kind != TEXT},
-        beside=tuple(i for i in sorted(texts) if i not in named and is_beside(stem(names[i][0]))),
-        others=() if json or (plain and not is_rendered) else tuple(index for index in texts if index not in named),
+        beside=beside,
+        others=others,
         named=named,
         kept=tuple(index for index, (name, _) in enumerate(names) if recipe.keeps(name)),
+        texts=tuple(sorted({*json, *plain, *beside, *others, *named})),
     )
 
 

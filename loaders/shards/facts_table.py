@@ -58,6 +58,7 @@ class FactsMeta:
         ignored: how many members of each ignored field.
         lost_samples: that damage hides, beside those that have a row, where the shard tells how many it had.
         lost_bytes: of the shard as stored, behind damage: what they held is not known.
+        media: state of other files that its records name, as `JsonLinesShard.media_state`; empty without any.
         limits: fingerprint of the limits that were held.
         rules: RULES that it was scanned under.
     """
@@ -70,6 +71,7 @@ class FactsMeta:
     ignored: Mapping[str, int] = dataclasses.field(default_factory=dict)
     lost_samples: int = 0
     lost_bytes: int = 0
+    media: str = ""
     rules: int = RULES
 
     def as_dict(self) -> dict[str, Any]:

@@ -6,8 +6,9 @@ import re
 
 from orchdata.loaders.modalities.builtin import BUILTINS, OTHER, TEXT
 
-RAW, GZIP, SPARSE, PARQUET = 0, 1, 2, 3
-"""How a member's bytes are stored: as they are, gzipped, in a sparse tar member, in a Parquet cell."""
+RAW, GZIP, SPARSE, PARQUET, TABLE_ROW, NAMED = range(6)
+"""How a member's bytes are stored: as they are, gzipped, in a sparse tar member, in a cell of a Parquet or Arrow file,
+as a row of CSV, where a record says (in another file, or encoded in the record)."""
 
 TEXT_SUFFIXES = frozenset("txt text transcript transcription caption json jsn jsonl".split())
 

@@ -7,21 +7,25 @@ from collections import OrderedDict
 
 from orchdata.loaders.errors import StaleIndexError
 from orchdata.loaders.limits import Limits
+from orchdata.loaders.shards.arrow.shard import ArrowShard
 from orchdata.loaders.shards.compressed import compression, open_decompressed
+from orchdata.loaders.shards.jsonl.shard import JsonLinesShard
 from orchdata.loaders.shards.parquet.shard import ParquetShard
 from orchdata.loaders.shards.shard import Shard, ShardInfo
 from orchdata.loaders.shards.tar import TarShard
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.counted import CountedFile, ReadBytes
 from orchdata.loaders.storage.local import LocalFile
-from orchdata.loaders.storage.paths import PARQUET_SUFFIXES, suffix_of
+from orchdata.loaders.storage.paths import ARROW_SUFFIXES, PARQUET_SUFFIXES, RECORD_SUFFIXES, media_root_of, suffix_of
 from orchdata.loaders.storage.storage import Storage
 
 
-def open_shard(url: str, *, limits: Limits, cache: CacheFolder, reads: ReadBytes | None = None) -> Shard:
+def open_shard(
+    url: str, *, limits: Limits, cache: CacheFolder, media_root: str | None = None, reads: ReadBytes | None = None
+) -> Shard:
     """Open a shard by its suffix; compressed tars are decompressed into the cache first, once.
 
-    What is read of it, then and later, is counted in `reads`.
+    What is read of it, then and later, is counted in `reads`; files that it names below `media_root` too.
 
     Raises:
         ValueError: unknown suffix.
@@ -33,6 +37,10 @@ def open_shard(url: str, *, limits: Limits, cache: CacheFolder, reads: ReadBytes
         file = CountedFile(file, reads.storage)
     if suffix in PARQUET_SUFFIXES:
         return ParquetShard(url, file, limits=limits)
+    if suffix in ARROW_SUFFIXES:
+        return ArrowShard(url, file, limits=limits)
+    if suffix in RECORD_SUFFIXES:
+        return JsonLinesShard(url, file, limits=limits, media_root=media_root_of(url, media_root), reads=reads)
     # By content: webdataset reads a gzipped .tar too, and a plain .tar.gz.
     if compression(file.read(0, 4)) is None:
         return TarShard(url, file, limits=limits)
@@ -49,7 +57,7 @@ def open_indexed(
     url: str, indexed: ShardInfo, *, limits: Limits, cache: CacheFolder, reads: ReadBytes | None = None
 ) -> Shard:
     """`open_shard` of one that was measured before. Raises StaleIndexError too: it is not the one that was."""
-    shard = open_shard(url, limits=limits, cache=cache, reads=reads)
+    shard = open_shard(url, limits=limits, cache=cache, media_root=indexed.media_root or None, reads=reads)
     try:
         difference = _difference(shard, indexed)
         if difference is not None:

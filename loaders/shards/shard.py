@@ -19,6 +19,7 @@ class ShardInfo:
         version: `Storage.version`.
         lost_samples: that damage hides, where the shard tells how many it had; they have no row.
         lost_bytes: behind damage, whose samples are not known.
+        media_root: folder that the files lie below which its records name; empty for shards that hold their media.
     """
 
     url: str
@@ -27,6 +28,7 @@ class ShardInfo:
     version: str = ""
     lost_samples: int = 0
     lost_bytes: int = 0
+    media_root: str = ""
 
     def as_list(self) -> list[Any]:
         """JSON-safe; the same as arguments make the same again."""

@@ -1,9 +1,10 @@
-"""Paths as users give them -> one path per shard: braces, globs and lists expanded, checked, in order."""
+"""Paths as users give them -> one path per shard: braces, globs, folders and lists expanded, checked, in order."""
 
 from __future__ import annotations
 
 import fnmatch
 import glob
+import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,13 +15,21 @@ from orchdata.loaders.storage.retries import tried
 
 TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.zst", ".tzst")
 PARQUET_SUFFIXES = (".parquet",)
-SUFFIXES = TAR_SUFFIXES + PARQUET_SUFFIXES
+ARROW_SUFFIXES = (".arrow",)
+RECORD_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv")
+SUFFIXES = TAR_SUFFIXES + PARQUET_SUFFIXES + ARROW_SUFFIXES + RECORD_SUFFIXES
+
+MEDIA_TABLES = ("metadata.jsonl", "metadata.csv")
+"""Tables that name the files of the folder they lie in."""
+
+_STATE_BYTES = 16 << 20
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 def expand_paths(paths: Paths, *, check: bool = True) -> list[str]:
-    """Expand braces (as webdataset does: `{000..127}`, `{a,b}`), then globs (sorted), of one path or a list.
+    """Expand `a::b` and braces (as webdataset does: `{000..127}`, `{a,b}`), then globs (sorted), of one path or a list.
+    Paths may be `file:` URLs.
 
     Args:
         paths: what the user gave; a list keeps its order.
@@ -29,8 +38,9 @@ def expand_paths(paths: Paths, *, check: bool = True) -> list[str]:
     Raises:
         FileNotFoundError: a path does not exist, or a pattern matches nothing; it is named.
         StorageError: a folder cannot be listed, so that nobody knows what a pattern matches.
-        ValueError: an unknown suffix, a folder, a command (`pipe:`), a remote URL, unbalanced braces, a shard given
-            twice, or no path at all.
+        ValueError: an unknown suffix, a folder that is neither a data set of Hugging Face's `datasets` on disk nor one
+            of media with a table, a command (`pipe:`), a remote URL, unbalanced braces, a shard given twice, or no path
+            at all.
     """
     given: list[str | os.PathLike[str]] = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     if not given:
@@ -38,16 +48,16 @@ def expand_paths(paths: Paths, *, check: bool = True) -> list[str]:
     found: list[str] = []
     source: dict[str, str] = {}
     for entry in given:
-        pattern = _text(entry)
-        for path in _expand(pattern, literal=not isinstance(entry, str), check=check):
-            name = os.path.normpath(path)
-            if name in source:
-                raise ValueError(
-                    f"shard {path} is given twice (by {source[name]!r} and {pattern!r}): it would be read twice"
-                )
-            source[name] = pattern
-            suffix_of(path)
-            found.append(path)
+        for pattern in _texts(entry):
+            for path in _expand(pattern, literal=not isinstance(entry, str), check=check):
+                name = os.path.normpath(path)
+                if name in source:
+                    raise ValueError(
+                        f"shard {path} is given twice (by {source[name]!r} and {pattern!r}): it would be read twice"
+                    )
+                source[name] = pattern
+                suffix_of(path)
+                found.append(path)
     return found
 
 
@@ -60,22 +70,44 @@ def suffix_of(path: str) -> str:
     return suffix
 
 
-def _text(entry: object) -> str:
+def is_media_table(path: str) -> bool:
+    """Whether a file is the table of the media in its folder."""
+    return os.path.basename(path) in MEDIA_TABLES
+
+
+def media_root_of(path: str, media_root: str | None) -> str | None:
+    """The folder that names in a file of records are relative to: as given, or its own for the table of a folder."""
+    if media_root is None and is_media_table(path):
+        return os.path.dirname(os.path.abspath(path))
+    return media_root if path.lower().endswith(RECORD_SUFFIXES) else None
+
+
+def _texts(entry: object) -> list[str]:
+    """The patterns of an entry, several where `::` stands between them, as webdataset has it."""
     if not isinstance(entry, str | os.PathLike):
         raise TypeError(f"a path must be a str or PathLike, got {type(entry).__name__}: {entry!r}")
     path = os.fspath(entry)
     if not isinstance(path, str):
         raise TypeError(f"a path must be text, got {path!r}")
+    if not isinstance(entry, str) or path.startswith("pipe:") or "::" not in path or _exists(path):
+        return [_text(path)]
+    return [_text(piece) for piece in path.split("::")]
+
+
+def _text(path: str) -> str:
     if not path:
         raise ValueError("a path is empty")
     if path.startswith("pipe:"):
-        raise ValueError(f"{path!r}: commands are never run; give the files, or mount or download them first")
+        raise ValueError(
+            f"{path!r}: commands are never run; give the files, mount the storage they are read from, or download them "
+            "first"
+        )
     scheme, separator, rest = path.partition("://")
+    if separator and scheme != "file":
+        raise ValueError(f"{path!r}: remote storage ({scheme}://) is not supported yet; give local paths")
     if separator:
-        if scheme != "file":
-            raise ValueError(f"{path!r}: remote storage ({scheme}://) is not supported yet; give local paths")
-        path = rest
-    return path
+        return rest.removeprefix("localhost") if rest.startswith("localhost/") else rest
+    return path.removeprefix("file:")
 
 
 def _expand(pattern: str, *, literal: bool, check: bool) -> Iterator[str]:
@@ -96,10 +128,57 @@ def _expand(pattern: str, *, literal: bool, check: bool) -> Iterator[str]:
             continue
         if check:
             if _is_folder(path):
-                raise ValueError(f"{named} is a folder; give its shards, for example '{path.rstrip('/')}/*.tar'")
+                yield from _shards_of_folder(path, named)
+                continue
             if not _exists(path):
                 raise FileNotFoundError(f"no such shard: {named}")
         yield path
+
+
+def _shards_of_folder(path: str, named: str) -> list[str]:
+    """The shards of a folder that says which they are."""
+    folder = path.rstrip("/")
+    tables = [f"{folder}/{name}" for name in MEDIA_TABLES if _exists(f"{folder}/{name}")]
+    if len(tables) > 1:
+        raise ValueError(f"{named} has {' and '.join(MEDIA_TABLES)}: give one of the two")
+    if tables:
+        return tables
+    if _exists(f"{folder}/dataset_dict.json"):
+        splits = _read_json(f"{folder}/dataset_dict.json").get("splits")
+        shown = ", ".join(f"{folder}/{split}" for split in splits) if isinstance(splits, list) else "a folder in it"
+        raise ValueError(f"{named} holds several splits; give one of them: {shown}")
+    if _exists(f"{folder}/state.json"):
+        return [f"{folder}/{name}" for name in _arrow_files(f"{folder}/state.json")]
+    raise ValueError(f"{named} is a folder; give its shards, for example '{folder}/*.tar'")
+
+
+def _arrow_files(path: str) -> list[str]:
+    """The files that `datasets` says a data set on disk is made of."""
+    state = _read_json(path)
+    if state.get("_indices_data_files") or state.get("_indices_files"):
+        raise ValueError(f"{path}: rows were selected without writing them (an old format): save the data set again")
+    files = state.get("_data_files")
+    listed = files if isinstance(files, list) else []
+    names = [file.get("filename") if isinstance(file, dict) else None for file in listed]
+    if not names or not all(isinstance(name, str) and _is_base(name) for name in names):
+        raise ValueError(f"{path}: it does not say which files the data set is made of (_data_files)")
+    return [str(name) for name in names]
+
+
+def _is_base(name: str) -> bool:
+    return name not in ("", ".", "..") and "/" not in name and "\0" not in name
+
+
+def _read_json(path: str) -> dict[str, object]:
+    def read() -> bytes:
+        with open(path, "rb") as file:
+            return file.read(_STATE_BYTES)
+
+    try:
+        found = json.loads(tried(path, "cannot be read", read))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: not valid JSON: {error}") from None
+    return found if isinstance(found, dict) else {}
 
 
 def _exists(path: str) -> bool:

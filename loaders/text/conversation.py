@@ -23,7 +23,7 @@ from orchdata.loaders.text.media_words import MediaWords
 from orchdata.loaders.text.messages import (
     CONVERSATION_KEYS as _CONVERSATION_KEYS,
 )
-from orchdata.loaders.text.messages import Chat, chat_of_record, chat_of_turns, completion_of
+from orchdata.loaders.text.messages import SPEAKERS, Chat, chat_of_record, chat_of_turns, completion_of
 from orchdata.loaders.text.preprocessor import decode_utf8
 from orchdata.loaders.text.template import ChatTemplate, Placeholder, Turn
 from orchdata.loaders.text.words import key_of_words, names_words
@@ -32,7 +32,6 @@ _TEXT_KEYS: Final = ("text", "caption")
 _READ_KEYS: Final = (*_CONVERSATION_KEYS, *_TEXT_KEYS)
 _ROLE_KEYS: Final = ("role", "from")
 _CONTENT_KEYS: Final = ("content", "value")
-_ROLES: Final = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
 _INT_DIGITS: Final = 640  # Python's limit can be set no lower
 _VIDEO_KEYS: Final = ("video", "videos")
 
@@ -262,7 +261,9 @@ def _is_turn(value: Any) -> bool:
 
 def _knows(turn: Mapping[str, Any], template: ChatTemplate | JinjaTemplate) -> bool:
     role = _first(turn, _ROLE_KEYS)
-    return isinstance(role, str) and template.knows(_ROLES.get(role, role)) and _first(turn, _CONTENT_KEYS) is not None
+    return (
+        isinstance(role, str) and template.knows(SPEAKERS.get(role, role)) and _first(turn, _CONTENT_KEYS) is not None
+    )
 
 
 def _chat(value: list[Any], rules: Rules) -> Document:
@@ -326,7 +327,7 @@ def _plain_turn(item: Any, template: ChatTemplate) -> Turn | None:
         role, content = item.get("from"), item.get("value")
     if type(role) is not str or type(content) is not str or not content or content.isspace():
         return None
-    role = _ROLES.get(role, role)
+    role = SPEAKERS.get(role, role)
     return Turn(role, (content,)) if template.knows(role) else None
 
 
@@ -338,7 +339,7 @@ def _checked_turn(where: str, item: Any, rules: Rules, template: ChatTemplate) -
     role = _first(item, _ROLE_KEYS)
     if not isinstance(role, str):
         raise DecodeError(f"{where} has no role: its keys are {_keys(item)}")
-    role, written = _ROLES.get(role, role), role
+    role, written = SPEAKERS.get(role, role), role
     if not template.knows(role):
         known = ", ".join(dict.fromkeys((*template.roles, *template.loss_roles)))
         raise DecodeError(f"{where} has the role {shown(role)}; known are {known}: see ChatTemplate.roles")
@@ -371,7 +372,7 @@ def _differ(item: Mapping[str, Any], keys: tuple[str, ...]) -> bool:
     held = [item[key] for key in keys if item.get(key) is not None]
     if len(held) < 2:
         return False
-    return not all(isinstance(one, str) for one in held) or len({_ROLES.get(one, one) for one in held}) > 1
+    return not all(isinstance(one, str) for one in held) or len({SPEAKERS.get(one, one) for one in held}) > 1
 
 
 def _content(where: str, content: Any, words: MediaWords) -> Content:

@@ -21,11 +21,9 @@ from orchdata.loaders.text.media_words import MediaWords
 from orchdata.loaders.text.template import Placeholder
 
 CONVERSATION_KEYS: Final = ("messages", "conversations", "conversation")
-_ROLES: Final = {
-    "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
+SPEAKERS: Final = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
+"""Roles as ShareGPT has them, and what templates call them."""
+_ROLES: Final = SPEAKERS | {
     "model": "assistant",
     "observation": "tool",
     "function_response": "tool",

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from orchdata.batch.merge import merge_features, token_rows
-from orchdata.batch.tensors import LLMBatch, MediaBatch, TextBatch
+from orchdata.batch.tensors import IGNORE, LLMBatch, MediaBatch, TextBatch
 from orchdata.planning.plan import Plan
 from orchdata.planning.route import Route
-from orchdata.ranks.exchange import exchange
 
 if TYPE_CHECKING:
     from orchdata.loaders.recipe import Recipe
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
     from orchdata.planning.layout import Layout
 
 Key = tuple[str, str]
-
-IGNORE = -100
 
 
 @runtime_checkable
@@ -71,7 +68,10 @@ class Batch:
         step, microbatch, num_microbatches: where this batch stands; `step` counts optimizer steps of the epoch.
         dp_size: data-parallel ranks.
         loss_tokens: labels other than -100 in this batch.
-        global_loss_tokens: planned loss tokens of the whole optimizer step, over all ranks and microbatches.
+        global_loss_tokens: planned loss tokens of the whole optimizer step, over all ranks and microbatches; where
+            sources of a mixture have loss weights, each token counts its source's (see `loss_weights`).
+        sources: of a mixture, the number of each sample's source, int32 (num_samples,), a place in `plan.sources`;
+            None where there is none.
         routes: per phase only: modality -> the way of its features, see `route`.
         inputs: what names the arguments of the model; None for this library's own names.
     """
@@ -86,8 +86,9 @@ class Batch:
     num_microbatches: int
     dp_size: int
     loss_tokens: int
-    global_loss_tokens: int
+    global_loss_tokens: float
     routes: Mapping[str, Route] = field(default_factory=dict)
+    sources: Tensor | None = None
     inputs: ModelInputs | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -106,8 +107,41 @@ class Batch:
 
     @property
     def loss_scale(self) -> float:
-        """Times the summed loss: the global token mean, for trainers that average gradients over DP ranks."""
-        return self.dp_size / max(1, self.global_loss_tokens)
+        """Times the summed loss: the global token mean, for trainers that average gradients over DP ranks.
+
+        Where sources have loss weights, of the sum of all tokens' losses times their `loss_weights`: the weighted mean.
+        """
+        return self.dp_size / (self.global_loss_tokens or 1)
+
+    @property
+    def loss_weights(self) -> Tensor | None:
+        """What the loss of each label counts, float32 of the shape of `llm.labels`, on its device: the `loss_weight` of
+        its sample's source. None where every token counts 1.
+        """
+        if self.sources is None or all(weight == 1 for weight in self.plan.loss_weights):
+            return None
+        labels, of_source = self.llm.labels, torch.tensor([*self.plan.loss_weights, 0.0])
+        weights = of_source[[*self.sources.tolist(), *[-1] * (len(self.llm.cu_seqlens) - 1 - len(self.sources))]]
+        if self.llm.attention_mask is not None:
+            return weights[:, None].expand(labels.shape).to(labels.device)
+        lengths = self.llm.cu_seqlens.diff().cpu()
+        return torch.repeat_interleave(weights, lengths).to(labels.device)
+
+    def by_source(self) -> dict[str, dict[str, int]]:
+        """Of each source of a mixture in this batch: its `samples`, `tokens` and `loss_tokens`."""
+        if self.sources is None:
+            return {}
+        llm, found = self.llm, {}
+        labels = llm.labels if llm.attention_mask is not None else llm.labels.split(llm.cu_seqlens.diff().tolist())
+        lengths = llm.cu_seqlens.diff().tolist()
+        for number in self.sources.unique().tolist():
+            mine = (self.sources == number).nonzero()[:, 0].tolist()
+            found[self.plan.sources[number]] = {
+                "samples": len(mine),
+                "tokens": sum(lengths[place] for place in mine),
+                "loss_tokens": sum(int((labels[place] != IGNORE).sum()) for place in mine),
+            }
+        return found
 
     def route(self, modality: str) -> Route:
         """The way of a modality's features from the ranks that encode them to those that have their samples.
@@ -131,6 +165,8 @@ class Batch:
         given a process group (or finds torch.distributed initialized) has done so. The planned denominator of the loss
         stays. Without routes nothing is to be done.
         """
+        from orchdata.ranks.exchange import exchange  # loads torch's compiler, to be kept from it: a second
+
         handles = {}
         for name, route in self.routes.items():
             valid = self.media[name].valid
@@ -185,7 +221,7 @@ class Batch:
                 raise ValueError(f"the batch has {name}, but no features of it were given")
             positions = self.llm.media_positions[name]
             rows = token_rows(name, held, features[name])
-            if len(positions) and rows.shape[0] != len(positions):
+            if len(positions) and rows.shape[0] not in (len(positions), len(positions) + held.padding_tokens):
                 raise ValueError(
                     f"the batch has {len(positions)} {name} tokens, the features have {rows.shape[0]} rows"
                 )

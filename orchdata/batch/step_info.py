@@ -14,10 +14,11 @@ class StepInfo:
         microbatch, num_microbatches: its place among the rank's microbatches of the step, and how many there are.
         dp_size: data-parallel ranks.
         loss_tokens: planned loss tokens of the whole step, over all ranks and microbatches; 0 for map-style data, of
-            whose tokens nothing is known.
+            whose tokens nothing is known. In a mixture each counts the loss weight of its source.
         loss_scale: what a summed loss is multiplied by where gradients are averaged over the data-parallel ranks, as
-            `Batch.loss_scale`: dp_size / max(1, loss_tokens), for a sum over loss tokens. For map-style data dp_size /
-            samples of the whole step, for a sum over samples.
+            `Batch.loss_scale`: dp_size / loss_tokens (1 where there are none), for a sum over loss tokens. For
+            map-style data dp_size / samples of the whole step, for a sum over samples.
+        sources: of a mixture, the name of each sample's source; empty where there is none.
     """
 
     epoch: int
@@ -25,5 +26,6 @@ class StepInfo:
     microbatch: int
     num_microbatches: int
     dp_size: int
-    loss_tokens: int
+    loss_tokens: float
     loss_scale: float
+    sources: tuple[str, ...] = ()

@@ -10,6 +10,9 @@ from torch import Tensor
 
 from orchdata.loaders.modalities.builtin import BUILTINS
 
+IGNORE = -100
+"""The label of what has no loss, as torch's losses have it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Tensors:
@@ -52,10 +55,13 @@ class MediaBatch(_Tensors):
     Attributes:
         arrays: name -> (num_rows, *row_shape) in the dtype of the recipe; padded, (num_parts, max_seqlen, *row_shape)
             with zeros behind each part. One row a part where the modality says so, and for what follows from sizes.
-        cu_seqlens: int32 (num_parts + 1,) over rows, padding not counted.
-        max_seqlen: most rows of one part.
+        cu_seqlens: int32 (num_parts + 1,) over rows, padding not counted; that to a length of `encoder_lengths` is a
+            last part.
+        max_seqlen: most rows of one part; under `encoder_lengths` all rows.
         num_tokens: rows of the encoder's output that go into the sequences, one a token. A dummy's do too, but not
             along a route: per phase it comes last and is not counted.
+        padding_tokens: rows of the encoder's output behind these, of the zeros that `Packed(encoder_lengths=...)` puts
+            behind the parts as one more; `merge` leaves them out, `exchange` takes `features[:num_tokens]`.
         mask: padded only: bool (num_parts, max_seqlen), True for rows.
         token_places: padded only: int64 (2, num_tokens), the part of each token and its number there, so that
             `features[token_places[0], token_places[1]]` packs an encoder's (num_parts, max_tokens, hidden).
@@ -66,6 +72,7 @@ class MediaBatch(_Tensors):
     cu_seqlens: Tensor
     max_seqlen: int
     num_tokens: int
+    padding_tokens: int = 0
     mask: Tensor | None = None
     token_places: Tensor | None = None
     valid: Tensor | None = None
@@ -92,15 +99,17 @@ class LLMBatch(_Tensors):
             do otherwise. They tell where samples begin, which positions under "mrope" do not.
         labels: int64, as input_ids, unshifted; -100 where there is no loss, on padding and on each sample's first
             token.
-        cu_seqlens: int32 (num_samples + 1,). Packed, where each sequence begins in T, the padding of `multiple_of`
-            included; padded, over the tokens that `attention_mask` marks, as flash-attention's unpadding counts them.
-        max_seqlen: longest sequence, counted as in cu_seqlens.
+        cu_seqlens: int32 (num_sequences + 1,): the samples, then what `dummies` stand in, then the padding of
+            `Packed(length=...)`, where there is any, as a last sequence. Packed, where each begins in T, the padding of
+            `multiple_of` included; padded, over the tokens that `attention_mask` marks, as flash-attention's unpadding
+            counts them.
+        max_seqlen: longest sequence, counted as in cu_seqlens; under `Packed(length=...)` always that length.
         attention_mask: padded only: bool (num_samples, L), True for a sample's tokens.
         media_positions: modality -> int64 (num_tokens,), the places of its tokens in T, or in (num_samples * L), in the
             order in which the encoder yields them, or `exchange` does. `llm.image_positions` reads that of images;
             None where the batch has no such modality.
         dummies: modality that none of the samples has -> tokens of a dummy of it, which stand in a sequence of their
-            own, the last, without loss or key: a model that refuses features without a token finds both.
+            own, behind the samples, without loss or key: a model that refuses features without a token finds both.
             `media_positions` has their places, but not per phase, where no features come for them.
         media_owners: per phase only: modality -> int64 (num_parts,), the sample in this batch of each part that
             arrives, in that order.

@@ -11,8 +11,10 @@ import json
 import os
 import platform
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, is_dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -185,6 +187,15 @@ def make_report(command: str, config: Any, found: Sequence[Result | WideTable]) 
     results = tuple(entry for entry in found if isinstance(entry, Result))
     tables = tuple(entry for entry in found if isinstance(entry, WideTable))
     return Report(command=command, config=settings, results=results, tables=tables)
+
+
+@contextmanager
+def work_folder(folder: str | None) -> Iterator[Path]:
+    """A temporary folder in `folder`, which is made where it is not there."""
+    if folder is not None:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="orchdata-bench-", dir=folder) as name:
+        yield Path(name)
 
 
 def interleave(

@@ -9,7 +9,6 @@ tars of one small sample each  --build_index, from nothing and where nothing cha
 from __future__ import annotations
 
 import itertools
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from orchdata.bench.corpus import Corpus
-from orchdata.bench.harness import Result, interleave
+from orchdata.bench.harness import Result, interleave, work_folder
 from orchdata.bench.parquet import measure_parquet
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.probed import Probes
@@ -56,7 +55,7 @@ class IndexBench:
 
 def run(config: IndexBench) -> list[Result]:
     """Measure."""
-    with tempfile.TemporaryDirectory(dir=config.folder) as folder:
+    with work_folder(config.folder) as folder:
         corpus = Corpus(
             samples=config.samples,
             shards=min(6, config.samples),
@@ -64,14 +63,14 @@ def run(config: IndexBench) -> list[Result]:
             seed=config.seed,
             audio_seconds=1.5,
         )
-        urls = corpus.write(Path(folder))
-        cache = CacheFolder(Path(folder) / "cache")
+        urls = corpus.write(folder)
+        cache = CacheFolder(folder / "cache")
         name, tokenizer = make_tokenizer(urls, cache)
         return [
             *_scanning(urls, cache, config),
             *_tokenizing(urls, cache, config, name, Recipe(text=TextPreprocessor(tokenizer, id=name)), tokenizer),
-            *measure_parquet(Path(folder), rows=2 * config.samples, repeats=config.repeats),
-            *_small_shards(Path(folder) / "small", config),
+            *measure_parquet(folder, rows=2 * config.samples, repeats=config.repeats),
+            *_small_shards(folder / "small", config),
         ]
 
 

@@ -10,7 +10,6 @@ import json
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ import numpy as np
 
 from orchdata.balancers import balance_phases
 from orchdata.bench.distributions import OMNI_COST
-from orchdata.bench.harness import Result, interleave
+from orchdata.bench.harness import Result, interleave, work_folder
 from orchdata.loaders.index.index import Index
 from orchdata.order.order import Order, Shuffle
 from orchdata.order.steps import GlobalBatches, StepTask
@@ -59,8 +58,8 @@ def run(config: PlanBench) -> list[Result]:
     size = config.ranks * config.samples_per_rank
     if size > config.samples:
         raise ValueError(f"{config.ranks} ranks x {config.samples_per_rank} need {size} samples, got {config.samples}")
-    with tempfile.TemporaryDirectory(dir=config.folder) as folder:
-        path = Path(folder) / "index.index"
+    with work_folder(config.folder) as folder:
+        path = folder / "index.index"
         index = synthetic_index(path, config.samples, config.seed)
         return [*_planning(index, config), *_starting(path, config)]
 
@@ -93,8 +92,7 @@ def _planning(index: Index, config: PlanBench) -> list[Result]:
         return lambda: make_plan(spec, StepTask(0, next(turn)))
 
     def look_up(step: int) -> dict[str, np.ndarray]:
-        start = step * plain.batches.size
-        dataset_id, row = plain.order.rows(0, start, start + plain.batches.size)
+        dataset_id, row = plain.order.rows(0, *plain.batches.bounds(step, plain.order.num_samples))
         found = {phase: plain.costs.costs(phase, dataset_id, row) for phase in plain.costs.phases}
         plain.costs.positions("llm", dataset_id, row)
         plain.costs.loss_tokens(dataset_id, row)
@@ -136,7 +134,11 @@ def _planning(index: Index, config: PlanBench) -> list[Result]:
 
 
 def _starting(path: Path, config: PlanBench) -> list[Result]:
+    """Starts over the index at `path`, and one over an index of the hundredth part (of one global batch at least)."""
     starts = [_start(path, config) for _ in range(max(1, config.repeats // 10))]
+    few = max(config.ranks * config.samples_per_rank, config.samples // 100)
+    synthetic_index(path.with_stem("few"), few, config.seed)
+    small = _start(path.with_stem("few"), config)["anonymous_bytes"]
     seconds = tuple(start["seconds"] for start in starts)
     cpu = [start["cpu_seconds"] for start in starts]
     memory = tuple(start["anonymous_bytes"] / 2**20 for start in starts)
@@ -155,6 +157,18 @@ def _starting(path: Path, config: PlanBench) -> list[Result]:
             values=memory,
             demand=1024.0,
             note=f"{max(added):.0f} MiB more than after imports",
+        ),
+        Result(
+            name=f"  more than over {few:,} samples",
+            unit="MiB",
+            values=tuple((start["anonymous_bytes"] - small) / 2**20 for start in starts),
+            demand=200.0,
+        ),
+        Result(
+            name="resume after nine tenths of an epoch / at its start",
+            unit="x",
+            values=tuple(start["late_seconds"] / start["first_seconds"] for start in starts),
+            note="CPU time of loading a state and planning its step",
         ),
     ]
 

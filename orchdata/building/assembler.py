@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -15,6 +15,22 @@ from orchdata.loaders.storage.counted import ReadBytes
 from orchdata.planning.plan import Plan
 
 Task = Callable[[], None]
+
+
+class Restores(Protocol):
+    """An assembler whose data set may hold a state of its own, as torchdata's loader asks for it."""
+
+    def held(self) -> dict[str, Any]:
+        """What the data set holds behind the last step that was made; empty for nothing."""
+
+    def restore(self, held: Mapping[str, Any], epoch: int) -> None:
+        """Give back what `held` said, before the first step, which is of `epoch`: the same, to go on behind it, or one
+        behind it, to begin where that was over.
+        """
+
+
+class EndOfData(Exception):
+    """A data set that is iterated has no batch any more: the epoch ends before this step."""
 
 
 @dataclass
@@ -48,7 +64,7 @@ class Share:
 
     @property
     def rows(self) -> NDArray[np.int64]:
-        """Its samples, rows of the data set, int64 (num_samples,)."""
+        """Its samples, rows of the data set, (num_samples,): int64, or what a sampler of other indices gave."""
         return self.plan.row[self.plan.places(self.rank, self.microbatch)]
 
 
@@ -74,3 +90,10 @@ class Assembler(Protocol):
         """What it has read of shards so far; None where samples are not in shards."""
 
     def begin(self, share: Share) -> Assembly: ...
+
+    def load_alone(self, row: int) -> None:
+        """Load one sample, and drop it. Raises what loading it raises."""
+
+    @property
+    def restores(self) -> Restores | None:
+        """Itself, where its data set may hold a state; else None."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import inspect
+import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -16,7 +17,7 @@ import numpy as np
 from torch.utils.data import default_collate, default_convert
 
 from orchdata.batch.step_info import StepInfo
-from orchdata.building.assembler import Assembled, Share, Task
+from orchdata.building.assembler import Assembled, Restores, Share, Task
 from orchdata.building.memory import Memory
 from orchdata.building.shortage import out_of_memory
 from orchdata.loaders.errors import NOT_DATA, DataError, FieldError, as_field_error
@@ -27,6 +28,8 @@ from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.sample import Sample
 from orchdata.loaders.shards.open import OpenShards
 from orchdata.loaders.storage.counted import ReadBytes
+from orchdata.loaders.watch import Watch
+from orchdata.order.stateful import Stateful, give_back, held_by
 
 Load = Callable[[int], Any]
 
@@ -42,6 +45,8 @@ class SampleAssembler:
 
     Args:
         load: row -> sample; raises DataError for one that cannot be used.
+        watch: is told of each sample that is loaded.
+        refuse: row, why its process is not to load it -> what is raised in place of loading it.
         collate_fn: list of samples -> batch, or one sample -> batch; called by one thread at a time, whichever step
             it is for, unless it is torch's own. One with a parameter `step` gets a `StepInfo` there.
         batched: whether collate_fn gets a list.
@@ -56,13 +61,17 @@ class SampleAssembler:
         self,
         *,
         load: Load,
+        watch: Watch,
+        refuse: Callable[[int, str], Exception],
         collate_fn: Callable[..., Any],
         batched: bool = True,
         num_map_rows: int = 0,
-        load_many: Callable[[list[int]], list[Any]] | None = None,
+        load_many: Callable[[list[int]], Any] | None = None,
         reads: ReadBytes | None = None,
     ) -> None:
-        self.load = load
+        self._load = load
+        self._watch = watch
+        self._refuse = refuse
         self.load_many = load_many
         self.num_map_rows = num_map_rows
         self.reads = reads
@@ -73,24 +82,61 @@ class SampleAssembler:
     def begin(self, share: Share) -> SampleAssembly:
         return SampleAssembly(self, share)
 
-    def collated(self, samples: list[Any], share: Share) -> Any:
-        """What `collate_fn` makes of the samples."""
-        collate = self._collate_fn
-        options = {"step": self._step_info(share)} if self._takes_step else {}
-        with contextlib.nullcontext() if collate in _THREAD_SAFE else lock_of(collate):
-            return collate(samples if self._batched else samples[0], **options)
+    def load(self, row: int) -> Any:
+        """A sample by its row."""
+        return self._watch.load(row, self._load, self._refuse)
 
-    def _step_info(self, share: Share) -> StepInfo:
+    def load_alone(self, row: int) -> None:
+        self.load(row)
+
+    @property
+    def restores(self) -> Restores | None:
+        return None
+
+    def collated(self, samples: dict[int, Any], share: Share, together: Any = None) -> Any:
+        """What `collate_fn` makes of the samples, by their places in the share, or of all of them `together`."""
+        collate, kept = self._collate_fn, sorted(samples)
+        options = {"step": self._step_info(share, kept)} if self._takes_step else {}
+        loaded = [samples[place] for place in kept] if together is None else together
+        with contextlib.nullcontext() if collate in _THREAD_SAFE else lock_of(collate):
+            return collate(loaded if self._batched else loaded[0], **options)
+
+    def _step_info(self, share: Share, kept: list[int]) -> StepInfo:
         plan = share.plan
+        dataset_ids = plan.dataset_id[plan.places(share.rank, share.microbatch)[kept]] if plan.sources else ()
         return StepInfo(
             epoch=plan.epoch,
             step=plan.step,
             microbatch=share.place,
             num_microbatches=plan.num_microbatches,
             dp_size=plan.num_ranks,
-            loss_tokens=plan.loss_tokens,
-            loss_scale=plan.num_ranks / max(1, len(plan.row) if self.num_map_rows else plan.loss_tokens),
+            loss_tokens=plan.global_loss_tokens,
+            loss_scale=plan.num_ranks / ((len(plan.row) if self.num_map_rows else plan.global_loss_tokens) or 1),
+            sources=tuple(plan.sources[number] for number in dataset_ids),
         )
+
+
+class MapAssembler(SampleAssembler):
+    """The items of a map-style data set, which may hold a state of its own.
+
+    Args:
+        dataset: it.
+        others: of SampleAssembler.
+    """
+
+    def __init__(self, dataset: Any, **others: Any) -> None:
+        super().__init__(**others)
+        self._dataset = dataset
+
+    @property
+    def restores(self) -> Restores | None:
+        return self if isinstance(self._dataset, Stateful) else None
+
+    def held(self) -> dict[str, Any]:
+        return held_by(dataset=self._dataset)
+
+    def restore(self, held: Mapping[str, Any], epoch: int) -> None:
+        give_back(held, dataset=self._dataset)
 
 
 def takes_step(collate_fn: Callable[..., Any]) -> bool:
@@ -116,6 +162,7 @@ class SampleAssembly:
         self._assembler = assembler
         self._share = share
         self._samples: dict[int, Any] = {}
+        self._together: Any = None  # those of the microbatch as a data set gave them at once
         self._failures: dict[int, DataError] = {}
         self._seconds = 0.0
         self._lock = threading.Lock()
@@ -128,11 +175,10 @@ class SampleAssembly:
         return [partial(self._load, place, row) for place, row in enumerate(rows)]
 
     def finish(self) -> Assembled:
-        if not self._samples and self._assembler.num_map_rows and len(self._share.plan.row):
+        if not self._samples and self._together is None and self._assembler.num_map_rows and len(self._share.plan.row):
             self._samples[0] = self._repeated()
         started = time.perf_counter()
-        samples = [self._samples[place] for place in sorted(self._samples)]
-        batch = self._assembler.collated(samples, self._share)
+        batch = self._assembler.collated(self._samples, self._share, self._together)
         seconds = {"decoding": self._seconds, "packing": time.perf_counter() - started}
         failures = [self._failures[place] for place in sorted(self._failures)]
         return Assembled(batch, failures, seconds)
@@ -162,17 +208,17 @@ class SampleAssembly:
             self._samples[place] = sample
             self._seconds += time.perf_counter() - started
 
-    def _load_many(self, load: Callable[[list[int]], list[Any]], rows: list[int]) -> None:
+    def _load_many(self, load: Callable[[list[int]], Any], rows: list[int]) -> None:
         started = time.perf_counter()
-        self._samples = dict(enumerate(load(rows)))
+        self._together = load(rows)
         self._seconds = time.perf_counter() - started
 
 
-def shard_loader(index: Index, shards: OpenShards, recipe: Recipe) -> Load:
-    """row -> decoded `Sample` of an index."""
+def shard_loader(index: Index, shards: OpenShards, recipe_of: Callable[[int], Recipe]) -> Load:
+    """row -> decoded `Sample` of an index; `recipe_of` tells by which recipe."""
 
     def load(row: int) -> Sample:
-        stored = StoredSample(index, shards, row)
+        stored, recipe = StoredSample(index, shards, row), recipe_of(row)
         try:
             return stored.decode(recipe)
         except FieldError as error:
@@ -187,6 +233,24 @@ def shard_loader(index: Index, shards: OpenShards, recipe: Recipe) -> Load:
     return load
 
 
+def shard_refusal(index: Index) -> Callable[[int, str], Exception]:
+    """Row of an index, reason -> the failure of that sample."""
+    return lambda row, reason: DataError(index.shard_of(row).url, index.key(row), "*", f"its worker {reason}")
+
+
+def map_refusal(dataset: Any, *, skip_errors: bool) -> Callable[[int, str], Exception]:
+    """Row of a map-style data set, reason -> the failure of that item, or what torch raises where it ends a worker."""
+    name = type(dataset).__name__
+    if skip_errors:
+        return lambda row, reason: DataError(name, str(row), "", f"its worker {reason}")
+
+    def refused(row: int, reason: str) -> RuntimeError:
+        who = "DataLoader" if reason.startswith("timed out") else f"DataLoader worker (pid {os.getpid()})"
+        return RuntimeError(f"{who} {reason.replace('was killed', 'is killed')}: item {row} of {name}")
+
+    return refused
+
+
 def map_loader(dataset: Any, *, skip_errors: bool) -> Load:
     """row -> `dataset[row]`; under `skip_errors` an exception there is a DataError of that row, where it may be about
     its data.
@@ -197,7 +261,7 @@ def map_loader(dataset: Any, *, skip_errors: bool) -> Load:
             return dataset[row]
         except NOT_DATA:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if not skip_errors or isinstance(error, DataError) or getattr(error, "errno", None) in _NOT_NOW:
                 raise
             reason = f"{type(error).__name__}: {error}"
@@ -206,16 +270,9 @@ def map_loader(dataset: Any, *, skip_errors: bool) -> Load:
     return load
 
 
-def map_many(dataset: Any) -> Callable[[list[int]], list[Any]] | None:
-    """rows -> `dataset.__getitems__(rows)`, as torch asks a data set that has it for all samples of a batch."""
+def map_many(dataset: Any) -> Callable[[list[int]], Any] | None:
+    """rows -> `dataset.__getitems__(rows)`, as torch asks a data set that has it for all samples of a batch: a list of
+    them, or whatever the `collate_fn` that gets it takes.
+    """
     get = getattr(dataset, "__getitems__", None)
-    if not callable(get):
-        return None
-
-    def load(rows: list[int]) -> list[Any]:
-        samples = list(get(rows))
-        if len(samples) != len(rows):
-            raise ValueError(f"{type(dataset).__name__}.__getitems__ gave {len(samples)} samples for {len(rows)} rows")
-        return samples
-
-    return load
+    return get if callable(get) else None

@@ -18,10 +18,11 @@ from orchdata.batch.tensors import MediaBatch
 from orchdata.building.memory import Reservation
 from orchdata.building.work import MediaWork
 from orchdata.loaders.index.index import Index
+from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.loaders.modalities.modality import PartSize, as_tensor, stored_dtype
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.decode import decode_part
-from orchdata.planning.layout import Layout, padded_encoders
+from orchdata.planning.layout import Layout, encoder_lengths, padded_encoders
 from orchdata.planning.route import Route
 
 Ints = NDArray[np.int64]
@@ -32,6 +33,8 @@ class PageSource:
     """What pages are laid out from.
 
     Attributes:
+        recipe: of all samples; in a mixture, of what their tensors look like.
+        of_sources: in a mixture, the recipe of each source.
         encoders: modalities every batch has, if need be as a dummy.
     """
 
@@ -39,6 +42,16 @@ class PageSource:
     recipe: Recipe
     layout: Layout
     encoders: tuple[str, ...]
+    of_sources: tuple[Recipe, ...] = ()
+
+    def recipe_of(self, row: int) -> Recipe:
+        """What a sample is read by."""
+        return recipe_of(self.index, self.recipe, self.of_sources, row)
+
+
+def recipe_of(index: Index, recipe: Recipe, of_sources: Sequence[Recipe], row: int) -> Recipe:
+    """The recipe of a sample: its source's in a mixture."""
+    return of_sources[index.source_of(row)] if isinstance(index, JoinedIndex) else recipe
 
 
 class MediaSlots:
@@ -58,9 +71,8 @@ class MediaSlots:
         self._first = np.searchsorted(work.owner[self._by_sample], np.arange(num_samples + 1))
         self._tokens = source.index.part_tokens[work.arriving].astype(np.int64)
         self._starts = starts_of(self._tokens)
-        self._ropes = None
-        if source.layout.positions == "mrope":
-            self._ropes = [rope_of(source, name, size) for size in source.index.sizes(work.arriving, source.recipe)]
+        self._sizes = source.index.sizes(work.arriving, source.recipe)
+        self._ropes = [rope_of(source, name, size) for size in self._sizes]
         self._written = np.zeros(len(work.arriving), np.bool_)
         self._dummy: Ints | None = None
         reserved.add(f"{name} places", (int(self._starts[-1]),), np.int64)
@@ -83,12 +95,13 @@ class MediaSlots:
         slots: list[int] = self._by_sample[self._first[place] : self._first[place + 1]].tolist()
         return slots
 
-    def num_tokens(self, slot: int) -> int:
-        return int(self._tokens[slot])
+    def size(self, slot: int) -> PartSize:
+        """Of its part, as the index has it."""
+        return self._sizes[slot]
 
     def rope(self, slot: int, first: int, tokens: int) -> Ints | None:
         """Positions of so many of its tokens under "mrope", as `Modality.rope`."""
-        rope = None if self._ropes is None else self._ropes[slot]
+        rope = self._ropes[slot]
         return None if rope is None else rope[:, first : first + tokens]
 
     def sample_tokens(self) -> Ints:
@@ -99,7 +112,7 @@ class MediaSlots:
 
     def put(self, slot: int, start: int, first: int, tokens: int) -> None:
         """So many of its tokens go to `start` and on; a slot is written with its last."""
-        at = self._starts[slot] + first
+        at = int(self._starts[slot]) + first
         self._where[at : at + tokens] = np.arange(start, start + tokens)
         self._written[slot] = first + tokens == self._tokens[slot]
 
@@ -111,7 +124,7 @@ class MediaPages:
 
     def __init__(self, source: PageSource, name: str, work: MediaWork, reserved: Reservation) -> None:
         self._name = name
-        self._recipe = source.recipe
+        self._layout = source.layout
         self._route = work.route
         modality = self._modality = source.recipe.modalities[name]
         self._sizes = source.index.sizes(work.encoded, source.recipe)
@@ -123,6 +136,10 @@ class MediaPages:
             self._sizes = [modality.dummy()]
             if work.route is None:
                 self._tokens = np.array([self._sizes[0].tokens])
+        self._parts = len(self._sizes)
+        self._padding = _padding(source, name, self._sizes)
+        if self._padding is not None:
+            self._sizes = [*self._sizes, self._padding]
         self._num_rows = np.array([size.num_rows for size in self._sizes], np.int64)
         self._padded = padded_encoders(source.layout)
         self._specs = modality.arrays()
@@ -136,6 +153,8 @@ class MediaPages:
         if self._dummy:
             for array in self._arrays.values():
                 array[:] = 0
+        for name, spec in self._specs.items():
+            self._arrays[name][self._starts[spec.per][self._parts] :] = 0  # padding
 
     def route(self) -> Route | None:
         """The way of the features; those of parts that failed travel as zeros."""
@@ -153,15 +172,16 @@ class MediaPages:
             self._arrays[array][start:stop] = 0
         self._written[part] = True
 
-    def decode(self, part: int, data: bytes | memoryview, field: str) -> None:
-        """Decode one part into its rows. Raises FieldError."""
+    def decode(self, part: int, data: bytes | memoryview, field: str, recipe: Recipe) -> None:
+        """Decode one part of a sample of `recipe` into its rows. Raises FieldError."""
         size, out = self._sizes[part], {}
         for array, spec in self._specs.items():
             start, stop = (int(end) for end in self._starts[spec.per][part : part + 2])
             end = start + size.num_rows if spec.per == "row" else stop
             out[array] = self._arrays[array][start:end]
-            self._arrays[array][end:stop] = 0  # memory may hold another batch
-        decode_part(self._name, data, size, out, self._recipe, field)
+            if stop > end:
+                self._arrays[array][end:stop] = 0  # memory may hold another batch
+        decode_part(self._name, data, size, out, recipe, field)
         self._written[part] = True
 
     def batch(self) -> MediaBatch:
@@ -170,7 +190,8 @@ class MediaPages:
             _check_written(self._written, f"{self._name} parts")
         extras = self._modality.extras(self._sizes)
         held: dict[str, Any] = {}
-        max_seqlen = int(self._num_rows.max(initial=0))
+        fixed = bool(encoder_lengths(self._layout, self._name))  # else it would differ where nothing else does
+        max_seqlen = int(self._num_rows.sum() if fixed else self._num_rows.max(initial=0))
         if self._padded:
             held["mask"] = torch.from_numpy(row_mask(self._num_rows, max_seqlen))
             places = np.nonzero(row_mask(self._tokens, int(self._tokens.max(initial=0))))
@@ -183,6 +204,7 @@ class MediaPages:
             cu_seqlens=cu_seqlens(starts_of(self._num_rows)),
             max_seqlen=max_seqlen,
             num_tokens=int(self._tokens.sum()),
+            padding_tokens=0 if self._padding is None else self._padding.tokens,
             valid=None if self._route is None else torch.from_numpy(self._valid),
             **held,
         )
@@ -199,6 +221,19 @@ class MediaPages:
         if not self._padded or spec.per == "part":
             return tensor
         return tensor.view(len(self._sizes), int(self._num_rows.max(initial=0)), *spec.row_shape)
+
+
+def _padding(source: PageSource, name: str, sizes: Sequence[PartSize]) -> PartSize | None:
+    """What is behind these parts up to the next of the layout's lengths; None for nothing."""
+    held = sum(size.positions for size in sizes)
+    lengths = encoder_lengths(source.layout, name)
+    if not lengths or held in lengths:
+        return None
+    length = next((each for each in lengths if each > held), None)
+    size = None if length is None else source.recipe.modalities[name].padding(length - held)
+    if size is None or length is None or held + size.positions != length:
+        raise RuntimeError(f"{held} {name} positions of a microbatch cannot be padded to one of {list(lengths)}")
+    return size
 
 
 def rope_of(source: PageSource, name: str, size: PartSize) -> Ints | None:

@@ -3,30 +3,31 @@
 The index gives every size before anything is read, so memory is asked for first; each sample then has its own slice of
 every tensor, known by the sample's place in the microbatch, and threads fill them without meeting. A batch is handed
 out when every slice has been written. A padded microbatch is a packed one whose LLM sequences are all padded to the
-same length: its memory, seen as rows.
+same length: its memory, seen as rows. One of a fixed length has a last sequence of padding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from orchdata.batch.batch import Batch, Key
-from orchdata.batch.tensors import LLMBatch, TextBatch
+from orchdata.batch.tensors import IGNORE, LLMBatch, TextBatch
 from orchdata.building.assembler import Share
 from orchdata.building.media_pages import MediaPages, MediaSlots, PageSource, cu_seqlens, rope_of, row_mask, starts_of
 from orchdata.building.memory import Reservation
-from orchdata.building.sequence import IGNORE, SequenceArrays, SequenceWriter
+from orchdata.building.sequence import SequenceArrays, SequenceWriter
 from orchdata.building.work import MediaWork
 from orchdata.loaders.errors import FieldError
 from orchdata.loaders.index.stored import StoredSample
 from orchdata.loaders.modalities.modality import PartSize
 from orchdata.loaders.samples.compose import MediaSlot, compose, text_members
 from orchdata.loaders.text.preprocessor import WHY_COUNTS_DIFFER
-from orchdata.planning.layout import Padded, row_lengths
+from orchdata.planning.layout import Padded, fixed_length, row_lengths
 
 
 class Pages:
@@ -44,10 +45,13 @@ class Pages:
         self._keys: tuple[Key, ...] = tuple((index.shard_of(int(row)).url, index.key(int(row))) for row in rows)
         self._dummies = _dummies(source, work)
         self._lengths = index.llm_tokens[rows].astype(np.int64)
-        if layout.empty == "dummy" and (self._dummies or not len(rows)):
+        length = fixed_length(layout)
+        if layout.empty == "dummy" and (self._dummies or (not len(rows) and length is None)):
             last = sum(size.tokens for size in self._dummies.values())
             self._lengths = np.append(self._lengths, max(1, last))
         self._starts = starts_of(row_lengths(layout, self._lengths))
+        if length is not None and length > self._starts[-1]:
+            self._starts = np.append(self._starts, length)
         reserved = self._reserved = Reservation()
         total, mrope = int(self._starts[-1]), layout.positions == "mrope"
         self.media = {name: MediaPages(source, name, mine, reserved) for name, mine in work.items()}
@@ -70,10 +74,12 @@ class Pages:
             self.media[name].lay(arrays)
             self._slots[name].lay(arrays)
         if len(self._lengths) > len(self._rows):
-            self._write_dummies(int(self._starts[-2]), int(self._starts[-1]))
+            self._write_dummies(*self._starts[len(self._rows) : len(self._rows) + 2].tolist())
+        for start, stop in pairwise(self._starts[len(self._lengths) :].tolist()):  # of a fixed length: what is left
+            self._arrays.blank(start, stop)
 
     def _write_dummies(self, start: int, stop: int) -> None:
-        """A last sequence without loss, in which the dummies of all modalities have their places."""
+        """A sequence without loss behind the samples, in which the dummies of all modalities have their places."""
         self._arrays.blank(start, stop)
         writer = SequenceWriter(self._arrays, (start, stop, stop), (0, 0), "*")
         for name, size in self._dummies.items():
@@ -85,25 +91,22 @@ class Pages:
 
     def write(self, place: int, sample: StoredSample, payloads: Mapping[int, bytes | memoryview]) -> None:
         """Write one sample's sequence into its slices. Raises FieldError."""
-        recipe = self._source.recipe
+        recipe = self._source.recipe_of(sample.row)
         texts = {member: payloads[member] for member in text_members(sample.members, recipe)}
         field = sample.members[next(iter(texts))].field if texts else "*"
-        parts = zip(map(self._source.index.modality_of, sample.parts), sample.sizes(recipe), strict=True)
+        asked, slots = ({name: iter(held.of_sample(place)) for name, held in self._slots.items()} for _ in range(2))
 
         def size_of(modality: str, _member: int) -> PartSize:
-            name, size = next(parts, ("", None))
-            if size is None or name != modality:
-                raise FieldError(
-                    field, f"the text yields other {modality} parts than the index says: {WHY_COUNTS_DIFFER}"
-                )
-            return size
+            slot = next(asked[modality], None)
+            if slot is None:
+                raise FieldError(field, f"the text yields more {modality} parts than indexed: {WHY_COUNTS_DIFFER}")
+            return self._slots[modality].size(slot)
 
         spans = compose(sample.members, texts, recipe, size_of)
-        start, stop = (int(end) for end in self._starts[place : place + 2])
-        text_start, text_stop = (int(end) for end in self._text_starts[place : place + 2])
+        start, stop = self._starts[place : place + 2].tolist()
+        text_start, text_stop = self._text_starts[place : place + 2].tolist()
         places = (start, start + int(self._lengths[place]), stop)
         writer = SequenceWriter(self._arrays, places, (text_start, text_stop), field)
-        slots = {name: iter(held.of_sample(place)) for name, held in self._slots.items()}
         slot = -1
         for span in spans:
             if isinstance(span, MediaSlot):
@@ -127,12 +130,15 @@ class Pages:
         for part in sample.parts:
             name = index.modality_of(part)
             held, slot = self._slots[name], next(slots[name])
-            held.put(slot, start, 0, held.num_tokens(slot))
-            start += held.num_tokens(slot)
+            tokens = held.size(slot).tokens
+            held.put(slot, start, 0, tokens)
+            start += tokens
         self._written[place] = True
 
-    def batch(self, share: Share) -> Batch:
-        """The batch over this memory. Raises RuntimeError where a slice was not written."""
+    def batch(self, share: Share, places: NDArray[np.int64]) -> Batch:
+        """The batch over this memory: of the samples at these places in the global batch. Raises RuntimeError where a
+        slice was not written.
+        """
         media = {name: held.batch() for name, held in self.media.items()}
         if not self._written.all():
             raise RuntimeError(f"samples {np.flatnonzero(~self._written).tolist()} of a microbatch were never written")
@@ -149,8 +155,9 @@ class Pages:
             num_microbatches=plan.num_microbatches,
             dp_size=plan.num_ranks,
             loss_tokens=int((self._arrays.labels != IGNORE).sum()),
-            global_loss_tokens=plan.loss_tokens,
+            global_loss_tokens=plan.global_loss_tokens,
             routes=routes,
+            sources=torch.from_numpy(plan.dataset_id[places]) if plan.sources else None,
         )
 
     def _llm(self, *, per_phase: bool) -> LLMBatch:
@@ -169,7 +176,7 @@ class Pages:
             position_ids=positions[1:] if mrope else restart,
             labels=torch.from_numpy(arrays.labels.reshape(shape)),
             cu_seqlens=cu_seqlens(starts),
-            max_seqlen=int(np.diff(starts).max(initial=0)),
+            max_seqlen=fixed_length(self._source.layout) or int(np.diff(starts).max(initial=0)),
             attention_mask=mask,
             restart_position_ids=restart if mrope else None,
             media_positions={name: torch.from_numpy(slots.where) for name, slots in self._slots.items()},

@@ -7,12 +7,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from orchdata.batch.tensors import IGNORE
 from orchdata.loaders.errors import FieldError
 from orchdata.loaders.samples.compose import TextSpan
 from orchdata.loaders.text.preprocessor import WHY_COUNTS_DIFFER
-
-IGNORE = -100
-"""The label of what has no loss, as torch's losses have it."""
 
 
 class SequenceArrays(NamedTuple):
@@ -63,9 +61,10 @@ class SequenceWriter:
         ids, arrays = span.token_ids, self._arrays
         start, stop = self._advance(len(ids))
         arrays.input_ids[start:stop] = ids
-        arrays.labels[start:stop] = np.where(span.loss_mask(), ids, IGNORE)
-        arrays.position_ids[1:, start:stop] = np.arange(self._position, self._position + len(ids))
-        self._position += len(ids)
+        arrays.labels[start:stop] = ids if span.loss else IGNORE
+        if span.leads:
+            arrays.labels[start] = IGNORE
+        self._count_on(start, stop)
         text_stop = self._text_cursor + len(ids)
         if text_stop > self._text_end:
             raise FieldError(self._text_field, self._disagreement())
@@ -83,8 +82,7 @@ class SequenceWriter:
         arrays.input_ids[start:stop] = token_id
         arrays.labels[start:stop] = IGNORE
         if rope is None:
-            arrays.position_ids[1:, start:stop] = np.arange(self._position, self._position + tokens)
-            self._position += tokens
+            self._count_on(start, stop)
         else:
             arrays.position_ids[1:, start:stop] = self._position + rope
             self._position += int(rope.max()) + 1
@@ -94,13 +92,20 @@ class SequenceWriter:
         """Pad behind it. Raises FieldError where the index says otherwise."""
         if self._cursor != self._end:
             raise FieldError(self._text_field, self._disagreement())
-        found = int((self._arrays.labels[self._start : self._end] != IGNORE).sum())
+        found = int(np.count_nonzero(self._arrays.labels[self._start : self._end] != IGNORE))
         if found != loss_tokens:
             raise FieldError(
                 self._text_field,
                 f"the index says {loss_tokens} loss tokens, the text yields {found}: {WHY_COUNTS_DIFFER}",
             )
-        self._arrays.blank(self._end, self._padded_end, self._end - self._start, self._position)
+        if self._padded_end > self._end:
+            self._arrays.blank(self._end, self._padded_end, self._end - self._start, self._position)
+
+    def _count_on(self, start: int, stop: int) -> None:
+        positions, first = self._arrays.position_ids, self._position
+        if len(positions) > 1:
+            positions[1:, start:stop] = np.arange(first, first + stop - start)
+        self._position += stop - start
 
     def _advance(self, tokens: int) -> tuple[int, int]:
         start = self._cursor

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.building.assembler import Assembled, Share, Task
+from orchdata.building.collate import shard_loader, shard_refusal
 from orchdata.building.media_pages import MediaPages, PageSource
 from orchdata.building.memory import Memory
 from orchdata.building.pages import Pages
@@ -21,6 +22,7 @@ from orchdata.loaders.errors import NOT_DATA, DataError, FieldError, as_field_er
 from orchdata.loaders.index.stored import StoredSample
 from orchdata.loaders.shards.open import OpenShards
 from orchdata.loaders.storage.counted import ReadBytes
+from orchdata.loaders.watch import Watch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +31,7 @@ class PackedAssembler:
 
     source: PageSource
     shards: OpenShards
+    watch: Watch
 
     @property
     def reads(self) -> ReadBytes:
@@ -40,6 +43,12 @@ class PackedAssembler:
             work = {name: planned_work(share, name) for name in self.source.encoders}
             return PackedAssembly(self, share, places, work)
         return self.begin_with(share, places)
+
+    restores = None
+
+    def load_alone(self, row: int) -> None:
+        index = self.source.index
+        self.watch.load(row, shard_loader(index, self.shards, self.source.recipe_of), shard_refusal(index))
 
     def begin_with(self, share: Share, places: NDArray[np.int64]) -> PackedAssembly:
         """`begin` with some of the rank's samples, by their places in the global batch, each encoded where it is."""
@@ -101,20 +110,24 @@ class PackedAssembly:
         if failures and not self._is_awaited:
             return self._without_failures(failures)
         started = time.perf_counter()
-        batch = self._pages.batch(self._share)
+        batch = self._pages.batch(self._share, self._places)
         return Assembled(batch, failures, {**self._seconds, "packing": time.perf_counter() - started})
 
     def _fill(self, at: int, wanted: _Wanted) -> None:
+        watch = self._assembler.watch
+        blamed = watch.begin(wanted.row)
         try:
-            self._read_and_decode(at, wanted)
+            self._read_and_decode(at, wanted, blamed)
         except MemoryError as error:
             source, rows = self._assembler.source, self._share.plan.row[self._places]
             raise out_of_memory(error, source.index, source.recipe, rows, wanted.row) from error
+        watch.end()
 
-    def _read_and_decode(self, at: int, wanted: _Wanted) -> None:
+    def _read_and_decode(self, at: int, wanted: _Wanted, blamed: str | None) -> None:
         started = time.perf_counter()
         source, pages, place = self._assembler.source, self._pages, wanted.place
         sample = StoredSample(source.index, self._assembler.shards, wanted.row)
+        recipe = source.recipe_of(wanted.row)
         failures: list[DataError] = []
 
         def attempt(work: Callable[[], None], undo: Callable[[], None]) -> None:
@@ -129,8 +142,10 @@ class PackedAssembly:
                 undo()
 
         try:
+            if blamed is not None:
+                raise DataError(sample.shard, sample.key, "*", f"its worker {blamed}")
             parts = [part for _, _, part in wanted.parts]
-            payloads = sample.read(source.recipe, text=place is not None, parts=parts)
+            payloads = sample.read(recipe, text=place is not None, parts=parts)
         except DataError as failure:
             failures.append(failure)
             if place is not None:
@@ -143,7 +158,7 @@ class PackedAssembly:
                 attempt(partial(pages.write, place, sample, payloads), partial(pages.blank, place, sample))
             for media, number, part in wanted.parts:
                 member = sample.member_of(part)
-                decode = partial(media.decode, number, payloads[member], sample.members[member].field)
+                decode = partial(media.decode, number, payloads[member], sample.members[member].field, recipe)
                 attempt(decode, partial(media.blank, number))
         with self._lock:
             if failures:

@@ -14,8 +14,17 @@ from typing import Any, Protocol
 from torch.utils.data import default_collate, default_convert
 
 from orchdata.building.assembler import Assembler
-from orchdata.building.collate import SampleAssembler, map_loader, map_many, shard_loader
-from orchdata.building.media_pages import PageSource
+from orchdata.building.collate import (
+    MapAssembler,
+    SampleAssembler,
+    map_loader,
+    map_many,
+    map_refusal,
+    shard_loader,
+    shard_refusal,
+)
+from orchdata.building.media_pages import PageSource, recipe_of
+from orchdata.building.memory import Memory
 from orchdata.building.shard_content import PackedAssembler
 from orchdata.building.step import Builder
 from orchdata.loaders.errors import StaleIndexError
@@ -24,6 +33,8 @@ from orchdata.loaders.modalities.builtin import load_decoders
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.open import OpenShards
 from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.watch import Watch
+from orchdata.order.steps import StepTask
 from orchdata.planning.layout import Layout
 from orchdata.planning.make_plan import PlanSpec
 
@@ -31,8 +42,15 @@ from orchdata.planning.make_plan import PlanSpec
 class Content(Protocol):
     """What batches are made of, and how: a value."""
 
-    def open(self) -> Assembler:
-        """What makes them in this process."""
+    def open(self, watch: Watch) -> Assembler:
+        """What makes them in this process.
+
+        Args:
+            watch: is told of each sample that is loaded.
+        """
+
+    def name_of(self, row: int) -> str:
+        """What a sample is called in messages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,14 +61,18 @@ class BuildSpec:
     rank: int
     content: Content
 
-    def open(self) -> Builder:
+    def open(self, *, watch: Watch | None = None, lend: Callable[[StepTask], Memory] | None = None) -> Builder:
         """What builds steps in this process, once for all its threads.
+
+        Args:
+            watch: is told of each sample that is loaded.
+            lend: see `Builder`.
 
         Raises:
             StaleIndexError: the index was built anew since the spec was made.
             StorageError: what decodes cannot be loaded now.
         """
-        return Builder(self.plan, self.rank, self.content.open())
+        return Builder(self.plan, self.rank, self.content.open(watch or Watch()), lend)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +82,17 @@ class IndexedShards:
     Attributes:
         index: pickles as its path.
         build_id: of the index when the spec was made: another one in its place would make other batches.
+        recipe, of_sources: as of `PageSource`.
     """
 
     index: Index
     build_id: str
     recipe: Recipe
+    of_sources: tuple[Recipe, ...] = ()
+
+    def recipe_of(self, row: int) -> Recipe:
+        """What a sample is read by."""
+        return recipe_of(self.index, self.recipe, self.of_sources, row)
 
     def open(self) -> OpenShards:
         """Opens no shard yet. Raises StaleIndexError, or StorageError where decoders cannot be loaded."""
@@ -74,6 +102,9 @@ class IndexedShards:
             )
         load_decoders()
         return OpenShards(limits=self.recipe.limits, cache=CacheFolder())
+
+    def name_of(self, row: int) -> str:
+        return f"sample {self.index.key(row)!r} of {self.index.shard_of(row).url}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,15 +119,19 @@ class ShardContent:
     layout: Layout
     encoders: tuple[str, ...]
 
-    def open(self) -> Assembler:
+    def open(self, watch: Watch) -> Assembler:
         shards = self.shards.open()
         pages = PageSource(
             index=self.shards.index,
             recipe=self.shards.recipe,
+            of_sources=self.shards.of_sources,
             layout=self.layout,
             encoders=self.encoders,
         )
-        return PackedAssembler(source=pages, shards=shards)
+        return PackedAssembler(source=pages, shards=shards, watch=watch)
+
+    def name_of(self, row: int) -> str:
+        return self.shards.name_of(row)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,10 +141,19 @@ class SampleContent:
     shards: IndexedShards
     collate_fn: Callable[..., Any]
 
-    def open(self) -> Assembler:
+    def open(self, watch: Watch) -> Assembler:
         shards = self.shards.open()
-        load = shard_loader(self.shards.index, shards, self.shards.recipe)
-        return SampleAssembler(load=load, collate_fn=self.collate_fn, reads=shards.reads)
+        load = shard_loader(self.shards.index, shards, self.shards.recipe_of)
+        return SampleAssembler(
+            load=load,
+            watch=watch,
+            refuse=shard_refusal(self.shards.index),
+            collate_fn=self.collate_fn,
+            reads=shards.reads,
+        )
+
+    def name_of(self, row: int) -> str:
+        return self.shards.name_of(row)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,11 +172,17 @@ class MapContent:
     batched: bool
     skip_errors: bool
 
-    def open(self) -> Assembler:
-        return SampleAssembler(
+    def open(self, watch: Watch) -> Assembler:
+        return MapAssembler(
+            self.dataset,
             load=map_loader(self.dataset, skip_errors=self.skip_errors),
+            watch=watch,
+            refuse=map_refusal(self.dataset, skip_errors=self.skip_errors),
             load_many=map_many(self.dataset) if self.batched and not self.skip_errors else None,
             collate_fn=self.collate_fn or (default_collate if self.batched else default_convert),
             batched=self.batched,
             num_map_rows=self.num_rows,
         )
+
+    def name_of(self, row: int) -> str:
+        return f"item {row} of {type(self.dataset).__name__}"

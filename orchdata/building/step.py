@@ -7,56 +7,78 @@ step is a set of tasks that may run anywhere in any order, then one `finish`.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from orchdata.building.assembler import Assembler, Share, Task
+from orchdata.building.assembler import Assembler, Restores, Share, Task
 from orchdata.building.memory import BufferPool, Memory
 from orchdata.building.step_stats import StepFigures, step_figures
 from orchdata.loaders.errors import DataError
 from orchdata.loaders.storage.counted import ReadBytes
 from orchdata.order.steps import StepTask
 from orchdata.planning.make_plan import PlanSpec, make_plan
-from orchdata.planning.pipeline import pipeline_order
 from orchdata.planning.plan import Plan
 
 
 @dataclass
 class BuiltStep:
-    """A rank's share of one optimizer step: its microbatches, plan, failures, busy seconds by stage, and figures."""
+    """A rank's share of one optimizer step: its microbatches, plan, failures, busy seconds by stage, and figures.
+
+    Attributes:
+        worker: process that has built it, 0 for this one.
+        held: what the data set of that process held of its own behind it; None for nothing.
+    """
 
     plan: Plan
     batches: list[Any]
     failures: list[DataError]
     seconds: dict[str, float]
     figures: StepFigures
+    worker: int = 0
+    held: Callable[[], dict[str, Any]] | None = None
 
 
 class Builder:
     """Builds the steps of one rank: what runs of a `BuildSpec`, with open shards and counters.
 
     One for all threads of a process; it does not pickle.
+
+    Args:
+        lend: where the batches of a step lie; default: a pool that takes back what nobody holds any more.
     """
 
-    def __init__(self, plan: PlanSpec, rank: int, assembler: Assembler) -> None:
+    def __init__(
+        self, plan: PlanSpec, rank: int, assembler: Assembler, lend: Callable[[StepTask], Memory] | None = None
+    ) -> None:
         self._plan = plan
         self._rank = rank
         self._assembler = assembler
-        self._memory = BufferPool()
+        pool = BufferPool()
+        self._lend = lend or (lambda _: pool)
 
     @property
     def reads(self) -> ReadBytes | None:
         """What was read of shards so far; None where samples are not in shards."""
         return self._assembler.reads
 
-    def start(self, task: StepTask, memory: Memory | None = None) -> StartedStep:
-        """Plan a step. Raises IndexError for one outside the epoch.
+    @property
+    def restores(self) -> Restores | None:
+        """Where a data set with a state of its own is asked for it."""
+        return self._assembler.restores
 
-        Args:
-            memory: where its batches lie; default: a pool that takes back what nobody holds any more.
-        """
-        return StartedStep(self._plan, self._rank, self._assembler, task, memory or self._memory)
+    def start(self, task: StepTask) -> StartedStep:
+        """Plan a step. Raises IndexError for one outside the epoch."""
+        return StartedStep(self._plan, self._rank, self._assembler, task, self._lend(task))
+
+    def planned_by(self, plan: PlanSpec) -> Builder:
+        """What builds the same samples, with what is open here, in steps of another plan."""
+        return Builder(plan, self._rank, self._assembler)
+
+    def load_alone(self, row: int) -> None:
+        """Load one sample for nothing, as a step that has it would. Raises what that raises."""
+        self._assembler.load_alone(row)
 
     def build(self, task: StepTask) -> BuiltStep:
         """Plan and build a step in this thread."""
@@ -90,6 +112,7 @@ class StartedStep:
     @cached_property
     def tasks(self) -> list[Task]:
         """What fills its batches. Memory is taken when this is first asked for. Raises MemoryError."""
+        self._memory.reserve(self.num_bytes)
         return [fill for assembly in self._assemblies for fill in assembly.fill(self._memory)]
 
     def finish(self) -> BuiltStep:
@@ -108,4 +131,4 @@ def _microbatch_order(spec: PlanSpec, plan: Plan, rank: int) -> list[int]:
     num_stages = spec.balance.num_stages
     if num_stages is None or plan.num_microbatches == 1:
         return list(range(plan.num_microbatches))
-    return [int(microbatch) for microbatch in pipeline_order(plan, rank, num_stages)]
+    return [int(microbatch) for microbatch in plan.pipeline_order(rank, num_stages)]

@@ -23,6 +23,7 @@ class StepFigures:
         samples: planned, failed ones among them.
         loss_tokens: of the whole step.
         tokens: LLM positions.
+        filled: of the whole step, `Plan.filled`.
         padded_tokens: the same, had each microbatch been padded to its longest sample.
         own_streams: share of the samples that come from the rank's group's streams; None without groups.
         feature_rows: encoder phase -> `Plan.feature_rows`, where parts are assigned apart.
@@ -30,21 +31,30 @@ class StepFigures:
             meet in each micro-step, float64 (5,).
         cost: of the step under its objective, and of a perfectly even one, float64 (2,).
         num_microbatches: of each rank.
+        sources: of each source of a mixture, in the step over all ranks: samples, LLM positions, loss tokens, and
+            passes begun so far, int64 (num_sources, 4); (0, 4) where there is none.
     """
 
     samples: int
     loss_tokens: int
     tokens: int
     padded_tokens: int
+    filled: tuple[int, int] | None
     own_streams: float | None
     feature_rows: Mapping[str, NDArray[np.int64]]
     loads: Mapping[str, NDArray[np.float64]]
     cost: NDArray[np.float64]
     num_microbatches: int
+    sources: NDArray[np.int64]
 
 
 def step_figures(spec: PlanSpec, plan: Plan, rank: int) -> StepFigures:
     """The figures of a plan made from `spec`, seen from a rank: milliseconds at thousands of ranks."""
+    alone = plan.num_ranks == plan.num_microbatches == 1 and plan.padded is None and not plan.parts
+    return _figures_alone(spec, plan) if alone else _figures(spec, plan, rank)
+
+
+def _figures(spec: PlanSpec, plan: Plan, rank: int) -> StepFigures:
     balanced, in_step = spec.costs.balanced, waits_inside(plan, spec.balance.objective)
     cells = {phase: plan.cells(phase) for phase in plan.phases}
     cost = cost_of_cells([cells[phase] for phase in balanced], in_step=in_step)
@@ -61,12 +71,43 @@ def step_figures(spec: PlanSpec, plan: Plan, rank: int) -> StepFigures:
         loss_tokens=plan.loss_tokens,
         tokens=int(lengths.sum()),
         padded_tokens=padded_tokens,
+        filled=plan.filled,
         own_streams=plan.own_streams(rank),
         feature_rows={phase: plan.feature_rows(phase) for phase in plan.parts},
         loads={phase: _loads(plan, phase, of_phase) for phase, of_phase in cells.items()},
         cost=np.array([cost, mean], np.float64),
         num_microbatches=plan.num_microbatches,
+        sources=_sources(plan),
     )
+
+
+def _figures_alone(spec: PlanSpec, plan: Plan) -> StepFigures:
+    """The same where one rank has everything at once: all loads are the sums."""
+    totals = {phase: int(costs.sum()) for phase, costs in plan.costs.items()}
+    balanced = sum(totals[phase] for phase in spec.costs.balanced)
+    return StepFigures(
+        samples=len(plan.row),
+        loss_tokens=plan.loss_tokens,
+        tokens=int(plan.llm_positions.sum()),
+        padded_tokens=int(plan.llm_positions.max(initial=0)) * len(plan.row),
+        filled=None,
+        own_streams=plan.own_streams(0),
+        feature_rows={},
+        loads={phase: np.full(5, total, np.float64) for phase, total in totals.items()},
+        cost=np.array([balanced, balanced], np.float64),
+        num_microbatches=1,
+        sources=_sources(plan),
+    )
+
+
+def _sources(plan: Plan) -> NDArray[np.int64]:
+    found = np.zeros((len(plan.sources), 4), np.int64)
+    if plan.passes is not None and plan.source_loss_tokens is not None:
+        np.add.at(found[:, 0], plan.dataset_id, 1)
+        np.add.at(found[:, 1], plan.dataset_id, plan.llm_positions)
+        found[:, 2] = plan.source_loss_tokens
+        np.maximum.at(found[:, 3], plan.dataset_id, plan.passes + 1)
+    return found
 
 
 def _loads(plan: Plan, phase: str, cells: NDArray[np.int64]) -> NDArray[Any]:

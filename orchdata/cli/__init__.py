@@ -36,6 +36,7 @@ def _root(
 
 app.command()(data.index)
 app.command()(data.profile)
+app.command()(data.verify)
 app.command()(runs.synth)
 app.command()(runs.demo)
 app.add_typer(bench.app, name="bench")

@@ -65,19 +65,41 @@ def index(
 @app.command()
 @one_line_errors
 def throughput(
-    samples: Annotated[int, typer.Option(help="Samples of the dataset, about 180 KiB each.")] = 1_000,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PATHS", help="Plain tars, globs or braces; default: a made-up data set."),
+    ] = None,
+    samples: Annotated[int, typer.Option(help="Samples of the made-up data set, about 140 KiB each.")] = 800,
+    peers: Annotated[str, typer.Option(help="Other loaders: all, none, or names with commas between them.")] = "all",
+    consumer: Annotated[str, typer.Option(help="What is done with each batch: none, torch or python.")] = "none",
+    consumer_ms: Annotated[float, typer.Option(help="How long that takes where nothing else runs.")] = 50.0,
+    decode: Annotated[str, typer.Option(help="How peers decode images: orchdata, as ours, or pillow.")] = "orchdata",
+    max_tokens: Annotated[int, typer.Option(help="Of an image, above which it is resized.")] = 4096,
+    draft: Annotated[bool, typer.Option(help="Scale large JPEGs while they are decoded.")] = False,
     batch_size: Annotated[int, typer.Option(help="Samples of a batch.")] = 16,
-    workers: Annotated[int, typer.Option(help="Threads of ours, worker processes of torch's DataLoader.")] = 2,
-    repeats: RepeatsOption = 5,
+    workers: Annotated[int, typer.Option(help="Threads, or worker processes, of each loader.")] = 2,
+    repeats: RepeatsOption = 3,
     seed: SeedOption = 0,
     folder: FolderOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Loading against webdataset in torch's DataLoader, with the same decoding, in turn."""
+    """Loading beside every other loader that is installed, with the same decoding, in turn."""
     from orchdata.bench.throughput import ThroughputBench, run
 
     config = ThroughputBench(
-        samples=samples, batch_size=batch_size, workers=workers, repeats=repeats, seed=seed, folder=folder
+        data=tuple(data) if data else None,
+        samples=samples,
+        peers=peers,
+        consumer=consumer,
+        consumer_ms=consumer_ms,
+        decode=decode,
+        max_tokens=max_tokens,
+        draft=draft,
+        batch_size=batch_size,
+        workers=workers,
+        repeats=repeats,
+        seed=seed,
+        folder=folder,
     )
     _measure("throughput", config, run, as_json)
 

@@ -1,21 +1,33 @@
-"""`orchdata index` and `orchdata profile`: what a dataset holds."""
+"""`orchdata index`, `orchdata profile` and `orchdata verify`: what a dataset holds."""
 
 from __future__ import annotations
 
 import sys
 import time
 from contextlib import redirect_stdout
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from orchdata.cli.options import CostOption, JsonOption, Paths, RecipeOption, caps_of, load_object, ranks_list
+from orchdata.cli.options import (
+    CostOption,
+    JsonOption,
+    MediaRootOption,
+    Paths,
+    RecipeOption,
+    caps_of,
+    load_object,
+    ranks_list,
+)
 from orchdata.cli.output import human_bytes, one_line_errors, print_json, print_table
 from orchdata.progress import progress_bar
 
 if TYPE_CHECKING:
     from orchdata.loaders.errors import DataError
     from orchdata.loaders.index.index import Index
+    from orchdata.loaders.recipe import Recipe
+    from orchdata.verifying.verify import Verification
 
 FIRST_FAILURES = 10
 MOST_IGNORED = 20
@@ -25,6 +37,7 @@ MOST_IGNORED = 20
 def index(
     paths: Paths,
     recipe: RecipeOption = None,
+    media_root: MediaRootOption = None,
     force: Annotated[bool, typer.Option("--force", help="Scan every shard again, fresh or not.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -33,7 +46,7 @@ def index(
     Bad samples are listed and do not fail the command; a shard that cannot be read at all does.
     """
     start = time.perf_counter()
-    built, scanned = _build(paths, recipe, force=force)
+    built, scanned = _build(paths, _recipe(recipe), media_root, force=force)
     report = index_report(built, scanned, time.perf_counter() - start)
     if as_json:
         print_json(report)
@@ -47,9 +60,13 @@ def index(
 def profile(
     paths: Paths,
     recipe: RecipeOption = None,
+    media_root: MediaRootOption = None,
     cost: CostOption = None,
     ranks: Annotated[str, typer.Option(help="Numbers of data-parallel ranks to plan for.")] = "8,64,512,2560",
     batch_size: Annotated[int, typer.Option(help="Samples per rank and step.")] = 8,
+    batch_tokens: Annotated[
+        int | None, typer.Option(help="LLM tokens per rank and step, in place of samples: global_batch_tokens.")
+    ] = None,
     model_parallel: Annotated[
         int, typer.Option(help="GPUs of a data-parallel rank: tensor x pipeline x context parallel.")
     ] = 1,
@@ -65,30 +82,48 @@ def profile(
     ] = "barrier",
     padded: Annotated[bool, typer.Option("--padded", help="LLM rows padded to the longest: od.Padded().")] = False,
     multiple_of: Annotated[int, typer.Option(help="LLM sequences are padded to a multiple of this.")] = 1,
+    length: Annotated[int | None, typer.Option(help="Tokens of every microbatch: od.Packed(length=...).")] = None,
     group_size: Annotated[int, typer.Option(help="Ranks of a group, as those of a node.")] = 8,
     streams: Annotated[int | None, typer.Option(help="Streams of the order; default: one a group.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the order.")] = 0,
     as_json: JsonOption = False,
 ) -> None:
-    """Profile shards: sizes, modalities, what N ranks would lose to imbalance in each scope, and what each reads."""
+    """Profile shards: sizes, modalities, what N ranks would lose to imbalance in each scope, and what each reads.
+
+    A mixture of them is a YAML file: sources by name, each with paths, weight and recipe.
+    """
     rank_counts, caps = ranks_list(ranks), caps_of(max_tokens or ())
     from orchdata.balancers import CostModel
+    from orchdata.cli.mixture_file import is_mixture_file, read_mixture
+    from orchdata.dataset.mixed import joined_index
     from orchdata.planning.balance import Balance
     from orchdata.planning.layout import Packed, Padded
     from orchdata.profile.profile import profile as make_profile
 
     model = load_object(cost, CostModel, "--cost") if cost is not None else None
     balance = Balance(max_tokens=caps, objective=objective, oversize=oversize)  # type: ignore[arg-type]
-    layout = Padded(multiple_of=multiple_of) if padded else Packed(multiple_of=multiple_of)
-    built, _ = _build(paths, recipe, force=False)
+    if padded and length is not None:
+        raise ValueError("--length is of packed microbatches: leave out --padded, or the length")
+    layout = Padded(multiple_of=multiple_of) if padded else Packed(multiple_of=multiple_of, length=length)
+    mixture = None
+    if is_mixture_file(paths):
+        mixture = read_mixture(paths[0], _recipe(recipe))
+        leaves = [leaf.dataset for leaf in mixture.leaves]
+        built: Index = joined_index(
+            mixture, [_build(list(of.urls), of.recipe, of.media_root, force=False)[0] for of in leaves]
+        )
+    else:
+        built, _ = _build(paths, _recipe(recipe), media_root, force=False)
     result = make_profile(
         built,
+        mixture=mixture,
         cost=model,
         balance=balance,
         layout=layout,
         model_parallel=model_parallel,
         ranks=rank_counts,
         batch_size=batch_size,
+        batch_tokens=batch_tokens,
         group_size=group_size,
         streams=streams,
         seed=seed,
@@ -101,18 +136,63 @@ def profile(
     print_table(profile_table(result))
 
 
-def _build(paths: list[str], recipe_name: str | None, *, force: bool) -> tuple[Index, int]:
-    """The index, and how many of its shards were scanned now; the others were known."""
-    from orchdata.loaders.index.build import BuildProgress, build_index
-    from orchdata.loaders.recipe import Recipe
-    from orchdata.loaders.storage.paths import expand_paths
+@one_line_errors
+def verify(
+    paths: Paths,
+    recipe: RecipeOption = None,
+    media_root: MediaRootOption = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write what is bad here, as JSON Lines for DataLoader(quarantine=...).")
+    ] = None,
+    jobs: Annotated[int | None, typer.Option(help="Processes that decode; default: one per CPU.")] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds that one sample may take.")] = 120.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Decode every sample as a loader does, and list those that it would refuse.
 
-    recipe = load_object(recipe_name, Recipe, "--recipe") if recipe_name is not None else Recipe()
+    Samples that end, hang or fill a process are found, since processes of limited memory decode them. The command
+    fails where anything is bad.
+    """
+    from orchdata.verifying.verify import verify as verify_index
+    from orchdata.verifying.verify import write_quarantine
+
+    start = time.perf_counter()
+    held = _recipe(recipe)
+    built, _ = _build(paths, held, media_root, force=False)
+    try:
+        with progress_bar("decoding samples") as advance:
+            found = verify_index(built, held, jobs=jobs, timeout=timeout, progress=advance)
+    except TypeError as error:  # what does not pickle, named
+        raise ValueError(str(error)) from error
+    if out is not None:
+        write_quarantine(out, found.failures)
+    report = verify_report(built, found, out, time.perf_counter() - start)
+    if as_json:
+        print_json(report)
+    else:
+        _print_verified(report)
+    if found.failures:
+        raise typer.Exit(1)
+
+
+def _recipe(name: str | None) -> Recipe:
+    from orchdata.loaders.recipe import Recipe
+
+    recipe = load_object(name, Recipe, "--recipe") if name is not None else Recipe()
     try:
         recipe.fingerprint()
     except TypeError as error:  # a parameter of a modality, named
         raise ValueError(str(error)) from error
-    urls = expand_paths(paths)
+    return recipe
+
+
+def _build(paths: list[str], recipe: Recipe, media_root: str | None, *, force: bool) -> tuple[Index, int]:
+    """The index, and how many of its shards were scanned now; the others were known."""
+    from orchdata.dataset.shard_dataset import checked_media_root
+    from orchdata.loaders.index.build import BuildProgress, build_index
+    from orchdata.loaders.storage.paths import expand_paths
+
+    urls, root = expand_paths(paths), checked_media_root(media_root)
     scanned = 0
     with progress_bar("indexing shards") as advance, redirect_stdout(sys.stderr):  # whatever a tokenizer prints
 
@@ -121,7 +201,7 @@ def _build(paths: list[str], recipe_name: str | None, *, force: bool) -> tuple[I
             scanned += shard.measured
             advance(shard.done, shard.total)
 
-        return build_index(urls, recipe, force=force, progress=shard_done), scanned
+        return build_index(urls, recipe, media_root=root, force=force, progress=shard_done), scanned
 
 
 def index_report(index: Index, scanned: int, seconds: float) -> dict[str, Any]:
@@ -145,6 +225,23 @@ def index_report(index: Index, scanned: int, seconds: float) -> dict[str, Any]:
     }
 
 
+def verify_report(index: Index, found: Verification, out: Path | None, seconds: float) -> dict[str, Any]:
+    """What verifying found, JSON-safe; every failure."""
+    from orchdata.profile.profile import count_reasons
+
+    return {
+        "shards": len(index.shards),
+        "samples": found.num_samples,
+        "bad": len(found.failures),
+        "bad_when_decoded": len(found.failures) - found.num_indexed_bad,
+        "lost": int(index.lost_samples().sum()),
+        "bad_by_reason": count_reasons(list(found.failures)),
+        "failures": [_as_dict(failure) for failure in found.failures],
+        "quarantine": None if out is None else str(out),
+        "seconds": round(seconds, 3),
+    }
+
+
 def _as_dict(failure: DataError) -> dict[str, str]:
     return {"shard": failure.shard, "key": failure.key, "field": failure.field, "reason": failure.reason}
 
@@ -164,15 +261,26 @@ def _print_index(report: dict[str, Any]) -> None:
     if ignored:
         shown = [f"{name} ({count:,})" for name, count in list(ignored.items())[:MOST_IGNORED]]
         typer.echo(f"  not read: {', '.join(shown)}{', ...' if len(ignored) > len(shown) else ''}")
+    _print_bad(report)
+    for failure in report["failed_shards"]:
+        typer.echo(f"shard failed: {failure['shard']}: {failure['reason']}", err=True)
+    typer.echo(f"index: {report['path']}")
+
+
+def _print_verified(report: dict[str, Any]) -> None:
+    typer.echo(f"{report['samples']:,} good samples in {report['shards']:,} shards, in {report['seconds']:.1f} s")
+    _print_bad(report)
+    if report["quarantine"] is not None:
+        typer.echo(f"quarantine: {report['quarantine']}")
+
+
+def _print_bad(report: dict[str, Any]) -> None:
     if report["bad"]:
         typer.echo(f"{report['bad']:,} bad samples, by reason:", err=True)
         for reason, count in report["bad_by_reason"].items():
             typer.echo(f"  {count:,} x {reason}", err=True)
         typer.echo("the first of them:", err=True)
-        for failure in report["failures"]:
+        for failure in report["failures"][:FIRST_FAILURES]:
             typer.echo(f"  {failure['shard']}: {failure['key']} {failure['field']}: {failure['reason']}", err=True)
     if report["lost"]:
         typer.echo(f"about {report['lost']:,} more samples lost in damaged shards", err=True)
-    for failure in report["failed_shards"]:
-        typer.echo(f"shard failed: {failure['shard']}: {failure['reason']}", err=True)
-    typer.echo(f"index: {report['path']}")

@@ -22,6 +22,9 @@ RecipeOption = Annotated[
 CostOption = Annotated[
     str | None, typer.Option("--cost", metavar="MODULE:NAME", help="An od.CostModel; default: LLM tokens.")
 ]
+MediaRootOption = Annotated[
+    str | None, typer.Option("--media-root", help="Folder below which the files lie that records of JSON name.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, for machines.")]
 
 Kind = TypeVar("Kind")

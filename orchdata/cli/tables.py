@@ -30,6 +30,7 @@ def profile_table(profile: Profile) -> RenderableType:
         Text(header),
         *(Text(reason, style="yellow") for reason in reasons),
         *_caps_line(profile),
+        *([_source_table(profile)] if profile.sources else []),
         _modality_table(profile),
         _phase_table(profile),
         _scale_table(profile),
@@ -56,6 +57,13 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
+def _source_table(profile: Profile) -> Table:
+    table = _table("\nWhat sources give in an epoch", "source", "share of tokens", "LLM tokens", "samples", "passes")
+    for name, source in profile.sources.items():
+        table.add_row(name, f"{source.share:.1%}", f"{source.tokens:,}", f"{source.samples:,}", f"{source.passes:.3g}")
+    return table
+
+
 def _modality_table(profile: Profile) -> Table:
     table = _table("\nWhat samples are made of", "modality", "share of samples", "samples", "parts", "LLM tokens")
     for name, modality in profile.modalities.items():
@@ -78,7 +86,8 @@ def _scale_table(profile: Profile) -> Table:
     title = f"\nImbalance, max/mean over ranks{counted}: unbalanced -> balanced (1.00 is perfect)"
     gpus = ("GPUs",) if profile.model_parallel > 1 else ()
     micro_steps = ("micro-steps",) if profile.caps else ()
-    columns = (*gpus, "batch", *profile.phases, "step", "bound", "speedup", "per phase", *micro_steps)
+    fill = ("fill",) if any(scale.scopes["global"].fill is not None for scale in profile.scales) else ()
+    columns = (*gpus, "batch", *profile.phases, "step", "bound", "speedup", "per phase", *micro_steps, *fill)
     table = _table(title, "ranks", *columns)
     for scale in profile.scales:
         phases = [
@@ -91,15 +100,22 @@ def _scale_table(profile: Profile) -> Table:
         table.add_row(
             ranks,
             *([f"{scale.gpus:,}"] if gpus else []),
-            f"{scale.global_batch_size:,}",
+            _size(scale),
             *phases,
             step,
             f"{scale.step.lower_bound:.2f}",
             f"{scale.speedup:.2f}x",
             _per_phase_speedup(profile, scale.per_phase_speedup),
             *([f"{dealt:.1f} -> {planned:.1f}"] if micro_steps else []),
+            *([f"{scale.scopes['none'].fill:.1%} -> {scale.scopes['global'].fill:.1%}"] if fill else []),
         )
     return table
+
+
+def _size(scale: Scale) -> str:
+    if scale.global_batch_size is not None:
+        return f"{scale.global_batch_size:,}"
+    return f"{scale.global_batch_tokens:,} tokens ({scale.samples:,.0f})"
 
 
 def _scope_table(profile: Profile) -> Table:
@@ -147,6 +163,10 @@ def _notes(profile: Profile) -> list[str]:
         notes.append(
             "micro-steps: microbatches of each rank in a step; speedup: over samples dealt out within the same caps"
         )
+    if any(scale.scopes["global"].fill is not None for scale in profile.scales):
+        notes.append(
+            "fill: tokens of samples over those of all microbatches of this length; loads count padding, means do not"
+        )
     if profile.layout == "padded":
         notes.append("LLM rows are padded to the longest of their microbatch; the mean counts no padding, loads do")
     if profile.model_parallel > 1:
@@ -165,7 +185,7 @@ def _notes(profile: Profile) -> list[str]:
         notes.append(f"*: {' and '.join(unnamed)}: not balanced and not in the step: {why}")
     if any(scale.with_replacement for scale in profile.scales):
         notes.append(
-            f"r: the dataset has fewer samples ({profile.samples:,}) than this global batch, "
+            f"r: the dataset ({profile.samples:,} samples) has less than this global batch, "
             "so samples were drawn with replacement"
         )
     notes += _locality_notes(profile)
@@ -199,6 +219,11 @@ def _advice_notes(scale: Scale) -> list[str]:
         if advice.limit != "nothing"
     ]
     notes = [_phase_note(scale, max(held)[1])] if held else []
+    if scale.better_tokens is not None:
+        notes.append(
+            f"{scale.ranks:,} ranks: steps of {scale.better_tokens:,} tokens would fill their microbatches, those of "
+            f"{scale.global_batch_tokens:,} do not"
+        )
     if scale.changes:
         notes.append(_changes_note(scale, scale.scopes["global"].microbatches))
     return notes
@@ -227,7 +252,10 @@ def _changes_note(scale: Scale, micro_steps: float) -> str:
     capped = micro_steps > 1
     found = []
     for change in scale.changes:
-        what = f"{change.factor} x the {change.change}" if change.factor else f"no {change.change}"
+        size = "batch_tokens" if change.change == "batch_size" and scale.batch_size is None else change.change
+        what = f"{change.factor} x the {size}" if change.factor else f"no {size}"
+        if change.change == "tokens":
+            what = "steps of as many tokens"
         found.append(f"{what} {change.step:.2f}" + (f" at {change.microbatches:.1f} micro-steps" if capped else ""))
     now = f"{scale.step.balanced:.2f}" + (f" at {micro_steps:.1f} micro-steps" if capped else "")
     uncapped = [change.step for change in scale.changes if change.change == "max_tokens" and change.factor is None]

@@ -20,6 +20,7 @@ from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, Tenso
 
 import orchdata
 from orchdata.balancers import CostModel
+from orchdata.dataset.mixture import Mixture
 from orchdata.dataset.options import LoaderOptions, PreparedDataset
 from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.planning.costs import IndexCosts
@@ -42,7 +43,7 @@ def describe_loader(dataset: Any, prepared: PreparedDataset, options: LoaderOpti
         "ranks_per_node": prepared.spec.plan.ranks_per_node,
         "num_steps": prepared.spec.plan.num_steps,
         "index": costs.index.totals if isinstance(costs, IndexCosts) else None,
-        DATA: None if isinstance(dataset, ShardDataset) else _dataset(dataset),
+        DATA: None if isinstance(dataset, ShardDataset | Mixture) else _dataset(dataset),
         "balance": options.balance,
         "cost": options.cost.describe() if isinstance(options.cost, CostModel) else None,
         "drop_last": options.batches.drop_last,

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from functools import partial
 from os import PathLike
 from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.utils.data import IterableDataset, Subset
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    default_collate,
+    default_convert,
+)
 
 from orchdata.balancers import CostModel
 from orchdata.building.collate import map_loader
@@ -19,31 +26,53 @@ from orchdata.dataset.options import LoaderOptions, PreparedDataset, refuse_part
 from orchdata.loaders.errors import DataError
 from orchdata.notices import warn_once
 from orchdata.order.order import Order
-from orchdata.order.sampler import SamplerDraws, SamplerOrder
-from orchdata.order.steps import StepTask
-from orchdata.planning.costs import ArrayCosts
+from orchdata.order.sampler import Draws, SamplerOrder, Source, TakenOver, TorchSampler
+from orchdata.order.steps import Epochs, GlobalBatches, OrderedEpochs
+from orchdata.planning.costs import ArrayCosts, EqualCosts
 from orchdata.planning.layout import layout_of
-from orchdata.planning.make_plan import PlanSpec
 from orchdata.ranks.parallel import Rank
 
 Ints = NDArray[np.int64]
-StepTasks = Callable[[int], StepTask]
 
 
 def prepare_map_style(dataset: Any, options: LoaderOptions, *, sampler: Any, batch_sampler: Any) -> PreparedDataset:
     """Serve `dataset[i]` for i below `len(dataset)`, balanced by `cost`. Raises as DataLoader says."""
     _check(dataset, options, sampler, batch_sampler)
     skip_errors = options.policy.action == "skip"
-    num_indexed = len(dataset)
+    num_indexed = len(dataset) if hasattr(dataset, "__len__") else 0
     values, failures = _map_costs(dataset, options.cost, skip_errors=skip_errors)
-    draws: SamplerDraws | None = None
+    usable: Ints | None = None
+    if failures and sampler is None and batch_sampler is None:
+        usable = np.delete(np.arange(num_indexed), [int(failure.key) for failure in failures])
+    batches = options.sample_batches
+    own = sampler is None and batch_sampler is None and (options.shuffle is not None) and not options.drawn
     order: Order | SamplerOrder
-    if sampler is not None or batch_sampler is not None:
-        draws = SamplerDraws(sampler if batch_sampler is None else batch_sampler, batched=batch_sampler is not None)
-        order = draws.order
-    else:
-        excluded = np.array([int(failure.key) for failure in failures], np.int64)
+    epochs: Epochs
+    if own:
+        excluded = None if usable is None else np.setdiff1d(np.arange(num_indexed), usable)
         order = Order(num_indexed, shuffle=options.shuffle, seed=options.seed, excluded=excluded)
+        check = partial(_check_size, dataset, num_indexed)
+        epochs = OrderedEpochs(batches=batches, length=order.length, check=check)
+    else:
+        if sampler is None and batch_sampler is None:
+            data = dataset if usable is None else range(len(usable))
+            shuffled = options.shuffle is not None
+            sampler = RandomSampler(data, generator=options.generator) if shuffled else SequentialSampler(data)
+        source, size = _source(sampler, batch_sampler, dataset, options.rank)
+        if size:
+            batches = GlobalBatches(size=size * options.rank.size, drop_last=batch_sampler.drop_last)
+        draws = Draws(
+            source,
+            batched=batch_sampler is not None and not size,
+            batches=batches,
+            usable=usable,
+            integers=values is not None or options.rank.size > 1,
+        )
+        order, epochs = draws.order, draws
+        if batch_sampler is None and options.batched and options.rank.size == 1:
+            batch_sampler = BatchSampler(sampler, batches.size, batches.drop_last)
+        elif batch_sampler is not None:
+            sampler = batch_sampler.sampler if size else SequentialSampler(dataset)
     content = MapContent(
         dataset=dataset,
         num_rows=num_indexed,
@@ -51,18 +80,34 @@ def prepare_map_style(dataset: Any, options: LoaderOptions, *, sampler: Any, bat
         batched=options.batched,
         skip_errors=skip_errors,
     )
-    spec = options.build_spec(ArrayCosts(values), order, content)
+    costs = EqualCosts() if values is None else ArrayCosts(values)
     return PreparedDataset(
-        spec=spec,
+        collate_fn=default_collate if options.batched else default_convert,
+        spec=options.build_spec(costs, order, batches, content),
         fingerprint={
-            "dataset": {"type": type(dataset).__name__, "num_samples": num_indexed, "costs": _digest(values)},
+            "dataset": {
+                "type": type(dataset).__name__,
+                "num_samples": num_indexed,
+                "costs": None if values is None else _digest(values),
+            },
             "order": order.describe(),
-            "global_batch_size": options.batches.size,
+            **batches.describe(),
         },
         failures=failures,
         num_indexed=num_indexed,
-        epoch_tasks=partial(_epoch_tasks, dataset, spec.plan, draws, num_indexed),
+        epochs=epochs,
+        sampler=sampler,
+        batch_sampler=batch_sampler,
     )
+
+
+def check_layout(options: LoaderOptions) -> None:
+    """Raise for what only shards have."""
+    if layout_of(options.collate_fn) is not None or isinstance(options.cost, CostModel):
+        raise TypeError("Packed, Padded and CostModel are for a ShardDataset; a map-style data set has its own samples")
+    refuse_parts(options.balance, "the items of a map-style data set are whole")
+    if options.balance.caps:
+        raise ValueError("Balance.max_tokens is for a ShardDataset: a map-style data set gives one batch a step")
 
 
 def say_shared(dataset: Any, rank: Rank) -> None:
@@ -85,48 +130,64 @@ def say_shared(dataset: Any, rank: Rank) -> None:
 def _check(dataset: Any, options: LoaderOptions, sampler: Any, batch_sampler: Any) -> None:
     if isinstance(dataset, (str, bytes, PathLike)):
         raise TypeError(f"DataLoader takes a data set, got the path {dataset!r}: use od.ShardDataset({dataset!r})")
-    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+    # A sampler of the user's may be all that knows which items there are.
+    chosen = options.rank.size == 1 and options.cost is None and (sampler is not None or batch_sampler is not None)
+    can_be_asked = hasattr(dataset, "__getitem__") or (options.batched and hasattr(dataset, "__getitems__"))
+    if not can_be_asked or not (chosen or hasattr(dataset, "__len__")):
         raise TypeError(
-            f"DataLoader takes a ShardDataset or a map-style data set with __getitem__ and __len__, got "
-            f"{type(dataset).__name__}; od.post_balance balances what another loader makes of an iterable"
+            f"DataLoader takes a ShardDataset, a map-style data set with __getitem__ and __len__, or a torch "
+            f"IterableDataset, got {type(dataset).__name__}; od.post_balance balances what another loader makes of an "
+            "iterable"
         )
-    if layout_of(options.collate_fn) is not None or isinstance(options.cost, CostModel):
-        raise TypeError("Packed, Padded and CostModel are for a ShardDataset; a map-style data set has its own samples")
-    refuse_parts(options.balance, "the items of a map-style data set are whole")
-    if options.balance.caps:
-        raise ValueError("Balance.max_tokens is for a ShardDataset: a map-style data set gives one batch a step")
-    if (sampler is not None or batch_sampler is not None) and options.rank.size > 1:
-        raise ValueError(
-            "sampler and batch_sampler choose samples for one rank, and this loader shares them over "
-            f"{options.rank.size}: they would be sharded twice; use shuffle= and seed="
-        )
-    if sampler is not None and (options.shuffle is not None or batch_sampler is not None):
-        raise ValueError("sampler excludes shuffle and batch_sampler")
-    if batch_sampler is not None and (options.shuffle is not None or options.batches.drop_last):
-        raise ValueError("batch_sampler excludes shuffle and drop_last")
-    if options.batches.drop_last and not options.batched:
-        raise ValueError("batch_size=None gives samples one by one: there is no remainder for drop_last to drop")
 
 
-def _epoch_tasks(dataset: Any, spec: PlanSpec, draws: SamplerDraws | None, num_samples: int, epoch: int) -> StepTasks:
-    """step -> its task; a sampler is drawn now, in this process."""
+def _check_size(dataset: Any, num_samples: int) -> None:
     if len(dataset) != num_samples:
         raise ValueError(
             f"{type(dataset).__name__} had {num_samples} samples when this loader was made and has {len(dataset)} now: "
             "make another loader"
         )
-    if draws is None:
-        return partial(StepTask, epoch)
-    drawn = draws.draw(epoch)
-    return lambda step: StepTask(epoch, step, drawn.rows(*spec.batches.bounds(step, len(drawn))))
 
 
-def _map_costs(dataset: Any, cost: Any, *, skip_errors: bool) -> tuple[Ints, list[DataError]]:
-    """One integer per sample; a callable is asked once for each, which loads every sample once."""
-    num_samples = len(dataset)
+def _source(sampler: Any, batch_sampler: Any, dataset: Any, rank: Rank) -> tuple[Source, int]:
+    """What draws the samples of all ranks, and the samples of a rank and step where a batch sampler says them."""
+    if rank.size == 1:
+        return TorchSampler(sampler if batch_sampler is None else batch_sampler), 0
+    size = 0
+    if type(batch_sampler) is BatchSampler:
+        sampler, size = batch_sampler.sampler, batch_sampler.batch_size
+    elif (
+        batch_sampler is None and type(sampler) in (RandomSampler, SequentialSampler) and sampler.data_source is dataset
+    ):
+        return TorchSampler(sampler), 0
+    if not isinstance(sampler, DistributedSampler) or type(sampler).__iter__ is not DistributedSampler.__iter__:
+        raise ValueError(
+            "sampler and batch_sampler choose samples for one rank, and this loader shares them over "
+            f"{rank.size}: they would be sharded twice; use shuffle= and seed="
+        )
+    matching = {
+        "num_replicas": (sampler.num_replicas, rank.size),
+        "rank": (sampler.rank, rank.rank),
+        "dataset": (sampler.dataset, dataset),
+    }
+    for name, (theirs, ours) in matching.items():
+        if theirs is not ours and (name == "dataset" or theirs != ours):
+            said = "another data set" if name == "dataset" else f"{name}={theirs}, and this loader's is {ours}"
+            raise ValueError(
+                f"the DistributedSampler has {said}: make it with this loader's ranks and data, or leave it out: the "
+                "loader shares samples over ranks itself (shuffle=, seed=, drop_last=)"
+            )
+    return TakenOver(sampler), size
+
+
+def _map_costs(dataset: Any, cost: Any, *, skip_errors: bool) -> tuple[Ints | None, list[DataError]]:
+    """One integer per sample, None where all are equal; a callable is asked once for each, which loads every sample
+    once.
+    """
     failures: list[DataError] = []
     if cost is None:
-        return np.ones(num_samples, np.int64), failures
+        return None, failures
+    num_samples = len(dataset)
     if not callable(cost):
         values = np.asarray(cost) if num_samples else np.zeros(0, np.int64)
     else:

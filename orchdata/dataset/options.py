@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, Final
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal, cast, get_args
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from orchdata.balancers.checks import checked_count
 from orchdata.batch.batch import ModelInputs
 from orchdata.building.spec import BuildSpec, Content
 from orchdata.delivery.policy import ErrorPolicy
 from orchdata.loaders.errors import DataError
+from orchdata.order.mixture import MixtureOrder
 from orchdata.order.order import SampleOrder, Shuffle
-from orchdata.order.steps import GlobalBatches, StepTask
+from orchdata.order.steps import Batches, Epochs, GlobalBatches, OrderedEpochs, Sums, TokenBatches
 from orchdata.planning.balance import Balance, as_balance
 from orchdata.planning.layout import Packed, Padded, layout_of
 from orchdata.planning.make_plan import PlanSpec, SampleCosts
 from orchdata.ranks.parallel import Rank
+
+IndexUse = Literal["build", "require"]
 
 
 class _NotGiven(int):
@@ -31,25 +35,62 @@ class _NotGiven(int):
 DEFAULT_BATCH_SIZE: Final = _NotGiven(1)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenBudgets:
+    """`global_batch_tokens`, checked: see `TokenBatches`, which it is once the order is known."""
+
+    budgets: tuple[tuple[int, int], ...]
+    drop_last: bool
+
+    @property
+    def smallest(self) -> int:
+        """No sample may have more tokens."""
+        return min(tokens for _, tokens in self.budgets)
+
+    def over(self, sums: Sums) -> TokenBatches:
+        return TokenBatches(sums=sums, budgets=self.budgets, drop_last=self.drop_last)
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoaderOptions:
-    """The arguments of a DataLoader that concern its steps, checked."""
+    """The arguments of a DataLoader that concern its steps, checked.
+
+    Attributes:
+        seed: of an order of our own.
+        listed: rows of shards in an order of the user's own, int64 (num_samples,).
+        index: what several ranks do where there is no index.
+        drawn: whether torch's generator, or the one given, shuffles map-style data: `shuffle=True` and no seed.
+    """
 
     rank: Rank
-    batches: GlobalBatches
+    batches: GlobalBatches | TokenBudgets
     shuffle: Shuffle | None
+    listed: NDArray[np.int64] | None
     seed: int
+    drawn: bool
+    generator: torch.Generator | None
     balance: Balance
     policy: ErrorPolicy
     collate_fn: Packed | Padded | ModelInputs | Callable[..., Any] | None
+    index: IndexUse
     batched: bool
     cost: Any
 
-    def build_spec(self, costs: SampleCosts, order: SampleOrder, content: Content) -> BuildSpec:
+    @property
+    def sample_batches(self) -> GlobalBatches:
+        """Raises ValueError for steps measured in tokens."""
+        if isinstance(self.batches, GlobalBatches):
+            return self.batches
+        raise ValueError(
+            "global_batch_tokens counts the LLM tokens that an index knows before anything is loaded, and this data "
+            "set has none: give batch_size or global_batch_size, or make it an od.ShardDataset"
+        )
+
+    def build_spec(self, costs: SampleCosts, order: SampleOrder, batches: Batches, content: Content) -> BuildSpec:
         plan = PlanSpec(
             costs=costs,
             order=order,
-            batches=self.batches,
+            batches=batches,
             balance=self.balance,
             num_ranks=self.rank.size,
             ranks_per_node=self._ranks_per_node,
@@ -75,47 +116,72 @@ class PreparedDataset:
         failures: samples known to be bad before anything is decoded; they are out of the order.
         num_indexed: samples of the data set, bad ones included.
         num_lost: samples of damaged shards that are not even indexed, as far as can be told.
-        epoch_tasks: epoch -> (step -> its task), called before an iteration's first step: a sampler is drawn then. What
-            it returns is held until the last one.
+        epochs: which steps there are.
+        iterated: whether the data set is iterated: each iteration then builds with a builder of its own, from its first
+            step on, and `EndOfData` is its end.
+        sampler, batch_sampler, collate_fn: as torch's loader has them where none is given; None for an order, or a
+            layout, of our own.
     """
 
     spec: BuildSpec
     fingerprint: Mapping[str, Any]
     failures: Sequence[DataError]
     num_indexed: int
+    epochs: Epochs
     num_lost: int = 0
-    epoch_tasks: Callable[[int], Callable[[int], StepTask]] = field(default=lambda epoch: partial(StepTask, epoch))
+    iterated: bool = False
+    sampler: Any = None
+    batch_sampler: Any = None
+    collate_fn: Any = None
 
     @property
     def num_samples(self) -> int:
-        """Samples of an epoch."""
+        """Usable samples of the data set."""
         return self.spec.plan.order.num_samples
+
+    def with_order(self, order: MixtureOrder) -> PreparedDataset:
+        """The same mixture in another order of its own."""
+        batches = self.spec.plan.batches
+        if isinstance(batches, TokenBatches):
+            batches = replace(batches, sums=order)
+        spec = replace(self.spec, plan=replace(self.spec.plan, order=order, batches=batches))
+        return replace(self, spec=spec, epochs=OrderedEpochs(batches=batches, length=order.length))
+
+    def state_of_order(self) -> dict[str, Any]:
+        """What a state tells of the order beside the fingerprint."""
+        order = self.spec.plan.order
+        return {"stages": order.told_stages()} if isinstance(order, MixtureOrder) else {}
 
 
 def batch_sizes(
     batch_size: int | None,
     global_batch_size: int | None,
+    global_batch_tokens: int | Sequence[tuple[int, int]] | None,
     *,
     num_ranks: int,
     in_shards: bool,
     has_batch_sampler: bool,
     drop_last: bool,
-) -> tuple[int | None, GlobalBatches]:
+) -> tuple[int | None, GlobalBatches | TokenBudgets]:
     """Samples per rank and step, None where that is not what was given, and the global batches (with a batch sampler:
     of one of its batches each).
 
-    Raises ValueError for both sizes, for one outside its range, and for shards without a size.
+    Raises ValueError for several sizes, for one outside its range, and for shards without a size.
     """
+    own = None if batch_size is DEFAULT_BATCH_SIZE else batch_size
+    sizes = {"batch_size": own, "global_batch_size": global_batch_size, "global_batch_tokens": global_batch_tokens}
+    given = {name: size for name, size in sizes.items() if size is not None}
     if has_batch_sampler:
-        # batch_size=1 is what a caller passes who copies torch's default.
-        if batch_size != DEFAULT_BATCH_SIZE or global_batch_size is not None:
-            raise ValueError("batch_sampler sets the batch sizes: leave batch_size and global_batch_size out")
+        for name in ("global_batch_size", "global_batch_tokens"):
+            if name in given:
+                raise ValueError(f"batch_sampler sets the batch sizes: leave {name} out")
         return None, GlobalBatches(size=1, drop_last=drop_last)
+    if len(given) > 1:
+        words = " and ".join(f"{name}={size}" for name, size in given.items())
+        raise ValueError(f"{words} {'both' if len(given) == 2 else 'all'} given: pass exactly one")
+    if global_batch_tokens is not None:
+        return None, TokenBudgets(budgets=_checked_budgets(global_batch_tokens), drop_last=drop_last)
     if global_batch_size is not None:
-        if batch_size is not None and batch_size is not DEFAULT_BATCH_SIZE:
-            raise ValueError(
-                f"batch_size={batch_size} and global_batch_size={global_batch_size} both given: pass exactly one"
-            )
         size = checked_count(global_batch_size, "global_batch_size")
         return None, GlobalBatches(size=size, drop_last=drop_last)
     if batch_size is None:
@@ -129,9 +195,28 @@ def batch_sizes(
     return batch_size, GlobalBatches(size=batch_size * num_ranks, drop_last=drop_last)
 
 
-def check_timeout(timeout: float) -> None:
-    if isinstance(timeout, bool) or not hasattr(timeout, "__float__") or not timeout >= 0:
-        raise ValueError(f"timeout is a number of seconds, 0 for no limit, got {timeout!r}")
+def checked_index(use: IndexUse) -> IndexUse:
+    """The `index=` argument of a DataLoader."""
+    if use not in get_args(IndexUse):
+        raise ValueError(f"index must be one of {', '.join(map(repr, get_args(IndexUse)))}, got {use!r}")
+    return use
+
+
+def _checked_budgets(given: int | Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """`global_batch_tokens` as (tokens of training before, tokens of a step) pairs."""
+    if not isinstance(given, (list, tuple)):
+        return ((0, checked_count(cast("int", given), "global_batch_tokens")),)
+    how = "a list of (tokens of training from which on it holds, tokens of a step), ascending from 0"
+    if not given or any(not isinstance(pair, (list, tuple)) or len(pair) != 2 for pair in given):
+        raise ValueError(f"global_batch_tokens is a number or {how}, got {given!r}")
+    budgets = tuple(
+        (checked_count(bound, "a bound of global_batch_tokens", 0), checked_count(tokens, "global_batch_tokens"))
+        for bound, tokens in given
+    )
+    bounds = [bound for bound, _ in budgets]
+    if bounds[0] != 0 or any(later <= bound for bound, later in itertools.pairwise(bounds)):
+        raise ValueError(f"global_batch_tokens is {how}; its bounds are {bounds}")
+    return budgets
 
 
 def check_functions(**functions: Any) -> None:
@@ -145,7 +230,7 @@ def check_functions(**functions: Any) -> None:
 
 
 def chosen_seed(seed: int | None, generator: torch.Generator | None) -> int:
-    """The seed of the order."""
+    """The seed of an order of our own."""
     if generator is None:
         if isinstance(seed, bool) or not (seed is None or hasattr(seed, "__index__")):
             raise ValueError(f"seed must be an integer, got {seed!r}")
@@ -157,12 +242,30 @@ def chosen_seed(seed: int | None, generator: torch.Generator | None) -> int:
     return int(generator.initial_seed())
 
 
-def as_shuffle(shuffle: bool | Shuffle | None) -> Shuffle | None:
-    """The `shuffle=` argument of a DataLoader."""
+def listed_rows(shuffle: Any, *, in_shards: bool) -> NDArray[np.int64] | None:
+    """`shuffle=` where it is an array of rows, else None. Raises ValueError for what is none of distinct rows."""
+    if not isinstance(shuffle, np.ndarray):
+        return None
+    if not in_shards:
+        raise ValueError(
+            "shuffle= takes an array of rows for an od.ShardDataset; for map-style data it is the sampler="
+        )
+    if shuffle.ndim != 1 or shuffle.dtype.kind not in "iu" or len(np.unique(shuffle)) != len(shuffle):
+        raise ValueError(
+            f"shuffle= as an array has distinct rows, integers (num_samples,), got {shuffle.dtype} {shuffle.shape}; "
+            "samples come again in an od.Mixture(stop='repeat')"
+        )
+    return shuffle.astype(np.int64)
+
+
+def as_shuffle(shuffle: bool | Shuffle | NDArray[Any] | None) -> Shuffle | None:
+    """The `shuffle=` argument of a DataLoader; None for an order of the user's own, see `listed_rows`."""
     if isinstance(shuffle, Shuffle):
         return shuffle
+    if isinstance(shuffle, np.ndarray):
+        return None
     if shuffle is not None and not isinstance(shuffle, (bool, np.bool_)):
-        raise ValueError(f"shuffle must be True, False or an od.Shuffle, got {shuffle!r}")
+        raise ValueError(f"shuffle must be True, False, an od.Shuffle or an array of rows, got {shuffle!r}")
     return Shuffle() if shuffle else None
 
 

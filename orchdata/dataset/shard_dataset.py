@@ -1,80 +1,264 @@
-"""ShardDataset: which shards, and under which recipe. Opens nothing until an index is asked for."""
+"""ShardDataset: which shards, which of their samples, and under which recipe. Opens nothing until it is asked.
+
+What is open (the index, shards that single samples were read from) is beside the values, and stays in its process.
+"""
 
 from __future__ import annotations
 
+import copy
+import os
 import shlex
+import threading
 from collections.abc import Callable, Sequence
 from os import PathLike, fspath
+from typing import TYPE_CHECKING, Any, Literal
 
-from orchdata.loaders.errors import DamagedIndexError, MissingIndexError
+import numpy as np
+from numpy.typing import NDArray
+
+from orchdata.dataset.selection import Filter, Selection, Split, left_out
+from orchdata.loaders.errors import DamagedIndexError, FieldError, MissingIndexError
 from orchdata.loaders.index.build import BuildProgress, build_index
-from orchdata.loaders.index.index import Index, absolute, is_outdated, open_index
+from orchdata.loaders.index.index import Index, absolute
+from orchdata.loaders.index.kept import is_outdated, open_index
+from orchdata.loaders.index.stored import StoredSample
+from orchdata.loaders.modalities.builtin import load_decoders
 from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.samples.sample import Sample
+from orchdata.loaders.shards.open import OpenShards
+from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.paths import expand_paths
+
+if TYPE_CHECKING:
+    import pyarrow.compute as pc
 
 Paths = str | PathLike[str] | Sequence[str | PathLike[str]]
 
 
 class ShardDataset:
-    """Shards of image, audio and text samples, seen through a recipe.
+    """Samples of images, audio and text, seen through a recipe.
+
+    `len(dataset)` and `dataset[i]` are of the good samples that `filter` and `split` leave, in the order of the shards;
+    they need the index, and make it where there is none.
 
     Args:
-        paths: shards (.tar, .tar.gz, .tar.zst, .parquet) as a path, a brace expression
-            (`train-{000000..000127}.tar`), a glob, or a list of these.
+        paths: shards (.tar, .tar.gz, .tar.zst, .parquet), files of records (.jsonl, .json, .csv), data sets of Hugging
+            Face on disk (the folder, or its .arrow files), folders of media with metadata.jsonl or metadata.csv; as a
+            path, a brace expression (`train-{000000..000127}.tar`), a glob, or a list of these.
         recipe: how samples become tokens; default `Recipe()`.
+        media_root: folder below which the files lie that records name. None: they name none, but for the table of a
+            folder of media, whose names are relative to it.
 
     Raises:
         FileNotFoundError: a path that does not exist, or a pattern that matches nothing.
-        ValueError: a suffix that no reader knows, or a shard named twice.
+        ValueError: a suffix that no reader knows, a shard named twice, or a media_root that is no folder.
     """
 
-    def __init__(self, paths: Paths, recipe: Recipe | None = None) -> None:
+    selections: tuple[Selection, ...] = ()
+
+    def __init__(
+        self, paths: Paths, recipe: Recipe | None = None, *, media_root: str | PathLike[str] | None = None
+    ) -> None:
         given = [paths] if isinstance(paths, (str, PathLike)) else list(paths)
         self.urls: tuple[str, ...] = tuple(absolute(url) for url in expand_paths(given))
         self._given = tuple(absolute(fspath(path)) for path in given)
         self.recipe = recipe if recipe is not None else Recipe()
+        self.media_root = checked_media_root(media_root)
+        self._opened = _Opened()
+
+    def filter(self, expression: str | pc.Expression) -> ShardDataset:
+        """The samples of which an expression over columns of the index is true.
+
+        Columns are `tokens` (of the LLM), `loss_tokens`, `text_tokens`, `bytes`, `bad`, `key`, `shard`, and of each
+        modality `<name>_tokens`, `<name>_positions` and `<name>_parts`. Part of what states and ranks compare.
+
+        Args:
+            expression: as "image_tokens < 4096 and not bad", or of pyarrow.
+
+        Raises:
+            ValueError: a string that is no such expression; columns that do not exist are named when the index is read.
+        """
+        return self._with(Filter.of(expression))
+
+    def split(self, part: Literal["train", "test"], fraction: float, *, seed: int = 0) -> ShardDataset:
+        """One side of a held-out split by a hash of the samples' keys: "train" and "test" share nothing.
+
+        A sample is on the same side whatever shards, machine or order of files it comes from. Samples that are named by
+        their number in a file (records without an id) go by that.
+
+        Args:
+            part: which side.
+            fraction: of the samples that are "train", about; the same for both sides.
+            seed: another one splits differently, as to split one side again.
+        """
+        return self._with(Split(part=part, fraction=float(fraction), seed=seed))
 
     def index(
-        self, *, num_ranks: int = 1, rebuild: bool = False, progress: Callable[[int, int], None] | None = None
+        self,
+        *,
+        num_ranks: int = 1,
+        rank: int | None = None,
+        rebuild: bool = False,
+        progress: Callable[[int, int], None] | None = None,
     ) -> Index:
-        """The index of these shards under this recipe, memory-mapped.
+        """The index of these shards under this recipe, memory-mapped; of all their samples, chosen or not.
 
-        One process builds it where it is missing. With more than one rank that would race on shared storage and
-        leave ranks waiting at different times, so it must exist before.
+        One process builds it where it is missing. Several ranks build it together, each another part of the shards,
+        where each says which it is: those with one cache folder share the work, and one that is lost is made up for.
 
         Args:
             num_ranks: ranks that will use it.
+            rank: this one; None for a rank that is not to build.
             rebuild: look at every shard again, and index those that changed.
             progress: called with (shards done, shards in all).
 
         Raises:
-            MissingIndexError: it is missing or damaged, and num_ranks is above 1.
+            MissingIndexError: it is missing or damaged, num_ranks is above 1, and `rank` is None.
         """
+        found = self._index(num_ranks, rank, rebuild, progress)
+        self._opened.note(found)
+        return found
+
+    def _index(
+        self, num_ranks: int, rank: int | None, rebuild: bool, progress: Callable[[int, int], None] | None
+    ) -> Index:
         if not rebuild:
             found = f"no index for these {len(self.urls)} shards under this recipe"
             try:
-                index = open_index(self.urls, self.recipe)
+                index = open_index(self.urls, self.recipe, media_root=self.media_root)
             except DamagedIndexError as error:
                 found = f"the index of these {len(self.urls)} shards is damaged ({error.path}: {error.reason})"
                 index = None
             if index is not None:
                 return index
-            if is_outdated(self.urls, self.recipe):
+            if is_outdated(self.urls, self.recipe, media_root=self.media_root):
                 found = f"the index of these {len(self.urls)} shards is of an earlier format"
-            if num_ranks > 1:
+            if num_ranks > 1 and rank is None:
                 raise MissingIndexError(
                     f"{found}, and {num_ranks} ranks need one; "
-                    f"build it once, before training: orchdata index {self._as_arguments()} --recipe MODULE:NAME "
+                    "have them build it together, index='build' under torch.distributed, or build it once, before "
+                    f"training: orchdata index {self._as_arguments()} --recipe MODULE:NAME "
                     "(no --recipe for the default one)"
                 )
-        return build_index(self.urls, self.recipe, progress=None if progress is None else _shards_done(progress))
+        told = None if progress is None else _shards_done(progress)
+        share = rank or 0, num_ranks
+        return build_index(self.urls, self.recipe, media_root=self.media_root, share=share, progress=told)
+
+    def left_out(self, index: Index) -> NDArray[np.int64]:
+        """Rows of its index that `filter` and `split` leave out, ascending, int64. Raises ValueError as they do."""
+        return left_out(index, self.selections)
+
+    def __len__(self) -> int:
+        return len(self._rows())
+
+    def __getitem__(self, place: int) -> Sample:
+        """A sample, decoded. Raises IndexError, or DataError where it cannot be."""
+        rows = self._rows()
+        row = int(rows[range(len(rows))[place]])  # negative places count from the end
+        index, shards = self._opened.index, self._opened.open(self.recipe)
+        assert index is not None
+        stored = StoredSample(index, shards, row)
+        try:
+            return stored.decode(self.recipe)
+        except FieldError as error:
+            raise error.at(stored.shard, stored.key) from error.__cause__
+
+    def find(self, key: str, shard: str | None = None) -> int | None:
+        """Where the sample of that key is: `dataset[place]`; None where none is, or it is bad or left out.
+
+        Args:
+            key: of the sample.
+            shard: its path or the last component of it; None: any.
+
+        Raises:
+            ValueError: several samples have the key.
+        """
+        rows = self._rows()
+        assert self._opened.index is not None
+        found = np.array(self._opened.index.find_all(shard, key), np.int64)
+        found = found[np.isin(found, rows)]
+        if len(found) > 1:
+            shards = ", ".join(sorted({self._opened.index.shard_of(int(row)).url for row in found[:3]}))
+            raise ValueError(
+                f"{len(found)} samples have the key {key!r} (in {shards}): give shard=, or keys of their own"
+            )
+        return int(np.searchsorted(rows, found[0])) if len(found) else None
+
+    def _rows(self) -> NDArray[np.int64]:
+        """The rows of the samples, ascending."""
+        opened = self._opened
+        with opened.lock:
+            if opened.index is None:
+                opened.index = self._index(1, None, False, None)
+            if opened.rows is None:
+                index = opened.index
+                without = np.union1d(index.bad_rows(), self.left_out(index))
+                opened.rows = np.setdiff1d(np.arange(index.num_samples), without, assume_unique=True)
+            return opened.rows
+
+    def _with(self, selection: Selection) -> ShardDataset:
+        chosen = copy.copy(self)
+        chosen.selections = (*self.selections, selection)
+        chosen._opened = _Opened(self._opened.index)
+        return chosen
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_opened": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _opened=_Opened())
 
     def _as_arguments(self) -> str:
         shown = " ".join(shlex.quote(path) for path in self._given[:3])
-        return shown if len(self._given) <= 3 else f"{shown} ... ({len(self.urls)} shards)"
+        shown = shown if len(self._given) <= 3 else f"{shown} ... ({len(self.urls)} shards)"
+        return shown if self.media_root is None else f"{shown} --media-root {shlex.quote(self.media_root)}"
 
     def __repr__(self) -> str:
-        return f"ShardDataset({len(self.urls)} shards, first {self.urls[0]!r})"
+        shards = f"{len(self.urls):,} shard{'s' * (len(self.urls) != 1)}, first {self.urls[0]!r}"
+        chosen = "".join(f"; {selection.describe()}" for selection in self.selections)
+        index = self._opened.index
+        if index is None:
+            return f"ShardDataset({shards}{chosen}; not indexed yet)"
+        rows = self._rows()
+        return f"ShardDataset({len(rows):,} samples, {int(index.llm_tokens[rows].sum()):,} tokens in {shards}{chosen})"
+
+
+class _Opened:
+    """What a data set has open in this process.
+
+    Attributes:
+        index: once it was asked for.
+        rows: of its samples, int64.
+    """
+
+    def __init__(self, index: Index | None = None) -> None:
+        self.lock = threading.RLock()
+        self.index = index
+        self.rows: NDArray[np.int64] | None = None
+        self._shards: OpenShards | None = None
+
+    def note(self, index: Index) -> None:
+        """Another index takes the place of the one there was."""
+        with self.lock:
+            if self.index is None or self.index.build_id != index.build_id:
+                self.index, self.rows, self._shards = index, None, None
+
+    def open(self, recipe: Recipe) -> OpenShards:
+        with self.lock:
+            if self._shards is None:
+                load_decoders()
+                self._shards = OpenShards(limits=recipe.limits, cache=CacheFolder())
+            return self._shards
+
+
+def checked_media_root(media_root: str | PathLike[str] | None) -> str | None:
+    """As an absolute path. Raises ValueError where it is no folder."""
+    if media_root is None:
+        return None
+    root = os.path.abspath(fspath(media_root))
+    if not os.path.isdir(root):
+        raise ValueError(f"media_root {root!r} is no folder")
+    return root
 
 
 def _shards_done(progress: Callable[[int, int], None]) -> Callable[[BuildProgress], None]:

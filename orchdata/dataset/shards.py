@@ -5,78 +5,168 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from os import PathLike
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch.distributed as dist
 from numpy.typing import NDArray
 
 from orchdata.balancers import CostModel
 from orchdata.batch.batch import ModelInputs
 from orchdata.building.spec import Content, IndexedShards, SampleContent, ShardContent
-from orchdata.dataset.options import LoaderOptions, PreparedDataset, refuse_parts
+from orchdata.dataset.mixed import joined_index, mixture_fingerprint, mixture_order
+from orchdata.dataset.mixture import Mixture
+from orchdata.dataset.options import LoaderOptions, PreparedDataset, TokenBudgets, refuse_parts
 from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.delivery.policy import ErrorPolicy
 from orchdata.loaders.errors import DataError
 from orchdata.loaders.index.index import Index, content_fingerprint
+from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.loaders.recipe import Recipe
+from orchdata.notices import warn_once
+from orchdata.order.listed import ListedOrder
+from orchdata.order.mixture import MixtureOrder
 from orchdata.order.order import Order
+from orchdata.order.steps import Batches, OrderedEpochs, TokenBatches
+from orchdata.order.token_sums import TokenCounts, TokenSums
 from orchdata.planning.balance import Balance
-from orchdata.planning.costs import IndexCosts
-from orchdata.planning.layout import Layout, Packed, Padded, layout_of, padded_encoders
+from orchdata.planning.costs import IndexCosts, IndexTokens
+from orchdata.planning.fixed import better_budget
+from orchdata.planning.layout import (
+    Layout,
+    Packed,
+    Padded,
+    encoder_lengths,
+    fixed_length,
+    layout_of,
+    padded_encoders,
+)
 from orchdata.progress import progress_bar
 
 Ints = NDArray[np.int64]
 Quarantine = Sequence[tuple[str, str]] | str | PathLike[str]
 
 
-def prepare_shards(dataset: ShardDataset, options: LoaderOptions, quarantine: Quarantine | None) -> PreparedDataset:
+def prepare_shards(
+    dataset: ShardDataset | Mixture, options: LoaderOptions, quarantine: Quarantine | None
+) -> PreparedDataset:
     """Open the index and leave out what cannot be used. Raises as DataLoader says."""
     if options.cost is not None and not isinstance(options.cost, CostModel):
         raise ValueError(f"cost for a ShardDataset is an od.CostModel, got {type(options.cost).__name__}")
     named = _read_quarantine(quarantine)
     layout = _layout(options)
     check_layout(options.balance, layout)
+    recipes = (
+        [dataset.recipe] if isinstance(dataset, ShardDataset) else [leaf.dataset.recipe for leaf in dataset.leaves]
+    )
     index = _open_index(dataset, options)
-    costs = IndexCosts(index, options.cost, layout.multiple_of, rectangular=isinstance(layout, Padded))
+    costs = layout_costs(index, options.cost, layout)
+    options = replace(options, balance=layout_balance(options.balance, layout, recipes[0], costs.phases[:-1]))
     if isinstance(options.collate_fn, ModelInputs):
-        options.collate_fn.check(dataset.recipe, costs.phases[:-1], options.balance)
-    quarantined = _quarantined_rows(index, named)
-    bad = np.setdiff1d(index.bad_rows(), quarantined)
+        for recipe in recipes:
+            options.collate_fn.check(recipe, costs.phases[:-1], options.balance)
+    unchosen = _left_out(dataset, index)
+    without = np.union1d(_quarantined_rows(index, named), unchosen)
+    bad = np.setdiff1d(index.bad_rows(), without)
     _refuse(index, bad, options.policy)
-    excluded = np.union1d(quarantined, bad)
+    excluded = np.union1d(without, bad)
     check_caps(options.balance, index)
     if options.balance.caps and options.balance.oversize != "own":
         above = oversize_rows(costs, options.balance, excluded)
         excluded = np.union1d(excluded, np.concatenate(list(above.values())))
-    order = Order(index.num_samples, shuffle=options.shuffle, seed=options.seed, excluded=excluded)
-    return PreparedDataset(
-        spec=options.build_spec(costs, order, _content(dataset, options, index, costs.phases[:-1])),
-        fingerprint={
+    # Padding to the longest of a microbatch is not known before there is one.
+    counts = IndexTokens(index, 1 if isinstance(layout, Padded) else layout.multiple_of)
+    if isinstance(options.batches, TokenBudgets):
+        excluded = np.union1d(excluded, above_budget(counts, options.batches, options.balance, excluded))
+    order: Order | MixtureOrder
+    if options.listed is not None:
+        _check_listed(options.listed, dataset, index)
+    if isinstance(dataset, Mixture):
+        assert isinstance(index, JoinedIndex)
+        shuffled = {"shuffle": options.shuffle, "seed": options.seed}
+        order = mixture_order(dataset, index, excluded, multiple_of=counts.multiple_of, **shuffled)  # type: ignore[arg-type]
+        identity = mixture_fingerprint(dataset.leaves, index, order)
+    else:
+        if options.listed is None:
+            order = Order(index.num_samples, shuffle=options.shuffle, seed=options.seed, excluded=excluded)
+        else:
+            order = ListedOrder(options.listed[~np.isin(options.listed, excluded)])
+        identity = {
             "dataset": content_fingerprint(index.shards, ""),
             "recipe": dataset.recipe.describe(),
             "order": order.describe(),
-            "global_batch_size": options.batches.size,
-        },
+            **({"selection": [each.describe() for each in dataset.selections]} if dataset.selections else {}),
+        }
+    batches: Batches | TokenBudgets = options.batches
+    measure = {}
+    if isinstance(batches, TokenBudgets):
+        batches = batches.over(order if isinstance(order, MixtureOrder) else TokenSums(order, counts))
+        measure = {"tokens_multiple_of": counts.multiple_of}
+        _say_better(batches, fixed_length(layout), options.rank.size)
+    elif isinstance(order, MixtureOrder) and order.by == "tokens":
+        measure = {"tokens_multiple_of": counts.multiple_of}
+    spec = options.build_spec(costs, order, batches, _content(recipes, options, index, costs.phases[:-1]))
+    return PreparedDataset(
+        spec=spec,
+        epochs=OrderedEpochs(batches=batches, length=order.length),
+        fingerprint={**identity, **batches.describe(), **measure},
         failures=_Failures(index, bad),
-        num_indexed=index.num_samples,
+        num_indexed=index.num_samples - len(unchosen),
         num_lost=_warn_of_lost(index) if len(bad) else 0,
     )
 
 
-def _open_index(dataset: ShardDataset, options: LoaderOptions) -> Index:
-    with progress_bar("indexing") as progress:
-        index = dataset.index(num_ranks=options.rank.size, progress=progress)
+def _left_out(dataset: ShardDataset | Mixture, index: Index) -> Ints:
+    """Rows that data sets leave out by `filter` and `split`."""
+    if isinstance(dataset, ShardDataset):
+        return dataset.left_out(index)
+    assert isinstance(index, JoinedIndex)
+    parts = zip(dataset.leaves, index.indexes, index.first_rows[:-1].tolist(), strict=True)
+    return np.concatenate([start + leaf.dataset.left_out(part) for leaf, part, start in parts])
+
+
+def _say_better(batches: TokenBatches, length: int | None, num_ranks: int) -> None:
+    """A word where the last budget leaves microbatches of one length rather empty."""
+    budget = batches.budgets[-1][1]
+    better = None if length is None else better_budget(budget, length, num_ranks)
+    if better is not None:
+        warn_once(
+            "a budget that fills no microbatches",
+            f"steps of global_batch_tokens={budget} fill microbatches of length={length} on {num_ranks} ranks badly: "
+            f"global_batch_tokens={better} would fill them",
+        )
+
+
+def _open_index(dataset: ShardDataset | Mixture, options: LoaderOptions) -> Index:
+    if isinstance(dataset, Mixture):
+        return joined_index(dataset, [_open_index(leaf.dataset, options) for leaf in dataset.leaves])
+    rank, together = options.rank, options.index == "build" and dist.is_available() and dist.is_initialized()
+    with progress_bar("indexing") as bar:
+        progress = bar if rank.rank == 0 else None
+        index = dataset.index(num_ranks=rank.size, rank=rank.rank if together else None, progress=progress)
         if options.rank.size == 1 and options.policy.action == "raise" and index.totals["bad"]:
             # It will be refused, unless shards were mended since: look at them again.
             index = dataset.index(rebuild=True, progress=progress)
     return index
 
 
-def _content(dataset: ShardDataset, options: LoaderOptions, index: Index, encoders: tuple[str, ...]) -> Content:
+def _check_listed(rows: Ints, dataset: ShardDataset | Mixture, index: Index) -> None:
+    if isinstance(dataset, Mixture):
+        raise ValueError("shuffle= takes an array of rows for one od.ShardDataset: the sources of a mixture are merged")
+    if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < index.num_samples:
+        raise ValueError(
+            f"shuffle= names rows {int(rows.min())} to {int(rows.max())}, and the index has {index.num_samples}"
+        )
+
+
+def _content(recipes: Sequence[Recipe], options: LoaderOptions, index: Index, encoders: tuple[str, ...]) -> Content:
     if options.balance.assignment == "per_phase":
-        _refuse_placeless(dataset.recipe, encoders)
-    shards = IndexedShards(index=index, build_id=index.build_id, recipe=dataset.recipe)
+        _refuse_placeless(recipes[0], encoders)
+    of_sources = tuple(recipes) if isinstance(index, JoinedIndex) else ()
+    shards = IndexedShards(index=index, build_id=index.build_id, recipe=recipes[0], of_sources=of_sources)
     if not callable(options.collate_fn):
         return ShardContent(shards=shards, layout=_layout(options), encoders=encoders)
     refuse_parts(options.balance, "a collate_fn gets whole samples")
@@ -145,8 +235,63 @@ def _warn_of_lost(index: Index) -> int:
     return int(lost.sum())
 
 
+def layout_costs(index: Index, model: CostModel | None, layout: Layout) -> IndexCosts:
+    """Costs of samples in batches of this layout."""
+    return IndexCosts(
+        index, model, layout.multiple_of, rectangular=isinstance(layout, Padded), length=fixed_length(layout)
+    )
+
+
+def layout_balance(balance: Balance, layout: Layout, recipe: Recipe, encoders: Sequence[str]) -> Balance:
+    """With the caps that fixed lengths are: that of `llm` leaves places for the dummies of all modalities.
+
+    Raises:
+        ValueError: a length of a modality that does not say what its padding is, or without a place for the dummies.
+    """
+    caps = dict(balance.caps)
+    for name in encoders:
+        if not (lengths := encoder_lengths(layout, name)):
+            continue
+        modality = recipe.modalities[name]
+        if modality.padding(modality.dummy().positions) is None:
+            raise ValueError(
+                f"Packed.encoder_lengths names {name}, and {type(modality).__name__} does not say what its padding is: "
+                "define its padding(positions), or leave it out"
+            )
+        unit = modality.dummy().positions
+        if wrong := [length for length in lengths if length % unit]:
+            raise ValueError(
+                f"Packed.encoder_lengths of {name} has {wrong[0]}, and parts have multiples of {unit} positions: take "
+                f"{max(1, wrong[0] // unit) * unit}"
+            )
+        caps[name] = min(lengths[-1], caps.get(name, lengths[-1]))
+    length = fixed_length(layout)
+    if length is not None:
+        dummies = sum(recipe.modalities[name].dummy().tokens for name in encoders) if layout.empty == "dummy" else 0
+        room = length - -(-dummies // layout.multiple_of) * layout.multiple_of
+        if room < 1:
+            raise ValueError(
+                f"Packed.length={length} has no place for samples beside {dummies} tokens of dummies: raise it"
+            )
+        caps["llm"] = room
+    return replace(balance, max_tokens=caps) if caps else balance
+
+
 def check_layout(balance: Balance, layout: Layout) -> None:
-    """The plan knows how many positions an encoder gets, not how large the rectangle around its items is."""
+    """The plan knows how many positions an encoder gets, not how large the rectangle around its items is. Under a fixed
+    length that is the cap, which no sample may exceed.
+    """
+    length = fixed_length(layout)
+    if length is not None and balance.caps.get("llm", length) != length:
+        raise ValueError(
+            f"Balance.max_tokens caps llm at {balance.caps['llm']}, and Packed(length={length}) makes every microbatch "
+            "that long: leave the cap of llm out"
+        )
+    if (length is not None or (isinstance(layout, Packed) and layout.encoder_lengths)) and balance.oversize == "own":
+        raise ValueError(
+            "Balance.oversize='own' gives a sample above the caps a microbatch of its own, which Packed(length=..., "
+            "encoder_lengths=...) makes no longer: use oversize='drop', a larger length, or shorter samples"
+        )
     capped = [phase for phase in balance.caps if phase != "llm"]
     if capped and padded_encoders(layout):
         raise ValueError(
@@ -181,12 +326,14 @@ def _quarantine_lines(path: str | PathLike[str]) -> Iterator[tuple[str, str]]:
 
 
 def _quarantined_rows(index: Index, quarantine: Sequence[tuple[str, str]]) -> Ints:
-    rows = []
+    """All rows of the names; where some of those of one name are bad, these alone."""
+    rows: list[int] = []
+    bad = set(index.bad_rows().tolist()) if quarantine else set()
     for shard, key in quarantine:
-        row = index.find(shard, key)
-        if row is None:
+        found = index.find_all(shard, key)
+        if not found:
             raise ValueError(f"quarantine names sample {key!r} of shard {shard!r}, which the data set does not have")
-        rows.append(row)
+        rows.extend([row for row in found if row in bad] or found)
     return np.unique(np.array(rows, np.int64))
 
 
@@ -204,24 +351,54 @@ def oversize_rows(costs: IndexCosts, balance: Balance, excluded: Ints) -> dict[s
     Raises:
         ValueError: there is one under oversize="error".
     """
-    index, caps = costs.index, balance.caps
-    found: dict[str, list[Ints]] = {phase: [np.zeros(0, np.int64)] for phase in caps}
-    largest = dict.fromkeys(caps, (0, -1))  # positions and row
+    found = {}
+    for phase, cap in balance.caps.items():
+        above = _rows_above(costs.index, partial(costs.positions, phase), cap, excluded)
+        found[phase] = above.rows
+        if len(above.rows) and balance.oversize == "error":
+            out = "raise it, or use Balance(oversize='own') or 'drop'"
+            if costs.length is not None:
+                out = "raise Packed.length or the cap, or use Balance(oversize='drop')"
+                if phase == "llm" and cap < costs.length:
+                    out = f"length={costs.length}, less the places of dummies; {out}"
+            raise ValueError(
+                f"{above.worst} has {above.largest} {phase} positions, max_tokens allows {cap} (the largest of "
+                f"{len(above.rows)} samples above it); {out}"
+            )
+    return found
+
+
+def above_budget(counts: IndexTokens, budgets: TokenBudgets, balance: Balance, excluded: Ints) -> Ints:
+    """Rows that no step measured in tokens can hold, ascending; without those that are excluded already.
+
+    Raises:
+        ValueError: there is one, and `balance.oversize` is not "drop".
+    """
+    above = _rows_above(counts.index, counts, budgets.smallest, excluded)
+    if len(above.rows) and balance.oversize != "drop":
+        raise ValueError(
+            f"{above.worst} has {above.largest} tokens, and a step of global_batch_tokens has {budgets.smallest} (the "
+            f"largest of {len(above.rows)} samples above it); raise it, or leave them out by Balance(oversize='drop')"
+        )
+    return above.rows
+
+
+class _Above(NamedTuple):
+    """Rows above a limit, ascending, and the size and name of the largest."""
+
+    rows: Ints
+    largest: int
+    worst: str
+
+
+def _rows_above(index: Index, size_of: TokenCounts, limit: int, excluded: Ints) -> _Above:
+    found, largest, worst = [np.zeros(0, np.int64)], 0, -1
     for start in range(0, index.num_samples, 1 << 20):
         row = np.arange(start, min(start + (1 << 20), index.num_samples))
         row = row[~np.isin(row, excluded)]
-        for phase, cap in caps.items():
-            sizes = costs.positions(phase, np.zeros(len(row), np.int32), row)
-            found[phase].append(row[sizes > cap])
-            if len(row) and int(sizes.max()) > largest[phase][0]:
-                largest[phase] = int(sizes.max()), int(row[sizes.argmax()])
-    above = {phase: np.concatenate(rows) for phase, rows in found.items()}
-    for phase, rows in above.items():
-        if len(rows) and balance.oversize == "error":
-            size, worst = largest[phase]
-            raise ValueError(
-                f"{index.shard_of(worst).url}: sample {index.key(worst)!r} has {size} {phase} positions, max_tokens "
-                f"allows {caps[phase]} (the largest of {len(rows)} samples above it); raise it, or use "
-                "Balance(oversize='own') or 'drop'"
-            )
-    return above
+        sizes = size_of(np.zeros(len(row), np.int32), row)
+        found.append(row[sizes > limit])
+        if len(row) and int(sizes.max()) > largest:
+            largest, worst = int(sizes.max()), int(row[sizes.argmax()])
+    name = "" if worst < 0 else f"{index.shard_of(worst).url}: sample {index.key(worst)!r}"
+    return _Above(np.concatenate(found), largest, name)

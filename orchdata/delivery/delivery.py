@@ -20,6 +20,7 @@ from orchdata.delivery.policy import ErrorPolicy, FailureBudget
 from orchdata.delivery.replicate import ReceivingEngine, Replication
 from orchdata.delivery.stats import Stats
 from orchdata.engines.engine import Engine
+from orchdata.notices import warn_once, warn_user
 from orchdata.order.steps import StepTask
 from orchdata.ranks.parallel import Rank
 
@@ -45,6 +46,7 @@ class Delivery:
         self._stats = stats
         self._timeout = timeout
         self._replication = Replication(rank, spec, timeout) if rank.shared else None
+        self._pace = _Pace()
         self._failed_parts: FailedParts | None = None
         # Parts may fail on one rank and matter to another; receivers of a broadcast get what is masked.
         per_phase = spec.plan.balance.assignment == "per_phase" and policy.action == "skip"
@@ -55,6 +57,10 @@ class Delivery:
     def _receives(self) -> bool:
         """Whether a peer reads for this rank."""
         return self._replication is not None and not self._replication.is_reader
+
+    def follow(self, spec: BuildSpec) -> None:
+        """Deliver steps of another plan of the same data set from now on."""
+        self._spec = spec
 
     def receiving_engine(self) -> Engine | None:
         """What yields this rank's steps where a peer reads for it; else None."""
@@ -89,8 +95,11 @@ class Delivery:
 
     def _received(self, engine: Engine, future: Future[BuiltStep], task: StepTask) -> BuiltStep:
         started = time.perf_counter()
+        engine.expect(future)
         with contextlib.suppress(FutureTimeout):
-            future.exception(min(self._timeout, threading.TIMEOUT_MAX) or None)
+            future.exception(None if engine.keeps_time else min(self._timeout, threading.TIMEOUT_MAX) or None)
+        for note in engine.take_notes():
+            warn_user(note)
         if not future.done():
             engine.close()  # before other ranks hear of it: what hangs is then known, and this process ends first
             raise RuntimeError(
@@ -99,7 +108,37 @@ class Delivery:
             )
         built = future.result()
         waited = time.perf_counter() - started
+        if not engine.keeps_time and engine.depth:
+            self._pace.add(started, waited)
         if not self._receives:  # whoever reads them counts them
             self._budget.count(built.failures)
         self._stats.add_step(built, waited)
         return built
+
+
+class _Pace:
+    """Says once that processes may pay, where a loop that computes waits for threads."""
+
+    _STEPS = 50
+    _SHARES = (0.2, 0.9)  # of a loop's time; one that waits all the time computes nothing
+
+    def __init__(self) -> None:
+        self._begun: float | None = None
+        self._waited = 0.0
+        self._steps = 0
+
+    def add(self, asked: float, waited: float) -> None:
+        """A step was asked for at a time, and waited for so many seconds."""
+        if self._begun is None:
+            self._begun = asked + waited  # the first one has nobody to be built beside
+            return
+        self._steps += 1
+        self._waited += waited
+        share = self._waited / max(asked + waited - self._begun, 1e-9)
+        if self._steps == self._STEPS and self._SHARES[0] < share < self._SHARES[1]:
+            warn_once(
+                "threads are waited for",
+                f"this loop spent {share:.0%} of its time waiting for batches that threads of its process build: they "
+                "share the interpreter with it. num_workers=1 builds them in a process, more threads help where "
+                "cores are free",
+            )

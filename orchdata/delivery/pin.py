@@ -29,15 +29,26 @@ class PinningEngine:
 
     def __init__(self, engine: Engine) -> None:
         self.depth = engine.depth
+        self.keeps_time = engine.keeps_time
         self._engine = engine
+        self._built: dict[Future[BuiltStep], Future[BuiltStep]] = {}  # until they are done
         self._device = torch.accelerator.current_device_index()
         self._pool = ThreadPool(1, prepare=prepare_thread)
 
     def submit(self, task: StepTask) -> Future[BuiltStep]:
         pinned: Future[BuiltStep] = Future()
-        built = self._engine.submit(task)
+        built = self._built[pinned] = self._engine.submit(task)
+        pinned.add_done_callback(partial(_forget, self._built))
         built.add_done_callback(lambda done: self._pool.submit(partial(_pin, self._device, done, pinned)))
         return pinned
+
+    def expect(self, future: Future[BuiltStep]) -> None:
+        built = self._built.get(future)
+        if built is not None:
+            self._engine.expect(built)
+
+    def take_notes(self) -> list[str]:
+        return self._engine.take_notes()
 
     def close(self) -> None:
         self._engine.close()
@@ -59,3 +70,7 @@ def _pin(device: int, built: Future[BuiltStep], pinned: Future[BuiltStep]) -> No
         pinned.set_result(replace(step, batches=[pin_memory(batch) for batch in step.batches]))
     except BaseException as error:  # noqa: BLE001 - it is passed on
         pinned.set_exception(passed_on(error))
+
+
+def _forget(built: dict[Future[BuiltStep], Future[BuiltStep]], pinned: Future[BuiltStep]) -> None:
+    built.pop(pinned, None)

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import fields
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -24,34 +22,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from orchdata.batch.batch import Batch
-from orchdata.batch.tensors import LLMBatch, MediaBatch, TextBatch
 from orchdata.building.memory import BufferPool
 from orchdata.building.spec import BuildSpec, ShardContent
 from orchdata.building.step import BuiltStep
 from orchdata.building.step_stats import step_figures
+from orchdata.engines.engine import PlainEngine
+from orchdata.engines.processes.message import plain, revive
 from orchdata.loaders.errors import DataError
 from orchdata.order.steps import StepTask
 from orchdata.planning.make_plan import make_plan
 from orchdata.planning.plan import Plan
-from orchdata.planning.route import Route
 from orchdata.ranks.parallel import Rank, group_timeout
 from orchdata.ranks.wire import Message, WireError, describe, read
 
 _BUILT, _FAILED = 0, 1
 _CONTENT = {"epoch", "step", "plan", "failures", "batches"}
-_CLASS = "<class>"  # marks a dict that was a dataclass; no modality is called so
-
-# What a step consists of, and so all that a peer's message can make.
-_CLASSES: dict[str, type[Any]] = {
-    "Batch": Batch,
-    "TextBatch": TextBatch,
-    "MediaBatch": MediaBatch,
-    "LLMBatch": LLMBatch,
-    "Route": Route,
-}
-_NAMES = {kind: name for name, kind in _CLASSES.items()}
-
 # Of each job (a process may join several, one after another): groups of these ranks, which wait so many seconds.
 _made: WeakKeyDictionary[Any, dict[tuple[tuple[tuple[int, ...], ...], float], list[Any]]] = WeakKeyDictionary()
 
@@ -90,7 +75,7 @@ class Replication:
             "step": built.plan.step,
             "plan": built.plan.hash,
             "failures": [list(failure.args) for failure in built.failures],
-            "batches": _plain(built.batches),
+            "batches": plain(built.batches, built.plan),
         }
         try:
             message = describe(content)
@@ -121,7 +106,7 @@ class Replication:
                     f"{name} is {content[name]!r} on rank {self._reader}, which reads for rank {dist.get_rank()}, and "
                     f"{own!r} there: peers must iterate in step over equal loaders"
                 )
-        return _revive(content["batches"], plan), [DataError(*args) for args in content["failures"]]
+        return revive(content["batches"], plan), [DataError(*args) for args in content["failures"]]
 
     def _send(self, status: int, message: Message) -> None:
         buffer = self._pool.empty((message.num_bytes,), np.uint8)
@@ -159,7 +144,7 @@ def _groups(shared: tuple[tuple[int, ...], ...], timeout: float) -> list[Any]:
     return made[key]
 
 
-class ReceivingEngine:
+class ReceivingEngine(PlainEngine):
     """Receives the steps that the reader delivers, in its order, in the calling thread."""
 
     def __init__(self, spec: BuildSpec, channel: Replication) -> None:
@@ -183,39 +168,3 @@ class ReceivingEngine:
 
     def close(self) -> None:
         pass
-
-
-def _plain(value: Any) -> Any:
-    """Batches as what `wire` carries: dataclasses become dicts, a plan a mark in its place."""
-    if isinstance(value, Plan):
-        return {_CLASS: "Plan"}
-    if type(value) in (list, tuple):
-        return type(value)(_plain(item) for item in value)
-    if isinstance(value, Mapping):
-        return {name: _plain(item) for name, item in value.items()}
-    if type(value) in _NAMES:
-        held = {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
-        return {_CLASS: _NAMES[type(value)], "fields": held}
-    return value
-
-
-def _revive(value: Any, plan: Plan) -> Any:
-    """The way back. Raises WireError for a class or a field that no batch has."""
-    if isinstance(value, (list, tuple)):
-        return type(value)(_revive(item, plan) for item in value)
-    if not isinstance(value, dict):
-        return value
-    if _CLASS not in value:
-        return {name: _revive(item, plan) for name, item in value.items()}
-    name = value[_CLASS]
-    if name == "Plan":
-        return plan
-    kind, held = _CLASSES.get(name) if isinstance(name, str) else None, value.get("fields")
-    if kind is None or not isinstance(held, dict):
-        raise WireError(f"a step consists of {', '.join(_CLASSES)}, and a peer sent {name!r}")
-    unknown = held.keys() ^ {field.name for field in fields(kind)}
-    if unknown:
-        raise WireError(
-            f"{name} and what a peer sent for it differ in {', '.join(map(repr, sorted(map(str, unknown))))}"
-        )
-    return kind(**_revive(held, plan))

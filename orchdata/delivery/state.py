@@ -5,48 +5,209 @@ Small, JSON-safe, versioned and the same on every rank, so rank 0's loads everyw
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from orchdata.loaders.errors import StateError
+from orchdata.order.steps import Begin, Epochs, Told, is_begin, told_begin
 
 VERSION = 1
+SIZES = ("global_batch_size", "global_batch_tokens")  # which may differ where `allow` names them
+WEIGHTS = "weights"  # of a mixture, which may too
+_MEASURES = frozenset((*SIZES, "tokens_multiple_of"))
+
+Held = Callable[[], dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Position:
-    """A place between two optimizer steps: `step` steps of `epoch` were delivered."""
+    """A place between two optimizer steps: the steps of `epoch` below `step` were delivered, but for those `left`.
+
+    Attributes:
+        told: what the samples of the epoch depend on beside its number (`Epochs.tell`), once that is known.
+        base_seed: of the workers' random states, where this loader is alone.
+        is_drawn: whether both are known, and what the epoch will be or is.
+        left: steps that others have overtaken, where they come as they are ready.
+        sampler: what it held of its own behind step `step - 1`, at an epoch's start behind the last one of that before.
+        held: by worker, asks for what its data set held behind the last step that was delivered of it; None for
+            one that nothing was delivered of.
+        worker: of the step delivered last.
+    """
 
     epoch: int = 0
     step: int = 0
+    told: Told | None = None
+    base_seed: int | None = None
+    is_drawn: bool = False
+    left: tuple[int, ...] = ()
+    sampler: Any = None
+    held: tuple[Held | None, ...] = ()
+    worker: int = -1
 
 
-def dump_state(position: Position, fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+def dump_state(position: Position, fingerprint: Mapping[str, Any], epochs: Epochs) -> dict[str, Any]:
+    """A state, with copies of what is held. Raises what asking a data set of this process for its state does."""
+    held = {
+        "drawn": None if position.told is None else dict(position.told),
+        "base_seed": position.base_seed if position.is_drawn else None,
+        "left": list(position.left),
+        "sampler": deepcopy(position.sampler),
+        "workers": [None if ask is None else deepcopy(ask()) for ask in position.held],
+    }
+    if position.held and position.step:
+        held["worker"] = position.worker
     return {
         "version": VERSION,
         "epoch": position.epoch,
         "step": position.step,
+        **epochs.place(position.epoch, position.step, position.told),
+        **{name: value for name, value in held.items() if value is not None and value != []},
         "fingerprint": dict(fingerprint),
     }
 
 
-def load_state(state: Mapping[str, Any], fingerprint: Mapping[str, Any], num_steps: int) -> Position:
-    """The position of `state`. Raises StateError, naming each difference, if it belongs to something else."""
+def load_state(
+    state: Mapping[str, Any],
+    fingerprint: Mapping[str, Any],
+    epochs: Epochs,
+    allow: Sequence[str] = (),
+    num_workers: int = 0,
+) -> Position:
+    """The position of `state`. Raises StateError, naming each difference, if it belongs to something else.
+
+    Args:
+        epochs: of the loader that goes on; of a mixture, in the stages that the state tells.
+        allow: names of SIZES, or WEIGHTS, that may differ: the rest of the epoch is then cut anew, from the state's
+            place on.
+        num_workers: of the loader.
+    """
     if not isinstance(state, Mapping) or "version" not in state:
         raise StateError("this is not a state of an orchdata DataLoader: it has no 'version'")
     if state["version"] != VERSION:
         raise StateError(f"the state has version {state['version']}, this orchdata reads version {VERSION}")
-    differences = list(_differences(state.get("fingerprint", {}), fingerprint, ""))
+    theirs = state.get("fingerprint", {})
+    differences = _differences(_without_size(theirs), _without_size(fingerprint), "")
+    other_size = _other_size(theirs, fingerprint)
+    if other_size is not None and other_size[0] not in allow:
+        differences.append(other_size[1])
+    other_weights = bool(theirs.keys() & fingerprint.keys() & {WEIGHTS}) and theirs[WEIGHTS] != fingerprint[WEIGHTS]
+    if other_weights and WEIGHTS not in allow:
+        how = f"load_state_dict(state, allow=({WEIGHTS!r},)) goes on with the weights here"
+        differences.append(f"weights are {theirs[WEIGHTS]} in the state and {fingerprint[WEIGHTS]} here ({how})")
     if differences:
         raise StateError("the state belongs to another loader: " + "; ".join(differences))
-    epoch, step = state["epoch"], state["step"]
-    if not (isinstance(epoch, int) and epoch >= 0 and isinstance(step, int) and 0 <= step <= num_steps):
-        raise StateError(f"the state points at epoch {epoch!r}, step {step!r}; an epoch has {num_steps} steps")
-    return Position(epoch, step)
+    position = _position(state, num_workers)
+    if other_size is None:
+        _check_place(state, position, epochs)
+        if not other_weights:
+            return position
+    return _cut_anew(state, position, epochs)
+
+
+def check_allowed(allow: Sequence[str]) -> None:
+    """Raise ValueError for what may never differ."""
+    known = (*SIZES, WEIGHTS)
+    if isinstance(allow, str) or any(name not in known for name in allow):
+        raise ValueError(f"allow names what of a state may differ, of {', '.join(map(repr, known))}; got {allow!r}")
+
+
+def _position(state: Mapping[str, Any], num_workers: int) -> Position:
+    epoch, step, drawn = state.get("epoch"), state.get("step"), state.get("drawn")
+    if not (isinstance(epoch, int) and epoch >= 0 and isinstance(step, int) and step >= 0):
+        raise StateError(f"the state points at epoch {epoch!r}, step {step!r}")
+    if drawn is not None and not (isinstance(drawn, Mapping) and drawn.keys() & {"seed", "state", "cut"}):
+        raise StateError(f"the state says that its epoch was drawn from {drawn!r}, which is no draw")
+    if drawn is not None and "cut" in drawn and not is_begin(drawn["cut"]):
+        raise StateError(f"the state says that its epoch was cut anew from {drawn['cut']!r}, which is no cut")
+    workers = state.get("workers", [])
+    if workers and len(workers) != max(1, num_workers):
+        raise StateError(
+            f"the state holds what the data set of each of {len(workers)} workers held, and this loader has "
+            f"{num_workers}: samples of such a data set are its workers', so give num_workers={len(workers)}"
+            f"{', or 0' if len(workers) == 1 else ''}"
+        )
+    base_seed, left = state.get("base_seed"), tuple(state.get("left", ()))
+    if not all(isinstance(each, int) and 0 <= each < step for each in left):
+        raise StateError(f"the state says that steps {list(left)} are left of {step}")
+    return Position(
+        epoch,
+        step,
+        drawn,
+        base_seed=base_seed,
+        is_drawn=base_seed is not None,
+        left=left,
+        sampler=state.get("sampler"),
+        held=tuple(None if each is None else partial(_itself, each) for each in workers),
+        worker=state.get("worker", -1),
+    )
+
+
+def _itself(held: dict[str, Any]) -> dict[str, Any]:
+    return deepcopy(held)  # the data set may go on in it
+
+
+def _check_place(state: Mapping[str, Any], position: Position, epochs: Epochs) -> None:
+    """Raise StateError where the loader has no such step, or has it elsewhere."""
+    epoch, step, told = position.epoch, position.step, position.told
+    num_steps = known_count(epochs, epoch, told)
+    if num_steps is not None and step > num_steps:
+        raise StateError(f"the state points at epoch {epoch}, step {step}; an epoch has {num_steps} steps")
+    here = epochs.place(epoch, step, told)
+    if "tokens" in here and state.get("tokens", here["tokens"]) != here["tokens"]:
+        raise StateError(
+            f"step {step} of epoch {epoch} begins behind {state['tokens']} tokens in the state and "
+            f"{here['tokens']} here"
+        )
+
+
+def _cut_anew(state: Mapping[str, Any], position: Position, epochs: Epochs) -> Position:
+    place = state.get("position")
+    if not isinstance(place, int) or place < 0:
+        raise StateError(
+            "the state does not say how many samples were delivered, which a loader of another global batch size goes "
+            "on from: only orders of our own tell, as those of a ShardDataset, or of map-style data with a seed"
+        )
+    if not place:
+        return Position(position.epoch)
+    told = told_begin(Begin(position.step, place))
+    if "position" not in epochs.place(position.epoch, position.step, told):
+        raise StateError("samples that torch draws go on with the global batch size that they were drawn with")
+    return Position(position.epoch, position.step, told)
+
+
+def known_count(epochs: Epochs, epoch: int, told: Told | None) -> int | None:
+    """Optimizer steps of an epoch; None where nobody knows before the end."""
+    try:
+        return epochs.count(epoch, told)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _without_size(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+    both = WEIGHTS in fingerprint
+    return {
+        name: value for name, value in fingerprint.items() if name not in _MEASURES and not (both and name == WEIGHTS)
+    }
+
+
+def _other_size(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Where steps are of another size: the name of ours, and what differs in words."""
+    there, here = ({name: each[name] for name in _MEASURES & each.keys()} for each in (theirs, ours))
+    if there == here:
+        return None
+    name = next(name for name in SIZES if name in here)
+    how = f"load_state_dict(state, allow=({name!r},)) cuts what is left of the epoch anew"
+    if there.keys() == here.keys() == {name}:
+        return name, f"{name} is {there[name]} in the state and {here[name]} here ({how})"
+    told = [", ".join(f"{key}={size[key]}" for key in sorted(size)) for size in (there, here)]
+    return name, f"a step has {told[0]} in the state and {told[1]} here ({how})"
 
 
 def _differences(theirs: Any, ours: Any, path: str) -> list[str]:
+    """What differs, in words."""
     if isinstance(theirs, Mapping) and isinstance(ours, Mapping):
         names = [*ours, *(name for name in theirs if name not in ours)]
         return [
@@ -54,4 +215,11 @@ def _differences(theirs: Any, ours: Any, path: str) -> list[str]:
             for name in names
             for found in _differences(theirs.get(name), ours.get(name), f"{path}.{name}" if path else str(name))
         ]
-    return [] if theirs == ours else [f"{path} is {theirs!r} in the state and {ours!r} here"]
+    if theirs == ours:
+        return []
+    words = f"{path} is {theirs!r} in the state and {ours!r} here"
+    if path == "order.format":
+        words += (
+            " (orders are made in another way since: finish the epoch with the orchdata that began it, or begin one)"
+        )
+    return [words]

@@ -35,8 +35,10 @@ class Stats:
         self._microbatches = 0
         self._tokens = 0
         self._padded_tokens = 0
+        self._filled = np.zeros(2, np.int64)
         self._own_streams: float | None = None
         self._feature_rows: dict[str, np.ndarray[Any, np.dtype[np.int64]]] = {}
+        self._sources: dict[str, np.ndarray[Any, np.dtype[np.int64]]] = {}
         self.failures: list[DataError] = []
         self._reasons: Counter[str] = Counter()
         self._failed: set[tuple[str, str]] = set()
@@ -59,8 +61,12 @@ class Stats:
             self._own_streams = (self._own_streams or 0.0) + figures.own_streams
         for phase, rows in figures.feature_rows.items():
             self._feature_rows[phase] = self._feature_rows.get(phase, np.zeros(3, np.int64)) + rows
+        for name, counts in zip(built.plan.sources, figures.sources, strict=True):
+            kept = self._sources.get(name, np.zeros(4, np.int64))
+            self._sources[name] = np.append(kept[:3] + counts[:3], max(kept[3], counts[3]))
         self._tokens += figures.tokens
         self._padded_tokens += figures.padded_tokens
+        self._filled += figures.filled or (0, 0)
 
     def add_failures(self, failures: Sequence[DataError], *, lost: int = 0) -> None:
         """Count failures, and `lost` samples that nothing lists, since damage hides them."""
@@ -88,11 +94,14 @@ class Stats:
         `step_imbalance`: cost of the step over that of a perfectly even one, of the phases that are balanced, by what
         ranks wait for under the objective: what `orchdata profile` calls the step.
         `padding`: share of LLM positions that would be padding, had this rank's microbatches been padded.
+        `fill`: under od.Packed(length=...), tokens of samples over those of all ranks' microbatches; else None.
         `own_streams`: where ranks are grouped, the share of this rank's samples drawn from its group's streams, mean
         over steps; else None.
         `features[name]`: where parts are assigned apart, rows that the encoder yields over all ranks, per step, and the
         shares of them that move `within_nodes` and `between_nodes`; the rest stay on their rank. A row is as many bytes
         as the encoder's output has. Where ranks per node are not known each rank counts as a node.
+        `sources[name]`: of each source of a mixture, over all ranks and as planned: `samples`, `tokens` (LLM
+        positions), `loss_tokens`, and `passes` through it that have begun.
         `read_amplification`: bytes this rank read from storage for each byte of the members that its samples use;
         None where it read none, as where a peer reads for it, and for map-style data sets. Plain tars are a little
         above 1, by the gaps between members read together; Parquet by the rest of each column chunk that a cell is
@@ -113,8 +122,13 @@ class Stats:
             "microbatches": self._microbatches / steps,
             "step_imbalance": float(self._cost[0] / self._cost[1]) if self._cost[1] else 1.0,
             "padding": 1 - self._tokens / self._padded_tokens if self._padded_tokens else 0.0,
+            "fill": float(self._filled[0] / self._filled[1]) if self._filled[1] else None,
             "own_streams": None if self._own_streams is None else self._own_streams / steps,
             "features": {phase: _shares(rows, steps) for phase, rows in self._feature_rows.items()},
+            "sources": {
+                name: dict(zip(("samples", "tokens", "loss_tokens", "passes"), counts.tolist(), strict=True))
+                for name, counts in self._sources.items()
+            },
             "read_amplification": None if self._reads is None else self._reads.amplification,
             "reads": None if self._reads is None else self._reads.as_dict(),
             "milliseconds": {

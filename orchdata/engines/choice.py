@@ -1,36 +1,82 @@
-"""Who builds a loader's steps: threads of this process, or the thread that iterates."""
+"""Who builds a loader's steps: worker processes, threads of this process, or the thread that iterates."""
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.context import BaseContext
 from typing import Any
 
+from torch.utils.data import IterableDataset
+
 from orchdata.balancers.checks import checked_count
+from orchdata.building.spec import BuildSpec
 from orchdata.building.step import Builder
-from orchdata.engines.engine import Engine
+from orchdata.engines.engine import Engine, Resumed
 from orchdata.engines.inline import InlineEngine
+from orchdata.engines.processes.engine import ProcessEngine, Workers, start_server
+from orchdata.engines.processes.streams import StreamEngine
+from orchdata.engines.processes.worker import WorkerOptions
 from orchdata.engines.threads import ThreadEngine
-from orchdata.notices import warn_once
 
 DEFAULT_THREADS = 4
-_DEFAULT_PREFETCH = 2
+DEFAULT_PREFETCH = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineChoice:
-    """How many threads build steps, 0 for none, and how many steps they keep under way."""
+    """Who builds steps, and how many are kept under way.
+
+    Attributes:
+        num_threads: threads of this process; 0 for none.
+        depth: steps under way in them.
+        workers: worker processes; None for none.
+        in_order: whether what those give that iterate a copy each comes in turn; else as it is ready.
+    """
 
     num_threads: int
     depth: int
+    workers: Workers | None = None
+    in_order: bool = True
 
-    def make(self, builder: Builder) -> Engine:
+    def make(
+        self,
+        spec: BuildSpec,
+        builder: Builder,
+        *,
+        base_seed: int,
+        blamed: dict[int, str],
+        resumed: Resumed | None = None,
+    ) -> Engine:
+        """What builds the steps of `spec`.
+
+        Args:
+            builder: of the spec, in this process.
+            base_seed: of the random states of worker processes.
+            blamed: row -> why it is not to be loaded, as worker processes find out.
+            resumed: what data sets are given back first.
+        """
+        if self.workers is not None:
+            engine = ProcessEngine(
+                spec,
+                self.workers,
+                base_seed=base_seed,
+                reads=builder.reads,
+                name_of=spec.content.name_of,
+                blamed=blamed,
+                resumed=resumed,
+            )
+            if not self.workers.remember:
+                return engine
+            return StreamEngine(engine, self.workers.options.num_workers, in_order=self.in_order, resumed=resumed)
         if not self.num_threads:
-            return InlineEngine(builder)
+            return InlineEngine(builder, resumed)
         return ThreadEngine(builder, num_threads=self.num_threads, depth=self.depth)
 
 
 def choose_engine(
+    dataset: Any,
     *,
     in_shards: bool,
     num_workers: int,
@@ -40,42 +86,78 @@ def choose_engine(
     timeout: float,
     worker_init_fn: Callable[[int], None] | None,
     multiprocessing_context: Any,
+    worker_memory: int | None,
+    in_order: bool,
 ) -> EngineChoice:
     """From the arguments of a DataLoader. Raises ValueError for those that would have no effect, as torch does where
     it has them.
 
     Args:
+        dataset: what workers find in `torch.utils.data.get_worker_info()`.
         in_shards: whether we decode. A map-style data set may not be safe to use from several threads, and its
             randomness follows `torch.manual_seed` in one thread only: it is loaded inline unless threads are asked for.
     """
-    workers = checked_count(num_workers, "num_workers", 0)
+    num_workers = checked_count(num_workers, "num_workers", 0)
+    iterated = isinstance(dataset, IterableDataset)
     threads = None if num_threads is None else checked_count(num_threads, "num_threads", 0)
-    depth = checked_count(_DEFAULT_PREFETCH if prefetch_factor is None else prefetch_factor, "prefetch_factor")
-    if not workers and multiprocessing_context is not None:
-        raise ValueError("multiprocessing_context is for worker processes: leave it out, or give num_workers")
-    if (not in_shards and not threads) or (threads == 0 and not workers):
-        _check_inline(workers, prefetch_factor, persistent_workers, timeout)
+    depth = checked_count(DEFAULT_PREFETCH if prefetch_factor is None else prefetch_factor, "prefetch_factor")
+    if worker_memory is not None:
+        worker_memory = checked_count(worker_memory, "worker_memory")
+    if num_workers:
+        workers = Workers(
+            context=_context(multiprocessing_context, in_shards=in_shards),
+            options=WorkerOptions(
+                num_workers=num_workers,
+                num_threads=0 if iterated else threads if threads is not None else DEFAULT_THREADS if in_shards else 0,
+                max_jobs=depth,
+                init_fn=worker_init_fn,
+                dataset=dataset,
+                as_torch=not in_shards,
+                memory=worker_memory,
+            ),
+            timeout=timeout,
+            in_turn=not in_shards and in_order,
+            remember=iterated,
+        )
+        start_server(workers.context)
+        return EngineChoice(num_threads=0, depth=0, workers=workers, in_order=in_order)
+    for name, given in (("multiprocessing_context", multiprocessing_context), ("worker_memory", worker_memory)):
+        if given is not None:
+            raise ValueError(f"{name} is for worker processes: leave it out, or give num_workers")
+    if threads == 0 or (not in_shards and not threads):
+        _check_inline(prefetch_factor, persistent_workers, timeout)
         return EngineChoice(num_threads=0, depth=0)
     if worker_init_fn is not None:
         raise ValueError(
             "worker_init_fn is for worker processes, and this loader builds with threads of the training process, "
-            "whose random state it would seed anew: leave it out, or pass num_threads=0 and num_workers=0"
+            "whose random state it would seed anew: leave it out, or give num_workers"
         )
-    num_threads = max(1, workers) * max(1, DEFAULT_THREADS if threads is None else threads)
-    if workers:
-        warn_once("workers are threads", f"num_workers={workers} runs as {num_threads} threads of this process")
-    return EngineChoice(num_threads=num_threads, depth=max(1, workers) * depth)
+    return EngineChoice(num_threads=DEFAULT_THREADS if threads is None else threads, depth=depth)
 
 
-def _check_inline(workers: int, prefetch_factor: int | None, persistent_workers: bool, timeout: float) -> None:
-    if workers:
-        warn_once(
-            "workers run inline",
-            f"num_workers={workers} loads a map-style data set in this process, when a batch is asked for: there are "
-            "no worker processes yet, worker_init_fn is not called, and timeout not kept. For a data set that is safe "
-            "to use from several threads, num_threads=4 loads ahead",
+def _context(given: Any, *, in_shards: bool) -> BaseContext:
+    """How worker processes are started. Map-style data sets are started with as torch does, by what multiprocessing
+    does on its own: many do not pickle.
+    """
+    if isinstance(given, BaseContext):
+        return given
+    known = multiprocessing.get_all_start_methods()
+    if given is None:
+        given = "forkserver" if in_shards and "forkserver" in known else multiprocessing.get_start_method()
+    if not isinstance(given, str):
+        raise TypeError(
+            "multiprocessing_context option should be a valid context object or a string specifying the start method, "
+            f"but got multiprocessing_context={given!r}"
         )
-        return
+    if given not in known:
+        raise ValueError(
+            f"multiprocessing_context option should specify a valid start method in {known!r}, but got "
+            f"multiprocessing_context={given!r}"
+        )
+    return multiprocessing.get_context(given)
+
+
+def _check_inline(prefetch_factor: int | None, persistent_workers: bool, timeout: float) -> None:
     given = {
         "timeout": timeout > 0,
         "prefetch_factor": prefetch_factor is not None,
@@ -84,5 +166,5 @@ def _check_inline(workers: int, prefetch_factor: int | None, persistent_workers:
     for name in (name for name, is_given in given.items() if is_given):
         raise ValueError(
             f"{name} needs threads or workers, and this loader builds each batch when it is asked for: leave it out, "
-            "or pass num_threads (a map-style data set must then be safe to use from several threads)"
+            "or give num_workers (or num_threads, for a map-style data set that is safe to use from several threads)"
         )

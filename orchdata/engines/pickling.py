@@ -23,15 +23,21 @@ def pickle_spec(spec: BuildSpec) -> bytes:
     """
     try:
         return pickle.dumps(spec, protocol=pickle.HIGHEST_PROTOCOL)
-    except OrchdataError:
-        raise
     except Exception as error:
-        name, found = _what_does_not_pickle(spec)
-        raise TypeError(
-            f"{name} is {_described(found)}, which cannot be sent to another process ({error}). Define it at the top "
-            "level of a module, with functools.partial for its arguments, or build in this process: inline or on "
-            "threads anything goes"
-        ) from error
+        explain_pickling(spec, error)
+        raise
+
+
+def explain_pickling(value: Any, error: Exception) -> None:
+    """Raise TypeError where `error` came of a member that does not pickle: by its name, with the way out."""
+    if isinstance(error, OrchdataError) or _pickles(value):
+        return
+    name, found = _what_does_not_pickle(value)
+    raise TypeError(
+        f"{name} is {_described(found)}, which cannot be sent to another process ({error}). Define it at the top level "
+        "of a module, with functools.partial for its arguments, or pass multiprocessing_context='fork'; or build in "
+        "this process: inline or on threads anything goes"
+    ) from error
 
 
 def _what_does_not_pickle(spec: BuildSpec) -> tuple[str, Any]:
@@ -42,7 +48,7 @@ def _what_does_not_pickle(spec: BuildSpec) -> tuple[str, Any]:
         if inside is None:
             break
         name, found = name + inside[0], inside[1]
-    for ours in (".content", ".shards"):
+    for ours in (".options", ".spec", ".content", ".shards"):
         name = name.removeprefix(ours)
     return name.removeprefix("."), found
 

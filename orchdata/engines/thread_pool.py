@@ -7,8 +7,8 @@ joined with a patience that ends:
     close:  nothing more is queued, and what runs may end: CLOSE_SECONDS
     exit:   the same for pools still open; then SystemExit is raised in what still runs Python: END_SECONDS together
 
-What then remains is stuck outside Python, in a call that does not return. It cannot run on, and the process ends around
-it with the status and the error it would have ended with.
+What then remains is stuck outside Python, in a call that does not return. It is held there, and the process ends
+around it with the status and the error it would have ended with.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
+
+from orchdata.held_threads import hold
 
 CLOSE_SECONDS = 2.0
 END_SECONDS = 2.0
@@ -153,7 +155,8 @@ def _end_threads() -> None:
             _raise_in(thread, SystemExit)
         _join_those_at_work(running, END_SECONDS / 2)
     finally:  # Ctrl-C included
-        if any(thread.is_alive() for thread in running):
+        if left := [thread for thread in running if thread.is_alive()]:
+            hold(left)
             _end_without_destructors()
 
 

@@ -9,12 +9,13 @@ from functools import partial
 
 from orchdata.building.assembler import Task
 from orchdata.building.step import Builder, BuiltStep, StartedStep
+from orchdata.engines.engine import PlainEngine
 from orchdata.engines.thread_pool import ThreadPool
 from orchdata.engines.torch_threads import use_one_thread
 from orchdata.order.steps import StepTask
 
 
-class ThreadEngine:
+class ThreadEngine(PlainEngine):
     """Runs the tasks of several steps on one pool of threads.
 
     The thread that ends a step's last task finishes the step; a task waits for another only where both use what takes
@@ -101,6 +102,6 @@ def passed_on(error: BaseException) -> Exception:
     """What the caller raises: what would end a thread (SystemExit, KeyboardInterrupt) is not to end him unasked."""
     if isinstance(error, Exception):
         return error
-    passed_on = RuntimeError(f"a thread that builds batches met {error!r}")
+    passed_on = RuntimeError(f"building a batch met {error!r}")
     passed_on.__cause__ = error
     return passed_on

@@ -17,10 +17,10 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from orchdata.hf.processor_parts import as_array, class_at, path_of, runs
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.audio import Clips
-from orchdata.loaders.modalities.checks import above_seconds
 from orchdata.loaders.modalities.modality import ArraySpec, Header, PartSize, Slot
 
 _EXTRACTORS: Final = ("feature_extractor", "audio_processor")
@@ -101,12 +101,7 @@ class HFAudio(Clips):
         return {name: np.concatenate([extras[name] for extras in measured]) for name in names}
 
     def count_header(self, header: Header, limits: Limits) -> PartSize:
-        frames, rate = header
-        reason = above_seconds(frames, rate, limits)
-        if reason is not None:
-            raise DecodeError(reason)
-        if frames < 1 or rate < 1:
-            raise DecodeError(f"no audio: its header says {frames} frames at {rate} Hz")
+        frames, rate = self.checked_header(header, limits)
         return self._size(-(-frames * self.sample_rate // rate))
 
     def _size(self, num_samples: int) -> PartSize:
@@ -188,8 +183,8 @@ def described(processor: Any) -> str:
     parameters = {key: value for key, value in parameters.items() if not key.endswith("_class")}
     found = {
         "transformers": import_module("transformers").__version__,
-        "class": _path(type(processor)),
-        "extractor": {"name": name, "class": _path(type(extractor)), "parameters": parameters},
+        "class": path_of(processor),
+        "extractor": {"name": name, "class": path_of(extractor), "parameters": parameters},
         "kwargs": {**_plain_items(kwargs), "sampling_rate": extractor.sampling_rate, "return_tensors": "pt"},
         "attributes": _plain_items(vars(processor)),
     }
@@ -208,27 +203,18 @@ def _plain_items(values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _path(kind: type[Any]) -> list[str]:
-    return [kind.__module__, kind.__qualname__]
-
-
 @lru_cache(maxsize=8)
 def rebuilt(given: str) -> tuple[Any, dict[str, Any]]:
     """The processor without its tokenizer, and what its audio method is called with: by several threads, which change
     nothing.
     """
     held = json.loads(given)
-    kind, extractor = _class(held["class"]), held["extractor"]
+    kind, extractor = class_at(held["class"]), held["extractor"]
     processor = kind.__new__(kind)
     for name, value in held["attributes"].items():
         setattr(processor, name, value)
-    setattr(processor, extractor["name"], _class(extractor["class"])(**extractor["parameters"]))
+    setattr(processor, extractor["name"], class_at(extractor["class"])(**extractor["parameters"]))
     return processor, held["kwargs"]
-
-
-def _class(path: Sequence[str]) -> Any:
-    module, name = path
-    return getattr(import_module(module), name)
 
 
 def processed(processor: Any, kwargs: dict[str, Any], wave: NDArray[np.float32]) -> tuple[dict[str, Any], str]:
@@ -237,11 +223,7 @@ def processed(processor: Any, kwargs: dict[str, Any], wave: NDArray[np.float32])
     if getattr(processor, "audio_token", None) is not None and len(texts) != 1:
         raise ValueError(f"it writes {len(texts)} texts for one clip")
     unused = set(processor.unused_input_names)
-    return {name: _array(value) for name, value in found.items() if name not in unused}, "".join(texts)
-
-
-def _array(value: Any) -> NDArray[Any]:
-    return np.asarray(value.numpy() if hasattr(value, "numpy") else value)
+    return {name: as_array(value) for name, value in found.items() if name not in unused}, "".join(texts)
 
 
 @lru_cache(maxsize=1 << 12)
@@ -259,21 +241,8 @@ def _measured(modality: HFAudio, num_samples: int) -> _Measured:
     shaped = {each: each.rows(found.get(each.name)) for each in modality.shapes}
     num_rows = next((len(rows) for each, rows in shaped.items() if each.is_array and each.per == "row"), 1)
     extras = {each.name: rows.copy() for each, rows in shaped.items() if not each.is_array}
-    return _Measured(num_rows, _pieces(text, modality.slot.mark or ""), is_cut, extras)
-
-
-def _pieces(text: str, token: str) -> tuple[str | int, ...]:
-    """Text and runs of the token, in order."""
-    pieces: list[str | int] = []
-    for number, stretch in enumerate(text.split(token) if token else ()):
-        if number:
-            if pieces and isinstance(pieces[-1], int):
-                pieces[-1] += 1
-            else:
-                pieces.append(1)
-        if stretch:
-            pieces.append(stretch)
-    return tuple(pieces)
+    mark = modality.slot.mark
+    return _Measured(num_rows, runs(text, mark) if mark else (), is_cut, extras)
 
 
 def _joined(pieces: Sequence[str | int], token: str) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import isqrt
 from typing import Any, Final, Literal, NamedTuple
 
@@ -22,8 +22,9 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from orchdata.hf.image.native import write_rows
-from orchdata.hf.image.processors import as_array, running, source_of
+from orchdata.hf.image.processors import running, source_of
 from orchdata.hf.image.sizes import Outputs
+from orchdata.hf.processor_parts import as_array, runs
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.image_decode import load_rgb
@@ -124,8 +125,14 @@ class HFImages(ImageFiles):
 
     def _sharing(self, size: PartSize) -> int | None:
         """The images of its sample, where the processor tells them apart by it; None where it does not."""
-        counts = self.extras([size]).get(_SHARING)
-        return None if counts is None else int(counts[0])
+        return None if self._sharing_place is None else int(size.extent[self._sharing_place])
+
+    @cached_property
+    def _sharing_place(self) -> int | None:
+        """Where an extent has it."""
+        sized = [each for each in self.outputs if each.per == "size"]
+        at = next((at for at, each in enumerate(sized) if each.name == _SHARING), None)
+        return None if at is None else 2 + sum(each.count for each in sized[:at])
 
     def expand(self, size: PartSize) -> tuple[str | int, ...] | None:
         width, height = size.extent[:2]
@@ -134,7 +141,7 @@ class HFImages(ImageFiles):
     def decode_into(
         self, data: bytes | memoryview, size: PartSize, out: Mapping[str, NDArray[Any]], limits: Limits
     ) -> None:
-        pixels, transparency = load_rgb(bytes(data), limits)
+        pixels, transparency = load_rgb(data, limits)
         found, indexed = pixels.shape[1::-1], (size.extent[0], size.extent[1])
         if found != indexed:
             raise DecodeError(
@@ -233,20 +240,6 @@ def _found(images: HFImages, width: int, height: int, sharing: int = 1) -> _Foun
         return images._read(outputs, text)
     outputs = {**outputs, _SHARING: np.array([sharing], np.int64)}
     return images._read(outputs, run.text(outputs))._replace(rows=1)
-
-
-def runs(text: str, mark: str) -> tuple[str | int, ...]:
-    """Text with marks in it -> strings, and numbers of marks in a row."""
-    found: list[str | int] = []
-    for at, piece in enumerate(text.split(mark)):
-        if at:
-            if found and isinstance(found[-1], int):
-                found[-1] += 1
-            else:
-                found.append(1)
-        if piece:
-            found.append(piece)
-    return tuple(found)
 
 
 def image_modality(processor: Any, *, patch_size: int | None = None) -> HFImages:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from orchdata.batch.batch import Batch
-from orchdata.batch.tensors import LLMBatch, MediaBatch
+from orchdata.batch.tensors import IGNORE, LLMBatch, MediaBatch
 from orchdata.hf.families import TOWERS, Family, family_of, model_class, takes, thinker
 from orchdata.hf.masks import packed_masks
 from orchdata.hf.probe import loss_follows
@@ -44,12 +44,13 @@ class Inputs:
     `batch.model_inputs()` then has `input_ids` and `position_ids` (1, T) or (rows, L), under mrope positions (4, ...);
     media under the model's own names; and `labels` with `num_items_in_batch`, so that `model(...).loss` is already
     scaled by `batch.loss_scale`. Where a model's own loss does not follow `num_items_in_batch` there are no labels, and
-    `od.hf.loss(outputs, batch)` gives the same.
+    `od.hf.loss(outputs, batch)` gives the same. Nor where sources of a mixture have loss weights.
 
     Args:
         config: the model's configuration; what of it is asked is asked here.
         padded: one row a sample. Default: packed where the family can be, else padded.
         multiple_of: as `od.Packed` and `od.Padded` have it.
+        length: as `od.Packed` has it: rows are (1, length), and padding is a last sequence whose positions restart.
         empty: as there.
 
     Attributes:
@@ -65,6 +66,7 @@ class Inputs:
     padded: bool | None = None
     multiple_of: int = 1
     empty: Empty = "dummy"
+    length: int | None = None
 
     def __post_init__(self) -> None:
         if not hasattr(self.config, "model_type"):
@@ -76,6 +78,11 @@ class Inputs:
         if not self.padded and not self.family.packs:
             known = "is an encoder-decoder" if self.family.decoder else "is not known to keep packed samples apart"
             raise ValueError(f"{self.config.model_type} {known}: use od.hf.Inputs(config, padded=True)")
+        if self.padded and self.length is not None:
+            raise ValueError(
+                f"od.hf.Inputs(length={self.length}) is of packed rows, and {self.config.model_type} is padded: "
+                "Balance(max_tokens=...) caps rows times the longest"
+            )
         if self._makes_masks and self._attention not in ("sdpa", "eager"):
             raise ValueError(
                 f"{self.config.model_type} sees ahead, which packed takes a mask of all pairs, and {self._attention} "
@@ -89,9 +96,10 @@ class Inputs:
 
     @cached_property
     def layout(self) -> Layout:
-        kind: type[Packed] | type[Padded] = Padded if self.padded else Packed
         positions: Positions = "mrope" if self.family.mrope else "restart"
-        return kind(positions=positions, multiple_of=self.multiple_of, empty=self.empty)
+        if self.padded:
+            return Padded(positions=positions, multiple_of=self.multiple_of, empty=self.empty)
+        return Packed(positions=positions, multiple_of=self.multiple_of, empty=self.empty, length=self.length)
 
     @cached_property
     def scales_loss(self) -> bool:
@@ -143,26 +151,26 @@ class Inputs:
         llm, family = batch.llm, self.family
         if family.decoder:
             return self._decoded(batch)
-        found: dict[str, Any] = {"input_ids": _rows(llm.input_ids), "use_cache": False}
+        found: dict[str, Any] = {"input_ids": as_rows(llm.input_ids), "use_cache": False}
         if self.padded:
             assert llm.attention_mask is not None
             found["attention_mask"] = llm.attention_mask.long()
-        if family_of(self.config) is not None:
+        if family is not _UNKNOWN:
             found["position_ids"] = _positions(llm, family)
         if self._makes_masks:
-            found["attention_mask"] = packed_masks(llm, self.config, family.sees_ahead, self._attention)
+            found["attention_mask"] = packed_masks(batch, self.config, family.sees_ahead, self._attention)
         elif not self.padded and "flash" in self._attention:
             bounds = llm.cu_seqlens
             found |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
             found |= {"max_length_q": llm.max_seqlen, "max_length_k": llm.max_seqlen}
-        if family_of(self.config) is None and "mm_token_type_ids" in self._takes:
+        if family is _UNKNOWN and "mm_token_type_ids" in self._takes:
             found["mm_token_type_ids"] = _media_types(llm)
         elif family.sees_ahead:
             found["token_type_ids"] = _token_types(llm, family)
         if family.expects_runs:
             _check_runs(llm, self.config)
-        if self.scales_loss:
-            found |= {"labels": _rows(llm.labels), "num_items_in_batch": 1 / batch.loss_scale}
+        if self.scales_loss and batch.loss_weights is None:
+            found |= {"labels": as_rows(llm.labels), "num_items_in_batch": 1 / batch.loss_scale}
         return found if batch.routes else found | self.media_arguments(batch)
 
     def tower_arguments(self, batch: Batch, name: str) -> dict[str, Any]:
@@ -250,7 +258,7 @@ def _is_dummy(batch: Batch, name: str) -> bool:
     return batch.media[name].num_tokens == 0 if batch.routes else name in batch.llm.dummies
 
 
-def _rows(tensor: Tensor) -> Tensor:
+def as_rows(tensor: Tensor) -> Tensor:
     """(T,) as one row, (1, T); rows as they are."""
     return tensor[None] if tensor.dim() == 1 else tensor
 
@@ -258,9 +266,9 @@ def _rows(tensor: Tensor) -> Tensor:
 def _positions(llm: LLMBatch, family: Family) -> Tensor:
     """(rows, L), or (4, rows, L): positions that restart, then time, height and width."""
     if not family.mrope:
-        return _rows(llm.position_ids) + family.first_position
+        return as_rows(llm.position_ids) + family.first_position
     assert llm.restart_position_ids is not None
-    counting, turned = _rows(llm.restart_position_ids), llm.position_ids
+    counting, turned = as_rows(llm.restart_position_ids), llm.position_ids
     return torch.cat([counting[None], turned[:, None] if turned.dim() == 2 else turned])
 
 
@@ -275,7 +283,7 @@ def _check_runs(llm: LLMBatch, config: Any) -> None:
 
 def _token_types(llm: LLMBatch, family: Family) -> Tensor:
     if family.sees_ahead == "prefix":
-        return (llm.labels != -100).long()
+        return (llm.labels != IGNORE).long()
     return (_media_types(llm) != 0).long()
 
 
@@ -285,4 +293,4 @@ def _media_types(llm: LLMBatch) -> Tensor:
     for name, number in _MEDIA_TYPES.items():
         if name in llm.media_positions:
             types = types.index_fill(0, llm.media_positions[name], number)
-    return _rows(types.view(llm.input_ids.shape))
+    return as_rows(types.view(llm.input_ids.shape))

@@ -7,14 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from orchdata.batch.tensors import LLMBatch
+from orchdata.batch.batch import Batch
+from orchdata.batch.tensors import IGNORE, LLMBatch
 
 
-def packed_masks(llm: LLMBatch, config: Any, sees_ahead: str, attention: str) -> Tensor | dict[str, Tensor]:
+def packed_masks(batch: Batch, config: Any, sees_ahead: str, attention: str) -> Tensor | dict[str, Tensor]:
     """Who attends to whom in one row of T packed tokens, (1, 1, T, T); for Gemma-3 by the type of its layers.
 
     Args:
-        llm: packed.
+        batch: packed.
         config: of the model; its text's `sliding_window` is read.
         sees_ahead: tokens of the same "media" part, or those of the "prefix", see each other in both directions.
         attention: "sdpa" takes True where one attends, "eager" zero there and the lowest number elsewhere.
@@ -22,6 +23,7 @@ def packed_masks(llm: LLMBatch, config: Any, sees_ahead: str, attention: str) ->
     Raises:
         ValueError: a sample longer than the sliding window of a model that takes one mask for all layers.
     """
+    llm = batch.llm
     places = torch.arange(len(llm.input_ids), device=llm.input_ids.device)
     sample = torch.searchsorted(llm.cu_seqlens[1:].long(), places, right=True)
     group = _parts(llm) if sees_ahead == "media" else _prefixes(llm, sample)
@@ -30,9 +32,10 @@ def packed_masks(llm: LLMBatch, config: Any, sees_ahead: str, attention: str) ->
     full = (sample[:, None] == sample) & (behind | together)
     window = getattr(config.get_text_config(), "sliding_window", None)
     if sees_ahead != "media":
-        if window is not None and llm.max_seqlen > window:
+        longest = max(llm.cu_seqlens[: len(batch.keys) + 1].diff().tolist(), default=0)
+        if window is not None and longest > window:
             raise ValueError(
-                f"a sample of {llm.max_seqlen} tokens is longer than the sliding window of {window}, which packed "
+                f"a sample of {longest} tokens is longer than the sliding window of {window}, which packed "
                 f"masks of {config.model_type} do not know: use od.hf.Inputs(config, padded=True)"
             )
         return _as_taken(full, attention)
@@ -51,7 +54,7 @@ def _parts(llm: LLMBatch) -> Tensor:
 
 def _prefixes(llm: LLMBatch, sample: Tensor) -> Tensor:
     """1 on what stands before the first loss token of its sample; padding stands behind it."""
-    seen = (llm.labels != -100).long().cumsum(0)
+    seen = (llm.labels != IGNORE).long().cumsum(0)
     before = torch.nn.functional.pad(seen, (1, 0))[llm.cu_seqlens[:-1].long()]
     return (seen == before[sample]).long()
 

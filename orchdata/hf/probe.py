@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from orchdata.batch.tensors import IGNORE
 from orchdata.hf.families import model_class
 
 _HIDDEN = 4
@@ -59,7 +60,7 @@ def _tried(config: Any) -> bool:
         model.model, model.lm_head, model.vocab_size = _Base(hidden), head, vocab
         ids = torch.randint(0, vocab, (1, 5))
         labels = ids.clone()
-        labels[0, :2] = -100
+        labels[0, :2] = IGNORE
         places = torch.arange(5)[None]
         found = [
             model(input_ids=ids, position_ids=places, labels=labels, num_items_in_batch=items, use_cache=False)

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from orchdata.batch.batch import IGNORE, Batch
-from orchdata.hf.inputs import Inputs
+from orchdata.batch.batch import Batch
+from orchdata.batch.tensors import IGNORE
+from orchdata.hf.inputs import Inputs, as_rows
 
 
 def loss(outputs: Any, batch: Batch) -> Tensor:
@@ -29,7 +30,7 @@ def loss(outputs: Any, batch: Batch) -> Tensor:
     if not isinstance(batch.inputs, Inputs):
         raise ValueError("od.hf.loss reads batches of a DataLoader with collate_fn=od.hf.Inputs(config)")
     logits = getattr(outputs, "logits", None)
-    labels = batch.llm.labels if batch.llm.labels.dim() == 2 else batch.llm.labels[None]
+    labels = as_rows(batch.llm.labels)
     wanted = labels[:, 1:]
     if logits is not None and logits.shape[1] == (1 if batch.inputs.family.decoder else labels.shape[1]):
         logits = logits[:, : wanted.shape[1]]  # what the last place says nobody knows
@@ -41,7 +42,10 @@ def loss(outputs: Any, batch: Batch) -> Tensor:
         )
     if torch.finfo(logits.dtype).bits < 32:
         logits = logits.float()
-    summed = torch.nn.functional.cross_entropy(
-        logits.flatten(0, 1), wanted.flatten(), ignore_index=IGNORE, reduction="sum"
+    weights = batch.loss_weights
+    losses = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), wanted.flatten(), ignore_index=IGNORE, reduction="sum" if weights is None else "none"
     )
-    return summed * batch.loss_scale
+    if weights is not None:
+        losses = (losses * weights.view(labels.shape)[:, 1:].flatten()).sum()
+    return losses * batch.loss_scale

@@ -9,6 +9,7 @@ order depends on the number of samples, what is excluded, `Shuffle`, seed and ep
 from __future__ import annotations
 
 import hashlib
+import itertools
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -16,9 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.loaders.storage.mapped_array import MappedArray
-from orchdata.native.permutation import BLOCK, derive_key, shuffled_rows
+from orchdata.native.permutation import BLOCK, derive_key, odd_slot, permute, shuffled_rows
 
-FORMAT = 1  # of the sequence itself: a change of the algorithm must not resume an older state
+FORMAT = 2  # of the sequence itself: a change of the algorithm must not resume an older state
+_WINDOW = 64
 _LARGEST = {"window": 1 << 31, "streams": 1 << 16}
 
 
@@ -26,9 +28,9 @@ _LARGEST = {"window": 1 << 31, "streams": 1 << 16}
 class Shuffle:
     """How far samples are shuffled, and from how many streams they are drawn.
 
-    Blocks of 256 consecutive samples are permuted over the whole stream; then the samples of `window` neighbouring
-    blocks are permuted among themselves. A stream of up to `window * 256` samples is thus one uniform permutation; a
-    larger one has, at any time, samples of at most `window` blocks (and the partial last one) in the air, so that
+    Blocks of 256 consecutive samples (the last one of what is left) are permuted over the whole stream; then the
+    samples of `window` neighbouring blocks are permuted among themselves. A stream of up to `window * 256` samples is
+    thus one uniform permutation; a larger one has, at any time, samples of at most `window` blocks in the air, so that
     reads stay near each other.
 
     Attributes:
@@ -37,7 +39,7 @@ class Shuffle:
             p % streams, so each global batch's shares of the streams differ by at most one.
     """
 
-    window: int = 64
+    window: int = _WINDOW
     streams: int = 1
 
     def __post_init__(self) -> None:
@@ -51,11 +53,15 @@ class SampleOrder(Protocol):
     """The seeded sequence of an epoch's samples, with O(1) access to any place of it."""
 
     @property
-    def num_samples(self) -> int: ...
+    def num_samples(self) -> int:
+        """Usable samples of the data set."""
 
     @property
     def streams(self) -> int:
         """Position p is drawn from stream p % streams."""
+
+    def length(self, epoch: int) -> int:
+        """Samples of an epoch."""
 
     def rows(self, epoch: int, start: int, stop: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]: ...
 
@@ -99,6 +105,10 @@ class Order:
         """Position p is drawn from stream p % streams."""
         return 1 if self.shuffle is None else self.shuffle.streams
 
+    def length(self, epoch: int) -> int:
+        """Samples of an epoch: of each as many."""
+        return self.num_samples
+
     def rows(self, epoch: int, start: int, stop: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         """The samples at positions [start, stop) of an epoch: (dataset_id, row), each (stop - start,), new.
 
@@ -112,19 +122,57 @@ class Order:
         if epoch < 0:
             raise ValueError(f"epoch must be at least 0, got {epoch}")
 
-        samples = self._samples(epoch, start, stop)
+        return self.located(self._samples(epoch, start, stop))
+
+    def located(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """(dataset_id, row) of usable samples by their number, from 0 to num_samples; `samples` is changed."""
         before = self._before.array
         if before.size:
             samples += np.searchsorted(before, samples, side="right")
-        return np.full(stop - start, self.dataset_id, np.int32), samples
+        return np.full(len(samples), self.dataset_id, np.int32), samples
+
+    def streams_of(self) -> list[tuple[int, int]]:
+        """Of each stream, its usable samples [start, stop), by number."""
+        num_streams = self.streams
+        size, extra = divmod(self.num_samples, num_streams)
+        starts = [number * size + min(number, extra) for number in range(num_streams + 1)]
+        return list(itertools.pairwise(starts))
+
+    def windows(self, epoch: int, stream: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """How the blocks of a stream follow each other in an epoch.
+
+        Block b of a stream has its samples from 256 b on, the last one those that are left. All samples of one window
+        come before all of the next.
+
+        Returns:
+            The blocks in turn, int64 (num_blocks,), and where among them each window begins, int64 (num_windows + 1,),
+            the end of the last behind it.
+        """
+        start, stop = self.streams_of()[stream]
+        whole, rest = divmod(stop - start, BLOCK)
+        num_blocks = whole + bool(rest)
+        window = _WINDOW if self.shuffle is None else self.shuffle.window
+        num_windows = -(-num_blocks // window)
+        bounds = np.arange(num_windows + 1, dtype=np.int64) * num_blocks // max(1, num_windows)
+        if self.shuffle is None:
+            return np.arange(num_blocks, dtype=np.int64), bounds
+        key = np.uint64(derive_key(self._key(epoch), np.uint64(stream)))
+        blocks = np.arange(whole, dtype=np.uint64)
+        if whole:
+            permute(np.uint64(whole), np.uint64(derive_key(key, np.uint64(1))), blocks)
+        if rest:
+            blocks = np.insert(blocks, int(odd_slot(key, np.uint64(num_blocks))), np.uint64(whole))
+        return blocks.view(np.int64), bounds
+
+    def _key(self, epoch: int) -> np.uint64:
+        return np.uint64(derive_key(np.uint64(self.seed & (1 << 64) - 1), np.uint64(epoch)))
 
     def _samples(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
         if self.shuffle is None or start == stop:
             return np.arange(start, stop, dtype=np.int64)
-        key = derive_key(np.uint64(self.seed & (1 << 64) - 1), np.uint64(epoch))
         out = np.empty(stop - start, np.uint64)
         window, streams = np.uint64(self.shuffle.window), np.uint64(self.shuffle.streams)
-        shuffled_rows(np.uint64(self.num_samples), window, streams, np.uint64(key), np.uint64(start), out)
+        shuffled_rows(np.uint64(self.num_samples), window, streams, self._key(epoch), np.uint64(start), out)
         return out.view(np.int64)
 
     def describe(self) -> dict[str, object]:

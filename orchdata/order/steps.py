@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+Told = Mapping[str, Any]
 
 
 class StepTask(NamedTuple):
@@ -14,17 +17,49 @@ class StepTask(NamedTuple):
 
     Attributes:
         epoch, step: which.
-        rows: its samples, int64 (num_samples,), where a torch sampler drew them; None where the order finds them.
+        rows: its samples, where a torch sampler drew them, (num_samples,): int64, or the objects that a sampler of
+            other indices gave. None where the order finds them.
+        begin: where cuts of this size began, in an epoch that had another before; None for its start.
+        held: what the sampler held of its own when it had drawn them; it does not travel to worker processes.
     """
 
     epoch: int
     step: int
-    rows: NDArray[np.int64] | None = None
+    rows: NDArray[Any] | None = None
+    begin: Begin | None = None
+    held: Any = None
+
+
+class Begin(NamedTuple):
+    """The first step of an epoch that is cut in the present way, and its first position."""
+
+    step: int
+    position: int
+
+
+_START = Begin(0, 0)
+_EPOCHS_KEPT = 4
+
+
+class Batches(Protocol):
+    """How an epoch is cut into global batches."""
+
+    @property
+    def drop_last(self) -> bool: ...
+
+    def count(self, num_positions: int, epoch: int = 0, begin: Begin | None = None) -> int:
+        """Optimizer steps of an epoch of so many samples, those before `begin` among them."""
+
+    def bounds(self, step: int, num_positions: int, epoch: int = 0, begin: Begin | None = None) -> tuple[int, int]:
+        """First position of a step, and the one behind its last. Raises IndexError outside the epoch."""
+
+    def describe(self) -> dict[str, Any]:
+        """The argument of a DataLoader that it is made of, JSON-safe."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GlobalBatches:
-    """How an epoch is cut into global batches.
+    """An epoch cut into global batches of so many samples.
 
     Attributes:
         size: positions of the order in each, over all ranks.
@@ -34,14 +69,209 @@ class GlobalBatches:
     size: int
     drop_last: bool = False
 
-    def count(self, num_positions: int) -> int:
-        """Optimizer steps of an epoch."""
-        full, rest = divmod(num_positions, self.size)
-        return full + (1 if rest and not self.drop_last else 0)
+    def count(self, num_positions: int, epoch: int = 0, begin: Begin | None = None) -> int:
+        step, position = begin or _START
+        full, rest = divmod(max(0, num_positions - position), self.size)
+        return step + full + (1 if rest and not self.drop_last else 0)
 
-    def bounds(self, step: int, num_positions: int) -> tuple[int, int]:
-        """First position of a step, and the one behind its last. Raises IndexError outside the epoch."""
-        count = self.count(num_positions)
-        if not 0 <= step < count:
-            raise IndexError(f"step {step} is outside the epoch of {count} steps")
-        return step * self.size, min((step + 1) * self.size, num_positions)
+    def bounds(self, step: int, num_positions: int, epoch: int = 0, begin: Begin | None = None) -> tuple[int, int]:
+        first, position = begin or _START
+        _check_step(step, first, self.count(num_positions, epoch, begin))
+        start = position + (step - first) * self.size
+        return start, min(start + self.size, num_positions)
+
+    def describe(self) -> dict[str, Any]:
+        return {"global_batch_size": self.size}
+
+
+class Sums(Protocol):
+    """Tokens along an order: see `TokenSums`."""
+
+    def of_epoch(self, epoch: int) -> int: ...
+
+    def of_epochs_before(self, epoch: int) -> int: ...
+
+    def before(self, epoch: int, position: int) -> int: ...
+
+    def position(self, epoch: int, tokens: int) -> int: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenBatches:
+    """An epoch cut into global batches of so many tokens.
+
+    With E(p) the tokens of the samples up to and with position p, and a budget of B, the sample at p belongs to step
+    (E(p) - 1) // B: no step is empty, since no sample is above the budget.
+
+    Attributes:
+        sums: of the order that is cut.
+        budgets: tokens of a step, each with how many tokens of training come before it holds; the first from 0 on. A
+            new one holds from the first cut on that is not before its bound.
+        drop_last: see `GlobalBatches`.
+    """
+
+    sums: Sums
+    budgets: tuple[tuple[int, int], ...]
+    drop_last: bool = False
+    _cut: dict[tuple[int, Begin | None], list[tuple[int, int, int]]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def count(self, num_positions: int, epoch: int = 0, begin: Begin | None = None) -> int:
+        first, cut, budget = self._stretches(epoch, begin)[-1]
+        full, rest = divmod(max(0, self.sums.of_epoch(epoch) - cut), budget)
+        return first + full + (1 if rest and not self.drop_last else 0)
+
+    def bounds(self, step: int, num_positions: int, epoch: int = 0, begin: Begin | None = None) -> tuple[int, int]:
+        stretches = self._stretches(epoch, begin)
+        _check_step(step, stretches[0][0], self.count(num_positions, epoch, begin))
+        first, cut, budget = next(stretch for stretch in reversed(stretches) if stretch[0] <= step)
+        start = cut + (step - first) * budget
+        stop = min(start + budget, self.sums.of_epoch(epoch))
+        return self.sums.position(epoch, start), self.sums.position(epoch, stop)
+
+    def describe(self) -> dict[str, Any]:
+        (_, first), *later = self.budgets
+        return {"global_batch_tokens": [list(bound) for bound in self.budgets] if later else first}
+
+    def _stretches(self, epoch: int, begin: Begin | None) -> list[tuple[int, int, int]]:
+        """Steps of one budget each: the first of them, tokens of the epoch before it, and the budget. Those looked at
+        last are kept: to look where an epoch was cut anew would leave the place where its steps are.
+        """
+        found = self._cut.get((epoch, begin))
+        if found is None:
+            found = self._cut_into(epoch, begin)
+            if len(self._cut) >= _EPOCHS_KEPT:
+                self._cut.clear()
+            self._cut[epoch, begin] = found
+        return found
+
+    def _cut_into(self, epoch: int, begin: Begin | None) -> list[tuple[int, int, int]]:
+        step, position = begin or _START
+        total, cut, found = self.sums.of_epoch(epoch), self.sums.before(epoch, position), []
+        if len(self.budgets) == 1:
+            return [(step, cut, self.budgets[0][1])]
+        before = self.sums.of_epochs_before(epoch)
+        while True:
+            done = before + cut
+            budget = next(size for bound, size in reversed(self.budgets) if bound <= done)
+            found.append((step, cut, budget))
+            later = [bound - done for bound, _ in self.budgets if bound > done]
+            steps = -(-later[0] // budget) if later else 0
+            if not later or cut + steps * budget >= total:
+                return found
+            step, cut = step + steps, cut + steps * budget
+
+
+def _check_step(step: int, first: int, count: int) -> None:
+    if not 0 <= step < count:
+        raise IndexError(f"step {step} is outside the epoch of {count} steps")
+    if step < first:
+        raise IndexError(f"step {step} is one of those before step {first}, which were cut in another way")
+
+
+class Epochs(Protocol):
+    """Which steps an epoch has."""
+
+    def count(self, epoch: int, told: Told | None = None) -> int:
+        """How many, as far as is known now. Raises TypeError where nobody knows before the end."""
+
+    def tell(self) -> Told | None:
+        """What the next epoch's samples depend on beside its number, JSON-safe: what rank 0 tells the others, and a
+        state holds. None for nothing.
+        """
+
+    def place(self, epoch: int, step: int, told: Told | None) -> dict[str, int]:
+        """What a state says of where a step begins, the one behind the last too: "position", samples of the epoch that
+        come before it, where they can be counted; "tokens", where steps are measured so.
+        """
+
+    def tasks(self, epoch: int, first: int, told: Told | None, *, again: bool, held: Any = None) -> Iterator[StepTask]:
+        """The steps of an epoch from its step `first` on, found as they are asked for.
+
+        Args:
+            told: what `tell` said.
+            again: whether that was on another rank, or in another iteration.
+            held: what the sampler held behind the step before `first`, in a loader that stood there; the last step of
+                the epoch before where `first` is 0.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class OrderedEpochs:
+    """Steps of an order that finds the samples of any position alone.
+
+    Attributes:
+        batches: how they are cut.
+        length: samples of an epoch.
+        check: raises where the data set is no longer what it was.
+    """
+
+    batches: Batches
+    length: Callable[[int], int]
+    check: Callable[[], None] | None = None
+
+    def count(self, epoch: int, told: Told | None = None) -> int:
+        return self.batches.count(self.length(epoch), epoch, _begin_of(told))
+
+    def place(self, epoch: int, step: int, told: Told | None) -> dict[str, int]:
+        begin = _begin_of(told)
+        first, position = begin or _START
+        if step > first:
+            position = self.batches.bounds(step - 1, self.length(epoch), epoch, begin)[1]
+        if not isinstance(self.batches, TokenBatches):
+            return {"position": position}
+        return {"position": position, "tokens": self.batches.sums.before(epoch, position)}
+
+    def tell(self) -> Told | None:
+        return None
+
+    def tasks(self, epoch: int, first: int, told: Told | None, *, again: bool, held: Any = None) -> Iterator[StepTask]:
+        if self.check is not None:
+            self.check()
+        begin = _begin_of(told)
+        return (StepTask(epoch, step, begin=begin) for step in range(first, self.count(epoch, told)))
+
+
+def told_begin(begin: Begin) -> Told:
+    """What a state holds of an epoch whose cuts begin in its middle."""
+    return {"cut": list(begin)}
+
+
+def is_begin(value: Any) -> bool:
+    """Whether `told_begin` can have said it."""
+    return (
+        isinstance(value, list | tuple) and len(value) == 2 and all(type(item) is int and item >= 0 for item in value)
+    )
+
+
+def _begin_of(told: Told | None) -> Begin | None:
+    return None if told is None else Begin(*told["cut"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndlessEpochs:
+    """Steps of a data set that is iterated: they end where it does. Their rows are places in its sequence.
+
+    Attributes:
+        length: the data set's own, asked for at each call of `count`; raises TypeError where it has none.
+        batches: how they are cut.
+    """
+
+    length: Callable[[], int]
+    batches: GlobalBatches
+
+    def count(self, epoch: int, told: Told | None = None) -> int:
+        return self.batches.count(self.length())
+
+    def place(self, epoch: int, step: int, told: Told | None) -> dict[str, int]:
+        return {}
+
+    def tell(self) -> Told | None:
+        return None
+
+    def tasks(self, epoch: int, first: int, told: Told | None, *, again: bool, held: Any = None) -> Iterator[StepTask]:
+        size, step = self.batches.size, first
+        while True:
+            yield StepTask(epoch, step, np.arange(step * size, (step + 1) * size))
+            step += 1

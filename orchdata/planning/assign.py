@@ -53,6 +53,8 @@ def stream_ranks(start: int, num_samples: int, streams: int, num_ranks: int) -> 
     Returns:
         int32 (num_samples,), ascending over the samples sorted by stream.
     """
+    if num_ranks == 1:
+        return np.zeros(num_samples, np.int32)
     stream = (start + np.arange(num_samples)) % streams
     stream_rank = np.empty(num_samples, np.int32)
     stream_rank[np.argsort(stream, kind="stable")] = np.arange(num_samples) * num_ranks // max(1, num_samples)

@@ -15,6 +15,7 @@ from orchdata.balancers import CostModel, PhaseCost
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.storage.mapped_array import MappedArray
 from orchdata.native.costs import COST_SHIFT, Coefficients, part_costs, sequence_costs
+from orchdata.planning.fixed import FixedCost
 from orchdata.planning.padded import PaddedCost
 from orchdata.planning.parts import Parts
 
@@ -32,12 +33,14 @@ class IndexCosts:
         model: cost model of the balanced phases; None balances LLM tokens.
         multiple_of: LLM sequences are padded to a multiple of this: `llm` costs and positions count the padding.
         rectangular: LLM batches are padded to their longest sample; costs are then of a row as long as the sample.
+        length: of every LLM microbatch; None where lengths vary.
     """
 
     index: Index
     model: CostModel | None = None
     multiple_of: int = 1
     rectangular: bool = False
+    length: int | None = None
 
     def __post_init__(self) -> None:
         known = (*self.index.modalities[1:], "llm")
@@ -55,8 +58,10 @@ class IndexCosts:
         return self.model.phases if self.model is not None else ("llm",)
 
     @property
-    def padded(self) -> PaddedCost | None:
-        """What a row of a rectangular `llm` batch costs; None where batches are packed."""
+    def padded(self) -> PaddedCost | FixedCost | None:
+        """What a row of a rectangular `llm` batch costs, or one of a length; None where batches are packed."""
+        if self.length is not None:
+            return FixedCost(self.length, self._coefficients("llm"))
         if not self.rectangular:
             return None
         cost = PhaseCost(1.0) if self.model is None else self.model.costs[self.model.phases.index("llm")]
@@ -101,12 +106,49 @@ class IndexCosts:
             if self.multiple_of > 1:
                 lengths = -(-lengths // self.multiple_of) * self.multiple_of
             return sequence_costs(lengths, *coefficients)
-        index, code = self.index, self.index.code(phase)
-        try:
-            return part_costs(row, index.part_offsets, index.part_modality, index.part_positions, code, *coefficients)
-        except IndexError:
-            index.check_parts(row)  # says which row
-            raise
+        code, found = self.index.code(phase), np.empty(len(row), np.int64)
+        for index, places, own in self.index.split(row):
+            try:
+                found[places] = part_costs(
+                    own, index.part_offsets, index.part_modality, index.part_positions, code, *coefficients
+                )
+            except IndexError:
+                index.check_parts(own)  # says which row
+                raise
+        return found
+
+
+@dataclass(frozen=True)
+class IndexTokens:
+    """What steps measured in tokens count of each of an index's rows: its LLM tokens, aligned up, and at least 1."""
+
+    index: Index
+    multiple_of: int = 1
+
+    def __call__(self, dataset_id: NDArray[np.int32], row: Ints) -> Ints:
+        self.index.check_unchanged()
+        tokens = np.maximum(self.index.llm_tokens[row].astype(np.int64), 1)
+        return tokens if self.multiple_of == 1 else -(-tokens // self.multiple_of) * self.multiple_of
+
+
+@dataclass(frozen=True)
+class EqualCosts:
+    """Every sample costs 1 in the single phase `llm`, however many there are."""
+
+    phases: tuple[str, ...] = ("llm",)
+    balanced: tuple[str, ...] = ("llm",)
+    padded: PaddedCost | FixedCost | None = None
+
+    def costs(self, phase: str, dataset_id: NDArray[np.int32], row: Ints) -> Ints:
+        return np.ones(len(row), np.int64)
+
+    positions = costs
+
+    def loss_tokens(self, dataset_id: NDArray[np.int32], row: Ints) -> Ints:
+        return np.zeros(len(row), np.int64)
+
+    def parts(self, phase: str, dataset_id: NDArray[np.int32], row: Ints) -> Parts:
+        raise ValueError(f"one cost a sample says nothing of its parts in phase {phase!r}")
 
 
 @dataclass(frozen=True)
@@ -117,7 +159,7 @@ class ArrayCosts:
 
     phases: tuple[str, ...] = ("llm",)
     balanced: tuple[str, ...] = ("llm",)
-    padded: PaddedCost | None = None
+    padded: PaddedCost | FixedCost | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _array_costs, (MappedArray(self.values),)

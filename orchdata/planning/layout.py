@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, get_args
 
 import numpy as np
@@ -27,15 +28,37 @@ class Packed:
             whose tokens stand in a last sequence without loss; or tensors of "zero" length.
         multiple_of: each sample's LLM sequence is padded at its end to a multiple of this, and so is their total: 2 * C
             for context parallelism over C ranks, the ranks for sequence parallelism, 8 or 16 for FP8, or their least
-            common multiple. `cu_seqlens`, costs and caps count the padding. Encoder sequences are never padded.
+            common multiple. `cu_seqlens`, costs and caps count the padding. Encoder sequences are not padded to it.
+        length: tokens of every microbatch, a multiple of `multiple_of`: one shape for compiled models, CUDA graphs and
+            context parallelism. What samples leave is padding, a last sequence without loss. It is the cap of `llm`,
+            less the places of dummies, and no sample may be longer. None: as long as its samples.
+        encoder_lengths: modality -> positions, ascending: what its encoder gets is padded with a last sequence of zeros
+            to the smallest of these that holds it; the largest is the phase's cap. For modalities that say what such
+            padding is (`Modality.padding`).
     """
 
     positions: Positions = "restart"
     empty: Empty = "dummy"
     multiple_of: int = 1
+    length: int | None = None
+    encoder_lengths: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _check(self)
+        if self.length is not None:
+            checked_count(self.length, "Packed.length")
+            if self.length % self.multiple_of:
+                raise ValueError(
+                    f"Packed.length={self.length} is no multiple of multiple_of={self.multiple_of}, to which sequences "
+                    f"are padded: take {max(1, self.length // self.multiple_of) * self.multiple_of}"
+                )
+        for name, lengths in self.encoder_lengths.items():
+            checked = tuple(checked_count(length, f"Packed.encoder_lengths of {name}") for length in lengths)
+            if not checked or list(checked) != sorted(set(checked)):
+                raise ValueError(f"Packed.encoder_lengths of {name} must be ascending positions, got {lengths!r}")
+        # A plain dict of tuples, as ranks compare it.
+        plain = {name: tuple(lengths) for name, lengths in self.encoder_lengths.items()}
+        object.__setattr__(self, "encoder_lengths", plain)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,6 +100,16 @@ def layout_of(collate_fn: object) -> Layout | None:
 def padded_encoders(layout: Layout) -> bool:
     """Whether encoder items are rows of a rectangle."""
     return isinstance(layout, Padded) and layout.encoders == "padded"
+
+
+def fixed_length(layout: Layout) -> int | None:
+    """Tokens of every microbatch; None where they differ."""
+    return layout.length if isinstance(layout, Packed) else None
+
+
+def encoder_lengths(layout: Layout, name: str) -> Sequence[int]:
+    """Positions to which what an encoder gets is padded; none where it is not."""
+    return layout.encoder_lengths.get(name, ()) if isinstance(layout, Packed) else ()
 
 
 def row_lengths(layout: Layout, lengths: NDArray[np.int64]) -> NDArray[np.int64]:

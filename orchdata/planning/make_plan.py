@@ -10,16 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.balancers.assignment import cells_of
+from orchdata.order.mixture import MixtureOrder
 from orchdata.order.order import SampleOrder
-from orchdata.order.steps import GlobalBatches, StepTask
+from orchdata.order.steps import Batches, GlobalBatches, StepTask
 from orchdata.planning.assign import stream_ranks
 from orchdata.planning.balance import Balance
+from orchdata.planning.fixed import FixedCost, fixed_cells_of, share_out_fixed
 from orchdata.planning.padded import PaddedCost, padded_cells_of, share_out_padded
 from orchdata.planning.parts import Parts, fit_parts, share_out_parts
 from orchdata.planning.plan import Plan
@@ -46,8 +48,10 @@ class SampleCosts(Protocol):
         """Those of them that are balanced, a subset."""
 
     @property
-    def padded(self) -> PaddedCost | None:
-        """What a row costs where `llm` batches are padded to their longest sample; None where they are packed."""
+    def padded(self) -> PaddedCost | FixedCost | None:
+        """What padding costs: where `llm` batches are padded to their longest sample, or microbatches to a length; None
+        where they are packed.
+        """
 
     def costs(self, phase: str, dataset_id: NDArray[np.int32], row: Ints) -> Ints: ...
 
@@ -70,7 +74,7 @@ class PlanSpec:
 
     costs: SampleCosts
     order: SampleOrder
-    batches: GlobalBatches
+    batches: Batches
     balance: Balance
     num_ranks: int
     ranks_per_node: int | None = None
@@ -78,8 +82,16 @@ class PlanSpec:
     def __post_init__(self) -> None:
         if self.balance.scope in ("grouped", "grid") and self.balance.group_size is None:
             raise ValueError(f"Balance.scope={self.balance.scope!r} needs group_size, the ranks of a group")
-        cap, most = self.balance.max_samples, min(self.batches.size, self.order.num_samples)
-        if cap is not None and cap * self.num_ranks < most:
+        cap = self.balance.max_samples
+        if cap is None:
+            return
+        if not isinstance(self.batches, GlobalBatches):
+            raise ValueError(
+                "Balance.max_samples caps samples, of which a step of global_batch_tokens has as many as fit: cap "
+                "tokens by Balance.max_tokens, or give global_batch_size"
+            )
+        most = min(self.batches.size, max(self.order.num_samples, self.order.length(0)))
+        if cap * self.num_ranks < most:
             raise ValueError(
                 f"Balance.max_samples={cap} on {self.num_ranks} ranks holds {cap * self.num_ranks} samples, but a "
                 f"global batch has {most}: raise it to at least {-(-most // self.num_ranks)}"
@@ -87,18 +99,19 @@ class PlanSpec:
 
     @property
     def num_steps(self) -> int:
-        """Optimizer steps of an epoch."""
-        return self.batches.count(self.order.num_samples)
+        """Optimizer steps of the first epoch."""
+        return self.batches.count(self.order.length(0))
 
 
 def make_plan(spec: PlanSpec, task: StepTask) -> Plan:
     """The plan of one step. Raises IndexError for a step outside the epoch."""
-    start, stop = spec.batches.bounds(task.step, spec.order.num_samples)
     if task.rows is None:
+        start, stop = spec.batches.bounds(task.step, spec.order.length(task.epoch), task.epoch, task.begin)
         dataset_id, row = spec.order.rows(task.epoch, start, stop)
     else:
-        dataset_id, row = np.zeros(len(task.rows), np.int32), task.rows
+        start, dataset_id, row = 0, np.zeros(len(task.rows), np.int32), task.rows
     costs = {phase: spec.costs.costs(phase, dataset_id, row) for phase in spec.costs.phases}
+    loss_tokens = spec.costs.loss_tokens(dataset_id, row)
     stream_rank = stream_ranks(start, len(row), spec.order.streams, spec.num_ranks)
     positions = {
         phase: spec.costs.positions(phase, dataset_id, row) for phase in dict.fromkeys(("llm", *spec.balance.caps))
@@ -117,12 +130,29 @@ def make_plan(spec: PlanSpec, task: StepTask) -> Plan:
         costs=costs,
         llm_positions=positions["llm"],
         padded=spec.costs.padded,
-        loss_tokens=int(spec.costs.loss_tokens(dataset_id, row).sum()),
+        loss_tokens=int(loss_tokens.sum()),
         stream_rank=stream_rank,
         group_size=spec.balance.group_size,
         ranks_per_node=spec.ranks_per_node,
         parts=parts,
+        **_of_sources(spec.order, task, start, dataset_id, loss_tokens),
     )
+
+
+def _of_sources(
+    order: SampleOrder, task: StepTask, start: int, dataset_id: NDArray[np.int32], loss_tokens: Ints
+) -> dict[str, Any]:
+    """What a plan says of the sources of a mixture."""
+    if not isinstance(order, MixtureOrder):
+        return {}
+    by_source = np.zeros(len(order.sources), np.int64)
+    np.add.at(by_source, dataset_id, loss_tokens)
+    return {
+        "sources": tuple(source.name for source in order.sources),
+        "passes": order.passes(task.epoch, start, start + len(dataset_id)),
+        "source_loss_tokens": by_source,
+        "loss_weights": tuple(source.loss_weight for source in order.sources),
+    }
 
 
 @dataclass(frozen=True)
@@ -157,6 +187,8 @@ class _GlobalBatch:
         arguments = (costs, sizes, spec.num_ranks, balance, self.stream_rank, num_microbatches)
         if spec.costs.padded is None:
             return share_out_packed(*arguments)
+        if isinstance(spec.costs.padded, FixedCost):
+            return share_out_fixed(*arguments, self.positions["llm"], spec.costs.padded)
         return share_out_padded(*arguments, self.positions["llm"], spec.costs.padded)
 
     def share_out_per_phase(self) -> tuple[Shares, dict[str, Parts]]:
@@ -199,7 +231,10 @@ class _GlobalBatch:
         """What ranks wait for in the phases that are balanced."""
         spec = self.spec
         llm = {"llm": self.costs["llm"]}
-        own = (cells if spec.costs.padded is None else padded_cells_of)(llm, shares, spec.num_ranks)
+        if isinstance(spec.costs.padded, FixedCost):
+            own = fixed_cells_of(llm, shares, spec.num_ranks, self.positions["llm"], spec.costs.padded)
+        else:
+            own = (cells if spec.costs.padded is None else padded_cells_of)(llm, shares, spec.num_ranks)
         encoders = [
             cells_of(of.costs, of.rank, shares.microbatch[of.sample], spec.num_ranks, shares.num_microbatches)
             for phase, of in parts.items()

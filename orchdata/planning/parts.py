@@ -49,6 +49,19 @@ class Parts:
         return len(self.part)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class OwnParts:
+    """What one rank has of `Parts`: of each micro-step int64, canonical places in them.
+
+    Attributes:
+        encoded: what it encodes, by the rank that needs it: nothing has to be copied to send it.
+        arriving: what its samples are made of, by the rank that encodes it: as it arrives.
+    """
+
+    encoded: list[Ints]
+    arriving: list[Ints]
+
+
 def share_out_parts(
     parts: Parts,
     llm_rank: Ranks,
@@ -114,16 +127,19 @@ def fit_parts(
     return found
 
 
-def encoding_order(parts: Parts, members: Ints, llm_rank: Ranks) -> Ints:
-    """`members`, canonical places in `parts`, as encoders have them: by the rank that needs them. Nothing has to be
-    copied to send them.
-    """
-    return members[np.argsort(llm_rank[parts.sample[members]], kind="stable")]
+def own_parts(parts: Parts, rank: int, llm_rank: Ranks, microbatch: Ranks, num_microbatches: int) -> OwnParts:
+    """What `rank` has of `parts`; `llm_rank` and `microbatch`, int32 (num_samples,), are of the global batch."""
 
+    def by_step(members: Ints, others: Ranks) -> list[Ints]:
+        step = microbatch[parts.sample[members]]
+        ordered = members[np.lexsort((others[members], step))]  # stable: canonical places break ties
+        return np.split(ordered, np.cumsum(np.bincount(step, minlength=num_microbatches))[:-1])
 
-def arrival_order(parts: Parts, members: Ints) -> Ints:
-    """`members`, canonical places in `parts`, as they arrive: by the rank that encodes them."""
-    return members[np.argsort(parts.rank[members], kind="stable")]
+    home = llm_rank[parts.sample]
+    return OwnParts(
+        by_step(np.flatnonzero(parts.rank == rank), home),
+        by_step(np.flatnonzero(home == rank), parts.rank),
+    )
 
 
 def _overfull(parts: Parts, step: Ranks, cap: int, num_ranks: int) -> Ints:

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.balancers import lower_bound
+from orchdata.balancers import lower_bound, order_microbatches
 from orchdata.balancers.assignment import cells_of, loads_of
 from orchdata.planning.assign import dealt
+from orchdata.planning.fixed import FixedCost
 from orchdata.planning.padded import (
     PaddedCost,
     padded_cells,
@@ -21,8 +22,8 @@ from orchdata.planning.padded import (
     padded_loads,
     padded_lower_bound,
 )
-from orchdata.planning.parts import Parts, arrival_order, encoding_order
-from orchdata.planning.route import Route, make_route
+from orchdata.planning.parts import OwnParts, Parts, own_parts
+from orchdata.planning.route import Route, grouped_route
 from orchdata.planning.shares import Shares
 
 Ints = NDArray[np.int64]
@@ -45,6 +46,11 @@ class Plan:
         stream_rank: int32 (n,), the rank whose streams each sample is drawn from.
         group_size: ranks of a group; None where ranks are not grouped.
         ranks_per_node: consecutive ranks of a node; None where that is not known.
+        padded: what the padding of `llm` batches costs; None where they have none.
+        sources: names of a mixture's sources by `dataset_id`; empty where there is none.
+        passes: which pass through its source each sample is of, int32 (n,); None where there are no sources.
+        source_loss_tokens: planned loss tokens of each source in the step, int64 (num_sources,); else None.
+        loss_weights: what a loss token of each source counts.
         parts: encoder phase -> its parts and who encodes them, where phases are assigned apart; empty where encoders
             work on their rank's own samples.
     """
@@ -63,12 +69,27 @@ class Plan:
     stream_rank: NDArray[np.int32]
     group_size: int | None = None
     ranks_per_node: int | None = None
-    padded: PaddedCost | None = None
+    padded: PaddedCost | FixedCost | None = None
+    sources: tuple[str, ...] = ()
+    passes: NDArray[np.int32] | None = None
+    source_loss_tokens: Ints | None = None
+    loss_weights: tuple[float, ...] = ()
     parts: Mapping[str, Parts] = field(default_factory=dict)
+    _own_parts: dict[tuple[str, int], OwnParts] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def phases(self) -> tuple[str, ...]:
         return tuple(self.costs)
+
+    @property
+    def global_loss_tokens(self) -> float:
+        """What the step's loss is divided by: its planned loss tokens, each times the loss weight of its source."""
+        if self.source_loss_tokens is None or all(weight == 1 for weight in self.loss_weights):
+            return self.loss_tokens
+        total = 0.0
+        for weight, tokens in zip(self.loss_weights, self.source_loss_tokens.tolist(), strict=True):
+            total += weight * tokens
+        return total
 
     def places(self, rank: int, microbatch: int | None = None) -> Ints:
         """Places in the global batch of what `rank` gets, ascending; of one microbatch or of all."""
@@ -85,26 +106,23 @@ class Plan:
 
     def encoded(self, phase: str, rank: int, microbatch: int) -> Ints:
         """Places in `parts[phase]` of what `rank` encodes in a micro-step, in the sequence it encodes them."""
-        parts, members = self._micro_step(phase, microbatch)
-        return encoding_order(parts, members[parts.rank[members] == rank], self.rank)
+        return self._own(phase, rank).encoded[microbatch]
 
     def arriving(self, phase: str, rank: int, microbatch: int) -> Ints:
         """Places in `parts[phase]` of what `rank`'s samples have in a micro-step, in the sequence it arrives in."""
-        parts, members = self._micro_step(phase, microbatch)
-        return arrival_order(parts, members[self.rank[parts.sample[members]] == rank])
+        return self._own(phase, rank).arriving[microbatch]
 
     def route(self, phase: str, rank: int, microbatch: int) -> Route:
         """The way of `phase`'s features in a micro-step, from `encoded` to `arriving`, seen from `rank`."""
-        parts, members = self._micro_step(phase, microbatch)
-        encoder_rank, llm_rank = parts.rank[members], self.rank[parts.sample[members]]
-        return make_route(
+        parts = self.parts[phase]
+        encoded, arriving = self.encoded(phase, rank, microbatch), self.arriving(phase, rank, microbatch)
+        return grouped_route(
             rank,
             self.num_ranks,
-            encoder_rank=encoder_rank,
-            llm_rank=llm_rank,
-            tokens=parts.tokens[members],
-            encoder_order=np.argsort(llm_rank, kind="stable"),
-            llm_order=np.argsort(encoder_rank, kind="stable"),
+            receivers=self.rank[parts.sample[encoded]],
+            sent=parts.tokens[encoded],
+            senders=parts.rank[arriving],
+            received=parts.tokens[arriving],
             label=f"{phase}, step {self.step}, micro-step {microbatch}",
         )
 
@@ -119,9 +137,13 @@ class Plan:
         np.add.at(rows, way, parts.tokens)
         return rows
 
-    def _micro_step(self, phase: str, microbatch: int) -> tuple[Parts, Ints]:
-        parts = self.parts[phase]
-        return parts, np.flatnonzero(self.microbatch[parts.sample] == microbatch)
+    def _own(self, phase: str, rank: int) -> OwnParts:
+        """Sorted once for all micro-steps. Threads that ask at the same time find the same."""
+        found = self._own_parts.get((phase, rank))
+        if found is None:
+            found = own_parts(self.parts[phase], rank, self.rank, self.microbatch, self.num_microbatches)
+            self._own_parts[phase, rank] = found
+        return found
 
     def cells(self, phase: str) -> Ints:
         """Cost of `phase` in each rank's microbatches, int64 (num_ranks, num_microbatches); with the padding, where
@@ -129,6 +151,8 @@ class Plan:
         """
         if phase == "llm" and self.padded is not None:
             shares = Shares(self.rank, self.microbatch, self.num_microbatches)
+            if isinstance(self.padded, FixedCost):
+                return self.padded.cells(self.costs[phase], self.llm_positions, shares, self.num_ranks)
             return padded_cells(self.costs[phase], shares, self.num_ranks)
         if phase in self.parts:
             parts = self.parts[phase]
@@ -143,6 +167,8 @@ class Plan:
 
     def loads_unbalanced(self, phase: str) -> Ints:
         """What `loads` would be had samples been dealt out in turn."""
+        if phase == "llm" and isinstance(self.padded, FixedCost):
+            return self.padded.loads_in_turn(self.costs[phase], self.llm_positions, self.num_ranks)
         if phase == "llm" and self.padded is not None:
             shares = padded_in_turn(self.llm_positions, self.num_ranks, self.num_microbatches)
             return padded_loads(self.costs[phase], shares, self.num_ranks)
@@ -159,9 +185,31 @@ class Plan:
         """No assignment of whole samples has a smaller largest load in `phase`; of parts, where they are apart."""
         if phase in self.parts:
             return int(lower_bound(self.parts[phase].costs, self.num_ranks))
-        if phase == "llm" and self.padded is not None and self.num_microbatches == 1:
+        if phase == "llm" and isinstance(self.padded, PaddedCost) and self.num_microbatches == 1:
             return padded_lower_bound(self.costs[phase], self.llm_positions, self.num_ranks, self.padded)
         return int(lower_bound(self.costs[phase], self.num_ranks))
+
+    @property
+    def filled(self) -> tuple[int, int] | None:
+        """Tokens of samples in all microbatches of one length, and places they have; None where lengths vary."""
+        if not isinstance(self.padded, FixedCost):
+            return None
+        return int(self.llm_positions.sum()), self.num_ranks * self.num_microbatches * self.padded.length
+
+    def pipeline_order(self, rank: int, num_stages: int) -> NDArray[np.int32]:
+        """Microbatches of one rank in a good order for 1F1B: int32 (num_microbatches,), the planned number of each.
+
+        Times are costs: every stage takes an equal share of the LLM's, the first one all encoders' too, and backward
+        takes twice the forward. Only their ratios matter. Where encoders are balanced by themselves, ranks meet in
+        every micro-step: all take the order of the largest costs.
+        """
+        encoders = [self.cells(phase) for phase in self.phases if phase != "llm"]
+        llm = self.cells("llm")
+        cells = np.stack([np.sum([np.zeros_like(llm), *encoders], axis=0), llm])
+        work = cells.max(axis=1) if self.parts else cells[:, rank]
+        forward = np.tile(work[1], (num_stages, 1))
+        forward[0] += num_stages * work[0]
+        return order_microbatches(forward, 2 * forward).order
 
     def imbalance(self, phase: str) -> float:
         """max/mean of the rank loads in `phase`; 1 where the phase is empty."""

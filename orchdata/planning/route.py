@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from orchdata.balancers.checks import checked_count
 
 Ints = NDArray[np.int64]
+Ranks = NDArray[np.int32] | Ints
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -133,19 +134,46 @@ def make_route(
     arrival = coming[np.argsort(encoders[coming], kind="stable")]
     expected = receiving[receivers[receiving] == rank]
 
-    def by(row_counts: Ints, part_route: Route | None) -> Route:
+    def ordered(route: Route, row_counts: Ints) -> Route:
+        return replace(
+            route,
+            send_order=_row_order(held, grouped, row_counts),
+            receive_order=_row_order(arrival, expected, row_counts),
+        )
+
+    route = grouped_route(
+        rank,
+        num_ranks,
+        receivers=receivers[held],
+        sent=sizes[held],
+        senders=encoders[coming],
+        received=sizes[coming],
+        label=label,
+    )
+    return replace(ordered(route, sizes), part_route=ordered(route.parts, np.ones(count, np.int64)))
+
+
+def grouped_route(
+    rank: int, num_ranks: int, *, receivers: Ranks, sent: Ints, senders: Ranks, received: Ints, label: str = ""
+) -> Route:
+    """The route of parts that are held by receiver and expected by sender: no row is copied to group or order it.
+
+    Args:
+        receivers, sent: (num_held,), who needs each part that `rank` encodes, and its rows.
+        senders, received: (num_expected,), who encodes each part that `rank` expects, and its rows.
+    """
+
+    def by(rows_sent: Ints, rows_received: Ints, part_route: Route | None) -> Route:
         return Route(
             rank=rank,
             num_ranks=num_ranks,
-            send_rows=_totals(receivers[held], row_counts[held], num_ranks),
-            receive_rows=_totals(encoders[coming], row_counts[coming], num_ranks),
-            send_order=_row_order(held, grouped, row_counts),
-            receive_order=_row_order(arrival, expected, row_counts),
+            send_rows=_totals(receivers, rows_sent, num_ranks),
+            receive_rows=_totals(senders, rows_received, num_ranks),
             part_route=part_route,
             label=label,
         )
 
-    return by(sizes, by(np.ones(count, np.int64), None))
+    return by(sent, received, by(np.ones_like(sent), np.ones_like(received), None))
 
 
 def _row_order(held: Ints, wanted: Ints, sizes: Ints) -> Ints | None:
@@ -159,7 +187,7 @@ def _row_order(held: Ints, wanted: Ints, sizes: Ints) -> Ints | None:
     return np.repeat(shifts, lengths) + np.arange(int(lengths.sum()))
 
 
-def _totals(ranks: Ints, sizes: Ints, num_ranks: int) -> Ints:
+def _totals(ranks: Ranks, sizes: Ints, num_ranks: int) -> Ints:
     totals = np.zeros(num_ranks, np.int64)
     np.add.at(totals, ranks, sizes)
     return totals

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from orchdata.balancers import split_microbatches
 from orchdata.balancers.assignment import cells_of, loads_of
-from orchdata.balancers.bins import dealings
+from orchdata.balancers.bins.micro_steps import dealings
 from orchdata.balancers.checks import MAX_TOTAL
 from orchdata.native.microbatches.pipeline import slowest
 from orchdata.planning.assign import Limits, assign, counted_groups
@@ -97,6 +97,8 @@ def share_out_packed(
     Raises:
         ValueError: a sample above a cap, unless `balance.oversize` is "own", or too few microbatches.
     """
+    if num_ranks == 1 and not sizes and num_microbatches is None:
+        return Shares(np.zeros(len(stream_rank), np.int32), np.zeros(len(stream_rank), np.int32), 1)
     rank = assign(costs, balance, num_ranks, stream_rank)
     # Of whole steps of all ranks, the joint search has looked at the backbone alone.
     looked_at = balance.scope == "global" and balance.objective == "barrier" and balance.num_stages is None
@@ -237,7 +239,7 @@ def dealt_shares(
         for mine, group, (bins, rank) in zip(members, groups, dealing, strict=True):
             microbatch[mine], within[mine] = bins, group.start + rank
         shares = Shares(within.copy(), microbatch.copy(), num_microbatches)
-        found.append(_balanced_inside(costs, columns, caps, shares, num_ranks, balance, stream_rank))
+        found.append(balanced_inside(costs, columns, caps, shares, num_ranks, balance, stream_rank))
         if len(found) == (1 if many else _DEALINGS):
             break
     return [one for one in found if counts_kept(one.rank, num_ranks, balance)]
@@ -264,7 +266,7 @@ def _capped(sizes: Mapping[str, Ints], balance: Balance) -> tuple[Ints, Ints]:
     return np.stack(columns, axis=1), np.array(caps, np.int64)
 
 
-def _balanced_inside(
+def balanced_inside(
     costs: Mapping[str, Ints],
     sizes: Ints,
     caps: Ints,

@@ -14,10 +14,11 @@ import numpy as np
 
 from orchdata.balancers import advise
 from orchdata.loaders.index.index import Index
-from orchdata.order.order import Order
 from orchdata.order.steps import StepTask
-from orchdata.planning.make_plan import PlanSpec, make_plan
-from orchdata.profile.planned import PlannedSteps, epoch_spec, plan_steps, spread_steps
+from orchdata.order.token_sums import TokenCounts
+from orchdata.planning.costs import IndexCosts
+from orchdata.planning.make_plan import PlanSpec, SampleCosts, make_plan
+from orchdata.profile.planned import AnyOrder, PlannedSteps, StepSize, epoch_spec, plan_steps, spread_steps, sums_of
 
 ENOUGH = 1.02  # A step this near its mean needs nothing.
 LARGER_BATCHES = (2, 4)
@@ -61,15 +62,16 @@ class PhaseAdvice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """Another step over all ranks, planned: every cap of `max_tokens`, or the batch size, times `factor`.
+    """Another step over all ranks, planned: every cap of `max_tokens`, or the size of the batch, times `factor`.
 
     Attributes:
+        change: "tokens" measures steps in tokens, as many as the samples of a step have in the mean.
         factor: None for no cap at all.
         step: its cost over that of a perfectly even one, as `Scale.step.balanced`.
         microbatches: of each rank in a step, mean over steps.
     """
 
-    change: Literal["max_tokens", "batch_size"]
+    change: Literal["max_tokens", "batch_size", "tokens"]
     factor: int | None
     step: float
     microbatches: float
@@ -85,7 +87,7 @@ def phase_advice(phase: str, index: Index, spec: PlanSpec, steps: Sequence[int],
     columns = planned.phase_bounds[phase], planned.totals[phase]
     ratios = [bound / (total or 1) for bound, total in zip(*columns, strict=True)]
     median = steps[int(np.argsort(ratios, kind="stable")[len(ratios) // 2])]
-    uncapped = replace(spec, balance=replace(spec.balance, max_tokens=None))
+    uncapped = replace(spec, balance=replace(spec.balance, max_tokens=None), costs=_of_length(spec.costs, None))
     plan = make_plan(uncapped, StepTask(0, median))
     costs = plan.costs[phase]
     found = advise(costs, plan.num_ranks)
@@ -107,33 +109,47 @@ def phase_advice(phase: str, index: Index, spec: PlanSpec, steps: Sequence[int],
     )
 
 
-def try_changes(spec: PlanSpec, order: Order, step: float, steps: int) -> tuple[Change, ...]:
-    """Plan what a user may change about a step that costs `step` times its mean: larger caps, none, larger batches."""
+def try_changes(
+    spec: PlanSpec, order: AnyOrder, size: StepSize, counts: TokenCounts, step: float, steps: int
+) -> tuple[Change, ...]:
+    """Plan what a user may change about a step that costs `step` times its mean: larger caps, none, larger batches,
+    and batches measured in tokens.
+
+    Args:
+        size: of the step.
+        counts: its tokens.
+    """
     if step <= ENOUGH:
         return ()
-    balance, size = spec.balance, spec.batches.size
-    tried: list[tuple[Literal["max_tokens", "batch_size"], int | None]] = []
+    balance, mean = spec.balance, max(1, sums_of(order, counts).of_epoch(0) // order.length(0))
+    num_samples = size.amount if size.counts is None else size.amount // mean
+    tried: list[tuple[Literal["max_tokens", "batch_size", "tokens"], int | None]] = []
     if balance.caps:
         tried += [("max_tokens", 2), ("max_tokens", None)]
-    tried += [("batch_size", factor) for factor in LARGER_BATCHES if factor * size <= MOST_SAMPLES]
+    tried += [("batch_size", factor) for factor in LARGER_BATCHES if factor * num_samples <= MOST_SAMPLES]
+    if size.counts is None and balance.max_samples is None:
+        tried.append(("tokens", None))
     changes = []
     for change, factor in tried:
-        changed, larger = balance, 1
+        changed, costs, other_size = balance, spec.costs, size
         if change == "batch_size":
             larger = factor or 1
+            other_size = size._replace(amount=size.amount * larger)
             if balance.max_samples is not None:
                 changed = replace(balance, max_samples=balance.max_samples * larger)
+        elif change == "tokens":
+            other_size = StepSize(size.amount * mean, counts)
         else:
             caps = None if factor is None else {phase: factor * cap for phase, cap in balance.caps.items()}
-            changed = replace(balance, max_tokens=caps)
-        other = epoch_spec(
-            spec.costs,
-            order,
-            changed,
-            num_ranks=spec.num_ranks,
-            global_batch_size=larger * size,
-            steps=steps,
-        )
+            changed, costs = replace(balance, max_tokens=caps), _of_length(spec.costs, factor)
+        other = epoch_spec(costs, order, changed, other_size, num_ranks=spec.num_ranks, steps=steps)
         found = plan_steps(other, spread_steps(other, steps))
         changes.append(Change(change=change, factor=factor, step=found.step, microbatches=found.mean_microbatches))
     return tuple(changes)
+
+
+def _of_length(costs: SampleCosts, factor: int | None) -> SampleCosts:
+    """Costs where microbatches of one length are so many times as long; None where lengths vary then."""
+    if not isinstance(costs, IndexCosts) or costs.length is None:
+        return costs
+    return replace(costs, length=None if factor is None else factor * costs.length)

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from orchdata.order.mixture import MixtureOrder
 from orchdata.order.order import Order, SampleOrder
-from orchdata.order.steps import GlobalBatches, StepTask
+from orchdata.order.steps import Batches, GlobalBatches, StepTask, Sums, TokenBatches
+from orchdata.order.token_sums import TokenCounts, TokenSums
 from orchdata.planning.balance import Balance
 from orchdata.planning.make_plan import PlanSpec, SampleCosts, make_plan
 from orchdata.planning.price import step_lower_bound, waits_inside
@@ -29,6 +32,8 @@ class PlannedSteps:
         phase_costs, phase_bounds: phase -> the same of each phase.
         totals: phase -> sum over ranks.
         microbatches: of each rank.
+        samples: of all ranks.
+        filled: tokens of samples in microbatches of one length, and places they have; None where lengths vary.
         rows_between_nodes: encoder phase -> over all steps, share of its features' rows that cross nodes, where parts
             are assigned apart.
     """
@@ -41,6 +46,8 @@ class PlannedSteps:
     phase_bounds: Mapping[str, tuple[int, ...]]
     totals: Mapping[str, tuple[int, ...]]
     microbatches: tuple[int, ...]
+    samples: tuple[int, ...]
+    filled: tuple[tuple[int, int], ...] | None
     rows_between_nodes: Mapping[str, float]
 
     @property
@@ -66,6 +73,11 @@ class PlannedSteps:
         """Micro-steps of a step."""
         return sum(self.microbatches) / len(self.microbatches)
 
+    @property
+    def fill(self) -> float | None:
+        """Share of the microbatches' tokens that are of samples, where all have one length."""
+        return None if self.filled is None else sum(held for held, _ in self.filled) / sum(of for _, of in self.filled)
+
     def _over_mean(self, cost: int, *phases: str) -> float:
         total = sum(sum(self.totals[phase]) for phase in phases)
         return cost * self.num_ranks / total if total else 1.0
@@ -74,7 +86,7 @@ class PlannedSteps:
 def plan_steps(spec: PlanSpec, steps: Sequence[int]) -> PlannedSteps:
     """Plan these steps of epoch 0, and price them under the objective of `spec.balance`."""
     phases, balanced, objective = spec.costs.phases, spec.costs.balanced, spec.balance.objective
-    costs, bounds, microbatches = [], [], []
+    costs, bounds, microbatches, samples, filled = [], [], [], [], []
     rows: dict[str, NDArray[np.int64]] = {}
     by_phase: dict[str, list[tuple[int, int, int]]] = {phase: [] for phase in phases}
     for step in steps:
@@ -84,6 +96,8 @@ def plan_steps(spec: PlanSpec, steps: Sequence[int]) -> PlannedSteps:
         costs.append(cost_of_cells([cells[phase] for phase in balanced], in_step=in_step))
         bounds.append(step_lower_bound(plan, objective, balanced))
         microbatches.append(plan.num_microbatches)
+        samples.append(len(plan.row))
+        filled += [] if plan.filled is None else [plan.filled]
         for phase in plan.parts:
             rows[phase] = rows.get(phase, np.zeros(3, np.int64)) + plan.feature_rows(phase)
         for phase, found in by_phase.items():
@@ -100,30 +114,65 @@ def plan_steps(spec: PlanSpec, steps: Sequence[int]) -> PlannedSteps:
         phase_bounds={phase: column[1] for phase, column in columns.items()},
         totals={phase: column[2] for phase, column in columns.items()},
         microbatches=tuple(microbatches),
+        samples=tuple(samples),
+        filled=tuple(filled) or None,
         rows_between_nodes={phase: int(ways[2]) / max(1, int(ways.sum())) for phase, ways in rows.items()},
     )
 
 
+AnyOrder = Order | MixtureOrder
+
+
+def sums_of(order: AnyOrder, counts: TokenCounts) -> Sums:
+    """Tokens along an order; a mixture has its own."""
+    return order if isinstance(order, MixtureOrder) else TokenSums(order, counts)
+
+
+class StepSize(NamedTuple):
+    """Of a step over all ranks: so many samples, or LLM tokens as these count."""
+
+    amount: int
+    counts: TokenCounts | None = None
+
+
 def epoch_spec(
-    source: SampleCosts,
-    order: Order,
-    balance: Balance,
-    *,
-    num_ranks: int,
-    global_batch_size: int,
-    steps: int,
+    source: SampleCosts, order: AnyOrder, balance: Balance, size: StepSize, *, num_ranks: int, steps: int
 ) -> PlanSpec:
     """What to plan: an epoch of `order`, or `steps` steps drawn with replacement where that is less than one step."""
     drawn: SampleOrder = order
-    if order.num_samples < global_batch_size:
-        drawn = Draws(order, order.seed, order.streams, steps * global_batch_size)
-    return PlanSpec(
-        costs=source,
-        order=drawn,
-        batches=GlobalBatches(size=global_batch_size, drop_last=True),
-        balance=balance,
-        num_ranks=num_ranks,
-    )
+    seed = 0 if isinstance(order, MixtureOrder) else order.seed
+    batches: Batches = GlobalBatches(size=size.amount, drop_last=True)
+    if size.counts is None:
+        if order.length(0) < size.amount:
+            drawn = Draws(order, seed, order.streams, steps * size.amount)
+    else:
+        sums = sums_of(order, size.counts)
+        total = sums.of_epoch(0)
+        if total < size.amount:
+            some = -(-steps * size.amount * order.length(0) // max(1, total))
+            drawn = Draws(order, seed, order.streams, some + some // 4)
+            sums = ListedSums(np.cumsum(size.counts(*drawn.rows(0, 0, drawn.num_samples))))
+        batches = TokenBatches(sums=sums, budgets=((0, size.amount),), drop_last=True)
+    return PlanSpec(costs=source, order=drawn, batches=batches, balance=balance, num_ranks=num_ranks)
+
+
+@dataclass(frozen=True, eq=False)
+class ListedSums:
+    """`TokenSums` of one epoch, listed: tokens up to and with each position, int64 (num_samples,)."""
+
+    ends: NDArray[np.int64]
+
+    def of_epoch(self, epoch: int) -> int:
+        return int(self.ends[-1])
+
+    def of_epochs_before(self, epoch: int) -> int:
+        return epoch * self.of_epoch(epoch)
+
+    def before(self, epoch: int, position: int) -> int:
+        return int(self.ends[position - 1]) if position else 0
+
+    def position(self, epoch: int, tokens: int) -> int:
+        return int(np.searchsorted(self.ends, tokens, side="right"))
 
 
 def spread_steps(spec: PlanSpec, most: int) -> list[int]:
@@ -138,15 +187,18 @@ class Draws:
     As in `order`, position p is drawn from stream p % streams.
     """
 
-    order: Order
+    order: AnyOrder
     seed: int
     streams: int
     num_samples: int
 
+    def length(self, epoch: int) -> int:
+        return self.num_samples
+
     def rows(self, epoch: int, start: int, stop: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        total = self.order.num_samples
-        stream = np.arange(start, stop) % min(self.streams, total)
+        total = self.order.length(epoch)
+        stream = np.arange(self.num_samples) % min(self.streams, total)
         held = (total - 1 - stream) // self.streams + 1  # positions of the stream in an epoch of `order`
-        picks = stream + self.streams * np.random.default_rng((self.seed, epoch, start)).integers(held)
+        picks = stream + self.streams * np.random.default_rng((self.seed, epoch)).integers(held)
         dataset_id, row = self.order.rows(epoch, 0, total)
-        return dataset_id[picks], row[picks]
+        return dataset_id[picks[start:stop]], row[picks[start:stop]]

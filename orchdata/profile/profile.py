@@ -11,21 +11,27 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.balancers import CostModel
-from orchdata.dataset.shards import check_caps, check_layout, oversize_rows
+from orchdata.dataset.mixed import mixture_order
+from orchdata.dataset.mixture import Mixture
+from orchdata.dataset.options import TokenBudgets
+from orchdata.dataset.shards import above_budget, check_caps, check_layout, layout_costs, oversize_rows
 from orchdata.loaders.errors import DataError, reason_kind
 from orchdata.loaders.index.index import Index
+from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.loaders.shards.tar import bytes_read_together
 from orchdata.loaders.storage.paths import suffix_of
+from orchdata.order.mixture import MixtureOrder
+from orchdata.order.order import Shuffle
 from orchdata.planning.balance import Balance, Objective, Oversize
-from orchdata.planning.costs import IndexCosts
-from orchdata.planning.layout import Layout, Packed, Padded
+from orchdata.planning.costs import IndexCosts, IndexTokens
+from orchdata.planning.layout import Layout, Packed, Padded, fixed_length
 from orchdata.profile.scales import Scale, make_scale
 
 PERCENTILES = {"min": 0, "p25": 25, "p50": 50, "p75": 75, "p95": 95, "p99": 99, "max": 100}
@@ -96,6 +102,23 @@ class Caps:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SourceShare:
+    """What one source of a mixture gives in its first epoch.
+
+    Attributes:
+        samples, tokens: given, LLM tokens as steps measure them; `share` is their part of the epoch's tokens.
+        usable: samples that the source has.
+        passes: through the source.
+    """
+
+    samples: int
+    tokens: int
+    share: float
+    usable: int
+    passes: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Profile:
     """What a dataset holds, and what it costs N ranks.
 
@@ -107,6 +130,7 @@ class Profile:
         objective: as of `Balance`: whether ranks wait after each phase of each micro-step.
         model_parallel: GPUs of a rank.
         caps: None without `max_tokens`.
+        sources: of a mixture, by name; empty where there is none.
     """
 
     shards: int
@@ -126,6 +150,7 @@ class Profile:
     model_parallel: int
     caps: Caps | None
     seed: int
+    sources: Mapping[str, SourceShare]
     scales: tuple[Scale, ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -143,10 +168,12 @@ def profile(
     model_parallel: int = 1,
     ranks: Sequence[int] = (8, 64, 512, 2560),
     batch_size: int = 8,
+    batch_tokens: int | None = None,
     group_size: int | None = None,
     streams: int | None = None,
     seed: int = 0,
     steps: int = 8,
+    mixture: Mixture | None = None,
 ) -> Profile:
     """Profile an index.
 
@@ -155,15 +182,17 @@ def profile(
         cost: the model's cost; None balances LLM tokens and reports encoder phases in positions.
         balance: as in training: caps, what becomes of samples above them, objective, counts. Every scope is planned in
             both assignments, whatever this one names, with groups of `group_size`.
-        layout: as in training, `collate_fn=`.
+        layout: as in training, `collate_fn=`; no places are kept for dummies in `Packed(length=...)`.
         model_parallel: GPUs of a data-parallel rank, tensor x pipeline x context: these get the same samples.
         ranks: numbers of data-parallel ranks to plan for.
         batch_size: samples per rank and step.
+        batch_tokens: LLM tokens per rank and step, in place of samples; `global_batch_tokens` over the ranks.
         group_size: ranks of a group, as those of a node; by default `balance.group_size`, else 8.
         streams: of the order, as in `Shuffle(streams=...)`; None for one a group, which lets each read its own.
         seed: of the order.
         steps: steps to plan per number of ranks, spread over an epoch for balance and in a row for locality; fewer
             where an epoch has fewer.
+        mixture: whose sources are joined in the index.
 
     Raises:
         ValueError: for numbers below 1, a dataset without a usable sample, caps that training would refuse, or a
@@ -172,6 +201,7 @@ def profile(
     numbers = {
         "model_parallel": model_parallel,
         "batch_size": batch_size,
+        "batch_tokens": batch_tokens,
         "steps": steps,
         "ranks": min(ranks, default=0),
         "group_size": group_size,
@@ -193,15 +223,24 @@ def profile(
             'and take objective="sum" where ranks wait at the end of the step only'
         )
     check_layout(balance, layout)
+    if (length := fixed_length(layout)) is not None:
+        balance = replace(balance, max_tokens={**balance.caps, "llm": length})
     check_caps(balance, index)
 
-    source = IndexCosts(index, cost, layout.multiple_of, rectangular=isinstance(layout, Padded))
+    source = layout_costs(index, cost, layout)
+    counts = IndexTokens(index, 1 if isinstance(layout, Padded) else layout.multiple_of)
     above = oversize_rows(source, balance, bad)
     too_large = np.unique(np.concatenate([np.zeros(0, np.int64), *above.values()]))
     excluded = np.union1d(bad, too_large) if balance.oversize == "drop" else bad
     if len(excluded) == index.num_samples:
         raise ValueError(f"all {len(too_large)} usable samples are above max_tokens and would be dropped: raise it")
+    if batch_tokens is not None:
+        budget = TokenBudgets(budgets=((0, batch_tokens * min(ranks)),), drop_last=True)
+        excluded = np.union1d(excluded, above_budget(counts, budget, balance, excluded))
     group_size = group_size or balance.group_size or 8
+    mixed = None
+    if mixture is not None and isinstance(index, JoinedIndex):
+        mixed = mixture_order(mixture, index, excluded, shuffle=Shuffle(), seed=seed, multiple_of=counts.multiple_of)
     good = np.delete(np.arange(index.num_samples), bad)
     bad_samples, failed_shards = split_failures(index)
     return Profile(
@@ -229,6 +268,7 @@ def profile(
         if balance.caps
         else None,
         seed=seed,
+        sources={} if mixed is None else _sources(mixed),
         scales=tuple(
             make_scale(
                 source,
@@ -237,14 +277,31 @@ def profile(
                 ranks=num_ranks,
                 model_parallel=model_parallel,
                 batch_size=batch_size,
+                batch_tokens=batch_tokens,
+                counts=counts,
                 group_size=group_size,
                 streams=streams,
                 seed=seed,
                 steps=steps,
+                mixed=mixed,
             )
             for num_ranks in ranks
         ),
     )
+
+
+def _sources(order: MixtureOrder) -> dict[str, SourceShare]:
+    total = order.of_epoch(0)
+    return {
+        source.name: SourceShare(
+            samples=samples,
+            tokens=tokens,
+            share=tokens / total,
+            usable=source.order.num_samples,
+            passes=samples / source.order.num_samples,
+        )
+        for source, (samples, tokens) in zip(order.sources, order.given(0), strict=True)
+    }
 
 
 def count_reasons(failures: Iterable[DataError]) -> dict[str, int]:

@@ -13,13 +13,16 @@ from typing import NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from orchdata.order.mixture import MixtureOrder
 from orchdata.order.order import Order, Shuffle
 from orchdata.order.steps import StepTask
+from orchdata.order.token_sums import TokenCounts
 from orchdata.planning.balance import AssignmentKind, Balance, Scope
 from orchdata.planning.costs import IndexCosts
+from orchdata.planning.fixed import better_budget
 from orchdata.planning.make_plan import PlanSpec, make_plan
 from orchdata.profile.advice import Change, PhaseAdvice, phase_advice, try_changes
-from orchdata.profile.planned import PlannedSteps, epoch_spec, plan_steps, spread_steps
+from orchdata.profile.planned import PlannedSteps, StepSize, epoch_spec, plan_steps, spread_steps
 
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 
@@ -52,12 +55,14 @@ class AssignmentProfile:
         step: the same of the whole step.
         speedup: cost of the step of scope "none" under the same caps over that of this one.
         microbatches: of each rank in a step, mean over steps.
+        fill: tokens of samples over those of all microbatches, where these have one length; else None.
     """
 
     phases: Mapping[str, float]
     step: float
     speedup: float
     microbatches: float
+    fill: float | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +90,12 @@ class Scale:
 
     Attributes:
         gpus: of all ranks, each a model-parallel group.
-        with_replacement: the dataset has fewer samples than a global batch, so samples were drawn with replacement.
+        batch_size, global_batch_size: samples of a step, per rank and of all; None where it is measured in tokens.
+        batch_tokens, global_batch_tokens: LLM tokens of a step, per rank and of all; None where it is in samples.
+        samples: of a step, mean.
+        better_tokens: global_batch_tokens near that of the step that would fill microbatches of one length; None where
+            it does, and where lengths vary.
+        with_replacement: the dataset has less than a global batch, so samples were drawn with replacement.
         group_size, groups: ranks of a group, as those of a node, and how many groups that makes.
         streams: of the order, as in `od.Shuffle(streams=...)`.
         locality_steps: consecutive steps, in the middle of the epoch, over which locality is measured.
@@ -102,8 +112,12 @@ class Scale:
 
     ranks: int
     gpus: int
-    batch_size: int
-    global_batch_size: int
+    batch_size: int | None
+    global_batch_size: int | None
+    batch_tokens: int | None
+    global_batch_tokens: int | None
+    samples: float
+    better_tokens: int | None
     steps: int
     with_replacement: bool
     group_size: int
@@ -128,23 +142,28 @@ def make_scale(
     ranks: int,
     model_parallel: int,
     batch_size: int,
+    batch_tokens: int | None,
+    counts: TokenCounts,
     group_size: int,
     streams: int | None,
     seed: int,
     steps: int,
+    mixed: MixtureOrder | None,
 ) -> Scale:
     """Plan some steps of an epoch on `ranks` ranks; arguments as of `orchdata.profile.profile.profile`.
 
     Args:
         source: costs of an index.
+        counts: its LLM tokens, as steps measure them.
         excluded: rows that are not in the order.
         streams: of the order; None for one a group.
+        mixed: the order of a mixture, which has no streams.
     """
     groups = -(-ranks // group_size)
-    streams = groups if streams is None else streams
-    order = Order(source.index.num_samples, shuffle=Shuffle(streams=streams), seed=seed, excluded=excluded)
-    size = ranks * batch_size
-    base = epoch_spec(source, order, balance, num_ranks=ranks, global_batch_size=size, steps=steps)
+    streams = 1 if mixed is not None else groups if streams is None else streams
+    order = mixed or Order(source.index.num_samples, shuffle=Shuffle(streams=streams), seed=seed, excluded=excluded)
+    size = StepSize(ranks * batch_size) if batch_tokens is None else StepSize(ranks * batch_tokens, counts)
+    base = epoch_spec(source, order, balance, size, num_ranks=ranks, steps=steps)
     spread = spread_steps(base, steps)
     first = (base.num_steps - len(spread)) // 2
     run = range(first, first + len(spread))
@@ -159,10 +178,16 @@ def make_scale(
     return Scale(
         ranks=ranks,
         gpus=ranks * model_parallel,
-        batch_size=batch_size,
-        global_batch_size=size,
+        batch_size=batch_size if batch_tokens is None else None,
+        global_batch_size=size.amount if batch_tokens is None else None,
+        batch_tokens=batch_tokens,
+        global_batch_tokens=None if batch_tokens is None else size.amount,
+        samples=sum(balanced.samples) / len(spread),
+        better_tokens=None
+        if batch_tokens is None or source.length is None
+        else better_budget(size.amount, source.length, ranks),
         steps=len(spread),
-        with_replacement=order.num_samples < size,
+        with_replacement=base.order is not order,
         group_size=group_size,
         groups=groups,
         streams=streams,
@@ -192,7 +217,7 @@ def make_scale(
             for scope in scopes
         },
         advice={phase: phase_advice(phase, source.index, specs["none"], spread, balanced) for phase in source.balanced},
-        changes=try_changes(specs["global"], order, balanced.step, steps),
+        changes=try_changes(specs["global"], order, size, counts, balanced.step, steps),
     )
 
 
@@ -219,6 +244,7 @@ def _scope_profile(
         step=joint.step,
         speedup=joint.speedup,
         microbatches=joint.microbatches,
+        fill=joint.fill,
         per_phase=None if apart is None else _assignment_profile(apart, unbalanced),
         own_streams=locality.own_streams,
         shards_per_group=locality.shards_per_group,
@@ -232,6 +258,7 @@ def _assignment_profile(found: PlannedSteps, unbalanced: PlannedSteps) -> Assign
         step=found.step,
         speedup=unbalanced.step / found.step,
         microbatches=found.mean_microbatches,
+        fill=found.fill,
     )
 
 

@@ -7,6 +7,7 @@ mesh's dims, which together reach every rank. Without a group see `comparing`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -62,11 +63,11 @@ def check_accounts(told: Mapping[int, Mapping[str, Any]], advice: str = "") -> N
         ValueError: descriptions differ; names the ranks, and each entry with its values.
         RuntimeError: a rank could not make it; names it and its error.
     """
-    failed = {rank: entries[_FAILURE] for rank, entries in told.items() if _FAILURE in entries}
+    failed = _failures(told)
     hint = f" ({advice})" if advice else ""
     if failed:
-        said = "; ".join(f"rank {rank}: {failure}" for rank, failure in list(failed.items())[:_SHOWN_RANKS])
-        raise RuntimeError(f"this loader needs all its ranks, and {len(failed)} could not make it: {said}{hint}")
+        count = sum(_FAILURE in entries for entries in told.values())
+        raise RuntimeError(f"this loader needs all its ranks, and {count} could not make it: {failed}{hint}")
     difference = find_difference(told)
     if difference:
         if any(name.split(".")[0] == DATA for name in _differing(told)):
@@ -75,14 +76,29 @@ def check_accounts(told: Mapping[int, Mapping[str, Any]], advice: str = "") -> N
 
 
 def check_plans(epoch: int, step: int, plan_hash: str | None, groups: Sequence[Any]) -> None:
-    """Compare the plan of the step that comes next; `plan_hash` is None at the end of an epoch.
+    """Compare the plan of the step that is handed out next; `plan_hash` is None at the end of an epoch.
 
-    Raises RuntimeError on all ranks, naming those that differ, with the hashes.
+    Raises RuntimeError on all ranks, naming those that differ, with hashes, or those that failed, with errors.
     """
     told = gather({"epoch": epoch, "step": step, "plan": plan_hash}, groups)
+    failed = _failures(told)
+    if failed:
+        raise RuntimeError(f"other ranks failed where plans are compared, at epoch {epoch}, step {step}: {failed}")
     difference = find_difference(told)
     if difference:
         raise RuntimeError(f"ranks follow different plans at epoch {epoch}, step {step} of this rank; {difference}")
+
+
+def fail_check(error: Exception, groups: Sequence[Any]) -> None:
+    """Take part in the others' `check_plans` with `error` in place of a plan: they raise too, and do not wait."""
+    with contextlib.suppress(RuntimeError):  # of ranks that are lost: `error` is what this rank raises
+        gather(failure_account(error), groups)
+
+
+def _failures(told: Mapping[int, Mapping[str, Any]]) -> str:
+    """Ranks that failed, the first of them, each with its error; empty where none did."""
+    failed = [(rank, entries[_FAILURE]) for rank, entries in told.items() if _FAILURE in entries]
+    return "; ".join(f"rank {rank}: {failure}" for rank, failure in failed[:_SHOWN_RANKS])
 
 
 def find_difference(told: Mapping[int, Mapping[str, Any]]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -73,6 +74,11 @@ class Agreement:
             elif self._compared is not None:
                 self._compared.describe(failure_account(error))
 
+    @property
+    def reaches_all(self) -> bool:
+        """Whether ranks can tell each other anything."""
+        return bool(self._groups) or self._compared is not None
+
     def begin(self, epoch: int, step: int, failed: Beginning | None = None) -> Beginning:
         """An iteration begins there; to be compared before each of its steps.
 
@@ -81,7 +87,7 @@ class Agreement:
         """
         if failed is not None and not failed.refused:
             return failed
-        return Beginning(self._compared, {"epoch": epoch, "step": step})
+        return Beginning(self._compared, {"epoch": epoch, "step": step}, self._groups)
 
 
 def tells_others(init: Callable[P, None]) -> Callable[P, None]:
@@ -182,6 +188,35 @@ class Comparison:
         )
         self._description = None
 
+    def tell(self, iteration: int, said: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What the first rank says in an iteration."""
+        first, place = self.ranks[0], f"{self._scope}/{self._numbers.job}/{self._number}/told"
+        key = f"{place}/{iteration}"
+        if self.rank == first:
+            self.store.ask(lambda store: store.set(key, json.dumps(said)))
+            if iteration > 2:  # all have begun the last one, and read what the one before it was told
+                self.store.ask(lambda store: store.delete_key(f"{place}/{iteration - 2}"))
+            return said
+        missing = (
+            f"rank {first} has not begun to iterate a loader that shuffles by its torch generator and whose samples "
+            f"are shared by {len(self.ranks)} ranks. With seed= no rank waits for another; a loader of one rank alone "
+            "is made with dp=(0, 1)"
+        )
+        started, pause, warned = time.monotonic(), 0.002, False
+        while not self.store.ask(lambda store: store.check([key])):
+            waited = time.monotonic() - started
+            if waited > self.store.timeout:
+                raise RuntimeError(
+                    f"{missing}. Waited {self.store.timeout:g} seconds, the timeout of the process group"
+                )
+            if waited > LATE_SECONDS and not warned:
+                warned = True
+                warnings.warn(f"{missing}. Waiting for {self.store.timeout:g} seconds", stacklevel=6)
+            time.sleep(pause)
+            pause = min(2 * pause, max(0.1, len(self.ranks) / 5000))
+        told: dict[str, Any] = json.loads(self.store.ask(lambda store: store.get(key)))
+        return told
+
     def wait(self, said: Round, *, late: Late, refuse: Refuse, late_seconds: float = 0, go_on: bool = False) -> bool:
         """Wait until all ranks have said the same; those missing are named by a warning on the way.
 
@@ -252,10 +287,14 @@ class Beginning:
     some. Once all have begun one they must go on in step, or an epoch of one would be another's next.
 
     Attributes:
+        step: where it began, on all ranks; who goes on with a failed one begins later.
         refused: ranks differ; who tries again begins anew.
     """
 
-    def __init__(self, compared: Comparison | None, place: Mapping[str, int]) -> None:
+    def __init__(self, compared: Comparison | None, place: Mapping[str, int], groups: Sequence[Any] = ()) -> None:
+        self.step = place["step"]
+        self._groups = groups
+        self._said: Mapping[str, Any] | None = None
         self._compared = compared
         self._place = place
         self._looked = 0.0
@@ -285,6 +324,18 @@ class Beginning:
         except ValueError:
             self.refused = True
             raise
+
+    def tell(self, said: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+        """What the first of the ranks says, on all of them, once in the iteration. Called by every rank.
+
+        Raises RuntimeError where that rank says nothing within the process group's timeout.
+        """
+        if self._said is None and said is not None:
+            if self._compared is not None:
+                self._said = self._compared.tell(self._iteration, said)
+            else:
+                self._said = next(iter(gather(said, self._groups).values()))
+        return self._said
 
     def _compare(self, compared: Comparison) -> None:
         compared.check_description()

@@ -10,10 +10,12 @@ collectives: every rank of the group must take part in each, in the same sequenc
 from __future__ import annotations
 
 import inspect
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -32,9 +34,22 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def _kept_from_compilers(function: _Function) -> _Function:
-    """A graph break around it: what torch.compile makes of a collective with autograd is not up to us."""
-    disabled: _Function = torch.compiler.disable(function)
-    return disabled
+    """A graph break around it: what torch.compile makes of a collective with autograd is not up to us.
+
+    Made where a compiler is there: importing it takes a second and 70 MB, which a loader does not need.
+    """
+    disabled: _Function | None = None
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal disabled
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        if disabled is None:
+            disabled = torch.compiler.disable(function)
+        return disabled(*args, **kwargs)
+
+    return cast(_Function, call)
 
 
 @overload

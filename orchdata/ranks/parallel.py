@@ -30,8 +30,8 @@ class DataParallel:
         ranks_per_node: data-parallel ranks of a node, the groups of balance="grouped" and "grid", and where it divides
             their number those among which features rather travel under assignment="per_phase"; by default from
             LOCAL_WORLD_SIZE, as torchrun sets it.
-        check_plan_every: compare plan hashes over all ranks of the mesh when an iteration starts and every so many
-            steps after; 0 never does.
+        check_plan_every: compare plan hashes over all ranks of the mesh at an iteration's first step and every so many
+            after, before they are handed out; 0 never does.
     """
 
     mesh: Any
@@ -110,6 +110,18 @@ def resolve_rank(dp: Any = None) -> Rank:
     if _is_mesh(dp):
         return _of_group(dp.get_group()) if dp.ndim == 1 else _of_mesh(DataParallel(dp, dims=(*DIMS, "dp", "data")))
     return _of_group(dp)
+
+
+def check_still_alone(rank: Rank) -> None:
+    """Raise RuntimeError where `rank`, by default the only one, was found before torch.distributed told of others."""
+    import torch.distributed as dist
+
+    if rank.size == 1 and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise RuntimeError(
+            f"this loader was made before torch.distributed was initialized, for one rank, and there are "
+            f"{dist.get_world_size()} now: each would get every sample. Make it afterwards (under Lightning in "
+            "train_dataloader()), or pass dp=(0, 1) where each rank is to have all samples"
+        )
 
 
 def _is_mesh(value: Any) -> bool:

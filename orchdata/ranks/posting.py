@@ -22,6 +22,8 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from orchdata.held_threads import hold_at_end
+
 T = TypeVar("T")
 
 _INIT_SECONDS = 10.0  # Rank 0 comes to init_process_group about when the others do.
@@ -47,7 +49,9 @@ class JobStore:
                 answer.set_exception(error)
 
         limit = self.timeout if seconds is None else seconds
-        Thread(target=run, daemon=True, name="orchdata-store").start()
+        asking = Thread(target=run, daemon=True, name="orchdata-store")
+        hold_at_end(asking)
+        asking.start()
         try:
             return answer.result(limit)
         except FutureTimeout:

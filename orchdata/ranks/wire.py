@@ -14,10 +14,10 @@ checked before it is used.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -62,21 +62,32 @@ class Message:
         for buffer in self.buffers:
             start = _aligned(end)
             out[end:start] = 0
-            flat = _flat(buffer)
+            flat = flat_bytes(buffer)
             end = start + len(flat)
             out[start:end] = flat
         out[end:] = 0
 
 
-def describe(sample: Any) -> Message:
+def describe(sample: Any, *, exact: bool = False) -> Message:
     """The message of a sample, without copying its buffers.
+
+    Args:
+        exact: refuse what would come back as something else: buffers that are not `bytes`, maps of files, and arrays
+            and tensors whose elements do not lie in C order.
 
     Raises:
         TypeError: a value of another type, a tensor off the CPU or that requires grad; names its path in the sample.
         ValueError: deeper than 64 levels, as a list that contains itself is.
     """
     buffers: list[Buffer] = []
-    tree = _describe(sample, (), buffers)
+    try:
+        tree = _describe(sample, 0, buffers)
+    except _TooDeep as error:
+        raise ValueError(f"{path_name(tuple(error.path[:-4:-1]))}... {error.why}") from None
+    except _CannotBeSent as error:
+        raise TypeError(f"{path_name(tuple(error.path[::-1]))} {error.why}") from None
+    if exact and not all(map(_comes_back, buffers)):
+        raise TypeError("the sample holds buffers that are not bytes, or arrays whose elements are not in C order")
     header = json.dumps(tree, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
     num_bytes = _aligned(_PREFIX_BYTES + len(header))
     for buffer in buffers:
@@ -111,6 +122,11 @@ def read(message: Bytes) -> Any:
     return sample
 
 
+def rebuild(header: bytes, buffers: Sequence[Bytes]) -> Any:
+    """`read`, of a message that was never written: its header, and the bytes of its buffers wherever they lie."""
+    return _read(json.loads(header.decode("utf-8", "surrogatepass")), _Placed(buffers))
+
+
 def path_name(path: Path) -> str:
     """As code: sample['meta'][0]."""
     return "sample" + "".join(f"[{step!r}]" for step in path)
@@ -120,8 +136,8 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-def _flat(buffer: Buffer) -> Bytes:
-    """The bytes of a buffer in C order, uint8 (num_bytes,)."""
+def flat_bytes(buffer: Buffer) -> Bytes:
+    """The bytes of a buffer in C order, uint8 (num_bytes,); a view where they lie so."""
     if isinstance(buffer, torch.Tensor):
         plain = buffer.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
         if not all(plain.stride()):  # Contiguous for torch where there is no element, but not viewed as bytes.
@@ -136,68 +152,99 @@ def _flat(buffer: Buffer) -> Bytes:
 # --- sample -> tree
 
 
-def _describe(value: Any, path: Path, buffers: list[Buffer]) -> Any:
+def _describe(value: Any, depth: int, buffers: list[Buffer]) -> Any:
     kind = type(value)
     if kind in _PLAIN:
         return value
-    if len(path) > _MAX_DEPTH:
-        raise ValueError(f"{path_name(path[:3])}... is nested deeper than {_MAX_DEPTH} levels: flatten the sample")
+    if depth > _MAX_DEPTH:
+        raise _TooDeep
     describer = _DESCRIBERS.get(kind)
     if describer is not None:
-        return describer(value, path, buffers)
+        return describer(value, depth, buffers)
     if isinstance(value, np.generic):
-        return ["scalar", *_describe_array(np.asarray(value), path, buffers)[1:2]]
+        return ["scalar", *_describe_array(np.asarray(value), depth, buffers)[1:2]]
     advice = "send tensors, numpy arrays, bytes, str, numbers, None, and dicts, lists and tuples of them"
     if kind.__module__.partition(".")[0] == "PIL":
         advice = "keep the encoded bytes in the sample, and decode them after post_balance"
-    raise TypeError(f"{path_name(path)} is a {kind.__module__}.{kind.__qualname__}, which cannot be sent: {advice}")
+    raise _CannotBeSent(f"is a {kind.__module__}.{kind.__qualname__}, which cannot be sent: {advice}")
 
 
-def _describe_list(value: Any, path: Path, buffers: list[Buffer]) -> Any:
-    tag = "list" if type(value) is list else "tuple"
-    return [tag, *[_describe(item, (*path, index), buffers) for index, item in enumerate(value)]]
+class _CannotBeSent(Exception):
+    """Why, and where in the sample: each level that the error passes adds its step in front."""
+
+    def __init__(self, why: str) -> None:
+        self.why = why
+        self.path: list[Any] = []
 
 
-def _describe_dict(value: dict[Any, Any], path: Path, buffers: list[Buffer]) -> Any:
-    tree: list[Any] = ["dict"]
-    for key, item in value.items():
-        if type(key) not in (str, int):
-            raise TypeError(f"{path_name(path)} has the key {key!r} of type {type(key).__name__}: use str or int")
-        tree.append(_describe(key, path, buffers))
-        tree.append(_describe(item, (*path, key), buffers))
+class _TooDeep(_CannotBeSent):
+    def __init__(self) -> None:
+        super().__init__(f"is nested deeper than {_MAX_DEPTH} levels: flatten the sample")
+
+
+def _comes_back(buffer: Buffer) -> bool:
+    if isinstance(buffer, torch.Tensor):
+        return buffer.is_contiguous() and not buffer.is_conj() and not buffer.is_neg()
+    if isinstance(buffer, np.ndarray):
+        return type(buffer) is np.ndarray and buffer.flags.c_contiguous
+    return type(buffer) is bytes
+
+
+def _describe_list(value: Any, depth: int, buffers: list[Buffer]) -> Any:
+    tree: list[Any] = ["list" if type(value) is list else "tuple"]
+    for item in value:
+        try:
+            tree.append(item if type(item) in _PLAIN else _describe(item, depth + 1, buffers))
+        except _CannotBeSent as error:
+            error.path.append(len(tree) - 1)
+            raise
     return tree
 
 
-def _describe_bytes(value: Any, path: Path, buffers: list[Buffer]) -> Any:  # noqa: ARG001 - as the others
+def _describe_dict(value: dict[Any, Any], depth: int, buffers: list[Buffer]) -> Any:
+    tree: list[Any] = ["dict"]
+    for key, item in value.items():
+        if type(key) is not str and type(key) is not int:
+            raise _CannotBeSent(f"has the key {key!r} of type {type(key).__name__}: use str or int")
+        try:
+            tree += (
+                key if type(key) is str else _describe(key, depth, buffers),
+                item if type(item) in _PLAIN else _describe(item, depth + 1, buffers),
+            )
+        except _CannotBeSent as error:
+            error.path.append(key)
+            raise
+    return tree
+
+
+def _describe_bytes(value: Any, depth: int, buffers: list[Buffer]) -> Any:  # noqa: ARG001 - as the others
     buffers.append(value)
     return ["bytes", value.nbytes if isinstance(value, memoryview) else len(value)]
 
 
-def _describe_array(value: NDArray[Any], path: Path, buffers: list[Buffer]) -> Any:
+def _describe_array(value: NDArray[Any], depth: int, buffers: list[Buffer]) -> Any:  # noqa: ARG001 - as the others
     if value.dtype.kind not in _NUMPY_KINDS:
-        raise TypeError(
-            f"{path_name(path)} is a numpy array of dtype {value.dtype}: only numbers and bools can be sent"
-        )
+        raise _CannotBeSent(f"is a numpy array of dtype {value.dtype}: only numbers and bools can be sent")
     buffers.append(value)
     return ["array", value.dtype.str, list(value.shape)]
 
 
-def _describe_tensor(value: torch.Tensor, path: Path, buffers: list[Buffer]) -> Any:
+def _describe_tensor(value: torch.Tensor, depth: int, buffers: list[Buffer]) -> Any:  # noqa: ARG001 - as the others
     name = str(value.dtype).removeprefix("torch.")
     if value.device.type != "cpu" or value.layout != torch.strided or name not in _TORCH_DTYPES:
-        raise TypeError(
-            f"{path_name(path)} is a tensor of {value.dtype}, layout {value.layout}, on {value.device}: only dense ones"
-            " on the CPU can be sent; move it to the device after post_balance"
+        raise _CannotBeSent(
+            f"is a tensor of {value.dtype}, layout {value.layout}, on {value.device}: only dense ones on the CPU can be"
+            " sent; move it to the device after post_balance"
         )
     if value.requires_grad:
-        raise TypeError(f"{path_name(path)} requires grad, which does not travel: detach it")
+        raise _CannotBeSent("requires grad, which does not travel: detach it")
     buffers.append(value)
     return ["tensor", name, list(value.shape)]
 
 
 _PLAIN = frozenset({type(None), bool, float, str})
-_DESCRIBERS: dict[type, Callable[[Any, Path, list[Buffer]], Any]] = {
-    int: lambda value, path, buffers: value if -(2**63) <= value < 2**63 else ["int", hex(value)],
+_DESCRIBERS: dict[type, Callable[[Any, int, list[Buffer]], Any]] = {
+    int: lambda value, depth, buffers: value if -(2**63) <= value < 2**63 else ["int", hex(value)],
     list: _describe_list,
     tuple: _describe_list,
     dict: _describe_dict,
@@ -221,8 +268,27 @@ _TORCH_DTYPES: dict[str, torch.dtype] = {
 # --- tree -> sample
 
 
-class _Reader:
+class _Buffers(Protocol):
     """Hands out the buffers of a message in turn."""
+
+    def take(self, num_bytes: int) -> Bytes: ...
+
+
+class _Placed:
+    """Buffers that lie anywhere."""
+
+    def __init__(self, buffers: Sequence[Bytes]) -> None:
+        self._buffers = iter(buffers)
+
+    def take(self, num_bytes: int) -> Bytes:
+        buffer = next(self._buffers, None)
+        if buffer is None or len(buffer) != num_bytes:
+            raise WireError(f"a header speaks of a buffer of {num_bytes} bytes that is not there")
+        return buffer
+
+
+class _Reader:
+    """Buffers behind one another, as `Message.write_to` leaves them."""
 
     def __init__(self, message: Bytes, end: int) -> None:
         self.end = end
@@ -238,31 +304,35 @@ class _Reader:
         return self._message[start : self.end]
 
 
-def _read(tree: Any, reader: _Reader) -> Any:
-    if not isinstance(tree, list):
-        if isinstance(tree, dict):
+def _read(tree: Any, reader: _Buffers) -> Any:
+    if type(tree) is not list:
+        if type(tree) is dict:
             raise WireError("a header has no JSON objects")
         return tree
     tag, *rest = tree
-    reading = _READERS.get(tag) if isinstance(tag, str) else None
+    reading = _READERS.get(tag) if type(tag) is str else None
     if reading is None:
         raise WireError(f"unknown tag {tag!r}")
     return reading(rest, reader)
 
 
-def _read_dict(rest: list[Any], reader: _Reader) -> dict[Any, Any]:
+def _read_items(rest: list[Any], reader: _Buffers) -> list[Any]:
+    return [node if type(node) in _PLAIN or type(node) is int else _read(node, reader) for node in rest]
+
+
+def _read_dict(rest: list[Any], reader: _Buffers) -> dict[Any, Any]:
     if len(rest) % 2:
         raise WireError("a dict has a key without a value")
-    items = [_read(node, reader) for node in rest]
+    items = _read_items(rest, reader)
     return dict(zip(items[::2], items[1::2], strict=True))
 
 
-def _read_bytes(rest: list[Any], reader: _Reader) -> bytes:
+def _read_bytes(rest: list[Any], reader: _Buffers) -> bytes:
     (num_bytes,) = rest
     return reader.take(num_bytes).tobytes()
 
 
-def _read_array(rest: list[Any], reader: _Reader) -> NDArray[Any]:
+def _read_array(rest: list[Any], reader: _Buffers) -> NDArray[Any]:
     name, shape = rest
     dtype = np.dtype(name)
     if dtype.kind not in _NUMPY_KINDS or dtype.str != name or min(shape, default=0) < 0:
@@ -271,7 +341,7 @@ def _read_array(rest: list[Any], reader: _Reader) -> NDArray[Any]:
     return array
 
 
-def _read_tensor(rest: list[Any], reader: _Reader) -> torch.Tensor:
+def _read_tensor(rest: list[Any], reader: _Buffers) -> torch.Tensor:
     name, shape = rest
     dtype = _TORCH_DTYPES[name]
     if min(shape, default=0) < 0:
@@ -281,10 +351,10 @@ def _read_tensor(rest: list[Any], reader: _Reader) -> torch.Tensor:
     return torch.frombuffer(flat, dtype=dtype).view(shape) if len(flat) else torch.empty(shape, dtype=dtype)
 
 
-_READERS: dict[str, Callable[[list[Any], _Reader], Any]] = {
+_READERS: dict[str, Callable[[list[Any], _Buffers], Any]] = {
     "int": lambda rest, reader: int(rest[0], 16),
-    "list": lambda rest, reader: [_read(node, reader) for node in rest],
-    "tuple": lambda rest, reader: tuple(_read(node, reader) for node in rest),
+    "list": _read_items,
+    "tuple": lambda rest, reader: tuple(_read_items(rest, reader)),
     "dict": _read_dict,
     "bytes": _read_bytes,
     "array": _read_array,

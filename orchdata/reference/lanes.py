@@ -143,7 +143,7 @@ class Lane:
                 cpu_seconds=self.clock.cpu_ready_at - cpu_start,
                 step_seconds=stop - start,
                 loss_sum=out.loss_sum.item(),
-                loss_tokens=batch.global_loss_tokens,
+                loss_tokens=batch.plan.loss_tokens,
                 llm_tokens=batch.llm.input_ids.shape[-1],
                 samples=len(batch.keys),
                 loads={phase: values.tolist() for phase, values in loads.items()},

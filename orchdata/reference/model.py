@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from orchdata.batch.merge import merge_features
+from orchdata.batch.tensors import IGNORE
 from orchdata.planning.route import Route
 from orchdata.ranks.exchange import exchange
 from orchdata.reference.attention import Stack, lengths_of
@@ -223,11 +224,13 @@ class MultimodalLM(nn.Module):
         """Send an encoder's output on its way while others are encoded; returns what waits for what arrives."""
         if route is None:
             return lambda: tokens
+        # What padding to a length yields has no way; a dummy's rows, where nothing has one, stay too.
+        tokens = tokens[: route.num_rows_in] if route.num_rows_in else tokens
         return exchange(tokens, route, group=self.group, requires_grad=True, async_op=True).wait
 
     def _loss(self, x: Tensor, labels: Tensor) -> ModelOutput:
         # A sample's first label is -100, so no position is asked to predict the next sample.
         targets = labels[1:]
-        asked = (targets != -100).nonzero()[:, 0]
+        asked = (targets != IGNORE).nonzero()[:, 0]
         logits = self.head(x[:-1][asked])
         return ModelOutput(F.cross_entropy(logits, targets[asked], reduction="sum"), asked.shape[0])

@@ -10,7 +10,7 @@ import sys
 PROGRAM = """
 import json, numpy as np
 from orchdata.balancers import *
-from orchdata.balancers.bins import dealings
+from orchdata.balancers.bins.micro_steps import dealings
 from orchdata.bench.distributions import DISTRIBUTIONS, omni_lengths, quadratic
 
 def numbers(found):
@@ -43,8 +43,9 @@ owner = np.arange(48) % 6
 answer += [numbers(balance_from(phases, owner, 6)), numbers(balance_grid(phases, owner, 6, 3))]
 table = np.stack(list(phases.values()), axis=1)
 for ranks in (1, 4):
-    answer.append(pack_bins(np.stack([lengths, image], axis=1), [lengths.sum(), image.sum()], 3, table).tolist())
-    answer.append(pack_bins(lengths, lengths.sum() // 2, 3, table, ranks_per_bin=ranks).tolist())
+    answer.append(pack_micro_steps(np.stack([lengths, image], axis=1), [lengths.sum(), image.sum()], 3, table).tolist())
+    answer.append(pack_bins(lengths[:7], int(lengths.max()), None, table[:7], num_ranks=ranks).tolist())
+    answer.append(pack_micro_steps(lengths, lengths.sum() // 2, 3, table, num_ranks=ranks).tolist())
 for bins, rank_inside in dealings(lengths[:, None], np.array([lengths.sum() // 6]), 3, table, 4, 18):
     answer += [bins.tolist(), rank_inside.tolist()]
 for cost in (PhaseCost(0.3, 0.001), PhaseCost(0.3, 0.001, windows=((64, 0.1), (1000, 0.01)))):

@@ -365,10 +365,10 @@ def test_keys_and_names_of_fields(tmp_path: Path) -> None:
 def test_a_step_without_memory_names_its_largest_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shard = tar_of(tmp_path / "a.tar", [("small.txt", b"x" * 10), ("large.txt", b"x" * 9_000), ("mid.txt", b"x" * 100)])
 
-    def none_left(descriptor: int, length: int) -> mmap.mmap:
+    def none_left(descriptor: int, length: int, *_: object, **__: object) -> mmap.mmap:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    monkeypatch.setattr(orchdata.building.memory, "mmap", SimpleNamespace(mmap=none_left))
+    monkeypatch.setattr(orchdata.building.memory, "mmap", SimpleNamespace(**vars(mmap) | {"mmap": none_left}))
     for threads in (0, 2):
         loader = od.DataLoader(od.ShardDataset(shard), batch_size=3, on_error="skip", num_threads=threads)
         with pytest.raises(MemoryError) as raised:
@@ -387,7 +387,7 @@ def none_left(*_: object, **__: object) -> None:
     ("field", "content", "target"),
     [
         ("jpg", jpeg(60, 60), "orchdata.loaders.modalities.image_decode.decode_jpeg"),
-        ("wav", audio(0.1), "orchdata.loaders.modalities.audio_header.open_sound"),
+        ("flac", audio(0.1, suffix="flac"), "orchdata.loaders.modalities.audio_header.open_sound"),
     ],
 )
 def test_memory_that_runs_out_in_a_decoder_is_no_bad_sample(

@@ -21,7 +21,7 @@ from orchdata.loaders.errors import FieldError, StorageError, TooManyFailures
 from orchdata.loaders.index import build as build_module
 from orchdata.loaders.index import shard_costs as costs_module
 from orchdata.loaders.index.build import build_index
-from orchdata.loaders.index.index import open_index
+from orchdata.loaders.index.kept import open_index
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.local import LocalFile

@@ -78,3 +78,9 @@ def test_read_only_pixels_are_taken():
 def test_sizes_that_do_not_fit_are_refused_before_the_kernel(shape, out_shape, dtype):
     with pytest.raises(ValueError, match=r"pixels|out"):
         patchify(np.zeros(shape, np.uint8), 14, 2, channel_table(MEAN, STD, "uint8"), np.zeros(out_shape, dtype))
+
+
+def test_rows_that_are_not_behind_one_another_are_refused():
+    apart = np.zeros((2 * 9, 3 * 4), np.uint8)[::2]
+    with pytest.raises(ValueError, match="C-contiguous"):
+        patchify(np.zeros((6, 6, 3), np.uint8), 2, 1, channel_table(MEAN, STD, "uint8"), apart)

@@ -52,16 +52,27 @@ def twin_row(position: int, num_samples: int, window: int, streams: int, key: in
     begin, length = sum(lengths[:stream]), lengths[stream]
     stream_key = twin_derive_key(key, stream)
 
-    blocks = length // BLOCK
-    windows = max(1, -(-blocks // window))
-    bounds = [w * blocks // windows * BLOCK for w in range(windows)] + [length]
+    sizes = twin_slots(length, stream_key)
+    starts = [0, *itertools.accumulate(sizes)]
+    windows = -(-len(sizes) // window)
+    bounds = [starts[w * len(sizes) // windows] for w in range(windows + 1)]
     this = next(w for w in range(windows) if index < bounds[w + 1])
     low, high = bounds[this], bounds[this + 1]
-    sample = low + twin_permute(index - low, high - low, twin_derive_key(twin_derive_key(stream_key, 2), this))
-    if sample < blocks * BLOCK:
-        block = twin_permute(sample // BLOCK, blocks, twin_derive_key(stream_key, 1))
-        sample = block * BLOCK + sample % BLOCK
-    return begin + (sample + twin_derive_key(stream_key, 3) % length) % length
+    place = low + twin_permute(index - low, high - low, twin_derive_key(twin_derive_key(stream_key, 2), this))
+    slot = next(j for j in range(len(sizes)) if place < starts[j + 1])
+    whole = [j for j, size in enumerate(sizes) if size == BLOCK]
+    block = len(whole)
+    if sizes[slot] == BLOCK:
+        block = twin_permute(whole.index(slot), len(whole), twin_derive_key(stream_key, 1))
+    return begin + block * BLOCK + place - starts[slot]
+
+
+def twin_slots(length: int, stream_key: int) -> list[int]:
+    """Sizes of a stream's blocks, in the sequence of the epoch."""
+    sizes = [BLOCK] * (length // BLOCK)
+    if length % BLOCK:
+        sizes.insert(twin_derive_key(stream_key, 3) % (len(sizes) + 1), length % BLOCK)
+    return sizes
 
 
 def permutation(size: int, key: int) -> NDArray[np.int64]:

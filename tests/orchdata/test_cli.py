@@ -61,9 +61,9 @@ def mixed(tmp_path: Path) -> Path:
 
 def test_help_names_what_exists_and_nothing_else() -> None:
     listed = run("--help").stdout
-    for command in ("index", "profile", "synth", "demo", "bench"):
+    for command in ("index", "profile", "verify", "synth", "demo", "bench"):
         assert f"  {command}" in listed
-    for command in ("verify", "pack", "simulate"):
+    for command in ("pack", "simulate"):
         assert command not in listed
 
 
@@ -243,7 +243,9 @@ def test_bench_plan_reports_what_it_measured(tmp_path: Path) -> None:
     assert report["command"] == "orchdata bench plan"
     assert report["config"]["ranks"] == 4
     assert report["machine"]["cores"] >= 1
-    assert all(result["median"] > 0 for result in report["results"])
+    durations = [result for result in report["results"] if result["unit"] in {"ms", "s"}]
+    assert len(durations) >= 8
+    assert all(result["median"] > 0 for result in durations)
 
 
 def test_bench_refuses_more_ranks_than_samples() -> None:
@@ -268,3 +270,10 @@ def test_demo_options_default_to_its_configuration() -> None:
     options = signature(demo).parameters
     defaults = {field.name: field.default for field in fields(DemoConfig) if field.name in options}
     assert {name: options[name].default for name in defaults} == defaults
+
+
+def test_profile_of_microbatches_of_one_length_says_how_full_they_are(mixed: Path) -> None:
+    arguments = ("profile", mixed, "--ranks", "2", "--batch-size", "2", "--length", "2000")
+    (scale,) = run_json(*arguments)["scales"]
+    assert 0 < scale["scopes"]["none"]["fill"] <= scale["scopes"]["global"]["fill"] <= 1
+    assert "fill: tokens of samples" in run(*arguments).stdout

@@ -229,7 +229,7 @@ class Failing:
 
 @pytest.mark.parametrize("name", ["__iter__", "steps"])
 def test_an_iteration_that_failed_never_looks_like_the_end_of_the_epoch(name: str) -> None:
-    loader = od.DataLoader(Failing(3), batch_size=2, collate_fn=list)
+    loader = od.DataLoader(Failing(6), batch_size=2, collate_fn=list, dp=(0, 2))
     steps = getattr(loader, name)()
     next(steps)
     with pytest.raises(KeyError):
@@ -238,8 +238,21 @@ def test_an_iteration_that_failed_never_looks_like_the_end_of_the_epoch(name: st
         with pytest.raises(RuntimeError, match="ended with KeyError.*a fresh iter.. of the loader goes on"):
             next(steps)
     rest = [list(batch) for batch in loader]
-    assert rest == [[2, 3], [4, 5], [6, 7]]
-    assert next(iter(loader)) == [0, 1]
+    assert rest == [[4, 6]]
+    assert next(iter(loader)) == [0, 2]
+
+
+@pytest.mark.parametrize("num_threads", [0, 2])
+def test_on_one_rank_an_iteration_goes_on_behind_an_error_as_torchs_does(num_threads: int) -> None:
+    loader = od.DataLoader(Failing(3), batch_size=2, collate_fn=list, num_threads=num_threads)
+    steps = iter(loader)
+    assert next(steps) == [0, 1]
+    with pytest.raises(KeyError):
+        next(steps)
+    assert loader.state_dict()["step"] == 1  # a fresh iteration would try it again
+    assert list(steps) == [[4, 5], [6, 7]]
+    assert loader.state_dict()["epoch"] == 1
+    assert len(list(loader)) == 4
 
 
 @pytest.mark.parametrize("name", ["dataset", "batch_size", "collate_fn", "drop_last", "sampler", "num_workers"])

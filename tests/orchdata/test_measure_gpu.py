@@ -21,6 +21,7 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "measure_gpu.py"
 
 @pytest.fixture(scope="module")
 def script() -> Iterator[ModuleType]:
+    sys.path.insert(0, str(SCRIPT.parent))  # as where it is run by its path
     spec = importlib.util.spec_from_file_location("measure_gpu", SCRIPT)
     assert spec is not None
     assert spec.loader is not None
@@ -29,6 +30,7 @@ def script() -> Iterator[ModuleType]:
     spec.loader.exec_module(module)
     yield module
     del sys.modules["measure_gpu"]
+    sys.path.remove(str(SCRIPT.parent))
 
 
 @pytest.fixture(scope="module")

@@ -1,55 +1,52 @@
 """A modality that the library does not know, from plan to model: its arrays, tokens, positions, routes and failures.
 
 All ranks of a step are made in this process, and what `exchange` would carry is carried by hand along their routes.
-What each sample must get is written down here, from its bytes.
+What each sample must get is written down in `own_samples`, from its bytes.
 """
 
 from __future__ import annotations
 
-import gzip
 import io
 import json
-import pickle
-import subprocess
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import own_modalities_job
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
-from own_modalities import Bad, Cropped, Loud, Lowered, Points, Posed, Shouted, Tracks, cloud, mixed_samples, track
+from own_modalities import Bad, Points, Posed, Tracks, cloud, track
+from own_samples import (
+    COST,
+    EXPECTED,
+    GROUP,
+    OWN,
+    RECIPE,
+    SAMPLES,
+    STRIDE,
+    carry,
+    delivered,
+    differ,
+    encoded,
+    features_of,
+    loader,
+    token_rows,
+    track_rows,
+)
 from rank_jobs import run_ranks
 from shard_factory import RECIPE as PLAIN
-from shard_factory import audio, chat, jpeg, write_shard
-from torch import Tensor
+from shard_factory import chat, write_shard
 from typer.testing import CliRunner
 
 import orchdata as od
 from orchdata.cli import app
-from orchdata.delivery.replicate import _plain, _revive
-from orchdata.loaders.recipe import image_grid
+from orchdata.engines.processes.message import plain, revive
 from orchdata.planning.layout import Layout
-from orchdata.planning.route import Route
 from orchdata.profile.profile import profile
 from orchdata.ranks.wire import describe, read
 
-OWN = {"points": Points(), "tracks": Tracks()}
-RECIPE = od.Recipe(image=PLAIN.image, audio=PLAIN.audio, **OWN)
-GROUP, STRIDE = 4, 2  # rows of a token
-NUM_SAMPLES = 25
-COST = od.CostModel(
-    image=od.PhaseCost(2.0),
-    audio=od.PhaseCost(1.0),
-    points=od.PhaseCost(3.0, 0.1),
-    tracks=od.PhaseCost(1.0),
-    llm=od.PhaseCost(4.0, 0.01),
-)
 LAYOUTS: tuple[Layout, ...] = (
     od.Packed(),
     od.Packed(positions="mrope", multiple_of=8),
@@ -67,202 +64,9 @@ BALANCES = {
 }
 
 
-# What a sample is, from its bytes
-
-
-@dataclass
-class Expected:
-    """A sample's sequence, and the features of each modality's tokens in order: rows of a token behind one another."""
-
-    input_ids: list[int]
-    labels: list[int]
-    mrope: list[list[int]]
-    features: dict[str, Tensor]
-
-
-def token_rows(rows: Tensor, per_token: int) -> Tensor:
-    """(num_rows, values) -> (num_tokens, per_token * values), zeros behind the last."""
-    missing = -len(rows) % per_token
-    return torch.cat([rows, rows.new_zeros(missing, rows.shape[1])]).reshape(-1, per_token * rows.shape[1])
-
-
-def track_rows(values: Tensor, times: Tensor) -> Tensor:
-    return torch.cat([values.double(), times[:, None].double()], dim=1)
-
-
-def features_of(field: str, data: bytes) -> Tensor:
-    """By NumPy alone; .npy files have 128 bytes of header."""
-    if field.endswith("npy"):
-        return token_rows(torch.tensor(np.frombuffer(data, "<f4", offset=128).reshape(-1, 3)).double(), GROUP)
-    (length,) = np.frombuffer(data, "<u4", 1, 4).tolist()
-    times = torch.tensor(np.frombuffer(data, "<i8", length, 8))
-    values = torch.tensor(np.frombuffer(data, "<f4", 2 * length, 8 + 8 * length).reshape(length, 2))
-    return token_rows(track_rows(values.to(torch.bfloat16), times), STRIDE)
-
-
-def expected_of(number: int, sample: Mapping[str, Any]) -> Expected:
-    """As `mixed_samples` makes it."""
-    clouds = [features_of(field, data) for field, data in sample.items() if field.endswith("npy")]
-    tracks = [features_of(field, data) for field, data in sample.items() if field.endswith("track")]
-    picture = PLAIN.image.num_tokens(image_grid(80, 60, PLAIN.image))
-    grid = tuple(side // PLAIN.image.merge for side in image_grid(80, 60, PLAIN.image))
-    sound = PLAIN.audio.num_tokens(round(0.3 * 16_000))
-    kind, pieces = number % 5, list[Any]()
-    if kind == 0:
-        pieces = [(sample["txt"], True)]
-    elif kind == 1:
-        pieces = ["points", (sample["txt"], True)]
-    elif kind == 2:
-        pieces = ["tracks", (b" then ", True), "tracks"]
-    else:
-        said = json.loads(sample["json"])[1]["content"].encode()
-        middle = ["points", b" and ", "image"] if kind == 3 else ["tracks", b" is ", "points", b", ", "audio"]
-        asked = [b"see ", *middle] if kind == 3 else middle
-        pieces = [
-            (b"<|im_start|>user\n", False),
-            *[(piece, False) if isinstance(piece, bytes) else piece for piece in asked],
-            (b"<|im_end|>\n<|im_start|>assistant\n", False),
-            (said + b"<|im_end|>\n", True),
-        ]
-    found = Expected([], [], [[], [], []], {})
-    next_position = 0
-    for piece in pieces:
-        token_ids: list[int]
-        if isinstance(piece, tuple):
-            text, loss = piece
-            found.labels += list(text) if loss else [-100] * len(text)
-            found.input_ids += list(text)
-            offsets, step = [list(range(len(text)))] * 3, len(text)
-        else:
-            if piece == "tracks":  # its start_id
-                found.input_ids.append(8)
-                found.labels.append(-100)
-                for axis in found.mrope:
-                    axis.append(next_position)
-                next_position += 1
-            if piece in ("points", "tracks"):
-                part = (clouds if piece == "points" else tracks).pop(0)
-                held = found.features.get(piece)
-                found.features[piece] = part if held is None else torch.cat([held, part])
-                count = len(part)
-            else:
-                count = picture if piece == "image" else sound
-            token_ids = [{"image": 256, "audio": 257, "points": 0, "tracks": 7}[piece]] * count
-            found.input_ids += token_ids
-            found.labels += [-100] * count
-            offsets, step = [list(range(count))] * 3, count
-            if piece == "tracks":
-                offsets, step = [[STRIDE * token for token in range(count)]] * 3, STRIDE * (count - 1) + 1
-            if piece == "image":
-                rows, cols = np.divmod(np.arange(count), grid[1])
-                offsets, step = [[0] * count, rows.tolist(), cols.tolist()], max(grid)
-        for axis, offset in zip(found.mrope, offsets, strict=True):
-            axis += [next_position + place for place in offset]
-        next_position += step
-    found.labels[0] = -100
-    assert not clouds and not tracks
-    return found
-
-
-SAMPLES = mixed_samples(NUM_SAMPLES)
-EXPECTED = {sample["__key__"]: expected_of(number, sample) for number, sample in enumerate(SAMPLES)}
-
-
 @pytest.fixture(scope="module")
 def shard(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_shard(tmp_path_factory.mktemp("mixed") / "mixed.tar", SAMPLES)
-
-
-def loader(shard: str, rank: int = 0, num_ranks: int = 1, recipe: od.Recipe = RECIPE, **options: Any) -> od.DataLoader:
-    dataset = od.ShardDataset(shard, recipe=recipe)
-    dataset.index()
-    options = {"global_batch_size": 10, "num_threads": 0, "cost": COST} | options
-    return od.DataLoader(dataset, dp=(rank, num_ranks), **options)
-
-
-# What batches deliver
-
-
-def encoded(batch: od.Batch, name: str) -> Tensor:
-    """What an encoder would make of a modality that shows each row it was given: (num_tokens, values)."""
-    held = batch.media[name]
-    if name == "points":
-        rows, per_token = held.points.double(), GROUP
-    else:
-        assert held.values.dtype == torch.bfloat16 and held.times.dtype == torch.int64
-        shape = held.times.shape
-        rows = track_rows(held.values.reshape(-1, 2), held.times.reshape(-1)).reshape(*shape, 3)
-        per_token = STRIDE
-    if held.mask is not None:
-        assert rows.shape[:2] == held.mask.shape and not rows[~held.mask].any()  # zeros behind each part
-        parts = [row[mask] for row, mask in zip(rows, held.mask, strict=True)]
-    else:
-        parts = list(rows.split(held.cu_seqlens.diff().tolist()))
-    assert held.max_seqlen == max(map(len, parts))
-    return torch.cat([token_rows(part, per_token) for part in parts])
-
-
-def carry(features: list[Tensor], routes: list[Route]) -> list[Tensor]:
-    """What `exchange` does on all ranks, by hand."""
-    grouped = []
-    for rows, route in zip(features, routes, strict=True):
-        assert len(rows) == route.num_rows_in
-        if route.zeroed is not None:
-            rows = rows.index_fill(0, torch.from_numpy(route.zeroed), 0)
-        grouped.append(rows.split(route.send_rows.tolist()))
-    return [torch.cat([theirs[rank] for theirs in grouped]) for rank in range(len(routes))]
-
-
-def delivered(steps: list[list[od.Batch]]) -> dict[str, Expected]:
-    """Key -> what a model would see of it, from the batches [rank][microbatch]."""
-    found = {}
-    for batches in zip(*steps, strict=True):
-        arrived = {}
-        for name in OWN:
-            rows = [encoded(batch, name)[: batch.media[name].num_tokens] for batch in batches]
-            arrived[name] = carry(rows, [batch.route(name) for batch in batches]) if batches[0].routes else rows
-        for rank, batch in enumerate(batches):
-            llm = batch.llm
-            width = llm.input_ids.shape[-1]
-            merged = {}
-            for name in OWN:
-                rows = arrived[name][rank]
-                embeds = torch.full((llm.input_ids.numel(), rows.shape[1]), torch.nan, dtype=torch.float64)
-                merged[name] = embeds.index_copy(0, llm.media_positions[name], rows)
-            mrope = llm.position_ids
-            mrope = mrope.flatten(1) if llm.restart_position_ids is not None else mrope.reshape(1, -1).expand(3, -1)
-            for number, (_, key) in enumerate(batch.keys):
-                if llm.attention_mask is None:
-                    start = int(llm.cu_seqlens[number])
-                    length = min(int(llm.cu_seqlens[number + 1]) - start, len(EXPECTED[key].input_ids))
-                    assert (llm.labels[start + length : llm.cu_seqlens[number + 1]] == -100).all()
-                else:
-                    start, length = number * width, int(llm.attention_mask[number].sum())
-                place = slice(start, start + length)
-                found[key] = Expected(
-                    llm.input_ids.flatten()[place].tolist(),
-                    llm.labels.flatten()[place].tolist(),
-                    mrope[:, place].tolist(),
-                    {
-                        name: rows[place][~rows[place].isnan().any(1)]
-                        for name, rows in merged.items()
-                        if not rows[place].isnan().all()
-                    },
-                )
-    return found
-
-
-def differ(found: Mapping[str, Expected], expected: Mapping[str, Expected], *, mrope: bool) -> list[str]:
-    """Keys of samples that are not what they should be."""
-    wrong = sorted(found.keys() ^ expected.keys())
-    for key in found.keys() & expected.keys():
-        ours, theirs = found[key], expected[key]
-        same = (ours.input_ids, ours.labels) == (theirs.input_ids, theirs.labels)
-        same &= ours.mrope == (theirs.mrope if mrope else [list(range(len(theirs.labels)))] * 3)
-        same &= ours.features.keys() == theirs.features.keys()
-        same &= all(torch.equal(rows, theirs.features[name]) for name, rows in ours.features.items() if same)
-        wrong += [] if same else [key]
-    return wrong
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
@@ -430,10 +234,10 @@ def test_all_that_a_modality_may_define_is_used(tmp_path: Path, encoders: Any) -
 
 def test_steps_travel_to_peers_as_they_are(shard: str) -> None:
     batches = list(loader(shard, 0, 3, balance=BALANCES["per phase"]))
-    message = describe(_plain(batches))
+    message = describe([plain(batch, batch.plan) for batch in batches])
     received = np.empty(message.num_bytes, np.uint8)
     message.write_to(received)
-    for batch, again in zip(batches, [_revive(each, batches[0].plan) for each in read(received)], strict=True):
+    for batch, again in zip(batches, [revive(each, batches[0].plan) for each in read(received)], strict=True):
         for name, held in batch.media.items():
             for array, tensor in held.arrays.items():
                 theirs = again.media[name].arrays[array]
@@ -589,190 +393,7 @@ def test_positions_of_another_shape_are_refused(tmp_path: Path) -> None:
         list(one)
 
 
-# Subclasses of what is built in
-
-
-IMAGE = {"patch_size": 8, "merge": 2, "min_tokens": 1, "max_tokens": 12, "dtype": "float32"}
-SUBCLASSES: dict[str, dict[str, Any]] = {
-    "image": {"image": Cropped(**IMAGE)},  # type: ignore[arg-type]
-    "audio": {"audio": Loud()},
-    "template": {"text": od.TextPreprocessor(template=Shouted())},
-    "text": {"text": Lowered()},
-}
-BASES: dict[str, Any] = {"image": od.ImagePreprocessor(**IMAGE)}  # type: ignore[arg-type]
-
-
-def test_subclasses_are_obeyed(tmp_path: Path) -> None:
-    sample = {"jpg": jpeg(64, 32), "wav": audio(0.3), "json": chat("<image> and <audio> SO", "Be it")}
-    shard = write_shard(tmp_path / "a.tar", [{"__key__": "a", **sample}])
-
-    def only(**held: Any) -> od.Batch:
-        (batch,) = loader(shard, recipe=od.Recipe(**BASES | held), cost=None)
-        return batch
-
-    plain = only()
-    cropped = only(**SUBCLASSES["image"]).media["image"]
-    assert cropped.grid_hw.tolist() == [[4, 4]] and plain.image.grid_hw.tolist() == [[4, 8]]
-    assert len(cropped.patches) == 16
-    left = plain.image.patches.reshape(2, 4, 4, -1)[:, :2].reshape(16, -1)  # merged tokens, row by row
-    assert (cropped.patches - left).abs().mean() < 0.05 < (cropped.patches - left.flip(0)).abs().mean()
-    assert torch.equal(only(**SUBCLASSES["audio"]).audio.features, plain.audio.features * 2)
-
-    def text(batch: od.Batch) -> str:
-        return bytes(batch.text.input_ids.tolist()).decode()
-
-    assert text(plain) == "<|im_start|>user\n and  SO<|im_end|>\n<|im_start|>assistant\nBe it<|im_end|>\n"
-    assert text(only(**SUBCLASSES["template"])) == "USER! and  SO<|im_end|>\nASSISTANT!Be it<|im_end|>\n"
-    assert text(only(**SUBCLASSES["text"])) == text(plain).lower()
-    assert (only(text=Lowered(shift=1)).text.input_ids - 1).tolist() == list(text(plain).lower().encode())
-
-
-def test_subclasses_have_fingerprints_of_their_own_in_every_process() -> None:
-    recipes = {name: od.Recipe(**BASES | held) for name, held in SUBCLASSES.items()}
-    recipes |= {
-        "none": od.Recipe(**BASES),
-        "image, other parameter": od.Recipe(image=Cropped(half=False, **IMAGE)),  # type: ignore[arg-type]
-        "text, other parameter": od.Recipe(**BASES, text=Lowered(shift=1)),
-        "template, other parameter": od.Recipe(**BASES, text=od.TextPreprocessor(template=Shouted(mark="?"))),
-        "points": od.Recipe(points=Points()),
-        "points, other parameter": od.Recipe(points=Points(group=3)),
-        "points, other name": od.Recipe(clouds=Points()),
-        "tracks": od.Recipe(points=Tracks()),
-        "keep": od.Recipe(keep=("cls",)),
-    }
-    prints = {name: recipe.fingerprint() for name, recipe in recipes.items()}
-    assert len(set(prints.values())) == len(prints)
-    program = "import pickle, sys; print(*[recipe.fingerprint() for recipe in pickle.load(sys.stdin.buffer)])"
-    code = f"import sys; sys.path[:0] = {[path for path in sys.path if path]!r}; {program}"
-    told = subprocess.run(
-        [sys.executable, "-c", code], input=pickle.dumps(list(recipes.values())), capture_output=True, check=True
-    )
-    assert told.stdout.decode().split() == list(prints.values())
-
-
-@pytest.mark.parametrize(
-    ("recipe", "fingerprint"),
-    [
-        (od.Recipe(), "9dd9203dc2ed2cfbe7179db61c02a615"),
-        (od.Recipe(audio=None), "3791b5c3df3c0bd9dc3fba3af8ab5260"),
-        (od.Recipe(image=None, audio=None), "def8a2c3c029dfee61bed392968eb5d2"),
-        (
-            od.Recipe(
-                image=od.ImagePreprocessor(patch_size=16, max_tokens=256, dtype="uint8"),
-                audio=od.AudioPreprocessor(num_mels=80),
-                text=od.TextPreprocessor(
-                    eos_token_id=5, template=od.ChatTemplate(suffix="\n"), image_placeholder="<img>"
-                ),
-                limits=od.Limits(image_pixels=10**6),
-            ),
-            "476f2f83ecfd630551269b5d751bc61c",
-        ),
-    ],
-)
-def test_fingerprints_of_plain_recipes_stay(recipe: od.Recipe, fingerprint: str) -> None:
-    """Indexes that people have belong to these: they change with what recipes give, and only then."""
-    assert recipe.fingerprint() == fingerprint
-
-
-def test_a_recipe_is_a_value() -> None:
-    recipe = od.Recipe(points=Points(group=3), tracks=Tracks(), keep=("CLS",), audio=None)
-    again = pickle.loads(pickle.dumps(recipe))
-    assert again == recipe and hash(again) == hash(recipe) and again.fingerprint() == recipe.fingerprint()
-    assert list(recipe.modalities) == ["image", "points", "tracks"] and recipe.audio is None and again.audio is None
-    for other in (
-        od.Recipe(points=Points(group=2), tracks=Tracks(), keep=("cls",), audio=None),
-        od.Recipe(points=Points(group=3), tracks=Tracks(), audio=None),
-        od.Recipe(points=Points(group=3), tracks=Tracks(), keep=("cls",)),
-        od.Recipe(points=Points(group=3), keep=("cls",), audio=None),
-    ):
-        assert other != recipe and other.fingerprint() != recipe.fingerprint()
-    assert (
-        eval(repr(recipe), {name: getattr(od, name) for name in NAMES} | {"Points": Points, "Tracks": Tracks}) == recipe
-    )
-    with pytest.raises(AttributeError, match="cannot assign"):
-        recipe.points = Points()  # type: ignore[attr-defined]
-    with pytest.raises(AttributeError, match="cannot assign"):
-        recipe.audio = None  # type: ignore[misc]
-
-
-NAMES = ("Recipe", "ImagePreprocessor", "AudioPreprocessor", "TextPreprocessor", "ChatTemplate", "Limits")
-
-
-class Loose(od.Modality):
-    """Not a dataclass: what it holds is no part of it."""
-
-    fields = ("loose",)
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def arrays(self) -> Mapping[str, od.ArraySpec]:
-        return {"rows": od.ArraySpec((self.size,))}
-
-
-def test_what_a_fingerprint_would_not_see_is_refused() -> None:
-    with pytest.raises(TypeError, match="Loose is no dataclass, so that .* its size: make it a frozen dataclass"):
-        od.Recipe(loose=Loose(3)).fingerprint()
-
-
 # Fields that are kept
-
-
-def fields_of(path: str | Path, recipe: od.Recipe) -> dict[str, Mapping[str, bytes]]:
-    dataset = od.ShardDataset(str(path), recipe=recipe)
-    samples = [sample for batch in od.DataLoader(dataset, batch_size=4, collate_fn=list) for sample in batch]
-    return {sample.key: sample.fields for sample in samples}
-
-
-def test_kept_fields_go_with_a_sample_as_bytes(tmp_path: Path) -> None:
-    meta = b'{"source": "web"}'
-    samples = [
-        {"__key__": "a", "npy": cloud(5), "txt": b"<points> a", "cls": b"3", "json": meta, "md": b"no"},
-        {"__key__": "b", "txt.gz": gzip.compress(b"zipped"), "0.cls": b"\0\xff", "side.cls": b"x"},
-        {"__key__": "c", "txt": b"plain"},
-    ]
-    shard = write_shard(tmp_path / "a.tar", samples)
-    assert fields_of(shard, od.Recipe(**OWN)) == {"a": {}, "b": {}, "c": {}}
-    assert fields_of(shard, od.Recipe(**OWN, keep=("cls", "json"))) == {
-        "a": {"cls": b"3", "json": meta},
-        "b": {"0.cls": b"\0\xff", "side.cls": b"x"},
-        "c": {},
-    }
-    assert fields_of(shard, od.Recipe(**OWN, keep=("txt", "npy"))) == {
-        "a": {"txt": b"<points> a", "npy": cloud(5)},
-        "b": {"txt.gz": b"zipped"},
-        "c": {"txt": b"plain"},
-    }
-
-
-def test_kept_columns_of_parquet(tmp_path: Path) -> None:
-    path = tmp_path / "a.parquet"
-    table = {
-        "id": ["a", "b"],
-        "text": ["one", "two"],
-        "embedding": pa.array([b"\0\1", None], pa.binary()),
-        "url": ["x.com", "y.com"],
-        "label": [3, 4],
-        "points": pa.array([cloud(4), cloud(5)], pa.binary()),
-    }
-    pq.write_table(pa.table(table), path)
-    kept = ("embedding", "url", "points")
-    assert fields_of(path, od.Recipe(**OWN, keep=kept)) == {
-        "a": {"embedding": b"\0\1", "url": b"x.com", "points": cloud(4)},
-        "b": {"url": b"y.com", "points": cloud(5)},
-    }
-    with pytest.raises(od.DataError, match="field 'label': the recipe asks for this column, which holds neither bytes"):
-        fields_of(path, od.Recipe(**OWN, keep=("label",)))
-
-
-def test_keeping_changes_nothing_else(shard: str) -> None:
-    keeping = od.Recipe(image=PLAIN.image, audio=PLAIN.audio, **OWN, keep=("json", "track", "npy"))
-    found = delivered([list(loader(shard, recipe=keeping, balance=BALANCES["per phase"]))])
-    assert differ(found, EXPECTED, mrope=False) == []
-    plain, kept = (od.ShardDataset(shard, recipe=recipe).index() for recipe in (RECIPE, keeping))
-    assert plain.totals["modalities"] == kept.totals["modalities"] and plain.fingerprint != kept.fingerprint
-    parts = [sample.parts for batch in loader(shard, recipe=keeping, collate_fn=list) for sample in batch]
-    assert len(parts) == NUM_SAMPLES
 
 
 def test_a_collate_fn_gets_parts_of_any_modality(shard: str) -> None:

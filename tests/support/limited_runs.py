@@ -48,14 +48,21 @@ class Runner:
         )
 
     def run(
-        self, shards: Sequence[str], *, cpu_seconds: int, wall_seconds: float = 120, misbehave: str = ""
+        self,
+        shards: Sequence[str],
+        *,
+        cpu_seconds: int,
+        wall_seconds: float = 120,
+        misbehave: str = "",
+        compare: bool = False,
     ) -> dict[str, Any]:
         """What became of these shards: `end` ("done", "raised", or how the child ended), `text`, `delivered` as
         (shard, key), `failures` as (shard, key, field, reason), `samples` in the index, `peak_bytes`, `seconds`.
+        With `compare` also `different`: media whose sizes are not what others find; see `recounted`.
         """
         assert self._process.stdin is not None and self._process.stdout is not None
         request = {"shards": list(shards), "cpu_seconds": cpu_seconds, "wall_seconds": wall_seconds}
-        request["misbehave"] = misbehave
+        request |= {"misbehave": misbehave, "compare": compare}
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         answer: dict[str, Any] = json.loads(self._process.stdout.readline())
@@ -120,7 +127,7 @@ def _child(request: dict[str, Any], send: int, cache: str, log: Path) -> None:
         os.environ["ORCHDATA_CACHE"] = cache
         try:
             misbehave(request["misbehave"])
-            answer = examine(request["shards"])
+            answer = examine(request["shards"], compare=request["compare"])
         except BaseException as error:
             kind = f"{type(error).__name__}: {error}"
             stack = "".join(traceback.format_tb(error.__traceback__)[-6:])
@@ -144,8 +151,10 @@ def misbehave(way: str) -> None:
         held.append(bytearray(64 << 20))
 
 
-def examine(shards: list[str]) -> dict[str, Any]:
+def examine(shards: list[str], *, compare: bool = False) -> dict[str, Any]:
     """Index the shards, and take one epoch of what can be used."""
+    from recounted import recounted
+
     import orchdata as od
     from orchdata.loaders.index.build import build_index
 
@@ -159,7 +168,8 @@ def examine(shards: list[str]) -> dict[str, Any]:
     for batch in od.DataLoader(dataset, batch_size=4, on_error=policy, num_threads=0):
         delivered.extend(batch.keys)
     listed = [(failure.shard, failure.key, failure.field, failure.reason) for failure in failures]
-    return {"end": "done", "text": "", "delivered": delivered, "failures": listed, "samples": index.num_samples}
+    answer = {"end": "done", "text": "", "delivered": delivered, "failures": listed, "samples": index.num_samples}
+    return answer | {"different": recounted(index, recipe, set(delivered)) if compare else []}
 
 
 def main() -> None:
@@ -172,7 +182,9 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     os.environ["ORCHDATA_CACHE"] = str(folder / "warm")
-    examine([write_shard(folder / "warm.tar", omni_samples(5))])  # imports and compiles what all children share
+    examine(
+        [write_shard(folder / "warm.tar", omni_samples(5))], compare=True
+    )  # imports and compiles what all children share
     for line in sys.stdin:
         print(json.dumps(fork_and_wait(json.loads(line), folder)), file=answers, flush=True)
 

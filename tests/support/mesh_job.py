@@ -90,6 +90,7 @@ class Job:
             "hsdp": seen(self.loader(DataParallel(both))),
             "microbatched": seen(self.loader(broadcast, balance=microbatched)),
             "mrope": seen(self.loader(broadcast, collate_fn=od.Packed(positions="mrope", empty="zero"))),
+            "one length": seen(self.loader(broadcast, collate_fn=od.Packed(length=600))),
             "skip": seen(self.loader(broadcast, data="bad", on_error="skip")),
             "raise": message(lambda: seen(self.loader(broadcast, data="bad"))),
             "collate": message(lambda: self.loader(broadcast, collate_fn=len)),
@@ -126,7 +127,7 @@ class Job:
             "equal effort": refused({"balance": od.Balance(effort=2)}, {"balance": od.Balance(effort=2.0)}),
             "nodes": refused(per_phase, per_phase, nodes),
             "nodes without parts": refused({}, {}, nodes),
-            "no index": refused({}, {"data": "unindexed"}),
+            "no index": refused({}, {"data": "unindexed", "index": "require"}),
             "world": refused({"seed": 1}, {"seed": 2}, dist.group.WORLD),
             "tuple": refused({"seed": 1}, {"seed": 2}, (0, 1)),
             "halves": message(lambda: self.loader(dp, seed=self.rank % 2)),
@@ -142,6 +143,15 @@ class Job:
         moved = self.loader(often)
         moved.set_epoch(int(odd))
         found["epoch"] = message(lambda: next(iter(moved)))
+        failing = od.DataLoader(FailsOnce(24), dp=often)
+        failing.dataset.broken = set(range(8, 16)) if odd else set()  # steps 2, which is compared, and 3
+
+        def rest() -> int:
+            return sum(1 for _ in failing)
+
+        found["fails at a compared step"] = message(rest)
+        found["fails at another"] = message(rest) if odd else None
+        found["left"] = rest()
         with other_plans(self.rank == 1):  # a receiver, and nobody compares
             unchecked = self.loader(DataParallel(self.mesh("dp", "tp"), dims=("dp",)))
             found["receiver"] = message(lambda: next(iter(unchecked)))
@@ -178,7 +188,7 @@ class Job:
             "seed": first({"seed": 1}, {"seed": 2}),
             "size": first({}, {"global_batch_size": 6}),
             "balance": first({}, {"balance": "none"}),
-            "no index": first({}, {"data": "unindexed"}),
+            "no index": first({}, {"data": "unindexed", "index": "require"}),
             "argument": first({}, {"timeout": -1}),
             "collate": first({"collate_fn": len}, {"collate_fn": sum}),
             "same lambda": first({"collate_fn": lambda samples: len(samples)}),

@@ -35,6 +35,7 @@ ASSIGNMENTS = ("joint", "per_phase")
 LAYOUTS: dict[str, od.Packed | od.Padded] = {
     "packed": od.Packed(),
     "packed by 8": od.Packed(multiple_of=8),
+    "packed to lengths": od.Packed(length=MAX_TOKENS // 2, encoder_lengths={"image": (64, 512), "audio": (128, 512)}),
     "packed mrope": od.Packed(positions="mrope"),
     "padded": od.Padded(),
     "padded encoders": od.Padded(encoders="padded"),
@@ -93,10 +94,18 @@ BOTH = (False, True)
 ALL = [Case(*values) for values in product(WRAPPERS, ASSIGNMENTS, LAYOUTS, BOTH, BOTH, BOTH)]
 EVERY_DAY = cover_pairs([Case(*values) for values in product(WRAPPERS, ASSIGNMENTS, ("packed", "padded"))], ALL)
 GUARDS = [case for wrapper in WRAPPERS for case in (Case(wrapper, scope="none"), Case(wrapper, loss="rank mean"))]
+GUARDS.append(Case("ddp", layout="packed to lengths", loss="padding too"))
 MORE_RANKS = [
     Case(*values)
     for values in product(WRAPPERS, ASSIGNMENTS, LAYOUTS, BOTH)
-    if values[2:] in (("packed", True), ("padded", False), ("packed mrope", True), ("padded encoders", True))
+    if values[2:]
+    in (
+        ("packed", True),
+        ("packed to lengths", True),
+        ("padded", False),
+        ("packed mrope", True),
+        ("padded encoders", True),
+    )
 ]
 SUITES = {
     "2 ranks": Suite(2, EVERY_DAY + GUARDS),
@@ -120,6 +129,12 @@ def make_model(case: Case) -> MultimodalLM:
     return (PaddedLM if padded else MultimodalLM)(make_config(case)).double()
 
 
+def is_fixed(case: Case) -> bool:
+    """Whether all microbatches have one length, which is the cap."""
+    layout = LAYOUTS[case.layout]
+    return isinstance(layout, od.Packed) and layout.length is not None
+
+
 def make_loader(shards: str, case: Case) -> od.DataLoader:
     return od.DataLoader(
         od.ShardDataset(shards, recipe=RECIPE),
@@ -129,8 +144,8 @@ def make_loader(shards: str, case: Case) -> od.DataLoader:
         balance=od.Balance(
             scope=case.scope,  # type: ignore[arg-type]
             assignment=case.assignment,  # type: ignore[arg-type]
-            max_tokens=MAX_TOKENS // dist.get_world_size() if case.microbatched else None,
-            oversize="own",
+            max_tokens=MAX_TOKENS // dist.get_world_size() if case.microbatched and not is_fixed(case) else None,
+            oversize="error" if is_fixed(case) else "own",
         ),
         dp=(0, 1) if case.wrapper is None else None,
         num_threads=0,
@@ -158,8 +173,11 @@ def train(shards: str, case: Case) -> tuple[dict[str, Tensor], list[dict[str, An
         loader.set_epoch(epoch)
         for batch in loader:
             inputs = batch.model_inputs()
+            if case.loss == "padding too":
+                inputs["labels"] = inputs["labels"].clone()
+                inputs["labels"][int(batch.llm.cu_seqlens[len(batch.keys)]) + 1 :] = 0
             out = model(**inputs)
-            scale = batch.loss_scale if case.loss == "global" else 1 / max(1, batch.loss_tokens)
+            scale = 1 / max(1, batch.loss_tokens) if case.loss == "rank mean" else batch.loss_scale
             (out.loss_sum * scale).backward()
             seen.append({"step": epoch * len(loader) + batch.step} | describe(batch, inputs))
             if batch.is_last_microbatch:

@@ -65,6 +65,7 @@ class Case:
         return od.Balance(**self.balance).caps
 
 
+WORKERS: Options = {"num_workers": 2, "num_threads": 2, "multiprocessing_context": "fork"}
 CASES = {
     "global": Case(),
     "sum": Case(balance={"objective": "sum", "max_tokens": CAP}),
@@ -96,6 +97,8 @@ CASES = {
     "broken, padded": Case("broken", layout="padded"),
     "broken, padded encoders": Case("broken", layout="padded encoders"),
     "broken, by hand": Case("broken", by_hand=True),
+    "broken, workers": Case("broken", options=WORKERS),
+    "llm cap, workers": Case(balance={"max_tokens": CAP}, options=WORKERS),
     "broken, grouped": Case("broken", balance={"scope": "grouped", "group_size": 2}),
 }
 
@@ -110,7 +113,19 @@ class Suite:
     slow: bool = False
 
 
-TWO = ("global", "llm cap", "image cap", "own", "none", "padded", "mrope", "intact", "broken", "broken, padded")
+TWO = (
+    "global",
+    "llm cap",
+    "image cap",
+    "own",
+    "none",
+    "padded",
+    "mrope",
+    "intact",
+    "broken",
+    "broken, padded",
+    "broken, workers",
+)
 THREE = ("global", "image cap", "intact", "broken", "intact, llm cap", "broken, llm cap")
 FOUR = ("global", "grouped", "grid", "intact", "broken")
 SUITES = {

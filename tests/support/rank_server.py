@@ -28,6 +28,7 @@ from typing import IO, Any, NoReturn
 MOST_BYTES = 1 << 20
 # Of what several jobs import, what takes long.
 IMPORTED = (
+    "torch._dynamo",  # as making an optimizer does
     "torch.distributed.device_mesh",
     "torch.distributed.fsdp",
     "torch.nn.parallel",

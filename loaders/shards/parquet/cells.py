@@ -1,4 +1,4 @@
-"""Cells of Parquet columns: schema -> which columns hold media or text, cell -> its bytes."""
+"""Cells of columns of Parquet and Arrow files: schema -> which columns hold media or text, cell -> its bytes."""
 
 from __future__ import annotations
 
@@ -35,16 +35,18 @@ class Column:
 
     Attributes:
         name: of the column.
-        form: "text", "chat", "words" (lists and structs with text that are no chat, as JSON), "binary" or "struct"
-            (bytes and path).
+        form: "text", "chat", "words" (lists and structs with text that are no chat, as JSON), "label" (a number that
+            stands for a name), "binary" or "struct" (bytes and path).
         listed: cells are lists; each item is a field `name.0`, `name.1`, ...
         kind: its modality, or OTHER where each cell's first bytes have to tell.
+        labels: the names that numbers stand for.
     """
 
     name: str
     form: str
     listed: bool
     kind: int
+    labels: tuple[str, ...] = ()
 
     @property
     def field(self) -> str:
@@ -64,13 +66,23 @@ class Column:
             return text_bytes(scalar)
         if self.form in ("chat", "words"):
             return _encode(scalar.as_py())
+        if self.form == "label":
+            return self._label(scalar.as_py())
         held = scalar if self.form == "binary" else _plain_scalar(scalar)["bytes"]
         if held.is_valid:
             return text_bytes(held)
         path = self.path(scalar)
         if path:
-            raise PathOnly(f"holds a path, not bytes: {path!r}; embed the bytes when writing the Parquet file")
+            raise PathOnly(f"holds a path, not bytes: {path!r}; embed the bytes when writing the file")
         return None
+
+    def _label(self, number: int) -> bytes | None:
+        """The name of a class; nothing for -1, by which `datasets` says that there is none."""
+        if number == -1:
+            return None
+        if not 0 <= number < len(self.labels):
+            raise ValueError(f"class {number} of {len(self.labels)}")
+        return self.labels[number].encode()
 
     def path(self, scalar: pa.Scalar) -> str | None:
         """The path beside the bytes of a struct."""
@@ -141,6 +153,18 @@ def plan_columns(schema: pa.Schema) -> tuple[list[Column], list[str], str | None
     return used, ignored, key
 
 
+def column_of(columns: Sequence[Column], field: str) -> tuple[Column, int] | None:
+    """The column of a field, and which item of its lists it is (-1 where its cells are none); None where none is."""
+    known = {column.name: column for column in columns}
+    column = known.get(field) or known.get(field.removesuffix(WORDS_SUFFIX))
+    if column is not None and not column.listed:
+        return column, -1
+    name, _, number = field.rpartition(".")
+    item = int(number) if number.isdecimal() and len(number) < 10 else -1
+    column = known.get(name)
+    return (column, item) if column is not None and column.listed and item >= 0 else None
+
+
 def sniff(data: bytes | memoryview) -> int:
     """The kind that the first bytes tell, else OTHER."""
     head = bytes(data[:16])
@@ -150,6 +174,9 @@ def sniff(data: bytes | memoryview) -> int:
 def _plan_column(name: str, type_: pa.DataType, feature: object) -> Column | None:
     if _is_turns(type_) or _is_chat_struct(type_):
         return Column(name, "chat", False, TEXT)
+    labels = _labels(feature)
+    if labels and pa.types.is_integer(type_):
+        return Column(name, "label", False, TEXT, labels)
     listed = _is_list(type_)
     item = type_.value_type if listed else type_
     if pa.types.is_dictionary(item):
@@ -191,6 +218,12 @@ def _declared_kind(name: str, feature: object) -> int:
         return kind
     words = set(re.split(r"[^a-z]+", name.lower()))
     return next((kind for kind, known in _WORDS.items() if words & known), OTHER)
+
+
+def _labels(feature: object) -> tuple[str, ...]:
+    """The names of a ClassLabel."""
+    names = feature.get("names") if isinstance(feature, dict) and feature.get("_type") == "ClassLabel" else None
+    return tuple(names) if isinstance(names, list) and all(isinstance(name, str) for name in names) else ()
 
 
 def _huggingface_features(schema: pa.Schema) -> Mapping[str, object]:

@@ -7,19 +7,17 @@ torch.
 
 from __future__ import annotations
 
-import fcntl
 import math
 import mmap
 import os
 import resource
-import select
 import signal
-import sys
 from collections import OrderedDict
 from typing import Any
 
 import pyarrow as pa
 
+from orchdata.loaders.limited_process import die_with_parent, lower_limit
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.shards.parquet.file import ParquetReader, Refused, short
 from orchdata.loaders.shards.parquet.framing import Ended, receive, send, send_bytes
@@ -48,8 +46,8 @@ def main(window: int, life: int) -> None:
         life: reading end of a pipe whose other end the parent holds.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
-    _die_with_parent(life)
-    _lower(resource.RLIMIT_CORE, 0)
+    die_with_parent(life)
+    lower_limit(resource.RLIMIT_CORE, 0)
     replies = os.dup(1)
     os.dup2(2, 1)  # whatever prints here is no message
     shared = mmap.mmap(window, BLOCK_BYTES, access=mmap.ACCESS_READ)
@@ -64,7 +62,7 @@ def main(window: int, life: int) -> None:
 def _serve(request: dict[str, Any], replies: int, shared: mmap.mmap) -> None:
     limits = Limits(**request["limits"])
     size = int(request["size"])
-    _lower(resource.RLIMIT_DATA, memory_bytes(limits))
+    lower_limit(resource.RLIMIT_DATA, memory_bytes(limits))
     _allow_cpu(cpu_seconds(size, 0))
     try:
         reader = ParquetReader(_LentFile(size, replies, shared), limits)
@@ -142,22 +140,6 @@ class _LentFile:
         return held
 
 
-def _die_with_parent(life: int) -> None:
-    """SIGKILL from the kernel when the parent is gone, whatever this process is doing then."""
-    fcntl.fcntl(life, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(life, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(life, fcntl.F_SETFL, fcntl.fcntl(life, fcntl.F_GETFL) | os.O_ASYNC)
-    gone = select.poll()
-    gone.register(life, select.POLLIN)
-    if gone.poll(0):  # before it was armed
-        sys.exit(0)
-
-
-def _lower(which: int, soft: int) -> None:
-    hard = resource.getrlimit(which)[1]
-    resource.setrlimit(which, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
-
-
 def _allow_cpu(seconds: float) -> None:
     used = resource.getrusage(resource.RUSAGE_SELF)
-    _lower(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime + seconds))
+    lower_limit(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime + seconds))

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from orchdata.loaders.errors import NOT_DATA
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.shards.parquet.cells import Column, plan_columns
+from orchdata.loaders.shards.parquet.cells import plan_columns
 from orchdata.loaders.storage.storage import Storage
 
 _STREAM_BYTES = 1 << 20
@@ -52,7 +52,9 @@ class ParquetReader:
         self._stream = _Stream(file)
         with self._stream.surfacing():
             source = pa.PythonFile(cast(Any, self._stream), mode="r")
-            self._parquet = pq.ParquetFile(source, pre_buffer=False, buffer_size=_STREAM_BYTES)
+            self._parquet = pq.ParquetFile(
+                source, pre_buffer=False, buffer_size=_STREAM_BYTES, page_checksum_verification=True
+            )
         metadata = self._metadata = self._parquet.metadata
         self.schema: pa.Schema = self._parquet.schema_arrow
         self.columns, self.ignored, self.key = plan_columns(self.schema)
@@ -167,9 +169,6 @@ class ParquetReader:
                     page = max(0, chunk.data_page_offset - chunk.dictionary_page_offset)
                     of_a_row += min(decoded, _DICTIONARY_SLACK * page * decoded / stored)
         return max(1, min(most, int(_BATCH_BYTES / of_a_row)))
-
-    def column(self, name: str) -> Column | None:
-        return next((column for column in self.columns if column.name == name), None)
 
 
 def _plain_bytes(array: pa.Array) -> int:

@@ -1,11 +1,13 @@
-"""One pass over a Parquet file: cells -> rows of the facts, with the headers of media.
+"""One pass over a Parquet or Arrow file: cells -> rows of the facts, with the headers of media.
 
-Runs in a child process (see `parquet_children`), for no file is known to be sound before it was decoded once.
+Of Parquet it runs in a child process (see `parquet_children`), for no file is known to be sound before it was decoded
+once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
 import pyarrow as pa
 
@@ -17,12 +19,26 @@ from orchdata.loaders.modalities.probing import read_header
 from orchdata.loaders.shards.facts_table import NO_HEADER, FactsTable
 from orchdata.loaders.shards.fields import PARQUET
 from orchdata.loaders.shards.parquet.cells import Column, PathOnly, is_text, text_bytes
-from orchdata.loaders.shards.parquet.file import ParquetReader, Refused, short
+from orchdata.loaders.shards.parquet.file import Refused, short
 
 _OF_A_CELL = (pa.ArrowException, ValueError, TypeError, LookupError, RecursionError)
 
 
-def scan(reader: ParquetReader, limits: Limits) -> tuple[FactsTable, dict[str, int]]:
+class RowReader(Protocol):
+    """What has rows in groups: a ParquetReader, or one of another format."""
+
+    schema: pa.Schema
+    columns: list[Column]
+    ignored: list[str]
+    key: str | None
+    starts: Any
+    promised_rows: int
+
+    def check(self) -> None: ...
+    def batches(self, group: int, names: Sequence[str], *, scan: bool = False) -> Iterator[pa.RecordBatch]: ...
+
+
+def scan(reader: RowReader, limits: Limits) -> tuple[FactsTable, dict[str, int]]:
     """The facts of a file, and how many rows each ignored column has. Bad cells are rows with an error.
 
     Raises:
@@ -41,7 +57,7 @@ def scan(reader: ParquetReader, limits: Limits) -> tuple[FactsTable, dict[str, i
 class _Scan:
     """The rows found so far."""
 
-    def __init__(self, reader: ParquetReader, limits: Limits) -> None:
+    def __init__(self, reader: RowReader, limits: Limits) -> None:
         self._reader = reader
         self._limits = limits
         self._table = FactsTable()

@@ -17,7 +17,7 @@ import pyarrow as pa
 from orchdata.loaders.errors import NOT_DATA, FieldError, ShardError
 from orchdata.loaders.limits import Limits, limits_fingerprint
 from orchdata.loaders.shards.facts_table import Facts, FactsMeta, shard_failure
-from orchdata.loaders.shards.parquet.cells import PathOnly
+from orchdata.loaders.shards.parquet.cells import PathOnly, column_of
 from orchdata.loaders.shards.parquet.children import measure
 from orchdata.loaders.shards.parquet.file import ParquetReader, short
 from orchdata.loaders.storage.content_digest import ContentDigest
@@ -155,17 +155,13 @@ class ParquetShard:
 
     def _cell(self, row: int, field: str) -> bytes | None:
         reader = self._open()
-        name, item = field, -1
-        column = reader.column(field)
-        if column is None or column.listed:
-            name, _, number = field.rpartition(".")
-            item = int(number) if number.isdecimal() and len(number) < 10 else -1
-            column = reader.column(name)
+        found = column_of(reader.columns, field)
         starts = reader.starts
-        if column is None or not 0 <= row < starts[-1] or column.listed != (item >= 0):
+        if found is None or not 0 <= row < starts[-1]:
             raise FieldError(field, f"the file has no such cell (row {row}): index the shard again")
+        column, item = found
         group = int(np.searchsorted(starts, row, side="right")) - 1
-        scalar = self._decoded(reader, group, name)[row - int(starts[group])]
+        scalar = self._decoded(reader, group, column.name)[row - int(starts[group])]
         if column.listed:
             if not scalar.is_valid or item >= len(scalar.values):
                 return None

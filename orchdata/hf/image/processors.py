@@ -10,12 +10,10 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from importlib import import_module
 from typing import Any
 
-import numpy as np
-
 from orchdata.hf.image.sizes import Outputs, Settings, rule_of
+from orchdata.hf.processor_parts import class_at, path_of
 from orchdata.loaders.modalities.image_decode import pass_order
 
 # What a processor holds beside its settings; none of it has a say in images.
@@ -27,7 +25,12 @@ def source_of(processor: Any, image_processor: Any) -> str:
 
     Raises ValueError for classes that cannot be imported by name, TypeError for settings without a JSON form.
     """
-    held: dict[str, Any] = {"image_processor": _named(image_processor), "call": {}, "processor": None, "nested": False}
+    held: dict[str, Any] = {
+        "image_processor": {"class": path_of(image_processor)},
+        "call": {},
+        "processor": None,
+        "nested": False,
+    }
     held["image_processor"]["settings"] = json.loads(image_processor.to_json_string())
     if getattr(image_processor, "backend", "pil") == "pil":
         held["resizes"] = pass_order()
@@ -40,19 +43,10 @@ def source_of(processor: Any, image_processor: Any) -> str:
         held["call"] = {name: value for name, value in merged["images_kwargs"].items() if name != "return_tensors"}
         attributes = {name: value for name, value in vars(processor).items() if name not in _BESIDE}
         attributes = {name: getattr(value, "content", value) for name, value in attributes.items()}
-        held["processor"] = _named(processor) | {"attributes": {k: v for k, v in attributes.items() if _is_plain(v)}}
+        held["processor"] = {"class": path_of(processor)}
+        held["processor"]["attributes"] = {name: value for name, value in attributes.items() if _is_plain(value)}
         held["nested"] = _takes_nested(processor)
     return json.dumps(held, sort_keys=True)
-
-
-def _named(value: Any) -> dict[str, Any]:
-    kind = type(value)
-    home = import_module(kind.__module__)
-    if getattr(home, kind.__qualname__, None) is not kind:
-        raise ValueError(
-            f"{kind.__qualname__} cannot be imported from {kind.__module__}, as other processes do: define it in a file"
-        )
-    return {"class": [kind.__module__, kind.__qualname__]}
 
 
 def _is_plain(value: Any) -> bool:
@@ -136,23 +130,11 @@ def running(source: str) -> Running:
 
 
 def _built(held: Mapping[str, Any]) -> Running:
-    image_processor = _class(held["image_processor"]).from_dict(held["image_processor"]["settings"])
+    image_processor = class_at(held["image_processor"]["class"]).from_dict(held["image_processor"]["settings"])
     processor = None
     if held["processor"] is not None:
         # Without its constructor, which asks for a tokenizer that images do not need.
-        kind = _class(held["processor"])
+        kind = class_at(held["processor"]["class"])
         processor = kind.__new__(kind)
         vars(processor).update(held["processor"]["attributes"], image_processor=image_processor)
     return Running(image_processor, processor, held["call"], held["nested"])
-
-
-def _class(named: Mapping[str, Any]) -> Any:
-    module, name = named["class"]
-    return getattr(import_module(module), name)
-
-
-def as_array(value: Any) -> np.ndarray[Any, Any]:
-    """One output, as NumPy has it."""
-    if hasattr(value, "detach"):
-        return np.asarray(value.detach().cpu().numpy())
-    return np.asarray(value)

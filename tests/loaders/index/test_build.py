@@ -21,10 +21,12 @@ from shard_factory import omni_samples, omni_shards, write_shard
 
 import orchdata as od
 import orchdata.loaders.index.index
+import orchdata.loaders.index.kept
 from orchdata.loaders.errors import DataError, FieldError, MissingIndexError, StorageError
 from orchdata.loaders.index import build, facts, repeats
 from orchdata.loaders.index.build import BuildProgress, build_index
-from orchdata.loaders.index.index import Index, index_path, open_index
+from orchdata.loaders.index.index import Index
+from orchdata.loaders.index.kept import index_path, open_index
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.recipe import ImagePreprocessor, Recipe, TextPreprocessor
 from orchdata.loaders.samples.decode import decode_sample
@@ -344,7 +346,7 @@ def test_a_forced_build_that_ended_before_its_merge_is_not_lost(
 
 def test_other_rules_keep_nothing(shards: list[str], scans: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     first = build_index(shards, Recipe())
-    for module in (build, facts, orchdata.loaders.index.index):
+    for module in (build, facts, orchdata.loaders.index.index, orchdata.loaders.index.kept):
         monkeypatch.setattr(module, "RULES", RULES + 1)
     scans.clear()
     assert open_index(shards, Recipe()) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import struct
 import subprocess
 import sys
 import threading
@@ -18,7 +19,8 @@ from hypothesis import strategies as st
 
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.modalities.audio_decode import decode_audio, fit, kernel_ratio, read_mono, resample
+from orchdata.loaders.modalities.audio_decode import _magnitudes, decode_audio, fit, kernel_ratio, read_mono, resample
+from orchdata.loaders.modalities.cut_audio import plain_wav
 from orchdata.loaders.recipe import AudioPreprocessor
 
 LIMITS = Limits()
@@ -74,6 +76,40 @@ def test_channels_are_averaged(channels):
     mono, rate = read_mono(encoded(waves, 16_000), LIMITS)
     assert rate == 16_000
     np.testing.assert_allclose(mono, waves.mean(axis=1), atol=1e-6)
+
+
+def riff(*chunks: tuple[bytes, bytes]) -> bytes:
+    body = b"".join(name + len(held).to_bytes(4, "little") + held + b"\0" * (len(held) % 2) for name, held in chunks)
+    return b"RIFF" + (4 + len(body)).to_bytes(4, "little") + b"WAVE" + body
+
+
+@pytest.mark.parametrize("channels", [1, 2])
+@pytest.mark.parametrize("between", [(), ((b"LIST", b"INFOISFT\x03\0\0\0abc"),)])
+def test_samples_of_a_plain_wav_are_libsndfiles(channels, between):
+    values = np.random.default_rng(0).integers(-(2**15), 2**15, (777, channels), np.int16)
+    header = struct.pack("<HHIIHH", 1, channels, 16_000, 32_000 * channels, 2 * channels, 16)
+    data = riff((b"fmt ", header), *between, (b"data", values.tobytes()))
+    expected, _ = soundfile.read(io.BytesIO(data), dtype="float32", always_2d=True)
+    assert plain_wav(data) is not None
+    np.testing.assert_array_equal(read_mono(data, LIMITS)[0], expected.mean(axis=1, dtype=np.float32))
+
+
+def test_any_other_wav_is_left_to_libsndfile():
+    plain = encoded(tone(800, 16_000), 16_000, subtype="PCM_16")
+    assert plain_wav(plain) is not None
+    behind = riff((b"fmt ", plain[20:36]), (b"data", plain[44:]), (b"LIST", b"INFO"))
+    unclosed = plain[:40] + bytes(4) + plain[44:]
+    two_before = riff((b"fmt ", plain[20:36]), (b"LIST", b"INFO"), (b"fact", bytes(4)), (b"data", plain[44:]))
+    others = [encoded(tone(800, 16_000), 16_000, subtype=kind) for kind in ("PCM_24", "PCM_U8", "FLOAT", "ALAW")]
+    for data in (behind, unclosed, two_before, plain[:-2], plain[:30], *others):
+        assert plain_wav(data) is None
+
+
+@pytest.mark.parametrize("shape", [(1, 201), (3, 21), (7, 64), (302, 201)])
+def test_magnitudes_are_torchs_to_the_bit(shape):
+    spectrum = torch.randn(shape, dtype=torch.complex64) * torch.logspace(-12, 3, shape[1])
+    expected = spectrum.abs()
+    assert torch.equal(_magnitudes(spectrum), expected)
 
 
 def test_long_clips_are_read_block_by_block():

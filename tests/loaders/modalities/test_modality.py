@@ -1,10 +1,9 @@
-"""A modality that the library does not know, up to the index: what it claims, how it is counted, what is refused."""
+"""A modality that the library does not know, up to the index: how it is counted, named in records, and refused."""
 
 from __future__ import annotations
 
 import json
 import pickle
-import shutil
 from collections.abc import Mapping
 from dataclasses import FrozenInstanceError, asdict, dataclass, replace
 from pathlib import Path
@@ -16,43 +15,16 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from own_modalities import Points, Tracks, cloud, mixed_samples, track
+from own_shards import RECIPE, Clouds, Wide, indexed, one_shard, parts_of, reasons, recipe_of
 from shard_factory import RECIPE as PLAIN
-from shard_factory import chat, jpeg, png, write_shard
+from shard_factory import jpeg, write_shard
 
 import orchdata as od
 from orchdata.loaders.errors import DecodeError
-from orchdata.loaders.index.build import build_index
 from orchdata.loaders.modalities.modality import stored
 
 NAMES = ("text", "image", "audio", "points", "tracks")
 SIZE = od.PartSize(4, 1)
-
-
-def recipe_of(**held: Any) -> od.Recipe:
-    return od.Recipe(**{"image": PLAIN.image, "audio": PLAIN.audio} | held)
-
-
-RECIPE = recipe_of(points=Points(), tracks=Tracks())
-
-
-def indexed(shard: str | Path, recipe: od.Recipe = RECIPE, **options: Any) -> Any:
-    return od.ShardDataset(str(shard), recipe=recipe).index(**options)
-
-
-def one_shard(folder: Path, *samples: dict[str, Any]) -> str:
-    return write_shard(folder / "a.tar", [{"__key__": f"s{place}"} | sample for place, sample in enumerate(samples)])
-
-
-def parts_of(index: Any, name: str, recipe: od.Recipe = RECIPE) -> list[od.PartSize]:
-    parts, _ = index.parts_of(np.arange(index.num_samples), name)
-    sizes: list[od.PartSize] = index.sizes(parts, recipe)
-    return sizes
-
-
-def reasons(index: Any) -> dict[str, tuple[str, str]]:
-    """Key -> field and reason of each bad sample."""
-    failures = [index.failure(int(row)) for row in index.bad_rows()]
-    return {failure.key: (failure.field, failure.reason) for failure in failures}
 
 
 # Counts
@@ -81,149 +53,11 @@ def test_an_index_holds_what_counting_by_hand_gives(tmp_path: Path) -> None:
     assert index.totals["llm_tokens"] == media  # text's tokens are in it
 
 
-@dataclass(frozen=True, kw_only=True)
-class Wide(Tracks):
-    """Has more numbers in its extent than any built-in modality."""
-
-    fields = ("wide",)
-    slot = od.Slot()
-    words = ()
-    num_extents = 3
-
-    def count_header(self, header: tuple[int, ...], limits: od.Limits) -> od.PartSize:
-        (length,) = header
-        return od.PartSize(length, length, extent=(length, 7, 9))
-
-
 def test_each_modality_gets_an_extent_of_its_own_width(tmp_path: Path) -> None:
     recipe = recipe_of(tracks=Tracks(), wide=Wide())
     index = indexed(one_shard(tmp_path, {"jpg": jpeg(64, 32), "track": track(6), "wide": track(5)}), recipe)
     found = {name: parts_of(index, name, recipe)[0].extent for name in ("image", "tracks", "wide")}
     assert found == {"image": (4, 8), "tracks": (6,), "wide": (5, 7, 9)}
-
-
-# Headers
-
-
-class Probe:
-    calls = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Counted(Tracks):
-    """Counts how often members are probed."""
-
-    @classmethod
-    def probe(cls, data: bytes, limits: od.Limits) -> tuple[int, ...]:
-        Probe.calls += 1
-        return super().probe(data, limits)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Same(Counted):
-    """Keeps the probe."""
-
-    fields = ("track", "other")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Raised(Counted):
-    version = 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class Own(Counted):
-    @classmethod
-    def probe(cls, data: bytes, limits: od.Limits) -> tuple[int, ...]:
-        return super().probe(data, limits)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TwoFacts(Counted):
-    """What `Counted` becomes when someone means to change its header, and forgets to raise its version."""
-
-    num_facts = 2
-
-
-@pytest.fixture
-def probed(tmp_path: Path) -> Any:
-    """Indexes tracks, and tells how many members were probed."""
-    shard = one_shard(tmp_path, *[{"track": track(3 + n)} for n in range(5)], {"track": b"no track at all"})
-
-    def run(modality: od.Modality, **options: Any) -> int:
-        before = Probe.calls
-        recipe = recipe_of(tracks=modality)
-        index = indexed(shard, recipe, **options)
-        stride = getattr(modality, "stride", 2)
-        assert [size.tokens for size in parts_of(index, "tracks", recipe)] == [-(-n // stride) for n in range(3, 8)]
-        assert reasons(index) == {"s5": ("track", "not a track")}
-        return Probe.calls - before
-
-    run.shard = shard  # type: ignore[attr-defined]
-    return run
-
-
-def test_headers_are_kept_for_a_probe_and_its_version_whatever_its_parameters(probed: Any) -> None:
-    assert probed(Counted(stride=2)) == 6
-    assert probed(Counted(stride=3)) == 0  # the failed one is not tried again either
-    assert probed(Same()) == 6  # its class attributes may be what the probe reads
-    assert probed(Raised()) == 6
-    assert probed(Own()) == 6
-    assert probed(Counted(stride=4)) == 0
-
-
-def test_looking_for_changed_shards_probes_none_that_is_the_same(probed: Any) -> None:
-    assert probed(Counted()) == 6
-    assert probed(Counted(stride=3), rebuild=True) == 0
-    before = Probe.calls
-    build_index([probed.shard], recipe_of(tracks=Counted()), force=True)
-    assert Probe.calls == before + 6
-
-
-def test_other_limits_probe_again(probed: Any) -> None:
-    assert probed(Counted()) == 6
-    before = Probe.calls
-    indexed(probed.shard, recipe_of(tracks=Counted(), limits=od.Limits(image_pixels=10**6)))
-    assert Probe.calls == before + 6  # a probe is given them
-
-
-@pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "gone"])
-def test_damaged_headers_are_probed_again(probed: Any, private_cache: Path, damage: str) -> None:
-    assert probed(Counted()) == 6
-    (kept,) = private_cache.rglob("*.headers")
-    content = bytearray(kept.read_bytes())
-    if damage == "flipped":
-        content[len(content) // 2] ^= 1
-    kept.write_bytes({"cut": content[:-1], "empty": b""}.get(damage, content))
-    if damage == "gone":
-        kept.unlink()
-    assert probed(Counted(stride=3)) == 6
-    assert probed(Counted(stride=4)) == 0
-
-
-def test_headers_of_another_width_are_not_taken_for_its_own(probed: Any) -> None:
-    assert probed(Counted()) == 6
-    found = reasons(indexed(probed.shard, recipe_of(tracks=TwoFacts())))
-    assert found["s0"] == ("track", "probe() gave (3,), not num_facts=2 integers of 64 bits")
-
-
-def test_a_changed_shard_is_probed_again(probed: Any) -> None:
-    assert probed(Counted()) == 6
-    write_shard(Path(probed.shard), [{"__key__": "s0", "track": track(40)}])
-    before = Probe.calls
-    index = indexed(probed.shard, recipe_of(tracks=Counted()), rebuild=True)
-    assert [size.positions for size in parts_of(index, "tracks", recipe_of(tracks=Counted()))] == [40]
-    assert Probe.calls == before + 1
-    indexed(probed.shard, recipe_of(tracks=Counted(stride=3)))
-    assert Probe.calls == before + 1
-
-
-def test_what_is_counted_from_bytes_keeps_no_headers(tmp_path: Path, private_cache: Path) -> None:
-    shard = one_shard(tmp_path, {"npy": cloud(10)}, {"npy": cloud(3)})
-    for group, tokens in ((4, [3, 1]), (1, [10, 3])):
-        recipe = recipe_of(points=Points(group=group))
-        assert [size.tokens for size in parts_of(indexed(shard, recipe), "points", recipe)] == tokens
-    assert list(private_cache.rglob("*.headers")) == []
 
 
 # Sizes that are none
@@ -297,176 +131,6 @@ def test_a_header_that_no_column_holds_fails_its_sample_alone(tmp_path: Path) ->
     assert list(reasons(index)) == ["s1", "s3", "s5", "s7"]
     assert reasons(index)["s1"][1] == f"probe() gave ({2**63},), not num_facts=1 integers of 64 bits"
     assert index.member_header[:, 0].tolist() == [5, 6, 7, 2**63 - 1]
-
-
-# Claims
-
-
-@dataclass(frozen=True, kw_only=True)
-class Depth(od.ImagePreprocessor):
-    fields = ("depth.png",)
-    words = ()
-
-
-def test_the_longest_name_decides_whose_a_member_is(tmp_path: Path) -> None:
-    samples = {"png": png(64, 32), "depth.png": png(32, 32), "1.depth.png": png(16, 64)}
-    shard = one_shard(tmp_path, samples | {"txt": b"deep"})
-    small = {"patch_size": 8, "min_tokens": 1, "max_tokens": 12}
-    recipe = recipe_of(depth=Depth(**small))
-    index = indexed(shard, recipe)
-    assert [size.extent for size in parts_of(index, "image", recipe)] == [(4, 8)]
-    assert [size.extent for size in parts_of(index, "depth", recipe)] == [(4, 4), (8, 2)]
-    # Without the modality all three are images.
-    assert len(parts_of(indexed(shard, PLAIN), "image", PLAIN)) == 3
-
-
-def test_headers_that_the_facts_have_are_not_read_again(tmp_path: Path, private_cache: Path) -> None:
-    indexed(one_shard(tmp_path, {"depth.png": png(32, 32)}), recipe_of(depth=Depth()))
-    assert list(private_cache.rglob("*.headers")) == []
-
-
-@dataclass(frozen=True, kw_only=True)
-class Clouds(Points):
-    slot = od.Slot(mark="")
-
-
-class Gifs(Depth):
-    fields = ("gif",)
-
-
-class Framed(od.ImagePreprocessor):
-    fields = ("png", "depth.png")
-
-
-class Marked(Points):
-    fields = ("cloud",)
-    slot = od.Slot(mark="<image>")
-
-
-class Worded(Points):
-    fields = ("cloud",)
-    words = ("image_url",)
-
-
-@pytest.mark.parametrize(
-    ("held", "message"),
-    [
-        ({"points": Points(), "clouds": Clouds()}, "clouds and points both claim the field 'npy'"),
-        ({"points": Points(), "npy": Tracks()}, "npy and points both claim the field 'npy'"),
-        ({"image": Framed(), "depth": Depth()}, "image and depth both claim the field 'depth.png'"),
-        ({"a": Tracks(), "b": Wide(), "wide": Tracks()}, "b and wide both claim the field 'wide'|'track'"),
-        ({"marked": Marked()}, "the marks of image and marked are both '<image>'"),
-        ({"worded": Worded()}, "image and worded both claim items of type 'image_url'"),
-    ],
-)
-def test_claims_that_collide_are_refused(held: dict[str, od.Modality], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        od.Recipe(**held)
-
-
-def test_what_is_left_out_may_be_claimed_and_a_users_claim_goes_before_a_default() -> None:
-    assert od.Recipe(image=None, worded=Worded()).rules.words.items["image_url"] == "worded"
-    recipe = recipe_of(moving=Gifs())
-    assert recipe.kinds[recipe.kind_of("0.gif", 1)] == "moving" and recipe.kinds[recipe.kind_of("png", 1)] == "image"
-
-
-@pytest.mark.parametrize("name", ["llm", "step", "Points", "2d", "point-cloud", "_x", "x_", ""])
-def test_names_that_mean_something_else_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match="a modality cannot be called"):
-        od.Recipe(**{name: Points()})
-
-
-@pytest.mark.parametrize(
-    ("held", "message"),
-    [
-        ({"points": 3}, "Recipe.points must be an od.Modality, got int"),
-        ({"points": Points}, "Recipe.points must be an od.Modality, got type"),
-        ({"text": Points()}, "Recipe.text must be TextPreprocessor, got Points"),
-        ({"image": od.AudioPreprocessor()}, "Recipe.image must be ImagePreprocessor, got AudioPreprocessor"),
-    ],
-)
-def test_what_is_no_modality_is_refused(held: dict[str, Any], message: str) -> None:
-    with pytest.raises(TypeError, match=message):
-        od.Recipe(**held)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Arrays(Points):
-    name: str = "points"
-    dtype: str = "float32"
-    per: Any = "row"
-    row_shape: tuple[int, ...] = (3,)
-
-    def arrays(self) -> Mapping[str, od.ArraySpec]:
-        return {self.name: od.ArraySpec(self.row_shape, self.dtype, self.per)}
-
-
-@pytest.mark.parametrize(
-    ("held", "error", "message"),
-    [
-        ({"points": Arrays(name="positions")}, ValueError, "an array of points cannot be called 'positions'"),
-        ({"points": Arrays(name="mask")}, ValueError, "'mask'"),
-        ({"points": Arrays(name="two words")}, ValueError, "'two words'"),
-        ({"input": Arrays(name="ids")}, ValueError, "every batch and input both have an input called input_ids"),
-        ({"a": Arrays(name="b_values"), "a_b": Tracks()}, ValueError, "a and a_b both have an input called a_b_values"),
-        ({"points": Arrays(per="rows")}, ValueError, "per='rows'"),
-        ({"points": Arrays(row_shape=(0,))}, ValueError, "sides are ints of at least 1"),
-        ({"points": Arrays(dtype="object")}, TypeError, "dtype 'object'"),
-        ({"points": Arrays(dtype="float99")}, TypeError, "float99"),
-    ],
-)
-def test_arrays_that_no_batch_can_hold_are_refused(held: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        od.Recipe(**held)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Called(Points):
-    """Its names are parameters, as any may be."""
-
-    fields: Any = ("npy",)
-    words: Any = ()
-    slot: Any = od.Slot()
-
-
-@pytest.mark.parametrize(
-    ("called", "message"),
-    [
-        ({"fields": "npy"}, "fields of points must be a tuple of names, got 'npy'"),
-        ({"fields": ("npy", "")}, "fields of points must be a tuple of names"),
-        ({"words": "cloud"}, "words of points must be a tuple of names, got 'cloud'"),
-        ({"fields": (".npy",)}, "must be called 'npy', without its dot, got '.npy'"),
-        ({"slot": od.Slot(mark=b"<cloud>")}, "the mark of points must be a string"),  # type: ignore[arg-type]
-        ({"slot": od.Slot(token_id=-1)}, r"the token_id of points must be an int in \[0, 2147483647\], got -1"),
-        ({"slot": od.Slot(token_id=None)}, "the token_id of points"),  # type: ignore[arg-type]
-        ({"slot": od.Slot(start_id=2**31)}, "the start_id of points"),
-    ],
-)
-def test_names_and_tokens_that_would_find_nothing_are_refused(called: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        od.Recipe(points=Called(**called))
-    assert od.Recipe(points=Called(fields=("NPY",))).kind_of("0.npy", 255) == 3
-
-
-def test_what_is_text_by_its_suffix_may_be_claimed(tmp_path: Path) -> None:
-    recipe = recipe_of(layout=Called(fields=("layout.json", "csv")))
-    shard = one_shard(tmp_path, {"layout.json": cloud(6), "csv": cloud(3), "json": chat("what?", "<layout> <layout>")})
-    index = indexed(shard, recipe)
-    assert reasons(index) == {} and [size.positions for size in parts_of(index, "layout", recipe)] == [3, 6]
-
-
-def test_a_modality_without_methods_says_which_it_lacks(tmp_path: Path) -> None:
-    class Nothing(od.Modality):
-        fields = ("nothing",)
-
-    class Uncounted(Nothing):
-        def arrays(self) -> Mapping[str, od.ArraySpec]:
-            return {}
-
-    with pytest.raises(NotImplementedError, match=r"Nothing must define arrays\(\)"):
-        od.Recipe(nothing=Nothing())
-    found = reasons(indexed(one_shard(tmp_path, {"nothing": b"data"}), od.Recipe(nothing=Uncounted())))
-    assert "must define count(), or probe() and count_header()" in found["s0"][1]
 
 
 # Conversations and records
@@ -565,43 +229,7 @@ def test_decoded_values_are_taken_in_their_own_dtype_alone(values: Any, dtype: s
             stored(values, dtype)
 
 
-def test_a_shard_may_move_with_its_headers_probed_once_more(tmp_path: Path) -> None:
-    """Headers are kept by where a shard lies, as its facts are."""
-    shard = one_shard(tmp_path, {"track": track(4)})
-    indexed(shard, recipe_of(tracks=Counted()))
-    (tmp_path / "elsewhere").mkdir()
-    moved = shutil.copy(shard, tmp_path / "elsewhere")
-    before = Probe.calls
-    recipe = recipe_of(tracks=Counted())
-    assert [size.positions for size in parts_of(indexed(moved, recipe), "tracks", recipe)] == [4]
-    assert Probe.calls == before + 1
-
-
 # What would be another than it seems
-
-
-class PerSixteen(Tracks):
-    """A probe that reads an attribute of its class."""
-
-    per = 16
-
-    @classmethod
-    def probe(cls, data: bytes, limits: od.Limits) -> tuple[int, ...]:
-        return (len(data) // cls.per,)
-
-    def count_header(self, header: tuple[int, ...], limits: od.Limits) -> od.PartSize:
-        return od.PartSize(header[0], header[0])
-
-
-class PerFour(PerSixteen):
-    per = 4
-
-
-def test_headers_are_those_of_the_class_that_was_asked(tmp_path: Path) -> None:
-    shard = one_shard(tmp_path, {"track": track(8)})
-    for kind in (PerSixteen, PerFour):
-        recipe = recipe_of(tracks=kind())
-        assert parts_of(indexed(shard, recipe), "tracks", recipe)[0].positions == len(track(8)) // kind.per
 
 
 class Plain(Points):

@@ -19,9 +19,11 @@ import soundfile
 from PIL import Image
 
 from orchdata.loaders.errors import DecodeError, FieldError
+from orchdata.loaders.index.build import build_index
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.builtin import OTHER
 from orchdata.loaders.modalities.image import ImagePreprocessor
+from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.fields import PARQUET
 from orchdata.loaders.shards.parquet.children import measuring
 from orchdata.loaders.shards.parquet.shard import COLUMNS, ColumnCache, ParquetShard
@@ -337,3 +339,17 @@ def test_a_field_of_type_null_in_a_chat_says_nothing(tmp_path: Path):
         ("messages", None),
         ("nested", None),
     ]
+
+
+def test_a_page_that_does_not_fit_its_checksum_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    table = pa.table({"text": ["these letters are in the page", "others"]})
+    options = {"compression": "none", "use_dictionary": False, "write_statistics": False}
+    for checksum in (False, True):
+        pq.write_table(table, path, write_page_checksum=checksum, **options)
+        assert build_index([str(path)], Recipe(), force=True).totals["bad"] == 0
+        data = path.read_bytes()
+        path.write_bytes(data.replace(b"letters", b"Letters", 1))
+        index = build_index([str(path)], Recipe(), force=True)
+        assert index.totals["bad"] == int(checksum)
+    assert "CRC checksum verification failed" in index.failure(0).reason

@@ -3,102 +3,27 @@
 from __future__ import annotations
 
 import gzip
-import hashlib
 import io
 import os
 import re
 import tarfile
-from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import soundfile
-import webdataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from webdataset.tariterators import group_by_keys, tar_file_expander
+from tars import jpeg, rows, shard, wav, write_tar
 
 from orchdata.loaders.errors import DecodeError, FieldError, StaleIndexError
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.builtin import BUILTINS, KINDS, OTHER
-from orchdata.loaders.shards.fields import SPARSE, printable, split_name
+from orchdata.loaders.shards.fields import printable, split_name
 from orchdata.loaders.shards.tar import TarShard
-from orchdata.loaders.shards.tar_walk import UnusualTar, walk_any, walk_plain
 from orchdata.loaders.storage.local import LocalFile
-
-
-def shard(path: Path, limits: Limits | None = None) -> TarShard:
-    return TarShard(str(path), LocalFile(path), limits=limits or Limits())
-
-
-def write_tar(path: Path, members: Sequence[tuple[str, bytes]], form: int = tarfile.USTAR_FORMAT) -> Path:
-    with tarfile.open(path, "w", format=form) as tar:
-        for name, content in members:
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            tar.addfile(info, io.BytesIO(content))
-    return path
-
-
-def rows(path: Path, limits: Limits | None = None) -> list[dict[str, Any]]:
-    return shard(path, limits).facts().table.arrow().to_pylist()
-
-
-def jpeg(width: int, height: int) -> bytes:
-    out = io.BytesIO()
-    Image.new("RGB", (width, height), (200, 30, 90)).save(out, "JPEG")
-    return out.getvalue()
-
-
-def wav(frames: int, rate: int, form: str = "WAV") -> bytes:
-    out = io.BytesIO()
-    soundfile.write(out, np.zeros(frames), rate, format=form)
-    return out.getvalue()
-
-
-def samples_by_webdataset(path: Path) -> list[dict[str, Any]]:
-    with open(path, "rb") as stream:
-        return list(group_by_keys(tar_file_expander([{"url": str(path), "stream": stream}])))
-
-
-def samples_by_us(path: Path) -> list[dict[str, Any]]:
-    opened = shard(path)
-    found: list[dict[str, Any]] = []
-    for row in opened.facts().table.arrow().to_pylist():
-        assert row["error"] is None or row["kind"] != OTHER, row
-        if row["sample"] == len(found):
-            found.append({"__key__": row["key"], "__url__": str(path)})
-        encoding = row["encoding"] if row["encoding"] == SPARSE else 0
-        found[-1][row["field"]] = bytes(opened.read(row["offset"], row["size"], encoding, row["field"]))
-    return found
-
-
-def test_every_shard_of_others_reads_as_webdataset_reads_it(fixtures_dir: Path) -> None:
-    paths = sorted((fixtures_dir / "wds").rglob("*.tar"))
-    assert len(paths) >= 9
-    for path in paths:
-        assert samples_by_us(path) == samples_by_webdataset(path), path
-
-
-def test_what_webdataset_writes_reads_back(tmp_path: Path) -> None:
-    path = tmp_path / "a.tar"
-    with webdataset.TarWriter(str(path)) as writer:
-        for i in range(50):
-            writer.write({"__key__": f"dir.x/{i:04d}", "0.JPG": b"x" * i, "txt": "t", "json": {"a": i}})
-    list(walk_plain(LocalFile(path), hashlib.blake2b()))  # its PAX headers are no reason for the slow walk
-    assert samples_by_us(path) == samples_by_webdataset(path)
-    assert samples_by_us(path)[7]["0.jpg"] == b"x" * 7
-
-
-NAMES = st.lists(
-    st.text(st.sampled_from("ab./_é-"), min_size=1, max_size=12).filter(lambda name: not name.endswith("/")),
-    min_size=1,
-    max_size=8,
-)
 
 
 def test_a_hard_link_is_the_file_it_names_and_any_other_link_is_an_error(tmp_path: Path) -> None:
@@ -181,29 +106,6 @@ def test_joined_archives_are_an_error_and_padding_is_none(tmp_path: Path, name: 
     assert [f"at byte {len(alone) + (3 << 20)}: what follows is lost" in row["error"] for row in rows(path)] == [True]
 
 
-@settings(max_examples=150, deadline=None)
-@given(names=NAMES, form=st.sampled_from([tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]))
-def test_names_group_as_webdataset_groups_them(
-    tmp_path_factory: pytest.TempPathFactory, names: list[str], form: int
-) -> None:
-    path = write_tar(tmp_path_factory.mktemp("t") / "a.tar", [(name, name.encode()) for name in names], form)
-    try:
-        expected = samples_by_webdataset(path)
-    except ValueError:  # a duplicate field
-        assert any("comes twice" in (row["error"] or "") for row in rows(path))
-        return
-    keys = [sample["__key__"] for sample in expected]
-    found = rows(path)
-    if len(set(keys)) < len(keys):
-        assert any("comes back" in (row["error"] or "") for row in found)
-    elif not keys:
-        assert len(found) == 1 and found[0]["error"]
-    else:
-        assert [(r["key"], r["field"]) for r in found] == [
-            (sample["__key__"], field) for sample in expected for field in sample if field not in ("__key__", "__url__")
-        ]
-
-
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
@@ -219,85 +121,6 @@ def test_names_group_as_webdataset_groups_them(
 )
 def test_names(name: str, expected: tuple[str, str] | None) -> None:
     assert split_name(name) == expected
-
-
-def tarfile_members(path: Path, limit: int = 1 << 20) -> tuple[list[tuple[str, int, bytes | None]], bool]:
-    """(name, size, content) of files and hard links as tarfile reads them, and whether it fails."""
-    found: list[tuple[str, int, bytes | None]] = []
-    try:
-        with tarfile.open(path, "r:", encoding="utf-8") as tar:
-            for info in tar:
-                if info.isreg():
-                    reader = tar.extractfile(info)
-                    assert reader is not None
-                    found.append((info.name, info.size, reader.read() if info.size <= limit else None))
-                elif info.islnk():
-                    linked = tar.extractfile(info)
-                    assert linked is not None
-                    content = linked.read()
-                    found.append((info.name, len(content), content))
-    except (tarfile.TarError, OSError):
-        return found, True
-    return found, False
-
-
-def our_members(path: Path, walk: Callable[..., Any]) -> tuple[list[tuple[str, int, bytes | None]], bool]:
-    opened = shard(path)
-    found: list[tuple[str, int, bytes | None]] = []
-    damaged = False
-    for batch in walk(opened._file, hashlib.blake2b()):
-        damaged = batch.damage is not None
-        members = zip(batch.names, batch.offsets, batch.sizes, batch.encodings, strict=True)
-        for i, (name, offset, size, encoding) in enumerate(members):
-            if i in batch.unread:
-                continue
-            content = bytes(opened.read(offset, size, encoding, "x")) if size <= 1 << 20 else None
-            found.append((name, size, content))
-    return found, damaged
-
-
-def odd_tars(fixtures_dir: Path) -> list[Path]:
-    return sorted((fixtures_dir / "hostile" / "go-archive-tar").rglob("*.tar"))
-
-
-def test_odd_tars_read_as_tarfile_reads_them(fixtures_dir: Path) -> None:
-    paths = odd_tars(fixtures_dir)
-    assert len(paths) > 35
-    plain = 0
-    for path in paths:
-        expected, fails = tarfile_members(path)
-        table = shard(path).facts().table.arrow().to_pylist()
-        if not expected:
-            assert len(table) == 1 and table[0]["error"] and table[0]["kind"] == OTHER, path
-            continue
-        found, damaged = our_members(path, walk_any)
-        assert found == expected, path
-        assert damaged or not fails, path
-        try:
-            found, damaged = our_members(path, walk_plain)
-        except UnusualTar:
-            continue
-        plain += 1
-        assert found == expected, path
-        assert damaged or not fails, path
-    assert plain >= 8
-
-
-def test_a_sparse_member_of_60_gb_meets_the_limit(fixtures_dir: Path, tmp_path: Path) -> None:
-    source = next(path for path in odd_tars(fixtures_dir) if path.name == "gnu-sparse-big.tar")
-    data = bytearray(source.read_bytes())
-    at = data.index(b"gnu-sparse\0")
-    data[at : at + 10] = b"a-spar.txt"
-    header = data[at : at + 512]
-    header[148:156] = b" " * 8
-    data[at + 148 : at + 156] = b"%06o\0 " % sum(header)
-    path = tmp_path / "big.tar"
-    path.write_bytes(data)
-    (row,) = rows(path)
-    assert row["size"] == 60_000_000_000
-    assert "above Limits.text_bytes" in row["error"] or "above Limits.member_bytes" in row["error"]
-    with pytest.raises(FieldError, match=r"60000000000 bytes, above Limits\.member_bytes"):
-        shard(path).read(row["offset"], row["size"], row["encoding"], "txt")
 
 
 def refusal(row: dict[str, Any], limits: Limits) -> str | None:

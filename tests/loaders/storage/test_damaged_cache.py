@@ -21,7 +21,8 @@ from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.loaders.errors import NOT_DATA, DamagedIndexError, MissingIndexError, StorageError
 from orchdata.loaders.index import index as index_module
 from orchdata.loaders.index.build import build_index
-from orchdata.loaders.index.index import KIND, Index, open_index
+from orchdata.loaders.index.index import KIND, Index
+from orchdata.loaders.index.kept import open_index
 from orchdata.loaders.index.stored import StoredSample
 from orchdata.loaders.index.table import LAYOUT, OFFSETS, TableSize, _positions
 from orchdata.loaders.recipe import Recipe

@@ -30,7 +30,16 @@ def test_braces_expand_as_webdataset_expands_them(folder: Path) -> None:
 def test_globs_are_sorted_and_lists_keep_their_order(folder: Path) -> None:
     assert expand_paths(str(folder / "*.tar")) == [str(folder / "a-000.tar"), str(folder / "a-001.tar")]
     assert expand_paths([folder / "b.parquet", str(folder / "a-*.tar")])[0] == str(folder / "b.parquet")
-    assert expand_paths(f"file://{folder}/b.parquet") == [f"{folder}/b.parquet"]
+    for scheme in ("file://", "file:", "file://localhost"):
+        assert expand_paths(f"{scheme}{folder}/b.parquet") == [f"{folder}/b.parquet"]
+
+
+def test_paths_with_colons_between_them_are_several(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = f"{folder}/a-{{000..001}}.tar::file:{folder}/b.parquet"
+    assert expand_paths(given) == [f"{folder}/a-000.tar", f"{folder}/a-001.tar", f"{folder}/b.parquet"]
+    odd = folder / "a::b.tar"
+    odd.write_bytes(b"x")
+    assert expand_paths(str(odd)) == expand_paths(odd) == [str(odd)]
 
 
 def test_a_path_with_glob_characters_that_exists_is_itself(tmp_path: Path) -> None:
@@ -62,6 +71,8 @@ def test_check_false_leaves_the_files_alone() -> None:
     [
         ("notes.md", r"notes\.md: unknown kind of shard.*\.tar, \.tar\.gz, \.tgz, \.tar\.zst, \.tzst, \.parquet"),
         ("pipe:cat a-000.tar", "never run"),
+        ("a-000.tar::pipe:cat a-001.tar", "'pipe:cat a-001.tar': commands are never run.*mount"),
+        ("a-000.tar::", "empty"),
         ("s3://bucket/a.tar", "s3://.*not supported yet"),
         (".", "is a folder.*\\*\\.tar"),
         (["a-000.tar", "./a-000.tar"], "given twice"),

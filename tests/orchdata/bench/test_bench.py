@@ -9,16 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from rich.console import Console
 
-from orchdata.bench import index, plan, throughput
+from orchdata.bench import index, plan
 from orchdata.bench.corpus import Corpus
 from orchdata.bench.distributions import DISTRIBUTIONS, omni_phases
 from orchdata.bench.harness import Report, Result, WideTable, anonymous_bytes, interleave, machine, make_report
-from orchdata.dataloader import DataLoader
 from orchdata.dataset.shard_dataset import ShardDataset
-from orchdata.loaders.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -121,6 +118,8 @@ def test_bench_plan() -> None:
     assert found["plan one step"].demand == 20.0
     assert 1.0 <= found["sum over phases of the largest load / lower bound"].median < 2.0
     assert found["anonymous memory of that process"].median > 1.0
+    assert found["more than over 32 samples"].demand == 200.0
+    assert found["resume after nine tenths of an epoch / at its start"].median > 0
     with pytest.raises(ValueError, match="4 ranks x 8 need 32 samples, got 31"):
         plan.run(plan.PlanBench(ranks=4, samples_per_rank=8, samples=31))
 
@@ -132,24 +131,3 @@ def test_bench_index() -> None:
     assert found["costs under a recipe / the tokenizer alone"].median > 0
     assert found["index tars of one sample each"].demand == 1_000.0
     assert found["again, nothing changed"].median > 0
-
-
-@pytest.mark.slow
-def test_bench_throughput() -> None:
-    config = throughput.ThroughputBench(samples=24, batch_size=4, workers=2, repeats=1)
-    found = by_name(make_report("orchdata bench throughput", config, throughput.run(config)))
-    assert found["orchdata / webdataset"].demand == 1.3
-    with pytest.raises(ValueError, match="2 workers and batches of 4 need 16 samples, got 15"):
-        throughput.run(throughput.ThroughputBench(samples=15, batch_size=4))
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # webdataset leaves its tar open.
-def test_both_sides_of_the_throughput_bench_decode_the_same(tmp_path: Path) -> None:
-    urls = Corpus(samples=6, shards=1, width=64, height=48, audio_seconds=0.2, variety=4).write(tmp_path)
-    recipe = Recipe()
-    (mine,) = DataLoader(ShardDataset(urls, recipe), batch_size=6, collate_fn=throughput.pack, dp=(0, 1))
-    (theirs,) = torch.utils.data.DataLoader(
-        throughput.web_samples(urls, recipe), batch_size=6, collate_fn=throughput.pack
-    )
-    assert mine.keys() == theirs.keys()
-    assert all((mine[name] == theirs[name]).all() for name in mine)

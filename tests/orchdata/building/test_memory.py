@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterable
 
 import numpy as np
+import pytest
 import torch
 
 from orchdata.building.memory import BufferPool
@@ -42,6 +44,26 @@ def test_free_memory_is_bounded() -> None:
     arrays.clear()
     gc.collect()
     assert pool.free_bytes() <= 5 << 20
+
+
+@pytest.mark.parametrize("megabytes", [range(9, 17), range(16, 8, -1), (9, 16, 10, 15, 11, 14, 12, 13)])
+def test_batches_of_different_sizes_share_memory(megabytes: Iterable[int]) -> None:
+    # One at a time is used: whatever the sizes, no more is held than the largest needs.
+    pool = BufferPool()
+    for size in megabytes:
+        array = pool.take(size << 20)
+        assert len(array) == size << 20
+        del array
+        assert pool.free_bytes() <= 16 << 20
+
+
+def test_a_small_array_does_not_take_the_memory_of_a_large_one() -> None:
+    pool = BufferPool()
+    large = pool.take(16 << 20)
+    del large
+    small = pool.take(1 << 20)
+    assert len(small) == 1 << 20
+    assert pool.free_bytes() == 16 << 20
 
 
 def test_empty_and_small_arrays_have_their_shape() -> None:

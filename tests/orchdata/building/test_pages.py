@@ -24,6 +24,10 @@ COST = od.CostModel(image=od.PhaseCost(1.0), audio=od.PhaseCost(2.0), llm=od.Pha
 WAYS: dict[str, dict[str, Any]] = {
     "packed": {},
     "packed by 8, mrope": {"collate_fn": od.Packed(multiple_of=8, positions="mrope")},
+    "one length": {
+        "collate_fn": od.Packed(length=320, encoder_lengths={"image": (64, 480), "audio": (120, 1200)}),
+        "cost": COST,
+    },
     "padded": {"collate_fn": od.Padded(multiple_of=4)},
     "padded encoders": {"collate_fn": od.Padded(encoders="padded")},
     "nothing for nobody": {"collate_fn": od.Packed(empty="zero")},
@@ -40,6 +44,9 @@ class Filled:
         self.content = content
         self.pieces: list[NDArray[np.uint8]] = []
 
+    def reserve(self, num_bytes: int) -> None:
+        pass
+
     def take(self, num_bytes: int) -> NDArray[np.uint8]:
         self.pieces.append(np.full(num_bytes, self.content, np.uint8))
         return self.pieces[-1]
@@ -53,6 +60,9 @@ class Repeating:
     def __init__(self, rows: list[int]) -> None:
         self._rows = np.array(rows, np.int64)
         self.num_samples = len(rows)
+
+    def length(self, epoch: int) -> int:
+        return self.num_samples
 
     def rows(self, epoch: int, start: int, stop: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         return np.zeros(stop - start, np.int32), self._rows[start:stop]
@@ -72,7 +82,7 @@ def spec_of(shards: list[str], rank: int = 0, num_ranks: int = 1, **options: Any
 
 def built(spec: BuildSpec, content: int, step: int = 0) -> tuple[BuiltStep, Filled]:
     memory = Filled(content)
-    started = spec.open().start(StepTask(0, step), memory)
+    started = spec.open(lend=lambda _: memory).start(StepTask(0, step))
     for fill in started.tasks:
         fill()
     assert sum(len(piece) for piece in memory.pieces) == started.num_bytes

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from orchdata.batch.batch import Batch
-from orchdata.delivery.replicate import _CLASSES, _revive
+from orchdata.engines.processes.message import _BATCHES
+from orchdata.engines.processes.message import revive as revive_of
 from orchdata.planning.plan import Plan
 from orchdata.planning.route import Route
 from orchdata.ranks.wire import WireError
@@ -33,11 +34,11 @@ def classes_of(annotation: Any) -> set[type]:
 def test_all_that_a_batch_may_hold_can_be_sent_and_nothing_else() -> None:
     within = classes_of(Batch)
     assert Plan in within
-    assert set(_CLASSES.values()) == within - classes_of(Plan)
+    assert set(_BATCHES.values()) == within - classes_of(Plan)
 
 
 def revive(value: Any) -> Any:
-    return _revive(value, None)  # type: ignore[arg-type]
+    return revive_of(value, object())  # type: ignore[arg-type]
 
 
 def test_what_is_sent_comes_back() -> None:

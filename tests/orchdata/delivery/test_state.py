@@ -4,36 +4,70 @@ import json
 
 import pytest
 
-from orchdata.delivery.state import Position, dump_state, load_state
+from orchdata.delivery.state import Position, check_allowed, dump_state, load_state
 from orchdata.loaders.errors import StateError
+from orchdata.order.steps import Begin, GlobalBatches, OrderedEpochs, told_begin
 
 FINGERPRINT = {"dataset": "abc", "order": {"seed": 3, "shuffle": {"window": 64, "streams": 1}}, "global_batch_size": 24}
 
+EPOCHS = OrderedEpochs(batches=GlobalBatches(size=24), length=lambda _: 240)
+
 
 def test_state_survives_json() -> None:
-    state = json.loads(json.dumps(dump_state(Position(2, 5), FINGERPRINT)))
-    assert load_state(state, FINGERPRINT, num_steps=10) == Position(2, 5)
+    state = json.loads(json.dumps(dump_state(Position(2, 5), FINGERPRINT, EPOCHS)))
+    assert load_state(state, FINGERPRINT, EPOCHS) == Position(2, 5)
 
 
 def test_mismatch_names_every_difference() -> None:
     other = {**FINGERPRINT, "order": {"seed": 4, "shuffle": {"window": 64, "streams": 8}}, "global_batch_size": 48}
     with pytest.raises(StateError) as raised:
-        load_state(dump_state(Position(), FINGERPRINT), other, num_steps=10)
-    for part in ("order.seed is 3", "and 4 here", "order.shuffle.streams is 1", "global_batch_size is 24"):
+        load_state(dump_state(Position(), FINGERPRINT, EPOCHS), other, EPOCHS)
+    for part in ("order.seed is 3", "and 4 here", "order.shuffle.streams is 1", "global_batch_size is 24 in the state"):
         assert part in str(raised.value)
     assert "dataset" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
-    [({"version": 99}, "version 99"), ({"step": 11}, "step 11"), ({"step": -1}, "step -1"), ({"epoch": "x"}, "'x'")],
+    [
+        ({"version": 99}, "version 99"),
+        ({"step": 11}, "step 11"),
+        ({"step": -1}, "step -1"),
+        ({"epoch": "x"}, "'x'"),
+        ({"drawn": {"cut": "x"}}, "no cut"),
+    ],
 )
 def test_impossible_states_are_refused(change: dict[str, object], reason: str) -> None:
-    state = {**dump_state(Position(), FINGERPRINT), **change}
+    state = {**dump_state(Position(), FINGERPRINT, EPOCHS), **change}
     with pytest.raises(StateError, match=reason):
-        load_state(state, FINGERPRINT, num_steps=10)
+        load_state(state, FINGERPRINT, EPOCHS)
 
 
 def test_a_foreign_dict_is_refused() -> None:
     with pytest.raises(StateError, match="not a state"):
-        load_state({"_index": 3}, FINGERPRINT, num_steps=10)
+        load_state({"_index": 3}, FINGERPRINT, EPOCHS)
+
+
+def test_another_size_cuts_the_rest_anew_where_that_is_allowed() -> None:
+    state = dump_state(Position(2, 5), FINGERPRINT, EPOCHS)
+    other = OrderedEpochs(batches=GlobalBatches(size=50), length=lambda _: 240)
+    fingerprint = FINGERPRINT | {"global_batch_size": 50}
+    with pytest.raises(StateError, match=r"allow=\('global_batch_size',\)"):
+        load_state(state, fingerprint, other)
+    found = load_state(state, fingerprint, other, ("global_batch_size",))
+    assert found == Position(2, 5, told_begin(Begin(5, 120)))
+    steps = [other.batches.bounds(task.step, 240, 2, task.begin) for task in other.tasks(2, 5, found.told, again=True)]
+    assert steps == [(120, 170), (170, 220), (220, 240)]
+    later = dump_state(Position(2, 6, found.told), fingerprint, other)
+    assert load_state(json.loads(json.dumps(later)), fingerprint, other) == Position(2, 6, found.told)
+
+
+def test_what_may_never_differ_cannot_be_allowed() -> None:
+    with pytest.raises(ValueError, match="'global_batch_tokens'"):
+        check_allowed(("seed",))
+
+
+def test_a_state_of_another_order_format_names_the_way_out() -> None:
+    state = dump_state(Position(), FINGERPRINT | {"order": {"format": 1}}, EPOCHS)
+    with pytest.raises(StateError, match="finish the epoch with the orchdata that began it"):
+        load_state(state, FINGERPRINT | {"order": {"format": 2}}, EPOCHS)

@@ -16,9 +16,9 @@ from map_dataset import Numbers
 from shard_factory import jpeg, omni_shards, write_shard
 
 import orchdata as od
+from orchdata.building.step_stats import StepFigures, step_figures
 from orchdata.delivery.stats import Stats
 from orchdata.loaders.storage.cache import CacheFolder
-from orchdata.planning.plan import Plan
 from orchdata.profile.profile import profile
 
 MAGIC = 4  # bytes that tell a plain tar from a compressed one, read when a shard is opened
@@ -122,13 +122,12 @@ def test_figures_are_worked_out_where_steps_are_built(
 ) -> None:
     """At thousands of ranks they take milliseconds, which the training thread has better use for."""
     threads: set[int] = set()
-    bound = Plan.lower_bound
 
-    def noting(self: Plan, phase: str) -> float:
+    def noting(*arguments: Any) -> StepFigures:
         threads.add(threading.get_ident())
-        return bound(self, phase)
+        return step_figures(*arguments)
 
-    monkeypatch.setattr(Plan, "lower_bound", noting)
+    monkeypatch.setattr("orchdata.building.step.step_figures", noting)
     stats = run_epoch(loader(*omni_shards(tmp_path, shards=1, samples=8), num_threads=num_threads))
     assert stats["steps"] == 4 and stats["phases"]["llm"]["lower_bound_over_mean"] >= 1
     assert threads and (threading.get_ident() in threads) == (num_threads == 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import multiprocessing
 import pickle
 import re
 import subprocess
@@ -12,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +31,12 @@ from orchdata.building.step import Builder
 from orchdata.engines.engine import Engine
 from orchdata.engines.inline import InlineEngine
 from orchdata.engines.pickling import pickle_spec
+from orchdata.engines.processes.engine import ProcessEngine, Workers
+from orchdata.engines.processes.worker import WorkerOptions
 from orchdata.engines.thread_pool import ThreadPool
 from orchdata.engines.threads import ThreadEngine
 from orchdata.loaders.errors import DataError
+from orchdata.loaders.watch import Watch
 from orchdata.order.order import Order, Shuffle
 from orchdata.order.steps import GlobalBatches, StepTask
 from orchdata.planning.balance import Balance
@@ -62,7 +67,10 @@ def builder(load: Callable[[int], Any] = load, collate_fn: Callable[..., Any] = 
         num_ranks=2,
         batches=GlobalBatches(size=9),
     )
-    return Builder(plan, 1, SampleAssembler(load=load, collate_fn=collate_fn))
+    assembler = SampleAssembler(
+        load=load, watch=Watch(), refuse=lambda row, why: RuntimeError(f"{row}: {why}"), collate_fn=collate_fn
+    )
+    return Builder(plan, 1, assembler)
 
 
 Specs = dict[str, tuple[BuildSpec, list[StepTask]]]
@@ -81,14 +89,18 @@ def specs(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Specs:
     per_phase = od.Balance(assignment="per_phase", max_tokens=500, oversize="own")
     cost = od.CostModel(image=od.PhaseCost(1.0), audio=od.PhaseCost(2.0, 0.5), llm=od.PhaseCost(3.0))
     numbers, lengths = Numbers(40, bad=(7,)), np.arange(40) % 9
+    halves = [od.Source(od.ShardDataset(shard, RECIPE), loss_weight=1 + at) for at, shard in enumerate(shards)]
+    mixture = od.Mixture(dict(zip("ab", halves, strict=True)), stop="repeat", epoch_samples=50)
     kinds: dict[str, tuple[Any, dict[str, Any]]] = {
         "shards, packed, joint": (RECIPE, {}),
         "shards, another seed": (RECIPE, {"seed": 1}),
         "shards, own tokenizer, mrope": (words_recipe, {"collate_fn": od.Packed(positions="mrope", multiple_of=8)}),
         "shards, per phase": (RECIPE, {"balance": per_phase, "cost": cost}),
+        "shards, one length": (RECIPE, {"collate_fn": od.Packed(length=512, encoder_lengths={"image": (64, 2048)})}),
         "shards, padded": (RECIPE, {"collate_fn": od.Padded(encoders="padded"), "drop_last": True}),
         "shards, collate_fn": (RECIPE, {"collate_fn": decoded}),
         "shards, some left out": (RECIPE, {"quarantine": [(shards[0], "s0-0003"), (shards[1], "s1-0010")]}),
+        "shards, mixture": (mixture, {}),
         "map-style": (numbers, {"cost": lengths, "on_error": "skip"}),
         "map-style, one by one": ([np.arange(row) for row in range(9)], {"batch_size": None, "shuffle": False}),
         "map-style, sampler": (Numbers(20), {"sampler": torch.utils.data.RandomSampler(Numbers(20)), "shuffle": None}),
@@ -104,8 +116,13 @@ def specs(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Specs:
             dataset = od.ShardDataset(shards, recipe=data) if isinstance(data, od.Recipe) else data
             if dataset is not data:
                 dataset.index()
+            for leaf in getattr(data, "leaves", ()):
+                leaf.dataset.index()
             prepared = od.DataLoader(dataset, dp=rank, **common | options)._prepared
-            made[name] = prepared.spec, [prepared.epoch_tasks(epoch)(step) for epoch in (0, 1) for step in (0, 1)]
+            made[name] = (
+                prepared.spec,
+                [task for epoch in (0, 1) for task in islice(prepared.epochs.tasks(epoch, 0, None, again=False), 2)],
+            )
     return made
 
 
@@ -124,6 +141,36 @@ def test_every_engine_builds_the_same_batches_of_every_spec(
         futures = [running.submit(task) for task in tasks]
         assert [digest(future.result(120)) for future in futures] == alone[name], name
         running.close()
+
+
+@pytest.mark.parametrize("method", ["forkserver", "fork", "spawn"])
+def test_worker_processes_build_the_same_batches_of_every_spec(
+    method: str, specs: Specs, alone: dict[str, list[str]], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ORCHDATA_CACHE", str(cache))
+    count = 1 if method == "spawn" else 2
+    for name, (spec, tasks) in specs.items():
+        if method != "spawn" or name == "shards, packed, joint":
+            for threads, as_torch in ((2, False), (0, True)):
+                running = ProcessEngine(spec, workers(method, count, threads, as_torch=as_torch))
+                futures = [running.submit(task) for task in tasks]
+                assert [digest(future.result(120)) for future in futures] == alone[name], name
+                running.close()
+                running.close()
+
+
+def workers(method: str, count: int, threads: int, *, as_torch: bool) -> Workers:
+    options = WorkerOptions(
+        num_workers=count,
+        num_threads=threads,
+        max_jobs=2,
+        init_fn=None,
+        dataset=None,
+        as_torch=as_torch,
+        memory=None,
+    )
+    context = multiprocessing.get_context(method)
+    return Workers(context=context, options=options, in_turn=as_torch, timeout=0, remember=False)
 
 
 def test_a_fresh_process_builds_the_same_batches_of_every_spec(

@@ -12,6 +12,7 @@ from pathlib import Path
 import hanging_job
 import hanging_rank_job
 import pytest
+import returning_job
 
 from orchdata.reference.launch import LaunchError, torchrun
 
@@ -51,6 +52,13 @@ def test_a_process_ends_around_threads_that_hang(tmp_path: Path, ending: str, st
     assert job.returncode == status
     assert out.endswith("exit handlers ran\n")
     assert err.strip().rpartition("\n")[2] == said
+
+
+@pytest.mark.parametrize("left_by", ["pool", "store"])
+def test_a_call_that_comes_back_while_the_interpreter_goes_changes_no_status(left_by: str) -> None:
+    command = [sys.executable, returning_job.__file__, left_by]
+    job = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False)
+    assert (job.returncode, job.stderr) == (3, "")
 
 
 @pytest.mark.slow

@@ -22,8 +22,9 @@ import transformers
 from hf_processors import BACKENDS, FAMILIES
 from PIL import Image, ImageOps
 
-from orchdata.hf.image.processors import as_array, running
-from orchdata.hf.images import HFImages, _found, image_modality, runs
+from orchdata.hf.image.processors import running
+from orchdata.hf.images import HFImages, _found, image_modality
+from orchdata.hf.processor_parts import as_array, runs
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.modality import PartSize, keeps_headers_of, stored_dtype

@@ -52,7 +52,9 @@ def only_batch(dataset: od.ShardDataset, inputs: od.hf.Inputs, **options: Any) -
     return batch
 
 
-@pytest.mark.parametrize("options", [{}, {"padded": True}, {"multiple_of": 8}, {"padded": True, "multiple_of": 64}])
+@pytest.mark.parametrize(
+    "options", [{}, {"padded": True}, {"multiple_of": 8}, {"padded": True, "multiple_of": 64}, {"length": 128}]
+)
 def test_samples_are_kept_apart_and_the_loss_is_their_mean(
     dataset: od.ShardDataset, model: Any, expected: torch.Tensor, options: dict[str, Any]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 import tracemalloc
@@ -71,11 +72,15 @@ def test_every_batch_takes_equal_shares_of_the_streams(num_samples: int, streams
 @pytest.mark.parametrize("window", [1, 4, 10])
 @pytest.mark.parametrize("num_samples", [40 * BLOCK, 40 * BLOCK + 100])
 def test_samples_in_the_air_are_bounded_by_the_window(num_samples: int, window: int) -> None:
-    rows = whole(Order(num_samples, shuffle=Shuffle(window=window), seed=1))
-    # The rotation cuts one block in two and the partial block may lie anywhere: two more runs at most.
-    blocks = np.sort(rows[: window * BLOCK])
-    runs = 1 + np.count_nonzero(np.diff(blocks) != 1)
-    assert runs <= window + 2
+    order = Order(num_samples, shuffle=Shuffle(window=window), seed=1)
+    rows = whole(order)
+    blocks, bounds = order.windows(0, 0)
+    sizes = np.minimum((blocks + 1) * BLOCK, num_samples) - blocks * BLOCK
+    starts = np.append(0, np.cumsum(sizes))[bounds]
+    assert np.diff(bounds).max() <= window
+    for number, (start, stop) in enumerate(itertools.pairwise(starts.tolist())):
+        held = blocks[bounds[number] : bounds[number + 1]]
+        assert np.array_equal(np.unique(rows[start:stop] // BLOCK), np.sort(held)), "a window has whole blocks"
     for start in range(0, num_samples - num_samples % BLOCK, window * BLOCK):
         assert np.unique(rows[start : start + window * BLOCK] // BLOCK).size <= 2 * window + 3
 

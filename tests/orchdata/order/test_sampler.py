@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
+import torch
 from map_dataset import Numbers
+from torch.utils.data import (
+    BatchSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 import orchdata as od
 from orchdata.engines.pickling import pickle_spec
-from orchdata.order.sampler import SamplerDraws
+from orchdata.order.sampler import TorchSampler
 from orchdata.order.steps import GlobalBatches, StepTask
 
 
@@ -40,28 +50,55 @@ def test_a_sampler_is_drawn_once_an_epoch_and_not_before_it_begins() -> None:
     assert sampler.draws == 2
 
 
-def test_iterations_of_one_epoch_share_its_draw() -> None:
-    draws = SamplerDraws(Counting(), batched=False)
-    first = draws.draw(0)
-    assert draws.draw(0) is first
-    draws.draw(1)
-    assert draws.draw(0) is first  # still held
-    del first
-    assert draws.draw(0).rows(0, 2).tolist() == [1, 2]  # the last one
-    draws.draw(1)
-    assert draws.draw(0).rows(0, 2).tolist() == [4, 5]  # neither held nor the last: drawn anew
-
-
 def test_another_process_gets_the_rows_and_never_the_sampler() -> None:
     loader = od.DataLoader(Numbers(9), batch_size=2, sampler=Counting())
     spec = pickle_spec(loader._prepared.spec)
     assert b"Counting" in spec and b"draws" not in spec  # its name, for errors
-    task = loader._prepared.epoch_tasks(0)(1)
-    assert task.rows is not None and task.rows.tolist() == [3, 4]
+    task = next(loader._prepared.epochs.tasks(0, 1, None, again=False))
+    assert task.step == 1 and task.rows is not None and task.rows.tolist() == [3, 4]
     builder = pickle.loads(spec).open()
     assert builder.build(pickle.loads(pickle.dumps(task))).batches[0]["number"].tolist() == [3, 4]
     with pytest.raises(ValueError, match="Counting is drawn where the loader iterates: give the StepTask its rows"):
         builder.build(StepTask(0, 1))
+
+
+WEIGHTS = [0.5, 3.0, 0.1, 1.0, 2.0, 0.7, 0.2]
+SAMPLERS: dict[str, Callable[[torch.Generator | None], Any]] = {
+    "random": lambda generator: RandomSampler(range(7), generator=generator),
+    "with replacement": lambda generator: RandomSampler(range(7), True, 70, generator),
+    "weighted": lambda generator: WeightedRandomSampler(WEIGHTS, 9, generator=generator),
+    "subset": lambda generator: SubsetRandomSampler(range(2, 7), generator),
+    "batches": lambda generator: BatchSampler(RandomSampler(range(7), generator=generator), 2, False),
+    "sequential": lambda generator: SequentialSampler(range(7)),
+}
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_a_draw_is_torchs_and_is_told_again(name: str, own: bool) -> None:
+    def source() -> TorchSampler:
+        return TorchSampler(SAMPLERS[name](torch.Generator().manual_seed(5) if own else None))
+
+    torch.manual_seed(1)
+    theirs = SAMPLERS[name](torch.Generator().manual_seed(5) if own else None)
+    expected = [list(theirs), list(theirs)]
+    after = torch.get_rng_state()
+
+    torch.manual_seed(1)
+    one = source()
+    told = []
+    for epoch in range(2):
+        told.append(json.loads(json.dumps(one.tell())))
+        assert list(one.items(told[-1], again=False)) == expected[epoch]
+    assert torch.equal(torch.get_rng_state(), after)
+    assert told[0] != told[1] or name == "sequential"
+
+    again = source()  # in another process: its generators stand elsewhere
+    torch.manual_seed(99)
+    assert list(again.items(told[1], again=True)) == expected[1]
+    assert list(again.items(told[0], again=True)) == expected[0]
+    if own:  # what comes next follows, too
+        assert list(again.items(again.tell(), again=False)) == expected[1]
 
 
 @pytest.mark.parametrize(("drop_last", "count", "last"), [(True, 3, (8, 12)), (False, 4, (12, 14))])

@@ -22,7 +22,6 @@ from orchdata.order.steps import GlobalBatches, StepTask
 from orchdata.planning.assign import assign, stream_ranks
 from orchdata.planning.costs import ArrayCosts
 from orchdata.planning.make_plan import PlanSpec, make_plan
-from orchdata.planning.pipeline import pipeline_order
 
 
 def spec(num_samples: int = 600, streams: int = 1, **changes: Any) -> PlanSpec:
@@ -159,7 +158,7 @@ def test_groups_read_only_their_own_streams(streams: int) -> None:
 
 def test_scopes_balance_better_the_further_they_reach_and_stay_nearer_the_less() -> None:
     plans = {
-        scope: make_plan(spec(streams=4, balance=od.Balance(scope=scope, group_size=size)), StepTask(0, 0))
+        scope: make_plan(spec(streams=4, balance=od.Balance(scope=scope, group_size=size)), StepTask(0, 1))
         for scope, size in (("none", None), ("grouped", 4), ("grid", 4), ("global", None))
     }
     imbalance = {scope: plan.imbalance("llm") for scope, plan in plans.items()}
@@ -181,7 +180,7 @@ def test_the_order_of_microbatches_shortens_the_pipeline() -> None:
     plan = make_plan(spec(balance=od.Balance(max_tokens=9_000, oversize="own"), num_ranks=4), StepTask(0, 0))
     assert plan.num_microbatches > 4
     for rank in range(4):
-        order = pipeline_order(plan, rank, 4)
+        order = plan.pipeline_order(rank, 4)
         assert sorted(order.tolist()) == list(range(plan.num_microbatches))
         mine = plan.places(rank)
         work = np.bincount(plan.microbatch[mine], weights=plan.costs["llm"][mine], minlength=plan.num_microbatches)
@@ -211,7 +210,7 @@ def test_batches_come_in_the_order_of_the_pipeline(tmp_path: Path) -> None:
     )
     first, second = next(plain.steps()), next(piped.steps())
     plan, index = second[0].plan, dataset.index()
-    order = pipeline_order(plan, 0, 4)
+    order = plan.pipeline_order(0, 4)
     assert len(order) > 4
     planned = [[index.key(row) for row in plan.row[plan.places(0, microbatch)]] for microbatch in order.tolist()]
     assert [[key for _, key in batch.keys] for batch in second] == planned

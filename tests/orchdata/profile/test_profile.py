@@ -289,6 +289,7 @@ def test_advice_names_the_sample_that_holds_the_step_back_and_what_would_help(tm
     assert [(change.change, change.factor) for change in found.scales[0].changes] == [
         ("batch_size", 2),
         ("batch_size", 4),
+        ("tokens", None),
     ]
 
 

@@ -91,6 +91,19 @@ def test_plans_are_compared_every_so_many_steps(ranks: Ranks) -> None:
     assert {rank["uncompared step"] for rank in ranks} == {None}
 
 
+def test_a_rank_that_fails_at_a_compared_step_stops_the_others_and_all_go_on(ranks: Ranks) -> None:
+    for number, rank in enumerate(ranks):
+        failure = "OSError: away for a moment"
+        if number != 2:
+            failure = (
+                "RuntimeError: other ranks failed where plans are compared, at epoch 0, step 2: rank 2: " + failure
+            )
+        assert rank["fails at a compared step"] == failure
+        # Where plans are not compared nobody hears of it, and the rank that goes on alone asks nobody.
+        assert rank["fails at another"] == ("OSError: away for a moment" if number == 2 else None)
+        assert rank["left"] == (3 if number == 2 else 4)  # of 6
+
+
 def test_a_rank_in_another_epoch_is_named_on_all(ranks: Ranks) -> None:
     for rank in ranks:
         assert "rank 2 differs from the others: epoch is 0 on ranks 0, 1, 3, 1 on rank 2" in rank["epoch"]

@@ -259,6 +259,32 @@ def test_rank_0_stays_but_once_for_those_that_do_not_look(monkeypatch: pytest.Mo
     assert not made[0]._lingers
 
 
+def test_what_rank_0_draws_is_told_to_all_in_each_iteration() -> None:
+    job = Job(3)
+    made = job.all_made({}, {}, {})
+    for epoch in range(4):
+        begun = [begin(one, epoch) for one in made]
+        assert said([one.compare for one in begun]) == [None] * 3
+        seeds = [{"seed": 10 * epoch + rank} for rank in range(3)]
+        with ThreadPoolExecutor(3) as pool:
+            told = list(pool.map(Beginning.tell, begun, seeds))
+        assert told == [{"seed": 10 * epoch}] * 3
+        assert begun[2].tell({"seed": 99}) == {"seed": 10 * epoch}  # once in an iteration
+    left = [key for key in range(1, 5) if job.store.check([f"orchdata/world/{job.numbers[0].job}/1/told/{key}"])]
+    assert left == [3, 4]
+    assert begin(job.made(0)).tell(None) is None  # nothing is drawn
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_rank_waits_for_what_rank_0_draws_until_the_timeout_of_the_group() -> None:
+    made = Job(2, timeout=0.4).all_made({}, {})
+    with (
+        pytest.warns(UserWarning, match="rank 0 has not begun to iterate.*Waiting for 0.4 seconds"),
+        pytest.raises(RuntimeError, match="rank 0 has not begun to iterate.*With seed= no rank waits.*0.4 seconds"),
+    ):
+        begin(made[1]).tell({"seed": 1})
+
+
 def test_a_store_that_ends_once_all_are_known_to_be_alike_fails_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     def gone(said: Round, store: Any) -> None:
         raise dist.DistNetworkError("Connection reset by peer")

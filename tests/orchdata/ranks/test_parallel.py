@@ -26,7 +26,7 @@ PEERS = {
     "mesh": [(0, 1), (2, 3)],
     "tp first": [(0, 2), (1, 3)],
 }
-PEERS |= dict.fromkeys(("microbatched", "mrope", "skip"), PEERS["broadcast"])
+PEERS |= dict.fromkeys(("microbatched", "mrope", "one length", "skip"), PEERS["broadcast"])
 ALL = [*PEERS, "hsdp"]
 
 Ranks = list[dict[str, Any]]
@@ -122,13 +122,14 @@ def test_a_failure_is_counted_on_the_reader(ranks: Ranks) -> None:
 
 def test_an_error_of_the_reader_reaches_its_peers(ranks: Ranks) -> None:
     said = [rank["raise"] for rank in ranks]
-    failed = 0 if said[0] else 2  # whoever of the readers drew it
-    assert said[failed].startswith("DataError: ")
+    failed = next(reader for reader in (0, 2) if said[reader].startswith("DataError: "))
     assert "sample 'broken', field 'jpg'" in said[failed]
     assert said[failed + 1] == (
         f"RuntimeError: rank {failed} reads for this rank, {failed + 1}, and failed: {said[failed]}"
     )
-    assert said[2 - failed] is said[3 - failed] is None
+    for other in (2 - failed, 3 - failed):  # at this step plans are compared
+        assert said[other].startswith("RuntimeError: other ranks failed where plans are compared, at epoch 0, step ")
+        assert f"rank {failed}: {said[failed]}; rank {failed + 1}: {said[failed + 1]}" in said[other]
 
 
 def test_an_iteration_left_early_resumes_on_all_peers(ranks: Ranks) -> None:
@@ -275,3 +276,12 @@ def test_neither_group_nor_mesh_is_refused() -> None:
     with pytest.raises(TypeError, match="a process group, a DeviceMesh, an od.DataParallel or"):
         resolve_rank(DataParallel("dp"))
     assert GLOBAL_BATCH_SIZE * 2 < NUM_SAMPLES < GLOBAL_BATCH_SIZE * NUM_STEPS  # guards NUM_STEPS
+
+
+def test_a_loader_made_before_its_group_is_refused_where_it_iterates(monkeypatch: pytest.MonkeyPatch) -> None:
+    early, told = od.DataLoader(list(range(4))), od.DataLoader(list(range(4)), dp=(0, 1))
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    with pytest.raises(RuntimeError, match=r"there are 2 now.*dp=\(0, 1\)"):
+        iter(early)
+    assert iter(told)

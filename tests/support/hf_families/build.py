@@ -99,3 +99,14 @@ def ids(tokenizer: Any) -> dict[str, Any]:
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
+
+
+QWEN = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+
+
+def qwen_images(**settings: Any) -> Any:
+    size = {"shortest_edge": 4 * 28 * 28, "longest_edge": 40 * 28 * 28}
+    return image_processor("qwen2_vl", "Qwen2VLImageProcessor", **({"size": size} | settings))
+
+
+QWEN_TOWER = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 32}

@@ -7,7 +7,25 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from hf_families.build import MROPE, TEXT, build_processor, ids, image_processor, random_model
+from hf_families.build import (
+    MROPE,
+    QWEN,
+    QWEN_TOWER,
+    TEXT,
+    build_processor,
+    ids,
+    image_processor,
+    qwen_images,
+    random_model,
+)
+from hf_families.hearing import (
+    omni_model,
+    omni_processor,
+    qwen2_audio_model,
+    qwen2_audio_processor,
+    whisper_model,
+    whisper_processor,
+)
 from hf_families.templates import template
 from hf_families.tokenizers_in_code import tokenizer
 
@@ -42,20 +60,14 @@ def cached_processor(name: str) -> Any:
     return FAMILIES[name].processor()
 
 
-_QWEN = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
 _QWEN_SPECIAL = ("<|im_start|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
-
-
-def _qwen_images(**settings: Any) -> Any:
-    size = {"shortest_edge": 4 * 28 * 28, "longest_edge": 40 * 28 * 28}
-    return image_processor("qwen2_vl", "Qwen2VLImageProcessor", **({"size": size} | settings))
 
 
 def _qwen2_vl_processor() -> Any:
     from transformers import Qwen2VLProcessor
 
     chat = template("qwen2_vl")
-    return build_processor(Qwen2VLProcessor, _qwen_images(), tokenizer(_QWEN_SPECIAL, **_QWEN), chat_template=chat)
+    return build_processor(Qwen2VLProcessor, qwen_images(), tokenizer(_QWEN_SPECIAL, **QWEN), chat_template=chat)
 
 
 def _qwen_tokens(processor: Any) -> dict[str, int]:
@@ -81,16 +93,13 @@ def _qwen2_5_vl_processor() -> Any:
     from transformers import Qwen2_5_VLProcessor
 
     chat = template("qwen2_5_vl")
-    return build_processor(Qwen2_5_VLProcessor, _qwen_images(), tokenizer(_QWEN_SPECIAL, **_QWEN), chat_template=chat)
-
-
-_QWEN_TOWER = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 32}
+    return build_processor(Qwen2_5_VLProcessor, qwen_images(), tokenizer(_QWEN_SPECIAL, **QWEN), chat_template=chat)
 
 
 def _qwen2_5_vl_model(processor: Any) -> Any:
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-    vision = _QWEN_TOWER | {"fullatt_block_indexes": [1], "window_size": 56}
+    vision = QWEN_TOWER | {"fullatt_block_indexes": [1], "window_size": 56}
     text = TEXT | ids(processor.tokenizer) | {"rope_parameters": MROPE}
     config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, **_qwen_tokens(processor))
     return random_model(Qwen2_5_VLForConditionalGeneration, config)
@@ -100,15 +109,15 @@ def _qwen3_vl_processor() -> Any:
     from transformers import Qwen3VLProcessor
 
     size = {"shortest_edge": 4 * 32 * 32, "longest_edge": 40 * 32 * 32}
-    images = _qwen_images(patch_size=16, size=size, image_mean=[0.5] * 3, image_std=[0.5] * 3)
+    images = qwen_images(patch_size=16, size=size, image_mean=[0.5] * 3, image_std=[0.5] * 3)
     chat = template("qwen3_vl")
-    return build_processor(Qwen3VLProcessor, images, tokenizer(_QWEN_SPECIAL, **_QWEN), chat_template=chat)
+    return build_processor(Qwen3VLProcessor, images, tokenizer(_QWEN_SPECIAL, **QWEN), chat_template=chat)
 
 
 def _qwen3_vl_model(processor: Any) -> Any:
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-    vision = _QWEN_TOWER | {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64, "patch_size": 16}
+    vision = QWEN_TOWER | {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64, "patch_size": 16}
     rope = MROPE | {"mrope_interleaved": True}
     text = TEXT | ids(processor.tokenizer) | {"rope_parameters": rope, "num_hidden_layers": 3}
     config = Qwen3VLConfig(text_config=text, vision_config=vision, **_qwen_tokens(processor))
@@ -205,7 +214,7 @@ def _onevision_processor() -> Any:
         size={"height": 98, "width": 98},
         image_grid_pinpoints=_ONE_PINPOINTS,
     )
-    text = tokenizer(["<|im_start|>", "<image>", "<video>"], **_QWEN)
+    text = tokenizer(["<|im_start|>", "<image>", "<video>"], **QWEN)
     return build_processor(
         LlavaOnevisionProcessor,
         images,
@@ -251,7 +260,7 @@ def _internvl_processor() -> Any:
         "context_image_token": "<IMG_CONTEXT>",
         "video_token": "<video>",
     }
-    text = tokenizer(["<|im_start|>"], named=named, **_QWEN)
+    text = tokenizer(["<|im_start|>"], named=named, **QWEN)
     return build_processor(InternVLProcessor, images, text, image_seq_length=16, chat_template=template("internvl"))
 
 
@@ -374,107 +383,6 @@ def _paligemma_model(processor: Any) -> Any:
     return random_model(PaliGemmaForConditionalGeneration, config)
 
 
-# Windows of 5 seconds where the published ones have 30: towers compute a whole window, however short its clip.
-_WINDOW_SECONDS = 5
-_TOWER_AUDIO = {
-    "max_source_positions": _WINDOW_SECONDS * 50,
-    "num_mel_bins": 128,
-    "encoder_layers": 2,
-    "encoder_attention_heads": 2,
-    "encoder_ffn_dim": 48,
-    "d_model": 32,
-}
-
-
-def _mel(bins: int = 128) -> Any:
-    from transformers import WhisperFeatureExtractor
-
-    return WhisperFeatureExtractor(feature_size=bins, chunk_length=_WINDOW_SECONDS)
-
-
-def _qwen2_audio_processor() -> Any:
-    from transformers import Qwen2AudioProcessor
-
-    special = ["<|im_start|>", "<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>"]
-    text = tokenizer(special, **_QWEN)
-    return Qwen2AudioProcessor(_mel(), text, chat_template=template("qwen2_audio"))
-
-
-def _qwen2_audio_model(processor: Any) -> Any:
-    from transformers import Qwen2AudioConfig, Qwen2AudioForConditionalGeneration
-
-    config = Qwen2AudioConfig(
-        audio_config=_TOWER_AUDIO,
-        text_config=TEXT | ids(processor.tokenizer) | {"model_type": "qwen2"},
-        audio_token_index=processor.audio_token_id,
-    )
-    return random_model(Qwen2AudioForConditionalGeneration, config)
-
-
-def _omni_processor() -> Any:
-    from transformers import Qwen2_5OmniProcessor
-
-    named = {
-        "image_token": "<|IMAGE|>",
-        "audio_token": "<|AUDIO|>",
-        "video_token": "<|VIDEO|>",
-        "vision_bos_token": "<|vision_bos|>",
-        "vision_eos_token": "<|vision_eos|>",
-        "audio_bos_token": "<|audio_bos|>",
-        "audio_eos_token": "<|audio_eos|>",
-    }
-    text = tokenizer(["<|im_start|>"], named=named, **_QWEN)
-    parts = {"image_processor": _qwen_images(), "feature_extractor": _mel(), "tokenizer": text}
-    return build_processor(Qwen2_5OmniProcessor, **parts, chat_template=template("qwen2_5_omni"))
-
-
-def _omni_model(processor: Any) -> Any:
-    from transformers import Qwen2_5OmniThinkerConfig, Qwen2_5OmniThinkerForConditionalGeneration
-
-    tokens = processor.tokenizer
-    config = Qwen2_5OmniThinkerConfig(
-        audio_config=_TOWER_AUDIO | {"n_window": 50, "output_dim": 32},
-        vision_config=_QWEN_TOWER | {"fullatt_block_indexes": [1], "window_size": 56},
-        text_config=TEXT | ids(tokens) | {"rope_parameters": MROPE},
-        audio_token_index=tokens.audio_token_id,
-        image_token_index=tokens.image_token_id,
-        video_token_index=tokens.video_token_id,
-        audio_start_token_id=tokens.audio_bos_token_id,
-        audio_end_token_id=tokens.audio_eos_token_id,
-    )
-    config.vision_start_token_id = tokens.vision_bos_token_id
-    config.vision_end_token_id = tokens.vision_eos_token_id
-    return random_model(Qwen2_5OmniThinkerForConditionalGeneration, config)
-
-
-def _whisper_processor() -> Any:
-    from transformers import WhisperProcessor, WhisperTokenizer
-
-    tokens = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
-    special = ["<|startoftranscript|>", "<|en|>", "<|de|>", "<|translate|>", "<|transcribe|>"]
-    special += ["<|startoflm|>", "<|startofprev|>", "<|nospeech|>", "<|notimestamps|>"]
-    text = tokenizer(
-        special, kind=WhisperTokenizer, unk_token="<|endoftext|>", language="en", task="transcribe", **tokens
-    )
-    return WhisperProcessor(_mel(80), text)
-
-
-def _whisper_model(processor: Any) -> Any:
-    from transformers import WhisperConfig, WhisperForConditionalGeneration
-
-    tower = {key: value for key, value in _TOWER_AUDIO.items() if key != "num_mel_bins"}
-    config = WhisperConfig(
-        **tower,
-        num_mel_bins=80,
-        decoder_layers=2,
-        decoder_attention_heads=2,
-        decoder_ffn_dim=48,
-        decoder_start_token_id=processor.tokenizer.convert_tokens_to_ids("<|startoftranscript|>"),
-        **ids(processor.tokenizer),
-    )
-    return random_model(WhisperForConditionalGeneration, config)
-
-
 def _llama_tokenizer() -> Any:
     tokens = {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>", "pad_token": "<|finetune_right_pad_id|>"}
     special = ["<|start_header_id|>", "<|end_header_id|>"]
@@ -488,7 +396,7 @@ def _llama_model(processor: Any) -> Any:
 
 
 def _qwen3_tokenizer() -> Any:
-    return tokenizer(["<|im_start|>", "<think>", "</think>"], chat_template=template("qwen3"), **_QWEN)
+    return tokenizer(["<|im_start|>", "<think>", "</think>"], chat_template=template("qwen3"), **QWEN)
 
 
 def _qwen3_model(processor: Any) -> Any:
@@ -512,22 +420,22 @@ _ALL = (
     Family(name="paligemma", processor=_paligemma_processor, model=_paligemma_model, chat="pair"),
     Family(
         name="qwen2_audio",
-        processor=_qwen2_audio_processor,
-        model=_qwen2_audio_model,
+        processor=qwen2_audio_processor,
+        model=qwen2_audio_model,
         media=("audio",),
         per_phase=False,
     ),
     Family(
         name="qwen2_5_omni",
-        processor=_omni_processor,
-        model=_omni_model,
+        processor=omni_processor,
+        model=omni_model,
         media=("image", "audio"),
         per_phase=False,
     ),
     Family(
         name="whisper",
-        processor=_whisper_processor,
-        model=_whisper_model,
+        processor=whisper_processor,
+        model=whisper_model,
         media=("audio",),
         packed=False,
         per_phase=False,

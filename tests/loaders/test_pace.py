@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from orchdata.loaders.index import pace
-from orchdata.loaders.index.pace import Pace, Turns
+from orchdata.loaders import pace
+from orchdata.loaders.pace import Pace, Turns
 
 
 def worked(found: Pace, rate_of: Callable[[int, float], float], seconds: float) -> dict[int, float]:

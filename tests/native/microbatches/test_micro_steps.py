@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from orchdata.native.microbatches.pack_bins import (
+from orchdata.native.microbatches.micro_steps import (
     KEY_BITS,
     LEVELS,
     bins_cost,

@@ -1,7 +1,7 @@
-"""Bins: items of several sizes and costs -> bin of each, within capacities.
+"""Micro-steps: items of several sizes and costs -> micro-step of each, within capacities.
 
-A bin may be what several ranks do together, as a micro-step is: it then takes, in each phase, an even share of its
-costs, or its largest item where that is more. So large items of a phase belong into the same bin, small ones into the
+A micro-step is what several ranks do together: it takes, in each phase, an even share of its costs, or its largest item
+where that is more. So large items of a phase belong into the same one, small ones into the
 gaps beside them: first fit in several orders, after first-fit decreasing (Johnson 1973), and the best of these.
 """
 
@@ -12,51 +12,51 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from orchdata.balancers.checks import MAX_TOTAL, checked_caps, checked_costs, checked_count, checked_sizes
-from orchdata.native.microbatches.pack_bins import deal_cells, pack_in_orders, packing_orders
+from orchdata.balancers.checks import checked_caps, checked_count, checked_phases, checked_sizes
+from orchdata.native.microbatches.micro_steps import deal_cells, pack_in_orders, packing_orders
 
 FILLS = (4, 2, 0)  # Quarters of the room above an even share that are filled.
 
 
-def pack_bins(
-    sizes: ArrayLike, capacities: int | ArrayLike, num_bins: int, costs: ArrayLike, *, ranks_per_bin: int = 1
+def pack_micro_steps(
+    sizes: ArrayLike, capacities: int | ArrayLike, num_micro_steps: int, costs: ArrayLike, *, num_ranks: int = 1
 ) -> NDArray[np.int32]:
-    """Deal items into bins so that ranks which meet after each phase of each bin wait little.
+    """Deal items into micro-steps so that ranks which meet after each phase of each wait little.
 
     Args:
         sizes: integers (num_items,) or (num_items, num_caps), what the capacities count.
-        capacities: of each bin, on the sum of its sizes; one for each column of sizes.
-        num_bins: at least 1.
+        capacities: of each micro-step, on the sum of its sizes; one for each column of sizes.
+        num_micro_steps: at least 1.
         costs: integers (num_items,) or (num_items, num_phases); the last phase is the one all items have.
-        ranks_per_bin: ranks that share out the items of a bin.
+        num_ranks: ranks that share out the items of a micro-step.
 
     Returns:
-        int32 (num_items,): the bin of each.
+        int32 (num_items,): the micro-step of each.
 
     Raises:
         ValueError: mismatched lengths, or capacities within which no packing was found.
     """
-    phases = _checked_phases(costs)
+    phases = checked_phases(costs)
     columns = checked_sizes(sizes, len(phases))
     limits = checked_caps(capacities, columns.shape[1], "capacities")
-    num_bins = checked_count(num_bins, "num_bins")
-    ranks_per_bin = checked_count(ranks_per_bin, "ranks_per_bin")
+    num_micro_steps = checked_count(num_micro_steps, "num_micro_steps")
+    num_ranks = checked_count(num_ranks, "num_ranks")
     orders = packing_orders(phases, columns, phases.shape[1] - 1)
     total = columns.sum(axis=0)
-    even, room = -(-total // num_bins), np.minimum(limits, total)
+    even, room = -(-total // num_micro_steps), np.minimum(limits, total)
     for fill in FILLS:
         most = np.maximum(1, room - (room - even) // 4 * (4 - fill))
-        packed, taken = pack_in_orders(orders, phases, columns, most, num_bins, ranks_per_bin)
+        packed, taken = pack_in_orders(orders, phases, columns, most, num_micro_steps, num_ranks)
         for number in np.argsort(taken, kind="stable"):
-            loads = np.zeros((num_bins, len(limits)), np.int64)
+            loads = np.zeros((num_micro_steps, len(limits)), np.int64)
             np.add.at(loads, packed[number], columns)
             if (loads <= limits).all():
                 found: NDArray[np.int32] = packed[number].copy()
                 return found
     raise ValueError(
-        f"no packing into num_bins={num_bins} of capacities={limits.tolist()} was found for sizes that sum to "
-        f"{total.tolist()}, of which the largest are {columns.max(axis=0, initial=0).tolist()}: raise "
-        "num_bins or the capacities"
+        f"no packing into num_micro_steps={num_micro_steps} of capacities={limits.tolist()} was found for sizes that "
+        f"sum to {total.tolist()}, of which the largest are {columns.max(axis=0, initial=0).tolist()}: raise "
+        "num_micro_steps or the capacities"
     )
 
 
@@ -89,17 +89,3 @@ def dealings(
         room = (even + (most - even) * fill // 4) * num_ranks
         if deal_cells(orders[number], sizes, caps, room, num_bins, num_ranks, bins, rank) == 0:
             yield bins.copy(), rank.copy()
-
-
-def _checked_phases(costs: ArrayLike) -> NDArray[np.int64]:
-    """Costs int64 (num_items, num_phases)."""
-    array = np.asarray(costs)
-    if array.ndim not in (1, 2) or array.shape[1:] == (0,):
-        raise ValueError(f"costs must be (num_items,) or (num_items, num_phases), got shape {array.shape}")
-    if array.ndim == 1:
-        return checked_costs(array)[:, None]
-    columns = [checked_costs(array[:, p], f"costs[:, {p}]") for p in range(array.shape[1])]
-    total = sum(int(column.sum()) for column in columns)
-    if total > MAX_TOTAL:
-        raise ValueError(f"costs of all phases sum to {total}, above the limit of 2**62: scale them down")
-    return np.stack(columns, axis=1)

@@ -1,0 +1,211 @@
+"""Several indexes seen as one: their rows, parts and shards behind one another, nothing copied.
+
+row of all --where its source begins--> (source, row of its own) --> what that index says
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchdata.loaders.errors import DamagedIndexError, DataError
+from orchdata.loaders.index.index import Index, digest
+from orchdata.loaders.index.totals import sum_totals
+from orchdata.loaders.modalities.modality import PartSize
+from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.samples.members import Member
+
+Ints = NDArray[np.int64]
+
+
+class JoinedIndex(Index):
+    """Indexes of recipes with the same modalities; what is asked of a row, its own index answers. Pickles as these.
+
+    Args:
+        indexes: of at least one data set; one may be there several times.
+    """
+
+    def __init__(self, indexes: Sequence[Index]) -> None:
+        first = indexes[0]
+        self.indexes = tuple(indexes)
+        self._distinct = tuple({index.path: index for index in indexes}.values())
+        self.path = first.path
+        self.fingerprint = digest([index.fingerprint for index in indexes])
+        self.build_id = digest([index.build_id for index in indexes])
+        self.modalities = first.modalities
+        self.totals = sum_totals([index.totals for index in indexes])
+        self.recipe = first.recipe
+        self.shards = tuple(shard for index in indexes for shard in index.shards)
+        self.first_rows = _starts([index.num_samples for index in indexes])
+        self.num_samples = int(self.first_rows[-1])
+        self._first_parts = _starts([index.part_modality.size for index in indexes])
+        self._first_shards = _starts([len(index.shards) for index in indexes])
+        self.shard_rows = np.concatenate(
+            [[0], *(index.shard_rows[1:] + first for index, first in zip(indexes, self.first_rows, strict=False))]
+        ).astype(np.int64)
+        self.shard = _Column(self.first_rows, [index.shard for index in indexes], self._first_shards)  # type: ignore[assignment]
+        for name in ("llm_tokens", "loss_tokens"):
+            setattr(self, name, _Column(self.first_rows, [getattr(index, name) for index in indexes]))
+        for name in ("part_modality", "part_positions", "part_tokens"):
+            setattr(self, name, _Column(self._first_parts, [getattr(index, name) for index in indexes]))
+
+    def __reduce__(self) -> tuple[Callable[..., Index], tuple[Any, ...]]:
+        return JoinedIndex, (self.indexes,)
+
+    def __repr__(self) -> str:
+        return f"JoinedIndex({self.num_samples} samples of {len(self.indexes)} sources)"
+
+    def source_of(self, row: int) -> int:
+        """The number of the index that a row is of."""
+        self._check_row(row)
+        return _number(self.first_rows, row)
+
+    def split(self, rows: Ints) -> Iterator[tuple[Index, Any, Ints]]:
+        yield from ((self.indexes[number], places, own) for number, places, own in _split(self.first_rows, rows))
+
+    def check_unchanged(self) -> None:
+        for index in self._distinct:
+            index.check_unchanged()
+
+    def damaged(self, reason: str) -> DamagedIndexError:
+        """The error for values that cannot be, of whichever index."""
+        return self.indexes[0].damaged(reason)
+
+    def key(self, row: int) -> str:
+        index, own = self._own(row)
+        return index.key(own)
+
+    def part_range(self, row: int) -> range:
+        number, own = self._own_number(row)
+        found, first = self.indexes[number].part_range(own), int(self._first_parts[number])
+        return range(found.start + first, found.stop + first)
+
+    def member_of(self, part: int, num_members: int) -> int:
+        index, own = self._own_part(part)
+        return index.member_of(own, num_members)
+
+    def modality_of(self, part: int) -> str:
+        index, own = self._own_part(part)
+        return index.modality_of(own)
+
+    def sizes(self, parts: Ints | range, recipe: Recipe) -> list[PartSize]:
+        numbers = np.arange(parts.start, parts.stop) if isinstance(parts, range) else parts
+        found: list[Any] = [None] * len(numbers)
+        for number, places, own in _split(self._first_parts, numbers):
+            for place, size in zip(places.tolist(), self.indexes[number].sizes(own, recipe), strict=True):
+                found[place] = size
+        return found
+
+    def parts_of(self, rows: Ints, modality: str) -> tuple[Ints, Ints]:
+        parts, owners = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+        for number, places, own in _split(self.first_rows, rows):
+            found, owner = self.indexes[number].parts_of(own, modality)
+            parts.append(found + self._first_parts[number])
+            owners.append(places[owner])
+        owner = np.concatenate(owners)
+        in_turn = np.argsort(owner, kind="stable")
+        return np.concatenate(parts)[in_turn], owner[in_turn]
+
+    def check_parts(self, rows: Ints) -> None:
+        for index, _, own in self.split(rows):
+            index.check_parts(own)
+
+    def bad_rows(self) -> Ints:
+        return np.concatenate(
+            [index.bad_rows() + first for index, first in zip(self.indexes, self.first_rows, strict=False)]
+        )
+
+    def failure(self, row: int) -> DataError:
+        index, own = self._own(row)
+        return index.failure(own)
+
+    def read_spec(self, row: int) -> list[tuple[int, int, int, str]]:
+        index, own = self._own(row)
+        return index.read_spec(own)
+
+    def members(self, row: int) -> list[Member]:
+        index, own = self._own(row)
+        return index.members(own)
+
+    def keys(self, start: int, stop: int) -> tuple[Ints, NDArray[np.uint8]]:
+        offsets, data = [np.zeros(1, np.int64)], [np.zeros(0, np.uint8)]
+        for number, index in enumerate(self.indexes):
+            first, end = (int(row) for row in self.first_rows[number : number + 2])
+            if (low := max(start, first)) < (high := min(stop, end)):
+                found, held = index.keys(low - first, high - first)
+                offsets.append(found[1:] + offsets[-1][-1])
+                data.append(held)
+        return np.concatenate(offsets), np.concatenate(data)
+
+    def find_all(self, shard: str | None, key: str) -> list[int]:
+        """The rows of a sample, in all sources that have it."""
+        return [
+            row + int(first)
+            for index, first in zip(self.indexes, self.first_rows, strict=False)
+            for row in index.find_all(shard, key)
+        ]
+
+    def _own_number(self, row: int) -> tuple[int, int]:
+        number = self.source_of(row)
+        return number, row - int(self.first_rows[number])
+
+    def _own(self, row: int) -> tuple[Index, int]:
+        number, own = self._own_number(row)
+        return self.indexes[number], own
+
+    def _own_part(self, part: int) -> tuple[Index, int]:
+        number = _number(self._first_parts, part)
+        return self.indexes[number], part - int(self._first_parts[number])
+
+
+class _Column:
+    """A column of all indexes, looked up where it is asked for: by a number, a slice or an array of numbers.
+
+    Args:
+        first: where each one's part begins, and the end.
+        added: to the values of each.
+    """
+
+    def __init__(self, first: Ints, columns: Sequence[NDArray[Any]], added: Ints | None = None) -> None:
+        self._first = first
+        self._columns = columns
+        self._added = added
+        self.size = int(first[-1])
+        self.dtype = columns[0].dtype
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, places: Any) -> Any:
+        if isinstance(places, slice):
+            places = np.arange(*places.indices(self.size))
+        if not isinstance(places, np.ndarray):
+            number = _number(self._first, int(places))
+            return self._of(number, int(places) - int(self._first[number]))
+        out = np.empty(len(places), self.dtype)
+        for number, where, own in _split(self._first, places):
+            out[where] = self._of(number, own)
+        return out
+
+    def _of(self, number: int, own: Any) -> Any:
+        found = self._columns[number][own]
+        return found if self._added is None else found + self._added[number].astype(self.dtype)
+
+
+def _starts(sizes: Sequence[int]) -> Ints:
+    return np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
+
+
+def _number(first: Ints, place: int) -> int:
+    return int(np.searchsorted(first, place, side="right")) - 1
+
+
+def _split(first: Ints, places: Ints) -> Iterator[tuple[int, Ints, Ints]]:
+    """Of each index that has any: its number, where in `places` they are, and what they are called there."""
+    numbers = np.searchsorted(first, places, side="right") - 1
+    for number in np.unique(numbers).tolist():
+        where = np.flatnonzero(numbers == number)
+        yield number, where, places[where] - first[number]

@@ -1,0 +1,162 @@
+"""Arrow shards, as Hugging Face's `datasets` keeps them on disk: one sample a row, read by its number.
+
+Columns are what they are in Parquet files; of a row only its own bytes are read.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import numpy as np
+import pyarrow as pa
+
+from orchdata.loaders.errors import NOT_DATA, FieldError, ShardError
+from orchdata.loaders.limits import Limits, limits_fingerprint
+from orchdata.loaders.shards.arrow.layout import can_be_read, read_layout
+from orchdata.loaders.shards.arrow.rows import RowsReader
+from orchdata.loaders.shards.facts_table import Facts, FactsMeta, shard_failure
+from orchdata.loaders.shards.parquet.cells import PathOnly, column_of, plan_columns
+from orchdata.loaders.shards.parquet.file import INDEX_BYTES_OF_A_ROW, Refused, short
+from orchdata.loaders.shards.parquet.scan import scan
+from orchdata.loaders.storage.content_digest import ContentDigest
+from orchdata.loaders.storage.storage import Storage
+
+_SCAN_ROWS: Final = 16
+_FREE_ROWS: Final = 1 << 16
+
+
+class ArrowReader:
+    """An Arrow file whose batches are known. Safe from many threads.
+
+    Attributes:
+        schema, columns, ignored, key, starts, promised_rows: as of a ParquetReader; a batch is a row group.
+    """
+
+    def __init__(self, file: Storage, limits: Limits) -> None:
+        """Find its batches. Raises Refused, or pyarrow's own errors."""
+        self._limits = limits
+        self._size = file.size
+        self._rows = RowsReader(file, limits.column_bytes)
+        self.schema, self._batches = read_layout(file)
+        used, self.ignored, self.key = plan_columns(self.schema)
+        self.columns = [column for column in used if can_be_read(self.schema.field(column.name).type)]
+        self.ignored += [column.name for column in used if column not in self.columns]
+        self.starts = np.cumsum([0, *(batch.num_rows for batch in self._batches)], dtype=np.int64)
+        self.promised_rows = int(self.starts[-1])
+
+    def check(self) -> None:
+        """Raises Refused where there are too many rows, or none."""
+        limits, rows = self._limits, self.promised_rows
+        if rows == 0:
+            raise Refused("no samples: the file has no rows")
+        if rows > limits.shard_rows:
+            raise Refused(f"{rows} rows, above Limits.shard_rows={limits.shard_rows}")
+        if rows > max(_FREE_ROWS, limits.decompression_ratio * self._size / INDEX_BYTES_OF_A_ROW):
+            raise Refused(f"{rows} rows in a file of {self._size} bytes, above Limits.decompression_ratio")
+
+    def batches(self, group: int, names: Sequence[str], *, scan: bool = False) -> Iterator[pa.RecordBatch]:
+        """Rows of a batch, some at a time. Raises Refused where its numbers point outside of it."""
+        rows = self._batches[group].num_rows
+        for start in range(0, rows, _SCAN_ROWS):
+            length = min(_SCAN_ROWS, rows - start)
+            try:
+                arrays = [self.take(group, name, start, length) for name in names]
+            except (ValueError, pa.ArrowException) as error:
+                raise Refused(f"batch {group}, rows {start} to {start + length}: {short(error)}") from None
+            yield pa.RecordBatch.from_arrays(arrays, names=list(names))
+
+    def take(self, group: int, name: str, start: int, length: int) -> pa.Array:
+        """Rows of one column of a batch."""
+        return self._rows.take(self._batches[group].columns[name], start, length)
+
+
+class ArrowShard:
+    """A file of an Arrow stream. `read` and `read_many` are safe from many threads."""
+
+    def __init__(self, url: str, file: Storage, *, limits: Limits) -> None:
+        self.url = url
+        self.size = file.size
+        self.version = file.version
+        self._file = file
+        self._limits = limits
+        self._lock = threading.Lock()
+        self._reader: ArrowReader | None = None
+
+    def checksum(self) -> str:
+        """Of the whole content."""
+        return ContentDigest(self._file).hexdigest()
+
+    def facts(self) -> Facts:
+        """Read all cells of the columns with media or text. Bad data are rows with an error."""
+        ignored: dict[str, int] = {}
+        lost = 0
+        try:
+            table, ignored = scan(ArrowReader(self._file, self._limits), self._limits)
+        except NOT_DATA:
+            raise
+        except Refused as error:
+            table, lost = shard_failure(str(error)), max(1, self.size)
+        except (pa.ArrowException, ValueError, OSError) as error:
+            table, lost = shard_failure(f"not a readable Arrow stream: {short(error)}"), max(1, self.size)
+        checksum = self.checksum()
+        self._file.check_unchanged()
+        meta = FactsMeta(
+            url=self.url,
+            size=self.size,
+            version=self.version,
+            checksum=checksum,
+            limits=limits_fingerprint(self._limits),
+            ignored=ignored,
+            lost_bytes=lost,
+        )
+        return Facts(table, meta)
+
+    def read(self, offset: int, size: int, encoding: int, field: str) -> bytes:
+        """The cell `field` of row `offset`; lists by item ("images.0"). Raises FieldError; ShardError for the file."""
+        try:
+            data = self._cell(offset, field)
+        except (*NOT_DATA, ShardError, FieldError):
+            raise
+        except PathOnly as error:
+            raise FieldError(field, str(error)) from error
+        except Exception as error:
+            raise FieldError(field, f"cannot be read: {short(error)}") from error
+        self._file.check_unchanged()
+        if data is None or len(data) != size:
+            held = "nothing" if data is None else f"{len(data)} bytes"
+            raise FieldError(field, f"row {offset} holds {held}, {size} bytes were indexed: index the shard again")
+        return data
+
+    def read_many(self, members: Sequence[tuple[int, int, int, str]]) -> list[bytes | memoryview]:
+        """Cells (row, size, encoding, field) of one sample. Raises as `read` does."""
+        return [self.read(*member) for member in members]
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _cell(self, row: int, field: str) -> bytes | None:
+        reader = self._open()
+        found = column_of(reader.columns, field)
+        if found is None or not 0 <= row < reader.promised_rows:
+            raise FieldError(field, f"the file has no such cell (row {row}): index the shard again")
+        column, item = found
+        group = int(np.searchsorted(reader.starts, row, side="right")) - 1
+        scalar = reader.take(group, column.name, row - int(reader.starts[group]), 1)[0]
+        if column.listed:
+            if not scalar.is_valid or item >= len(scalar.values):
+                return None
+            scalar = scalar.values[item]
+        return column.cell(scalar)
+
+    def _open(self) -> ArrowReader:
+        with self._lock:
+            if self._reader is None:
+                try:
+                    self._reader = ArrowReader(self._file, self._limits)
+                except NOT_DATA:
+                    raise
+                except Exception as error:
+                    raise ShardError(self.url, f"not a readable Arrow stream: {short(error)}") from error
+            return self._reader

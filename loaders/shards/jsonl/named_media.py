@@ -1,0 +1,165 @@
+"""The media that a record of JSON names: by path, as a `data:` URL, or in base64.
+
+Read are LLaVA's, LLaMA-Factory's, ms-swift's and Qwen's keys (`image`, `images`, `audio`, `audios`: a name, a list of
+them, {"path"} or {"bytes"}), items of a turn's content ({"type": "image", "image": ...}, `image_url`, `input_audio`),
+and the `file_name` columns of a folder of media with a table. Fields are called `image.0`, `image.1`, `audio.0`, ...
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, NamedTuple
+
+from orchdata.loaders.errors import DecodeError
+from orchdata.loaders.limits import Limits
+from orchdata.loaders.modalities.builtin import BUILTINS, KINDS, OTHER
+from orchdata.loaders.shards.fields import classify
+from orchdata.loaders.text.chat_keys import Repeating, says, shown
+from orchdata.loaders.text.media_words import record_keys
+
+_RECORD_KEYS: Final = record_keys(BUILTINS)
+_ITEM_TYPES: Final = {word: name for name, kind in BUILTINS.items() for word in (name, *kind.words)}
+_CHATS: Final = ("messages", "conversations", "conversation")
+_CONTENTS: Final = ("content", "value")
+_FILE_NAMES: Final = re.compile(r"(?:.*_)?file_names?")
+_BASE64: Final = re.compile(r"[A-Za-z0-9+/\s]{24,}=*\s*")
+_TAG: Final = re.compile(rf"<({'|'.join(('img', *BUILTINS))})>[^<>\n]+\.\w{{2,5}}</\1>")
+_SNIFFED: Final = 24  # characters of base64: 18 bytes
+_DATA_URL: Final = re.compile(r"data:[^,]{0,256};base64,")
+
+
+class NamedMedia(NamedTuple):
+    """One image or clip that a record names.
+
+    Attributes:
+        field: what it is called in the sample.
+        kind: code of its modality in the facts.
+        path: as the record has it; None where `encoded` holds it.
+        encoded: base64.
+        error: why it can be neither.
+    """
+
+    field: str
+    kind: int
+    path: str | None = None
+    encoded: str | None = None
+    error: str | None = None
+
+    def decoded_size(self) -> int:
+        """Bytes of what is encoded, at most."""
+        return 3 * (len(self.encoded or "") // 4) + 3
+
+    def decoded(self, limits: Limits) -> bytes:
+        """What is encoded. Raises DecodeError."""
+        if self.decoded_size() - 3 > limits.member_bytes:
+            raise DecodeError(f"{self.decoded_size()} bytes in base64, above Limits.member_bytes={limits.member_bytes}")
+        try:
+            return base64.b64decode("".join((self.encoded or "").split()), validate=True)
+        except (binascii.Error, ValueError) as error:
+            raise DecodeError(f"not valid base64: {error}") from None
+
+
+def media_of(value: Any, *, file_names: bool) -> list[NamedMedia]:
+    """The media of a record, by modality, in the order in which they are named.
+
+    Args:
+        value: JSON.
+        file_names: whether its `file_name` columns name media, as in the table of a folder of media.
+
+    Raises:
+        DecodeError: the record names media twice, and not the same ones, or in tags of its text.
+    """
+    named: dict[str, list[Any]] = {}
+    placed: dict[str, list[Any]] = {}
+    if isinstance(value, dict):
+        _check_once(value)
+        for key, modality in _RECORD_KEYS.items():
+            held = _list_of(value.get(key))
+            if held and named.setdefault(modality, held) != held:
+                raise DecodeError(f"it names {modality} under {key!r} and under another key, and not the same")
+        if file_names:
+            _add_files(value, named)
+    for modality, held in _items(value):
+        placed.setdefault(modality, []).append(held)
+    found = []
+    for kind, modality in enumerate(KINDS):
+        said = [held for held in placed.get(modality, ()) if says(held)]
+        held = named.get(modality) or said
+        if said and held != said:
+            raise DecodeError(f"it names {modality} beside its turns and in them, and not the same")
+        found += [_media(f"{modality}.{number}", kind, one) for number, one in enumerate(held)]
+    return found
+
+
+def _check_once(value: dict[str, Any]) -> None:
+    if isinstance(value, Repeating) and not value.keys().isdisjoint((*_RECORD_KEYS, *_CHATS)):
+        raise DecodeError("a key comes twice in the record")
+
+
+def _list_of(held: Any) -> list[Any]:
+    return [one for one in (held if isinstance(held, list) else [held]) if says(one)]
+
+
+def _add_files(value: Mapping[str, Any], named: dict[str, list[Any]]) -> None:
+    for key, held in value.items():
+        if _FILE_NAMES.fullmatch(key):
+            for one in _list_of(held):
+                kind = classify(one.lower())[0] if isinstance(one, str) else OTHER
+                if kind in (OTHER, 0):
+                    raise DecodeError(f"{shown(key)} names {shown(str(one))}, which is none of: {', '.join(BUILTINS)}")
+                named.setdefault(KINDS[kind], []).append(one)
+
+
+def _items(value: Any) -> Iterator[tuple[str, Any]]:
+    """(modality, name) of items of media in the turns of a record. Raises DecodeError for names in tags of the text."""
+    if isinstance(value, dict):
+        turns = [value[key] for key in _CHATS if isinstance(value.get(key), list)][:1] or [[value]]
+    else:
+        turns = [value] if isinstance(value, list) else []
+    for turn in turns[0] if turns else ():
+        content = next((turn[key] for key in _CONTENTS if turn.get(key) is not None), None) if _is_dict(turn) else None
+        tag = _TAG.search(content) if isinstance(content, str) else None
+        if tag is not None:
+            raise DecodeError(
+                f"{shown(tag[0])} names a file in the text: write its mark there, and its path beside the turns"
+            )
+        for item in content if isinstance(content, list) else ():
+            if _is_dict(item):
+                kind = item.get("type")
+                kind = next((key for key in _ITEM_TYPES if item.get(key) is not None), None) if kind is None else kind
+                if isinstance(kind, str) and kind in _ITEM_TYPES:
+                    for held in _list_of(item.get(kind)):
+                        yield _ITEM_TYPES[kind], held
+
+
+def _is_dict(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _media(field: str, kind: int, held: Any) -> NamedMedia:
+    encoded = False
+    if isinstance(held, dict):  # {"bytes", "path"}, {"url"}, {"data", "format"}
+        key = next((key for key in ("bytes", "data", "path", "url") if isinstance(held.get(key), str)), None)
+        encoded = key in ("bytes", "data")
+        held = held[key] if key is not None else held
+    if not isinstance(held, str):
+        return NamedMedia(field, kind, error=f"a {type(held).__name__}, not a path, a data: URL or base64")
+    if held.startswith("data:"):
+        match = _DATA_URL.match(held)
+        if match is None:
+            return NamedMedia(field, kind, error="a data: URL that is not base64")
+        return NamedMedia(field, kind, encoded=held[match.end() :])
+    if encoded or _is_base64(held, kind):
+        return NamedMedia(field, kind, encoded=held)
+    return NamedMedia(field, kind, path=held)
+
+
+def _is_base64(held: str, kind: int) -> bool:
+    """Whether a string is base64 of what it should be, by its first bytes: one of a JPEG looks like a path."""
+    if len(held) < _SNIFFED or not _BASE64.fullmatch(held, 0, _SNIFFED):
+        return False
+    head = base64.b64decode(held[:_SNIFFED].encode(), validate=False)
+    return bool(BUILTINS[KINDS[kind]].knows(head[:16])) and _BASE64.fullmatch(held) is not None

@@ -1,0 +1,327 @@
+"""Files of records: lines of JSON, an array of JSON, or a table of CSV -> where each record lies, and one at a time.
+
+Lines and rows that cannot be read are records with an error. Where nobody knows where the next record begins (a broken
+element of an array, a quote that is never closed), the rest of the file is one.
+"""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import json
+from collections.abc import Callable, Iterator
+from typing import Any, Final, NamedTuple, Protocol
+
+from orchdata.loaders.errors import DecodeError
+from orchdata.loaders.shards.fields import RAW, TABLE_ROW
+from orchdata.loaders.storage.content_digest import BLOCK_BYTES
+from orchdata.loaders.storage.storage import Storage
+
+_BOM: Final = codecs.BOM_UTF8
+_FIRST_BYTES: Final = 1 << 14
+_SPACE: Final = " \t\r\n"
+# Only where a value ends is asked of it: no digits are made a number.
+_ENDS: Final = json.JSONDecoder(parse_int=len, parse_float=len, parse_constant=len)
+
+
+class Record(NamedTuple):
+    """One record of a file.
+
+    Attributes:
+        offset, size: of its bytes.
+        data: its bytes; empty where it has an error.
+        error: why it cannot be had.
+        lost_bytes: behind it, that are not read for its sake.
+    """
+
+    offset: int
+    size: int
+    data: bytes = b""
+    error: str | None = None
+    lost_bytes: int = 0
+
+
+class Records(Protocol):
+    """A file of records. `at` and `as_json` are safe from many threads.
+
+    Attributes:
+        encoding: of its records, as `Shard.read` is told.
+    """
+
+    encoding: int
+
+    def all(self) -> Iterator[Record]:
+        """Every record, in one pass."""
+        ...
+
+    def at(self, offset: int) -> bytes:
+        """The record that begins at `offset`, as it is stored. Raises DecodeError."""
+        ...
+
+    def as_json(self, data: bytes) -> bytes:
+        """A record, as it is stored, as JSON. Raises DecodeError."""
+        ...
+
+
+class Lines:
+    """JSON Lines; empty lines are no records."""
+
+    encoding = RAW
+
+    def __init__(self, file: Storage, most_bytes: int) -> None:
+        self._file = file
+        self._most_bytes = most_bytes
+
+    def all(self) -> Iterator[Record]:
+        for offset, size, line in _lines(self._file, self._most_bytes):
+            if line is None:
+                yield Record(offset, size, error=_too_long("a line", size, self._most_bytes))
+                continue
+            data = line.strip()
+            if data:
+                yield Record(offset + len(line) - len(line.lstrip()), len(data), data)
+
+    def at(self, offset: int) -> bytes:
+        def line(data: bytes, ended: bool) -> bytes | None:
+            end = data.find(b"\n")
+            return data[:end].strip() if end >= 0 else data.strip() if ended else None
+
+        return _grown(self._file, offset, self._most_bytes, line)
+
+    def as_json(self, data: bytes) -> bytes:
+        return data
+
+
+class Array:
+    """One array of JSON, of any length: elements are found one after another, and one is held at a time."""
+
+    encoding = RAW
+
+    def __init__(self, file: Storage, most_bytes: int) -> None:
+        self._file = file
+        self._most_bytes = most_bytes
+
+    def all(self) -> Iterator[Record]:
+        window = _Window(self._file)
+        if window.next_character() != "[":
+            reason = "not an array of records: it does not begin with [ (one record a line is a file called .jsonl)"
+            yield self._lost(window, reason)
+            return
+        window.skip(1)
+        separators = ""
+        while True:
+            found = window.next_character()
+            if found == ",":
+                separators += found
+                window.skip(1)
+            elif found == "]":
+                return
+            elif not found:
+                yield self._lost(window, "cut: the array is not closed")
+                return
+            else:
+                element = None if separators == ",," else self._element(window)
+                if element is None:
+                    yield self._lost(window, "not valid JSON, or larger than Limits.text_bytes: the rest is not read")
+                    return
+                yield element
+                separators = ""
+
+    def at(self, offset: int) -> bytes:
+        def element(data: bytes, ended: bool) -> bytes | None:
+            text = data.decode("utf-8", "surrogateescape" if ended else "ignore")
+            try:
+                return text[: _ENDS.raw_decode(text)[1]].encode("utf-8", "surrogateescape")
+            except (ValueError, RecursionError):
+                return None
+
+        return _grown(self._file, offset, self._most_bytes, element)
+
+    def as_json(self, data: bytes) -> bytes:
+        return data
+
+    def _element(self, window: _Window) -> Record | None:
+        while True:
+            try:
+                end = _ENDS.raw_decode(window.text, window.position)[1]
+            except (ValueError, RecursionError):
+                if window.held_bytes() > self._most_bytes or not window.grow():
+                    return None
+                continue
+            if end < len(window.text) or not window.grow():
+                break
+        offset, data = window.offset, window.take(end)
+        return Record(offset, len(data), data)
+
+    def _lost(self, window: _Window, reason: str) -> Record:
+        return Record(window.offset, 0, error=reason, lost_bytes=max(1, self._file.size - window.offset))
+
+
+class Table:
+    """CSV with a line of names; a record is a row, as JSON an object of strings."""
+
+    encoding = TABLE_ROW
+
+    def __init__(self, file: Storage, most_bytes: int) -> None:
+        self._file = file
+        self._most_bytes = most_bytes
+        self._names: list[str] | None = None
+
+    def all(self) -> Iterator[Record]:
+        rows = _rows(_lines(self._file, self._most_bytes))
+        try:
+            for number, (offset, size, data) in enumerate(rows):
+                if number and data.strip():
+                    yield Record(offset, size, data)
+        except DecodeError as error:
+            end = max(0, self._file.size - 1)
+            yield Record(end, 0, error=error.reason, lost_bytes=1)
+
+    def at(self, offset: int) -> bytes:
+        def row(data: bytes, ended: bool) -> bytes | None:
+            lines = data.splitlines(keepends=True) if ended else data[: data.rfind(b"\n") + 1].splitlines(keepends=True)
+            try:
+                return next(_rows((0, len(line), line) for line in lines))[2]
+            except (DecodeError, StopIteration):
+                return None
+
+        return _grown(self._file, offset, self._most_bytes, row)
+
+    def as_json(self, data: bytes) -> bytes:
+        if self._names is None:
+            self._names = _cells(self.at(len(_BOM) if self._file.read(0, len(_BOM)) == _BOM else 0))
+            if len(set(self._names)) < len(self._names):
+                raise DecodeError(f"two columns have one name: {', '.join(self._names)[:200]}")
+        cells = _cells(data)
+        if len(cells) != len(self._names):
+            raise DecodeError(f"a row of {len(cells)} cells under {len(self._names)} names")
+        return json.dumps(dict(zip(self._names, cells, strict=True)), ensure_ascii=False).encode()
+
+
+def _lines(file: Storage, most_bytes: int) -> Iterator[tuple[int, int, bytes | None]]:
+    """(offset, size, bytes or None where they are too many) of each line, its end included."""
+    pieces: list[bytes] = []
+    offset = size = 0
+    for start in range(0, max(1, file.size), BLOCK_BYTES):
+        block = file.read(start, BLOCK_BYTES)
+        begin = 0
+        if start == 0 and block.startswith(_BOM):
+            begin = offset = len(_BOM)
+        while begin < len(block):
+            end = block.find(b"\n", begin) + 1 or len(block)
+            size += end - begin
+            if size <= most_bytes:
+                pieces.append(block[begin:end])
+            else:
+                pieces.clear()
+            if block[end - 1] == 10:
+                yield offset, size, b"".join(pieces) if size <= most_bytes else None
+                pieces.clear()
+                offset, size = offset + size, 0
+            begin = end
+    if size:
+        yield offset, size, b"".join(pieces) if size <= most_bytes else None
+
+
+def _rows(lines: Iterator[tuple[int, int, bytes | None]]) -> Iterator[tuple[int, int, bytes]]:
+    """(offset, size, bytes) of each row of CSV: several lines where a cell has some. Raises DecodeError."""
+    taken: list[tuple[int, int, bytes]] = []
+
+    def texts() -> Iterator[str]:
+        for offset, size, line in lines:
+            if line is None:
+                raise DecodeError(f"a line of {size} bytes, above Limits.text_bytes: the rest is not read")
+            taken.append((offset, size, line))
+            yield line.decode("utf-8", "surrogateescape")
+
+    try:
+        for _ in csv.reader(texts(), strict=True):
+            yield taken[0][0], sum(size for _, size, _ in taken), b"".join(line for _, _, line in taken)
+            taken.clear()
+    except csv.Error as error:
+        raise DecodeError(f"not valid CSV: {error}: the rest is not read") from None
+
+
+def _cells(row: bytes) -> list[str]:
+    try:
+        return next(csv.reader(row.decode().splitlines(keepends=True), strict=True), [])
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise DecodeError(f"not valid CSV: {error}") from None
+
+
+def _grown(file: Storage, offset: int, most_bytes: int, cut: Callable[[bytes, bool], bytes | None]) -> bytes:
+    """What `cut` makes of the bytes from `offset` on: of more and more, until it is enough."""
+    size = _FIRST_BYTES
+    while True:
+        data = file.read(offset, size)
+        found = cut(data, len(data) < size)
+        if found is not None:
+            return found
+        if len(data) < size or size > 2 * most_bytes:
+            raise DecodeError("not the record that was indexed: index the file again")
+        size *= 4
+
+
+class _Window:
+    """A stretch of a file as text that grows at its end and is let go at its front.
+
+    Bytes that are not UTF-8 are characters of their own, so that places in the text are places in the file.
+    """
+
+    def __init__(self, file: Storage) -> None:
+        self._file = file
+        self._read = 0
+        self._decode = codecs.getincrementaldecoder("utf-8")("surrogateescape").decode
+        self.text = ""
+        self.position = 0
+        self.offset = 0  # in the file, of `position`
+        self.grow()
+        if self.text.startswith("\ufeff"):
+            self.skip(1)
+
+    def held_bytes(self) -> int:
+        return len(self.text) - self.position
+
+    def grow(self) -> bool:
+        """Read on, at least as much as is held. False at the end of the file."""
+        if self._read >= self._file.size:
+            return False
+        wanted = max(BLOCK_BYTES, self.held_bytes())
+        data = self._file.read(self._read, wanted)
+        self._read = self._read + len(data) if data else self._file.size
+        self.text = self.text[self.position :] + self._decode(data, self._read >= self._file.size)
+        self.position = 0
+        return True
+
+    def next_character(self) -> str:
+        """The next that is no white space; nothing at the end."""
+        while True:
+            start = self.position
+            while self.position < len(self.text) and self.text[self.position] in _SPACE:
+                self.position += 1
+            self.offset += self.position - start
+            if self.position < len(self.text):
+                return self.text[self.position]
+            if not self.grow():
+                return ""
+
+    def skip(self, count: int) -> None:
+        self.take(self.position + count)
+
+    def take(self, end: int) -> bytes:
+        """The bytes up to a place in the text."""
+        data = self.text[self.position : end].encode("utf-8", "surrogateescape")
+        self.position = end
+        self.offset += len(data)
+        return data
+
+
+def records_of(suffix: str, file: Storage, most_bytes: int) -> Records:
+    """The records of a file with this suffix."""
+    forms: dict[str, Any] = {".jsonl": Lines, ".ndjson": Lines, ".json": Array, ".csv": Table}
+    records: Records = forms[suffix](file, most_bytes)
+    return records
+
+
+def _too_long(what: str, size: int, most_bytes: int) -> str:
+    return f"{what} of {size} bytes, above Limits.text_bytes={most_bytes}"

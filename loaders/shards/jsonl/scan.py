@@ -1,0 +1,241 @@
+"""One pass over a file of records: records -> rows of the facts, with the headers of the media that they name.
+
+Records are taken some hundreds at a time, and their media looked at in threads where files are waited for; where they
+are not, as in the page cache, threads would only wait for each other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from itertools import islice
+from typing import Any, Final, NamedTuple, TypeVar
+
+from orchdata.loaders.errors import DecodeError
+from orchdata.loaders.limits import Limits, shortened
+from orchdata.loaders.modalities.builtin import BUILTINS, KINDS, OTHER, TEXT
+from orchdata.loaders.modalities.modality import Header
+from orchdata.loaders.modalities.probing import read_header
+from orchdata.loaders.shards.facts_table import NO_HEADER, FactsTable, shard_failure
+from orchdata.loaders.shards.fields import NAMED, printable
+from orchdata.loaders.shards.jsonl.media_files import STAMP_BITS, MediaFolder
+from orchdata.loaders.shards.jsonl.named_media import NamedMedia
+from orchdata.loaders.shards.jsonl.reading import RecordReader
+from orchdata.loaders.shards.jsonl.records import Record
+
+JSON_FIELD: Final = "json"
+_THREADS: Final = 8
+_TOGETHER: Final = 256
+_TRIED: Final = 8
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class Scanned(NamedTuple):
+    """Facts of a file, how many of its bytes nobody could read, and the state of the files it names."""
+
+    table: FactsTable
+    lost_bytes: int
+    media: str
+
+
+def scan(reader: RecordReader, limits: Limits) -> Scanned:
+    """The facts of a file of records. Bad records and media are rows with an error."""
+    found = _Scan(reader, limits)
+    states = MediaStates()
+    for read, looked_at in _looked_at(reader, limits):
+        found.add(read, looked_at)
+        states.add([one.state for one in looked_at])
+        if len(found.table) > limits.shard_rows:
+            return Scanned(shard_failure(f"more than {limits.shard_rows} fields, above Limits.shard_rows"), 1, "")
+    if not len(found.table):
+        return Scanned(shard_failure("no samples: the file has no records"), 0, "")
+    return Scanned(found.table, found.lost_bytes, states.digest())
+
+
+def media_state(reader: RecordReader, limits: Limits) -> str:
+    """The state of the files that the records name, as `scan` finds it, without reading any of them."""
+    states = MediaStates()
+    named = (one.path for record in reader.all() for one in _Read.of(record, reader, limits).media)
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="orchdata-media") as pool:
+        for some in _batches(named, _TOGETHER):
+            states.add(mapped(pool, lambda path: _state(path, reader.folder), some))
+    return states.digest()
+
+
+class MediaStates:
+    """Of the files that records name, in their order: whether each is there, its size and its time of change."""
+
+    def __init__(self) -> None:
+        self._digest = hashlib.blake2b(digest_size=16)
+        self._any = False
+
+    def add(self, states: Sequence[str]) -> None:
+        for state in states:
+            if state:
+                self._any = True
+                self._digest.update(f"{state}\0".encode("utf-8", "backslashreplace"))
+
+    def digest(self) -> str:
+        """Empty where no file is named."""
+        return self._digest.hexdigest() if self._any else ""
+
+
+class _LookedAt(NamedTuple):
+    """What one image or clip turned out to be."""
+
+    size: int = 0
+    stamp: int = 0
+    header: Header = NO_HEADER
+    error: str | None = None
+    state: str = ""
+
+
+class _Read(NamedTuple):
+    """A record, and what it says of itself."""
+
+    record: Record
+    key: str | None = None
+    names_itself: bool = False
+    size: int = 0
+    media: Sequence[NamedMedia] = ()
+    error: str | None = None
+
+    @staticmethod
+    def of(record: Record, reader: RecordReader, limits: Limits) -> _Read:
+        if record.error is not None:
+            return _Read(record, error=record.error)
+        key = None
+        try:
+            value = reader.value(reader.as_json(record.data))
+            key = reader.key(value)
+            media = reader.media(value)
+        except DecodeError as error:
+            return _Read(record, key, error=error.reason)
+        if len(media) > limits.sample_parts:
+            reason = f"it names {len(media)} files, above Limits.sample_parts={limits.sample_parts}"
+            return _Read(record, key, error=reason)
+        return _Read(record, key, _names_itself(value), len(record.data), media)
+
+
+def _batches(items: Iterator[Item], length: int) -> Iterator[list[Item]]:
+    while batch := list(islice(items, length)):
+        yield batch
+
+
+def _names_itself(value: Any) -> bool:
+    return isinstance(value, dict) and "__key__" in value
+
+
+def _looked_at(reader: RecordReader, limits: Limits) -> Iterator[tuple[list[_Read], list[_LookedAt]]]:
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="orchdata-media") as pool:
+        for records in _batches(reader.all(), _TOGETHER):
+            read = [_Read.of(record, reader, limits) for record in records]
+            media = [one for each in read for one in each.media]
+            yield read, mapped(pool, lambda one: _look_at(one, reader.folder, limits), media)
+
+
+def mapped(pool: Executor, function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+    """The function of each item: of the first few here, of the others in the pool if those were mostly waited for."""
+    began, worked = time.perf_counter(), time.thread_time()
+    found = [function(item) for item in items[:_TRIED]]
+    worked = time.thread_time() - worked
+    is_waiting = time.perf_counter() - began > 2 * worked
+    return [*found, *(pool.map if is_waiting else map)(function, items[_TRIED:])]
+
+
+def _state(path: str | None, folder: MediaFolder | None) -> str:
+    return "" if path is None or folder is None else f"{path}\0{folder.state(path)}"
+
+
+def _look_at(media: NamedMedia, folder: MediaFolder | None, limits: Limits) -> _LookedAt:
+    modality = BUILTINS[KINDS[media.kind]]
+    size = stamp = 0
+    state = ""
+    try:
+        if media.error is not None:
+            raise DecodeError(media.error)
+        if media.path is None:
+            data = media.decoded(limits)
+            size = len(data)
+            header = read_header(modality, size, lambda count: data[:count], limits)
+        else:
+            if folder is None:
+                raise DecodeError(no_root(media.path))
+            with folder.open(media.path) as file:
+                size, stamp = file.size, file.stamp
+                state = f"{media.path}\0{file.size} {file.stamp}"
+                reason = limits.size_error(size, is_text=False)
+                if reason is not None:
+                    raise DecodeError(reason)
+                header = read_header(modality, size, file.read, limits)
+    except DecodeError as error:
+        if not state and media.path is not None and folder is not None:
+            state = f"{media.path}\0{error.reason}"
+        return _LookedAt(size, stamp, error=error.reason, state=state)
+    return _LookedAt(size, stamp, (*header, *NO_HEADER[len(header) :]), state=state)
+
+
+def no_root(path: str) -> str:
+    return f"{path!r} is named, and nothing says where it lies: give media_root= (on the command line --media-root)"
+
+
+class _Scan:
+    """The rows found so far."""
+
+    def __init__(self, reader: RecordReader, limits: Limits) -> None:
+        self.table = FactsTable()
+        self.lost_bytes = 0
+        self._limits = limits
+        self._encoding = reader.encoding
+        self._number = 0
+        self._first_row: dict[str, int] = {}
+
+    def add(self, read: Sequence[_Read], looked_at: Sequence[_LookedAt]) -> None:
+        """Records, and their media one after another."""
+        left = iter(looked_at)
+        for each in read:
+            self._add(each, left)
+            self._number += 1
+
+    def _add(self, read: _Read, looked_at: Iterator[_LookedAt]) -> None:
+        table, number = self.table, self._number
+        offset = read.record.offset
+        key = str(number) if read.key is None else printable(read.key)
+        error = read.error or self._limits.name_error("key", key)
+        self.lost_bytes += read.record.lost_bytes
+        if error is not None:
+            for _ in read.media:
+                next(looked_at)
+            key = key if self._limits.name_error("key", key) is None else shortened(key)
+            table.append(number, key, JSON_FIELD, kind=OTHER, error=error)
+            return
+        if not read.names_itself:
+            while key in self._first_row:  # every record is whole, whatever its id
+                key = f"{key}#{number}"
+        first = len(table)
+        reason = self._limits.size_error(read.size, is_text=True)
+        table.append(
+            number, key, JSON_FIELD, kind=TEXT, offset=offset, size=read.size, encoding=self._encoding, error=reason
+        )
+        for media in read.media:
+            found = next(looked_at)
+            table.append(
+                number,
+                key,
+                media.field,
+                kind=media.kind,
+                offset=offset << STAMP_BITS | found.stamp,
+                size=found.size,
+                encoding=NAMED,
+                header=found.header,
+                error=found.error,
+            )
+        earlier = self._first_row.setdefault(key, first)
+        if earlier != first:
+            reason = f"key {key!r} is that of record {table.sample[earlier]} and of record {number}: give each its own"
+            table.fail_structure(earlier, reason)
+            table.fail_structure(first, reason)

@@ -1,0 +1,109 @@
+"""Loaders that bring a format or a runtime of their own: Energon's prepared folders, Ray's tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from orchdata.bench.throughput.decoding import DecodePack, Decoder
+from orchdata.bench.throughput.job import Job, joined, split
+
+_RECORD: Final = "record"
+_AHEAD_BYTES: Final = 64 << 20
+
+
+def energon(job: Job) -> Iterator[int]:
+    """A crude data set: its samples as webdataset has them, decoded where they are encoded, in worker processes."""
+    from megatron.energon import WorkerConfig, get_loader, get_train_dataset
+
+    config = WorkerConfig(rank=0, world_size=1, num_workers=job.workers)
+    data = get_train_dataset(
+        str(job.folder / "energon"),
+        batch_size=job.batch_size,
+        shuffle_buffer_size=None,
+        max_samples_per_sequence=None,
+        repeat=False,
+        worker_config=config,
+        task_encoder=_task_encoder(job.decoder),
+    )
+    for batch in get_loader(data):
+        yield int(batch["number"].shape[0])
+
+
+def _task_encoder(decoder: Decoder) -> Any:
+    from megatron.energon import Cooker, DefaultTaskEncoder, stateless
+
+    pack = DecodePack(decoder)
+
+    def cook(sample: dict[str, Any]) -> Any:
+        return {**sample, "__url__": sample["__shard__"]}
+
+    class Encoder(DefaultTaskEncoder):  # type: ignore[misc]
+        decoder = None  # bytes stay bytes
+        cookers: Final = [Cooker(stateless(cook))]
+
+        def encode_sample(self, sample: Any) -> Any:
+            return sample
+
+        def batch(self, samples: Sequence[Any]) -> Any:
+            return pack(samples)
+
+        def encode_batch(self, batch: Any) -> Any:
+            return batch
+
+    return Encoder()
+
+
+def prepare_energon(job: Job, folder: Path) -> None:
+    """Links to the tars, and the index that it wants beside them."""
+    from megatron.energon.epathlib import EPath
+    from megatron.energon.flavors.webdataset.prepare import WebdatasetPreparator
+
+    names = []
+    for number, url in enumerate(job.urls):
+        names.append(f"{number:06d}.tar")
+        (folder / names[-1]).symlink_to(Path(url).resolve())
+    WebdatasetPreparator.prepare_dataset(EPath(str(folder)), names, split_parts_ratio=[("train", 1.0)], workers=1)
+    described = "__module__: megatron.energon\n__class__: CrudeWebdataset\n"
+    (folder / ".nv-meta" / "dataset.yaml").write_text(described)
+
+
+def ray_data(job: Job) -> Iterator[int]:
+    """A Parquet file mapped in batches by as many tasks at once as there are workers."""
+    import ray
+
+    ray.init(num_cpus=job.workers, include_dashboard=False, logging_level="error")
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False
+    # Without a limit it decodes the whole epoch ahead of the first batch.
+    context.execution_options.resource_limits = ray.data.ExecutionResources(object_store_memory=_AHEAD_BYTES)
+    decode = DecodePack(job.decoder)
+
+    def packed(rows: dict[str, Any]) -> dict[str, Any]:
+        batch = decode([split(record) for record in rows[_RECORD]])
+        # Arrow has no bfloat16, and each column one row: the batch's whole tensor.
+        arrays = {name: _bits(tensor) for name, tensor in batch.items()}
+        return {name: np.stack([array]) for name, array in arrays.items()}
+
+    data = ray.data.read_parquet(str(job.folder / "ray")).map_batches(packed, batch_size=job.batch_size)
+    for row in data.iter_rows():
+        yield len(row["number"])
+
+
+def _bits(tensor: torch.Tensor) -> Any:
+    return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+def write_parquet(job: Job, folder: Path) -> None:
+    """Files of 64 records."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    for start in range(0, len(job.records), 64):
+        stop = min(start + 64, len(job.records))
+        rows = pa.array([joined(job.records[number]) for number in range(start, stop)], pa.binary())
+        pq.write_table(pa.table({_RECORD: rows}), folder / f"{start:06d}.parquet")

@@ -1,0 +1,97 @@
+"""One epoch of one lane, in the process that runs it: figures of its steady part.
+
+    first batch | lead: caches, kernels, queues fill | measured, from delivery to delivery | lead: queues drain
+
+Neither the start nor the end is steady: at the beginning batches under way were not delivered yet, at the end there
+are none. Between them as many are under way at both ends.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import import_module
+
+import torch
+
+from orchdata.bench.throughput.consumers import CONSUMERS
+from orchdata.bench.throughput.job import Job
+from orchdata.bench.throughput.lanes import LANES
+from orchdata.bench.throughput.processes import cpu_seconds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figures:
+    """Of one epoch.
+
+    Attributes:
+        first_batch_seconds: from making the loader to its first batch; imports are done before.
+        samples_per_second: of the steady part.
+        cpu_seconds: of all processes of the lane for each of these samples, the consumer's work left out.
+        waits: seconds that the consumer waited for each batch of the steady part.
+        works: seconds that its work took for each of them; none where there is no work.
+    """
+
+    first_batch_seconds: float
+    samples_per_second: float
+    cpu_seconds: float
+    waits: tuple[float, ...]
+    works: tuple[float, ...]
+
+
+def measure(lane: str, job: Job, consumer: str, rounds: int, lead: int) -> Figures:
+    """Run one epoch.
+
+    Args:
+        lane: a name of LANES.
+        job: what to load.
+        consumer, rounds: work for each batch.
+        lead: samples at either end that are not measured.
+
+    Raises:
+        RuntimeError: another number of samples than the data set has, or batches too large to leave a steady part.
+        Exception: whatever the lane's loader raises.
+    """
+    os.environ["ORCHDATA_CACHE"] = str(job.cache)
+    torch.set_num_threads(1)  # else its pools and the lane's threads fight over the cores
+    if LANES[lane].module:
+        import_module(LANES[lane].module)
+    started = time.perf_counter()
+    return _figures(LANES[lane].load(job), started, len(job.records), lead, consumer, rounds)
+
+
+def _figures(batches: Iterator[int], started: float, total: int, lead: int, consumer: str, rounds: int) -> Figures:
+    work = CONSUMERS[consumer]
+    done, work_cpu = 0, 0.0
+    waits: list[float] = []
+    works: list[float] = []
+    marks: list[tuple[float, float, int, int]] = []  # time, CPU time of loading, samples, batches
+    asked = started
+    for count in batches:
+        now = time.perf_counter()
+        waits.append(now - asked)
+        done += count
+        if done >= (lead, total - lead)[min(1, len(marks))] and len(marks) < 2:
+            cpu = cpu_seconds(os.getpid()) - work_cpu
+            marks.append((now if marks else time.perf_counter(), cpu, done, len(waits)))
+        if work:
+            began, cpu_began = time.perf_counter(), time.thread_time()
+            work(rounds)
+            works.append(time.perf_counter() - began)
+            work_cpu += time.thread_time() - cpu_began
+        asked = time.perf_counter()
+    if done != total:
+        raise RuntimeError(f"an epoch delivered {done} of {total} samples")
+    if len(marks) < 2:
+        raise RuntimeError(f"batches too large: nothing lies between the first and the last {lead} of {total} samples")
+    (begin, cpu_begin, done_begin, first), (end, cpu_end, done_end, last) = marks
+    samples = done_end - done_begin
+    return Figures(
+        first_batch_seconds=waits[0],
+        samples_per_second=samples / (end - begin),
+        cpu_seconds=(cpu_end - cpu_begin) / samples,
+        waits=tuple(waits[first:last]),
+        works=tuple(works[first:last]),
+    )

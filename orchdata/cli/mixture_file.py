@@ -1,0 +1,98 @@
+"""A mixture as a YAML file, for the command line.
+
+by: tokens
+stop: repeat
+epoch_tokens: 50_000_000_000
+sources:
+  web: {paths: "web/*.tar", weight: 0.7, recipe: "my_project.data:recipe"}
+  speech:
+    weight: 0.3
+    sources:
+      read: {paths: [read.tar], weight: 2}
+      spoken: {paths: [spoken.tar], weight: 1, loss_weight: 0.5}
+
+Paths are relative to the file. A source without a recipe has that of the command.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from orchdata.cli.options import load_object
+from orchdata.dataset.mixture import Mixture, Source
+from orchdata.dataset.shard_dataset import ShardDataset
+from orchdata.loaders.recipe import Recipe
+
+SUFFIXES = (".yaml", ".yml")
+_MIXTURE = ("sources", "by", "stop", "stages", "epoch_tokens", "epoch_samples")
+_INNER = ("sources", "weight", "loss_weight")
+_LEAF = ("paths", "recipe", "weight", "loss_weight")
+
+
+def is_mixture_file(paths: list[str]) -> bool:
+    """Whether a command's paths are a mixture, and not shards."""
+    return len(paths) == 1 and paths[0].lower().endswith(SUFFIXES)
+
+
+def read_mixture(path: str | Path, recipe: Recipe) -> Mixture:
+    """The mixture that a file describes.
+
+    Args:
+        recipe: of sources that name none.
+
+    Raises:
+        FileNotFoundError: no such file, or a source without shards.
+        ValueError: what is no mixture: names the file and the field.
+    """
+    import yaml
+
+    file = Path(path)
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file}: not readable as YAML: {error}") from error
+    try:
+        fields = _fields(content, "the file", _MIXTURE)
+        sources = _sources(fields.pop("sources", None), "sources", file.parent, recipe)
+        if isinstance(stages := fields.get("stages"), list):
+            fields["stages"] = [tuple(stage) if isinstance(stage, list) else stage for stage in stages]
+        return Mixture(sources, **fields)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{file}: {error}") from error
+
+
+def _sources(content: Any, field: str, folder: Path, recipe: Recipe) -> dict[str, Source]:
+    if not isinstance(content, Mapping) or not content:
+        raise ValueError(f'{field} must name sources, as in `{field}: {{web: {{paths: "web/*.tar", weight: 1}}}}`')
+    return {str(name): _source(value, f"{field}.{name}", folder, recipe) for name, value in content.items()}
+
+
+def _source(content: Any, field: str, folder: Path, recipe: Recipe) -> Source:
+    if isinstance(content, Mapping) and "sources" in content:
+        fields = _fields(content, field, _INNER)
+        inner = _sources(fields.pop("sources"), f"{field}.sources", folder, recipe)
+        return Source(Mixture(inner), **fields)
+    fields = _fields(content, field, _LEAF)
+    paths = fields.pop("paths", None)
+    listed = [paths] if isinstance(paths, str) else paths
+    if not isinstance(listed, list) or not listed or not all(isinstance(each, str) for each in listed):
+        raise ValueError(f"{field}.paths must be a path, or a list of paths, of shards, got {paths!r}")
+    named = fields.pop("recipe", None)
+    if named is not None:
+        recipe = load_object(named, Recipe, f"{field}.recipe")
+    return Source(ShardDataset([_beside(folder, each) for each in listed], recipe), **fields)
+
+
+def _fields(content: Any, field: str, known: tuple[str, ...]) -> dict[str, Any]:
+    if not isinstance(content, Mapping):
+        raise ValueError(f"{field} must have fields ({', '.join(known)}), got {content!r}")
+    for name in content:
+        if name not in known:
+            raise ValueError(f"{field} has no field {name!r}; it may have {', '.join(known)}")
+    return dict(content)
+
+
+def _beside(folder: Path, path: str) -> str:
+    return path if "://" in path else str(folder / path)

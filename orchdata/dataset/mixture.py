@@ -1,0 +1,202 @@
+"""A mixture of data sets, as a value: which sources, at which shares, measured how, and until when.
+
+Mixture --flattened--> leaves by name ("outer/inner") --weights quantised once--> stages of integer periods
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import Any, NamedTuple, get_args
+
+from orchdata.balancers.checks import checked_count
+from orchdata.dataset.shard_dataset import ShardDataset
+from orchdata.order.merge import By, Stage, Stop
+
+Weights = Mapping[str, float]
+
+_UNIT = 1 << 16  # the period of the heaviest source: weights are exact to 1 in 100,000
+_FURTHEST = 1 << 32
+
+
+@dataclass(frozen=True)
+class Source:
+    """One source of an `od.Mixture`.
+
+    Args:
+        dataset: a ShardDataset, or a Mixture, whose weights share out this one's.
+        weight: its share of tokens or samples, relative to the others; default 1. None where stages give it.
+        loss_weight: what each of its loss tokens counts, in `batch.loss_weights` and in what losses are divided by.
+    """
+
+    dataset: ShardDataset | Mixture
+    weight: float | None = field(default=None, kw_only=True)
+    loss_weight: float = field(default=1.0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.dataset, ShardDataset | Mixture):
+            raise TypeError(f"od.Source takes an od.ShardDataset or an od.Mixture, got {type(self.dataset).__name__}")
+        for name in ("weight", "loss_weight"):
+            value = getattr(self, name)
+            if not (value is None and name == "weight") and not _is_weight(value):
+                raise ValueError(f"Source.{name} must be a number of at least 0, got {value!r}")
+
+
+class Leaf(NamedTuple):
+    """A data set of a mixture: its name with those of the mixtures around it, and what it is to the outermost.
+
+    Attributes:
+        top: name of the outermost mixture's source that it is of.
+        share: of that source's weight.
+    """
+
+    name: str
+    dataset: ShardDataset
+    top: str
+    share: float
+    loss_weight: float
+
+
+class Mixture:
+    """Several data sets as one, each with its share of every stretch of training, whatever ranks and steps are.
+
+    A pure function of the seed, as every order: no buffers, and any place of it is found at once. Give it to
+    `od.DataLoader`; `batch.sources` and `stats()["sources"]` tell sources apart.
+
+    Args:
+        sources: name -> `od.Source`; a source that is a Mixture shares out its weight by its own weights, and its data
+            sets are called "outer/inner".
+        by: whether weights are shares of LLM "tokens" or of "samples".
+        stop: where an epoch ends. "first": with the last sample of the first source that has no more. "all": with that
+            of the last one, each sample once; sources that are left keep their relative weights. "repeat": after
+            `epoch_tokens` or `epoch_samples`; sources begin again, shuffled anew, by themselves.
+        stages: (tokens or samples of training from which on they hold, {name: weight}) pairs, from 0 on, in place of
+            the sources' weights. A source without a weight in a stage gives nothing there.
+        epoch_tokens, epoch_samples: of an epoch of "repeat". An epoch of tokens ends with the sample that fills it.
+
+    Raises:
+        TypeError, ValueError: what is no source, weight or stage, by its name.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, Source],
+        *,
+        by: By = "tokens",
+        stop: Stop = "first",
+        stages: Sequence[tuple[int, Weights]] | None = None,
+        epoch_tokens: int | None = None,
+        epoch_samples: int | None = None,
+    ) -> None:
+        if not isinstance(sources, Mapping) or not sources:
+            raise ValueError(
+                f"od.Mixture takes names and their od.Source, as in {{'web': od.Source(...)}}: {sources!r}"
+            )
+        for name, source in sources.items():
+            if not isinstance(name, str) or not name or "/" in name:
+                raise ValueError(f"a source is called by a word without '/', which joins names, got {name!r}")
+            if not isinstance(source, Source):
+                raise TypeError(f"source {name!r} must be an od.Source, got {type(source).__name__}")
+        for option, value, known in (("by", by, get_args(By)), ("stop", stop, get_args(Stop))):
+            if value not in known:
+                raise ValueError(f"Mixture.{option} must be one of {', '.join(map(repr, known))}, got {value!r}")
+        self.sources = dict(sources)
+        self.by: By = by
+        self.stop: Stop = stop
+        self.epoch_size = _epoch_size(stop, epoch_tokens, epoch_samples)
+        self.stages = None if stages is None else _checked_stages(stages, self.sources)
+        self.leaves = tuple(sorted(self._flattened(), key=lambda leaf: leaf.name))
+        if self.stages is None and not any(map(self._weight_of, self.sources)):
+            raise ValueError("every source of the mixture has weight 0: give one a larger weight")
+
+    def __repr__(self) -> str:
+        return f"Mixture({', '.join(leaf.name for leaf in self.leaves)}; by={self.by!r}, stop={self.stop!r})"
+
+    def quantised(self) -> tuple[Stage, ...]:
+        """Stages, with integer periods of the leaves. Raises ValueError for weights too far apart."""
+        given = self.stages or ((0, {name: self._weight_of(name) for name in self.sources}),)
+        return tuple(Stage(bound, self._periods(weights)) for bound, weights in given)
+
+    def _periods(self, weights: Weights) -> tuple[int, ...]:
+        shares = [weights.get(leaf.top, 0.0) * leaf.share for leaf in self.leaves]
+        most = max(shares)
+        for leaf, share in zip(self.leaves, shares, strict=True):
+            if share and most / share > _FURTHEST:
+                raise ValueError(
+                    f"source {leaf.name!r} has {share / most:.1e} of the weight of the heaviest one: it would hardly "
+                    "ever come; leave it out, or raise its weight"
+                )
+        return tuple(round(_UNIT * (most / share)) if share else 0 for share in shares)
+
+    def _weight_of(self, name: str) -> float:
+        weight = self.sources[name].weight
+        return 1.0 if weight is None else weight
+
+    def _flattened(self) -> Iterator[Leaf]:
+        for name, source in self.sources.items():
+            if self.stages is not None and source.weight is not None:
+                raise ValueError(f"source {name!r} has a weight, and stages give weights too: leave one out")
+            if isinstance(source.dataset, ShardDataset):
+                yield Leaf(name, source.dataset, name, 1.0, source.loss_weight)
+                continue
+            inner = source.dataset
+            self._check_inner(name, inner)
+            total = sum(map(inner._weight_of, inner.sources))
+            for leaf in inner.leaves:
+                share = leaf.share * inner._weight_of(leaf.top) / total
+                yield Leaf(f"{name}/{leaf.name}", leaf.dataset, name, share, source.loss_weight * leaf.loss_weight)
+
+    def _check_inner(self, name: str, inner: Mixture) -> None:
+        """Only weights of a mixture inside another one mean anything."""
+        if inner.stages is not None:
+            raise ValueError(f"source {name!r} is a mixture with stages: the outermost mixture has those of all")
+        for option, default in (("by", "tokens"), ("stop", "first")):
+            value = getattr(inner, option)
+            if value not in (default, getattr(self, option)):
+                raise ValueError(
+                    f"source {name!r} is a mixture with {option}={value!r}, and the one around it has "
+                    f"{option}={getattr(self, option)!r}, which holds for both: give {option} to the outermost alone"
+                )
+
+
+def _is_weight(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value) and value >= 0
+
+
+def _epoch_size(stop: Stop, epoch_tokens: int | None, epoch_samples: int | None) -> tuple[By, int] | None:
+    given = {"tokens": epoch_tokens, "samples": epoch_samples}
+    sizes: list[tuple[Any, int]] = [
+        (unit, checked_count(size, f"epoch_{unit}")) for unit, size in given.items() if size is not None
+    ]
+    if stop != "repeat":
+        if sizes:
+            raise ValueError(
+                f"epoch_{sizes[0][0]} is for stop='repeat': by stop={stop!r} an epoch ends with its sources"
+            )
+        return None
+    if len(sizes) != 1:
+        raise ValueError("stop='repeat' never ends by itself: give one of epoch_tokens and epoch_samples")
+    return sizes[0]
+
+
+def _checked_stages(stages: Any, sources: Mapping[str, Source]) -> tuple[tuple[int, dict[str, float]], ...]:
+    how = "(tokens or samples of training from which on it holds, {name: weight}) pairs, ascending from 0"
+    if not isinstance(stages, list | tuple) or not stages:
+        raise ValueError(f"stages are {how}, got {stages!r}")
+    found: list[tuple[int, dict[str, float]]] = []
+    for stage in stages:
+        if not isinstance(stage, list | tuple) or len(stage) != 2 or not isinstance(stage[1], Mapping):
+            raise ValueError(f"stages are {how}, got {stage!r}")
+        bound, weights = checked_count(stage[0], "the bound of a stage", 0), dict(stage[1])
+        if bound != 0 if not found else bound <= found[-1][0]:
+            raise ValueError(f"stages are {how}; one begins at {bound}")
+        for name, weight in weights.items():
+            if name not in sources:
+                raise ValueError(f"the stage from {bound} names {name!r}; the sources are {', '.join(sources)}")
+            if not _is_weight(weight):
+                raise ValueError(f"the weight of {name!r} from {bound} on must be a number of at least 0: {weight!r}")
+        if not any(weights.values()):
+            raise ValueError(f"no source has a weight in the stage from {bound}")
+        found.append((bound, weights))
+    return tuple(found)

@@ -1,0 +1,274 @@
+"""Which samples of a data set are meant: by what the index says of them, or by a hash of their keys.
+
+    "image_tokens < 4096 and not bad" --parsed--> pyarrow expression --over columns of the index--> rows
+    split("train", 0.99)              --hash of the key < 0.99--> rows
+
+Both are values and pure functions of the index: the same rows on every rank, whatever order they come in.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchdata.loaders.index.index import Index, basename
+from orchdata.native.key_hash import hash_keys
+
+if TYPE_CHECKING:
+    import pyarrow.compute as pc
+
+Rows = NDArray[np.int64]
+_CHUNK_ROWS: Final = 1 << 20
+_EXPRESSION_CHARACTERS: Final = 10_000
+_ROW: Final = "__row__"
+_HASH_BITS: Final = 53
+_PARTS: Final = ("train", "test")
+
+
+class Selection(Protocol):
+    """A choice of rows."""
+
+    def describe(self) -> dict[str, Any]:
+        """JSON-safe: equal for choices that are."""
+        ...
+
+    def keeps(self, index: Index, start: int, stop: int) -> NDArray[np.bool_]:
+        """Which of the rows from start to stop are chosen: bool (stop - start,)."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """Rows of which an expression over columns of the index is true.
+
+    Attributes:
+        text: the expression, as it is shown.
+    """
+
+    text: str
+    expression: pc.Expression = field(repr=False, compare=False)
+
+    @classmethod
+    def of(cls, given: str | pc.Expression) -> Filter:
+        """Raises ValueError for a string that is no expression, naming what is not understood."""
+        import pyarrow.compute as pc
+
+        if isinstance(given, pc.Expression):
+            return cls(str(given), given)
+        if not isinstance(given, str):
+            raise TypeError(f"a filter is a string or a pyarrow.compute.Expression, got {type(given).__name__}")
+        return cls(given, _Parser(given).expression())
+
+    def describe(self) -> dict[str, Any]:
+        return {"filter": self.text}
+
+    def keeps(self, index: Index, start: int, stop: int) -> NDArray[np.bool_]:
+        import pyarrow as pa
+
+        makers = columns_of(index)
+        names = [name for name in makers if re.search(rf"\b{re.escape(name)}\b", self.text)]
+        columns = {name: makers[name](start, stop) for name in names}
+        table = pa.table({**columns, _ROW: np.arange(stop - start)})
+        try:
+            kept = table.filter(self.expression).column(_ROW).to_numpy()
+        except (pa.ArrowException, TypeError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise ValueError(f"filter {self.text!r}: {reason}; the columns are {', '.join(makers)}") from None
+        mask = np.zeros(stop - start, bool)
+        mask[kept] = True
+        return mask
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Split:
+    """Rows by a hash of their keys: the same samples whatever shards they lie in, on any machine.
+
+    Attributes:
+        part: "train": those below `fraction`; "test": the others.
+        fraction: of the samples that are "train", in either part.
+        seed: other halves of the same data.
+    """
+
+    part: Literal["train", "test"]
+    fraction: float
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.part not in _PARTS:
+            raise ValueError(f"split: the parts are {' and '.join(map(repr, _PARTS))}, got {self.part!r}")
+        if not 0 < self.fraction < 1:
+            raise ValueError(f"split: fraction is that of 'train', between 0 and 1, got {self.fraction!r}")
+        if not 0 <= self.seed < 1 << 63:
+            raise ValueError(f"split: seed must be between 0 and 2**63 - 1, got {self.seed!r}")
+
+    def describe(self) -> dict[str, Any]:
+        return {"split": self.part, "fraction": self.fraction, "seed": self.seed}
+
+    def keeps(self, index: Index, start: int, stop: int) -> NDArray[np.bool_]:
+        offsets, data = index.keys(start, stop)
+        hashes = np.empty(stop - start, np.uint64)
+        hash_keys(np.ascontiguousarray(offsets), np.array(data), np.uint64(self.seed), hashes)
+        bound = np.uint64(round(self.fraction * (1 << _HASH_BITS)))
+        is_train = (hashes >> np.uint64(64 - _HASH_BITS)) < bound
+        is_mine = is_train if self.part == "train" else ~is_train
+        is_mine |= np.diff(offsets) == 0  # a shard that cannot be read has a row without a key: in every part
+        found: NDArray[np.bool_] = is_mine
+        return found
+
+
+def left_out(index: Index, selections: Sequence[Selection]) -> Rows:
+    """Rows that not all selections choose, ascending, int64. Raises ValueError as they do."""
+    if not selections:
+        return np.zeros(0, np.int64)
+    found: list[Rows] = []
+    for start in range(0, max(1, index.num_samples), _CHUNK_ROWS):
+        stop = min(start + _CHUNK_ROWS, index.num_samples)
+        kept = np.ones(stop - start, bool)
+        for selection in selections:
+            kept &= selection.keeps(index, start, stop)
+        found.append(start + np.flatnonzero(~kept))
+    return np.concatenate(found).astype(np.int64)
+
+
+def columns_of(index: Index) -> dict[str, Callable[[int, int], Any]]:
+    """What a filter may speak of: name -> a function of (start, stop) that makes the column of those rows.
+
+    `tokens` of the LLM, `loss_tokens`, `text_tokens`, `bytes` of its members, `bad`, `key`, `shard` (its last
+    component); of each modality `<name>_tokens`, `<name>_positions` and `<name>_parts`.
+    """
+
+    def part_sum(column: NDArray[Any] | None, code: int | None) -> Callable[[int, int], Any]:
+        def summed(start: int, stop: int) -> NDArray[np.int64]:
+            offsets = index.part_offsets[start : stop + 1]
+            parts = slice(int(offsets[0]), int(offsets[-1]))
+            values = np.ones(parts.stop - parts.start, np.int64) if column is None else column[parts].astype(np.int64)
+            if code is not None:
+                values = np.where(index.part_modality[parts] == code, values, 0)
+            return _sums(values, offsets)
+
+        return summed
+
+    def num_bytes(start: int, stop: int) -> NDArray[np.int64]:
+        offsets = index.member_offsets[start : stop + 1]
+        return _sums(index.member_size[int(offsets[0]) : int(offsets[-1])], offsets)
+
+    def is_bad(start: int, stop: int) -> NDArray[np.bool_]:
+        bad = index.bad_rows()
+        return np.isin(np.arange(start, stop), bad[np.searchsorted(bad, start) : np.searchsorted(bad, stop)])
+
+    def keys(start: int, stop: int) -> Any:
+        import pyarrow as pa
+
+        offsets, data = index.keys(start, stop)
+        buffers = [None, pa.py_buffer(np.ascontiguousarray(offsets)), pa.py_buffer(np.ascontiguousarray(data))]
+        return pa.Array.from_buffers(pa.large_string(), stop - start, buffers)
+
+    def shards(start: int, stop: int) -> Any:
+        import pyarrow as pa
+
+        return pa.array([basename(shard.url) for shard in index.shards]).take(pa.array(index.shard[start:stop]))
+
+    media_tokens = part_sum(index.part_tokens, None)
+    found: dict[str, Callable[[int, int], Any]] = {
+        "tokens": lambda start, stop: index.llm_tokens[start:stop],
+        "loss_tokens": lambda start, stop: index.loss_tokens[start:stop],
+        "text_tokens": lambda start, stop: index.llm_tokens[start:stop] - media_tokens(start, stop),
+    }
+    for code, name in enumerate(index.modalities[1:], 1):
+        found[f"{name}_tokens"] = part_sum(index.part_tokens, code)
+        found[f"{name}_positions"] = part_sum(index.part_positions, code)
+        found[f"{name}_parts"] = part_sum(None, code)
+    return found | {"bytes": num_bytes, "bad": is_bad, "key": keys, "shard": shards}
+
+
+def _sums(values: NDArray[Any], offsets: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Sums of stretches of values that follow each other."""
+    running = np.concatenate([np.zeros(1, np.int64), np.cumsum(values, dtype=np.int64)])
+    found: NDArray[np.int64] = running[offsets[1:] - offsets[0]] - running[offsets[:-1] - offsets[0]]
+    return found
+
+
+class _Parser:
+    """Python's syntax -> an expression: columns, numbers, strings, comparisons, arithmetic, and, or, not, in."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def expression(self) -> pc.Expression:
+        if len(self._text) > _EXPRESSION_CHARACTERS:
+            raise ValueError(f"a filter of {len(self._text)} characters, above {_EXPRESSION_CHARACTERS}")
+        try:
+            return self._of(ast.parse(self._text.strip(), mode="eval").body)
+        except (SyntaxError, RecursionError, MemoryError) as error:
+            raise ValueError(f"filter {self._text!r}: not an expression: {error}") from None
+
+    def _of(self, node: ast.expr) -> Any:
+        import pyarrow.compute as pc
+
+        match node:
+            case ast.BoolOp(op=op, values=values):
+                found = self._of(values[0])
+                for value in values[1:]:
+                    found = found & self._of(value) if isinstance(op, ast.And) else found | self._of(value)
+                return found
+            case ast.UnaryOp(op=ast.Not(), operand=operand):
+                return ~self._of(operand)
+            case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
+                return pc.scalar(-value)
+            case ast.Compare(left=left, ops=ops, comparators=comparators):
+                sides = [left, *comparators]
+                links = [self._compared(sides[i], op, sides[i + 1], node) for i, op in enumerate(ops)]
+                found = links[0]
+                for link in links[1:]:
+                    found = found & link
+                return found
+            case ast.BinOp(left=left, op=ast.Add(), right=right):
+                return self._of(left) + self._of(right)
+            case ast.BinOp(left=left, op=ast.Sub(), right=right):
+                return self._of(left) - self._of(right)
+            case ast.BinOp(left=left, op=ast.Mult(), right=right):
+                return self._of(left) * self._of(right)
+            case ast.BinOp(left=left, op=ast.Div(), right=right):
+                return self._of(left).cast("float64") / self._of(right).cast("float64")
+            case ast.Name(id=name):
+                return pc.field(name)
+            case ast.Constant(value=bool() | int() | float() | str() as value):
+                return pc.scalar(value)
+        raise self._not_understood(node)
+
+    def _compared(self, left: ast.expr, op: ast.cmpop, right: ast.expr, node: ast.expr) -> Any:
+        if isinstance(op, ast.In | ast.NotIn):
+            if not isinstance(right, ast.List | ast.Tuple | ast.Set):
+                raise self._not_understood(node)
+            values = [item.value if isinstance(item, ast.Constant) else None for item in right.elts]
+            if not all(isinstance(value, str | int | float) for value in values):
+                raise self._not_understood(node)
+            found = self._of(left).isin(values)
+            return ~found if isinstance(op, ast.NotIn) else found
+        one, other = self._of(left), self._of(right)
+        match op:
+            case ast.Lt():
+                return one < other
+            case ast.LtE():
+                return one <= other
+            case ast.Gt():
+                return one > other
+            case ast.GtE():
+                return one >= other
+            case ast.Eq():
+                return one == other
+            case ast.NotEq():
+                return one != other
+        raise self._not_understood(node)
+
+    def _not_understood(self, node: ast.expr) -> ValueError:
+        return ValueError(
+            f"filter {self._text!r}: {ast.unparse(node)[:60]!r} is not understood; known are columns, numbers, "
+            "strings, comparisons, + - * /, and, or, not, in (...)"
+        )

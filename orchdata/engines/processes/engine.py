@@ -1,0 +1,169 @@
+"""Building in worker processes."""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
+from multiprocessing import process as mp_process
+from multiprocessing.context import BaseContext
+from typing import Any
+
+from orchdata.building.step import BuiltStep
+from orchdata.engines.engine import Resumed
+from orchdata.engines.pickling import explain_pickling
+from orchdata.engines.processes.behind import packed
+from orchdata.engines.processes.supervisor import Job, Supervisor
+from orchdata.engines.processes.worker import UNGUARDED, WorkerOptions, WorkerSpec
+from orchdata.loaders.storage.counted import ReadBytes
+from orchdata.order.steps import StepTask
+
+_PRELOADED = "orchdata.engines.processes.preload"
+
+_supervisors: weakref.WeakSet[Supervisor] = weakref.WeakSet()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workers:
+    """What worker processes are, and how they are started and watched: see `Supervisor`.
+
+    Attributes:
+        in_turn: whether a step's worker is step % num_workers; else whichever has the least to do.
+    """
+
+    context: BaseContext
+    options: WorkerOptions
+    in_turn: bool
+    timeout: float
+    remember: bool
+
+
+class ProcessEngine:
+    """Builds steps in worker processes, each of them whole in one.
+
+    Args:
+        spec: a `BuildSpec`.
+        base_seed: of the workers' random states, see `WorkerSpec`.
+        reads: what workers read of shards is added to it.
+        name_of: row -> how messages name a sample.
+        blamed: row -> why its sample is not to be loaded; what is found so is added.
+        resumed: what the workers' data sets are given back first.
+
+    Raises:
+        TypeError: the spec has to be pickled, and does not.
+    """
+
+    def __init__(
+        self,
+        spec: Any,
+        workers: Workers,
+        *,
+        base_seed: int = 0,
+        reads: ReadBytes | None = None,
+        name_of: Callable[[int], str] = str,
+        blamed: dict[int, str] | None = None,
+        resumed: Resumed | None = None,
+    ) -> None:
+        start_server(workers.context)
+        options = workers.options
+        self.depth = options.num_workers * options.max_jobs
+        self._options = options
+        self._in_turn = workers.in_turn
+        self._numbers = count()
+        self._jobs: dict[Future[BuiltStep], Job] = {}  # until they are done
+        first = WorkerSpec(spec=spec, number=0, options=options, base_seed=base_seed, environ=dict(os.environ))
+        try:
+            self._supervisor = Supervisor(
+                workers.context,
+                [_worker(first, number, resumed) for number in range(options.num_workers)],
+                timeout=workers.timeout,
+                remember=workers.remember,
+                reads=reads,
+                name_of=name_of,
+                blamed={} if blamed is None else blamed,
+            )
+        except Exception as error:
+            explain_pickling(first, error)
+            raise
+        _supervisors.add(self._supervisor)
+        # The thread holds the supervisor and not the engine, so that one that nobody holds any more ends it.
+        weakref.finalize(self, self._supervisor.stop, polite=False).atexit = False
+        self._supervisor.start()
+
+    keeps_time = True
+
+    def submit(self, task: StepTask, worker: int | None = None) -> Future[BuiltStep]:
+        """Have a step built, by that worker where one is named."""
+        if worker is None and self._in_turn:
+            worker = task.step % self._options.num_workers
+        job = Job(next(self._numbers), task, Future(), worker)
+        self._jobs[job.future] = job
+        job.future.add_done_callback(partial(_forget, self._jobs))
+        self._supervisor.submit(job)
+        return job.future
+
+    def expect(self, future: Future[BuiltStep]) -> None:
+        job = self._jobs.get(future)
+        if job is not None:
+            self._supervisor.expect(job)
+
+    def take_notes(self) -> list[str]:
+        notes = self._supervisor.notes
+        return [notes.popleft() for _ in range(len(notes))]
+
+    def close(self) -> None:
+        self._supervisor.stop(polite=self._options.as_torch)
+
+
+def _worker(first: WorkerSpec, number: int, resumed: Resumed | None) -> WorkerSpec:
+    held = None if resumed is None else resumed.held[number]
+    if resumed is None or held is None:
+        return replace(first, number=number)
+    return replace(first, number=number, held=packed(held), epoch=resumed.epoch)
+
+
+def _forget(jobs: dict[Future[BuiltStep], Job], future: Future[BuiltStep]) -> None:
+    jobs.pop(future, None)
+
+
+def start_server(context: BaseContext) -> None:
+    """Have the process that workers are forked off started and importing, where there is one.
+
+    A worker that is still importing its parent's script ends here, with a status that its parent knows.
+    """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        os._exit(UNGUARDED)  # an exception would be told by every worker, and the server keeps its own status
+    if multiprocessing.current_process().daemon:
+        raise RuntimeError(
+            "this is a daemonic process, which multiprocessing lets have no children: num_workers=0 loads here, or "
+            "start it with daemon=False"
+        )
+    if context.get_start_method() != "forkserver":
+        return
+    from multiprocessing import forkserver
+
+    context.set_forkserver_preload([_PRELOADED])
+    forkserver.ensure_running()
+
+
+def _let_go() -> None:
+    """In a forked child: processes of its parent are not for it to end, which multiprocessing would at its exit."""
+    for supervisor in list(_supervisors):
+        for child in supervisor.children():
+            mp_process._children.discard(child)  # type: ignore[attr-defined]
+    _supervisors.clear()
+
+
+os.register_at_fork(after_in_child=_let_go)
+
+
+@atexit.register
+def _stop_all() -> None:
+    for supervisor in list(_supervisors):
+        supervisor.stop(polite=False)

@@ -1,0 +1,207 @@
+"""One worker process as the training process has it: started, sent jobs, read, ended."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+from multiprocessing.context import BaseContext
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchdata.engines.processes.channel import Channel, open_channel
+from orchdata.engines.processes.life import keep_from_children, reading_end
+from orchdata.engines.processes.message import Unit, pack_rows, read_value
+from orchdata.engines.processes.slabs import MappedSlabs
+from orchdata.engines.processes.worker import OUT_OF_MEMORY, UNGUARDED, Sealed, WorkerSpec, run_worker
+from orchdata.interrupts import interrupts_held
+from orchdata.loaders.watch import IDLE
+from orchdata.order.steps import StepTask
+
+_END_SECONDS = 5.0
+
+
+class Process:
+    """A worker process; used by one thread.
+
+    Attributes:
+        number: of the worker.
+        has_begun: whether it runs our code, as far as can be told: one that is forked inherits locks of threads that it
+            has not, and may wait for one of them for ever.
+        is_ready: whether it has said that it builds.
+        silent: since when it has nothing more to say, for it is about to end; None while it may.
+        jobs: number of a job -> its task, those it has, oldest first.
+    """
+
+    def __init__(self, context: BaseContext, worker: WorkerSpec) -> None:
+        self.number = worker.number
+        self.has_begun = context.get_start_method() != "fork"
+        self.is_ready = False
+        self.silent: float | None = None
+        self.jobs: OrderedDict[int, StepTask] = OrderedDict()
+        self.started = time.monotonic()
+        ours, theirs = open_channel()
+        keep_from_children(ours)
+        rows = os.memfd_create("orchdata-rows", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(rows, worker.num_places * 8)
+            self._rows = np.frombuffer(mmap.mmap(rows, worker.num_places * 8), np.int64)
+            self._rows[:] = IDLE
+            process = context.Process(  # type: ignore[attr-defined]
+                target=run_worker,
+                args=(theirs, worker.num_places, Sealed(worker)),
+                daemon=True,
+                name=f"orchdata worker {worker.number}",
+            )
+            with interrupts_held():  # in what Python calls around a fork they are forgotten
+                process.start()
+            self._process = process
+            self._channel = Channel(ours)
+            self._channel.send({}, [reading_end(), rows])
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+            os.close(rows)
+        ours.setblocking(False)
+        self._slabs = MappedSlabs()
+
+    @property
+    def handle(self) -> object:
+        """The process as `multiprocessing` has it."""
+        return self._process
+
+    @property
+    def pid(self) -> int:
+        return int(self._process.pid)
+
+    @property
+    def files(self) -> tuple[int, ...]:
+        """What becomes readable when it says something, and when it has ended."""
+        if self.silent is not None:
+            return (self._process.sentinel,)
+        return self._channel.socket.fileno(), self._process.sentinel
+
+    def is_ending(self, seconds: float) -> bool:
+        """Whether it has stopped to speak, and that not so many seconds ago."""
+        return self.silent is not None and time.monotonic() - self.silent < seconds
+
+    @property
+    def rows(self) -> list[int]:
+        """Of the samples that it is loading."""
+        return [row for row in self._rows.tolist() if row != IDLE]
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether it does not take what it is sent."""
+        return self._channel.is_waiting
+
+    def build(self, job: int, task: StepTask, blamed: Mapping[int, str]) -> None:
+        """Give it a job. Raises OSError where it has ended."""
+        self.jobs[job] = task
+        told = [task.epoch, task.step, pack_rows(task.rows), task.begin and list(task.begin)]
+        self._send({"kind": "build", "job": job, "task": told}, blamed)
+
+    def load_alone(self, row: int) -> None:
+        """Have it load one sample. Raises OSError where it has ended."""
+        self._send({"kind": "alone", "row": row}, {})
+
+    def flush(self) -> None:
+        """Send what it did not take before."""
+        self._channel.flush()
+
+    def receive(self) -> dict[str, Any] | None:
+        """What it says next, None at its end; units are read, and slabs mapped.
+
+        Raises BlockingIOError where it says nothing now.
+        """
+        if self.silent is not None:
+            return None
+        try:
+            received = self._channel.receive()
+        except ConnectionError:
+            received = None
+        if received is None:
+            self.silent = time.monotonic()
+            return None
+        message, fds = received
+        self.has_begun = True
+        if message["kind"] == "ready":
+            self.is_ready = True
+        if "units" in message:
+            for (number, size), file in zip(message["new"], fds, strict=True):
+                self._slabs.add(number, file, size)
+            arrays = self._slabs.arrays(message["slabs"])
+            message["units"] = [_unit(kind, places, arrays) for kind, places in message["units"]]
+            self._slabs.drop(message["dropped"])
+        return dict(message)
+
+    def stop(self) -> None:
+        """Ask it to end, once it has done what it is at."""
+        try:
+            self._send({"kind": "stop"}, {})
+        except OSError:
+            return
+
+    def kill(self) -> None:
+        """End it now."""
+        self._process.kill()
+
+    def end(self, seconds: float = 0.0) -> str:
+        """Make sure that it has ended, after so many seconds at the latest; how it ended, in words."""
+        self._process.join(seconds)
+        if self._process.is_alive():
+            self._process.kill()
+        self._process.join(_END_SECONDS)
+        self._channel.close()
+        return _ending(self._process.exitcode)
+
+    @property
+    def exit_status(self) -> int | None:
+        """None while it runs."""
+        status: int | None = self._process.exitcode
+        return status
+
+    def _send(self, message: dict[str, Any], blamed: Mapping[int, str]) -> None:
+        rest = {"blamed": dict(blamed), "returned": self._slabs.take_returned()}
+        self._channel.send(message | rest)
+
+
+def _unit(kind: Any, places: NDArray[np.int64], arrays: list[Any]) -> Unit:
+    held = [
+        arrays[slab][start : start + size] if size else np.empty(0, np.uint8) for slab, start, size in places.tolist()
+    ]
+    return Unit(kind, held[0].tobytes(), held[1:])
+
+
+def _ending(status: int | None) -> str:
+    if status is None:
+        return "does not end"
+    if status == OUT_OF_MEMORY:
+        return "went beyond worker_memory"
+    if status == UNGUARDED:
+        return "began to run the script that started it"
+    if status < 0:
+        return f"was killed by signal: {signal.strsignal(-status) or -status}"
+    return f"ended with status {status}"
+
+
+def error_of(message: dict[str, Any]) -> Exception:
+    """The error that a message tells of."""
+    try:
+        value = read_value(message["units"][0])
+    except Exception as error:  # noqa: BLE001 - whatever a user's object raises when it is made again
+        return RuntimeError(f"a worker process failed, and its error cannot be read: {error!r}")
+    if isinstance(value, Exception):
+        return value
+    try:
+        value.reraise()
+    except Exception as error:  # noqa: BLE001 - it is passed on
+        return error
+    return RuntimeError("a worker process failed, and says nothing of it")

@@ -1,0 +1,45 @@
+"""What keeping a Hugging Face processor as JSON takes, of images or audio: its classes, its outputs, its text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+
+def path_of(value: Any) -> list[str]:
+    """Module and name of its class. Raises ValueError where other processes could not import it by them."""
+    kind = type(value)
+    if getattr(import_module(kind.__module__), kind.__qualname__, None) is not kind:
+        raise ValueError(
+            f"{kind.__qualname__} cannot be imported from {kind.__module__}, as other processes do: define it in a file"
+        )
+    return [kind.__module__, kind.__qualname__]
+
+
+def class_at(path: Sequence[str]) -> Any:
+    module, name = path
+    return getattr(import_module(module), name)
+
+
+def as_array(value: Any) -> np.ndarray[Any, Any]:
+    """One output, as NumPy has it."""
+    if hasattr(value, "detach"):
+        return np.asarray(value.detach().cpu().numpy())
+    return np.asarray(value)
+
+
+def runs(text: str, mark: str) -> tuple[str | int, ...]:
+    """Text with marks in it -> strings, and numbers of marks in a row."""
+    found: list[str | int] = []
+    for at, piece in enumerate(text.split(mark)):
+        if at:
+            if found and isinstance(found[-1], int):
+                found[-1] += 1
+            else:
+                found.append(1)
+        if piece:
+            found.append(piece)
+    return tuple(found)

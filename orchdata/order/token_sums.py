@@ -1,0 +1,167 @@
+"""Tokens of an epoch up to any position, and the position up to any number of tokens.
+
+    tokens of each block (a fact of the data set) --the epoch's windows of blocks--> tokens up to each window
+                                                  --one window a stream, looked at--> tokens up to a position
+
+The shuffle moves whole blocks into windows, whatever the seed, so that an epoch costs one addition a block, and a
+look-up the samples of a window of each stream. What was looked at last is kept, since the next step begins there.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchdata.loaders.storage.mapped_array import MappedArray
+from orchdata.native.permutation import BLOCK
+from orchdata.order.order import Order
+
+Ints = NDArray[np.int64]
+
+_BLOCKS_AT_ONCE = 4096
+_EPOCHS_KEPT = 2
+
+
+class TokenCounts(Protocol):
+    """Tokens of samples: int32 (n,), int64 (n,) -> int64 (n,), of each at least 1."""
+
+    def __call__(self, dataset_id: NDArray[np.int32], row: Ints) -> Ints: ...
+
+
+class TokenSums:
+    """Sums of tokens along an order. Pickles; its blocks as a mapped file.
+
+    Args:
+        order: of the samples.
+        counts: tokens of each.
+        blocks: tokens of every block, those of one stream after those of another; by default they are added up.
+
+    Attributes:
+        total: tokens of an epoch.
+    """
+
+    def __init__(self, order: Order, counts: TokenCounts, blocks: MappedArray | None = None) -> None:
+        self._order = order
+        self._counts = counts
+        self._blocks = MappedArray(_add_up(order, counts)) if blocks is None else blocks
+        self.total = int(self._blocks.array.sum())
+        self._epochs: dict[int, _Epoch] = {}
+        self._span: tuple[int, _Span] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TokenSums, (self._order, self._counts, self._blocks)
+
+    def of_epoch(self, epoch: int) -> int:
+        """Tokens of an epoch: of each as many."""
+        return self.total
+
+    def of_epochs_before(self, epoch: int) -> int:
+        """Tokens of all epochs before one."""
+        return epoch * self.total
+
+    def before(self, epoch: int, position: int) -> int:
+        """Tokens of the samples before a position, from 0 to num_samples."""
+        if position == 0:
+            return 0
+        span, number = self._span_of(epoch), position - 1
+        if span is None or not span.first <= number < span.first + len(span.ends):
+            grid = self._epoch(epoch).grid
+            low = int(np.searchsorted(grid, number // self._order.streams, side="right")) - 1
+            span = self._look(epoch, low, low + 1)
+        return int(span.ends[number - span.first])
+
+    def position(self, epoch: int, tokens: int) -> int:
+        """How many samples end within so many tokens from the epoch's start."""
+        span = self._span_of(epoch)
+        if span is None or not span.base <= tokens < span.ends[-1]:
+            found = self._epoch(epoch)
+            # Between the last point that is certainly not beyond, and the first that certainly is.
+            low = max(0, int(np.searchsorted(found.most, tokens, side="right")) - 1)
+            high = int(np.searchsorted(found.least, tokens, side="right"))
+            span = self._look(epoch, min(low, len(found.grid) - 2), min(max(high, low + 1), len(found.grid) - 1))
+        return span.first + int(np.searchsorted(span.ends, tokens, side="right"))
+
+    def _span_of(self, epoch: int) -> _Span | None:
+        kept = self._span
+        return kept[1] if kept is not None and kept[0] == epoch else None
+
+    def _look(self, epoch: int, low: int, high: int) -> _Span:
+        """The sums between two points of the grid."""
+        order, found = self._order, self._epoch(epoch)
+        streams = order.streams
+        first, last = int(found.grid[low]), int(found.grid[high])
+        windows = [int(np.searchsorted(starts, first, side="right")) - 1 for starts in found.starts]
+        begins = np.array([starts[window] for starts, window in zip(found.starts, windows, strict=True)])
+        base = sum(int(sums[window]) for sums, window in zip(found.sums, windows, strict=True))
+        start, stop = int(begins.min()) * streams, min(last * streams, order.num_samples)
+        tokens = self._counts(*order.rows(epoch, start, stop))
+        head = first * streams - start  # of it what comes before the first point
+        place = np.arange(start, start + head)
+        base += int(tokens[:head][place // streams >= begins[place % streams]].sum())
+        span = _Span(first * streams, base, base + np.cumsum(tokens[head:]))
+        self._span = epoch, span
+        return span
+
+    def _epoch(self, epoch: int) -> _Epoch:
+        kept = self._epochs.get(epoch)
+        if kept is None:
+            kept = _epoch_of(self._order, self._blocks.array, epoch)
+            self._epochs = dict([*self._epochs.items(), (epoch, kept)][-_EPOCHS_KEPT:])
+        return kept
+
+
+class _Span(NamedTuple):
+    """Positions looked at: `ends` are the tokens up to and with each from `first` on, `base` those before it."""
+
+    first: int
+    base: int
+    ends: Ints
+
+
+class _Epoch(NamedTuple):
+    """Sums over windows.
+
+    Attributes:
+        starts: of each stream, how many of its samples come before each of its windows, and at the end.
+        sums: of each stream, their tokens.
+        grid: samples of each stream before some points of the epoch.
+        least, most: bounds on the tokens of all streams before them.
+    """
+
+    starts: list[Ints]
+    sums: list[Ints]
+    grid: Ints
+    least: Ints
+    most: Ints
+
+
+def _epoch_of(order: Order, blocks: Ints, epoch: int) -> _Epoch:
+    starts, sums, first = [], [], 0
+    streams = order.streams_of()
+    for stream, (start, stop) in enumerate(streams):
+        in_turn, windows = order.windows(epoch, stream)
+        sizes = np.minimum((in_turn + 1) * BLOCK, stop - start) - in_turn * BLOCK
+        starts.append(np.append(0, np.cumsum(sizes))[windows])
+        sums.append(np.append(0, np.cumsum(blocks[first + in_turn]))[windows])
+        first += len(in_turn)
+    grid = max(starts, key=lambda each: int(each[-1]))
+    least, most = np.zeros((2, len(grid)), np.int64)
+    for begins, tokens in zip(starts, sums, strict=True):
+        below = np.searchsorted(begins, grid, side="right") - 1
+        least += tokens[below]
+        most += tokens[np.minimum(below + (begins[below] < grid), len(tokens) - 1)]
+    return _Epoch(starts, sums, grid, least, most)
+
+
+def _add_up(order: Order, counts: TokenCounts) -> Ints:
+    bounds = np.concatenate([np.arange(start, stop, BLOCK) for start, stop in order.streams_of()])
+    found = np.zeros(len(bounds), np.int64)
+    for first in range(0, len(bounds), _BLOCKS_AT_ONCE):
+        mine = bounds[first : first + _BLOCKS_AT_ONCE]
+        after = first + _BLOCKS_AT_ONCE
+        stop = int(bounds[after]) if after < len(bounds) else order.num_samples
+        tokens = counts(*order.located(np.arange(mine[0], stop)))
+        found[first : first + len(mine)] = np.add.reduceat(tokens, mine - mine[0])
+    return found

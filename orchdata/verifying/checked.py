@@ -1,0 +1,105 @@
+"""A sample checked: built as a loader's step builds it, in memory that is limited, and dropped."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from orchdata.building.assembler import Assembled, Share, Task
+from orchdata.building.memory import Memory
+from orchdata.building.shortage import sample_bytes
+from orchdata.building.spec import BuildSpec, IndexedShards, ShardContent
+from orchdata.engines.threads import passed_on
+from orchdata.loaders.errors import NOT_DATA, DataError, as_field_error
+from orchdata.loaders.limited_process import lower_limit, taken_bytes
+from orchdata.loaders.watch import Watch
+from orchdata.order.steps import StepTask
+from orchdata.planning.layout import Packed
+from orchdata.planning.make_plan import PlanSpec
+
+FREE_BYTES = 2 << 30
+"""Memory that a sample may take beside twice what it takes by the index."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckedContent:
+    """Steps of one sample each, all its modalities decoded: their failures, and no batch.
+
+    Attributes:
+        plan: of one rank.
+    """
+
+    plan: PlanSpec
+    shards: IndexedShards
+
+    def open(self, watch: Watch) -> Checker:
+        """For a process that does nothing else, and has one thread."""
+        return Checker(self, watch)
+
+    def name_of(self, row: int) -> str:
+        return self.shards.name_of(row)
+
+
+class Checker:
+    """An assembler that builds each sample's step by what builds a loader's."""
+
+    restores = None
+
+    def __init__(self, content: CheckedContent, watch: Watch) -> None:
+        shards = self._shards = content.shards
+        packed = ShardContent(shards=shards, layout=Packed(), encoders=shards.index.modalities[1:])
+        self._builder = BuildSpec(plan=content.plan, rank=0, content=packed).open(watch=watch)
+        self.reads = self._builder.reads
+        self._held_bytes = taken_bytes()
+
+    def begin(self, share: Share) -> _Check:
+        return _Check(self, int(share.rows[0]))
+
+    def load_alone(self, row: int) -> None:
+        self.check(row)
+
+    def check(self, row: int) -> list[DataError]:
+        """What a loader's step with this sample alone fails for. Raises `NOT_DATA`."""
+        index, recipe = self._shards.index, self._shards.recipe
+        lower_limit(resource.RLIMIT_DATA, self._held_bytes + FREE_BYTES + 2 * sample_bytes(index, recipe, row))
+        try:
+            failures = self._builder.build(StepTask(0, row, np.array([row]))).failures
+            if recipe.keep and not failures:  # which only a collate_fn gets
+                self._builder.load_alone(row)
+        except DataError as failure:
+            return [failure]
+        except NOT_DATA:
+            raise
+        except BaseException as error:  # noqa: BLE001 - whatever else would end a loader's step
+            return [as_field_error(passed_on(error), "built").at(index.shard_of(row).url, index.key(row))]
+        return failures[:1]
+
+
+class _Check:
+    """A sample's step under construction."""
+
+    num_bytes = 0
+
+    def __init__(self, checker: Checker, row: int) -> None:
+        self._checker = checker
+        self._row = row
+        self._failures: list[DataError] = []
+
+    def fill(self, memory: Memory) -> Sequence[Task]:
+        return [self._run]
+
+    def finish(self) -> Assembled:
+        return Assembled(None, self._failures)
+
+    def _run(self) -> None:
+        self._failures = self._checker.check(self._row)
+
+
+def begin_checking(_number: int) -> None:
+    """What a process does that is to check samples, before anything else."""
+    os.dup2(2, 1)  # whatever a user's tokenizer prints is no output of ours
+    lower_limit(resource.RLIMIT_CORE, 0)

@@ -1,0 +1,201 @@
+"""Verify: every sample of an index read and decoded once, as a loader does -> those that it would refuse.
+
+    index --steps of one sample--> worker processes --what failed--> Verification --write_quarantine--> a list of names
+
+A sample is built by what builds a loader's steps, in a loader's worker processes, so that it fails here for what it
+fails for there. One that ends, hangs or fills its process is found as there: tried alone, in two more.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchdata.building.spec import BuildSpec, IndexedShards
+from orchdata.building.step import BuiltStep
+from orchdata.engines.processes.engine import ProcessEngine, Workers
+from orchdata.engines.processes.worker import WorkerOptions
+from orchdata.engines.warm import Warming, kernel_families
+from orchdata.loaders.errors import DataError, StaleIndexError
+from orchdata.loaders.index.index import Index
+from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.shards.open import open_shard
+from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.order.order import Order
+from orchdata.order.steps import GlobalBatches, StepTask
+from orchdata.planning.balance import Balance
+from orchdata.planning.costs import IndexCosts
+from orchdata.planning.make_plan import PlanSpec
+from orchdata.verifying.checked import FREE_BYTES, CheckedContent, begin_checking
+
+_ROWS_AT_ONCE = 64
+_QUEUED = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verification:
+    """What a data set holds that a loader would refuse.
+
+    Attributes:
+        num_samples: good ones.
+        failures: in the order of the data set; those of a whole shard have no key.
+        num_indexed_bad: how many of them the index knew before anything was decoded.
+    """
+
+    num_samples: int
+    failures: tuple[DataError, ...]
+    num_indexed_bad: int
+
+
+def verify(
+    index: Index,
+    recipe: Recipe,
+    *,
+    jobs: int | None = None,
+    timeout: float = 120.0,
+    progress: Callable[[int, int], None] | None = None,
+) -> Verification:
+    """Read and decode every sample, in processes of limited memory and time.
+
+    Shards are held against the checksums they were indexed with.
+
+    Args:
+        index: of the shards under the recipe.
+        recipe: pickles, since other processes decode under it.
+        jobs: processes at a time; default: one per CPU that this process may use.
+        timeout: seconds that one sample may take.
+        progress: called with (samples done, samples in all).
+
+    Raises:
+        ValueError: jobs or timeout below what makes sense.
+        TypeError: names the member of the recipe that does not pickle.
+        StaleIndexError: a shard is not the one that was indexed.
+        StorageError: it cannot be read now.
+    """
+    jobs = len(os.sched_getaffinity(0)) if jobs is None else jobs
+    if jobs < 1 or not timeout > 0:
+        raise ValueError(f"jobs must be at least 1 and timeout above 0, got {jobs} and {timeout}")
+    bad = index.bad_rows()
+    failed: dict[int, DataError] = {row: index.failure(row) for row in bad.tolist()}
+    num_usable = index.num_samples - len(bad)
+    if num_usable:
+        for done, (row, failures) in enumerate(_checked(index, recipe, min(jobs, num_usable), timeout), 1):
+            if failures:
+                failed[row] = failures[0]
+            if progress is not None:
+                progress(done, num_usable)
+    return Verification(
+        num_samples=index.num_samples - len(failed),
+        failures=tuple(failed[row] for row in sorted(failed)),
+        num_indexed_bad=len(bad),
+    )
+
+
+def write_quarantine(path: str | Path, failures: Sequence[DataError]) -> None:
+    """Write failures as JSON Lines, for `DataLoader(quarantine=path)`. Raises OSError."""
+    names = ("shard", "key", "field", "reason")
+    lines = [json.dumps({name: getattr(failure, name) for name in names}) + "\n" for failure in failures]
+    Path(path).write_text("".join(lines), encoding="utf-8")
+
+
+def _checked(index: Index, recipe: Recipe, jobs: int, timeout: float) -> Iterator[tuple[int, list[DataError]]]:
+    """Each usable row, and what it fails for, as processes come to it."""
+    balance = Balance(scope="none")
+    Warming(kernel_families(balance, 1, phases=index.modalities, padded=False, in_shards=True)).wait()
+    plan = PlanSpec(
+        costs=IndexCosts(index),
+        order=Order(index.num_samples, shuffle=None, seed=0, excluded=index.bad_rows()),
+        batches=GlobalBatches(size=1),
+        balance=balance,
+        num_ranks=1,
+    )
+    shards = IndexedShards(index=index, build_id=index.build_id, recipe=recipe)
+    options = WorkerOptions(
+        num_workers=jobs,
+        num_threads=0,
+        max_jobs=_QUEUED,
+        init_fn=begin_checking,
+        dataset=None,
+        as_torch=False,
+        memory=FREE_BYTES,
+    )
+    workers = Workers(
+        context=multiprocessing.get_context("forkserver"),
+        options=options,
+        in_turn=False,
+        timeout=timeout,
+        remember=False,
+    )
+    spec = BuildSpec(plan=plan, rank=0, content=CheckedContent(plan=plan, shards=shards))
+    with closing(ProcessEngine(spec, workers)) as engine, closing(_stretches(index, recipe, jobs)) as stretches:
+        for row, built in _built(engine, jobs, stretches):
+            yield row, [_worded(failure) for failure in built.failures]
+
+
+def _stretches(index: Index, recipe: Recipe, jobs: int) -> Generator[NDArray[np.int64], None, None]:
+    """Usable rows, some of one shard at a time, once the shard is what was indexed."""
+    rows = np.setdiff1d(np.arange(index.num_samples), index.bad_rows())
+    bounds = np.searchsorted(rows, index.shard_rows).tolist()
+    used = [number for number in range(len(index.shards)) if bounds[number] < bounds[number + 1]]
+    with ThreadPoolExecutor(jobs) as pool:
+        compared = pool.map(lambda number: compare_shard(index, recipe, number), used)
+        with closing(compared):  # type: ignore[type-var]  # a generator, which cancels the rest
+            for number, _ in zip(used, compared, strict=True):
+                for start in range(bounds[number], bounds[number + 1], _ROWS_AT_ONCE):
+                    yield rows[start : min(start + _ROWS_AT_ONCE, bounds[number + 1])]
+
+
+def compare_shard(index: Index, recipe: Recipe, number: int) -> None:
+    """Hold a shard against the checksum it was indexed with. Raises StaleIndexError, StorageError."""
+    info = index.shards[number]
+    with closing(open_shard(info.url, limits=recipe.limits, cache=CacheFolder())) as shard:
+        if shard.checksum() != info.checksum:
+            raise StaleIndexError(
+                info.url, "has another checksum than when it was indexed: run `orchdata index --force`"
+            )
+
+
+def _built(engine: ProcessEngine, jobs: int, stretches: Iterator[NDArray[np.int64]]) -> Iterator[tuple[int, BuiltStep]]:
+    """Each row's step. A process has a stretch to itself, so that it reads a shard from front to back."""
+
+    def dealt() -> Iterator[int]:
+        for stretch in stretches:
+            yield from stretch.tolist()
+
+    deals = [dealt() for _ in range(jobs)]
+    queues: list[deque[Future[BuiltStep]]] = [deque() for _ in range(jobs)]
+    under_way: dict[Future[BuiltStep], tuple[int, int]] = {}
+
+    def feed(worker: int) -> None:
+        queue = queues[worker]
+        for row in islice(deals[worker], _QUEUED - len(queue)):
+            queue.append(engine.submit(StepTask(0, row, np.array([row])), worker))
+            under_way[queue[-1]] = row, worker
+        if queue:
+            engine.expect(queue[0])  # which is the one it is at: its time begins
+
+    for worker in range(jobs):
+        feed(worker)
+    while under_way:
+        for future in wait(under_way, return_when=FIRST_COMPLETED).done:
+            row, worker = under_way.pop(future)
+            queues[worker].remove(future)
+            feed(worker)
+            yield row, future.result()
+
+
+def _worded(failure: DataError) -> DataError:
+    """As a loader words it, but for the limit that is ours."""
+    limit = f"{FREE_BYTES} bytes of memory and twice what the index says it takes"
+    return DataError(failure.shard, failure.key, failure.field, failure.reason.replace("worker_memory", limit))

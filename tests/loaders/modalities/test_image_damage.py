@@ -1,0 +1,149 @@
+"""What of a damaged image is refused, and that nothing of it is passed off as grey."""
+
+from __future__ import annotations
+
+import io
+import struct
+
+import numpy as np
+import pytest
+from images import RGB, encoded, jpeg, noise, pixels_of
+from PIL import Image
+
+from orchdata.loaders.errors import DecodeError
+from orchdata.loaders.limits import Limits
+from orchdata.loaders.modalities.image_decode import load_pixels
+from orchdata.loaders.modalities.jpeg import without_extras
+from orchdata.loaders.modalities.probing import read_header
+from orchdata.loaders.recipe import ImagePreprocessor, image_grid
+
+
+def grey_middle(data: bytes) -> bytes:
+    """Damage that Pillow passes off as grey: a stretch of the scan is lost."""
+    middle = len(data) // 2
+    return data[:middle] + b"\xff\xd9" + data[-2:]
+
+
+def flipped(data: bytes) -> bytes:
+    middle = len(data) // 2
+    return data[:middle] + bytes(byte ^ 0x55 for byte in data[middle : middle + 400]) + data[middle + 400 :]
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda data: data[: len(data) // 2], "Premature end"),
+        (lambda data: data[:100], "damaged"),
+        (lambda data: data[:3], "damaged"),
+        (grey_middle, "damaged JPEG"),
+        (flipped, "damaged JPEG"),
+        (lambda data: b"", "empty: 0 bytes"),
+        (lambda data: b"<html>not found</html>", "not an image: starts with '<html>no'"),
+        (lambda data: b"%!PS-Adobe-3.0 EPSF-3.0\n", "not an image"),  # Pillow would run a program for it
+    ],
+)
+def test_damage_is_an_error_and_never_grey(damage, reason):
+    with pytest.raises(DecodeError, match=reason):
+        pixels_of(damage(jpeg()), (320, 240))
+
+
+@pytest.mark.parametrize("kind", ["PNG", "GIF", "WEBP", "TIFF", "BMP", "PPM"])
+def test_cut_files_of_other_formats_are_errors(kind):
+    data = encoded(RGB, kind)
+    with pytest.raises(DecodeError):
+        pixels_of(data[: len(data) * 2 // 3], RGB.size)
+
+
+def test_zeros_before_the_end_marker_do_not_matter():
+    clean = jpeg()
+    assert np.array_equal(pixels_of(clean[:-2] + bytes(9) + clean[-2:], (320, 240)), pixels_of(clean, (320, 240)))
+    with pytest.raises(DecodeError, match="extraneous bytes"):
+        pixels_of(clean[:-2] + b"abc" * 10 + clean[-2:], (320, 240))
+
+
+def test_flaws_before_the_scan_do_not_matter():
+    clean = jpeg()
+    expected = pixels_of(clean, (320, 240))
+    junk = clean[:20] + b"\x00\x01junk" + clean[20:]  # behind the JFIF segment
+    profile = clean[:2] + b"\xff\xe2" + struct.pack(">H", 2 + 14) + b"ICC_PROFILE\0\x09\x02" + clean[2:]
+    for flawed in (junk, profile):
+        np.testing.assert_array_equal(pixels_of(flawed, (320, 240)), expected)
+        with pytest.raises(DecodeError, match="damaged JPEG"):  # but damage behind them does
+            pixels_of(flipped(flawed), (320, 240))
+
+
+def test_needless_segments_are_left_out():
+    image = Image.open(io.BytesIO(without_extras(encoded(RGB, "JPEG", exif=b"Exif\0\0MM\0*", comment=b"c" * 50))))
+    assert "exif" not in image.info
+    assert "comment" not in image.info
+    with pytest.raises(ValueError, match="no start of scan"):
+        without_extras(b"\xff\xd8\xff\xe0\x00\x04\x00\x00")
+
+
+CUT_CASES = {
+    "JPEG": ("JPEG", {}),
+    "progressive JPEG": ("JPEG", {"progressive": True}),
+    "PNG": ("PNG", {}),
+    "WebP": ("WEBP", {}),
+    "lossless WebP": ("WEBP", {"lossless": True}),
+    "GIF": ("GIF", {}),
+    "TIFF": ("TIFF", {}),
+    "TIFF, LZW": ("TIFF", {"compression": "tiff_lzw"}),
+    "TIFF, deflate": ("TIFF", {"compression": "tiff_adobe_deflate"}),
+    "TIFF, JPEG": ("TIFF", {"compression": "jpeg"}),
+    "BMP": ("BMP", {}),
+    "PPM": ("PPM", {}),
+    "JPEG 2000": ("JPEG2000", {}),
+    "AVIF": ("AVIF", {}),
+}
+
+
+# Formats without a checksum or marks in their data: zeros decode to something.
+BLIND = {"WebP", "lossless WebP", "TIFF", "TIFF, JPEG", "BMP", "PPM", "JPEG 2000", "AVIF"}
+
+
+def photo_bytes(name: str) -> bytes:
+    y, x = np.mgrid[:240, :320]
+    pixels = np.stack([x % 256, y % 256, (x + y) % 256], -1).astype(np.uint8)
+    pixels ^= np.random.default_rng(0).integers(0, 32, pixels.shape, np.uint8)
+    form, options = CUT_CASES[name]
+    out = io.BytesIO()
+    Image.fromarray(pixels).save(out, form, **options)
+    return out.getvalue()
+
+
+def indexed_and_decoded(data: bytes, pre: ImagePreprocessor) -> np.ndarray:
+    header = read_header(ImagePreprocessor, len(data), lambda count: data[:count], Limits())
+    return load_pixels(data, pre, Limits(), image_grid(*header, pre)).copy()
+
+
+@pytest.mark.filterwarnings("ignore:Truncated File Read")
+@pytest.mark.parametrize("name", CUT_CASES)
+@pytest.mark.parametrize("tokens", [256, 4])  # as it is, and scaled down while decoding
+def test_a_cut_image_is_refused_or_whole(name: str, tokens: int) -> None:
+    data, pre = photo_bytes(name), ImagePreprocessor(max_tokens=tokens, min_tokens=1)
+    whole = indexed_and_decoded(data, pre)
+    for share in (0.2, 0.5, 0.95):
+        try:
+            found = indexed_and_decoded(data[: int(len(data) * share)], pre)
+        except DecodeError:
+            continue
+        np.testing.assert_array_equal(found, whole)
+
+
+@pytest.mark.parametrize("name", sorted(CUT_CASES.keys() - BLIND))
+def test_a_stretch_of_zeros_is_refused_where_the_format_tells(name: str) -> None:
+    data = bytearray(photo_bytes(name))
+    start = len(data) // 3
+    data[start : start + len(data) // 10] = bytes(len(data) // 10)
+    with pytest.raises((DecodeError, DecodeError)):
+        indexed_and_decoded(bytes(data), ImagePreprocessor())
+
+
+def test_zeros_in_the_pixels_of_a_png_are_refused():
+    """Stored, not deflated: without the checksums they would be pixels."""
+    data = bytearray(encoded(Image.fromarray(noise(56, 56, 3)), "PNG", compress_level=0))
+    assert pixels_of(bytes(data), (56, 56)).any()
+    data[3_000:6_000] = bytes(3_000)
+    with pytest.raises(DecodeError, match="does not fit its checksum"):
+        pixels_of(bytes(data), (56, 56))

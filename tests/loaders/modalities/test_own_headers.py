@@ -1,0 +1,173 @@
+"""Headers of a modality that the library does not know: when they are probed, and kept."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from own_modalities import Points, Tracks, cloud, track
+from own_shards import indexed, one_shard, parts_of, reasons, recipe_of
+from shard_factory import write_shard
+
+import orchdata as od
+from orchdata.loaders.index.build import build_index
+
+
+class Probe:
+    calls = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counted(Tracks):
+    """Counts how often members are probed."""
+
+    @classmethod
+    def probe(cls, data: bytes, limits: od.Limits) -> tuple[int, ...]:
+        Probe.calls += 1
+        return super().probe(data, limits)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Same(Counted):
+    """Keeps the probe."""
+
+    fields = ("track", "other")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Raised(Counted):
+    version = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Own(Counted):
+    @classmethod
+    def probe(cls, data: bytes, limits: od.Limits) -> tuple[int, ...]:
+        return super().probe(data, limits)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TwoFacts(Counted):
+    """What `Counted` becomes when someone means to change its header, and forgets to raise its version."""
+
+    num_facts = 2
+
+
+@pytest.fixture
+def probed(tmp_path: Path) -> Any:
+    """Indexes tracks, and tells how many members were probed."""
+    shard = one_shard(tmp_path, *[{"track": track(3 + n)} for n in range(5)], {"track": b"no track at all"})
+
+    def run(modality: od.Modality, **options: Any) -> int:
+        before = Probe.calls
+        recipe = recipe_of(tracks=modality)
+        index = indexed(shard, recipe, **options)
+        stride = getattr(modality, "stride", 2)
+        assert [size.tokens for size in parts_of(index, "tracks", recipe)] == [-(-n // stride) for n in range(3, 8)]
+        assert reasons(index) == {"s5": ("track", "not a track")}
+        return Probe.calls - before
+
+    run.shard = shard  # type: ignore[attr-defined]
+    return run
+
+
+def test_headers_are_kept_for_a_probe_and_its_version_whatever_its_parameters(probed: Any) -> None:
+    assert probed(Counted(stride=2)) == 6
+    assert probed(Counted(stride=3)) == 0  # the failed one is not tried again either
+    assert probed(Same()) == 6  # its class attributes may be what the probe reads
+    assert probed(Raised()) == 6
+    assert probed(Own()) == 6
+    assert probed(Counted(stride=4)) == 0
+
+
+def test_looking_for_changed_shards_probes_none_that_is_the_same(probed: Any) -> None:
+    assert probed(Counted()) == 6
+    assert probed(Counted(stride=3), rebuild=True) == 0
+    before = Probe.calls
+    build_index([probed.shard], recipe_of(tracks=Counted()), force=True)
+    assert Probe.calls == before + 6
+
+
+def test_other_limits_probe_again(probed: Any) -> None:
+    assert probed(Counted()) == 6
+    before = Probe.calls
+    indexed(probed.shard, recipe_of(tracks=Counted(), limits=od.Limits(image_pixels=10**6)))
+    assert Probe.calls == before + 6  # a probe is given them
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "gone"])
+def test_damaged_headers_are_probed_again(probed: Any, private_cache: Path, damage: str) -> None:
+    assert probed(Counted()) == 6
+    (kept,) = private_cache.rglob("*.headers")
+    content = bytearray(kept.read_bytes())
+    if damage == "flipped":
+        content[len(content) // 2] ^= 1
+    kept.write_bytes({"cut": content[:-1], "empty": b""}.get(damage, content))
+    if damage == "gone":
+        kept.unlink()
+    assert probed(Counted(stride=3)) == 6
+    assert probed(Counted(stride=4)) == 0
+
+
+def test_headers_of_another_width_are_not_taken_for_its_own(probed: Any) -> None:
+    assert probed(Counted()) == 6
+    found = reasons(indexed(probed.shard, recipe_of(tracks=TwoFacts())))
+    assert found["s0"] == ("track", "probe() gave (3,), not num_facts=2 integers of 64 bits")
+
+
+def test_a_changed_shard_is_probed_again(probed: Any) -> None:
+    assert probed(Counted()) == 6
+    write_shard(Path(probed.shard), [{"__key__": "s0", "track": track(40)}])
+    before = Probe.calls
+    index = indexed(probed.shard, recipe_of(tracks=Counted()), rebuild=True)
+    assert [size.positions for size in parts_of(index, "tracks", recipe_of(tracks=Counted()))] == [40]
+    assert Probe.calls == before + 1
+    indexed(probed.shard, recipe_of(tracks=Counted(stride=3)))
+    assert Probe.calls == before + 1
+
+
+def test_what_is_counted_from_bytes_keeps_no_headers(tmp_path: Path, private_cache: Path) -> None:
+    shard = one_shard(tmp_path, {"npy": cloud(10)}, {"npy": cloud(3)})
+    for group, tokens in ((4, [3, 1]), (1, [10, 3])):
+        recipe = recipe_of(points=Points(group=group))
+        assert [size.tokens for size in parts_of(indexed(shard, recipe), "points", recipe)] == tokens
+    assert list(private_cache.rglob("*.headers")) == []
+
+
+def test_a_shard_may_move_with_its_headers_probed_once_more(tmp_path: Path) -> None:
+    """Headers are kept by where a shard lies, as its facts are."""
+    shard = one_shard(tmp_path, {"track": track(4)})
+    indexed(shard, recipe_of(tracks=Counted()))
+    (tmp_path / "elsewhere").mkdir()
+    moved = shutil.copy(shard, tmp_path / "elsewhere")
+    before = Probe.calls
+    recipe = recipe_of(tracks=Counted())
+    assert [size.positions for size in parts_of(indexed(moved, recipe), "tracks", recipe)] == [4]
+    assert Probe.calls == before + 1
+
+
+class PerSixteen(Tracks):
+    """A probe that reads an attribute of its class."""
+
+    per = 16
+
+    @classmethod
+    def probe(cls, data: bytes, limits: od.Limits) -> tuple[int, ...]:
+        return (len(data) // cls.per,)
+
+    def count_header(self, header: tuple[int, ...], limits: od.Limits) -> od.PartSize:
+        return od.PartSize(header[0], header[0])
+
+
+class PerFour(PerSixteen):
+    per = 4
+
+
+def test_headers_are_those_of_the_class_that_was_asked(tmp_path: Path) -> None:
+    shard = one_shard(tmp_path, {"track": track(8)})
+    for kind in (PerSixteen, PerFour):
+        recipe = recipe_of(tracks=kind())
+        assert parts_of(indexed(shard, recipe), "tracks", recipe)[0].positions == len(track(8)) // kind.per

@@ -1,0 +1,225 @@
+"""Data sets of Hugging Face on disk: Arrow files, read by position."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import soundfile
+from PIL import Image
+
+from orchdata.loaders.index.build import build_index
+from orchdata.loaders.index.index import Index
+from orchdata.loaders.index.stored import StoredSample
+from orchdata.loaders.limits import Limits
+from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.shards.arrow.layout import read_layout
+from orchdata.loaders.shards.arrow.rows import RowsReader
+from orchdata.loaders.shards.open import OpenShards
+from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.local import LocalFile
+from orchdata.loaders.storage.paths import expand_paths
+from orchdata.loaders.text.preprocessor import TextPreprocessor
+
+
+def photo(seed: int) -> bytes:
+    stream = io.BytesIO()
+    pixels = np.random.default_rng(seed).integers(0, 255, (56, 28 * (2 + seed % 4), 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(stream, "PNG")
+    return stream.getvalue()
+
+
+def clip(seed: int) -> bytes:
+    stream = io.BytesIO()
+    soundfile.write(stream, np.random.default_rng(seed).normal(0, 0.1, 8000 + 100 * seed), 16_000, format="WAV")
+    return stream.getvalue()
+
+
+def write_stream(path: Path, table: pa.Table, rows: int = 7, options: Any = None) -> str:
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema, options=options) as writer:
+        writer.write_table(table, max_chunksize=rows)
+    return str(path)
+
+
+def stored(index: Index, row: int, recipe: Recipe) -> StoredSample:
+    return StoredSample(index, OpenShards(limits=recipe.limits, cache=CacheFolder()), row)
+
+
+def reason(index: Index) -> str:
+    return index.failure(int(index.bad_rows()[0])).reason
+
+
+def test_a_saved_data_set_is_read_without_datasets(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    count = 23
+    features = datasets.Features(
+        {
+            "image": datasets.Image(),
+            "audio": datasets.Audio(),
+            "label": datasets.ClassLabel(names=["cat", "dog"]),
+            "text": datasets.Value("string"),
+        }
+    )
+    rows = {
+        "image": [{"bytes": photo(i), "path": None} if i % 3 else None for i in range(count)],
+        "audio": [{"bytes": clip(i), "path": None} if i % 4 == 0 else None for i in range(count)],
+        "label": [i % 3 - 1 for i in range(count)],
+        "text": [f"say {i} " * (i + 1) for i in range(count)],
+    }
+    table = pa.table({name: pa.array(column, features[name].pa_type) for name, column in rows.items()})
+    # Not from_dict: it wants torchcodec to write a clip that is written already.
+    whole = datasets.Dataset(datasets.table.InMemoryTable(table), info=datasets.DatasetInfo(features=features))
+    whole.select(range(1, count)).save_to_disk(tmp_path / "saved", num_shards=3)
+    urls = expand_paths(str(tmp_path / "saved"))
+    assert [Path(url).name for url in urls] == [f"data-0000{i}-of-00003.arrow" for i in range(3)]
+    recipe = Recipe(text=TextPreprocessor(fields=("label", "text")))
+    index = build_index(urls, recipe)
+    assert index.bad_rows().tolist() == [] and index.num_samples == count - 1
+    assert build_index(urls, Recipe()).llm_tokens.sum() > index.llm_tokens.sum()
+    for row in range(count - 1):
+        number = row + 1
+        sample = stored(index, row, recipe)
+        payloads = {sample.members[at].field: bytes(data) for at, data in sample.read(recipe).items()}
+        wanted: dict[str, bytes | None] = {
+            "image": photo(number) if number % 3 else None,
+            "audio": clip(number) if number % 4 == 0 else None,
+            "label": [b"cat", b"dog"][number % 3 - 1] if number % 3 else None,
+            "text": rows["text"][number].encode() if number % 3 == 0 else None,
+        }
+        assert {name: payloads.get(name) for name in wanted} == wanted
+        assert len(sample.decode(recipe).parts) == sum(data is not None for data in wanted.values())
+
+
+def test_several_splits_are_named(tmp_path: Path) -> None:
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    with pytest.raises(ValueError, match=f"several splits; give one of them: {tmp_path}/train, {tmp_path}/test"):
+        expand_paths(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("state", "wanted"),
+    [
+        ({"_data_files": [{"filename": "../x.arrow"}]}, "does not say"),
+        ({"_data_files": []}, "does not say"),
+        ({"_data_files": 3}, "does not say"),
+        ({"_data_files": [{"filename": "a.arrow"}], "_indices_data_files": [{"filename": "i.arrow"}]}, "save the data"),
+        ("[" * 100_000, "not valid JSON"),
+    ],
+)
+def test_what_a_folder_says_of_itself_is_checked(tmp_path: Path, state: Any, wanted: str) -> None:
+    (tmp_path / "state.json").write_text(state if isinstance(state, str) else json.dumps(state))
+    with pytest.raises(ValueError, match=wanted):
+        expand_paths(str(tmp_path))
+
+
+TYPES: dict[str, Callable[[random.Random], Any]] = {
+    "string": lambda draw: "ä" * draw.randrange(9),
+    "large_string": lambda draw: "b" * draw.randrange(9),
+    "binary": lambda draw: draw.randbytes(draw.randrange(9)),
+    "int16": lambda draw: draw.randrange(-9, 9),
+    "double": lambda draw: draw.random(),
+    "bool": lambda draw: draw.random() < 0.5,
+    "fixed": lambda draw: draw.randbytes(3),
+    "turns": lambda draw: [{"role": "user", "content": "x" * draw.randrange(5)} for _ in range(draw.randrange(4))],
+    "lists": lambda draw: [[draw.randrange(9)] * draw.randrange(3) for _ in range(draw.randrange(3))],
+    "pairs": lambda draw: [draw.randrange(9), draw.randrange(9)],
+    "nothing": lambda draw: None,
+}
+ARROW = {
+    "string": pa.string(),
+    "large_string": pa.large_string(),
+    "binary": pa.binary(),
+    "int16": pa.int16(),
+    "double": pa.float64(),
+    "bool": pa.bool_(),
+    "fixed": pa.binary(3),
+    "turns": pa.list_(pa.struct({"role": pa.string(), "content": pa.string()})),
+    "lists": pa.large_list(pa.list_(pa.int64())),
+    "pairs": pa.list_(pa.int32(), 2),
+    "nothing": pa.null(),
+}
+
+
+@pytest.mark.parametrize("nulls", [0.0, 0.4])
+def test_rows_of_every_type_are_those_that_pyarrow_reads(tmp_path: Path, nulls: float) -> None:
+    draw = random.Random(5)
+    columns = {
+        name: pa.array([None if draw.random() < nulls else make(draw) for _ in range(60)], ARROW[name])
+        for name, make in TYPES.items()
+    }
+    table = pa.table(columns)
+    file = LocalFile(write_stream(tmp_path / "a.arrow", table, rows=25))
+    schema, batches = read_layout(file)
+    assert schema.equals(table.schema) and [batch.num_rows for batch in batches] == [25, 25, 10]
+    rows = RowsReader(file, 1 << 20)
+    for number, batch in enumerate(batches):
+        for name, node in batch.columns.items():
+            wanted = table.column(name).slice(25 * number, batch.num_rows).to_pylist()
+            for start, length in ((0, batch.num_rows), (3, 1), (7, 2), (batch.num_rows - 1, 1), (5, 0)):
+                found = rows.take(node, start, length)
+                found.validate(full=True)
+                assert found.to_pylist() == wanted[start : start + length], name
+    with pytest.raises(ValueError, match="values 9 to 11 of 10"):
+        rows.take(batches[2].columns["string"], 9, 2)
+
+
+def test_a_row_costs_its_own_bytes_alone(tmp_path: Path) -> None:
+    images = [photo(i) * 20 for i in range(90)]
+    url = write_stream(tmp_path / "a.arrow", pa.table({"image": images, "text": ["a"] * 90}), rows=40)
+    index = build_index([url], Recipe())
+    shards = OpenShards(limits=Limits(), cache=CacheFolder())
+    StoredSample(index, shards, 0).read(Recipe())
+    before = shards.reads.storage.value
+    assert bytes(StoredSample(index, shards, 17).read(Recipe())[0]) == images[17]
+    assert shards.reads.storage.value - before < len(images[17]) + 500
+
+
+def test_chats_and_lists_of_images_are_read_as_in_parquet(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "<image> or <image>?"}, {"role": "assistant", "content": "the first"}]
+    images = [{"bytes": photo(0), "path": "a.png"}, {"bytes": photo(1), "path": None}]
+    table = pa.table({"id": ["one", "two"], "messages": [turns] * 2, "images": [images, images[::-1]]})
+    index = build_index([write_stream(tmp_path / "a.arrow", table)], Recipe())
+    assert index.bad_rows().tolist() == [] and [index.key(row) for row in range(2)] == ["one", "two"]
+    assert index.part_tokens.tolist() == [*index.part_tokens[:2].tolist(), *index.part_tokens[:2].tolist()[::-1]]
+    assert len(stored(index, 0, Recipe()).decode(Recipe()).parts) == 6
+
+
+@pytest.mark.parametrize(
+    ("table", "options", "wanted"),
+    [
+        (pa.table({"text": ["a"] * 9}), pa.ipc.IpcWriteOptions(compression="zstd"), "compressed|cannot|not a readable"),
+        (pa.table({"text": pa.array(["a", "b"]).dictionary_encode()}), None, "dictionary"),
+        (pa.table({"number": [1]}), None, "no column holds"),
+        (pa.table({"text": pa.array([], pa.string())}), None, "no rows"),
+    ],
+)
+def test_what_is_not_read_by_position_is_said(tmp_path: Path, table: pa.Table, options: Any, wanted: str) -> None:
+    index = build_index([write_stream(tmp_path / "a.arrow", table, options=options)], Recipe())
+    assert index.num_samples == 1
+    assert any(word in reason(index) for word in wanted.split("|"))
+
+
+def test_damaged_files_are_failures_of_the_shard(tmp_path: Path) -> None:
+    rows = [{"bytes": photo(i), "path": None} for i in range(12)]
+    table = pa.table({"image": rows, "messages": [[{"role": "user", "content": "x" * i}] for i in range(12)]})
+    good = Path(write_stream(tmp_path / "good.arrow", table)).read_bytes()
+    draw = random.Random(3)
+    path = tmp_path / "a.arrow"
+    for case in range(90):
+        data = bytearray(good)
+        if case % 3 == 0:
+            del data[draw.randrange(len(data)) :]
+        else:  # descriptions lie at the front of each message, offsets behind them
+            for _ in range(draw.randrange(1, 4)):
+                data[draw.randrange(min(len(data), 3000))] = draw.choice((0, 1, 127, 255, draw.randrange(256)))
+        path.write_bytes(bytes(data))
+        index = build_index([str(path)], Recipe())
+        for row in np.setdiff1d(np.arange(index.num_samples), index.bad_rows())[:3].tolist():
+            stored(index, row, Recipe()).read(Recipe())

@@ -1,0 +1,345 @@
+"""Files of records whose media lie in other files: layouts as they are published, and what must be refused."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import io
+import json
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from orchdata.loaders.errors import DataError, DecodeError, FieldError, StorageError
+from orchdata.loaders.index.build import BuildProgress, build_index
+from orchdata.loaders.index.index import Index
+from orchdata.loaders.index.stored import StoredSample
+from orchdata.loaders.limits import Limits
+from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.shards.jsonl.media_files import MediaFolder
+from orchdata.loaders.shards.jsonl.scan import mapped
+from orchdata.loaders.shards.open import OpenShards
+from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.text.preprocessor import TextPreprocessor
+
+ASK, ANSWER = {"from": "human", "value": "<image>\nWhat is it?"}, {"from": "gpt", "value": "Noise."}
+CHAT = [{"role": "user", "content": "<image>What is it?"}, {"role": "assistant", "content": "Noise."}]
+
+
+def photo(seed: int, height: int = 64) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 255, (height, 56, 3), dtype=np.uint8)
+    stream = io.BytesIO()
+    Image.fromarray(pixels).save(stream, "JPEG")
+    return stream.getvalue()
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    folder = tmp_path / "media"
+    (folder / "deep").mkdir(parents=True)
+    for number in range(4):
+        (folder / f"{number}.jpg").write_bytes(photo(number, 56 * (number + 1)))
+    (folder / "deep" / "0.jpg").write_bytes(photo(9))
+    return folder
+
+
+def write(path: Path, records: list[Any]) -> str:
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    return str(path)
+
+
+def reasons(index: Index) -> dict[str, tuple[str, str]]:
+    found = [index.failure(int(row)) for row in index.bad_rows()]
+    return {failure.key: (failure.field, failure.reason) for failure in found}
+
+
+def stored(index: Index, row: int, recipe: Recipe | None = None) -> StoredSample:
+    return StoredSample(index, OpenShards(limits=(recipe or Recipe()).limits, cache=CacheFolder()), row)
+
+
+ENCODED = base64.b64encode(photo(1, 112)).decode()
+SAID = {"type": "text", "text": "What is it?"}
+BY_PATH, BY_URL = (
+    {"type": "image", "image": "1.jpg"},
+    {"type": "image_url", "image_url": {"url": f"data:image/jpeg;base64,{ENCODED}"}},
+)
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "LLaVA": {"id": "a", "image": "1.jpg", "conversations": [ASK, ANSWER]},
+    "LLaVA, several": {"image": ["1.jpg"], "conversations": [ASK, ANSWER]},
+    "LLaMA-Factory": {"messages": CHAT, "images": ["1.jpg"]},
+    "ms-swift, path": {"messages": CHAT, "images": [{"bytes": None, "path": "1.jpg"}]},
+    "ms-swift, base64": {"messages": CHAT, "images": [ENCODED]},
+    "Qwen": {"messages": [{"role": "user", "content": [BY_PATH, SAID]}, CHAT[1]]},
+    "OpenAI": {"messages": [{"role": "user", "content": [BY_URL, SAID]}, CHAT[1]]},
+}
+
+
+@pytest.mark.parametrize("form", ["jsonl", "json", "json, indented"])
+def test_published_layouts_give_the_same_sample(tmp_path: Path, root: Path, form: str) -> None:
+    records = list(LAYOUTS.values())
+    path = tmp_path / f"train.{form[:5].rstrip(',')}"
+    if form == "jsonl":
+        write(path, records)
+    else:
+        path.write_text(json.dumps(records, indent=2 if "indented" in form else None))
+    index = build_index([str(path)], Recipe(), media_root=str(root))
+    assert reasons(index) == {}
+    assert index.num_samples == len(records)
+    # A newline more stands in LLaVA's question.
+    assert index.llm_tokens[2:].tolist() == [index.llm_tokens[2]] * 5
+    assert index.llm_tokens[:2].tolist() == [index.llm_tokens[2] + 1] * 2
+    patches = [stored(index, row).decode(Recipe()).parts[1].patches for row in range(len(records))]
+    assert all((found == patches[0]).all() for found in patches)
+    assert index.key(0) == "a" and index.key(1) == "1"
+
+
+def test_media_fill_their_places_in_the_order_they_are_named(tmp_path: Path, root: Path) -> None:
+    url = write(tmp_path / "a.jsonl", [{"text": "<image> and <image>", "images": ["3.jpg", "0.jpg"]}])
+    index = build_index([url], Recipe(), media_root=str(root))
+    assert [Image.open(io.BytesIO(bytes(data))).height for data in _media(index, 0)] == [4 * 56, 56]
+
+
+def _media(index: Index, row: int) -> list[bytes | memoryview]:
+    sample = stored(index, row)
+    return list(sample.read(Recipe(), text=False).values())
+
+
+@pytest.mark.parametrize("form", ["jsonl", "json", "csv"])
+def test_media_are_found_without_the_text_in_records_of_any_length(tmp_path: Path, root: Path, form: str) -> None:
+    records = [{"text": "ä\n" * 20_000 * number, "image": f"{number}.jpg"} for number in range(4)]
+    path = tmp_path / f"a.{form}"
+    if form == "jsonl":
+        path.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+    elif form == "json":
+        path.write_text(json.dumps(records, ensure_ascii=False))
+    else:
+        with open(path, "w", newline="") as file:
+            writer = csv.DictWriter(file, ["text", "image"])
+            writer.writeheader()
+            writer.writerows(records)
+    index = build_index([str(path)], Recipe(), media_root=str(root))
+    assert reasons(index) == {}
+    assert [bytes(_media(index, row)[0]) for row in range(4)] == [photo(n, 56 * (n + 1)) for n in range(4)]
+
+
+def test_a_table_in_a_folder_names_files_beside_it(root: Path) -> None:
+    rows = [{"file_name": f"{number}.jpg", "text": f'a "{number}",\nline'} for number in range(3)]
+    (root / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    of_json = build_index([str(root / "metadata.jsonl")], Recipe())
+    said = [bytes(_media(of_json, 2)[0]), stored(of_json, 1).decode(Recipe()).parts[-1].token_ids.tolist()]
+    (root / "metadata.jsonl").unlink()
+    with open(root / "metadata.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, ["file_name", "text"])
+        writer.writeheader()
+        writer.writerows(rows)
+    of_csv = build_index([str(root / "metadata.csv")], Recipe())
+    for index in (of_json, of_csv):
+        assert reasons(index) == {}
+        assert [index.key(row) for row in range(3)] == ["0.jpg", "1.jpg", "2.jpg"]
+    assert of_csv.llm_tokens.tolist() == of_json.llm_tokens.tolist()
+    assert said == [bytes(_media(of_csv, 2)[0]), stored(of_csv, 1).decode(Recipe()).parts[-1].token_ids.tolist()]
+    assert said[0] == photo(2, 168)
+
+
+HOSTILE: dict[str, tuple[Any, str]] = {
+    "upwards": ({"image": "deep/../../x.jpg"}, r"leads upwards"),
+    "absolute": ({"image": "/etc/passwd"}, "absolute path"),
+    "home": ({"image": "~/x.jpg"}, "absolute path"),
+    "web": ({"image": "https://example.org/x.jpg"}, "nothing is downloaded"),
+    "bucket": ({"image": "s3://bucket/x.jpg"}, "is a URL"),
+    "file url": ({"image": "file:///etc/passwd"}, "is a URL"),
+    "missing": ({"image": "nowhere.jpg"}, "no such file"),
+    "below a file": ({"image": "0.jpg/1.jpg"}, "no such file"),
+    "link out": ({"image": "out.jpg"}, "leads out of media_root"),
+    "folder link out": ({"image": "outside/secret.jpg"}, "leads out of media_root"),
+    "loop": ({"image": "loop.jpg"}, "circle"),
+    "pipe": ({"image": "pipe.jpg"}, "no regular file"),
+    "device": ({"image": "deep"}, "no regular file"),
+    "long": ({"image": "x" * 5000 + ".jpg"}, "too long"),
+    "NUL": ({"image": "a\0.jpg"}, "NUL"),
+    "not base64": ({"image": "data:image/jpeg;base64,@@@@"}, "not valid base64"),
+    "not encoded": ({"image": "data:image/svg+xml,<svg/>"}, "not base64"),
+    "a number": ({"image": {"path": 3, "x": "y"}}, "not a path"),
+    "not an image": ({"image": "text.jpg"}, "not an image"),
+    "empty": ({"image": "empty.jpg"}, "empty"),
+    "tags": ({"messages": [{"role": "user", "content": "Picture 1: <img>0.jpg</img>"}]}, "names a file in the text"),
+    "two lists": ({"image": "0.jpg", "images": ["1.jpg"]}, "not the same"),
+}
+
+
+OF_THE_RECORD = {"tags", "two lists"}
+
+
+def test_hostile_names_are_errors_of_their_sample(tmp_path: Path, root: Path) -> None:
+    (tmp_path / "secret").mkdir()
+    (tmp_path / "secret" / "secret.jpg").write_bytes(photo(1))
+    (root / "out.jpg").symlink_to(tmp_path / "secret" / "secret.jpg")
+    (root / "outside").symlink_to(tmp_path / "secret")
+    (root / "inside.jpg").symlink_to("deep/0.jpg")
+    (root / "loop.jpg").symlink_to("loop.jpg")
+    os.mkfifo(root / "pipe.jpg")
+    (root / "text.jpg").write_text("no image")
+    (root / "empty.jpg").touch()
+    records = [record | {"id": name, "text": "words"} for name, (record, _) in HOSTILE.items()]
+    url = write(tmp_path / "a.jsonl", [*records, {"id": "good", "image": "inside.jpg", "text": "words"}])
+    index = build_index([url], Recipe(), media_root=str(root))
+    found = reasons(index)
+    assert found.keys() == HOSTILE.keys()
+    for name, (_, reason) in HOSTILE.items():
+        field, said = found[name]
+        assert reason in said, name
+        assert field == ("json" if name in OF_THE_RECORD else "image.0")
+    # A recipe without images has no use for them.
+    assert reasons(build_index([url], Recipe(image=None), media_root=str(root))).keys() == OF_THE_RECORD
+
+
+def test_a_device_is_looked_at_and_not_opened(tmp_path: Path) -> None:
+    folder = tmp_path / "root"
+    folder.mkdir()
+    (folder / "null.jpg").symlink_to("/dev/null")
+    with pytest.raises(DecodeError, match="no regular file"), MediaFolder(str(folder)).open("null.jpg"):
+        pass
+
+
+BAD_LINES: dict[str, tuple[str, str]] = {
+    "broken": ('{"text": ', "not valid JSON"),
+    "deep": ("[" * 200_000, "recursion"),
+    "long": (json.dumps({"text": "x" * 3000}), "above Limits.text_bytes=2000"),
+    "twice": ('{"image": "0.jpg", "image": "1.jpg", "text": "a"}', "key comes twice"),
+    "bare": ('"words"', "bare string"),
+    "number": ("7", "no usable"),
+    "bytes": ("\udcff", "not valid UTF-8"),
+    "types": ('{"messages": {"role": "user"}}', "not a list of turns"),
+}
+
+
+def test_bad_lines_are_errors_of_their_sample(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    lines = ['\ufeff{"text": "first"}', "", *(line for line, _ in BAD_LINES.values()), '{"text": "last"}']
+    path.write_bytes("\r\n".join(lines).encode("utf-8", "surrogateescape"))
+    recipe = Recipe(limits=Limits(text_bytes=2000))
+    index = build_index([str(path)], recipe)
+    assert index.bad_rows().tolist() == list(range(1, len(BAD_LINES) + 1))
+    for number, (name, (_, reason)) in enumerate(BAD_LINES.items(), 1):
+        if name != "deep":  # which is above the limit too
+            assert reason in reasons(index)[str(number)][1], name
+    assert index.llm_tokens[[0, -1]].tolist() == [5, 4]
+    deep = build_index([str(path)], Recipe())
+    assert "recursion" in reasons(deep)["2"][1]
+
+
+@pytest.mark.parametrize(
+    ("content", "good", "reason"),
+    [
+        ('{"text": "a"}', 0, "not an array"),
+        ('[{"text": "a"}, {"text": ', 1, "not valid JSON"),
+        ('[{"text": "a"}, {"text": "b"}', 2, "not closed"),
+        ('[{"text": "a"},,{"text": "b"}]', 1, "not valid JSON"),
+        ("[" * 100_000, 0, "not valid JSON"),
+        ("", 0, "not an array"),
+    ],
+)
+def test_a_damaged_array_keeps_what_stands_before_the_damage(
+    tmp_path: Path, content: str, good: int, reason: str
+) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(content)
+    index = build_index([str(path)], Recipe())
+    assert index.num_samples - index.bad_rows().size == good
+    assert reason in index.failure(int(index.bad_rows()[-1])).reason
+    assert index.shards[0].lost_bytes > 0
+
+
+def test_arrays_are_read_in_pieces(tmp_path: Path) -> None:
+    # Elements lie across the blocks in which a file is read, and letters across their ends.
+    texts = [chr(233 + i % 5000) * (i * 37 % 5000) + "x" for i in range(900)]
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps([{"text": text} for text in texts], ensure_ascii=False))
+    assert path.stat().st_size > 3 << 20
+    index = build_index([str(path)], Recipe())
+    assert index.llm_tokens.tolist() == [len(text.encode()) for text in texts]
+
+
+def _rewrite(path: Path) -> None:
+    path.write_bytes(photo(1, 280))
+
+
+def _touch(path: Path) -> None:
+    os.utime(path, ns=(1, 1))
+
+
+def _swap(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/etc/passwd")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [(_rewrite, "was changed"), (_touch, "was changed"), (Path.unlink, "no such file"), (_swap, "leads out")],
+)
+def test_what_was_changed_since_it_was_indexed_is_an_error_and_indexed_again(
+    tmp_path: Path, root: Path, change: Callable[[Path], None], reason: str
+) -> None:
+    url = write(tmp_path / "a.jsonl", [{"image": "1.jpg", "text": "a"}, {"image": "2.jpg", "text": "b"}])
+    index = build_index([url], Recipe(), media_root=str(root))
+    change(root / "1.jpg")
+    with pytest.raises((FieldError, DataError), match=reason):
+        stored(index, 0).decode(Recipe())
+    assert len(stored(index, 1).decode(Recipe()).parts) == 2
+    scanned: list[bool] = []
+
+    def note(progress: BuildProgress) -> None:
+        scanned.append(progress.measured)
+
+    again = build_index([url], Recipe(), media_root=str(root), progress=note)
+    assert scanned == [True]
+    assert again.bad_rows().tolist() == ([] if change in (_rewrite, _touch) else [0])
+    build_index([url], Recipe(), media_root=str(root), progress=note)
+    assert scanned == [True, False]  # nothing changed since
+
+
+def test_a_folder_that_is_gone_says_nothing_of_its_files(tmp_path: Path, root: Path) -> None:
+    url = write(tmp_path / "a.jsonl", [{"image": "1.jpg", "text": "a"}])
+    root.rename(tmp_path / "unmounted")
+    with pytest.raises(StorageError, match="media_root"):
+        build_index([url], Recipe(), media_root=str(root), retry_seconds=0)
+
+
+def test_without_a_root_named_media_are_errors_and_text_is_read(tmp_path: Path) -> None:
+    url = write(tmp_path / "a.jsonl", [{"image": "1.jpg", "text": "a"}, {"text": "b"}])
+    assert "media_root" in reasons(build_index([url], Recipe()))["0"][1]
+
+
+def test_files_that_are_waited_for_are_looked_at_together() -> None:
+    together = threading.Barrier(4)
+
+    def look(number: int) -> int:
+        if number < 8:
+            threading.Event().wait(0.002)
+        else:
+            together.wait(timeout=30)
+        return number
+
+    with ThreadPoolExecutor(8) as pool:
+        assert mapped(pool, look, range(8 + 12)) == list(range(20))
+
+
+def test_ids_that_come_back_are_told_apart(tmp_path: Path) -> None:
+    url = write(tmp_path / "a.jsonl", [{"id": 7, "text": "a"}, {"id": "7", "text": "b"}, {"id": "", "text": "c"}])
+    index = build_index([url], Recipe())
+    assert [index.key(row) for row in range(3)] == ["7", "7#1", "2"]
+    url = write(tmp_path / "b.jsonl", [{"__key__": "7", "text": "a"}, {"__key__": "7", "text": "b"}])
+    assert build_index([url], Recipe()).bad_rows().tolist() == [0, 1]
+
+
+def test_limits_hold_for_what_is_encoded(tmp_path: Path) -> None:
+    url = write(tmp_path / "a.jsonl", [{"image": base64.b64encode(photo(0, 560)).decode(), "text": "a"}])
+    recipe = Recipe(limits=Limits(member_bytes=4000), text=TextPreprocessor())
+    assert "above Limits.member_bytes=4000" in reasons(build_index([url], recipe))["0"][1]

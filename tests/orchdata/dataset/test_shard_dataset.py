@@ -1,0 +1,241 @@
+"""ShardDataset as a sequence of samples, filtered and split; and data in other files through loaders and commands."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.compute as pc
+import pytest
+import torch
+from PIL import Image
+from typer.testing import CliRunner
+
+import orchdata as od
+from orchdata.cli import app
+from orchdata.loaders.errors import DataError, StateError
+
+
+def image(seed: int) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 255, (28 * (1 + seed % 5), 56, 3), dtype=np.uint8)
+    stream = io.BytesIO()
+    Image.fromarray(pixels).save(stream, "PNG")
+    return stream.getvalue()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two files of 20 records: every third has an image, number 7 names one that is not there."""
+    (tmp_path / "images").mkdir()
+    for part in range(2):
+        records: list[dict[str, Any]] = []
+        for number in range(20):
+            record: dict[str, Any] = {"id": f"{part}-{number:02d}", "text": "x" * (number + 1)}
+            if number % 3 == 0:
+                name = f"{part}/{number}.png"
+                (tmp_path / "images" / name).parent.mkdir(exist_ok=True)
+                (tmp_path / "images" / name).write_bytes(image(number))
+                record["image"] = name
+            records.append(record)
+        (tmp_path / f"{part}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return tmp_path
+
+
+def dataset_of(folder: Path, pattern: str = "*.jsonl") -> od.ShardDataset:
+    return od.ShardDataset(str(folder / pattern), media_root=folder / "images")
+
+
+def keys(dataset: od.ShardDataset) -> list[str]:
+    return [dataset[i].key for i in range(len(dataset))]
+
+
+ALL = [f"{part}-{number:02d}" for part in range(2) for number in range(20)]
+
+
+def delivered(batches: Iterable[od.Batch]) -> list[str]:
+    return sorted(key for batch in batches for _, key in batch.keys)
+
+
+def spoil(folder: Path) -> None:
+    (folder / "images" / "1" / "6.png").unlink()
+
+
+def test_samples_are_had_by_place_and_by_key(folder: Path) -> None:
+    spoil(folder)
+    dataset = dataset_of(folder)
+    assert repr(dataset).endswith("not indexed yet)")
+    assert len(dataset) == 39
+    assert f"39 samples, {int(dataset.index().llm_tokens.sum()):,} tokens in 2 shards" in repr(dataset)
+    assert keys(dataset) == [f"{p}-{i:02d}" for p in range(2) for i in range(20) if (p, i) != (1, 6)]
+    assert dataset.find("1-07") == 26 and dataset[26].key == "1-07" and dataset[-13].key == "1-07"
+    assert dataset.find("1-07", "1.jsonl") == 26 and dataset.find("1-07", "0.jsonl") is None
+    assert dataset.find("1-06") is None and dataset.find("nobody") is None
+    assert [part.modality for part in dataset[3].parts if hasattr(part, "modality")] == ["image"]
+    with pytest.raises(IndexError):
+        dataset[39]
+    assert len(list(dataset)) == 39
+    (folder / "images" / "0" / "3.png").write_bytes(b"")
+    with pytest.raises(DataError, match=r"0\.jsonl: sample '0-03', field 'image.0': '0/3.png' was changed"):
+        dataset[3]
+
+
+def test_a_key_that_several_have_is_no_answer(folder: Path) -> None:
+    (folder / "more").mkdir()
+    (folder / "more" / "0.jsonl").write_text('{"id": "0-01", "text": "again"}\n')
+    dataset = dataset_of(folder, "**/*.jsonl")
+    with pytest.raises(ValueError, match="2 samples have the key '0-01'"):
+        dataset.find("0-01")
+    assert dataset.find("0-01", str(folder / "more" / "0.jsonl")) == 40
+
+
+@pytest.mark.parametrize(
+    ("expression", "wanted"),
+    [
+        ("image_parts > 0", lambda number: number % 3 == 0),
+        ("image_tokens == 0 and text_tokens > 15", lambda number: number % 3 and number >= 15),
+        ("not (tokens < 5 or image_parts == 1)", lambda number: number % 3 and number >= 4),
+        ("2 <= text_tokens <= 4", lambda number: 1 <= number <= 3),
+        ("key in ('0-04', '1-05') or shard == 'other'", None),
+        ("text_tokens * 2 - 1 >= tokens / 0.1 + -1", lambda number: False),
+        (pc.field("text_tokens") <= 3, lambda number: number < 3),
+    ],
+)
+def test_filters_choose_samples_by_columns_of_the_index(folder: Path, expression: Any, wanted: Any) -> None:
+    dataset = dataset_of(folder)
+    every = [(part, number) for part in range(2) for number in range(20)]
+    kept = [f"{part}-{number:02d}" for part, number in every if wanted and wanted(number)]
+    assert keys(dataset.filter(expression)) == (kept if wanted else ["0-04", "1-05"])
+    assert len(dataset) == 40  # the other one stays as it was
+
+
+def test_filters_add_up_and_leave_bad_samples_out(folder: Path) -> None:
+    spoil(folder)
+    dataset = dataset_of(folder).filter("not bad").filter("image_parts > 0").filter("text_tokens > 10")
+    assert keys(dataset) == ["0-12", "0-15", "0-18", "1-12", "1-15", "1-18"]
+    loader = od.DataLoader(dataset, batch_size=2, dp=(0, 1))  # on_error="raise" has nothing to refuse
+    assert delivered(loader) == keys(dataset)
+    with pytest.raises(DataError, match="1-06"):
+        od.DataLoader(dataset_of(folder).filter("image_parts >= 0"), batch_size=2, dp=(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("expression", "reason"),
+    [
+        ("image_tokens <", "not an expression"),
+        ("__import__('os').system('true')", "not understood"),
+        ("tokens.real > 1", "not understood"),
+        ("[tokens for tokens in key]", "not understood"),
+        ("key in shard", "not understood"),
+        ("tokens ** 2 > 1", "not understood"),
+        ("(" * 5000 + "tokens" + ")" * 5000, "characters|not an expression"),
+        ("None == key", "not understood"),
+    ],
+)
+def test_what_is_no_filter_is_refused_at_once(folder: Path, expression: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        dataset_of(folder).filter(expression)
+
+
+@pytest.mark.parametrize("expression", ["video_tokens > 3", "tokens < 'x'", "tokens", "tokens / 0 + key > 1"])
+def test_filters_that_do_not_fit_the_index_name_its_columns(folder: Path, expression: str) -> None:
+    with pytest.raises(ValueError, match=r"columns are tokens, loss_tokens, .*image_tokens"):
+        len(dataset_of(folder).filter(expression))
+    with pytest.raises(TypeError):
+        dataset_of(folder).filter(3)  # type: ignore[arg-type]
+
+
+def test_a_split_goes_by_key_whatever_files_they_lie_in(folder: Path) -> None:
+    dataset = dataset_of(folder)
+    train, test = dataset.split("train", 0.7), dataset.split("test", 0.7)
+    assert 20 <= len(train) <= 36
+    assert sorted(keys(train) + keys(test)) == keys(dataset)
+    lines = [line for part in (1, 0) for line in (folder / f"{part}.jsonl").read_text().splitlines()]
+    (folder / "moved").mkdir()
+    (folder / "moved" / "all.jsonl").write_text("\n".join(reversed(lines)))
+    moved = od.ShardDataset(folder / "moved" / "all.jsonl", media_root=folder / "images")
+    assert set(keys(moved.split("test", 0.7))) == set(keys(test))
+    assert keys(dataset.split("test", 0.7, seed=1)) != keys(test)
+    again = train.split("test", 0.5, seed=1)
+    assert 0 < len(again) < len(train) and set(keys(again)) < set(keys(train))
+    for part, fraction in (("validation", 0.5), ("train", 1.0), ("train", 0.0)):
+        with pytest.raises(ValueError, match="split"):
+            dataset.split(part, fraction)  # type: ignore[arg-type]
+
+
+def test_what_was_chosen_is_part_of_the_state(folder: Path) -> None:
+    dataset = dataset_of(folder)
+    state = od.DataLoader(dataset.filter("tokens > 3"), batch_size=2, dp=(0, 1)).state_dict()
+    assert json.loads(json.dumps(state))["fingerprint"]["selection"] == [{"filter": "tokens > 3"}]
+    od.DataLoader(dataset.filter("tokens > 3"), batch_size=2, dp=(0, 1)).load_state_dict(state)
+    with pytest.raises(StateError, match="selection"):
+        od.DataLoader(dataset.filter("tokens > 2"), batch_size=2, dp=(0, 1)).load_state_dict(state)
+    with pytest.raises(StateError, match="selection"):
+        od.DataLoader(dataset, batch_size=2, dp=(0, 1)).load_state_dict(state)
+
+
+def test_a_data_set_travels_as_a_value(folder: Path) -> None:
+    dataset = dataset_of(folder).filter("tokens > 3").split("train", 0.5)
+    length = len(dataset)
+    copied = pickle.loads(pickle.dumps(dataset))
+    assert "not indexed yet" in repr(copied) and len(copied) == length and keys(copied) == keys(dataset)
+
+
+def batches(folder: Path, **options: Any) -> list[tuple[list[str], torch.Tensor]]:
+    dataset = od.ShardDataset([str(folder / "*.jsonl")], media_root=folder / "images")
+    loader = od.DataLoader(dataset, global_batch_size=6, shuffle=True, seed=3, dp=(0, 1), **options)
+    return [([key for _, key in batch.keys], batch.image.patches.clone()) for batch in loader]
+
+
+def test_every_engine_yields_the_same_batches_and_each_sample_once(folder: Path) -> None:
+    inline = batches(folder, num_threads=0)
+    assert sorted(key for step, _ in inline for key in step) == ALL
+    for options in ({"num_threads": 2}, {"num_workers": 1, "num_threads": 2}):
+        found = batches(folder, **options)
+        assert [step for step, _ in found] == [step for step, _ in inline]
+        assert all(torch.equal(one, other) for (_, one), (_, other) in zip(found, inline, strict=True))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_resumed_on_other_ranks_each_sample_comes_once(folder: Path, num_ranks: int) -> None:
+    dataset = dataset_of(folder)
+    options: dict[str, Any] = {"global_batch_size": 6, "shuffle": True, "num_threads": 0}
+    first = od.DataLoader(dataset, dp=(0, 1), **options)
+    seen: list[str] = []
+    for step, batch in enumerate(first):
+        seen += delivered([batch])
+        if step == 2:
+            break
+    for rank in range(num_ranks):
+        loader = od.DataLoader(dataset, dp=(rank, num_ranks), **options)
+        loader.load_state_dict(first.state_dict())
+        seen += delivered(loader)
+    assert sorted(seen) == ALL
+
+
+def test_a_file_that_goes_missing_while_training_is_skipped_and_counted(folder: Path) -> None:
+    dataset = dataset_of(folder)
+    loader = od.DataLoader(dataset, batch_size=5, dp=(0, 1), on_error="skip", num_threads=0)
+    spoil(folder)
+    wanted = [key for key in ALL if key != "1-06"]
+    assert delivered(loader) == wanted
+    failures = loader.stats()["failures"]
+    assert failures["count"] == 1 and "'1/6.png': no such file" in str(failures)
+
+
+def test_commands_work_with_them(folder: Path, tmp_path: Path) -> None:
+    spoil(folder)
+    paths = [str(folder / "*.jsonl"), "--media-root", str(folder / "images")]
+    run = CliRunner()
+    indexed = json.loads(run.invoke(app, ["index", *paths, "--json"]).stdout)
+    assert (indexed["samples"], indexed["bad"], indexed["shards"]) == (39, 1, 2)
+    assert run.invoke(app, ["profile", *paths, "--ranks", "2", "--json"]).exit_code == 0
+    (folder / "images" / "0" / "9.png").write_bytes(image(9)[:-40])
+    verified = run.invoke(app, ["verify", *paths, "--jobs", "1", "--json"])
+    assert {failure["key"] for failure in json.loads(verified.stdout)["failures"]} == {"0-09", "1-06"}
+    wrong = run.invoke(app, ["index", paths[0], "--media-root", str(folder / "nowhere")])
+    assert wrong.exit_code != 0 and "is no folder" in wrong.output

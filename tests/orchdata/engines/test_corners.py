@@ -1,0 +1,190 @@
+"""Loaders beside each other, in threads, over forks and dropped: the same batches, and no thread stays."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from shard_factory import omni_shards
+
+import orchdata as od
+
+
+class Numbers:
+    """Row -> itself. `hold` stops whoever asks for a row from then on, until `go_on`."""
+
+    def __init__(self, size: int = 24) -> None:
+        self.size = size
+        self.free = threading.Event()
+        self.waiting = threading.Semaphore(0)
+        self.free.set()
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, row: int) -> int:
+        self.waiting.release()
+        assert self.free.wait(120)
+        return row
+
+
+def loader_of(data: Any, **options: Any) -> od.DataLoader[Any]:
+    return od.DataLoader(data, **{"batch_size": 2, "num_threads": 2, "collate_fn": list, **options})
+
+
+def batches_of(size: int = 24) -> list[list[int]]:
+    return [[row, row + 1] for row in range(0, size, 2)]
+
+
+@pytest.fixture
+def started() -> Iterator[Any]:
+    """The threads there are now and were not when the test began; in the end there are none."""
+    before = set(threading.enumerate())
+    yield lambda: set(threading.enumerate()) - before
+    gc.collect()
+    assert_over(set(threading.enumerate()) - before)
+
+
+def assert_over(threads: set[threading.Thread]) -> None:
+    for thread in threads:
+        thread.join(120)
+        assert not thread.is_alive()
+
+
+def test_two_loaders_at_once_deliver_what_each_does_alone(tmp_path: Path, started: Any) -> None:
+    dataset = od.ShardDataset(omni_shards(tmp_path), recipe=od.Recipe())
+
+    def make(seed: int) -> od.DataLoader[Any]:
+        return od.DataLoader(dataset, batch_size=6, shuffle=True, seed=seed, num_threads=2)
+
+    alone = [[batch.keys for batch in make(seed)] for seed in (1, 2)]
+    assert alone[0] != alone[1]
+    together = list(zip(make(1), make(2), strict=True))
+    assert [[batch.keys for batch in batches] for batches in zip(*together, strict=True)] == alone
+
+
+def test_a_loader_that_ends_leaves_another_its_threads(started: Any) -> None:
+    lasting, ending = iter(loader_of(Numbers())), iter(loader_of(Numbers()))
+    first = [next(lasting)]
+    next(ending)
+    del ending
+    assert first + list(lasting) == batches_of()
+
+
+def test_a_loader_in_a_thread_is_no_other_one(started: Any) -> None:
+    loader = loader_of(Numbers())
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.extend(loader))
+    thread.start()
+    here = list(loader)
+    thread.join(120)
+    assert found == here == batches_of()
+
+
+def test_an_iteration_may_go_on_in_another_thread(started: Any) -> None:
+    steps = iter(loader_of(Numbers()))
+    found = [next(steps)]
+    thread = threading.Thread(target=lambda: found.extend(steps))
+    thread.start()
+    thread.join(120)
+    assert found == batches_of()
+
+
+def test_a_daemon_thread_that_iterates_keeps_no_process_from_ending() -> None:
+    program = (
+        "import sys, threading, orchdata as od\n"
+        "begun = threading.Event()\n"
+        "def train():\n"
+        "    while True:\n"
+        "        for _ in od.DataLoader(list(range(1000)), batch_size=2, num_threads=3):\n"
+        "            begun.set()\n"
+        "threading.Thread(target=train, daemon=True).start()\n"
+        "begun.wait()\n"
+        "sys.exit(7)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert (ended.returncode, ended.stderr) == (7, "")
+
+
+def test_iterations_left_one_after_the_other_add_no_thread(started: Any) -> None:
+    loader = loader_of(Numbers(), num_threads=3)
+    for _ in range(20):
+        assert next(iter(loader)) == [0, 1]
+        assert not started()
+
+
+def test_a_fresh_iteration_takes_nothing_from_one_that_is_still_held(started: Any) -> None:
+    loader = loader_of(Numbers())
+    left = iter(loader)
+    assert next(left) == [0, 1]
+    assert list(loader) == batches_of()
+    assert list(left) == batches_of()[1:]
+
+
+def test_what_is_dropped_in_the_middle_of_an_epoch_ends_its_threads_and_is_free(started: Any) -> None:
+    data = Numbers()
+    loader = loader_of(data)
+    steps = iter(loader)
+    next(steps)
+    threads, gone = started(), weakref.ref(data)
+    assert len(threads) == 2
+    del steps
+    assert_over(threads)
+    del loader, data
+    gc.collect()
+    assert gone() is None
+
+
+def test_what_is_dropped_while_it_builds_ends_once_that_is_built(started: Any) -> None:
+    data = Numbers()
+    steps = iter(loader_of(data))
+    next(steps)
+    data.free.clear()
+    threads = started()
+    for _ in batches_of():
+        if data.waiting.acquire(timeout=0.1) and any(data.waiting.acquire(timeout=0.1) for _ in range(2)):
+            break
+    freed = threading.Timer(0.1, data.free.set)
+    freed.start()
+    del steps
+    assert_over(threads)
+    freed.join()
+
+
+@pytest.mark.parametrize("whose", ["the same loader", "another loader"])
+def test_a_child_forked_while_threads_build_loads_for_itself(whose: str) -> None:
+    mine = loader_of(Numbers(), num_threads=3)
+    for delivered in range(1, 7):
+        steps = iter(mine)
+        found = [next(steps) for _ in range(delivered)]
+        child = os.fork()
+        if child == 0:
+            signal.alarm(60)  # ends one that hangs
+            with contextlib.suppress(BaseException):
+                again = mine if whose == "the same loader" else loader_of(Numbers(), num_threads=3)
+                os._exit(list(again) != batches_of())
+            os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert found + list(steps) == batches_of()
+
+
+def test_a_child_that_ends_the_long_way_leaves_its_parents_iteration_alone() -> None:
+    steps = iter(loader_of(Numbers(), num_threads=3))
+    assert next(steps) == [0, 1]
+    child = os.fork()
+    if child == 0:
+        del steps
+        gc.collect()
+        os._exit(threading.active_count() - 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert list(steps) == batches_of()[1:]

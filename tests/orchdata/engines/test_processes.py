@@ -1,0 +1,475 @@
+"""Worker processes: the same batches as without them, whatever becomes of the processes."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import multiprocessing
+import os
+import random
+import re
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from map_dataset import Numbers
+from shard_factory import omni_shards
+
+import orchdata as od
+from orchdata.engines.processes import process as process_module
+
+JOB = Path(__file__).parents[2] / "support" / "workers_job.py"
+
+
+def no_children() -> bool:
+    return not multiprocessing.active_children()
+
+
+class Items(torch.utils.data.Dataset[Any]):
+    """Items of every kind that a worker may send."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, number: int) -> Any:
+        return {
+            "number": number,
+            "noise": torch.rand(3),
+            "numpy": np.random.rand(2),  # noqa: NPY002
+            "python": random.random(),
+            "name": str(number),
+        }
+
+
+class Own:
+    """An object of the user's, with arrays in it."""
+
+    def __init__(self, batch: list[Any]) -> None:
+        self.numbers = torch.tensor([item["number"] for item in batch])
+        self.turned = torch.arange(24).view(1, 2, 3, 4).to(memory_format=torch.channels_last)
+        self.names = np.array([item["name"] for item in batch])
+        self.empty = torch.zeros(0, 3)
+
+
+def test_map_style_batches_and_random_states_are_torchs() -> None:
+    def both(**options: Any) -> list[list[Any]]:
+        found = []
+        for kind in (torch.utils.data.DataLoader, od.DataLoader):
+            torch.manual_seed(3)
+            found.append(list(kind(Items(), batch_size=6, **options)))
+        return found
+
+    for options in ({"num_workers": 2}, {"num_workers": 1, "drop_last": True, "prefetch_factor": 1}):
+        theirs, ours = both(**options)
+        assert len(theirs) == len(ours)
+        for one, two in zip(theirs, ours, strict=True):
+            assert one.keys() == two.keys() and one["name"] == two["name"]
+            assert all(torch.equal(one[key], two[key]) for key in ("number", "noise", "numpy", "python"))
+
+
+def test_what_a_collate_fn_makes_arrives_as_it_was() -> None:
+    (one,) = od.DataLoader(Items(), batch_size=40, num_workers=1, collate_fn=Own)
+    assert type(one) is Own and one.numbers.tolist() == list(range(40))
+    assert one.turned.is_contiguous(memory_format=torch.channels_last) and one.turned.stride() == (24, 1, 8, 2)
+    assert torch.equal(one.turned, torch.arange(24).view(1, 2, 3, 4).to(memory_format=torch.channels_last))
+    assert one.names.tolist() == [str(number) for number in range(40)] and one.empty.shape == (0, 3)
+    one.numbers += 1  # memory of the caller's own
+
+
+class Informed(Items):
+    def __getitem__(self, number: int) -> Any:
+        info = torch.utils.data.get_worker_info()
+        return info.id, info.num_workers, info.seed, os.getpid(), os.environ.get("SET_BY"), type(info.dataset).__name__
+
+
+def set_by(number: int) -> None:
+    os.environ["SET_BY"] = str(number)
+
+
+def test_workers_know_who_they_are() -> None:
+    torch.manual_seed(5)
+    loader = od.DataLoader(Informed(), batch_size=10, num_workers=2, worker_init_fn=set_by, collate_fn=list)
+    batches = list(loader)
+    torch.manual_seed(5)
+    base = int(torch.empty((), dtype=torch.int64).random_().item())
+    for step, batch in enumerate(batches):
+        number = step % 2
+        assert {item[:3] for item in batch} == {(number, 2, base + number)}
+        assert {item[4:] for item in batch} == {(str(number), "Informed")}
+    assert len({item[3] for batch in batches for item in batch}) == 2 and no_children()
+    assert torch.utils.data.get_worker_info() is None
+
+
+def test_persistent_workers_stay() -> None:
+    loader = od.DataLoader(Informed(), batch_size=10, num_workers=2, persistent_workers=True, collate_fn=list)
+    first, second = ({item[3] for batch in loader for item in batch} for _ in range(2))
+    assert first == second and len(first) == 2
+    loader.close()
+    assert no_children()
+
+
+class Failing(Numbers):
+    def __getitem__(self, number: int) -> Any:
+        if number == 7:
+            raise KeyError("seven")
+        return super().__getitem__(number)
+
+
+def test_errors_arrive_with_the_workers_story() -> None:
+    with pytest.raises(KeyError, match="Caught KeyError in DataLoader worker process 1") as caught:
+        list(od.DataLoader(Failing(20), batch_size=5, num_workers=2))
+    assert "__getitem__" in str(caught.value)
+    loader = od.DataLoader(Failing(20), batch_size=5, num_workers=2, on_error="skip")
+    assert sum(len(batch["number"]) for batch in loader) == 19
+    assert [failure.key for failure in loader.gather_failures()] == ["7"]
+
+    def refuse(number: int) -> None:
+        raise ArithmeticError(f"worker {number}")
+
+    with pytest.raises(ArithmeticError, match="worker [01]"):
+        list(od.DataLoader(Numbers(20), num_workers=2, worker_init_fn=refuse))
+    assert no_children()
+
+
+def test_batches_may_be_kept() -> None:
+    class Large(Numbers):
+        def __getitem__(self, number: int) -> Any:
+            return torch.full((40_000,), number)
+
+    kept = list(od.DataLoader(Large(300), batch_size=2, num_workers=2))
+    assert [batch[:, 7].tolist() for batch in kept] == [[at, at + 1] for at in range(0, 300, 2)]
+    assert len(os.listdir("/proc/self/fd")) < 200 + 40  # descriptors do not grow with what is kept
+
+
+@pytest.fixture(scope="module")
+def omni(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return omni_shards(tmp_path_factory.mktemp("omni"), shards=2, samples=20)
+
+
+def digests(loader: Any) -> list[str]:
+    return [
+        str([tensor.double().sum().item() for tensor in batch.model_inputs().values() if torch.is_tensor(tensor)])
+        + str(batch.keys)
+        for batch in loader
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:DataLoader worker")
+@pytest.mark.parametrize("kills", [12, pytest.param(100, marks=pytest.mark.slow)])
+def test_workers_killed_at_random_moments_change_nothing(omni: list[str], kills: int) -> None:
+    dataset, rng, killed = od.ShardDataset(omni), random.Random(kills), 0
+    options: dict[str, Any] = {"batch_size": 1, "shuffle": True, "num_threads": 2}
+    expected = digests(od.DataLoader(dataset, **options))
+    loader = od.DataLoader(dataset, num_workers=2, multiprocessing_context="fork", **options)
+    found = []
+    for left, batch in zip(range(len(expected), 0, -1), loader, strict=True):
+        found += digests([batch])
+        for _ in range(-(-(kills - killed) // left)):
+            time.sleep(rng.random() * 0.05)
+            while not (workers := multiprocessing.active_children()):
+                time.sleep(0.001)  # the last one is being replaced
+            process = rng.choice(workers)
+            with contextlib.suppress(ProcessLookupError):  # it has been waited for
+                os.kill(process.pid or 0, signal.SIGKILL)
+            killed += 1
+    assert found == expected and killed == kills
+    assert loader.stats()["failures"]["count"] == 0 and no_children()
+
+
+def test_a_killed_worker_is_told_with_the_step_that_was_built_again() -> None:
+    class Dies(Numbers):
+        flag = multiprocessing.get_context("fork").Value("i", 0)
+
+        def __getitem__(self, number: int) -> Any:
+            if number == 7 and not self.flag.value:
+                self.flag.value = 1
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().__getitem__(number)
+
+    with pytest.warns(UserWarning, match=r"killed by signal: Killed; built again: step 1 of epoch 0") as said:
+        found = [batch["number"].tolist() for batch in od.DataLoader(Dies(20), batch_size=5, num_workers=2)]
+    assert said[0].filename == __file__
+    assert found == [list(range(at, at + 5)) for at in range(0, 20, 5)]
+
+
+def ends(number: int) -> None:
+    os.abort()
+
+
+def hangs(number: int) -> None:
+    while True:
+        re.match(r"(a+)+$", "a" * 40 + "b")  # holds the GIL
+
+
+def eats(number: int) -> None:
+    np.ones(1 << 30, np.uint8)
+
+
+class Bad(Numbers):
+    def __init__(self, size: int, what: Any) -> None:
+        super().__init__(size)
+        self.what = what
+
+    def __getitem__(self, number: int) -> Any:
+        if number == 7:
+            self.what(number)
+        return super().__getitem__(number)
+
+
+@pytest.mark.filterwarnings("ignore:DataLoader worker", "ignore:item 7")
+@pytest.mark.parametrize(
+    ("what", "options", "reason"),
+    [
+        (ends, {}, " killed by signal: Aborted, whenever this sample was loaded alone"),
+        (hangs, {"timeout": 1}, " timed out after 1 seconds, whenever"),
+        (eats, {"worker_memory": 200 << 20}, " went beyond worker_memory, whenever"),
+    ],
+    ids=["ends", "hangs", "eats"],
+)
+def test_the_sample_is_to_blame_that_does_so_alone_too(what: Any, options: dict[str, Any], reason: str) -> None:
+    common: dict[str, Any] = {"batch_size": 5, "num_workers": 2} | options
+    loader = od.DataLoader(Bad(20, what), on_error="skip", **common)
+    for _ in range(2):  # the second time it is known
+        found = sorted(number for batch in loader for number in batch["number"].tolist())
+        assert found == [number for number in range(20) if number != 7]
+    (failure,) = loader.gather_failures()
+    assert failure.key == "7" and reason in failure.reason and loader.stats()["failures"]["count"] == 2
+    with pytest.raises(RuntimeError, match=f"DataLoader.*{reason}.*: item 7 of Bad"):
+        list(od.DataLoader(Bad(20, what), **common))
+    assert no_children()
+
+
+@pytest.mark.filterwarnings("ignore:DataLoader worker")
+def test_what_hangs_without_a_sample_is_an_error_that_tells_who_did_what() -> None:
+    def stuck(batch: list[Any]) -> Any:
+        if batch[0]["number"] == 5:
+            threading.Event().wait()
+        return batch
+
+    loader = od.DataLoader(Numbers(20), batch_size=5, num_workers=2, timeout=0.5, collate_fn=stuck)
+    with pytest.raises(
+        RuntimeError, match=r"DataLoader timed out after 0.5 seconds, waiting for step 1 of epoch 0.*worker 1, pid"
+    ):
+        list(loader)
+    assert no_children()
+
+
+@pytest.mark.parametrize("ending", ["break", "del", "error", "thread", "two"])
+def test_nothing_is_left(ending: str) -> None:
+    loader = od.DataLoader(Numbers(400), batch_size=2, num_workers=2)
+
+    def use() -> None:
+        for at, _ in enumerate(loader):
+            if at == 3:
+                if ending == "error":
+                    raise ZeroDivisionError
+                break
+
+    if ending == "error":
+        with pytest.raises(ZeroDivisionError):
+            use()
+    elif ending == "thread":
+        thread = threading.Thread(target=use)
+        thread.start()
+        thread.join()
+    elif ending == "del":
+        iterator = iter(loader)
+        next(iterator)
+        del iterator, loader
+    elif ending == "two":
+        other = iter(od.DataLoader(Numbers(40), batch_size=2, num_workers=1))
+        use()
+        assert next(other)["number"].tolist() == [0, 1]
+        del other
+    else:
+        use()
+        assert next(iter(loader))["number"].tolist() == [0, 1]
+    gc.collect()
+    deadline = time.monotonic() + 60
+    while not no_children() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert no_children()
+
+
+def test_a_forked_child_leaves_its_parents_workers_alone() -> None:
+    iterator = iter(od.DataLoader(Numbers(40), batch_size=2, num_workers=2))
+    next(iterator)
+    child = os.fork()
+    if not child:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            del iterator
+            gc.collect()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert len(list(iterator)) == 19
+
+
+def leftovers(tag: str) -> Iterator[str]:
+    """Processes of a job that carry its tag in their environment."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if (
+                    tag.encode() in (entry / "environ").read_bytes()
+                    and "\nState:\tZ" not in (entry / "status").read_text()
+                ):
+                    yield entry.name
+            except OSError:
+                continue
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT], ids=lambda each: each.name)
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_workers_end_with_their_parent_even_if_they_hold_the_gil(
+    method: str, sent: signal.Signals, tmp_path: Path
+) -> None:
+    tag = f"WORKERS_JOB={tmp_path}"
+    environ = os.environ | {"WORKERS_JOB": str(tmp_path)}
+    with subprocess.Popen([sys.executable, JOB, method], env=environ, stdout=subprocess.PIPE) as job:
+        assert job.stdout is not None
+        assert json.loads(job.stdout.readline()) == "a worker hangs"
+        maps = [Path("/proc", pid, "maps").read_text() for pid in leftovers(tag)]
+        assert len(maps) > 2 and not any("/dev/shm" in each for each in maps)  # what has a name there may stay
+        job.send_signal(sent)
+        job.wait(60)
+    deadline = time.monotonic() + 30
+    while list(leftovers(tag)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not list(leftovers(tag))
+
+
+def test_a_script_without_a_guard_is_one_clear_error(tmp_path: Path) -> None:
+    script = tmp_path / "unguarded.py"
+    script.write_text(
+        "import orchdata as od\n"
+        "loader = od.DataLoader(list(range(9)), num_workers=2, multiprocessing_context='forkserver')\n"
+        "print(len(list(loader)))\n"
+    )
+    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 1 and "if __name__ == '__main__'" in ended.stderr
+    assert ended.stderr.count("Traceback") == 1, ended.stderr
+
+
+class Shares(torch.utils.data.IterableDataset[int]):
+    """Splits itself over workers; those of the first end early."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self) -> Iterator[int]:
+        info = torch.utils.data.get_worker_info()
+        number, count = (0, 1) if info is None else (info.id, info.num_workers)
+        size = self.size if number else self.size // 3
+        yield from range(number, size, count)
+
+
+def split(number: int) -> None:
+    torch.utils.data.get_worker_info().dataset.size = 20 + number
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"batch_size": 3},
+        {"batch_size": 3, "drop_last": True},
+        {"batch_size": None},
+        {"batch_size": 2, "worker_init_fn": split},
+    ],
+)
+def test_iterables_come_round_their_workers_as_with_torch(options: dict[str, Any]) -> None:
+    for workers in (1, 2):
+        ours, theirs = (
+            [
+                batch.tolist() if torch.is_tensor(batch) else batch
+                for batch in kind(Shares(25), num_workers=workers, **options)
+            ]
+            for kind in (od.DataLoader, torch.utils.data.DataLoader)
+        )
+        assert ours == theirs
+    assert no_children()
+
+
+def test_keys_of_a_samplers_own_reach_the_workers() -> None:
+    words = {"a": 1, "b": 2, "c": 3}
+    loader = od.DataLoader(words, sampler=["b", "a", "c"], batch_size=2, num_workers=2)  # type: ignore[arg-type, var-annotated]
+    assert [batch.tolist() for batch in loader] == [[2, 1], [3]]
+
+
+class Leaves(Numbers):
+    def __getitem__(self, number: int) -> Any:
+        if number == 5:
+            sys.exit(3)
+        return super().__getitem__(number)
+
+
+def drained(loader: Any) -> list[Any]:
+    """Batches and errors, as long as there are any."""
+    found, batches = [], iter(loader)
+    while True:
+        try:
+            found.append(next(batches)["number"].tolist())
+        except StopIteration:
+            return found
+        except RuntimeError as error:
+            found.append(str(error))
+
+
+def test_what_leaves_a_worker_is_an_error_of_its_own_step() -> None:
+    found = drained(od.DataLoader(Leaves(12), batch_size=3, num_workers=2))
+    assert found[0::2] == [[0, 1, 2], [6, 7, 8]] and "SystemExit(3)" in found[1] and found[3] == [9, 10, 11]
+    found = drained(od.DataLoader(Leaves(12), batch_size=3, num_workers=2, on_error="skip"))
+    assert found == [[0, 1, 2], [3, 4], [6, 7, 8], [9, 10, 11]]
+
+
+@pytest.mark.filterwarnings("ignore:DataLoader worker")
+def test_a_step_that_was_queued_behind_one_that_hangs_is_not_lost_with_it() -> None:
+    def stuck(batch: list[Any]) -> Any:
+        if batch[0]["number"] == 3:
+            threading.Event().wait()
+        return {"number": torch.tensor([item["number"] for item in batch])}
+
+    found = drained(od.DataLoader(Numbers(12), batch_size=3, num_workers=2, timeout=0.5, collate_fn=stuck))
+    assert "DataLoader timed out after 0.5 seconds, waiting for step 1" in found[1]
+    assert [found[at] for at in (0, 2, 3)] == [[0, 1, 2], [6, 7, 8], [9, 10, 11]]
+
+
+def test_few_descriptors_are_enough_to_keep_batches() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 60, limits[1]))
+    try:
+        large = [torch.full((40_000,), number) for number in range(100)]
+        kept = list(od.DataLoader(large, batch_size=2, num_workers=2))  # type: ignore[arg-type, var-annotated]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert [int(batch[1, 7]) for batch in kept] == list(range(1, 100, 2))
+
+
+@pytest.mark.filterwarnings("ignore:DataLoader worker")
+def test_a_forked_process_that_never_comes_to_run_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    stuck = multiprocessing.get_context("fork").Value("i", 2)
+    run = process_module.run_worker
+
+    def run_or_not(*arguments: Any) -> None:
+        with stuck.get_lock():
+            stuck.value -= 1
+            waits = stuck.value >= 0
+        if waits:  # as for a lock of a thread that the fork has not taken along
+            threading.Event().wait()
+        run(*arguments)
+
+    monkeypatch.setattr(process_module, "run_worker", run_or_not)
+    monkeypatch.setattr("orchdata.engines.processes.supervisor.FORK_SECONDS", 0.5)
+    found = drained(od.DataLoader(Numbers(12), batch_size=3, num_workers=2))
+    assert found == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]] and stuck.value < 0

@@ -1,0 +1,230 @@
+"""Workers that cannot start, and loaders that are ended: a word, and nothing left behind."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import orchdata as od
+from orchdata.delivery.cursor import Steps
+from orchdata.engines.processes import supervisor
+from orchdata.interrupts import interrupts_held, interrupts_later
+
+
+class Plain:
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, number: int) -> Any:
+        return number
+
+
+class NotMadeAgain(Plain):
+    """Pickles, and cannot be unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _refuse, ("it is of another world",)
+
+
+def _refuse(reason: str) -> None:
+    raise LookupError(reason)
+
+
+def _fail(number: int) -> None:
+    raise ZeroDivisionError
+
+
+def _fail_second(number: int) -> None:
+    if number == 1:
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_what_does_not_unpickle_is_told_at_once(method: str) -> None:
+    loader = od.DataLoader(NotMadeAgain(), 4, num_workers=2, multiprocessing_context=method)
+    with pytest.raises(RuntimeError, match=r"LookupError: it is of another world\).*multiprocessing_context='fork'"):
+        list(loader)
+
+
+@pytest.mark.filterwarnings("ignore:DataLoader worker")
+def test_a_script_that_cannot_be_run_again_is_told_of_after_few_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "/nowhere/<stdin>", raising=False)
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None, raising=False)
+    loader = od.DataLoader(Plain(), 4, num_workers=1, multiprocessing_context="spawn")
+    with pytest.raises(RuntimeError, match=r"do not start: .* ended with status 1; why, it has written to stderr"):
+        list(loader)
+
+
+def test_the_batches_of_workers_that_start_still_come() -> None:
+    loader = od.DataLoader(Plain(), 2, num_workers=2, worker_init_fn=_fail_second, multiprocessing_context="fork")
+    found: list[Any] = []
+    batches = iter(loader)
+    while True:
+        try:
+            found.append(next(batches).tolist())
+        except ZeroDivisionError:
+            found.append(None)
+        except StopIteration:
+            break
+    assert found == [[0, 1], None, [4, 5], None, [8, 9], None]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"worker_init_fn": _fail, "multiprocessing_context": "fork"},
+        {"collate_fn": lambda batch: batch, "multiprocessing_context": "spawn"},
+    ],
+)
+def test_failed_starts_leave_no_descriptor(options: dict[str, Any]) -> None:
+    def after() -> int:
+        with pytest.raises((ZeroDivisionError, TypeError)):
+            list(od.DataLoader(Plain(), 2, num_workers=2, **options))
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    first = after()
+    assert [after() for _ in range(2)] == [first, first]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("num_workers", "lost"), [(1, (0,)), (1, tuple(range(7))), (2, (0, 2, 3))])
+def test_starts_that_fail_with_their_server_are_tried_again(
+    num_workers: int, lost: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a fork server ends in the midst of it."""
+    starts = itertools.count()
+
+    class Lost(supervisor.Process):
+        def __init__(self, *arguments: Any) -> None:
+            if next(starts) in lost:
+                raise EOFError("unexpected EOF")
+            super().__init__(*arguments)
+
+    monkeypatch.setattr(supervisor, "Process", Lost)
+    loader = od.DataLoader(Plain(), 2, num_workers=num_workers, multiprocessing_context="fork")
+    assert [batch.tolist() for batch in loader] == [[first, first + 1] for first in range(0, 12, 2)]
+    assert next(starts) == len(lost) + num_workers
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Ctrl-C is heard, also where tests run as a shell's background job."""
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, previous)
+
+
+def interrupt() -> None:
+    """As Ctrl-C does, now."""
+    signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_an_interrupt_while_break_ends_an_iteration_is_not_lost() -> None:
+    def made() -> Iterator[int]:
+        try:
+            yield 1
+            yield 2
+        finally:
+            interrupt()
+
+    with warnings.catch_warnings(), pytest.raises(KeyboardInterrupt):
+        warnings.simplefilter("error")  # what is raised in a finalizer is an unraisable one
+        for _ in Steps(made()):  # type: ignore[arg-type]
+            break
+        threading.Event().wait(30)
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_interrupts_are_held_or_left_until_later() -> None:
+    done = []
+    with pytest.raises(KeyboardInterrupt), interrupts_held():
+        interrupt()
+        done.append("held")
+    with pytest.raises(KeyboardInterrupt):
+        with interrupts_later():
+            interrupt()
+            done.append("later")
+        threading.Event().wait(30)
+    assert done == ["held", "later"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    elsewhere = threading.Thread(target=lambda: interrupts_held().__enter__())
+    elsewhere.start()
+    elsewhere.join()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+class Batches:
+    """Gives a batch for rows, not a list of samples."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitems__(self, rows: list[int]) -> dict[str, torch.Tensor]:
+        return {"row": torch.tensor(rows)}
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_what_getitems_gives_goes_to_collate_fn_as_it_is(num_workers: int) -> None:
+    found = [batch["row"].tolist() for batch in od.DataLoader(Batches(), 2, collate_fn=_same, num_workers=num_workers)]
+    assert found == [[0, 1], [2, 3], [4]]
+
+
+def _same(batch: Any) -> Any:
+    return batch
+
+
+class Named(Plain):
+    def __getitem__(self, number: int) -> Any:
+        return str(number)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_sampler_may_give_integers_of_any_size(num_workers: int) -> None:
+    loader = od.DataLoader(Named(), 2, sampler=[2**65, -(2**70), 3], collate_fn=list, num_workers=num_workers)
+    assert list(loader) == [[str(2**65), str(-(2**70))], ["3"]]
+
+
+def _broken_sampler() -> Iterator[int]:
+    yield from (0, 1, 2)
+    raise LookupError("sampler")
+
+
+class Sampler:
+    def __iter__(self) -> Iterator[int]:
+        return _broken_sampler()
+
+
+class Exits(Plain):
+    def __getitem__(self, number: int) -> Any:
+        return sys.exit(3) if number == 4 else number
+
+
+def outcomes(batches: Iterator[Any]) -> list[Any]:
+    """What `next` gives until it ends, errors by their types."""
+    found: list[Any] = []
+    for _ in itertools.count():
+        try:
+            found.append(next(batches).tolist())
+        except StopIteration:
+            return found
+        except BaseException as error:
+            found.append(type(error))
+    raise AssertionError
+
+
+@pytest.mark.parametrize("options", [{"dataset": Plain(), "sampler": Sampler()}, {"dataset": Exits()}])
+def test_behind_an_error_an_iteration_goes_on_as_torchs(options: dict[str, Any]) -> None:
+    theirs = outcomes(iter(torch.utils.data.DataLoader(batch_size=2, **options)))
+    assert outcomes(iter(od.DataLoader(batch_size=2, **options))) == theirs

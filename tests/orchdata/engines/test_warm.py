@@ -1,0 +1,109 @@
+"""Warming: after it a step loads and compiles nothing; children compile what is missing, and end with whoever began."""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import warm_job
+from shard_factory import RECIPE, omni_shards
+
+import orchdata as od
+from orchdata.engines import warm
+from orchdata.engines.warm import Warming, kernel_families
+from orchdata.planning.costs import IndexCosts
+
+
+def reports(folder: Path, *names: str) -> list[dict[str, object]]:
+    done = subprocess.run(
+        [sys.executable, warm_job.__file__, folder, *names], check=True, capture_output=True, text=True
+    )
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def check(folder: Path, *names: str) -> None:
+    found = reports(folder, *names)
+    assert [report["balance"] for report in found] == list(names)
+    for report in found:
+        assert report["loaded"] == [], report["balance"]
+        assert report["several"] == [], report["balance"]
+        assert int(str(report["kernels"])) > 4  # else nobody looked
+
+
+def test_after_warming_a_step_loads_no_kernel_and_none_has_two_signatures(tmp_path: Path) -> None:
+    check(tmp_path, "per phase, caps", "grid")
+
+
+@pytest.mark.slow
+def test_the_same_of_every_way_to_balance(tmp_path: Path) -> None:
+    check(tmp_path, *warm_job.BALANCES)
+
+
+@pytest.fixture
+def absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if no kernel were kept."""
+    monkeypatch.setattr(warm, "_is_kept", lambda head: False)
+
+
+@pytest.mark.usefixtures("absent")
+def test_children_compile_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    warming = Warming(["padded", "pipeline"])
+    children = list(warming._children)
+    assert children
+    warming.wait()
+    assert [child.returncode for child in children] == [0] * len(children)
+    monkeypatch.undo()
+    assert not Warming(["padded", "pipeline"])._children
+
+
+@pytest.mark.usefixtures("absent")
+def test_children_end_with_the_loader_and_with_its_process() -> None:
+    folder = warm._cache_folder(warm._head("pipeline"))
+    assert folder is not None
+    with (folder / "search.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # children wait for whoever compiles it
+        warming, other = Warming(["pipeline"]), Warming(["pipeline"])
+        (child,), (orphan,) = warming._children, other._children
+        assert orphan.stdin is not None
+        orphan.stdin.close()  # as the end of this process does
+        assert orphan.wait(60) == 1
+        assert child.poll() is None
+        del warming
+        gc.collect()
+        assert child.returncode is not None
+
+
+def test_families_are_those_that_a_loader_needs() -> None:
+    def families(balance: od.Balance, num_ranks: int = 8, *phases: str, fixed: bool = False) -> list[str]:
+        named = phases or ("image", "llm")
+        return kernel_families(balance, num_ranks, phases=named, padded=False, fixed=fixed, in_shards=True)
+
+    assert families(od.Balance()) == ["phases", "packed", "patches"]
+    assert families(od.Balance(), 8, "llm") == ["packed"]
+    assert families(od.Balance(), 1, "llm") == []
+    assert families(od.Balance(), 8, "llm", fixed=True) == ["packed", "bins", "microbatches"]
+    assert families(od.Balance(scope="none"), 8, "llm", fixed=True) == ["microbatches"]
+    assert families(od.Balance(assignment="per_phase", max_tokens=9)) == [
+        "phases",
+        "moves",
+        "packed",
+        "microbatches",
+        "patches",
+    ]
+
+
+def test_a_step_is_planned_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[int] = []
+    counted = IndexCosts.loss_tokens
+    monkeypatch.setattr(
+        IndexCosts, "loss_tokens", lambda self, ids, row: planned.append(len(row)) or counted(self, ids, row)
+    )
+    dataset = od.ShardDataset(omni_shards(tmp_path, shards=1, samples=12), recipe=RECIPE)
+    dataset.index()
+    loader = od.DataLoader(dataset, batch_size=2, dp=(0, 2))
+    assert sum(1 for _ in loader) == len(planned) == len(loader) == 3

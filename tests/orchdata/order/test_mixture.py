@@ -1,0 +1,265 @@
+"""The order of a mixture against a plain merge, sample by sample; its shares, stages and memory."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from orchdata.order.merge import By, MixedSource, Stage, Stop
+from orchdata.order.mixture import MixtureOrder
+from orchdata.order.order import Order, Shuffle
+from orchdata.order.steps import Begin, TokenBatches
+from orchdata.order.token_sums import TokenSums
+
+Ints = NDArray[np.int64]
+
+
+@dataclass
+class Listed:
+    tokens: Ints
+    asked: int = 0
+
+    def __call__(self, dataset_id: NDArray[np.int32], row: Ints) -> Ints:
+        self.asked += len(row)
+        return self.tokens[row]
+
+
+def sources_of(lengths: list[Ints], shuffle: Shuffle | None = None) -> list[MixedSource]:
+    found, first = [], 0
+    for number, tokens in enumerate(lengths):
+        order = Order(len(tokens), shuffle=shuffle, seed=number, dataset_id=number)
+        counts = Listed(tokens)
+        found.append(MixedSource(f"s{number}", order, counts, TokenSums(order, counts), first))
+        first += len(tokens)
+    return found
+
+
+class Taken(NamedTuple):
+    source: int
+    number: int
+    row: int
+    tokens: int
+
+
+def plain_lap(order: MixtureOrder, number: int, begun: int) -> Iterator[Taken]:
+    """One lap, a sample at a time: the next one is that of the smallest virtual time."""
+    endless = order.stop == "repeat"
+    queues = [plain_source(source, number, endless) for source in order.sources]
+    waiting = [next(queue, None) for queue in queues]
+    amount, stage, base = begun, -1, [0] * len(queues)
+    given = [0] * len(queues)
+    while True:
+        now = max(place for place, each in enumerate(order.stages) if each.bound <= amount)
+        if now != stage:
+            stage, base = now, list(given)
+        periods = order.stages[stage].periods
+        if not endless:
+            out = [waiting[source] is None for source, period in enumerate(periods) if period]
+            if all(out) or (order.stop == "first" and any(out)):
+                return
+        best = None
+        for source, sample in enumerate(waiting):
+            if sample is not None and periods[source]:
+                size = sample.tokens if order.by == "tokens" else 1
+                time = (given[source] + size - base[source]) * periods[source], source
+                best = time if best is None else min(best, time)
+        assert best is not None
+        source = best[1]
+        sample = waiting[source]
+        assert sample is not None
+        size = sample.tokens if order.by == "tokens" else 1
+        given[source] += size
+        amount += size
+        waiting[source] = next(queues[source], None)
+        yield sample
+
+
+def plain_source(source: MixedSource, number: int, endless: bool) -> Iterator[Taken]:
+    while True:
+        dataset_id, rows = source.order.rows(number, 0, source.order.num_samples)
+        tokens = source.counts(dataset_id, rows)
+        for row, count in zip(rows.tolist(), tokens.tolist(), strict=True):
+            yield Taken(source.order.dataset_id, number, source.first_row + row, count)
+        if not endless:
+            return
+        number += 1
+
+
+def plain_epochs(order: MixtureOrder, num_epochs: int) -> list[list[Taken]]:
+    found: list[list[Taken]] = []
+    if order.epoch_size is None:
+        for epoch in range(num_epochs):
+            begun = sum(sample.tokens if order.by == "tokens" else 1 for lap in found for sample in lap)
+            found.append(list(plain_lap(order, epoch, begun)))
+        return found
+    unit, size = order.epoch_size
+    run, amount = plain_lap(order, 0, 0), 0
+    for epoch in range(num_epochs):
+        found.append([])
+        while amount < (epoch + 1) * size:
+            found[-1].append(next(run))
+            amount += found[-1][-1].tokens if unit == "tokens" else 1
+    return found
+
+
+@st.composite
+def mixtures(draw: st.DrawFn) -> MixtureOrder:
+    num_sources = draw(st.integers(1, 4))
+    sizes = st.integers(1, 12) | st.integers(1, 600)
+    rng = np.random.default_rng(draw(st.integers(0, 1 << 30)))
+    lengths = [rng.integers(1, draw(st.sampled_from([1, 3, 4000])) + 1, draw(sizes)) for _ in range(num_sources)]
+    total = sum(int(each.sum()) for each in lengths)
+    shuffle = draw(st.none() | st.builds(Shuffle, window=st.integers(1, 3)))
+    by: By = draw(st.sampled_from(["tokens", "samples"]))
+    stop: Stop = draw(st.sampled_from(["first", "all", "repeat"]))
+    weights = st.lists(st.integers(0, 1 << 18), min_size=num_sources, max_size=num_sources).filter(any)
+    bounds = sorted(draw(st.sets(st.integers(1, 2 * total), max_size=3)))
+    stages = [Stage(bound, periods_of(draw(weights))) for bound in (0, *bounds)]
+    epoch_size: tuple[By, int] | None = None
+    if stop == "repeat":
+        epoch_size = draw(st.sampled_from(["tokens", "samples"])), draw(st.integers(1, 500))
+        if epoch_size[0] == "tokens":
+            epoch_size = "tokens", -(-epoch_size[1] // 50) * max(int(each.max()) for each in lengths)
+    return MixtureOrder(sources_of(lengths, shuffle), stages, by=by, stop=stop, epoch_size=epoch_size)
+
+
+def periods_of(weights: list[int]) -> tuple[int, ...]:
+    return tuple(round((1 << 16) * max(weights) / weight) if weight else 0 for weight in weights)
+
+
+@given(order=mixtures(), data=st.data())
+@settings(max_examples=25, deadline=None)
+def test_it_is_the_merge_by_virtual_time(order: MixtureOrder, data: st.DataObject) -> None:
+    expected = plain_epochs(order, 3)
+    for epoch in data.draw(st.permutations(range(3))):
+        mine = expected[epoch]
+        ends = np.cumsum([sample.tokens for sample in mine], dtype=np.int64)
+        assert order.length(epoch) == len(mine)
+        assert order.of_epoch(epoch) == sum(sample.tokens for sample in mine)
+        assert order.of_epochs_before(epoch) == sum(sample.tokens for each in expected[:epoch] for sample in each)
+        for _ in range(3):
+            start, stop = sorted(data.draw(st.tuples(*[st.integers(0, len(mine))] * 2)))
+            source, row = order.rows(epoch, start, stop)
+            assert list(zip(source.tolist(), row.tolist(), strict=True)) == [
+                (sample.source, sample.row) for sample in mine[start:stop]
+            ]
+            assert order.passes(epoch, start, stop).tolist() == [sample.number for sample in mine[start:stop]]
+            assert order.before(epoch, start) == (int(ends[start - 1]) if start else 0)
+            tokens = data.draw(st.integers(0, order.of_epoch(epoch)))
+            assert order.position(epoch, tokens) == np.searchsorted(ends, tokens, side="right")
+        before = sum(sample.tokens if order.by == "tokens" else 1 for each in expected[:epoch] for sample in each)
+        at = data.draw(st.integers(0, len(mine)))
+        given = sum(sample.tokens if order.by == "tokens" else 1 for sample in mine[:at])
+        assert order.amount(epoch, at) == before + given
+
+
+@given(order=mixtures(), data=st.data())
+@settings(max_examples=25, deadline=None)
+def test_other_weights_from_a_place_on_change_nothing_before(order: MixtureOrder, data: st.DataObject) -> None:
+    """As a run that goes on with other weights does: what was delivered stays, and so does where epochs begin."""
+    epoch = data.draw(st.integers(0, 2))
+    place = data.draw(st.integers(0, order.length(epoch)))
+    amount = order.amount(epoch, place)
+    weights = st.lists(st.integers(1, 1 << 18), min_size=len(order.sources), max_size=len(order.sources))
+    kept = [stage for stage in order.stages if stage.bound < amount]
+    changed = order.restaged([*kept, Stage(amount, periods_of(data.draw(weights)))])
+    for earlier in range(epoch):
+        assert changed.length(earlier) == order.length(earlier)
+    assert changed.length(epoch) >= place
+    for one, other in zip(order.rows(epoch, 0, place), changed.rows(epoch, 0, place), strict=True):
+        assert np.array_equal(one, other)
+    seen = [
+        set(zip(changed.passes(epoch, 0, size), *changed.rows(epoch, 0, size), strict=True))
+        for size in [changed.length(epoch)]
+    ]
+    assert len(seen[0]) == changed.length(epoch), "no sample comes twice"
+
+
+@given(order=mixtures(), data=st.data())
+@settings(max_examples=25, deadline=None)
+def test_token_steps_leave_out_nothing(order: MixtureOrder, data: st.DataObject) -> None:
+    epoch, largest = data.draw(st.integers(0, 2)), max(int(source.counts.tokens.max()) for source in order.sources)  # type: ignore[attr-defined]
+    budgets = ((0, largest * data.draw(st.integers(1, 30))), (data.draw(st.integers(1, 10**6)), largest * 40))
+    batches = TokenBatches(sums=order, budgets=budgets)
+    length = order.length(epoch)
+    begin = data.draw(st.none() | st.builds(Begin, st.integers(1, 9), st.integers(0, length)))
+    first, at = begin or (0, 0)
+    for step in range(first, batches.count(length, epoch, begin)):
+        start, stop = batches.bounds(step, length, epoch, begin)
+        assert start == at < stop
+        at = stop
+    assert at == length
+
+
+@pytest.mark.parametrize("by", ["tokens", "samples"])
+@pytest.mark.parametrize("stop", ["all", "repeat"])
+def test_shares_hold_in_any_window(by: By, stop: Stop) -> None:
+    """Within 0.5 %, or two of the longest samples over the window, of the sources still present."""
+    rng = np.random.default_rng(3)
+    lengths = [rng.integers(1, 3000, 20_000), rng.geometric(1 / 40, 60_000), rng.integers(1, 9000, 300)]
+    weights = [0.5, 0.3, 0.2]
+    periods = tuple(round((1 << 16) * 0.5 / weight) for weight in weights)
+    size: Any = ("tokens", 30_000_000) if stop == "repeat" else None
+    order = MixtureOrder(sources_of(lengths, Shuffle(window=8)), [Stage(0, periods)], by=by, stop=stop, epoch_size=size)
+    length = order.length(0)
+    source, row = order.rows(0, 0, length)
+    sizes = np.concatenate(lengths)[row] if by == "tokens" else np.ones(length, np.int64)
+    given = np.stack([np.cumsum(sizes * (source == each)) for each in range(3)], axis=1)
+    last = [int(np.flatnonzero(source == each)[-1]) if stop == "all" else length for each in range(3)]
+    for _ in range(300):
+        start, end = np.sort(rng.integers(0, length, 2))
+        if stop == "all":  # within one set of sources
+            end = min([end, *(at for at in last if at > start)])
+        window = given[end] - given[start]
+        total = int(window.sum())
+        present = np.array([weight if at > start else 0.0 for weight, at in zip(weights, last, strict=True)])
+        if total and present.any():
+            allowed = max(0.005, 2 * (9000 if by == "tokens" else 1) / total)
+            assert np.abs(window / total - present / present.sum()).max() <= allowed
+
+
+@pytest.mark.parametrize("stop", ["all", "repeat"])
+def test_a_source_that_hardly_ever_comes_stays_exact(stop: Stop) -> None:
+    """Virtual times beyond 64 bits: Python's integers take over."""
+    rng = np.random.default_rng(1)
+    lengths = [rng.integers(1, 1 << 20, 40), rng.integers(1, 1 << 20, 30)]
+    stages = [Stage(0, (1 << 16, 1 << 48))]
+    size: Any = ("samples", 90) if stop == "repeat" else None
+    order = MixtureOrder(sources_of(lengths), stages, stop=stop, epoch_size=size)
+    (expected,) = plain_epochs(order, 1)
+    source, row = order.rows(0, 0, order.length(0))
+    assert list(zip(source.tolist(), row.tolist(), strict=True)) == [(each.source, each.row) for each in expected]
+
+
+def test_steps_in_turn_look_at_few_samples() -> None:
+    rng = np.random.default_rng(0)
+    sources = sources_of([rng.integers(1, 500, size) for size in (400_000, 100_000, 20_000)], Shuffle(window=4))
+    order = MixtureOrder(sources, [Stage(0, (1 << 16, 5 << 16, 9 << 16))], stop="repeat", epoch_size=("tokens", 10**12))
+    batches = TokenBatches(sums=order, budgets=((0, 64 * 250),))
+    counts = [source.counts for source in sources]
+    batches.bounds(40_000, order.length(0))
+    for each in counts:
+        each.asked = 0  # type: ignore[attr-defined]
+    samples = 0
+    for step in range(40_001, 40_601):
+        start, stop = batches.bounds(step, order.length(0))
+        samples += len(order.rows(0, start, stop)[1])
+    assert samples < sum(each.asked for each in counts) < 5 * samples  # type: ignore[attr-defined]
+
+
+def test_it_travels_as_mapped_files_and_goes_on_the_same() -> None:
+    lengths = [np.arange(1, 30_001), np.arange(1, 500)]
+    order = MixtureOrder(sources_of(lengths, Shuffle()), [Stage(0, (1 << 16, 7 << 16))], stop="all")
+    again = pickle.loads(pickle.dumps(order))
+    assert len(pickle.dumps(order)) - len(pickle.dumps([source.counts for source in order.sources])) < 4000
+    assert again.describe() == order.describe()
+    for one, other in zip(order.rows(2, 700, 9000), again.rows(2, 700, 9000), strict=True):
+        assert np.array_equal(one, other)

@@ -1,0 +1,141 @@
+"""Tokens along an order, and where steps of so many tokens begin, against running sums over the whole epoch."""
+
+from __future__ import annotations
+
+import pickle
+import tracemalloc
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from orchdata.order.order import Order, Shuffle
+from orchdata.order.steps import Begin, TokenBatches
+from orchdata.order.token_sums import TokenSums
+
+Ints = NDArray[np.int64]
+
+
+@dataclass
+class Listed:
+    """Tokens of rows, listed; `asked` is how many were looked up."""
+
+    tokens: Ints
+    asked: int = 0
+
+    def __call__(self, dataset_id: NDArray[np.int32], row: Ints) -> Ints:
+        self.asked += len(row)
+        return self.tokens[row]
+
+
+def running(order: Order, counts: Listed, epoch: int) -> Ints:
+    return np.cumsum(counts.tokens[order.rows(epoch, 0, order.num_samples)[1]])
+
+
+@st.composite
+def orders(draw: st.DrawFn) -> tuple[Order, Listed]:
+    num_rows = draw(st.integers(1, 30) | st.integers(1, 4000))
+    streams = st.integers(1, 7) if num_rows > 30 else st.integers(1, num_rows + 2)
+    shuffle = draw(st.none() | st.builds(Shuffle, window=st.integers(1, 6), streams=streams))
+    excluded = np.array(sorted(draw(st.sets(st.integers(0, num_rows - 1), max_size=min(20, num_rows - 1)))), np.int64)
+    order = Order(num_rows, shuffle=shuffle, seed=draw(st.integers(0, 1 << 70)), excluded=excluded)
+    seed, largest = draw(st.integers(0, 1 << 30)), draw(st.sampled_from([1, 2, 5000]))
+    return order, Listed(np.random.default_rng(seed).integers(1, largest + 1, num_rows))
+
+
+@given(case=orders(), data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_sums_are_those_of_the_whole_epoch(case: tuple[Order, Listed], data: st.DataObject) -> None:
+    order, counts = case
+    sums = TokenSums(order, counts)
+    for epoch in data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=4)):
+        ends = running(order, counts, epoch)
+        assert sums.total == ends[-1]
+        tokens = data.draw(st.integers(0, int(ends[-1])))
+        assert sums.position(epoch, tokens) == np.searchsorted(ends, tokens, side="right")
+        position = data.draw(st.integers(0, order.num_samples))
+        assert sums.before(epoch, position) == (ends[position - 1] if position else 0)
+
+
+@given(case=orders(), data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_a_sample_belongs_to_the_step_its_last_token_falls_into(
+    case: tuple[Order, Listed], data: st.DataObject
+) -> None:
+    order, counts = case
+    largest = int(counts.tokens.max())
+    budget = data.draw(st.integers(largest, 20 * largest))
+    drop_last, epoch = data.draw(st.booleans()), data.draw(st.integers(0, 3))
+    batches = TokenBatches(sums=TokenSums(order, counts), budgets=((0, budget),), drop_last=drop_last)
+    ends = running(order, counts, epoch)
+    step_of = (ends - 1) // budget
+    total = int(ends[-1])
+    assert batches.count(order.num_samples, epoch) == (total // budget if drop_last else -(-total // budget))
+    for step in range(batches.count(order.num_samples, epoch)):
+        start, stop = batches.bounds(step, order.num_samples, epoch)
+        assert np.array_equal(np.flatnonzero(step_of == step), np.arange(start, stop))
+        assert stop > start
+    with pytest.raises(IndexError, match="outside"):
+        batches.bounds(batches.count(order.num_samples, epoch), order.num_samples, epoch)
+
+
+@given(case=orders(), data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_ramps_and_cuts_begun_anew_leave_out_nothing(case: tuple[Order, Listed], data: st.DataObject) -> None:
+    order, counts = case
+    largest, total = int(counts.tokens.max()), int(running(order, counts, 0)[-1])
+    bounds = sorted(data.draw(st.sets(st.integers(1, 4 * total), max_size=4)))
+    budgets = tuple((bound, data.draw(st.integers(largest, 9 * largest))) for bound in (0, *bounds))
+    batches = TokenBatches(sums=TokenSums(order, counts), budgets=budgets)
+    epoch = data.draw(st.integers(0, 3))
+    begin = data.draw(st.none() | st.builds(Begin, st.integers(1, 50), st.integers(1, order.num_samples)))
+    step, at = begin or (0, 0)
+    ends = running(order, counts, epoch)
+    for number in range(step, batches.count(order.num_samples, epoch, begin)):
+        start, stop = batches.bounds(number, order.num_samples, epoch, begin)
+        assert start == at < stop
+        done = epoch * total + (int(ends[start - 1]) if start else 0)
+        tokens = int(ends[stop - 1]) - (int(ends[start - 1]) if start else 0)
+        # Samples that began before the cut may make the new budget hold one step earlier or later.
+        held = {size for bound, size in budgets if bound <= done + largest}
+        assert tokens < max(held) + largest
+        at = stop
+    assert at == order.num_samples
+
+
+def test_a_budget_holds_from_the_first_cut_behind_its_bound() -> None:
+    order = Order(100, shuffle=None, seed=0)
+    sums = TokenSums(order, Listed(np.ones(100, np.int64)))
+    batches = TokenBatches(sums=sums, budgets=((0, 10), (25, 20), (170, 50)))
+    first, second = (
+        [batches.bounds(step, 100, epoch) for step in range(batches.count(100, epoch))] for epoch in (0, 1)
+    )
+    assert first == [(0, 10), (10, 20), (20, 30), (30, 50), (50, 70), (70, 90), (90, 100)]
+    assert second == [(0, 20), (20, 40), (40, 60), (60, 80), (80, 100)]
+
+
+def test_steps_in_turn_look_at_few_samples_and_keep_fewer() -> None:
+    counts = Listed(np.full(2_000_000, 7, np.int64))
+    order = Order(len(counts.tokens), shuffle=Shuffle(window=4), seed=1)
+    batches = TokenBatches(sums=TokenSums(order, counts), budgets=((0, 7 * 64),))
+    counts.asked = 0
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    for step in range(3_000, 3_200):
+        batches.bounds(step, order.num_samples)
+    kept = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert counts.asked < 40 * 1024, "a step looks at the window that it is in"
+    assert kept < 4_000_000
+
+
+def test_sums_travel_as_a_mapped_file() -> None:
+    counts = Listed(np.arange(1, 500_001))
+    sums = TokenSums(Order(500_000, shuffle=Shuffle(streams=3), seed=4), counts)
+    ours = len(pickle.dumps(sums)) - len(pickle.dumps(counts))
+    assert ours < 2_000
+    again = pickle.loads(pickle.dumps(sums))
+    assert again.position(2, 10**9) == sums.position(2, 10**9)

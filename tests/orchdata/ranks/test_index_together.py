@@ -1,0 +1,113 @@
+"""Ranks without an index make it together; a process that is lost leaves what it was at to another."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from index_job import __file__ as JOB
+from rank_jobs import run_ranks
+from shard_factory import RECIPE, omni_shards
+
+import orchdata as od
+from orchdata.loaders.claims import Claims
+from orchdata.loaders.index import build
+from orchdata.loaders.index.build import build_index
+from orchdata.loaders.index.facts import load_facts
+
+FORK = multiprocessing.get_context("fork")
+SHARDS = 9
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> list[str]:
+    return omni_shards(tmp_path, shards=SHARDS, samples=3)
+
+
+def test_ranks_measure_each_shard_once_and_see_the_same(shards: list[str], tmp_path: Path) -> None:
+    found = run_ranks(JOB, str(tmp_path), num_ranks=3, folder=tmp_path)
+    measured = [name for rank in found for name in rank["measured"]]
+    assert sorted(measured) == sorted(Path(shard).name for shard in shards)
+    keys = [key for rank in found for key in rank["keys"]]
+    assert len(keys) == len(set(keys)) == 3 * SHARDS
+
+
+def test_each_begins_elsewhere(shards: list[str]) -> None:
+    done: list[str] = []
+    build_index(shards, RECIPE, num_threads=1, share=(1, 3), progress=lambda built: done.append(built.url))
+    assert done == [*shards[3:], *shards[:3]]
+
+
+def test_ranks_that_may_not_build_are_refused(shards: list[str]) -> None:
+    with pytest.raises(od.MissingIndexError, match="index='build'"):
+        od.DataLoader(od.ShardDataset(shards, RECIPE), dp=(0, 2))
+    with pytest.raises(ValueError, match="'build', 'require'"):
+        od.DataLoader(od.ShardDataset(shards, RECIPE), index="never")  # type: ignore[arg-type]
+
+
+@contextmanager
+def at_a_shard(shards: list[str]) -> Iterator[int]:
+    """A process that is at the first shard, and stays there."""
+    at_it = FORK.Event()
+
+    def stuck(url: str, *arguments: object, **options: object) -> object:
+        if url == shards[0]:
+            at_it.set()
+            signal.pause()
+        return load_facts(url, *arguments, **options)  # type: ignore[arg-type]
+
+    def child() -> None:
+        build.load_facts = stuck
+        build_index(shards, RECIPE, num_threads=1)
+
+    process = FORK.Process(target=child, daemon=True)
+    process.start()
+    assert at_it.wait(60)
+    try:
+        yield process.pid or 0
+    finally:
+        process.kill()
+        process.join()
+
+
+def test_what_a_lost_process_was_at_is_done_by_another(shards: list[str]) -> None:
+    done: list[str] = []
+    rest = threading.Event()
+
+    def progress(built: build.BuildProgress) -> None:
+        done.append(built.url)
+        if len(done) == SHARDS - 1:
+            rest.set()
+
+    with at_a_shard(shards) as pid:
+        ours = threading.Thread(target=build_index, args=(shards, RECIPE), kwargs={"progress": progress})
+        ours.start()
+        assert rest.wait(60)
+        assert shards[0] not in done, "another process is at it"
+        os.kill(pid, signal.SIGKILL)
+        ours.join(60)
+        assert not ours.is_alive()
+    assert sorted(done) == sorted(shards)
+    assert len(build_index(shards, RECIPE)) == 3 * SHARDS
+
+
+def test_a_claim_is_one_process_at_a_time_and_ends_with_it(tmp_path: Path) -> None:
+    path = tmp_path / "claims"
+    one, other = Claims(path), Claims(path)
+    with one.claim("a") as ours, other.claim("a") as theirs, other.claim("b") as apart:
+        assert (ours, theirs, apart) == (True, False, True)
+    with other.claim("a") as theirs:
+        assert theirs
+        one.close()  # and no lock of another's with it
+        with Claims(path).claim("a") as third:
+            assert not third
+    assert path.stat().st_size == 0
+    missing = Claims(tmp_path / "no folder" / "claims")
+    with missing.claim("a") as ours:
+        assert ours, "work is done rather twice than never"

@@ -1,0 +1,419 @@
+"""Mixtures through a DataLoader: the same steps on any ranks and workers, resumed anywhere, with other weights too."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from global_digest import content
+from shard_factory import RECIPE, chat, omni_shards, write_shard
+
+import orchdata as od
+
+BUDGET = 700
+Steps = list[Sequence[Any]]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache-of-all")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> dict[str, od.ShardDataset]:
+    """Samples of all kinds, long chats under other names of media and another template, and a few short texts."""
+    folder = tmp_path_factory.mktemp("mixed")
+    chats = [{"__key__": f"c{n:03d}", "json": chat("tell me", "word " * (5 + 7 * n % 60))} for n in range(20)]
+    texts = [{"__key__": f"t{n:03d}", "caption": f"short {n}".encode()} for n in range(9)]
+    other = replace(
+        RECIPE,
+        text=od.TextPreprocessor(
+            template=od.ChatTemplate(suffix="<end>"), image_placeholder="[img]", fields=("caption",)
+        ),
+        image=replace(RECIPE.image, max_tokens=6),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ORCHDATA_CACHE", str(cache))
+        found = {
+            "omni": od.ShardDataset(omni_shards(folder, samples=10), RECIPE),
+            "chat": od.ShardDataset(write_shard(folder / "chat.tar", chats), other),
+            "text": od.ShardDataset(write_shard(folder / "text.tar", texts), other),
+        }
+        for dataset in found.values():
+            dataset.index()
+    return found
+
+
+@pytest.fixture(autouse=True)
+def same_cache(private_cache: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ORCHDATA_CACHE", str(cache))
+
+
+def mixture(data: dict[str, od.ShardDataset], weights: Sequence[float] = (5, 3, 1), **options: Any) -> od.Mixture:
+    sources = {
+        name: od.Source(dataset, weight=None if "stages" in options else weight)
+        for (name, dataset), weight in zip(data.items(), weights, strict=True)
+    }
+    return od.Mixture(sources, **({"stop": "repeat", "epoch_tokens": 9000} | options))
+
+
+def loaders(dataset: od.Mixture, ranks: int, **options: Any) -> list[od.DataLoader]:
+    common = {"global_batch_tokens": BUDGET, "shuffle": True, "seed": 7, "num_threads": 0} | options
+    return [od.DataLoader(dataset, dp=(rank, ranks), **common) for rank in range(ranks)]
+
+
+def steps_of(ours: Sequence[od.DataLoader], most: int | None = None) -> Steps:
+    streams = [iter(loader.steps()) for loader in ours]
+    found = list(itertools.islice(zip(*streams, strict=True), most))
+    for stream in streams:
+        stream.close()  # type: ignore[attr-defined]
+    return found
+
+
+def identities(step: Sequence[Any]) -> list[tuple[str, str, str]]:
+    """(source, shard, key) of a step's samples, over all ranks."""
+    return [
+        (batch.plan.sources[source], *key)
+        for share in step
+        for batch in share
+        for source, key in zip(batch.sources.tolist(), batch.keys, strict=True)
+    ]
+
+
+def held_by(step: Sequence[Any]) -> list[tuple[str, ...]]:
+    """(shard, key, digest of its sequence) of a step's samples, over all ranks; one may come in two passes."""
+    return sorted(sequence for share in step for sequence in content(share)[0])
+
+
+def planned(step: Sequence[Any]) -> list[tuple[int, int, int]]:
+    """(source, pass, row) of a step's samples, as every rank planned them."""
+    plans = [batch.plan for share in step for batch in share]
+    columns = [np.stack([plan.dataset_id, plan.passes, plan.row], 1) for plan in plans]
+    assert all(np.array_equal(columns[0], column) for column in columns)
+    return [tuple(row) for row in columns[0].tolist()]
+
+
+def resumed(dataset: od.Mixture, ranks: int, state: Any, allow: Sequence[str] = (), **options: Any) -> list[Any]:
+    ours = loaders(dataset, ranks, **options)
+    for loader in ours:
+        loader.load_state_dict(json.loads(json.dumps(state)), allow=allow)
+    return ours
+
+
+@pytest.mark.parametrize("options", [{}, {"stop": "all", "epoch_tokens": None}, {"by": "samples"}])
+def test_global_batches_are_the_same_on_any_ranks(data: dict[str, od.ShardDataset], options: dict[str, Any]) -> None:
+    mixed = mixture(data, **options)
+    alone = steps_of(loaders(mixed, 1))
+    expected = [held_by(step) for step in alone]
+    assert len(expected) == len(loaders(mixed, 1)[0]) > 5
+    taken = [each for step in alone for each in planned(step)]
+    assert len(taken) == len(set(taken)), "each (source, pass, row) once"
+    for ranks in (2, 3, 8):
+        assert [held_by(step) for step in steps_of(loaders(mixed, ranks))] == expected
+
+
+def test_each_source_is_read_by_its_own_recipe(data: dict[str, od.ShardDataset]) -> None:
+    """To the bit as from a loader of its own."""
+    seen: dict[str, dict[Any, bytes]] = {}
+    for name, dataset in [*data.items(), ("mixed", mixture(data, stop="all", epoch_tokens=None))]:
+        (loader,) = [od.DataLoader(dataset, batch_size=4, seed=1, dp=(0, 1), num_threads=0)]
+        for batch in loader:
+            bounds = itertools.pairwise(batch.llm.cu_seqlens.tolist())
+            for key, (start, stop) in zip(batch.keys, bounds, strict=False):
+                held = batch.llm.input_ids[start:stop], batch.llm.labels[start:stop]
+                seen.setdefault(name, {})[key] = b"".join(each.numpy().tobytes() for each in held)
+    apart = seen["omni"] | seen["chat"] | seen["text"]
+    assert len(apart) == 30 + 20 + 9
+    assert seen["mixed"] == apart
+
+
+def test_resume_at_every_step_on_other_ranks(data: dict[str, od.ShardDataset]) -> None:
+    mixed = mixture(data, epoch_tokens=5000)
+    expected = [planned(step) for step in steps_of(loaders(mixed, 1))]
+    for position in range(1, len(expected)):
+        ours = loaders(mixed, 2)
+        first = steps_of(ours, position)
+        state = ours[0].state_dict()
+        assert state == ours[1].state_dict()
+        rest = steps_of(resumed(mixed, 1 + position % 3, state))
+        assert [planned(step) for step in (*first, *rest)] == expected
+
+
+def test_a_source_with_the_shards_of_another_is_another_source(data: dict[str, od.ShardDataset]) -> None:
+    twice = od.Mixture(
+        {"a": od.Source(data["text"]), "b": od.Source(data["text"]), "c": od.Source(data["chat"])}, stop="all"
+    )
+    (loader,) = loaders(twice, 1)
+    steps = steps_of([loader])
+    counts = Counter(source for step in steps for source, *_ in identities(step))
+    assert counts == {"a": 9, "b": 9, "c": 20}
+    assert loader.stats()["sources"]["a"]["samples"] == 9
+    assert loader.stats()["failures"]["count"] == 0
+
+
+def test_mixtures_in_mixtures_share_out_a_weight(data: dict[str, od.ShardDataset]) -> None:
+    inner = od.Mixture({"chat": od.Source(data["chat"], weight=3), "text": od.Source(data["text"], weight=1)})
+    nested = od.Mixture(
+        {"omni": od.Source(data["omni"], weight=1), "words": od.Source(inner, weight=2, loss_weight=0.5)},
+        stop="repeat",
+        epoch_tokens=60_000,
+    )
+    (loader,) = loaders(nested, 1, num_workers=1, num_threads=1)
+    for _ in loader.steps():
+        pass
+    found = loader.stats()["sources"]
+    total = sum(counts["tokens"] for counts in found.values())
+    longest = max(int(dataset.index().llm_tokens.max()) for dataset in data.values())
+    for name, share in {"omni": 1 / 3, "words/chat": 1 / 2, "words/text": 1 / 6}.items():
+        assert abs(found[name]["tokens"] / total - share) <= max(0.005, 2 * longest / total)
+    assert found["words/text"]["passes"] > found["omni"]["passes"] > 1
+
+
+def test_per_phase_and_padded_batches_tell_their_sources(data: dict[str, od.ShardDataset]) -> None:
+    mixed = mixture(data)
+    expected = [planned(step) for step in steps_of(loaders(mixed, 1))]
+    phases = od.CostModel(image=od.PhaseCost(2.0), audio=od.PhaseCost(1.0), llm=od.PhaseCost(1.0))
+    for options in (
+        {"balance": od.Balance(assignment="per_phase"), "cost": phases},
+        {"collate_fn": od.Padded()},
+        {"balance": od.Balance(max_tokens=400, oversize="own")},
+    ):
+        steps = steps_of(loaders(mixed, 2, **options))
+        assert [planned(step) for step in steps] == expected
+        for step in steps:
+            names = Counter(batch.plan.sources[each] for share in step for batch in share for each in batch.sources)
+            plan = step[0][0].plan
+            assert names == Counter(plan.sources[each] for each in plan.dataset_id)
+            loss = Counter[str]()
+            for share in step:
+                for batch in share:
+                    for name, counts in batch.by_source().items():
+                        loss[name] += counts["loss_tokens"]
+            planned_loss = dict(zip(plan.sources, plan.source_loss_tokens.tolist(), strict=True))
+            assert {name: loss[name] for name in plan.sources} == planned_loss
+
+
+def test_weights_change_where_the_state_stands_and_again(data: dict[str, od.ShardDataset]) -> None:
+    before = mixture(data, (8, 1, 1), epoch_tokens=20_000)
+    ours = loaders(before, 2)
+    first = steps_of(ours, 4)
+    state = ours[0].state_dict()
+    after = mixture(data, (1, 8, 1), epoch_tokens=20_000)
+    with pytest.raises(od.StateError, match=r"weights are .* allow=\('weights',\)"):
+        resumed(after, 1, state)
+    (middle,) = resumed(after, 1, state, ("weights",))
+    second = steps_of([middle], 6)
+    again = middle.state_dict()
+    assert len(again["stages"]) == 2
+    # The same weights as the state's need no word any more, and the stage is kept; on other ranks too.
+    kept = [planned(step) for step in steps_of(resumed(after, 3, again))]
+    assert kept == [planned(step) for step in steps_of(resumed(after, 1, again))]
+    last = mixture(data, (1, 1, 8), epoch_tokens=20_000)
+    (ending,) = resumed(last, 1, again, ("weights",), num_workers=1, num_threads=1)
+    third = steps_of([ending])
+    assert len(ending.state_dict()["stages"]) == 3
+    taken = [each for step in (*first, *second, *third) for each in planned(step)]
+    assert len(taken) == len(set(taken)), "nothing comes twice"
+    by_pass = Counter((source, number) for source, number, _ in taken)
+    whole = {(source, number) for source, number in by_pass if (source, number + 1) in by_pass}
+    sizes = [dataset.index().num_samples for _, dataset in sorted(data.items())]
+    assert all(by_pass[source, number] == sizes[source] for source, number in whole), "nothing is left out"
+    for steps, heaviest in ((first, "omni"), (second, "chat"), (third, "text")):
+        tokens = Counter[str]()
+        for step in steps:
+            for share in step:
+                for batch in share:
+                    for name, counts in batch.by_source().items():
+                        tokens[name] += counts["tokens"]
+        assert tokens.most_common(1)[0][0] == heaviest
+    (later,) = resumed(last, 1, ending.state_dict())
+    assert [planned(step) for step in steps_of([later], 3)] == [planned(step) for step in steps_of([ending], 3)]
+
+
+def test_workers_that_are_kept_learn_of_other_weights(data: dict[str, od.ShardDataset]) -> None:
+    ours = loaders(mixture(data, (8, 1, 1)), 1)
+    steps_of(ours, 4)
+    state = ours[0].state_dict()
+    after = mixture(data, (1, 8, 1))
+    kept = {"num_workers": 1, "num_threads": 1, "persistent_workers": True}
+    (loader,) = loaders(after, 1, **kept)
+    for _ in loader.steps():  # its workers stay, with the plan of its own weights
+        pass
+    loader.load_state_dict(state, allow=("weights",))
+    expected = steps_of(resumed(after, 1, state, ("weights",)))
+    assert [held_by(step) for step in steps_of([loader])] == [held_by(step) for step in expected]
+    loader.close()
+
+
+def test_other_weights_between_epochs_leave_out_nothing(data: dict[str, od.ShardDataset]) -> None:
+    ours = loaders(mixture(data, epoch_tokens=3000), 1)
+    first = steps_of(ours)
+    (later,) = resumed(mixture(data, (1, 9, 9), epoch_tokens=3000), 1, ours[0].state_dict(), ("weights",))
+    assert later.state_dict()["epoch"] in (0, 1)
+    rest = [step for _ in range(4) for step in steps_of([later])]
+    taken = [each for step in (*first, *rest) for each in planned(step)]
+    assert len(taken) == len(set(taken))
+    by_pass = Counter((source, number) for source, number, _ in taken)
+    sizes = [dataset.index().num_samples for _, dataset in sorted(data.items())]
+    assert all(count == sizes[source] for (source, number), count in by_pass.items() if (source, number + 1) in by_pass)
+
+
+def test_weights_and_budget_may_both_change(data: dict[str, od.ShardDataset]) -> None:
+    ours = loaders(mixture(data), 1)
+    first = steps_of(ours, 3)
+    allow = ("weights", "global_batch_tokens")
+    (later,) = resumed(mixture(data, (1, 2, 3)), 1, ours[0].state_dict(), allow, global_batch_tokens=1100)
+    taken = [each for step in (*first, *steps_of([later])) for each in planned(step)]
+    assert len(taken) == len(set(taken))
+
+
+def test_stages_follow_each_other(data: dict[str, od.ShardDataset]) -> None:
+    stages = [(0, {"omni": 1}), (3000, {"chat": 1, "text": 1}), (6000, {"chat": 1})]
+    (loader,) = loaders(mixture(data, stages=stages, epoch_tokens=20_000), 1)
+    at, seen = 0, []
+    for step in steps_of([loader]):
+        plan = step[0][0].plan
+        for source, tokens in zip(plan.dataset_id.tolist(), plan.llm_positions.tolist(), strict=True):
+            seen.append((at, plan.sources[source]))
+            at += tokens
+    for place, name in seen:
+        assert name in next(weights for bound, weights in reversed(stages) if bound <= place)
+
+
+def test_loss_weights_are_planned_into_the_denominator(data: dict[str, od.ShardDataset]) -> None:
+    """Per-token losses of 1, weighted and scaled, add up to 1 over ranks and microbatches."""
+    weighted = {"omni": 1.0, "chat": 0.25, "text": 3.0}
+    sources = {name: od.Source(dataset, loss_weight=weighted[name]) for name, dataset in data.items()}
+    mixed = od.Mixture(sources, stop="all")
+    for options in ({}, {"collate_fn": od.Padded()}, {"balance": od.Balance(max_tokens=400, oversize="own")}):
+        for step in steps_of(loaders(mixed, 2, **options), 4):
+            total = 0.0
+            for share in step:
+                for batch in share:
+                    assert batch.loss_weights.shape == batch.llm.labels.shape
+                    weights = batch.loss_weights * (batch.llm.labels != -100)
+                    total += float(weights.sum()) * batch.loss_scale / batch.dp_size
+            plan = step[0][0].plan
+            expected = sum(
+                weighted[name] * tokens
+                for name, tokens in zip(plan.sources, plan.source_loss_tokens.tolist(), strict=True)
+            )
+            assert step[0][0].global_loss_tokens == pytest.approx(expected)
+            assert total == pytest.approx(1.0, abs=1e-5)
+    (plain,) = loaders(mixture(data), 1)
+    assert next(iter(plain)).loss_weights is None
+
+
+def test_a_collate_fn_is_told_the_sources(data: dict[str, od.ShardDataset]) -> None:
+    def collate(samples: list[od.Sample], step: od.StepInfo) -> list[tuple[str, str]]:
+        return [(source, sample.key[0]) for source, sample in zip(step.sources, samples, strict=True)]
+
+    (loader,) = loaders(mixture(data), 1, collate_fn=collate)
+    first = {"omni": "s", "chat": "c", "text": "t"}
+    assert all(first[source] == key for batch in loader for source, key in batch)
+
+
+def test_quarantine_and_failures_are_of_their_source(data: dict[str, od.ShardDataset], tmp_path: Path) -> None:
+    broken = [{"__key__": "bad", "jpg": b"no image", "txt": b"x"}, {"__key__": "good", "txt": b"fine"}]
+    bad = od.ShardDataset(write_shard(tmp_path / "broken.tar", broken), RECIPE)
+    mixed = od.Mixture({"bad": od.Source(bad), "omni": od.Source(data["omni"])}, stop="all")
+    with pytest.raises(od.DataError, match="broken.tar"):
+        loaders(mixed, 1)
+    for options in ({"on_error": "skip"}, {"quarantine": [("broken.tar", "bad")]}):
+        (loader,) = loaders(mixed, 1, **options)
+        keys = [key for step in steps_of([loader]) for source, _, key in identities(step) if source == "bad"]
+        assert keys == ["good"]
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda data: od.Mixture({}), "takes names and their od.Source"),
+        (lambda data: od.Mixture({"a": data["omni"]}), "source 'a' must be an od.Source, got ShardDataset"),
+        (lambda data: od.Source([1, 2]), "od.Source takes an od.ShardDataset or an od.Mixture, got list"),
+        (lambda data: od.Source(data["omni"], weight=-1), "Source.weight must be a number of at least 0, got -1"),
+        (lambda data: mixture(data, (0, 0, 0)), "every source of the mixture has weight 0"),
+        (lambda data: mixture(data, epoch_samples=5), "give one of epoch_tokens and epoch_samples"),
+        (lambda data: mixture(data, stop="all"), "epoch_tokens is for stop='repeat'"),
+        (lambda data: mixture(data, by="bytes"), "Mixture.by must be one of 'tokens', 'samples', got 'bytes'"),
+        (lambda data: mixture(data, stages=[(5, {"omni": 1})]), "ascending from 0; one begins at 5"),
+        (lambda data: mixture(data, stages=[(0, {"omi": 1})]), "names 'omi'; the sources are omni, chat, text"),
+        (lambda data: mixture(data, stages=[(0, {"omni": 0})]), "no source has a weight in the stage from 0"),
+        (lambda data: loaders(mixture(data, (1, 1e-12, 1)), 1), "'chat' has 1.0e-12 of the weight"),
+        (lambda data: loaders(mixture(data, epoch_tokens=10), 1), "epoch_tokens=10 is less than one sample has"),
+        (lambda data: loaders(mixture(data), 1, shuffle=od.Shuffle(streams=2)), "leave streams out"),
+        (lambda data: od.Mixture({"a/b": od.Source(data["omni"])}), "without '/'"),
+        (
+            lambda data: od.Mixture({"a": od.Source(mixture(data))}),
+            "source 'a' is a mixture with stop='repeat', and the one around it has stop='first'",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(data: dict[str, od.ShardDataset], make: Any, words: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=words):
+        make(data)
+
+
+@pytest.mark.parametrize(
+    ("other", "what"),
+    [
+        ({"text": od.TextPreprocessor(lambda text: [1], id="other")}, "text.id, 'bytes"),
+        ({"image": replace(RECIPE.image, patch_size=16)}, "image.patch_size, 8 and 16"),
+        ({"image": replace(RECIPE.image, dtype="bfloat16")}, "image.dtype, 'float32' and 'bfloat16'"),
+        ({"audio": None}, "modalities"),
+        ({"text": od.TextPreprocessor(image_token_id=900)}, "ids of image"),
+    ],
+)
+def test_recipes_that_make_other_tensors_are_refused(
+    data: dict[str, od.ShardDataset], other: dict[str, Any], what: str
+) -> None:
+    odd = od.ShardDataset(data["text"].urls, replace(RECIPE, **other))
+    mixed = od.Mixture({"omni": od.Source(data["omni"]), "odd": od.Source(odd)})
+    with pytest.raises(
+        ValueError, match="sources 'odd' and 'omni' differ in|sources 'omni' and 'odd' differ in"
+    ) as error:
+        loaders(mixed, 1)
+    assert what.split(",")[0] in str(error.value)
+
+
+def test_states_of_other_mixtures_and_broken_ones_are_refused(data: dict[str, od.ShardDataset]) -> None:
+    (loader,) = loaders(mixture(data), 1)
+    steps_of([loader], 2)
+    state = loader.state_dict()
+    fewer = {name: dataset for name, dataset in data.items() if name != "text"}
+    with pytest.raises(od.StateError, match="mixture.sources.text"):
+        resumed(mixture(fewer, (1, 1)), 1, state)
+    with pytest.raises(od.StateError, match="mixture.by is 'tokens' in the state and 'samples' here"):
+        resumed(mixture(data, by="samples"), 1, state)
+    for stages in ([], None, [[0, {"omni": "1", "chat": 1, "text": 1}]], [[5, {"omni": 1, "chat": 1, "text": 1}]]):
+        with pytest.raises(od.StateError, match="which are none"):
+            resumed(mixture(data), 1, state | {"stages": stages})
+    again = resumed(mixture(data), 1, state)[0].state_dict()
+    assert again == state
+
+
+def test_the_loss_of_a_hugging_face_model_is_weighted(data: dict[str, od.ShardDataset]) -> None:
+    """Of logits that say nothing each token's loss is log(vocabulary): the weighted mean is that too."""
+    config = pytest.importorskip("transformers").LlamaConfig(vocab_size=300, hidden_size=8, num_attention_heads=2)
+    texts = {name: od.ShardDataset(data[name].urls, _TEXT) for name in ("chat", "text")}
+    weighted = od.Mixture(
+        {"chat": od.Source(texts["chat"], loss_weight=0.25), "text": od.Source(texts["text"], loss_weight=3)},
+        stop="all",
+    )
+    (loader,) = loaders(weighted, 1, collate_fn=od.hf.Inputs(config, padded=True))
+    for batch in loader:
+        inputs = batch.model_inputs()
+        assert "labels" not in inputs, "the model's own loss would count every token once"
+        outputs = type("Outputs", (), {"logits": torch.zeros(*inputs["input_ids"].shape, 300)})
+        assert float(od.hf.loss(outputs, batch)) == pytest.approx(float(np.log(300)), rel=1e-5)
+
+
+_TEXT = od.Recipe(image=None, audio=None, text=od.TextPreprocessor(fields=("caption",)))

@@ -1,0 +1,80 @@
+"""A mixture as a YAML file: read, refused by the name of the field, and profiled."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from shard_factory import RECIPE, chat, omni_shards, write_shard
+from typer.testing import CliRunner
+
+import orchdata as od
+from orchdata.cli import app
+from orchdata.cli.mixture_file import read_mixture
+
+MIX = """
+by: tokens
+stop: repeat
+epoch_tokens: 20_000
+sources:
+  omni: {paths: "omni-{000000..000001}.tar", weight: 3, recipe: "shard_factory:RECIPE"}
+  words:
+    weight: 1
+    sources:
+      chat: {paths: [chat.tar], weight: 2, recipe: "shard_factory:RECIPE"}
+      text: {paths: "text.t*r", weight: 1, recipe: "shard_factory:RECIPE", loss_weight: 0.5}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    omni_shards(tmp_path, shards=2, samples=10)
+    write_shard(tmp_path / "chat.tar", [{"__key__": f"c{n}", "json": chat("say", "word " * n)} for n in range(1, 10)])
+    write_shard(tmp_path / "text.tar", [{"__key__": f"t{n}", "txt": b"short text"} for n in range(7)])
+    (tmp_path / "mix.yaml").write_text(MIX)
+    return tmp_path
+
+
+def test_a_file_is_the_mixture_that_it_describes(folder: Path) -> None:
+    mixture = read_mixture(folder / "mix.yaml", RECIPE)
+    assert [leaf.name for leaf in mixture.leaves] == ["omni", "words/chat", "words/text"]
+    assert [leaf.loss_weight for leaf in mixture.leaves] == [1.0, 1.0, 0.5]
+    assert mixture.epoch_size == ("tokens", 20_000)
+    loader = od.DataLoader(mixture, batch_size=4, dp=(0, 1), num_threads=0)
+    assert len(loader) > 10
+
+
+@pytest.mark.parametrize("size", [["--batch-size", "2"], ["--batch-tokens", "900"]])
+def test_profile_takes_a_mixture(folder: Path, size: list[str]) -> None:
+    result = CliRunner().invoke(app, ["profile", str(folder / "mix.yaml"), "--ranks", "2,8", "--json", *size])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["samples"] == 20 + 9 + 7
+    shares = {name: source["share"] for name, source in found["sources"].items()}
+    assert shares["omni"] == pytest.approx(0.75, abs=0.05)
+    assert shares["words/chat"] == pytest.approx(1 / 6, abs=0.05)
+    assert found["sources"]["words/text"]["passes"] > 2
+    table = CliRunner().invoke(app, ["profile", str(folder / "mix.yaml"), "--ranks", "2", *size])
+    assert "What sources give in an epoch" in table.stdout
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("by: tokens", "by: bytes", "mix.yaml: Mixture.by must be one of 'tokens', 'samples', got 'bytes'"),
+        ("weight: 3", "wight: 3", "mix.yaml: sources.omni has no field 'wight'; it may have paths, recipe, weight"),
+        ("weight: 3", "weight: heavy", "Source.weight must be a number of at least 0, got 'heavy'"),
+        ("paths: [chat.tar]", "paths: []", "sources.words.sources.chat.paths must be a path, or a list of paths"),
+        ("sources:\n  omni", "source:\n  omni", "the file has no field 'source'"),
+        ("stop: repeat", "stop: [", "not readable as YAML"),
+        ("shard_factory:RECIPE", "shard_factory:NONE", "sources.omni.recipe shard_factory:NONE: AttributeError"),
+        ("stop: repeat", "stop: repeat\nstages: [[0, {omni: 1}]]", "source 'omni' has a weight, and stages give"),
+    ],
+)
+def test_what_is_no_mixture_is_named(folder: Path, old: str, new: str, words: str) -> None:
+    file = folder / "mix.yaml"
+    file.write_text(MIX.replace(old, new, 1))
+    with pytest.raises(ValueError, match="mix.yaml") as error:
+        read_mixture(file, RECIPE)
+    assert words in str(error.value)

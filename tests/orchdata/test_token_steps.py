@@ -1,0 +1,254 @@
+"""Steps measured in tokens: who is in which, whatever the ranks, and how one goes on with another budget."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from global_digest import global_batch
+from map_dataset import Numbers
+from shard_factory import RECIPE, omni_shards
+
+import orchdata as od
+from orchdata.planning.fixed import better_budget
+
+BUDGET = 500
+Steps = list[Sequence[Any]]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache-of-all")
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> od.ShardDataset:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ORCHDATA_CACHE", str(cache))
+        dataset = od.ShardDataset(omni_shards(tmp_path_factory.mktemp("omni"), samples=12), RECIPE)
+        dataset.index()
+    return dataset
+
+
+@pytest.fixture(autouse=True)
+def same_cache(private_cache: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ORCHDATA_CACHE", str(cache))
+
+
+def loaders(dataset: od.ShardDataset, ranks: int, **options: Any) -> list[od.DataLoader]:
+    common = {"global_batch_tokens": BUDGET, "shuffle": True, "seed": 7, "num_threads": 0} | options
+    return [od.DataLoader(dataset, dp=(rank, ranks), **common) for rank in range(ranks)]
+
+
+def steps_of(ours: Sequence[od.DataLoader], most: int | None = None) -> Steps:
+    """The shares of all ranks, step by step."""
+    streams = [iter(loader.steps()) for loader in ours]
+    found = list(itertools.islice(zip(*streams, strict=True), most))
+    for stream in streams:
+        stream.close()  # type: ignore[attr-defined]
+    return found
+
+
+def keys_of(step: Sequence[Any]) -> list[tuple[str, str]]:
+    return sorted(key for share in step for batch in share for key in batch.keys)
+
+
+def resumed(dataset: od.ShardDataset, ranks: int, state: Any, allow: Sequence[str] = (), **options: Any) -> Steps:
+    ours = loaders(dataset, ranks, **options)
+    for loader in ours:
+        loader.load_state_dict(json.loads(json.dumps(state)), allow=allow)
+    return steps_of(ours)
+
+
+def tokens_of(dataset: od.ShardDataset, keys: Sequence[tuple[str, str]], multiple_of: int = 1) -> int:
+    index = dataset.index()
+    lengths = [int(index.llm_tokens[index.find(*key)]) for key in keys]
+    return sum(-(-length // multiple_of) * multiple_of for length in lengths)
+
+
+@pytest.mark.parametrize("multiple_of", [1, 16])
+def test_steps_hold_their_budget_give_or_take_a_sample(dataset: od.ShardDataset, multiple_of: int) -> None:
+    (loader,) = loaders(dataset, 1, collate_fn=od.Packed(multiple_of=multiple_of))
+    steps = [keys_of(step) for step in steps_of([loader])]
+    tokens = [tokens_of(dataset, step, multiple_of) for step in steps]
+    index = dataset.index()
+    largest = -(-int(index.llm_tokens.max()) // multiple_of) * multiple_of
+    assert sorted(itertools.chain(*steps)) == sorted((index.shard_of(row).url, index.key(row)) for row in range(36))
+    assert len(steps) == len(loader) == -(-sum(tokens) // BUDGET)
+    assert len(steps) > 5
+    ends = np.cumsum(tokens)
+    cuts = BUDGET * np.arange(1, len(steps) + 1)
+    assert (ends <= cuts).all(), "a sample that ends behind a cut belongs to the next step"
+    assert (ends[:-1] > cuts[:-1] - largest).all()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"balance": od.Balance(max_tokens=300, oversize="own")},
+        {"balance": "none"},
+        {
+            "balance": od.Balance(assignment="per_phase"),
+            "cost": od.CostModel(image=od.PhaseCost(2.0), llm=od.PhaseCost(1.0)),
+        },
+        {"num_workers": 2, "num_threads": 1},
+        {"collate_fn": od.Padded(multiple_of=64)},
+    ],
+)
+def test_membership_depends_on_nothing_else(dataset: od.ShardDataset, options: dict[str, Any]) -> None:
+    alone = [keys_of(step) for step in steps_of(loaders(dataset, 1))]
+    assert [keys_of(step) for step in steps_of(loaders(dataset, 3, **options))] == alone
+
+
+def test_drop_last_leaves_the_tail_out(dataset: od.ShardDataset) -> None:
+    whole, (dropping,) = steps_of(loaders(dataset, 1)), loaders(dataset, 1, drop_last=True)
+    kept = steps_of([dropping])
+    assert len(dropping) == len(kept) == len(whole) - 1
+    assert [keys_of(step) for step in kept] == [keys_of(step) for step in whole[:-1]]
+
+
+def test_resume_at_every_step_on_other_ranks(dataset: od.ShardDataset) -> None:
+    expected = [global_batch(step) for step in steps_of(loaders(dataset, 1))]
+    for position in range(len(expected) + 1):
+        ours = loaders(dataset, 2)
+        first = steps_of(ours, position)
+        state = ours[0].state_dict()
+        assert state == ours[1].state_dict()
+        if position in (0, len(expected)):
+            continue
+        assert state["tokens"] == tokens_of(dataset, [key for step in first for key in keys_of(step)])
+        rest = resumed(dataset, 1 + position % 3, state)
+        assert [global_batch(step) for step in (*first, *rest)] == expected
+
+
+def test_a_state_of_other_tokens_is_refused(dataset: od.ShardDataset) -> None:
+    ours = loaders(dataset, 1)
+    steps_of(ours, 2)
+    state = ours[0].state_dict()
+    with pytest.raises(od.StateError, match=f"behind 7 tokens in the state and {state['tokens']} here"):
+        resumed(dataset, 1, state | {"tokens": 7})
+
+
+@pytest.mark.parametrize("engine", [{"num_threads": 0}, {"num_workers": 2, "num_threads": 1}])
+def test_another_budget_goes_on_where_the_state_was(dataset: od.ShardDataset, engine: dict[str, int]) -> None:
+    ours = loaders(dataset, 2)
+    first = steps_of(ours, 3)
+    state = ours[0].state_dict()
+    with pytest.raises(od.StateError, match=r"global_batch_tokens=500.*global_batch_tokens=900.*allow="):
+        resumed(dataset, 1, state, global_batch_tokens=900)
+    allow = ("global_batch_tokens",)
+    rest = resumed(dataset, 3, state, allow, global_batch_tokens=900, **engine)
+    keys = [key for step in (*first, *rest) for key in keys_of(step)]
+    assert len(keys) == len(set(keys)) == 36
+    (again,) = loaders(dataset, 1, global_batch_tokens=900)
+    again.load_state_dict(state, allow=allow)
+    assert len(again) == 3 + len(rest)
+    begun = steps_of([again], 2)
+    ends = resumed(dataset, 2, again.state_dict(), global_batch_tokens=900)
+    assert [keys_of(step) for step in (*begun, *ends)] == [keys_of(step) for step in rest]
+    next_epoch = [keys_of(step) for step in steps_of([again])]  # of which there is nothing left over
+    fresh = loaders(dataset, 1, global_batch_tokens=900)
+    for loader in fresh:
+        loader.set_epoch(1)
+    assert next_epoch != [] and [keys_of(step) for step in steps_of(fresh)] == next_epoch
+
+
+def test_samples_go_on_as_tokens_and_back(dataset: od.ShardDataset) -> None:
+    sized = {"global_batch_tokens": None, "global_batch_size": 5}
+    ours = loaders(dataset, 1, **sized)
+    first = steps_of(ours, 2)
+    state = ours[0].state_dict()
+    rest = resumed(dataset, 2, state, ("global_batch_tokens",))
+    assert len({key for step in (*first, *rest) for key in keys_of(step)}) == 36
+    tokens = loaders(dataset, 1)
+    first = steps_of(tokens, 2)
+    rest = resumed(dataset, 1, tokens[0].state_dict(), ("global_batch_size",), **sized)
+    assert [len(keys_of(step)) for step in rest][:-1] == [5] * (len(rest) - 1)
+    assert len({key for step in (*first, *rest) for key in keys_of(step)}) == 36
+
+
+def test_a_ramp_grows_over_epochs(dataset: od.ShardDataset) -> None:
+    total = int(dataset.index().llm_tokens.sum())
+    ramp = [(0, BUDGET), (total // 2, 2 * BUDGET), (total + 1000, 4 * BUDGET)]
+    (loader,) = loaders(dataset, 1, global_batch_tokens=ramp)
+    assert loader.global_batch_tokens == [list(bound) for bound in ramp]
+    sizes = []
+    for _ in range(3):
+        num_steps = len(loader)
+        steps = steps_of([loader])
+        assert len(steps) == num_steps
+        sizes.append([tokens_of(dataset, keys_of(step)) for step in steps])
+    means = [sum(epoch[:-1]) / (len(epoch) - 1) for epoch in sizes]
+    assert means[0] < 1.6 * BUDGET < means[1] < 3.5 * BUDGET < means[2]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"global_batch_size": 8}, "global_batch_size=8 and global_batch_tokens=500 both given: pass exactly one"),
+        ({"batch_size": 2}, "batch_size=2 and global_batch_tokens=500 both given: pass exactly one"),
+        ({"global_batch_tokens": 0}, "global_batch_tokens must be at least 1"),
+        ({"global_batch_tokens": [(5, 100)]}, "ascending from 0; its bounds are"),
+        ({"global_batch_tokens": [(0, 100), (0, 200)]}, "ascending from 0; its bounds are"),
+        ({"global_batch_tokens": [100]}, "is a number or a list"),
+        ({"global_batch_tokens": 100}, r"omni-.*: sample '.*' has \d+ tokens, .*oversize='drop'"),
+        ({"balance": od.Balance(max_samples=40)}, "cap tokens by Balance.max_tokens"),
+    ],
+)
+def test_what_cannot_be_is_refused(dataset: od.ShardDataset, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        loaders(dataset, 1, **options)
+
+
+def test_what_is_above_the_budget_can_be_left_out(dataset: od.ShardDataset) -> None:
+    lengths = dataset.index().llm_tokens
+    budget = int(np.median(lengths))
+    steps = steps_of(loaders(dataset, 2, global_batch_tokens=budget, balance=od.Balance(oversize="drop")))
+    keys = [key for step in steps for key in keys_of(step)]
+    assert len(keys) == len(set(keys)) == int((lengths <= budget).sum())
+    assert all(keys_of(step) for step in steps)
+
+
+def test_data_without_an_index_has_no_tokens() -> None:
+    with pytest.raises(ValueError, match="make it an od.ShardDataset"):
+        od.DataLoader(Numbers(10), global_batch_tokens=100)
+
+
+@pytest.mark.parametrize(
+    ("budget", "ranks", "better"),
+    [
+        (16_000, 4, 15_760),
+        (15_760, 4, None),
+        (16_400, 4, 15_760),
+        (31_000, 4, None),
+        (24_000, 4, 31_520),
+        (300, 4, 15_760),
+    ],
+)
+def test_a_budget_that_fills_its_microbatches_is_known(budget: int, ranks: int, better: int | None) -> None:
+    assert better_budget(budget, 4_000, ranks) == better
+
+
+def test_a_budget_that_opens_a_microbatch_for_little_is_said_once(dataset: od.ShardDataset) -> None:
+    options = {"collate_fn": od.Packed(length=400), "global_batch_tokens": 1_300}
+    with pytest.warns(UserWarning, match="global_batch_tokens=1182 would fill them"):
+        (first,) = loaders(dataset, 3, **options)[:1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loaders(dataset, 3, **options)
+    assert first.global_batch_tokens == 1_300
+
+
+def test_steps_of_one_length_hold_the_same_samples(dataset: od.ShardDataset) -> None:
+    options = {"global_batch_tokens": 1_182, "collate_fn": od.Packed(length=400)}
+    alone = [keys_of(step) for step in steps_of(loaders(dataset, 1, **options))]
+    for ranks in (2, 3):
+        steps = steps_of(loaders(dataset, ranks, **options))
+        assert [keys_of(step) for step in steps] == alone
+        assert {len(batch.llm.input_ids) for step in steps for share in step for batch in share} == {400}

@@ -1,0 +1,114 @@
+"""IterableDataset on one rank, as torch's loader iterates it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from torch.utils.data import ChainDataset, DataLoader, IterableDataset
+
+import orchdata as od
+
+
+class Counting(IterableDataset[torch.Tensor]):
+    def __init__(self, count: int, bad: int | None = None) -> None:
+        self.count = count
+        self.bad = bad
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for number in range(self.count):
+            if number == self.bad:
+                raise OSError("disk on fire")
+            yield torch.cat([torch.tensor([float(number)]), torch.rand(1)])
+
+
+class Sized(Counting):
+    def __len__(self) -> int:
+        return self.count - 2
+
+
+@given(st.integers(0, 20), st.none() | st.integers(1, 6), st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_batches_are_torchs(count: int, batch_size: int | None, drop_last: bool) -> None:
+    def batches(loader: type[Any]) -> list[Any]:
+        torch.manual_seed(3)
+        one = loader(Counting(count), batch_size=batch_size, drop_last=drop_last and batch_size is not None)
+        return [[batch.tolist() for _ in range(2) for batch in one], torch.rand(1).item()]
+
+    assert batches(od.DataLoader) == batches(DataLoader)
+
+
+@pytest.mark.parametrize("batch_size", [None, 4])
+def test_a_state_goes_on_behind_what_was_delivered(batch_size: int | None) -> None:
+    one = od.DataLoader(range_dataset(10), batch_size=batch_size, collate_fn=list if batch_size else None)
+    steps = iter(one)
+    next(steps)
+    again = od.DataLoader(range_dataset(10), batch_size=batch_size, collate_fn=list if batch_size else None)
+    again.load_state_dict(one.state_dict())
+    assert list(again) == list(steps)
+    assert again.state_dict()["epoch"] == 1 and len(list(again)) == (10 if batch_size is None else 3)
+
+
+def range_dataset(count: int) -> Any:
+    class Range(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(count))
+
+    return Range()
+
+
+def test_two_iterations_have_an_iterator_each() -> None:
+    one = od.DataLoader(range_dataset(6), batch_size=2, collate_fn=list)
+    assert [left == right for left, right in zip(one, one, strict=True)] == [True] * 3
+
+
+def test_its_length_is_counted_in_batches_and_more_is_said() -> None:
+    with pytest.raises(TypeError, match="has no len"):
+        len(od.DataLoader(Counting(4)))
+    one, theirs = (loader(Sized(8), batch_size=2) for loader in (od.DataLoader, DataLoader))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        list(iter(one))
+    assert len(one) == len(theirs) == 3
+    with pytest.warns(UserWarning, match="was reported to be 3.*but 4 samples have been fetched"):
+        list(iter(one))
+
+
+def test_an_error_is_raised_and_the_next_iteration_begins_anew() -> None:
+    numbers = Counting(6, bad=3)
+    one = od.DataLoader(numbers, batch_size=2)
+    steps = iter(one)
+    next(steps)
+    with pytest.raises(OSError, match="disk on fire"):
+        next(steps)
+    assert list(steps) == []  # the generator is over, as with torch's
+    numbers.bad = None
+    assert [batch[:, 0].tolist() for batch in one] == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_chained_ones_are_one() -> None:
+    chained = ChainDataset([range_dataset(3), range_dataset(2)])
+    assert list(od.DataLoader(chained, batch_size=None)) == [0, 1, 2, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "reason"),
+    [
+        ({"dp": (0, 2)}, ValueError, "shared by 2 ranks.*od.ShardDataset.*od.post_balance.*dp=.0, 1."),
+        ({"shuffle": True}, ValueError, "expected unspecified shuffle option"),
+        ({"sampler": [1]}, ValueError, "expected unspecified sampler option"),
+        ({"batch_sampler": [[1]]}, ValueError, "expected unspecified batch_sampler option"),
+        ({"cost": [1]}, ValueError, "cost shares samples out"),
+        ({"on_error": "skip"}, ValueError, "skip in its __iter__"),
+        ({"num_threads": 2}, ValueError, "one after another"),
+        ({"collate_fn": od.Packed()}, TypeError, "for a ShardDataset"),
+    ],
+)
+def test_what_an_iterable_cannot_have_is_refused(options: dict[str, Any], error: type[Exception], reason: str) -> None:
+    with pytest.raises(error, match=reason):
+        od.DataLoader(Counting(4), **options)

@@ -1,0 +1,92 @@
+"""Run by test_warm: in fresh processes, which kernels a step loads after `warm`, and which have several signatures.
+
+warm_job.py FOLDER BALANCE...
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+
+from numba.core.registry import CPUDispatcher
+
+from orchdata.balancers import CostModel, PhaseCost
+from orchdata.building.spec import BuildSpec, MapContent
+from orchdata.engines.warm import warm
+from orchdata.order.order import Order, Shuffle
+from orchdata.order.steps import GlobalBatches, StepTask
+from orchdata.planning.balance import Balance
+from orchdata.planning.costs import IndexCosts
+from orchdata.planning.make_plan import PlanSpec, make_plan
+from orchdata.synth.made_up_index import synthetic_index
+
+BALANCES = {
+    "joint": Balance(),
+    "microbatches": Balance(max_tokens=8192, oversize="own"),
+    "per phase": Balance(assignment="per_phase"),
+    "per phase, caps": Balance(assignment="per_phase", max_tokens={"llm": 8192, "image": 16384}, oversize="own"),
+    "grid": Balance(scope="grid", group_size=8),
+    "grid per phase": Balance(scope="grid", group_size=8, assignment="per_phase", max_tokens=8192, oversize="own"),
+    "grouped": Balance(scope="grouped", group_size=8, max_tokens=8192, oversize="own"),
+    "sum": Balance(objective="sum", max_tokens=8192, oversize="own"),
+    "pipeline": Balance(order="1f1b", num_stages=4, max_tokens=8192, oversize="own"),
+    "equal count": Balance(equal_count=True, max_tokens=8192, oversize="own"),
+    "limited count": Balance(max_samples=20, assignment="per_phase"),
+    "padded": Balance(max_tokens=8192, oversize="own"),
+}
+
+
+def loaded() -> dict[str, int]:
+    """Signatures of each kernel that this process has loaded."""
+    kernels = [held for held in gc.get_objects() if type(held) is CPUDispatcher]
+    return {
+        f"{kernel.py_func.__module__}.{kernel.py_func.__name__}": len(kernel.overloads)
+        for kernel in kernels
+        if kernel.py_func.__module__.startswith("orchdata.") and kernel.overloads
+    }
+
+
+def found(path: Path, name: str) -> dict[str, object]:
+    model = CostModel(image=PhaseCost(2.0), audio=PhaseCost(1.0), llm=PhaseCost(1.0, 1e-4))
+    costs = IndexCosts(index := synthetic_index(path, 4_000, 0), model, rectangular=name == "padded")
+    plan = PlanSpec(
+        costs=costs,
+        order=Order(index.num_samples, shuffle=Shuffle(), seed=0, excluded=index.bad_rows()),
+        batches=GlobalBatches(size=1_024, drop_last=True),
+        balance=BALANCES[name],
+        num_ranks=64,
+        ranks_per_node=8 if BALANCES[name].assignment == "per_phase" else None,
+    )
+    content = MapContent(dataset=None, num_rows=0, collate_fn=None, batched=True, skip_errors=False)
+    warm(BuildSpec(plan=plan, rank=0, content=content))
+    before = loaded()
+    for step in range(plan.num_steps):
+        made = make_plan(plan, StepTask(0, step))
+        for phase in made.phases:
+            made.loads(phase)
+            made.lower_bound(phase)
+    after = loaded()
+    return {
+        "loaded": sorted(kernel for kernel in after if after[kernel] != before.get(kernel)),
+        "several": sorted(kernel for kernel in after if after[kernel] > 1),
+        "kernels": len(after),
+    }
+
+
+def main(folder: Path, names: list[str]) -> None:
+    """Each in a fork of its own, whose parent has imported all and loaded no kernel but one."""
+    for number, name in enumerate(names):
+        child = os.fork()
+        if not child:
+            report = found(folder / f"{number}.index", name)
+            sys.stdout.write(json.dumps({"balance": name} | report) + "\n")
+            sys.stdout.flush()
+            os._exit(0)
+        os.waitpid(child, 0)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
