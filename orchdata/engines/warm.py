@@ -231,8 +231,11 @@ def _moves() -> None:
 
 def _names() -> None:
     from orchdata.balancers import place_on_nodes
+    from orchdata.native.move.minimal_move import relabel
 
     place_on_nodes(np.eye(_RANKS, dtype=np.int64), 2)
+    owner = np.arange(len(_COSTS), dtype=np.int32) % _RANKS
+    relabel(_COSTS, owner, owner.copy(), _RANKS)
 
 
 def _packed() -> None:
