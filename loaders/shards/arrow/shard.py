@@ -12,13 +12,13 @@ from typing import Final
 import numpy as np
 import pyarrow as pa
 
-from orchdata.loaders.errors import NOT_DATA, FieldError, ShardError
+from orchdata.loaders.errors import NOT_DATA, ShardError
 from orchdata.loaders.limits import Limits, limits_fingerprint
 from orchdata.loaders.shards.arrow.layout import can_be_read, read_layout
 from orchdata.loaders.shards.arrow.rows import RowsReader
 from orchdata.loaders.shards.facts_table import Facts, FactsMeta, shard_failure
-from orchdata.loaders.shards.parquet.cells import PathOnly, column_of, plan_columns
-from orchdata.loaders.shards.parquet.file import INDEX_BYTES_OF_A_ROW, Refused, short
+from orchdata.loaders.shards.parquet.cells import place_of, plan_columns, read_cell, short
+from orchdata.loaders.shards.parquet.file import INDEX_BYTES_OF_A_ROW, Refused
 from orchdata.loaders.shards.parquet.scan import scan
 from orchdata.loaders.storage.content_digest import ContentDigest
 from orchdata.loaders.storage.storage import Storage
@@ -115,19 +115,7 @@ class ArrowShard:
 
     def read(self, offset: int, size: int, encoding: int, field: str) -> bytes:
         """The cell `field` of row `offset`; lists by item ("images.0"). Raises FieldError; ShardError for the file."""
-        try:
-            data = self._cell(offset, field)
-        except (*NOT_DATA, ShardError, FieldError):
-            raise
-        except PathOnly as error:
-            raise FieldError(field, str(error)) from error
-        except Exception as error:
-            raise FieldError(field, f"cannot be read: {short(error)}") from error
-        self._file.check_unchanged()
-        if data is None or len(data) != size:
-            held = "nothing" if data is None else f"{len(data)} bytes"
-            raise FieldError(field, f"row {offset} holds {held}, {size} bytes were indexed: index the shard again")
-        return data
+        return read_cell(self._cell, offset, size, field)
 
     def read_many(self, members: Sequence[tuple[int, int, int, str]]) -> list[bytes | memoryview]:
         """Cells (row, size, encoding, field) of one sample. Raises as `read` does."""
@@ -138,17 +126,10 @@ class ArrowShard:
 
     def _cell(self, row: int, field: str) -> bytes | None:
         reader = self._open()
-        found = column_of(reader.columns, field)
-        if found is None or not 0 <= row < reader.promised_rows:
-            raise FieldError(field, f"the file has no such cell (row {row}): index the shard again")
-        column, item = found
-        group = int(np.searchsorted(reader.starts, row, side="right")) - 1
-        scalar = reader.take(group, column.name, row - int(reader.starts[group]), 1)[0]
-        if column.listed:
-            if not scalar.is_valid or item >= len(scalar.values):
-                return None
-            scalar = scalar.values[item]
-        return column.cell(scalar)
+        column, item, group, place = place_of(reader.columns, reader.starts, row, field)
+        data = column.item(reader.take(group, column.name, place, 1)[0], item)
+        self._file.check_unchanged()
+        return data
 
     def _open(self) -> ArrowReader:
         with self._lock:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
+from orchdata.loaders.errors import NOT_DATA, FieldError, ShardError
 from orchdata.loaders.modalities.builtin import BUILTINS, OTHER, TEXT
 from orchdata.loaders.shards.fields import classify
 from orchdata.loaders.text.chat_keys import is_beside
@@ -52,6 +55,14 @@ class Column:
     def field(self) -> str:
         """What the field of a cell that is not listed is called."""
         return self.name + WORDS_SUFFIX if self.form == "words" else self.name
+
+    def item(self, scalar: pa.Scalar, number: int) -> bytes | None:
+        """Bytes of an item of a cell; of the cell itself, where cells are no lists. None for null. Raises PathOnly."""
+        if not self.listed:
+            return self.cell(scalar)
+        if not scalar.is_valid or number >= len(scalar.values):
+            return None
+        return self.cell(scalar.values[number])
 
     def cell(self, scalar: pa.Scalar) -> bytes | None:
         """Bytes of a cell (of an item, where listed), None for null. Raises PathOnly."""
@@ -104,6 +115,39 @@ class Column:
         return by_path if by_path != OTHER else sniff(data)
 
 
+def read_cell(cell: Callable[[int, str], bytes | None], row: int, size: int, field: str) -> bytes:
+    """What `cell` gives for `field` of a row, of as many bytes as were indexed. Raises FieldError; ShardError for the
+    file.
+    """
+    try:
+        data = cell(row, field)
+    except (*NOT_DATA, ShardError, FieldError):
+        raise
+    except PathOnly as error:
+        raise FieldError(field, str(error)) from error
+    except Exception as error:
+        raise FieldError(field, f"cannot be read: {short(error)}") from error
+    if data is None or len(data) != size:
+        held = "nothing" if data is None else f"{len(data)} bytes"
+        raise FieldError(field, f"row {row} holds {held}, {size} bytes were indexed: index the shard again")
+    return data
+
+
+def place_of(
+    columns: Sequence[Column], starts: NDArray[np.int64], row: int, field: str
+) -> tuple[Column, int, int, int]:
+    """Where a cell is: its column, which item of its list, its group of rows, and its row in that. Raises FieldError.
+
+    Args:
+        starts: the first row of each group, and the end.
+    """
+    found = column_of(columns, field)
+    if found is None or not 0 <= row < starts[-1]:
+        raise FieldError(field, f"the file has no such cell (row {row}): index the shard again")
+    group = int(np.searchsorted(starts, row, side="right")) - 1
+    return *found, group, row - int(starts[group])
+
+
 def text_bytes(scalar: pa.Scalar) -> memoryview:
     """A string as it is stored: perhaps not UTF-8, which only the sample it belongs to should fail for."""
     return memoryview(_plain_scalar(scalar).as_buffer())
@@ -151,6 +195,12 @@ def plan_columns(schema: pa.Schema) -> tuple[list[Column], list[str], str | None
         else:
             used.append(column)
     return used, ignored, key
+
+
+def short(error: BaseException) -> str:
+    """What an error says, on one line."""
+    text = " ".join(str(error).split())
+    return text[:300] if text else type(error).__name__
 
 
 def column_of(columns: Sequence[Column], field: str) -> tuple[Column, int] | None:

@@ -19,7 +19,8 @@ import pyarrow as pa
 
 from orchdata.loaders.limited_process import die_with_parent, lower_limit
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.shards.parquet.file import ParquetReader, Refused, short
+from orchdata.loaders.shards.parquet.cells import short
+from orchdata.loaders.shards.parquet.file import ParquetReader, Refused
 from orchdata.loaders.shards.parquet.framing import Ended, receive, send, send_bytes
 from orchdata.loaders.shards.parquet.scan import scan
 from orchdata.loaders.storage.content_digest import BLOCK_BYTES

@@ -251,9 +251,3 @@ class _Stream:
     def close(self) -> None:
         """The storage is its owner's to close."""
         self.closed = True
-
-
-def short(error: BaseException) -> str:
-    """What an error says, on one line."""
-    text = " ".join(str(error).split())
-    return text[:300] if text else type(error).__name__

@@ -18,8 +18,8 @@ from orchdata.loaders.modalities.modality import Header
 from orchdata.loaders.modalities.probing import read_header
 from orchdata.loaders.shards.facts_table import NO_HEADER, FactsTable
 from orchdata.loaders.shards.fields import PARQUET
-from orchdata.loaders.shards.parquet.cells import Column, PathOnly, is_text, text_bytes
-from orchdata.loaders.shards.parquet.file import Refused, short
+from orchdata.loaders.shards.parquet.cells import Column, PathOnly, is_text, short, text_bytes
+from orchdata.loaders.shards.parquet.file import Refused
 
 _OF_A_CELL = (pa.ArrowException, ValueError, TypeError, LookupError, RecursionError)
 

@@ -14,12 +14,12 @@ from collections.abc import Sequence
 import numpy as np
 import pyarrow as pa
 
-from orchdata.loaders.errors import NOT_DATA, FieldError, ShardError
+from orchdata.loaders.errors import NOT_DATA, ShardError
 from orchdata.loaders.limits import Limits, limits_fingerprint
 from orchdata.loaders.shards.facts_table import Facts, FactsMeta, shard_failure
-from orchdata.loaders.shards.parquet.cells import PathOnly, column_of
+from orchdata.loaders.shards.parquet.cells import place_of, read_cell, short
 from orchdata.loaders.shards.parquet.children import measure
-from orchdata.loaders.shards.parquet.file import ParquetReader, short
+from orchdata.loaders.shards.parquet.file import ParquetReader
 from orchdata.loaders.storage.content_digest import ContentDigest
 from orchdata.loaders.storage.storage import Storage
 
@@ -129,18 +129,7 @@ class ParquetShard:
         """The cell `field` of row `offset`; lists by item ("images.0"). Raises FieldError; ShardError for the file."""
         if self._closed:
             raise ValueError(f"{self.url}: read after close")
-        try:
-            data = self._cell(offset, field)
-        except (*NOT_DATA, ShardError, FieldError):
-            raise
-        except PathOnly as error:
-            raise FieldError(field, str(error)) from error
-        except Exception as error:
-            raise FieldError(field, f"cannot be read: {short(error)}") from error
-        if data is None or len(data) != size:
-            held = "nothing" if data is None else f"{len(data)} bytes"
-            raise FieldError(field, f"row {offset} holds {held}, {size} bytes were indexed: index the shard again")
-        return data
+        return read_cell(self._cell, offset, size, field)
 
     def read_many(self, members: Sequence[tuple[int, int, int, str]]) -> list[bytes | memoryview]:
         """Cells (row, size, encoding, field) of one sample. Raises as `read` does."""
@@ -155,18 +144,8 @@ class ParquetShard:
 
     def _cell(self, row: int, field: str) -> bytes | None:
         reader = self._open()
-        found = column_of(reader.columns, field)
-        starts = reader.starts
-        if found is None or not 0 <= row < starts[-1]:
-            raise FieldError(field, f"the file has no such cell (row {row}): index the shard again")
-        column, item = found
-        group = int(np.searchsorted(starts, row, side="right")) - 1
-        scalar = self._decoded(reader, group, column.name)[row - int(starts[group])]
-        if column.listed:
-            if not scalar.is_valid or item >= len(scalar.values):
-                return None
-            scalar = scalar.values[item]
-        return column.cell(scalar)
+        column, item, group, place = place_of(reader.columns, reader.starts, row, field)
+        return column.item(self._decoded(reader, group, column.name)[place], item)
 
     def _decoded(self, reader: ParquetReader, group: int, name: str) -> DecodedColumn:
         key = (self._number, group, name)
