@@ -9,52 +9,49 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 _SOON_SECONDS = 0.02
 
 
-@contextmanager
-def interrupts_held() -> Iterator[None]:
+def interrupts_held() -> AbstractContextManager[None]:
     """Ctrl-C in the block counts behind it: for what must not be interrupted, and takes a moment."""
-    came, previous = _held()
-    try:
-        yield
-    finally:
-        if previous is not None:
-            signal.signal(signal.SIGINT, previous)
-            if came:
-                previous(*came[0])
+    return _then(lambda previous, came: previous(*came))
+
+
+def interrupts_later() -> AbstractContextManager[None]:
+    """The same in a finalizer, out of which nothing can be raised: it counts as soon as that is over."""
+    return _then(_again_soon)
+
+
+def _again_soon(*_: object) -> None:
+    """A signal, as Ctrl-C is: what the main thread waits for by then ends."""
+    later = threading.Timer(_SOON_SECONDS, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+    later.daemon = True
+    later.start()
 
 
 @contextmanager
-def interrupts_later() -> Iterator[None]:
-    """The same in a finalizer, out of which nothing can be raised: it counts as soon as that is over."""
-    came, previous = _held()
-    try:
-        yield
-    finally:
-        if previous is not None:
-            signal.signal(signal.SIGINT, previous)
-            if came:
-                # A signal, as Ctrl-C is: what the main thread waits for by then ends.
-                main = threading.main_thread().ident
-                later = threading.Timer(_SOON_SECONDS, signal.pthread_kill, (main, signal.SIGINT))
-                later.daemon = True
-                later.start()
+def _then(heard: Callable[[Callable[..., Any], tuple[Any, ...]], None]) -> Iterator[None]:
+    """Behind the block, where Ctrl-C came in it: `heard(what would have been called, with what)`.
 
-
-def _held() -> tuple[list[tuple[Any, ...]], Callable[..., Any] | None]:
-    """What comes from now on, and what would have been called; None where it cannot be held."""
+    Nothing is held where nobody of Python's own would hear of it: in another thread, where it is ignored or left to
+    the system, and in a subinterpreter.
+    """
     came: list[tuple[Any, ...]] = []
-    if threading.current_thread() is not threading.main_thread():
-        return came, None
     previous = signal.getsignal(signal.SIGINT)
-    if not callable(previous):  # ignored, left to the system, or of no Python
-        return came, None
+    if threading.current_thread() is not threading.main_thread() or not callable(previous):
+        yield
+        return
     try:
         signal.signal(signal.SIGINT, lambda *arguments: came.append(arguments))
-    except ValueError:  # a subinterpreter
-        return came, None
-    return came, previous
+    except ValueError:
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+        if came:
+            heard(previous, came[0])
