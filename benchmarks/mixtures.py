@@ -6,7 +6,6 @@ made-up indexes --DataLoader(od.Mixture)--> first step (seconds) --steps in turn
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import numpy as np
 import orchdata as od
 from benchmarks.command import run_command
 from orchdata.bench.harness import Result, work_folder
-from orchdata.loaders.index.index import Index
+from orchdata.bench.indexed_shards import IndexedShards
 from orchdata.order.steps import StepTask
 from orchdata.planning.make_plan import make_plan
 from orchdata.synth.made_up_index import synthetic_index
@@ -46,23 +45,6 @@ class MixtureBench:
     folder: str | None = None
 
 
-class MadeUp(od.ShardDataset):
-    """Shards of which only the index exists."""
-
-    def __init__(self, path: Path) -> None:
-        self.urls, self.recipe = (str(path),), od.Recipe()
-
-    def index(
-        self,
-        *,
-        num_ranks: int = 1,
-        rank: int | None = None,
-        rebuild: bool = False,
-        progress: Callable[[int, int], None] | None = None,
-    ) -> Index:
-        return Index(self.urls[0])
-
-
 def run(config: MixtureBench) -> list[Result]:
     shares = np.array([0.5**number for number in range(config.sources)])
     rows = np.maximum(1, shares / shares.sum() * config.samples).astype(int).tolist()
@@ -80,7 +62,7 @@ def _measure(paths: list[Path], stop: str, config: MixtureBench) -> list[Result]
         began = time.perf_counter()
         weights = np.random.default_rng(config.seed).uniform(0.2, 1, len(paths)).tolist()
         sources = {
-            f"s{number}": od.Source(MadeUp(path), weight=weight)
+            f"s{number}": od.Source(IndexedShards(path), weight=weight)
             for number, (path, weight) in enumerate(zip(paths, weights, strict=True))
         }
         mixture = od.Mixture(sources, **options)  # type: ignore[arg-type]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from orchdata.bench.harness import anonymous_bytes
@@ -18,32 +17,14 @@ def main(path: Path, num_ranks: int, batch_size: int) -> dict[str, float]:
     state and plan the step it points at, at the start of an epoch and after nine tenths of it: the least of some.
     """
     from orchdata.bench.distributions import OMNI_COST
+    from orchdata.bench.indexed_shards import IndexedShards
     from orchdata.dataloader import DataLoader
-    from orchdata.dataset.shard_dataset import ShardDataset
-    from orchdata.loaders.index.index import Index
-    from orchdata.loaders.recipe import Recipe
     from orchdata.order.steps import StepTask
     from orchdata.planning.make_plan import make_plan
 
-    class IndexedShards(ShardDataset):
-        """Shards of which only the index exists."""
-
-        def __init__(self) -> None:
-            self.urls, self.recipe = (), Recipe()
-
-        def index(
-            self,
-            *,
-            num_ranks: int = 1,
-            rank: int | None = None,
-            rebuild: bool = False,
-            progress: Callable[[int, int], None] | None = None,
-        ) -> Index:
-            return Index(path)
-
     started, cpu_started, before = time.perf_counter(), time.process_time(), anonymous_bytes()
     loader = DataLoader(
-        IndexedShards(), batch_size=batch_size, shuffle=True, drop_last=True, cost=OMNI_COST, dp=(0, num_ranks)
+        IndexedShards(path), batch_size=batch_size, shuffle=True, drop_last=True, cost=OMNI_COST, dp=(0, num_ranks)
     )
     spec = loader._prepared.spec.plan
     make_plan(spec, StepTask(0, 0))
