@@ -16,6 +16,7 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -104,6 +105,7 @@ class Found:
     killed_workers: int = 0
     lost_interrupts: int = 0
     slowest_end: float = 0.0
+    socket_folders: int = 0
     slopes: list[float] = field(default_factory=list)
 
 
@@ -124,6 +126,7 @@ class Soak:
         self._expected: dict[tuple[int, int], str] = {}
         self._state: dict[str, Any] | None = None
         self._place = (0, 0)
+        self._hit_at: dict[str, int] = {}
         self.found = Found()
 
     def launch(self) -> None:
@@ -166,7 +169,7 @@ class Soak:
             for process, job in zip(processes, jobs, strict=True):
                 while process.is_alive():
                     time.sleep(0.05)
-                    self._kill_a_worker(process.pid)
+                    self._kill_a_worker(process.pid, job)
                 if process.exitcode:
                     self._complain(f"exit status {process.exitcode}", job)
             return
@@ -177,8 +180,8 @@ class Soak:
         ends = time.monotonic() + after
         while time.monotonic() < ends:
             time.sleep(0.05)
-            for process in processes:
-                self._kill_a_worker(process.pid)
+            for process, job in zip(processes, jobs, strict=True):
+                self._kill_a_worker(process.pid, job)
         for process, job in zip(processes, jobs, strict=True):
             if not process.is_alive():
                 self._complain(f"ended by itself with {process.exitcode}", job)
@@ -201,14 +204,21 @@ class Soak:
                 self._complain(f"has not ended 60 s after {ending}", job)
         self.found.slowest_end = max(self.found.slowest_end, time.monotonic() - started)
 
-    def _kill_a_worker(self, process: int) -> None:
-        """Now and then, one of the processes that a rank has started."""
-        if max(self._workers) and self._random.random() < 0.05:
-            children = [each for each in descendants(process) if "resource_tracker" not in command_of(each)]
-            if children:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(self._random.choice(children), signal.SIGKILL)
-                    self.found.killed_workers += 1
+    def _kill_a_worker(self, process: int, job: dict[str, Any]) -> None:
+        """Now and then, one of the processes that a rank has started; not again before that rank has delivered a step:
+        on a busy machine none would ever have started.
+        """
+        if not max(self._workers) or self._random.random() >= 0.05:
+            return
+        delivered = Path(job["log"]).stat().st_size if Path(job["log"]).exists() else 0
+        if self._hit_at.get(job["log"]) == delivered:
+            return
+        children = [each for each in descendants(process) if "resource_tracker" not in command_of(each)]
+        if children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._random.choice(children), signal.SIGKILL)
+                self.found.killed_workers += 1
+                self._hit_at[job["log"]] = delivered
 
     def _complain(self, what: str, job: dict[str, Any]) -> None:
         errors = Path(f"{job['log']}.errors").read_text().strip()[-1500:]
@@ -258,6 +268,9 @@ class Soak:
         left = [f"process {process}: {command_of(process)}" for process in alive]
         left += [f"shared memory {name}" for name in os.listdir("/dev/shm") if "orchdata" in name]
         left += [f"lock of process {process}" for process in lock_holders() if process in alive]
+        for folder in (self._folder / "temporary").glob("pymp-*"):  # sockets of fork servers
+            shutil.rmtree(folder)
+            self.found.socket_folders += 1
         left += [f"temporary file {path}" for path in (self._folder / "temporary").rglob("*")]
         left += [f"file {path}" for path in (self._folder / "cache").rglob("*") if path.suffix in (".tmp", ".part")]
         self.found.left += [f"launch {number}: {each}" for each in left]
@@ -318,6 +331,7 @@ def report(found: Found, seconds: float) -> str:
         f"memory slope: median {slopes[len(slopes) // 2]:+.2f} MB a 1,000 steps over {len(slopes)} long runs"
         if slopes
         else "memory slope: no launch was long enough",
+        f"{found.socket_folders} temporary folders of multiprocessing left by what was killed",
         f"{len(found.left)} left behind; {len(found.wrong)} wrong",
     ]
     return "\n".join([*lines, *found.left[:20], *found.wrong[:20]])

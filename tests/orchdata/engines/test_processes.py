@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import json
 import multiprocessing
@@ -204,6 +205,7 @@ def test_a_killed_worker_is_told_with_the_step_that_was_built_again() -> None:
 
 
 def ends(number: int) -> None:
+    faulthandler.disable()  # pytest's would write all stacks
     os.abort()
 
 
