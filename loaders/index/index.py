@@ -62,6 +62,8 @@ class Index:
         loss_tokens: labels other than -100, int32 (n,).
         piece: which piece of its sample a row is, from 0; 0 where the sample is not split, int32 (n,).
         cut_tokens: LLM tokens that its sample lost by being truncated, int32 (n,).
+        text_start: of a piece, where its text begins, as `overflow.packed` tells it; below 0 where it cannot be
+            tokenized without the rest of its sample. 0 where the sample is not split, int32 (n,).
         part_offsets: the parts of row i are [part_offsets[i], part_offsets[i + 1]), int64 (n + 1,).
         modalities: names by their codes here, text first.
         part_modality: uint8 (p,), a code; text has no parts.
@@ -112,6 +114,7 @@ class Index:
         self.loss_tokens = columns.loss_tokens
         self.piece = columns.piece
         self.cut_tokens = columns.cut_tokens
+        self.text_start = columns.text_start
         self.part_offsets = columns.part_offsets
         self.part_modality = columns.part_modality
         self.part_member = columns.part_member

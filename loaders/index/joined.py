@@ -48,7 +48,7 @@ class JoinedIndex(Index):
             [[0], *(index.shard_rows[1:] + first for index, first in zip(indexes, self.first_rows, strict=False))]
         ).astype(np.int64)
         self.shard = _Column(self.first_rows, [index.shard for index in indexes], self._first_shards)  # type: ignore[assignment]
-        for name in ("llm_tokens", "loss_tokens", "piece", "cut_tokens"):
+        for name in ("llm_tokens", "loss_tokens", "piece", "cut_tokens", "text_start"):
             setattr(self, name, _Column(self.first_rows, [getattr(index, name) for index in indexes]))
         for name in ("part_modality", "part_positions", "part_tokens"):
             setattr(self, name, _Column(self._first_parts, [getattr(index, name) for index in indexes]))

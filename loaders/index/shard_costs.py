@@ -337,7 +337,7 @@ class _Rows:
         self.field_numbers: dict[str, int] = {}
         self.ignored: Counter[str] = Counter()
         # Flat arrays of int64: tuples by the million would keep the garbage collector busy.
-        self._rows = array("q")  # llm_tokens, loss_tokens, piece, cut_tokens, parts, members of each
+        self._rows = array("q")  # llm_tokens, loss_tokens, text_start, piece, cut_tokens, parts, members of each
         self._keys: list[str] = []
         self._errors: list[FieldError | None] = []
         self._parts = array("q")  # as PARTS
@@ -363,8 +363,8 @@ class _Rows:
             for index, member in enumerate(members):
                 if index not in used:
                     self.ignored[member.field] += 1
-        for piece, (llm_tokens, loss_tokens) in enumerate(measured.pieces):
-            self._rows.extend((llm_tokens, loss_tokens, piece, measured.cut_tokens, len(measured.parts), len(used)))
+        for piece, counts in enumerate(measured.pieces):
+            self._rows.extend((*counts, piece, measured.cut_tokens, len(measured.parts), len(used)))
             self._keys.append(sample.key)
             self._errors.append(None)
 
@@ -372,19 +372,21 @@ class _Rows:
         for member in sample.members:
             if member.kind == OTHER and member.error is None:
                 self.ignored[member.field] += 1
-        self._rows.extend((0, 0, 0, 0, 0, 0))
+        self._rows.extend((0, 0, 0, 0, 0, 0, 0))
         self._keys.append(sample.key)
         self._errors.append(error)
 
     def columns(self) -> Columns:
         """All rows as columns."""
-        llm_tokens, loss_tokens, piece, cut_tokens, num_parts, num_members = _rows_of(self._rows, 6, np.int32)
+        rows = _rows_of(self._rows, 7, np.int32)
+        llm_tokens, loss_tokens, text_start, piece, cut_tokens, num_parts, num_members = rows
         arrays: dict[str, Any] = {
             "shard": np.zeros(llm_tokens.size, np.int32),
             "llm_tokens": llm_tokens,
             "loss_tokens": loss_tokens,
             "piece": piece,
             "cut_tokens": cut_tokens,
+            "text_start": text_start,
             "part_offsets": offsets_of(num_parts),
             "member_offsets": offsets_of(num_members),
         }

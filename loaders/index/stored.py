@@ -1,7 +1,8 @@
 """A sample where it is stored: one row of the index, with its bytes in reach.
 
-The text of a sample that is split is tokenized as a whole for whichever of its pieces; it is kept with the open shards
-while there is room, so that pieces that follow soon need it neither read nor tokenized again.
+A piece of a sample that is split is tokenized alone where the index says that it can be. Else the whole text is, and it
+is kept with the open shards while there is room, so that pieces that follow soon need it neither read nor tokenized
+again.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ import numpy as np
 from orchdata.loaders.errors import FieldError
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.samples.compose import compose, text_members
+from orchdata.loaders.samples.compose import compose, compose_piece, text_members
 from orchdata.loaders.samples.decode import decode_sample
 from orchdata.loaders.samples.members import uses_of
-from orchdata.loaders.samples.overflow import divided, num_tokens
+from orchdata.loaders.samples.overflow import divided, num_tokens, unpacked
 from orchdata.loaders.samples.sample import Part, Sample, TextPart
-from orchdata.loaders.samples.spans import SizeOf, Span, TextSpan
+from orchdata.loaders.samples.spans import SizeOf, Span, TextSpan, Window
 from orchdata.loaders.shards.open import OpenShards
 from orchdata.loaders.text.preprocessor import WHY_COUNTS_DIFFER
 
@@ -47,7 +48,18 @@ class StoredSample:
         self._index = index
         self._shards = shards
         self._name = (index.fingerprint, index.build_id, self._rows.start)
-        self._kept: list[list[Span]] | None = None if self._is_undivided else shards.texts.get(self._name)
+        self._window = None if self._is_undivided else self._find_window()
+        looks_around = not self._is_undivided and self._window is None
+        self._kept: list[list[Span]] | None = shards.texts.get(self._name) if looks_around else None
+
+    def _find_window(self) -> Window | None:
+        """Where the piece's text lies; None where it cannot be tokenized alone."""
+        begins = self._index.text_start
+        if begins[self.row] < 0:
+            return None
+        start, skipped = unpacked(int(begins[self.row]))
+        stop = None if self.row + 1 == self._rows.stop else unpacked(int(begins[self.row + 1]))[0]
+        return Window(start, stop, skipped, int(self._index.llm_tokens[self.row]))
 
     @property
     def _is_undivided(self) -> bool:
@@ -100,6 +112,8 @@ class StoredSample:
         if self._is_undivided:
             spans = compose(self.members, payloads, recipe, size_of)
             return spans if len(self._rows) > 1 else divided(spans, recipe)[0]
+        if self._window is not None:
+            return compose_piece(self.members, payloads, recipe, size_of, self._window)
         pieces = self._kept
         if pieces is None:
             pieces = self._shards.texts.made(self._name, partial(self._pieces, recipe, payloads, size_of))

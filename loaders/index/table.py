@@ -52,6 +52,7 @@ LAYOUT: Final[dict[str, tuple[Any, str, int]]] = {
     "loss_tokens": (np.int32, "rows", 0),
     "piece": (np.int32, "rows", 0),
     "cut_tokens": (np.int32, "rows", 0),
+    "text_start": (np.int32, "rows", 0),
     "part_offsets": (np.int64, "rows", 1),
     **{f"part_{name}": (dtype, "parts", 0) for name, dtype in PARTS.items()},
     "member_offsets": (np.int64, "rows", 1),
@@ -117,6 +118,7 @@ class Columns:
     loss_tokens: NDArray[np.int32]
     piece: NDArray[np.int32]
     cut_tokens: NDArray[np.int32]
+    text_start: NDArray[np.int32]
     part_offsets: NDArray[np.int64]
     part_modality: NDArray[np.uint8]
     part_member: NDArray[np.int32]

@@ -12,9 +12,10 @@ from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.builtin import BUILTINS
 from orchdata.loaders.modalities.modality import Header, Modality, PartSize, counts_from_header
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.samples.compose import MediaSlot, compose_with_source, text_members
+from orchdata.loaders.samples.compose import MediaSlot, Span, text_members, written
 from orchdata.loaders.samples.members import Member, uses_of
-from orchdata.loaders.samples.overflow import divided, num_tokens
+from orchdata.loaders.samples.overflow import divided, is_same, num_tokens, packed, windows
+from orchdata.loaders.samples.spans import SpanWriter, WholeWriter
 
 _INT32_MAX: Final = 2**31 - 1
 _OURS: Final = frozenset(BUILTINS.values())
@@ -22,10 +23,18 @@ _OURS: Final = frozenset(BUILTINS.values())
 
 
 class Counts(NamedTuple):
-    """LLM tokens of a row, those of media included, and how many of them carry loss."""
+    """Of a row.
+
+    Attributes:
+        llm_tokens: its length, tokens of media included.
+        loss_tokens: how many of them carry loss.
+        text_start: of a piece, where its text begins, as `overflow.packed` tells it; below 0 where it cannot be
+            tokenized without the rest of its sample. 0 where the sample is not split.
+    """
 
     llm_tokens: int
     loss_tokens: int
+    text_start: int = 0
 
 
 class MeasuredPart(NamedTuple):
@@ -95,7 +104,8 @@ def measure(members: Sequence[Member], payloads: Mapping[int, bytes | memoryview
         parts.append(MeasuredPart(modality, member, size))
         return size
 
-    spans, text_used = compose_with_source(members, payloads, recipe, size_of)
+    writer, text_used = written(members, payloads, recipe, size_of)
+    spans = writer.close()
     if len(parts) > recipe.limits.sample_parts:
         raise _above("parts of media", len(parts), "sample_parts", recipe.limits)
     pieces = divided(spans, recipe)
@@ -114,9 +124,21 @@ def measure(members: Sequence[Member], payloads: Mapping[int, bytes | memoryview
                 llm_tokens += len(span.token_ids)
                 loss_tokens += span.num_loss_tokens
         counts.append(Counts(llm_tokens, loss_tokens))
+    if len(pieces) > 1:
+        counts = [each._replace(text_start=at) for each, at in zip(counts, _text_starts(writer, pieces), strict=True)]
     measured = Measured(counts, parts, sorted(used), cut_tokens)
     _check_sample(measured, members, recipe)
     return measured
+
+
+def _text_starts(writer: SpanWriter, pieces: Sequence[Sequence[Span]]) -> list[int]:
+    """`Counts.text_start` of pieces: each is tokenized alone once, to see whether the same comes of it."""
+    found = windows(pieces) if isinstance(writer, WholeWriter) else []
+    if not isinstance(writer, WholeWriter) or not found or packed(found[-1], alone=True) > _INT32_MAX:
+        return [-1] * len(pieces)
+    return [
+        packed(window, alone=is_same(writer.window(window), piece)) for window, piece in zip(found, pieces, strict=True)
+    ]
 
 
 def measure_part(name: str, member: Member, payload: bytes | memoryview | None, recipe: Recipe) -> PartSize:

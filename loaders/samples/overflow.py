@@ -8,10 +8,17 @@ Counting and decoding both go through here, so that a row's tokens are those tha
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
+from typing import Final
+
+import numpy as np
 
 from orchdata.loaders.errors import FieldError
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.samples.spans import MediaSlot, Span, TextSpan
+from orchdata.loaders.samples.spans import MediaSlot, Span, TextSpan, Window
+
+_MOST_SHARED: Final = 16
+"""A piece that begins inside a character of as many tokens is not tokenized alone."""
 
 
 def divided(spans: list[Span], recipe: Recipe) -> list[list[Span]]:
@@ -43,6 +50,46 @@ def divided(spans: list[Span], recipe: Recipe) -> list[list[Span]]:
     return _pieces(spans, limit)
 
 
+def windows(pieces: Sequence[Sequence[Span]]) -> list[Window]:
+    """Where the text of each piece lies; nothing where the tokens do not tell it."""
+    begins = [(0, 0)]
+    for before, piece in pairwise(pieces):
+        first, last = piece[0], before[-1]
+        if not isinstance(first, TextSpan) or first.starts is None:
+            return []
+        start = int(first.starts[0])
+        shared = last.starts if isinstance(last, TextSpan) and last.starts is not None else np.zeros(0, np.int64)
+        begins.append((start, int(np.count_nonzero(shared == start))))
+    stops = [*(start for start, _ in begins[1:]), None]
+    return [
+        Window(start, stop, skipped, num_tokens(piece))
+        for (start, skipped), stop, piece in zip(begins, stops, pieces, strict=True)
+    ]
+
+
+def packed(window: Window, *, alone: bool) -> int:
+    """Where a window begins as one number, below 0 where its piece cannot be tokenized alone; `unpacked` reads it."""
+    begin = window.start * _MOST_SHARED + window.skipped
+    return begin if alone and window.skipped < _MOST_SHARED else -1 - begin
+
+
+def unpacked(number: int) -> tuple[int, int]:
+    """`Window.start` and `Window.skipped`."""
+    return divmod(number if number >= 0 else -1 - number, _MOST_SHARED)
+
+
+def is_same(one: Sequence[Span], other: Sequence[Span]) -> bool:
+    """Whether two pieces of text have the same ids and loss."""
+    mine, theirs = ([span for span in spans if isinstance(span, TextSpan)] for spans in (one, other))
+    return all(
+        np.array_equal(np.concatenate(left), np.concatenate(right))
+        for left, right in (
+            ([span.token_ids for span in mine], [span.token_ids for span in theirs]),
+            ([span.loss_mask() for span in mine], [span.loss_mask() for span in theirs]),
+        )
+    )
+
+
 def num_tokens(spans: Sequence[Span]) -> int:
     """Length of the sequence that spans are."""
     return sum([span.tokens if isinstance(span, MediaSlot) else len(span.token_ids) for span in spans])
@@ -61,7 +108,8 @@ def _pieces(spans: Sequence[Span], limit: int) -> list[list[Span]]:
                 pieces.append([])
                 room = limit
             stop = min(start + room, len(ids))
-            pieces[-1].append(TextSpan(ids[start:stop], span.loss, leads=not pieces[-1]))
+            starts = None if span.starts is None else span.starts[start:stop]
+            pieces[-1].append(TextSpan(ids[start:stop], span.loss, not pieces[-1], starts))
             room -= stop - start
             start = stop
     return pieces
@@ -82,7 +130,8 @@ def _truncated(spans: Sequence[Span], limit: int, above: str, recipe: Recipe) ->
                 )
             kept.append(span)
         elif at < limit:
-            kept.append(span._replace(token_ids=span.token_ids[: limit - at]))
+            starts = None if span.starts is None else span.starts[: limit - at]
+            kept.append(span._replace(token_ids=span.token_ids[: limit - at], starts=starts))
             at += len(span.token_ids)
         else:
             at += len(span.token_ids)

@@ -158,6 +158,7 @@ def _empty(samples: int, parts: int, members: int) -> Columns:
         loss_tokens=np.zeros(samples, small),
         piece=np.zeros(samples, small),
         cut_tokens=np.zeros(samples, small),
+        text_start=np.zeros(samples, small),
         part_offsets=offsets,
         part_modality=np.zeros(parts, np.uint8),
         part_member=np.zeros(parts, small),

@@ -18,6 +18,8 @@ from shard_factory import RECIPE, chat, jpeg, write_shard
 import orchdata as od
 from orchdata.loaders.errors import DataError
 from orchdata.loaders.index.joined import JoinedIndex
+from orchdata.loaders.samples.overflow import unpacked
+from orchdata.loaders.text.fast_tokenizer import FastTokenizer
 from orchdata.profile.profile import profile
 from orchdata.verifying.verify import verify
 
@@ -178,10 +180,12 @@ def test_microbatches_of_one_length_are_filled_with_pieces(tmp_path: Path) -> No
         od.DataLoader(whole, global_batch_size=6, collate_fn=od.Packed(length=64), dp=(0, 1))
 
 
-def test_sources_of_a_mixture_split_each_by_their_own(tmp_path: Path) -> None:
-    one = od.ShardDataset(written("jsonl", tmp_path), text_recipe())
-    other = od.ShardDataset(written("tar", tmp_path), text_recipe(max_tokens=25))
-    third = od.ShardDataset(written("parquet", tmp_path), text_recipe(max_tokens=None, overflow="error"))
+@pytest.mark.parametrize("tokenizer", ["bytes", "at once"])
+def test_sources_of_a_mixture_split_each_by_their_own(tokenizer: str, tmp_path: Path) -> None:
+    options = TOKENIZERS[tokenizer]()
+    one = od.ShardDataset(written("jsonl", tmp_path), text_recipe(**options))
+    other = od.ShardDataset(written("tar", tmp_path), text_recipe(max_tokens=25, **options))
+    third = od.ShardDataset(written("parquet", tmp_path), text_recipe(max_tokens=None, overflow="error", **options))
     mixed = od.Mixture({"one": od.Source(one), "other": od.Source(other), "third": od.Source(third)}, stop="all")
     for ranks in (1, 2):
         seen: list[dict[Name, Row]] = [{}, {}, {}]  # a source may come in several passes
@@ -356,6 +360,77 @@ def test_pieces_that_follow_each_other_are_tokenized_once(tmp_path: Path) -> Non
     loader = od.DataLoader(dataset, batch_size=3, shuffle=True, dp=(0, 1), num_threads=4)
     assert len(rows_of(loader)) == 20
     assert letters.told["calls"] == 2
+
+
+def long_texts() -> dict[str, dict[str, Any]]:
+    """A text and a chat of some thousand words each."""
+    pool = [
+        *"What is in the picture ? A cat is on the mat , 12".split(),
+        "d\u00e9j\u00e0",
+        "vu\n",
+        "\U0001f600\U0001f600",
+    ]
+    drawn = [pool[number] for number in np.random.default_rng(5).integers(0, len(pool), 6000)]
+    turns = [
+        {"role": ("user", "assistant")[place % 2], "content": " ".join(drawn[150 * place : 150 * place + 150])}
+        for place in range(40)
+    ]
+    return {"text": {"text": " ".join(drawn)}, "chat": {"messages": turns}}
+
+
+def llama() -> Any:
+    pytest.importorskip("tokenizers")
+    from chat_templates import like_llama2
+
+    return like_llama2()
+
+
+LONG = TOKENIZERS | {"at once, marks for blanks": lambda: {"tokenizer": llama(), "bos_token_id": 1}}
+
+
+@pytest.mark.parametrize("tokenizer", [name for name in LONG if name.startswith("at once")])
+def test_a_piece_is_tokenized_without_the_rest_of_its_text(
+    tokenizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = LONG[tokenizer]()
+    dataset = od.ShardDataset(jsonl(tmp_path, long_texts()), text_recipe(**{"max_tokens": 300, **options}))
+    whole = undivided(dataset)
+    index = dataset.index()
+    assert index.num_samples == 2
+    assert index.num_rows > 20
+    assert (index.text_start >= 0).all()
+    assert any(unpacked(number)[1] for number in index.text_start.tolist()), "pieces begin inside of characters too"
+    lengths: list[int] = []
+    encode = FastTokenizer.encode
+
+    def counted(self: FastTokenizer, text: str, **options: Any) -> Any:
+        lengths.append(len(text))
+        return encode(self, text, **options)
+
+    monkeypatch.setattr(FastTokenizer, "encode", counted)
+    check_pieces(rows_of(batches_of(loaders(dataset, 2, global_batch_size=5))), whole, 300)
+    assert len(lengths) == index.num_rows
+    text = len(long_texts()["text"]["text"])
+    assert max(lengths) < text / 5
+    lengths.clear()
+    assert sum(len(part.token_ids) for part in dataset[0].parts) == len(whole[dataset.urls[0], "text"][0])
+    assert max(lengths) == text
+
+
+def test_a_piece_that_depends_on_text_far_away_is_tokenized_with_it(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    looking = tokenizers.Tokenizer.from_str(fast().to_str())
+    # Where a text ends in Z, every "ma" stands alone, so that "mat" is no word of it.
+    ahead = tokenizers.pre_tokenizers.Split(tokenizers.Regex("ma(?=[^Z]*Z$)"), "isolated")
+    looking.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([ahead, looking.pre_tokenizer])
+    text = " the mat is on the mat ," * 300
+    records = {"far": {"text": text + "Z"}, "near": {"text": text}}
+    dataset = od.ShardDataset(jsonl(tmp_path, records), text_recipe(max_tokens=500, tokenizer=looking))
+    index = dataset.index()
+    alone = {key: (index.text_start[index.find_all(None, key)] >= 0).tolist() for key in records}
+    assert all(alone["near"])
+    assert alone["far"] == [False] * (len(alone["far"]) - 1) + [True], "the last sees the end"
+    check_pieces(rows_of(batches_of(loaders(dataset, 2, global_batch_size=5))), undivided(dataset), 500)
 
 
 def test_verify_looks_at_a_sample_once(tmp_path: Path) -> None:
