@@ -305,7 +305,7 @@ class DataLoader(Generic[T_co]):
             say_shared(dataset, self._rank)
         if self._known_steps() == 0:
             warnings.warn(
-                f"no step to make: {self._prepared.num_samples} usable samples of {self._prepared.num_indexed}, "
+                f"no step to make: {self._prepared.num_samples} usable rows of {self._prepared.num_indexed} samples, "
                 f"{', '.join(f'{name}={value}' for name, value in size.items())}, drop_last={drop_last}",
                 stacklevel=2,
             )

@@ -14,8 +14,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from shard_factory import RECIPE, chat, jpeg, write_shard
+from typer.testing import CliRunner
 
 import orchdata as od
+from orchdata.cli import app
 from orchdata.loaders.errors import DataError
 from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.loaders.samples.overflow import unpacked
@@ -385,7 +387,19 @@ def llama() -> Any:
     return like_llama2()
 
 
-LONG = TOKENIZERS | {"at once, marks for blanks": lambda: {"tokenizer": llama(), "bos_token_id": 1}}
+def rendered() -> dict[str, Any]:
+    """A model's own template, which says itself how a chat begins and ends."""
+    pytest.importorskip("tokenizers")
+    from chat_templates import LLAMA3, hf_tokenizer
+
+    tokenizer = hf_tokenizer(LLAMA3, bos="<|begin_of_text|>")
+    return {"tokenizer": tokenizer, "template": od.ChatTemplate.from_jinja(tokenizer)}
+
+
+LONG = TOKENIZERS | {
+    "at once, marks for blanks": lambda: {"tokenizer": llama(), "bos_token_id": 1},
+    "at once, the model's own template": rendered,
+}
 
 
 @pytest.mark.parametrize("tokenizer", [name for name in LONG if name.startswith("at once")])
@@ -486,6 +500,33 @@ def test_what_was_cut_is_counted(tmp_path: Path) -> None:
     assert told.overflow is not None
     assert (told.overflow.split, told.overflow.pieces) == (len(above), pieces)
     assert told.modalities["text"].share == 1.0
+
+
+def test_commands_say_what_was_cut(tmp_path: Path) -> None:
+    path = written("jsonl", tmp_path)
+    recipes = tmp_path / "cut_recipes.py"
+    recipes.write_text(
+        "import orchdata as od\n"
+        f"SPLIT = od.Recipe(text=od.TextPreprocessor(max_tokens={LIMIT}, overflow='split'))\n"
+        f"CUT = od.Recipe(text=od.TextPreprocessor(max_tokens={LIMIT}, overflow='truncate'))\n"
+    )
+    above = [len(text) for text in TEXTS.values() if len(text) > LIMIT]
+    pieces = sum(-(-length // LIMIT) for length in above)
+    lost = sum(length - LIMIT for length in above)
+    expected = {
+        "SPLIT": f"{len(above)} samples split into {pieces} pieces",
+        "CUT": f"{len(above)} samples truncated, {lost} tokens cut away",
+    }
+    runner = CliRunner()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(tmp_path))
+        for name, line in expected.items():
+            indexed = runner.invoke(app, ["index", path, "--recipe", f"cut_recipes:{name}"])
+            assert f"{len(TEXTS)} samples in 1 shards" in indexed.output
+            assert line in indexed.output
+            assert (
+                line in runner.invoke(app, ["profile", path, "--recipe", f"cut_recipes:{name}", "--ranks", "2"]).output
+            )
 
 
 def test_samples_with_media(tmp_path: Path) -> None:
