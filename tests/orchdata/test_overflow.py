@@ -266,17 +266,20 @@ def test_texts_and_chats_are_cut_where_their_tokens_are(tokenizer: str, limit: i
     for place, key in enumerate(records):
         parts = dataset[place].parts
         assert [id for part in parts for id in part.token_ids.tolist()] == whole[dataset.urls[0], key][0]
-    decoded: dict[str, dict[int, list[int]]] = {}
-    for samples in od.DataLoader(dataset, batch_size=2, shuffle=True, dp=(0, 1), collate_fn=list, num_threads=0):
-        for sample in samples:
-            assert not sample.parts[0].loss[0]
-            ids = decoded.setdefault(sample.key, {})[sample.piece] = []
-            for part in sample.parts:
-                ids += part.token_ids.tolist()
-                part.token_ids[:] = 0  # it is the user's own
-    for key, pieces in decoded.items():
-        ids, _ = whole[dataset.urls[0], key]
-        assert [id for piece in sorted(pieces) for id in pieces[piece]] == ids
+    loader = od.DataLoader(dataset, batch_size=2, shuffle=True, dp=(0, 1), collate_fn=list, num_threads=0)
+    for _ in range(2):
+        decoded: dict[str, dict[int, list[int]]] = {}
+        for samples in loader:
+            for sample in samples:
+                assert not sample.parts[0].loss[0]
+                ids = decoded.setdefault(sample.key, {})[sample.piece] = []
+                for part in sample.parts:
+                    ids += part.token_ids.tolist()
+                    if part.token_ids.flags.writeable:
+                        part.token_ids[:] = 0  # it is the user's own, whatever is kept for the next epoch
+        for key, pieces in decoded.items():
+            ids, _ = whole[dataset.urls[0], key]
+            assert [id for piece in sorted(pieces) for id in pieces[piece]] == ids
 
 
 def test_a_data_set_counts_samples_and_its_rows_apart(tmp_path: Path) -> None:
@@ -310,6 +313,26 @@ def test_a_filter_judges_samples_and_keeps_all_their_pieces(tmp_path: Path, monk
             assert len(names) == sum(pieces.values()) == chosen.num_rows
     loss = dataset.index().loss_tokens[dataset.index().find_all(None, "k01")].sum()
     assert len(dataset.filter(f"loss_tokens == {loss} and key == 'k01'")) == 1
+
+
+def test_samples_that_are_left_count_as_samples(tmp_path: Path) -> None:
+    chosen = od.ShardDataset(written("jsonl", tmp_path), text_recipe()).filter("key in ('k01', 'k07')")
+    rows = chosen.num_rows
+    assert rows > len(chosen) == 2
+    with pytest.warns(UserWarning, match=f"no step to make: {rows} usable rows of 2 samples"):
+        od.DataLoader(chosen, global_batch_size=100, drop_last=True, dp=(0, 1))
+
+
+def test_what_damage_hides_is_estimated_in_samples(tmp_path: Path) -> None:
+    sound = written("tar", tmp_path)
+    content = Path(sound).read_bytes()
+    (tmp_path / "cut.tar").write_bytes(content[:4650])  # inside of the fifth text
+    lost = []
+    for recipe in (text_recipe(), text_recipe(max_tokens=None, overflow="error")):
+        index = od.ShardDataset([sound, str(tmp_path / "cut.tar")], recipe).index()
+        lost.append(index.lost_samples().tolist())
+    assert lost[0] == lost[1]
+    assert lost[0][1] > 0
 
 
 def test_both_sides_of_a_split_hold_whole_samples(tmp_path: Path) -> None:
