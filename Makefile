@@ -37,6 +37,7 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.bins --peers
 	$(BIN)/python -m benchmarks.decode
 	$(BIN)/python -m benchmarks.papers
+	$(BIN)/python -m benchmarks.pieces
 	$(BIN)/python -m benchmarks.plans
 	$(BIN)/python -m benchmarks.post_balance
 	$(BIN)/orchdata bench plan

@@ -16,7 +16,8 @@ class Limits:
         member_bytes: one member of a shard, as stored; of a sparse one, as read.
         sample_bytes: all members of one sample together.
         sample_parts: images and clips of one sample, items of one list, turns of one chat.
-        sample_tokens: LLM tokens of one sample, those of images and audio included.
+        sample_tokens: LLM tokens of one sample, those of images and audio included; of what `TextPreprocessor.overflow`
+            leaves of it.
         sample_decoded_bytes: memory that decoding the media of one sample takes: patches, audio features, the decoded
             waves, and the pixels of the largest image.
         shard_rows: members of one tar, rows or fields of one Parquet file.

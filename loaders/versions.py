@@ -3,7 +3,7 @@
 FACTS_FORMAT = 3
 """How facts files are laid out: their head and their table."""
 
-TABLE_FORMAT = 3
+TABLE_FORMAT = 4
 """How tables of costs and the merged index are laid out."""
 
 RULES = 5

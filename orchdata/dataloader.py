@@ -305,7 +305,7 @@ class DataLoader(Generic[T_co]):
             say_shared(dataset, self._rank)
         if self._known_steps() == 0:
             warnings.warn(
-                f"no step to make: {self._prepared.num_samples} usable samples of {self._prepared.num_indexed}, "
+                f"no step to make: {self._prepared.num_samples} usable rows of {self._prepared.num_indexed} samples, "
                 f"{', '.join(f'{name}={value}' for name, value in size.items())}, drop_last={drop_last}",
                 stacklevel=2,
             )
@@ -395,7 +395,8 @@ class DataLoader(Generic[T_co]):
         self, path: str | PathLike[str], *, epochs: Iterable[int] = (0,), steps: range | None = None
     ) -> int:
         """Write who gets which sample in these epochs and steps (default: all of the first), as an Arrow IPC file with
-        a row a sample: epoch, step, source, pass, row, shard, key, rank, microbatch, llm_tokens, loss_tokens.
+        a row a sample, or piece of one: epoch, step, source, pass, row, shard, key, piece, rank, microbatch,
+        llm_tokens, loss_tokens.
 
         For shards. Nothing is read or decoded, and the loader stays where it is. Returns the number of rows.
         """

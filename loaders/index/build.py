@@ -218,7 +218,7 @@ class _Crew:
                 else:
                     table, measured = found
                     done.append((url, table, measured))
-                    tell(_SHARD_WORK + table.size.samples if measured else 1)
+                    tell(_SHARD_WORK + table.size.rows if measured else 1)
         for url, error in troubled:  # others have their turn while these wait
             again = functools.partial(self._again, url, error)
             done.append((url, *self._patience.keep_trying(again, StorageError, StaleIndexError, failed=error)))

@@ -45,20 +45,26 @@ KIND = b"indx"
 class Index:
     """A mapped index; pickles as its path.
 
-    n samples in the order of their shards, p parts, m members; every array is a read-only view of the file. Bad samples
-    have a row too: no tokens, parts or members, but an error.
+    n rows in the order of their shards, p parts, m members; every array is a read-only view of the file. A sample is
+    one row, or, where it is split, as many as it has pieces, one behind the other. Bad samples have a row too: no
+    tokens, parts or members, but an error.
 
     Attributes:
         path: the file.
         fingerprint: identity of the content: recipe, and name, size and header checksum of every shard. Directories
             do not count, so that a state resumes after the data has moved.
         build_id: identity of the tables it was merged from; changes whenever a shard was measured anew.
-        num_samples: n, bad ones included.
+        num_rows: n.
+        num_samples: bad ones included.
         shards: in order; the samples of one are the rows shard_rows[s] to shard_rows[s + 1].
-        shard: shard of each sample, int32 (n,).
+        shard: shard of each row, int32 (n,).
         llm_tokens: merged media tokens plus text, int32 (n,).
         loss_tokens: labels other than -100, int32 (n,).
-        part_offsets: the parts of sample i are [part_offsets[i], part_offsets[i + 1]), int64 (n + 1,).
+        piece: which piece of its sample a row is, from 0; 0 where the sample is not split, int32 (n,).
+        cut_tokens: LLM tokens that its sample lost by being truncated, int32 (n,).
+        text_start: of a piece, where its text begins, as `overflow.packed` tells it; below 0 where it cannot be
+            tokenized without the rest of its sample. 0 where the sample is not split, int32 (n,).
+        part_offsets: the parts of row i are [part_offsets[i], part_offsets[i + 1]), int64 (n + 1,).
         modalities: names by their codes here, text first.
         part_modality: uint8 (p,), a code; text has no parts.
         part_member: which of the sample's members, int32 (p,).
@@ -101,10 +107,14 @@ class Index:
         self.shard_rows: NDArray[np.int64] = np.array(metadata["shard_rows"], np.int64)
 
         self._columns = columns
-        self.num_samples = columns.shard.size
+        self.num_rows = columns.shard.size
+        self.num_samples: int = self.totals["samples"]
         self.shard = columns.shard
         self.llm_tokens = columns.llm_tokens
         self.loss_tokens = columns.loss_tokens
+        self.piece = columns.piece
+        self.cut_tokens = columns.cut_tokens
+        self.text_start = columns.text_start
         self.part_offsets = columns.part_offsets
         self.part_modality = columns.part_modality
         self.part_member = columns.part_member
@@ -161,6 +171,32 @@ class Index:
     def key(self, row: int) -> str:
         self._check_row(row)
         return self._text("key", row)
+
+    def called(self, row: int) -> str:
+        """What messages call a row: its sample, and which piece of it where it is split."""
+        name, of = f"sample {self.key(row)!r}", self.rows_of_sample(row)
+        return name if len(of) == 1 else f"piece {row - of.start} of {len(of)} of {name}"
+
+    @property
+    def is_split(self) -> bool:
+        """Whether any sample is several rows."""
+        return self.num_rows > self.num_samples
+
+    def sample_rows(self) -> NDArray[np.int64]:
+        """The first row of each sample, ascending, int64 (num_samples,)."""
+        return np.flatnonzero(self.piece == 0) if self.is_split else np.arange(self.num_rows)
+
+    def rows_of_sample(self, row: int) -> range:
+        """All rows of the sample that a row is a piece of."""
+        self._check_row(row)
+        if not self.is_split:
+            return range(row, row + 1)
+        start, stop = row - int(self.piece[row]), row + 1
+        while stop < self.num_rows and self.piece[stop]:
+            stop += 1
+        if not 0 <= start <= row or self.piece[start]:
+            raise self.damaged(f"row {row} is said to be piece {row - start} of a sample")
+        return range(start, stop)
 
     def shard_of(self, row: int) -> ShardInfo:
         """The shard that a sample lies in."""
@@ -247,7 +283,7 @@ class Index:
         What a shard does not tell is estimated: from its bytes, at as many a sample as readable shards of its format
         take, or as what a sound shard of the data set has and this one lacks, whichever is more.
         """
-        rows = np.diff(self.shard_rows)
+        rows = np.diff(np.searchsorted(self.sample_rows(), self.shard_rows))
         size, lost_bytes, told = (
             np.array([getattr(shard, name) for shard in self.shards], np.int64)
             for name in ("size", "lost_bytes", "lost_samples")
@@ -290,8 +326,8 @@ class Index:
         return next(iter(self.find_all(shard, key)), None)
 
     def find_all(self, shard: str | None, key: str) -> list[int]:
-        """The rows of a sample, several where its key comes back in its shard. `shard` is a url as in `shards`, or its
-        last component; None: all rows of that key, whatever shards they are in.
+        """The rows of a sample: of all its pieces, and more where its key comes back in its shard. `shard` is a url as
+        in `shards`, or its last component; None: all rows of that key, whatever shards they are in.
 
         Reads the keys of that shard only.
 
@@ -328,8 +364,8 @@ class Index:
         return [int(row) for row in start + rows[same]]
 
     def _check_row(self, row: int) -> None:
-        if not 0 <= row < self.num_samples:
-            raise ValueError(f"row {row} of an index of {self.num_samples} samples")
+        if not 0 <= row < self.num_rows:
+            raise ValueError(f"row {row} of an index of {self.num_rows} rows")
 
     def _text(self, column: str, place: int) -> str:
         try:
@@ -356,8 +392,8 @@ class Index:
 
     def _part_spans(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """First part and number of parts of each of `rows`."""
-        if len(rows) and (rows.min() < 0 or rows.max() >= self.num_samples):
-            raise ValueError(f"rows {rows.min()} to {rows.max()} of an index of {self.num_samples} samples")
+        if len(rows) and (rows.min() < 0 or rows.max() >= self.num_rows):
+            raise ValueError(f"rows {rows.min()} to {rows.max()} of an index of {self.num_rows} rows")
         first, stop = self.part_offsets[rows], self.part_offsets[rows + 1]
         counts = stop - first
         if len(rows) and (first.min() < 0 or counts.min() < 0 or stop.max() > self.part_modality.size):

@@ -39,15 +39,16 @@ class JoinedIndex(Index):
         self.totals = sum_totals([index.totals for index in indexes])
         self.recipe = first.recipe
         self.shards = tuple(shard for index in indexes for shard in index.shards)
-        self.first_rows = _starts([index.num_samples for index in indexes])
-        self.num_samples = int(self.first_rows[-1])
+        self.first_rows = _starts([index.num_rows for index in indexes])
+        self.num_rows = int(self.first_rows[-1])
+        self.num_samples = sum(index.num_samples for index in indexes)
         self._first_parts = _starts([index.part_modality.size for index in indexes])
         self._first_shards = _starts([len(index.shards) for index in indexes])
         self.shard_rows = np.concatenate(
             [[0], *(index.shard_rows[1:] + first for index, first in zip(indexes, self.first_rows, strict=False))]
         ).astype(np.int64)
         self.shard = _Column(self.first_rows, [index.shard for index in indexes], self._first_shards)  # type: ignore[assignment]
-        for name in ("llm_tokens", "loss_tokens"):
+        for name in ("llm_tokens", "loss_tokens", "piece", "cut_tokens", "text_start"):
             setattr(self, name, _Column(self.first_rows, [getattr(index, name) for index in indexes]))
         for name in ("part_modality", "part_positions", "part_tokens"):
             setattr(self, name, _Column(self._first_parts, [getattr(index, name) for index in indexes]))
@@ -77,6 +78,11 @@ class JoinedIndex(Index):
     def key(self, row: int) -> str:
         index, own = self._own(row)
         return index.key(own)
+
+    def sample_rows(self) -> Ints:
+        return np.concatenate(
+            [index.sample_rows() + first for index, first in zip(self.indexes, self.first_rows, strict=False)]
+        )
 
     def part_range(self, row: int) -> range:
         number, own = self._own_number(row)

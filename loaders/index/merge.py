@@ -62,7 +62,7 @@ def merge_tables(path: Path, sources: Sequence[TableSource], recipe: RecipeIdent
         "build_id": build_id,
         "recipe": recipe.description,
         "shards": [source.shard.as_list() for source in sources],
-        "shard_rows": np.cumsum([0, *(source.size.samples for source in sources)]).tolist(),
+        "shard_rows": np.cumsum([0, *(source.size.rows for source in sources)]).tolist(),
         "fields": list(fields),
         "modalities": list(recipe.modalities),
         "totals": sum_totals([source.totals for source in sources]),

@@ -150,7 +150,8 @@ class _Sample:
 def cost_shard(facts: Facts, shard: Callable[[], Shard], recipe: Recipe, probes: Probes) -> ShardCosts:
     """Measure every sample of a shard.
 
-    A sample that cannot be used becomes a row with an error; nothing is raised for it.
+    A sample that cannot be used becomes a row with an error; nothing is raised for it. One that is split becomes
+    several rows.
 
     Args:
         facts: of the shard.
@@ -336,7 +337,7 @@ class _Rows:
         self.field_numbers: dict[str, int] = {}
         self.ignored: Counter[str] = Counter()
         # Flat arrays of int64: tuples by the million would keep the garbage collector busy.
-        self._samples = array("q")  # llm_tokens, loss_tokens, parts, members of each
+        self._rows = array("q")  # llm_tokens, loss_tokens, text_start, piece, cut_tokens, parts, members of each
         self._keys: list[str] = []
         self._errors: list[FieldError | None] = []
         self._parts = array("q")  # as PARTS
@@ -346,13 +347,14 @@ class _Rows:
         header_width, extent_width = self._header_width, self._extent_width
         used, members = measured.used_members, sample.members
         numbers = self.field_numbers
-        for index in used:
-            row = sample.start + index
-            name, kind, header, size, _ = members[index]
-            number = numbers.setdefault(name, len(numbers))
-            if len(header) != header_width:
-                header = _filled(header, header_width)
-            self._members.extend((number, kind, self._encodings[row], self._offsets[row], size, *header))
+        for _ in measured.pieces:  # each is made of all of them
+            for index in used:
+                row = sample.start + index
+                name, kind, header, size, _ = members[index]
+                number = numbers.setdefault(name, len(numbers))
+                if len(header) != header_width:
+                    header = _filled(header, header_width)
+                self._members.extend((number, kind, self._encodings[row], self._offsets[row], size, *header))
         for name, index, (positions, tokens, rows, extent) in measured.parts:
             if len(extent) != extent_width:
                 extent = _filled(extent, extent_width)
@@ -361,25 +363,30 @@ class _Rows:
             for index, member in enumerate(members):
                 if index not in used:
                     self.ignored[member.field] += 1
-        self._samples.extend((measured.llm_tokens, measured.loss_tokens, len(measured.parts), len(used)))
-        self._keys.append(sample.key)
-        self._errors.append(None)
+        for piece, counts in enumerate(measured.pieces):
+            self._rows.extend((*counts, piece, measured.cut_tokens, len(measured.parts), len(used)))
+            self._keys.append(sample.key)
+            self._errors.append(None)
 
     def add_bad(self, sample: _Sample, error: FieldError) -> None:
         for member in sample.members:
             if member.kind == OTHER and member.error is None:
                 self.ignored[member.field] += 1
-        self._samples.extend((0, 0, 0, 0))
+        self._rows.extend((0, 0, 0, 0, 0, 0, 0))
         self._keys.append(sample.key)
         self._errors.append(error)
 
     def columns(self) -> Columns:
         """All rows as columns."""
-        llm_tokens, loss_tokens, num_parts, num_members = _rows_of(self._samples, 4, np.int32)
+        rows = _rows_of(self._rows, 7, np.int32)
+        llm_tokens, loss_tokens, text_start, piece, cut_tokens, num_parts, num_members = rows
         arrays: dict[str, Any] = {
             "shard": np.zeros(llm_tokens.size, np.int32),
             "llm_tokens": llm_tokens,
             "loss_tokens": loss_tokens,
+            "piece": piece,
+            "cut_tokens": cut_tokens,
+            "text_start": text_start,
             "part_offsets": offsets_of(num_parts),
             "member_offsets": offsets_of(num_members),
         }

@@ -1,32 +1,74 @@
-"""A sample where it is stored: one row of the index, with its bytes in reach."""
+"""A sample where it is stored: one row of the index, with its bytes in reach.
+
+A piece of a sample that is split is tokenized alone where the index says that it can be. Else the whole text is, and it
+is kept with the open shards while there is room, so that pieces that follow soon need it neither read nor tokenized
+again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from functools import cached_property
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Final
+
+import numpy as np
 
 from orchdata.loaders.errors import FieldError
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.samples.compose import text_members
+from orchdata.loaders.samples.compose import compose, compose_piece, text_members
 from orchdata.loaders.samples.decode import decode_sample
 from orchdata.loaders.samples.members import uses_of
+from orchdata.loaders.samples.overflow import divided, num_tokens, unpacked
 from orchdata.loaders.samples.sample import Part, Sample, TextPart
+from orchdata.loaders.samples.spans import SizeOf, Span, TextSpan, Window
 from orchdata.loaders.shards.open import OpenShards
 from orchdata.loaders.text.preprocessor import WHY_COUNTS_DIFFER
 
+_SPAN_BYTES: Final = 256
+"""What a span takes beside its token ids."""
+
 
 class StoredSample:
-    """One row of the index, with its bytes in reach."""
+    """One row of the index, with its bytes in reach.
 
-    def __init__(self, index: Index, shards: OpenShards, row: int) -> None:
+    Args:
+        whole: whether all of its sample is meant: the row is then the first of its pieces.
+    """
+
+    def __init__(self, index: Index, shards: OpenShards, row: int, *, whole: bool = False) -> None:
         self.row = row
+        self._rows = index.rows_of_sample(row)
+        self._whole = whole
         self._info = index.shard_of(row)
         self.shard = self._info.url
         self.members = index.members(row)
         self.parts = index.part_range(row)
         self._index = index
         self._shards = shards
+        self._name = (index.fingerprint, index.build_id, self._rows.start)
+        self._window = None if self._is_undivided else self._find_window()
+        looks_around = not self._is_undivided and self._window is None
+        self._kept: list[list[Span]] | None = shards.texts.get(self._name) if looks_around else None
+
+    def _find_window(self) -> Window | None:
+        """Where the piece's text lies; None where it cannot be tokenized alone."""
+        begins = self._index.text_start
+        if begins[self.row] < 0:
+            return None
+        start, skipped = unpacked(int(begins[self.row]))
+        stop = None if self.row + 1 == self._rows.stop else unpacked(int(begins[self.row + 1]))[0]
+        return Window(start, stop, skipped, int(self._index.llm_tokens[self.row]))
+
+    @property
+    def _is_undivided(self) -> bool:
+        return self._whole or len(self._rows) == 1
+
+    @property
+    def piece(self) -> int:
+        """Which piece of its sample this is, from 0."""
+        return self.row - self._rows.start
 
     @cached_property
     def key(self) -> str:
@@ -42,14 +84,14 @@ class StoredSample:
         """Payloads by member, of the members the recipe uses. Raises DataError.
 
         Args:
-            text: whether those of its text are wanted.
+            text: whether those of its text are wanted, which `spans` takes where they are not kept.
             parts: which of its parts are wanted; default: all.
             kept: whether the fields that the recipe keeps are wanted.
         """
         wanted = {self.member_of(part) for part in (self.parts if parts is None else parts)}
         if kept:
             wanted.update(uses_of(self.members, recipe).kept)
-        needed = sorted(wanted.union(text_members(self.members, recipe) if text else ()))
+        needed = sorted(wanted.union(text_members(self.members, recipe) if text and self._kept is None else ()))
         locations = self._index.read_spec(self.row)
         self._index.check_unchanged()
         try:
@@ -59,26 +101,73 @@ class StoredSample:
         self._shards.reads.used.add(sum(locations[member][1] for member in needed))
         return dict(zip(needed, payloads, strict=True))
 
+    def spans(self, recipe: Recipe, payloads: Mapping[int, bytes | memoryview], size_of: SizeOf) -> list[Span]:
+        """What the row's sequence is made of. Raises FieldError as `compose` and `divided`, and for all pieces of a
+        sample where any has other counts than the index says.
+
+        Args:
+            payloads: of `read`.
+            size_of: as of `compose`.
+        """
+        if self._is_undivided:
+            spans = compose(self.members, payloads, recipe, size_of)
+            return spans if len(self._rows) > 1 else divided(spans, recipe)[0]
+        if self._window is not None:
+            return compose_piece(self.members, payloads, recipe, size_of, self._window)
+        pieces = self._kept
+        if pieces is None:
+            pieces = self._shards.texts.made(self._name, partial(self._pieces, recipe, payloads, size_of))
+        return pieces[self.piece]
+
+    def _pieces(
+        self, recipe: Recipe, payloads: Mapping[int, bytes | memoryview], size_of: SizeOf
+    ) -> tuple[list[list[Span]], int]:
+        """The spans of all pieces, and what they take."""
+        pieces = divided(compose(self.members, payloads, recipe, size_of), recipe)
+        texts = [[span for span in piece if isinstance(span, TextSpan)] for piece in pieces]
+        mine = slice(self._rows.start, self._rows.stop)
+        self._expect("pieces", len(pieces), len(self._rows), recipe)
+        tokens = [num_tokens(piece) for piece in texts]
+        self._expect("tokens", sum(tokens), int(self._index.llm_tokens[mine].sum()), recipe)
+        for counted, indexed in zip(texts, self._index.loss_tokens[mine].tolist(), strict=True):
+            self._expect("loss tokens in a piece", sum(span.num_loss_tokens for span in counted), indexed, recipe)
+        return pieces, sum(span.token_ids.nbytes + _SPAN_BYTES for piece in texts for span in piece)
+
+    def text_field(self, recipe: Recipe) -> str:
+        """What errors of its text name."""
+        where = text_members(self.members, recipe)
+        return self.members[where[0]].field if where else "*"
+
     def decode(self, recipe: Recipe) -> Sample:
-        """The sample with all its parts. Raises DataError, or FieldError."""
+        """The sample with all its parts, or the piece of it. Raises DataError, or FieldError."""
         payloads = self.read(recipe, kept=True)
-        parts = decode_sample(self.members, payloads, self._index.sizes(self.parts, recipe), recipe)
+        sizes = self._index.sizes(self.parts, recipe)
+        parts = decode_sample(self.members, payloads, sizes, recipe, partial(self.spans, recipe, payloads))
         self._check_counts(parts, recipe)
+        if not self._is_undivided:  # ids that are kept for other pieces are not given away
+            parts = tuple(
+                replace(part, token_ids=part.token_ids.copy()) for part in parts if isinstance(part, TextPart)
+            )
         kept = uses_of(self.members, recipe).kept
-        return Sample(self.shard, self.key, parts, {self.members[at].field: bytes(payloads[at]) for at in kept})
+        fields = {self.members[at].field: bytes(payloads[at]) for at in kept}
+        return Sample(self.shard, self.key, parts, fields, self.piece)
 
     def _check_counts(self, parts: Sequence[Part], recipe: Recipe) -> None:
         """Raise FieldError where the text yields other counts than the index has, by which steps are planned."""
         texts = [part for part in parts if isinstance(part, TextPart)]
+        rows = self._rows if self._whole else range(self.row, self.row + 1)
+        llm_tokens, indexed_loss = (
+            column[rows.start : rows.stop].astype(np.int64)
+            for column in (self._index.llm_tokens, self._index.loss_tokens)
+        )
         media_tokens = int(self._index.part_tokens[self.parts.start : self.parts.stop].sum())
-        found = {
-            "tokens": sum(len(part.token_ids) for part in texts) + media_tokens,
-            "loss tokens": sum(int(part.loss.sum()) for part in texts),
-        }
-        expected = int(self._index.llm_tokens[self.row]), int(self._index.loss_tokens[self.row])
-        for (name, counted), indexed in zip(found.items(), expected, strict=True):
-            if counted != indexed:
-                where = text_members(self.members, recipe)
-                field = self.members[where[0]].field if where else "*"
-                reason = f"the index says {indexed} {name}, the text yields {counted}: {WHY_COUNTS_DIFFER}"
-                raise FieldError(field, reason)
+        loss = np.concatenate([np.zeros(0, np.bool_), *(part.loss for part in texts)])
+        self._expect("tokens", len(loss) + media_tokens, int(llm_tokens.sum()), recipe)
+        if len(rows) > 1:  # the first token of a piece carries none
+            loss[np.cumsum(llm_tokens)[:-1]] = False
+        self._expect("loss tokens", int(loss.sum()), int(indexed_loss.sum()), recipe)
+
+    def _expect(self, name: str, counted: int, indexed: int, recipe: Recipe) -> None:
+        if counted != indexed:
+            reason = f"the index says {indexed} {name}, the text yields {counted}: {WHY_COUNTS_DIFFER}"
+            raise FieldError(self.text_field(recipe), reason)

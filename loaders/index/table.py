@@ -1,6 +1,8 @@
 """The columns of an index on disk: the body of a sealed file, whose layout follows from nine numbers.
 
-    columns of a sample --offsets--> its parts, its members, its key (flat columns over all samples)
+    columns of a row --offsets--> its parts, its members, its key (flat columns over all rows)
+
+A row is a sample, or one of the pieces that it is split into, which follow each other.
 
 Nothing in the body says where anything is, so nothing in it can send a reader outside; offsets into other columns are
 checked where they are used. `views` makes arrays of a body in memory or mapped; `TableWriter` fills one of any size,
@@ -40,17 +42,20 @@ MEMBERS: Final[dict[str, Any]] = {
 WIDTHS: Final = {"part_extent": "extent_width", "member_header": "header_width"}
 """Columns of fixed-width lists, each the last of its kind, and the number of TableSize that is their width."""
 
-STRINGS: Final = {"key": "samples", "error_field": "bad", "error_reason": "bad"}
+STRINGS: Final = {"key": "rows", "error_field": "bad", "error_reason": "bad"}
 """String columns, as offsets and bytes, and of what there is one each."""
 
 # Column -> its dtype, the length of TableSize it has, and how many more.
 LAYOUT: Final[dict[str, tuple[Any, str, int]]] = {
-    "shard": (np.int32, "samples", 0),
-    "llm_tokens": (np.int32, "samples", 0),
-    "loss_tokens": (np.int32, "samples", 0),
-    "part_offsets": (np.int64, "samples", 1),
+    "shard": (np.int32, "rows", 0),
+    "llm_tokens": (np.int32, "rows", 0),
+    "loss_tokens": (np.int32, "rows", 0),
+    "piece": (np.int32, "rows", 0),
+    "cut_tokens": (np.int32, "rows", 0),
+    "text_start": (np.int32, "rows", 0),
+    "part_offsets": (np.int64, "rows", 1),
     **{f"part_{name}": (dtype, "parts", 0) for name, dtype in PARTS.items()},
-    "member_offsets": (np.int64, "samples", 1),
+    "member_offsets": (np.int64, "rows", 1),
     **{f"member_{name}": (dtype, "members", 0) for name, dtype in MEMBERS.items()},
     "bad_row": (np.int64, "bad", 0),
 }
@@ -70,11 +75,11 @@ _FLUSH_BYTES = 32 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableSize:
-    """Lengths of all columns: n samples, p parts, m members, bad samples, and UTF-8 bytes of each string column; and
+    """Lengths of all columns: n rows, p parts, m members, bad samples, and UTF-8 bytes of each string column; and
     the widths of those that hold lists, which the recipe decides.
     """
 
-    samples: int
+    rows: int
     parts: int
     members: int
     bad: int
@@ -111,6 +116,9 @@ class Columns:
     shard: NDArray[np.int32]
     llm_tokens: NDArray[np.int32]
     loss_tokens: NDArray[np.int32]
+    piece: NDArray[np.int32]
+    cut_tokens: NDArray[np.int32]
+    text_start: NDArray[np.int32]
     part_offsets: NDArray[np.int64]
     part_modality: NDArray[np.uint8]
     part_member: NDArray[np.int32]
@@ -136,7 +144,7 @@ class Columns:
     @property
     def size(self) -> TableSize:
         return TableSize(
-            samples=self.shard.size,
+            rows=self.shard.size,
             parts=self.part_modality.size,
             members=self.member_field.size,
             bad=self.bad_row.size,
@@ -222,7 +230,7 @@ class TableWriter:
         self._at = {name: start + position for name, position in positions.items()}
         self._waiting: list[tuple[memoryview, TableSize, int, Sequence[int]]] = []
         self._held = 0
-        self._done = dict.fromkeys(("samples", *OFFSETS.values()), 0)
+        self._done = dict.fromkeys(("rows", *OFFSETS.values()), 0)
         os.ftruncate(fd, start + total)
         for name in OFFSETS:
             self._write(name, np.zeros(1, np.int64))
@@ -241,7 +249,7 @@ class TableWriter:
             return
         bodies, sizes, shards, numbers = zip(*self._waiting, strict=True)
         places = [_places(size) for size in sizes]
-        rows = self._shift("samples", [size.samples for size in sizes])
+        rows = self._shift("rows", [size.rows for size in sizes])
         for name, (dtype, of, _) in LAYOUT.items():
             counts = [getattr(size, of) for size in sizes]
             if name == "shard":

@@ -1,5 +1,7 @@
 """What a table holds in all: counts over its samples, as a JSON-safe value that adds up over shards.
 
+A sample that is split counts once, whatever the number of its pieces.
+
 Every number is a sum, except those called `max_...`.
 """
 
@@ -29,27 +31,50 @@ def summarize(columns: Columns, modalities: Sequence[str], ignored_fields: Mappi
 
     Returns:
         samples (bad ones included), bad, bytes and members (of the usable samples), llm_tokens, loss_tokens,
-        without_loss (usable samples without a token that carries loss), max_llm_tokens, ignored_fields, and for each
-        modality: samples that have it, parts, positions, tokens, max_positions. Text has no positions or parts; its
-        tokens are those no encoder fills.
+        without_loss (usable samples without a token that carries loss), max_llm_tokens (of a row), overflow, as
+        `overflow_of` counts it, ignored_fields, and for each modality: samples that have it, parts, positions, tokens,
+        max_positions. Text has no positions or parts; its tokens are those no encoder fills.
     """
     starts = offsets_of(columns.part_tokens)[columns.part_offsets]
     text_tokens = columns.llm_tokens - (starts[1:] - starts[:-1])
-    found: Totals = {"text": {"samples": int(np.count_nonzero(text_tokens)), "tokens": _sum(text_tokens)}}
+    is_first = columns.piece == 0
+    loss_tokens, member_size = columns.loss_tokens, columns.member_size
+    if not is_first.all():
+        loss_tokens = np.add.reduceat(loss_tokens, np.flatnonzero(is_first), dtype=np.int64)
+        member_size = member_size[np.repeat(is_first, np.diff(columns.member_offsets))]
+    with_text = int(np.count_nonzero(text_tokens[is_first]))
+    found: Totals = {"text": {"samples": with_text, "tokens": _sum(text_tokens)}}
     for code, name in enumerate(modalities[1:], 1):
         mine = (columns.part_modality == code).nonzero()[0]
         found[name] = _summarize_parts(mine, columns) if mine.size else dict(_NO_PARTS)
     return {
-        "samples": columns.shard.size,
+        "samples": loss_tokens.size,
         "bad": columns.bad_row.size,
-        "bytes": _sum(columns.member_size),
-        "members": columns.member_size.size,
+        "bytes": _sum(member_size),
+        "members": member_size.size,
         "llm_tokens": _sum(columns.llm_tokens),
         "loss_tokens": _sum(columns.loss_tokens),
-        "without_loss": int(np.count_nonzero((columns.loss_tokens == 0) & (columns.llm_tokens > 0))),
+        "without_loss": int(np.count_nonzero((loss_tokens == 0) & (columns.llm_tokens[is_first] > 0))),
         "max_llm_tokens": int(np.maximum.reduce(columns.llm_tokens, initial=0)),
+        "overflow": overflow_of(columns.piece, columns.cut_tokens),
         "ignored_fields": dict(ignored_fields),
         "modalities": found,
+    }
+
+
+def overflow_of(piece: NDArray[np.int32], cut_tokens: NDArray[np.int32]) -> dict[str, int]:
+    """What `TextPreprocessor.overflow` did to samples, by their columns of an index, all rows in order.
+
+    Returns:
+        truncated: samples, and cut_tokens: LLM tokens that they lost; split: samples, and pieces: rows that they are.
+    """
+    continued = piece > 0
+    split = int(np.count_nonzero(continued[1:] & ~continued[:-1]))
+    return {
+        "truncated": int(np.count_nonzero(cut_tokens)),
+        "cut_tokens": _sum(cut_tokens),
+        "split": split,
+        "pieces": split + int(np.count_nonzero(continued)),
     }
 
 

@@ -20,6 +20,7 @@ from orchdata.loaders.samples.spans import (
     StretchWriter,
     TextSpan,
     WholeWriter,
+    Window,
 )
 from orchdata.loaders.text.chat_keys import check_record, is_beside, says, shown
 from orchdata.loaders.text.conversation import (
@@ -38,7 +39,17 @@ from orchdata.loaders.text.rendering import render_chat
 from orchdata.loaders.text.template import ChatTemplate, Placeholder, Segment, TextSegment, Turn, render
 from orchdata.loaders.text.words import WORDS_SUFFIX, names_words
 
-__all__ = ["MediaSlot", "Member", "Span", "TextSpan", "compose", "compose_with_source", "text_members"]
+__all__ = [
+    "MediaSlot",
+    "Member",
+    "Span",
+    "TextSpan",
+    "compose",
+    "compose_piece",
+    "compose_with_source",
+    "text_members",
+    "written",
+]
 
 
 def text_members(members: Sequence[Member], recipe: Recipe) -> list[int]:
@@ -69,6 +80,23 @@ def compose_with_source(
     members: Sequence[Member], texts: Mapping[int, bytes | memoryview], recipe: Recipe, size_of: SizeOf
 ) -> tuple[list[Span], list[int]]:
     """`compose`, and the text members the spans come from."""
+    writer, used = written(members, texts, recipe, size_of)
+    return writer.close(), used
+
+
+def compose_piece(
+    members: Sequence[Member], texts: Mapping[int, bytes | memoryview], recipe: Recipe, size_of: SizeOf, window: Window
+) -> list[Span]:
+    """The spans of a piece of a sample that can be tokenized alone, as `measure` has found. Raises as `compose`."""
+    writer, _ = written(members, texts, recipe, size_of)
+    assert isinstance(writer, WholeWriter)
+    return writer.window(window)
+
+
+def written(
+    members: Sequence[Member], texts: Mapping[int, bytes | memoryview], recipe: Recipe, size_of: SizeOf
+) -> tuple[SpanWriter, list[int]]:
+    """A writer that was given the sample's text and media, and the text members that these come from."""
     held = uses_of(members, recipe)
     media = held.media
     used, segments, is_chat = _segments(members, held, texts, recipe)
@@ -86,7 +114,7 @@ def compose_with_source(
             writer.media(segment.modality, next(queues[segment.modality]))
         else:
             writer.text(segment)
-    return writer.close(), used
+    return writer, used
 
 
 def _writer(recipe: Recipe, where: str, size_of: SizeOf, *, is_chat: bool) -> SpanWriter:

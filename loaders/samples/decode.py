@@ -6,7 +6,7 @@ members, texts --compose--> text spans and media slots --measure--> sizes (the i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from orchdata.loaders.errors import DecodeError, FieldError, as_field_error
 from orchdata.loaders.modalities.modality import PartSize, stored_dtype
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.samples.compose import MediaSlot, TextSpan, compose
+from orchdata.loaders.samples.compose import MediaSlot, Span, TextSpan, compose
 from orchdata.loaders.samples.members import Member
 from orchdata.loaders.samples.sample import MediaPart, Part, TextPart
+from orchdata.loaders.samples.spans import SizeOf
 from orchdata.loaders.text.preprocessor import WHY_COUNTS_DIFFER
 
 
@@ -39,13 +40,18 @@ def decode_part(
 
 
 def decode_sample(
-    members: Sequence[Member], payloads: Mapping[int, bytes | memoryview], sizes: Sequence[PartSize], recipe: Recipe
+    members: Sequence[Member],
+    payloads: Mapping[int, bytes | memoryview],
+    sizes: Sequence[PartSize],
+    recipe: Recipe,
+    spans_of: Callable[[SizeOf], Sequence[Span]] | None = None,
 ) -> tuple[Part, ...]:
     """Decode a sample's parts into memory of their own.
 
     Args:
         payloads: bytes by index in `members`, of text_members() and of every member with a part.
         sizes: of its parts, as `measure` found them, in the order of their slots.
+        spans_of: gives the spans of what is decoded; default: all that `compose` finds.
 
     Raises:
         FieldError: as `compose`, or media that cannot be decoded.
@@ -63,7 +69,7 @@ def decode_sample(
         size_by_member[member] = size
         return size
 
-    for span in compose(members, payloads, recipe, size_of):
+    for span in compose(members, payloads, recipe, size_of) if spans_of is None else spans_of(size_of):
         if isinstance(span, TextSpan):
             parts.append(TextPart(span.token_ids, span.loss_mask()))
         elif span.first == 0:

@@ -12,12 +12,29 @@ from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.builtin import BUILTINS
 from orchdata.loaders.modalities.modality import Header, Modality, PartSize, counts_from_header
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.samples.compose import MediaSlot, compose_with_source, text_members
+from orchdata.loaders.samples.compose import MediaSlot, Span, text_members, written
 from orchdata.loaders.samples.members import Member, uses_of
+from orchdata.loaders.samples.overflow import divided, is_same, num_tokens, packed, windows
+from orchdata.loaders.samples.spans import SpanWriter, WholeWriter
 
 _INT32_MAX: Final = 2**31 - 1
 _OURS: Final = frozenset(BUILTINS.values())
 """Counts of these need no check."""
+
+
+class Counts(NamedTuple):
+    """Of a row.
+
+    Attributes:
+        llm_tokens: its length, tokens of media included.
+        loss_tokens: how many of them carry loss.
+        text_start: of a piece, where its text begins, as `overflow.packed` tells it; below 0 where it cannot be
+            tokenized without the rest of its sample. 0 where the sample is not split.
+    """
+
+    llm_tokens: int
+    loss_tokens: int
+    text_start: int = 0
 
 
 class MeasuredPart(NamedTuple):
@@ -33,16 +50,26 @@ class Measured:
     """Counts of one sample.
 
     Attributes:
-        llm_tokens: length of the merged sequence: text and merged media tokens.
-        loss_tokens: labels other than -100.
+        pieces: of each row that the sample is: one, or several where it is split.
         parts: in the order of their slots.
         used_members: those the sample is made of, and those to keep, ascending; others are ignored.
+        cut_tokens: that it lost by being truncated.
     """
 
-    llm_tokens: int
-    loss_tokens: int
+    pieces: list[Counts]
     parts: list[MeasuredPart] = field(default_factory=list)
     used_members: list[int] = field(default_factory=list)
+    cut_tokens: int = 0
+
+    @property
+    def llm_tokens(self) -> int:
+        """Length of the merged sequence: text and merged media tokens."""
+        return sum([piece.llm_tokens for piece in self.pieces])
+
+    @property
+    def loss_tokens(self) -> int:
+        """Labels other than -100."""
+        return sum([piece.loss_tokens for piece in self.pieces])
 
 
 def members_to_read(members: Sequence[Member], recipe: Recipe) -> list[int]:
@@ -61,7 +88,7 @@ def measure(members: Sequence[Member], payloads: Mapping[int, bytes | memoryview
         payloads: of `members_to_read`.
 
     Raises:
-        FieldError: as `compose`, and where a limit is exceeded.
+        FieldError: as `compose` and `divided`, and where a limit is exceeded.
     """
     parts: list[MeasuredPart] = []
     media = uses_of(members, recipe).media
@@ -77,23 +104,41 @@ def measure(members: Sequence[Member], payloads: Mapping[int, bytes | memoryview
         parts.append(MeasuredPart(modality, member, size))
         return size
 
-    spans, text_used = compose_with_source(members, payloads, recipe, size_of)
+    writer, text_used = written(members, payloads, recipe, size_of)
+    spans = writer.close()
     if len(parts) > recipe.limits.sample_parts:
         raise _above("parts of media", len(parts), "sample_parts", recipe.limits)
-    llm_tokens = loss_tokens = 0
+    pieces = divided(spans, recipe)
+    cut_tokens = 0 if pieces[0] is spans or len(pieces) > 1 else num_tokens(spans) - num_tokens(pieces[0])
     used = {*text_used}
     if recipe.keep:
         used.update(uses_of(members, recipe).kept)
-    for span in spans:
-        if isinstance(span, MediaSlot):
-            used.add(span.member)
-            llm_tokens += span.tokens
-        else:
-            llm_tokens += len(span.token_ids)
-            loss_tokens += span.num_loss_tokens
-    measured = Measured(llm_tokens, loss_tokens, parts, sorted(used))
+    counts: list[Counts] = []
+    for piece in pieces:
+        llm_tokens = loss_tokens = 0
+        for span in piece:
+            if isinstance(span, MediaSlot):
+                used.add(span.member)
+                llm_tokens += span.tokens
+            else:
+                llm_tokens += len(span.token_ids)
+                loss_tokens += span.num_loss_tokens
+        counts.append(Counts(llm_tokens, loss_tokens))
+    if len(pieces) > 1:
+        counts = [each._replace(text_start=at) for each, at in zip(counts, _text_starts(writer, pieces), strict=True)]
+    measured = Measured(counts, parts, sorted(used), cut_tokens)
     _check_sample(measured, members, recipe)
     return measured
+
+
+def _text_starts(writer: SpanWriter, pieces: Sequence[Sequence[Span]]) -> list[int]:
+    """`Counts.text_start` of pieces: each is tokenized alone once, to see whether the same comes of it."""
+    found = windows(pieces) if isinstance(writer, WholeWriter) else []
+    if not isinstance(writer, WholeWriter) or not found or packed(found[-1], alone=True) > _INT32_MAX:
+        return [-1] * len(pieces)
+    return [
+        packed(window, alone=is_same(writer.window(window), piece)) for window, piece in zip(found, pieces, strict=True)
+    ]
 
 
 def measure_part(name: str, member: Member, payload: bytes | memoryview | None, recipe: Recipe) -> PartSize:
@@ -136,13 +181,14 @@ def _check_sample(measured: Measured, members: Sequence[Member], recipe: Recipe)
         if size > member_bytes:
             raise FieldError(members[index].field, f"{size} bytes, above Limits.member_bytes={member_bytes}")
         total_bytes += size
-    if measured.llm_tokens == 0:
+    llm_tokens = max(piece.llm_tokens for piece in measured.pieces)
+    if llm_tokens == 0:
         raise FieldError(members[measured.used_members[0]].field, "no tokens: the sample is an empty text")
     if total_bytes > limits.sample_bytes:
         raise _above("bytes", total_bytes, "sample_bytes", limits)
-    if measured.llm_tokens > limits.sample_tokens:
-        raise _above("LLM tokens", measured.llm_tokens, "sample_tokens", limits)
-    largest = measured.llm_tokens
+    if llm_tokens > limits.sample_tokens:
+        raise _above("LLM tokens", llm_tokens, "sample_tokens", limits)
+    largest = llm_tokens
     if measured.parts:
         decoded = decoded_bytes(measured.parts, members, recipe)
         if decoded > limits.sample_decoded_bytes:

@@ -75,9 +75,11 @@ class Sample:
         shard, key: its identity.
         parts: text and media, in the order the model sees them.
         fields: name -> bytes, of the fields that `Recipe.keep` names and the sample has; gzipped text decompressed.
+        piece: which piece of the sample this is, from 0, where `TextPreprocessor.overflow` splits it; else 0.
     """
 
     shard: str
     key: str
     parts: tuple[Part, ...]
     fields: Mapping[str, bytes] = field(default_factory=dict)
+    piece: int = 0

@@ -8,7 +8,7 @@ written as one mark, and a token carries loss where its characters meet text tha
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,11 +25,16 @@ class TextSpan(NamedTuple):
     """Token ids int32 (num_tokens,), at least one, and whether they carry loss.
 
     The first token of a sample never does: nothing before it predicts it. `leads` says that this span has it.
+
+    Attributes:
+        starts: where each token begins in the text that was tokenized at once, in characters, int64 (num_tokens,); None
+            where that is not known.
     """
 
     token_ids: NDArray[np.int32]
     loss: bool
     leads: bool = False
+    starts: NDArray[np.int64] | None = None
 
     @property
     def num_loss_tokens(self) -> int:
@@ -79,9 +84,9 @@ class _Spans:
         self.found: list[Span] = []
         self._leads = True
 
-    def ids(self, token_ids: NDArray[np.int32], loss: bool) -> None:
+    def ids(self, token_ids: NDArray[np.int32], loss: bool, starts: NDArray[np.int64] | None = None) -> None:
         if len(token_ids):
-            self.found.append(TextSpan(token_ids, loss, self._leads))
+            self.found.append(TextSpan(token_ids, loss, self._leads, starts))
             self._leads = False
 
     def special(self, token_id: int | None, loss: bool = False) -> None:
@@ -149,6 +154,25 @@ class StretchWriter:
         except DecodeError as error:
             raise error.at(self._where) from error.__cause__
         self._spans.ids(token_ids, self._loss)
+
+
+class Window(NamedTuple):
+    """A piece of a sample without media, to be tokenized without the rest of the text.
+
+    Attributes:
+        start, stop: characters where its tokens begin, and where those of the next piece do; None for the last.
+        skipped: tokens of its first character that the piece before has: a character may be several.
+        tokens: how many it has.
+    """
+
+    start: int
+    stop: int | None
+    skipped: int
+    tokens: int
+
+
+_BESIDE_WINDOW: Final = 256
+"""Characters that are tokenized on both sides of a piece, so that its own fall out as in the whole text."""
 
 
 class _Run(NamedTuple):
@@ -233,8 +257,32 @@ class WholeWriter:
                 encoded = pre.encode_whole(text, add_special_tokens=added)
             except DecodeError as error:
                 raise error.at(self._where) from error.__cause__
-            self._fill(spans, encoded)
+            self._fill(spans, encoded, self._loss(encoded))
         spans.special(None if self._closed else pre.eos_token_id, spans.ends_with_loss())
+        return spans.found
+
+    def window(self, window: Window) -> list[Span]:
+        """The spans of a piece, by its own text and a little beside it: those of `close`, unless the tokenizer looks
+        further, which is for the caller to find out.
+        """
+        pre, spans, text = self._recipe.text, _Spans(), "".join(self._pieces)
+        first, last = window.start == 0, window.stop is None
+        around = (
+            0 if self._closed else (first and pre.bos_token_id is not None) + (last and pre.eos_token_id is not None)
+        )
+        begin = max(0, window.start - _BESIDE_WINDOW)
+        near = text[begin : None if window.stop is None else window.stop + _BESIDE_WINDOW]
+        try:
+            encoded = pre.encode_whole(near, add_special_tokens=self._adds_special_tokens(text))
+        except DecodeError as error:
+            raise error.at(self._where) from error.__cause__
+        encoded = Encoded(encoded.ids, encoded.starts + begin, encoded.ends + begin)
+        loss = self._loss(encoded)
+        low = 0 if first else int(np.argmax(np.append(encoded.starts >= window.start, True))) + window.skipped
+        mine = slice(low, low + window.tokens - around)
+        spans.special(None if self._closed or not first else pre.bos_token_id)
+        self._fill(spans, Encoded(encoded.ids[mine], encoded.starts[mine], encoded.ends[mine]), loss[mine])
+        spans.special(None if self._closed or not last else pre.eos_token_id, spans.ends_with_loss())
         return spans.found
 
     def _write(self, text: str) -> int:
@@ -243,14 +291,14 @@ class WholeWriter:
         self._length += len(text)
         return start
 
-    def _fill(self, spans: _Spans, encoded: Encoded) -> None:
-        ids, loss = encoded.ids, self._loss(encoded)
+    def _fill(self, spans: _Spans, encoded: Encoded, loss: NDArray[np.bool_]) -> None:
+        ids = encoded.ids
         places = self._places(encoded)
         for number, cut in enumerate([*places, len(ids)]):
             start = places[number - 1] + 1 if number else 0
             changes = np.flatnonzero(loss[start + 1 : cut] != loss[start : cut - 1]) + start + 1 if cut > start else ()
             for begin, end in zip([start, *changes], [*changes, cut], strict=True):
-                spans.ids(ids[begin:end], bool(begin < len(loss) and loss[begin]))
+                spans.ids(ids[begin:end], bool(begin < len(loss) and loss[begin]), encoded.starts[begin:end])
             if number < len(self._runs):
                 run = self._runs[number]
                 spans.special(run.opens)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from typing import Any, Final
 
 from orchdata.loaders.errors import StaleIndexError
 from orchdata.loaders.limits import Limits
+from orchdata.loaders.recent import Recent
 from orchdata.loaders.shards.arrow.shard import ArrowShard
 from orchdata.loaders.shards.compressed import compression, open_decompressed
 from orchdata.loaders.shards.jsonl.shard import JsonLinesShard
@@ -18,6 +20,8 @@ from orchdata.loaders.storage.counted import CountedFile, ReadBytes
 from orchdata.loaders.storage.local import LocalFile
 from orchdata.loaders.storage.paths import ARROW_SUFFIXES, PARQUET_SUFFIXES, RECORD_SUFFIXES, media_root_of, suffix_of
 from orchdata.loaders.storage.storage import Storage
+
+_TEXT_BYTES: Final = 64 << 20
 
 
 def open_shard(
@@ -79,12 +83,14 @@ class OpenShards:
 
     Attributes:
         reads: what was read of all of them; `used` is for whoever asks for members to add to.
+        texts: what was made last of texts that are used several times, for whoever reads them.
     """
 
     def __init__(self, *, limits: Limits, cache: CacheFolder, capacity: int = 64) -> None:
         if capacity < 1:
             raise ValueError(f"capacity must be at least 1, got {capacity}")
         self.reads = ReadBytes()
+        self.texts: Recent[Any] = Recent(_TEXT_BYTES)
         self._limits = limits
         self._cache = cache
         self._capacity = capacity

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from dataclasses import fields as dataclass_fields
-from typing import Any, Final
+from typing import Any, Final, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,7 @@ from orchdata.loaders.text.jinja import JinjaTemplate
 from orchdata.loaders.text.template import ChatTemplate
 
 Tokenizer = Callable[[str], Sequence[int]]
+Overflow = Literal["error", "truncate", "split"]
 
 BYTES_ID: Final = "utf-8-bytes"
 _AUTOMATIC: Final = -1
@@ -59,6 +60,12 @@ class TextPreprocessor:
             depend on it.
         fields: names of plain-text fields, first found wins: the whole field or its last extension, numbers and
             ".gz" apart ("txt" is found in `0.txt`, `en.txt.gz`). JSON members are always looked into.
+        max_tokens: most tokens of a sample's LLM sequence, those of media and special ids included; None for any
+            number.
+        overflow: what becomes of a sample above it: an "error" of that sample; "truncate" keeps its first `max_tokens`
+            tokens, and is an error of the sample where media would be cut or no token with loss is left; "split" makes
+            pieces of up to `max_tokens` tokens, each a row of its own, whose first token carries no loss, and is an
+            error of samples with media.
     """
 
     tokenizer: Tokenizer | None = field(default=None, kw_only=False)
@@ -77,6 +84,8 @@ class TextPreprocessor:
     add_special_tokens: bool = True
     thread_safe: bool = False
     fields: tuple[str, ...] = TEXT_FIELDS
+    max_tokens: int | None = None
+    overflow: Overflow = "error"
 
     def __post_init__(self) -> None:
         fast = fast_tokenizer(self.tokenizer)
@@ -108,6 +117,22 @@ class TextPreprocessor:
             value = getattr(self, name)
             if value is not None and not (isinstance(value, int) and 0 <= value <= _INT32_MAX):
                 raise ValueError(f"TextPreprocessor.{name} must be an int in [0, {_INT32_MAX}], got {value!r}")
+        self._check_overflow()
+
+    def _check_overflow(self) -> None:
+        most = self.max_tokens
+        if most is not None and (isinstance(most, bool) or not isinstance(most, int) or not 2 <= most <= _INT32_MAX):
+            raise ValueError(
+                f"TextPreprocessor.max_tokens must be an int from 2 (a first token carries no loss) to {_INT32_MAX}, "
+                f"got {most!r}"
+            )
+        if self.overflow not in get_args(Overflow):
+            names = ", ".join(map(repr, get_args(Overflow)))
+            raise ValueError(f"TextPreprocessor.overflow must be one of {names}, got {self.overflow!r}")
+        if most is None and self.overflow != "error":
+            raise ValueError(
+                f"TextPreprocessor.overflow={self.overflow!r} needs max_tokens, the most tokens that a sample may have"
+            )
 
     def _placeholder_id(self, given: int, for_bytes: int) -> int:
         if given != _AUTOMATIC:
@@ -170,6 +195,8 @@ class TextPreprocessor:
             described[name] = getattr(self, name)
         if self.whole:
             described["add_special_tokens"] = self.add_special_tokens
+        if self.max_tokens is not None:
+            described |= {"max_tokens": self.max_tokens, "overflow": self.overflow}
         if type(self) is not TextPreprocessor:
             described["class"] = f"{type(self).__module__}.{type(self).__qualname__}"
             own = [each.name for each in dataclass_fields(self) if each.name not in _OWN_FIELDS]

@@ -64,6 +64,8 @@ class Batch:
             that every rank runs every module.
         keys: (shard, key) of each sample, in the order of `llm.cu_seqlens`. What failed to decode is not there; per
             phase it is, with its labels masked (see `mask_failed`).
+        pieces: which piece of its sample each is, from 0, where `TextPreprocessor.overflow` splits samples; else 0. Key
+            and piece together name a row once in an epoch.
         plan: the whole step's plan.
         step, microbatch, num_microbatches: where this batch stands; `step` counts optimizer steps of the epoch.
         dp_size: data-parallel ranks.
@@ -87,6 +89,7 @@ class Batch:
     dp_size: int
     loss_tokens: int
     global_loss_tokens: float
+    pieces: tuple[int, ...] = ()
     routes: Mapping[str, Route] = field(default_factory=dict)
     sources: Tensor | None = None
     inputs: ModelInputs | None = field(default=None, repr=False, compare=False)

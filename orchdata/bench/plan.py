@@ -70,7 +70,7 @@ def _planning(index: Index, config: PlanBench) -> list[Result]:
     specs = {
         name: PlanSpec(
             costs=IndexCosts(index, OMNI_COST),
-            order=Order(index.num_samples, shuffle=Shuffle(), seed=config.seed, excluded=index.bad_rows()),
+            order=Order(index.num_rows, shuffle=Shuffle(), seed=config.seed, excluded=index.bad_rows()),
             batches=GlobalBatches(size=config.ranks * config.samples_per_rank, drop_last=True),
             balance=balance,
             num_ranks=config.ranks,

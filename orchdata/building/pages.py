@@ -25,7 +25,7 @@ from orchdata.building.work import MediaWork
 from orchdata.loaders.errors import FieldError
 from orchdata.loaders.index.stored import StoredSample
 from orchdata.loaders.modalities.modality import PartSize
-from orchdata.loaders.samples.compose import MediaSlot, compose, text_members
+from orchdata.loaders.samples.compose import MediaSlot
 from orchdata.loaders.text.preprocessor import WHY_COUNTS_DIFFER
 from orchdata.planning.layout import Padded, fixed_length, row_lengths
 
@@ -43,6 +43,7 @@ class Pages:
         self._source = source
         self._rows = rows
         self._keys: tuple[Key, ...] = tuple((index.shard_of(int(row)).url, index.key(int(row))) for row in rows)
+        self._pieces = tuple(index.piece[rows].tolist())
         self._dummies = _dummies(source, work)
         self._lengths = index.llm_tokens[rows].astype(np.int64)
         length = fixed_length(layout)
@@ -92,8 +93,7 @@ class Pages:
     def write(self, place: int, sample: StoredSample, payloads: Mapping[int, bytes | memoryview]) -> None:
         """Write one sample's sequence into its slices. Raises FieldError."""
         recipe = self._source.recipe_of(sample.row)
-        texts = {member: payloads[member] for member in text_members(sample.members, recipe)}
-        field = sample.members[next(iter(texts))].field if texts else "*"
+        field = sample.text_field(recipe)
         asked, slots = ({name: iter(held.of_sample(place)) for name, held in self._slots.items()} for _ in range(2))
 
         def size_of(modality: str, _member: int) -> PartSize:
@@ -102,7 +102,7 @@ class Pages:
                 raise FieldError(field, f"the text yields more {modality} parts than indexed: {WHY_COUNTS_DIFFER}")
             return self._slots[modality].size(slot)
 
-        spans = compose(sample.members, texts, recipe, size_of)
+        spans = sample.spans(recipe, payloads, size_of)
         start, stop = self._starts[place : place + 2].tolist()
         text_start, text_stop = self._text_starts[place : place + 2].tolist()
         places = (start, start + int(self._lengths[place]), stop)
@@ -149,6 +149,7 @@ class Pages:
             media=media,
             llm=self._llm(per_phase=bool(plan.parts)),
             keys=self._keys,
+            pieces=self._pieces,
             plan=plan,
             step=plan.step,
             microbatch=share.place,

@@ -32,10 +32,8 @@ def out_of_memory(
     """The error that names the largest samples of a microbatch, and the one that was being decoded."""
     sizes = {int(each): sample_bytes(index, recipe, int(each)) for each in rows}
     largest = sorted(sizes, key=lambda each: (-sizes[each], each))[:_NAMED]
-    named = "; ".join(
-        f"{index.shard_of(each).url}: sample {index.key(each)!r}, {sizes[each]} bytes" for each in largest
-    )
-    where = "" if row is None else f" at sample {index.key(row)!r} of {index.shard_of(row).url}"
+    named = "; ".join(f"{index.shard_of(each).url}: {index.called(each)}, {sizes[each]} bytes" for each in largest)
+    where = "" if row is None else f" at {index.called(row)} of {index.shard_of(row).url}"
     return MemoryError(
         f"not enough memory{where} for a microbatch of {len(sizes)} samples, {sum(sizes.values())} bytes by the index "
         f"({error}); the largest: {named}. Lower batch_size, cap Balance(max_tokens=...), or leave such samples out "

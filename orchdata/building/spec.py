@@ -104,7 +104,7 @@ class IndexedShards:
         return OpenShards(limits=self.recipe.limits, cache=CacheFolder())
 
     def name_of(self, row: int) -> str:
-        return f"sample {self.index.key(row)!r} of {self.index.shard_of(row).url}"
+        return f"{self.index.called(row)} of {self.index.shard_of(row).url}"
 
 
 @dataclass(frozen=True, kw_only=True)

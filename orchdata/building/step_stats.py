@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from orchdata.planning.costs import IndexCosts
 from orchdata.planning.make_plan import PlanSpec
 from orchdata.planning.plan import Plan
 from orchdata.planning.price import waits_inside
@@ -31,6 +32,8 @@ class StepFigures:
             meet in each micro-step, float64 (5,).
         cost: of the step under its objective, and of a perfectly even one, float64 (2,).
         num_microbatches: of each rank.
+        overflow: of the rank's share, whole samples by their first piece: samples truncated, LLM tokens that they lost,
+            samples split, and pieces, int64 (4,).
         sources: of each source of a mixture, in the step over all ranks: samples, LLM positions, loss tokens, and
             passes begun so far, int64 (num_sources, 4); (0, 4) where there is none.
     """
@@ -45,6 +48,7 @@ class StepFigures:
     loads: Mapping[str, NDArray[np.float64]]
     cost: NDArray[np.float64]
     num_microbatches: int
+    overflow: NDArray[np.int64]
     sources: NDArray[np.int64]
 
 
@@ -77,6 +81,7 @@ def _figures(spec: PlanSpec, plan: Plan, rank: int) -> StepFigures:
         loads={phase: _loads(plan, phase, of_phase) for phase, of_phase in cells.items()},
         cost=np.array([cost, mean], np.float64),
         num_microbatches=plan.num_microbatches,
+        overflow=_overflow(spec, plan.row[mine]),
         sources=_sources(plan),
     )
 
@@ -96,8 +101,22 @@ def _figures_alone(spec: PlanSpec, plan: Plan) -> StepFigures:
         loads={phase: np.full(5, total, np.float64) for phase, total in totals.items()},
         cost=np.array([balanced, balanced], np.float64),
         num_microbatches=1,
+        overflow=_overflow(spec, plan.row),
         sources=_sources(plan),
     )
+
+
+def _overflow(spec: PlanSpec, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    index = spec.costs.index if isinstance(spec.costs, IndexCosts) else None
+    if index is None or not any(index.totals["overflow"].values()):
+        return np.zeros(4, np.int64)
+    cut, piece = index.cut_tokens[rows], index.piece[rows]
+    following = rows + 1
+    continued = np.zeros(len(rows), np.bool_)
+    inside = following < index.num_rows
+    continued[inside] = index.piece[following[inside]] > 0
+    split, pieces = (piece == 0) & continued, (piece > 0) | continued
+    return np.array([np.count_nonzero(cut), cut.sum(), np.count_nonzero(split), np.count_nonzero(pieces)], np.int64)
 
 
 def _sources(plan: Plan) -> NDArray[np.int64]:

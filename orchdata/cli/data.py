@@ -254,6 +254,10 @@ def _print_index(report: dict[str, Any]) -> None:
     )
     for name, modality in report["totals"]["modalities"].items():
         typer.echo(f"  {name}: {modality['samples']:,} samples, {modality['tokens']:,} LLM tokens")
+    from orchdata.cli.tables import overflow_words
+
+    for line in overflow_words(report["totals"]["overflow"]):
+        typer.echo(f"  above max_tokens: {line}")
     without_loss = report["totals"]["without_loss"]
     if without_loss:
         typer.echo(f"  without a token to learn: {without_loss:,} samples")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
@@ -29,6 +31,7 @@ def profile_table(profile: Profile) -> RenderableType:
     return Group(
         Text(header),
         *(Text(reason, style="yellow") for reason in reasons),
+        *_overflow_line(profile),
         *_caps_line(profile),
         *([_source_table(profile)] if profile.sources else []),
         _modality_table(profile),
@@ -37,6 +40,21 @@ def profile_table(profile: Profile) -> RenderableType:
         *([_scope_table(profile)] if any(scale.groups > 1 for scale in profile.scales) else []),
         *(Text(f"- {note}") for note in _notes(profile)),
     )
+
+
+def _overflow_line(profile: Profile) -> list[Text]:
+    found = [] if profile.overflow is None else overflow_words(asdict(profile.overflow))
+    return [Text(f"above TextPreprocessor.max_tokens: {'; '.join(found)}")] if found else []
+
+
+def overflow_words(overflow: Mapping[str, int]) -> list[str]:
+    """What became of samples above `TextPreprocessor.max_tokens`, as the totals of an index count it."""
+    found = []
+    if overflow["truncated"]:
+        found.append(f"{overflow['truncated']:,} samples truncated, {overflow['cut_tokens']:,} tokens cut away")
+    if overflow["split"]:
+        found.append(f"{overflow['split']:,} samples split into {overflow['pieces']:,} pieces")
+    return found
 
 
 def _caps_line(profile: Profile) -> list[Text]:

@@ -95,7 +95,7 @@ def mixture_order(
         first = int(index.first_rows[number])
         left_out = excluded[bounds[number] : bounds[number + 1]] - first
         order = Order(
-            own.num_samples,
+            own.num_rows,
             shuffle=shuffle,
             seed=_seed_of(seed, leaf.name),
             excluded=left_out,

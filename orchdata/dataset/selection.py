@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
@@ -39,7 +39,9 @@ class Selection(Protocol):
         ...
 
     def keeps(self, index: Index, start: int, stop: int) -> NDArray[np.bool_]:
-        """Which of the rows from start to stop are chosen: bool (stop - start,)."""
+        """Which of the rows from start to stop, of whole samples, are chosen: bool (stop - start,), the same for all
+        pieces of a sample.
+        """
         ...
 
 
@@ -127,8 +129,7 @@ def left_out(index: Index, selections: Sequence[Selection]) -> Rows:
     if not selections:
         return np.zeros(0, np.int64)
     found: list[Rows] = []
-    for start in range(0, max(1, index.num_samples), _CHUNK_ROWS):
-        stop = min(start + _CHUNK_ROWS, index.num_samples)
+    for start, stop in _stretches(index):
         kept = np.ones(stop - start, bool)
         for selection in selections:
             kept &= selection.keeps(index, start, stop)
@@ -136,8 +137,19 @@ def left_out(index: Index, selections: Sequence[Selection]) -> Rows:
     return np.concatenate(found).astype(np.int64)
 
 
+def _stretches(index: Index) -> Iterator[tuple[int, int]]:
+    """Stretches of rows that end where a sample does."""
+    start, stop = 0, 0
+    while stop < index.num_rows:
+        start, stop = stop, index.rows_of_sample(min(stop + _CHUNK_ROWS, index.num_rows) - 1).stop
+        yield start, stop
+    if not stop:
+        yield 0, 0  # what a selection refuses, it refuses of no rows too
+
+
 def columns_of(index: Index) -> dict[str, Callable[[int, int], Any]]:
-    """What a filter may speak of: name -> a function of (start, stop) that makes the column of those rows.
+    """What a filter may speak of: name -> a function of (start, stop) that makes the column of those rows, which are of
+    whole samples. Each row has what its sample has: sums over its pieces.
 
     `tokens` of the LLM, `loss_tokens`, `text_tokens`, `bytes` of its members, `bad`, `key`, `shard` (its last
     component); of each modality `<name>_tokens`, `<name>_positions` and `<name>_parts`.
@@ -151,6 +163,17 @@ def columns_of(index: Index) -> dict[str, Callable[[int, int], Any]]:
             if code is not None:
                 values = np.where(index.part_modality[parts] == code, values, 0)
             return _sums(values, offsets)
+
+        return summed
+
+    def over_pieces(column: NDArray[Any]) -> Callable[[int, int], NDArray[Any]]:
+        def summed(start: int, stop: int) -> NDArray[Any]:
+            values: NDArray[Any] = column[start:stop]
+            if not index.is_split:
+                return values
+            first = np.flatnonzero(index.piece[start:stop] == 0)
+            sums = np.add.reduceat(values, first, dtype=np.int64)
+            return np.repeat(sums, np.diff(first, append=stop - start))
 
         return summed
 
@@ -175,10 +198,11 @@ def columns_of(index: Index) -> dict[str, Callable[[int, int], Any]]:
         return pa.array([basename(shard.url) for shard in index.shards]).take(pa.array(index.shard[start:stop]))
 
     media_tokens = part_sum(index.part_tokens, None)
+    tokens = over_pieces(index.llm_tokens)
     found: dict[str, Callable[[int, int], Any]] = {
-        "tokens": lambda start, stop: index.llm_tokens[start:stop],
-        "loss_tokens": lambda start, stop: index.loss_tokens[start:stop],
-        "text_tokens": lambda start, stop: index.llm_tokens[start:stop] - media_tokens(start, stop),
+        "tokens": tokens,
+        "loss_tokens": over_pieces(index.loss_tokens),
+        "text_tokens": lambda start, stop: tokens(start, stop) - media_tokens(start, stop),
     }
     for code, name in enumerate(index.modalities[1:], 1):
         found[f"{name}_tokens"] = part_sum(index.part_tokens, code)

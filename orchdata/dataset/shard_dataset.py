@@ -11,7 +11,7 @@ import shlex
 import threading
 from collections.abc import Callable, Sequence
 from os import PathLike, fspath
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,7 +39,8 @@ class ShardDataset:
     """Samples of images, audio and text, seen through a recipe.
 
     `len(dataset)` and `dataset[i]` are of the good samples that `filter` and `split` leave, in the order of the shards;
-    they need the index, and make it where there is none.
+    they need the index, and make it where there is none. `dataset.num_rows` counts the pieces of samples that
+    `TextPreprocessor.overflow` splits, which a loader draws one by one.
 
     Args:
         paths: shards (.tar, .tar.gz, .tar.zst, .parquet), files of records (.jsonl, .json, .csv), data sets of Hugging
@@ -67,7 +68,7 @@ class ShardDataset:
         self._opened = _Opened()
 
     def filter(self, expression: str | pc.Expression) -> ShardDataset:
-        """The samples of which an expression over columns of the index is true.
+        """The samples of which an expression over columns of the index is true; one that is split counts as a whole.
 
         Columns are `tokens` (of the LLM), `loss_tokens`, `text_tokens`, `bytes`, `bad`, `key`, `shard`, and of each
         modality `<name>_tokens`, `<name>_positions` and `<name>_parts`. Part of what states and ranks compare.
@@ -148,16 +149,23 @@ class ShardDataset:
         """Rows of its index that `filter` and `split` leave out, ascending, int64. Raises ValueError as they do."""
         return left_out(index, self.selections)
 
+    @property
+    def num_rows(self) -> int:
+        """What a loader draws in an epoch: samples, and in place of those that are split their pieces."""
+        return len(self._chosen().rows)
+
     def __len__(self) -> int:
-        return len(self._rows())
+        return len(self._chosen().first_rows)
 
     def __getitem__(self, place: int) -> Sample:
-        """A sample, decoded. Raises IndexError, or DataError where it cannot be."""
-        rows = self._rows()
+        """A sample, decoded; of one that is split all its text, undivided. Raises IndexError, or DataError where it
+        cannot be.
+        """
+        rows = self._chosen().first_rows
         row = int(rows[range(len(rows))[place]])  # negative places count from the end
         index, shards = self._opened.index, self._opened.open(self.recipe)
         assert index is not None
-        stored = StoredSample(index, shards, row)
+        stored = StoredSample(index, shards, row, whole=True)
         try:
             return stored.decode(self.recipe)
         except FieldError as error:
@@ -173,7 +181,7 @@ class ShardDataset:
         Raises:
             ValueError: several samples have the key.
         """
-        rows = self._rows()
+        rows = self._chosen().first_rows
         assert self._opened.index is not None
         found = np.array(self._opened.index.find_all(shard, key), np.int64)
         found = found[np.isin(found, rows)]
@@ -184,17 +192,18 @@ class ShardDataset:
             )
         return int(np.searchsorted(rows, found[0])) if len(found) else None
 
-    def _rows(self) -> NDArray[np.int64]:
-        """The rows of the samples, ascending."""
+    def _chosen(self) -> _Chosen:
+        """The rows of the samples."""
         opened = self._opened
         with opened.lock:
             if opened.index is None:
                 opened.index = self._index(1, None, False, None)
-            if opened.rows is None:
+            if opened.chosen is None:
                 index = opened.index
                 without = np.union1d(index.bad_rows(), self.left_out(index))
-                opened.rows = np.setdiff1d(np.arange(index.num_samples), without, assume_unique=True)
-            return opened.rows
+                rows = np.setdiff1d(np.arange(index.num_rows), without, assume_unique=True)
+                opened.chosen = _Chosen(rows, rows[index.piece[rows] == 0] if index.is_split else rows)
+            return opened.chosen
 
     def _with(self, selection: Selection) -> ShardDataset:
         chosen = copy.copy(self)
@@ -219,8 +228,17 @@ class ShardDataset:
         index = self._opened.index
         if index is None:
             return f"ShardDataset({shards}{chosen}; not indexed yet)"
-        rows = self._rows()
-        return f"ShardDataset({len(rows):,} samples, {int(index.llm_tokens[rows].sum()):,} tokens in {shards}{chosen})"
+        rows, first_rows = self._chosen()
+        pieces = f" in {len(rows):,} rows" if len(rows) > len(first_rows) else ""
+        tokens = int(index.llm_tokens[rows].sum())
+        return f"ShardDataset({len(first_rows):,} samples{pieces}, {tokens:,} tokens in {shards}{chosen})"
+
+
+class _Chosen(NamedTuple):
+    """Rows of samples, and the first of each sample, ascending, int64."""
+
+    rows: NDArray[np.int64]
+    first_rows: NDArray[np.int64]
 
 
 class _Opened:
@@ -228,20 +246,20 @@ class _Opened:
 
     Attributes:
         index: once it was asked for.
-        rows: of its samples, int64.
+        chosen: the rows of its samples.
     """
 
     def __init__(self, index: Index | None = None) -> None:
         self.lock = threading.RLock()
         self.index = index
-        self.rows: NDArray[np.int64] | None = None
+        self.chosen: _Chosen | None = None
         self._shards: OpenShards | None = None
 
     def note(self, index: Index) -> None:
         """Another index takes the place of the one there was."""
         with self.lock:
             if self.index is None or self.index.build_id != index.build_id:
-                self.index, self.rows, self._shards = index, None, None
+                self.index, self.chosen, self._shards = index, None, None
 
     def open(self, recipe: Recipe) -> OpenShards:
         with self.lock:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from os import PathLike
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch.distributed as dist
@@ -47,6 +47,7 @@ from orchdata.planning.layout import (
 from orchdata.progress import progress_bar
 
 Ints = NDArray[np.int64]
+_OR_CUT: Final = ", or cut long texts by TextPreprocessor(max_tokens=..., overflow=...)"
 Quarantine = Sequence[tuple[str, str]] | str | PathLike[str]
 
 
@@ -91,7 +92,7 @@ def prepare_shards(
         identity = mixture_fingerprint(dataset.leaves, index, order)
     else:
         if options.listed is None:
-            order = Order(index.num_samples, shuffle=options.shuffle, seed=options.seed, excluded=excluded)
+            order = Order(index.num_rows, shuffle=options.shuffle, seed=options.seed, excluded=excluded)
         else:
             order = ListedOrder(options.listed[~np.isin(options.listed, excluded)])
         identity = {
@@ -114,7 +115,7 @@ def prepare_shards(
         epochs=OrderedEpochs(batches=batches, length=order.length),
         fingerprint={**identity, **batches.describe(), **measure},
         failures=_Failures(index, bad),
-        num_indexed=index.num_samples - len(unchosen),
+        num_indexed=index.num_samples - int(np.count_nonzero(index.piece[unchosen] == 0)),
         num_lost=_warn_of_lost(index) if len(bad) else 0,
     )
 
@@ -156,9 +157,9 @@ def _open_index(dataset: ShardDataset | Mixture, options: LoaderOptions) -> Inde
 def _check_listed(rows: Ints, dataset: ShardDataset | Mixture, index: Index) -> None:
     if isinstance(dataset, Mixture):
         raise ValueError("shuffle= takes an array of rows for one od.ShardDataset: the sources of a mixture are merged")
-    if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < index.num_samples:
+    if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < index.num_rows:
         raise ValueError(
-            f"shuffle= names rows {int(rows.min())} to {int(rows.max())}, and the index has {index.num_samples}"
+            f"shuffle= names rows {int(rows.min())} to {int(rows.max())}, and the index has {index.num_rows}"
         )
 
 
@@ -361,6 +362,8 @@ def oversize_rows(costs: IndexCosts, balance: Balance, excluded: Ints) -> dict[s
                 out = "raise Packed.length or the cap, or use Balance(oversize='drop')"
                 if phase == "llm" and cap < costs.length:
                     out = f"length={costs.length}, less the places of dummies; {out}"
+            if phase == "llm":
+                out += _OR_CUT
             raise ValueError(
                 f"{above.worst} has {above.largest} {phase} positions, max_tokens allows {cap} (the largest of "
                 f"{len(above.rows)} samples above it); {out}"
@@ -379,6 +382,7 @@ def above_budget(counts: IndexTokens, budgets: TokenBudgets, balance: Balance, e
         raise ValueError(
             f"{above.worst} has {above.largest} tokens, and a step of global_batch_tokens has {budgets.smallest} (the "
             f"largest of {len(above.rows)} samples above it); raise it, or leave them out by Balance(oversize='drop')"
+            + _OR_CUT
         )
     return above.rows
 
@@ -393,12 +397,12 @@ class _Above(NamedTuple):
 
 def _rows_above(index: Index, size_of: TokenCounts, limit: int, excluded: Ints) -> _Above:
     found, largest, worst = [np.zeros(0, np.int64)], 0, -1
-    for start in range(0, index.num_samples, 1 << 20):
-        row = np.arange(start, min(start + (1 << 20), index.num_samples))
+    for start in range(0, index.num_rows, 1 << 20):
+        row = np.arange(start, min(start + (1 << 20), index.num_rows))
         row = row[~np.isin(row, excluded)]
         sizes = size_of(np.zeros(len(row), np.int32), row)
         found.append(row[sizes > limit])
         if len(row) and int(sizes.max()) > largest:
             largest, worst = int(sizes.max()), int(row[sizes.argmax()])
-    name = "" if worst < 0 else f"{index.shard_of(worst).url}: sample {index.key(worst)!r}"
+    name = "" if worst < 0 else f"{index.shard_of(worst).url}: {index.called(worst)}"
     return _Above(np.concatenate(found), largest, name)

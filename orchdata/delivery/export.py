@@ -27,6 +27,7 @@ _SCHEMA = pa.schema(
         "row": pa.int64(),
         "shard": pa.string(),
         "key": pa.string(),
+        "piece": pa.int32(),
         "rank": pa.int32(),
         "microbatch": pa.int32(),
         "llm_tokens": pa.int64(),
@@ -44,7 +45,7 @@ def export_plan(
     of_epochs: Iterable[int],
     steps: range | None,
 ) -> int:
-    """Write the plans of these epochs, and say how many samples they have; arguments as of `DataLoader.export_plan`."""
+    """Write the plans of these epochs, and say how many rows they have; arguments as of `DataLoader.export_plan`."""
     if not isinstance(spec.content, ShardContent | SampleContent):
         raise ValueError("export_plan writes the shards and keys of an index, which an od.ShardDataset has")
     about = {"orchdata": json.dumps({"num_ranks": spec.plan.num_ranks, "fingerprint": dict(fingerprint)})}
@@ -75,6 +76,7 @@ def _of_step(plan: Plan, spec: BuildSpec) -> pa.RecordBatch:
         plan.row,
         pa.array([index.shard_of(row).url for row in rows], pa.string()),
         pa.array([index.key(row) for row in rows], pa.string()),
+        index.piece[plan.row],
         plan.rank,
         plan.microbatch,
         plan.llm_positions,

@@ -13,6 +13,7 @@ from orchdata.loaders.errors import DataError, reason_kind
 from orchdata.loaders.storage.counted import ReadBytes
 
 _LISTED_FAILURES = 1000
+_OVERFLOW = ("truncated", "cut_tokens", "split", "pieces")
 
 
 class Stats:
@@ -36,6 +37,7 @@ class Stats:
         self._tokens = 0
         self._padded_tokens = 0
         self._filled = np.zeros(2, np.int64)
+        self._overflow = np.zeros(4, np.int64)
         self._own_streams: float | None = None
         self._feature_rows: dict[str, np.ndarray[Any, np.dtype[np.int64]]] = {}
         self._sources: dict[str, np.ndarray[Any, np.dtype[np.int64]]] = {}
@@ -67,6 +69,7 @@ class Stats:
         self._tokens += figures.tokens
         self._padded_tokens += figures.padded_tokens
         self._filled += figures.filled or (0, 0)
+        self._overflow += figures.overflow
 
     def add_failures(self, failures: Sequence[DataError], *, lost: int = 0) -> None:
         """Count failures, and `lost` samples that nothing lists, since damage hides them."""
@@ -84,6 +87,10 @@ class Stats:
     def as_dict(self) -> dict[str, Any]:
         """Plain values.
 
+        `samples`: delivered to this rank; the pieces of a sample that is split count one by one.
+        `overflow`: what `TextPreprocessor.overflow` did to those planned for this rank: samples `truncated`,
+        `cut_tokens` that they lost, samples `split` (counted where their first piece is), and their `pieces`. They may
+        be added up over ranks.
         `phases[name]`: `imbalance_unbalanced` and `imbalance` (max/mean of rank loads had samples been dealt out in
         turn, and as planned), `lower_bound_over_mean` (what no assignment can beat). Under od.Padded the loads of
         `llm` count padding and the mean does not, so that it shows in all three; dealt out means cut into as many
@@ -118,6 +125,7 @@ class Stats:
             "steps": self._steps,
             "samples": self._samples,
             "loss_tokens": self._loss_tokens,
+            "overflow": dict(zip(_OVERFLOW, self._overflow.tolist(), strict=True)),
             "phases": {phase: _ratios(sums) for phase, sums in self._loads.items()},
             "microbatches": self._microbatches / steps,
             "step_imbalance": float(self._cost[0] / self._cost[1]) if self._cost[1] else 1.0,

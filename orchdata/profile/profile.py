@@ -102,6 +102,21 @@ class Caps:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Overflow:
+    """What `TextPreprocessor.overflow` did to samples.
+
+    Attributes:
+        truncated: samples, and `cut_tokens`, LLM tokens that they lost.
+        split: samples, and `pieces`, what they became.
+    """
+
+    truncated: int
+    cut_tokens: int
+    split: int
+    pieces: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SourceShare:
     """What one source of a mixture gives in its first epoch.
 
@@ -123,9 +138,11 @@ class Profile:
     """What a dataset holds, and what it costs N ranks.
 
     `samples` are the usable ones; all other numbers are theirs, but for `bad` samples and `failed_shards`, of which
-    nothing could be read.
+    nothing could be read. In phases, caps and scales the pieces of a sample that is split count one by one, as a loader
+    draws them.
 
     Attributes:
+        overflow: None without `TextPreprocessor.max_tokens`, or where no sample is above it.
         layout: "packed" or "padded".
         objective: as of `Balance`: whether ranks wait after each phase of each micro-step.
         model_parallel: GPUs of a rank.
@@ -140,6 +157,7 @@ class Profile:
     bad_by_reason: Mapping[str, int]
     bytes: int
     loss_tokens: int
+    overflow: Overflow | None
     read_amplification: ReadAmplification
     modalities: Mapping[str, Modality]
     phases: Mapping[str, Phase]
@@ -211,7 +229,7 @@ def profile(
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
     bad = index.bad_rows()
-    if len(bad) == index.num_samples:
+    if len(bad) == index.num_rows:
         raise ValueError(
             f"none of the {index.num_samples} samples is usable, so there is nothing to profile; "
             f"the first: {index.failure(int(bad[0])) if len(bad) else 'there is none'}"
@@ -232,7 +250,7 @@ def profile(
     above = oversize_rows(source, balance, bad)
     too_large = np.unique(np.concatenate([np.zeros(0, np.int64), *above.values()]))
     excluded = np.union1d(bad, too_large) if balance.oversize == "drop" else bad
-    if len(excluded) == index.num_samples:
+    if len(excluded) == index.num_rows:
         raise ValueError(f"all {len(too_large)} usable samples are above max_tokens and would be dropped: raise it")
     if batch_tokens is not None:
         budget = TokenBudgets(budgets=((0, batch_tokens * min(ranks)),), drop_last=True)
@@ -241,18 +259,21 @@ def profile(
     mixed = None
     if mixture is not None and isinstance(index, JoinedIndex):
         mixed = mixture_order(mixture, index, excluded, shuffle=Shuffle(), seed=seed, multiple_of=counts.multiple_of)
-    good = np.delete(np.arange(index.num_samples), bad)
+    good = np.delete(np.arange(index.num_rows), bad)
+    samples = index.num_samples - len(bad)
+    overflow = index.totals["overflow"]
     bad_samples, failed_shards = split_failures(index)
     return Profile(
         shards=len(index.shards),
         failed_shards=len(failed_shards),
-        samples=len(good),
+        samples=samples,
         bad=len(bad_samples),
         bad_by_reason=count_reasons(bad_samples),
         bytes=index.totals["bytes"],
         loss_tokens=index.totals["loss_tokens"],
+        overflow=Overflow(**overflow) if any(overflow.values()) else None,
         read_amplification=_read_amplification(index, good),
-        modalities={name: _modality(counts, len(good)) for name, counts in index.totals["modalities"].items()},
+        modalities={name: _modality(counts, samples) for name, counts in index.totals["modalities"].items()},
         phases={phase: _phase(source, phase, good) for phase in source.phases},
         balanced_phases=source.balanced,
         has_cost_model=cost is not None,

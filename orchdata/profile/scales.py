@@ -161,7 +161,7 @@ def make_scale(
     """
     groups = -(-ranks // group_size)
     streams = 1 if mixed is not None else groups if streams is None else streams
-    order = mixed or Order(source.index.num_samples, shuffle=Shuffle(streams=streams), seed=seed, excluded=excluded)
+    order = mixed or Order(source.index.num_rows, shuffle=Shuffle(streams=streams), seed=seed, excluded=excluded)
     size = StepSize(ranks * batch_size) if batch_tokens is None else StepSize(ranks * batch_tokens, counts)
     base = epoch_spec(source, order, balance, size, num_ranks=ranks, steps=steps)
     spread = spread_steps(base, steps)

@@ -73,7 +73,7 @@ class _Source:
         return cls(seed, start, shard, columns.size, summarize(columns, KINDS, {}))
 
     def body(self) -> bytes:
-        return pack(_generate(self.seed, self.start, self.start + self.size.samples))
+        return pack(_generate(self.seed, self.start, self.start + self.size.rows))
 
 
 def _generate(seed: int, start: int, stop: int) -> Columns:
@@ -156,6 +156,9 @@ def _empty(samples: int, parts: int, members: int) -> Columns:
         shard=np.zeros(samples, small),
         llm_tokens=np.zeros(samples, small),
         loss_tokens=np.zeros(samples, small),
+        piece=np.zeros(samples, small),
+        cut_tokens=np.zeros(samples, small),
+        text_start=np.zeros(samples, small),
         part_offsets=offsets,
         part_modality=np.zeros(parts, np.uint8),
         part_member=np.zeros(parts, small),

@@ -27,7 +27,8 @@ FREE_BYTES = 2 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedContent:
-    """Steps of one sample each, all its modalities decoded: their failures, and no batch.
+    """Steps of one sample each, known by its first row, all its modalities and pieces decoded: their failures, and no
+    batch.
 
     Attributes:
         plan: of one rank.
@@ -65,9 +66,11 @@ class Checker:
     def check(self, row: int) -> list[DataError]:
         """What a loader's step with this sample alone fails for. Raises `NOT_DATA`."""
         index, recipe = self._shards.index, self._shards.recipe
-        lower_limit(resource.RLIMIT_DATA, self._held_bytes + FREE_BYTES + 2 * sample_bytes(index, recipe, row))
+        rows = np.array(index.rows_of_sample(row))
+        num_bytes = sum(sample_bytes(index, recipe, each) for each in rows.tolist())
+        lower_limit(resource.RLIMIT_DATA, self._held_bytes + FREE_BYTES + 2 * num_bytes)
         try:
-            failures = self._builder.build(StepTask(0, row, np.array([row]))).failures
+            failures = self._builder.build(StepTask(0, row, rows)).failures
             if recipe.keep and not failures:  # which only a collate_fn gets
                 self._builder.load_alone(row)
         except DataError as failure:

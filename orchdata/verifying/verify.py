@@ -110,12 +110,12 @@ def write_quarantine(path: str | Path, failures: Sequence[DataError]) -> None:
 
 
 def _checked(index: Index, recipe: Recipe, jobs: int, timeout: float) -> Iterator[tuple[int, list[DataError]]]:
-    """Each usable row, and what it fails for, as processes come to it."""
+    """Each usable sample by its first row, and what it fails for, as processes come to it."""
     balance = Balance(scope="none")
     Warming(kernel_families(balance, 1, phases=index.modalities, padded=False, in_shards=True)).wait()
     plan = PlanSpec(
         costs=IndexCosts(index),
-        order=Order(index.num_samples, shuffle=None, seed=0, excluded=index.bad_rows()),
+        order=Order(index.num_rows, shuffle=None, seed=0, excluded=index.bad_rows()),
         batches=GlobalBatches(size=1),
         balance=balance,
         num_ranks=1,
@@ -144,8 +144,8 @@ def _checked(index: Index, recipe: Recipe, jobs: int, timeout: float) -> Iterato
 
 
 def _stretches(index: Index, recipe: Recipe, jobs: int) -> Generator[NDArray[np.int64], None, None]:
-    """Usable rows, some of one shard at a time, once the shard is what was indexed."""
-    rows = np.setdiff1d(np.arange(index.num_samples), index.bad_rows())
+    """First rows of usable samples, some of one shard at a time, once the shard is what was indexed."""
+    rows = np.setdiff1d(index.sample_rows(), index.bad_rows())
     bounds = np.searchsorted(rows, index.shard_rows).tolist()
     used = [number for number in range(len(index.shards)) if bounds[number] < bounds[number + 1]]
     with ThreadPoolExecutor(jobs) as pool:

@@ -32,7 +32,7 @@ balancers: phases
 balancers: moves
 balancers: grid advice
 balancers: __init__
-loaders: errors versions locks scratch limited_process watch claims pace
+loaders: errors versions locks recent scratch limited_process watch claims pace
 loaders: limits
 loaders: storage
 loaders: text modalities

@@ -41,7 +41,7 @@ class Records:
                 f"{bad} of {len(index)} samples are bad: `orchdata index` lists them, leave their shards out"
             )
         found = []
-        for row in range(len(index)):
+        for row in range(index.num_rows):
             shard, spec = index.shard_of(row).url, index.read_spec(row)
             if not shard.endswith(".tar") or any(encoding != RAW for _, _, encoding, _ in spec):
                 raise ValueError(f"{shard}: loaders are compared on plain .tar files, with members stored as they are")

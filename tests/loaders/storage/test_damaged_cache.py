@@ -195,11 +195,11 @@ def test_rows_outside_are_refused(shards: list[str]) -> None:
     index = build_index(shards, RECIPE)
     for row in (-1, len(index)):
         for ask in (index.key, index.members, index.read_spec, index.shard_of, index.part_range):
-            with pytest.raises(ValueError, match=f"row {row} of an index of 12 samples"):
+            with pytest.raises(ValueError, match=f"row {row} of an index of 12 rows"):
                 ask(row)
-        with pytest.raises(ValueError, match="of an index of 12 samples"):
+        with pytest.raises(ValueError, match="of an index of 12 rows"):
             index.parts_of(np.array([0, row]), IMAGE)
-        with pytest.raises(ValueError, match="of an index of 12 samples"):
+        with pytest.raises(ValueError, match="of an index of 12 rows"):
             IndexCosts(index).positions("image", np.zeros(2, np.int32), np.array([0, row]))
     with pytest.raises(ValueError, match="row 0 is no bad sample"):
         index.failure(0)
@@ -287,7 +287,7 @@ def test_a_file_that_is_no_index_is_refused(tmp_path: Path, data: bytes) -> None
 
 def test_the_costs_of_one_shard_are_no_index(shards: list[str]) -> None:
     build_index(shards, RECIPE)
-    with pytest.raises(DamagedIndexError, match=r"of kind b'cost' and format 3, not of b'indx'"):
+    with pytest.raises(DamagedIndexError, match=r"of kind b'cost' and format 4, not of b'indx'"):
         Index(kept_files()[0])
 
 
@@ -310,7 +310,7 @@ def test_damage_to_the_index_is_never_a_failed_sample() -> None:
 
 
 def test_sizes_add_up() -> None:
-    lengths = {"samples": 1, "parts": 2, "members": 3, "bad": 4}
+    lengths = {"rows": 1, "parts": 2, "members": 3, "bad": 4}
     lengths |= {"key_bytes": 5, "error_field_bytes": 6, "error_reason_bytes": 7}
     widths = {"extent_width": 2, "header_width": 3}  # of all tables of an index alike
     one = TableSize(**lengths, **widths)

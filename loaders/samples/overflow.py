@@ -1,0 +1,155 @@
+"""Samples above `TextPreprocessor.max_tokens`: refused, truncated, or split into pieces.
+
+    spans of a sample --divided--> spans of each of its rows
+
+Counting and decoding both go through here, so that a row's tokens are those that the index counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Final
+
+import numpy as np
+
+from orchdata.loaders.errors import FieldError
+from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.samples.spans import MediaSlot, Span, TextSpan, Window
+
+_MOST_SHARED: Final = 16
+"""A piece that begins inside a character of as many tokens is not tokenized alone."""
+
+
+def divided(spans: list[Span], recipe: Recipe) -> list[list[Span]]:
+    """The spans of each row that a sample is: all of them in one, those left of a truncated sample, or its pieces.
+
+    Every piece but the last has `max_tokens` tokens. The first token of each leads, as that of a sample does.
+
+    Raises:
+        FieldError: the sample has more tokens than `max_tokens`, and may not be cut, or not there.
+    """
+    limit = recipe.text.max_tokens
+    if limit is None or (tokens := num_tokens(spans)) <= limit:
+        return [spans]
+    above = f"the sample has {tokens} LLM tokens, above TextPreprocessor.max_tokens={limit}"
+    if recipe.text.overflow == "truncate":
+        return [_truncated(spans, limit, above, recipe)]
+    if recipe.text.overflow == "error":
+        raise FieldError(
+            "*",
+            f"{above}: raise it, or cut such samples by overflow='truncate' (their first tokens are kept) or "
+            "overflow='split' (text in pieces)",
+        )
+    if any(isinstance(span, MediaSlot) for span in spans):
+        raise FieldError(
+            "*",
+            f"{above}, and overflow='split' divides text alone, not samples with media: raise max_tokens, give their "
+            "media fewer tokens, or cut their text in the data",
+        )
+    return _pieces(spans, limit)
+
+
+def windows(pieces: Sequence[Sequence[Span]]) -> list[Window]:
+    """Where the text of each piece lies; nothing where the tokens do not tell it."""
+    begins = [(0, 0)]
+    for before, piece in pairwise(pieces):
+        first, last = piece[0], before[-1]
+        if not isinstance(first, TextSpan) or first.starts is None:
+            return []
+        start = int(first.starts[0])
+        shared = last.starts if isinstance(last, TextSpan) and last.starts is not None else np.zeros(0, np.int64)
+        begins.append((start, int(np.count_nonzero(shared == start))))
+    stops = [*(start for start, _ in begins[1:]), None]
+    return [
+        Window(start, stop, skipped, num_tokens(piece))
+        for (start, skipped), stop, piece in zip(begins, stops, pieces, strict=True)
+    ]
+
+
+def packed(window: Window, *, alone: bool) -> int:
+    """Where a window begins as one number, below 0 where its piece cannot be tokenized alone; `unpacked` reads it."""
+    begin = window.start * _MOST_SHARED + window.skipped
+    return begin if alone and window.skipped < _MOST_SHARED else -1 - begin
+
+
+def unpacked(number: int) -> tuple[int, int]:
+    """`Window.start` and `Window.skipped`."""
+    return divmod(number if number >= 0 else -1 - number, _MOST_SHARED)
+
+
+def is_same(one: Sequence[Span], other: Sequence[Span]) -> bool:
+    """Whether two pieces of text have the same ids and loss."""
+    mine, theirs = ([span for span in spans if isinstance(span, TextSpan)] for spans in (one, other))
+    return all(
+        np.array_equal(np.concatenate(left), np.concatenate(right))
+        for left, right in (
+            ([span.token_ids for span in mine], [span.token_ids for span in theirs]),
+            ([span.loss_mask() for span in mine], [span.loss_mask() for span in theirs]),
+        )
+    )
+
+
+def num_tokens(spans: Sequence[Span]) -> int:
+    """Length of the sequence that spans are."""
+    return sum([span.tokens if isinstance(span, MediaSlot) else len(span.token_ids) for span in spans])
+
+
+def _pieces(spans: Sequence[Span], limit: int) -> list[list[Span]]:
+    """Text in pieces of `limit` tokens, and what is left."""
+    pieces: list[list[Span]] = []
+    room = 0
+    for span in spans:
+        assert isinstance(span, TextSpan)
+        ids = span.token_ids
+        start = 0
+        while start < len(ids):
+            if room == 0:
+                pieces.append([])
+                room = limit
+            stop = min(start + room, len(ids))
+            starts = None if span.starts is None else span.starts[start:stop]
+            pieces[-1].append(TextSpan(ids[start:stop], span.loss, not pieces[-1], starts))
+            room -= stop - start
+            start = stop
+    return pieces
+
+
+def _truncated(spans: Sequence[Span], limit: int, above: str, recipe: Recipe) -> list[Span]:
+    """The first `limit` tokens, and all parts that have no place among tokens."""
+    kept: list[Span] = []
+    at = 0
+    for number, span in enumerate(spans):
+        if isinstance(span, MediaSlot):
+            at += span.tokens
+            if span.tokens and at + _closed_by(span, spans, number, recipe) > limit:
+                raise FieldError(
+                    span.modality,
+                    f"{above}, and overflow='truncate' would cut {span.modality} that ends at token {at}: media are "
+                    "never cut; raise max_tokens, or give media fewer tokens",
+                )
+            kept.append(span)
+        elif at < limit:
+            starts = None if span.starts is None else span.starts[: limit - at]
+            kept.append(span._replace(token_ids=span.token_ids[: limit - at], starts=starts))
+            at += len(span.token_ids)
+        else:
+            at += len(span.token_ids)
+    if _has_loss(spans) and not _has_loss(kept):
+        raise FieldError(
+            "*",
+            f"{above}, and overflow='truncate' would leave no token with loss: raise max_tokens, shorten what stands "
+            "before the first such token, or leave the sample out",
+        )
+    return kept
+
+
+def _closed_by(slot: MediaSlot, spans: Sequence[Span], place: int, recipe: Recipe) -> int:
+    """Tokens that close a part behind its last: 1 where its modality has an end token."""
+    closing = recipe.slots[slot.modality].end_id
+    behind = spans[place + 1] if place + 1 < len(spans) else None
+    return int(closing is not None and isinstance(behind, TextSpan) and int(behind.token_ids[0]) == closing)
+
+
+def _has_loss(spans: Sequence[Span]) -> bool:
+    return any(isinstance(span, TextSpan) and span.num_loss_tokens for span in spans)
