@@ -256,7 +256,7 @@ def test_locality_worked_out_by_hand(tmp_path: Path) -> None:
 def test_draws_with_replacement_keep_to_the_streams(num_samples: int, streams: int) -> None:
     order = Order(num_samples, shuffle=Shuffle(streams=streams), seed=1)
     held = [set(order.rows(0, 0, num_samples)[1][stream::streams].tolist()) for stream in range(streams)]
-    _, rows = Draws(order, 5, streams, 1_000).rows(0, 200, 1_000)
+    _, rows = Draws(order, 5, 1_000).rows(0, 200, 1_000)
     used = min(streams, num_samples)
     drawn = [set(rows[(np.arange(200, 1_000) % used) == stream].tolist()) for stream in range(used)]
     assert drawn == held[:used]
