@@ -60,9 +60,9 @@ def found(suite: Suite, folder: Path, tmp_path_factory: pytest.TempPathFactory) 
     return {case: results[str(case)] for case in suite.cases}
 
 
-def of_steps(seen: list[dict[str, Any]]) -> dict[str, list[str]]:
+def of_steps(seen: list[dict[str, Any]]) -> dict[int, list[str]]:
     """The keys of each step."""
-    found: dict[str, list[str]] = defaultdict(list)
+    found: dict[int, list[str]] = defaultdict(list)
     for batch in seen:
         found[batch["step"]] += batch["samples"]
     return {step: sorted(keys) for step, keys in found.items()}

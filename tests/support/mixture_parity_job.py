@@ -26,13 +26,13 @@ SOURCES = ("omni", "chat", "text")
 LOSS_WEIGHTS = {"omni": 1.0, "chat": 0.3, "text": 2.5}  # keys begin with the first letter of their source
 BUDGET = 900
 BATCH_SIZE = 7
-CAP = 300
+CAP = 600  # of all ranks' microbatches
+LENGTH = 300
 LAYOUTS: dict[str, od.Packed | od.Padded] = {
     "packed": od.Packed(),
-    "packed to lengths": od.Packed(length=CAP, encoder_lengths={"image": (64, 1024), "audio": (128, 1024)}),
+    "packed to lengths": od.Packed(length=LENGTH, encoder_lengths={"image": (64, 1024), "audio": (128, 1024)}),
     "padded": od.Padded(),
 }
-EPOCHS = 2
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,8 @@ def make_loader(folder: Path, case: Case) -> od.DataLoader:
         balance=od.Balance(
             scope="none" if alone else "global",
             assignment=case.assignment,  # type: ignore[arg-type]
-            max_tokens=CAP if case.capped else None,
+            max_tokens=CAP // dist.get_world_size() if case.capped else None,
+            oversize="own" if case.capped else "error",
         ),
         dp=(0, 1) if alone else None,
         num_threads=0,
@@ -148,26 +149,33 @@ def loss_of(model: torch.nn.Module, batch: od.Batch, inputs: dict[str, Any], cas
 
 
 def train(folder: Path, case: Case) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-    """SGD in float64; returns the parameters, and what this rank had in each microbatch."""
+    """An epoch of SGD in float64; returns the parameters, and what this rank had in each microbatch."""
     model = wrap(make_model(case.model), case.wrapper)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     loader = make_loader(folder, case)
     seen = []
-    for epoch in range(EPOCHS):
-        loader.set_epoch(epoch)
-        for batch in loader:
-            inputs = batch.model_inputs()
-            loss_of(model, batch, inputs, case).backward()
-            seen.append({"step": f"{epoch} {batch.step}"} | describe(batch, inputs))
-            if batch.is_last_microbatch:
-                optimizer.step()
-                optimizer.zero_grad()
+    for batch in loader:
+        inputs = batch.model_inputs()
+        loss_of(model, batch, inputs, case).backward()
+        seen.append({"step": batch.step} | describe(batch, inputs))
+        if batch.is_last_microbatch:
+            optimizer.step()
+            optimizer.zero_grad()
     return dict(full_parameters(model)), seen
+
+
+def train_references(folder: Path, cases: list[Case]) -> dict[Case, tuple[dict[str, Tensor], list[dict[str, Any]]]]:
+    """Shared out among the ranks: each is one process with all samples."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    wanted = sorted({case.reference for case in cases}, key=str)
+    trained: list[Any] = [None] * num_ranks
+    dist.all_gather_object(trained, {case: train(folder, case) for case in wanted[rank::num_ranks]})
+    return {case: found for some in trained for case, found in some.items()}
 
 
 def main(shards: str, suite: str) -> dict[str, Any] | None:
     folder, cases = Path(shards), SUITES[suite].cases
-    references = {case: train(folder, case) for case in sorted({case.reference for case in cases}, key=str)}
+    references = train_references(folder, cases)
     initial = dict(full_parameters(make_model(cases[0].model)))
     found = {}
     for case in cases:
