@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from global_digest import content
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from shard_factory import RECIPE, omni_shards, write_shard
@@ -180,6 +181,25 @@ def test_a_resume_at_every_step_and_a_second_one(data: dict[str, od.ShardDataset
     for position in range(len(undisturbed)):
         cut = [Stretch(2, 1, position), Stretch((8, 1, 3)[position % 3], position, 2), Stretch(3, 0, 0)]
         assert run(mixed, cut, **options) == undisturbed
+
+
+@pytest.mark.parametrize("stop", ["all", "repeat"])
+def test_global_batches_hold_the_same_bits_on_any_ranks(data: dict[str, od.ShardDataset], stop: str) -> None:
+    mixed = mixture(data, stop=stop, by="tokens", staged=stop == "repeat", weights=(3, 1, 4, 1, 5))
+    held = []
+    for ranks in (1, 2, 3, 8):
+        balance = od.Balance(scope="grid" if ranks == 8 else "global", group_size=2 if ranks == 8 else None)
+        ours = [
+            od.DataLoader(
+                mixed, dp=(rank, ranks), global_batch_tokens=600, shuffle=True, balance=balance, num_threads=0
+            )
+            for rank in range(ranks)
+        ]
+        steps = zip(*(loader.steps() for loader in ours), strict=True)
+        found = [[content(share) for share in step] for step in steps]
+        held.append([[sorted(each for share in step for each in share[kind]) for kind in (0, 1)] for step in found])
+    assert len(held[0]) > 4
+    assert held[1:] == held[:1] * 3
 
 
 def plans_of(loader: od.DataLoader, epoch: int = 0) -> list[Plan]:
