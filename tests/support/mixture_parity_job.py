@@ -27,7 +27,7 @@ LOSS_WEIGHTS = {"omni": 1.0, "chat": 0.3, "text": 2.5}  # keys begin with the fi
 BUDGET = 900
 BATCH_SIZE = 7
 CAP = 600  # of all ranks' microbatches
-LENGTH = 300
+LENGTH = 250
 LAYOUTS: dict[str, od.Packed | od.Padded] = {
     "packed": od.Packed(),
     "packed to lengths": od.Packed(length=LENGTH, encoder_lengths={"image": (64, 1024), "audio": (128, 1024)}),
