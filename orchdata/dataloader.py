@@ -395,8 +395,12 @@ class DataLoader(Generic[T_co]):
         self, path: str | PathLike[str], *, epochs: Iterable[int] = (0,), steps: range | None = None
     ) -> int:
         """Write who gets which sample in these epochs and steps (default: all of the first), as an Arrow IPC file with
-        a row a sample, or piece of one: epoch, step, source, pass, row, shard, key, piece, rank, microbatch,
-        llm_tokens, loss_tokens.
+        a row a sample, or piece of one.
+
+        Columns: epoch, step, source (its name; "" without a mixture), pass (through the source), row (of the source's
+        index), shard, key, piece, rank, microbatch, llm_tokens, loss_tokens, and parts: of each image, clip or other
+        part its modality, part (its place among the sample's parts), positions (that it gives the encoder), tokens (of
+        the LLM) and rank (that encodes it: the sample's, or under assignment="per_phase" any).
 
         For shards. Nothing is read or decoded, and the loader stays where it is. Returns the number of rows.
         """

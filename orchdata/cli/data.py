@@ -61,6 +61,10 @@ def profile(
     paths: Paths,
     recipe: RecipeOption = None,
     media_root: MediaRootOption = None,
+    expression: Annotated[
+        str | None,
+        typer.Option("--filter", metavar="EXPR", help="Samples to profile, as of dataset.filter: 'tokens < 4096'."),
+    ] = None,
     cost: CostOption = None,
     ranks: Annotated[str, typer.Option(help="Numbers of data-parallel ranks to plan for.")] = "8,64,512,2560",
     batch_size: Annotated[int, typer.Option(help="Samples per rank and step.")] = 8,
@@ -96,6 +100,8 @@ def profile(
     from orchdata.balancers import CostModel
     from orchdata.cli.mixture_file import is_mixture_file, read_mixture
     from orchdata.dataset.mixed import joined_index
+    from orchdata.dataset.mixture import Mixture
+    from orchdata.dataset.shard_dataset import ShardDataset
     from orchdata.planning.balance import Balance
     from orchdata.planning.layout import Packed, Padded
     from orchdata.profile.profile import profile as make_profile
@@ -105,18 +111,23 @@ def profile(
     if padded and length is not None:
         raise ValueError("--length is of packed microbatches: leave out --padded, or the length")
     layout = Padded(multiple_of=multiple_of) if padded else Packed(multiple_of=multiple_of, length=length)
-    mixture = None
+    dataset: ShardDataset | Mixture
     if is_mixture_file(paths):
-        mixture = read_mixture(paths[0], _recipe(recipe))
-        leaves = [leaf.dataset for leaf in mixture.leaves]
+        if expression is not None:
+            raise ValueError(f"--filter is of one data set: give the sources in {paths[0]} a `filter:` each")
+        dataset = read_mixture(paths[0], _recipe(recipe))
+        leaves = [leaf.dataset for leaf in dataset.leaves]
         built: Index = joined_index(
-            mixture, [_build(list(of.urls), of.recipe, of.media_root, force=False)[0] for of in leaves]
+            dataset, [_build(list(of.urls), of.recipe, of.media_root, force=False)[0] for of in leaves]
         )
     else:
-        built, _ = _build(paths, _recipe(recipe), media_root, force=False)
+        dataset = ShardDataset(paths, _recipe(recipe), media_root=media_root)
+        if expression is not None:
+            dataset = dataset.filter(expression)  # before anything is indexed: it may be none
+        built, _ = _build(list(dataset.urls), dataset.recipe, dataset.media_root, force=False)
     result = make_profile(
         built,
-        mixture=mixture,
+        dataset=dataset,
         cost=model,
         balance=balance,
         layout=layout,

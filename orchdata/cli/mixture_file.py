@@ -8,7 +8,7 @@ sources:
   speech:
     weight: 0.3
     sources:
-      read: {paths: [read.tar], weight: 2}
+      read: {paths: [read.tar], weight: 2, filter: "tokens < 4096"}
       spoken: {paths: [spoken.tar], weight: 1, loss_weight: 0.5}
 
 Paths are relative to the file. A source without a recipe has that of the command.
@@ -28,7 +28,7 @@ from orchdata.loaders.recipe import Recipe
 SUFFIXES = (".yaml", ".yml")
 _MIXTURE = ("sources", "by", "stop", "stages", "epoch_tokens", "epoch_samples")
 _INNER = ("sources", "weight", "loss_weight")
-_LEAF = ("paths", "recipe", "weight", "loss_weight")
+_LEAF = ("paths", "recipe", "filter", "weight", "loss_weight")
 
 
 def is_mixture_file(paths: list[str]) -> bool:
@@ -79,10 +79,15 @@ def _source(content: Any, field: str, folder: Path, recipe: Recipe) -> Source:
     listed = [paths] if isinstance(paths, str) else paths
     if not isinstance(listed, list) or not listed or not all(isinstance(each, str) for each in listed):
         raise ValueError(f"{field}.paths must be a path, or a list of paths, of shards, got {paths!r}")
-    named = fields.pop("recipe", None)
+    named, expression = fields.pop("recipe", None), fields.pop("filter", None)
     if named is not None:
         recipe = load_object(named, Recipe, f"{field}.recipe")
-    return Source(ShardDataset([_beside(folder, each) for each in listed], recipe), **fields)
+    dataset = ShardDataset([_beside(folder, each) for each in listed], recipe)
+    if expression is not None:
+        if not isinstance(expression, str):
+            raise ValueError(f'{field}.filter must be an expression, as in "tokens < 4096", got {expression!r}')
+        dataset = dataset.filter(expression)
+    return Source(dataset, **fields)
 
 
 def _fields(content: Any, field: str, known: tuple[str, ...]) -> dict[str, Any]:

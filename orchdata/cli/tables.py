@@ -22,6 +22,7 @@ MOST_REASONS = 5
 def profile_table(profile: Profile) -> RenderableType:
     """What the dataset holds, how large samples are, and what each number of ranks would see."""
     bad = f"; left out: {profile.bad:,} bad samples" if profile.bad else ""
+    bad += f"; {profile.unchosen:,} samples that are not chosen" if profile.unchosen else ""
     bad += f"; {profile.failed_shards:,} shards cannot be read at all" if profile.failed_shards else ""
     header = (
         f"{profile.samples:,} samples in {profile.shards:,} shards, {human_bytes(profile.bytes)}, "

@@ -24,7 +24,8 @@ from orchdata.order.token_sums import TokenSums
 from orchdata.planning.costs import IndexTokens
 
 Ints = NDArray[np.int64]
-Told = Sequence[tuple[int, Mapping[str, int]]]
+
+_CHUNK_ROWS = 1 << 20
 
 
 def joined_index(mixture: Mixture, indexes: Sequence[Index]) -> JoinedIndex:
@@ -82,13 +83,8 @@ def mixture_order(
         seed: each source is shuffled by one that it gives with the source's name.
 
     Raises:
-        ValueError: a source without a usable sample, streams, or weights too far apart.
+        ValueError: a source without a usable sample, or weights too far apart.
     """
-    if shuffle is not None and shuffle.streams > 1:
-        raise ValueError(
-            f"Shuffle.streams={shuffle.streams} draws each position from its own stream, and a mixture draws it from a "
-            "source: leave streams out"
-        )
     sources, largest = [], 1
     bounds = np.searchsorted(excluded, index.first_rows)
     for number, (leaf, own) in enumerate(zip(mixture.leaves, index.indexes, strict=True)):
@@ -110,8 +106,19 @@ def mixture_order(
         largest = max(largest, -(-most // multiple_of) * multiple_of)
     size = mixture.epoch_size
     if size is not None and size[0] == "tokens" and size[1] < largest:
+        largest = max(_longest(source) for source in sources)  # without those that are left out
+    if size is not None and size[0] == "tokens" and size[1] < largest:
         raise ValueError(f"epoch_tokens={size[1]} is less than one sample has, {largest}: raise it")
     return MixtureOrder(sources, mixture.quantised(), by=mixture.by, stop=mixture.stop, epoch_size=size)
+
+
+def _longest(source: MixedSource) -> int:
+    """Tokens of the longest sample that comes."""
+    size, most = source.order.num_samples, 0
+    for start in range(0, size, _CHUNK_ROWS):
+        rows = source.order.located(np.arange(start, min(start + _CHUNK_ROWS, size)))
+        most = max(most, int(source.counts(*rows).max()))
+    return most
 
 
 def _seed_of(seed: int, name: str) -> int:

@@ -129,7 +129,7 @@ def left_out(index: Index, selections: Sequence[Selection]) -> Rows:
     if not selections:
         return np.zeros(0, np.int64)
     found: list[Rows] = []
-    for start, stop in _stretches(index):
+    for start, stop in stretches(index):
         kept = np.ones(stop - start, bool)
         for selection in selections:
             kept &= selection.keeps(index, start, stop)
@@ -137,7 +137,7 @@ def left_out(index: Index, selections: Sequence[Selection]) -> Rows:
     return np.concatenate(found).astype(np.int64)
 
 
-def _stretches(index: Index) -> Iterator[tuple[int, int]]:
+def stretches(index: Index) -> Iterator[tuple[int, int]]:
     """Stretches of rows that end where a sample does."""
     start, stop = 0, 0
     while stop < index.num_rows:

@@ -69,7 +69,7 @@ def prepare_shards(
     if isinstance(options.collate_fn, ModelInputs):
         for recipe in recipes:
             options.collate_fn.check(recipe, costs.phases[:-1], options.balance)
-    unchosen = _left_out(dataset, index)
+    unchosen = unchosen_rows(dataset, index)
     without = np.union1d(_quarantined_rows(index, named), unchosen)
     bad = np.setdiff1d(index.bad_rows(), without)
     _refuse(index, bad, options.policy)
@@ -120,8 +120,8 @@ def prepare_shards(
     )
 
 
-def _left_out(dataset: ShardDataset | Mixture, index: Index) -> Ints:
-    """Rows that data sets leave out by `filter` and `split`."""
+def unchosen_rows(dataset: ShardDataset | Mixture, index: Index) -> Ints:
+    """Rows that data sets leave out by `filter` and `split`, ascending. Raises ValueError as they do."""
     if isinstance(dataset, ShardDataset):
         return dataset.left_out(index)
     assert isinstance(index, JoinedIndex)

@@ -1,4 +1,5 @@
-"""The plans of a loader as a table: which sample is in which step, on which rank, in which microbatch.
+"""The plans of a loader as a table: which sample is in which step, on which rank, in which microbatch, and who encodes
+its parts.
 
 BuildSpec, epochs --make_plan, a step at a time--> record batches --> Arrow IPC file
 """
@@ -12,12 +13,22 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from orchdata.building.spec import BuildSpec, SampleContent, ShardContent
+from orchdata.loaders.index.index import Index
+from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.order.steps import Epochs
 from orchdata.planning.make_plan import make_plan
 from orchdata.planning.plan import Plan
 
+_PART = {
+    "modality": pa.string(),
+    "part": pa.int32(),
+    "positions": pa.int64(),
+    "tokens": pa.int64(),
+    "rank": pa.int32(),
+}
 _SCHEMA = pa.schema(
     {
         "epoch": pa.int64(),
@@ -32,6 +43,7 @@ _SCHEMA = pa.schema(
         "microbatch": pa.int32(),
         "llm_tokens": pa.int64(),
         "loss_tokens": pa.int64(),
+        "parts": pa.list_(pa.struct(_PART)),
     }
 )
 
@@ -66,14 +78,14 @@ def export_plan(
 def _of_step(plan: Plan, spec: BuildSpec) -> pa.RecordBatch:
     assert isinstance(spec.content, ShardContent | SampleContent)
     index, count = spec.content.shards.index, len(plan.row)
-    rows = plan.row.tolist()
+    rows, first_rows = plan.row.tolist(), index.first_rows if isinstance(index, JoinedIndex) else np.zeros(1, np.int64)
     names = pa.array(plan.sources or [""], pa.string())
     columns = [
         np.full(count, plan.epoch),
         np.full(count, plan.step),
         pa.DictionaryArray.from_arrays(pa.array(plan.dataset_id), names),
         np.full(count, plan.epoch, np.int32) if plan.passes is None else plan.passes,
-        plan.row,
+        plan.row - first_rows[plan.dataset_id],
         pa.array([index.shard_of(row).url for row in rows], pa.string()),
         pa.array([index.key(row) for row in rows], pa.string()),
         index.piece[plan.row],
@@ -81,5 +93,39 @@ def _of_step(plan: Plan, spec: BuildSpec) -> pa.RecordBatch:
         plan.microbatch,
         plan.llm_positions,
         spec.plan.costs.loss_tokens(plan.dataset_id, plan.row),
+        _parts_of(plan, spec, index),
     ]
     return pa.RecordBatch.from_arrays([pa.array(column) for column in columns], schema=_SCHEMA)
+
+
+def _parts_of(plan: Plan, spec: BuildSpec, index: Index) -> pa.ListArray:
+    """The parts of each sample by their place in it, with the rank that encodes them: its own, or per phase another."""
+    encoders = list(plan.phases[:-1])
+    found = [plan.parts.get(phase) or spec.plan.costs.parts(phase, plan.dataset_id, plan.row) for phase in encoders]
+    sample = np.concatenate([np.zeros(0, np.int64), *(parts.sample for parts in found)])
+    part = np.concatenate([np.zeros(0, np.int64), *(parts.part for parts in found)])
+    in_turn = np.lexsort((part, sample))
+
+    def column(name: str) -> NDArray[np.int64]:
+        return np.concatenate([np.zeros(0, np.int64), *(getattr(parts, name) for parts in found)])[in_turn]
+
+    phase = np.repeat(np.arange(len(found)), [len(parts) for parts in found])[in_turn]
+    home = [
+        parts.rank if name in plan.parts else plan.rank[parts.sample]
+        for name, parts in zip(encoders, found, strict=True)
+    ]
+    rank = np.concatenate([np.zeros(0, np.int32), *home])[in_turn]
+    starts = np.array([index.part_range(row).start for row in plan.row.tolist()], np.int64)
+    place = (part - starts[sample])[in_turn] if len(part) else part
+    columns = [
+        pa.array(encoders, pa.string()).take(pa.array(phase)),
+        place,
+        column("positions"),
+        column("tokens"),
+        rank,
+    ]
+    arrays = [pa.array(each, kind) for each, kind in zip(columns, _PART.values(), strict=True)]
+    ends = np.cumsum(np.bincount(sample, minlength=len(plan.row)))
+    offsets = pa.array(np.concatenate([[0], ends]), pa.int32())
+    fields = [pa.field(name, kind) for name, kind in _PART.items()]
+    return pa.ListArray.from_arrays(offsets, pa.StructArray.from_arrays(arrays, fields=fields))

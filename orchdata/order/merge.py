@@ -1,9 +1,10 @@
 """Sources merged by virtual time: where a lap through them stands, at any place of it.
 
-Sample i of a source has the virtual time (amount of the source up to and with it) x period: an amount is tokens or
-samples, a period an integer inverse to the weight. The merge is by (virtual time, number of the source). What a source
-has given at a virtual time, its `TokenSums` tell, so a place is found by searching for its virtual time, and samples
-are looked at a span at a time. What was looked at last is kept, since the next step begins there.
+Sample i of a source has the virtual time (amount of the source up to and with it) x period + delay: an amount is
+tokens or samples, a period an integer inverse to the weight, and delays keep sources apart whose samples are of one
+size, which would come at the same times. The merge is by (virtual time, number of the source). What a source has given
+at a virtual time, its `TokenSums` tell, so a place is found by searching for its virtual time, and samples are looked
+at a span at a time. What was looked at last is kept, since the next step begins there.
 """
 
 from __future__ import annotations
@@ -74,24 +75,26 @@ class Place(NamedTuple):
 
 
 class Samples(NamedTuple):
-    """Samples in turn: source and pass, int32, row and tokens, int64, each (n,)."""
+    """Samples in turn: source and pass, int32, row, tokens and stream of the source, int64, each (n,)."""
 
     source: NDArray[np.int32]
     passes: NDArray[np.int32]
     row: Ints
     tokens: Ints
+    stream: Ints
 
     def cut(self, start: int, stop: int) -> Samples:
         return self.taken(slice(start, stop))
 
     def taken(self, places: slice | Ints) -> Samples:
-        return Samples(self.source[places], self.passes[places], self.row[places], self.tokens[places])
+        source, passes, row, tokens, stream = self
+        return Samples(source[places], passes[places], row[places], tokens[places], stream[places])
 
     @staticmethod
     def joined(parts: Sequence[Samples]) -> Samples:
         if not parts:
             empty = np.zeros(0, np.int64)
-            return Samples(empty.astype(np.int32), empty.astype(np.int32), empty, empty)
+            return Samples(empty.astype(np.int32), empty.astype(np.int32), empty, empty, empty)
         return Samples(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
 
 
@@ -177,7 +180,8 @@ class Lap:
             end = min(at + stop - start, size)
             dataset_id, row = mine.order.rows(number, at, end)
             passes = np.full(len(row), number, np.int32)
-            found.append(Samples(dataset_id, passes, row + mine.first_row, mine.counts(dataset_id, row)))
+            tokens, stream = mine.counts(dataset_id, row), mine.order.drawn_from(number, at, end)
+            found.append(Samples(dataset_id, passes, row + mine.first_row, tokens, stream))
             start += end - at
         return Samples.joined(found)
 
@@ -302,6 +306,7 @@ class Stretch:
         self.begin = begin
         self._periods = periods
         self._amounts = begin.amounts(lap.by)
+        self._delays = self._staggered()
         self.stop: int | None = None
         self._end: Place | None = None
 
@@ -315,7 +320,7 @@ class Stretch:
         for source, period in enumerate(self._periods):
             if not period or time <= 0:
                 continue
-            amount = self._amounts[source] + time // period
+            amount = self._amounts[source] + max(0, time - self._delays[source]) // period
             if lap.by == "tokens":
                 counts[source] = lap.count_of(source, amount)
             else:
@@ -338,20 +343,31 @@ class Stretch:
         )
 
     def _first_end(self) -> Place:
-        time, source = min((self._time_of_last(source), source) for source in self._present())
-        if not time:
+        if any(self._is_over(source) for source in self._present()):
             return self.begin
+        time, source = min((self._time_of_last(source), source) for source in self._present())
         at, before = self.at(time).counts, self.at(time - 1).counts
         return self._place([*at[: source + 1], *before[source + 1 :]])
 
     def _present(self) -> list[int]:
         return [source for source, period in enumerate(self._periods) if period]
 
+    def _staggered(self) -> list[int]:
+        """The delay of each source: of n present ones, the k-th begins k/n of its mean sample ahead of the first."""
+        lap, present, ahead = self._lap, self._present(), [0] * len(self._periods)
+        for place, source in enumerate(present):
+            mean = max(1, lap.total(source) // lap.limit(source)) if lap.by == "tokens" else 1
+            ahead[source] = self._periods[source] * mean * place // len(present)
+        return [max(ahead) - each for each in ahead]
+
+    def _is_over(self, source: int) -> bool:
+        return self.begin.counts[source] == self._lap.limit(source)
+
     def _time_of_last(self, source: int) -> int:
         """The virtual time of the last sample of a source's pass."""
         lap = self._lap
         whole = lap.total(source) if lap.by == "tokens" else lap.limit(source)
-        return (whole - self._amounts[source]) * self._periods[source]
+        return (whole - self._amounts[source]) * self._periods[source] + self._delays[source]
 
     def _place(self, counts: Sequence[int]) -> Place:
         lap, begin = self._lap, self.begin
@@ -409,9 +425,10 @@ class Stretch:
             amounts = np.cumsum(mine.tokens) if lap.by == "tokens" else np.arange(1, stop - start + 1)
             # From `low` on, so that a run may be as long as it likes.
             given = below.amounts(lap.by)[source] - self._amounts[source]
-            if int(amounts[-1]) * period >= 1 << 62:  # of a source that comes once in a long while
+            before = given * period + self._delays[source] - low
+            if int(amounts[-1]) * period + abs(before) >= 1 << 62:  # of a source that comes once in a long while
                 amounts = amounts.astype(object)
-            times.append(amounts * period + (given * period - low))
+            times.append(amounts * period + before)
             parts.append(mine)
         samples = Samples.joined(parts)
         if parts:

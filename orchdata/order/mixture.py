@@ -35,8 +35,6 @@ class MixtureOrder:
         epoch_size: with "repeat" only. An epoch of tokens ends with the sample that fills it.
     """
 
-    streams = 1
-
     def __init__(
         self,
         sources: Sequence[MixedSource],
@@ -61,6 +59,11 @@ class MixtureOrder:
     def restaged(self, stages: Sequence[Stage]) -> MixtureOrder:
         """The same mixture with other stages."""
         return _mixture_order(self.sources, tuple(stages), self.by, self.stop, self.epoch_size)
+
+    @property
+    def streams(self) -> int:
+        """Of each source."""
+        return self.sources[0].order.streams
 
     @property
     def num_samples(self) -> int:
@@ -117,6 +120,10 @@ class MixtureOrder:
     def passes(self, epoch: int, start: int, stop: int) -> NDArray[np.int32]:
         """Which pass through its source each of these samples is of, from 0: int32 (stop - start,)."""
         return self._samples(epoch, start, stop).passes
+
+    def drawn_from(self, epoch: int, start: int, stop: int) -> Ints:
+        """The stream of its source that each of these samples is drawn from: int64 (stop - start,)."""
+        return self._samples(epoch, start, stop).stream
 
     def _samples(self, epoch: int, start: int, stop: int) -> Samples:
         if epoch < 0:

@@ -36,7 +36,8 @@ class Shuffle:
     Attributes:
         window: blocks that are mixed together; a larger one shuffles better and reads more widely.
         streams: contiguous ranges of the samples, equal in number give or take one. Position p is drawn from stream
-            p % streams, so each global batch's shares of the streams differ by at most one.
+            p % streams, so each global batch's shares of the streams differ by at most one; in a mixture each source
+            has its own, and shares differ by at most one a source.
     """
 
     window: int = _WINDOW
@@ -56,14 +57,13 @@ class SampleOrder(Protocol):
     def num_samples(self) -> int:
         """Usable samples of the data set."""
 
-    @property
-    def streams(self) -> int:
-        """Position p is drawn from stream p % streams."""
-
     def length(self, epoch: int) -> int:
         """Samples of an epoch."""
 
     def rows(self, epoch: int, start: int, stop: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]: ...
+
+    def drawn_from(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
+        """The stream that each of these samples is drawn from: int64 (stop - start,)."""
 
 
 class Order:
@@ -123,6 +123,10 @@ class Order:
             raise ValueError(f"epoch must be at least 0, got {epoch}")
 
         return self.located(self._samples(epoch, start, stop))
+
+    def drawn_from(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
+        """The stream that each of these samples is drawn from: int64 (stop - start,)."""
+        return np.arange(start, stop) % self.streams
 
     def located(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         """(dataset_id, row) of usable samples by their number, from 0 to num_samples; `samples` is changed."""

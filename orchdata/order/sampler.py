@@ -39,13 +39,15 @@ class SamplerOrder:
 
     sampler: str
     num_samples: int
-    streams: int = 1
 
     def length(self, epoch: int) -> int:
         return self.num_samples
 
     def rows(self, epoch: int, start: int, stop: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         raise ValueError(f"{self.sampler} is drawn where the loader iterates: give the StepTask its rows")
+
+    def drawn_from(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
+        return np.zeros(stop - start, np.int64)
 
     def describe(self) -> dict[str, object]:
         known = self.num_samples if self.num_samples != sys.maxsize else None

@@ -41,21 +41,17 @@ class Limits(NamedTuple):
     within: Ranks
 
 
-def stream_ranks(start: int, num_samples: int, streams: int, num_ranks: int) -> NDArray[np.int32]:
+def stream_ranks(stream: Ints, num_ranks: int) -> NDArray[np.int32]:
     """Whose streams each sample of a global batch is from: ranks share out the streams, in order and evenly.
 
     Args:
-        start: position of the first sample in the epoch's order; position p is drawn from stream p % streams.
-        num_samples: of the global batch.
-        streams: of the order.
+        stream: that each sample of the global batch is drawn from, int64 (num_samples,).
         num_ranks: at least 1; their counts of samples differ by at most one.
 
     Returns:
         int32 (num_samples,), ascending over the samples sorted by stream.
     """
-    if num_ranks == 1:
-        return np.zeros(num_samples, np.int32)
-    stream = (start + np.arange(num_samples)) % streams
+    num_samples = len(stream)
     stream_rank = np.empty(num_samples, np.int32)
     stream_rank[np.argsort(stream, kind="stable")] = np.arange(num_samples) * num_ranks // max(1, num_samples)
     return stream_rank

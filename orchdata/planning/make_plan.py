@@ -109,10 +109,10 @@ def make_plan(spec: PlanSpec, task: StepTask) -> Plan:
         start, stop = spec.batches.bounds(task.step, spec.order.length(task.epoch), task.epoch, task.begin)
         dataset_id, row = spec.order.rows(task.epoch, start, stop)
     else:
-        start, dataset_id, row = 0, np.zeros(len(task.rows), np.int32), task.rows
+        start, stop, dataset_id, row = 0, len(task.rows), np.zeros(len(task.rows), np.int32), task.rows
     costs = {phase: spec.costs.costs(phase, dataset_id, row) for phase in spec.costs.phases}
     loss_tokens = spec.costs.loss_tokens(dataset_id, row)
-    stream_rank = stream_ranks(start, len(row), spec.order.streams, spec.num_ranks)
+    stream_rank = stream_ranks(spec.order.drawn_from(task.epoch, start, stop), spec.num_ranks)
     positions = {
         phase: spec.costs.positions(phase, dataset_id, row) for phase in dict.fromkeys(("llm", *spec.balance.caps))
     }
@@ -151,7 +151,8 @@ def _of_sources(
         "sources": tuple(source.name for source in order.sources),
         "passes": order.passes(task.epoch, start, start + len(dataset_id)),
         "source_loss_tokens": by_source,
-        "loss_weights": tuple(source.loss_weight for source in order.sources),
+        # As float32, which is what losses of tokens are multiplied by: sums and denominators agree.
+        "loss_weights": tuple(float(np.float32(source.loss_weight)) for source in order.sources),
     }
 
 

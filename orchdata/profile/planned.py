@@ -144,13 +144,13 @@ def epoch_spec(
     batches: Batches = GlobalBatches(size=size.amount, drop_last=True)
     if size.counts is None:
         if order.length(0) < size.amount:
-            drawn = Draws(order, seed, order.streams, steps * size.amount)
+            drawn = Draws(order, seed, steps * size.amount)
     else:
         sums = sums_of(order, size.counts)
         total = sums.of_epoch(0)
         if total < size.amount:
             some = -(-steps * size.amount * order.length(0) // max(1, total))
-            drawn = Draws(order, seed, order.streams, some + some // 4)
+            drawn = Draws(order, seed, some + some // 4)
             sums = ListedSums(np.cumsum(size.counts(*drawn.rows(0, 0, drawn.num_samples))))
         batches = TokenBatches(sums=sums, budgets=((0, size.amount),), drop_last=True)
     return PlanSpec(costs=source, order=drawn, batches=batches, balance=balance, num_ranks=num_ranks)
@@ -184,21 +184,28 @@ def spread_steps(spec: PlanSpec, most: int) -> list[int]:
 class Draws:
     """Samples of `order` drawn with replacement, seeded: a global batch larger than the dataset can be planned.
 
-    As in `order`, position p is drawn from stream p % streams.
+    As in `order`, which draws position p from stream p % streams, as far as it is of one data set.
     """
 
     order: AnyOrder
     seed: int
-    streams: int
     num_samples: int
 
     def length(self, epoch: int) -> int:
         return self.num_samples
 
     def rows(self, epoch: int, start: int, stop: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        total = self.order.length(epoch)
-        stream = np.arange(self.num_samples) % min(self.streams, total)
-        held = (total - 1 - stream) // self.streams + 1  # positions of the stream in an epoch of `order`
-        picks = stream + self.streams * np.random.default_rng((self.seed, epoch)).integers(held)
-        dataset_id, row = self.order.rows(epoch, 0, total)
-        return dataset_id[picks[start:stop]], row[picks[start:stop]]
+        picks = self._picks(epoch)[start:stop]
+        dataset_id, row = self.order.rows(epoch, 0, self.order.length(epoch))
+        return dataset_id[picks], row[picks]
+
+    def drawn_from(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
+        streams: NDArray[np.int64] = self.order.drawn_from(epoch, 0, self.order.length(epoch))
+        return streams[self._picks(epoch)[start:stop]]
+
+    def _picks(self, epoch: int) -> NDArray[np.int64]:
+        total, streams = self.order.length(epoch), self.order.streams
+        turn = np.arange(self.num_samples) % min(streams, total)
+        held = (total - 1 - turn) // streams + 1
+        picks: NDArray[np.int64] = turn + streams * np.random.default_rng((self.seed, epoch)).integers(held)
+        return picks

@@ -12,6 +12,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -21,7 +22,15 @@ from orchdata.balancers import CostModel
 from orchdata.dataset.mixed import mixture_order
 from orchdata.dataset.mixture import Mixture
 from orchdata.dataset.options import TokenBudgets
-from orchdata.dataset.shards import above_budget, check_caps, check_layout, layout_costs, oversize_rows
+from orchdata.dataset.shard_dataset import ShardDataset
+from orchdata.dataset.shards import (
+    above_budget,
+    check_caps,
+    check_layout,
+    layout_costs,
+    oversize_rows,
+    unchosen_rows,
+)
 from orchdata.loaders.errors import DataError, reason_kind
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.joined import JoinedIndex
@@ -32,6 +41,7 @@ from orchdata.order.order import Shuffle
 from orchdata.planning.balance import Balance, Objective, Oversize
 from orchdata.planning.costs import IndexCosts, IndexTokens
 from orchdata.planning.layout import Layout, Packed, Padded, fixed_length
+from orchdata.profile.held import held_by
 from orchdata.profile.scales import Scale, make_scale
 
 PERCENTILES = {"min": 0, "p25": 25, "p50": 50, "p75": 75, "p95": 95, "p99": 99, "max": 100}
@@ -143,6 +153,7 @@ class Profile:
 
     Attributes:
         overflow: None without `TextPreprocessor.max_tokens`, or where no sample is above it.
+        unchosen: samples that the data set leaves out by `filter` and `split`; they are in no other number.
         layout: "packed" or "padded".
         objective: as of `Balance`: whether ranks wait after each phase of each micro-step.
         model_parallel: GPUs of a rank.
@@ -154,6 +165,7 @@ class Profile:
     failed_shards: int
     samples: int
     bad: int
+    unchosen: int
     bad_by_reason: Mapping[str, int]
     bytes: int
     loss_tokens: int
@@ -191,7 +203,7 @@ def profile(
     streams: int | None = None,
     seed: int = 0,
     steps: int = 8,
-    mixture: Mixture | None = None,
+    dataset: ShardDataset | Mixture | None = None,
 ) -> Profile:
     """Profile an index.
 
@@ -210,11 +222,12 @@ def profile(
         seed: of the order.
         steps: steps to plan per number of ranks, spread over an epoch for balance and in a row for locality; fewer
             where an epoch has fewer.
-        mixture: whose sources are joined in the index.
+        dataset: what the index is of, where it chooses samples by `filter` or `split`, or is a mixture, whose sources
+            are joined in the index. None for all samples of the index.
 
     Raises:
-        ValueError: for numbers below 1, a dataset without a usable sample, caps that training would refuse, or a
-            pipeline's order of microbatches.
+        ValueError: for numbers below 1, a dataset without a usable sample, a filter of columns that do not exist, caps
+            that training would refuse, or a pipeline's order of microbatches.
     """
     numbers = {
         "model_parallel": model_parallel,
@@ -228,11 +241,15 @@ def profile(
     for name, value in numbers.items():
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
-    bad = index.bad_rows()
-    if len(bad) == index.num_rows:
+    unchosen = np.zeros(0, np.int64) if dataset is None else unchosen_rows(dataset, index)
+    bad = np.setdiff1d(index.bad_rows(), unchosen)
+    unused = np.union1d(bad, unchosen)
+    num_unchosen = int(np.count_nonzero(index.piece[unchosen] == 0))
+    if len(unused) == index.num_rows:
         raise ValueError(
             f"none of the {index.num_samples} samples is usable, so there is nothing to profile; "
             f"the first: {index.failure(int(bad[0])) if len(bad) else 'there is none'}"
+            + (f"; {num_unchosen} are left out by filter and split" if len(unchosen) else "")
         )
 
     if balance.order is not None:
@@ -247,9 +264,9 @@ def profile(
 
     source = layout_costs(index, cost, layout)
     counts = IndexTokens(index, 1 if isinstance(layout, Padded) else layout.multiple_of)
-    above = oversize_rows(source, balance, bad)
+    above = oversize_rows(source, balance, unused)
     too_large = np.unique(np.concatenate([np.zeros(0, np.int64), *above.values()]))
-    excluded = np.union1d(bad, too_large) if balance.oversize == "drop" else bad
+    excluded = np.union1d(unused, too_large) if balance.oversize == "drop" else unused
     if len(excluded) == index.num_rows:
         raise ValueError(f"all {len(too_large)} usable samples are above max_tokens and would be dropped: raise it")
     if batch_tokens is not None:
@@ -257,23 +274,25 @@ def profile(
         excluded = np.union1d(excluded, above_budget(counts, budget, balance, excluded))
     group_size = group_size or balance.group_size or 8
     mixed = None
-    if mixture is not None and isinstance(index, JoinedIndex):
-        mixed = mixture_order(mixture, index, excluded, shuffle=Shuffle(), seed=seed, multiple_of=counts.multiple_of)
-    good = np.delete(np.arange(index.num_rows), bad)
-    samples = index.num_samples - len(bad)
-    overflow = index.totals["overflow"]
-    bad_samples, failed_shards = split_failures(index)
+    if isinstance(dataset, Mixture):
+        mixed = partial(_mixed, dataset, index, excluded, seed, counts.multiple_of)
+    good = np.delete(np.arange(index.num_rows), unused)
+    samples = index.num_samples - num_unchosen - len(bad)
+    totals = held_by(index, unchosen)
+    overflow = totals["overflow"]
+    bad_samples, failed_shards = split_failures(index, bad)
     return Profile(
         shards=len(index.shards),
         failed_shards=len(failed_shards),
         samples=samples,
         bad=len(bad_samples),
+        unchosen=num_unchosen,
         bad_by_reason=count_reasons(bad_samples),
-        bytes=index.totals["bytes"],
-        loss_tokens=index.totals["loss_tokens"],
+        bytes=totals["bytes"],
+        loss_tokens=totals["loss_tokens"],
         overflow=Overflow(**overflow) if any(overflow.values()) else None,
-        read_amplification=_read_amplification(index, good),
-        modalities={name: _modality(counts, samples) for name, counts in index.totals["modalities"].items()},
+        read_amplification=_read_amplification(index, good, totals["bytes"]),
+        modalities={name: _modality(counts, samples) for name, counts in totals["modalities"].items()},
         phases={phase: _phase(source, phase, good) for phase in source.phases},
         balanced_phases=source.balanced,
         has_cost_model=cost is not None,
@@ -289,7 +308,7 @@ def profile(
         if balance.caps
         else None,
         seed=seed,
-        sources={} if mixed is None else _sources(mixed),
+        sources={} if mixed is None else _sources(mixed(1)),
         scales=tuple(
             make_scale(
                 source,
@@ -311,6 +330,13 @@ def profile(
     )
 
 
+def _mixed(
+    mixture: Mixture, index: Index, excluded: NDArray[np.int64], seed: int, multiple_of: int, streams: int
+) -> MixtureOrder:
+    assert isinstance(index, JoinedIndex)
+    return mixture_order(mixture, index, excluded, shuffle=Shuffle(streams=streams), seed=seed, multiple_of=multiple_of)
+
+
 def _sources(order: MixtureOrder) -> dict[str, SourceShare]:
     total = order.of_epoch(0)
     return {
@@ -330,13 +356,13 @@ def count_reasons(failures: Iterable[DataError]) -> dict[str, int]:
     return dict(Counter(reason_kind(failure.reason) for failure in failures).most_common())
 
 
-def split_failures(index: Index) -> tuple[list[DataError], list[DataError]]:
-    """What an index could not use: samples, and whole shards (those have an empty key)."""
-    failures = [index.failure(int(row)) for row in index.bad_rows()]
+def split_failures(index: Index, bad: NDArray[np.int64] | None = None) -> tuple[list[DataError], list[DataError]]:
+    """What an index could not use: samples, and whole shards (those have an empty key); of `bad` rows, or of all."""
+    failures = [index.failure(int(row)) for row in (index.bad_rows() if bad is None else bad)]
     return [failure for failure in failures if failure.key], [failure for failure in failures if not failure.key]
 
 
-def _read_amplification(index: Index, good: NDArray[np.int64]) -> ReadAmplification:
+def _read_amplification(index: Index, good: NDArray[np.int64], num_bytes: int) -> ReadAmplification:
     chosen = good[np.linspace(0, len(good) - 1, min(len(good), _RANGE_SAMPLES)).astype(np.int64)]
     read = used = 0
     for row in chosen.tolist():
@@ -346,7 +372,7 @@ def _read_amplification(index: Index, good: NDArray[np.int64]) -> ReadAmplificat
             used += sum(size for _, size, _, _ in members)
     return ReadAmplification(
         by_range=read / used if used else None,
-        whole_shards=sum(shard.size for shard in index.shards) / max(1, index.totals["bytes"]),
+        whole_shards=sum(shard.size for shard in index.shards) / max(1, num_bytes),
     )
 
 

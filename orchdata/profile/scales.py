@@ -6,7 +6,7 @@ steps one after another       --plan, as in training--> who reads which shard --
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, get_args
 
@@ -22,7 +22,7 @@ from orchdata.planning.costs import IndexCosts
 from orchdata.planning.fixed import better_budget
 from orchdata.planning.make_plan import PlanSpec, make_plan
 from orchdata.profile.advice import Change, PhaseAdvice, phase_advice, try_changes
-from orchdata.profile.planned import PlannedSteps, StepSize, epoch_spec, plan_steps, spread_steps
+from orchdata.profile.planned import AnyOrder, PlannedSteps, StepSize, epoch_spec, plan_steps, spread_steps
 
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 
@@ -148,7 +148,7 @@ def make_scale(
     streams: int | None,
     seed: int,
     steps: int,
-    mixed: MixtureOrder | None,
+    mixed: Callable[[int], MixtureOrder] | None,
 ) -> Scale:
     """Plan some steps of an epoch on `ranks` ranks; arguments as of `orchdata.profile.profile.profile`.
 
@@ -157,11 +157,15 @@ def make_scale(
         counts: its LLM tokens, as steps measure them.
         excluded: rows that are not in the order.
         streams: of the order; None for one a group.
-        mixed: the order of a mixture, which has no streams.
+        mixed: the order of a mixture with so many streams.
     """
     groups = -(-ranks // group_size)
-    streams = 1 if mixed is not None else groups if streams is None else streams
-    order = mixed or Order(source.index.num_rows, shuffle=Shuffle(streams=streams), seed=seed, excluded=excluded)
+    streams = groups if streams is None else streams
+    order: AnyOrder
+    if mixed is not None:
+        order = mixed(streams)
+    else:
+        order = Order(source.index.num_rows, shuffle=Shuffle(streams=streams), seed=seed, excluded=excluded)
     size = StepSize(ranks * batch_size) if batch_tokens is None else StepSize(ranks * batch_tokens, counts)
     base = epoch_spec(source, order, balance, size, num_ranks=ranks, steps=steps)
     spread = spread_steps(base, steps)

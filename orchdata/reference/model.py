@@ -58,7 +58,7 @@ class ModelConfig:
 
 
 class ModelOutput(NamedTuple):
-    """`loss_sum`: cross-entropy summed over the `num_targets` predicted labels.
+    """`loss_sum`: cross-entropy summed over the `num_targets` predicted labels, each times its weight.
 
     A tuple, because FSDP looks for tensors in what a module returns.
     """
@@ -185,6 +185,7 @@ class MultimodalLM(nn.Module):
         audio_max_seqlen: int = 0,
         audio_positions: Tensor | None = None,
         audio_route: Route | None = None,
+        loss_weights: Tensor | None = None,
     ) -> ModelOutput:
         """One microbatch, as `Batch.model_inputs()` gives it, to its summed loss.
 
@@ -197,6 +198,7 @@ class MultimodalLM(nn.Module):
             image_positions, audio_positions: where the leading rows of an encoder's output go in the sequence.
             image_route, audio_route: the way of those rows to the ranks that have their samples; without one, they
                 stay.
+            loss_weights: what each label counts, of the shape of `labels`; None for 1.
         """
         x = self.embed(input_ids)
         travelling = []
@@ -218,7 +220,7 @@ class MultimodalLM(nn.Module):
         for arrive, positions in travelling:
             x = merge_features(x, arrive(), positions)
         x = self.llm(x, lengths_of(cu_seqlens), position_ids.reshape(-1, position_ids.shape[-1]))
-        return self._loss(x, labels)
+        return self._loss(x, labels, loss_weights)
 
     def depart(self, tokens: Tensor, route: Route | None) -> Callable[[], Tensor]:
         """Send an encoder's output on its way while others are encoded; returns what waits for what arrives."""
@@ -228,9 +230,22 @@ class MultimodalLM(nn.Module):
         tokens = tokens[: route.num_rows_in] if route.num_rows_in else tokens
         return exchange(tokens, route, group=self.group, requires_grad=True, async_op=True).wait
 
-    def _loss(self, x: Tensor, labels: Tensor) -> ModelOutput:
+    def _loss(self, x: Tensor, labels: Tensor, weights: Tensor | None) -> ModelOutput:
         # A sample's first label is -100, so no position is asked to predict the next sample.
         targets = labels[1:]
         asked = (targets != IGNORE).nonzero()[:, 0]
         logits = self.head(x[:-1][asked])
-        return ModelOutput(F.cross_entropy(logits, targets[asked], reduction="sum"), asked.shape[0])
+        return ModelOutput(weighted_loss(logits, targets[asked], weights, asked), asked.shape[0])
+
+
+def weighted_loss(logits: Tensor, targets: Tensor, weights: Tensor | None, asked: Tensor) -> Tensor:
+    """The sum of cross-entropies (num_targets, vocabulary) of `targets`, each times the weight of its label.
+
+    Args:
+        weights: of all labels, the first of a row too, or None.
+        asked: which of the labels behind the first `targets` are: a mask, or places.
+    """
+    if weights is None:
+        return F.cross_entropy(logits, targets, reduction="sum")
+    losses = F.cross_entropy(logits, targets, reduction="none")
+    return (losses * weights[..., 1:][asked]).sum()

@@ -144,6 +144,19 @@ def test_profile_takes_what_training_takes(mixed: Path) -> None:
         assert words in out
 
 
+def test_profile_of_chosen_samples_is_that_of_them_alone(tmp_path: Path) -> None:
+    path, size = write_texts(tmp_path / "all.tar", 40), len(b"a text that carries loss")
+    arguments = ("profile", path, "--ranks", "2", "--batch-size", "2")
+    assert run_json(*arguments)["unchosen"] == 0
+    chosen = run_json(*arguments, "--filter", "key < '0015' and tokens > 3")
+    assert (chosen["samples"], chosen["unchosen"], chosen["bad"]) == (15, 25, 0)
+    assert (
+        chosen["bytes"] == chosen["modalities"]["text"]["tokens"] == chosen["phases"]["llm"]["positions"] == 15 * size
+    )
+    assert chosen["modalities"]["text"]["samples"] == 15
+    assert "25 samples that are not chosen" in run(*arguments, "--filter", "key < '0015'").stdout
+
+
 def test_profile_table_says_what_a_person_must_know(mixed: Path) -> None:
     out = run("profile", mixed, "--ranks", "1,4", "--batch-size", "2").stdout
     for words in ("2 samples in 1 shards", "1 bad", "llm", "speedup", "drawn with replacement", "p99"):
@@ -193,6 +206,10 @@ def test_what_user_code_prints_does_not_end_up_in_the_json(
         (("profile", "mixed.tar", "--max-tokens", "image="), "PHASE=NUMBER such as image=32768, got 'image='"),
         (("profile", "mixed.tar", "--max-tokens", "2", "--max-tokens", "llm=9"), "caps llm twice"),
         (("profile", "mixed.tar", "--objective", "wait"), "must be one of barrier, sum, got 'wait'"),
+        (("profile", "mixed.tar", "--filter", "tokens <"), "filter 'tokens <': not an expression"),
+        (("profile", "mixed.tar", "--filter", "length < 9"), "the columns are tokens, loss_tokens, text_tokens"),
+        (("profile", "mixed.tar", "--filter", "tokens.sum() > 2"), "'tokens.sum()' is not understood; known are"),
+        (("profile", "mixed.tar", "--filter", "tokens > 99999"), "are left out by filter and split"),
         (("profile", "mixed.tar", "--max-tokens", "1"), "use Balance(oversize='own') or 'drop'"),
         (("profile", "mixed.tar", "--batch-size", "0"), "batch_size must be at least 1, got 0"),
         (("synth", "absent.yaml", "out"), "absent.yaml"),

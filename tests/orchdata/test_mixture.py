@@ -349,7 +349,6 @@ def test_quarantine_and_failures_are_of_their_source(data: dict[str, od.ShardDat
         (lambda data: mixture(data, stages=[(0, {"omni": 0})]), "no source has a weight in the stage from 0"),
         (lambda data: loaders(mixture(data, (1, 1e-12, 1)), 1), "'chat' has 1.0e-12 of the weight"),
         (lambda data: loaders(mixture(data, epoch_tokens=10), 1), "epoch_tokens=10 is less than one sample has"),
-        (lambda data: loaders(mixture(data), 1, shuffle=od.Shuffle(streams=2)), "leave streams out"),
         (lambda data: od.Mixture({"a/b": od.Source(data["omni"])}), "without '/'"),
         (
             lambda data: od.Mixture({"a": od.Source(mixture(data))}),

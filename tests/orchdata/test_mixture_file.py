@@ -59,14 +59,33 @@ def test_profile_takes_a_mixture(folder: Path, size: list[str]) -> None:
     assert "What sources give in an epoch" in table.stdout
 
 
+def test_a_source_may_be_filtered(folder: Path) -> None:
+    file = folder / "mix.yaml"
+    file.write_text(MIX.replace("weight: 3", 'filter: "image_parts > 0"', 1))
+    found = json.loads(CliRunner().invoke(app, ["profile", str(file), "--ranks", "2", "--json"]).stdout)
+    (omni,) = [leaf.dataset for leaf in read_mixture(file, RECIPE).leaves if leaf.name == "omni"]
+    assert found["sources"]["omni"]["usable"] == len(omni) == 12  # three kinds of five have images
+    assert (found["samples"], found["unchosen"]) == (12 + 9 + 7, 8)
+    assert found["modalities"]["image"]["samples"] == 12
+    refused = CliRunner().invoke(app, ["profile", str(file), "--filter", "tokens < 9"])
+    assert refused.exit_code == 1
+    assert "give the sources in" in refused.output
+
+
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
         ("by: tokens", "by: bytes", "mix.yaml: Mixture.by must be one of 'tokens', 'samples', got 'bytes'"),
-        ("weight: 3", "wight: 3", "mix.yaml: sources.omni has no field 'wight'; it may have paths, recipe, weight"),
+        (
+            "weight: 3",
+            "wight: 3",
+            "mix.yaml: sources.omni has no field 'wight'; it may have paths, recipe, filter, weight",
+        ),
         ("weight: 3", "weight: heavy", "Source.weight must be a number of at least 0, got 'heavy'"),
         ("paths: [chat.tar]", "paths: []", "sources.words.sources.chat.paths must be a path, or a list of paths"),
         ("sources:\n  omni", "source:\n  omni", "the file has no field 'source'"),
+        ("weight: 3", "filter: 5", 'sources.omni.filter must be an expression, as in "tokens < 4096", got 5'),
+        ("weight: 3", "filter: tokens <", "filter 'tokens <': not an expression"),
         ("stop: repeat", "stop: [", "not readable as YAML"),
         ("shard_factory:RECIPE", "shard_factory:NONE", "sources.omni.recipe shard_factory:NONE: AttributeError"),
         ("stop: repeat", "stop: repeat\nstages: [[0, {omni: 1}]]", "source 'omni' has a weight, and stages give"),

@@ -97,6 +97,8 @@ def test_steps_hold_their_budget_give_or_take_a_sample(dataset: od.ShardDataset,
             "balance": od.Balance(assignment="per_phase"),
             "cost": od.CostModel(image=od.PhaseCost(2.0), llm=od.PhaseCost(1.0)),
         },
+        {"balance": od.Balance(scope="grouped", group_size=2)},
+        {"balance": od.Balance(scope="grid", group_size=2, max_tokens=300, oversize="own")},
         {"num_workers": 2, "num_threads": 1},
         {"collate_fn": od.Padded(multiple_of=64)},
     ],
@@ -104,6 +106,23 @@ def test_steps_hold_their_budget_give_or_take_a_sample(dataset: od.ShardDataset,
 def test_membership_depends_on_nothing_else(dataset: od.ShardDataset, options: dict[str, Any]) -> None:
     alone = [keys_of(step) for step in steps_of(loaders(dataset, 1))]
     assert [keys_of(step) for step in steps_of(loaders(dataset, 3, **options))] == alone
+
+
+@pytest.mark.parametrize("scope", ["grouped", "grid"])
+@pytest.mark.parametrize("streams", [2, 5])
+def test_steps_of_tokens_are_drawn_from_streams(dataset: od.ShardDataset, scope: Any, streams: int) -> None:
+    """The same on any ranks, each sample once, a resume included; groups get their own streams' samples."""
+    options: dict[str, Any] = {"shuffle": od.Shuffle(streams=streams)}
+    alone = [keys_of(step) for step in steps_of(loaders(dataset, 1, **options))]
+    assert len({key for step in alone for key in step}) == sum(map(len, alone)) == 36
+    assert alone != [keys_of(step) for step in steps_of(loaders(dataset, 1))]
+    options["balance"] = od.Balance(scope=scope, group_size=2)
+    ours = loaders(dataset, 4, **options)
+    first = steps_of(ours, 3)
+    rest = resumed(dataset, 3, ours[0].state_dict(), **options)
+    assert [keys_of(step) for step in (*first, *rest)] == alone
+    own = [loader.stats()["own_streams"] for loader in ours]
+    assert all(share == 1.0 for share in own) if scope == "grouped" else all(share <= 1.0 for share in own)
 
 
 def test_drop_last_leaves_the_tail_out(dataset: od.ShardDataset) -> None:

@@ -47,7 +47,7 @@ def global_batch(
     return GlobalBatch(
         {phase: costs[phase] for phase in phases},
         positions,
-        stream_ranks(seed, num_samples, streams, num_ranks),
+        stream_ranks((seed + np.arange(num_samples)) % streams, num_ranks),
         num_ranks,
     )
 

@@ -74,6 +74,16 @@ class Job:
         options = {"global_batch_size": GLOBAL_BATCH_SIZE, "shuffle": True, "seed": 3, "num_threads": 2} | options
         return od.DataLoader(od.ShardDataset(self.shards / f"{data}.tar", recipe=RECIPE), dp=dp, **options)
 
+    def mixed(self, dp: Any, **options: Any) -> od.DataLoader:
+        """Token steps of the good samples twice, and their texts once more, drawn from streams."""
+        good = od.ShardDataset(self.shards / "good.tar", recipe=RECIPE)
+        texts = good.filter("image_parts == 0 and audio_parts == 0")
+        sources = {"all": od.Source(good, loss_weight=0.5), "texts": od.Source(texts, weight=0.5)}
+        mixture = od.Mixture(sources, stop="repeat", epoch_tokens=4000)
+        sized = {"global_batch_size": None, "global_batch_tokens": 900, "shuffle": od.Shuffle(streams=2)}
+        common = {"balance": od.Balance(scope="grid", group_size=1), "seed": 3, "num_threads": 2}
+        return od.DataLoader(mixture, dp=dp, **(sized | common | options))
+
     def share(self) -> Found:
         """A mesh of 2 x 2."""
         by_dp = self.mesh("dp", "tp")
@@ -97,6 +107,9 @@ class Job:
             "map broadcast": message(lambda: od.DataLoader(Numbers(8), dp=broadcast)),
             "map read": [batch["number"].tolist() for batch in od.DataLoader(Numbers(8), dp=read)],
         }
+        found |= {f"mixture, {name}": seen(self.mixed(dp)) for name, dp in (("broadcast", broadcast), ("read", read))}
+        apart_too = {"balance": od.Balance(assignment="per_phase", scope="grouped", group_size=1)}
+        found["mixture, per phase"] = seen(self.mixed(broadcast, **apart_too))
         resumed = self.loader(broadcast)
         begun = [digest(batch) for batch in islice(resumed, 2)]  # left inside the epoch, steps under way
         resumed.load_state_dict(json.loads(json.dumps(resumed.state_dict())))
@@ -315,6 +328,9 @@ def seen(loader: od.DataLoader) -> Found:
                 "keys": [list(key) for batch in step for key in batch.keys],
                 "digests": [digest(batch) for batch in step],
                 "plan": step[0].plan.hash,
+                "sources": [number for batch in step if batch.sources is not None for number in batch.sources.tolist()],
+                "passes": None if step[0].plan.passes is None else step[0].plan.passes.tolist(),
+                "weight": step[0].global_loss_tokens,
             }
         )
     stats = loader.stats()

@@ -11,7 +11,15 @@ from torch.nn import functional as F
 
 from orchdata.batch.merge import merge_features
 from orchdata.reference.attention import Block, Stack, rotary, rotate
-from orchdata.reference.model import Encoder, ModelConfig, ModelOutput, MultimodalLM, patch_positions, strided_frames
+from orchdata.reference.model import (
+    Encoder,
+    ModelConfig,
+    ModelOutput,
+    MultimodalLM,
+    patch_positions,
+    strided_frames,
+    weighted_loss,
+)
 
 
 class PaddedBlock(Block):
@@ -39,7 +47,13 @@ class PaddedLM(MultimodalLM):
                 module.__class__ = PaddedBlock
 
     def forward(  # type: ignore[override]
-        self, input_ids: Tensor, position_ids: Tensor, labels: Tensor, attention_mask: Tensor, **media: Any
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        labels: Tensor,
+        attention_mask: Tensor,
+        loss_weights: Tensor | None = None,
+        **media: Any,
     ) -> ModelOutput:
         x = self.embed(input_ids)
         if self.image is not None:
@@ -51,7 +65,7 @@ class PaddedLM(MultimodalLM):
         x = padded_stack(self.llm, x, position_ids.reshape(-1, *x.shape[:2]), attention_mask)
         targets = labels[:, 1:]
         asked = targets != -100
-        loss = F.cross_entropy(self.head(x[:, :-1][asked]), targets[asked], reduction="sum")
+        loss = weighted_loss(self.head(x[:, :-1][asked]), targets[asked], loss_weights, asked)
         return ModelOutput(loss, int(asked.sum()))
 
     def _image_tokens(self, dtype: torch.dtype, media: dict[str, Any]) -> Tensor:

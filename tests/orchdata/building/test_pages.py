@@ -55,8 +55,6 @@ class Filled:
 class Repeating:
     """An order in which rows come more than once, as in a mixture of data sets."""
 
-    streams = 1
-
     def __init__(self, rows: list[int]) -> None:
         self._rows = np.array(rows, np.int64)
         self.num_samples = len(rows)
@@ -66,6 +64,9 @@ class Repeating:
 
     def rows(self, epoch: int, start: int, stop: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         return np.zeros(stop - start, np.int32), self._rows[start:stop]
+
+    def drawn_from(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
+        return np.zeros(stop - start, np.int64)
 
 
 @pytest.fixture(scope="module")

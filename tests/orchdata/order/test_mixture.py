@@ -47,6 +47,7 @@ class Taken(NamedTuple):
     number: int
     row: int
     tokens: int
+    stream: int
 
 
 def plain_lap(order: MixtureOrder, number: int, begun: int) -> Iterator[Taken]:
@@ -55,11 +56,12 @@ def plain_lap(order: MixtureOrder, number: int, begun: int) -> Iterator[Taken]:
     queues = [plain_source(source, number, endless) for source in order.sources]
     waiting = [next(queue, None) for queue in queues]
     amount, stage, base = begun, -1, [0] * len(queues)
-    given = [0] * len(queues)
+    given, delays = [0] * len(queues), [0] * len(queues)
     while True:
         now = max(place for place, each in enumerate(order.stages) if each.bound <= amount)
         if now != stage:
             stage, base = now, list(given)
+            delays = plain_delays(order, order.stages[stage].periods)
         periods = order.stages[stage].periods
         if not endless:
             out = [waiting[source] is None for source, period in enumerate(periods) if period]
@@ -69,7 +71,7 @@ def plain_lap(order: MixtureOrder, number: int, begun: int) -> Iterator[Taken]:
         for source, sample in enumerate(waiting):
             if sample is not None and periods[source]:
                 size = sample.tokens if order.by == "tokens" else 1
-                time = (given[source] + size - base[source]) * periods[source], source
+                time = (given[source] + size - base[source]) * periods[source] + delays[source], source
                 best = time if best is None else min(best, time)
         assert best is not None
         source = best[1]
@@ -82,12 +84,23 @@ def plain_lap(order: MixtureOrder, number: int, begun: int) -> Iterator[Taken]:
         yield sample
 
 
+def plain_delays(order: MixtureOrder, periods: tuple[int, ...]) -> list[int]:
+    """The k-th of n sources that give something is k/n of its mean sample ahead."""
+    ahead, numbers = [0] * len(periods), [number for number, period in enumerate(periods) if period]
+    for k, number in enumerate(numbers):
+        tokens = order.sources[number].counts.tokens  # type: ignore[attr-defined]
+        mean = int(tokens.sum()) // len(tokens) if order.by == "tokens" else 1
+        ahead[number] = periods[number] * mean * k // len(numbers)
+    return [max(ahead) - each for each in ahead]
+
+
 def plain_source(source: MixedSource, number: int, endless: bool) -> Iterator[Taken]:
     while True:
         dataset_id, rows = source.order.rows(number, 0, source.order.num_samples)
         tokens = source.counts(dataset_id, rows)
-        for row, count in zip(rows.tolist(), tokens.tolist(), strict=True):
-            yield Taken(source.order.dataset_id, number, source.first_row + row, count)
+        for place, (row, count) in enumerate(zip(rows.tolist(), tokens.tolist(), strict=True)):
+            stream = place % source.order.streams
+            yield Taken(source.order.dataset_id, number, source.first_row + row, count, stream)
         if not endless:
             return
         number += 1
@@ -117,7 +130,7 @@ def mixtures(draw: st.DrawFn) -> MixtureOrder:
     rng = np.random.default_rng(draw(st.integers(0, 1 << 30)))
     lengths = [rng.integers(1, draw(st.sampled_from([1, 3, 4000])) + 1, draw(sizes)) for _ in range(num_sources)]
     total = sum(int(each.sum()) for each in lengths)
-    shuffle = draw(st.none() | st.builds(Shuffle, window=st.integers(1, 3)))
+    shuffle = draw(st.none() | st.builds(Shuffle, window=st.integers(1, 3), streams=st.integers(1, 5)))
     by: By = draw(st.sampled_from(["tokens", "samples"]))
     stop: Stop = draw(st.sampled_from(["first", "all", "repeat"]))
     weights = st.lists(st.integers(0, 1 << 18), min_size=num_sources, max_size=num_sources).filter(any)
@@ -152,6 +165,7 @@ def test_it_is_the_merge_by_virtual_time(order: MixtureOrder, data: st.DataObjec
                 (sample.source, sample.row) for sample in mine[start:stop]
             ]
             assert order.passes(epoch, start, stop).tolist() == [sample.number for sample in mine[start:stop]]
+            assert order.drawn_from(epoch, start, stop).tolist() == [sample.stream for sample in mine[start:stop]]
             assert order.before(epoch, start) == (int(ends[start - 1]) if start else 0)
             tokens = data.draw(st.integers(0, order.of_epoch(epoch)))
             assert order.position(epoch, tokens) == np.searchsorted(ends, tokens, side="right")

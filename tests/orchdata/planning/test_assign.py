@@ -39,8 +39,8 @@ def spec(num_samples: int = 600, streams: int = 1, **changes: Any) -> PlanSpec:
 
 @given(st.integers(0, 99), st.integers(0, 60), st.integers(1, 9), st.integers(1, 9))
 def test_ranks_share_out_the_streams_in_order(start: int, num_samples: int, streams: int, num_ranks: int) -> None:
-    near = stream_ranks(start, num_samples, streams, num_ranks)
     stream = (start + np.arange(num_samples)) % streams
+    near = stream_ranks(stream, num_ranks)
     counts = np.bincount(near, minlength=num_ranks)
     assert counts.max() - counts.min() <= 1
     for one, other in zip(range(num_samples), range(1, num_samples), strict=False):
@@ -85,7 +85,7 @@ def test_ranks_are_those_of_every_version(name: str, held: bool) -> None:
     number = np.arange(250)
     image = (number * 7919 % 2003) * (number % 3 == 0)
     costs = {"image": image, "llm": 1 + image // 4 + number * 104729 % 331}
-    owner = stream_ranks(17, len(number), 5, 8)
+    owner = stream_ranks((17 + np.arange(len(number))) % 5, 8)
     rank = assign(costs, BALANCES[name], 8, owner, sizes=1 + number * 613 % 97 if held else None)
     found = hashlib.blake2b(rank.astype("<i4").tobytes(), digest_size=8).hexdigest()
     assert found == RANKS_FOUND[held, name]

@@ -172,7 +172,7 @@ def test_phases_are_even_in_micro_steps_where_samples_are_dealt(scope: str) -> N
     """Ranks first leaves phases uneven in each micro-step: what is dealt costs less, in every scope."""
     costs = omni_phases(np.random.default_rng(3), 16 * 48)
     positions = costs["llm"] * 1000 // costs["llm"].max() + 1
-    batch = GlobalBatch(costs, {"llm": positions}, stream_ranks(0, 16 * 48, 16, 16), 16)
+    batch = GlobalBatch(costs, {"llm": positions}, stream_ranks(np.arange(16 * 48) % 16, 16), 16)
     balance = Balance(scope=scope, group_size=None if scope == "global" else 8, max_tokens=1500)  # type: ignore[arg-type]
     shares = shared_out(batch, balance)
     by_sums = split(batch, list(costs), balance)

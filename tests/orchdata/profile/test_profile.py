@@ -20,7 +20,10 @@ from orchdata.cli.tables import profile_table
 from orchdata.loaders.errors import DataError
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.index import Index
+from orchdata.loaders.index.joined import JoinedIndex
+from orchdata.loaders.index.totals import sum_totals
 from orchdata.order.order import Order, Shuffle
+from orchdata.profile.held import held_by
 from orchdata.profile.planned import Draws
 from orchdata.profile.profile import PERCENTILES, Profile, count_reasons, profile
 from orchdata.profile.scales import SCOPES
@@ -58,6 +61,21 @@ def test_counts_are_those_of_the_usable_samples(small: Index) -> None:
     assert found.phases["image"].positions == 64
     assert found.phases["llm"].positions == 3 * 10 + 2 + 16
     assert "audio" not in found.phases
+
+
+def test_what_chosen_samples_hold_adds_up_to_what_all_do(small: Index) -> None:
+    """Of one index, and of it joined with itself."""
+    rows = np.arange(small.num_samples)
+    for index in (small, JoinedIndex([small, small])):
+        odd = np.flatnonzero(np.arange(index.num_samples) % 2)
+        even = np.setdiff1d(np.arange(index.num_samples), odd)
+        halves = sum_totals([held_by(index, odd), held_by(index, even)])
+        assert halves["bytes"] == index.totals["bytes"]
+        assert halves["loss_tokens"] == index.totals["loss_tokens"]
+        for name, held in halves["modalities"].items():
+            assert held.items() <= index.totals["modalities"][name].items()
+    image = int(np.flatnonzero(np.diff(small.part_offsets))[0])
+    assert held_by(small, np.delete(rows, image))["modalities"]["image"] == {"samples": 1, "parts": 1, "tokens": 16}
 
 
 def test_percentiles_cover_the_samples_in_the_phase(small: Index) -> None:
@@ -256,7 +274,7 @@ def test_locality_worked_out_by_hand(tmp_path: Path) -> None:
 def test_draws_with_replacement_keep_to_the_streams(num_samples: int, streams: int) -> None:
     order = Order(num_samples, shuffle=Shuffle(streams=streams), seed=1)
     held = [set(order.rows(0, 0, num_samples)[1][stream::streams].tolist()) for stream in range(streams)]
-    _, rows = Draws(order, 5, streams, 1_000).rows(0, 200, 1_000)
+    _, rows = Draws(order, 5, 1_000).rows(0, 200, 1_000)
     used = min(streams, num_samples)
     drawn = [set(rows[(np.arange(200, 1_000) % used) == stream].tolist()) for stream in range(used)]
     assert drawn == held[:used]

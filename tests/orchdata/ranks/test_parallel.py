@@ -91,6 +91,23 @@ def test_broadcast_batches_are_those_that_peers_read(ranks: Ranks) -> None:
         assert rank["broadcast"]["steps"] == rank["read"]["steps"] == rank["mesh"]["steps"]
 
 
+def test_a_mixture_is_broadcast_as_peers_read_it(ranks: Ranks) -> None:
+    """Sources, passes and weighted loss tokens too; per phase on two ranks each of which decodes for the other."""
+    for rank in ranks:
+        assert rank["mixture, broadcast"]["steps"] == rank["mixture, read"]["steps"]
+    for scenario in ("mixture, broadcast", "mixture, per phase"):
+        for one, other in PEERS["broadcast"]:
+            assert ranks[one][scenario]["steps"] == ranks[other][scenario]["steps"]
+        assert all(rank[scenario]["state"] == ranks[0][scenario]["state"] for rank in ranks)
+        for shares in zip(*(ranks[reader][scenario]["steps"] for reader in (0, 2)), strict=True):
+            assert shares[0]["passes"] == shares[1]["passes"]
+            assert len(shares[0]["passes"]) == sum(len(share["keys"]) for share in shares)
+    steps = ranks[1]["mixture, broadcast"]["steps"]
+    assert {number for step in steps for number in step["sources"]} == {0, 1}
+    assert max(number for step in steps for number in step["passes"]) > 0
+    assert any(step["weight"] % 1 for step in steps)
+
+
 def test_a_step_of_several_microbatches_is_broadcast_whole(ranks: Ranks) -> None:
     assert max(len(step["digests"]) for step in ranks[1]["microbatched"]["steps"]) > 1
 

@@ -1,0 +1,58 @@
+"""What chosen samples of an index hold in all, where a filter or a split leaves some out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchdata.dataset.selection import columns_of, stretches
+from orchdata.loaders.index.index import Index
+from orchdata.loaders.index.joined import JoinedIndex
+from orchdata.loaders.index.totals import Totals, overflow_of, sum_totals
+
+
+def held_by(index: Index, left_out: NDArray[np.int64]) -> Totals:
+    """Of samples that are not left out: bytes, loss_tokens, overflow, and of each modality samples, parts and tokens.
+
+    Args:
+        left_out: rows of whole samples, ascending, int64.
+    """
+    if not len(left_out):
+        return index.totals
+    if isinstance(index, JoinedIndex):
+        bounds = np.searchsorted(left_out, index.first_rows)
+        parts = zip(index.indexes, index.first_rows[:-1].tolist(), bounds[:-1], bounds[1:], strict=True)
+        return sum_totals([held_by(part, left_out[low:high] - first) for part, first, low, high in parts])
+    makers = columns_of(index)
+    return sum_totals([_held(index, makers, *stretch, left_out) for stretch in stretches(index)])
+
+
+def _held(
+    index: Index, makers: dict[str, Callable[[int, int], Any]], start: int, stop: int, left_out: NDArray[np.int64]
+) -> Totals:
+    kept = np.ones(stop - start, bool)
+    kept[left_out[np.searchsorted(left_out, start) : np.searchsorted(left_out, stop)] - start] = False
+    pieces, cut_tokens = index.piece[start:stop], index.cut_tokens[start:stop]
+    chosen = kept & (pieces == 0)  # columns have what whole samples have
+
+    def of(column: str) -> NDArray[np.int64]:
+        found: NDArray[np.int64] = np.asarray(makers[column](start, stop))[chosen].astype(np.int64)
+        return found
+
+    modalities = {"text": {"samples": int(np.count_nonzero(of("text_tokens"))), "tokens": int(of("text_tokens").sum())}}
+    for name in index.modalities[1:]:
+        parts = of(f"{name}_parts")
+        modalities[name] = {
+            "samples": int(np.count_nonzero(parts)),
+            "parts": int(parts.sum()),
+            "tokens": int(of(f"{name}_tokens").sum()),
+        }
+    return {
+        "bytes": int(of("bytes").sum()),
+        "loss_tokens": int(of("loss_tokens").sum()),
+        "overflow": overflow_of(pieces[kept], cut_tokens[kept]),
+        "modalities": modalities,
+    }

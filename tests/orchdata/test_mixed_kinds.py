@@ -1,0 +1,267 @@
+"""Runs over mixtures of all kinds of sources, cut anywhere and continued on other ranks: the undisturbed sequence.
+
+Sources are tar, Parquet and JSON Lines, chosen by filter and split, nested, in stages; steps are measured in tokens or
+samples, in every scope, from streams. A plan says who is in a step, so one rank of each stretch is enough to see.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from global_digest import content
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from shard_factory import RECIPE, omni_shards, write_shard
+
+import orchdata as od
+from orchdata.order.steps import StepTask
+from orchdata.planning.make_plan import make_plan
+from orchdata.planning.plan import Plan
+
+EPOCHS = 2
+Taken = list[tuple[int, int, int]]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache-of-all")
+
+
+@pytest.fixture(autouse=True)
+def same_cache(private_cache: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ORCHDATA_CACHE", str(cache))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> dict[str, od.ShardDataset]:
+    folder = tmp_path_factory.mktemp("kinds")
+    texts = [{"text": "word " * (1 + 3 * number % 17)} for number in range(40)]
+    (folder / "lines.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in texts))
+    pq.write_table(pa.table({"text": ["x" * (1 + 7 * number % 90) for number in range(25)]}), folder / "rows.parquet")
+    tar = [{"__key__": f"t{number}", "txt": b"y" * (1 + 5 * number % 60)} for number in range(30)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ORCHDATA_CACHE", str(cache))
+        lines = od.ShardDataset(folder / "lines.jsonl", RECIPE)
+        found = {
+            "tar": od.ShardDataset(write_shard(folder / "texts.tar", tar), RECIPE).split("train", 0.8),
+            "rows": od.ShardDataset(folder / "rows.parquet", RECIPE),
+            "lines": lines.filter("tokens < 80"),
+            "held": lines.filter("tokens >= 80"),
+            "omni": od.ShardDataset(omni_shards(folder, shards=2, samples=10), RECIPE),
+        }
+        for dataset in found.values():
+            dataset.index()
+    return found
+
+
+def mixture(
+    data: dict[str, od.ShardDataset], *, stop: str, by: str, staged: bool, weights: tuple[int, ...]
+) -> od.Mixture:
+    inner = {name: od.Source(data[name], weight=weight) for name, weight in zip(data, weights, strict=False)}
+    words = od.Mixture({name: inner.pop(name) for name in ("lines", "held", "rows")})
+    outer = {"omni": inner["omni"], "tar": inner["tar"], "words": od.Source(words, weight=weights[1])}
+    options: dict[str, Any] = {"epoch_tokens": 2500} if stop == "repeat" else {}
+    if staged:
+        outer = {name: od.Source(source.dataset) for name, source in outer.items()}
+        stages = [
+            (0, {"omni": 1, "tar": 3}),
+            (30, {"omni": 2, "tar": 1, "words": 4}),
+            (900, {"tar": 1, "words": 2, "omni": 1}),
+        ]
+        options["stages"] = stages
+    return od.Mixture(outer, stop=stop, by=by, **options)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Stretch:
+    ranks: int
+    rank: int
+    steps: int
+
+
+def taken(plan: Plan) -> Taken:
+    assert plan.passes is not None
+    return list(zip(plan.dataset_id.tolist(), plan.passes.tolist(), plan.row.tolist(), strict=True))
+
+
+def run(dataset: od.Mixture, stretches: list[Stretch], **options: Any) -> list[tuple[int, int, Taken]]:
+    """(epoch, step, samples) of two epochs, the stretches in turn; the last one goes to the end."""
+    found: list[tuple[int, int, Taken]] = []
+    state: Any = None
+    for number, stretch in enumerate(stretches):
+        rank = stretch.rank % stretch.ranks
+        loader = od.DataLoader(dataset, dp=(rank, stretch.ranks), seed=5, num_threads=0, **options)
+        if state is not None:
+            loader.load_state_dict(json.loads(json.dumps(state)))
+        left = 10**9 if number == len(stretches) - 1 else stretch.steps
+        while left and loader.state_dict()["epoch"] < EPOCHS:
+            epoch, steps = loader.state_dict()["epoch"], loader.steps()
+            for step in itertools.islice(steps, left):
+                found.append((epoch, step[0].step, taken(step[0].plan)))
+                left -= 1
+            steps.close()  # type: ignore[attr-defined]
+        state = loader.state_dict()
+    return found
+
+
+stretches = st.lists(
+    st.builds(Stretch, st.sampled_from([1, 2, 3, 8]), st.integers(0, 7), st.integers(0, 9)), min_size=1, max_size=4
+)
+sizes = st.sampled_from(
+    [{"global_batch_tokens": 400}, {"global_batch_tokens": [(0, 400), (1500, 700)]}, {"global_batch_size": 9}]
+)
+scopes = st.sampled_from(
+    [
+        {},
+        {"balance": od.Balance(scope="grouped", group_size=2)},
+        {"balance": od.Balance(scope="grid", group_size=2)},
+        {"balance": od.Balance(assignment="per_phase", max_tokens=300)},
+    ]
+)
+shuffles = st.sampled_from([False, True, od.Shuffle(streams=3), od.Shuffle(window=1, streams=8)])
+kinds = st.fixed_dictionaries(
+    {
+        "stop": st.sampled_from(["first", "all", "repeat"]),
+        "by": st.sampled_from(["tokens", "samples"]),
+        "staged": st.booleans(),
+        "weights": st.tuples(*[st.integers(1, 9)] * 5),
+    }
+)
+UNHURRIED = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
+
+
+def check_run(data: Any, kind: Any, stretched: list[Stretch], size: Any, scope: Any, shuffle: Any) -> None:
+    mixed = mixture(data, **kind)
+    undisturbed = run(mixed, [Stretch(1, 0, 0)], shuffle=shuffle, **size)
+    assert run(mixed, stretched, shuffle=shuffle, **size, **scope) == undisturbed
+    for epochs in [{0}, {1}] if kind["stop"] != "repeat" else [{0, 1}]:
+        came = [each for epoch, _, step in undisturbed if epoch in epochs for each in step]
+        assert len(came) == len(set(came)), "each (source, pass, row) once"
+        sizes = [len(leaf.dataset) for leaf in mixed.leaves]
+        counts = Counter((source, number) for source, number, _ in came)
+        if kind["stop"] == "all":
+            assert [counts[source, min(epochs)] for source in range(len(sizes))] == sizes
+        else:
+            assert all(count <= sizes[source] for (source, _), count in counts.items())
+            whole = [each for each in counts if (each[0], each[1] + 1) in counts]
+            assert all(counts[source, number] == sizes[source] for source, number in whole)
+
+
+RUNS = {"kind": kinds, "stretched": stretches, "size": sizes, "scope": scopes, "shuffle": shuffles}
+
+
+@settings(UNHURRIED, max_examples=12)
+@given(**RUNS)
+def test_any_run_is_the_undisturbed_one(data: Any, **given: Any) -> None:
+    check_run(data, **given)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@settings(UNHURRIED, max_examples=200)
+@given(**RUNS)
+def test_very_many_runs_are_the_undisturbed_one(data: Any, **given: Any) -> None:
+    check_run(data, **given)
+
+
+@pytest.mark.parametrize("stop", ["all", "repeat"])
+def test_a_resume_at_every_step_and_a_second_one(data: dict[str, od.ShardDataset], stop: str) -> None:
+    mixed = mixture(data, stop=stop, by="tokens", staged=True, weights=(3, 1, 4, 1, 5))
+    options = {"shuffle": od.Shuffle(streams=2), "global_batch_tokens": 700}
+    undisturbed = run(mixed, [Stretch(1, 0, 0)], **options)
+    for position in range(len(undisturbed)):
+        cut = [Stretch(2, 1, position), Stretch((8, 1, 3)[position % 3], position, 2), Stretch(3, 0, 0)]
+        assert run(mixed, cut, **options) == undisturbed
+
+
+@pytest.mark.parametrize("stop", ["all", "repeat"])
+def test_global_batches_hold_the_same_bits_on_any_ranks(data: dict[str, od.ShardDataset], stop: str) -> None:
+    mixed = mixture(data, stop=stop, by="tokens", staged=stop == "repeat", weights=(3, 1, 4, 1, 5))
+    held = []
+    for ranks in (1, 2, 3, 8):
+        balance = od.Balance(scope="grid" if ranks == 8 else "global", group_size=2 if ranks == 8 else None)
+        ours = [
+            od.DataLoader(
+                mixed, dp=(rank, ranks), global_batch_tokens=600, shuffle=True, balance=balance, num_threads=0
+            )
+            for rank in range(ranks)
+        ]
+        steps = zip(*(loader.steps() for loader in ours), strict=True)
+        found = [[content(share) for share in step] for step in steps]
+        held.append([[sorted(each for share in step for each in share[kind]) for kind in (0, 1)] for step in found])
+    assert len(held[0]) > 4
+    assert held[1:] == held[:1] * 3
+
+
+def plans_of(loader: od.DataLoader, epoch: int = 0) -> list[Plan]:
+    spec = loader._prepared.spec.plan
+    return [make_plan(spec, StepTask(epoch, step)) for step in range(loader._prepared.epochs.count(epoch))]
+
+
+@pytest.mark.parametrize("scope", ["grouped", "grid"])
+@pytest.mark.parametrize("size", [{"global_batch_tokens": 1600}, {"global_batch_size": 32}])
+def test_groups_read_their_own_streams_of_every_source(tmp_path: Path, scope: Any, size: dict[str, int]) -> None:
+    """Of 8 streams on 8 ranks in 4 groups: grouped, what a rank gets is of its group's quarter of each source."""
+    texts = [{"__key__": f"{number:05d}", "txt": b"x" * (20 + number % 60)} for number in range(1600)]
+    names = {"a": texts, "b": texts[:800]}
+    sources = {
+        name: od.Source(od.ShardDataset(write_shard(tmp_path / f"{name}.tar", each), RECIPE))
+        for name, each in names.items()
+    }
+    for source in sources.values():
+        source.dataset.index()  # type: ignore[union-attr]
+    mixed = od.Mixture(sources, stop="first")
+    balance = od.Balance(scope=scope, group_size=2)
+    streamed, plain = (
+        od.DataLoader(mixed, dp=(0, 8), shuffle=od.Shuffle(streams=streams), balance=balance, **size)
+        for streams in (8, 1)
+    )
+    own = [float(np.mean([plan.own_streams(rank) for plan in plans_of(streamed) for rank in range(8)]))]
+    own.append(_own_quarter(plans_of(streamed), [1600, 800]))
+    own.append(_own_quarter(plans_of(plain), [1600, 800]))
+    # Counts of samples, and where a turn begins, leave some at the borders between groups to others.
+    assert own[0] == 1.0 if scope == "grouped" else own[0] > 0.3
+    assert own[1] > (0.85 if scope == "grouped" else 0.3)
+    assert own[2] < 0.3
+
+
+def _own_quarter(plans: list[Plan], sizes: list[int]) -> float:
+    """How many of a group's samples lie in its quarter of their source."""
+    first = np.concatenate([[0], np.cumsum(sizes)])
+    mine = [
+        (plan.row - first[plan.dataset_id]) * 4 // np.array(sizes)[plan.dataset_id] == plan.rank // 2 for plan in plans
+    ]
+    return float(np.mean(np.concatenate(mine)))
+
+
+def test_streams_are_part_of_the_state(data: dict[str, od.ShardDataset]) -> None:
+    mixed = mixture(data, stop="all", by="tokens", staged=False, weights=(1, 1, 1, 1, 1))
+    ours, other = (
+        od.DataLoader(mixed, dp=(0, 1), global_batch_size=8, shuffle=od.Shuffle(streams=streams), num_threads=0)
+        for streams in (2, 3)
+    )
+    next(iter(ours))
+    with pytest.raises(od.StateError, match=r"shuffle\.streams is 2 in the state and 3 here"):
+        other.load_state_dict(ours.state_dict())
+
+
+def test_a_long_sample_that_is_left_out_asks_for_no_longer_epoch(tmp_path: Path) -> None:
+    texts = [{"__key__": f"{number}", "txt": b"x" * (1000 if number == 3 else 10)} for number in range(9)]
+    dataset = od.ShardDataset(write_shard(tmp_path / "texts.tar", texts), RECIPE)
+
+    def loader(dataset: od.ShardDataset) -> od.DataLoader:
+        mixed = od.Mixture({"a": od.Source(dataset)}, stop="repeat", epoch_tokens=200)
+        return od.DataLoader(mixed, dp=(0, 1), global_batch_size=4)
+
+    with pytest.raises(ValueError, match="epoch_tokens=200 is less than one sample has, 1000"):
+        loader(dataset)
+    assert len(loader(dataset.filter("tokens < 100"))) == 5  # 20 samples of 10 tokens

@@ -1,0 +1,99 @@
+"""Training parity of mixtures with loss weights, of steps measured in tokens, and of microbatches of one length.
+
+A job of gloo ranks trains each case (mixture_parity_job.py) and one process the same samples, which counts and weighs
+its loss by itself. Daily: three ranks and a few cases; slow: one, three and four, and every pair of values.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mixture_parity_job import BUDGET, LENGTH, SUITES, Case, Suite
+from mixture_parity_job import __file__ as JOB
+from rank_jobs import LIMIT_SECONDS, run_ranks
+from shard_factory import RECIPE, chat, omni_samples, write_shard
+
+import orchdata as od
+
+TOLERANCE = 1e-12  # relative, by norm of each parameter
+Found = dict[Case, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mixed")
+    write_shard(folder / "omni.tar", omni_samples(20, prefix="o"))
+    chats = [{"__key__": f"c{n}", "json": chat("tell me", "word " * (3 + 7 * n % 30))} for n in range(14)]
+    write_shard(folder / "chat.tar", chats)
+    write_shard(folder / "text.tar", [{"__key__": f"t{n}", "txt": b"short" * (n % 4 + 1)} for n in range(11)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ORCHDATA_CACHE", str(folder / "cache"))
+        for name in ("omni", "chat", "text"):
+            od.ShardDataset(folder / f"{name}.tar", recipe=RECIPE).index()
+    return folder
+
+
+def marks(suite: Suite) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.slow, pytest.mark.timeout(900)] if suite.slow else []
+
+
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=marks(suite)) for name, suite in SUITES.items()])
+def suite(request: pytest.FixtureRequest) -> Suite:
+    return SUITES[request.param]
+
+
+@pytest.fixture(scope="module")
+def found(suite: Suite, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    name = next(name for name, each in SUITES.items() if each is suite)
+    results, *_ = run_ranks(
+        JOB,
+        folder,
+        name,
+        num_ranks=suite.num_ranks,
+        folder=tmp_path_factory.mktemp("job"),
+        environment={"ORCHDATA_CACHE": str(folder / "cache")},
+        limit_seconds=3 * LIMIT_SECONDS if suite.slow else LIMIT_SECONDS,
+    )
+    return {case: results[str(case)] for case in suite.cases}
+
+
+def of_steps(seen: list[dict[str, Any]]) -> dict[int, list[str]]:
+    """The keys of each step."""
+    found: dict[int, list[str]] = defaultdict(list)
+    for batch in seen:
+        found[batch["step"]] += batch["samples"]
+    return {step: sorted(keys) for step, keys in found.items()}
+
+
+def test_training_ends_where_one_process_does(found: Found) -> None:
+    apart = {str(case): of["from_reference"] for case, of in found.items() if case.loss == "global"}
+    assert {case: difference for case, difference in apart.items() if not difference < TOLERANCE} == {}
+    assert all(of["moved"] > 1e-2 for of in found.values())  # or the comparison would say nothing
+
+
+def test_sums_and_denominators_that_are_wrong_do_not_pass(found: Found, suite: Suite) -> None:
+    """Without the weights of tokens, with denominators without them, and with means of each rank."""
+    wrong = {str(case): of["from_reference"] for case, of in found.items() if case.loss != "global"}
+    assert len(wrong) == 4
+    assert {case: difference for case, difference in wrong.items() if not difference > 1e-3} == {}
+
+
+def test_steps_are_those_of_one_process(found: Found) -> None:
+    for of in found.values():
+        assert of_steps([batch for rank in of["seen"] for batch in rank]) == of_steps(of["alone"])
+
+
+def test_the_cases_were_what_they_say(found: Found, suite: Suite) -> None:
+    """Guards the data: several microbatches, sources of unlike weight in a step, parts encoded away from home."""
+    for case, of in found.items():
+        batches = [batch for rank in of["seen"] for batch in rank]
+        is_short = case.layout == "packed to lengths" and suite.num_ranks * LENGTH < BUDGET
+        if case.capped or (is_short and case.measure == "tokens"):
+            assert any(batch["microbatches"] > 1 for batch in batches)
+        mixed = [len({key[0] for key in keys}) for keys in of_steps(of["alone"]).values()]
+        assert max(mixed) == (3 if case.data == "mixture" else 1)
+        if suite.num_ranks > 1:
+            assert any(batch["rows_away"] for batch in batches) == (case.assignment == "per_phase")
