@@ -167,7 +167,7 @@ CASES = (
         "lightning_fit.py",
         "given",
         num_ranks=2,
-        why="made before the process group, where ours takes itself for the only rank and warns",
+        why="made before the process group, where each rank would get every sample",
     ),
 )
 

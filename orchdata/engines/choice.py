@@ -110,7 +110,7 @@ def choose_engine(
                 num_workers=num_workers,
                 num_threads=0 if iterated else threads if threads is not None else DEFAULT_THREADS if in_shards else 0,
                 max_jobs=depth,
-                init_fn=worker_init_fn,
+                worker_init_fn=worker_init_fn,
                 dataset=dataset,
                 as_torch=not in_shards,
                 memory=worker_memory,

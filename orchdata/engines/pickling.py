@@ -1,9 +1,9 @@
-"""A BuildSpec for another process: pickled, or refused by the name of what does not pickle."""
+"""What goes to another process and does not pickle, by its name: members of a BuildSpec, of a batch that comes back."""
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
@@ -32,25 +32,25 @@ def explain_pickling(value: Any, error: Exception) -> None:
     """Raise TypeError where `error` came of a member that does not pickle: by its name, with the way out."""
     if isinstance(error, OrchdataError) or _pickles(value):
         return
-    name, found = _what_does_not_pickle(value)
+    name, found = what_does_not_pickle(value, _pickles)
+    for ours in (".options", ".spec", ".content", ".shards"):
+        name = name.removeprefix(ours)
     raise TypeError(
-        f"{name} is {_described(found)}, which cannot be sent to another process ({error}). Define it at the top level "
-        "of a module, with functools.partial for its arguments, or pass multiprocessing_context='fork'; or build in "
-        "this process: inline or on threads anything goes"
+        f"{name.removeprefix('.')} is {described(found)}, which cannot be sent to another process ({error}). Define it "
+        "at the top level of a module, with functools.partial for its arguments, or pass multiprocessing_context='fork'"
+        "; or build in this process: inline or on threads anything goes"
     ) from error
 
 
-def _what_does_not_pickle(spec: BuildSpec) -> tuple[str, Any]:
-    """The innermost member, by the name that the user knows it by."""
-    name, found = "", spec
+def what_does_not_pickle(value: Any, pickles: Callable[[Any], bool]) -> tuple[str, Any]:
+    """The innermost member that does not, and what is written behind the value's name to get there."""
+    name, found = "", value
     for _ in range(_MAX_DEPTH):
-        inside = next(((part, held) for part, held in _members(found) if not _pickles(held)), None)
+        inside = next(((part, held) for part, held in _members(found) if not pickles(held)), None)
         if inside is None:
             break
         name, found = name + inside[0], inside[1]
-    for ours in (".options", ".spec", ".content", ".shards"):
-        name = name.removeprefix(ours)
-    return name.removeprefix("."), found
+    return name, found
 
 
 def _members(value: Any) -> Iterator[tuple[str, Any]]:
@@ -86,7 +86,8 @@ def _pickles(value: Any) -> bool:
     return True
 
 
-def _described(value: Any) -> str:
+def described(value: Any) -> str:
+    """What it is, in words."""
     if not isinstance(value, FunctionType):
         return f"an object of type {type(value).__name__}"
     code = value.__code__

@@ -72,8 +72,8 @@ def describe(sample: Any, *, exact: bool = False) -> Message:
     """The message of a sample, without copying its buffers.
 
     Args:
-        exact: refuse what would come back as something else: buffers that are not `bytes`, maps of files, and arrays
-            and tensors whose elements do not lie in C order.
+        exact: refuse what would come back as something else: buffers that are not `bytes`, maps of files, arrays and
+            tensors whose elements do not lie in C order, and one that is there more than once.
 
     Raises:
         TypeError: a value of another type, a tensor off the CPU or that requires grad; names its path in the sample.
@@ -86,8 +86,12 @@ def describe(sample: Any, *, exact: bool = False) -> Message:
         raise ValueError(f"{path_name(tuple(error.path[:-4:-1]))}... {error.why}") from None
     except _CannotBeSent as error:
         raise TypeError(f"{path_name(tuple(error.path[::-1]))} {error.why}") from None
-    if exact and not all(map(_comes_back, buffers)):
-        raise TypeError("the sample holds buffers that are not bytes, or arrays whose elements are not in C order")
+    if exact:
+        arrays = [buffer for buffer in buffers if type(buffer) is not bytes]
+        if not all(map(_comes_back, arrays)) or len(set(map(id, arrays))) < len(arrays):
+            raise TypeError(
+                "the sample holds buffers that are not bytes, arrays whose elements are not in C order, or one twice"
+            )
     header = json.dumps(tree, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
     num_bytes = _aligned(_PREFIX_BYTES + len(header))
     for buffer in buffers:
@@ -187,7 +191,7 @@ def _comes_back(buffer: Buffer) -> bool:
         return buffer.is_contiguous() and not buffer.is_conj() and not buffer.is_neg()
     if isinstance(buffer, np.ndarray):
         return type(buffer) is np.ndarray and buffer.flags.c_contiguous
-    return type(buffer) is bytes
+    return False
 
 
 def _describe_list(value: Any, depth: int, buffers: list[Buffer]) -> Any:
@@ -231,7 +235,8 @@ def _describe_array(value: NDArray[Any], depth: int, buffers: list[Buffer]) -> A
 
 def _describe_tensor(value: torch.Tensor, depth: int, buffers: list[Buffer]) -> Any:  # noqa: ARG001 - as the others
     name = str(value.dtype).removeprefix("torch.")
-    if value.device.type != "cpu" or value.layout != torch.strided or name not in _TORCH_DTYPES:
+    is_dense = value.layout == torch.strided and not value.is_nested
+    if value.device.type != "cpu" or not is_dense or name not in _TORCH_DTYPES:
         raise _CannotBeSent(
             f"is a tensor of {value.dtype}, layout {value.layout}, on {value.device}: only dense ones on the CPU can be"
             " sent; move it to the device after post_balance"

@@ -125,7 +125,7 @@ def _checked(index: Index, recipe: Recipe, jobs: int, timeout: float) -> Iterato
         num_workers=jobs,
         num_threads=0,
         max_jobs=_QUEUED,
-        init_fn=begin_checking,
+        worker_init_fn=begin_checking,
         dataset=None,
         as_torch=False,
         memory=FREE_BYTES,

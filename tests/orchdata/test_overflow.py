@@ -315,6 +315,19 @@ def test_a_filter_judges_samples_and_keeps_all_their_pieces(tmp_path: Path, monk
     assert len(dataset.filter(f"loss_tokens == {loss} and key == 'k01'")) == 1
 
 
+def test_a_profile_of_chosen_samples_counts_them_and_their_pieces(tmp_path: Path) -> None:
+    dataset = od.ShardDataset(written("jsonl", tmp_path), text_recipe())
+    chosen = dataset.filter("tokens > 100")
+    held = profile(dataset.index(), ranks=(1,), batch_size=1, dataset=chosen)
+    alone = rows_of(batches_of(loaders(chosen, 1, global_batch_size=4)))
+    split = {name[1] for name in alone if name[2] > 0}
+    assert held.samples == len(chosen) == len({name[1] for name in alone}) < len(dataset)
+    assert held.unchosen == len(dataset) - len(chosen)
+    assert held.overflow is not None
+    assert (held.overflow.split, held.overflow.pieces) == (len(split), sum(name[1] in split for name in alone))
+    assert held.loss_tokens == sum(label != -100 for _, labels in alone.values() for label in labels)
+
+
 def test_samples_that_are_left_count_as_samples(tmp_path: Path) -> None:
     chosen = od.ShardDataset(written("jsonl", tmp_path), text_recipe()).filter("key in ('k01', 'k07')")
     rows = chosen.num_rows

@@ -23,6 +23,7 @@ from orchdata.batch.batch import Batch
 from orchdata.batch.tensors import LLMBatch, MediaBatch, TextBatch
 from orchdata.building.step import BuiltStep
 from orchdata.building.step_stats import StepFigures
+from orchdata.engines.pickling import described, what_does_not_pickle
 from orchdata.loaders.errors import DataError
 from orchdata.planning.fixed import FixedCost
 from orchdata.planning.padded import PaddedCost
@@ -98,14 +99,16 @@ def unpack_rows(packed: Any) -> Any:
 
 
 def describe_value(value: Any) -> Unit:
-    """Anything of a user's."""
+    """Anything of a user's.
+
+    Raises:
+        RuntimeError: names the member that does not pickle, or is a tensor with a graph behind it, as in "batch['rows']
+            is an object of type generator".
+    """
     try:
         return _wired(value, exact=True)
     except Exception:  # noqa: BLE001 - some kinds of tensors refuse to say what they are
-        buffers: list[pickle.PickleBuffer] = []
-        out = io.BytesIO()
-        _Pickler(out, protocol=5, buffer_callback=buffers.append).dump(value)
-        return Unit("pickle", out.getvalue(), [buffer.raw() for buffer in buffers])
+        return _pickled(value)
 
 
 def read_value(unit: Unit) -> Any:
@@ -166,6 +169,28 @@ def _wired(value: Any, *, exact: bool = False) -> Unit:
     return Unit("wire", message.header, message.buffers)
 
 
+def _pickled(value: Any) -> Unit:
+    buffers: list[pickle.PickleBuffer] = []
+    out = io.BytesIO()
+    try:
+        _Pickler(out, protocol=5, buffer_callback=buffers.append).dump(value)
+    except Exception as error:
+        name, found = what_does_not_pickle(value, _pickles)
+        raise RuntimeError(
+            f"batch{name} is {described(found)}, which a worker process cannot send ({error}): have the data set or "
+            "collate_fn give what pickles, or load with num_workers=0"
+        ) from error
+    return Unit("pickle", out.getvalue(), [buffer.raw() for buffer in buffers])
+
+
+def _pickles(value: Any) -> bool:
+    try:
+        _Pickler(io.BytesIO(), protocol=5, buffer_callback=lambda _: None).dump(value)
+    except Exception:  # noqa: BLE001 - whatever a user's object raises when it is asked for its state
+        return False
+    return True
+
+
 def _as_bytes(buffer: Any) -> Bytes:
     return np.frombuffer(buffer, np.uint8) if not isinstance(buffer, np.ndarray) else buffer
 
@@ -174,6 +199,10 @@ class _Pickler(pickle.Pickler):
     """Keeps the elements of tensors out of the pickle, as pickle itself does those of numpy arrays."""
 
     def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.requires_grad and not value.is_leaf:
+            raise RuntimeError("it requires grad, and the graph behind it does not travel: call detach() on it")
+        if type(value) is torch.UntypedStorage and value.device.type == "cpu":
+            return torch.Tensor.untyped_storage, (torch.empty(0, dtype=torch.uint8).set_(value),)
         if type(value) is not torch.Tensor or not _is_simple(value):
             return NotImplemented
         strides = value.stride()
@@ -189,7 +218,7 @@ def _is_simple(tensor: torch.Tensor) -> bool:
     return (
         tensor.device.type == "cpu"
         and tensor.layout == torch.strided
-        and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
+        and not (tensor.requires_grad or tensor.is_nested or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
         and not vars(tensor)
     )
 

@@ -35,6 +35,7 @@ class Process:
             has not, and may wait for one of them for ever.
         is_ready: whether it has said that it builds.
         silent: since when it has nothing more to say, for it is about to end; None while it may.
+        last_words: what it said of the end that it was about to make.
         jobs: number of a job -> its task, those it has, oldest first.
     """
 
@@ -43,6 +44,7 @@ class Process:
         self.has_begun = context.get_start_method() != "fork"
         self.is_ready = False
         self.silent: float | None = None
+        self.last_words = ""
         self.jobs: OrderedDict[int, StepTask] = OrderedDict()
         self.started = time.monotonic()
         ours, theirs = open_channel()
@@ -134,6 +136,8 @@ class Process:
         self.has_begun = True
         if message["kind"] == "ready":
             self.is_ready = True
+        elif message["kind"] == "out of memory":
+            self.last_words = str(message["why"])
         if "units" in message:
             for (number, size), file in zip(message["new"], fds, strict=True):
                 self._slabs.add(number, file, size)
@@ -160,7 +164,7 @@ class Process:
             self._process.kill()
         self._process.join(_END_SECONDS)
         self._channel.close()
-        return _ending(self._process.exitcode)
+        return _ending(self._process.exitcode) + (f" ({self.last_words})" if self.last_words else "")
 
     @property
     def exit_status(self) -> int | None:

@@ -256,7 +256,7 @@ class Supervisor(threading.Thread):
                     return
             elif kind == "ready":
                 self._forgive(process)
-            elif kind != "begun":
+            elif kind not in ("begun", "out of memory"):
                 self._resolve(process, message)
 
     def _refuse(self, process: Process, message: dict[str, object]) -> None:

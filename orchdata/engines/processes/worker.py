@@ -45,6 +45,7 @@ from orchdata.order.steps import Begin, StepTask
 OUT_OF_MEMORY = 77
 UNGUARDED = 78
 """Exit statuses: beyond the limit of its memory; a script that would start workers of workers."""
+_TOLD_CHARACTERS = 400
 
 
 class Opens(Protocol):
@@ -60,7 +61,7 @@ class WorkerOptions:
     Attributes:
         num_threads: threads that read and decode; 0 for its main thread alone.
         max_jobs: most jobs that one has at a time.
-        init_fn: called with its number, before it builds anything.
+        worker_init_fn: called with its number, before it builds anything.
         dataset: what `torch.utils.data.get_worker_info()` tells.
         as_torch: whether random states and errors are those of torch's workers, and one that cannot start fails its
             own steps alone.
@@ -70,7 +71,7 @@ class WorkerOptions:
     num_workers: int
     num_threads: int
     max_jobs: int
-    init_fn: Callable[[int], None] | None
+    worker_init_fn: Callable[[int], None] | None
     dataset: Any
     as_torch: bool
     memory: int | None
@@ -168,8 +169,8 @@ class _Running:
         _seed(worker)
         self._send({"kind": "begun"})
         try:
-            if worker.options.init_fn is not None:
-                worker.options.init_fn(worker.number)
+            if worker.options.worker_init_fn is not None:
+                worker.options.worker_init_fn(worker.number)
             builder = self._builder = worker.spec.open(watch=self._watch, lend=self._lend)
             if worker.held is not None and builder.restores is not None:
                 builder.restores.restore(unpacked(worker.held), worker.epoch)
@@ -220,10 +221,18 @@ class _Running:
             units = describe_step(future.result())
             self._send({"kind": "built", "job": job, "finished": finished} | self._behind(), units, memory)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - it is passed on
-            if isinstance(error, MemoryError) and self._worker.options.memory is not None:
-                os._exit(OUT_OF_MEMORY)
+            if isinstance(error, MemoryError):
+                self._end_out_of_memory(error)
             memory.give_back()
             self._send_error({"kind": "failed", "job": job} | self._behind(held=False), passed_on(error))
+
+    def _end_out_of_memory(self, error: MemoryError) -> None:
+        """End this process, where its memory is limited; what the error says is told first."""
+        if self._worker.options.memory is None:
+            return
+        with contextlib.suppress(Exception):
+            self._send({"kind": "out of memory", "why": str(error)[:_TOLD_CHARACTERS]})
+        os._exit(OUT_OF_MEMORY)
 
     def _behind(self, *, held: bool = True) -> dict[str, Any]:
         """What there is, behind a step, to go on with in another process."""
@@ -238,9 +247,8 @@ class _Running:
     def _load_alone(self, builder: Builder, row: int) -> None:
         try:
             builder.load_alone(row)
-        except MemoryError:
-            if self._worker.options.memory is not None:
-                os._exit(OUT_OF_MEMORY)
+        except MemoryError as error:
+            self._end_out_of_memory(error)
         except BaseException:  # noqa: BLE001, S110 - a failure is an answer too: it did not end this process
             pass
         self._send({"kind": "survived"})
@@ -318,6 +326,9 @@ def _stack(
 ) -> torch.Tensor:
     """`default_collate` of tensors, straight into the memory that the training process gets."""
     first = batch[0]
+    if first.layout != torch.strided or first.is_nested:
+        refused: torch.Tensor = torch_collate.collate_tensor_fn(batch)
+        return refused
     plain = all(
         type(each) is torch.Tensor
         and each.layout == torch.strided

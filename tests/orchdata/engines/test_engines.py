@@ -164,7 +164,7 @@ def workers(method: str, count: int, threads: int, *, as_torch: bool) -> Workers
         num_workers=count,
         num_threads=threads,
         max_jobs=2,
-        init_fn=None,
+        worker_init_fn=None,
         dataset=None,
         as_torch=as_torch,
         memory=None,

@@ -218,6 +218,10 @@ def eats(number: int) -> None:
     np.ones(1 << 30, np.uint8)
 
 
+def says_so(number: int) -> None:
+    raise MemoryError("7 frames too many")
+
+
 class Bad(Numbers):
     def __init__(self, size: int, what: Any) -> None:
         super().__init__(size)
@@ -235,9 +239,10 @@ class Bad(Numbers):
     [
         (ends, {}, " killed by signal: Aborted, whenever this sample was loaded alone"),
         (hangs, {"timeout": 1}, " timed out after 1 seconds, whenever"),
-        (eats, {"worker_memory": 200 << 20}, " went beyond worker_memory, whenever"),
+        (eats, {"worker_memory": 200 << 20}, " went beyond worker_memory (Unable to allocate 1.00 GiB for an array"),
+        (says_so, {"worker_memory": 200 << 20}, " went beyond worker_memory (7 frames too many), whenever"),
     ],
-    ids=["ends", "hangs", "eats"],
+    ids=["ends", "hangs", "eats", "says so"],
 )
 def test_the_sample_is_to_blame_that_does_so_alone_too(what: Any, options: dict[str, Any], reason: str) -> None:
     common: dict[str, Any] = {"batch_size": 5, "num_workers": 2} | options
@@ -247,7 +252,7 @@ def test_the_sample_is_to_blame_that_does_so_alone_too(what: Any, options: dict[
         assert found == [number for number in range(20) if number != 7]
     (failure,) = loader.gather_failures()
     assert failure.key == "7" and reason in failure.reason and loader.stats()["failures"]["count"] == 2
-    with pytest.raises(RuntimeError, match=f"DataLoader.*{reason}.*: item 7 of Bad"):
+    with pytest.raises(RuntimeError, match=f"DataLoader.*{re.escape(reason)}.*: item 7 of Bad"):
         list(od.DataLoader(Bad(20, what), **common))
     assert no_children()
 

@@ -56,6 +56,14 @@ def test_what_does_not_unpickle_is_told_at_once(method: str) -> None:
         list(loader)
 
 
+def test_what_does_not_pickle_is_named_as_the_argument_that_it_is() -> None:
+    loader = od.DataLoader(
+        Plain(), num_workers=1, worker_init_fn=lambda number: None, multiprocessing_context="forkserver"
+    )
+    with pytest.raises(TypeError, match=r"^worker_init_fn is a lambda in line \d+ of .*test_starting.py"):
+        next(iter(loader))
+
+
 @pytest.mark.filterwarnings("ignore:DataLoader worker")
 def test_a_script_that_cannot_be_run_again_is_told_of_after_few_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["__main__"], "__file__", "/nowhere/<stdin>", raising=False)

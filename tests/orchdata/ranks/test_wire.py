@@ -123,6 +123,19 @@ def test_anything_else_is_refused_with_its_path(sample: Any, said: str) -> None:
         describe(sample)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"sample\[0\] is a tensor of .*: only dense ones on the CPU can be sent"):
+        describe([torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])])
+
+
+@pytest.mark.parametrize("held", [np.ones(2), torch.ones(2)], ids=["array", "tensor"])
+def test_what_is_there_twice_would_come_back_as_two(held: Any) -> None:
+    with pytest.raises(TypeError, match="or one twice"):
+        describe([held, {"again": held}], exact=True)
+    assert len(describe([held, held.copy() if isinstance(held, np.ndarray) else held.clone()], exact=True).buffers) == 2
+
+
 def test_an_image_object_is_refused_in_favour_of_its_bytes() -> None:
     from PIL import Image
 

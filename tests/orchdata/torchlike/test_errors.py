@@ -1,0 +1,109 @@
+"""Errors on the way: torch's types, at the same place, with workers and without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+import orchdata as od
+
+
+class Broken:
+    """Six items; one of them, or what is around them, is not there."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, number: int) -> Any:
+        if self.error is not None:
+            raise self.error
+        return torch.ones(1 + number)
+
+
+class NoIterator(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return 3
+
+
+class BrokenIterable(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        raise ZeroDivisionError
+        yield
+
+
+class BrokenSampler:
+    def __init__(self, *given: Any) -> None:
+        self.given = given
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.given
+        raise ZeroDivisionError
+
+
+def fails(samples: list[Any]) -> Any:
+    raise LookupError(str(len(samples)))
+
+
+FIRST: dict[str, tuple[Any, dict[str, Any]]] = {
+    "the data set": (Broken(OSError("disk")), {}),
+    "memory": (Broken(MemoryError("7 frames too many")), {}),
+    "default_collate, of other shapes": (Broken(), {"batch_size": 2}),
+    "default_collate, of an object": ([object()], {}),
+    "collate_fn": (Broken(), {"collate_fn": fails}),
+    "no iterator": (NoIterator(), {}),
+    "an iterable": (BrokenIterable(), {}),
+    "a sampler": (Broken(), {"sampler": BrokenSampler()}),
+    "a sampler that is none": (Broken(), {"sampler": 3}),
+    "a batch sampler of integers": (Broken(), {"batch_sampler": [1, 2]}),
+    "a key that is not there": ([1, 2], {"sampler": [7]}),
+    "a key of another kind": ([1, 2], {"sampler": ["a"]}),
+}
+
+
+def error_of(loader: type[Any], data: Any, options: dict[str, Any]) -> BaseException:
+    with pytest.raises(Exception) as raised:
+        next(iter(loader(data, **options)))
+    return raised.value
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_the_first_batch_is_refused_with_torchs_type_with_workers_and_without(name: str) -> None:
+    data, options = FIRST[name]
+    theirs = error_of(DataLoader, data, options)
+    alone = error_of(od.DataLoader, data, options)
+    worker = error_of(od.DataLoader, data, options | {"num_workers": 1, "multiprocessing_context": "fork"})
+    assert type(theirs) is type(alone) is type(worker)
+    assert str(alone) == str(theirs) and str(theirs) in str(worker)
+
+
+def refuse(number: int) -> None:
+    raise ZeroDivisionError(f"worker {number}")
+
+
+@pytest.mark.parametrize("data", [[1, 2, 3], BrokenIterable()], ids=["items", "iterable"])
+def test_what_worker_init_fn_raises_comes_with_the_first_batch(data: Any) -> None:
+    batches = iter(od.DataLoader(data, num_workers=1, worker_init_fn=refuse, multiprocessing_context="fork"))
+    with pytest.raises(ZeroDivisionError) as raised:
+        next(batches)
+    told = str(raised.value).splitlines()
+    assert (told[0], told[-1]) == (
+        "Caught ZeroDivisionError in DataLoader worker process 0.",  # torch's words
+        "ZeroDivisionError: worker 0",
+    )
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_stop_iteration_of_an_item_does_not_end_the_epoch(num_workers: int) -> None:
+    options: dict[str, Any] = {"multiprocessing_context": "fork"} if num_workers else {}
+    batches = iter(od.DataLoader(Broken(StopIteration()), num_workers=num_workers, **options))
+    for _ in range(6):  # torch's loader gives none, and says nothing
+        with pytest.raises(RuntimeError, match="raised StopIteration"):
+            next(batches)
+    assert next(batches, None) is None

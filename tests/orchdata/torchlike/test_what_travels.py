@@ -1,0 +1,133 @@
+"""What worker processes send: what torch's loader passes arrives, and what it refuses, or hangs over, is an error."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+import orchdata as od
+
+
+class Tagged(torch.Tensor):
+    """A class of one's own, with an attribute."""
+
+    tag: str
+
+
+def tagged() -> Tagged:
+    found = torch.ones(3).as_subclass(Tagged)
+    found.tag = "told"
+    return found
+
+
+def backward() -> torch.Tensor:
+    leaf = torch.ones(3, requires_grad=True)
+    (2 * leaf).sum().backward()
+    return leaf
+
+
+MADE: dict[str, Callable[[], Any]] = {
+    "quantized": lambda: torch.quantize_per_tensor(torch.arange(4.0), 0.5, 1, torch.quint8),
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "sparse that requires grad": lambda: torch.eye(3).to_sparse().requires_grad_(),
+    "csr": lambda: torch.eye(3).to_sparse_csr(),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)]),
+    "jagged": lambda: torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)], layout=torch.jagged),
+    "meta": lambda: torch.empty(2, 3, device="meta"),
+    "requires grad": lambda: torch.ones(3, requires_grad=True),
+    "has a gradient": backward,
+    "transposed": lambda: torch.arange(12).view(3, 4).t(),
+    "expanded": lambda: torch.ones(1).expand(5),
+    "nothing": lambda: torch.empty(3, 0, 2),
+    "bfloat16": lambda: torch.ones(3, dtype=torch.bfloat16),
+    "subclass": tagged,
+    "parameter": lambda: nn.Parameter(torch.ones(3)),
+    "module": lambda: nn.Embedding.from_pretrained(torch.ones(2, 2)),
+    "packed": lambda: nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)]),
+    "storage": lambda: torch.arange(3).untyped_storage(),
+    "typed storage": lambda: torch.arange(3).storage(),
+    "objects": lambda: np.array([1, "a", None], object),
+    "generator": lambda: torch.Generator().manual_seed(3),
+    "twice": lambda: [torch.ones(3)] * 2,
+    "array twice": lambda: [np.ones(3)] * 2,
+}
+UNSENT: dict[str, tuple[Callable[[], Any], str]] = {
+    "generator": (lambda: (number for number in [1]), r"batch\[0\]\['made'\] is an object of type generator, which"),
+    "lambda": (lambda: [1, lambda: 1], r"batch\[0\]\['made'\]\[1\] is a lambda in line"),
+    "graph": (
+        lambda: 2 * torch.ones(3, requires_grad=True),
+        r"batch\[0\]\['made'\].* requires grad.*: call detach\(\)",
+    ),
+}
+
+
+class Makes(Dataset[Any]):
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self.make = make
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, number: int) -> Any:
+        return {"made": self.make()}
+
+
+def described(value: Any) -> Any:
+    """What of it can be compared: kind, layout and values."""
+    if isinstance(value, list | tuple):
+        return type(value), [described(each) for each in value]
+    if isinstance(value, torch.Generator):
+        return value.get_state().tolist()
+    if isinstance(value, nn.Module):
+        return str(value), {name: described(each) for name, each in value.state_dict().items()}
+    if isinstance(value, np.ndarray):
+        return value.dtype, value.tolist()
+    if isinstance(value, torch.UntypedStorage | torch.TypedStorage):
+        return type(value), list(value)
+    if value is None:
+        return None
+    grad = value.grad if value.is_leaf else None
+    told = (type(value), value.dtype, value.layout, value.device, value.requires_grad, grad if grad is None else 1)
+    if value.is_nested:
+        return told, [each.tolist() for each in value.unbind()]
+    if value.device.type == "meta":
+        return told, value.shape, value.stride()
+    strides = value.stride() if value.layout == torch.strided else None
+    plain = value.dequantize() if value.is_quantized else value.to_dense() if strides is None else value
+    return told, strides, value.shape, plain.tolist(), getattr(value, "tag", None)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", MADE)
+def test_what_torch_passes_arrives(name: str) -> None:
+    options: dict[str, Any] = {"num_workers": 1, "collate_fn": list}
+    (ours,), (theirs,) = (next(iter(loader(Makes(MADE[name]), **options))) for loader in (od.DataLoader, DataLoader))
+    expected = MADE[name]() if name == "quantized" else theirs["made"]  # torch's arrives without its scale
+    assert described(ours["made"]) == described(expected)
+    if isinstance(theirs["made"], list):
+        assert ours["made"][0] is ours["made"][1] and theirs["made"][0] is theirs["made"][1]
+
+
+@pytest.mark.parametrize("name", UNSENT)
+def test_what_cannot_travel_is_an_error_that_names_it(name: str) -> None:
+    make, told = UNSENT[name]
+    batches = iter(od.DataLoader(Makes(make), num_workers=1, collate_fn=list))
+    for _ in range(2):  # where torch's loader waits for ever
+        with pytest.raises(RuntimeError, match=told):
+            next(batches)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["sparse", "csr", "nested", "jagged", "storage"])
+def test_default_collate_refuses_in_a_worker_what_torchs_refuses(name: str) -> None:
+    with pytest.raises((RuntimeError, TypeError)) as theirs:
+        default_collate([MADE[name]()])
+    with pytest.raises(theirs.type, match=re.escape(str(theirs.value))):
+        next(iter(od.DataLoader(Makes(MADE[name]), num_workers=1)))
