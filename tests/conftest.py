@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,3 +35,17 @@ def private_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.
     path = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("ORCHDATA_CACHE", str(path))
     return path
+
+
+@pytest.fixture(scope="module")
+def module_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A cache folder for what tests of a module share; `same_cache` gives it to a test too."""
+    with pytest.MonkeyPatch.context() as patch:
+        path = tmp_path_factory.mktemp("cache-of-all")
+        patch.setenv("ORCHDATA_CACHE", str(path))
+        yield path
+
+
+@pytest.fixture
+def same_cache(private_cache: Path, module_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ORCHDATA_CACHE", str(module_cache))

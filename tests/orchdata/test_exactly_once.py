@@ -22,6 +22,8 @@ from shard_factory import RECIPE, omni_shards
 
 import orchdata as od
 
+pytestmark = pytest.mark.usefixtures("same_cache")
+
 SAMPLES, GLOBAL_BATCH = 30, 8
 STEPS = 4
 """The last of them is smaller."""
@@ -57,22 +59,10 @@ BALANCES = {
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache-of-all")
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> od.ShardDataset:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ORCHDATA_CACHE", str(cache))
-        dataset = od.ShardDataset(omni_shards(tmp_path_factory.mktemp("omni"), shards=3, samples=SAMPLES // 3), RECIPE)
-        dataset.index()
+def dataset(tmp_path_factory: pytest.TempPathFactory, module_cache: Path) -> od.ShardDataset:
+    dataset = od.ShardDataset(omni_shards(tmp_path_factory.mktemp("omni"), shards=3, samples=SAMPLES // 3), RECIPE)
+    dataset.index()
     return dataset
-
-
-@pytest.fixture(autouse=True)
-def same_cache(private_cache: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ORCHDATA_CACHE", str(cache))
 
 
 def loaders(dataset: od.ShardDataset, ranks: int, **options: Any) -> list[od.DataLoader]:
@@ -105,12 +95,10 @@ def run(dataset: od.ShardDataset, stretches: Sequence[Stretch], epochs: int = 1,
 
 
 @pytest.fixture(scope="module")
-def expected(dataset: od.ShardDataset, cache: Path) -> dict[str, list[str]]:
+def expected(dataset: od.ShardDataset, module_cache: Path) -> dict[str, list[str]]:
     """By balance: digests of two epochs that nobody disturbs. They do not depend on it."""
     alone = [Stretch(1, ENGINES[0], 0)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ORCHDATA_CACHE", str(cache))
-        found = {name: run(dataset, alone, 2, **options) for name, options in BALANCES.items()}
+    found = {name: run(dataset, alone, 2, **options) for name, options in BALANCES.items()}
     assert all(each == found["global"] for each in found.values())
     assert len(set(found["global"])) == 2 * STEPS
     return found

@@ -27,39 +27,29 @@ from orchdata.order.steps import StepTask
 from orchdata.planning.make_plan import make_plan
 from orchdata.planning.plan import Plan
 
+pytestmark = pytest.mark.usefixtures("same_cache")
+
 EPOCHS = 2
 Taken = list[tuple[int, int, int]]
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache-of-all")
-
-
-@pytest.fixture(autouse=True)
-def same_cache(private_cache: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ORCHDATA_CACHE", str(cache))
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> dict[str, od.ShardDataset]:
+def data(tmp_path_factory: pytest.TempPathFactory, module_cache: Path) -> dict[str, od.ShardDataset]:
     folder = tmp_path_factory.mktemp("kinds")
     texts = [{"text": "word " * (1 + 3 * number % 17)} for number in range(40)]
     (folder / "lines.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in texts))
     pq.write_table(pa.table({"text": ["x" * (1 + 7 * number % 90) for number in range(25)]}), folder / "rows.parquet")
     tar = [{"__key__": f"t{number}", "txt": b"y" * (1 + 5 * number % 60)} for number in range(30)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ORCHDATA_CACHE", str(cache))
-        lines = od.ShardDataset(folder / "lines.jsonl", RECIPE)
-        found = {
-            "tar": od.ShardDataset(write_shard(folder / "texts.tar", tar), RECIPE).split("train", 0.8),
-            "rows": od.ShardDataset(folder / "rows.parquet", RECIPE),
-            "lines": lines.filter("tokens < 80"),
-            "held": lines.filter("tokens >= 80"),
-            "omni": od.ShardDataset(omni_shards(folder, shards=2, samples=10), RECIPE),
-        }
-        for dataset in found.values():
-            dataset.index()
+    lines = od.ShardDataset(folder / "lines.jsonl", RECIPE)
+    found = {
+        "tar": od.ShardDataset(write_shard(folder / "texts.tar", tar), RECIPE).split("train", 0.8),
+        "rows": od.ShardDataset(folder / "rows.parquet", RECIPE),
+        "lines": lines.filter("tokens < 80"),
+        "held": lines.filter("tokens >= 80"),
+        "omni": od.ShardDataset(omni_shards(folder, shards=2, samples=10), RECIPE),
+    }
+    for dataset in found.values():
+        dataset.index()
     return found
 
 

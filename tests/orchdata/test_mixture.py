@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,21 +13,16 @@ import numpy as np
 import pytest
 import torch
 from global_digest import content
+from rank_loaders import loaders, steps_of
 from shard_factory import RECIPE, chat, omni_shards, write_shard
 
 import orchdata as od
 
-BUDGET = 700
-Steps = list[Sequence[Any]]
+pytestmark = pytest.mark.usefixtures("same_cache")
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache-of-all")
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> dict[str, od.ShardDataset]:
+def data(tmp_path_factory: pytest.TempPathFactory, module_cache: Path) -> dict[str, od.ShardDataset]:
     """Samples of all kinds, long chats under other names of media and another template, and a few short texts."""
     folder = tmp_path_factory.mktemp("mixed")
     chats = [{"__key__": f"c{n:03d}", "json": chat("tell me", "word " * (5 + 7 * n % 60))} for n in range(20)]
@@ -40,21 +34,14 @@ def data(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> dict[str, od.
         ),
         image=replace(RECIPE.image, max_tokens=6),
     )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ORCHDATA_CACHE", str(cache))
-        found = {
-            "omni": od.ShardDataset(omni_shards(folder, samples=10), RECIPE),
-            "chat": od.ShardDataset(write_shard(folder / "chat.tar", chats), other),
-            "text": od.ShardDataset(write_shard(folder / "text.tar", texts), other),
-        }
-        for dataset in found.values():
-            dataset.index()
+    found = {
+        "omni": od.ShardDataset(omni_shards(folder, samples=10), RECIPE),
+        "chat": od.ShardDataset(write_shard(folder / "chat.tar", chats), other),
+        "text": od.ShardDataset(write_shard(folder / "text.tar", texts), other),
+    }
+    for dataset in found.values():
+        dataset.index()
     return found
-
-
-@pytest.fixture(autouse=True)
-def same_cache(private_cache: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ORCHDATA_CACHE", str(cache))
 
 
 def mixture(data: dict[str, od.ShardDataset], weights: Sequence[float] = (5, 3, 1), **options: Any) -> od.Mixture:
@@ -63,19 +50,6 @@ def mixture(data: dict[str, od.ShardDataset], weights: Sequence[float] = (5, 3, 
         for (name, dataset), weight in zip(data.items(), weights, strict=True)
     }
     return od.Mixture(sources, **({"stop": "repeat", "epoch_tokens": 9000} | options))
-
-
-def loaders(dataset: od.Mixture, ranks: int, **options: Any) -> list[od.DataLoader]:
-    common = {"global_batch_tokens": BUDGET, "shuffle": True, "seed": 7, "num_threads": 0} | options
-    return [od.DataLoader(dataset, dp=(rank, ranks), **common) for rank in range(ranks)]
-
-
-def steps_of(ours: Sequence[od.DataLoader], most: int | None = None) -> Steps:
-    streams = [iter(loader.steps()) for loader in ours]
-    found = list(itertools.islice(zip(*streams, strict=True), most))
-    for stream in streams:
-        stream.close()  # type: ignore[attr-defined]
-    return found
 
 
 def identities(step: Sequence[Any]) -> list[tuple[str, str, str]]:
@@ -99,13 +73,6 @@ def planned(step: Sequence[Any]) -> list[tuple[int, int, int]]:
     columns = [np.stack([plan.dataset_id, plan.passes, plan.row], 1) for plan in plans]
     assert all(np.array_equal(columns[0], column) for column in columns)
     return [tuple(row) for row in columns[0].tolist()]
-
-
-def resumed(dataset: od.Mixture, ranks: int, state: Any, allow: Sequence[str] = (), **options: Any) -> list[Any]:
-    ours = loaders(dataset, ranks, **options)
-    for loader in ours:
-        loader.load_state_dict(json.loads(json.dumps(state)), allow=allow)
-    return ours
 
 
 @pytest.mark.parametrize("options", [{}, {"stop": "all", "epoch_tokens": None}, {"by": "samples"}])
@@ -143,7 +110,7 @@ def test_resume_at_every_step_on_other_ranks(data: dict[str, od.ShardDataset]) -
         first = steps_of(ours, position)
         state = ours[0].state_dict()
         assert state == ours[1].state_dict()
-        rest = steps_of(resumed(mixed, 1 + position % 3, state))
+        rest = steps_of(loaders(mixed, 1 + position % 3, state))
         assert [planned(step) for step in (*first, *rest)] == expected
 
 
@@ -208,16 +175,16 @@ def test_weights_change_where_the_state_stands_and_again(data: dict[str, od.Shar
     state = ours[0].state_dict()
     after = mixture(data, (1, 8, 1), epoch_tokens=20_000)
     with pytest.raises(od.StateError, match=r"weights are .* allow=\('weights',\)"):
-        resumed(after, 1, state)
-    (middle,) = resumed(after, 1, state, ("weights",))
+        loaders(after, 1, state)
+    (middle,) = loaders(after, 1, state, ("weights",))
     second = steps_of([middle], 6)
     again = middle.state_dict()
     assert len(again["stages"]) == 2
     # The same weights as the state's need no word any more, and the stage is kept; on other ranks too.
-    kept = [planned(step) for step in steps_of(resumed(after, 3, again))]
-    assert kept == [planned(step) for step in steps_of(resumed(after, 1, again))]
+    kept = [planned(step) for step in steps_of(loaders(after, 3, again))]
+    assert kept == [planned(step) for step in steps_of(loaders(after, 1, again))]
     last = mixture(data, (1, 1, 8), epoch_tokens=20_000)
-    (ending,) = resumed(last, 1, again, ("weights",), num_workers=1, num_threads=1)
+    (ending,) = loaders(last, 1, again, ("weights",), num_workers=1, num_threads=1)
     third = steps_of([ending])
     assert len(ending.state_dict()["stages"]) == 3
     taken = [each for step in (*first, *second, *third) for each in planned(step)]
@@ -234,7 +201,7 @@ def test_weights_change_where_the_state_stands_and_again(data: dict[str, od.Shar
                     for name, counts in batch.by_source().items():
                         tokens[name] += counts["tokens"]
         assert tokens.most_common(1)[0][0] == heaviest
-    (later,) = resumed(last, 1, ending.state_dict())
+    (later,) = loaders(last, 1, ending.state_dict())
     assert [planned(step) for step in steps_of([later], 3)] == [planned(step) for step in steps_of([ending], 3)]
 
 
@@ -248,7 +215,7 @@ def test_workers_that_are_kept_learn_of_other_weights(data: dict[str, od.ShardDa
     for _ in loader.steps():  # its workers stay, with the plan of its own weights
         pass
     loader.load_state_dict(state, allow=("weights",))
-    expected = steps_of(resumed(after, 1, state, ("weights",)))
+    expected = steps_of(loaders(after, 1, state, ("weights",)))
     assert [held_by(step) for step in steps_of([loader])] == [held_by(step) for step in expected]
     loader.close()
 
@@ -256,7 +223,7 @@ def test_workers_that_are_kept_learn_of_other_weights(data: dict[str, od.ShardDa
 def test_other_weights_between_epochs_leave_out_nothing(data: dict[str, od.ShardDataset]) -> None:
     ours = loaders(mixture(data, epoch_tokens=3000), 1)
     first = steps_of(ours)
-    (later,) = resumed(mixture(data, (1, 9, 9), epoch_tokens=3000), 1, ours[0].state_dict(), ("weights",))
+    (later,) = loaders(mixture(data, (1, 9, 9), epoch_tokens=3000), 1, ours[0].state_dict(), ("weights",))
     assert later.state_dict()["epoch"] in (0, 1)
     rest = [step for _ in range(4) for step in steps_of([later])]
     taken = [each for step in (*first, *rest) for each in planned(step)]
@@ -270,7 +237,7 @@ def test_weights_and_budget_may_both_change(data: dict[str, od.ShardDataset]) ->
     ours = loaders(mixture(data), 1)
     first = steps_of(ours, 3)
     allow = ("weights", "global_batch_tokens")
-    (later,) = resumed(mixture(data, (1, 2, 3)), 1, ours[0].state_dict(), allow, global_batch_tokens=1100)
+    (later,) = loaders(mixture(data, (1, 2, 3)), 1, ours[0].state_dict(), allow, global_batch_tokens=1100)
     taken = [each for step in (*first, *steps_of([later])) for each in planned(step)]
     assert len(taken) == len(set(taken))
 
@@ -389,13 +356,13 @@ def test_states_of_other_mixtures_and_broken_ones_are_refused(data: dict[str, od
     state = loader.state_dict()
     fewer = {name: dataset for name, dataset in data.items() if name != "text"}
     with pytest.raises(od.StateError, match="mixture.sources.text"):
-        resumed(mixture(fewer, (1, 1)), 1, state)
+        loaders(mixture(fewer, (1, 1)), 1, state)
     with pytest.raises(od.StateError, match="mixture.by is 'tokens' in the state and 'samples' here"):
-        resumed(mixture(data, by="samples"), 1, state)
+        loaders(mixture(data, by="samples"), 1, state)
     for stages in ([], None, [[0, {"omni": "1", "chat": 1, "text": 1}]], [[5, {"omni": 1, "chat": 1, "text": 1}]]):
         with pytest.raises(od.StateError, match="which are none"):
-            resumed(mixture(data), 1, state | {"stages": stages})
-    again = resumed(mixture(data), 1, state)[0].state_dict()
+            loaders(mixture(data), 1, state | {"stages": stages})
+    again = loaders(mixture(data), 1, state)[0].state_dict()
     assert again == state
 
 

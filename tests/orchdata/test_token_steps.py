@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,57 +12,24 @@ import numpy as np
 import pytest
 from global_digest import global_batch
 from map_dataset import Numbers
+from rank_loaders import BUDGET, loaders, steps_of
 from shard_factory import RECIPE, omni_shards
 
 import orchdata as od
 from orchdata.planning.fixed import better_budget
 
-BUDGET = 500
-Steps = list[Sequence[Any]]
+pytestmark = pytest.mark.usefixtures("same_cache")
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache-of-all")
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> od.ShardDataset:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ORCHDATA_CACHE", str(cache))
-        dataset = od.ShardDataset(omni_shards(tmp_path_factory.mktemp("omni"), samples=12), RECIPE)
-        dataset.index()
+def dataset(tmp_path_factory: pytest.TempPathFactory, module_cache: Path) -> od.ShardDataset:
+    dataset = od.ShardDataset(omni_shards(tmp_path_factory.mktemp("omni"), samples=12), RECIPE)
+    dataset.index()
     return dataset
-
-
-@pytest.fixture(autouse=True)
-def same_cache(private_cache: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ORCHDATA_CACHE", str(cache))
-
-
-def loaders(dataset: od.ShardDataset, ranks: int, **options: Any) -> list[od.DataLoader]:
-    common = {"global_batch_tokens": BUDGET, "shuffle": True, "seed": 7, "num_threads": 0} | options
-    return [od.DataLoader(dataset, dp=(rank, ranks), **common) for rank in range(ranks)]
-
-
-def steps_of(ours: Sequence[od.DataLoader], most: int | None = None) -> Steps:
-    """The shares of all ranks, step by step."""
-    streams = [iter(loader.steps()) for loader in ours]
-    found = list(itertools.islice(zip(*streams, strict=True), most))
-    for stream in streams:
-        stream.close()  # type: ignore[attr-defined]
-    return found
 
 
 def keys_of(step: Sequence[Any]) -> list[tuple[str, str]]:
     return sorted(key for share in step for batch in share for key in batch.keys)
-
-
-def resumed(dataset: od.ShardDataset, ranks: int, state: Any, allow: Sequence[str] = (), **options: Any) -> Steps:
-    ours = loaders(dataset, ranks, **options)
-    for loader in ours:
-        loader.load_state_dict(json.loads(json.dumps(state)), allow=allow)
-    return steps_of(ours)
 
 
 def tokens_of(dataset: od.ShardDataset, keys: Sequence[tuple[str, str]], multiple_of: int = 1) -> int:
@@ -119,7 +85,7 @@ def test_steps_of_tokens_are_drawn_from_streams(dataset: od.ShardDataset, scope:
     options["balance"] = od.Balance(scope=scope, group_size=2)
     ours = loaders(dataset, 4, **options)
     first = steps_of(ours, 3)
-    rest = resumed(dataset, 3, ours[0].state_dict(), **options)
+    rest = steps_of(loaders(dataset, 3, ours[0].state_dict(), **options))
     assert [keys_of(step) for step in (*first, *rest)] == alone
     own = [loader.stats()["own_streams"] for loader in ours]
     assert all(share == 1.0 for share in own) if scope == "grouped" else all(share <= 1.0 for share in own)
@@ -142,7 +108,7 @@ def test_resume_at_every_step_on_other_ranks(dataset: od.ShardDataset) -> None:
         if position in (0, len(expected)):
             continue
         assert state["tokens"] == tokens_of(dataset, [key for step in first for key in keys_of(step)])
-        rest = resumed(dataset, 1 + position % 3, state)
+        rest = steps_of(loaders(dataset, 1 + position % 3, state))
         assert [global_batch(step) for step in (*first, *rest)] == expected
 
 
@@ -151,7 +117,7 @@ def test_a_state_of_other_tokens_is_refused(dataset: od.ShardDataset) -> None:
     steps_of(ours, 2)
     state = ours[0].state_dict()
     with pytest.raises(od.StateError, match=f"behind 7 tokens in the state and {state['tokens']} here"):
-        resumed(dataset, 1, state | {"tokens": 7})
+        loaders(dataset, 1, state | {"tokens": 7})
 
 
 @pytest.mark.parametrize("engine", [{"num_threads": 0}, {"num_workers": 2, "num_threads": 1}])
@@ -160,16 +126,16 @@ def test_another_budget_goes_on_where_the_state_was(dataset: od.ShardDataset, en
     first = steps_of(ours, 3)
     state = ours[0].state_dict()
     with pytest.raises(od.StateError, match=r"global_batch_tokens=500.*global_batch_tokens=900.*allow="):
-        resumed(dataset, 1, state, global_batch_tokens=900)
+        steps_of(loaders(dataset, 1, state, global_batch_tokens=900))
     allow = ("global_batch_tokens",)
-    rest = resumed(dataset, 3, state, allow, global_batch_tokens=900, **engine)
+    rest = steps_of(loaders(dataset, 3, state, allow, global_batch_tokens=900, **engine))
     keys = [key for step in (*first, *rest) for key in keys_of(step)]
     assert len(keys) == len(set(keys)) == 36
     (again,) = loaders(dataset, 1, global_batch_tokens=900)
     again.load_state_dict(state, allow=allow)
     assert len(again) == 3 + len(rest)
     begun = steps_of([again], 2)
-    ends = resumed(dataset, 2, again.state_dict(), global_batch_tokens=900)
+    ends = steps_of(loaders(dataset, 2, again.state_dict(), global_batch_tokens=900))
     assert [keys_of(step) for step in (*begun, *ends)] == [keys_of(step) for step in rest]
     next_epoch = [keys_of(step) for step in steps_of([again])]  # of which there is nothing left over
     fresh = loaders(dataset, 1, global_batch_tokens=900)
@@ -183,11 +149,11 @@ def test_samples_go_on_as_tokens_and_back(dataset: od.ShardDataset) -> None:
     ours = loaders(dataset, 1, **sized)
     first = steps_of(ours, 2)
     state = ours[0].state_dict()
-    rest = resumed(dataset, 2, state, ("global_batch_tokens",))
+    rest = steps_of(loaders(dataset, 2, state, ("global_batch_tokens",)))
     assert len({key for step in (*first, *rest) for key in keys_of(step)}) == 36
     tokens = loaders(dataset, 1)
     first = steps_of(tokens, 2)
-    rest = resumed(dataset, 1, tokens[0].state_dict(), ("global_batch_size",), **sized)
+    rest = steps_of(loaders(dataset, 1, tokens[0].state_dict(), ("global_batch_size",), **sized))
     assert [len(keys_of(step)) for step in rest][:-1] == [5] * (len(rest) - 1)
     assert len({key for step in (*first, *rest) for key in keys_of(step)}) == 36
 

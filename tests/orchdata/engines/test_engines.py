@@ -77,12 +77,7 @@ Specs = dict[str, tuple[BuildSpec, list[StepTask]]]
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache-of-specs")
-
-
-@pytest.fixture(scope="module")
-def specs(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Specs:
+def specs(tmp_path_factory: pytest.TempPathFactory, module_cache: Path) -> Specs:
     """Every kind of spec there is, with some tasks of each."""
     shards = omni_shards(tmp_path_factory.mktemp("omni"), shards=2, samples=15)
     words_recipe = replace(RECIPE, text=od.TextPreprocessor(words, id="words"))
@@ -107,22 +102,20 @@ def specs(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Specs:
         "map-style, batch_sampler": (Numbers(9), {"batch_sampler": [[1, 2], [7], [3, 4, 5]], "shuffle": None}),
     }
     made: Specs = {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ORCHDATA_CACHE", str(cache))
-        for name, (data, options) in kinds.items():
-            sampled = "sampler" in name
-            common = {"shuffle": True} | ({} if "batch_size" in options or sampled else {"batch_size": 4})
-            rank = (0, 1) if sampled else (1, 2)
-            dataset = od.ShardDataset(shards, recipe=data) if isinstance(data, od.Recipe) else data
-            if dataset is not data:
-                dataset.index()
-            for leaf in getattr(data, "leaves", ()):
-                leaf.dataset.index()
-            prepared = od.DataLoader(dataset, dp=rank, **common | options)._prepared
-            made[name] = (
-                prepared.spec,
-                [task for epoch in (0, 1) for task in islice(prepared.epochs.tasks(epoch, 0, None, again=False), 2)],
-            )
+    for name, (data, options) in kinds.items():
+        sampled = "sampler" in name
+        common = {"shuffle": True} | ({} if "batch_size" in options or sampled else {"batch_size": 4})
+        rank = (0, 1) if sampled else (1, 2)
+        dataset = od.ShardDataset(shards, recipe=data) if isinstance(data, od.Recipe) else data
+        if dataset is not data:
+            dataset.index()
+        for leaf in getattr(data, "leaves", ()):
+            leaf.dataset.index()
+        prepared = od.DataLoader(dataset, dp=rank, **common | options)._prepared
+        made[name] = (
+            prepared.spec,
+            [task for epoch in (0, 1) for task in islice(prepared.epochs.tasks(epoch, 0, None, again=False), 2)],
+        )
     return made
 
 
@@ -145,9 +138,9 @@ def test_every_engine_builds_the_same_batches_of_every_spec(
 
 @pytest.mark.parametrize("method", ["forkserver", "fork", "spawn"])
 def test_worker_processes_build_the_same_batches_of_every_spec(
-    method: str, specs: Specs, alone: dict[str, list[str]], cache: Path, monkeypatch: pytest.MonkeyPatch
+    method: str, specs: Specs, alone: dict[str, list[str]], module_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("ORCHDATA_CACHE", str(cache))
+    monkeypatch.setenv("ORCHDATA_CACHE", str(module_cache))
     count = 1 if method == "spawn" else 2
     for name, (spec, tasks) in specs.items():
         if method != "spawn" or name == "shards, packed, joint":
@@ -174,9 +167,9 @@ def workers(method: str, count: int, threads: int, *, as_torch: bool) -> Workers
 
 
 def test_a_fresh_process_builds_the_same_batches_of_every_spec(
-    specs: Specs, alone: dict[str, list[str]], cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    specs: Specs, alone: dict[str, list[str]], module_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("ORCHDATA_CACHE", str(cache))
+    monkeypatch.setenv("ORCHDATA_CACHE", str(module_cache))
     for name, (spec, tasks) in specs.items():
         data = pickle_spec(spec)
         assert len(data) < 4000, name

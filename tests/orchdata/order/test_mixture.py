@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from listed_tokens import Listed
 from numpy.typing import NDArray
 
 from orchdata.order.merge import By, MixedSource, Stage, Stop
@@ -20,16 +20,6 @@ from orchdata.order.steps import Begin, TokenBatches
 from orchdata.order.token_sums import TokenSums
 
 Ints = NDArray[np.int64]
-
-
-@dataclass
-class Listed:
-    tokens: Ints
-    asked: int = 0
-
-    def __call__(self, dataset_id: NDArray[np.int32], row: Ints) -> Ints:
-        self.asked += len(row)
-        return self.tokens[row]
 
 
 def sources_of(lengths: list[Ints], shuffle: Shuffle | None = None) -> list[MixedSource]:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from listed_tokens import Listed
 from numpy.typing import NDArray
 
 import orchdata as od
@@ -20,14 +21,6 @@ from orchdata.order.order import Order, Shuffle
 from orchdata.order.token_sums import TokenSums
 
 Ints = NDArray[np.int64]
-
-
-class Listed:
-    def __init__(self, tokens: Ints) -> None:
-        self.tokens = tokens
-
-    def __call__(self, dataset_id: NDArray[np.int32], row: Ints) -> Ints:
-        return self.tokens[row]
 
 
 def mixed(lengths: Sequence[Ints], weights: Sequence[float], by: By, stop: Any, size: int | None) -> MixtureOrder:

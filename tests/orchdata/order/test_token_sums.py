@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pickle
 import tracemalloc
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from listed_tokens import Listed
 from numpy.typing import NDArray
 
 from orchdata.order.order import Order, Shuffle
@@ -17,18 +17,6 @@ from orchdata.order.steps import Begin, TokenBatches
 from orchdata.order.token_sums import TokenSums
 
 Ints = NDArray[np.int64]
-
-
-@dataclass
-class Listed:
-    """Tokens of rows, listed; `asked` is how many were looked up."""
-
-    tokens: Ints
-    asked: int = 0
-
-    def __call__(self, dataset_id: NDArray[np.int32], row: Ints) -> Ints:
-        self.asked += len(row)
-        return self.tokens[row]
 
 
 def running(order: Order, counts: Listed, epoch: int) -> Ints:
