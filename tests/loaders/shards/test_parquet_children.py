@@ -70,8 +70,11 @@ def errors(path: Path, limits: Limits | None = None) -> list[str]:
 
 
 def children() -> list[int]:
-    listed = subprocess.run(["ps", "-o", "pid=,comm=", "--ppid", str(os.getpid())], capture_output=True, text=True)
-    return [int(line.split()[0]) for line in listed.stdout.splitlines() if not line.endswith(" ps")]
+    """Those that measure: the fork server of worker processes, which other tests start, lives on."""
+    listed = subprocess.run(
+        ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(os.getpid())], capture_output=True, text=True
+    )
+    return [int(line.split()[0]) for line in listed.stdout.splitlines() if "parquet.child" in line or "defunct" in line]
 
 
 def busy_child() -> int:
@@ -289,11 +292,15 @@ def test_children_are_reused_over_the_files_of_a_build(tmp_path: Path, monkeypat
 def test_nothing_is_left_after_an_error_in_a_build(tmp_path: Path) -> None:
     paths = [str(write(tmp_path / f"{i}.parquet")) for i in range(6)]
 
+    at_work: list[int] = []
+
     def interrupt(_: object) -> None:
+        at_work.extend(children())
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         build_index(paths, Recipe(), num_threads=2, progress=interrupt)
+    assert at_work
     assert children() == []
     assert build_index(paths, Recipe(), num_threads=2).totals["bad"] == 0
     assert children() == []
