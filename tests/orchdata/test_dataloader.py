@@ -247,11 +247,10 @@ def test_a_delivered_batch_is_kept_by_the_caller_alone(dataset: od.ShardDataset)
         assert len(gone) == before + 1
 
 
-def test_an_iterator_that_is_open_at_exit_is_silent() -> None:
+@pytest.mark.parametrize("how", ["num_threads=3", "num_workers=1"])
+def test_an_iterator_that_is_open_at_exit_is_silent(how: str) -> None:
     program = (
-        "import orchdata as od\n"
-        "steps = iter(od.DataLoader(list(range(1000)), batch_size=2, num_threads=3))\n"
-        "next(steps)\n"
+        f"import orchdata as od\nsteps = iter(od.DataLoader(list(range(1000)), batch_size=2, {how}))\nnext(steps)\n"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240, check=True)
     assert ended.stderr == ""

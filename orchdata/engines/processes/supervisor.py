@@ -152,6 +152,8 @@ class Supervisor(threading.Thread):
 
     def stop(self, *, polite: bool) -> None:
         """End all processes; what is under way is dropped. Politely they may end what they are at, for a moment."""
+        if self._is_stopping and not self.is_alive():
+            return  # done; or a generator ends with the interpreter, whose modules are empty by then
         if os.getpid() != self._process:
             return  # a forked child's copy: these are not its processes
         self._is_polite = polite
