@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class TextPart:
     """A stretch of text.
 
@@ -27,8 +27,11 @@ class TextPart:
     token_ids: NDArray[np.int32]
     loss: NDArray[np.bool_]
 
+    def __repr__(self) -> str:
+        return f"TextPart({len(self.token_ids):,} tokens, {int(self.loss.sum()):,} of them with loss)"
 
-@dataclass(frozen=True, eq=False)
+
+@dataclass(frozen=True, eq=False, repr=False)
 class MediaPart:
     """A part of any other modality.
 
@@ -46,6 +49,11 @@ class MediaPart:
     arrays: Mapping[str, NDArray[Any]]
     dtypes: Mapping[str, str]
     extras: Mapping[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        arrays = [f"{name} {self.dtypes[name]} {values.shape}" for name, values in self.arrays.items()]
+        extras = [f"{name} {value}" for name, value in self.extras.items()]
+        return f"MediaPart({self.modality}, {', '.join(arrays + extras)})"
 
     def __getattr__(self, name: str) -> Any:
         held = vars(self)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from orchdata.batch.merge import merge_features, token_rows
-from orchdata.batch.tensors import IGNORE, LLMBatch, MediaBatch, TextBatch
+from orchdata.batch.tensors import IGNORE, LLMBatch, MediaBatch, TextBatch, shown
 from orchdata.planning.plan import Plan
 from orchdata.planning.route import Route
 
@@ -49,7 +49,7 @@ class ModelInputs(Protocol):
         """What `Batch.model_inputs` gives."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Batch:
     """One microbatch of one rank.
 
@@ -92,7 +92,17 @@ class Batch:
     pieces: tuple[int, ...] = ()
     routes: Mapping[str, Route] = field(default_factory=dict)
     sources: Tensor | None = None
-    inputs: ModelInputs | None = field(default=None, repr=False, compare=False)
+    inputs: ModelInputs | None = field(default=None, compare=False)
+
+    def __repr__(self) -> str:
+        """In one line: counts and shapes, not elements."""
+        llm = self.llm.input_ids
+        held = [f"{len(self.keys):,} samples", f"llm {shown(llm)}, {self.loss_tokens:,} tokens with loss"]
+        for name, media in self.media.items():
+            arrays = [f"{array} {shown(tensor)}" for array, tensor in media.arrays.items()]
+            held.append(f"{name} of {media.num_tokens:,} tokens, {', '.join(arrays)}")
+        where = f"step {self.step}, microbatch {self.microbatch} of {self.num_microbatches}, on {llm.device}"
+        return f"Batch({where}: {'; '.join(held)})"
 
     @property
     def image(self) -> MediaBatch | None:

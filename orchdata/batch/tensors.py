@@ -16,11 +16,24 @@ IGNORE = -100
 
 @dataclass(frozen=True, kw_only=True)
 class _Tensors:
-    """Moves every tensor field at once, and those of mappings."""
+    """Moves every tensor field at once, and those of mappings; shows their shapes."""
+
+    def __repr__(self) -> str:
+        values = (f"{each.name}={shown(getattr(self, each.name))}" for each in fields(self))
+        return f"{type(self).__name__}({', '.join(values)})"
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Any:
         """The same with every tensor changed."""
         return replace(self, **{each.name: _changed(getattr(self, each.name), change) for each in fields(self)})
+
+
+def shown(value: Any) -> str:
+    """What a reader wants to know of a value: of a tensor its type and shape, not its elements."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{name!r}: {shown(held)}" for name, held in value.items()) + "}"
+    return repr(value)
 
 
 def _changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -31,7 +44,7 @@ def _changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class TextBatch(_Tensors):
     """The text tokens alone, of all samples.
 
@@ -44,7 +57,7 @@ class TextBatch(_Tensors):
     cu_seqlens: Tensor
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class MediaBatch(_Tensors):
     """Parts of one modality; each is a sequence of its own.
 
@@ -84,7 +97,7 @@ class MediaBatch(_Tensors):
         return arrays[name]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class LLMBatch(_Tensors):
     """The merged sequences of all samples.
 

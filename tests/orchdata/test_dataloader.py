@@ -247,6 +247,18 @@ def test_a_delivered_batch_is_kept_by_the_caller_alone(dataset: od.ShardDataset)
         assert len(gone) == before + 1
 
 
+def test_what_is_shown_of_batches_and_samples_are_counts_and_shapes(dataset: od.ShardDataset) -> None:
+    batch = next(iter(loader(dataset)))
+    patches = tuple(batch.media["image"].arrays["patches"].shape)
+    assert f"24 samples; llm int64 {tuple(batch.llm.input_ids.shape)}, {batch.loss_tokens:,} tokens" in repr(batch)
+    assert f"patches float32 {patches}" in repr(batch) and f"float32 {patches}" in repr(batch.image)
+    assert "input_ids=int64" in repr(batch.llm)
+    samples = [dataset[number] for number in range(len(dataset))]
+    assert any("MediaPart(image, patches float32 (" in repr(sample) for sample in samples)
+    for shown in (batch, batch.llm, batch.image, batch.text, *samples):
+        assert len(repr(shown)) < 1000 and "\n" not in repr(shown)
+
+
 @pytest.mark.parametrize("how", ["num_threads=3", "num_workers=1"])
 def test_an_iterator_that_is_open_at_exit_is_silent(how: str) -> None:
     program = (
