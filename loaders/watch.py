@@ -26,7 +26,8 @@ class Watch:
     """Notes of one process.
 
     Args:
-        rows: int64 (num_threads,), where each thread notes its row, IDLE for none; threads beyond are not noted.
+        rows: int64 (num_threads,), where each thread notes its row, IDLE for none; threads beyond are not noted. None
+            where nobody looks.
 
     Attributes:
         blamed: row -> why it is refused.
@@ -34,27 +35,32 @@ class Watch:
 
     def __init__(self, rows: NDArray[np.int64] | None = None) -> None:
         self.blamed: dict[int, str] = {}
-        self._rows = np.full(1, IDLE, np.int64) if rows is None else rows
+        self._rows = rows
         self._places = count()
         self._own = threading.local()
 
     def begin(self, row: int) -> str | None:
         """This thread is about to load `row`; why it must not, where it is blamed."""
-        place = getattr(self._own, "place", None)
-        if place is None:
-            place = self._own.place = next(self._places)
-        if place < len(self._rows) and isinstance(row, int) and -_BEYOND <= row < _BEYOND:  # samplers give anything
-            self._rows[place] = row
+        if self._rows is not None:
+            self._note(self._rows, row)
         return self.blamed.get(row) if self.blamed and isinstance(row, int) else None
 
     def end(self) -> None:
         """The row is done with. Not called where the process is about to be given up with it."""
-        place = self._own.place
-        if place < len(self._rows):
-            self._rows[place] = IDLE
+        if self._rows is not None:
+            self._note(self._rows, IDLE)
+
+    def _note(self, rows: NDArray[np.int64], row: int) -> None:
+        place = getattr(self._own, "place", None)
+        if place is None:
+            place = self._own.place = next(self._places)
+        if place < len(rows) and isinstance(row, int) and -_BEYOND <= row < _BEYOND:  # samplers give anything
+            rows[place] = row
 
     def load(self, row: int, load: Callable[[int], T], refuse: Callable[[int, str], Exception]) -> T:
         """`load(row)`, noted; where the row is blamed, what `refuse` makes of the reason is raised."""
+        if self._rows is None and not self.blamed:
+            return load(row)
         blamed = self.begin(row)
         if blamed is not None:
             self.end()

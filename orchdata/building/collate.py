@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import inspect
+import operator
 import os
-import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -29,7 +29,7 @@ from orchdata.loaders.samples.sample import Sample
 from orchdata.loaders.shards.open import OpenShards
 from orchdata.loaders.storage.counted import ReadBytes
 from orchdata.loaders.watch import Watch
-from orchdata.order.stateful import Stateful, give_back, held_by
+from orchdata.order.stateful import give_back, held_by, is_stateful
 
 Load = Callable[[int], Any]
 
@@ -130,7 +130,7 @@ class MapAssembler(SampleAssembler):
 
     @property
     def restores(self) -> Restores | None:
-        return self if isinstance(self._dataset, Stateful) else None
+        return self if is_stateful(self._dataset) else None
 
     def held(self) -> dict[str, Any]:
         return held_by(dataset=self._dataset)
@@ -164,8 +164,7 @@ class SampleAssembly:
         self._samples: dict[int, Any] = {}
         self._together: Any = None  # those of the microbatch as a data set gave them at once
         self._failures: dict[int, DataError] = {}
-        self._seconds = 0.0
-        self._lock = threading.Lock()
+        self._seconds: list[float] = []
         self.num_bytes = 0  # a sample's memory is its own
 
     def fill(self, memory: Memory) -> list[Task]:
@@ -179,7 +178,7 @@ class SampleAssembly:
             self._samples[0] = self._repeated()
         started = time.perf_counter()
         batch = self._assembler.collated(self._samples, self._share, self._together)
-        seconds = {"decoding": self._seconds, "packing": time.perf_counter() - started}
+        seconds = {"decoding": sum(self._seconds), "packing": time.perf_counter() - started}
         failures = [self._failures[place] for place in sorted(self._failures)]
         return Assembled(batch, failures, seconds)
 
@@ -199,19 +198,16 @@ class SampleAssembly:
     def _load(self, place: int, row: int) -> None:
         started = time.perf_counter()
         try:
-            sample = self._assembler.load(row)
+            self._samples[place] = self._assembler.load(row)
         except DataError as failure:
-            with self._lock:
-                self._failures[place] = failure
-            return
-        with self._lock:
-            self._samples[place] = sample
-            self._seconds += time.perf_counter() - started
+            self._failures[place] = failure
+        else:
+            self._seconds.append(time.perf_counter() - started)
 
     def _load_many(self, load: Callable[[list[int]], Any], rows: list[int]) -> None:
         started = time.perf_counter()
         self._together = load(rows)
-        self._seconds = time.perf_counter() - started
+        self._seconds.append(time.perf_counter() - started)
 
 
 def shard_loader(index: Index, shards: OpenShards, recipe_of: Callable[[int], Recipe]) -> Load:
@@ -255,6 +251,8 @@ def map_loader(dataset: Any, *, skip_errors: bool) -> Load:
     """row -> `dataset[row]`; under `skip_errors` an exception there is a DataError of that row, where it may be about
     its data.
     """
+    if not skip_errors:
+        return partial(operator.getitem, dataset)
 
     def load(row: int) -> Any:
         try:
@@ -262,7 +260,7 @@ def map_loader(dataset: Any, *, skip_errors: bool) -> Load:
         except NOT_DATA:
             raise
         except (Exception, SystemExit) as error:
-            if not skip_errors or isinstance(error, DataError) or getattr(error, "errno", None) in _NOT_NOW:
+            if isinstance(error, DataError) or getattr(error, "errno", None) in _NOT_NOW:
                 raise
             reason = f"{type(error).__name__}: {error}"
             raise DataError(type(dataset).__name__, str(row), "", reason) from error

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 
-from orchdata.order.stateful import Stateful, exhaust, give_back, held_by
+from orchdata.order.stateful import exhaust, give_back, held_by, is_stateful
 from orchdata.order.steps import GlobalBatches, StepTask, Told
 
 
@@ -92,7 +92,7 @@ class TorchSampler:
         while type(inner) is BatchSampler:
             inner = inner.sampler
         self._inner = inner
-        self._asked = sampler if isinstance(sampler, Stateful) else inner
+        self._asked = sampler if is_stateful(sampler) else inner
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -124,7 +124,8 @@ class TorchSampler:
         return iter(self.sampler) if generator is self._generator else self._drawn_from(generator)
 
     def held(self, items: Iterator[Any]) -> Any:
-        return deepcopy(held_by(sampler=self._asked, iterator=items)) or None
+        held = held_by(sampler=self._asked, iterator=items)
+        return deepcopy(held) if held else None
 
     def items_behind(self, held: Any, *, is_over: bool) -> Iterator[Any]:
         give_back(held, sampler=self._asked)

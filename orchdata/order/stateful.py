@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 
-@runtime_checkable
-class Stateful(Protocol):
-    """A data set, sampler, or an iterator of one, that says where it stands."""
-
-    def state_dict(self) -> Any: ...
-
-    def load_state_dict(self, state: Any, /) -> None: ...
+def is_stateful(owner: Any) -> bool:
+    """Whether a data set, sampler, or an iterator of one says where it stands."""
+    return callable(getattr(owner, "state_dict", None)) and callable(getattr(owner, "load_state_dict", None))
 
 
 def held_by(**owners: Any) -> dict[str, Any]:
     """name -> state of each that has one."""
-    return {name: owner.state_dict() for name, owner in owners.items() if isinstance(owner, Stateful)}
+    return {name: owner.state_dict() for name, owner in owners.items() if is_stateful(owner)}
 
 
 def give_back(held: Any, **owners: Any) -> None:
     """Load what `held_by` found of the same owners."""
     for name, owner in owners.items():
-        if name in held and isinstance(owner, Stateful):
+        if name in held and is_stateful(owner):
             owner.load_state_dict(held[name])
 
 

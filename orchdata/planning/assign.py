@@ -52,6 +52,8 @@ def stream_ranks(stream: Ints, num_ranks: int) -> NDArray[np.int32]:
         int32 (num_samples,), ascending over the samples sorted by stream.
     """
     num_samples = len(stream)
+    if num_ranks == 1:
+        return np.zeros(num_samples, np.int32)
     stream_rank = np.empty(num_samples, np.int32)
     stream_rank[np.argsort(stream, kind="stable")] = np.arange(num_samples) * num_ranks // max(1, num_samples)
     return stream_rank

@@ -289,11 +289,17 @@ def test_state_of_another_loader_is_refused(dataset: od.ShardDataset) -> None:
 
 
 def test_nothing_runs_on_after_break(dataset: od.ShardDataset) -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())  # some of which may be about to end
+    batches = iter(loader(dataset, num_threads=3))
+    next(batches)
+    assert set(threading.enumerate()) - before
+    del batches
+    gc.collect()
+    assert not set(threading.enumerate()) - before
     for _ in loader(dataset, num_threads=3):
         break
     gc.collect()
-    assert threading.active_count() == before
+    assert not set(threading.enumerate()) - before
 
 
 def test_custom_collate_gets_decoded_samples(dataset: od.ShardDataset) -> None:
