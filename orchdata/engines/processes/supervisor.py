@@ -445,7 +445,11 @@ class Supervisor(threading.Thread):
             if self._failed_starts[kind] >= _MAX_FAILED_STARTS[kind]:
                 told = _NOT_STARTED if kind == "ended" and self._context.get_start_method() != "fork" else ""
                 return f"worker processes do not start: DataLoader worker (pid(s) {process.pid}) {how}{told}"
-        return f"{_exited(process)}: it {how}" if self._remember else ""
+        if not self._remember:
+            return ""
+        if kind == "hung":
+            return f"DataLoader timed out after {self._timeout:g} seconds: worker process {process.number} {how}"
+        return f"{_exited(process)}: it {how}"
 
     def _ending(self, process: Process) -> str:
         """End one that is overdue; what to say of it."""
@@ -456,7 +460,8 @@ class Supervisor(threading.Thread):
             return f"did not run within {FORK_SECONDS:g} seconds of its fork"
         if not process.is_ready:
             return f"did not start (worker_init_fn, or making its data set) within {START_SECONDS:g} seconds"
-        return f"did not return within {self._timeout:g} seconds, and was replaced ({doing})"
+        replaced = "" if self._remember else ", and was replaced"
+        return f"did not return within {self._timeout:g} seconds{replaced} ({doing})"
 
     def _give_up(self, job: Job, process: Process, kind: str, how: str) -> None:
         del self._jobs[job.number]

@@ -272,6 +272,20 @@ def test_what_hangs_without_a_sample_is_an_error_that_tells_who_did_what() -> No
     assert no_children()
 
 
+class Stuck(torch.utils.data.IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        yield 0
+        threading.Event().wait()
+
+
+def test_an_iterable_that_hangs_is_told_of_as_timed_out() -> None:
+    iterator = iter(od.DataLoader(Stuck(), num_workers=1, timeout=0.5))
+    next(iterator)
+    with pytest.raises(RuntimeError, match=r"DataLoader timed out after 0.5 seconds: worker process 0") as caught:
+        next(iterator)
+    assert "replaced" not in str(caught.value) and "exited" not in str(caught.value)
+
+
 @pytest.mark.parametrize("ending", ["break", "del", "error", "thread", "two"])
 def test_nothing_is_left(ending: str) -> None:
     loader = od.DataLoader(Numbers(400), batch_size=2, num_workers=2)
