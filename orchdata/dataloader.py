@@ -456,8 +456,8 @@ class DataLoader(Generic[T_co]):
         return iteration
 
     def _base_seed(self) -> int:
-        """Of workers that an iteration starts. Torch's loader draws one at each `iter()`, but for kept workers at the first
-        alone: those that are started later, after an error or for a state, have seeds that follow from it.
+        """Of workers that an iteration starts. Torch's loader draws one at each `iter()`, but for kept workers at the
+        first alone: those that are started later, after an error or for a state, have seeds that follow from it.
         """
         if self._later_seeds is not None:
             return base_seed(self._later_seeds)

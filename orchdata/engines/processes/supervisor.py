@@ -114,7 +114,7 @@ class Supervisor(threading.Thread):
         self._held: list[Job] = []
         self._behind: dict[int, dict[str, Any]] = {number: {} for number in range(len(workers))}
         self._failed_starts: Counter[str] = Counter()
-        # Errors are made for each job: one that was raised holds the frames that it went through, and they what uses this.
+        # Errors are made for each job: one that was raised holds the frames that it went through, and they us.
         self._refused: dict[int, Callable[[], Exception]] = {}  # number of a worker -> why it does not start
         self._broken: Callable[[], Exception] | None = None
         self._has_ended = False
@@ -376,7 +376,7 @@ class Supervisor(threading.Thread):
         try:
             behind = self._behind[number]
             self._workers[number] = Process(self._context, replace(self._specs[number], **behind))
-        except Exception as error:  # noqa: BLE001 - of the system, or a user's object that is sent again
+        except Exception as error:  # of the system, or a user's object that is sent again
             # A fork server that was lost says nothing of the worker: another try makes another one.
             kind = "killed" if isinstance(error, (EOFError, ConnectionError)) else "ended"
             self._failed_starts[kind] += 1

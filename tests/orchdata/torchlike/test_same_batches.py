@@ -180,6 +180,17 @@ def test_different_seeds_of_torch_give_different_orders_and_a_seed_of_ones_own_t
     assert order(1, seed=4) == order(2, seed=4)
 
 
+@pytest.mark.parametrize("shuffle", [0, 1, np.True_])
+def test_shuffle_may_be_a_number_as_with_torch(shuffle: Any) -> None:
+    def order(loader: type[Any]) -> list[int]:
+        torch.manual_seed(2)
+        return [int(row) for row in loader(range(20), shuffle=shuffle)]
+
+    assert order(od.DataLoader) == order(DataLoader)
+    with pytest.raises(ValueError, match=r"shuffle must be True, False.*, got 2"):
+        od.DataLoader(range(20), shuffle=2)  # type: ignore[arg-type]
+
+
 def test_items_that_a_data_set_gives_by_the_batch_are_asked_for_so() -> None:
     class Rows(list[int]):
         asked: list[list[int]]
