@@ -6,7 +6,6 @@ import inspect
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from os import PathLike
 from typing import Any, Generic
 
@@ -298,6 +297,7 @@ class DataLoader(Generic[T_co]):
         self._has_microbatches = bool(options.balance.caps)
         self._iterated_at: object = None
         self._idle_engine: Engine | None = None
+        self._later_seeds: torch.Generator | None = None
         self._idle_epoch = -1
         self._opened: Builder | None = None  # for the next iteration, of an iterable that was asked for its state
         budget.count(self._prepared.failures, lost=self._prepared.num_lost)
@@ -356,7 +356,7 @@ class DataLoader(Generic[T_co]):
         """
         position = self._cursor.delivered
         if self._is_alone:
-            position = self._cursor.draw(partial(base_seed, self.generator), self._prepared.epochs.tell)
+            position = self._cursor.draw(self._base_seed, self._prepared.epochs.tell)
             if self._builds_here and not position.held:
                 position = replace(position, held=self._held_here())
         prepared = self._prepared
@@ -449,11 +449,24 @@ class DataLoader(Generic[T_co]):
             # Workers that hold nothing are not to draw for later steps what they drew for the first ones.
             again = origin.is_drawn and (not origin.step or origin.held or self._prepared.iterated)
             kept = origin.base_seed if again else None
-            iteration.base_seed = base_seed(self.generator) if kept is None else kept
+            iteration.base_seed = self._base_seed() if kept is None else self._later_seeds_from(kept)
             self._cursor.seed(iteration.base_seed)
         elif not self._in_shards:
-            iteration.base_seed = base_seed(self.generator)
+            iteration.base_seed = self._base_seed()
         return iteration
+
+    def _base_seed(self) -> int:
+        """Of workers that an iteration starts. Torch's loader draws one at each `iter()`, but for kept workers at the
+        first alone: those that are started later, after an error or for a state, have seeds that follow from it.
+        """
+        if self._later_seeds is not None:
+            return base_seed(self._later_seeds)
+        return self._later_seeds_from(base_seed(self.generator))
+
+    def _later_seeds_from(self, first: int) -> int:
+        if self._later_seeds is None and self.persistent_workers and self.num_workers:
+            self._later_seeds = torch.Generator().manual_seed(first)
+        return first
 
     @property
     def _builds_here(self) -> bool:
@@ -490,6 +503,9 @@ class DataLoader(Generic[T_co]):
             self.close()  # its workers are at the end of this very epoch
         engine, self._idle_engine = self._idle_engine or self._make_engine(iteration), None
         inputs = self._inputs
+        # As torch's, kept workers finish what `break` leaves under way, and draw for it. What a data set holds of its
+        # own would not be that of any state.
+        goes_on = self._keeps_threads and self._is_alone and self._builder.restores is None
         try:
             for step, made in Running(self._course, iteration, engine).steps():
                 if self._told_length is not None and step >= self._told_length:
@@ -498,11 +514,18 @@ class DataLoader(Generic[T_co]):
                     made = [replace(batch, inputs=inputs) for batch in made]
                 yield made
                 del made  # or the last step would live on while the next is waited for
+        except GeneratorExit:
+            self._leave(engine, iteration.epoch, keep=goes_on)
+            raise
         except BaseException:
             engine.close()
             raise
-        if self._keeps_threads and self._idle_engine is None:
-            self._idle_engine, self._idle_epoch = engine, iteration.epoch
+        self._leave(engine, iteration.epoch, keep=self._keeps_threads)
+
+    def _leave(self, engine: Engine, epoch: int, *, keep: bool) -> None:
+        """For the next iteration, or end its workers."""
+        if keep and self._idle_engine is None:
+            self._idle_engine, self._idle_epoch = engine, epoch
         else:
             engine.close()
 

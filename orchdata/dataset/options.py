@@ -264,7 +264,8 @@ def as_shuffle(shuffle: bool | Shuffle | NDArray[Any] | None) -> Shuffle | None:
         return shuffle
     if isinstance(shuffle, np.ndarray):
         return None
-    if shuffle is not None and not isinstance(shuffle, (bool, np.bool_)):
+    # An option of a command line is often 0 or 1, which torch takes.
+    if shuffle is not None and not (isinstance(shuffle, int | np.bool_) and shuffle in (0, 1)):
         raise ValueError(f"shuffle must be True, False, an od.Shuffle or an array of rows, got {shuffle!r}")
     return Shuffle() if shuffle else None
 

@@ -45,6 +45,7 @@ _UNREADABLE = (
     "a worker process cannot make its data set, or what else it is given, again ({}): it has to be found by another "
     "process, so define it in a module, or pass multiprocessing_context='fork'"
 )
+_STOPPED = "the loader's worker processes were stopped"
 _NOT_STARTED = (
     "; why, it has written to stderr. It runs the script that starts it anew, so that this has to be a file: if it is "
     "not, as in a notebook, pass multiprocessing_context='fork'"
@@ -113,8 +114,10 @@ class Supervisor(threading.Thread):
         self._held: list[Job] = []
         self._behind: dict[int, dict[str, Any]] = {number: {} for number in range(len(workers))}
         self._failed_starts: Counter[str] = Counter()
-        self._refused: dict[int, Exception] = {}  # number of a worker -> why it does not start
-        self._broken: Exception | None = None
+        # Errors are made for each job: one that was raised holds the frames that it went through, and they us.
+        self._refused: dict[int, Callable[[], Exception]] = {}  # number of a worker -> why it does not start
+        self._broken: Callable[[], Exception] | None = None
+        self._has_ended = False
         self._is_stopping = False
         self._is_polite = True
         self._process = os.getpid()
@@ -138,6 +141,8 @@ class Supervisor(threading.Thread):
     def submit(self, job: Job) -> None:
         self._arrived.append(job)
         self.wake()
+        if self._has_ended:
+            self._take_arrived()
 
     def expect(self, job: Job) -> None:
         """The caller waits for a job from now on."""
@@ -170,19 +175,21 @@ class Supervisor(threading.Thread):
 
     def run(self) -> None:
         try:
-            while not self._is_stopping:
+            while not self._is_stopping and self._broken is None:
                 self._listen()
                 self._take_arrived()
                 self._end_overdue()
                 self._assign()
         except Exception as error:  # noqa: BLE001 - whatever it is, nobody is to wait for ever
-            self._break(error)
+            failed, self._broken = error, lambda: failed
+            self._fail_all()
+            self._broken = partial(RuntimeError, f"{_STOPPED}: {error!r}")
         finally:
             self._end_all()
-            self._break(RuntimeError("the loader's worker processes were stopped"))
-            self._refused.clear()
-            self._broken = None  # an error holds the frames that it went through, and they what uses this
+            self._break(partial(RuntimeError, _STOPPED))
             self._close_pipe()
+            self._has_ended = True
+            self._take_arrived()  # whoever comes later does so himself
 
     def _close_pipe(self) -> None:
         with self._waking:
@@ -264,15 +271,14 @@ class Supervisor(threading.Thread):
     def _refuse(self, process: Process, message: dict[str, object]) -> None:
         """It cannot start. With torch's loader the batches of the others still come."""
         if message["kind"] == "unreadable":
-            self._break(RuntimeError(_UNREADABLE.format(message["why"])))
+            self._break(partial(RuntimeError, _UNREADABLE.format(message["why"])))
             return
-        error = error_of(message)
         if not self._specs[0].options.as_torch or len(self._specs) == 1:
-            self._break(error)
+            self._break(partial(error_of, message))
             return
-        self._refused[process.number] = error
+        self._refused[process.number] = partial(error_of, message)
         for job in [self._jobs.pop(number) for number in process.jobs if number in self._jobs]:
-            job.future.set_exception(error)
+            job.future.set_exception(error_of(message))
 
     def _forgive(self, process: Process) -> None:
         """It has started: until now nobody waited for a step."""
@@ -314,10 +320,13 @@ class Supervisor(threading.Thread):
             behind["held"], behind["epoch"] = message["held"], self._specs[number].epoch
 
     def _take_arrived(self) -> None:
-        while self._arrived:
-            job = self._arrived.popleft()
+        while True:
+            try:
+                job = self._arrived.popleft()
+            except IndexError:
+                return
             if self._broken is not None:
-                job.future.set_exception(self._broken)
+                job.future.set_exception(self._broken())
             else:
                 self._jobs[job.number] = job
                 self._waiting.append(job)
@@ -333,7 +342,7 @@ class Supervisor(threading.Thread):
             job = self._waiting.popleft()
             if job.worker in self._refused:
                 del self._jobs[job.number]
-                job.future.set_exception(self._refused[job.worker])
+                job.future.set_exception(self._refused[job.worker]())
                 continue
             worker = self._worker_for(job)
             if worker is None:
@@ -369,12 +378,12 @@ class Supervisor(threading.Thread):
         try:
             behind = self._behind[number]
             self._workers[number] = Process(self._context, replace(self._specs[number], **behind))
-        except Exception as error:  # noqa: BLE001 - of the system, or a user's object that is sent again
+        except Exception as error:  # of the system, or a user's object that is sent again
             # A fork server that was lost says nothing of the worker: another try makes another one.
             kind = "killed" if isinstance(error, (EOFError, ConnectionError)) else "ended"
             self._failed_starts[kind] += 1
             if self._failed_starts[kind] >= _MAX_FAILED_STARTS[kind]:
-                self._break(error)
+                raise
 
     # --- trouble
 
@@ -410,7 +419,7 @@ class Supervisor(threading.Thread):
             kind = "killed"
         self._workers[process.number] = None
         if hopeless := self._hopeless(process, kind, how):
-            self._break(RuntimeError(hopeless))
+            self._break(partial(RuntimeError, hopeless))
             return
         is_any_tried = self._suspects.add(rows, at_once=kind == "hung", but=self._blamed)
         lost = [self._jobs[number] for number in process.jobs if number in self._jobs]
@@ -438,7 +447,11 @@ class Supervisor(threading.Thread):
             if self._failed_starts[kind] >= _MAX_FAILED_STARTS[kind]:
                 told = _NOT_STARTED if kind == "ended" and self._context.get_start_method() != "fork" else ""
                 return f"worker processes do not start: DataLoader worker (pid(s) {process.pid}) {how}{told}"
-        return f"{_exited(process)}: it {how}" if self._remember else ""
+        if not self._remember:
+            return ""
+        if kind == "hung":
+            return f"DataLoader timed out after {self._timeout:g} seconds: worker process {process.number} {how}"
+        return f"{_exited(process)}: it {how}"
 
     def _ending(self, process: Process) -> str:
         """End one that is overdue; what to say of it."""
@@ -449,7 +462,8 @@ class Supervisor(threading.Thread):
             return f"did not run within {FORK_SECONDS:g} seconds of its fork"
         if not process.is_ready:
             return f"did not start (worker_init_fn, or making its data set) within {START_SECONDS:g} seconds"
-        return f"did not return within {self._timeout:g} seconds, and was replaced ({doing})"
+        replaced = "" if self._remember else ", and was replaced"
+        return f"did not return within {self._timeout:g} seconds{replaced} ({doing})"
 
     def _give_up(self, job: Job, process: Process, kind: str, how: str) -> None:
         del self._jobs[job.number]
@@ -495,9 +509,13 @@ class Supervisor(threading.Thread):
             said.append(f"worker {worker.number}, pid {worker.pid}: {', '.join(jobs) or 'no step'}; {at}")
         return "; ".join(said)
 
-    def _break(self, error: Exception) -> None:
+    def _break(self, why: Callable[[], Exception]) -> None:
         """Nothing can be built any more."""
-        self._broken = self._broken or error
+        self._broken = self._broken or why
+        self._fail_all()
+
+    def _fail_all(self) -> None:
+        assert self._broken is not None
         while self._arrived:
             job = self._arrived.popleft()
             self._jobs[job.number] = job
@@ -505,7 +523,7 @@ class Supervisor(threading.Thread):
         self._waiting.clear()
         self._held.clear()
         for job in jobs.values():
-            job.future.set_exception(self._broken)
+            job.future.set_exception(self._broken())
 
     def _end_all(self) -> None:
         processes = list(self._processes())

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -272,6 +272,20 @@ def test_what_hangs_without_a_sample_is_an_error_that_tells_who_did_what() -> No
     assert no_children()
 
 
+class Stuck(torch.utils.data.IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        yield 0
+        threading.Event().wait()
+
+
+def test_an_iterable_that_hangs_is_told_of_as_timed_out() -> None:
+    iterator = iter(od.DataLoader(Stuck(), num_workers=1, timeout=0.5))
+    next(iterator)
+    with pytest.raises(RuntimeError, match=r"DataLoader timed out after 0.5 seconds: worker process 0") as caught:
+        next(iterator)
+    assert "replaced" not in str(caught.value) and "exited" not in str(caught.value)
+
+
 @pytest.mark.parametrize("ending", ["break", "del", "error", "thread", "two"])
 def test_nothing_is_left(ending: str) -> None:
     loader = od.DataLoader(Numbers(400), batch_size=2, num_workers=2)
@@ -307,6 +321,53 @@ def test_nothing_is_left(ending: str) -> None:
     while not no_children() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert no_children()
+
+
+class Ending(torch.utils.data.IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        yield 0
+        os._exit(3)
+
+
+def refuse(worker: int) -> None:
+    if worker == 1:
+        raise LookupError(f"worker {worker} refuses")
+
+
+@pytest.mark.filterwarnings("ignore:DataLoader worker")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: od.DataLoader(Ending(), num_workers=2),
+        lambda: od.DataLoader(Numbers(8), num_workers=2, worker_init_fn=refuse),
+        lambda: od.DataLoader(Numbers(8), num_workers=2, worker_init_fn=lambda worker: os._exit(3)),
+    ],
+    ids=["lost", "one refuses", "none starts"],
+)
+def test_nothing_is_left_once_an_error_of_workers_was_caught(make: Callable[[], od.DataLoader]) -> None:
+    def use() -> None:
+        iteration = iter(make())  # held by this frame, which the error goes through
+        with pytest.raises((RuntimeError, LookupError)):
+            for _ in iteration:
+                pass
+
+    before = set(threading.enumerate())
+    use()
+    gc.collect()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(20)
+        assert not thread.is_alive()
+    assert no_children()
+
+
+@pytest.mark.filterwarnings("ignore:DataLoader worker")
+def test_every_step_behind_the_end_of_all_workers_is_an_error() -> None:
+    iterator = iter(od.DataLoader(Numbers(8), num_workers=2, worker_init_fn=lambda worker: os._exit(3)))
+    for _ in range(8):
+        with pytest.raises(RuntimeError, match="worker processes do not start"):
+            next(iterator)
+    with pytest.raises(StopIteration):
+        next(iterator)
 
 
 def test_a_forked_child_leaves_its_parents_workers_alone() -> None:

@@ -96,6 +96,41 @@ def test_batches_are_torchs(given_: tuple[int, dict[str, Any], str, bool]) -> No
     assert batches_of(od.DataLoader, *given_) == batches_of(DataLoader, *given_)
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_workers_that_are_kept_are_seeded_once_and_finish_what_break_leaves(own: bool) -> None:
+    def batches(loader: type[Any]) -> list[Any]:
+        torch.manual_seed(3)
+        generator = torch.Generator().manual_seed(7) if own else None
+        kept = {"num_workers": 2, "persistent_workers": True, "multiprocessing_context": "fork"}
+        one = loader(Augmented(23), batch_size=3, shuffle=True, generator=generator, **kept)
+        found = [[batch.tolist() for batch, _ in zip(iter(one), range(count), strict=False)] for count in (9, 2, 1, 9)]
+        return [found, torch.rand(1).item(), None if generator is None else torch.rand(1, generator=generator).item()]
+
+    assert batches(od.DataLoader) == batches(DataLoader)
+
+
+def test_a_state_of_kept_workers_leads_to_the_same_epochs_and_to_other_draws() -> None:
+    def make() -> od.DataLoader:
+        kept = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "fork"}
+        return od.DataLoader(Augmented(8), batch_size=4, shuffle=True, **kept)
+
+    def rows(batches: Any) -> tuple[list[float], list[float]]:
+        found = torch.cat(list(batches))
+        return found[:, 0].tolist(), found[:, 1].tolist()
+
+    torch.manual_seed(3)
+    one = make()
+    _, first_draws = rows(one)
+    state, generator = one.state_dict(), torch.get_rng_state()
+    following = [rows(one)[0] for _ in range(2)]
+    again = make()
+    torch.set_rng_state(generator)
+    again.load_state_dict(state)
+    resumed = [rows(again) for _ in range(2)]
+    assert [order for order, _ in resumed] == following
+    assert not {*first_draws} & {*resumed[0][1]}  # new workers do not draw as those of the first epoch
+
+
 @given(arguments(), st.integers(1, 8), st.booleans())
 @settings(max_examples=40, deadline=None)
 def test_a_state_goes_on_where_the_epoch_was(
@@ -143,6 +178,17 @@ def test_different_seeds_of_torch_give_different_orders_and_a_seed_of_ones_own_t
 
     assert order(1) == order(1) != order(2)
     assert order(1, seed=4) == order(2, seed=4)
+
+
+@pytest.mark.parametrize("shuffle", [0, 1, np.True_])
+def test_shuffle_may_be_a_number_as_with_torch(shuffle: Any) -> None:
+    def order(loader: type[Any]) -> list[int]:
+        torch.manual_seed(2)
+        return [int(row) for row in loader(range(20), shuffle=shuffle)]
+
+    assert order(od.DataLoader) == order(DataLoader)
+    with pytest.raises(ValueError, match=r"shuffle must be True, False.*, got 2"):
+        od.DataLoader(range(20), shuffle=2)  # type: ignore[arg-type]
 
 
 def test_items_that_a_data_set_gives_by_the_batch_are_asked_for_so() -> None:
