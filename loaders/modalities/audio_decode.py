@@ -93,7 +93,7 @@ def read_mono(data: bytes | memoryview, limits: Limits) -> tuple[Wave, int]:
     """The mean over channels, (num_frames,), and the rate in Hz. Raises DecodeError."""
     import soundfile
 
-    from orchdata.loaders.modalities.audio_header import open_sound
+    from orchdata.loaders.modalities.audio_header import Sound
 
     try:
         is_mp3, plain = False, plain_wav(data)
@@ -104,7 +104,7 @@ def read_mono(data: bytes | memoryview, limits: Limits) -> tuple[Wave, int]:
             if reason is not None:
                 raise DecodeError(reason)
         else:
-            with open_sound(data) as sound:
+            with Sound(data) as sound:
                 rate = int(sound.samplerate)
                 if rate < 1:
                     raise DecodeError(f"damaged audio: a rate of {rate} Hz")

@@ -5,12 +5,14 @@ Imported late: it loads libsndfile.
 
 from __future__ import annotations
 
-import io
+import os
+import weakref
 
 import numpy as np
 import soundfile
 
 from orchdata.loaders.errors import NOT_DATA, DecodeError, pass_trouble
+from orchdata.loaders.interrupts import interrupts_held
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.checks import described, starts_with
 from orchdata.loaders.modalities.cut_audio import cut_reason, flac_reason, lacks, mp3_stream_bytes, unclosed_wav
@@ -26,30 +28,38 @@ UNKNOWN_FRAMES = 1 << 48
 
 
 class Sound(soundfile.SoundFile):  # type: ignore[misc]
-    """A SoundFile that is only read forward.
+    """A SoundFile over bytes that is only read forward. Raises soundfile.LibsndfileError.
 
     soundfile seeks after each read, which fails where the header tells no length (a FLAC streamed out) or a wrong one.
+    libsndfile reads a file without a name, and not the bytes by way of Python: what a signal raises in a function that
+    C calls is forgotten there, and the clip would have a gap.
     """
+
+    def __init__(self, data: bytes | memoryview) -> None:
+        memory = os.memfd_create("orchdata-audio", os.MFD_CLOEXEC)
+        self._close_memory = weakref.finalize(self, os.close, memory)
+        with open(memory, "wb", closefd=False) as file:
+            file.write(data)
+            start = unclosed_wav(data)
+            if start:  # libsndfile takes a size of 0 at its word
+                file.seek(start - 4)
+                file.write((len(data) - start).to_bytes(4, "little"))
+            file.seek(0)
+        super().__init__(memory, closefd=False)
 
     def seekable(self) -> bool:
         return False
 
-
-def open_sound(data: bytes | memoryview) -> Sound:
-    """Open audio in memory. Raises soundfile.LibsndfileError."""
-    stream = io.BytesIO(data)
-    start = unclosed_wav(data)
-    if start:  # libsndfile takes a size of 0 at its word
-        stream.seek(start - 4)
-        stream.write((len(data) - start).to_bytes(4, "little"))
-        stream.seek(0)
-    return Sound(stream)
+    def close(self) -> None:
+        with interrupts_held():  # or one that comes between its steps would have it closed twice
+            super().close()
+        self._close_memory()
 
 
 def probe_audio(data: bytes, limits: Limits) -> Header:
     """(frames of a channel, rate in Hz), by soundfile. Raises DecodeError."""
     try:
-        with open_sound(data) as sound:
+        with Sound(data) as sound:
             rate = int(sound.samplerate)
             frames = int(sound.frames)
             if rate < 1:
@@ -114,7 +124,7 @@ def mp3_reason(data: bytes | memoryview, frames: int, rate: int) -> str | None:
 def _frames_of(data: bytes) -> int:
     """Frames of an MP3; 0 for anything else."""
     try:
-        with open_sound(data) as sound:
+        with Sound(data) as sound:
             return int(sound.frames) if sound.format == "MP3" else 0
     except soundfile.LibsndfileError:
         return 0

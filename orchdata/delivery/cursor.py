@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from orchdata.delivery.state import Held, Position
-from orchdata.interrupts import interrupts_later
+from orchdata.loaders.interrupts import interrupts_later
 
 T = TypeVar("T")
 

@@ -387,7 +387,7 @@ def none_left(*_: object, **__: object) -> None:
     ("field", "content", "target"),
     [
         ("jpg", jpeg(60, 60), "orchdata.loaders.modalities.image_decode.decode_jpeg"),
-        ("flac", audio(0.1, suffix="flac"), "orchdata.loaders.modalities.audio_header.open_sound"),
+        ("flac", audio(0.1, suffix="flac"), "orchdata.loaders.modalities.audio_header.Sound"),
     ],
 )
 def test_memory_that_runs_out_in_a_decoder_is_no_bad_sample(
@@ -402,7 +402,7 @@ def test_memory_that_runs_out_in_a_decoder_is_no_bad_sample(
 
 
 @pytest.mark.parametrize(
-    ("field", "target"), [("webp", "PIL.Image.open"), ("mp3", "orchdata.loaders.modalities.audio_header.open_sound")]
+    ("field", "target"), [("webp", "PIL.Image.open"), ("mp3", "orchdata.loaders.modalities.audio_header.Sound")]
 )
 def test_memory_that_runs_out_in_a_header_is_no_bad_sample(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str, target: str

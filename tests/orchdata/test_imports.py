@@ -32,7 +32,7 @@ balancers: phases
 balancers: moves
 balancers: grid advice
 balancers: __init__
-loaders: errors versions locks recent scratch limited_process watch claims pace
+loaders: errors versions locks recent scratch limited_process watch claims pace interrupts
 loaders: limits
 loaders: storage
 loaders: text modalities
@@ -40,7 +40,7 @@ loaders: recipe
 loaders: shards
 loaders: samples
 loaders: index
-orchdata: progress notices held_threads interrupts
+orchdata: progress notices held_threads
 orchdata: order
 orchdata: planning
 orchdata: ranks

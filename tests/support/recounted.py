@@ -14,7 +14,7 @@ from PIL import Image, ImageOps
 
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.stored import StoredSample
-from orchdata.loaders.modalities.audio_header import open_sound
+from orchdata.loaders.modalities.audio_header import Sound
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.sample import TextPart
 from orchdata.loaders.shards.open import OpenShards
@@ -72,7 +72,7 @@ def _audio(data: bytes, header: tuple[int, ...]) -> str:
             values, found_rate = soundfile.read(io.BytesIO(data), dtype="float32", always_2d=True)
             found = len(values)
         except (ValueError, soundfile.LibsndfileError):  # it needs a length, which a stream has not
-            with open_sound(data) as sound:
+            with Sound(data) as sound:
                 blocks = iter(lambda: len(sound.read(1 << 16, dtype="float32", always_2d=True)), 0)
                 found, found_rate = sum(itertools.islice(blocks, 1 << 12)), sound.samplerate
     except Exception as error:

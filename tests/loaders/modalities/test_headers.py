@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import signal
 import subprocess
 import sys
 import warnings
@@ -20,7 +21,7 @@ from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.audio import AudioPreprocessor
 from orchdata.loaders.modalities.audio_decode import read_mono
-from orchdata.loaders.modalities.audio_header import open_sound
+from orchdata.loaders.modalities.audio_header import Sound
 from orchdata.loaders.modalities.checks import above_pixels
 from orchdata.loaders.modalities.cut_audio import cut_reason
 from orchdata.loaders.modalities.image import ImagePreprocessor
@@ -66,7 +67,7 @@ def displayed_size(data: bytes) -> tuple[int, int] | None:
 
 def decoded_frames(data: bytes) -> tuple[int, int] | None:
     try:
-        with open_sound(data) as sound:
+        with Sound(data) as sound:
             frames = 0
             while got := len(sound.read(65536)):
                 frames += got
@@ -491,3 +492,27 @@ def test_a_side_that_no_resizer_takes_is_refused_and_not_taken_for_a_lack_of_mem
     assert above_pixels(1 << 25, 1, Limits()) is None
     reason = above_pixels((1 << 25) + 1, 1, Limits())
     assert reason == "image of 33554433x1 pixels: no side above 33554432 can be resized"
+
+
+def test_no_function_of_pythons_is_called_out_of_libsndfile() -> None:
+    clip = sound("FLAC", "PCM_16", 40_000)  # what a signal raised there would be forgotten, and the clip have a gap
+    called: list[str] = []
+    sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        with soundfile.SoundFile(io.BytesIO(clip)) as opened:
+            opened.read()
+        by_way_of_python, called = called, []
+        read_mono(clip, Limits())
+    finally:
+        sys.setprofile(None)
+    assert "vio_read" in by_way_of_python
+    assert "close" in called and not [name for name in called if name.startswith("vio")]
+
+
+def test_an_interrupt_while_a_clip_is_closed_counts_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = Sound(sound("FLAC", "PCM_16"))
+    monkeypatch.setattr(soundfile.SoundFile, "flush", lambda _: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        opened.close()
+    monkeypatch.undo()
+    assert opened.closed

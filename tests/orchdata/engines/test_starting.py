@@ -18,7 +18,7 @@ import torch
 import orchdata as od
 from orchdata.delivery.cursor import Steps
 from orchdata.engines.processes import supervisor
-from orchdata.interrupts import interrupts_held, interrupts_later
+from orchdata.loaders.interrupts import interrupts_held, interrupts_later
 
 
 class Plain:
