@@ -103,6 +103,13 @@ class Slabs:
                 slab.close_file()
                 self._dropped.append(slab.number)
 
+    def drop(self, numbers: list[int]) -> None:
+        """Nobody is to have these again, for they may still be written to."""
+        with self._lock:
+            for number in numbers:
+                self._lent.pop(number).close_file()
+            self._dropped += numbers
+
     def take_dropped(self) -> list[int]:
         """Numbers of those that will not come again."""
         with self._lock:
@@ -149,9 +156,9 @@ class StepMemory:
         self.slabs[place.slab].array[place.start : place.start + len(flat)] = flat
         return place
 
-    def give_back(self) -> None:
-        """The step came to nothing."""
-        self._pool.give_back([slab.number for slab in self.slabs])
+    def drop(self) -> None:
+        """The step came to nothing, of which other threads may not have heard yet."""
+        self._pool.drop([slab.number for slab in self.slabs])
 
     def _place(self, num_bytes: int) -> Place:
         for number, slab in enumerate(self.slabs):

@@ -5,6 +5,7 @@ rows of lost workers --Suspects--> one at a time: Trial, two processes --> why i
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Container, Iterable, Iterator
@@ -93,11 +94,12 @@ class Trial:
         self.processes.clear()
 
     def _start_one(self) -> None:
-        self._starts += 1
-        if self._starts > _MAX_STARTS:
-            self._decide("")
-            return
-        self.processes.append(self._start())
+        while self._starts < _MAX_STARTS:
+            self._starts += 1
+            with contextlib.suppress(EOFError, ConnectionError):  # the fork server was lost: another try makes one
+                self.processes.append(self._start())
+                return
+        self._decide("")
 
     def _decide(self, verdict: str) -> None:
         if self.verdict is None:

@@ -154,7 +154,7 @@ class _Running:
         self._worker = worker
         self._watch = Watch(rows)
         self._slabs = Slabs(worker.options.max_jobs + 1)
-        self._memory: dict[tuple[int, int], StepMemory] = {}
+        self._memory: dict[int, StepMemory] = {}  # of each task by its id: the same step may come twice
         self._lock = threading.Lock()
         self._reads = [0, 0, 0]
         self._random = RandomStates() if worker.options.as_torch and not worker.options.num_threads else None
@@ -199,7 +199,7 @@ class _Running:
     def _begin(self, engine: Engine, message: dict[str, Any]) -> None:
         epoch, step, rows, begin = message["task"]
         task = StepTask(epoch, step, unpack_rows(rows), begin=begin and Begin(*begin))
-        self._at_work = self._memory[task.epoch, task.step] = StepMemory(self._slabs)
+        self._at_work = self._memory[id(task)] = StepMemory(self._slabs)
         try:
             future = engine.submit(task)
         except BaseException as error:  # noqa: BLE001 - sys.exit() in a data set is not to end a process unasked
@@ -208,7 +208,7 @@ class _Running:
         future.add_done_callback(partial(self._built, message["job"], task))
 
     def _lend(self, task: StepTask) -> Memory:
-        return self._memory[task.epoch, task.step]
+        return self._memory[id(task)]
 
     def _take(self, num_bytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """Memory of the step that the main thread builds."""
@@ -216,14 +216,14 @@ class _Running:
 
     def _built(self, job: int, task: StepTask, future: Future[BuiltStep]) -> None:
         finished = time.monotonic()
-        memory = self._memory.pop((task.epoch, task.step))
+        memory = self._memory.pop(id(task))
         try:
             units = describe_step(future.result())
             self._send({"kind": "built", "job": job, "finished": finished} | self._behind(), units, memory)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - it is passed on
             if isinstance(error, MemoryError):
                 self._end_out_of_memory(error)
-            memory.give_back()
+            memory.drop()
             self._send_error({"kind": "failed", "job": job} | self._behind(held=False), passed_on(error))
 
     def _end_out_of_memory(self, error: MemoryError) -> None:

@@ -29,6 +29,7 @@ from shard_factory import omni_shards
 
 import orchdata as od
 from orchdata.engines.processes import process as process_module
+from orchdata.engines.processes.slabs import Slabs, StepMemory
 
 JOB = Path(__file__).parents[2] / "support" / "workers_job.py"
 
@@ -358,6 +359,36 @@ def test_nothing_is_left_once_an_error_of_workers_was_caught(make: Callable[[], 
         thread.join(20)
         assert not thread.is_alive()
     assert no_children()
+
+
+class SlowOnce(Numbers):
+    """Item 1 takes its time: the first time less than the second."""
+
+    asked = 0
+
+    def __getitem__(self, number: int) -> Any:
+        if number == 1:
+            self.asked += 1
+            time.sleep(0.5 * min(self.asked, 2))
+        return number
+
+
+def test_a_step_may_be_asked_for_again_while_it_is_under_way() -> None:
+    loader = od.DataLoader(SlowOnce(8), num_workers=1, num_threads=4, persistent_workers=True, timeout=100)
+    for batch in loader:
+        assert batch.tolist() == [0]
+        break  # the worker goes on with step 1
+    loader.set_epoch(0)
+    assert [batch.tolist() for batch in loader] == [[number] for number in range(8)]
+
+
+def test_memory_of_a_failed_step_is_nobody_elses() -> None:
+    slabs = Slabs(4)
+    failed = StepMemory(slabs)
+    stray = failed.take(1 << 17)  # another thread of the step may still write there
+    failed.drop()
+    assert not np.shares_memory(stray, StepMemory(slabs).take(1 << 17))
+    assert slabs.take_dropped() == [1]
 
 
 @pytest.mark.filterwarnings("ignore:DataLoader worker")

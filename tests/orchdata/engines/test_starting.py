@@ -18,6 +18,7 @@ import torch
 import orchdata as od
 from orchdata.delivery.cursor import Steps
 from orchdata.engines.processes import supervisor
+from orchdata.engines.processes.trial import Trial
 from orchdata.loaders.interrupts import interrupts_held, interrupts_later
 
 
@@ -123,6 +124,22 @@ def test_starts_that_fail_with_their_server_are_tried_again(
     loader = od.DataLoader(Plain(), 2, num_workers=num_workers, multiprocessing_context="fork")
     assert [batch.tolist() for batch in loader] == [[first, first + 1] for first in range(0, 12, 2)]
     assert next(starts) == len(lost) + num_workers
+
+
+@pytest.mark.parametrize(("fails", "verdict"), [(2, None), (100, "")])
+def test_a_trial_outlives_the_loss_of_the_fork_server(fails: int, verdict: str | None) -> None:
+    errors = [EOFError("unexpected EOF"), ConnectionRefusedError(111, "Connection refused")]
+    starts = itertools.count()
+
+    def start() -> Any:
+        if (number := next(starts)) < fails:
+            raise errors[number % 2]
+        return object()
+
+    trial = Trial(7, start, 0.0)
+    assert trial.verdict == verdict  # none yet, or nobody can tell
+    assert len(trial.processes) == (2 if verdict is None else 0)
+    assert next(starts) < 20
 
 
 @pytest.fixture
