@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import threading
 import weakref
 
@@ -31,6 +32,18 @@ def end_with(life: int) -> None:
     """End this process with the one whose life that is; at once where that has ended already."""
     # Opened anew: who is to be told is a property of what was opened, which all that were sent it share.
     die_with_parent(os.open(f"/proc/self/fd/{life}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+
+
+def end_server_with_trainer() -> None:
+    """In a fork server: end it with the process that has started it, by the pipe that multiprocessing gives it for that
+    and that it reads once it has imported what it is to preload.
+    """
+    frame = sys._getframe()
+    while frame is not None and frame.f_globals.get("__name__") != "multiprocessing.forkserver":
+        frame = frame.f_back  # type: ignore[assignment]
+    life = None if frame is None else frame.f_locals.get("alive_r")
+    if life is not None:
+        end_with(life)
 
 
 def keep_from_children(end: socket.socket) -> None:

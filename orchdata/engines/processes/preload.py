@@ -1,9 +1,15 @@
-"""What the process imports that workers are forked off: a worker then starts in milliseconds."""
+"""What the process imports that workers are forked off: a worker then starts in milliseconds.
+
+That takes seconds, in which it does not listen for the end of its trainer: it has the kernel tell it first.
+"""
 
 from __future__ import annotations
 
-import orchdata.building.spec
-import orchdata.engines.processes.worker  # noqa: F401
-from orchdata.loaders.modalities.builtin import load_decoders
+from importlib import import_module
 
-load_decoders()
+from orchdata.engines.processes.life import end_server_with_trainer
+
+end_server_with_trainer()
+for name in ("orchdata.building.spec", "orchdata.engines.processes.worker"):
+    import_module(name)
+import_module("orchdata.loaders.modalities.builtin").load_decoders()

@@ -11,6 +11,7 @@ import os
 import random
 import re
 import resource
+import select
 import signal
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from map_dataset import Numbers
 from shard_factory import omni_shards
 
 import orchdata as od
+from orchdata.engines.processes import engine as engine_module
 from orchdata.engines.processes import process as process_module
 from orchdata.engines.processes.slabs import Slabs, StepMemory
 
@@ -427,6 +429,27 @@ def leftovers(tag: str) -> Iterator[str]:
                     yield entry.name
             except OSError:
                 continue
+
+
+def test_a_fork_server_ends_with_a_trainer_that_is_killed_while_it_imports(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)\n")
+    program = (
+        "import time\n"
+        "from multiprocessing import forkserver\n"
+        f"forkserver.set_forkserver_preload([{engine_module._PRELOADED!r}])\n"
+        "forkserver.ensure_running()\n"
+        "time.sleep(600)\n"
+    )
+    environ = os.environ | {"PYTHONPATH": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=environ, text=True) as trainer:
+        assert trainer.stdout is not None
+        server = os.pidfd_open(int(trainer.stdout.readline()))  # it is at its imports
+        trainer.kill()
+        ended, _, _ = select.select([server], [], [], 60)
+        if not ended:
+            signal.pidfd_send_signal(server, signal.SIGKILL)
+        os.close(server)
+    assert ended
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT], ids=lambda each: each.name)
