@@ -78,7 +78,7 @@ def _content(text: str) -> Any:
             return super().construct_mapping(node, deep)
 
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+.0123456789"))
-    return yaml.load(text, Loader)
+    return Loader(text).get_single_data()
 
 
 def _sources(content: Any, field: str, folder: Path, recipe: Recipe) -> dict[str, Source]:
