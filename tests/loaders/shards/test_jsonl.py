@@ -180,6 +180,8 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     "not base64": ({"image": "data:image/jpeg;base64,@@@@"}, "not valid base64"),
     "not encoded": ({"image": "data:image/svg+xml,<svg/>"}, "not base64"),
     "a number": ({"image": {"path": 3, "x": "y"}}, "not a path"),
+    "an id": ({"image": 139}, "the int 139, not a path"),
+    "a flag": ({"image": True}, "the bool True, not a path"),
     "not an image": ({"image": "text.jpg"}, "not an image"),
     "empty": ({"image": "empty.jpg"}, "empty"),
     "tags": ({"messages": [{"role": "user", "content": "Picture 1: <img>0.jpg</img>"}]}, "names a file in the text"),
@@ -201,7 +203,8 @@ def test_hostile_names_are_errors_of_their_sample(tmp_path: Path, root: Path) ->
     (root / "text.jpg").write_text("no image")
     (root / "empty.jpg").touch()
     records = [record | {"id": name, "text": "words"} for name, (record, _) in HOSTILE.items()]
-    url = write(tmp_path / "a.jsonl", [*records, {"id": "good", "image": "inside.jpg", "text": "words"}])
+    none = [{"id": f"none {held}", "image": held, "text": "words"} for held in (None, "", [], False, {"path": None})]
+    url = write(tmp_path / "a.jsonl", [*records, *none, {"id": "good", "image": "inside.jpg", "text": "words"}])
     index = build_index([url], Recipe(), media_root=str(root))
     found = reasons(index)
     assert found.keys() == HOSTILE.keys()
