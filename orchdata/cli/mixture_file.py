@@ -69,13 +69,14 @@ def _content(text: str) -> Any:
     """YAML, in which a name comes once, and 1e-3 is a number as in JSON. Raises yaml.YAMLError."""
     import yaml
 
-    class Loader(yaml.SafeLoader):
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
             names = [name.value for name, _ in node.value if isinstance(name, yaml.ScalarNode)]
             for name in names:
                 if names.count(name) > 1:
                     raise yaml.constructor.ConstructorError(None, None, f"{name!r} comes twice", node.start_mark)
-            return super().construct_mapping(node, deep)
+            found: dict[Any, Any] = super().construct_mapping(node, deep)
+            return found
 
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+.0123456789"))
     return Loader(text).get_single_data()

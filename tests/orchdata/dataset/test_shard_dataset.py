@@ -76,8 +76,14 @@ def test_samples_are_had_by_place_and_by_key(folder: Path) -> None:
     assert dataset.find("1-07", "1.jsonl") == 26 and dataset.find("1-07", "0.jsonl") is None
     assert dataset.find("1-06") is None and dataset.find("nobody") is None
     assert [part.modality for part in dataset[3].parts if hasattr(part, "modality")] == ["image"]
-    with pytest.raises(IndexError):
-        dataset[39]
+    for place in (39, -40):
+        with pytest.raises(IndexError, match=f"place {place} of 39 samples"):
+            dataset[place]
+    for wrong in ("1-07", 1.0, slice(3)):
+        with pytest.raises(TypeError, match="takes an integer"):
+            dataset[wrong]  # type: ignore[index]
+    with pytest.raises(TypeError, match=r"find\('7'\)"):
+        dataset.find(7)  # type: ignore[arg-type]
     assert len(list(dataset)) == 39
     (folder / "images" / "0" / "3.png").write_bytes(b"")
     with pytest.raises(DataError, match=r"0\.jsonl: sample '0-03', field 'image.0': '0/3.png' was changed"):
