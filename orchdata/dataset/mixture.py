@@ -164,7 +164,7 @@ class Mixture:
 
 def _is_weight(value: Any) -> bool:
     try:
-        return isinstance(value, Real) and not isinstance(value, bool) and isfinite(value) and value >= 0
+        return isinstance(value, Real) and not isinstance(value, bool) and isfinite(value) and float(value) >= 0
     except OverflowError:  # an integer beyond floats
         return False
 
