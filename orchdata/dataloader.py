@@ -403,6 +403,9 @@ class DataLoader(Generic[T_co]):
         the LLM) and rank (that encodes it: the sample's, or under assignment="per_phase" any).
 
         For shards. Nothing is read or decoded, and the loader stays where it is. Returns the number of rows.
+
+        Raises:
+            ValueError: epochs or steps that are none, or a data set without an index; nothing is written then.
         """
         prepared = self._prepared
         return export_plan(path, prepared.spec, prepared.epochs, prepared.fingerprint, of_epochs=epochs, steps=steps)

@@ -115,6 +115,8 @@ def profile(
     if is_mixture_file(paths):
         if expression is not None:
             raise ValueError(f"--filter is of one data set: give the sources in {paths[0]} a `filter:` each")
+        if media_root is not None:
+            raise ValueError(f"--media-root is of one data set: give the sources in {paths[0]} a `media_root:` each")
         dataset = read_mixture(paths[0], _recipe(recipe))
         leaves = [leaf.dataset for leaf in dataset.leaves]
         built: Index = joined_index(

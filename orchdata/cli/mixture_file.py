@@ -8,14 +8,15 @@ sources:
   speech:
     weight: 0.3
     sources:
-      read: {paths: [read.tar], weight: 2, filter: "tokens < 4096"}
+      read: {paths: [read.jsonl], media_root: clips, weight: 2, filter: "tokens < 4096"}
       spoken: {paths: [spoken.tar], weight: 1, loss_weight: 0.5}
 
-Paths are relative to the file. A source without a recipe has that of the command.
+Paths and folders are relative to the file. A source without a recipe has that of the command.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,8 @@ from orchdata.loaders.recipe import Recipe
 SUFFIXES = (".yaml", ".yml")
 _MIXTURE = ("sources", "by", "stop", "stages", "epoch_tokens", "epoch_samples")
 _INNER = ("sources", "weight", "loss_weight")
-_LEAF = ("paths", "recipe", "filter", "weight", "loss_weight")
+_LEAF = ("paths", "media_root", "recipe", "filter", "weight", "loss_weight")
+_EXPONENT = re.compile(r"[-+]?(?:[0-9][0-9_]*\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+")
 
 
 def is_mixture_file(paths: list[str]) -> bool:
@@ -50,7 +52,7 @@ def read_mixture(path: str | Path, recipe: Recipe) -> Mixture:
 
     file = Path(path)
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        content = _content(file.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{file}: not readable as YAML: {error}") from error
     try:
@@ -63,6 +65,23 @@ def read_mixture(path: str | Path, recipe: Recipe) -> Mixture:
         raise ValueError(f"{file}: {error}") from error
 
 
+def _content(text: str) -> Any:
+    """YAML, in which a name comes once, and 1e-3 is a number as in JSON. Raises yaml.YAMLError."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            names = [name.value for name, _ in node.value if isinstance(name, yaml.ScalarNode)]
+            for name in names:
+                if names.count(name) > 1:
+                    raise yaml.constructor.ConstructorError(None, None, f"{name!r} comes twice", node.start_mark)
+            found: dict[Any, Any] = super().construct_mapping(node, deep)
+            return found
+
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+.0123456789"))
+    return Loader(text).get_single_data()
+
+
 def _sources(content: Any, field: str, folder: Path, recipe: Recipe) -> dict[str, Source]:
     if not isinstance(content, Mapping) or not content:
         raise ValueError(f'{field} must name sources, as in `{field}: {{web: {{paths: "web/*.tar", weight: 1}}}}`')
@@ -73,7 +92,7 @@ def _source(content: Any, field: str, folder: Path, recipe: Recipe) -> Source:
     if isinstance(content, Mapping) and "sources" in content:
         fields = _fields(content, field, _INNER)
         inner = _sources(fields.pop("sources"), f"{field}.sources", folder, recipe)
-        return Source(Mixture(inner), **fields)
+        return _made(field, Mixture(inner), fields)
     fields = _fields(content, field, _LEAF)
     paths = fields.pop("paths", None)
     listed = [paths] if isinstance(paths, str) else paths
@@ -82,12 +101,23 @@ def _source(content: Any, field: str, folder: Path, recipe: Recipe) -> Source:
     named, expression = fields.pop("recipe", None), fields.pop("filter", None)
     if named is not None:
         recipe = load_object(named, Recipe, f"{field}.recipe")
-    dataset = ShardDataset([_beside(folder, each) for each in listed], recipe)
+    root = fields.pop("media_root", None)
+    if root is not None and not isinstance(root, str):
+        raise ValueError(f"{field}.media_root must be a folder, got {root!r}")
+    root = None if root is None else str(folder / root)
+    dataset = ShardDataset([_beside(folder, each) for each in listed], recipe, media_root=root)
     if expression is not None:
         if not isinstance(expression, str):
             raise ValueError(f'{field}.filter must be an expression, as in "tokens < 4096", got {expression!r}')
         dataset = dataset.filter(expression)
-    return Source(dataset, **fields)
+    return _made(field, dataset, fields)
+
+
+def _made(field: str, dataset: ShardDataset | Mixture, fields: Mapping[str, Any]) -> Source:
+    try:
+        return Source(dataset, **fields)
+    except ValueError as error:
+        raise ValueError(f"{field}: {error}") from error
 
 
 def _fields(content: Any, field: str, known: tuple[str, ...]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
+from numbers import Real
 from typing import Any, NamedTuple, get_args
 
 from orchdata.balancers.checks import checked_count
@@ -131,21 +132,22 @@ class Mixture:
 
     def _weight_of(self, name: str) -> float:
         weight = self.sources[name].weight
-        return 1.0 if weight is None else weight
+        return 1.0 if weight is None else float(weight)
 
     def _flattened(self) -> Iterator[Leaf]:
         for name, source in self.sources.items():
             if self.stages is not None and source.weight is not None:
                 raise ValueError(f"source {name!r} has a weight, and stages give weights too: leave one out")
+            loss_weight = float(source.loss_weight)
             if isinstance(source.dataset, ShardDataset):
-                yield Leaf(name, source.dataset, name, 1.0, source.loss_weight)
+                yield Leaf(name, source.dataset, name, 1.0, loss_weight)
                 continue
             inner = source.dataset
             self._check_inner(name, inner)
             total = sum(map(inner._weight_of, inner.sources))
             for leaf in inner.leaves:
                 share = leaf.share * inner._weight_of(leaf.top) / total
-                yield Leaf(f"{name}/{leaf.name}", leaf.dataset, name, share, source.loss_weight * leaf.loss_weight)
+                yield Leaf(f"{name}/{leaf.name}", leaf.dataset, name, share, loss_weight * leaf.loss_weight)
 
     def _check_inner(self, name: str, inner: Mixture) -> None:
         """Only weights of a mixture inside another one mean anything."""
@@ -161,7 +163,10 @@ class Mixture:
 
 
 def _is_weight(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value) and value >= 0
+    try:
+        return isinstance(value, Real) and not isinstance(value, bool) and isfinite(value) and float(value) >= 0
+    except OverflowError:  # an integer beyond floats
+        return False
 
 
 def _epoch_size(stop: Stop, epoch_tokens: int | None, epoch_samples: int | None) -> tuple[By, int] | None:
@@ -198,5 +203,5 @@ def _checked_stages(stages: Any, sources: Mapping[str, Source]) -> tuple[tuple[i
                 raise ValueError(f"the weight of {name!r} from {bound} on must be a number of at least 0: {weight!r}")
         if not any(weights.values()):
             raise ValueError(f"no source has a weight in the stage from {bound}")
-        found.append((bound, weights))
+        found.append((bound, {name: float(weight) for name, weight in weights.items()}))
     return tuple(found)

@@ -9,6 +9,7 @@ Both are values and pure functions of the index: the same rows on every rank, wh
 from __future__ import annotations
 
 import ast
+import hashlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,8 @@ _CHUNK_ROWS: Final = 1 << 20
 _EXPRESSION_CHARACTERS: Final = 10_000
 _ROW: Final = "__row__"
 _HASH_BITS: Final = 53
+# Where pyarrow leaves values out of what it shows: a line of its own.
+_SHORTENED: Final = re.compile(r"^ *\.\.\.,?$", re.MULTILINE)
 _PARTS: Final = ("train", "test")
 
 
@@ -51,10 +54,12 @@ class Filter:
 
     Attributes:
         text: the expression, as it is shown.
+        digest: of an expression of pyarrow that is not shown in full, as of long lists of values; else empty.
     """
 
     text: str
     expression: pc.Expression = field(repr=False, compare=False)
+    digest: str = field(default="", repr=False)
 
     @classmethod
     def of(cls, given: str | pc.Expression) -> Filter:
@@ -62,13 +67,14 @@ class Filter:
         import pyarrow.compute as pc
 
         if isinstance(given, pc.Expression):
-            return cls(str(given), given)
+            text = str(given)
+            return cls(text, given, _digest(given) if _SHORTENED.search(text) else "")
         if not isinstance(given, str):
             raise TypeError(f"a filter is a string or a pyarrow.compute.Expression, got {type(given).__name__}")
         return cls(given, _Parser(given).expression())
 
     def describe(self) -> dict[str, Any]:
-        return {"filter": self.text}
+        return {"filter": self.text} | ({"digest": self.digest} if self.digest else {})
 
     def keeps(self, index: Index, start: int, stop: int) -> NDArray[np.bool_]:
         import pyarrow as pa
@@ -218,6 +224,11 @@ def _sums(values: NDArray[Any], offsets: NDArray[np.int64]) -> NDArray[np.int64]
     return found
 
 
+def _digest(expression: pc.Expression) -> str:
+    _, (serialized,) = expression.__reduce__()  # as it travels between processes: with all of its values
+    return hashlib.blake2b(serialized, digest_size=16).hexdigest()
+
+
 class _Parser:
     """Python's syntax -> an expression: columns, numbers, strings, comparisons, arithmetic, and, or, not, in."""
 
@@ -225,12 +236,17 @@ class _Parser:
         self._text = text
 
     def expression(self) -> pc.Expression:
+        import pyarrow as pa
+
         if len(self._text) > _EXPRESSION_CHARACTERS:
             raise ValueError(f"a filter of {len(self._text)} characters, above {_EXPRESSION_CHARACTERS}")
         try:
             return self._of(ast.parse(self._text.strip(), mode="eval").body)
         except (SyntaxError, RecursionError, MemoryError) as error:
             raise ValueError(f"filter {self._text!r}: not an expression: {error}") from None
+        except (OverflowError, pa.ArrowException) as error:
+            reason = f"{error}; integers have 64 bits, and the values of a list one type"
+            raise ValueError(f"filter {self._text!r}: {reason}") from None
 
     def _of(self, node: ast.expr) -> Any:
         import pyarrow.compute as pc

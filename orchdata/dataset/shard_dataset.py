@@ -6,12 +6,13 @@ What is open (the index, shards that single samples were read from) is beside th
 from __future__ import annotations
 
 import copy
+import operator
 import os
 import shlex
 import threading
 from collections.abc import Callable, Sequence
 from os import PathLike, fspath
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, SupportsIndex
 
 import numpy as np
 from numpy.typing import NDArray
@@ -158,11 +159,15 @@ class ShardDataset:
         return len(self._chosen().first_rows)
 
     def __getitem__(self, place: int) -> Sample:
-        """A sample, decoded; of one that is split all its text, undivided. Raises IndexError, or DataError where it
-        cannot be.
+        """A sample, decoded; of one that is split all its text, undivided. Raises IndexError, TypeError for what is no
+        place, or DataError where it cannot be.
         """
+        if not isinstance(place, SupportsIndex):
+            raise TypeError(f"dataset[place] takes an integer, got {place!r}; find(key) says where a key is")
         rows = self._chosen().first_rows
-        row = int(rows[range(len(rows))[place]])  # negative places count from the end
+        if not -len(rows) <= operator.index(place) < len(rows):
+            raise IndexError(f"place {place} of {len(rows):,} samples")
+        row = int(rows[place])  # negative places count from the end
         index, shards = self._opened.index, self._opened.open(self.recipe)
         assert index is not None
         stored = StoredSample(index, shards, row, whole=True)
@@ -180,7 +185,10 @@ class ShardDataset:
 
         Raises:
             ValueError: several samples have the key.
+            TypeError: a key that is no string.
         """
+        if not isinstance(key, str):
+            raise TypeError(f"keys are strings, those of records with numbers for ids too: find({str(key)!r})")
         rows = self._chosen().first_rows
         assert self._opened.index is not None
         found = np.array(self._opened.index.find_all(shard, key), np.int64)

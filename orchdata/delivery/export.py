@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from orchdata.balancers.checks import checked_count
 from orchdata.building.spec import BuildSpec, SampleContent, ShardContent
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.joined import JoinedIndex
@@ -60,10 +61,13 @@ def export_plan(
     """Write the plans of these epochs, and say how many rows they have; arguments as of `DataLoader.export_plan`."""
     if not isinstance(spec.content, ShardContent | SampleContent):
         raise ValueError("export_plan writes the shards and keys of an index, which an od.ShardDataset has")
+    numbers = _epoch_numbers(of_epochs)
+    if steps is not None and not (isinstance(steps, range) and steps.start >= 0 and steps.step > 0):
+        raise ValueError(f"steps must be a range of steps of an epoch, as range(0, 100), got {steps!r}")
     about = {"orchdata": json.dumps({"num_ranks": spec.plan.num_ranks, "fingerprint": dict(fingerprint)})}
     written = 0
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, _SCHEMA.with_metadata(about)) as writer:
-        for epoch in of_epochs:
+        for epoch in numbers:
             wanted = steps if steps is not None else range(epochs.count(epoch))
             for task in epochs.tasks(epoch, wanted.start, None, again=False):
                 if task.step >= wanted.stop:
@@ -73,6 +77,12 @@ def export_plan(
                     writer.write_batch(batch)
                     written += batch.num_rows
     return written
+
+
+def _epoch_numbers(given: Any) -> list[int]:
+    if not isinstance(given, Iterable) or isinstance(given, str):
+        raise ValueError(f"epochs must be numbers of epochs, as [0] or range(3), got {given!r}")
+    return [checked_count(epoch, "an epoch", 0) for epoch in given]
 
 
 def _of_step(plan: Plan, spec: BuildSpec) -> pa.RecordBatch:

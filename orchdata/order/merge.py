@@ -121,6 +121,13 @@ class Span(NamedTuple):
         return self.first + len(self.ends)
 
 
+class Found(NamedTuple):
+    """The stretches of a lap that are known, from its begin on, and whether it has no other."""
+
+    stretches: tuple[Stretch, ...]
+    is_all: bool
+
+
 class Lap:
     """One way through the sources.
 
@@ -142,8 +149,8 @@ class Lap:
         self._stages = stages
         none = (0,) * len(sources)
         self.start = Place(none, none)
-        self._stretches: list[Stretch] = [Stretch(self, self.start, self._stage_at(begun).periods)]
-        self._is_complete = False
+        # Replaced whole: several threads plan steps.
+        self._found = Found((Stretch(self, self.start, self._stage_at(begun).periods),), False)
         self._spans: tuple[Span, ...] = ()
 
     # What one source has
@@ -235,28 +242,27 @@ class Lap:
 
     def _stretch(self, is_behind: Callable[[Stretch], bool]) -> Stretch:
         """The last stretch that is not behind something; those are found as far as that."""
-        for number in itertools.count():
-            if number == len(self._stretches) and not self._extend():
-                return self._stretches[-1]
-            if number and is_behind(self._stretches[number]):
-                return self._stretches[number - 1]
+        found = self._found
+        for number in itertools.count(1):
+            if number == len(found.stretches) and not found.is_all:
+                self._found = found = self._extended(found)
+            if number == len(found.stretches):
+                return found.stretches[-1]
+            if is_behind(found.stretches[number]):
+                return found.stretches[number - 1]
         raise AssertionError
 
-    def _extend(self) -> bool:
-        """Find the stretch behind the last, if there is one."""
-        if self._is_complete:
-            return False
-        last = self._stretches[-1]
+    def _extended(self, found: Found) -> Found:
+        """With the stretch behind the last, if there is one."""
+        last = found.stretches[-1]
         done = self._begun + last.begin.amount(self.by)
         later = [stage for stage in self._stages if stage.bound > done]
         begin = self._reached(last, later[0].bound - self._begun) if later else None
         if begin is None:
-            self._is_complete = True
-            return False
+            return Found(found.stretches, True)
         stage = self._stage_at(self._begun + begin.amount(self.by))
         last.stop = begin.position
-        self._stretches = [*self._stretches, Stretch(self, begin, stage.periods)]
-        return True
+        return Found((*found.stretches, Stretch(self, begin, stage.periods)), False)
 
     def _reached(self, stretch: Stretch, amount: int) -> Place | None:
         """Where a stretch has given an amount; None where the lap ends before, or there."""

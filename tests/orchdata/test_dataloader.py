@@ -380,7 +380,9 @@ def test_unknown_quarantine_is_refused(dataset: od.ShardDataset) -> None:
         loader(dataset, quarantine=[(dataset.urls[0], "nobody")])
 
 
-@pytest.mark.parametrize("line", ["hello", '{"key": "s0-0003"}', '["s0.tar", "s0-0003"]'])
+@pytest.mark.parametrize(
+    "line", ["hello", '{"key": "s0-0003"}', '["s0.tar", "s0-0003"]', '{"shard": "s0.tar", "key": 3}']
+)
 def test_a_quarantine_file_names_its_bad_line(dataset: od.ShardDataset, tmp_path: Path, line: str) -> None:
     listed = tmp_path / "quarantine.jsonl"
     listed.write_text(f"\n{line}\n")
@@ -391,9 +393,12 @@ def test_a_quarantine_file_names_its_bad_line(dataset: od.ShardDataset, tmp_path
 def test_quarantine_from_a_file(dataset: od.ShardDataset, tmp_path: Path) -> None:
     listed = tmp_path / "quarantine.jsonl"
     listed.write_text(json.dumps({"shard": dataset.urls[0], "key": "s0-0003"}) + "\n")
-    one = loader(dataset, quarantine=listed)
-    keys = {key for batch in one for _, key in batch.keys}
-    assert len(keys) == 59 and "s0-0003" not in keys
+    listed.write_text(f"\ufeff{listed.read_text()}", encoding="utf-8")
+    pairs = ((url, key) for url, key in [(dataset.urls[0], "s0-0003")])
+    for quarantine in (listed, pairs):
+        one = loader(dataset, quarantine=quarantine)
+        keys = {key for batch in one for _, key in batch.keys}
+        assert len(keys) == 59 and "s0-0003" not in keys
 
 
 @pytest.mark.parametrize(
@@ -422,7 +427,9 @@ def test_quarantine_from_a_file(dataset: od.ShardDataset, tmp_path: Path) -> Non
         ({"num_threads": 0, "prefetch_factor": 2}, "prefetch_factor needs threads or workers"),
         ({"num_threads": 0, "persistent_workers": True}, "persistent_workers needs threads or workers"),
         ({"dp": ("0", 2)}, "dp rank must be an integer"),
-        ({"quarantine": ["s0-0003"]}, r"quarantine is \(shard, key\) pairs, got 's0-0003'"),
+        ({"quarantine": ["s0-0003"]}, r"quarantine is \(shard, key\) pairs of strings, got 's0-0003'"),
+        ({"quarantine": [("s0.tar", 3)]}, r"quarantine is \(shard, key\) pairs of strings, got \('s0.tar', 3\)"),
+        ({"quarantine": [3]}, r"quarantine is \(shard, key\) pairs of strings, got 3"),
         ({"dp": (0, 2), "balance": od.Balance(max_samples=11)}, "raise it to at least 12"),
         ({"balance": od.Balance(max_tokens={"video": 9})}, "max_tokens names phase 'video'"),
     ],

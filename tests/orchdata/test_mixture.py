@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -242,6 +243,19 @@ def test_weights_and_budget_may_both_change(data: dict[str, od.ShardDataset]) ->
     assert len(taken) == len(set(taken))
 
 
+def test_weights_are_numbers_of_numpy_too(data: dict[str, od.ShardDataset]) -> None:
+    inner = od.Mixture({name: od.Source(data[name], weight=np.int64(3)) for name in ("omni", "text")})
+    plain = od.Mixture({name: od.Source(data[name], weight=3) for name in ("omni", "text")})
+    made = [
+        od.Mixture(
+            {"a": od.Source(mixed, loss_weight=one), "b": od.Source(data["omni"])}, stages=[(0, {"a": one, "b": 1})]
+        )
+        for mixed, one in ((inner, np.float32(0.3)), (plain, float(np.float32(0.3))))
+    ]
+    first, second = (od.DataLoader(each, global_batch_size=8, shuffle=True) for each in made)
+    assert json.loads(json.dumps(first.state_dict())) == second.state_dict()
+
+
 def test_stages_follow_each_other(data: dict[str, od.ShardDataset]) -> None:
     stages = [(0, {"omni": 1}), (3000, {"chat": 1, "text": 1}), (6000, {"chat": 1})]
     (loader,) = loaders(mixture(data, stages=stages, epoch_tokens=20_000), 1)
@@ -307,6 +321,8 @@ def test_quarantine_and_failures_are_of_their_source(data: dict[str, od.ShardDat
         (lambda data: od.Mixture({"a": data["omni"]}), "source 'a' must be an od.Source, got ShardDataset"),
         (lambda data: od.Source([1, 2]), "od.Source takes an od.ShardDataset or an od.Mixture, got list"),
         (lambda data: od.Source(data["omni"], weight=-1), "Source.weight must be a number of at least 0, got -1"),
+        (lambda data: od.Source(data["omni"], weight=10**400), "Source.weight must be a number"),
+        (lambda data: od.Source(data["omni"], weight=np.float32("nan")), "Source.weight must be a number"),
         (lambda data: mixture(data, (0, 0, 0)), "every source of the mixture has weight 0"),
         (lambda data: mixture(data, epoch_samples=5), "give one of epoch_tokens and epoch_samples"),
         (lambda data: mixture(data, stop="all"), "epoch_tokens is for stop='repeat'"),

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from PIL import Image
 from shard_factory import RECIPE, chat, omni_shards, write_shard
 from typer.testing import CliRunner
 
@@ -34,6 +35,13 @@ def folder(tmp_path: Path) -> Path:
     write_shard(tmp_path / "text.tar", [{"__key__": f"t{n}", "txt": b"short text"} for n in range(7)])
     (tmp_path / "mix.yaml").write_text(MIX)
     return tmp_path
+
+
+@pytest.fixture
+def images(folder: Path) -> Path:
+    (folder / "images").mkdir()
+    Image.new("RGB", (56, 56)).save(folder / "images" / "a.png")
+    return folder / "images"
 
 
 def test_a_file_is_the_mixture_that_it_describes(folder: Path) -> None:
@@ -72,6 +80,26 @@ def test_a_source_may_be_filtered(folder: Path) -> None:
     assert "give the sources in" in refused.output
 
 
+def test_numbers_are_read_as_in_json(folder: Path) -> None:
+    file = folder / "mix.yaml"
+    file.write_text(MIX.replace("weight: 3", "weight: 3e-1").replace("weight: 2", "weight: +2.E-2"))
+    mixture = read_mixture(file, RECIPE)
+    assert mixture.sources["omni"].weight == 0.3
+    assert mixture.sources["words"].dataset.sources["chat"].weight == 0.02  # type: ignore[union-attr]
+
+
+def test_a_source_of_records_names_the_folder_of_its_media(folder: Path, images: Path) -> None:
+    (folder / "records.jsonl").write_text('{"image": "a.png", "text": "words"}\n')
+    file = folder / "mix.yaml"
+    file.write_text("sources: {records: {paths: records.jsonl, media_root: images}}")
+    result = CliRunner().invoke(app, ["profile", str(file), "--ranks", "2", "--json"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["modalities"]["image"]["samples"] == 1
+    refused = CliRunner().invoke(app, ["profile", str(file), "--media-root", str(images)])
+    assert refused.exit_code == 1
+    assert "a `media_root:` each" in refused.output
+
+
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
@@ -79,7 +107,7 @@ def test_a_source_may_be_filtered(folder: Path) -> None:
         (
             "weight: 3",
             "wight: 3",
-            "mix.yaml: sources.omni has no field 'wight'; it may have paths, recipe, filter, weight",
+            "mix.yaml: sources.omni has no field 'wight'; it may have paths, media_root, recipe, filter, weight",
         ),
         ("weight: 3", "weight: heavy", "Source.weight must be a number of at least 0, got 'heavy'"),
         ("paths: [chat.tar]", "paths: []", "sources.words.sources.chat.paths must be a path, or a list of paths"),
@@ -87,6 +115,11 @@ def test_a_source_may_be_filtered(folder: Path) -> None:
         ("weight: 3", "filter: 5", 'sources.omni.filter must be an expression, as in "tokens < 4096", got 5'),
         ("weight: 3", "filter: tokens <", "filter 'tokens <': not an expression"),
         ("stop: repeat", "stop: [", "not readable as YAML"),
+        ("  words:", "  omni:", "'omni' comes twice"),
+        ("weight: 3", "weight: 3, weight: 4", "'weight' comes twice"),
+        ("weight: 2", "weight: -2", "sources.words.sources.chat: Source.weight must be a number of at least 0, got -2"),
+        ("weight: 3", "media_root: 5", "sources.omni.media_root must be a folder, got 5"),
+        ("weight: 3", "media_root: nowhere", "nowhere' is no folder"),
         ("shard_factory:RECIPE", "shard_factory:NONE", "sources.omni.recipe shard_factory:NONE: AttributeError"),
         ("stop: repeat", "stop: repeat\nstages: [[0, {omni: 1}]]", "source 'omni' has a weight, and stages give"),
     ],

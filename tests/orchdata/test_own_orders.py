@@ -100,6 +100,17 @@ def test_plans_are_written_as_they_are_delivered(dataset: od.ShardDataset, tmp_p
         od.DataLoader(Numbers(5)).export_plan(tmp_path / "none.arrow")
 
 
+@pytest.mark.parametrize(
+    "given",
+    [{"epochs": 3}, {"epochs": [-1]}, {"epochs": [0.5]}, {"epochs": "01"}]
+    + [{"steps": steps} for steps in ([0, 1], 3, range(-3, 2), range(10, 0, -1))],
+)
+def test_what_are_no_epochs_or_steps_writes_nothing(dataset: od.ShardDataset, tmp_path: Path, given: Any) -> None:
+    with pytest.raises(ValueError, match="epoch|steps"):
+        loader_of(dataset, 0, 1, batch_size=4).export_plan(tmp_path / "plan.arrow", **given)
+    assert not (tmp_path / "plan.arrow").exists()
+
+
 def test_exported_parts_say_who_encodes_them(dataset: od.ShardDataset, tmp_path: Path) -> None:
     """As each rank encodes them, per phase and at home; rows are those of the source's own index."""
     mixture = od.Mixture({"a": od.Source(dataset), "b": od.Source(dataset)}, stop="all")

@@ -19,6 +19,7 @@ from orchdata.loaders.storage.storage import Storage
 _MAGIC: Final = b"ARROW1\0\0"
 _CONTINUES: Final = 0xFFFFFFFF
 _DESCRIPTION_BYTES: Final = 64 << 20
+_COMPRESSED: Final = "its buffers are compressed or lie outside: write them plain, as `save_to_disk` does"
 _SCHEMA, _DICTIONARY, _BATCH = 1, 2, 3
 _NO_RESERVE: Final = 0x4000  # MAP_NORESERVE
 
@@ -121,14 +122,19 @@ def _batch(offset: int, head: bytes, body: int, schema: pa.Schema) -> Batch:
     memory[: len(head)] = head
     held = pa.py_buffer(memory)
     message = pa.ipc.read_message(pa.BufferReader(held))
-    batch = pa.ipc.read_record_batch(message, schema)
+    try:
+        batch = pa.ipc.read_record_batch(message, schema)
+    except (pa.ArrowException, OSError) as error:
+        if "compress" in str(error):  # there is nothing to decompress but memory that nobody touched
+            raise Refused(_COMPRESSED) from None
+        raise
     shift, first, last = offset - held.address, held.address + len(head), held.address + held.size
 
     def span(buffer: pa.Buffer | None) -> Span | None:
         if buffer is None or buffer.size == 0:
             return None
         if not first <= buffer.address <= buffer.address + buffer.size <= last:
-            raise Refused("its buffers are compressed or lie outside: write them plain, as `save_to_disk` does")
+            raise Refused(_COMPRESSED)
         return Span(buffer.address + shift, buffer.size)
 
     columns: dict[str, Node] = {}

@@ -40,9 +40,16 @@ class ArrowReader:
         self._size = file.size
         self._rows = RowsReader(file, limits.column_bytes)
         self.schema, self._batches = read_layout(file)
-        used, self.ignored, self.key = plan_columns(self.schema)
-        self.columns = [column for column in used if can_be_read(self.schema.field(column.name).type)]
-        self.ignored += [column.name for column in used if column not in self.columns]
+        self.columns, self.ignored, self.key = plan_columns(self.schema)
+        for name in (*(column.name for column in self.columns), *(() if self.key is None else (self.key,))):
+            if self.schema.names.count(name) > 1:
+                raise Refused(f"two columns are called {name!r}: give each a name of its own")
+            type_ = self.schema.field(name).type
+            if not can_be_read(type_):
+                raise Refused(
+                    f"column {name!r} is {str(type_)[:100]}, which is not read by position: write it as plain strings, "
+                    "bytes and lists, as `save_to_disk` does, or leave it out"
+                )
         self.starts = np.cumsum([0, *(batch.num_rows for batch in self._batches)], dtype=np.int64)
         self.promised_rows = int(self.starts[-1])
 

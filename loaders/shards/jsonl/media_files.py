@@ -128,6 +128,10 @@ def checked_name(name: str) -> str:
         raise DecodeError(f"{shown} leads upwards (..): write it relative to media_root")
     if "\0" in name:
         raise DecodeError(f"{shown} holds a NUL")
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:
+        raise DecodeError(f"{shown} is not valid Unicode: no file is called so") from None
     return name
 
 

@@ -100,7 +100,9 @@ def _check_once(value: dict[str, Any]) -> None:
 
 
 def _list_of(held: Any) -> list[Any]:
-    return [one for one in (held if isinstance(held, list) else [held]) if says(one)]
+    """What is named: without what says nothing, as None; a number says something, though it is no name."""
+    listed = held if isinstance(held, list) else [held]
+    return [one for one in listed if says(one) or (isinstance(one, int | float) and one is not False)]
 
 
 def _add_files(value: Mapping[str, Any], named: dict[str, list[Any]]) -> None:
@@ -146,7 +148,8 @@ def _media(field: str, kind: int, held: Any) -> NamedMedia:
         encoded = key in ("bytes", "data")
         held = held[key] if key is not None else held
     if not isinstance(held, str):
-        return NamedMedia(field, kind, error=f"a {type(held).__name__}, not a path, a data: URL or base64")
+        what = f"the {type(held).__name__} {held}" if isinstance(held, int | float) else f"a {type(held).__name__}"
+        return NamedMedia(field, kind, error=f"{what}, not a path, a data: URL or base64")
     if held.startswith("data:"):
         match = _DATA_URL.match(held)
         if match is None:

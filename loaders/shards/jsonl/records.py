@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import csv
+import io
 import json
 from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple, Protocol
@@ -115,6 +116,9 @@ class Array:
                 separators += found
                 window.skip(1)
             elif found == "]":
+                window.skip(1)
+                if window.next_character():
+                    yield self._lost(window, "the array ends, and the file goes on: what is behind it is not read")
                 return
             elif not found:
                 yield self._lost(window, "cut: the array is not closed")
@@ -244,7 +248,7 @@ def _rows(lines: Iterator[tuple[int, int, bytes | None]]) -> Iterator[tuple[int,
 
 def _cells(row: bytes) -> list[str]:
     try:
-        return next(csv.reader(row.decode().splitlines(keepends=True), strict=True), [])
+        return next(csv.reader(io.StringIO(row.decode(), newline="\n"), strict=True), [])
     except (csv.Error, UnicodeDecodeError) as error:
         raise DecodeError(f"not valid CSV: {error}") from None
 

@@ -229,7 +229,7 @@ def _plan_column(name: str, type_: pa.DataType, feature: object) -> Column | Non
         return Column(name, "label", False, TEXT, labels)
     listed = _is_list(type_)
     item = type_.value_type if listed else type_
-    if pa.types.is_dictionary(item):
+    if pa.types.is_dictionary(item) or pa.types.is_run_end_encoded(item):
         item = item.value_type
     if is_text(item) and not listed:
         return Column(name, "text", False, TEXT)
@@ -285,7 +285,13 @@ def _huggingface_features(schema: pa.Schema) -> Mapping[str, object]:
 
 
 def _is_list(type_: pa.DataType) -> bool:
-    return bool(pa.types.is_list(type_) or pa.types.is_large_list(type_) or pa.types.is_fixed_size_list(type_))
+    return bool(
+        pa.types.is_list(type_)
+        or pa.types.is_large_list(type_)
+        or pa.types.is_fixed_size_list(type_)
+        or pa.types.is_list_view(type_)
+        or pa.types.is_large_list_view(type_)
+    )
 
 
 def is_text(type_: pa.DataType) -> bool:

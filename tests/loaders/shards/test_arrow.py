@@ -191,11 +191,21 @@ def test_chats_and_lists_of_images_are_read_as_in_parquet(tmp_path: Path) -> Non
     assert len(stored(index, 0, Recipe()).decode(Recipe()).parts) == 6
 
 
+REPEATED = pa.RunEndEncodedArray.from_arrays(pa.array([1], pa.int32()), pa.array(["b"]))
+
+
 @pytest.mark.parametrize(
     ("table", "options", "wanted"),
     [
-        (pa.table({"text": ["a"] * 9}), pa.ipc.IpcWriteOptions(compression="zstd"), "compressed|cannot|not a readable"),
+        (pa.table({"text": ["a"] * 9}), pa.ipc.IpcWriteOptions(compression="zstd"), "buffers are compressed"),
+        (pa.table({"text": ["a"] * 9}), pa.ipc.IpcWriteOptions(compression="lz4"), "buffers are compressed"),
         (pa.table({"text": pa.array(["a", "b"]).dictionary_encode()}), None, "dictionary"),
+        (pa.table({"label": ["a"], "text": pa.array(["b"], pa.string_view())}), None, "'text' is string_view"),
+        (pa.table({"text": ["a"], "image": pa.array([b"b"], pa.binary_view())}), None, "'image' is binary_view"),
+        (pa.table({"text": ["a"], "images": pa.array([[b"b"]], pa.list_view(pa.binary()))}), None, "'images' is list_"),
+        (pa.table({"id": pa.array(["a"], pa.string_view()), "text": ["b"]}), None, "'id' is string_view"),
+        (pa.table({"text": REPEATED, "caption": ["a"]}), None, "'text' is run_end_encoded"),
+        (pa.Table.from_arrays([pa.array(["a"])] * 2, names=["text", "text"]), None, "two columns are called 'text'"),
         (pa.table({"number": [1]}), None, "no column holds"),
         (pa.table({"text": pa.array([], pa.string())}), None, "no rows"),
     ],
@@ -203,7 +213,7 @@ def test_chats_and_lists_of_images_are_read_as_in_parquet(tmp_path: Path) -> Non
 def test_what_is_not_read_by_position_is_said(tmp_path: Path, table: pa.Table, options: Any, wanted: str) -> None:
     index = build_index([write_stream(tmp_path / "a.arrow", table, options=options)], Recipe())
     assert index.num_samples == 1
-    assert any(word in reason(index) for word in wanted.split("|"))
+    assert wanted in reason(index)
 
 
 def test_damaged_files_are_failures_of_the_shard(tmp_path: Path) -> None:

@@ -148,6 +148,18 @@ def test_a_table_in_a_folder_names_files_beside_it(root: Path) -> None:
     assert said[0] == photo(2, 168)
 
 
+def test_a_row_of_a_table_ends_at_a_line_break_alone(tmp_path: Path) -> None:
+    # What Unicode calls line ends stands in cells without quotes.
+    texts = ["line\u2028separated", "form\x0cfeed", "next\x85line", "a\x1cb", 'a quoted "\r\n" break\u2029']
+    path = tmp_path / "a.csv"
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([("text", "id"), *((text, number) for number, text in enumerate(texts))])
+    index = build_index([str(path)], Recipe())
+    assert reasons(index) == {}
+    for row, text in enumerate(texts):
+        assert bytes(stored(index, row).decode(Recipe()).parts[-1].token_ids.tolist()).decode() == text
+
+
 HOSTILE: dict[str, tuple[Any, str]] = {
     "upwards": ({"image": "deep/../../x.jpg"}, r"leads upwards"),
     "absolute": ({"image": "/etc/passwd"}, "absolute path"),
@@ -164,9 +176,12 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     "device": ({"image": "deep"}, "no regular file"),
     "long": ({"image": "x" * 5000 + ".jpg"}, "too long"),
     "NUL": ({"image": "a\0.jpg"}, "NUL"),
+    "surrogate": ({"image": "\ud800.jpg"}, "not valid Unicode"),
     "not base64": ({"image": "data:image/jpeg;base64,@@@@"}, "not valid base64"),
     "not encoded": ({"image": "data:image/svg+xml,<svg/>"}, "not base64"),
     "a number": ({"image": {"path": 3, "x": "y"}}, "not a path"),
+    "an id": ({"image": 139}, "the int 139, not a path"),
+    "a flag": ({"image": True}, "the bool True, not a path"),
     "not an image": ({"image": "text.jpg"}, "not an image"),
     "empty": ({"image": "empty.jpg"}, "empty"),
     "tags": ({"messages": [{"role": "user", "content": "Picture 1: <img>0.jpg</img>"}]}, "names a file in the text"),
@@ -188,7 +203,8 @@ def test_hostile_names_are_errors_of_their_sample(tmp_path: Path, root: Path) ->
     (root / "text.jpg").write_text("no image")
     (root / "empty.jpg").touch()
     records = [record | {"id": name, "text": "words"} for name, (record, _) in HOSTILE.items()]
-    url = write(tmp_path / "a.jsonl", [*records, {"id": "good", "image": "inside.jpg", "text": "words"}])
+    none = [{"id": f"none {held}", "image": held, "text": "words"} for held in (None, "", [], False, {"path": None})]
+    url = write(tmp_path / "a.jsonl", [*records, *none, {"id": "good", "image": "inside.jpg", "text": "words"}])
     index = build_index([url], Recipe(), media_root=str(root))
     found = reasons(index)
     assert found.keys() == HOSTILE.keys()
@@ -244,6 +260,8 @@ def test_bad_lines_are_errors_of_their_sample(tmp_path: Path) -> None:
         ('[{"text": "a"},,{"text": "b"}]', 1, "not valid JSON"),
         ("[" * 100_000, 0, "not valid JSON"),
         ("", 0, "not an array"),
+        ('[{"text": "a"}]\n[{"text": "b"}]', 1, "the file goes on"),
+        ('[{"text": "a"}] ' + " " * (3 << 20) + '{"text": "b"}', 1, "the file goes on"),
     ],
 )
 def test_a_damaged_array_keeps_what_stands_before_the_damage(

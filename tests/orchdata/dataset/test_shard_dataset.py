@@ -76,8 +76,14 @@ def test_samples_are_had_by_place_and_by_key(folder: Path) -> None:
     assert dataset.find("1-07", "1.jsonl") == 26 and dataset.find("1-07", "0.jsonl") is None
     assert dataset.find("1-06") is None and dataset.find("nobody") is None
     assert [part.modality for part in dataset[3].parts if hasattr(part, "modality")] == ["image"]
-    with pytest.raises(IndexError):
-        dataset[39]
+    for place in (39, -40):
+        with pytest.raises(IndexError, match=f"place {place} of 39 samples"):
+            dataset[place]
+    for wrong in ("1-07", 1.0, slice(3)):
+        with pytest.raises(TypeError, match="takes an integer"):
+            dataset[wrong]  # type: ignore[index]
+    with pytest.raises(TypeError, match=r"find\('7'\)"):
+        dataset.find(7)  # type: ignore[arg-type]
     assert len(list(dataset)) == 39
     (folder / "images" / "0" / "3.png").write_bytes(b"")
     with pytest.raises(DataError, match=r"0\.jsonl: sample '0-03', field 'image.0': '0/3.png' was changed"):
@@ -134,6 +140,9 @@ def test_filters_add_up_and_leave_bad_samples_out(folder: Path) -> None:
         ("tokens ** 2 > 1", "not understood"),
         ("(" * 5000 + "tokens" + ")" * 5000, "characters|not an expression"),
         ("None == key", "not understood"),
+        ("tokens < 99999999999999999999", "64 bits"),
+        ("tokens in (1, 99999999999999999999)", "64 bits"),
+        ("key in ('a', 1)", "one type"),
     ],
 )
 def test_what_is_no_filter_is_refused_at_once(folder: Path, expression: str, reason: str) -> None:
@@ -147,6 +156,19 @@ def test_filters_that_do_not_fit_the_index_name_its_columns(folder: Path, expres
         len(dataset_of(folder).filter(expression))
     with pytest.raises(TypeError):
         dataset_of(folder).filter(3)  # type: ignore[arg-type]
+
+
+def test_a_long_list_of_values_is_told_from_another(folder: Path) -> None:
+    # What pyarrow shows of such a list is its beginning and its end.
+    names = [f"{part}-{number:02d}" for part in range(2) for number in range(20)]
+    one, other = (pc.field("key").isin(some) for some in (names, [*names[:19], "nobody", *names[20:]]))
+    assert str(one) == str(other)
+    dataset = dataset_of(folder)
+    loader = od.DataLoader(dataset.filter(one), batch_size=2, dp=(0, 1))
+    with pytest.raises(od.StateError, match="digest"):
+        od.DataLoader(dataset.filter(other), batch_size=2, dp=(0, 1)).load_state_dict(loader.state_dict())
+    loader.load_state_dict(od.DataLoader(dataset.filter(one), batch_size=2, dp=(0, 1)).state_dict())
+    assert dataset.filter(one).selections == dataset.filter(one).selections != dataset.filter(other).selections
 
 
 def test_a_split_goes_by_key_whatever_files_they_lie_in(folder: Path) -> None:

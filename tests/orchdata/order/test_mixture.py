@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from listed_tokens import Listed
 from numpy.typing import NDArray
 
-from orchdata.order.merge import By, MixedSource, Stage, Stop
+from orchdata.order.merge import By, Lap, MixedSource, Place, Stage, Stop, Stretch
 from orchdata.order.mixture import MixtureOrder
 from orchdata.order.order import Order, Shuffle
 from orchdata.order.steps import Begin, TokenBatches
@@ -267,3 +268,26 @@ def test_it_travels_as_mapped_files_and_goes_on_the_same() -> None:
     assert again.describe() == order.describe()
     for one, other in zip(order.rows(2, 700, 9000), again.rows(2, 700, 9000), strict=True):
         assert np.array_equal(one, other)
+
+
+def test_threads_that_look_for_stages_at_once_find_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = sources_of([np.full(900, 3), np.full(700, 5)], Shuffle())
+    stages = [Stage(0, (1 << 16, 1 << 16)), Stage(2_000, (1 << 16, 4 << 16)), Stage(4_000, (9 << 16, 1 << 16))]
+    order, alone = (MixtureOrder(sources, stages, stop="repeat", epoch_size=("tokens", 9_000)) for _ in range(2))
+    has_looked, goes_on, reached = threading.Event(), threading.Event(), Lap._reached
+
+    def reached_late(lap: Lap, stretch: Stretch, amount: int) -> Place | None:
+        found = reached(lap, stretch, amount)
+        if threading.current_thread() is late and not has_looked.is_set():
+            has_looked.set()
+            assert goes_on.wait(60)
+        return found
+
+    late = threading.Thread(target=order.length, args=(0,))
+    monkeypatch.setattr(Lap, "_reached", reached_late)
+    late.start()
+    assert has_looked.wait(60)
+    length = order.length(0)  # behind all stages, while the other has found the first
+    goes_on.set()
+    late.join()
+    assert np.array_equal(order.rows(0, 0, length)[1], alone.rows(0, 0, alone.length(0))[1])
