@@ -115,6 +115,9 @@ class Array:
                 separators += found
                 window.skip(1)
             elif found == "]":
+                window.skip(1)
+                if window.next_character():
+                    yield self._lost(window, "something follows the end of the array, as of files joined: one array a file")
                 return
             elif not found:
                 yield self._lost(window, "cut: the array is not closed")
@@ -244,7 +247,8 @@ def _rows(lines: Iterator[tuple[int, int, bytes | None]]) -> Iterator[tuple[int,
 
 def _cells(row: bytes) -> list[str]:
     try:
-        return next(csv.reader(row.decode().splitlines(keepends=True), strict=True), [])
+        # Lines end where the file's do: str.splitlines would end them at U+2028 and the like, inside of a cell.
+        return next(csv.reader([line.decode() for line in row.splitlines(keepends=True)], strict=True), [])
     except (csv.Error, UnicodeDecodeError) as error:
         raise DecodeError(f"not valid CSV: {error}") from None
 

@@ -242,6 +242,8 @@ def test_bad_lines_are_errors_of_their_sample(tmp_path: Path) -> None:
         ('[{"text": "a"}, {"text": ', 1, "not valid JSON"),
         ('[{"text": "a"}, {"text": "b"}', 2, "not closed"),
         ('[{"text": "a"},,{"text": "b"}]', 1, "not valid JSON"),
+        ('[{"text": "a"}]\n[{"text": "b"}]', 1, "one array a file"),
+        ('[] {"text": "a"}', 0, "one array a file"),
         ("[" * 100_000, 0, "not valid JSON"),
         ("", 0, "not an array"),
     ],
@@ -255,6 +257,15 @@ def test_a_damaged_array_keeps_what_stands_before_the_damage(
     assert index.num_samples - index.bad_rows().size == good
     assert reason in index.failure(int(index.bad_rows()[-1])).reason
     assert index.shards[0].lost_bytes > 0
+
+
+@pytest.mark.parametrize("mark", ["\u2028", "\u2029", "\x85", "\x0b", "\x0c", "\x1c"])
+def test_rows_of_csv_end_only_where_lines_of_the_file_do(tmp_path: Path, mark: str) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text(f'id,text\n1,one{mark}two\n2,"three{mark}four"\n', newline="")
+    index = build_index([str(path)], Recipe())
+    texts = [f"one{mark}two", f"three{mark}four"]
+    assert index.llm_tokens.tolist() == [len(text.encode()) for text in texts]
 
 
 def test_arrays_are_read_in_pieces(tmp_path: Path) -> None:
