@@ -25,6 +25,7 @@ from orchdata.loaders.index.stored import StoredSample
 from orchdata.loaders.modalities.builtin import load_decoders
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.sample import Sample
+from orchdata.loaders.shards.fields import printable
 from orchdata.loaders.shards.open import OpenShards
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.paths import expand_paths
@@ -158,11 +159,17 @@ class ShardDataset:
         return len(self._chosen().first_rows)
 
     def __getitem__(self, place: int) -> Sample:
-        """A sample, decoded; of one that is split all its text, undivided. Raises IndexError, or DataError where it
-        cannot be.
+        """A sample, decoded; of one that is split all its text, undivided. Raises IndexError, TypeError for what is no
+        integer, or DataError where it cannot be.
         """
+        if not hasattr(place, "__index__"):
+            raise TypeError(
+                f"dataset[place] takes one integer, got {place!r}; dataset.find(key) tells the place of a key"
+            )
         rows = self._chosen().first_rows
-        row = int(rows[range(len(rows))[place]])  # negative places count from the end
+        if not -len(rows) <= place < len(rows):
+            raise IndexError(f"place {place} of {len(rows)} samples")
+        row = int(rows[place])  # negative places count from the end
         index, shards = self._opened.index, self._opened.open(self.recipe)
         assert index is not None
         stored = StoredSample(index, shards, row, whole=True)
@@ -179,8 +186,14 @@ class ShardDataset:
             shard: its path or the last component of it; None: any.
 
         Raises:
+            TypeError: the key is no string.
             ValueError: several samples have the key.
         """
+        if not isinstance(key, str):
+            raise TypeError(f"keys are strings, those made of numbers too: find({str(key)!r}), got {key!r}")
+        key = printable(key)
+        if shard is not None and os.sep in shard:
+            shard = absolute(shard)
         rows = self._chosen().first_rows
         assert self._opened.index is not None
         found = np.array(self._opened.index.find_all(shard, key), np.int64)

@@ -28,7 +28,7 @@ _FILE_NAMES: Final = re.compile(r"(?:.*_)?file_names?")
 _BASE64: Final = re.compile(r"[A-Za-z0-9+/\s]{24,}=*\s*")
 _TAG: Final = re.compile(rf"<({'|'.join(('img', *BUILTINS))})>[^<>\n]+\.\w{{2,5}}</\1>")
 _SNIFFED: Final = 24  # characters of base64: 18 bytes
-_DATA_URL: Final = re.compile(r"data:[^,]{0,256};base64,")
+_DATA_URL: Final = re.compile(r"data:[^,]{0,256};base64,", re.IGNORECASE)
 
 
 class NamedMedia(NamedTuple):
@@ -86,7 +86,7 @@ def media_of(value: Any, *, file_names: bool) -> list[NamedMedia]:
         placed.setdefault(modality, []).append(held)
     found = []
     for kind, modality in enumerate(KINDS):
-        said = [held for held in placed.get(modality, ()) if says(held)]
+        said = placed.get(modality, [])
         held = named.get(modality) or said
         if said and held != said:
             raise DecodeError(f"it names {modality} beside its turns and in them, and not the same")
@@ -100,7 +100,9 @@ def _check_once(value: dict[str, Any]) -> None:
 
 
 def _list_of(held: Any) -> list[Any]:
-    return [one for one in (held if isinstance(held, list) else [held]) if says(one)]
+    """Names under a key; a number names a file too, and one that is not found: it is not left out."""
+    held = held if isinstance(held, list) else [held]
+    return [one for one in held if says(one) or (isinstance(one, int | float) and not isinstance(one, bool))]
 
 
 def _add_files(value: Mapping[str, Any], named: dict[str, list[Any]]) -> None:
@@ -146,8 +148,8 @@ def _media(field: str, kind: int, held: Any) -> NamedMedia:
         encoded = key in ("bytes", "data")
         held = held[key] if key is not None else held
     if not isinstance(held, str):
-        return NamedMedia(field, kind, error=f"a {type(held).__name__}, not a path, a data: URL or base64")
-    if held.startswith("data:"):
+        return NamedMedia(field, kind, error=f"{_a(held)}, not a path, a data: URL or base64")
+    if held[:5].lower() == "data:":
         match = _DATA_URL.match(held)
         if match is None:
             return NamedMedia(field, kind, error="a data: URL that is not base64")
@@ -155,6 +157,10 @@ def _media(field: str, kind: int, held: Any) -> NamedMedia:
     if encoded or _is_base64(held, kind):
         return NamedMedia(field, kind, encoded=held)
     return NamedMedia(field, kind, path=held)
+
+
+def _a(held: Any) -> str:
+    return f"the number {held}"[:80] if isinstance(held, int | float) else f"a {type(held).__name__}"
 
 
 def _is_base64(held: str, kind: int) -> bool:

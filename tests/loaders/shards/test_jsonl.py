@@ -76,6 +76,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "LLaMA-Factory": {"messages": CHAT, "images": ["1.jpg"]},
     "ms-swift, path": {"messages": CHAT, "images": [{"bytes": None, "path": "1.jpg"}]},
     "ms-swift, base64": {"messages": CHAT, "images": [ENCODED]},
+    "data: in capitals": {"messages": CHAT, "images": [f"DATA:image/jpeg;BASE64,{ENCODED}"]},
     "Qwen": {"messages": [{"role": "user", "content": [BY_PATH, SAID]}, CHAT[1]]},
     "OpenAI": {"messages": [{"role": "user", "content": [BY_URL, SAID]}, CHAT[1]]},
 }
@@ -93,7 +94,7 @@ def test_published_layouts_give_the_same_sample(tmp_path: Path, root: Path, form
     assert reasons(index) == {}
     assert index.num_samples == len(records)
     # A newline more stands in LLaVA's question.
-    assert index.llm_tokens[2:].tolist() == [index.llm_tokens[2]] * 5
+    assert index.llm_tokens[2:].tolist() == [index.llm_tokens[2]] * (len(records) - 2)
     assert index.llm_tokens[:2].tolist() == [index.llm_tokens[2] + 1] * 2
     patches = [stored(index, row).decode(Recipe()).parts[1].patches for row in range(len(records))]
     assert all((found == patches[0]).all() for found in patches)
@@ -167,6 +168,9 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     "not base64": ({"image": "data:image/jpeg;base64,@@@@"}, "not valid base64"),
     "not encoded": ({"image": "data:image/svg+xml,<svg/>"}, "not base64"),
     "a number": ({"image": {"path": 3, "x": "y"}}, "not a path"),
+    "a number alone": ({"image": 139}, "the number 139, not a path"),
+    "no Unicode": ({"image": "\ud800.jpg"}, "not valid Unicode"),
+    "base64 of what is none": ({"image": base64.b64encode(b"<svg>" * 99_999).decode()}, "as an image or clip does"),
     "not an image": ({"image": "text.jpg"}, "not an image"),
     "empty": ({"image": "empty.jpg"}, "empty"),
     "tags": ({"messages": [{"role": "user", "content": "Picture 1: <img>0.jpg</img>"}]}, "names a file in the text"),
@@ -196,6 +200,7 @@ def test_hostile_names_are_errors_of_their_sample(tmp_path: Path, root: Path) ->
         field, said = found[name]
         assert reason in said, name
         assert field == ("json" if name in OF_THE_RECORD else "image.0")
+        assert len(said) < 300, name
     # A recipe without images has no use for them.
     assert reasons(build_index([url], Recipe(image=None), media_root=str(root))).keys() == OF_THE_RECORD
 
