@@ -141,7 +141,8 @@ class JsonLinesShard:
                 if (file.size, file.stamp) != (size, stamp):
                     sizes = f"{file.size} bytes now, {size} then"
                     raise DecodeError(
-                        f"{shown_name(media.path)} was changed since it was indexed ({sizes}): run `orchdata index` again"
+                        f"{shown_name(media.path)} was changed since it was indexed ({sizes}): run "
+                        "`orchdata index` again"
                     )
                 data = file.read(size)
             if self._reads is not None:
