@@ -49,7 +49,7 @@ class ShardDataset:
             path, a brace expression (`train-{000000..000127}.tar`), a glob, or a list of these.
         recipe: how samples become tokens; default `Recipe()`.
         media_root: folder below which the files lie that records name. None: they name none, but for the table of a
-            folder of media, whose names are relative to it.
+            folder of media, whose names are relative to that folder. One that is given holds for such tables too.
 
     Raises:
         FileNotFoundError: a path that does not exist, or a pattern that matches nothing.
