@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import operator
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -29,8 +30,6 @@ _CHUNK_ROWS: Final = 1 << 20
 _EXPRESSION_CHARACTERS: Final = 10_000
 _ROW: Final = "__row__"
 _HASH_BITS: Final = 53
-# Where pyarrow leaves values out of what it shows: a line of its own.
-_SHORTENED: Final = re.compile(r"^ *\.\.\.,?$", re.MULTILINE)
 _PARTS: Final = ("train", "test")
 
 
@@ -54,12 +53,12 @@ class Filter:
 
     Attributes:
         text: the expression, as it is shown.
-        digest: of an expression of pyarrow that is not shown in full, as of long lists of values; else empty.
+        digest: of one of pyarrow's, whose text leaves out the middle of long lists; empty for a string.
     """
 
     text: str
+    digest: str = field(kw_only=True, default="")
     expression: pc.Expression = field(repr=False, compare=False)
-    digest: str = field(default="", repr=False)
 
     @classmethod
     def of(cls, given: str | pc.Expression) -> Filter:
@@ -67,8 +66,7 @@ class Filter:
         import pyarrow.compute as pc
 
         if isinstance(given, pc.Expression):
-            text = str(given)
-            return cls(text, given, _digest(given) if _SHORTENED.search(text) else "")
+            return cls(str(given), given, digest=_digest(given))
         if not isinstance(given, str):
             raise TypeError(f"a filter is a string or a pyarrow.compute.Expression, got {type(given).__name__}")
         return cls(given, _Parser(given).expression())
@@ -112,6 +110,7 @@ class Split:
             raise ValueError(f"split: the parts are {' and '.join(map(repr, _PARTS))}, got {self.part!r}")
         if not 0 < self.fraction < 1:
             raise ValueError(f"split: fraction is that of 'train', between 0 and 1, got {self.fraction!r}")
+        object.__setattr__(self, "seed", operator.index(self.seed))
         if not 0 <= self.seed < 1 << 63:
             raise ValueError(f"split: seed must be between 0 and 2**63 - 1, got {self.seed!r}")
 
@@ -176,7 +175,7 @@ def columns_of(index: Index) -> dict[str, Callable[[int, int], Any]]:
         def summed(start: int, stop: int) -> NDArray[Any]:
             values: NDArray[Any] = column[start:stop]
             if not index.is_split:
-                return values
+                return values.astype(np.int64)
             first = np.flatnonzero(index.piece[start:stop] == 0)
             sums = np.add.reduceat(values, first, dtype=np.int64)
             return np.repeat(sums, np.diff(first, append=stop - start))
@@ -225,8 +224,9 @@ def _sums(values: NDArray[Any], offsets: NDArray[np.int64]) -> NDArray[np.int64]
 
 
 def _digest(expression: pc.Expression) -> str:
-    _, (serialized,) = expression.__reduce__()  # as it travels between processes: with all of its values
-    return hashlib.blake2b(serialized, digest_size=16).hexdigest()
+    """Of what pyarrow would pickle of it."""
+    content = expression.__reduce__()[1][0]
+    return hashlib.blake2b(memoryview(content), digest_size=8).hexdigest()
 
 
 class _Parser:
@@ -236,7 +236,6 @@ class _Parser:
         self._text = text
 
     def expression(self) -> pc.Expression:
-        import pyarrow as pa
 
         if len(self._text) > _EXPRESSION_CHARACTERS:
             raise ValueError(f"a filter of {len(self._text)} characters, above {_EXPRESSION_CHARACTERS}")
@@ -244,9 +243,8 @@ class _Parser:
             return self._of(ast.parse(self._text.strip(), mode="eval").body)
         except (SyntaxError, RecursionError, MemoryError) as error:
             raise ValueError(f"filter {self._text!r}: not an expression: {error}") from None
-        except (OverflowError, pa.ArrowException) as error:
-            reason = f"{error}; integers have 64 bits, and the values of a list one type"
-            raise ValueError(f"filter {self._text!r}: {reason}") from None
+        except UnicodeEncodeError as error:
+            raise ValueError(f"filter {self._text!r}: a string that is no valid Unicode: {error.reason}") from None
 
     def _of(self, node: ast.expr) -> Any:
         import pyarrow.compute as pc
@@ -260,7 +258,7 @@ class _Parser:
             case ast.UnaryOp(op=ast.Not(), operand=operand):
                 return ~self._of(operand)
             case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
-                return pc.scalar(-value)
+                return self._number(-value)
             case ast.Compare(left=left, ops=ops, comparators=comparators):
                 sides = [left, *comparators]
                 links = [self._compared(sides[i], op, sides[i + 1], node) for i, op in enumerate(ops)]
@@ -278,8 +276,10 @@ class _Parser:
                 return self._of(left).cast("float64") / self._of(right).cast("float64")
             case ast.Name(id=name):
                 return pc.field(name)
-            case ast.Constant(value=bool() | int() | float() | str() as value):
+            case ast.Constant(value=bool() | str() as value):
                 return pc.scalar(value)
+            case ast.Constant(value=int() | float() as value):
+                return self._number(value)
         raise self._not_understood(node)
 
     def _compared(self, left: ast.expr, op: ast.cmpop, right: ast.expr, node: ast.expr) -> Any:
@@ -287,8 +287,11 @@ class _Parser:
             if not isinstance(right, ast.List | ast.Tuple | ast.Set):
                 raise self._not_understood(node)
             values = [item.value if isinstance(item, ast.Constant) else None for item in right.elts]
-            if not all(isinstance(value, str | int | float) for value in values):
+            kinds = {str if isinstance(value, str) else float for value in values}
+            if len(kinds) > 1 or not all(isinstance(value, str | int | float) for value in values):
                 raise self._not_understood(node)
+            for value in values:
+                self._of(ast.Constant(value))
             found = self._of(left).isin(values)
             return ~found if isinstance(op, ast.NotIn) else found
         one, other = self._of(left), self._of(right)
@@ -306,6 +309,17 @@ class _Parser:
             case ast.NotEq():
                 return one != other
         raise self._not_understood(node)
+
+    def _number(self, value: float) -> Any:
+        import pyarrow.compute as pc
+
+        if isinstance(value, float):
+            return pc.scalar(value)
+        if not -(1 << 63) <= value < 1 << 63:
+            raise ValueError(f"filter {self._text!r}: {value} is beyond the integers of 64 bits that columns hold")
+        return pc.scalar(value).cast(
+            "int64"
+        )  # pyarrow takes a bare one for as few bits as it needs: 1024 * 1024 overflows
 
     def _not_understood(self, node: ast.expr) -> ValueError:
         return ValueError(

@@ -6,13 +6,12 @@ What is open (the index, shards that single samples were read from) is beside th
 from __future__ import annotations
 
 import copy
-import operator
 import os
 import shlex
 import threading
 from collections.abc import Callable, Sequence
 from os import PathLike, fspath
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, SupportsIndex
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +25,7 @@ from orchdata.loaders.index.stored import StoredSample
 from orchdata.loaders.modalities.builtin import load_decoders
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.sample import Sample
+from orchdata.loaders.shards.fields import printable
 from orchdata.loaders.shards.open import OpenShards
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.paths import expand_paths
@@ -49,7 +49,7 @@ class ShardDataset:
             path, a brace expression (`train-{000000..000127}.tar`), a glob, or a list of these.
         recipe: how samples become tokens; default `Recipe()`.
         media_root: folder below which the files lie that records name. None: they name none, but for the table of a
-            folder of media, whose names are relative to it.
+            folder of media, whose names are relative to that folder. One that is given holds for such tables too.
 
     Raises:
         FileNotFoundError: a path that does not exist, or a pattern that matches nothing.
@@ -160,13 +160,15 @@ class ShardDataset:
 
     def __getitem__(self, place: int) -> Sample:
         """A sample, decoded; of one that is split all its text, undivided. Raises IndexError, TypeError for what is no
-        place, or DataError where it cannot be.
+        integer, or DataError where it cannot be.
         """
-        if not isinstance(place, SupportsIndex):
-            raise TypeError(f"dataset[place] takes an integer, got {place!r}; find(key) says where a key is")
+        if not hasattr(place, "__index__"):
+            raise TypeError(
+                f"dataset[place] takes one integer, got {place!r}; dataset.find(key) tells the place of a key"
+            )
         rows = self._chosen().first_rows
-        if not -len(rows) <= operator.index(place) < len(rows):
-            raise IndexError(f"place {place} of {len(rows):,} samples")
+        if not -len(rows) <= place < len(rows):
+            raise IndexError(f"place {place} of {len(rows)} samples")
         row = int(rows[place])  # negative places count from the end
         index, shards = self._opened.index, self._opened.open(self.recipe)
         assert index is not None
@@ -184,11 +186,14 @@ class ShardDataset:
             shard: its path or the last component of it; None: any.
 
         Raises:
+            TypeError: the key is no string.
             ValueError: several samples have the key.
-            TypeError: a key that is no string.
         """
         if not isinstance(key, str):
-            raise TypeError(f"keys are strings, those of records with numbers for ids too: find({str(key)!r})")
+            raise TypeError(f"keys are strings, those made of numbers too: find({str(key)!r}), got {key!r}")
+        key = printable(key)
+        if shard is not None and os.sep in shard:
+            shard = absolute(shard)
         rows = self._chosen().first_rows
         assert self._opened.index is not None
         found = np.array(self._opened.index.find_all(shard, key), np.int64)

@@ -20,7 +20,7 @@ _OF_THE_NAME: Final = {
     errno.ENOENT: "no such file",
     errno.ENOTDIR: "no such file: a part of its path is none",
     errno.ELOOP: "its links go round in a circle",
-    errno.ENAMETOOLONG: "its name is too long",
+    errno.ENAMETOOLONG: "too long for the name of a file; base64 is read where it begins as an image or clip does",
 }
 
 
@@ -67,10 +67,10 @@ class MediaFolder:
         try:
             status = os.fstat(place)
             if not stat.S_ISREG(status.st_mode):
-                raise DecodeError(f"{name!r} is no regular file")
+                raise DecodeError(f"{shown_name(name)} is no regular file")
             where = os.readlink(f"/proc/self/fd/{place}")
             if not where.startswith(real):
-                raise DecodeError(f"{name!r} leads out of media_root by a link")
+                raise DecodeError(f"{shown_name(name)} leads out of media_root by a link")
             fd = tried(path, "cannot be opened", lambda: os.open(f"/proc/self/fd/{place}", os.O_RDONLY | os.O_CLOEXEC))
         finally:
             os.close(place)
@@ -95,7 +95,7 @@ class MediaFolder:
             if reason is None:
                 raise
             self._find()  # where the folder is gone, nothing is known of the file
-            raise DecodeError(f"{path[len(self.root) + 1 :]!r}: {reason}") from None
+            raise DecodeError(f"{shown_name(path[len(self.root) + 1 :])}: {reason}") from None
 
     def _find(self) -> str:
         try:
@@ -117,7 +117,7 @@ def _read(fd: int, size: int) -> bytes:
 
 def checked_name(name: str) -> str:
     """A relative path that stays below where it begins. Raises DecodeError."""
-    shown = repr(name if len(name) <= 80 else name[:80] + "...")
+    shown = shown_name(name)
     if name.startswith(("http:", "https:")):
         raise DecodeError(f"{shown} is a URL, and nothing is downloaded: fetch the file, and name it by its path")
     if _SCHEME.match(name) and "://" in name:
@@ -131,8 +131,13 @@ def checked_name(name: str) -> str:
     try:
         os.fsencode(name)
     except UnicodeEncodeError:
-        raise DecodeError(f"{shown} is not valid Unicode: no file is called so") from None
+        raise DecodeError(f"{shown} is not valid Unicode") from None
     return name
+
+
+def shown_name(name: str) -> str:
+    """A name that data give, for an error: it may be megabytes of what is none."""
+    return repr(name if len(name) <= 80 else name[:80] + "...")
 
 
 def stamp_of(status: os.stat_result) -> int:

@@ -28,7 +28,7 @@ _FILE_NAMES: Final = re.compile(r"(?:.*_)?file_names?")
 _BASE64: Final = re.compile(r"[A-Za-z0-9+/\s]{24,}=*\s*")
 _TAG: Final = re.compile(rf"<({'|'.join(('img', *BUILTINS))})>[^<>\n]+\.\w{{2,5}}</\1>")
 _SNIFFED: Final = 24  # characters of base64: 18 bytes
-_DATA_URL: Final = re.compile(r"data:[^,]{0,256};base64,")
+_DATA_URL: Final = re.compile(r"data:[^,]{0,256};base64,", re.IGNORECASE)
 
 
 class NamedMedia(NamedTuple):
@@ -86,7 +86,7 @@ def media_of(value: Any, *, file_names: bool) -> list[NamedMedia]:
         placed.setdefault(modality, []).append(held)
     found = []
     for kind, modality in enumerate(KINDS):
-        said = [held for held in placed.get(modality, ()) if says(held)]
+        said = placed.get(modality, [])
         held = named.get(modality) or said
         if said and held != said:
             raise DecodeError(f"it names {modality} beside its turns and in them, and not the same")
@@ -149,8 +149,8 @@ def _media(field: str, kind: int, held: Any) -> NamedMedia:
         held = held[key] if key is not None else held
     if not isinstance(held, str):
         what = f"the {type(held).__name__} {held}" if isinstance(held, int | float) else f"a {type(held).__name__}"
-        return NamedMedia(field, kind, error=f"{what}, not a path, a data: URL or base64")
-    if held.startswith("data:"):
+        return NamedMedia(field, kind, error=f"{what[:80]}, not a path, a data: URL or base64")
+    if held[:5].lower() == "data:":
         match = _DATA_URL.match(held)
         if match is None:
             return NamedMedia(field, kind, error="a data: URL that is not base64")

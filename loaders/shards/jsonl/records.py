@@ -118,7 +118,7 @@ class Array:
             elif found == "]":
                 window.skip(1)
                 if window.next_character():
-                    yield self._lost(window, "the array ends, and the file goes on: what is behind it is not read")
+                    yield self._lost(window, "something follows the end of the array (files joined?): one array a file")
                 return
             elif not found:
                 yield self._lost(window, "cut: the array is not closed")

@@ -20,7 +20,7 @@ from orchdata.loaders.modalities.modality import Header
 from orchdata.loaders.modalities.probing import read_header
 from orchdata.loaders.shards.facts_table import NO_HEADER, FactsTable, shard_failure
 from orchdata.loaders.shards.fields import NAMED, printable
-from orchdata.loaders.shards.jsonl.media_files import STAMP_BITS, MediaFolder
+from orchdata.loaders.shards.jsonl.media_files import STAMP_BITS, MediaFolder, shown_name
 from orchdata.loaders.shards.jsonl.named_media import NamedMedia
 from orchdata.loaders.shards.jsonl.reading import RecordReader
 from orchdata.loaders.shards.jsonl.records import Record
@@ -180,7 +180,8 @@ def _look_at(media: NamedMedia, folder: MediaFolder | None, limits: Limits) -> _
 
 
 def no_root(path: str) -> str:
-    return f"{path!r} is named, and nothing says where it lies: give media_root= (on the command line --media-root)"
+    shown = shown_name(path)
+    return f"{shown} is named, and nothing says where it lies: give media_root= (on the command line --media-root)"
 
 
 class _Scan:

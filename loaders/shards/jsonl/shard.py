@@ -16,7 +16,7 @@ from orchdata.loaders.errors import DecodeError, FieldError
 from orchdata.loaders.limits import Limits, limits_fingerprint
 from orchdata.loaders.shards.facts_table import Facts, FactsMeta, shard_failure
 from orchdata.loaders.shards.fields import NAMED, TABLE_ROW
-from orchdata.loaders.shards.jsonl.media_files import STAMP_BITS
+from orchdata.loaders.shards.jsonl.media_files import STAMP_BITS, shown_name
 from orchdata.loaders.shards.jsonl.named_media import NamedMedia
 from orchdata.loaders.shards.jsonl.reading import RecordReader
 from orchdata.loaders.shards.jsonl.scan import Scanned, media_state, no_root, scan
@@ -139,8 +139,9 @@ class JsonLinesShard:
         else:
             with self._reader.folder.open(media.path) as file:
                 if (file.size, file.stamp) != (size, stamp):
+                    sizes = f"{file.size} bytes now, {size} then"
                     raise DecodeError(
-                        f"{media.path!r} was changed since it was indexed ({file.size} bytes now, {size} then): run "
+                        f"{shown_name(media.path)} was changed since it was indexed ({sizes}): run "
                         "`orchdata index` again"
                     )
                 data = file.read(size)

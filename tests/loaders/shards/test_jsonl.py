@@ -76,6 +76,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "LLaMA-Factory": {"messages": CHAT, "images": ["1.jpg"]},
     "ms-swift, path": {"messages": CHAT, "images": [{"bytes": None, "path": "1.jpg"}]},
     "ms-swift, base64": {"messages": CHAT, "images": [ENCODED]},
+    "data: in capitals": {"messages": CHAT, "images": [f"DATA:image/jpeg;BASE64,{ENCODED}"]},
     "Qwen": {"messages": [{"role": "user", "content": [BY_PATH, SAID]}, CHAT[1]]},
     "OpenAI": {"messages": [{"role": "user", "content": [BY_URL, SAID]}, CHAT[1]]},
 }
@@ -93,7 +94,7 @@ def test_published_layouts_give_the_same_sample(tmp_path: Path, root: Path, form
     assert reasons(index) == {}
     assert index.num_samples == len(records)
     # A newline more stands in LLaVA's question.
-    assert index.llm_tokens[2:].tolist() == [index.llm_tokens[2]] * 5
+    assert index.llm_tokens[2:].tolist() == [index.llm_tokens[2]] * (len(records) - 2)
     assert index.llm_tokens[:2].tolist() == [index.llm_tokens[2] + 1] * 2
     patches = [stored(index, row).decode(Recipe()).parts[1].patches for row in range(len(records))]
     assert all((found == patches[0]).all() for found in patches)
@@ -182,6 +183,8 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     "a number": ({"image": {"path": 3, "x": "y"}}, "not a path"),
     "an id": ({"image": 139}, "the int 139, not a path"),
     "a flag": ({"image": True}, "the bool True, not a path"),
+    "no Unicode": ({"image": "\ud800.jpg"}, "not valid Unicode"),
+    "base64 of what is none": ({"image": base64.b64encode(b"<svg>" * 99_999).decode()}, "as an image or clip does"),
     "not an image": ({"image": "text.jpg"}, "not an image"),
     "empty": ({"image": "empty.jpg"}, "empty"),
     "tags": ({"messages": [{"role": "user", "content": "Picture 1: <img>0.jpg</img>"}]}, "names a file in the text"),
@@ -212,6 +215,7 @@ def test_hostile_names_are_errors_of_their_sample(tmp_path: Path, root: Path) ->
         field, said = found[name]
         assert reason in said, name
         assert field == ("json" if name in OF_THE_RECORD else "image.0")
+        assert len(said) < 300, name
     # A recipe without images has no use for them.
     assert reasons(build_index([url], Recipe(image=None), media_root=str(root))).keys() == OF_THE_RECORD
 
@@ -258,10 +262,11 @@ def test_bad_lines_are_errors_of_their_sample(tmp_path: Path) -> None:
         ('[{"text": "a"}, {"text": ', 1, "not valid JSON"),
         ('[{"text": "a"}, {"text": "b"}', 2, "not closed"),
         ('[{"text": "a"},,{"text": "b"}]', 1, "not valid JSON"),
+        ('[{"text": "a"}]\n[{"text": "b"}]', 1, "one array a file"),
+        ('[] {"text": "a"}', 0, "one array a file"),
         ("[" * 100_000, 0, "not valid JSON"),
         ("", 0, "not an array"),
-        ('[{"text": "a"}]\n[{"text": "b"}]', 1, "the file goes on"),
-        ('[{"text": "a"}] ' + " " * (3 << 20) + '{"text": "b"}', 1, "the file goes on"),
+        ('[{"text": "a"}] ' + " " * (3 << 20) + '{"text": "b"}', 1, "one array a file"),
     ],
 )
 def test_a_damaged_array_keeps_what_stands_before_the_damage(
@@ -273,6 +278,15 @@ def test_a_damaged_array_keeps_what_stands_before_the_damage(
     assert index.num_samples - index.bad_rows().size == good
     assert reason in index.failure(int(index.bad_rows()[-1])).reason
     assert index.shards[0].lost_bytes > 0
+
+
+@pytest.mark.parametrize("mark", ["\u2028", "\u2029", "\x85", "\x0b", "\x0c", "\x1c"])
+def test_rows_of_csv_end_only_where_lines_of_the_file_do(tmp_path: Path, mark: str) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text(f'id,text\n1,one{mark}two\n2,"three{mark}four"\n', newline="")
+    index = build_index([str(path)], Recipe())
+    texts = [f"one{mark}two", f"three{mark}four"]
+    assert index.llm_tokens.tolist() == [len(text.encode()) for text in texts]
 
 
 def test_arrays_are_read_in_pieces(tmp_path: Path) -> None:
