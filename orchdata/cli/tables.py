@@ -214,8 +214,12 @@ def _notes(profile: Profile) -> list[str]:
 
 def _locality_notes(profile: Profile) -> list[str]:
     reads = profile.read_amplification
-    by_range = "" if reads.by_range is None else f"{reads.by_range:.2f} by range, whatever the scope; "
-    notes = [f"bytes read for each byte used: {by_range}{reads.whole_shards:.2f} where every shard is read whole, once"]
+    told = []
+    if reads.by_range is not None:
+        told.append(f"{reads.by_range:.2f} by range, whatever the scope")
+    if reads.whole_shards is not None:
+        told.append(f"{reads.whole_shards:.2f} where every shard is read whole, once")
+    notes = [f"bytes read for each byte used: {'; '.join(told)}"] if told else []
     alone = [f"{scale.ranks:,}" for scale in profile.scales if scale.groups == 1]
     if alone:
         size = profile.scales[0].group_size

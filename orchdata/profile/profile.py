@@ -35,7 +35,7 @@ from orchdata.loaders.errors import DataError, reason_kind
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.loaders.shards.tar import bytes_read_together
-from orchdata.loaders.storage.paths import suffix_of
+from orchdata.loaders.storage.paths import RECORD_SUFFIXES, suffix_of
 from orchdata.order.mixture import MixtureOrder
 from orchdata.order.order import Shuffle
 from orchdata.planning.balance import Balance, Objective, Oversize
@@ -88,10 +88,11 @@ class ReadAmplification:
             between members read together. Of up to 1,000 samples spread over the dataset; None without a plain tar.
         whole_shards: every shard from end to end once, as a compressed tar is when it is decompressed: below 1 where
             compression saves more than is left unused. Times `groups_per_shard` where each group does so for itself.
+            None where records name media in other files.
     """
 
     by_range: float | None
-    whole_shards: float
+    whole_shards: float | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -370,9 +371,10 @@ def _read_amplification(index: Index, good: NDArray[np.int64], num_bytes: int) -
             members = index.read_spec(row)
             read += bytes_read_together(members)
             used += sum(size for _, size, _, _ in members)
+    names_files = any(suffix_of(shard.url) in RECORD_SUFFIXES for shard in index.shards)
     return ReadAmplification(
         by_range=read / used if used else None,
-        whole_shards=sum(shard.size for shard in index.shards) / max(1, num_bytes),
+        whole_shards=None if names_files else sum(shard.size for shard in index.shards) / max(1, num_bytes),
     )
 
 

@@ -288,6 +288,9 @@ def test_reads_by_range_are_those_of_plain_tars(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": ["0123456789"]}), tmp_path / "a.parquet")
     mixed = profile(build_index([str(tmp_path / "a.parquet")], RECIPE), ranks=(1,)).read_amplification
     assert mixed.by_range is None
+    (tmp_path / "a.jsonl").write_text('{"text": "0123456789"}\n')
+    named = profile(build_index([str(tmp_path / "a.jsonl")], RECIPE), ranks=(1,)).read_amplification
+    assert named.by_range is None and named.whole_shards is None  # what records name lies in files of its own
 
 
 def test_advice_names_the_sample_that_holds_the_step_back_and_what_would_help(tmp_path: Path) -> None:
