@@ -27,6 +27,7 @@ _CONTENTS: Final = ("content", "value")
 _FILE_NAMES: Final = re.compile(r"(?:.*_)?file_names?")
 _BASE64: Final = re.compile(r"[A-Za-z0-9+/\s]{24,}=*\s*")
 _TAG: Final = re.compile(rf"<({'|'.join(('img', *BUILTINS))})>[^<>\n]+\.\w{{2,5}}</\1>")
+_PATHS: Final = re.compile(r"s?_?((file_?)?(path|name)|file)s?")
 _SNIFFED: Final = 24  # characters of base64: 18 bytes
 _DATA_URL: Final = re.compile(r"data:[^,]{0,256};base64,", re.IGNORECASE)
 
@@ -91,7 +92,23 @@ def media_of(value: Any, *, file_names: bool) -> list[NamedMedia]:
         if said and held != said:
             raise DecodeError(f"it names {modality} beside its turns and in them, and not the same")
         found += [_media(f"{modality}.{number}", kind, one) for number, one in enumerate(held)]
+        if kind and not held and isinstance(value, dict):
+            found += _elsewhere(value, modality, kind)
     return found
+
+
+def _elsewhere(value: Mapping[str, Any], modality: str, kind: int) -> list[NamedMedia]:
+    """Of a modality of which a record names nothing else, a file under a key that is not read: an error."""
+    for key in value:
+        if key.startswith(modality) and _PATHS.fullmatch(key, len(modality)):
+            for one in _list_of(value[key]):
+                if isinstance(one, str) and classify(one.lower())[0] == kind:
+                    error = (
+                        f"{shown(key)} names {shown(one)} and is not read, so that the text would be learned alone: "
+                    )
+                    error += f"call the key {modality!r}, or leave it out"
+                    return [NamedMedia(f"{modality}.0", kind, error=error)]
+    return []
 
 
 def _check_once(value: dict[str, Any]) -> None:

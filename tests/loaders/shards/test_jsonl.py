@@ -181,6 +181,8 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     "not base64": ({"image": "data:image/jpeg;base64,@@@@"}, "not valid base64"),
     "not encoded": ({"image": "data:image/svg+xml,<svg/>"}, "not base64"),
     "a number": ({"image": {"path": 3, "x": "y"}}, "not a path"),
+    "another key": ({"image_path": "0.jpg"}, "'image_path' names '0.jpg' and is not read"),
+    "a list under another key": ({"images_files": [None, "0.jpg"]}, "call the key 'image'"),
     "an id": ({"image": 139}, "the int 139, not a path"),
     "a flag": ({"image": True}, "the bool True, not a path"),
     "no Unicode": ({"image": "\ud800.jpg"}, "not valid Unicode"),
