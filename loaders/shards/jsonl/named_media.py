@@ -23,6 +23,8 @@ from orchdata.loaders.text.media_words import record_keys
 _RECORD_KEYS: Final = record_keys(BUILTINS)
 _ITEM_TYPES: Final = {word: name for name, kind in BUILTINS.items() for word in (name, *kind.words)}
 _CHATS: Final = ("messages", "conversations", "conversation")
+_ITEM_NAMES: Final = ("path", "url", "base64")
+"""Keys of an item beside that of its type, as transformers takes them."""
 _CONTENTS: Final = ("content", "value")
 _FILE_NAMES: Final = re.compile(r"(?:.*_)?file_names?")
 _BASE64: Final = re.compile(r"[A-Za-z0-9+/\s]{24,}=*\s*")
@@ -150,7 +152,8 @@ def _items(value: Any) -> Iterator[tuple[str, Any]]:
                 kind = item.get("type")
                 kind = next((key for key in _ITEM_TYPES if item.get(key) is not None), None) if kind is None else kind
                 if isinstance(kind, str) and kind in _ITEM_TYPES:
-                    for held in _list_of(item.get(kind)):
+                    key = next((key for key in (kind, *_ITEM_NAMES) if item.get(key) is not None), kind)
+                    for held in _list_of(item.get(key)):
                         yield _ITEM_TYPES[kind], held
 
 

@@ -79,6 +79,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "data: in capitals": {"messages": CHAT, "images": [f"DATA:image/jpeg;BASE64,{ENCODED}"]},
     "Qwen": {"messages": [{"role": "user", "content": [BY_PATH, SAID]}, CHAT[1]]},
     "OpenAI": {"messages": [{"role": "user", "content": [BY_URL, SAID]}, CHAT[1]]},
+    **{
+        f"transformers, {key}": {
+            "messages": [{"role": "user", "content": [{"type": "image", key: name}, SAID]}, CHAT[1]]
+        }
+        for key, name in (("path", "1.jpg"), ("url", "1.jpg"), ("base64", ENCODED))
+    },
 }
 
 
