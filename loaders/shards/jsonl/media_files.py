@@ -20,7 +20,7 @@ _OF_THE_NAME: Final = {
     errno.ENOENT: "no such file",
     errno.ENOTDIR: "no such file: a part of its path is none",
     errno.ELOOP: "its links go round in a circle",
-    errno.ENAMETOOLONG: "too long for the name of a file; base64 is read where it begins as an image or clip does",
+    errno.ENAMETOOLONG: "too long for the name of a file; base64 is read where its first bytes are those of its media",
 }
 
 

@@ -192,7 +192,7 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     "an id": ({"image": 139}, "the int 139, not a path"),
     "a flag": ({"image": True}, "the bool True, not a path"),
     "no Unicode": ({"image": "\ud800.jpg"}, "not valid Unicode"),
-    "base64 of what is none": ({"image": base64.b64encode(b"<svg>" * 99_999).decode()}, "as an image or clip does"),
+    "base64 of what is none": ({"image": base64.b64encode(b"<svg>" * 99_999).decode()}, "those of its media"),
     "not an image": ({"image": "text.jpg"}, "not an image"),
     "empty": ({"image": "empty.jpg"}, "empty"),
     "tags": ({"messages": [{"role": "user", "content": "Picture 1: <img>0.jpg</img>"}]}, "names a file in the text"),
