@@ -248,7 +248,8 @@ class Supervisor(threading.Thread):
                 if process.exit_status is None and process.is_ending(_LAST_SECONDS):
                     return  # it may be telling why, and how it ends is not known yet
                 if trial is not None:
-                    trial.ended(process, process.end())
+                    how = process.end()
+                    trial.ended(process, how, is_killed=process.exit_status == -signal.SIGKILL)
                     self._try_suspects()
                 else:
                     self._lose(process, "ended")

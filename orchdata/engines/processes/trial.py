@@ -1,4 +1,5 @@
-"""Does this sample end its process? Tried alone, in processes of their own: it is to blame if two of them end.
+"""Does this sample end its process? Tried alone, in processes of their own: it is to blame if two of them end, or four
+where they are killed, which anybody may do.
 
 rows of lost workers --Suspects--> one at a time: Trial, two processes --> why it is to blame, or ""
 """
@@ -16,7 +17,7 @@ START_SECONDS = 120.0
 """What a process may take until it builds, with a timeout that is shorter."""
 FORK_SECONDS = 30.0
 """Until a forked process runs our code, or never will."""
-_RUNS = 2
+_RUNS, _KILLED_RUNS = 2, 4
 _MAX_STARTS = 8
 
 
@@ -41,6 +42,7 @@ class Trial:
         self._timeout = timeout
         self._begun: dict[Process, float] = {}
         self._endings: list[str] = []
+        self._is_by_itself = False
         self._starts = 0
         while self.verdict is None and len(self.processes) < _RUNS:
             self._start_one()
@@ -59,15 +61,16 @@ class Trial:
         process.end()
         self._decide("")
 
-    def ended(self, process: Process, how: str) -> None:
-        """The process is gone."""
+    def ended(self, process: Process, how: str, *, is_killed: bool = False) -> None:
+        """The process is gone; `is_killed` where it was sent SIGKILL by nobody knows whom."""
         loading = self.row in process.rows
         self.processes.remove(process)
         if loading:
             self._endings.append(how)
-            if len(self._endings) == _RUNS:
+            self._is_by_itself |= not is_killed
+            if len(self._endings) >= (_RUNS if self._is_by_itself else _KILLED_RUNS):
                 self._decide(" and ".join(dict.fromkeys(self._endings)))
-        elif self.verdict is None:  # before it came to the sample
+        if self.verdict is None and (not loading or not self.processes):  # before it came to the sample; to be sure
             self._start_one()
 
     def overdue(self) -> list[Process]:

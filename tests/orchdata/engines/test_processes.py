@@ -20,7 +20,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -32,6 +32,7 @@ import orchdata as od
 from orchdata.engines.processes import engine as engine_module
 from orchdata.engines.processes import process as process_module
 from orchdata.engines.processes.slabs import Slabs, StepMemory
+from orchdata.engines.processes.trial import Trial
 
 JOB = Path(__file__).parents[2] / "support" / "workers_job.py"
 
@@ -189,6 +190,31 @@ def test_workers_killed_at_random_moments_change_nothing(omni: list[str], kills:
             killed += 1
     assert found == expected and killed == kills
     assert loader.stats()["failures"]["count"] == 0 and no_children()
+
+
+@pytest.mark.parametrize(
+    ("killed", "verdict"),
+    [
+        ((True,) * 4, "ended"),
+        ((True,) * 3, None),
+        ((True, False), "ended"),
+        ((False,), None),
+        ((False, False), "ended"),
+    ],
+)
+def test_a_sample_whose_processes_are_killed_is_tried_more_often(killed: tuple[bool, ...], verdict: str | None) -> None:
+    class Loading:
+        rows = (7,)
+
+        def end(self) -> None: ...
+
+    trial = Trial(7, lambda: cast("Any", Loading()), 0.0)
+    for is_killed in killed:
+        trial.ended(trial.processes[0], "ended", is_killed=is_killed)
+    assert trial.verdict == verdict
+    if verdict is None:
+        trial.survived(trial.processes[0])
+        assert trial.verdict == ""
 
 
 def test_a_killed_worker_is_told_with_the_step_that_was_built_again() -> None:
