@@ -512,7 +512,11 @@ def test_no_function_of_pythons_is_called_out_of_libsndfile() -> None:
 def test_an_interrupt_while_a_clip_is_closed_counts_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
     opened = Sound(sound("FLAC", "PCM_16"))
     monkeypatch.setattr(soundfile.SoundFile, "flush", lambda _: signal.raise_signal(signal.SIGINT))
-    with pytest.raises(KeyboardInterrupt):
-        opened.close()
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            opened.close()
+    finally:
+        signal.signal(signal.SIGINT, previous)
     monkeypatch.undo()
     assert opened.closed
