@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.loaders.errors import NOT_DATA, DecodeError, pass_trouble
+from orchdata.loaders.first_calls import settle_first_calls
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.audio_header import mp3_reason
 from orchdata.loaders.modalities.checks import above_seconds
@@ -305,6 +306,7 @@ def _magnitudes(spectrum: torch.Tensor) -> torch.Tensor:
 @lru_cache(maxsize=32)
 def _resampler(orig: int, new: int) -> torch.nn.Module:
     """Its kernel is computed once and only read afterwards, by any thread."""
+    settle_first_calls()
     with _build_lock:
         module: torch.nn.Module = import_torchaudio().transforms.Resample(orig, new)
         return module
@@ -315,6 +317,7 @@ def _mel(num_mels: int, n_fft: int, sample_rate: int) -> tuple[torch.Tensor, tor
     """The Hann window (n_fft,) and the mel bands (1 + n_fft // 2, num_mels), only read afterwards, by any thread."""
     import torch
 
+    settle_first_calls()
     return torch.hann_window(n_fft), torch.from_numpy(mel_bands(num_mels, n_fft, sample_rate)).to(torch.float32)
 
 

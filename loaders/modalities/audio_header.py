@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Callable
 
 import numpy as np
 import soundfile
@@ -34,6 +35,8 @@ class Sound(soundfile.SoundFile):  # type: ignore[misc]
     libsndfile reads a file without a name, and not the bytes by way of Python: what a signal raises in a function that
     C calls is forgotten there, and the clip would have a gap.
     """
+
+    _close_memory: Callable[[], object] = staticmethod(lambda: None)  # of one that an interrupt has kept from opening
 
     def __init__(self, data: bytes | memoryview) -> None:
         memory = os.memfd_create("orchdata-audio", os.MFD_CLOEXEC)

@@ -28,6 +28,7 @@ from orchdata.building.memory import Memory
 from orchdata.building.shard_content import PackedAssembler
 from orchdata.building.step import Builder
 from orchdata.loaders.errors import StaleIndexError
+from orchdata.loaders.first_calls import settle_first_calls
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.modalities.builtin import load_decoders
 from orchdata.loaders.recipe import Recipe
@@ -72,6 +73,7 @@ class BuildSpec:
             StaleIndexError: the index was built anew since the spec was made.
             StorageError: what decodes cannot be loaded now.
         """
+        settle_first_calls()
         return Builder(self.plan, self.rank, self.content.open(watch or Watch()), lend)
 
 

@@ -32,7 +32,7 @@ balancers: phases
 balancers: moves
 balancers: grid advice
 balancers: __init__
-loaders: errors versions locks recent scratch limited_process watch claims pace interrupts
+loaders: errors versions locks recent scratch limited_process watch claims pace interrupts first_calls
 loaders: limits
 loaders: storage
 loaders: text modalities

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from global_digest import Content, content, global_batch, joined
+from global_digest import Content, content, joined
 from shard_factory import RECIPE, omni_shards
 
 import orchdata as od
@@ -40,6 +40,8 @@ GLOBAL_BATCH, SHARDS, SAMPLES = 16, 3, 40
 STEPS = -(-SHARDS * SAMPLES // GLOBAL_BATCH)
 ENDINGS = ("finish", "finish", "kill all", "kill a rank", "interrupt", "terminate")
 END_SECONDS = 5.0
+CLEAR_SECONDS = 30.0
+"""Until nothing of a launch is there: a process that was starting when its trainer was killed ends once it has."""
 WARM_STEPS, LONG_STEPS = 30 * STEPS, 120 * STEPS
 """Of the memory slope: what a launch delivers before it counts, and how long those are for which it does."""
 MARK = "ORCHDATA_SOAK"
@@ -105,6 +107,7 @@ class Found:
     killed_workers: int = 0
     lost_interrupts: int = 0
     slowest_end: float = 0.0
+    slowest_clearing: float = 0.0
     socket_folders: int = 0
     slopes: list[float] = field(default_factory=list)
 
@@ -123,7 +126,7 @@ class Soak:
         self._workers = workers
         self._shards = omni_shards(folder, shards=SHARDS, samples=SAMPLES)
         self._undisturbed = loader_of(self._shards, 0, 1, num_threads=0)
-        self._expected: dict[tuple[int, int], str] = {}
+        self._expected: dict[tuple[int, int], Content] = {}
         self._state: dict[str, Any] | None = None
         self._place = (0, 0)
         self._hit_at: dict[str, int] = {}
@@ -248,10 +251,12 @@ class Soak:
         if self._place not in self._expected:
             self._undisturbed.set_epoch(epoch)
             for step, share in enumerate(self._undisturbed.steps()):
-                self._expected[epoch, step] = global_batch([share])
+                self._expected[epoch, step] = content(share)
         try:
-            if joined(contents) != self._expected[self._place]:
-                self.found.wrong.append(f"launch {number}, {self._place}: another global batch")
+            if joined(contents) != joined([self._expected[self._place]]):
+                found, due = described(contents), described([self._expected[self._place]])
+                differing = f"has {sorted(found - due)} in place of {sorted(due - found)}"
+                self.found.wrong.append(f"launch {number}, {self._place}, another global batch: {differing}")
         except AssertionError as error:
             self.found.wrong.append(f"launch {number}, {self._place}: {error}")
 
@@ -262,9 +267,10 @@ class Soak:
             self.found.slopes.append(float(np.polyfit(np.arange(len(warm)), warm, 1)[0] * 1000 / 1024))
 
     def _look_for_leftovers(self, number: int) -> None:
-        ends = time.monotonic() + END_SECONDS
-        while (alive := marked_processes(str(self._folder))) and time.monotonic() < ends:
+        started = time.monotonic()
+        while (alive := marked_processes(str(self._folder))) and time.monotonic() < started + CLEAR_SECONDS:
             time.sleep(0.02)
+        self.found.slowest_clearing = max(self.found.slowest_clearing, time.monotonic() - started)
         left = [f"process {process}: {command_of(process)}" for process in alive]
         left += [f"shared memory {name}" for name in os.listdir("/dev/shm") if "orchdata" in name]
         left += [f"lock of process {process}" for process in lock_holders() if process in alive]
@@ -277,6 +283,12 @@ class Soak:
         for process in alive:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
+
+
+def described(contents: list[Content]) -> set[str]:
+    """Each sequence and medium that several ranks have, in words."""
+    sequences = {" ".join(each) for found, _ in contents for each in found}
+    return sequences | {medium for _, media in contents for medium in media}
 
 
 def rows_of(log: Path) -> Iterator[dict[str, Any]]:
@@ -327,7 +339,7 @@ def report(found: Found, seconds: float) -> str:
         f"{found.steps} steps ({found.steps / STEPS:.1f} epochs) held against the undisturbed",
         f"{found.again} shares delivered again",
         f"{found.killed_workers} workers killed; {found.lost_interrupts} Ctrl-C swallowed",
-        f"slowest end {found.slowest_end:.2f} s",
+        f"slowest end {found.slowest_end:.2f} s; processes left for {found.slowest_clearing:.2f} s behind one at most",
         f"memory slope: median {slopes[len(slopes) // 2]:+.2f} MB a 1,000 steps over {len(slopes)} long runs"
         if slopes
         else "memory slope: no launch was long enough",

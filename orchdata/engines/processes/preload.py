@@ -13,3 +13,4 @@ end_server_with_trainer()
 for name in ("orchdata.building.spec", "orchdata.engines.processes.worker"):
     import_module(name)
 import_module("orchdata.loaders.modalities.builtin").load_decoders()
+import_module("orchdata.loaders.first_calls").settle_first_calls()

@@ -1,0 +1,95 @@
+"""torch's vector math is called first by one thread, whoever loads."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+COUNTED = """
+import sys, threading, torch
+from collections import Counter
+from orchdata.loaders import first_calls
+
+calls, threads, seen = Counter(), set(), []
+def counted(name, function):
+    def call(values):
+        calls[name, values.dtype] += 1
+        threads.add(threading.current_thread().name)
+        return function(values)
+    return call
+for name in first_calls._FUNCTIONS:
+    setattr(torch, name, counted(name, getattr(torch, name)))
+together = threading.Barrier(8)
+def load():
+    together.wait()
+    first_calls.settle_first_calls()
+    seen.append(sum(calls.values()))
+sys.setswitchinterval(1e-6)
+started = [threading.Thread(target=load) for _ in range(8)]
+for thread in started: thread.start()
+for thread in started: thread.join()
+print(len(threads), set(calls.values()), set(seen) == {2 * len(first_calls._FUNCTIONS)})
+"""
+
+LOADED = """
+import sys
+import torch
+import orchdata as od
+from orchdata.loaders import first_calls
+
+class Items:
+    def __len__(self): return 8
+    def __getitem__(self, row): return torch.tensor(first_calls._is_settled)
+
+if __name__ == "__main__":
+    options = eval(sys.argv[1])
+    print(first_calls._is_settled, all(batch.all() for batch in od.DataLoader(Items(), batch_size=2, **options)))
+"""
+
+CLIP = """
+import numpy as np
+from orchdata import AudioPreprocessor
+from orchdata.loaders import first_calls
+from orchdata.loaders.modalities.audio_decode import resample, write_features
+
+print(first_calls._is_settled)
+WHAT
+print(first_calls._is_settled)
+"""
+
+
+def said_by(program: str, *args: str, folder: str | None = None) -> list[str]:
+    run = [sys.executable, *args] if folder else [sys.executable, "-c", program, *args]
+    return subprocess.run(run, capture_output=True, text=True, check=True, cwd=folder).stdout.split("\n")[:-1]
+
+
+def test_one_thread_makes_each_first_call_and_the_others_wait_for_it():
+    assert said_by(COUNTED) == ["1 {1} True"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "{}",
+        "{'num_threads': 2}",
+        "{'num_workers': 1}",
+        "{'num_workers': 1, 'multiprocessing_context': 'fork'}",
+        "{'num_workers': 1, 'num_threads': 2, 'multiprocessing_context': 'spawn'}",
+    ],
+)
+def test_they_are_made_before_anything_is_loaded(options, tmp_path):
+    (tmp_path / "load.py").write_text(LOADED)
+    assert said_by(LOADED, "load.py", options, folder=str(tmp_path)) == ["False True"]
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "resample(np.zeros(4410, np.float32), 44100, 16000)",
+        "write_features(np.zeros(16000, np.float32), AudioPreprocessor(), np.empty((100, 128), np.uint16))",
+    ],
+)
+def test_a_clip_that_is_decoded_by_itself_makes_them(what):
+    assert said_by(CLIP.replace("WHAT", what)) == ["False", "True"]
