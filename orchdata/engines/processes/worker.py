@@ -153,7 +153,7 @@ class _Running:
         self._channel = channel
         self._worker = worker
         self._watch = Watch(rows)
-        self._slabs = Slabs(worker.options.max_jobs + 1)
+        self._slabs = Slabs(worker.options.max_jobs)
         self._memory: dict[int, StepMemory] = {}  # of each task by its id: the same step may come twice
         self._lock = threading.Lock()
         self._reads = [0, 0, 0]
