@@ -18,6 +18,13 @@ VERSION = 1
 SIZES = ("global_batch_size", "global_batch_tokens")  # which may differ where `allow` names them
 WEIGHTS = "weights"  # of a mixture, which may too
 _MEASURES = frozenset((*SIZES, "tokens_multiple_of"))
+_KINDS: dict[str, type[Any]] = {
+    **dict.fromkeys(("epoch", "step", "position", "tokens", "base_seed", "worker"), int),
+    **dict.fromkeys(("fingerprint", "drawn", "sampler"), Mapping),
+    **dict.fromkeys(("left", "workers"), list),
+}
+_DRAWS: dict[str, type[Any]] = {"seed": int, "state": str, "cut": object}  # what an epoch may be drawn from
+_LARGEST = 1 << 63
 
 Held = Callable[[], dict[str, Any]]
 
@@ -88,6 +95,7 @@ def load_state(
         raise StateError("this is not a state of an orchdata DataLoader: it has no 'version'")
     if state["version"] != VERSION:
         raise StateError(f"the state has version {state['version']}, this orchdata reads version {VERSION}")
+    _check_kinds(state)
     theirs = state.get("fingerprint", {})
     differences = _differences(_without_size(theirs), _without_size(fingerprint), "")
     other_size = _other_size(theirs, fingerprint)
@@ -114,11 +122,22 @@ def check_allowed(allow: Sequence[str]) -> None:
         raise ValueError(f"allow names what of a state may differ, of {', '.join(map(repr, known))}; got {allow!r}")
 
 
+def _check_kinds(state: Mapping[str, Any]) -> None:
+    """Raise StateError for what no state holds."""
+    for name, kind in _KINDS.items():
+        value = state.get(name)
+        if name not in state or (value is None and name == "drawn"):
+            continue
+        if not isinstance(value, kind) or isinstance(value, bool) or (kind is int and abs(value) >= _LARGEST):
+            raise StateError(f"the state is damaged: its {name!r} is {value!r}"[:200])
+
+
 def _position(state: Mapping[str, Any], num_workers: int) -> Position:
     epoch, step, drawn = state.get("epoch"), state.get("step"), state.get("drawn")
     if not (isinstance(epoch, int) and epoch >= 0 and isinstance(step, int) and step >= 0):
         raise StateError(f"the state points at epoch {epoch!r}, step {step!r}")
-    if drawn is not None and not (isinstance(drawn, Mapping) and drawn.keys() & {"seed", "state", "cut"}):
+    told = {} if drawn is None else {name: drawn[name] for name in _DRAWS if name in drawn}
+    if drawn is not None and not (told and all(isinstance(each, _DRAWS[name]) for name, each in told.items())):
         raise StateError(f"the state says that its epoch was drawn from {drawn!r}, which is no draw")
     if drawn is not None and "cut" in drawn and not is_begin(drawn["cut"]):
         raise StateError(f"the state says that its epoch was cut anew from {drawn['cut']!r}, which is no cut")
@@ -152,10 +171,14 @@ def _itself(held: dict[str, Any]) -> dict[str, Any]:
 def _check_place(state: Mapping[str, Any], position: Position, epochs: Epochs) -> None:
     """Raise StateError where the loader has no such step, or has it elsewhere."""
     epoch, step, told = position.epoch, position.step, position.told
-    num_steps = known_count(epochs, epoch, told)
+    try:
+        num_steps = known_count(epochs, epoch, told)
+        here = {} if num_steps is not None and step > num_steps else epochs.place(epoch, step, told)
+    except (LookupError, ValueError) as error:
+        reason = f"the state says that its epoch was drawn from {told!r}, which is no draw of this loader's order"
+        raise StateError(reason) from error
     if num_steps is not None and step > num_steps:
         raise StateError(f"the state points at epoch {epoch}, step {step}; an epoch has {num_steps} steps")
-    here = epochs.place(epoch, step, told)
     if "tokens" in here and state.get("tokens", here["tokens"]) != here["tokens"]:
         raise StateError(
             f"step {step} of epoch {epoch} begins behind {state['tokens']} tokens in the state and "

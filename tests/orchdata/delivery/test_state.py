@@ -34,7 +34,13 @@ def test_mismatch_names_every_difference() -> None:
         ({"step": 11}, "step 11"),
         ({"step": -1}, "step -1"),
         ({"epoch": "x"}, "'x'"),
+        ({"epoch": 10**30}, "damaged: its 'epoch'"),
+        ({"fingerprint": None}, "damaged: its 'fingerprint' is None"),
+        ({"left": 3}, "damaged: its 'left' is 3"),
+        ({"workers": "x"}, "damaged: its 'workers'"),
         ({"drawn": {"cut": "x"}}, "no cut"),
+        ({"drawn": {"seed": "x"}}, "no draw"),
+        ({"drawn": {"seed": 3}}, "no draw of this loader's order"),
     ],
 )
 def test_impossible_states_are_refused(change: dict[str, object], reason: str) -> None:
