@@ -9,13 +9,15 @@ from __future__ import annotations
 import mmap
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from math import prod
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
+
+T = TypeVar("T")
 
 _SMALL_BYTES = 1 << 16  # malloc serves these from memory it already has
 
@@ -50,17 +52,57 @@ class Reservation:
         return {name: piece.view(dtype).reshape(shape) for (name, (shape, dtype)), piece in pieces}
 
 
+class _Lent(weakref.ref[NDArray[np.uint8]]):
+    """An array that is out, and what comes back when it is collected."""
+
+    __slots__ = ("held",)
+    held: Any
+
+
+class Returns(Generic[T]):
+    """What comes back when arrays are collected.
+
+    It is noted without a function of Python's: collecting calls one wherever it pleases, where a lock would hang and a
+    Ctrl-C would be forgotten.
+    """
+
+    def __init__(self) -> None:
+        self._out: dict[int, _Lent] = {}
+        self._back: deque[_Lent] = deque()
+
+    def __len__(self) -> int:
+        """How many arrays are out."""
+        return len(self._out) - len(self._back)
+
+    def expect(self, array: NDArray[np.uint8], held: T) -> None:
+        """Have `held` come back once no array or tensor over this one is left."""
+        lent = _Lent(array, self._back.append)
+        lent.held = held
+        self._out[id(lent)] = lent
+
+    def take(self) -> Iterator[T]:
+        """What has come back since; for any thread."""
+        while True:
+            try:
+                lent = self._back.popleft()
+            except IndexError:
+                return
+            del self._out[id(lent)]
+            yield lent.held
+
+
 class BufferPool:
     """Lends memory and takes it back when the arrays over it are collected.
 
     Args:
-        max_free_bytes: most memory to hold that nobody uses; what returns above it is released.
+        max_free_bytes: most memory to hold that nobody uses; what has returned above it is released when memory is
+            next asked for.
     """
 
     def __init__(self, max_free_bytes: int = 1 << 30) -> None:
         self._max_free_bytes = max_free_bytes
-        # Appends and pops of a deque are atomic: a finalizer may run inside `empty` itself, where a lock would hang.
         self._free: dict[int, deque[mmap.mmap]] = {}
+        self._returns = Returns[mmap.mmap]()
 
     def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
         """An array of `shape` whose contents are undefined. Raises MemoryError."""
@@ -71,10 +113,11 @@ class BufferPool:
         """Bytes whose contents are undefined, (num_bytes,). Raises MemoryError."""
         if num_bytes < _SMALL_BYTES:
             return np.empty(num_bytes, np.uint8)
+        self._take_returned()
         capacity = size_class(num_bytes)
         memory = self._reused(capacity) or _map(capacity)
         base = np.frombuffer(memory, np.uint8)
-        weakref.finalize(base, self._give_back, memory).atexit = False
+        self._returns.expect(base, memory)
         return base[:num_bytes]
 
     def reserve(self, num_bytes: int) -> None:
@@ -82,7 +125,16 @@ class BufferPool:
 
     def free_bytes(self) -> int:
         """Bytes held and lent to nobody."""
+        self._take_returned()
+        return self._free_bytes()
+
+    def _free_bytes(self) -> int:
         return sum(capacity * len(memories) for capacity, memories in list(self._free.items()))
+
+    def _take_returned(self) -> None:
+        for memory in self._returns.take():
+            if self._free_bytes() + len(memory) <= self._max_free_bytes:
+                self._free.setdefault(len(memory), deque()).append(memory)
 
     def _reused(self, capacity: int) -> mmap.mmap | None:
         """The smallest free memory that is large enough, and at most twice as large as needed.
@@ -99,10 +151,6 @@ class BufferPool:
                 self._free[size].pop()
                 break
         return None
-
-    def _give_back(self, memory: mmap.mmap) -> None:
-        if self.free_bytes() + len(memory) <= self._max_free_bytes:
-            self._free.setdefault(len(memory), deque()).append(memory)
 
 
 def _map(capacity: int) -> mmap.mmap:

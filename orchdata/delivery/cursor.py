@@ -202,6 +202,8 @@ class Steps:
         as_torch: whether an error ends the iteration for good, as one of a sampler does with torch's loader.
     """
 
+    _process = -1  # of one that an interrupt has kept from beginning
+
     def __init__(self, made: Generator[Any, None, None], *, as_torch: bool = False) -> None:
         self._made = made
         self._as_torch = as_torch

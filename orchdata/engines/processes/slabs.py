@@ -12,7 +12,6 @@ import mmap
 import os
 import resource
 import threading
-import weakref
 from collections import deque
 from dataclasses import dataclass
 
@@ -20,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from orchdata.building.memory import size_class
+from orchdata.building.memory import Returns, size_class
 from orchdata.ranks.wire import Buffer, flat_bytes
 
 Bytes = NDArray[np.uint8]
@@ -39,8 +38,8 @@ class Place:
     num_bytes: int
 
 
-_held: set[tuple[int, int]] = set()
-"""Slabs that the user holds, of all workers of this process."""
+_held = Returns[tuple[deque[int], int]]()
+"""Slabs that the user holds, of all workers of this process: where the numbers of a worker's come back, and which."""
 
 
 def _max_held() -> int:
@@ -196,7 +195,6 @@ class MappedSlabs:
 
     def __init__(self) -> None:
         self._maps: dict[int, mmap.mmap] = {}
-        # Atomic in a deque, as in a set: a finalizer may run anywhere, where a lock would hang.
         self._returned: deque[int] = deque()
 
     def add(self, number: int, file: int, num_bytes: int) -> None:
@@ -223,18 +221,15 @@ class MappedSlabs:
             self._returned.extend(number for number, _ in slabs)
             return [view.copy() for view in views]
         bases = [np.frombuffer(self._maps[number], np.uint8) for number, _ in slabs]
-        _held.update((id(self), number) for number, _ in slabs)
         for base, (number, _) in zip(bases, slabs, strict=True):
-            weakref.finalize(base, self._give_back, number).atexit = False
+            _held.expect(base, (self._returned, number))
         return [base[:used] for base, (_, used) in zip(bases, slabs, strict=True)]
 
     def take_returned(self) -> list[int]:
         """Numbers of those that the worker may use again."""
+        for returned, number in _held.take():
+            returned.append(number)
         found = []
         while self._returned:
             found.append(self._returned.popleft())
         return found
-
-    def _give_back(self, number: int) -> None:
-        _held.discard((id(self), number))
-        self._returned.append(number)

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterable
 
 import numpy as np
 import pytest
 import torch
 
-from orchdata.building.memory import BufferPool
+from orchdata.building.memory import BufferPool, Returns
 
 LARGE = (1024, 1024)  # 4 MiB of float32, well above what malloc serves
 
@@ -70,3 +71,28 @@ def test_empty_and_small_arrays_have_their_shape() -> None:
     pool = BufferPool()
     assert pool.empty((0, 588), np.uint16).shape == (0, 588)
     assert pool.empty((3, 5), np.int64).shape == (3, 5)
+
+
+def test_collecting_an_array_calls_no_function_of_pythons() -> None:
+    # What a signal raises there would be forgotten.
+    pool = BufferPool()
+    array = pool.take(4 << 20)
+    called: list[str] = []
+    sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_name) if event == "call" else None)
+    del array
+    sys.setprofile(None)
+    assert called == []
+    assert pool.free_bytes() == 4 << 20
+
+
+def test_what_comes_back_is_told_once() -> None:
+    returns = Returns[str]()
+    arrays = [np.empty(9, np.uint8) for _ in range(3)]
+    for name, array in zip("abc", arrays, strict=True):
+        returns.expect(array, name)
+    view = torch.from_numpy(arrays[1])[2:]
+    arrays.clear()
+    del array
+    assert (sorted(returns.take()), len(returns)) == (["a", "c"], 1)
+    del view
+    assert (len(returns), list(returns.take()), list(returns.take())) == (0, ["b"], [])
