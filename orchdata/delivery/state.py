@@ -18,10 +18,10 @@ VERSION = 1
 SIZES = ("global_batch_size", "global_batch_tokens")  # which may differ where `allow` names them
 WEIGHTS = "weights"  # of a mixture, which may too
 _MEASURES = frozenset((*SIZES, "tokens_multiple_of"))
-_KINDS: dict[str, type[Any]] = {
+_KINDS: dict[str, type[Any] | tuple[type[Any], ...]] = {
     **dict.fromkeys(("epoch", "step", "position", "tokens", "base_seed", "worker"), int),
-    **dict.fromkeys(("fingerprint", "drawn", "sampler"), Mapping),
-    **dict.fromkeys(("left", "workers"), list),
+    **dict.fromkeys(("fingerprint", "drawn"), Mapping),
+    **dict.fromkeys(("left", "workers"), (list, tuple)),
 }
 _DRAWS: dict[str, type[Any]] = {"seed": int, "state": str, "cut": object}  # what an epoch may be drawn from
 _LARGEST = 1 << 63
@@ -60,9 +60,9 @@ def dump_state(position: Position, fingerprint: Mapping[str, Any], epochs: Epoch
     held = {
         "drawn": None if position.told is None else dict(position.told),
         "base_seed": position.base_seed if position.is_drawn else None,
-        "left": list(position.left),
+        "left": list(position.left) or None,
         "sampler": deepcopy(position.sampler),
-        "workers": [None if ask is None else deepcopy(ask()) for ask in position.held],
+        "workers": [None if ask is None else deepcopy(ask()) for ask in position.held] or None,
     }
     if position.held and position.step:
         held["worker"] = position.worker
@@ -71,7 +71,7 @@ def dump_state(position: Position, fingerprint: Mapping[str, Any], epochs: Epoch
         "epoch": position.epoch,
         "step": position.step,
         **epochs.place(position.epoch, position.step, position.told),
-        **{name: value for name, value in held.items() if value is not None and value != []},
+        **{name: value for name, value in held.items() if value is not None},
         "fingerprint": dict(fingerprint),
     }
 

@@ -18,6 +18,11 @@ def test_state_survives_json() -> None:
     assert load_state(state, FINGERPRINT, EPOCHS) == Position(2, 5)
 
 
+def test_a_state_whose_lists_became_tuples_loads() -> None:
+    state = dump_state(Position(2, 5, left=(1, 3)), FINGERPRINT, EPOCHS)
+    assert load_state({**state, "left": tuple(state["left"])}, FINGERPRINT, EPOCHS) == Position(2, 5, left=(1, 3))
+
+
 def test_mismatch_names_every_difference() -> None:
     other = {**FINGERPRINT, "order": {"seed": 4, "shuffle": {"window": 64, "streams": 8}}, "global_batch_size": 48}
     with pytest.raises(StateError) as raised:
