@@ -28,6 +28,7 @@ from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.checks import above_pixels, starts_with
 from orchdata.loaders.modalities.image_header import IMAGE_FORMATS
 from orchdata.loaders.modalities.jpeg import decode_jpeg, is_jpeg, jpeg_orientation, read_jpeg_header
+from orchdata.loaders.modalities.modality import as_tensor
 from orchdata.native.patchify import channel_table, patchify
 
 if TYPE_CHECKING:
@@ -322,6 +323,26 @@ def pass_order() -> str:
 def _upright(pixels: Pixels, orientation: int) -> Pixels:
     turn = _UPRIGHT.get(orientation)
     return np.ascontiguousarray(pixels if turn is None else turn(pixels))
+
+
+def png_of_patches(patches: NDArray[Any], pre: ImagePreprocessor, grid: tuple[int, int]) -> bytes:
+    """The picture that was cut into patches, from their values: `decode_image` backwards, as a PNG.
+
+    Args:
+        patches: (grid_h * grid_w, pre.patch_dim), as it has written them.
+    """
+    side, merge = pre.patch_size, pre.merge
+    values = patches
+    if pre.dtype != "uint8":
+        values = as_tensor(patches, pre.dtype).float().numpy()
+    blocks = values.reshape(grid[0] // merge, grid[1] // merge, merge, merge, 3, -1, side, side)[:, :, :, :, :, 0]
+    picture = blocks.transpose(0, 2, 5, 1, 3, 6, 4).reshape(grid[0] * side, grid[1] * side, 3)
+    if pre.dtype != "uint8":
+        std, mean = (np.array(each, np.float32) for each in (pre.std, pre.mean))
+        picture = (picture * std + mean) * 255
+    file = io.BytesIO()
+    Image.fromarray(np.clip(np.rint(picture), 0, 255).astype(np.uint8)).save(file, "PNG")
+    return file.getvalue()
 
 
 @lru_cache(maxsize=8)

@@ -88,6 +88,11 @@ class Cursor(Generic[T]):
         """A place where an iteration begins, with what a state of it has promised."""
         return self._drawn[1] if self._drawn is not None and self._drawn[0] is position else position
 
+    def told_of(self, epoch: int) -> Mapping[str, Any] | None:
+        """What is known here of what an epoch's samples depend on."""
+        places = (self.delivered, self.known(self.begin))
+        return next((place.told for place in places if place.epoch == epoch and place.told is not None), None)
+
     def set_epoch(self, epoch: int) -> None:
         """Begin `epoch` next; at its start, unless a state of it was restored and no step delivered since."""
         if self.begin is not self._restored or self.begin.epoch != epoch:

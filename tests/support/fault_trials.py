@@ -23,7 +23,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,9 @@ def batch_digest(batch: Any) -> str:
         digest.update(name.encode())
         if isinstance(value, torch.Tensor):
             digest.update(str((value.dtype, tuple(value.shape))).encode() + value.contiguous().numpy().tobytes())
+        elif isinstance(value, Mapping):
+            for key, held in value.items():
+                add(str(key), held)
         elif is_dataclass(value) and not isinstance(value, type):
             for field in fields(value):
                 if field.name not in ("plan", "route"):  # what they say is in the tensors
