@@ -47,13 +47,14 @@ from orchdata.delivery.pin import PinningEngine, can_pin
 from orchdata.delivery.policy import ErrorPolicy, FailureBudget, as_policy
 from orchdata.delivery.replay import build_again, plan_again
 from orchdata.delivery.running import Course, Left, Running
-from orchdata.delivery.state import Held, check_allowed, dump_state, known_count
+from orchdata.delivery.state import Held, Position, check_allowed, dump_state, known_count
 from orchdata.delivery.stats import Stats
+from orchdata.delivery.steps import OptimizerSteps, Stepping
 from orchdata.engines.choice import DEFAULT_PREFETCH, choose_engine
 from orchdata.engines.engine import Engine, Resumed
 from orchdata.engines.warm import Warming, kernel_families
 from orchdata.loaders.errors import DataError, StateError
-from orchdata.notices import calling_place, warn_once
+from orchdata.notices import calling_place, calling_trainer, warn_once
 from orchdata.order.order import Shuffle
 from orchdata.order.stateful import is_place
 from orchdata.planning.balance import Balance
@@ -297,7 +298,7 @@ class DataLoader(Generic[T_co]):
         self._cursor: Cursor[Left] = Cursor()
         self._inputs = collate_fn if isinstance(collate_fn, ModelInputs) else None
         self._raises = policy.action == "raise"
-        self._has_microbatches = bool(options.balance.caps)
+        self._has_microbatches = bool(self._prepared.spec.plan.balance.caps)
         self._iterated_at: object = None
         self._idle_engine: Engine | None = None
         self._later_seeds: torch.Generator | None = None
@@ -322,13 +323,21 @@ class DataLoader(Generic[T_co]):
         super().__setattr__(name, value)
 
     def __len__(self) -> int:
-        """Optimizer steps of an epoch, equal on every rank; under `Balance.max_tokens` there are more microbatches."""
+        """Optimizer steps of an epoch, equal on every rank; under `Balance.max_tokens` there are more microbatches.
+
+        Raises ValueError where a trainer asks that takes it for the number of microbatches.
+        """
         # list(loader) asks too, for a hint, at the very place where it has begun to iterate.
-        begin = self._cursor.begin
-        num_steps = self._prepared.epochs.count(begin.epoch, begin.told)
-        if self._prepared.iterated:
-            self._told_length = num_steps
+        num_steps = self._count(self._cursor.begin)
         if self._has_microbatches and self._iterated_at != calling_place():
+            if trainer := calling_trainer():
+                raise ValueError(
+                    f"{trainer} takes len() of a loader for the number of items, and this one's are microbatches, of "
+                    f"which its {num_steps} steps may have several (max_tokens, or od.Packed(length=...)): it would "
+                    "stop inside an epoch, and step inside a global batch. Give it loader.steps(), whose items are "
+                    "whole steps, each the list of its microbatches; of transformers' Trainer od.hf.TrainerMixin "
+                    "makes one that takes them"
+                )
             warn_once(
                 "len of a loader with max_tokens",
                 f"len() of a loader is its optimizer steps, {num_steps}; iterating gives microbatches, and "
@@ -345,9 +354,24 @@ class DataLoader(Generic[T_co]):
         self._iterated_at = calling_place()
         return Steps(self._microbatches(self._begin()), as_torch=self._course.goes_on)
 
-    def steps(self) -> Iterator[list[Any]]:
-        """Optimizer steps, `len()` of an epoch, each the list of its microbatches; begins and goes on as `iter()`."""
-        return Steps(self._whole_steps(self._begin()), as_torch=self._course.goes_on)
+    def steps(self) -> OptimizerSteps:
+        """Optimizer steps, each the list of its microbatches: an iterable that begins and goes on as `iter()`, whose
+        `len()` is the number of its items, and which has this loader's state; for trainers that count.
+        """
+        return OptimizerSteps(
+            self,
+            Stepping(
+                cursor=self._cursor,
+                begin=self._begin,
+                run=self._whole_steps,
+                count=self._count,
+                is_known=not self._prepared.iterated,
+                goes_over=self._course.goes_over,
+                as_torch=self._course.goes_on,
+                num_samples=self._prepared.num_samples,
+                num_ranks=self._rank.size,
+            ),
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loader stands: JSON-safe, the same on all ranks. Delivered steps count, prefetched ones do not;
@@ -473,6 +497,13 @@ class DataLoader(Generic[T_co]):
         self._builder = self._builder.planned_by(prepared.spec.plan)
         self._delivery.follow(prepared.spec)
         self._course = replace(self._course, epochs=prepared.epochs)
+
+    def _count(self, position: Position) -> int:
+        """Optimizer steps of its epoch. Raises TypeError where nobody knows before the end."""
+        num_steps = self._prepared.epochs.count(position.epoch, position.told)
+        if self._prepared.iterated:
+            self._told_length = num_steps
+        return num_steps
 
     def _known_steps(self) -> int | None:
         """Optimizer steps of an epoch; None where nobody knows before the end."""
