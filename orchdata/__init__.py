@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from orchdata.balancers import CostModel, MoE, PhaseCost, TransformerCost
     from orchdata.batch.batch import Batch
+    from orchdata.batch.megatron import megatron_packed
     from orchdata.batch.step_info import StepInfo
     from orchdata.dataloader import DataLoader
     from orchdata.dataset.mixture import Mixture, Source
@@ -77,6 +78,7 @@ _HOMES = {
     "Batch": "orchdata.batch.batch",
     "Plan": "orchdata.planning.plan",
     "StepInfo": "orchdata.batch.step_info",
+    "megatron_packed": "orchdata.batch.megatron",
     "Sample": "orchdata.loaders.samples.sample",
     "exchange": "orchdata.ranks.exchange",
     "post_balance": "orchdata.post_balancing.loader",
@@ -128,6 +130,7 @@ __all__ = [
     "Sample",
     "StepInfo",
     # Between ranks
+    "megatron_packed",
     "exchange",
     "Route",
     "make_route",
