@@ -56,6 +56,17 @@ class OptimizerSteps:
         self.loader = loader
         self._stepping = stepping
         self._iteration: Iteration[Any] | None = None
+        self._asked: Iterator[list[Any]] | None = None
+
+    def __next__(self) -> list[Any]:
+        """The next step of an iteration that the first call begins; behind its end, the next call begins another."""
+        if self._asked is None:
+            self._asked = iter(self)
+        try:
+            return next(self._asked)
+        except StopIteration:
+            self._asked = None
+            raise
 
     def __iter__(self) -> Iterator[list[Any]]:
         stepping = self._stepping

@@ -49,6 +49,14 @@ def test_length_is_the_number_of_items_in_every_epoch(dataset: od.ShardDataset) 
         assert any(len(item) > 1 for item in items)  # microbatches, which the loader itself would give one by one
 
 
+def test_next_goes_on_with_what_it_began(dataset: od.ShardDataset) -> None:
+    steps = make(dataset).steps()
+    for epoch in range(2):
+        assert [place(next(steps)) for _ in range(STEPS)] == [(epoch, step) for step in range(STEPS)]
+        with pytest.raises(StopIteration):
+            next(steps)
+
+
 def test_a_trainer_that_stops_at_the_length_has_seen_the_epoch(dataset: od.ShardDataset) -> None:
     steps = make(dataset, **SEVERAL).steps()
     seen: list[Any] = []
