@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,6 +24,8 @@ from orchdata.cli.options import (
 from orchdata.cli.output import one_line_errors, print_json
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from orchdata.building.spec import IndexedShards
     from orchdata.loaders.index.index import Index
 
@@ -50,6 +54,8 @@ def show(
         list[str] | None,
         typer.Option(metavar="[PHASE=]NUMBER", help="Positions per microbatch and rank; of llm, or PHASE. Repeatable."),
     ] = None,
+    oversize: Annotated[str, typer.Option(help="Samples above --max-tokens: error, own or drop.")] = "error",
+    assignment: Annotated[str, typer.Option(help="joint, or per_phase.")] = "joint",
     multiple_of: Annotated[int, typer.Option(help="LLM sequences are padded to a multiple of this.")] = 1,
     length: Annotated[int | None, typer.Option(help="Tokens of every microbatch: od.Packed(length=...).")] = None,
     quarantine: Annotated[Path | None, typer.Option(help="The list of what the run leaves out.")] = None,
@@ -71,40 +77,44 @@ def show(
         raise ValueError("--state goes with --step: it says what run the step is of")
     from orchdata.balancers import CostModel
     from orchdata.dataloader import DataLoader
+    from orchdata.dataset.shards import unchosen_rows
+    from orchdata.planning.balance import Balance
+    from orchdata.planning.layout import Packed
     from orchdata.showing.runs import arguments_of, shards_of, shown_step
     from orchdata.showing.shown import ShownGroup, shown_rows
 
-    model = load_object(cost, CostModel, "--cost") if cost is not None else None
-    dataset, index = indexed(paths, recipe_named(recipe), media_root, expression)
-    shards = shards_of(dataset, index)
-    if step is None:
-        groups = [ShownGroup(about={}, samples=shown_rows(shards, _rows(index, key, shard), model))]
-    else:
-        from orchdata.planning.balance import Balance
-        from orchdata.planning.layout import Packed
-
-        size = {"batch_size": batch_size} if batch_tokens is None else {"global_batch_tokens": batch_tokens * ranks}
-        held = None if state is None else _read_state(state)
-        order: dict[str, Any] = {"seed": seed} | ({**size, "shuffle": shuffle} if held is None else arguments_of(held))
-        loader = DataLoader(
-            dataset,
-            **order,
-            collate_fn=Packed(multiple_of=multiple_of, length=length),
-            balance=Balance(scope=balance, max_tokens=caps_of(max_tokens or ())),  # type: ignore[arg-type]
-            cost=model,
-            quarantine=quarantine,
-            on_error="skip",
-            dp=(rank, ranks),
-        )
-        if held is not None:
-            loader.load_state_dict(held)
-        try:
-            plan = loader.plan_at(epoch, step)
-        except IndexError as error:
-            raise ValueError(str(error)) from None
-        groups = shown_step(shards, plan, rank, model)
-    rows = [sample.row for group in groups for sample in group.samples]
-    files = [] if save is None else _saved(shards, rows, save)
+    with redirect_stdout(sys.stderr):  # whatever a tokenizer prints
+        dataset, index = indexed(paths, recipe_named(recipe), media_root, expression)
+        model = load_object(cost, CostModel, "--cost") if cost is not None else None
+        shards = shards_of(dataset, index)
+        if step is None:
+            rows = _rows(index, unchosen_rows(dataset, index), key, shard)
+            groups = [ShownGroup(about={}, samples=shown_rows(shards, rows, model))]
+        else:
+            size = {"batch_size": batch_size} if batch_tokens is None else {"global_batch_tokens": batch_tokens * ranks}
+            held = None if state is None else _read_state(state)
+            order: dict[str, Any] = {"seed": seed}
+            order |= {**size, "shuffle": shuffle} if held is None else arguments_of(held)
+            caps: Any = {"scope": balance, "oversize": oversize, "assignment": assignment}
+            loader = DataLoader(
+                dataset,
+                **order,
+                collate_fn=Packed(multiple_of=multiple_of, length=length),
+                balance=Balance(max_tokens=caps_of(max_tokens or ()), **caps),
+                cost=model,
+                quarantine=quarantine,
+                on_error="skip",
+                dp=(rank, ranks),
+            )
+            if held is not None:
+                loader.load_state_dict(held)
+            try:
+                plan = loader.plan_at(epoch, step)
+            except IndexError as error:
+                raise ValueError(str(error)) from None
+            groups = shown_step(shards, plan, rank, model)
+        rows = [sample.row for group in groups for sample in group.samples]
+        files = [] if save is None else _saved(shards, rows, save)
     if as_json:
         print_json({"groups": [group.as_dict() for group in groups], "files": files})
         return
@@ -113,11 +123,14 @@ def show(
     print_groups(groups, files, full=full)
 
 
-def _rows(index: Index, key: str | None, shard: str | None) -> list[int]:
+def _rows(index: Index, unchosen: NDArray[Any], key: str | None, shard: str | None) -> list[int]:
+    import numpy as np
+
     if key is None:
         if shard is not None:
             raise ValueError("--shard goes with --key: it says which shard's sample of that key is meant")
-        return list(range(min(FIRST_SAMPLES, index.num_rows)))
+        chosen: list[int] = np.setdiff1d(np.arange(index.num_rows), unchosen)[:FIRST_SAMPLES].tolist()
+        return chosen
     rows = index.find_all(shard, key)
     if not rows:
         like = ", ".join(repr(index.key(row)) for row in range(min(FIRST_SAMPLES, index.num_rows)))

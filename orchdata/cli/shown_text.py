@@ -31,7 +31,7 @@ def print_groups(groups: Sequence[ShownGroup], files: Sequence[str], *, full: bo
         for sample in group.samples:
             _print_sample(console, sample, full=full)
     for file in files:
-        console.print(Text(f"saved {file}"), soft_wrap=True)
+        console.print(Text(_visible(f"saved {file}")), soft_wrap=True)
 
 
 def _heading(group: ShownGroup) -> str:
@@ -54,10 +54,13 @@ def _print_sample(console: Console, sample: ShownSample, *, full: bool) -> None:
     piece = f", piece {sample.piece}" if sample.piece else ""
     source = f" of {sample.source}" if sample.source else ""
     costs = "".join(f", {phase} costs {cost:,}" for phase, cost in sample.costs.items())
-    console.print(Text(f"{sample.key}{piece}{source}", style="bold"), Text(f"in {sample.shard}, row {sample.row}"))
+    console.print(
+        Text(_visible(f"{sample.key}{piece}{source}"), style="bold"),
+        Text(_visible(f"in {sample.shard}, row {sample.row}")),
+    )
     console.print(Text(f"{sample.tokens:,} tokens, {sample.trained_tokens:,} trained{costs}"))
     if sample.error is not None:
-        console.print(Text(sample.error, style="red"))
+        console.print(Text(_visible(sample.error), style="red"))
     for span in sample.spans:
         kind, content = _content(span, full=full)
         style = _STYLES.get(kind, _STYLES["media"])
@@ -75,7 +78,7 @@ def _content(span: ShownText | ShownMedia, *, full: bool) -> tuple[str, Text]:
 
     if isinstance(span, ShownMedia):
         sizes = "".join(f", {name} {value}" for name, value in span.sizes.items())
-        return span.modality, Text(f"{span.field}, {span.positions:,} positions{sizes}")
+        return span.modality, Text(f"{_visible(span.field)}, {span.positions:,} positions{sizes}")
     kind = "trained" if span.trained else "masked"
     text = Text(_shortened(_said(span), full=full))
     text.highlight_regex(_ROLE, "bold")
@@ -85,9 +88,13 @@ def _content(span: ShownText | ShownMedia, *, full: bool) -> tuple[str, Text]:
 def _said(span: ShownText) -> str:
     if span.text is None:
         return "ids " + " ".join(map(str, span.token_ids))
-    # Whatever would move the cursor, or end a line in silence, is shown by its name.
+    return _visible(span.text)
+
+
+def _visible(text: str) -> str:
+    """Whatever would move the cursor, turn its way, or end a line in silence, by its name."""
     return "".join(
-        each if each.isprintable() or each == "\n" else each.encode("unicode_escape").decode() for each in span.text
+        each if each.isprintable() or each == "\n" else each.encode("unicode_escape").decode() for each in text
     )
 
 

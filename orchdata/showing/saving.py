@@ -18,8 +18,8 @@ _LONGEST_NAME: Final = 100
 
 
 def save_media(shards: IndexedShards, rows: Sequence[int], folder: str | Path) -> Iterator[Path | DataError]:
-    """Write the media of rows into `folder`, below a folder of each shard's name, as `key.place.suffix`; yields each
-    file, or why there is none.
+    """Write the media of rows into `folder`, below a folder of each shard's name, as `row-key.place.suffix`; yields
+    each file, or why there is none.
     """
     opened = shards.open()
     try:
@@ -48,7 +48,7 @@ def _saved(shards: IndexedShards, stored: StoredSample, place: int, folder: Path
     data = stored.read(recipe, text=False, parts=[part])[member]
     arrays = decode_media(name, data, size, recipe, stored.members[member].field).arrays
     suffix, content = recipe.modalities[name].to_file(data, size, arrays, recipe.limits)
-    file = folder / f"{_plain(stored.key)}.{place}.{suffix}"
+    file = folder / f"{stored.row}-{_plain(stored.key)}.{place}.{suffix}"
     file.parent.mkdir(parents=True, exist_ok=True)
     write_whole(file, content)
     return file

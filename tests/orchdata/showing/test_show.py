@@ -146,11 +146,46 @@ def test_lines_for_people(talk: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert run(long, "--key", "long", "--full").stdout.count("ord") == 1000
 
 
+def test_names_of_the_data_are_shown_and_no_more(tmp_path: Path) -> None:
+    keys = ["a/b", "a_b", "c\x1b[2J\u202e"]
+    path = write_shard(tmp_path / "odd.tar", [{"__key__": key, "jpg": jpeg(32, 32)} for key in keys])
+    lines = run(path).stdout
+    assert "\x1b" not in lines and "\u202e" not in lines
+    assert "c\\x1b[2J\\u202e" in lines
+    files = run_json(path, "--save", tmp_path / "out")["files"]
+    assert len(set(files)) == 3
+    assert all(Path(file).parent == tmp_path / "out" / "odd.tar" and Path(file).is_file() for file in files)
+
+
+def test_what_is_filtered_is_not_among_the_first(talk: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = recipe_file(tmp_path, monkeypatch)
+    (group,) = run_json(talk, "--recipe", name, "--filter", "audio_parts > 0 or text_tokens < 40")["groups"]
+    assert "talk" not in [sample["key"] for sample in group["samples"]]
+
+
+def test_a_tokenizer_that_prints_leaves_json_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "loud_recipe.py").write_text(
+        "import orchdata as od\n"
+        "class Loud:\n"
+        "    def encode(self, text):\n"
+        "        print('encoding')\n"
+        "        return list(text.encode())\n"
+        "    def decode(self, ids):\n"
+        "        print('decoding')\n"
+        "        return bytes(ids).decode()\n"
+        "recipe = od.Recipe(text=od.TextPreprocessor(Loud().encode, id='loud'))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    path = write_shard(tmp_path / "texts.tar", [{"__key__": "one", "txt": b"said"}])
+    (group,) = run_json(path, "--recipe", "loud_recipe:recipe")["groups"]
+    assert "".join(span["text"] for span in group["samples"][0]["spans"]) == "said"
+
+
 def test_media_are_written_as_the_model_gets_them(talk: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = recipe_file(tmp_path, monkeypatch)
     out = tmp_path / "saved"
     files = run_json(talk, "--recipe", name, "--key", "talk", "--save", out)["files"]
-    assert files == [str(out / "talk.tar" / "talk.0.png")]
+    assert files == [str(out / "talk.tar" / "0-talk.0.png")]
     dataset = od.ShardDataset(talk, RECIPE)
     (part,) = [part for part in dataset[0].parts if hasattr(part, "patches")]
     with Image.open(files[0]) as image:
