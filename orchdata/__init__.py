@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from orchdata.loaders.modalities.audio import AudioPreprocessor
     from orchdata.loaders.modalities.image import ImagePreprocessor
     from orchdata.loaders.modalities.modality import ArraySpec, Modality, PartSize, Slot
+    from orchdata.loaders.modalities.video.preprocessor import VideoPreprocessor
     from orchdata.loaders.recipe import Recipe
     from orchdata.loaders.samples.sample import Sample
     from orchdata.loaders.text.preprocessor import TextPreprocessor
@@ -59,6 +60,7 @@ _HOMES = {
     "Recipe": "orchdata.loaders.recipe",
     "ImagePreprocessor": "orchdata.loaders.modalities.image",
     "AudioPreprocessor": "orchdata.loaders.modalities.audio",
+    "VideoPreprocessor": "orchdata.loaders.modalities.video.preprocessor",
     "Modality": "orchdata.loaders.modalities.modality",
     "ArraySpec": "orchdata.loaders.modalities.modality",
     "PartSize": "orchdata.loaders.modalities.modality",
@@ -107,6 +109,7 @@ __all__ = [
     "Recipe",
     "ImagePreprocessor",
     "AudioPreprocessor",
+    "VideoPreprocessor",
     "Modality",
     "ArraySpec",
     "PartSize",

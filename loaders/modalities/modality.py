@@ -211,8 +211,12 @@ class Modality:
     def rope(self, size: PartSize) -> NDArray[np.int64] | None:
         """Positions in time, height and width of a part's tokens, from 0: (3, tokens); None counts on in all three.
 
-        What follows goes on behind the largest.
+        What follows goes on behind the largest, or as `rope_span` says.
         """
+        return None
+
+    def rope_span(self, size: PartSize) -> int | None:
+        """Positions from a part's first to what follows it, where that does not go on behind the largest of `rope`."""
         return None
 
     def dummy(self) -> PartSize:

@@ -115,7 +115,8 @@ class Pages:
                     slot = next(slots[span.modality])
                 token_id = recipe.slots[span.modality].token_id
                 rope = held.rope(slot, span.first, span.tokens)
-                held.put(slot, writer.media(token_id, span.tokens, rope), span.first, span.tokens)
+                first = writer.media(token_id, span.tokens, rope, held.rope_span(slot, span.tokens))
+                held.put(slot, first, span.first, span.tokens)
             else:
                 writer.text(span)
         writer.close(int(self._source.index.loss_tokens[sample.row]))
