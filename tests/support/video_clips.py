@@ -99,11 +99,11 @@ def clip(
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"clip.{container}"
         with av.open(str(path), "w", options=dict(options)) as out:
-            stream = out.add_stream(
-                name,
-                rate=Fraction(240 if name == "libsvtav1" else 1000) if times else Fraction(rate),
-                options=_OPTIONS.get(name),
-            )
+            pace = Fraction(240 if name == "libsvtav1" else 1000) if times else Fraction(rate)
+            given = dict(_OPTIONS.get(name, {}))
+            if number == 1 and name == "libx265":  # which gives a lone picture a time at random, with B-frames
+                given["x265-params"] = given["x265-params"].replace("bframes=2", "bframes=0")
+            stream = out.add_stream(name, rate=pace, options=given)
             stream.width, stream.height = size
             odd = width % 2 or height % 2
             stream.pix_fmt = pix_fmt or (
