@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import subprocess
@@ -187,3 +188,70 @@ def test_made_up_videos(tmp_path: Path) -> None:
     CliRunner().invoke(app, ["synth", str(description), str(tmp_path / "b"), "--samples", "12"])
     first, second = (sorted((tmp_path / name).glob("*.tar")) for name in ("a", "b"))
     assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
+
+
+def test_records_name_videos(tmp_path: Path) -> None:
+    media = tmp_path / "media"
+    media.mkdir()
+    (media / "a.mp4").write_bytes(clip("h264"))
+    (media / "b.webm").write_bytes(clip("vp9", "webm"))
+    turns = [{"from": "human", "value": "<video> what?"}, {"from": "gpt", "value": "bars"}]
+    asked = {"role": "user", "content": [{"type": "video", "video": "b.webm"}, {"type": "text", "text": "what?"}]}
+    inside = f"data:video/mp4;base64,{base64.b64encode(clip('h264')).decode()}"
+    records = [
+        {"id": "llava", "video": "a.mp4", "conversations": turns},
+        {"id": "qwen", "messages": [asked, {"role": "assistant", "content": "bars"}]},
+        {"id": "two", "videos": ["a.mp4", "b.webm"], "text": "<video> and <video>"},
+        {"id": "inside", "video": inside, "conversations": turns},
+        {"id": "gone", "video": "c.mp4", "conversations": turns},
+        {"id": "plain", "text": "no video at all"},
+    ]
+    path = tmp_path / "records.jsonl"
+    path.write_text("\n".join(map(json.dumps, records)))
+    dataset = od.ShardDataset(str(path), recipe=RECIPE, media_root=str(media))
+    index = dataset.index()
+    failures = [index.failure(int(row)) for row in index.bad_rows()]
+    assert [(failure.key, failure.field) for failure in failures] == [("gone", "video.0")]
+    running = od.DataLoader(dataset, global_batch_size=5, num_threads=0, shuffle=False, on_error="skip")
+    batch = next(iter(running))
+    assert [key for _, key in batch.keys] == ["llava", "qwen", "two", "inside", "plain"]
+    assert len(batch.media["video"].grid_thw) == 5
+    assert numbers(batch)[0] == numbers(batch)[2] == numbers(batch)[4] == [0, 6, 12, 18]
+    # Without videos in the recipe records that name some are refused, as ever.
+    plain = od.ShardDataset(str(path), recipe=od.Recipe(audio=None), media_root=str(media)).index()
+    assert len(plain.bad_rows()) == 5
+
+
+def test_columns_of_parquet_hold_videos(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    one, two = clip("h264"), clip("h264", "mkv")
+    table = pa.table(
+        {
+            "video": pa.array([{"bytes": one, "path": "a.mp4"}, {"bytes": two, "path": None}]),
+            "text": ["first", "second"],
+        }
+    )
+    pq.write_table(table, tmp_path / "a.parquet")
+    dataset = od.ShardDataset(str(tmp_path / "a.parquet"), recipe=RECIPE)
+    assert not len(dataset.index().bad_rows())
+    batch = next(iter(od.DataLoader(dataset, global_batch_size=2, num_threads=0)))
+    assert len(batch.media["video"].grid_thw) == 2
+
+
+def test_sound_of_a_video_is_a_member_beside_it(tmp_path: Path) -> None:
+    """The function that the docs give."""
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+    code = next(each.split("```")[0] for each in page.split("```python\n") if "def sound_of" in each)
+    scope: dict[str, Any] = {}
+    exec(code, scope)
+    data = clip("h264", audio="aac")
+    shard = write_shard(
+        tmp_path / "a.tar", [{"__key__": "a", "mp4": data, "flac": scope["sound_of"](data), "txt": b"x"}]
+    )
+    recipe = od.Recipe(image=None, video=VIDEO, audio=od.AudioPreprocessor(num_mels=16))
+    batch = next(iter(loader(shard, recipe=recipe, global_batch_size=1)))
+    assert (
+        batch.media["video"].num_tokens and 24 <= batch.media["audio"].num_tokens <= 28
+    )  # a second, and codec's delay

@@ -71,7 +71,7 @@ def differs(video: VideoFile | FrameList, size: tuple[int, int] | None = None) -
     line = video.timeline
     shown = f"{line.frames} frames in {float(line.seconds):.3f} s"
     shown += "" if size is None else f" of {size[0]} x {size[1]} pixels"
-    return f"decoded to {shown}, the index says otherwise: index again"
+    return f"decoded to {shown}, the index says otherwise: it is damaged, or has to be indexed again"
 
 
 def upright_pictures(video: VideoFile | FrameList, numbers: Sequence[int], check: Any) -> Iterator[Pixels]:

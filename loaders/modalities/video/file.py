@@ -10,6 +10,7 @@ Imported late: it loads FFmpeg's libraries.
 
 from __future__ import annotations
 
+import errno
 import os
 from bisect import bisect_right
 from collections import deque
@@ -37,6 +38,10 @@ except ModuleNotFoundError as error:
 
 _SHOWN_VP8: Final = 0x10
 _QUARTER: Final = 90
+_AS_BYTES: Final = {"metadata_errors": "replace"} if int(av.__version__.split(".")[0]) < 19 else {}
+"""Titles and the like are in any encoding; of PyAV 19 on they are never decoded."""
+_NO_MORE_FILES: Final = (errno.EMFILE, errno.ENFILE)
+_SOME_MEMORY: Final = 1 << 26
 _ATTACHED: Final = av.stream.Disposition.attached_pic
 """A picture of its cover, which players show beside it."""
 
@@ -101,11 +106,11 @@ class VideoFile:
         path = f"/proc/self/fd/{self._memory.fileno()}"
         options = {"max_pixels": str(self._limits.image_pixels)}
         try:
-            self._container = av.open(path, format=self._format, options=options)
+            self._container = av.open(path, format=self._format, options=options, **_AS_BYTES)
         except (FileNotFoundError, PermissionError) as error:  # of /proc: a file of ours is always there
             raise StorageError(path, f"cannot be opened, and video is read by way of it: {error.strerror}") from error
         except av.FFmpegError as error:
-            pass_trouble(error)
+            _pass_trouble(error)
             raise DecodeError(f"not a readable video: {_said(error)}") from None
         streams = self._container.streams
         shown = [stream for stream in streams.video if not stream.disposition & _ATTACHED]
@@ -138,9 +143,9 @@ class VideoFile:
                 if packet.is_keyframe:
                     starts.append(packet.pts)
         except av.FFmpegError as error:
-            pass_trouble(error)
+            _pass_trouble(error)
             raise DecodeError(f"damaged video: {_said(error)}, behind {len(ticks)} frames") from None
-        self.timeline = Timeline.of(ticks, Fraction(self._stream.time_base or 0))
+        self.timeline = Timeline.of(ticks, _exact(self._stream.time_base), _exact(self._stream.average_rate))
         # Pictures of a GIF are made from those before them, whatever its packets say.
         self._starts = sorted(starts)[: 1 if self._format == "gif" else None]
 
@@ -185,7 +190,7 @@ class VideoFile:
             for packet in self._container.demux(self._stream):
                 yield from packet.decode()
         except av.FFmpegError as error:
-            pass_trouble(error)
+            _pass_trouble(error)
             raise DecodeError(f"damaged video: {_said(error)}") from None
 
     def _upright(self, frame: Any) -> Pixels:
@@ -194,13 +199,28 @@ class VideoFile:
             raise DecodeError(f"video of {reason.removeprefix('image of ')}")
         turns = round(frame.rotation / _QUARTER) % 4
         try:
-            plain = self._reformatter.reformat(frame, format="rgb24")
+            plain = self._reformatter.reformat(frame, format="rgb24", threads=1)
         except av.FFmpegError as error:
             raise DecodeError(
                 f"video of {frame.format.name} pixels, which cannot be made RGB: {_said(error)}"
             ) from None
         pixels = plain.to_ndarray()
         return np.ascontiguousarray(np.rot90(pixels, turns) if turns else pixels)
+
+
+def _exact(told: Any) -> Fraction:
+    """A rational number of PyAV's; 0 where the file does not tell it."""
+    return Fraction(told.numerator, told.denominator) if told else Fraction(0)
+
+
+def _pass_trouble(error: Any) -> None:
+    """Raise what is the system's trouble. A file in memory is read without any, so that libav's other errors are the
+    data's, whatever they are called; and where a small file asks for more memory than there can be, too.
+    """
+    if error.errno in _NO_MORE_FILES:
+        pass_trouble(error)
+    if error.errno == errno.ENOMEM:
+        bytearray(_SOME_MEMORY)  # or there is none: a MemoryError
 
 
 def _said(error: Any) -> str:

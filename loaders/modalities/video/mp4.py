@@ -62,7 +62,7 @@ def plain_header(data: memoryview, size: int) -> tuple[int, Header]:
         return UNUSUAL, ()
     try:
         return FOUND, _header(data, tables)
-    except (_NotPlain, DecodeError, IndexError, ValueError, StopIteration):
+    except (_NotPlain, DecodeError, LookupError, ValueError, StopIteration):
         return UNUSUAL, ()
 
 

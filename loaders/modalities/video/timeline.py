@@ -20,6 +20,7 @@ _FINEST: Final = 1_000_000
 _DEFAULT_RATE: Final = 25
 """Pictures a second of a clip of one."""
 _MOST_TICKS: Final = 2**62
+_NOT_TOLD: Final = Fraction(0)
 
 
 @dataclass(frozen=True)
@@ -63,13 +64,14 @@ class Timeline:
     _tick: Fraction = Fraction(1)
 
     @classmethod
-    def of(cls, ticks: list[int], tick: Fraction) -> Timeline:
+    def of(cls, ticks: list[int], tick: Fraction, rate: Fraction = _NOT_TOLD) -> Timeline:
         """From times in any order. The last picture is taken to be shown as long as one is in the mean: what files say
         of it is mostly a guess of whatever wrote them.
 
         Args:
             ticks: when each picture is shown.
             tick: seconds.
+            rate: pictures a second, as the file tells it; believed where its times, rounded to ticks, may be that.
 
         Raises:
             DecodeError: no picture, or two at one time.
@@ -84,7 +86,10 @@ class Timeline:
             return cls(at, Fraction(1, _DEFAULT_RATE), True, tick)
         if not (np.diff(at) > 0).all():
             raise DecodeError("damaged video: it shows two frames at one time")
-        return cls(at, _bounded(Fraction(spread * count, count - 1) * tick), _is_even(at, spread), tick)
+        seconds, is_constant = Fraction(spread * count, count - 1) * tick, _is_even(at, spread)
+        if is_constant and rate and abs(count / rate - seconds) <= 2 * tick:
+            seconds = count / rate
+        return cls(at, _bounded(seconds), is_constant, tick)
 
 
 def _is_even(at: NDArray[np.int64], spread: int) -> bool:

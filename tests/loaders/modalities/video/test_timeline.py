@@ -20,6 +20,8 @@ def test_a_constant_rate_is_seen_through_rounded_times() -> None:
     line = Timeline.of(rounded[::-1], MILLI)
     assert line.is_constant and line.frames == 100
     assert line.seconds == Fraction(3300 * 100, 99 * 1000)
+    told = Timeline.of(rounded, MILLI, Fraction(30))
+    assert told.seconds == Fraction(100, 30) and Timeline.of(rounded, MILLI, Fraction(25)).seconds == line.seconds
     assert line.pictures(10) == list(range(0, 100, 10))  # not 9, 19, ...: 10 / 30 s is written as 333 ms
 
 

@@ -239,7 +239,7 @@ def test_what_is_no_video_is_refused_with_a_reason(make: Any, message: str) -> N
 def test_an_index_of_another_clip_is_refused() -> None:
     size = PRE.count_header(header_of(clip("h264")), LIMITS)
     for other in (clip("h264", frames=30), clip("h264", size=(64, 64)), clip("h264", rate=12)):
-        with pytest.raises(DecodeError, match="index again"):
+        with pytest.raises(DecodeError, match="indexed again"):
             PRE.decode_into(other, size, {"patches": np.empty((size.num_rows, PRE.patch_dim), np.uint8)}, LIMITS)
 
 
