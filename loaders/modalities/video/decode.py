@@ -5,7 +5,8 @@ bytes --open_video--> pictures of the timeline --resize--> the grid's size --pat
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -62,8 +63,8 @@ def decode_video(
         count = size.extent[3]
         if count > video.timeline.frames:
             raise DecodeError(differs(video))
-        pictures = upright_pictures(video, video.timeline.pictures(count), check)
-        write_patches(pictures, pre, size, out)
+        with closing(upright_pictures(video, video.timeline.pictures(count), check)) as pictures:
+            write_patches(pictures, pre, size, out)
 
 
 def differs(video: VideoFile | FrameList, size: tuple[int, int] | None = None) -> str:
@@ -74,20 +75,23 @@ def differs(video: VideoFile | FrameList, size: tuple[int, int] | None = None) -
     return f"decoded to {shown}, the index says otherwise: it is damaged, or has to be indexed again"
 
 
-def upright_pictures(video: VideoFile | FrameList, numbers: Sequence[int], check: Any) -> Iterator[Pixels]:
-    """Pictures (height, width, 3) of one size, which `check(width, height)` is told once."""
+def upright_pictures(
+    video: VideoFile | FrameList, numbers: Sequence[int], check: Callable[[int, int], None]
+) -> Generator[Pixels]:
+    """Pictures (height, width, 3) of one size, which `check` is told once: width, height. To be closed."""
     first: tuple[int, int] | None = None
-    for number, pixels in zip(numbers, video.frames(numbers), strict=True):
-        height, width = pixels.shape[:2]
-        if first is None:
-            first = (width, height)
-            check(*first)
-        if first != (width, height):
-            raise DecodeError(
-                f"frame {number} has {width} x {height} pixels, those before it {first[0]} x {first[1]}: encode the "
-                "video anew, all frames at one size"
-            )
-        yield pixels
+    with closing(video.frames(numbers)) as frames:
+        for number, pixels in zip(numbers, frames, strict=True):
+            height, width = pixels.shape[:2]
+            if first is None:
+                first = (width, height)
+                check(*first)
+            if first != (width, height):
+                raise DecodeError(
+                    f"frame {number} has {width} x {height} pixels, those before it {first[0]} x {first[1]}: encode "
+                    "the video anew, all frames at one size"
+                )
+            yield pixels
 
 
 def write_patches(pictures: Iterator[Pixels], pre: VideoPreprocessor, size: PartSize, out: NDArray[Any]) -> None:

@@ -3,7 +3,8 @@
     bytes --memory file--> libav --packets--> Timeline         packets, from the last whole picture on --> pictures
 
 libav reads a file without a name, and not the bytes by way of Python: what a signal raises in a function that C calls
-is forgotten there. Each file is decoded by the thread that asks, without threads of libav's own.
+is forgotten there. So it is where PyAV raises, as at the end of a file: its wheels run a little Python to write a
+traceback, and forget what is raised in that. Each file is decoded by the thread that asks, without threads of libav's.
 
 Imported late: it loads FFmpeg's libraries.
 """
@@ -12,16 +13,18 @@ from __future__ import annotations
 
 import errno
 import os
+import weakref
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, suppress
 from fractions import Fraction
 from typing import Any, Final
 
 import numpy as np
 
 from orchdata.loaders.errors import DecodeError, StorageError, pass_trouble
+from orchdata.loaders.interrupts import interrupts_held
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.checks import above_pixels
 from orchdata.loaders.modalities.image_decode import Pixels
@@ -35,6 +38,8 @@ except ModuleNotFoundError as error:
     if error.name != "av":
         raise
     raise ImportError("reading video needs PyAV: pip install 'orchdata[video]'") from error
+
+Pictures = Generator[Pixels]
 
 _SHOWN_VP8: Final = 0x10
 _QUARTER: Final = 90
@@ -62,10 +67,12 @@ class VideoFile:
         if reason is not None:
             raise DecodeError(reason)
         self._container: Any = None
-        self._memory = open(os.memfd_create("orchdata-video", os.MFD_CLOEXEC), "wb")  # noqa: SIM115 - closed in close()
+        with interrupts_held():
+            self._memory = os.memfd_create("orchdata-video", os.MFD_CLOEXEC)
+            self._close_memory = weakref.finalize(self, os.close, self._memory)
+        with open(self._memory, "wb", closefd=False) as file:
+            file.write(data)
         try:
-            self._memory.write(data)
-            self._memory.flush()
             self._open()
             self._scan()
         except BaseException:
@@ -82,31 +89,37 @@ class VideoFile:
         container, self._container = self._container, None
         if container is not None:
             container.close()
-        self._memory.close()
+        self._close_memory()
 
     def size(self) -> tuple[int, int]:
         """(width, height) as displayed, of the first picture."""
-        height, width = next(self.frames([0])).shape[:2]
+        with closing(self.frames([0])) as frames:
+            height, width = next(frames).shape[:2]
         return width, height
 
-    def frames(self, numbers: Sequence[int]) -> Iterator[Pixels]:
-        """Upright pictures (height, width, 3), uint8, by their places in the timeline, ascending."""
-        ticks, found, last = self.timeline.ticks, self._pictures(sorted(set(numbers))), -1
+    def frames(self, numbers: Sequence[int]) -> Pictures:
+        """Upright pictures (height, width, 3), uint8, by their places in the timeline, ascending.
+
+        To be closed where not all are asked for: Ctrl-C in a generator that is collected would be forgotten.
+        """
+        ticks, last = self.timeline.ticks, -1
         pixels: Pixels | None = None
-        for number in numbers:
-            if number != last or pixels is None:
-                at, frame = next(found)
-                assert at == ticks[number]
-                pixels, last = self._upright(frame), number
-            yield pixels
+        with closing(self._pictures(sorted(set(numbers)))) as found:
+            for number in numbers:
+                if number != last or pixels is None:
+                    at, frame = next(found)
+                    assert at == ticks[number]
+                    pixels, last = self._upright(frame), number
+                yield pixels
 
     def _open(self) -> None:
         if self._container is not None:
             self._container.close()
-        path = f"/proc/self/fd/{self._memory.fileno()}"
+        path = f"/proc/self/fd/{self._memory}"
         options = {"max_pixels": str(self._limits.image_pixels)}
         try:
-            self._container = av.open(path, format=self._format, options=options, **_AS_BYTES)
+            with interrupts_held():
+                self._container = av.open(path, format=self._format, options=options, **_AS_BYTES)
         except (FileNotFoundError, PermissionError) as error:  # of /proc: a file of ours is always there
             raise StorageError(path, f"cannot be opened, and video is read by way of it: {error.strerror}") from error
         except av.FFmpegError as error:
@@ -134,7 +147,7 @@ class VideoFile:
         starts: list[int] = []
         hides = self._codec.name in ("vp8", "libvpx")  # whose packets may hold a picture that is never shown
         try:
-            for packet in self._container.demux(self._stream):
+            for packet in self._packets():
                 if not packet.size or packet.is_discard or (hides and not memoryview(packet)[0] & _SHOWN_VP8):
                     continue
                 if packet.pts is None:
@@ -149,7 +162,7 @@ class VideoFile:
         # Pictures of a GIF are made from those before them, whatever its packets say.
         self._starts = sorted(starts)[: 1 if self._format == "gif" else None]
 
-    def _pictures(self, numbers: list[int]) -> Iterator[tuple[int, Any]]:
+    def _pictures(self, numbers: list[int]) -> Generator[tuple[int, Any]]:
         """(when it is shown, picture), decoded from the last picture before it that stands alone."""
         ticks = self.timeline.ticks[numbers].tolist()
         groups: dict[int, deque[int]] = {}
@@ -167,28 +180,42 @@ class VideoFile:
         if self._format == "gif":
             return False
         try:
-            self._container.seek(self._starts[place], stream=self._stream)
+            with interrupts_held():
+                self._container.seek(self._starts[place], stream=self._stream)
         except av.FFmpegError:
             return False
         return True
 
-    def _decoded(self, pending: deque[int]) -> Iterator[tuple[int, Any]]:
+    def _decoded(self, pending: deque[int]) -> Generator[tuple[int, Any]]:
         """Pictures shown at these times, ascending, which are taken from them. Raises for one that does not come."""
-        for frame in self._all_from_here():
-            if frame.pts is None or frame.pts < pending[0]:
-                continue
-            if frame.pts > pending[0] or frame.is_corrupt:
-                break
-            yield pending.popleft(), frame
-            if not pending:
-                return
+        with closing(self._all_from_here()) as frames:
+            for frame in frames:
+                if frame.pts is None or frame.pts < pending[0]:
+                    continue
+                if frame.pts > pending[0] or frame.is_corrupt:
+                    break
+                yield pending.popleft(), frame
+                if not pending:
+                    return
         number = int(np.searchsorted(self.timeline.ticks, pending[0]))
         raise DecodeError(f"damaged video: frame {number} of {self.timeline.frames} cannot be decoded")
 
-    def _all_from_here(self) -> Iterator[Any]:
+    def _packets(self) -> Iterator[Any]:
+        """From here on, and an empty one that asks a decoder for what it has kept."""
+        packets = self._container.demux(self._stream)
+        while True:
+            with interrupts_held():
+                packet = next(packets, None)
+            if packet is None:
+                return
+            yield packet
+
+    def _all_from_here(self) -> Generator[Any]:
         try:
-            for packet in self._container.demux(self._stream):
-                yield from packet.decode()
+            for packet in self._packets():
+                with interrupts_held():
+                    frames = packet.decode()
+                yield from frames
         except av.FFmpegError as error:
             _pass_trouble(error)
             raise DecodeError(f"damaged video: {_said(error)}") from None

@@ -9,7 +9,7 @@ import base64
 import binascii
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from fractions import Fraction
 from functools import partial
 from typing import Any, Final
@@ -71,7 +71,7 @@ class FrameList:
                 raise DecodeError(f"frames 0 and {number} are {shown} pixels: make all frames of a clip one size")
         return sizes[0]
 
-    def frames(self, numbers: Sequence[int]) -> Iterator[Pixels]:
+    def frames(self, numbers: Sequence[int]) -> Generator[Pixels]:
         """Frames (height, width, 3), each valid until the next is asked for."""
         for number in numbers:
             try:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import lru_cache
@@ -106,11 +106,11 @@ class HFVideos(VideoFiles):
             if video.timeline.frames != size.extent[4]:
                 raise DecodeError(differs(video))
             numbers = self.numbers(size)
-            pictures = upright_pictures(video, numbers, check)
-            if self.native:
-                write_clip(self.source, pictures, size.extent, out[ARRAY])
-                return
-            clip = np.stack([pixels[..., :3] for pixels in pictures])
+            with closing(upright_pictures(video, numbers, check)) as pictures:
+                if self.native:
+                    write_clip(self.source, pictures, size.extent, out[ARRAY])
+                    return
+                clip = np.stack([pixels[..., :3] for pixels in pictures])
         found, _ = running(self.source).outputs(clip)
         if found.shape != out[ARRAY].shape:
             raise DecodeError(f"prepared to shape {found.shape}, the index says {out[ARRAY].shape}: index again")

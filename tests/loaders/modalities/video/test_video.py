@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import base64
+import gc
 import io
 import json
+import os
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from fractions import Fraction
 from typing import Any
 
@@ -254,6 +260,57 @@ def test_damaged_pictures_are_refused() -> None:
         PRE.decode_into(bytes(data), size, {"patches": out}, LIMITS)
     except DecodeError as error:
         assert "damaged video" in error.reason
+
+
+@pytest.mark.parametrize("name", CLIPS)
+def test_mutated_files_are_read_or_refused(name: str) -> None:
+    data, random = CLIPS[name](), np.random.default_rng(7)
+    for _ in range(25):
+        changed = bytearray(data)
+        for at in random.integers(0, len(data) if random.random() < 0.5 else min(len(data), 1500), 3):
+            changed[at] = random.integers(256)
+        if random.random() < 0.3:
+            start = int(random.integers(len(data)))
+            del changed[start : start + int(random.integers(200))]
+        with suppress(DecodeError):
+            size, out = decoded(bytes(changed))
+            assert len(out) == size.num_rows
+
+
+def test_ctrl_c_is_heard_wherever_it_comes() -> None:
+    """Guards that no function of Python's is called by C, and what is held where PyAV raises."""
+    clips = [clip("h264"), clip("vp9", "webm", times=VARIABLE), animation(5)]
+    before, forgotten = len(os.listdir("/proc/self/fd")), 0
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        for number in range(300):
+            came = threading.Timer(0.001 + 0.00005 * number, signal.raise_signal, (signal.SIGINT,))
+            with suppress(KeyboardInterrupt):
+                came.start()
+                while came.is_alive():
+                    for data in clips:
+                        decoded(data)
+                forgotten += 1
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    gc.collect()
+    assert not forgotten and len(os.listdir("/proc/self/fd")) <= before + 1
+
+
+def test_nothing_of_a_decoder_stays() -> None:
+    tasks = len(os.listdir("/proc/self/task"))
+    with open_video(clip("h264", frames=100, size=(320, 240)), LIMITS) as video:
+        assert sum(1 for _ in video.frames(range(100))) == 100
+        assert len(os.listdir("/proc/self/task")) == tasks  # no threads of libav's
+
+
+def test_threads_decode_at_once() -> None:
+    clips = [make() for make in CLIPS.values()]
+    expected = [decoded(data)[1] for data in clips]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(3):
+            found = list(pool.map(lambda data: decoded(data)[1], clips))
+            assert all(np.array_equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
 
 
 def test_limits_hold() -> None:
