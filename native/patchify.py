@@ -40,7 +40,7 @@ def patchify(
     # Pillow's arrays are read-only, which numba takes for a type of its own: make all of them one.
     flat, table = pixels.reshape(-1), table.view()
     flat.flags.writeable = table.flags.writeable = False
-    _patchify(flat, height, width, channels, patch, merge, table, out.reshape(-1), repeats)
+    _patchify(flat, 1, height, width, channels, patch, merge, table, out.reshape(-1), repeats)
 
 
 def patchify_clip(pixels: NDArray[np.uint8], patch: int, merge: int, table: NDArray[Any], out: NDArray[Any]) -> None:
@@ -60,7 +60,7 @@ def patchify_clip(pixels: NDArray[np.uint8], patch: int, merge: int, table: NDAr
         raise ValueError(f"out {out.shape} {out.dtype} should be {expected} of the table's {table.dtype}, C-contiguous")
     flat, table = pixels.reshape(-1), table.view()
     flat.flags.writeable = table.flags.writeable = False
-    _patchify_clip(flat, times, height, width, channels, patch, merge, table, out.reshape(-1))
+    _patchify(flat, times, height, width, channels, patch, merge, table, out.reshape(-1), 1)
 
 
 def channel_table(mean: tuple[float, ...], std: tuple[float, ...], dtype: str) -> NDArray[Any]:
@@ -85,6 +85,7 @@ def bfloat16_bits(values: NDArray[np.float32]) -> NDArray[np.uint16]:
 @kernel
 def _patchify(
     pixels: NDArray[np.uint8],
+    times: int,
     height: int,
     width: int,
     channels: int,
@@ -98,39 +99,7 @@ def _patchify(
     # and three streams of writes take longer than one. Both together take twice as long.
     side, block, area = np.uint64(patch), np.uint64(merge), np.uint64(patch * patch)
     wide, step = np.uint64(width * channels), np.uint64(channels)
-    at = np.uint64(0)
-    for block_y in range(np.uint64(height // (patch * merge))):
-        for block_x in range(np.uint64(width // (patch * merge))):
-            for row in range(block_y * block, block_y * block + block):
-                for column in range(block_x * block, block_x * block + block):
-                    corner = row * side * wide + column * side * step
-                    for channel in range(np.uint64(3)):
-                        values = table[channel]
-                        for y in range(side):
-                            first = corner + y * wide + channel
-                            for x in range(side):
-                                out[at] = values[pixels[first + x * step]]
-                                at += np.uint64(1)
-                        for _ in range((np.uint64(repeats) - np.uint64(1)) * area):
-                            out[at] = out[at - area]
-                            at += np.uint64(1)
-
-
-@kernel
-def _patchify_clip(
-    pixels: NDArray[np.uint8],
-    times: int,
-    height: int,
-    width: int,
-    channels: int,
-    patch: int,
-    merge: int,
-    table: NDArray[Any],
-    out: NDArray[Any],
-) -> None:
-    side, block = np.uint64(patch), np.uint64(merge)
-    wide, step = np.uint64(width * channels), np.uint64(channels)
-    whole, at = np.uint64(height * width * channels), np.uint64(0)
+    whole, at = np.uint64(height) * wide, np.uint64(0)
     for block_y in range(np.uint64(height // (patch * merge))):
         for block_x in range(np.uint64(width // (patch * merge))):
             for row in range(block_y * block, block_y * block + block):
@@ -139,8 +108,12 @@ def _patchify_clip(
                     for channel in range(np.uint64(3)):
                         values = table[channel]
                         for time in range(np.uint64(times)):
+                            picture = time * whole + corner + channel
                             for y in range(side):
-                                first = time * whole + corner + y * wide + channel
+                                first = picture + y * wide
                                 for x in range(side):
                                     out[at] = values[pixels[first + x * step]]
                                     at += np.uint64(1)
+                        for _ in range((np.uint64(repeats) - np.uint64(1)) * area):
+                            out[at] = out[at - area]
+                            at += np.uint64(1)

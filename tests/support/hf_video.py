@@ -157,7 +157,7 @@ def loader(name: str, model: Any, shard: str, *, per_phase: bool = False, padded
         dataset,
         global_batch_size=len(dataset.index()),
         collate_fn=od.hf.Inputs(model.config, padded=padded),
-        cost=od.hf.cost(model.config),
+        cost=od.hf.cost(model.config, video_patches=24),
         balance=od.Balance(assignment="per_phase" if per_phase else "joint"),
         num_threads=0,
     )
