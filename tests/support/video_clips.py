@@ -84,6 +84,8 @@ def clip(
     options: tuple[tuple[str, str], ...] = (),
     pix_fmt: str | None = None,
     turned: int = 0,
+    given: tuple[tuple[str, str], ...] = (),
+    start: int = 0,
 ) -> bytes:
     """A clip.
 
@@ -93,6 +95,8 @@ def clip(
         audio: codec of a track of sound.
         options: of the container.
         turned: degrees clockwise by which players turn it; of MP4.
+        given: options of the encoder.
+        start: pictures by which the first is late, or early.
     """
     name, width, height = encoder_of(codec), *size
     number = len(times) if times else frames
@@ -100,10 +104,10 @@ def clip(
         path = Path(folder) / f"clip.{container}"
         with av.open(str(path), "w", options=dict(options)) as out:
             pace = Fraction(240 if name == "libsvtav1" else 1000) if times else Fraction(rate)
-            given = dict(_OPTIONS.get(name, {}))
+            asked = _OPTIONS.get(name, {}) | dict(given)
             if number == 1 and name == "libx265":  # which gives a lone picture a time at random, with B-frames
-                given["x265-params"] = given["x265-params"].replace("bframes=2", "bframes=0")
-            stream = out.add_stream(name, rate=pace, options=given)
+                asked["x265-params"] = asked["x265-params"].replace("bframes=2", "bframes=0")
+            stream = out.add_stream(name, rate=pace, options=asked)
             stream.width, stream.height = size
             odd = width % 2 or height % 2
             stream.pix_fmt = pix_fmt or (
@@ -116,7 +120,7 @@ def clip(
             sound = out.add_stream(audio, rate=48_000 if audio == "libopus" else 16_000) if audio else None
             for at in range(number):
                 frame = av.VideoFrame.from_ndarray(picture(at, width, height), format="rgb24")
-                frame.pts, frame.time_base = (times[at] if times else at), tick
+                frame.pts, frame.time_base = (times[at] if times else at + start), tick
                 out.mux(stream.encode(frame))
             out.mux(stream.encode(None))
             if sound is not None:

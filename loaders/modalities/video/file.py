@@ -43,7 +43,7 @@ Pictures = Generator[Pixels]
 
 _SHOWN_VP8: Final = 0x10
 _QUARTER: Final = 90
-_AS_BYTES: Final = {"metadata_errors": "replace"} if int(av.__version__.split(".")[0]) < 19 else {}
+_AS_BYTES: Final[dict[str, Any]] = {"metadata_errors": "replace"} if int(av.__version__.split(".")[0]) < 19 else {}
 """Titles and the like are in any encoding; of PyAV 19 on they are never decoded."""
 _NO_MORE_FILES: Final = (errno.EMFILE, errno.ENFILE)
 _SOME_MEMORY: Final = 1 << 26

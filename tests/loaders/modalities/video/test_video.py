@@ -34,6 +34,11 @@ PRE = od.VideoPreprocessor(
     patch_size=8, merge=1, fps=6, min_frames=2, max_frames=64, min_tokens=1, max_tokens=4096, dtype="uint8"
 )
 
+# Groups of pictures whose first are made of those before; pictures that are kept and never shown.
+OPEN_H264 = (("x264-params", "open-gop=1:bframes=3:b-pyramid=normal:keyint=10:min-keyint=1:scenecut=0:threads=1"),)
+OPEN_H265 = (("x265-params", "log-level=none:open-gop=1:bframes=4:keyint=10:min-keyint=10:pools=none"),)
+HIDDEN = (("deadline", "good"), ("auto-alt-ref", "1"), ("lag-in-frames", "16"))
+
 CLIPS: dict[str, Any] = {
     "h264 mp4": lambda: clip("h264"),
     "h264 mp4, no key but the first": lambda: clip("h264", frames=40, gop=250),
@@ -62,6 +67,18 @@ CLIPS: dict[str, Any] = {
     "gif by Pillow": lambda: animation(12),
     "gif by Pillow, variable": lambda: animation(6, milliseconds=[50, 50, 400, 50, 50, 900]),
     "one frame": lambda: clip("h264", frames=1),
+    "h264 mp4, open groups": lambda: clip("h264", frames=40, given=OPEN_H264),
+    "h264 mkv, open groups": lambda: clip("h264", "mkv", frames=40, given=OPEN_H264),
+    "h265 mkv, open groups": lambda: clip("h265", "mkv", frames=40, given=OPEN_H265),
+    "h264 mp4, interlaced": lambda: clip("h264", given=(("x264-params", "interlaced=1:bframes=2:threads=1"),)),
+    "h264 mp4, late": lambda: clip("h264", start=13),
+    "h264 mkv, early": lambda: clip("h264", "mkv", start=-5),
+    "h264 mp4, a fragment a frame": lambda: clip("h264", options=(("movflags", "frag_every_frame+empty_moov"),)),
+    "h264 mp4, no edits": lambda: clip("h264", options=(("use_editlist", "0"),)),
+    "h265 mp4, 10 bits": lambda: clip("h265", pix_fmt="yuv420p10le"),
+    "h264 mp4, 4:2:2": lambda: clip("h264", pix_fmt="yuv422p"),
+    "vp8 webm, hidden pictures": lambda: clip("vp8", "webm", frames=60, gop=40, given=HIDDEN),
+    "vp9 webm, hidden pictures": lambda: clip("vp9", "webm", frames=60, gop=40, given=HIDDEN),
 }
 
 
