@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _UNKNOWN: Final = Family(packs=False, part_features=())
 _ARRAYS: Final = {"patches": "pixel_values"}
-"""What arrays of plain recipes are called by models."""
+"""What arrays of images of plain recipes are called by models."""
 
 _MEDIA_TYPES: Final = {"image": 1, "video": 2, "audio": 3}
 
@@ -123,7 +123,7 @@ class Inputs:
         kind = self.config.model_type
         for name in encoders:
             modality, slot = recipe.modalities[name], recipe.slots[name]
-            named = {_ARRAYS.get(array, array) for array in modality.arrays()}
+            named = {_ARRAYS.get(array, array) if name == "image" else array for array in modality.arrays()}
             if unknown := sorted(named - self._takes):
                 raise ValueError(
                     f"{kind} takes no {', '.join(unknown)}, which the recipe makes of {name}: make it of the model's "
