@@ -171,9 +171,9 @@ class ImagePreprocessor(ImageFiles):
         self, data: bytes | memoryview, size: PartSize, arrays: Mapping[str, NDArray[Any]], limits: Limits
     ) -> tuple[str, bytes]:
         """The picture that the patches hold, of 8 bits a channel."""
-        from orchdata.loaders.modalities.image_decode import png_of_patches
+        from orchdata.loaders.modalities.image_decode import pictures_of_patches, png_of
 
-        return "png", png_of_patches(arrays["patches"], self, (size.extent[0], size.extent[1]))
+        return "png", png_of(pictures_of_patches(arrays["patches"], self, (size.extent[0], size.extent[1]))[:1])
 
     def rope(self, size: PartSize) -> NDArray[np.int64]:
         """After Qwen2-VL: one moment, the merged grid along height and width."""

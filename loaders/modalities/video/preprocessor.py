@@ -126,6 +126,18 @@ class VideoPreprocessor(VideoFiles):
 
         decode_video(data, self, size, limits, out["patches"])
 
+    def to_file(
+        self, data: bytes | memoryview, size: PartSize, arrays: Mapping[str, NDArray[Any]], limits: Limits
+    ) -> tuple[str, bytes]:
+        """The pictures that the patches hold, as an animated PNG."""
+        from orchdata.loaders.modalities.image_decode import pictures_of_patches, png_of
+
+        grid_t, grid_h, grid_w, count = size.extent[:4]
+        picture = _picture(self, self.max_tokens)
+        moments = np.split(arrays["patches"], grid_t)
+        pictures = np.concatenate([pictures_of_patches(moment, picture, (grid_h, grid_w)) for moment in moments])
+        return "png", png_of(pictures[:count], float(self._interval(size)))
+
     def extras(self, sizes: Sequence[PartSize]) -> Mapping[str, NDArray[Any]]:
         """What follows from the sizes of clips.
 

@@ -11,6 +11,7 @@ import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -391,3 +392,22 @@ def test_budgets_hold_whatever_the_clip(frames: int, budget: tuple[int, int, int
 def test_parameters_are_checked(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         od.VideoPreprocessor(**given)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "float32"])
+def test_a_clip_is_written_as_the_pictures_that_are_taken(dtype: Any) -> None:
+    pre = replace(PRE, dtype=dtype, temporal_patch_size=2, fps=3)
+    data = clip("h264", frames=25)
+    size = pre.count(data, LIMITS)
+    out = {"patches": np.empty((size.num_rows, pre.patch_dim), dtype)}
+    pre.decode_into(data, size, out, LIMITS)
+    suffix, content = pre.to_file(data, size, out, LIMITS)
+    assert suffix == "png"
+    with Image.open(io.BytesIO(content)) as image:
+        pictures = []
+        for number in range(getattr(image, "n_frames", 1)):
+            image.seek(number)
+            pictures.append(number_of(np.asarray(image.convert("RGB"))))
+    assert len(pictures) == size.extent[3]
+    assert pictures == sorted(set(pictures))
+    assert pictures[0] == 0
