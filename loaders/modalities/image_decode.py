@@ -342,7 +342,8 @@ def pictures_of_patches(patches: NDArray[Any], pre: ImagePreprocessor, grid: tup
     if pre.dtype != "uint8":
         std, mean = (np.array(each, np.float32) for each in (pre.std, pre.mean))
         pictures = (pictures * std + mean) * 255
-    return np.clip(np.rint(pictures), 0, 255).astype(np.uint8)
+    found: Pixels = np.clip(np.rint(pictures), 0, 255).astype(np.uint8)
+    return found
 
 
 def png_of(pictures: Pixels, seconds: float = 0.0) -> bytes:

@@ -277,7 +277,9 @@ class Soak:
         for folder in (self._folder / "temporary").glob("pymp-*"):  # sockets of fork servers
             shutil.rmtree(folder)
             self.found.socket_folders += 1
-        left += [f"temporary file {path}" for path in (self._folder / "temporary").rglob("*")]
+        for path in (self._folder / "temporary").rglob("*"):
+            left.append(f"temporary file {path}")
+            path.unlink()  # it is left once
         left += [f"file {path}" for path in (self._folder / "cache").rglob("*") if path.suffix in (".tmp", ".part")]
         self.found.left += [f"launch {number}: {each}" for each in left]
         for process in alive:
