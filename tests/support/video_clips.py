@@ -6,6 +6,8 @@ import io
 import os
 import struct
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
@@ -70,6 +72,16 @@ def number_of(pixels: np.ndarray) -> int:
     return sum(1 << bit for bit, white in enumerate(bars) if white)
 
 
+@contextmanager
+def plain_scheduling() -> Iterator[None]:
+    """SVT-AV1 makes the thread that calls it a real-time one where root runs it, and never takes that back."""
+    before = os.sched_getscheduler(0), os.sched_getparam(0)
+    try:
+        yield
+    finally:
+        os.sched_setscheduler(0, *before)
+
+
 @lru_cache(maxsize=256)
 def clip(
     codec: str = "h264",
@@ -100,7 +112,7 @@ def clip(
     """
     name, width, height = encoder_of(codec), *size
     number = len(times) if times else frames
-    with tempfile.TemporaryDirectory() as folder:
+    with plain_scheduling(), tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"clip.{container}"
         with av.open(str(path), "w", options=dict(options)) as out:
             pace = Fraction(240 if name == "libsvtav1" else 1000) if times else Fraction(rate)

@@ -411,3 +411,9 @@ def test_a_clip_is_written_as_the_pictures_that_are_taken(dtype: Any) -> None:
     assert len(pictures) == size.extent[3]
     assert pictures == sorted(set(pictures))
     assert pictures[0] == 0
+
+
+def test_encoders_of_the_tests_leave_the_scheduler_alone() -> None:
+    clip.cache_clear()
+    clip("av1", "webm", size=(128, 96))
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER  # a real-time thread would starve, or starve others
