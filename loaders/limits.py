@@ -26,8 +26,8 @@ class Limits:
         decompression_ratio: decompressed to compressed size, beyond the first MiB (`column_bytes` of a Parquet column);
             what a sparse member reads as to what is stored of it; memory of the index to bytes of a Parquet file.
         key_bytes: a sample's key, or the name of a field, as UTF-8.
-        image_pixels: width times height of an image, before any resizing.
-        audio_seconds: length of one clip.
+        image_pixels: width times height of an image, or of a video's pictures, before any resizing.
+        audio_seconds: length of one clip, or video.
         text_bytes: one text or JSON member, after decompression; also all of one sample together.
     """
 

@@ -51,14 +51,15 @@ class Recipe:
         text: tokens, templates and placeholders.
         image, audio: None leaves that modality's members alone: they are ignored, and a placeholder for one is an
             error of the sample.
+        video: an `od.VideoPreprocessor`; None leaves video files alone, and GIFs are images.
         limits: what may be larger is an error.
         keep: fields whose bytes a collate_fn of your own gets with each sample, in `Sample.fields`: suffixes ("cls") or
             whole names ("meta.json"), numbers apart.
         modalities: more of them, by name.
 
     Attributes:
-        modalities: name -> Modality, in order; `recipe.points` and the like read it, `recipe.image` and `recipe.audio`
-            are None where there is none.
+        modalities: name -> Modality, in order; `recipe.points` and the like read it, `recipe.image`, `recipe.audio` and
+            `recipe.video` are None where there is none.
 
     Raises:
         TypeError: what is no modality.
@@ -76,11 +77,13 @@ class Recipe:
         *,
         image: Modality | None = ImagePreprocessor(),  # noqa: B008 - a frozen value
         audio: Modality | None = AudioPreprocessor(),  # noqa: B008
+        video: Modality | None = None,
         text: TextPreprocessor = TextPreprocessor(),  # noqa: B008
         limits: Limits = Limits(),  # noqa: B008
         keep: tuple[str, ...] = (),
         **modalities: Modality | None,
     ) -> None:
+        modalities |= {} if video is None else {"video": video}
         given = {"image": image, "audio": audio, **{name: modalities[name] for name in sorted(modalities)}}
         for name, value in given.items():
             if name in _TAKEN or not _NAME.fullmatch(name):
@@ -120,6 +123,11 @@ class Recipe:
     def audio(self) -> Any:
         """How audio is prepared; None where it is left alone."""
         return self.modalities.get("audio")
+
+    @property
+    def video(self) -> Any:
+        """How videos are prepared; None where they are left alone."""
+        return self.modalities.get("video")
 
     def __getattr__(self, name: str) -> Modality:
         modalities: dict[str, Modality] = vars(self).get("modalities", {})

@@ -4,7 +4,7 @@ One pass over the pixels: there are only 256 values a channel, so normalisation 
 
 Rows are in merge blocks: `merge` x `merge` consecutive patches form one merged token, blocks and the patches inside
 them run left to right, then down (as Qwen2-VL's). Values of a patch are ordered (channel, time, row, column), a picture
-being the same at all times.
+being the same at all times, or each time having its own.
 """
 
 from __future__ import annotations
@@ -40,7 +40,27 @@ def patchify(
     # Pillow's arrays are read-only, which numba takes for a type of its own: make all of them one.
     flat, table = pixels.reshape(-1), table.view()
     flat.flags.writeable = table.flags.writeable = False
-    _patchify(flat, height, width, channels, patch, merge, table, out.reshape(-1), repeats)
+    _patchify(flat, 1, height, width, channels, patch, merge, table, out.reshape(-1), repeats)
+
+
+def patchify_clip(pixels: NDArray[np.uint8], patch: int, merge: int, table: NDArray[Any], out: NDArray[Any]) -> None:
+    """Write the patches of pictures that follow one another, each as long as all of them, into `out`.
+
+    Args:
+        pixels: (times, height, width, channels); else as of `patchify`.
+        patch, merge, table: as there.
+        out: (num_patches, 3 * times * patch * patch), as there.
+    """
+    times, height, width, channels = pixels.shape
+    step = patch * merge
+    if height % step or width % step or channels < 3 or not pixels.flags.c_contiguous:
+        raise ValueError(f"pixels {pixels.shape} are not RGB in whole blocks of {step} x {step}")
+    expected = (height // patch * (width // patch), 3 * times * patch * patch)
+    if out.shape != expected or table.shape != (3, 256) or table.dtype != out.dtype or not out.flags.c_contiguous:
+        raise ValueError(f"out {out.shape} {out.dtype} should be {expected} of the table's {table.dtype}, C-contiguous")
+    flat, table = pixels.reshape(-1), table.view()
+    flat.flags.writeable = table.flags.writeable = False
+    _patchify(flat, times, height, width, channels, patch, merge, table, out.reshape(-1), 1)
 
 
 def channel_table(mean: tuple[float, ...], std: tuple[float, ...], dtype: str) -> NDArray[Any]:
@@ -65,6 +85,7 @@ def bfloat16_bits(values: NDArray[np.float32]) -> NDArray[np.uint16]:
 @kernel
 def _patchify(
     pixels: NDArray[np.uint8],
+    times: int,
     height: int,
     width: int,
     channels: int,
@@ -78,7 +99,7 @@ def _patchify(
     # and three streams of writes take longer than one. Both together take twice as long.
     side, block, area = np.uint64(patch), np.uint64(merge), np.uint64(patch * patch)
     wide, step = np.uint64(width * channels), np.uint64(channels)
-    at = np.uint64(0)
+    whole, at = np.uint64(height) * wide, np.uint64(0)
     for block_y in range(np.uint64(height // (patch * merge))):
         for block_x in range(np.uint64(width // (patch * merge))):
             for row in range(block_y * block, block_y * block + block):
@@ -86,11 +107,13 @@ def _patchify(
                     corner = row * side * wide + column * side * step
                     for channel in range(np.uint64(3)):
                         values = table[channel]
-                        for y in range(side):
-                            first = corner + y * wide + channel
-                            for x in range(side):
-                                out[at] = values[pixels[first + x * step]]
-                                at += np.uint64(1)
+                        for time in range(np.uint64(times)):
+                            picture = time * whole + corner + channel
+                            for y in range(side):
+                                first = picture + y * wide
+                                for x in range(side):
+                                    out[at] = values[pixels[first + x * step]]
+                                    at += np.uint64(1)
                         for _ in range((np.uint64(repeats) - np.uint64(1)) * area):
                             out[at] = out[at - area]
                             at += np.uint64(1)

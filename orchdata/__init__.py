@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from orchdata.balancers import CostModel, MoE, PhaseCost, TransformerCost
     from orchdata.batch.batch import Batch
+    from orchdata.batch.megatron import megatron_packed
     from orchdata.batch.step_info import StepInfo
     from orchdata.dataloader import DataLoader
     from orchdata.dataset.mixture import Mixture, Source
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from orchdata.loaders.modalities.audio import AudioPreprocessor
     from orchdata.loaders.modalities.image import ImagePreprocessor
     from orchdata.loaders.modalities.modality import ArraySpec, Modality, PartSize, Slot
+    from orchdata.loaders.modalities.video.preprocessor import VideoPreprocessor
     from orchdata.loaders.recipe import Recipe
     from orchdata.loaders.samples.sample import Sample
     from orchdata.loaders.text.preprocessor import TextPreprocessor
@@ -58,6 +60,7 @@ _HOMES = {
     "Recipe": "orchdata.loaders.recipe",
     "ImagePreprocessor": "orchdata.loaders.modalities.image",
     "AudioPreprocessor": "orchdata.loaders.modalities.audio",
+    "VideoPreprocessor": "orchdata.loaders.modalities.video.preprocessor",
     "Modality": "orchdata.loaders.modalities.modality",
     "ArraySpec": "orchdata.loaders.modalities.modality",
     "PartSize": "orchdata.loaders.modalities.modality",
@@ -77,6 +80,7 @@ _HOMES = {
     "Batch": "orchdata.batch.batch",
     "Plan": "orchdata.planning.plan",
     "StepInfo": "orchdata.batch.step_info",
+    "megatron_packed": "orchdata.batch.megatron",
     "Sample": "orchdata.loaders.samples.sample",
     "exchange": "orchdata.ranks.exchange",
     "post_balance": "orchdata.post_balancing.loader",
@@ -105,6 +109,7 @@ __all__ = [
     "Recipe",
     "ImagePreprocessor",
     "AudioPreprocessor",
+    "VideoPreprocessor",
     "Modality",
     "ArraySpec",
     "PartSize",
@@ -128,6 +133,7 @@ __all__ = [
     "Sample",
     "StepInfo",
     # Between ranks
+    "megatron_packed",
     "exchange",
     "Route",
     "make_route",

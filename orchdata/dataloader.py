@@ -45,18 +45,21 @@ from orchdata.delivery.delivery import Delivery
 from orchdata.delivery.export import export_plan
 from orchdata.delivery.pin import PinningEngine, can_pin
 from orchdata.delivery.policy import ErrorPolicy, FailureBudget, as_policy
+from orchdata.delivery.replay import build_again, plan_again
 from orchdata.delivery.running import Course, Left, Running
-from orchdata.delivery.state import Held, check_allowed, dump_state, known_count
+from orchdata.delivery.state import Held, Position, check_allowed, dump_state, known_count
 from orchdata.delivery.stats import Stats
+from orchdata.delivery.steps import OptimizerSteps, Stepping
 from orchdata.engines.choice import DEFAULT_PREFETCH, choose_engine
 from orchdata.engines.engine import Engine, Resumed
 from orchdata.engines.warm import Warming, kernel_families
 from orchdata.loaders.errors import DataError, StateError
-from orchdata.notices import calling_place, warn_once
+from orchdata.notices import calling_place, calling_trainer, warn_once
 from orchdata.order.order import Shuffle
 from orchdata.order.stateful import is_place
 from orchdata.planning.balance import Balance
 from orchdata.planning.layout import Packed, Padded, layout_of
+from orchdata.planning.plan import Plan
 from orchdata.ranks.comparing import Agreement, tells_others
 from orchdata.ranks.gathering import gather_json
 from orchdata.ranks.parallel import check_still_alone, resolve_rank
@@ -294,7 +297,8 @@ class DataLoader(Generic[T_co]):
             warn_once("in_order=False of planned steps", _IN_ORDER)
         self._cursor: Cursor[Left] = Cursor()
         self._inputs = collate_fn if isinstance(collate_fn, ModelInputs) else None
-        self._has_microbatches = bool(options.balance.caps)
+        self._raises = policy.action == "raise"
+        self._has_microbatches = bool(self._prepared.spec.plan.balance.caps)
         self._iterated_at: object = None
         self._idle_engine: Engine | None = None
         self._later_seeds: torch.Generator | None = None
@@ -319,13 +323,21 @@ class DataLoader(Generic[T_co]):
         super().__setattr__(name, value)
 
     def __len__(self) -> int:
-        """Optimizer steps of an epoch, equal on every rank; under `Balance.max_tokens` there are more microbatches."""
+        """Optimizer steps of an epoch, equal on every rank; under `Balance.max_tokens` there are more microbatches.
+
+        Raises ValueError where a trainer asks that takes it for the number of microbatches.
+        """
         # list(loader) asks too, for a hint, at the very place where it has begun to iterate.
-        begin = self._cursor.begin
-        num_steps = self._prepared.epochs.count(begin.epoch, begin.told)
-        if self._prepared.iterated:
-            self._told_length = num_steps
+        num_steps = self._count(self._cursor.begin)
         if self._has_microbatches and self._iterated_at != calling_place():
+            if trainer := calling_trainer():
+                raise ValueError(
+                    f"{trainer} takes len() of a loader for the number of items, and this one's are microbatches, of "
+                    f"which its {num_steps} steps may have several (max_tokens, or od.Packed(length=...)): it would "
+                    "stop inside an epoch, and step inside a global batch. Give it loader.steps(), whose items are "
+                    "whole steps, each the list of its microbatches; of transformers' Trainer od.hf.TrainerMixin "
+                    "makes one that takes them"
+                )
             warn_once(
                 "len of a loader with max_tokens",
                 f"len() of a loader is its optimizer steps, {num_steps}; iterating gives microbatches, and "
@@ -342,9 +354,24 @@ class DataLoader(Generic[T_co]):
         self._iterated_at = calling_place()
         return Steps(self._microbatches(self._begin()), as_torch=self._course.goes_on)
 
-    def steps(self) -> Iterator[list[Any]]:
-        """Optimizer steps, `len()` of an epoch, each the list of its microbatches; begins and goes on as `iter()`."""
-        return Steps(self._whole_steps(self._begin()), as_torch=self._course.goes_on)
+    def steps(self) -> OptimizerSteps:
+        """Optimizer steps, each the list of its microbatches: an iterable that begins and goes on as `iter()`, whose
+        `len()` is the number of its items, and which has this loader's state; for trainers that count.
+        """
+        return OptimizerSteps(
+            self,
+            Stepping(
+                cursor=self._cursor,
+                begin=self._begin,
+                run=self._whole_steps,
+                count=self._count,
+                is_known=not self._prepared.iterated,
+                goes_over=self._course.goes_over,
+                as_torch=self._course.goes_on,
+                num_samples=self._prepared.num_samples,
+                num_ranks=self._rank.size,
+            ),
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loader stands: JSON-safe, the same on all ranks. Delivered steps count, prefetched ones do not;
@@ -390,6 +417,38 @@ class DataLoader(Generic[T_co]):
         self._cursor.set_epoch(checked_count(epoch, "epoch", 0))
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
+
+    def plan_at(self, epoch: int, step: int) -> Plan:
+        """Who gets what in any step: nothing is read or decoded, and the loader stays where it is. Raises as `step_at`,
+        but for DataError.
+        """
+        prepared = self._prepared
+        return plan_again(prepared.spec, prepared.epochs, self._cursor.told_of(epoch), epoch=epoch, step=step)
+
+    def step_at(self, epoch: int, step: int, *, rank: int | None = None) -> list[Any]:
+        """The microbatches of any step, as `steps()` gives them, built here and now; the loader stays where it is.
+
+        A step of a month-old run is built again from its index and arguments: `dp=(0, 64)` stands for its 64 ranks. A
+        state of the run says what arguments do not: load it first where weights of a mixture changed, or an epoch was
+        cut anew, in the middle, and for the epoch of map-style data without a seed.
+
+        Args:
+            rank: whose; default: this one's.
+
+        What failed on other ranks is not masked (see `Batch.mask_failed`), and what `__getitem__` or `collate_fn` draws
+        at random is drawn anew. Nothing is counted in `stats()`.
+
+        Raises:
+            IndexError: outside the epoch, or before the place where it was cut anew.
+            ValueError: samples that come in turn alone: of an IterableDataset, of a sampler of the user's.
+            DataError: of the first sample that cannot be loaded, under on_error="raise".
+        """
+        rank = self._rank.rank if rank is None else rank
+        prepared, told = self._prepared, self._cursor.told_of(epoch)
+        built = build_again(prepared.spec, prepared.epochs, told, epoch=epoch, step=step, rank=rank)
+        if built.failures and self._raises:
+            raise built.failures[0]
+        return self._named(built.batches)
 
     def export_plan(
         self, path: str | PathLike[str], *, epochs: Iterable[int] = (0,), steps: range | None = None
@@ -438,6 +497,13 @@ class DataLoader(Generic[T_co]):
         self._builder = self._builder.planned_by(prepared.spec.plan)
         self._delivery.follow(prepared.spec)
         self._course = replace(self._course, epochs=prepared.epochs)
+
+    def _count(self, position: Position) -> int:
+        """Optimizer steps of its epoch. Raises TypeError where nobody knows before the end."""
+        num_steps = self._prepared.epochs.count(position.epoch, position.told)
+        if self._prepared.iterated:
+            self._told_length = num_steps
+        return num_steps
 
     def _known_steps(self) -> int | None:
         """Optimizer steps of an epoch; None where nobody knows before the end."""
@@ -505,7 +571,6 @@ class DataLoader(Generic[T_co]):
         if self._prepared.iterated and iteration.epoch == self._idle_epoch:
             self.close()  # its workers are at the end of this very epoch
         engine, self._idle_engine = self._idle_engine or self._make_engine(iteration), None
-        inputs = self._inputs
         # As torch's, kept workers finish what `break` leaves under way, and draw for it. What a data set holds of its
         # own would not be that of any state.
         goes_on = self._keeps_threads and self._is_alone and self._builder.restores is None
@@ -513,8 +578,8 @@ class DataLoader(Generic[T_co]):
             for step, made in Running(self._course, iteration, engine).steps():
                 if self._told_length is not None and step >= self._told_length:
                     say_longer(self.dataset, self._told_length, step + 1, self.num_workers)
-                if inputs is not None and not isinstance(made, Failed):
-                    made = [replace(batch, inputs=inputs) for batch in made]
+                if not isinstance(made, Failed):
+                    made = self._named(made)
                 yield made
                 del made  # or the last step would live on while the next is waited for
         except GeneratorExit:
@@ -524,6 +589,12 @@ class DataLoader(Generic[T_co]):
             engine.close()
             raise
         self._leave(engine, iteration.epoch, keep=self._keeps_threads)
+
+    def _named(self, batches: list[Any]) -> list[Any]:
+        """With the names that the model has for what is in them."""
+        if self._inputs is None:
+            return batches
+        return [replace(batch, inputs=self._inputs) for batch in batches]
 
     def _leave(self, engine: Engine, epoch: int, *, keep: bool) -> None:
         """For the next iteration, or end its workers."""

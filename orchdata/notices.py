@@ -9,6 +9,9 @@ from types import FrameType
 
 _said: set[str] = set()
 _OURS = os.path.dirname(__file__) + os.sep
+_TRAINERS = frozenset(
+    ("accelerate", "composer", "ignite", "lightning", "lightning_fabric", "pytorch_lightning", "transformers")
+)
 
 
 def warn_once(subject: str, message: str) -> None:
@@ -35,3 +38,14 @@ def calling_place() -> object:
     """Where the caller of this function's caller stands: equal for two calls from one place in the code."""
     frame = sys._getframe(2)
     return frame.f_code, frame.f_lasti
+
+
+def calling_trainer() -> str | None:
+    """The package of a trainer that takes `len()` for the number of items, where the line outside of this package that
+    led here is in one.
+    """
+    caller: FrameType | None = sys._getframe(2)
+    while caller is not None and caller.f_code.co_filename.startswith(_OURS):
+        caller = caller.f_back
+    package = "" if caller is None else str(caller.f_globals.get("__name__", "")).partition(".")[0]
+    return package if package in _TRAINERS else None

@@ -16,6 +16,7 @@ import numpy as np
 
 from orchdata.loaders.errors import FieldError
 from orchdata.loaders.index.index import Index
+from orchdata.loaders.modalities.modality import PartSize
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.compose import compose, compose_piece, text_members
 from orchdata.loaders.samples.decode import decode_sample
@@ -118,6 +119,28 @@ class StoredSample:
         if pieces is None:
             pieces = self._shards.texts.made(self._name, partial(self._pieces, recipe, payloads, size_of))
         return pieces[self.piece]
+
+    def look(self, recipe: Recipe) -> tuple[list[Span], dict[int, PartSize]]:
+        """The spans of the row, and the size of each part by its member, with nothing of media read. Raises DataError,
+        or FieldError, where decoding it would for its text.
+        """
+        sizes = iter(self._index.sizes(self.parts, recipe))
+        found: dict[int, PartSize] = {}
+
+        def size_of(_modality: str, member: int) -> PartSize:
+            size = next(sizes, None)
+            if size is None:
+                raise FieldError("*", f"the text yields more parts than the index says: {WHY_COUNTS_DIFFER}")
+            found[member] = size
+            return size
+
+        spans = self.spans(recipe, self.read(recipe, parts=()), size_of)
+        texts = [span for span in spans if isinstance(span, TextSpan)]
+        media_tokens = sum(size.tokens for size in found.values())
+        self._expect("tokens", num_tokens(texts) + media_tokens, int(self._index.llm_tokens[self.row]), recipe)
+        trained = sum(span.num_loss_tokens for span in texts)
+        self._expect("loss tokens", trained, int(self._index.loss_tokens[self.row]), recipe)
+        return spans, found
 
     def _pieces(
         self, recipe: Recipe, payloads: Mapping[int, bytes | memoryview], size_of: SizeOf

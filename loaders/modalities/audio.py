@@ -232,6 +232,14 @@ class AudioPreprocessor(Clips):
 
         decode_audio(data, self, limits, out["features"], size.extent[0])
 
+    def to_file(
+        self, data: bytes | memoryview, size: PartSize, arrays: Mapping[str, NDArray[Any]], limits: Limits
+    ) -> tuple[str, bytes]:
+        """What the features are computed from: one channel at `sample_rate`, windows not yet filled up."""
+        from orchdata.loaders.modalities.audio_decode import wav_of
+
+        return "wav", wav_of(data, self.sample_rate, size.extent[0], limits)
+
     def extras(self, sizes: Sequence[PartSize]) -> Mapping[str, NDArray[Any]]:
         """Where clips have windows, `window_lengths`, int64 (num_windows,): rows, or under fill="window" frames or
         samples of each, that are no silence behind it.

@@ -13,6 +13,7 @@ Needs torch, and torchaudio to resample, imported with the first clip. torch run
 
 from __future__ import annotations
 
+import io
 import threading
 from fractions import Fraction
 from functools import lru_cache
@@ -88,6 +89,16 @@ def decode_wave(data: bytes | memoryview, sample_rate: int, num_samples: int, li
     """A clip as mono samples (num_samples,) at `sample_rate` Hz. Raises DecodeError, as `decode_audio`."""
     wave, rate = read_mono(data, limits)
     return fit(resample(wave, rate, sample_rate), num_samples, sample_rate)
+
+
+def wav_of(data: bytes | memoryview, sample_rate: int, num_samples: int, limits: Limits) -> bytes:
+    """What a clip's features are computed from, as a WAV of floats. Raises DecodeError, as `decode_audio`."""
+    import soundfile
+
+    file = io.BytesIO()
+    wave = decode_wave(data, sample_rate, num_samples, limits)
+    soundfile.write(file, wave, sample_rate, format="WAV", subtype="FLOAT")
+    return file.getvalue()
 
 
 def read_mono(data: bytes | memoryview, limits: Limits) -> tuple[Wave, int]:

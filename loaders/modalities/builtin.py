@@ -8,10 +8,14 @@ from typing import Final
 from orchdata.loaders.modalities.audio import AudioPreprocessor
 from orchdata.loaders.modalities.image import ImagePreprocessor
 from orchdata.loaders.modalities.modality import Modality
+from orchdata.loaders.modalities.video.files import VideoFiles
 from orchdata.loaders.storage.retries import tried
 
 BUILTINS: Final = MappingProxyType[str, type[Modality]]({"image": ImagePreprocessor, "audio": AudioPreprocessor})
 """Name -> class. Facts of shards keep their headers, whatever the recipe."""
+
+ON_REQUEST: Final = MappingProxyType[str, type[Modality]]({"video": VideoFiles})
+"""Name -> class of what a recipe has to ask for: facts keep no header of it, but records may name its files."""
 
 KINDS: Final = ("text", *BUILTINS)
 """Kinds of members in the facts of a shard, by their codes there."""

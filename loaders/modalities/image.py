@@ -167,6 +167,14 @@ class ImagePreprocessor(ImageFiles):
         """grid_hw: int32 (num_images, 2), patches along height and width."""
         return {"grid_hw": np.array([size.extent for size in sizes], np.int32).reshape(-1, 2)}
 
+    def to_file(
+        self, data: bytes | memoryview, size: PartSize, arrays: Mapping[str, NDArray[Any]], limits: Limits
+    ) -> tuple[str, bytes]:
+        """The picture that the patches hold, of 8 bits a channel."""
+        from orchdata.loaders.modalities.image_decode import pictures_of_patches, png_of
+
+        return "png", png_of(pictures_of_patches(arrays["patches"], self, (size.extent[0], size.extent[1]))[:1])
+
     def rope(self, size: PartSize) -> NDArray[np.int64]:
         """After Qwen2-VL: one moment, the merged grid along height and width."""
         height, width = (side // self.merge for side in size.extent)

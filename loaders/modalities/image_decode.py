@@ -28,6 +28,7 @@ from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.checks import above_pixels, starts_with
 from orchdata.loaders.modalities.image_header import IMAGE_FORMATS
 from orchdata.loaders.modalities.jpeg import decode_jpeg, is_jpeg, jpeg_orientation, read_jpeg_header
+from orchdata.loaders.modalities.modality import as_tensor
 from orchdata.native.patchify import channel_table, patchify
 
 if TYPE_CHECKING:
@@ -322,6 +323,35 @@ def pass_order() -> str:
 def _upright(pixels: Pixels, orientation: int) -> Pixels:
     turn = _UPRIGHT.get(orientation)
     return np.ascontiguousarray(pixels if turn is None else turn(pixels))
+
+
+def pictures_of_patches(patches: NDArray[Any], pre: ImagePreprocessor, grid: tuple[int, int]) -> Pixels:
+    """The pictures that were cut into patches, from their values: `decode_image` backwards.
+
+    Args:
+        patches: (grid_h * grid_w, pre.patch_dim), as it has written them.
+
+    Returns uint8 (pre.temporal_patch_size, height, width, 3).
+    """
+    side, merge = pre.patch_size, pre.merge
+    values = patches
+    if pre.dtype != "uint8":
+        values = as_tensor(patches, pre.dtype).float().numpy()
+    blocks = values.reshape(grid[0] // merge, grid[1] // merge, merge, merge, 3, -1, side, side)
+    pictures = blocks.transpose(5, 0, 2, 6, 1, 3, 7, 4).reshape(-1, grid[0] * side, grid[1] * side, 3)
+    if pre.dtype != "uint8":
+        std, mean = (np.array(each, np.float32) for each in (pre.std, pre.mean))
+        pictures = (pictures * std + mean) * 255
+    found: Pixels = np.clip(np.rint(pictures), 0, 255).astype(np.uint8)
+    return found
+
+
+def png_of(pictures: Pixels, seconds: float = 0.0) -> bytes:
+    """Pictures (n, height, width, 3) as a PNG; several as an animated one, each for so many seconds."""
+    first, *others = map(Image.fromarray, pictures)
+    file = io.BytesIO()
+    first.save(file, "PNG", save_all=bool(others), append_images=others, duration=1000 * seconds, default_image=False)
+    return file.getvalue()
 
 
 @lru_cache(maxsize=8)

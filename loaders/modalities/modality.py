@@ -9,6 +9,7 @@ three methods: `arrays` (what a part becomes), `count` (how much of it, from the
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, is_dataclass
 from dataclasses import fields as dataclass_fields
@@ -210,8 +211,12 @@ class Modality:
     def rope(self, size: PartSize) -> NDArray[np.int64] | None:
         """Positions in time, height and width of a part's tokens, from 0: (3, tokens); None counts on in all three.
 
-        What follows goes on behind the largest.
+        What follows goes on behind the largest, or as `rope_span` says.
         """
+        return None
+
+    def rope_span(self, size: PartSize) -> int | None:
+        """Positions from a part's first to what follows it, where that does not go on behind the largest of `rope`."""
         return None
 
     def dummy(self) -> PartSize:
@@ -227,6 +232,20 @@ class Modality:
     def decoding_bytes(self, parts: Sequence[tuple[Header, PartSize]]) -> int:
         """Memory that decoding all parts of one sample takes beside its arrays."""
         return 0
+
+    def to_file(
+        self, data: bytes | memoryview, size: PartSize, arrays: Mapping[str, NDArray[Any]], limits: Limits
+    ) -> tuple[str, bytes]:
+        """A part for people to look at or listen to, as near to what the model gets as can be: the ending of a file's
+        name, and its content. Default: the arrays, as NumPy's `npz`.
+
+        Args:
+            data: of the member.
+            arrays: what it was decoded to, as of `decode_into`.
+        """
+        file = io.BytesIO()
+        np.savez(file, **arrays)  # type: ignore[arg-type]
+        return "npz", file.getvalue()
 
     def describe(self) -> dict[str, Any]:
         """All that counts and values depend on, JSON-safe."""

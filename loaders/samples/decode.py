@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from orchdata.loaders.errors import DecodeError, FieldError, as_field_error
 from orchdata.loaders.modalities.modality import PartSize, stored_dtype
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.samples.compose import MediaSlot, Span, TextSpan, compose
+from orchdata.loaders.samples.compose import Span, TextSpan, compose
 from orchdata.loaders.samples.members import Member
 from orchdata.loaders.samples.sample import MediaPart, Part, TextPart
 from orchdata.loaders.samples.spans import SizeOf
@@ -74,22 +74,23 @@ def decode_sample(
             parts.append(TextPart(span.token_ids, span.loss_mask()))
         elif span.first == 0:
             field, data = members[span.member].field, payloads[span.member]
-            parts.append(_decoded(span, size_by_member[span.member], field, data, recipe))
+            parts.append(decode_media(span.modality, data, size_by_member[span.member], recipe, field))
     if next(left, None) is not None:
         raise FieldError("*", f"the index says {len(sizes)} parts of media, the text yields fewer: {WHY_COUNTS_DIFFER}")
     return tuple(parts)
 
 
-def _decoded(slot: MediaSlot, size: PartSize, field: str, data: bytes | memoryview, recipe: Recipe) -> MediaPart:
-    modality = recipe.modalities[slot.modality]
+def decode_media(name: str, data: bytes | memoryview, size: PartSize, recipe: Recipe, field: str) -> MediaPart:
+    """Decode one part of the modality `name` into memory of its own. Raises FieldError."""
+    modality = recipe.modalities[name]
     specs = modality.arrays()
     out = {
         name: np.empty((size.num_rows if spec.per == "row" else 1, *spec.row_shape), stored_dtype(spec.dtype))
         for name, spec in specs.items()
     }
-    decode_part(slot.modality, data, size, out, recipe, field)
+    decode_part(name, data, size, out, recipe, field)
     extras = {name: _plain(values.tolist()) for name, values in modality.extras([size]).items()}
-    return MediaPart(slot.modality, out, {name: spec.dtype for name, spec in specs.items()}, extras)
+    return MediaPart(name, out, {name: spec.dtype for name, spec in specs.items()}, extras)
 
 
 def _plain(rows: list[Any]) -> Any:

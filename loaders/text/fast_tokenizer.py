@@ -57,6 +57,11 @@ class FastTokenizer:
         offsets = np.fromiter(chain.from_iterable(found.offsets), np.int64, 2 * len(ids)).reshape(-1, 2)
         return Encoded(ids, offsets[:, 0], offsets[:, 1])
 
+    def decode(self, token_ids: list[int]) -> str:
+        """The text of tokens, special ones included."""
+        text: str = self._running.decode(token_ids, skip_special_tokens=False)
+        return text
+
     def token_id(self, text: str) -> int | None:
         """The id of a text that is a token by itself, else None."""
         found: int | None = self._running.token_to_id(text)

@@ -187,6 +187,30 @@ class TextPreprocessor:
         except Exception as error:
             raise DecodeError(f"tokenizer {self.id!r} failed: {error!r}") from error
 
+    def decode(self, token_ids: NDArray[np.int32]) -> str | None:
+        """The text of token ids, to be read by people; None where the tokenizer has no way back.
+
+        One that is a method, as `tokenizer.encode`, is asked for the `decode` of its object.
+        """
+        ids = token_ids.tolist()
+        if self.tokenizer is None:
+            return b"".join(bytes([each]) if each < 256 else f"<{each}>".encode() for each in ids).decode(
+                errors="replace"
+            )
+        decode = getattr(self.tokenizer, "decode", None) or getattr(
+            getattr(self.tokenizer, "__self__", None), "decode", None
+        )
+        if decode is None:
+            return None
+        try:
+            with lock_of(self.tokenizer):
+                text = decode(ids)
+        except NOT_DATA:
+            raise
+        except Exception:  # noqa: BLE001 - an id of the recipe's own, that it does not know
+            return None
+        return text if isinstance(text, str) else None
+
     def describe(self) -> dict[str, Any]:
         """All that token ids depend on, JSON-safe; the tokenizer by its id."""
         described: dict[str, Any] = {"tokenizer": self.id, "fields": list(self.fields)}

@@ -116,6 +116,7 @@ class LLMBatch(_Tensors):
             `Packed(length=...)`, where there is any, as a last sequence. Packed, where each begins in T, the padding of
             `multiple_of` included; padded, over the tokens that `attention_mask` marks, as flash-attention's unpadding
             counts them.
+        lengths: int32 (num_sequences,): tokens of each of these sequences, no padding counted.
         max_seqlen: longest sequence, counted as in cu_seqlens; under `Packed(length=...)` always that length.
         attention_mask: padded only: bool (num_samples, L), True for a sample's tokens.
         media_positions: modality -> int64 (num_tokens,), the places of its tokens in T, or in (num_samples * L), in the
@@ -132,6 +133,7 @@ class LLMBatch(_Tensors):
     position_ids: Tensor
     labels: Tensor
     cu_seqlens: Tensor
+    lengths: Tensor
     max_seqlen: int
     attention_mask: Tensor | None = None
     restart_position_ids: Tensor | None = None

@@ -73,6 +73,7 @@ class MediaSlots:
         self._starts = starts_of(self._tokens)
         self._sizes = source.index.sizes(work.arriving, source.recipe)
         self._ropes = [rope_of(source, name, size) for size in self._sizes]
+        self._rope_span = source.recipe.modalities[name].rope_span
         self._written = np.zeros(len(work.arriving), np.bool_)
         self._dummy: Ints | None = None
         reserved.add(f"{name} places", (int(self._starts[-1]),), np.int64)
@@ -103,6 +104,10 @@ class MediaSlots:
         """Positions of so many of its tokens under "mrope", as `Modality.rope`."""
         rope = self._ropes[slot]
         return None if rope is None else rope[:, first : first + tokens]
+
+    def rope_span(self, slot: int, tokens: int) -> int | None:
+        """As `Modality.rope_span`, of a part whose tokens all stand together."""
+        return self._rope_span(self._sizes[slot]) if tokens == self._tokens[slot] else None
 
     def sample_tokens(self) -> Ints:
         """Tokens of this modality in each sample, int64 (num_samples,)."""

@@ -115,7 +115,8 @@ class Pages:
                     slot = next(slots[span.modality])
                 token_id = recipe.slots[span.modality].token_id
                 rope = held.rope(slot, span.first, span.tokens)
-                held.put(slot, writer.media(token_id, span.tokens, rope), span.first, span.tokens)
+                first = writer.media(token_id, span.tokens, rope, held.rope_span(slot, span.tokens))
+                held.put(slot, first, span.first, span.tokens)
             else:
                 writer.text(span)
         writer.close(int(self._source.index.loss_tokens[sample.row]))
@@ -177,6 +178,7 @@ class Pages:
             position_ids=positions[1:] if mrope else restart,
             labels=torch.from_numpy(arrays.labels.reshape(shape)),
             cu_seqlens=cu_seqlens(starts),
+            lengths=self._own_lengths(len(starts) - 1),
             max_seqlen=fixed_length(self._source.layout) or int(np.diff(starts).max(initial=0)),
             attention_mask=mask,
             restart_position_ids=restart if mrope else None,
@@ -184,6 +186,12 @@ class Pages:
             media_owners={name: torch.from_numpy(slots.owner) for name, slots in self._slots.items() if per_phase},
             dummies={name: size.tokens for name, size in self._dummies.items()},
         )
+
+    def _own_lengths(self, num_sequences: int) -> torch.Tensor:
+        """Tokens of each sequence; the padding of a fixed length, a sequence too, has none."""
+        lengths = np.zeros(num_sequences, np.int32)
+        lengths[: len(self._lengths)] = self._lengths
+        return torch.from_numpy(lengths)
 
 
 def _dummies(source: PageSource, work: Mapping[str, MediaWork]) -> dict[str, PartSize]:

@@ -71,11 +71,12 @@ class SequenceWriter:
         arrays.text_ids[self._text_cursor : text_stop] = ids
         self._text_cursor = text_stop
 
-    def media(self, token_id: int, tokens: int, rope: NDArray[np.int64] | None) -> int:
+    def media(self, token_id: int, tokens: int, rope: NDArray[np.int64] | None, rope_span: int | None = None) -> int:
         """The places of one part; returns the first. Raises FieldError.
 
         Args:
             rope: under "mrope", positions of its tokens from 0, (3, tokens); None counts on.
+            rope_span: positions from its first to what follows; None for behind the largest.
         """
         start, stop = self._advance(tokens)
         arrays = self._arrays
@@ -85,7 +86,7 @@ class SequenceWriter:
             self._count_on(start, stop)
         else:
             arrays.position_ids[1:, start:stop] = self._position + rope
-            self._position += int(rope.max()) + 1
+            self._position += int(rope.max()) + 1 if rope_span is None else rope_span
         return start
 
     def close(self, loss_tokens: int) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from orchdata import __version__
-from orchdata.cli import bench, data, runs
+from orchdata.cli import bench, data, doctor, runs, show
 
 app = typer.Typer(
     name="orchdata",
@@ -37,6 +37,8 @@ def _root(
 app.command()(data.index)
 app.command()(data.profile)
 app.command()(data.verify)
+app.command()(show.show)
+app.command()(doctor.doctor)
 app.command()(runs.synth)
 app.command()(runs.demo)
 app.add_typer(bench.app, name="bench")

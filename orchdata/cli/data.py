@@ -12,6 +12,7 @@ import typer
 
 from orchdata.cli.options import (
     CostOption,
+    FilterOption,
     JsonOption,
     MediaRootOption,
     Paths,
@@ -24,6 +25,8 @@ from orchdata.cli.output import human_bytes, one_line_errors, print_json, print_
 from orchdata.progress import progress_bar
 
 if TYPE_CHECKING:
+    from orchdata.dataset.mixture import Mixture
+    from orchdata.dataset.shard_dataset import ShardDataset
     from orchdata.loaders.errors import DataError
     from orchdata.loaders.index.index import Index
     from orchdata.loaders.recipe import Recipe
@@ -46,7 +49,7 @@ def index(
     Bad samples are listed and do not fail the command; a shard that cannot be read at all does.
     """
     start = time.perf_counter()
-    built, scanned = _build(paths, _recipe(recipe), media_root, force=force)
+    built, scanned = _build(paths, recipe_named(recipe), media_root, force=force)
     report = index_report(built, scanned, time.perf_counter() - start)
     if as_json:
         print_json(report)
@@ -61,10 +64,7 @@ def profile(
     paths: Paths,
     recipe: RecipeOption = None,
     media_root: MediaRootOption = None,
-    expression: Annotated[
-        str | None,
-        typer.Option("--filter", metavar="EXPR", help="Samples to profile, as of dataset.filter: 'tokens < 4096'."),
-    ] = None,
+    expression: FilterOption = None,
     cost: CostOption = None,
     ranks: Annotated[str, typer.Option(help="Numbers of data-parallel ranks to plan for.")] = "8,64,512,2560",
     batch_size: Annotated[int, typer.Option(help="Samples per rank and step.")] = 8,
@@ -98,10 +98,6 @@ def profile(
     """
     rank_counts, caps = ranks_list(ranks), caps_of(max_tokens or ())
     from orchdata.balancers import CostModel
-    from orchdata.cli.mixture_file import is_mixture_file, read_mixture
-    from orchdata.dataset.mixed import joined_index
-    from orchdata.dataset.mixture import Mixture
-    from orchdata.dataset.shard_dataset import ShardDataset
     from orchdata.planning.balance import Balance
     from orchdata.planning.layout import Packed, Padded
     from orchdata.profile.profile import profile as make_profile
@@ -111,22 +107,7 @@ def profile(
     if padded and length is not None:
         raise ValueError("--length is of packed microbatches: leave out --padded, or the length")
     layout = Padded(multiple_of=multiple_of) if padded else Packed(multiple_of=multiple_of, length=length)
-    dataset: ShardDataset | Mixture
-    if is_mixture_file(paths):
-        if expression is not None:
-            raise ValueError(f"--filter is of one data set: give the sources in {paths[0]} a `filter:` each")
-        if media_root is not None:
-            raise ValueError(f"--media-root is of one data set: give the sources in {paths[0]} a `media_root:` each")
-        dataset = read_mixture(paths[0], _recipe(recipe))
-        leaves = [leaf.dataset for leaf in dataset.leaves]
-        built: Index = joined_index(
-            dataset, [_build(list(of.urls), of.recipe, of.media_root, force=False)[0] for of in leaves]
-        )
-    else:
-        dataset = ShardDataset(paths, _recipe(recipe), media_root=media_root)
-        if expression is not None:
-            dataset = dataset.filter(expression)  # before anything is indexed: it may be none
-        built, _ = _build(list(dataset.urls), dataset.recipe, dataset.media_root, force=False)
+    dataset, built = indexed(paths, recipe_named(recipe), media_root, expression)
     result = make_profile(
         built,
         dataset=dataset,
@@ -170,7 +151,7 @@ def verify(
     from orchdata.verifying.verify import write_quarantine
 
     start = time.perf_counter()
-    held = _recipe(recipe)
+    held = recipe_named(recipe)
     built, _ = _build(paths, held, media_root, force=False)
     try:
         with progress_bar("decoding samples") as advance:
@@ -188,7 +169,8 @@ def verify(
         raise typer.Exit(1)
 
 
-def _recipe(name: str | None) -> Recipe:
+def recipe_named(name: str | None) -> Recipe:
+    """What `--recipe` names."""
     from orchdata.loaders.recipe import Recipe
 
     recipe = load_object(name, Recipe, "--recipe") if name is not None else Recipe()
@@ -197,6 +179,29 @@ def _recipe(name: str | None) -> Recipe:
     except TypeError as error:  # a parameter of a modality, named
         raise ValueError(str(error)) from error
     return recipe
+
+
+def indexed(
+    paths: list[str], recipe: Recipe, media_root: str | None, expression: str | None
+) -> tuple[ShardDataset | Mixture, Index]:
+    """The data set that a command's paths are, a mixture or shards, and its index, built where need be."""
+    from orchdata.cli.mixture_file import is_mixture_file, read_mixture
+    from orchdata.dataset.mixed import joined_index
+    from orchdata.dataset.shard_dataset import ShardDataset
+
+    if not is_mixture_file(paths):
+        dataset = ShardDataset(paths, recipe, media_root=media_root)
+        if expression is not None:
+            dataset = dataset.filter(expression)  # before anything is indexed: it may be none
+        return dataset, _build(list(dataset.urls), dataset.recipe, dataset.media_root, force=False)[0]
+    if expression is not None:
+        raise ValueError(f"--filter is of one data set: give the sources in {paths[0]} a `filter:` each")
+    if media_root is not None:
+        raise ValueError(f"--media-root is of one data set: give the sources in {paths[0]} a `media_root:` each")
+    mixture = read_mixture(paths[0], recipe)
+    leaves = [leaf.dataset for leaf in mixture.leaves]
+    built = [_build(list(of.urls), of.recipe, of.media_root, force=False)[0] for of in leaves]
+    return mixture, joined_index(mixture, built)
 
 
 def _build(paths: list[str], recipe: Recipe, media_root: str | None, *, force: bool) -> tuple[Index, int]:

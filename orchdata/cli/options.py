@@ -25,6 +25,10 @@ CostOption = Annotated[
 MediaRootOption = Annotated[
     str | None, typer.Option("--media-root", help="Folder below which the files lie that records of JSON name.")
 ]
+FilterOption = Annotated[
+    str | None,
+    typer.Option("--filter", metavar="EXPR", help="Samples to take, as of dataset.filter: 'tokens < 4096'."),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, for machines.")]
 
 Kind = TypeVar("Kind")

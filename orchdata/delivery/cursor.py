@@ -57,11 +57,19 @@ class Cursor(Generic[T]):
         self.failed: tuple[Position, T] | None = None
         self.resumed: Position | None = None
         self._restored: Position | None = None
+        self._passed: Position | None = None
         self._seeded: tuple[Position, int] | None = None
         self._drawn: tuple[Position, Position] | None = None
 
     def restore(self, position: Position) -> None:
         self.delivered = self.begin = self._restored = self.resumed = position
+        self._passed = None
+
+    def pass_end(self, *, held: bool) -> None:
+        """Begin the next epoch, where the restored place is the end of one; see `Position.following`."""
+        end = self.begin
+        self.restore(end.following(held=held))
+        self._passed = end
 
     def seed(self, base_seed: int) -> None:
         """What the workers of the next iteration are seeded with, as far as is known."""
@@ -88,9 +96,17 @@ class Cursor(Generic[T]):
         """A place where an iteration begins, with what a state of it has promised."""
         return self._drawn[1] if self._drawn is not None and self._drawn[0] is position else position
 
+    def told_of(self, epoch: int) -> Mapping[str, Any] | None:
+        """What is known here of what an epoch's samples depend on."""
+        places = (self.delivered, self.known(self.begin))
+        return next((place.told for place in places if place.epoch == epoch and place.told is not None), None)
+
     def set_epoch(self, epoch: int) -> None:
         """Begin `epoch` next; at its start, unless a state of it was restored and no step delivered since."""
-        if self.begin is not self._restored or self.begin.epoch != epoch:
+        passed = self._passed
+        if passed is not None and self.begin is self._restored and passed.epoch == epoch:
+            self.restore(passed)  # nothing is left of it, and nothing of it comes again
+        elif self.begin is not self._restored or self.begin.epoch != epoch:
             self.delivered = self.begin = Position(epoch)
 
 
@@ -116,11 +132,17 @@ class Iteration(Generic[T]):
         self._left = cursor.begin
         self._behind = cursor.begin
         self._has_begun = False
+        self._has_ended = False
 
     @property
     def origin(self) -> Position:
         """Where it begins, with what is known of it by now."""
         return self._cursor.known(self.begin)
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether it has not ended, and the next one begins where it leads: no state was loaded, and no epoch set."""
+        return not self._has_ended and self._cursor.begin is self._left
 
     def start(self, told: Mapping[str, Any] | None) -> None:
         """What its samples depend on is known."""
@@ -169,8 +191,8 @@ class Iteration(Generic[T]):
 
     def end(self, *, held: bool) -> None:
         """The epoch was delivered whole; whether data sets go on with what they hold is the loader's affair."""
-        behind = self._behind
-        self._lead_to(Position(self.epoch + 1, sampler=behind.sampler, held=behind.held if held else ()))
+        self._has_ended = True
+        self._lead_to(self._behind.following(held=held))
         self._cursor.delivered = self._cursor.begin
 
     def _lead_to(self, position: Position) -> None:

@@ -54,6 +54,10 @@ class Position:
     held: tuple[Held | None, ...] = ()
     worker: int = -1
 
+    def following(self, *, held: bool) -> Position:
+        """The start of the next epoch, from the end of this one; whether data sets go on with what they hold."""
+        return Position(self.epoch + 1, sampler=self.sampler, held=self.held if held else ())
+
 
 def dump_state(position: Position, fingerprint: Mapping[str, Any], epochs: Epochs) -> dict[str, Any]:
     """A state, with copies of what is held. Raises what asking a data set of this process for its state does."""
@@ -179,11 +183,11 @@ def _check_place(state: Mapping[str, Any], position: Position, epochs: Epochs) -
         raise StateError(reason) from error
     if num_steps is not None and step > num_steps:
         raise StateError(f"the state points at epoch {epoch}, step {step}; an epoch has {num_steps} steps")
-    if "tokens" in here and state.get("tokens", here["tokens"]) != here["tokens"]:
-        raise StateError(
-            f"step {step} of epoch {epoch} begins behind {state['tokens']} tokens in the state and "
-            f"{here['tokens']} here"
-        )
+    for name, unit in (("tokens", "tokens"), ("position", "samples")):
+        if name in here and state.get(name, here[name]) != here[name]:
+            raise StateError(
+                f"step {step} of epoch {epoch} begins behind {state[name]} {unit} in the state and {here[name]} here"
+            )
 
 
 def _cut_anew(state: Mapping[str, Any], position: Position, epochs: Epochs) -> Position:

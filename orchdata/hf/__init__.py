@@ -3,6 +3,7 @@
     processor --recipe--> od.Recipe       config --Inputs--> batches whose model_inputs() have the model's own names
     config --cost--> od.CostModel         model, batch --encode--> features, per phase
                                           outputs, batch --loss--> the scaled loss
+    TrainerMixin, accelerate: transformers' Trainer, and Accelerate, over a DataLoader
 
 transformers is imported when something of it is used; `pip install 'orchdata[hf]'` brings it.
 """
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from orchdata.hf.model_cost import cost
     from orchdata.hf.scaled_loss import loss
     from orchdata.hf.towers import encode
+    from orchdata.hf.training.accelerate import accelerate
+    from orchdata.hf.training.trainer import TrainerMixin
 
 _HOMES = {
     "recipe": "orchdata.hf.from_processor",
@@ -25,9 +28,11 @@ _HOMES = {
     "loss": "orchdata.hf.scaled_loss",
     "encode": "orchdata.hf.towers",
     "cost": "orchdata.hf.model_cost",
+    "TrainerMixin": "orchdata.hf.training.trainer",
+    "accelerate": "orchdata.hf.training.accelerate",
 }
 
-__all__ = ["Inputs", "cost", "encode", "loss", "recipe"]
+__all__ = ["Inputs", "TrainerMixin", "accelerate", "cost", "encode", "loss", "recipe"]
 
 
 def __getattr__(name: str) -> object:

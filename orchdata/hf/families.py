@@ -41,7 +41,7 @@ class Family:
     expects_runs: bool = False
 
 
-_QWEN_VL: Final = Family(mrope=True)
+_QWEN_VL: Final = Family(mrope=True, part_features=("image", "video"))
 _LLAVA: Final = Family()
 _IDEFICS: Final = Family(nested=True)
 _TEXT: Final = Family(part_features=())
@@ -50,7 +50,7 @@ FAMILIES: Final[dict[str, Family]] = {
     "qwen2_vl": _QWEN_VL,
     "qwen2_5_vl": _QWEN_VL,
     "qwen3_vl": _QWEN_VL,
-    "qwen2_5_omni_thinker": _QWEN_VL,
+    "qwen2_5_omni_thinker": Family(mrope=True),
     "llava": _LLAVA,
     "llava_next": _LLAVA,
     "llava_onevision": _LLAVA,
@@ -62,7 +62,7 @@ FAMILIES: Final[dict[str, Family]] = {
     "qwen2_audio": Family(part_features=(), expects_runs=True),
     "whisper": Family(packs=False, part_features=(), decoder=True),
 }
-TOWERS: Final = {"image": "get_image_features"}
+TOWERS: Final = {"image": "get_image_features", "video": "get_video_features"}
 """Modality -> the method that encodes it."""
 
 _ATTENTION: Final = frozenset(("full_attention", "sliding_attention"))

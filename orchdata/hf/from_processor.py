@@ -10,6 +10,7 @@ from typing import Any, Final, get_args
 from orchdata.hf.audio import LongClips, audio_modality
 from orchdata.hf.audio_processor import extractor_of
 from orchdata.hf.images import image_modality
+from orchdata.hf.video.modality import video_modality
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.text.preprocessor import TextPreprocessor
@@ -52,6 +53,8 @@ def recipe(
     date: str | None = None,
     append_eos: bool = False,
     long_clips: LongClips = "error",
+    video: bool = False,
+    tokens_per_second: float = 2.0,
     limits: Limits = Limits(),  # noqa: B008 - a frozen value
     keep: tuple[str, ...] = (),
 ) -> Recipe:
@@ -68,6 +71,9 @@ def recipe(
             writes none behind them; chats end as their template says.
         long_clips: clips above the 30 s that Whisper and Qwen2-Audio take are an "error" of their sample, "cut", or
             "split" into windows.
+        video: whether videos are read, as the processor's `video_processor` prepares them, of Qwen2-VL, Qwen2.5-VL and
+            Qwen3-VL; GIFs are videos then, and else images.
+        tokens_per_second: of Qwen2.5-VL's videos: positions in time, as its model's `vision_config` has it.
         limits, keep: as `od.Recipe` has them.
 
     Raises:
@@ -99,6 +105,7 @@ def recipe(
         ),
         image=image_modality(processor) if getattr(processor, "image_processor", None) is not None else None,
         audio=audio_modality(processor, long_clips=long_clips) if extractor_of(processor) is not None else None,
+        video=video_modality(processor, tokens_per_second=tokens_per_second) if video else None,
         limits=limits,
         keep=keep,
     )

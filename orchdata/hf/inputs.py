@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 _UNKNOWN: Final = Family(packs=False, part_features=())
 _ARRAYS: Final = {"patches": "pixel_values"}
-"""What arrays of plain recipes are called by models."""
+"""What arrays of images of plain recipes are called by models."""
 
-_MEDIA_TYPES: Final = {"image": 1, "audio": 3}
+_MEDIA_TYPES: Final = {"image": 1, "video": 2, "audio": 3}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -123,7 +123,7 @@ class Inputs:
         kind = self.config.model_type
         for name in encoders:
             modality, slot = recipe.modalities[name], recipe.slots[name]
-            named = {_ARRAYS.get(array, array) for array in modality.arrays()}
+            named = {_ARRAYS.get(array, array) if name == "image" else array for array in modality.arrays()}
             if unknown := sorted(named - self._takes):
                 raise ValueError(
                     f"{kind} takes no {', '.join(unknown)}, which the recipe makes of {name}: make it of the model's "
@@ -136,11 +136,22 @@ class Inputs:
                     f"{kind} looks for {name} where the token {expected} stands, and the recipe writes "
                     f"{slot.token_id}: make it of the model's processor, od.hf.recipe(processor)"
                 )
+            self._check_pace(name, modality)
         missing = [name for name in encoders if name not in self.family.part_features]
         if balance.assignment == "per_phase" and missing:
             raise ValueError(
                 f"Balance.assignment='per_phase' carries features, and {kind} takes none of {', '.join(missing)} ready "
                 "made (mm_encoder_outputs): use assignment='joint'"
+            )
+
+    def _check_pace(self, name: str, modality: Any) -> None:
+        """Raise ValueError where positions in time of videos are not those that the model computes."""
+        told = getattr(getattr(self.config, "vision_config", None), "tokens_per_second", None)
+        held = getattr(modality, "tokens_per_second", None)
+        if name == "video" and told != held and "second_per_grid_ts" in self._takes:
+            raise ValueError(
+                f"{self.config.model_type} has vision_config.tokens_per_second={told}, and the recipe's videos {held}: "
+                f"od.hf.recipe(processor, video=True, tokens_per_second={told})"
             )
 
     def arguments(self, batch: Batch) -> dict[str, Any]:
@@ -288,7 +299,7 @@ def _token_types(llm: LLMBatch, family: Family) -> Tensor:
 
 
 def _media_types(llm: LLMBatch) -> Tensor:
-    """1 on the places of images, 3 on those of audio, as processors number them."""
+    """1 on the places of images, 2 on those of videos, 3 on those of audio, as processors number them."""
     types = torch.zeros_like(llm.input_ids).flatten()
     for name, number in _MEDIA_TYPES.items():
         if name in llm.media_positions:

@@ -57,6 +57,7 @@ def cost(
     *,
     frozen: str | Iterable[str] = (),
     lora: str | Iterable[str] = (),
+    video_patches: int | None = None,
     **phases: Mapping[str, Any] | PhaseCost | TransformerCost | None,
 ) -> CostModel:
     """The cost model of a Hugging Face model in training, in floating-point operations.
@@ -71,6 +72,8 @@ def cost(
             weights' `requires_grad`, and PEFT's adapters among them.
         frozen: what is not trained: "image", "audio", "llm", and "connector" for what lies between towers and LLM.
         lora: phases that have adapters, frozen besides. Their own products are counted in a model only.
+        video_patches: patches of a temporal patch of videos, as most have: adds the phase "video", of the image tower,
+            which attends within each temporal patch alone, as those of Qwen-VL.
         phases: as `CostModel.from_config`: attributes of a phase's TransformerCost, as in `llm={"recompute": "full"}`,
             or its whole cost, for a phase that the config does not describe well; None leaves it out.
 
@@ -90,7 +93,19 @@ def cost(
     else:
         config = model
         training = _said(_places_of(config), **given)
-    return CostModel.from_config(config, **_priced(config, training, phases))
+    found = CostModel.from_config(config, **_priced(config, training, phases))
+    return found if video_patches is None else _with_video(found, video_patches)
+
+
+def _with_video(model: CostModel, patches: int) -> CostModel:
+    """The same, and videos in the image tower: a temporal patch is a sequence there."""
+    costs = dict(zip(model.phases, model.costs, strict=True))
+    if "image" not in costs:
+        raise ValueError(f"video_patches={patches} is of a model that has an image tower, and this has none")
+    tower = costs["image"]
+    windows = (*tower.windows, (patches, tower.quadratic))
+    video = PhaseCost(tower.linear + tower.constant / patches, windows=windows)
+    return CostModel(**costs, video=video)
 
 
 def _places_of(config: Any) -> tuple[str, ...]:

@@ -75,6 +75,9 @@ class Source(Protocol):
     def items_behind(self, held: Any, *, is_over: bool) -> Iterator[Any]:
         """What the sampler gives behind the place where it held that; where the epoch was over there, the next one."""
 
+    def replays(self, told: Told | None) -> bool:
+        """Whether `items` finds what came of `told`, and leaves every generator as it is."""
+
 
 class TorchSampler:
     """A sampler as torch's loader draws it: from its own generator, else from torch's default one, at the first item.
@@ -106,11 +109,15 @@ class TorchSampler:
         found = getattr(self._inner, "generator", None)
         return found if isinstance(found, torch.Generator) else None
 
+    @property
+    def _is_plain(self) -> bool:
+        return type(self._inner) in (SequentialSampler, list, tuple, range)
+
     def tell(self) -> Told | None:
         if self._takes_seed:
             # Exactly what RandomSampler.__iter__ would draw, and in its place.
             return {"seed": int(torch.empty((), dtype=torch.int64).random_().item())}
-        if type(self._inner) in (SequentialSampler, list, tuple, range):
+        if self._is_plain:
             return None
         return {"state": _text(torch.get_rng_state() if self._generator is None else self._generator.get_state())}
 
@@ -136,6 +143,9 @@ class TorchSampler:
         exhaust(items)  # it had drawn its last item, and not heard yet that there is none
         following: Iterator[Any] = iter(self.sampler)
         return following
+
+    def replays(self, told: Told | None) -> bool:
+        return self._is_plain if told is None else self._takes_seed and "seed" in told
 
     def _drawn_from(self, generator: torch.Generator) -> Iterator[Any]:
         """As if the default generator stood there. Those of torch have one of their own, read at the first item."""
@@ -184,6 +194,9 @@ class TakenOver:
 
     def items_behind(self, held: Any, *, is_over: bool) -> Iterator[Any]:
         raise ValueError("a DistributedSampler that is taken over holds nothing of its own")
+
+    def replays(self, told: Told | None) -> bool:
+        return told is not None or not self.sampler.shuffle
 
 
 class Draws:
@@ -245,6 +258,17 @@ class Draws:
                 return
             if step >= first:
                 yield StepTask(epoch, step, self._rows(chunk), held=self._source.held(items))
+
+    def again(self, epoch: int, step: int, told: Told | None) -> StepTask:
+        if not self._source.replays(told):
+            raise ValueError(
+                f"what {type(self._source.sampler).__name__} gave in epoch {epoch} is not known: give a seed, as "
+                "DataLoader(shuffle=True, seed=0), or load a state of that epoch, which tells what a RandomSampler was "
+                "seeded with"
+            )
+        for task in self.tasks(epoch, step, told, again=True):
+            return task._replace(held=None)
+        raise IndexError(f"step {step} is outside epoch {epoch}")
 
     def _rows(self, items: list[Any]) -> NDArray[Any]:
         if self._integers or self._usable is not None:

@@ -196,6 +196,12 @@ class Epochs(Protocol):
                 the epoch before where `first` is 0.
         """
 
+    def again(self, epoch: int, step: int, told: Told | None) -> StepTask:
+        """One step of an epoch that `told` is known of, found without a draw or a change of anything.
+
+        Raises IndexError outside the epoch, and ValueError where steps are only found in turn.
+        """
+
 
 @dataclass(frozen=True, kw_only=True)
 class OrderedEpochs:
@@ -231,6 +237,13 @@ class OrderedEpochs:
             self.check()
         begin = _begin_of(told)
         return (StepTask(epoch, step, begin=begin) for step in range(first, self.count(epoch, told)))
+
+    def again(self, epoch: int, step: int, told: Told | None) -> StepTask:
+        if self.check is not None:
+            self.check()
+        task = StepTask(epoch, step, begin=_begin_of(told))
+        self.batches.bounds(step, self.length(epoch), epoch, task.begin)
+        return task
 
 
 def told_begin(begin: Begin) -> Told:
@@ -275,3 +288,6 @@ class EndlessEpochs:
         while True:
             yield StepTask(epoch, step, np.arange(step * size, (step + 1) * size))
             step += 1
+
+    def again(self, epoch: int, step: int, told: Told | None) -> StepTask:
+        raise ValueError("an IterableDataset gives its samples in turn, so that no step of it is found alone")

@@ -1,10 +1,11 @@
-"""`orchdata synth`: a description -> WebDataset shards of procedural images, synthesised audio and text.
+"""`orchdata synth`: a description -> WebDataset shards of procedural images and videos, synthesised audio and text.
 
     description --seed, sample number--> one sample's fields --webdataset's TarWriter--> OUT/shard-000000.tar ...
 
 Each sample is drawn from its own generator, seeded by (seed, number): a shorter dataset is a prefix of a longer one,
 and the same description gives the same bytes. Fields follow WebDataset's conventions: `key.jpg` or `key.0.jpg`,
-`key.1.jpg`, `key.flac`, and `key.txt` or a chat in `key.json` with `<image>` and `<audio>` placeholders.
+`key.1.jpg`, `key.flac`, `key.mp4`, and `key.txt` or a chat in `key.json` with `<image>`, `<audio>` and `<video>`
+placeholders.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from orchdata.synth.description import AudioMix, Description, ImageMix, Kind, read_description
+from orchdata.synth.description import AudioMix, Description, ImageMix, Kind, VideoMix, read_description
 from orchdata.synth.distributions import Choice, LogNormal, Uniform, pick
 from orchdata.synth.media import make_audio, make_image, make_sentences
 
@@ -89,6 +90,8 @@ class SynthReport:
     image_pixels: int
     audio_clips: int
     audio_seconds: float
+    videos: int
+    video_frames: int
     words: int
     kinds: Mapping[str, int] = field(default_factory=dict)
 
@@ -153,6 +156,8 @@ def synthesize(
         image_pixels=totals["image_pixels"],
         audio_clips=totals["audio_clips"],
         audio_seconds=totals["audio_milliseconds"] / 1000,
+        videos=totals["videos"],
+        video_frames=totals["video_frames"],
         words=totals["words"],
         kinds={name: kinds[name] for name, _ in plan.kinds},
     )
@@ -179,6 +184,7 @@ def make_sample(
     fields: dict[str, bytes] = {}
     counts: Counter[str] = Counter()
     told = _add_images(rng, mix.image, fields, counts) + _add_audio(rng, mix.audio, fields, counts)
+    told += _add_videos(rng, mix.video, fields, counts)
     num_words = max(1, round(mix.words.draw(rng)))
     counts["words"] += num_words
     if mix.style == "text":
@@ -223,6 +229,28 @@ def _add_audio(
         fields[f"{number}.{format}" if count > 1 else format] = data
         counts.update(audio_clips=1, audio_milliseconds=round(1000 * seconds))
         told.append(("<audio>", words))
+    return told
+
+
+def _add_videos(
+    rng: np.random.Generator, mix: VideoMix | None, fields: dict[str, bytes], counts: Counter[str]
+) -> list[tuple[str, str]]:
+    """Add the sample's videos to `fields`; returns a (placeholder, description) pair for each."""
+    if mix is None:
+        return []
+    from orchdata.synth.clips import make_video
+
+    told = []
+    count = round(mix.count.draw(rng))
+    for number in range(count):
+        seconds, fps = mix.seconds.draw(rng), max(1, round(mix.fps.draw(rng)))
+        width = max(1, round(mix.width.draw(rng)))
+        height = max(1, round(width / mix.aspect.draw(rng)))
+        format = mix.formats[pick(rng, tuple(weight for _, weight in mix.formats))][0]
+        data, words = make_video(rng, seconds, fps, width, height, format)
+        fields[f"{number}.{format}" if count > 1 else format] = data
+        counts.update(videos=1, video_frames=max(1, round(seconds * fps)))
+        told.append(("<video>", words))
     return told
 
 

@@ -32,10 +32,13 @@ from orchdata.synth.distributions import Choice, Constant, Distribution, LogNorm
 
 IMAGE_FORMATS = ("jpg", "png")
 AUDIO_FORMATS = ("flac", "wav")
+VIDEO_FORMATS = ("mp4", "webm", "gif")
 STYLES = ("text", "chat")
 _MAX_SIDE = 16_384
 _MAX_HEIGHT = 65_500
 _MAX_CLIP_SECONDS = 3_600.0
+_MAX_VIDEO_SECONDS = 600.0
+_MAX_VIDEO_SIDE = 4_096
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +63,20 @@ class AudioMix:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class VideoMix:
+    """The videos of one kind of sample: how many, how long, at how many pictures a second, how wide (pixels), of what
+    aspect (width / height), in what format. Making them needs PyAV.
+    """
+
+    count: Distribution = Constant(1)
+    seconds: Distribution = LogNormal(4, 0.6, 0.5, 30)
+    fps: Distribution = Choice((12, 24, 30), (0.3, 0.4, 0.3))
+    width: Distribution = LogNormal(192, 0.4, 64, 640)
+    aspect: Distribution = Uniform(0.6, 1.8)
+    formats: tuple[tuple[str, float], ...] = (("mp4", 1.0),)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Kind:
     """One kind of sample. `style="text"` writes `key.txt`; `"chat"` writes `key.json` with `turns` rounds."""
 
@@ -69,6 +86,7 @@ class Kind:
     turns: Distribution = Constant(1)
     image: ImageMix | None = None
     audio: AudioMix | None = None
+    video: VideoMix | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,7 +143,7 @@ def _description(content: Any) -> Description:
 
 
 def _kind(content: Any, field: str) -> Kind:
-    fields = _mapping(content, field, ("weight", "style", "words", "turns", "image", "audio"))
+    fields = _mapping(content, field, ("weight", "style", "words", "turns", "image", "audio", "video"))
     style = fields.get("style", "text")
     if style not in STYLES:
         raise ValueError(f"{field}.style must be one of {', '.join(STYLES)}, got {style!r}")
@@ -142,6 +160,8 @@ def _kind(content: Any, field: str) -> Kind:
         known["image"] = _image(fields["image"], f"{field}.image")
     if "audio" in fields:
         known["audio"] = _audio(fields["audio"], f"{field}.audio")
+    if "video" in fields:
+        known["video"] = _video(fields["video"], f"{field}.video")
     return Kind(**known)
 
 
@@ -173,6 +193,19 @@ def _audio(content: Any, field: str) -> AudioMix:
         "formats": lambda value, name: _formats(value, name, AUDIO_FORMATS),
     }
     return AudioMix(**{name: readers[name](value, f"{field}.{name}") for name, value in fields.items()})
+
+
+def _video(content: Any, field: str) -> VideoMix:
+    fields = _mapping(content, field, ("count", "seconds", "fps", "width", "aspect", "formats"))
+    readers: dict[str, Callable[[Any, str], Any]] = {
+        "count": lambda value, name: _distribution(value, name, 0, 1_000),
+        "seconds": lambda value, name: _distribution(value, name, 0.01, _MAX_VIDEO_SECONDS),
+        "fps": lambda value, name: _distribution(value, name, 1, 240),
+        "width": lambda value, name: _distribution(value, name, 16, _MAX_VIDEO_SIDE),
+        "aspect": lambda value, name: _distribution(value, name, 0.1, 10),
+        "formats": lambda value, name: _formats(value, name, VIDEO_FORMATS),
+    }
+    return VideoMix(**{name: readers[name](value, f"{field}.{name}") for name, value in fields.items()})
 
 
 def _distribution(content: Any, field: str, low: float, high: float) -> Distribution:

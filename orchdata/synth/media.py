@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
-_COLOURS = {
+COLOURS = {
     "red": (205, 45, 45), "green": (50, 160, 75), "blue": (45, 85, 200), "yellow": (235, 205, 60),
     "violet": (130, 70, 175), "orange": (240, 140, 40), "black": (25, 25, 30), "white": (240, 240, 235),
 }  # fmt: skip
-_SHAPES = ("circle", "square", "triangle")
+SHAPES = ("circle", "square", "triangle")
 _NUMBERS = ("no", "one", "two", "three", "four", "five", "six")
 
 _GRAMMAR = {
@@ -42,15 +42,15 @@ def make_image(rng: np.random.Generator, width: int, height: int, format: str, q
     Returns:
         The encoded bytes, and what is drawn: "two red circles".
     """
-    canvas = _ground(rng, width, height)
-    colour = list(_COLOURS)[int(rng.integers(len(_COLOURS)))]
-    shape = _SHAPES[int(rng.integers(len(_SHAPES)))]
+    canvas = ground(rng, width, height)
+    colour = list(COLOURS)[int(rng.integers(len(COLOURS)))]
+    shape = SHAPES[int(rng.integers(len(SHAPES)))]
     count = int(rng.integers(1, 5))
     draw = ImageDraw.Draw(canvas)
     for x, y, size in rng.random((count, 3)).tolist():
         radius = (0.08 + 0.14 * size) * min(width, height)
         centre = (radius + x * (width - 2 * radius), radius + y * (height - 2 * radius))
-        _draw_shape(draw, shape, centre, radius, _COLOURS[colour])
+        draw_shape(draw, shape, centre, radius, COLOURS[colour])
 
     pixels = np.asarray(_grain(rng, canvas))
     stream = io.BytesIO()
@@ -62,7 +62,7 @@ def make_image(rng: np.random.Generator, width: int, height: int, format: str, q
     return stream.getvalue(), f"{_NUMBERS[count]} {colour} {shape}{'s' if count > 1 else ''}"
 
 
-def _ground(rng: np.random.Generator, width: int, height: int) -> Image.Image:
+def ground(rng: np.random.Generator, width: int, height: int) -> Image.Image:
     """A smooth colour field (one cell per 160 pixels) blended with a finer one (per 12 pixels)."""
     layers = []
     for cell in (160, 12):
@@ -72,7 +72,7 @@ def _ground(rng: np.random.Generator, width: int, height: int) -> Image.Image:
     return Image.blend(layers[0], layers[1], 0.25)
 
 
-def _draw_shape(
+def draw_shape(
     draw: ImageDraw.ImageDraw, shape: str, centre: tuple[float, float], radius: float, colour: tuple[int, int, int]
 ) -> None:
     x, y = centre

@@ -168,7 +168,7 @@ def test_resume_at_every_step_continues_identically(dataset: od.ShardDataset, op
 def test_resume_on_another_number_of_ranks(dataset: od.ShardDataset) -> None:
     expected = global_batches(dataset, 2, global_batch_size=10)
     one = loader(dataset, global_batch_size=10, dp=(0, 2))
-    steps = one.steps()
+    steps = iter(one.steps())
     next(steps), next(steps)
     state = one.state_dict()
     ranks = [loader(dataset, global_batch_size=10, dp=(rank, 3)) for rank in range(3)]

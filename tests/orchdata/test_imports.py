@@ -49,7 +49,7 @@ orchdata: building
 orchdata: engines
 orchdata: delivery
 orchdata: dataset
-orchdata: dataloader profile post_balancing verifying
+orchdata: dataloader profile post_balancing verifying showing
 orchdata: hf
 orchdata: synth reference
 orchdata: demo bench

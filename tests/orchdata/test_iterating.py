@@ -88,7 +88,7 @@ def test_an_error_in_the_body_of_the_loop_is_a_break(dataset: od.ShardDataset) -
 def test_an_iteration_that_delivered_nothing_has_not_begun_its_epoch(dataset: od.ShardDataset) -> None:
     one = loader(dataset)
     iter(one)
-    one.steps()
+    iter(one.steps())
     assert place(next(iter(one))) == (0, 0)
 
 
@@ -126,7 +126,7 @@ def test_going_on_after_an_error_keeps_to_what_a_random_sampler_drew() -> None:
 
 def test_set_epoch_keeps_a_restored_position_until_a_step_is_delivered(dataset: od.ShardDataset) -> None:
     one = loader(dataset)
-    steps = one.steps()
+    steps = iter(one.steps())
     next(steps)
     resumed = loader(dataset)
     resumed.load_state_dict(one.state_dict())
@@ -230,7 +230,7 @@ class Failing:
 @pytest.mark.parametrize("name", ["__iter__", "steps"])
 def test_an_iteration_that_failed_never_looks_like_the_end_of_the_epoch(name: str) -> None:
     loader = od.DataLoader(Failing(6), batch_size=2, collate_fn=list, dp=(0, 2))
-    steps = getattr(loader, name)()
+    steps = iter(getattr(loader, name)())
     next(steps)
     with pytest.raises(KeyError):
         next(steps)

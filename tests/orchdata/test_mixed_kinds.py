@@ -94,7 +94,7 @@ def run(dataset: od.Mixture, stretches: list[Stretch], **options: Any) -> list[t
             loader.load_state_dict(json.loads(json.dumps(state)))
         left = 10**9 if number == len(stretches) - 1 else stretch.steps
         while left and loader.state_dict()["epoch"] < EPOCHS:
-            epoch, steps = loader.state_dict()["epoch"], loader.steps()
+            epoch, steps = loader.state_dict()["epoch"], iter(loader.steps())
             for step in itertools.islice(steps, left):
                 found.append((epoch, step[0].step, taken(step[0].plan)))
                 left -= 1

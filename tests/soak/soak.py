@@ -75,7 +75,7 @@ def train(job: dict[str, Any]) -> None:
     delivered = 0
     with open(job["log"], "a", buffering=1) as log:
         while delivered < job["steps"]:
-            stream = loader.steps()
+            stream = iter(loader.steps())
             for share in stream:
                 plan = share[0].plan
                 row = {"epoch": plan.epoch, "step": plan.step, "content": content(share), "resident": resident_kib()}

@@ -303,7 +303,7 @@ class Job:
         store = dist.distributed_c10d._get_default_store()
         dp = DataParallel(mesh, dims=("dp",))
         seen(self.loader(dp))  # what is compiled and loaded once takes its time without a limit
-        steps = self.loader(dp, timeout=8).steps()
+        steps = iter(self.loader(dp, timeout=8).steps())
         next(steps)
         if self.rank == 0:
             store.set("reader", str(os.getpid()))

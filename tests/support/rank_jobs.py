@@ -140,12 +140,12 @@ def _wait_for(telling: list[Future[bytes]], lost: Collection[int], limit_seconds
     """Ranks that ended without a word, as soon as there are any; none where all have told; None where some hang."""
     deadline = time.monotonic() + limit_seconds
     ranks = {found: rank for rank, found in enumerate(telling) if rank not in lost}
-    waiting: set[Future[bytes]] = set(ranks)
+    waiting: set[Future[bytes]] = set(ranks) or set(telling)  # where all are to be lost, until they are
     while waiting:
         done, waiting = wait(waiting, deadline - time.monotonic(), FIRST_COMPLETED)
         if not done:
             return None
-        if silent := sorted(ranks[found] for found in done if not found.result()):
+        if silent := sorted(ranks[found] for found in done if found in ranks and not found.result()):
             return silent
     return []
 

@@ -15,13 +15,15 @@ from typing import Any, Final, NamedTuple
 
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.modalities.builtin import BUILTINS, KINDS, OTHER
+from orchdata.loaders.modalities.builtin import BUILTINS, KINDS, ON_REQUEST, OTHER
 from orchdata.loaders.shards.fields import classify
 from orchdata.loaders.text.chat_keys import Repeating, says, shown
 from orchdata.loaders.text.media_words import record_keys
 
-_RECORD_KEYS: Final = record_keys(BUILTINS)
-_ITEM_TYPES: Final = {word: name for name, kind in BUILTINS.items() for word in (name, *kind.words)}
+_CLASSES: Final = {**BUILTINS, **ON_REQUEST}
+_CODES: Final = {name: KINDS.index(name) if name in KINDS else OTHER for name in ("text", *_CLASSES)}
+_RECORD_KEYS: Final = record_keys(_CLASSES)
+_ITEM_TYPES: Final = {word: name for name, kind in _CLASSES.items() for word in (name, *kind.words)}
 _CHATS: Final = ("messages", "conversations", "conversation")
 _ITEM_NAMES: Final = ("path", "url", "base64")
 """Keys of an item beside that of its type, as transformers takes them."""
@@ -39,7 +41,7 @@ class NamedMedia(NamedTuple):
 
     Attributes:
         field: what it is called in the sample.
-        kind: code of its modality in the facts.
+        kind: code of its modality in the facts; OTHER where these keep no header of it.
         path: as the record has it; None where `encoded` holds it.
         encoded: base64.
         error: why it can be neither.
@@ -88,13 +90,13 @@ def media_of(value: Any, *, file_names: bool) -> list[NamedMedia]:
     for modality, held in _items(value):
         placed.setdefault(modality, []).append(held)
     found = []
-    for kind, modality in enumerate(KINDS):
+    for modality, kind in _CODES.items():
         said = placed.get(modality, [])
         held = named.get(modality) or said
         if said and held != said:
             raise DecodeError(f"it names {modality} beside its turns and in them, and not the same")
-        found += [_media(f"{modality}.{number}", kind, one) for number, one in enumerate(held)]
-        if kind and not held and isinstance(value, dict):
+        found += [_media(modality, number, one) for number, one in enumerate(held)]
+        if modality in BUILTINS and not held and isinstance(value, dict):
             found += _elsewhere(value, modality, kind)
     return found
 
@@ -161,8 +163,8 @@ def _is_dict(value: Any) -> bool:
     return isinstance(value, dict)
 
 
-def _media(field: str, kind: int, held: Any) -> NamedMedia:
-    encoded = False
+def _media(modality: str, number: int, held: Any) -> NamedMedia:
+    field, kind, encoded = f"{modality}.{number}", _CODES[modality], False
     if isinstance(held, dict):  # {"bytes", "path"}, {"url"}, {"data", "format"}
         key = next((key for key in ("bytes", "data", "path", "url") if isinstance(held.get(key), str)), None)
         encoded = key in ("bytes", "data")
@@ -175,14 +177,14 @@ def _media(field: str, kind: int, held: Any) -> NamedMedia:
         if match is None:
             return NamedMedia(field, kind, error="a data: URL that is not base64")
         return NamedMedia(field, kind, encoded=held[match.end() :])
-    if encoded or _is_base64(held, kind):
+    if encoded or _is_base64(held, modality):
         return NamedMedia(field, kind, encoded=held)
     return NamedMedia(field, kind, path=held)
 
 
-def _is_base64(held: str, kind: int) -> bool:
+def _is_base64(held: str, modality: str) -> bool:
     """Whether a string is base64 of what it should be, by its first bytes: one of a JPEG looks like a path."""
     if len(held) < _SNIFFED or not _BASE64.fullmatch(held, 0, _SNIFFED):
         return False
     head = base64.b64decode(held[:_SNIFFED].encode(), validate=False)
-    return bool(BUILTINS[KINDS[kind]].knows(head[:16])) and _BASE64.fullmatch(held) is not None
+    return bool(_CLASSES[modality].knows(head[:16])) and _BASE64.fullmatch(held) is not None

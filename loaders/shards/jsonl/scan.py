@@ -152,8 +152,9 @@ def _state(path: str | None, folder: MediaFolder | None) -> str:
 
 
 def _look_at(media: NamedMedia, folder: MediaFolder | None, limits: Limits) -> _LookedAt:
-    modality = BUILTINS[KINDS[media.kind]]
+    modality = None if media.kind == OTHER else BUILTINS[KINDS[media.kind]]
     size = stamp = 0
+    header = NO_HEADER
     state = ""
     try:
         if media.error is not None:
@@ -161,7 +162,8 @@ def _look_at(media: NamedMedia, folder: MediaFolder | None, limits: Limits) -> _
         if media.path is None:
             data = media.decoded(limits)
             size = len(data)
-            header = read_header(modality, size, lambda count: data[:count], limits)
+            if modality is not None:
+                header = read_header(modality, size, lambda count: data[:count], limits)
         else:
             if folder is None:
                 raise DecodeError(no_root(media.path))
@@ -171,7 +173,8 @@ def _look_at(media: NamedMedia, folder: MediaFolder | None, limits: Limits) -> _
                 reason = limits.size_error(size, is_text=False)
                 if reason is not None:
                     raise DecodeError(reason)
-                header = read_header(modality, size, file.read, limits)
+                if modality is not None:
+                    header = read_header(modality, size, file.read, limits)
     except DecodeError as error:
         if not state and media.path is not None and folder is not None:
             state = f"{media.path}\0{error.reason}"

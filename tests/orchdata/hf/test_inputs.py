@@ -107,6 +107,9 @@ def test_media_that_the_model_would_not_see_are_refused() -> None:
         od.hf.Inputs(hears).check(od.Recipe(image=None), ("audio",), od.Balance())
     with pytest.raises(ValueError, match="qwen2_vl looks for image where the token 151655 stands.* writes 256"):
         od.hf.Inputs(sees).check(od.Recipe(audio=None), ("image",), od.Balance())
+    plain = od.Recipe(audio=None, video=od.VideoPreprocessor())
+    with pytest.raises(ValueError, match="qwen2_vl takes no patches, which the recipe makes of video"):
+        od.hf.Inputs(sees).check(plain, ("video",), od.Balance())
     text = od.TextPreprocessor(lambda text: [len(text)], id="lengths", image_token_id=151655)
     recipe = od.Recipe(audio=None, text=text)
     for assignment in ("joint", "per_phase"):

@@ -176,3 +176,18 @@ def test_configs_that_are_not_read_say_what_to_write() -> None:
     with pytest.raises(ValueError, match=r"no hidden_size.*image=TransformerCost\(...\)"):
         od.hf.cost(unknown)
     assert od.hf.cost(unknown, image=od.PhaseCost(2.0)).phases == ("image", "llm")
+
+
+def test_videos_pass_the_image_tower_a_temporal_patch_at_a_time() -> None:
+    from transformers import LlamaConfig, Qwen3VLConfig
+
+    vision = {"depth": 4, "hidden_size": 64, "num_heads": 4, "intermediate_size": 128, "out_hidden_size": 64}
+    text = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = Qwen3VLConfig(vision_config=vision, text_config=text | {"num_key_value_heads": 4})
+    found = od.hf.cost(config, video_patches=100)
+    assert found.phases == ("image", "video", "llm")
+    image, video, _ = found.costs
+    assert video.at(700) == pytest.approx(7 * image.at(100))
+    assert image.at(700) > 1.01 * video.at(700)
+    with pytest.raises(ValueError, match="has an image tower"):
+        od.hf.cost(LlamaConfig(), video_patches=100)

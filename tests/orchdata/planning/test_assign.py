@@ -208,7 +208,7 @@ def test_batches_come_in_the_order_of_the_pipeline(tmp_path: Path) -> None:
         od.DataLoader(dataset, global_batch_size=40, num_threads=0, balance=balance)
         for balance in (od.Balance(**caps), od.Balance(order="1f1b", num_stages=4, **caps))  # type: ignore[arg-type]
     )
-    first, second = next(plain.steps()), next(piped.steps())
+    first, second = next(iter(plain.steps())), next(iter(piped.steps()))
     plan, index = second[0].plan, dataset.index()
     order = plan.pipeline_order(0, 4)
     assert len(order) > 4

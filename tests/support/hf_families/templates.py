@@ -30,6 +30,7 @@ def _qwen2_vl(said: Wrap) -> str:
         "{% if content['type'] == 'image' or 'image' in content or 'image_url' in content %}"
         "{% set image_count.value = image_count.value + 1 %}"
         "{% if add_vision_id %}Picture {{ image_count.value }}: {% endif %}<|vision_start|><|image_pad|><|vision_end|>"
+        "{% elif content['type'] == 'video' or 'video' in content %}<|vision_start|><|video_pad|><|vision_end|>"
         "{% elif 'text' in content %}{{ content['text'] }}{% endif %}"
         "{% endfor %}{% endif %}<|im_end|>"
     )
@@ -48,6 +49,7 @@ def _qwen3_vl(said: Wrap) -> str:
         "{%- for content in message.content %}"
         "{%- if content.type == 'image' or 'image' in content or 'image_url' in content %}"
         "{{- '<|vision_start|><|image_pad|><|vision_end|>' }}"
+        "{%- elif content.type == 'video' or 'video' in content %}{{- '<|vision_start|><|video_pad|><|vision_end|>' }}"
         "{%- elif 'text' in content %}{{- content.text }}{%- endif %}{%- endfor %}{%- endif %}{{- '<|im_end|>' }}"
     )
     return (

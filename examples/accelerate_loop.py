@@ -1,0 +1,58 @@
+"""Train a small multimodal LLM on shards in a loop of Accelerate's: one process, or many.
+
+orchdata synth datasets/omni.yaml omni
+orchdata index 'omni/*.tar' --recipe examples.common:RECIPE
+accelerate launch --cpu --num-processes 2 -m examples.accelerate_loop 'omni/*.tar' --checkpoints runs/accelerate
+
+The loader's state is in the accelerator's; it goes on from its last checkpoint, on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+
+import torch
+from accelerate import Accelerator
+
+import orchdata as od
+from examples import common
+
+
+def main(arguments: list[str] | None = None) -> None:
+    args = common.make_parser(__doc__).parse_args(arguments)
+    with common.world():
+        train(args)
+
+
+def train(args: argparse.Namespace) -> None:
+    accelerator = Accelerator(cpu=not torch.cuda.is_available())
+    model = common.make_model()
+    model, optimizer = accelerator.prepare(model, common.make_optimizer(model))
+    loader = od.hf.accelerate(common.make_loader(args).steps(), accelerator)
+
+    step, checkpoint = common.last_checkpoint(args)
+    if checkpoint:
+        accelerator.load_state(str(checkpoint))
+
+    while step < args.steps:
+        for microbatches in loader:  # on the accelerator's device
+            loss = torch.zeros((), device=accelerator.device)
+            for batch in microbatches:
+                with contextlib.nullcontext() if batch.is_last_microbatch else accelerator.no_sync(model):
+                    scaled = model(**batch.model_inputs()).loss_sum * batch.loss_scale
+                    accelerator.backward(scaled)
+                loss += scaled.detach()
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+            common.tell(args, step, loss, microbatches)
+            if common.is_due(args, step):
+                with common.new_checkpoint(args, step) as folder:
+                    accelerator.save_state(str(folder))
+            if step == args.steps:
+                break
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""Train a small multimodal LLM on shards with DistributedDataParallel: one process, or many under torchrun.
+
+orchdata synth datasets/omni.yaml omni
+orchdata index 'omni/*.tar' --recipe examples.common:RECIPE
+torchrun --nproc-per-node 2 -m examples.ddp 'omni/*.tar' --checkpoints runs/ddp
+
+It goes on from its last checkpoint, on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from examples import common
+
+
+def main(arguments: list[str] | None = None) -> None:
+    args = common.make_parser(__doc__).parse_args(arguments)
+    with common.world():
+        train(args)
+
+
+def train(args: argparse.Namespace) -> None:
+    model = common.make_model()
+    net = DistributedDataParallel(model) if dist.is_initialized() else model  # saved without DDP's prefix
+    optimizer = common.make_optimizer(model)
+    loader = common.make_loader(args)
+
+    step, checkpoint = common.last_checkpoint(args)
+    if checkpoint:
+        state = torch.load(checkpoint / "state.pt", weights_only=True)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        loader.load_state_dict(state["loader"])
+
+    while step < args.steps:
+        for microbatches in loader.steps():
+            loss = torch.zeros(())
+            for batch in microbatches:
+                synchronised = batch.is_last_microbatch or net is model
+                with contextlib.nullcontext() if synchronised else net.no_sync():
+                    scaled = net(**batch.model_inputs()).loss_sum * batch.loss_scale
+                    scaled.backward()
+                loss += scaled.detach()
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+            common.tell(args, step, loss, microbatches)
+            if common.is_due(args, step):
+                with common.new_checkpoint(args, step) as folder:
+                    if not dist.is_initialized() or dist.get_rank() == 0:  # states are the same on all ranks
+                        weights = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                        torch.save(weights | {"loader": loader.state_dict()}, folder / "state.pt")
+            if step == args.steps:
+                break
+
+
+if __name__ == "__main__":
+    main()

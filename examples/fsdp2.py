@@ -1,0 +1,84 @@
+"""Train a small multimodal LLM on shards with FSDP2; checkpoints by torch.distributed.checkpoint.
+
+orchdata synth datasets/omni.yaml omni
+orchdata index 'omni/*.tar' --recipe examples.common:RECIPE
+torchrun --nproc-per-node 2 -m examples.fsdp2 'omni/*.tar' --checkpoints runs/fsdp2
+
+It goes on from its last checkpoint, on any number of ranks: weights are sharded anew, and the loader's state is the
+same on all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+import orchdata as od
+from examples import common
+from orchdata.reference.model import MultimodalLM
+
+
+def main(arguments: list[str] | None = None) -> None:
+    args = common.make_parser(__doc__).parse_args(arguments)
+    with common.world():
+        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("dp_shard",))
+        model = shard(common.make_model(), mesh)
+        train(args, model, common.make_loader(args, dp=mesh))
+
+
+def shard(model: MultimodalLM, mesh: DeviceMesh) -> FSDPModule:
+    stacks = [model.llm, *(encoder.stack for encoder in (model.image, model.audio) if encoder is not None)]
+    for stack in stacks:
+        for block in stack.blocks:
+            fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+class Trained:
+    """Weights and optimizer, as torch.distributed.checkpoint takes them."""
+
+    def __init__(self, model: Any, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+
+def train(args: argparse.Namespace, model: Any, loader: od.DataLoader) -> None:
+    optimizer = common.make_optimizer(model)
+    state = {"trained": Trained(model, optimizer), "loader": loader}  # the loader is a Stateful, too
+    step, checkpoint = common.last_checkpoint(args)
+    if checkpoint:
+        dcp.load(state, checkpoint_id=checkpoint)
+
+    while step < args.steps:
+        for microbatches in loader.steps():
+            loss = torch.zeros(())
+            for batch in microbatches:
+                model.set_requires_gradient_sync(batch.is_last_microbatch)
+                scaled = model(**batch.model_inputs()).loss_sum * batch.loss_scale
+                scaled.backward()
+                loss += scaled.detach()
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+            common.tell(args, step, loss, microbatches)
+            if common.is_due(args, step):
+                with common.new_checkpoint(args, step) as folder:
+                    dcp.save(state, checkpoint_id=folder)
+            if step == args.steps:
+                break
+
+
+if __name__ == "__main__":
+    main()

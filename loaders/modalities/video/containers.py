@@ -1,0 +1,130 @@
+"""What kind of file a clip is, by its first bytes, and whether the file is all there: no decoder is asked.
+
+A decoder reads a file that was cut as far as it goes, and says nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+from orchdata.loaders.errors import DecodeError
+from orchdata.loaders.modalities.checks import starts_with
+
+_EBML: Final = b"\x1a\x45\xdf\xa3"
+_SEGMENT: Final = b"\x18\x53\x80\x67"
+_GIF: Final = (b"GIF87a", b"GIF89a")
+_BOXES: Final = (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"styp", b"pnot")
+_NO_VIDEO: Final = (b"avif", b"avis", b"heic", b"heix", b"heif", b"mif1", b"msf1", b"M4A ", b"M4B ", b"jxl ")
+"""Brands of still pictures, and of sound alone."""
+_GIF_EXTENSION, _GIF_IMAGE, _GIF_END = 0x21, 0x2C, 0x3B
+
+
+class Box(NamedTuple):
+    """One box of an MP4: its type, and where its content starts and ends."""
+
+    kind: bytes
+    start: int
+    end: int
+
+
+def format_of(data: bytes | memoryview) -> str:
+    """FFmpeg's name of what reads it: "mp4", "matroska" or "gif". Nothing else is tried, as formats that name other
+    files would be. Raises DecodeError.
+    """
+    head = bytes(data[:12])
+    if head.startswith(_EBML):
+        return "matroska"
+    if head.startswith(_GIF):
+        return "gif"
+    if head[4:8] in _BOXES:
+        return "mp4"
+    raise DecodeError(f"not a video: starts with {starts_with(head)}; read are MP4 and MOV, WebM and Matroska, and GIF")
+
+
+def is_video(head: bytes) -> bool:
+    """Whether the first bytes of a file are those of a video, and of no picture or sound."""
+    return head.startswith(_EBML) or (head[4:8] == b"ftyp" and head[8:12] not in _NO_VIDEO)
+
+
+def boxes(data: memoryview, start: int, end: int) -> Iterator[Box]:
+    """The boxes between two places. One that reaches behind `end` comes last, with the end that it says it has; bytes
+    that are no box are left.
+    """
+    at = start
+    while at + 8 <= end:
+        size, kind, content = int.from_bytes(data[at : at + 4], "big"), bytes(data[at + 4 : at + 8]), at + 8
+        if size == 1:
+            size, content = int.from_bytes(data[at + 8 : at + 16], "big"), at + 16
+        elif size == 0:
+            size = end - at
+        if size < content - at:
+            return
+        yield Box(kind, content, at + size)
+        at += size
+
+
+def cut_reason(data: memoryview, kind: str) -> str | None:
+    """Why a file is not all there, or None."""
+    ends = {"mp4": _mp4_end, "matroska": _matroska_end, "gif": _gif_end}[kind](data)
+    if ends > len(data):
+        return f"the file is cut: it has {len(data)} bytes, and says that there are at least {ends}"
+    return None
+
+
+def _mp4_end(data: memoryview) -> int:
+    return max((box.end for box in boxes(data, 0, len(data)) if box.kind.isascii()), default=0)
+
+
+def _matroska_end(data: memoryview) -> int:
+    """Where its segment ends; 0 where it does not say, as one that was streamed out."""
+    size, at = _length(data, 4)
+    if size is None:
+        return 0
+    at += size
+    if bytes(data[at : at + 4]) != _SEGMENT:
+        return at + 4 if at + 4 > len(data) else 0
+    size, start = _length(data, at + 4)
+    return 0 if size is None else start + size
+
+
+def _length(data: memoryview, at: int) -> tuple[int | None, int]:
+    """The length of an EBML element, None where it is left open, and where its content starts."""
+    first = data[at] if at < len(data) else 0
+    width = 9 - first.bit_length()
+    if width > 8 or at + width > len(data):
+        return len(data) + 1, at  # cut, or no length
+    value = int.from_bytes(data[at : at + width], "big") & ((1 << 7 * width) - 1)
+    return None if value == (1 << 7 * width) - 1 else value, at + width
+
+
+def _gif_end(data: memoryview) -> int:
+    """Where its blocks end, or one byte behind the data where they go on."""
+    behind = len(data) + 1
+    if len(data) < 13:
+        return behind
+    at = 13 + _palette(data[10])
+    while at < len(data):
+        kind = data[at]
+        if kind == _GIF_END:
+            return at + 1
+        if kind == _GIF_EXTENSION:
+            at += 2
+        elif kind == _GIF_IMAGE:
+            if at + 10 >= len(data):
+                return behind
+            at += 11 + _palette(data[at + 9])
+        else:
+            return at  # no block: decoders stop here too
+        while True:
+            if at >= len(data):
+                return behind
+            size = data[at]
+            at += 1 + size
+            if size == 0:
+                break
+    return behind
+
+
+def _palette(flags: int) -> int:
+    return 3 << ((flags & 7) + 1) if flags & 0x80 else 0

@@ -1,0 +1,254 @@
+"""A video file, opened by PyAV: when its pictures are shown, from its packets, and the pictures that are asked for.
+
+    bytes --memory file--> libav --packets--> Timeline         packets, from the last whole picture on --> pictures
+
+libav reads a file without a name, and not the bytes by way of Python: what a signal raises in a function that C calls
+is forgotten there. So it is where PyAV raises, as at the end of a file: its wheels run a little Python to write a
+traceback, and forget what is raised in that. Each file is decoded by the thread that asks, without threads of libav's.
+
+Imported late: it loads FFmpeg's libraries.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import weakref
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, suppress
+from fractions import Fraction
+from typing import Any, Final
+
+import numpy as np
+
+from orchdata.loaders.errors import DecodeError, StorageError, pass_trouble
+from orchdata.loaders.interrupts import interrupts_held
+from orchdata.loaders.limits import Limits
+from orchdata.loaders.modalities.checks import above_pixels
+from orchdata.loaders.modalities.image_decode import Pixels
+from orchdata.loaders.modalities.video.containers import cut_reason, format_of
+from orchdata.loaders.modalities.video.timeline import Timeline
+
+try:
+    import av
+    from av.video.reformatter import VideoReformatter
+except ModuleNotFoundError as error:
+    if error.name != "av":
+        raise
+    raise ImportError("reading video needs PyAV: pip install 'orchdata[video]'") from error
+
+Pictures = Generator[Pixels]
+
+_SHOWN_VP8: Final = 0x10
+_QUARTER: Final = 90
+_AS_BYTES: Final[dict[str, Any]] = {"metadata_errors": "replace"} if int(av.__version__.split(".")[0]) < 19 else {}
+"""Titles and the like are in any encoding; of PyAV 19 on they are never decoded."""
+_NO_MORE_FILES: Final = (errno.EMFILE, errno.ENFILE)
+_SOME_MEMORY: Final = 1 << 26
+_ATTACHED: Final = av.stream.Disposition.attached_pic
+"""A picture of its cover, which players show beside it."""
+
+
+class VideoFile:
+    """Pictures of the first video stream of a file; to be closed. Raises DecodeError.
+
+    Attributes:
+        timeline: of the pictures, in the order in which they are shown.
+    """
+
+    timeline: Timeline
+
+    def __init__(self, data: bytes | memoryview, limits: Limits) -> None:
+        self._limits = limits
+        self._format = format_of(data)
+        reason = cut_reason(memoryview(data), self._format)
+        if reason is not None:
+            raise DecodeError(reason)
+        self._container: Any = None
+        with interrupts_held():
+            self._memory = os.memfd_create("orchdata-video", os.MFD_CLOEXEC)
+            self._close_memory = weakref.finalize(self, os.close, self._memory)
+        with open(self._memory, "wb", closefd=False) as file:
+            file.write(data)
+        try:
+            self._open()
+            self._scan()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> VideoFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        container, self._container = self._container, None
+        if container is not None:
+            container.close()
+        self._close_memory()
+
+    def size(self) -> tuple[int, int]:
+        """(width, height) as displayed, of the first picture."""
+        with closing(self.frames([0])) as frames:
+            height, width = next(frames).shape[:2]
+        return width, height
+
+    def frames(self, numbers: Sequence[int]) -> Pictures:
+        """Upright pictures (height, width, 3), uint8, by their places in the timeline, ascending.
+
+        To be closed where not all are asked for: Ctrl-C in a generator that is collected would be forgotten.
+        """
+        ticks, last = self.timeline.ticks, -1
+        pixels: Pixels | None = None
+        with closing(self._pictures(sorted(set(numbers)))) as found:
+            for number in numbers:
+                if number != last or pixels is None:
+                    at, frame = next(found)
+                    assert at == ticks[number]
+                    pixels, last = self._upright(frame), number
+                yield pixels
+
+    def _open(self) -> None:
+        if self._container is not None:
+            self._container.close()
+        path = f"/proc/self/fd/{self._memory}"
+        options = {"max_pixels": str(self._limits.image_pixels)}
+        try:
+            with interrupts_held():
+                self._container = av.open(path, format=self._format, options=options, **_AS_BYTES)
+        except (FileNotFoundError, PermissionError) as error:  # of /proc: a file of ours is always there
+            raise StorageError(path, f"cannot be opened, and video is read by way of it: {error.strerror}") from error
+        except av.FFmpegError as error:
+            _pass_trouble(error)
+            raise DecodeError(f"not a readable video: {_said(error)}") from None
+        streams = self._container.streams
+        shown = [stream for stream in streams.video if not stream.disposition & _ATTACHED]
+        if not shown:
+            held = sorted({stream.type for stream in streams if stream.type == "audio"})
+            raise DecodeError(f"no video in it{', only audio' if held else ''}")
+        self._stream = shown[0]
+        self._codec = self._stream.codec_context
+        if self._codec is None:
+            raise DecodeError("a video whose codec the installed FFmpeg libraries cannot decode: encode it anew")
+        reason = above_pixels(self._codec.width, self._codec.height, self._limits)
+        if reason is not None:
+            raise DecodeError(f"video of {reason.removeprefix('image of ')}")
+        self._codec.options = options
+        self._codec.thread_count = 1
+        self._reformatter = VideoReformatter()
+
+    def _scan(self) -> None:
+        """When pictures are shown, by their packets; nothing is decoded."""
+        ticks: list[int] = []
+        starts: list[int] = []
+        hides = self._codec.name in ("vp8", "libvpx")  # whose packets may hold a picture that is never shown
+        try:
+            for packet in self._packets():
+                if not packet.size or packet.is_discard or (hides and not memoryview(packet)[0] & _SHOWN_VP8):
+                    continue
+                if packet.pts is None:
+                    raise DecodeError("damaged video: it does not say when its frames are shown")
+                ticks.append(packet.pts)
+                if packet.is_keyframe:
+                    starts.append(packet.pts)
+        except av.FFmpegError as error:
+            _pass_trouble(error)
+            raise DecodeError(f"damaged video: {_said(error)}, behind {len(ticks)} frames") from None
+        self.timeline = Timeline.of(ticks, _exact(self._stream.time_base), _exact(self._stream.average_rate))
+        # Pictures of a GIF are made from those before them, whatever its packets say.
+        self._starts = sorted(starts)[: 1 if self._format == "gif" else None]
+
+    def _pictures(self, numbers: list[int]) -> Generator[tuple[int, Any]]:
+        """(when it is shown, picture), decoded from the last picture before it that stands alone."""
+        ticks = self.timeline.ticks[numbers].tolist()
+        groups: dict[int, deque[int]] = {}
+        for tick in ticks:
+            groups.setdefault(bisect_right(self._starts, tick) - 1, deque()).append(tick)
+        for place, pending in groups.items():
+            if place >= 0 and self._seek(place):
+                with suppress(DecodeError):
+                    yield from self._decoded(pending)
+            if pending:  # there is no such place, or the file does not lead there: from its start, then
+                self._open()
+                yield from self._decoded(pending)
+
+    def _seek(self, place: int) -> bool:
+        if self._format == "gif":
+            return False
+        try:
+            with interrupts_held():
+                self._container.seek(self._starts[place], stream=self._stream)
+        except av.FFmpegError:
+            return False
+        return True
+
+    def _decoded(self, pending: deque[int]) -> Generator[tuple[int, Any]]:
+        """Pictures shown at these times, ascending, which are taken from them. Raises for one that does not come."""
+        with closing(self._all_from_here()) as frames:
+            for frame in frames:
+                if frame.pts is None or frame.pts < pending[0]:
+                    continue
+                if frame.pts > pending[0] or frame.is_corrupt:
+                    break
+                yield pending.popleft(), frame
+                if not pending:
+                    return
+        number = int(np.searchsorted(self.timeline.ticks, pending[0]))
+        raise DecodeError(f"damaged video: frame {number} of {self.timeline.frames} cannot be decoded")
+
+    def _packets(self) -> Iterator[Any]:
+        """From here on, and an empty one that asks a decoder for what it has kept."""
+        packets = self._container.demux(self._stream)
+        while True:
+            with interrupts_held():
+                packet = next(packets, None)
+            if packet is None:
+                return
+            yield packet
+
+    def _all_from_here(self) -> Generator[Any]:
+        try:
+            for packet in self._packets():
+                with interrupts_held():
+                    frames = packet.decode()
+                yield from frames
+        except av.FFmpegError as error:
+            _pass_trouble(error)
+            raise DecodeError(f"damaged video: {_said(error)}") from None
+
+    def _upright(self, frame: Any) -> Pixels:
+        reason = above_pixels(frame.width, frame.height, self._limits)
+        if reason is not None:
+            raise DecodeError(f"video of {reason.removeprefix('image of ')}")
+        turns = round(frame.rotation / _QUARTER) % 4
+        try:
+            plain = self._reformatter.reformat(frame, format="rgb24", threads=1)
+        except av.FFmpegError as error:
+            raise DecodeError(
+                f"video of {frame.format.name} pixels, which cannot be made RGB: {_said(error)}"
+            ) from None
+        pixels = plain.to_ndarray()
+        return np.ascontiguousarray(np.rot90(pixels, turns) if turns else pixels)
+
+
+def _exact(told: Any) -> Fraction:
+    """A rational number of PyAV's; 0 where the file does not tell it."""
+    return Fraction(told.numerator, told.denominator) if told else Fraction(0)
+
+
+def _pass_trouble(error: Any) -> None:
+    """Raise what is the system's trouble. A file in memory is read without any, so that libav's other errors are the
+    data's, whatever they are called; and where a small file asks for more memory than there can be, too.
+    """
+    if error.errno in _NO_MORE_FILES:
+        pass_trouble(error)
+    if error.errno == errno.ENOMEM:
+        bytearray(_SOME_MEMORY)  # or there is none: a MemoryError
+
+
+def _said(error: Any) -> str:
+    return str(error.strerror or error).split("\n")[0][:200]

@@ -1,0 +1,81 @@
+"""Video files -> their header, without decoding them: what all modalities that are read from them share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Final
+
+from orchdata.loaders.errors import NOT_DATA, DecodeError, pass_trouble
+from orchdata.loaders.limits import Limits
+from orchdata.loaders.modalities.checks import above_pixels, described
+from orchdata.loaders.modalities.modality import Header, Heads, Modality, PartSize
+from orchdata.loaders.modalities.video.containers import is_video
+from orchdata.loaders.modalities.video.mp4 import plain_header
+from orchdata.native.scan.status import FOUND
+
+_PIXEL_BYTES: Final = 32
+"""Of a picture as decoded and as RGB, and of up to sixteen that a decoder keeps to make others of."""
+
+
+class VideoFiles(Modality):
+    """A modality read from video files and lists of frames.
+
+    A header is (width, height, frames, numerator and denominator of seconds), as displayed. Tables of a plain MP4 tell
+    it, and of all other files a scan of packets.
+    """
+
+    fields = tuple("mp4 m4v mov webm mkv gif frames.json video.json".split())
+    words = ("video", "video_url")
+    plural = "videos"
+    column_words = frozenset("video videos clip clips movie movies".split())
+    hf_feature = "Video"
+    num_facts = 5
+
+    @staticmethod
+    def scan(heads: Heads) -> None:
+        data = heads.buffer.data
+        places = zip(heads.starts.tolist(), heads.available.tolist(), heads.sizes.tolist(), strict=True)
+        for number, (start, available, size) in enumerate(places):
+            status, header = plain_header(data[start : start + available], size)
+            heads.status[number] = status
+            if status == FOUND:
+                heads.facts[number] = header
+
+    @classmethod
+    def probe(cls, data: bytes, limits: Limits) -> Header:
+        from orchdata.loaders.modalities.video.decode import header_of, open_video
+
+        try:
+            with open_video(data, limits) as video:
+                return header_of(video, video.size())
+        except (*NOT_DATA, DecodeError):
+            raise
+        except Exception as error:
+            pass_trouble(error)
+            raise DecodeError(f"damaged video: {described(error)}") from error
+
+    @classmethod
+    def knows(cls, head: bytes) -> bool:
+        return is_video(head)
+
+    @staticmethod
+    def checked_header(header: Header, limits: Limits) -> tuple[int, int, int, Fraction]:
+        """(width, height, frames, seconds), of a clip that may be decoded. Raises DecodeError for others."""
+        width, height, frames, numerator, denominator = header
+        if min(header) < 1:
+            raise DecodeError(
+                f"not a readable video: its header says {frames} frames of {width} x {height} pixels in "
+                f"{numerator} / {denominator} s"
+            )
+        reason = above_pixels(width, height, limits)
+        if reason is not None:
+            raise DecodeError(f"video of {reason.removeprefix('image of ')}")
+        seconds = Fraction(numerator, denominator)
+        if seconds > limits.audio_seconds:
+            raise DecodeError(f"video of {float(seconds):.0f} s, above Limits.audio_seconds={limits.audio_seconds:g}")
+        return width, height, frames, seconds
+
+    def decoding_bytes(self, parts: Sequence[tuple[Header, PartSize]]) -> int:
+        """What a decoder takes for the largest of them: they are decoded one after the other."""
+        return _PIXEL_BYTES * max([header[0] * header[1] for header, _ in parts])

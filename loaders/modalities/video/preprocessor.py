@@ -1,0 +1,208 @@
+"""Videos: which pictures of a clip are taken, and how they become patches, as a value.
+
+    (width, height, frames, seconds) -> pictures taken -> grid of patches in time, height and width -> merged tokens
+
+All counts follow from headers, in integers and fractions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any, Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchdata.loaders.errors import DecodeError
+from orchdata.loaders.limits import Limits
+from orchdata.loaders.modalities.checks import check_at_least_one
+from orchdata.loaders.modalities.image import CLIP_MEAN, CLIP_STD, ImagePreprocessor, image_grid
+from orchdata.loaders.modalities.modality import ArraySpec, Header, PartSize, Slot
+from orchdata.loaders.modalities.video.files import VideoFiles
+from orchdata.loaders.modalities.video.timeline import sampled
+
+_FINEST: Final = 1_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class VideoPreprocessor(VideoFiles):
+    """Clips as patches of some of their pictures, within a token budget. Needs PyAV: `pip install 'orchdata[video]'`.
+
+    A patch is `patch_size` pixels square and `temporal_patch_size` pictures long; `merge` x `merge` neighbouring
+    patches become one LLM token. Pictures are those shown at equal distances from the clip's start on: at a constant
+    rate picture i * frames // n of n, at a variable one what is shown at i / n of its length, by its times.
+
+    Attributes:
+        fps: pictures taken of a second.
+        min_frames, max_frames: of a clip; never more than it has, and whole temporal patches where it has that many.
+        patch_size: side of a patch in pixels.
+        merge: side of a merged token in patches.
+        temporal_patch_size: pictures of a patch; where a clip has fewer, the last one is repeated.
+        min_tokens, max_tokens: merged tokens of one temporal patch.
+        total_tokens: most merged tokens of a clip: pictures are made smaller, down to `min_tokens`, then fewer.
+        positions_per_second: of rotary positions in time; None counts temporal patches, as Qwen2-VL.
+        mean, std: normalisation of channels in [0, 1] (default: CLIP's); unused with dtype "uint8".
+        resizer, resample, dtype: as `ImagePreprocessor` has them.
+        slot: what stands in text for a clip.
+    """
+
+    num_extents = 7
+
+    fps: float = 2.0
+    min_frames: int = 4
+    max_frames: int = 768
+    patch_size: int = 14
+    merge: int = 2
+    temporal_patch_size: int = 2
+    min_tokens: int = 4
+    max_tokens: int = 768
+    total_tokens: int = 16_384
+    positions_per_second: float | None = None
+    mean: tuple[float, float, float] = CLIP_MEAN
+    std: tuple[float, float, float] = CLIP_STD
+    resizer: Literal["torchvision", "pillow"] = "torchvision"
+    resample: Literal["bicubic", "bilinear", "lanczos"] = "bicubic"
+    dtype: Literal["bfloat16", "float32", "uint8"] = "bfloat16"
+    slot: Slot = Slot(token_id=258)
+
+    free = frozenset("fps min_frames max_frames min_tokens max_tokens total_tokens resizer resample".split())
+
+    def __post_init__(self) -> None:
+        for name in ("min_frames", "max_frames", "temporal_patch_size"):
+            check_at_least_one("VideoPreprocessor", name, getattr(self, name))
+        if not 1 / _FINEST <= self.fps <= _FINEST:
+            raise ValueError(f"VideoPreprocessor.fps must be a number above 0, got {self.fps!r}")
+        if self.max_frames < self.min_frames:
+            raise ValueError(f"VideoPreprocessor.max_frames={self.max_frames} is below min_frames={self.min_frames}")
+        rate = self.positions_per_second
+        if rate is not None and not 0 < rate <= _FINEST:
+            raise ValueError(f"VideoPreprocessor.positions_per_second must be None or above 0, got {rate!r}")
+        picture = _picture(self, self.max_tokens)  # refuses what it has in common with images
+        object.__setattr__(self, "mean", picture.mean)
+        object.__setattr__(self, "std", picture.std)
+        if not isinstance(self.total_tokens, int) or self.total_tokens < self.min_tokens:
+            raise ValueError(
+                f"VideoPreprocessor.total_tokens must be an int of at least min_tokens={self.min_tokens}, "
+                f"got {self.total_tokens!r}"
+            )
+
+    @property
+    def patch_dim(self) -> int:
+        """Values in one patch: 3 channels x temporal_patch_size x patch_size x patch_size."""
+        return 3 * self.temporal_patch_size * self.patch_size * self.patch_size
+
+    def parameters(self) -> dict[str, Any]:
+        """With what the installed Pillow makes of them, where it resizes."""
+        picture = _picture(self, self.max_tokens).parameters()
+        return {**super().parameters(), **{name: picture[name] for name in picture.keys() & {"pass_order"}}}
+
+    def arrays(self) -> Mapping[str, ArraySpec]:
+        return {"patches": ArraySpec((self.patch_dim,), self.dtype)}
+
+    def count_header(self, header: Header, limits: Limits) -> PartSize:
+        """An extent is (grid in time, height, width; pictures taken; frames; numerator and denominator of seconds)."""
+        width, height, frames, seconds = self.checked_header(header, limits)
+        fps = Fraction(self.fps).limit_denominator(_FINEST)
+        times = self.temporal_patch_size
+        count = sampled(frames, seconds, fps, self.min_frames, self.max_frames, times)
+        count = min(count, self.total_tokens // self.min_tokens * times)
+        grid_t = -(-count // times)
+        picture = _picture(self, min(self.max_tokens, self.total_tokens // grid_t))
+        try:
+            grid_h, grid_w = image_grid(width, height, picture)
+        except ValueError as error:
+            raise DecodeError(str(error)) from None
+        patches = grid_t * grid_h * grid_w
+        extent = (grid_t, grid_h, grid_w, count, frames, seconds.numerator, seconds.denominator)
+        return PartSize(patches, patches // self.merge**2, patches, extent)
+
+    def decode_into(
+        self, data: bytes | memoryview, size: PartSize, out: Mapping[str, NDArray[Any]], limits: Limits
+    ) -> None:
+        from orchdata.loaders.modalities.video.decode import decode_video
+
+        decode_video(data, self, size, limits, out["patches"])
+
+    def to_file(
+        self, data: bytes | memoryview, size: PartSize, arrays: Mapping[str, NDArray[Any]], limits: Limits
+    ) -> tuple[str, bytes]:
+        """The pictures that the patches hold, as an animated PNG."""
+        from orchdata.loaders.modalities.image_decode import pictures_of_patches, png_of
+
+        grid_t, grid_h, grid_w, count = size.extent[:4]
+        picture = _picture(self, self.max_tokens)
+        moments = np.split(arrays["patches"], grid_t)
+        pictures = np.concatenate([pictures_of_patches(moment, picture, (grid_h, grid_w)) for moment in moments])
+        return "png", png_of(pictures[:count], float(self._interval(size)))
+
+    def extras(self, sizes: Sequence[PartSize]) -> Mapping[str, NDArray[Any]]:
+        """What follows from the sizes of clips.
+
+        grid_thw: int32 (num_videos, 3), patches along time, height and width.
+        seconds_per_grid: float32 (num_videos,), from one temporal patch to the next.
+        timestamps: float32 (sum of grid_t,), seconds: the middle of a temporal patch's first and last picture.
+        """
+        intervals = [self._interval(size) for size in sizes]
+        stamps = [self._timestamps(size) for size in sizes]
+        return {
+            "grid_thw": np.array([size.extent[:3] for size in sizes], np.int32).reshape(-1, 3),
+            "seconds_per_grid": np.array([float(each * self.temporal_patch_size) for each in intervals], np.float32),
+            "timestamps": np.array([float(stamp) for each in stamps for stamp in each], np.float32),
+        }
+
+    def _interval(self, size: PartSize) -> Fraction:
+        """Seconds from one picture to the next."""
+        count, _, numerator, denominator = size.extent[3:]
+        return Fraction(numerator, denominator * count)
+
+    def _timestamps(self, size: PartSize) -> list[Fraction]:
+        """Seconds of each temporal patch."""
+        grid_t, count, times, interval = size.extent[0], size.extent[3], self.temporal_patch_size, self._interval(size)
+        ends = [(at * times, min(at * times + times, count) - 1) for at in range(grid_t)]
+        return [interval * (first + last) / 2 for first, last in ends]
+
+    def rope(self, size: PartSize) -> NDArray[np.int64]:
+        """After Qwen-VL: temporal patches counted, or by their time; the merged grid along height and width."""
+        grid_t, grid_h, grid_w = size.extent[:3]
+        high, wide = grid_h // self.merge, grid_w // self.merge
+        moments = np.arange(grid_t)
+        if self.positions_per_second is not None:
+            step = self._interval(size) * self.temporal_patch_size
+            step *= Fraction(self.positions_per_second).limit_denominator(_FINEST)
+            moments = np.array([at * step.numerator // step.denominator for at in range(grid_t)], np.int64)
+        rows, cols = np.divmod(np.arange(high * wide), wide)
+        return np.stack([np.repeat(moments, high * wide), np.tile(rows, grid_t), np.tile(cols, grid_t)])
+
+    def dummy(self) -> PartSize:
+        return self._flat(self.merge)
+
+    def padding(self, positions: int) -> PartSize:
+        """One row of merged tokens, a temporal patch long."""
+        return self._flat(positions // self.merge)
+
+    def _flat(self, wide: int) -> PartSize:
+        patches, times = self.merge * wide, self.temporal_patch_size
+        return PartSize(patches, patches // self.merge**2, patches, (1, self.merge, wide, times, times, 1, 1))
+
+
+@lru_cache(maxsize=256)
+def _picture(pre: VideoPreprocessor, max_tokens: int) -> ImagePreprocessor:
+    """How one picture of a clip is prepared, within so many tokens."""
+    try:
+        return ImagePreprocessor(
+            patch_size=pre.patch_size,
+            merge=pre.merge,
+            min_tokens=pre.min_tokens,
+            max_tokens=max_tokens,
+            temporal_patch_size=pre.temporal_patch_size,
+            mean=pre.mean,
+            std=pre.std,
+            resizer=pre.resizer,
+            resample=pre.resample,
+            dtype=pre.dtype,
+        )
+    except ValueError as error:
+        raise ValueError(str(error).replace("ImagePreprocessor", "VideoPreprocessor")) from None

@@ -1,0 +1,117 @@
+"""When the pictures of a clip are shown, and which of them are taken: all in integers and fractions.
+
+times of its pictures --Timeline--> their number and seconds (the header) --sampled--> how many are taken
+                               how many --pictures--> which
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchdata.loaders.errors import DecodeError
+
+_INT32_MAX: Final = 2**31 - 1
+_FINEST: Final = 1_000_000
+_DEFAULT_RATE: Final = 25
+"""Pictures a second of a clip of one."""
+_MOST_TICKS: Final = 2**62
+_NOT_TOLD: Final = Fraction(0)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The pictures of a clip in the order in which they are shown.
+
+    Attributes:
+        ticks: int64 (frames,), when each is shown, ascending, in units of the file.
+        seconds: how long the clip is; its numerator and denominator are below 2**31.
+        is_constant: whether every picture is within half of one of its place at a constant rate.
+    """
+
+    ticks: NDArray[np.int64]
+    seconds: Fraction
+    is_constant: bool
+
+    @property
+    def frames(self) -> int:
+        return len(self.ticks)
+
+    def pictures(self, count: int) -> list[int]:
+        """`count` of the pictures, ascending: those that are shown at 0, 1/count, 2/count, ... of the clip.
+
+        At a constant rate picture i of n is shown from i/n on, whatever rounding of times the file has. At a variable
+        one a picture that is shown for long may be taken several times.
+        """
+        if self.is_constant:
+            return [number * self.frames // count for number in range(count)]
+        first, span = int(self.ticks[0]), self._span
+        moments = [first + span * number / count for number in range(count)]
+        # A tick is whole: the last one at or before a moment is at or before its whole part.
+        whole = np.array([moment.numerator // moment.denominator for moment in moments], np.int64)
+        found: list[int] = (np.searchsorted(self.ticks, whole, side="right") - 1).tolist()
+        return found
+
+    @property
+    def _span(self) -> Fraction:
+        """Ticks of the whole clip, as its seconds have it."""
+        return self.seconds / self._tick
+
+    _tick: Fraction = Fraction(1)
+
+    @classmethod
+    def of(cls, ticks: list[int], tick: Fraction, rate: Fraction = _NOT_TOLD) -> Timeline:
+        """From times in any order. The last picture is taken to be shown as long as one is in the mean: what files say
+        of it is mostly a guess of whatever wrote them.
+
+        Args:
+            ticks: when each picture is shown.
+            tick: seconds.
+            rate: pictures a second, as the file tells it; believed where its times, rounded to ticks, may be that.
+
+        Raises:
+            DecodeError: no picture, or two at one time.
+        """
+        if not ticks:
+            raise DecodeError("video without a single frame")
+        if not (tick > 0 and min(ticks) > -_MOST_TICKS and max(ticks) < _MOST_TICKS):
+            raise DecodeError("damaged video: it shows its frames at no time that a clock has")
+        at = np.sort(np.array(ticks, np.int64))
+        spread, count = int(at[-1]) - int(at[0]), len(at)
+        if count == 1:
+            return cls(at, Fraction(1, _DEFAULT_RATE), True, tick)
+        if not (np.diff(at) > 0).all():
+            raise DecodeError("damaged video: it shows two frames at one time")
+        seconds, is_constant = Fraction(spread * count, count - 1) * tick, _is_even(at, spread)
+        if is_constant and rate and abs(count / rate - seconds) <= 2 * tick:
+            seconds = count / rate
+        return cls(at, _bounded(seconds), is_constant, tick)
+
+
+def _is_even(at: NDArray[np.int64], spread: int) -> bool:
+    count = len(at)
+    if spread * (count - 1) >= _MOST_TICKS:
+        return False
+    off = (at - at[0]) * (count - 1) - np.arange(count, dtype=np.int64) * spread
+    return bool((2 * np.abs(off) <= spread).all())
+
+
+def _bounded(seconds: Fraction) -> Fraction:
+    """The same, or next to it, with a numerator and denominator of 31 bits, as the index holds them."""
+    if max(seconds.numerator, seconds.denominator) <= _INT32_MAX:
+        return seconds
+    most = _INT32_MAX // (int(seconds) + 1)
+    return max(seconds.limit_denominator(max(1, min(_FINEST, most))), Fraction(1, _FINEST))
+
+
+def sampled(frames: int, seconds: Fraction, fps: Fraction, least: int, most: int, multiple: int) -> int:
+    """How many pictures of a clip are taken: `fps` a second, between `least` and `most`, never more than there are, and
+    a whole number of `multiple`s where there are that many.
+    """
+    wanted = seconds * fps
+    count = min(max(wanted.numerator // wanted.denominator, least, 1), most, frames)
+    return count - count % multiple if count >= multiple else count

@@ -1,0 +1,66 @@
+"""A packed batch in Megatron-LM's terms: sequences behind one another, with their own lengths and padded ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from orchdata.batch.batch import Batch
+from orchdata.batch.tensors import IGNORE
+
+
+def megatron_packed(batch: Batch) -> dict[str, Any]:
+    """What Megatron-LM's sequence packing reads of a microbatch, for its data iterator or your `forward_step`.
+
+    Sequences are the samples, then what dummies stand in and the padding of `od.Packed(length=...)`, which has no
+    tokens of its own.
+
+    Returns:
+        tokens, labels: int64 (T,). Labels are those of the next token, 0 where `loss_mask` is.
+        loss_mask: float32 (T,), 1 for each label with loss, or the `loss_weight` of its source.
+        position_ids: int64 (T,), restarting in each sequence; (3, T) under "mrope".
+        padding_mask: bool (T,), True on the padding behind each sequence.
+        cu_seqlens, cu_seqlens_padded: int32 (num_sequences + 1,), over tokens without that padding, and with it.
+        max_seqlen: of the padded ones.
+        packed_seq_params: the arguments of `megatron.core.packed_seq_params.PackedSeqParams`: qkv_format,
+            cu_seqlens_q and cu_seqlens_kv, with their padded ones, max_seqlen_q and max_seqlen_kv.
+
+        The sum of losses times `loss_mask` is what `batch.loss_scale` and `batch.global_loss_tokens` are of.
+
+    Raises:
+        ValueError: a padded batch.
+    """
+    llm = batch.llm
+    if llm.attention_mask is not None:
+        raise ValueError("od.megatron_packed takes packed batches: collate_fn=od.Packed(...), not od.Padded")
+    following = torch.cat([llm.labels[1:], llm.labels.new_full((1,), IGNORE)])
+    has_loss = following != IGNORE
+    weights = batch.loss_weights
+    mask = has_loss.float()
+    if weights is not None:
+        mask[:-1] *= weights[1:]
+    padded = llm.cu_seqlens
+    own = torch.cat([padded[:1], llm.lengths.cumsum(0, dtype=torch.int32)])
+    places = torch.arange(len(llm.input_ids), device=padded.device)
+    sequence = torch.searchsorted(padded[1:].long(), places, right=True)
+    bounds = {
+        f"{kind}_{side}{end}": value
+        for side in ("q", "kv")
+        for kind, end, value in (
+            ("cu_seqlens", "", own),
+            ("cu_seqlens", "_padded", padded),
+            ("max_seqlen", "", llm.max_seqlen),
+        )
+    }
+    return {
+        "tokens": llm.input_ids,
+        "labels": following.masked_fill(~has_loss, 0),
+        "loss_mask": mask,
+        "position_ids": llm.position_ids,
+        "padding_mask": places >= (padded[:-1] + llm.lengths)[sequence],
+        "cu_seqlens": own,
+        "cu_seqlens_padded": padded,
+        "max_seqlen": llm.max_seqlen,
+        "packed_seq_params": {"qkv_format": "thd", **bounds},
+    }

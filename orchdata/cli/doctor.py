@@ -1,0 +1,266 @@
+"""`orchdata doctor`: what this machine and environment have, what they lack, and for what."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+import resource
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, metadata, requires, version
+from pathlib import Path
+from typing import Any, Final, Literal, NamedTuple
+
+import typer
+
+from orchdata.cli.options import JsonOption
+from orchdata.cli.output import human_bytes, one_line_errors, print_json
+
+Verdict = Literal["good", "note", "missing", "broken"]
+
+
+class Finding(NamedTuple):
+    """One thing looked at.
+
+    Attributes:
+        verdict: "note" is to be known; "missing" leaves out a feature; "broken" stops everything.
+        hint: what to do; "" for nothing.
+    """
+
+    about: str
+    name: str
+    found: str
+    verdict: Verdict = "good"
+    hint: str = ""
+
+
+_FEATURES: Final = {
+    "transformers": ("Hugging Face models: od.hf", "pip install 'orchdata[hf]'"),
+    "jinja2": ("chat templates of models: ChatTemplate.from_jinja", "pip install 'orchdata[hf]'"),
+    "torchvision": ("comparing the resizer with torchvision's; not needed to load", "pip install torchvision"),
+    "datasets": ("making Hugging Face data sets; those on disk are read without", "pip install datasets"),
+    "matplotlib": ("plots of the demo", "pip install 'orchdata[plots]'"),
+}
+_STYLES: Final = {"good": "green", "note": "yellow", "missing": "bright_black", "broken": "bold red"}
+_LOW_DISK: Final = 5 << 30
+_FEW_FILES: Final = 4096
+
+
+@one_line_errors
+def doctor(as_json: JsonOption = False) -> None:
+    """Look at this machine: versions, media libraries, the resizer, vector units, the cache folder, shared memory.
+
+    Fails where something is broken that loading needs.
+    """
+    found = [finding for look in _LOOKS for finding in _tried(look)]
+    if as_json:
+        print_json({"findings": [finding._asdict() for finding in found]})
+    else:
+        _print(found)
+    if any(finding.verdict == "broken" for finding in found):
+        raise typer.Exit(1)
+
+
+def _tried(look: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+    """What is found until a look itself fails, and that."""
+    try:
+        yield from look()
+    except Exception as error:  # noqa: BLE001 - whatever is wrong with an installation is what is asked for
+        name = look.__name__.strip("_")
+        yield Finding(name, "this look", f"{type(error).__name__}: {error}", "broken", "install orchdata again")
+
+
+def _versions() -> Iterator[Finding]:
+    yield Finding("versions", "orchdata", version("orchdata"))
+    yield Finding("versions", "Python", f"{platform.python_version()}, {platform.platform()}")
+    for line in requires("orchdata") or []:
+        name = line.split(";")[0].strip()
+        if "extra ==" in line:
+            continue
+        package = name.split(">")[0].split("<")[0].split("=")[0].split("[")[0].strip()
+        yield _required(package, name)
+
+
+def _required(package: str, wanted: str) -> Finding:
+    module = {"pillow": "PIL", "pyyaml": "yaml"}.get(package, package)
+    try:
+        importlib.import_module(module)
+        return Finding("versions", package, version(package))
+    except PackageNotFoundError:
+        return Finding("versions", package, "not installed", "broken", f"pip install '{wanted}'")
+    except Exception as error:  # noqa: BLE001 - an installation may be broken in any way
+        return Finding("versions", package, f"{type(error).__name__}: {error}", "broken", f"pip install '{wanted}'")
+
+
+def _features() -> Iterator[Finding]:
+    known = set(metadata("orchdata").get_all("Provides-Extra") or [])
+    for package, (feature, way) in _FEATURES.items():
+        try:
+            yield Finding("features", package, f"{version(package)}: {feature}")
+        except PackageNotFoundError:
+            assert "[" not in way or way.split("[")[1].split("]")[0] in known
+            yield Finding("features", package, f"not installed: {feature}", "missing", way)
+
+
+def _machine() -> Iterator[Finding]:
+    import torch
+
+    usable = len(os.sched_getaffinity(0))
+    yield Finding("machine", "CPUs", f"{usable} of {os.cpu_count()} usable")
+    unit = torch.backends.cpu.get_cpu_capability()
+    plain = unit == "DEFAULT"
+    hint = "images are resized several times slower than with AVX2" if plain else ""
+    yield Finding("machine", "vector units", unit, "note" if plain else "good", hint)
+    yield Finding("machine", "accelerators", _accelerators(torch), "good")
+    backends = [name for name in ("nccl", "gloo", "mpi") if _has_backend(torch, name)]
+    yield Finding(
+        "machine", "torch.distributed", ", ".join(backends) or "not available", "good" if backends else "note"
+    )
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = files < _FEW_FILES
+    hint = "`ulimit -n 65536`: each open shard, worker and kept batch takes some" if few else ""
+    yield Finding("machine", "open files", f"at most {files:,}", "note" if few else "good", hint)
+
+
+def _accelerators(torch: Any) -> str:
+    if not torch.cuda.is_available():
+        return "none that torch sees"
+    names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+
+
+def _has_backend(torch: Any, name: str) -> bool:
+    distributed = torch.distributed
+    return bool(distributed.is_available() and getattr(distributed, f"is_{name}_available")())
+
+
+def _workers() -> Iterator[Finding]:
+    """What worker processes need: memory without a name, and its pages."""
+    try:
+        file = os.memfd_create("orchdata-doctor", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(file, 1 << 20)
+            os.pwrite(file, b"x", (1 << 20) - 1)
+        finally:
+            os.close(file)
+    except OSError as error:
+        yield Finding("workers", "shared memory", f"{error}", "broken", "worker processes need memfd_create")
+        return
+    yield Finding("workers", "shared memory", "memfd_create works; /dev/shm is not used")
+
+
+def _media() -> Iterator[Finding]:
+    import simplejpeg
+    import soundfile
+    from PIL import features
+
+    turbo = features.version("libjpeg_turbo") if features.check("libjpeg_turbo") else None
+    yield Finding(
+        "media", "JPEG", f"libjpeg-turbo of simplejpeg {simplejpeg.__version__}; Pillow's is {turbo or 'plain'}"
+    )
+    webp = features.check("webp")
+    hint = "" if webp else "install a Pillow with WebP"
+    yield Finding("media", "WebP", "yes" if webp else "not in this Pillow", "good" if webp else "missing", hint)
+    formats = soundfile.available_formats()
+    lost = [name for name in ("WAV", "FLAC", "OGG", "MP3") if name not in formats]
+    found = f"libsndfile {soundfile.__libsndfile_version__}" + (f", without {', '.join(lost)}" if lost else "")
+    hint = "install a newer libsndfile, or the wheel of soundfile" if lost else ""
+    yield Finding("media", "audio", found, "missing" if lost else "good", hint)
+    yield Finding("media", "FFmpeg", _ffmpeg())
+
+
+def _ffmpeg() -> str:
+    try:
+        av = importlib.import_module("av")
+        return f"{av.ffmpeg_version_info}, of PyAV {av.__version__}"
+    except ImportError:
+        program = shutil.which("ffmpeg")
+        return f"{program}; no PyAV" if program else "none; images and audio need none"
+
+
+def _resizer() -> Iterator[Finding]:
+    """The default resizer against torchvision, bit by bit, and Pillow."""
+    import numpy as np
+    import torch
+
+    from orchdata.loaders.modalities.image_decode import pass_order, resized
+
+    noise = np.random.default_rng(0).integers(0, 256, (97, 131, 3), np.uint8)
+    targets = [(56, 84), (140, 112), (131, 28)]
+    ours = [resized(noise, target, "torchvision", "bicubic") for target in targets]
+    pillow = [resized(noise, target, "pillow", "bicubic") for target in targets]
+    most = max(int(np.abs(a.astype(int) - b).max()) for a, b in zip(ours, pillow, strict=True))
+    yield Finding("resizer", "torchvision's against Pillow's", f"values differ by up to {most}/255 on noise")
+    yield Finding("resizer", "Pillow's passes", pass_order())
+    try:
+        theirs = importlib.import_module("torchvision.transforms.v2.functional")
+    except Exception as error:  # noqa: BLE001 - it fails in many ways where its torch is another
+        yield Finding("resizer", "torchvision's", f"not compared: {type(error).__name__}: {error}", "note")
+        return
+    image = torch.from_numpy(noise).permute(2, 0, 1)
+    bicubic = theirs.InterpolationMode.BICUBIC
+    equal = all(
+        np.array_equal(
+            found, theirs.resize(image, list(target[::-1]), bicubic, antialias=True).permute(1, 2, 0).numpy()
+        )
+        for found, target in zip(ours, targets, strict=True)
+    )
+    verdict: Verdict = "good" if equal else "broken"
+    hint = "" if equal else "models see other pixels than with their own processors: please report these versions"
+    yield Finding("resizer", "torchvision's", "equal to the bit" if equal else "differs", verdict, hint)
+
+
+def _kernels() -> Iterator[Finding]:
+    """Compiled kernels are kept beside their source, or where numba is told to."""
+    import numba
+
+    import orchdata.native.permutation as kernel
+
+    folder = Path(getattr(numba.config, "CACHE_DIR", "") or Path(kernel.__file__).parent)
+    kept = sum(1 for _ in folder.rglob("*.nbc"))
+    good = os.access(folder, os.W_OK)
+    hint = "" if good else "set NUMBA_CACHE_DIR to a folder that can be written: else every process compiles anew"
+    yield Finding("kernels", "compiled", f"{kept} in {folder}", "good" if good else "note", hint)
+
+
+def _cache() -> Iterator[Finding]:
+    from orchdata.loaders.storage.cache import CACHE_VARIABLE, CacheFolder
+
+    try:
+        root = CacheFolder().root
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=root):
+            pass
+    except OSError as error:
+        yield Finding("cache", "folder", str(error), "broken", f"set {CACHE_VARIABLE} to a folder that can be written")
+        return
+    free = shutil.disk_usage(root).free
+    held = sum(file.stat().st_size for file in root.rglob("*") if file.is_file())
+    low = free < _LOW_DISK
+    hint = f"make room, or set {CACHE_VARIABLE}" if low else ""
+    found = f"{root}: {human_bytes(held)} held, {human_bytes(free)} free"
+    yield Finding("cache", "folder", found, "note" if low else "good", hint)
+
+
+_LOOKS: Final = (_versions, _machine, _media, _resizer, _kernels, _workers, _cache, _features)
+
+
+def _print(found: list[Finding]) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    before = ""
+    for finding in found:
+        if finding.about != before:
+            console.print(Text(finding.about, style="bold"))
+            before = finding.about
+        console.print(Text(f"  {finding.verdict:<8}", style=_STYLES[finding.verdict]), end="")
+        console.print(Text(f"{finding.name}: {finding.found}"), soft_wrap=True)
+        if finding.hint:
+            console.print(Text(f"          {finding.hint}", style="dim"), soft_wrap=True)
+    broken = sum(finding.verdict == "broken" for finding in found)
+    words = "all that loading needs is here" if not broken else f"{broken} broken"
+    console.print(Text(words, style="bold" if not broken else "bold red"))

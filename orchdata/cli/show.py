@@ -1,0 +1,166 @@
+"""`orchdata show`: samples as the model sees them, by key or as a rank has them in a step."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from orchdata.cli.data import indexed, recipe_named
+from orchdata.cli.options import (
+    CostOption,
+    FilterOption,
+    JsonOption,
+    MediaRootOption,
+    Paths,
+    RecipeOption,
+    caps_of,
+    load_object,
+)
+from orchdata.cli.output import one_line_errors, print_json
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from orchdata.building.spec import IndexedShards
+    from orchdata.loaders.index.index import Index
+
+FIRST_SAMPLES = 3
+
+
+@one_line_errors
+def show(
+    paths: Paths,
+    key: Annotated[str | None, typer.Option(help="The sample of this key.")] = None,
+    shard: Annotated[str | None, typer.Option(help="With --key: in the shard of this url, or name.")] = None,
+    step: Annotated[int | None, typer.Option(help="What a rank gets in this step of a run.")] = None,
+    epoch: Annotated[int, typer.Option(help="With --step: of this epoch.")] = 0,
+    rank: Annotated[int, typer.Option(help="With --step: this data-parallel rank.")] = 0,
+    ranks: Annotated[int, typer.Option(help="With --step: of so many.")] = 1,
+    state: Annotated[
+        Path | None,
+        typer.Option(help="With --step: a state of the run as JSON, which says its order and size of steps."),
+    ] = None,
+    batch_size: Annotated[int, typer.Option(help="Samples per rank and step.")] = 8,
+    batch_tokens: Annotated[int | None, typer.Option(help="LLM tokens per rank and step, in place of samples.")] = None,
+    shuffle: Annotated[bool, typer.Option("--shuffle/--no-shuffle", help="Whether the run shuffles.")] = True,
+    seed: Annotated[int, typer.Option(help="Seed of its order.")] = 0,
+    balance: Annotated[str, typer.Option(help="none, grouped, grid or global.")] = "global",
+    max_tokens: Annotated[
+        list[str] | None,
+        typer.Option(metavar="[PHASE=]NUMBER", help="Positions per microbatch and rank; of llm, or PHASE. Repeatable."),
+    ] = None,
+    oversize: Annotated[str, typer.Option(help="Samples above --max-tokens: error, own or drop.")] = "error",
+    assignment: Annotated[str, typer.Option(help="joint, or per_phase.")] = "joint",
+    multiple_of: Annotated[int, typer.Option(help="LLM sequences are padded to a multiple of this.")] = 1,
+    length: Annotated[int | None, typer.Option(help="Tokens of every microbatch: od.Packed(length=...).")] = None,
+    quarantine: Annotated[Path | None, typer.Option(help="The list of what the run leaves out.")] = None,
+    recipe: RecipeOption = None,
+    media_root: MediaRootOption = None,
+    expression: FilterOption = None,
+    cost: CostOption = None,
+    save: Annotated[Path | None, typer.Option(metavar="DIR", help="Write media as the model gets them here.")] = None,
+    full: Annotated[bool, typer.Option("--full", help="All of long texts.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what the model sees: text from the token ids, what of it is trained, media with their sizes, costs.
+
+    Of the first samples; with --key of one; with --step of what a rank gets in a step, planned once more.
+    """
+    if key is not None and step is not None:
+        raise ValueError("give --key, or --step, not both")
+    if step is None and state is not None:
+        raise ValueError("--state goes with --step: it says what run the step is of")
+    from orchdata.balancers import CostModel
+    from orchdata.dataloader import DataLoader
+    from orchdata.dataset.shards import unchosen_rows
+    from orchdata.planning.balance import Balance
+    from orchdata.planning.layout import Packed
+    from orchdata.showing.runs import arguments_of, shards_of, shown_step
+    from orchdata.showing.shown import ShownGroup, shown_rows
+
+    with redirect_stdout(sys.stderr):  # whatever a tokenizer prints
+        dataset, index = indexed(paths, recipe_named(recipe), media_root, expression)
+        model = load_object(cost, CostModel, "--cost") if cost is not None else None
+        shards = shards_of(dataset, index)
+        if step is None:
+            rows = _rows(index, unchosen_rows(dataset, index), key, shard)
+            groups = [ShownGroup(about={}, samples=shown_rows(shards, rows, model))]
+        else:
+            size = {"batch_size": batch_size} if batch_tokens is None else {"global_batch_tokens": batch_tokens * ranks}
+            held = None if state is None else _read_state(state)
+            order: dict[str, Any] = {"seed": seed}
+            order |= {**size, "shuffle": shuffle} if held is None else arguments_of(held)
+            caps: Any = {"scope": balance, "oversize": oversize, "assignment": assignment}
+            loader = DataLoader(
+                dataset,
+                **order,
+                collate_fn=Packed(multiple_of=multiple_of, length=length),
+                balance=Balance(max_tokens=caps_of(max_tokens or ()), **caps),
+                cost=model,
+                quarantine=quarantine,
+                on_error="skip",
+                dp=(rank, ranks),
+            )
+            if held is not None:
+                loader.load_state_dict(held)
+            try:
+                plan = loader.plan_at(epoch, step)
+            except IndexError as error:
+                raise ValueError(str(error)) from None
+            groups = shown_step(shards, plan, rank, model)
+        rows = [sample.row for group in groups for sample in group.samples]
+        files = [] if save is None else _saved(shards, rows, save)
+    if as_json:
+        print_json({"groups": [group.as_dict() for group in groups], "files": files})
+        return
+    from orchdata.cli.shown_text import print_groups
+
+    print_groups(groups, files, full=full)
+
+
+def _rows(index: Index, unchosen: NDArray[Any], key: str | None, shard: str | None) -> list[int]:
+    import numpy as np
+
+    if key is None:
+        if shard is not None:
+            raise ValueError("--shard goes with --key: it says which shard's sample of that key is meant")
+        chosen: list[int] = np.setdiff1d(np.arange(index.num_rows), unchosen)[:FIRST_SAMPLES].tolist()
+        return chosen
+    rows = index.find_all(shard, key)
+    if not rows:
+        like = ", ".join(repr(index.key(row)) for row in range(min(FIRST_SAMPLES, index.num_rows)))
+        where = "in these shards" if shard is None else f"in shard {shard!r}"
+        raise ValueError(f"no sample {where} has the key {key!r}; keys here look like {like}")
+    return rows
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    """A state, or the one that stands somewhere in a JSON checkpoint."""
+    try:
+        held = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"{path} is not readable as JSON ({error}): write json.dumps(loader.state_dict()) there, or of a torch "
+            "checkpoint torch.load(...)[...] of the loader's entry"
+        ) from error
+    if not isinstance(held, dict):
+        raise ValueError(f"{path} holds no state of a loader, but {type(held).__name__}")
+    return held
+
+
+def _saved(shards: IndexedShards, rows: list[int], folder: Path) -> list[str]:
+    from orchdata.loaders.errors import DataError
+    from orchdata.showing.saving import save_media
+
+    files = []
+    for found in save_media(shards, rows, folder):
+        if isinstance(found, DataError):
+            typer.echo(f"not saved: {found}", err=True)
+        else:
+            files.append(str(found))
+    return files

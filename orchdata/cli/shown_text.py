@@ -1,0 +1,105 @@
+"""Samples as lines for people: what is trained, what is not, and media, each with its number of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from rich.console import Console
+from rich.text import Text
+
+from orchdata.loaders.text.jinja import ROLES
+
+if TYPE_CHECKING:
+    from orchdata.showing.shown import ShownGroup, ShownMedia, ShownSample, ShownText
+
+LONGEST: Final = 600
+"""Characters of a stretch of text that are shown."""
+_STYLES: Final = {"trained": "green", "masked": "bright_black", "media": "cyan"}
+_ROLE: Final = rf"(?:<[^<>\s]+>|\[/?[A-Z_]+\])(?:\s*(?:{'|'.join(ROLES)})\b)?"
+"""What a template puts around turns: a mark, and often a role behind it."""
+_KIND_WIDTH: Final = 9
+_COUNT_WIDTH: Final = 7
+
+
+def print_groups(groups: Sequence[ShownGroup], files: Sequence[str], *, full: bool) -> None:
+    """Print samples, coloured in a terminal."""
+    console = Console(highlight=False)
+    for group in groups:
+        if group.about:
+            console.print(Text(_heading(group), style="bold"))
+        for sample in group.samples:
+            _print_sample(console, sample, full=full)
+    for file in files:
+        console.print(Text(_visible(f"saved {file}")), soft_wrap=True)
+
+
+def _heading(group: ShownGroup) -> str:
+    about, samples = group.about, group.samples
+    return (
+        f"epoch {about['epoch']}, step {about['step']}, rank {about['rank']} of {about['ranks']}, microbatch "
+        f"{about['microbatch']} of {about['microbatches']}: {len(samples):,} samples, "
+        f"{sum(sample.tokens for sample in samples):,} tokens, "
+        f"{sum(sample.trained_tokens for sample in samples):,} trained; cost {', '.join(_shares(about))}\n"
+    )
+
+
+def _shares(about: dict[str, Any] | Any) -> Iterator[str]:
+    for phase, cost in about["cost"].items():
+        most = about["largest_cost"][phase]
+        yield f"{phase} {cost:,} ({cost / most:.0%} of the largest rank's)" if most else f"{phase} 0"
+
+
+def _print_sample(console: Console, sample: ShownSample, *, full: bool) -> None:
+    piece = f", piece {sample.piece}" if sample.piece else ""
+    source = f" of {sample.source}" if sample.source else ""
+    costs = "".join(f", {phase} costs {cost:,}" for phase, cost in sample.costs.items())
+    console.print(
+        Text(_visible(f"{sample.key}{piece}{source}"), style="bold"),
+        Text(_visible(f"in {sample.shard}, row {sample.row}")),
+    )
+    console.print(Text(f"{sample.tokens:,} tokens, {sample.trained_tokens:,} trained{costs}"))
+    if sample.error is not None:
+        console.print(Text(_visible(sample.error), style="red"))
+    for span in sample.spans:
+        kind, content = _content(span, full=full)
+        style = _STYLES.get(kind, _STYLES["media"])
+        margin = f"{kind:<{_KIND_WIDTH - 1}} {span.tokens:>{_COUNT_WIDTH - 1},} "
+        if len(kind) >= _KIND_WIDTH:
+            margin = f"{kind} {span.tokens:,} "
+        for number, line in enumerate(content.wrap(console, max(20, console.width - len(margin)))):
+            line.rstrip()
+            console.print(Text(margin if not number else " " * len(margin), style="dim"), line, sep="", style=style)
+    console.print()
+
+
+def _content(span: ShownText | ShownMedia, *, full: bool) -> tuple[str, Text]:
+    from orchdata.showing.shown import ShownMedia
+
+    if isinstance(span, ShownMedia):
+        sizes = "".join(f", {name} {value}" for name, value in span.sizes.items())
+        return span.modality, Text(f"{_visible(span.field)}, {span.positions:,} positions{sizes}")
+    kind = "trained" if span.trained else "masked"
+    text = Text(_shortened(_said(span), full=full))
+    text.highlight_regex(_ROLE, "bold")
+    return kind, text
+
+
+def _said(span: ShownText) -> str:
+    if span.text is None:
+        return "ids " + " ".join(map(str, span.token_ids))
+    return _visible(span.text)
+
+
+def _visible(text: str) -> str:
+    """Whatever would move the cursor, turn its way, or end a line in silence, by its name."""
+    return "".join(
+        each if each.isprintable() or each == "\n" else each.encode("unicode_escape").decode() for each in text
+    )
+
+
+def _shortened(text: str, *, full: bool) -> str:
+    if full or len(text) <= LONGEST:
+        return text
+    half = LONGEST // 2
+    return f"{text[:half]} [... {len(text) - 2 * half:,} characters ...] {text[-half:]}"

@@ -1,0 +1,101 @@
+"""A DataLoader in an Accelerate loop.
+
+    accelerate(loader, accelerator) --marked as prepared--> batches on the accelerator's device, state in save_state()
+
+`Accelerator.prepare` leaves what is no loader of torch's alone, batches on the CPU among it, and would shard it a
+second time if it knew it: here every rank's batches are its own already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from orchdata.batch.batch import Batch
+from orchdata.dataloader import DataLoader
+from orchdata.delivery.steps import OptimizerSteps
+
+
+class Prepared:
+    """What `od.hf.accelerate` gives: the loader, or its steps, with batches on the accelerator's device.
+
+    Iterating, `len()`, `set_epoch` and state are those of what was given. To Accelerate it is a prepared loader with a
+    state: `prepare` and `prepare_data_loader` leave it as it is, `save_state` and `load_state` keep its place.
+
+    Attributes:
+        loader: what was given.
+    """
+
+    _is_accelerate_prepared = True
+    use_stateful_dataloader = True
+    dataset = None  # Accelerate asks whether it is one that it shards
+
+    def __init__(self, loader: DataLoader | OptimizerSteps, accelerator: Any) -> None:
+        self.loader = loader
+        self._accelerator = accelerator
+
+    def __iter__(self) -> Iterator[Any]:
+        from accelerate.utils import send_to_device
+
+        for item in self.loader:
+            if not self._accelerator.device_placement:
+                yield item
+            else:
+                yield send_to_device(item, self._accelerator.device, non_blocking=_is_pinned(item))
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.loader.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loader.load_state_dict(state)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.loader.set_epoch(epoch)
+
+
+def accelerate(loader: DataLoader | OptimizerSteps, accelerator: Any) -> Prepared:
+    """A loader for a loop of Accelerate's: its batches on the accelerator's device, its state in the accelerator's.
+
+        loader = od.hf.accelerate(loader, accelerator)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        for batch in loader:
+            with contextlib.nullcontext() if batch.is_last_microbatch else accelerator.no_sync(model):
+                accelerator.backward(model(**batch.model_inputs()).loss_sum * batch.loss_scale)
+
+    Args:
+        loader: a DataLoader, whose items are microbatches, or its `steps()`, whose items are lists of them.
+        accelerator: made before the loader, so that torch.distributed was initialized when it was.
+
+    Raises:
+        TypeError: any other loader; `accelerator.prepare` is for torch's.
+        ValueError: a loader of other data-parallel ranks than the accelerator's, or gradient accumulation of the
+            accelerator's own, which would divide the loss once more.
+    """
+    steps = loader.steps() if isinstance(loader, DataLoader) else loader
+    if not isinstance(steps, OptimizerSteps):
+        raise TypeError(
+            f"od.hf.accelerate takes an od.DataLoader or its steps(), got {type(loader).__name__}: "
+            "accelerator.prepare is for loaders of torch's"
+        )
+    if accelerator.gradient_accumulation_steps != 1:
+        raise ValueError(
+            f"the accelerator divides losses by gradient_accumulation_steps={accelerator.gradient_accumulation_steps}, "
+            "and a step's loss is scaled already: leave it at 1, and give a larger global_batch_size and max_tokens"
+        )
+    config = getattr(accelerator, "parallelism_config", None)
+    num_ranks = accelerator.num_processes // (1 if config is None else config.non_data_parallel_size)
+    if steps.num_ranks != num_ranks:
+        raise ValueError(
+            f"the DataLoader is of {steps.num_ranks} data-parallel ranks and the accelerator of {num_ranks}: make it "
+            "after the Accelerator, which initializes torch.distributed, or give it the mesh"
+        )
+    prepared: Prepared = accelerator.prepare_data_loader(Prepared(loader, accelerator))
+    return prepared
+
+
+def _is_pinned(item: Any) -> bool:
+    batch = item[0] if isinstance(item, list) and item else item
+    return isinstance(batch, Batch) and batch.llm.input_ids.is_pinned()

@@ -1,0 +1,273 @@
+"""Videos of a Hugging Face processor, as a modality: those of the Qwen-VL families.
+
+    processor --video_modality--> HFVideos(source=JSON, ...): (width, height, frames, seconds) -> counts, text, extras
+                                                              bytes -> the array of its video processor
+
+Which pictures are taken, at which times they are said to be, and how large they become is the processor's own
+arithmetic, given the same `VideoMetadata`: its fps is frames / seconds of the header. Pixels are the processor's own,
+or this library's where it was seen to give the same.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchdata.hf.processor_parts import path_of
+from orchdata.hf.video.processors import ARRAY, GRID, RULES, running, taken, write_clip
+from orchdata.loaders.errors import DecodeError
+from orchdata.loaders.limits import Limits
+from orchdata.loaders.modalities.modality import ArraySpec, Header, PartSize, Slot
+from orchdata.loaders.modalities.video.decode import differs, header_of, open_video, upright_pictures
+from orchdata.loaders.modalities.video.files import VideoFiles
+
+_LOOKED_AT: Final = ((9, 130, 90, 10.0), (4, 64, 200, 25.0), (31, 48, 40, 29.97))
+"""Frames, width, height and fps at which a processor is looked at."""
+_INTERVAL: Final = "second_per_grid_ts"
+_PROCESSORS: Final = ("Qwen2VLProcessor", "Qwen2_5_VLProcessor", "Qwen3VLProcessor")
+
+
+class Metadata(NamedTuple):
+    """What is known of a clip: as transformers' VideoMetadata."""
+
+    total_num_frames: int
+    fps: float
+    width: int
+    height: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class HFVideos(VideoFiles):
+    """Videos as a Hugging Face processor prepares them: made by `video_modality`.
+
+    An extent is (grid in time, height, width; pictures taken; frames; numerator and denominator of seconds).
+
+    Attributes:
+        source: the video processor and the arguments that its processor calls it with, as JSON.
+        patch_dim: values of a patch.
+        merge, times: side of a merged token in patches, pictures of a temporal patch.
+        stamped: whether a time stands in the text before each temporal patch, as of Qwen3-VL, between which marks; ()
+            for none.
+        tokens_per_second: of rotary positions in time, as of Qwen2.5-VL; None where temporal patches are counted.
+        native: whether this library prepares pixels itself, having been seen to do it as the video processor does.
+        placeholder: what stands for a video in rendered chats.
+    """
+
+    num_extents = 7
+
+    source: str = field(repr=False)
+    patch_dim: int
+    merge: int
+    times: int
+    stamped: tuple[str, ...] = ()
+    tokens_per_second: float | None = None
+    native: bool = False
+    placeholder: str = ""
+    slot: Slot = Slot()
+
+    def arrays(self) -> Mapping[str, ArraySpec]:
+        return {ARRAY: ArraySpec((self.patch_dim,), "float32")}
+
+    def count_header(self, header: Header, limits: Limits) -> PartSize:
+        width, height, frames, seconds = self.checked_header(header, limits)
+        try:
+            count, high, wide = _counted(self, Metadata(frames, float(frames / seconds), width, height))
+        except (ValueError, ZeroDivisionError) as error:  # too few frames, an aspect ratio that it refuses
+            raise DecodeError(
+                f"a video of {frames} frames of {width} x {height} pixels, which its processor refuses: {error}"
+            ) from error
+        grid_t = -(-count // self.times)
+        patches = grid_t * high * wide
+        extent = (grid_t, high, wide, count, frames, seconds.numerator, seconds.denominator)
+        return PartSize(patches, patches // self.merge**2, patches, extent)
+
+    def parameters(self) -> dict[str, Any]:
+        """Without how pixels are come by, which does not change them."""
+        return {name: value for name, value in super().parameters().items() if name != "native"}
+
+    def decode_into(
+        self, data: bytes | memoryview, size: PartSize, out: Mapping[str, NDArray[Any]], limits: Limits
+    ) -> None:
+        with open_video(data, limits) as video:
+
+            def check(width: int, height: int) -> None:
+                found = self.count_header(header_of(video, (width, height)), limits)
+                if found.extent != tuple(size.extent):
+                    raise DecodeError(differs(video, (width, height)))
+
+            if video.timeline.frames != size.extent[4]:
+                raise DecodeError(differs(video))
+            numbers = self.numbers(size)
+            with closing(upright_pictures(video, numbers, check)) as pictures:
+                if self.native:
+                    write_clip(self.source, pictures, size.extent, out[ARRAY])
+                    return
+                clip = np.stack([pixels[..., :3] for pixels in pictures])
+        found, _ = running(self.source).outputs(clip)
+        if found.shape != out[ARRAY].shape:
+            raise DecodeError(f"prepared to shape {found.shape}, the index says {out[ARRAY].shape}: index again")
+        out[ARRAY][...] = found
+
+    def numbers(self, size: PartSize) -> list[int]:
+        """Which pictures of a clip are taken."""
+        return list(taken(self.source, size.extent[4], self._fps(size)))
+
+    def _fps(self, size: PartSize) -> float:
+        frames, numerator, denominator = size.extent[4:]
+        return float(frames / Fraction(numerator, denominator))
+
+    def seconds_per_grid(self, size: PartSize) -> np.float32:
+        """From one temporal patch to the next, as Qwen2.5-VL's processor has it."""
+        count, frames = size.extent[3:5]
+        return np.float32(self.times / (count / frames * self._fps(size)))
+
+    def timestamps(self, size: PartSize) -> list[float]:
+        """Seconds of each temporal patch, as Qwen3-VL's processor has them: picture / fps, in the middle of it."""
+        numbers, fps = self.numbers(size), self._fps(size)
+        numbers += [numbers[-1]] * (-len(numbers) % self.times)
+        moments = [number / fps for number in numbers]
+        return [(moments[at] + moments[at + self.times - 1]) / 2 for at in range(0, len(moments), self.times)]
+
+    def extras(self, sizes: Sequence[PartSize]) -> Mapping[str, NDArray[Any]]:
+        """What follows from sizes, in Hugging Face's names and dtypes: video_grid_thw, int64 (num_videos, 3), and of
+        Qwen2.5-VL second_per_grid_ts, float32 (num_videos,).
+        """
+        told: dict[str, NDArray[Any]] = {GRID: np.array([size.extent[:3] for size in sizes], np.int64).reshape(-1, 3)}
+        if self.tokens_per_second is not None:
+            told[_INTERVAL] = np.array([self.seconds_per_grid(size) for size in sizes], np.float32)
+        return told
+
+    def expand(self, size: PartSize) -> tuple[str | int, ...] | None:
+        grid_t, high, wide = size.extent[:3]
+        tokens = high * wide // self.merge**2
+        if not self.stamped:
+            return (grid_t * tokens,)
+        opens, closes = self.stamped
+        pieces: list[str | int] = []
+        for number, moment in enumerate(self.timestamps(size)):
+            pieces += [f"{closes if number else ''}<{moment:.1f} seconds>{opens}", tokens]
+        return (*pieces, closes)
+
+    def rope(self, size: PartSize) -> NDArray[np.int64]:
+        grid_t, high, wide = (size.extent[0], *(side // self.merge for side in size.extent[1:3]))
+        moments = np.arange(grid_t)
+        if self.stamped:
+            moments = np.zeros(grid_t, np.int64)  # each temporal patch is a picture of its own
+        elif self.tokens_per_second is not None:
+            step = np.float32(self.tokens_per_second) * self.seconds_per_grid(size)
+            moments = (moments.astype(np.float32) * step).astype(np.int64)
+        rows, cols = np.divmod(np.arange(high * wide), wide)
+        return np.stack([np.repeat(moments, high * wide), np.tile(rows, grid_t), np.tile(cols, grid_t)])
+
+    def rope_span(self, size: PartSize) -> int | None:
+        """What follows goes on behind the grid, however long the clip is."""
+        return None if self.stamped else max(size.extent[1:3]) // self.merge
+
+    def dummy(self) -> PartSize:
+        side = self.merge
+        return PartSize(side * side, 1, side * side, (1, side, side, self.times, self.times, 1, 1))
+
+    def decoding_bytes(self, parts: Sequence[tuple[Header, PartSize]]) -> int:
+        """Beside what a decoder takes: of what the processor itself prepares, all pictures and values of a clip."""
+        beside = super().decoding_bytes(parts)
+        if self.native:
+            return beside
+        whole = [
+            3 * header[0] * header[1] * size.extent[3] + size.num_rows * self.row_bytes() for header, size in parts
+        ]
+        return beside + max(whole)
+
+
+@lru_cache(maxsize=1 << 14)
+def _counted(videos: HFVideos, clip: Metadata) -> tuple[int, int, int]:
+    """Pictures taken, and patches along height and width. Raises ValueError for a clip that the processor refuses."""
+    count = len(taken(videos.source, clip.total_num_frames, clip.fps))
+    run = running(videos.source)
+    high, wide = run.rule(run.settings, count, clip.width, clip.height)
+    return count, high // run.settings.patch_size, wide // run.settings.patch_size
+
+
+def video_modality(processor: Any, *, tokens_per_second: float = 2.0) -> HFVideos:
+    """Videos as a processor of Hugging Face prepares them: of Qwen2-VL, Qwen2.5-VL and Qwen3-VL.
+
+    Args:
+        processor: that has a `video_processor`, whose settings say which pictures are taken: with `do_sample_frames`,
+            `fps` of a second, or `num_frames`; else all.
+        tokens_per_second: of Qwen2.5-VL, as its model's `vision_config` has it.
+
+    Raises:
+        TypeError: no video processor in it.
+        ValueError: one of another class, or that does something else than this knows of it.
+    """
+    name = type(processor).__name__
+    video: Any = getattr(processor, "video_processor", None)
+    if not callable(getattr(video, "sample_frames", None)):
+        raise TypeError(f"{name} has no video processor of transformers' in it, which takes torchvision to be made")
+    if name not in _PROCESSORS or type(video).__name__ not in RULES:
+        raise ValueError(
+            f"{name} has a {type(video).__name__}, and videos are read as {', '.join(_PROCESSORS)} have them: write an "
+            "od.Modality for it, Recipe(video=...)"
+        )
+    tokenizer = processor.tokenizer
+    call = dict(
+        processor._merge_kwargs(
+            processor.valid_processor_kwargs, tokenizer_init_kwargs=getattr(tokenizer, "init_kwargs", {})
+        )["videos_kwargs"]
+    )
+    call = {key: value for key, value in call.items() if key not in ("return_tensors", "return_metadata")}
+    held = {"class": path_of(video), "settings": json.loads(video.to_json_string()), "call": call}
+    source = json.dumps(held, sort_keys=True)
+    settings = running(source).settings
+    mark = str(processor.video_token)
+    ids = tokenizer.encode(mark, add_special_tokens=False)
+    if len(ids) != 1:
+        raise ValueError(f"{mark!r} must be one added token of {type(tokenizer).__name__}: add it as a special token")
+    stamped = hasattr(processor, "_calculate_timestamps")
+    timed = not stamped and _INTERVAL in processor.model_input_names
+    found = HFVideos(
+        source=source,
+        patch_dim=3 * settings.temporal_patch_size * settings.patch_size**2,
+        merge=settings.merge_size,
+        times=settings.temporal_patch_size,
+        stamped=(str(processor.vision_start_token), str(processor.vision_end_token)) if stamped else (),
+        tokens_per_second=tokens_per_second if timed else None,
+        placeholder=mark,
+        slot=Slot(mark=mark, token_id=ids[0]),
+    )
+    return replace(found, native=_proven(found, processor))
+
+
+def _proven(videos: HFVideos, processor: Any) -> bool:
+    """Whether this library gives the processor's pixels, to the bit. Raises ValueError where it gives other counts."""
+    from transformers.video_utils import VideoMetadata
+
+    run, same, name = running(videos.source), True, type(processor).__name__
+    for frames, width, height, fps in _LOOKED_AT:
+        seconds = Fraction(frames / fps).limit_denominator(1_000_000)
+        size = videos.count_header((width, height, frames, seconds.numerator, seconds.denominator), Limits())
+        numbers = videos.numbers(size)
+        clip = np.random.default_rng(frames).integers(0, 256, (len(numbers), height, width, 3), np.uint8)
+        told = VideoMetadata(total_num_frames=frames, fps=videos._fps(size), frames_indices=list(numbers))
+        values, grid = run.outputs(clip)
+        given = {GRID: np.array([size.extent[:3]]), "video_metadata": [told]}
+        text = processor.replace_video_token(given, video_idx=0)
+        ours = "".join(
+            piece if isinstance(piece, str) else piece * videos.placeholder for piece in videos.expand(size) or ()
+        )
+        if grid != size.extent[:3] or text != ours:
+            raise ValueError(f"{name} makes something else of a video than is known of its class: use another version")
+        with suppress(LookupError, ValueError, KeyError):
+            rows = np.empty_like(values)
+            write_clip(videos.source, iter(clip), size.extent, rows)
+            same = same and np.array_equal(rows, values)
+            continue
+        same = False
+    return same

@@ -1,0 +1,81 @@
+"""A step of a run as samples to show: what a state tells of the run, and what a plan says of a rank.
+
+state --> arguments of a DataLoader; plan, rank --> groups of samples
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from orchdata.balancers import CostModel
+from orchdata.building.spec import IndexedShards
+from orchdata.dataset.mixture import Mixture
+from orchdata.dataset.shard_dataset import ShardDataset
+from orchdata.delivery.state import SIZES
+from orchdata.loaders.errors import StateError
+from orchdata.loaders.index.index import Index
+from orchdata.order.order import Shuffle
+from orchdata.planning.plan import Plan
+from orchdata.showing.shown import ShownGroup, shown_rows
+
+
+def shards_of(dataset: ShardDataset | Mixture, index: Index) -> IndexedShards:
+    """The shards of a data set, to look at rows of its index."""
+    if isinstance(dataset, ShardDataset):
+        return IndexedShards(index=index, build_id=index.build_id, recipe=dataset.recipe)
+    recipes = tuple(leaf.dataset.recipe for leaf in dataset.leaves)
+    return IndexedShards(index=index, build_id=index.build_id, recipe=recipes[0], of_sources=recipes)
+
+
+def arguments_of(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of the DataLoader of shards that a state is of, as far as it tells them: size of steps, and order.
+
+    Of a mixture not the seed, of which each source has its own. Raises StateError where it is no such state.
+    """
+    held = state.get("fingerprint")
+    orders = _orders(held) if isinstance(held, Mapping) else []
+    if not orders:
+        raise StateError("this is not a state of a DataLoader of shards: it does not say their order")
+    assert isinstance(held, Mapping)
+    found: dict[str, Any] = {name: held[name] for name in SIZES if name in held}
+    size = held.get("global_batch_tokens")
+    if isinstance(size, list):
+        found["global_batch_tokens"] = [tuple(bound) for bound in size]
+    if "shuffle" not in orders[0]:
+        raise StateError("the run has an order of its own, shuffle=array: give it to a DataLoader, and take step_at")
+    shuffle = orders[0]["shuffle"]
+    found["shuffle"] = False if shuffle is None else Shuffle(**shuffle)
+    if isinstance(held.get("order"), Mapping) and held["order"]["seed"] is not None:
+        found["seed"] = held["order"]["seed"]
+    return found
+
+
+def _orders(fingerprint: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    mixture = fingerprint.get("mixture")
+    if isinstance(mixture, Mapping) and isinstance(mixture.get("sources"), Mapping):
+        return list(mixture["sources"].values())
+    order = fingerprint.get("order")
+    return [order] if isinstance(order, Mapping) and "num_samples" in order else []
+
+
+def shown_step(shards: IndexedShards, plan: Plan, rank: int, model: CostModel | None = None) -> list[ShownGroup]:
+    """What a rank gets in a step, by microbatch: samples, and its share of each phase's cost beside the largest."""
+    groups = []
+    for microbatch in range(plan.num_microbatches):
+        places = plan.places(rank, microbatch)
+        cells = {phase: plan.cells(phase)[:, microbatch] for phase in plan.phases}
+        about = {
+            "epoch": plan.epoch,
+            "step": plan.step,
+            "rank": rank,
+            "ranks": plan.num_ranks,
+            "microbatch": microbatch,
+            "microbatches": plan.num_microbatches,
+            "cost": {phase: int(costs[rank]) for phase, costs in cells.items()},
+            "largest_cost": {phase: int(costs.max()) for phase, costs in cells.items()},
+        }
+        sources = [plan.sources[number] if plan.sources else "" for number in plan.dataset_id[places].tolist()]
+        samples = shown_rows(shards, plan.row[places].tolist(), model, sources)
+        groups.append(ShownGroup(about=about, samples=samples))
+    return groups

@@ -1,0 +1,59 @@
+"""Media of samples, written as files: what the model gets of them, for people to look at and listen to."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+from orchdata.building.spec import IndexedShards
+from orchdata.loaders.errors import DataError, FieldError
+from orchdata.loaders.index.index import basename
+from orchdata.loaders.index.stored import StoredSample
+from orchdata.loaders.samples.decode import decode_media
+from orchdata.loaders.storage.atomic import write_whole
+
+_LONGEST_NAME: Final = 100
+
+
+def save_media(shards: IndexedShards, rows: Sequence[int], folder: str | Path) -> Iterator[Path | DataError]:
+    """Write the media of rows into `folder`, below a folder of each shard's name, as `row-key.place.suffix`; yields
+    each file, or why there is none.
+    """
+    opened = shards.open()
+    try:
+        for row in rows:
+            if row in shards.index.bad_rows():
+                yield shards.index.failure(row)
+                continue
+            stored = StoredSample(shards.index, opened, row)
+            target = Path(folder) / _plain(basename(stored.shard))
+            try:
+                for place in range(len(stored.parts)):
+                    yield _saved(shards, stored, place, target)
+            except FieldError as error:
+                yield error.at(stored.shard, stored.key)
+            except DataError as error:
+                yield error
+    finally:
+        opened.close()
+
+
+def _saved(shards: IndexedShards, stored: StoredSample, place: int, folder: Path) -> Path:
+    index, recipe = shards.index, shards.recipe_of(stored.row)
+    part = stored.parts[place]
+    name, member = index.modality_of(part), stored.member_of(part)
+    (size,) = index.sizes(range(part, part + 1), recipe)
+    data = stored.read(recipe, text=False, parts=[part])[member]
+    arrays = decode_media(name, data, size, recipe, stored.members[member].field).arrays
+    suffix, content = recipe.modalities[name].to_file(data, size, arrays, recipe.limits)
+    file = folder / f"{stored.row}-{_plain(stored.key)}.{place}.{suffix}"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(file, content)
+    return file
+
+
+def _plain(name: str) -> str:
+    """A name that is a file's on any system, and no path."""
+    return re.sub(r"[^\w.=+-]", "_", name).lstrip(".")[-_LONGEST_NAME:] or "_"

@@ -1,0 +1,175 @@
+"""The programs in examples/: losses of the plain loop, and killed they go on elsewhere with the same samples."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+from example_job import NAMES
+from rank_jobs import run_ranks
+
+from orchdata.synth import OMNI, synthesize
+
+REPOSITORY = Path(__file__).parents[2]
+JOB = Path(__file__).parents[1] / "support" / "example_job.py"
+NEEDS = {
+    "hf_trainer": ("transformers", "accelerate"),
+    "accelerate_loop": ("accelerate",),
+    "lightning_trainer": ("lightning",),
+    "deepspeed_zero": ("deepspeed",),
+}
+STEPS, SIZE, MAX_TOKENS = 6, 8, 1500  # five steps an epoch: 40 samples by 8
+DIES_AT, SAVED = 5, 4
+
+SLOW = dict.fromkeys(("lightning_trainer", "deepspeed_zero"), pytest.mark.slow)  # take longest to import, in each rank
+
+pytestmark = pytest.mark.usefixtures("same_cache")
+
+
+class Step(NamedTuple):
+    loss: float
+    keys: list[tuple[str, str]]
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory, module_cache: Path) -> Path:
+    folder = tmp_path_factory.mktemp("omni")
+    synthesize(OMNI, folder, samples=40)
+    return folder
+
+
+@pytest.fixture
+def examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(REPOSITORY)
+
+
+def example(name: str) -> Any:
+    for package in NEEDS.get(name, ()):
+        if find_spec(package) is None:
+            pytest.skip(f"{package} is not installed, which examples/{name}.py is about")
+    return import_module(f"examples.{name}")
+
+
+_plain: dict[str, list[Step]] = {}
+
+
+def plain_loop(name: str, shards: Path) -> list[Step]:
+    """A model of the example, trained by the plainest loop, in this process."""
+    kind = name if name == "hf_trainer" else "common"
+    if kind not in _plain:
+        _plain[kind] = list(_trained(kind, shards))
+    return _plain[kind]
+
+
+def _trained(kind: str, shards: Path) -> Iterator[Step]:
+    common, module = import_module("examples.common"), import_module(f"examples.{kind}")
+    args = SimpleNamespace(shards=[str(shards / "*.tar")], global_batch_size=SIZE, max_tokens=MAX_TOKENS)
+    model = module.make_model()
+    loader = module.make_loader(args, model.config) if kind == "hf_trainer" else module.make_loader(args)
+    optimizer = common.make_optimizer(model)
+    step, loss, keys = 0, 0.0, []
+    while step < STEPS:
+        for batch in loader:
+            outputs = model(**batch.model_inputs())
+            scaled = outputs.loss if kind == "hf_trainer" else outputs.loss_sum * batch.loss_scale
+            scaled.backward()
+            loss += scaled.item()
+            keys += [(Path(shard).name, key) for shard, key in batch.keys]
+            if batch.is_last_microbatch:
+                optimizer.step()
+                optimizer.zero_grad()
+                step += 1
+                yield Step(loss, sorted(keys))
+                loss, keys = 0.0, []
+            if step == STEPS:
+                break
+
+
+def run(name: str, num_ranks: int, folder: Path, shards: Path, *more: object, dies_at: int = 0) -> dict[int, Step]:
+    """The steps that the example took, over all ranks."""
+    record, logs = folder / f"record-{num_ranks}", folder / f"logs-{num_ranks}"
+    logs.mkdir(parents=True)
+    sizes = ("--steps", STEPS, "--global-batch-size", SIZE, "--max-tokens", MAX_TOKENS, "--save-every", 2)
+    run_ranks(
+        str(JOB),
+        *(name, dies_at, shards / "*.tar", *sizes, "--checkpoints", folder / "kept", "--record", record, *more),
+        num_ranks=num_ranks,
+        folder=logs,
+        environment={"TORCHELASTIC_RUN_ID": "examples", "DS_ACCELERATOR": "cpu"},
+        lost=range(num_ranks) if dies_at else (),
+    )
+    return recorded(record)
+
+
+def recorded(folder: Path) -> dict[int, Step]:
+    lines = [json.loads(line) for path in sorted(folder.iterdir()) for line in path.read_text().splitlines()]
+    keys: dict[int, set[tuple[str, str]]] = {}
+    for line in lines:
+        keys.setdefault(line["step"], set()).update((shard, key) for shard, key in line["keys"])
+    return {line["step"]: Step(line["loss"], sorted(keys[line["step"]])) for line in lines}
+
+
+def check(found: dict[int, Step], expected: list[Step], steps: range) -> None:
+    """The same samples, each once, and the same losses."""
+    assert sorted(found.keys()) == list(steps)
+    for step in steps:
+        assert found[step].keys == expected[step - 1].keys, f"step {step}"
+    theirs = [expected[step - 1].loss for step in steps]
+    assert [found[step].loss for step in steps] == pytest.approx(theirs, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW.get(name, ())) for name in NAMES])
+@pytest.mark.usefixtures("examples")
+def test_killed_on_two_ranks_it_goes_on_with_one_as_the_plain_loop(name: str, shards: Path, tmp_path: Path) -> None:
+    example(name)
+    expected = plain_loop(name, shards)
+    assert len({step.loss for step in expected}) == STEPS and len(expected[0].keys) == SIZE
+    killed = run(name, 2, tmp_path, shards, dies_at=DIES_AT)
+    check({step: told for step, told in killed.items() if step < DIES_AT}, expected, range(1, DIES_AT))
+    other = (4, "--tp", 2) if name == "hsdp_tp" else (1,)
+    check(run(name, other[0], tmp_path, shards, *other[1:]), expected, range(SAVED + 1, STEPS + 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.usefixtures("examples")
+def test_killed_on_one_rank_it_goes_on_with_three(name: str, shards: Path, tmp_path: Path) -> None:
+    example(name)
+    more, ranks = (("--tp", 2, "--replicate", 2), (8, 2)) if name == "hsdp_tp" else ((), (1, 3))
+    run(name, ranks[0], tmp_path, shards, *more, dies_at=DIES_AT)
+    found = run(name, ranks[1], tmp_path, shards)
+    check(found, plain_loop(name, shards), range(SAVED + 1, STEPS + 1))
+
+
+@pytest.mark.usefixtures("examples")
+def test_a_resumed_step_that_is_another_is_seen(shards: Path) -> None:
+    """The control: what `check` compares differs from step to step."""
+    expected = plain_loop("ddp", shards)
+    with pytest.raises(AssertionError):
+        check({1: expected[1]}, expected, range(1, 2))
+    with pytest.raises(AssertionError):
+        check({1: Step(expected[0].loss * 1.001, expected[0].keys)}, expected, range(1, 2))
+
+
+@pytest.mark.slow
+def test_an_example_runs_as_its_docstring_says(shards: Path, tmp_path: Path) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    options = [f"{shards}/*.tar", "--steps", "2", "--global-batch-size", "8", "--checkpoints", str(tmp_path / "kept")]
+    done = subprocess.run(
+        [*launcher, str(REPOSITORY / "tests/support/run_program.py"), str(REPOSITORY / "examples/ddp.py"), *options],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert [line.split(":")[0] for line in done.stdout.splitlines()] == ["step 1", "step 2"], done.stderr
+    assert (tmp_path / "kept" / "step-000002" / "state.pt").exists()

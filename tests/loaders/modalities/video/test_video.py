@@ -1,0 +1,419 @@
+"""Clips of many containers, codecs and rates: counted without decoding, and decoded to just what was counted."""
+
+from __future__ import annotations
+
+import base64
+import gc
+import io
+import json
+import os
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from video_clips import VARIABLE, animation, clip, number_of, picture, sound_alone
+
+import orchdata as od
+from orchdata.loaders.errors import DecodeError
+from orchdata.loaders.modalities.modality import PartSize
+from orchdata.loaders.modalities.probing import read_header
+from orchdata.loaders.modalities.video import mp4
+from orchdata.loaders.modalities.video.decode import open_video
+from orchdata.loaders.modalities.video.files import VideoFiles
+from orchdata.native.scan.status import FOUND, MORE, UNUSUAL
+
+LIMITS = od.Limits()
+# Patches of 8 pixels that keep the size of small clips, so that pictures can be read from them.
+PRE = od.VideoPreprocessor(
+    patch_size=8, merge=1, fps=6, min_frames=2, max_frames=64, min_tokens=1, max_tokens=4096, dtype="uint8"
+)
+
+# Groups of pictures whose first are made of those before; pictures that are kept and never shown.
+OPEN_H264 = (("x264-params", "open-gop=1:bframes=3:b-pyramid=normal:keyint=10:min-keyint=1:scenecut=0:threads=1"),)
+OPEN_H265 = (("x265-params", "log-level=none:open-gop=1:bframes=4:keyint=10:min-keyint=10:pools=none"),)
+HIDDEN = (("deadline", "good"), ("auto-alt-ref", "1"), ("lag-in-frames", "16"))
+
+CLIPS: dict[str, Any] = {
+    "h264 mp4": lambda: clip("h264"),
+    "h264 mp4, no key but the first": lambda: clip("h264", frames=40, gop=250),
+    "h264 mp4, 29.97": lambda: clip("h264", rate=Fraction(30_000, 1001), frames=60),
+    "h264 mp4, sound": lambda: clip("h264", audio="aac"),
+    "h264 mp4, tables first": lambda: clip("h264", options=(("movflags", "faststart"),)),
+    "h264 mp4, fragments": lambda: clip("h264", options=(("movflags", "frag_keyframe+empty_moov"),)),
+    "h264 mov": lambda: clip("h264", "mov"),
+    "h264 mkv": lambda: clip("h264", "mkv"),
+    "h264 mkv, streamed out": lambda: clip("h264", "mkv", options=(("live", "1"),)),
+    "h264 mkv, variable": lambda: clip("h264", "mkv", times=VARIABLE),
+    "h264 mp4, variable": lambda: clip("h264", "mp4", times=VARIABLE),
+    "h264 mp4, odd": lambda: clip("h264", size=(67, 45)),
+    "h265 mp4": lambda: clip("h265"),
+    "h265 mkv": lambda: clip("h265", "mkv"),
+    "mpeg4 mp4": lambda: clip("mpeg4"),
+    "vp8 webm": lambda: clip("vp8", "webm"),
+    "vp9 webm": lambda: clip("vp9", "webm"),
+    "vp9 webm, sound": lambda: clip("vp9", "webm", audio="libopus"),
+    "vp9 webm, variable": lambda: clip("vp9", "webm", times=VARIABLE),
+    "vp9 webm, odd": lambda: clip("vp9", "webm", size=(67, 45)),
+    "vp9 mp4": lambda: clip("vp9"),
+    "av1 webm": lambda: clip("av1", "webm", size=(128, 96)),
+    "av1 mp4": lambda: clip("av1", size=(128, 96)),
+    "gif": lambda: clip("gif", "gif", rate=10),
+    "gif by Pillow": lambda: animation(12),
+    "gif by Pillow, variable": lambda: animation(6, milliseconds=[50, 50, 400, 50, 50, 900]),
+    "one frame": lambda: clip("h264", frames=1),
+    "h264 mp4, open groups": lambda: clip("h264", frames=40, given=OPEN_H264),
+    "h264 mkv, open groups": lambda: clip("h264", "mkv", frames=40, given=OPEN_H264),
+    "h265 mkv, open groups": lambda: clip("h265", "mkv", frames=40, given=OPEN_H265),
+    "h264 mp4, interlaced": lambda: clip("h264", given=(("x264-params", "interlaced=1:bframes=2:threads=1"),)),
+    "h264 mp4, late": lambda: clip("h264", start=13),
+    "h264 mkv, early": lambda: clip("h264", "mkv", start=-5),
+    "h264 mp4, a fragment a frame": lambda: clip("h264", options=(("movflags", "frag_every_frame+empty_moov"),)),
+    "h264 mp4, no edits": lambda: clip("h264", options=(("use_editlist", "0"),)),
+    "h265 mp4, 10 bits": lambda: clip("h265", pix_fmt="yuv420p10le"),
+    "h264 mp4, 4:2:2": lambda: clip("h264", pix_fmt="yuv422p"),
+    "vp8 webm, hidden pictures": lambda: clip("vp8", "webm", frames=60, gop=40, given=HIDDEN),
+    "vp9 webm, hidden pictures": lambda: clip("vp9", "webm", frames=60, gop=40, given=HIDDEN),
+}
+
+
+def header_of(data: bytes) -> tuple[int, ...]:
+    return read_header(VideoFiles, len(data), lambda count: data[:count], LIMITS)
+
+
+def decoded(data: bytes, pre: od.VideoPreprocessor = PRE) -> tuple[PartSize, np.ndarray]:
+    size = pre.count_header(header_of(data), LIMITS)
+    out = np.full((size.num_rows, pre.patch_dim), 7, np.uint8)
+    pre.decode_into(data, size, {"patches": out}, LIMITS)
+    return size, out
+
+
+def pictures_of(size: PartSize, out: np.ndarray, pre: od.VideoPreprocessor = PRE) -> np.ndarray:
+    """(pictures, height, width, 3) again, of patches that are not merged."""
+    grid_t, grid_h, grid_w = size.extent[:3]
+    times, side = pre.temporal_patch_size, pre.patch_size
+    cut = out.reshape(grid_t, grid_h, grid_w, 3, times, side, side)
+    return cut.transpose(0, 4, 1, 5, 2, 6, 3).reshape(grid_t * times, grid_h * side, grid_w * side, 3)
+
+
+def every_frame(data: bytes) -> list[np.ndarray]:
+    """All pictures by PyAV, in order, from the first on."""
+    import av
+
+    with av.open(io.BytesIO(data)) as container:
+        return [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+
+
+@pytest.mark.parametrize("name", CLIPS)
+def test_what_is_counted_is_what_is_there(name: str) -> None:
+    data = CLIPS[name]()
+    width, height, frames, numerator, denominator = header_of(data)
+    whole = every_frame(data)
+    assert frames == len(whole) and (height, width) == whole[0].shape[:2]
+    with open_video(data, LIMITS) as video:
+        assert (video.timeline.frames, video.timeline.seconds) == (frames, Fraction(numerator, denominator))
+        shown = [pixels.copy() for pixels in video.frames(range(frames))]
+    assert all(np.array_equal(ours, theirs) for ours, theirs in zip(shown, whole, strict=True))
+    assert [number_of(pixels) for pixels in whole] == list(range(frames))  # guards the clips
+
+
+@pytest.mark.parametrize("name", CLIPS)
+def test_only_the_pictures_that_are_taken_come_and_in_their_places(name: str) -> None:
+    data = CLIPS[name]()
+    size, out = decoded(data)
+    grid_t, _, _, count, frames, numerator, denominator = size.extent
+    with open_video(data, LIMITS) as video:
+        taken = video.timeline.pictures(count)
+    if "variable" not in name:
+        assert taken == [number * frames // count for number in range(count)]
+    found = [number_of(pixels) for pixels in pictures_of(size, out)]
+    assert found == taken + [taken[-1]] * (grid_t * 2 - count)
+    assert count == min(max(int(Fraction(numerator, denominator) * 6), 2), frames) // 2 * 2 or count == frames == 1
+
+
+def test_pictures_far_apart_are_reached_from_the_last_whole_one() -> None:
+    data = clip("h264", frames=200, gop=10)
+    with open_video(data, LIMITS) as video:
+        read = 0
+        whole = video._all_from_here
+
+        def counting() -> Any:
+            nonlocal read
+            for frame in whole():
+                read += 1
+                yield frame
+
+        video._all_from_here = counting  # type: ignore[method-assign]
+        assert [number_of(pixels) for pixels in video.frames([5, 105, 199])] == [5, 105, 199]
+    assert read < 40
+
+
+@pytest.mark.parametrize("options", [(), (("movflags", "faststart"),)])
+@pytest.mark.parametrize("codec", ["h264", "h265", "mpeg4", "vp9", "av1"])
+def test_tables_of_a_plain_mp4_say_what_its_packets_say(codec: str, options: Any) -> None:
+    for frames, rate, times in ((24, 24, None), (31, Fraction(30_000, 1001), None), (1, 5, None), (0, 0, VARIABLE)):
+        data = clip(codec, frames=frames, rate=rate, times=times, options=options, size=(128, 96))
+        status, header = mp4.plain_header(memoryview(data), len(data))
+        assert status == FOUND
+        assert header == VideoFiles.probe(data, LIMITS)
+
+
+def test_an_mp4_is_counted_from_its_first_bytes_where_its_tables_are_there() -> None:
+    data = clip("h264", frames=100, size=(320, 240), options=(("movflags", "faststart"),))
+    head = data[: data.index(b"mdat") + 12]
+    assert mp4.plain_header(memoryview(head), len(data)) == (FOUND, header_of(data))
+    assert mp4.plain_header(memoryview(head[: len(head) // 2]), len(data))[0] == MORE
+    pieces = clip("h264", options=(("movflags", "frag_keyframe+empty_moov"),))
+    assert mp4.plain_header(memoryview(pieces), len(pieces))[0] == UNUSUAL
+
+
+@pytest.mark.parametrize("degrees", [90, 180, 270])
+def test_turned_clips_are_upright(degrees: int) -> None:
+    data = clip("h264", size=(96, 64), turned=degrees)
+    width, height, frames = header_of(data)[:3]
+    assert (width, height) == ((64, 96) if degrees != 180 else (96, 64))
+    status, _ = mp4.plain_header(memoryview(data), len(data))
+    assert status == FOUND
+    assert VideoFiles.probe(data, LIMITS) == header_of(data)
+    size, out = decoded(data)
+    found = [number_of(np.rot90(pixels, degrees // 90)) for pixels in pictures_of(size, out)]
+    assert found == [number * frames // size.extent[3] for number in range(size.extent[3])]
+
+
+# Lists of frames
+
+
+def frame(number: int, width: int = 64, height: int = 48) -> str:
+    out = io.BytesIO()
+    Image.fromarray(picture(number, width, height)).save(out, "PNG")
+    return base64.b64encode(out.getvalue()).decode()
+
+
+def test_lists_of_frames_are_clips() -> None:
+    frames = [frame(number) for number in range(9)]
+    urls = [f"data:image/png;base64,{each}" for each in frames]
+    for held, seconds in (({"fps": 3, "frames": frames}, 3), ({"sample_fps": 1.5, "video": urls}, 6), (urls, 4.5)):
+        data = json.dumps(held).encode()
+        assert header_of(data)[:3] == (64, 48, 9)
+        assert Fraction(*header_of(data)[3:]) == seconds
+        size, out = decoded(data)
+        taken = [number * 9 // size.extent[3] for number in range(size.extent[3])]
+        assert size.extent[3] >= 8 and [number_of(pixels) for pixels in pictures_of(size, out)] == taken
+
+
+@pytest.mark.parametrize(
+    ("held", "message"),
+    [
+        ({"frames": []}, "without a single frame"),
+        ({"fps": 0, "frames": ["aaaa"]}, "fps=0"),
+        ({"fps": 1, "pictures": ["aaaa"]}, "write {"),
+        (["frame_0.jpg"], "no file is opened by name"),
+        ([frame(0), frame(1, 32)], "frames 0 and 1 are 64 x 48 and 32 x 48"),
+        ([frame(0), "AAAA" * 40], "frame 1: not an image"),
+    ],
+)
+def test_lists_that_are_none(held: Any, message: str) -> None:
+    with pytest.raises(DecodeError, match=message):
+        header_of(json.dumps(held).encode())
+
+
+# What is wrong with files
+
+
+@pytest.mark.parametrize("name", CLIPS)
+@pytest.mark.parametrize("share", [0.3, 0.7, 0.97])
+def test_a_cut_file_is_counted_as_what_is_there_or_refused(name: str, share: float) -> None:
+    data = CLIPS[name]()
+    data = data[: int(len(data) * share)]
+    try:
+        frames = header_of(data)[2]
+    except DecodeError as error:
+        assert any(
+            word in error.reason for word in ("cut", "damaged", "readable", "no video", "without a single frame")
+        )
+        return
+    size, out = decoded(data)
+    assert len({*map(number_of, pictures_of(size, out))}) <= frames
+    assert "streamed out" in name
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: sound_alone(), "only audio"),
+        (lambda: sound_alone("mkv"), "only audio"),
+        (lambda: b"\0" * 400, "not a video"),
+        (lambda: b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n", "not a video"),
+        (lambda: b"ffconcat version 1.0\nfile /etc/passwd\n", "not a video"),
+        (lambda: b"GIF89a" + bytes(7) + b";", "damaged|readable|single frame|no video"),
+        (lambda: clip("h264")[:3], "not a video"),
+    ],
+)
+def test_what_is_no_video_is_refused_with_a_reason(make: Any, message: str) -> None:
+    with pytest.raises(DecodeError, match=message):
+        header_of(make())
+
+
+def test_an_index_of_another_clip_is_refused() -> None:
+    size = PRE.count_header(header_of(clip("h264")), LIMITS)
+    for other in (clip("h264", frames=30), clip("h264", size=(64, 64)), clip("h264", rate=12)):
+        with pytest.raises(DecodeError, match="indexed again"):
+            PRE.decode_into(other, size, {"patches": np.empty((size.num_rows, PRE.patch_dim), np.uint8)}, LIMITS)
+
+
+def test_damaged_pictures_are_refused() -> None:
+    data = bytearray(clip("h264", frames=40))
+    start = bytes(data).index(b"mdat")
+    at = start + (len(data) - start) // 3
+    data[at : at + 200] = b"\0" * 200
+    size = PRE.count_header(header_of(bytes(data)), LIMITS)
+    out = np.empty((size.num_rows, PRE.patch_dim), np.uint8)
+    try:
+        PRE.decode_into(bytes(data), size, {"patches": out}, LIMITS)
+    except DecodeError as error:
+        assert "damaged video" in error.reason
+
+
+@pytest.mark.parametrize("name", CLIPS)
+def test_mutated_files_are_read_or_refused(name: str) -> None:
+    data, random = CLIPS[name](), np.random.default_rng(7)
+    for _ in range(25):
+        changed = bytearray(data)
+        for at in random.integers(0, len(data) if random.random() < 0.5 else min(len(data), 1500), 3):
+            changed[at] = random.integers(256)
+        if random.random() < 0.3:
+            start = int(random.integers(len(data)))
+            del changed[start : start + int(random.integers(200))]
+        with suppress(DecodeError):
+            size, out = decoded(bytes(changed))
+            assert len(out) == size.num_rows
+
+
+def test_ctrl_c_is_heard_wherever_it_comes() -> None:
+    """Guards that no function of Python's is called by C, and what is held where PyAV raises."""
+    clips = [clip("h264"), clip("vp9", "webm", times=VARIABLE), animation(5)]
+    before, forgotten = len(os.listdir("/proc/self/fd")), 0
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        for number in range(300):
+            came = threading.Timer(0.001 + 0.00005 * number, signal.raise_signal, (signal.SIGINT,))
+            with suppress(KeyboardInterrupt):
+                came.start()
+                while came.is_alive():
+                    for data in clips:
+                        decoded(data)
+                forgotten += 1
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    gc.collect()
+    assert not forgotten and len(os.listdir("/proc/self/fd")) <= before + 1
+
+
+def test_nothing_of_a_decoder_stays() -> None:
+    tasks = len(os.listdir("/proc/self/task"))
+    with open_video(clip("h264", frames=100, size=(320, 240)), LIMITS) as video:
+        assert sum(1 for _ in video.frames(range(100))) == 100
+        assert len(os.listdir("/proc/self/task")) == tasks  # no threads of libav's
+
+
+def test_threads_decode_at_once() -> None:
+    clips = [make() for make in CLIPS.values()]
+    expected = [decoded(data)[1] for data in clips]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(3):
+            found = list(pool.map(lambda data: decoded(data)[1], clips))
+            assert all(np.array_equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+
+
+def test_limits_hold() -> None:
+    data = clip("h264")
+    with pytest.raises(DecodeError, match=r"video of 64x48 = 3072 pixels, above Limits.image_pixels=3000"):
+        PRE.count_header(header_of(data), od.Limits(image_pixels=3000))
+    with pytest.raises(DecodeError, match=r"video of 1 s, above Limits.audio_seconds=0.5"):
+        PRE.count_header(header_of(data), od.Limits(audio_seconds=0.5))
+    for container in ("mkv", "mp4"):
+        with pytest.raises(DecodeError, match="image_pixels=3000"):
+            VideoFiles.probe(clip("h264", container), od.Limits(image_pixels=3000))
+    large = PRE.decoding_bytes([((1920, 1080, 9, 1, 1), PartSize(1, 1))])
+    assert large > 10 * 1920 * 1080
+
+
+# Counts
+
+
+def test_counts_and_positions_are_those_of_the_docs() -> None:
+    pre = od.VideoPreprocessor(fps=2, max_tokens=64, total_tokens=256, positions_per_second=25)
+    size = pre.count_header((1280, 720, 300, 10, 1), LIMITS)  # 10 s at 30 a second
+    grid_t, grid_h, grid_w, count = size.extent[:4]
+    assert (count, grid_t) == (20, 10)
+    assert (grid_h, grid_w) == (6, 12)  # 256 // 10 = 25 tokens, at 16:9
+    assert size.tokens == 10 * 3 * 6 and size.positions == size.num_rows == 4 * size.tokens
+    extras = pre.extras([size, size])
+    assert extras["grid_thw"].tolist() == [[10, 6, 12]] * 2
+    assert extras["seconds_per_grid"].tolist() == [1.0, 1.0]
+    assert extras["timestamps"].tolist() == [each + 0.25 for each in range(10)] * 2
+    rope = pre.rope(size)
+    assert rope.shape == (3, size.tokens)
+    assert rope[0].reshape(10, 18)[:, 0].tolist() == [25 * each for each in range(10)]
+    assert rope[1].reshape(10, 3, 6)[4].tolist() == [[row] * 6 for row in range(3)]
+    assert rope[2].reshape(10, 3, 6)[4].tolist() == [list(range(6))] * 3
+
+
+@pytest.mark.parametrize("frames", [1, 2, 3, 7, 100, 10_000])
+@pytest.mark.parametrize("budget", [(4, 16, 64), (1, 1, 1), (4, 768, 16_384), (16, 64, 40)])
+def test_budgets_hold_whatever_the_clip(frames: int, budget: tuple[int, int, int]) -> None:
+    low, high, total = budget
+    pre = od.VideoPreprocessor(min_tokens=low, max_tokens=high, total_tokens=total, max_frames=64)
+    for width, height in ((640, 360), (20, 3000), (14, 14)):
+        size = pre.count_header((width, height, frames, frames, 25), LIMITS)
+        grid_t, count = size.extent[0], size.extent[3]
+        assert size.tokens <= total and low <= size.tokens // grid_t <= high and grid_t == -(-count // 2)
+        assert count <= min(frames, 64)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"fps": 0}, "VideoPreprocessor.fps"),
+        ({"min_frames": 9, "max_frames": 8}, "max_frames=8 is below min_frames=9"),
+        ({"total_tokens": 3}, "total_tokens must be an int of at least min_tokens=4"),
+        ({"max_tokens": 3}, "VideoPreprocessor.max_tokens"),
+        ({"dtype": "float64"}, "VideoPreprocessor.dtype"),
+        ({"temporal_patch_size": 0}, "VideoPreprocessor.temporal_patch_size"),
+        ({"positions_per_second": -1}, "positions_per_second"),
+    ],
+)
+def test_parameters_are_checked(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        od.VideoPreprocessor(**given)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "float32"])
+def test_a_clip_is_written_as_the_pictures_that_are_taken(dtype: Any) -> None:
+    pre = replace(PRE, dtype=dtype, temporal_patch_size=2, fps=3)
+    data = clip("h264", frames=25)
+    size = pre.count(data, LIMITS)
+    out = {"patches": np.empty((size.num_rows, pre.patch_dim), dtype)}
+    pre.decode_into(data, size, out, LIMITS)
+    suffix, content = pre.to_file(data, size, out, LIMITS)
+    assert suffix == "png"
+    with Image.open(io.BytesIO(content)) as image:
+        pictures = []
+        for number in range(getattr(image, "n_frames", 1)):
+            image.seek(number)
+            pictures.append(number_of(np.asarray(image.convert("RGB"))))
+    assert len(pictures) == size.extent[3]
+    assert pictures == sorted(set(pictures))
+    assert pictures[0] == 0
+
+
+def test_encoders_of_the_tests_leave_the_scheduler_alone() -> None:
+    clip.cache_clear()
+    clip("av1", "webm", size=(128, 96))
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER  # a real-time thread would starve, or starve others

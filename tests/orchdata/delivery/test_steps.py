@@ -1,0 +1,228 @@
+"""What `loader.steps()` gives counts as it iterates, and trainers that count a plain loader are refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from map_dataset import Numbers
+from shard_factory import RECIPE, omni_shards
+
+import orchdata as od
+
+pytestmark = [
+    pytest.mark.usefixtures("same_cache"),
+    pytest.mark.filterwarnings("ignore::UserWarning:torch.distributed.checkpoint.*"),  # one process, it says
+]
+
+STEPS = 6  # of 10 samples
+SEVERAL = {"balance": od.Balance(max_tokens=500, oversize="own")}
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory, module_cache: Path) -> od.ShardDataset:
+    dataset = od.ShardDataset(omni_shards(tmp_path_factory.mktemp("omni"), shards=3, samples=20), RECIPE)
+    dataset.index()
+    return dataset
+
+
+def make(dataset: Any, **options: Any) -> od.DataLoader:
+    return od.DataLoader(dataset, **({"global_batch_size": 10, "shuffle": True, "num_threads": 2, "seed": 5} | options))
+
+
+def place(microbatches: list[od.Batch]) -> tuple[int, int]:
+    return microbatches[0].plan.epoch, microbatches[0].step
+
+
+def test_length_is_the_number_of_items_in_every_epoch(dataset: od.ShardDataset) -> None:
+    steps = make(dataset, **SEVERAL).steps()
+    for epoch in range(3):
+        assert len(steps) == STEPS
+        items = list(steps)
+        assert [place(item) for item in items] == [(epoch, step) for step in range(STEPS)]
+        assert any(len(item) > 1 for item in items)  # microbatches, which the loader itself would give one by one
+
+
+def test_next_goes_on_with_what_it_began(dataset: od.ShardDataset) -> None:
+    steps = make(dataset).steps()
+    for epoch in range(2):
+        assert [place(next(steps)) for _ in range(STEPS)] == [(epoch, step) for step in range(STEPS)]
+        with pytest.raises(StopIteration):
+            next(steps)
+
+
+def test_a_trainer_that_stops_at_the_length_has_seen_the_epoch(dataset: od.ShardDataset) -> None:
+    steps = make(dataset, **SEVERAL).steps()
+    seen: list[Any] = []
+    for _ in range(2):
+        iterator = iter(steps)
+        seen.append([key for _ in range(len(steps)) for batch in next(iterator) for key in batch.keys])
+    assert sorted(seen[0]) == sorted(seen[1]) and len(set(seen[0])) == 60
+    assert seen[0] != seen[1]
+
+
+def test_the_length_is_that_of_the_epoch_under_way(dataset: od.ShardDataset) -> None:
+    tokens = int(dataset.index().llm_tokens.sum())
+    ramp = [(0, tokens // 6), (tokens // 2, tokens // 4)]  # the second epoch has larger steps
+    loader = make(dataset, global_batch_size=None, global_batch_tokens=ramp)
+    steps = loader.steps()
+    first, second = steps.num_steps(0), steps.num_steps(1)
+    assert first > second
+    for expected in (first, second):
+        assert len(steps) == expected
+        assert {len(steps) for _ in steps} == {expected}
+    loader.set_epoch(0)
+    assert len(steps) == first
+    next(iter(steps))
+    next(iter(steps))  # left at once, as by limit_train_batches=1: this is the second epoch
+    assert len(steps) == second
+
+
+def test_steps_and_loader_share_one_place_and_one_state(dataset: od.ShardDataset) -> None:
+    loader = make(dataset, **SEVERAL)
+    steps = loader.steps()
+    expected = [place(item) for item in islice(steps, 4)]
+    assert expected[-1] == (0, 3)
+    state = json.loads(json.dumps(steps.state_dict()))
+    assert state == loader.state_dict() and (state["epoch"], state["step"]) == (0, 4)
+    resumed = make(dataset, **SEVERAL).steps()
+    resumed.load_state_dict(state)
+    assert len(resumed) == STEPS  # of the epoch: trainers that resume go on counting at 4
+    resumed.set_epoch(0)
+    assert [place(item) for item in resumed] == [(0, 4), (0, 5)]
+    assert resumed.loader.state_dict()["epoch"] == 1
+    with pytest.raises(od.StateError, match="global_batch_size"):
+        make(dataset, global_batch_size=12).steps().load_state_dict(state)
+
+
+@pytest.fixture
+def ended(dataset: od.ShardDataset) -> Any:
+    """The state behind the last step of epoch 0, before the iteration has ended."""
+    steps = make(dataset).steps()
+    iterator = iter(steps)
+    for _ in range(STEPS):
+        next(iterator)
+    state = steps.state_dict()
+    assert (state["epoch"], state["step"]) == (0, STEPS)
+    return state
+
+
+def test_a_state_at_the_end_of_an_epoch_begins_the_next_one(dataset: od.ShardDataset, ended: Any) -> None:
+    plain = make(dataset)
+    plain.load_state_dict(ended)
+    assert not list(plain)  # as a loop goes on that asks for the epoch's rest
+    steps = make(dataset).steps()
+    steps.load_state_dict(ended)
+    assert steps.state_dict()["epoch"] == 1
+    assert [place(item) for item in steps] == [(1, step) for step in range(STEPS)]
+
+
+@pytest.mark.parametrize(("epoch", "first"), [(0, None), (1, (1, 0)), (2, (2, 0))])
+def test_nothing_of_an_epoch_that_has_ended_comes_again(
+    dataset: od.ShardDataset, ended: Any, epoch: int, first: tuple[int, int] | None
+) -> None:
+    steps = make(dataset).steps()
+    steps.load_state_dict(ended)
+    steps.set_epoch(epoch)
+    assert next((place(item) for item in steps), None) == first
+    steps.set_epoch(0)  # from then on it is as ever
+    assert place(next(iter(steps))) == (0, 0)
+
+
+def test_map_style_steps_go_on_between_epochs_as_they_were_drawn() -> None:
+    loader = od.DataLoader(Numbers(12), batch_size=4, shuffle=True)
+    steps = loader.steps()
+    iterator = iter(steps)
+    for _ in range(3):
+        next(iterator)
+    state = steps.state_dict()
+    del iterator
+    resumed = od.DataLoader(Numbers(12), batch_size=4, shuffle=True).steps()
+    resumed.load_state_dict(state)
+    assert len(resumed) == 3
+    numbers = [int(number) for (item,) in resumed for number in item["number"]]
+    assert sorted(numbers) == list(range(12))
+
+
+class Endless(torch.utils.data.IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(range(6))
+
+
+def test_steps_of_a_data_set_without_length_have_none() -> None:
+    steps = od.DataLoader(Endless(), batch_size=2).steps()
+    with pytest.raises(TypeError):
+        len(steps)
+    assert len(list(steps)) == 3
+
+
+TRAINERS = (
+    "lightning.fabric.utilities.data",
+    "pytorch_lightning.trainer",
+    "transformers.trainer_utils",
+    "accelerate.x",
+)
+
+
+def asked_from(module: str) -> Callable[[Any], int]:
+    """A function of that module which asks for a length."""
+    found: dict[str, Any] = {"__name__": module}
+    exec("def sized_len(loader):\n    return len(loader)", found)
+    return found["sized_len"]
+
+
+@pytest.mark.parametrize("module", TRAINERS)
+@pytest.mark.parametrize("options", [SEVERAL, {"collate_fn": od.Packed(length=1000)}])
+def test_a_trainer_that_would_count_microbatches_is_refused(
+    dataset: od.ShardDataset, module: str, options: dict[str, Any]
+) -> None:
+    loader, sized_len = make(dataset, **options), asked_from(module)
+    with pytest.raises(ValueError, match=rf"^{module.split('.')[0]} takes len.*Give it loader\.steps\(\)"):
+        sized_len(loader)
+    assert sized_len(loader.steps()) == STEPS
+    assert sized_len(make(dataset)) == STEPS  # a step is one microbatch
+
+
+def test_others_that_ask_are_warned(dataset: od.ShardDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("orchdata.notices._said", set())
+    with pytest.warns(UserWarning, match=r"loader\.steps\(\)"):
+        assert asked_from("my.lightning")(make(dataset, **SEVERAL)) == STEPS
+
+
+def test_transformers_finds_out_as_it_asks(dataset: od.ShardDataset) -> None:
+    has_length = pytest.importorskip("transformers.trainer_utils").has_length
+    with pytest.raises(ValueError, match="transformers takes len"):
+        has_length(make(dataset, **SEVERAL))
+    assert has_length(make(dataset, **SEVERAL).steps())
+
+
+def test_torch_s_distributed_checkpoint_takes_loader_and_steps(dataset: od.ShardDataset, tmp_path: Path) -> None:
+    loader = make(dataset)
+    expected = [place(item) for item in islice(loader.steps(), 3)]
+    dcp.save({"loader": loader, "steps": loader.steps()}, checkpoint_id=tmp_path)
+    for name in ("loader", "steps"):
+        fresh = make(dataset)
+        dcp.load({name: fresh if name == "loader" else fresh.steps()}, checkpoint_id=tmp_path)
+        assert [place(item) for item in fresh.steps()] == [(0, 3), (0, 4), (0, 5)]
+    assert expected[-1] == (0, 2)
+
+
+def test_what_distributed_checkpoint_drops_of_a_state_is_missed(dataset: od.ShardDataset, tmp_path: Path) -> None:
+    begun = make(dataset)
+    next(iter(begun.steps()))
+    larger = make(dataset, global_batch_size=12)
+    larger.load_state_dict(begun.state_dict(), allow=("global_batch_size",))  # cut anew behind 10 samples
+    next(iter(larger.steps()))
+    assert "drawn" in larger.state_dict()
+    dcp.save({"loader": larger}, checkpoint_id=tmp_path)
+    with pytest.raises(od.StateError, match="step 2 of epoch 0 begins behind 22 samples in the state and 24 here"):
+        dcp.load({"loader": make(dataset, global_batch_size=12)}, checkpoint_id=tmp_path)
+    whole = make(dataset, global_batch_size=12)
+    whole.load_state_dict(json.loads(json.dumps(larger.state_dict())))
+    assert place(next(iter(whole.steps()))) == (0, 2)

@@ -1,0 +1,110 @@
+"""A DataLoader in an Accelerate loop: on its device, in its state, and never sharded a second time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from map_dataset import Numbers
+from shard_factory import RECIPE, omni_shards
+
+import orchdata as od
+
+accelerate = pytest.importorskip("accelerate")
+
+pytestmark = [pytest.mark.usefixtures("same_cache"), pytest.mark.filterwarnings("ignore::FutureWarning:accelerate.*")]
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory, module_cache: Path) -> od.ShardDataset:
+    dataset = od.ShardDataset(omni_shards(tmp_path_factory.mktemp("omni"), shards=2, samples=20), RECIPE)
+    dataset.index()
+    return dataset
+
+
+@pytest.fixture
+def accelerator() -> Any:
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    yield accelerate.Accelerator(cpu=True)
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+
+
+def make(dataset: Any, **options: Any) -> od.DataLoader:
+    given = {
+        "global_batch_size": 8,
+        "num_threads": 0,
+        "shuffle": True,
+        "balance": od.Balance(max_tokens=400, oversize="own"),
+    }
+    return od.DataLoader(dataset, **(given | options))
+
+
+def keys_of(item: Any) -> list[Any]:
+    return [batch.keys for batch in (item if isinstance(item, list) else [item])]
+
+
+@pytest.mark.parametrize("steps", [False, True])
+def test_items_are_those_of_the_loader_on_the_accelerators_device(
+    dataset: od.ShardDataset, accelerator: Any, steps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = make(dataset)
+    expected = [keys_of(item) for item in (loader.steps() if steps else loader)]
+    given = make(dataset)
+    prepared = od.hf.accelerate(given.steps() if steps else given, accelerator)
+    monkeypatch.setattr(type(accelerator), "device", property(lambda _: torch.device("meta")))
+    found = []
+    for item in prepared:
+        found.append(keys_of(item))
+        batch = item[0] if steps else item
+        assert batch.llm.input_ids.device.type == batch.model_inputs()["image_patches"].device.type == "meta"
+    assert found == expected
+    if steps:
+        assert len(prepared) == len(found) == 5
+
+
+def test_prepare_leaves_it_as_it_is(dataset: od.ShardDataset, accelerator: Any) -> None:
+    prepared = od.hf.accelerate(make(dataset), accelerator)
+    assert accelerator.prepare(prepared) is prepared
+    assert accelerator.prepare_data_loader(prepared) is prepared
+    assert accelerator._dataloaders == [prepared]
+
+
+def test_accelerate_shards_a_loader_that_is_not_marked(accelerator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: of a loader of torch's, which it knows, each of two ranks gets the half."""
+    monkeypatch.setattr(type(accelerator), "num_processes", property(lambda _: 2))
+    plain = torch.utils.data.DataLoader(Numbers(16), batch_size=4)
+    sharded = accelerator.prepare_data_loader(plain)
+    assert len(plain) == 4 and len(sharded) == 2
+    ours = od.hf.accelerate(od.DataLoader(Numbers(16), global_batch_size=4, dp=(0, 2)), accelerator)
+    assert accelerator.prepare_data_loader(ours) is ours and len(ours) == 4
+    numbers = [number for batch in ours for number in batch["number"].tolist()]
+    assert numbers == [0, 2, 4, 6, 8, 10, 12, 14]  # this rank's of each batch of 4, and of all batches
+
+
+def test_the_loaders_place_is_in_the_accelerators_state(
+    dataset: od.ShardDataset, accelerator: Any, tmp_path: Path
+) -> None:
+    prepared = od.hf.accelerate(make(dataset).steps(), accelerator)
+    iterator = iter(prepared)
+    for _ in range(2):
+        next(iterator)
+    accelerator.save_state(str(tmp_path))
+    rest = [keys_of(item) for item in iterator]
+    prepared.set_epoch(3)
+    accelerator.load_state(str(tmp_path))
+    assert prepared.state_dict()["step"] == 2
+    assert [keys_of(item) for item in prepared] == rest and len(rest) == 3
+
+
+def test_what_would_divide_or_shard_twice_is_refused(dataset: od.ShardDataset, accelerator: Any) -> None:
+    with pytest.raises(TypeError, match="takes an od.DataLoader or its steps.., got DataLoader: accelerator.prepare"):
+        od.hf.accelerate(torch.utils.data.DataLoader(Numbers(4)), accelerator)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="of 2 data-parallel ranks and the accelerator of 1"):
+        od.hf.accelerate(make(dataset, dp=(0, 2)), accelerator)
+    accelerator.gradient_accumulation_steps = 2
+    with pytest.raises(ValueError, match="gradient_accumulation_steps=2"):
+        od.hf.accelerate(make(dataset), accelerator)

@@ -1,0 +1,463 @@
+"""transformers' Trainer over a DataLoader takes the plain loop's steps, and goes on where it stopped."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import orchdata as od
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
+
+from hf_families.families import FAMILIES
+from hf_families.reference import distance
+from hf_families.samples import made_up, write_samples
+from map_dataset import Numbers
+from rank_jobs import run_ranks
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:__array__ implementation:DeprecationWarning", "ignore::FutureWarning:accelerate.*"
+)
+
+TOLERANCE = 1e-8
+JOB = Path(__file__).parents[2] / "support" / "trainer_job.py"
+COUNT, SIZE, STEPS = 18, 6, 3  # samples, of a step, steps of an epoch
+SEVERAL = 260  # tokens of a microbatch
+
+
+class Ours(od.hf.TrainerMixin, Trainer):
+    pass
+
+
+class Watching(TrainerCallback):
+    """What each step was: its gradients, as the optimizer finds them, and its logged loss."""
+
+    def __init__(self) -> None:
+        self.gradients: list[dict[str, Tensor]] = []
+        self.losses: list[float] = []
+        self.epochs: list[float] = []
+        self.saw: list[list[str]] = []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.gradients.append(gradients_of(kwargs["model"]))
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if "loss" in logs:
+            self.losses.append(logs["loss"])
+            self.epochs.append(logs["epoch"])
+
+
+class Family:
+    """A family's model, and loaders of its samples."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.family = FAMILIES[name]
+        self.processor, _ = self.family.build()
+        self.shards = write_samples(self.family, made_up(self.family, COUNT), folder)
+
+    def model(self) -> Any:
+        return self.family.build()[1]
+
+    def loader(self, model: Any, *, padded: bool = False, **options: Any) -> od.DataLoader:
+        dataset = od.ShardDataset(list(self.shards), recipe=od.hf.recipe(self.processor))
+        given = {
+            "global_batch_size": SIZE,
+            "collate_fn": od.hf.Inputs(model.config, padded=padded),
+            "balance": od.Balance(max_tokens=SEVERAL, oversize="own"),
+            "shuffle": True,
+            "num_threads": 0,
+        }
+        return od.DataLoader(dataset, **(given | options))
+
+
+@pytest.fixture(scope="module")
+def vl(tmp_path_factory: pytest.TempPathFactory, module_cache: Path) -> Family:
+    return Family("qwen2_5_vl", tmp_path_factory.mktemp("vl"))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory, module_cache: Path) -> Family:
+    """Whose forward the Trainer gives its own count; Qwen-VL's it does not."""
+    return Family("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(autouse=True)
+def _kept(same_cache: None) -> None:
+    """Indexes are made once."""
+
+
+def gradients_of(model: Any) -> dict[str, Tensor]:
+    return {
+        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+        for name, parameter in model.named_parameters()
+    }
+
+
+def make(model: Any, loader: Any, folder: Path, *, kind: type[Any] = Ours, more: Any = None, **options: Any) -> Any:
+    """A trainer whose steps are those of SGD, watched."""
+    settings = {
+        "output_dir": str(folder),
+        "num_train_epochs": 2,
+        "learning_rate": 0.05,
+        "lr_scheduler_type": "constant",
+        "optim": "sgd",
+        "max_grad_norm": 0.0,
+        "logging_steps": 1,
+        "logging_nan_inf_filter": False,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+    trainer = kind(model, TrainingArguments(**(settings | options)), train_dataset=loader, **(more or {}))
+    trainer.watching = Watching()
+    trainer.add_callback(trainer.watching)
+    return trainer
+
+
+def plain_loop(model: Any, loader: od.DataLoader, num_epochs: int) -> Iterator[tuple[float, dict[str, Tensor]]]:
+    """Loss and gradients of each step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    loss = 0.0
+    for _ in range(num_epochs):
+        for batch in loader:
+            part = od.hf.loss(model(**batch.model_inputs()), batch)
+            part.backward()
+            loss += part.item()
+            if batch.is_last_microbatch:
+                yield loss, gradients_of(model)
+                optimizer.step()
+                optimizer.zero_grad()
+                loss = 0.0
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_every_gradient_is_that_of_the_plain_loop(vl: Family, padded: bool, tmp_path: Path) -> None:
+    model = vl.model()
+    loader = vl.loader(model, padded=padded)
+    assert max(len(step) for step in loader.steps()) > 1
+    loader.set_epoch(0)
+    expected = list(plain_loop(model, loader, 2))
+    assert len(expected) == 2 * STEPS
+
+    model = vl.model()
+    trainer = make(model, vl.loader(model, padded=padded), tmp_path)
+    trainer.train()
+    found = trainer.watching
+    assert [each[0] for each in expected] == pytest.approx(found.losses, rel=1e-6)  # logits of float32 in its own loss
+    for (_, theirs), ours in zip(expected, found.gradients, strict=True):
+        assert distance(ours, theirs) < 1e-6
+    assert trainer.accelerator._dataloaders == []  # nobody has sharded it
+
+
+def own_loss_loop(model: Any, loader: od.DataLoader) -> list[dict[str, Tensor]]:
+    """Gradients by the model's own loss, as the Trainer takes them."""
+    found, optimizer = [], torch.optim.SGD(model.parameters(), lr=0.05)
+    for batch in loader:
+        model(**batch.model_inputs()).loss.backward()
+        if batch.is_last_microbatch:
+            found.append(gradients_of(model))
+            optimizer.step()
+            optimizer.zero_grad()
+    return found
+
+
+def test_gradients_are_those_of_the_model_s_own_loss_to_the_last_digits(vl: Family, tmp_path: Path) -> None:
+    model = vl.model()
+    expected = own_loss_loop(model, vl.loader(model))
+    model = vl.model()
+    trainer = make(model, vl.loader(model), tmp_path, num_train_epochs=1)
+    trainer.train()
+    for ours, theirs in zip(trainer.watching.gradients, expected, strict=True):
+        assert distance(ours, theirs) < TOLERANCE
+
+
+def test_without_the_mixin_s_count_the_trainer_s_own_would_change_the_gradient(llama: Family, tmp_path: Path) -> None:
+    small = {"balance": od.Balance(max_tokens=60, oversize="own")}
+    model = llama.model()
+    expected = own_loss_loop(model, llama.loader(model, **small))
+
+    class Overwritten(Ours):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            own = {name: value for name, value in inputs.items() if name != "orchdata_batch"}
+            counted = (own["labels"][..., 1:] != -100).sum()  # of this microbatch
+            return Trainer.compute_loss(self, model, own, num_items_in_batch=counted)
+
+    model = llama.model()
+    trainer = make(model, llama.loader(model, **small), tmp_path, kind=Overwritten, num_train_epochs=1)
+    trainer.train()
+    off = [distance(ours, theirs) for ours, theirs in zip(trainer.watching.gradients, expected, strict=True)]
+    assert max(off) > 0.05
+
+
+def test_a_compute_loss_of_one_s_own_is_given_counts_as_the_trainer_has_them(llama: Family, tmp_path: Path) -> None:
+    class Own(Ours):
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = 0
+        ) -> Any:
+            own = {name: value for name, value in inputs.items() if name != "orchdata_batch"}
+            return Trainer.compute_loss(self, model, own, return_outputs, num_items_in_batch)
+
+    small = {"balance": od.Balance(max_tokens=60, oversize="own")}
+    for averages in (True, False):
+        model = llama.model()
+        expected = own_loss_loop(model, llama.loader(model, **small))
+        model = llama.model()
+        trainer = make(
+            model,
+            llama.loader(model, **small),
+            tmp_path,
+            kind=Own,
+            num_train_epochs=1,
+            average_tokens_across_devices=averages,
+        )
+        trainer.train()
+        assert trainer.model_accepts_loss_kwargs
+        for ours, theirs in zip(trainer.watching.gradients, expected, strict=True):
+            assert distance(ours, theirs) < TOLERANCE
+
+
+def test_a_model_whose_own_loss_does_not_follow_is_scaled_too(tmp_path: Path) -> None:
+    audio = Family("qwen2_audio", tmp_path)
+    model = audio.model()
+    expected = list(plain_loop(model, audio.loader(model), 1))
+    model = audio.model()
+    trainer = make(model, audio.loader(model), tmp_path / "out", num_train_epochs=1)
+    trainer.train()
+    assert trainer.watching.losses == pytest.approx([loss for loss, _ in expected], rel=1e-6)  # of float32
+    for (_, theirs), ours in zip(expected, trainer.watching.gradients, strict=True):
+        assert distance(ours, theirs) < TOLERANCE
+
+
+def smoothed(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    logits = outputs.logits[:, :-1].flatten(0, 1)
+    smoothing = {"label_smoothing": 0.1, "ignore_index": -100, "reduction": "sum"}
+    return torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), **smoothing) / num_items_in_batch
+
+
+@pytest.mark.parametrize("way", ["function", "smoothing"])
+def test_another_loss_is_divided_by_the_tokens_of_the_whole_step(vl: Family, way: str, tmp_path: Path) -> None:
+    model = vl.model()
+    expected: list[dict[str, Tensor]] = []
+    for batch in vl.loader(model):
+        inputs = batch.model_inputs()
+        labels, items = inputs.pop("labels"), inputs.pop("num_items_in_batch")
+        smoothed(model(**inputs), labels, items).backward()
+        if batch.is_last_microbatch:
+            expected.append(gradients_of(model))
+            break
+    model = vl.model()
+    ways: dict[str, Any] = {
+        "function": {"more": {"compute_loss_func": smoothed}},
+        "smoothing": {"label_smoothing_factor": 0.1},
+    }
+    trainer = make(model, vl.loader(model), tmp_path, max_steps=1, **ways[way])
+    trainer.train()
+    assert distance(trainer.watching.gradients[0], expected[0]) < (TOLERANCE if way == "function" else 1e-5)
+
+
+def test_batches_move_to_the_device_once(vl: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[int] = []
+    to = od.Batch.to
+
+    def counted(batch: od.Batch, *args: Any, **kwargs: Any) -> od.Batch:
+        moved.append(id(batch))
+        return to(batch, *args, **kwargs)
+
+    model = vl.model()
+    loader = vl.loader(model)
+    num_batches = sum(len(step) for step in loader.steps())
+    monkeypatch.setattr(od.Batch, "to", counted)
+    make(model, vl.loader(model), tmp_path, num_train_epochs=1).train()
+    assert len(moved) == num_batches
+
+
+@pytest.mark.parametrize("stop", [2, STEPS, STEPS + 1])
+def test_a_training_that_goes_on_has_the_losses_of_one_that_never_stopped(
+    vl: Family, stop: int, tmp_path: Path
+) -> None:
+    model = vl.model()
+    whole = make(model, vl.loader(model), tmp_path / "whole")
+    whole.train()
+    assert whole.state.global_step == 2 * STEPS and whole.watching.epochs[-1] == 2
+
+    model = vl.model()
+    saving = {"save_strategy": "steps", "save_steps": stop}
+    make(model, vl.loader(model), tmp_path / "part", max_steps=stop, **saving).train()
+    model = vl.model()
+    rest = make(model, vl.loader(model, num_threads=2), tmp_path / "part", max_steps=2 * STEPS, **saving)
+    rest.train(resume_from_checkpoint=True)
+    assert rest.watching.losses == whole.watching.losses[stop:]
+    assert rest.watching.epochs == pytest.approx(whole.watching.epochs[stop:])
+    assert not rest.args.ignore_data_skip
+    for ours, theirs in zip(rest.watching.gradients, whole.watching.gradients[stop:], strict=True):
+        assert distance(ours, theirs) < TOLERANCE
+
+
+def checkpoint_of(trainer: Any, folder: Path) -> Path:
+    trainer.train()
+    return folder / f"checkpoint-{trainer.state.global_step}"
+
+
+def test_a_checkpoint_without_the_loader_s_state_is_refused_unless_it_is_left_out(vl: Family, tmp_path: Path) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    model = vl.model()
+    written = checkpoint_of(make(model, vl.loader(model), tmp_path, max_steps=2, **saving), tmp_path)
+    path = written / "trainer_state.json"
+    state = json.loads(path.read_text())
+    held = state["stateful_callbacks"].pop("orchdata.DataLoader")
+    assert (held["loader"]["epoch"], held["loader"]["step"]) == (0, 2)
+    path.write_text(json.dumps(state))
+
+    model = vl.model()
+    trainer = make(model, vl.loader(model), tmp_path)
+    with pytest.raises(od.StateError, match="checkpoint-2 holds no state of a DataLoader.*ignore_data_skip=True"):
+        trainer.train(resume_from_checkpoint=str(written))
+    leaving_out = make(model, vl.loader(model), tmp_path, max_steps=3, ignore_data_skip=True)
+    leaving_out.train(resume_from_checkpoint=str(written))
+    assert leaving_out.args.ignore_data_skip and leaving_out.state.global_step == 3
+
+    held["loader"]["step"] = 1
+    held["loader"]["position"] = SIZE
+    path.write_text(json.dumps(state | {"stateful_callbacks": {"orchdata.DataLoader": held}}))
+    with pytest.raises(od.StateError, match="step 2 of epoch 0.*its loader of step 1 of epoch 0"):
+        make(model, vl.loader(model), tmp_path).train(resume_from_checkpoint=str(written))
+
+
+def test_eval_loss_is_the_mean_over_all_tokens_however_batches_are_cut(vl: Family, tmp_path: Path) -> None:
+    model = vl.model().eval()
+    options = {"shuffle": False, "global_batch_size": 5}  # the last step is smaller
+    total = tokens = 0.0
+    with torch.no_grad():
+        for batch in vl.loader(model, **options):
+            total += od.hf.loss(model(**batch.model_inputs()), batch).item() / batch.loss_scale
+            tokens += batch.loss_tokens
+    more = {"eval_dataset": vl.loader(model, **options)}
+    trainer = make(model, vl.loader(model), tmp_path, more=more)
+    for _ in range(2):
+        assert trainer.evaluate()["eval_loss"] == pytest.approx(total / tokens, rel=1e-6)
+    several = {"eval_dataset": {"a": vl.loader(model, **options), "b": vl.loader(model, **options)}}
+    found = make(model, vl.loader(model), tmp_path, more=several).evaluate()
+    assert found["eval_a_loss"] == found["eval_b_loss"] == pytest.approx(total / tokens, rel=1e-6)
+
+
+@pytest.mark.slow
+def test_gradients_of_two_ranks_are_those_of_the_plain_loop_joint_and_per_phase(vl: Family, tmp_path: Path) -> None:
+    model = vl.model()
+    total = tokens = 0.0
+    with torch.no_grad():
+        for batch in vl.loader(model):
+            total += od.hf.loss(model(**batch.model_inputs()), batch).item() / batch.loss_scale
+            tokens += batch.loss_tokens
+    (tmp_path / "logs").mkdir()
+    for rank in run_ranks(str(JOB), tmp_path, *vl.shards, num_ranks=2, folder=tmp_path / "logs"):
+        for way in ("joint", "per_phase"):
+            found = rank[way]
+            assert found["off"] < TOLERANCE < found["off by one step"], way
+            assert found["steps"] == STEPS and found["prepared"] == 0
+            assert found["eval"] == pytest.approx(total / tokens, rel=1e-6)
+
+
+class WithSum(torch.nn.Module):
+    """A model of one's own: outputs have a loss_sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(260, 4)
+
+    def forward(self, input_ids: Tensor, labels: Tensor, **others: Any) -> Any:
+        from orchdata.reference.model import ModelOutput
+
+        return ModelOutput(self.embed(input_ids)[labels != -100].square().sum(), 0)
+
+
+def test_a_model_of_one_s_own_gives_a_sum(vl: Family, tmp_path: Path) -> None:
+    recipe = od.Recipe(image=od.ImagePreprocessor(patch_size=14, max_tokens=64), audio=None)
+    options: dict[str, Any] = {"global_batch_size": SIZE, "balance": od.Balance(max_tokens=300, oversize="own")}
+    dataset = od.ShardDataset(list(vl.shards), recipe=recipe)
+    torch.manual_seed(0)
+    model = WithSum()
+    loss = 0.0
+    for batch in next(iter(od.DataLoader(dataset, **options).steps())):
+        loss += (model(**batch.model_inputs()).loss_sum * batch.loss_scale).item()
+    trainer = make(model, od.DataLoader(dataset, **options), tmp_path, max_steps=1)
+    trainer.train()
+    assert trainer.watching.losses == pytest.approx([loss])
+
+
+class OfRows(torch.nn.Module):
+    """Takes what a collate_fn of one's own makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, number: Tensor, length: Tensor) -> dict[str, Tensor]:
+        return {"loss": (self.weight * number).mean()}
+
+
+def test_map_style_batches_go_to_the_model_as_they_are(tmp_path: Path) -> None:
+    trainer = make(OfRows(), od.DataLoader(Numbers(12), batch_size=4), tmp_path, num_train_epochs=1)
+    trainer.train()
+    assert trainer.watching.losses == pytest.approx([1.5, 5.5, 9.5], rel=1) and trainer.state.global_step == 3
+    assert trainer.num_examples(trainer.train_dataset) == 12
+
+
+def test_other_data_sets_are_the_trainer_s(tmp_path: Path) -> None:
+    class Plain(Ours):
+        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+            assert isinstance(inputs, dict) and len(inputs["number"]) == 4
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    given = {"kind": Plain, "remove_unused_columns": False, "per_device_train_batch_size": 4, "num_train_epochs": 1}
+    trainer = make(OfRows(), Numbers(12), tmp_path, **given)
+    trainer.train()
+    assert trainer.state.global_step == 3
+
+
+REFUSED: Sequence[tuple[dict[str, Any], str]] = (
+    ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps=2 would join steps"),
+    ({"auto_find_batch_size": True}, "auto_find_batch_size cannot change"),
+)
+
+
+@pytest.mark.parametrize(("options", "why"), REFUSED)
+def test_what_would_change_a_step_is_refused(vl: Family, options: dict[str, Any], why: str, tmp_path: Path) -> None:
+    model = vl.model()
+    with pytest.raises(ValueError, match=why):
+        make(model, vl.loader(model), tmp_path, **options).train()
+
+
+def test_loaders_that_the_trainer_would_miscount_are_refused(vl: Family, tmp_path: Path) -> None:
+    model = vl.model()
+    with pytest.raises(ValueError, match="of 2 data-parallel ranks and the Trainer of 1"):
+        make(model, vl.loader(model, dp=(0, 2)), tmp_path).train()
+    tokens = int(od.ShardDataset(list(vl.shards), recipe=od.hf.recipe(vl.processor)).index().llm_tokens.sum())
+    ramp = [(0, tokens // 6), (tokens // 2, tokens // 4)]
+    growing: dict[str, Any] = {"global_batch_size": None, "global_batch_tokens": ramp}
+    with pytest.raises(ValueError, match=r"epochs of this DataLoader have \[\d+, \d+\] steps"):
+        make(model, vl.loader(model, **growing), tmp_path).train()
+    within = make(model, vl.loader(model, **growing), tmp_path, max_steps=2)
+    within.train()
+    assert within.state.global_step == 2
+    with pytest.raises(ValueError, match="compute_metrics takes predictions of one row a sample"):
+        more = {"eval_dataset": vl.loader(model), "compute_metrics": lambda _: {}}
+        make(model, vl.loader(model), tmp_path, more=more).evaluate()
+    with pytest.raises(ValueError, match="transformers takes len"):
+        make(model, vl.loader(model), tmp_path, kind=Trainer)
+
+
+def test_one_gpu_a_process(vl: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = vl.model()
+    trainer = make(model, vl.loader(model), tmp_path)
+    monkeypatch.setattr(TrainingArguments, "n_gpu", property(lambda _: 2))
+    with pytest.raises(ValueError, match="this process has 2 GPUs"):
+        trainer.train()

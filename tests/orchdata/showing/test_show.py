@@ -1,0 +1,279 @@
+"""What is shown is what the model gets: the very tokens of a batch, what of them is trained, and the pixels."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+from PIL import Image
+from shard_factory import RECIPE, audio, chat, jpeg, omni_samples, png, write_shard
+from typer.testing import CliRunner
+
+import orchdata as od
+from orchdata.cli import app
+from orchdata.showing.runs import shards_of
+from orchdata.showing.shown import ShownText, shown_rows
+
+TALK = [
+    {"__key__": "talk", "json": chat("What is this? <image>", "A \U0001f600 cat.\x1b[31m"), "jpg": jpeg(64, 48)},
+    {"__key__": "sound", "json": chat("<audio> Who speaks?", "Nobody."), "wav": audio(0.5)},
+    {"__key__": "plain", "txt": b"no media at all"},
+    {"__key__": "broken", "jpg": b"none", "txt": b"x"},
+]
+
+
+@pytest.fixture
+def talk(tmp_path: Path) -> str:
+    return write_shard(tmp_path / "talk.tar", TALK)
+
+
+def run(*arguments: object) -> Any:
+    return CliRunner().invoke(app, ["show", *(str(argument) for argument in arguments)])
+
+
+def run_json(*arguments: object) -> Any:
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def recipe_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The recipe of the factory, by a name that the command line takes."""
+    (folder / "shown_recipe.py").write_text("from shard_factory import RECIPE as recipe\n")
+    monkeypatch.chdir(folder)
+    return "shown_recipe:recipe"
+
+
+def test_spans_are_the_batchs_own_tokens(tmp_path: Path) -> None:
+    dataset = od.ShardDataset(write_shard(tmp_path / "omni.tar", omni_samples(20)), RECIPE)
+    shown = shown_rows(
+        shards_of(dataset, dataset.index()),
+        range(20),
+        od.CostModel(image=od.PhaseCost(1.0), audio=od.PhaseCost(2.0), llm=od.PhaseCost(3.0)),
+    )
+    (batch,) = od.DataLoader(dataset, batch_size=20, num_threads=0)
+    bounds = batch.llm.cu_seqlens.tolist()
+    places = {key: place for place, (_, key) in enumerate(batch.keys)}
+    kinds = set()
+    for sample in shown:
+        mine = slice(bounds[places[sample.key]], bounds[places[sample.key] + 1])
+        ids, labels = batch.llm.input_ids[mine].tolist(), batch.llm.labels[mine]
+        assert sum(span.tokens for span in sample.spans) == sample.tokens == len(ids)
+        assert int((labels != -100).sum()) == sample.trained_tokens
+        start = 0
+        for span in sample.spans:
+            here = ids[start : start + span.tokens]
+            if isinstance(span, ShownText):
+                assert span.text is not None
+                assert list(span.text.encode()) == here
+                assert (labels[start : start + span.tokens] != -100).tolist() == [span.trained] * span.tokens
+            else:
+                assert here == [RECIPE.slots[span.modality].token_id] * span.tokens
+                kinds.add(span.modality)
+            start += span.tokens
+        assert set(sample.costs) == {"image", "audio", "llm"}
+        assert sample.costs["llm"] > 0
+    assert kinds == {"image", "audio"}
+
+
+def test_a_step_of_a_run_is_found_by_its_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = recipe_file(tmp_path, monkeypatch)
+    path = write_shard(tmp_path / "omni.tar", omni_samples(40))
+    dataset = od.ShardDataset(path, RECIPE)
+    dataset.index()
+    options: dict[str, Any] = {"global_batch_tokens": 600, "shuffle": od.Shuffle(window=1), "seed": 11}
+    loader = od.DataLoader(dataset, dp=(1, 2), num_threads=0, **options)
+    loader.set_epoch(2)
+    given = list(loader.steps())
+    state = tmp_path / "state.json"
+    state.write_text(json.dumps(loader.state_dict()))
+    found = run_json(path, "--recipe", name, "--epoch", 2, "--step", 3, "--rank", 1, "--ranks", 2, "--state", state)
+    (group,) = found["groups"]
+    assert [sample["key"] for sample in group["samples"]] == [key for _, key in given[3][0].keys]
+    assert (group["epoch"], group["step"], group["rank"], group["ranks"]) == (2, 3, 1, 2)
+    loads = given[3][0].plan.loads("llm")
+    assert (group["cost"]["llm"], group["largest_cost"]["llm"]) == (int(loads[1]), int(loads.max()))
+    state.write_text(json.dumps({**loader.state_dict(), "fingerprint": {"dataset": "x"}}))
+    assert "does not say their order" in run(path, "--step", 0, "--state", state).stderr
+    state.write_text("{")
+    assert "not readable as JSON" in run(path, "--step", 0, "--state", state).stderr
+    state.write_text(json.dumps(loader.state_dict()))
+    other = write_shard(tmp_path / "other.tar", omni_samples(39))
+    assert "belongs to another loader" in run(other, "--recipe", name, "--step", 0, "--state", state).stderr
+
+
+def test_microbatches_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = recipe_file(tmp_path, monkeypatch)
+    path = write_shard(tmp_path / "omni.tar", omni_samples(40))
+    cap = int(od.ShardDataset(path, RECIPE).index().llm_tokens.max())
+    options = ("--batch-size", 20, "--no-shuffle", "--max-tokens", cap, "--ranks", 2)
+    loader = od.DataLoader(
+        od.ShardDataset(path, RECIPE), batch_size=20, balance=od.Balance(max_tokens=cap), dp=(0, 2), num_threads=0
+    )
+    (given,) = loader.steps()
+    found = run_json(path, "--recipe", name, "--step", 0, *options)["groups"]
+    assert len(found) == len(given) > 1
+    assert [[sample["key"] for sample in group["samples"]] for group in found] == [
+        [key for _, key in batch.keys] for batch in given
+    ]
+    lines = run(path, "--recipe", name, "--step", 0, *options).stdout
+    assert f"microbatch 1 of {len(given)}" in " ".join(lines.split())
+
+
+def test_lines_for_people(talk: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = recipe_file(tmp_path, monkeypatch)
+    for columns in (80, 200):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        result = run(talk, "--recipe", name, "--key", "talk")
+        assert result.exit_code == 0, result.output
+        assert "\x1b" not in result.stdout, "no colour, and nothing of the data's own"
+        lines = result.stdout.splitlines()
+        assert max(map(len, lines)) <= columns
+        kinds = [line.split()[0] for line in lines if re.match(r"(masked|trained|image) +\d+ ", line)]
+        assert kinds == ["masked", "image", "masked", "trained"]
+        assert any("A \U0001f600 cat.\\x1b[31m<|im_end|>" in line for line in lines)
+        assert any("jpg" in line and "grid_hw" in line for line in lines)
+    broken = run(talk, "--recipe", name, "--key", "broken")
+    assert "sample 'broken', field 'jpg'" in " ".join(broken.stdout.split())
+    long = write_shard(tmp_path / "long.tar", [{"__key__": "long", "txt": b"word " * 1000}])
+    assert "4,399 characters" in " ".join(run(long, "--key", "long").stdout.split())
+    assert run(long, "--key", "long", "--full").stdout.count("ord") == 1000
+
+
+def test_names_of_the_data_are_shown_and_no_more(tmp_path: Path) -> None:
+    keys = ["a/b", "a_b", "c\x1b[2J\u202e"]
+    path = write_shard(tmp_path / "odd.tar", [{"__key__": key, "jpg": jpeg(32, 32)} for key in keys])
+    lines = run(path).stdout
+    assert "\x1b" not in lines and "\u202e" not in lines
+    assert "c\\x1b[2J\\u202e" in lines
+    files = run_json(path, "--save", tmp_path / "out")["files"]
+    assert len(set(files)) == 3
+    assert all(Path(file).parent == tmp_path / "out" / "odd.tar" and Path(file).is_file() for file in files)
+
+
+def test_what_is_filtered_is_not_among_the_first(talk: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = recipe_file(tmp_path, monkeypatch)
+    (group,) = run_json(talk, "--recipe", name, "--filter", "audio_parts > 0 or text_tokens < 40")["groups"]
+    assert "talk" not in [sample["key"] for sample in group["samples"]]
+
+
+def test_a_tokenizer_that_prints_leaves_json_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "loud_recipe.py").write_text(
+        "import orchdata as od\n"
+        "class Loud:\n"
+        "    def encode(self, text):\n"
+        "        print('encoding')\n"
+        "        return list(text.encode())\n"
+        "    def decode(self, ids):\n"
+        "        print('decoding')\n"
+        "        return bytes(ids).decode()\n"
+        "recipe = od.Recipe(text=od.TextPreprocessor(Loud().encode, id='loud'))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    path = write_shard(tmp_path / "texts.tar", [{"__key__": "one", "txt": b"said"}])
+    (group,) = run_json(path, "--recipe", "loud_recipe:recipe")["groups"]
+    assert "".join(span["text"] for span in group["samples"][0]["spans"]) == "said"
+
+
+def test_media_are_written_as_the_model_gets_them(talk: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = recipe_file(tmp_path, monkeypatch)
+    out = tmp_path / "saved"
+    files = run_json(talk, "--recipe", name, "--key", "talk", "--save", out)["files"]
+    assert files == [str(out / "talk.tar" / "0-talk.0.png")]
+    dataset = od.ShardDataset(talk, RECIPE)
+    (part,) = [part for part in dataset[0].parts if hasattr(part, "patches")]
+    with Image.open(files[0]) as image:
+        height, width = (int(side) * 8 for side in part.grid_hw)
+        assert image.size == (width, height)
+        pixels = np.asarray(image)
+    values = pixels.reshape(height // 16, 2, 8, width // 16, 2, 8, 3).transpose(0, 3, 1, 4, 6, 2, 5)
+    patches = (values.reshape(-1, 3, 64) / 255 - np.array(RECIPE.image.mean)[:, None]) / np.array(RECIPE.image.std)[
+        :, None
+    ]
+    assert np.abs(patches.reshape(len(part.patches), -1) - part.patches).max() < 1e-5
+    (clip,) = run_json(talk, "--recipe", name, "--key", "sound", "--save", out)["files"]
+    wave, rate = soundfile.read(clip)
+    assert (rate, len(wave)) == (16_000, 8_000)
+    original, _ = soundfile.read(io.BytesIO(audio(0.5)))
+    assert np.abs(wave - original).max() < 1e-6
+    failed = run(talk, "--recipe", name, "--key", "broken", "--save", out)
+    assert failed.exit_code == 0
+    assert "not saved: " in failed.stderr
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "uint8"])
+@pytest.mark.parametrize("times", [1, 2])
+def test_patches_become_their_picture(dtype: Any, times: int) -> None:
+    pre = od.ImagePreprocessor(patch_size=4, merge=2, dtype=dtype, temporal_patch_size=times, max_tokens=64)
+    data = png(48, 40)
+    size = pre.count(data, od.Limits())
+    out = {"patches": np.empty((size.num_rows, pre.patch_dim), {"bfloat16": np.uint16}.get(dtype, dtype))}
+    pre.decode_into(data, size, out, od.Limits())
+    suffix, content = pre.to_file(data, size, out, od.Limits())
+    assert suffix == "png"
+    pixels = np.asarray(Image.open(io.BytesIO(content))).astype(int)
+    with Image.open(io.BytesIO(data)) as image:
+        original = np.asarray(image.convert("RGB")).astype(int)
+    assert np.abs(pixels - original).max() <= (1 if dtype == "bfloat16" else 0)
+
+
+def test_a_modality_of_ones_own_is_written_as_its_arrays(tmp_path: Path) -> None:
+    from own_modalities import Points
+
+    values = np.arange(12, dtype=np.float32).reshape(4, 3)
+    size = od.PartSize(4, 1, 4)
+    suffix, content = Points().to_file(b"", size, {"points": values}, od.Limits())
+    assert suffix == "npz"
+    assert np.array_equal(np.load(io.BytesIO(content))["points"], values)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("--key", "talk", "--step", 0), "not both"),
+        (("--state", "x.json"), "goes with --step"),
+        (("--shard", "talk.tar"), "goes with --key"),
+        (("--key", "nobody"), "keys here look like 'talk', 'sound', 'plain'"),
+        (("--step", 9), "step 9 is outside the epoch"),
+        (("--step", 0, "--rank", 2, "--ranks", 2), "rank"),
+        (("--step", 0, "--balance", "best"), "scope"),
+    ],
+)
+def test_what_makes_no_sense_is_one_line(talk: str, arguments: tuple[object, ...], reason: str) -> None:
+    result = run(talk, *arguments)
+    assert result.exit_code == 1
+    assert reason in result.stderr
+    assert result.stderr.strip().startswith("orchdata: error: ")
+
+
+def opaque(text: str) -> list[int]:
+    return [len(word) for word in text.split()]
+
+
+class Words:
+    def __init__(self) -> None:
+        self.known: list[str] = []
+
+    def encode(self, text: str) -> list[int]:
+        self.known += [word for word in text.split() if word not in self.known]
+        return [self.known.index(word) for word in text.split()]
+
+    def decode(self, ids: list[int]) -> str:
+        return " ".join(self.known[number] for number in ids)
+
+
+def test_tokenizers_with_and_without_a_way_back() -> None:
+    ids = np.array([1, 0, 1], np.int32)
+    assert od.TextPreprocessor(opaque, id="opaque").decode(ids) is None
+    words = Words()
+    words.encode("a b")
+    text = od.TextPreprocessor(words.encode, id="words")
+    assert text.decode(ids) == "b a b"
+    assert text.decode(np.array([7], np.int32)) is None
+    assert od.TextPreprocessor().decode(np.array([104, 105, 256, 255], np.int32)) == "hi<256>\ufffd"

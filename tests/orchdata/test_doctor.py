@@ -1,0 +1,100 @@
+"""`orchdata doctor`: what it says is so, and what is broken makes it fail."""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from orchdata.cli import app, doctor
+from orchdata.loaders.modalities import image_decode
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["doctor", *arguments])
+
+
+def findings() -> tuple[int, dict[tuple[str, str], dict[str, str]]]:
+    result = run("--json")
+    found = json.loads(result.stdout)["findings"]
+    return result.exit_code, {(each["about"], each["name"]): each for each in found}
+
+
+def test_a_machine_that_works(private_cache: Path) -> None:
+    code, found = findings()
+    assert code == 0
+    assert found["versions", "numpy"]["found"] == version("numpy")
+    assert found["cache", "folder"]["found"].startswith(f"{private_cache}: ")
+    assert not [each for each in found.values() if each["verdict"] == "broken"]
+    lines = run().stdout.splitlines()
+    assert lines[-1] == "all that loading needs is here"
+    assert "\x1b" not in run().stdout
+
+
+def test_a_cache_folder_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("ORCHDATA_CACHE", str(tmp_path / "file"))
+    code, found = findings()
+    assert code == 1
+    assert found["cache", "folder"]["verdict"] == "broken"
+    assert "ORCHDATA_CACHE" in found["cache", "folder"]["hint"]
+    assert run().stdout.splitlines()[-1] == "1 broken"
+
+
+def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without(name: str) -> str:
+        if name in ("pyarrow", "transformers"):
+            raise PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(doctor, "version", without)
+    code, found = findings()
+    assert code == 1
+    assert found["versions", "pyarrow"]["verdict"] == "broken"
+    assert "pip install 'pyarrow" in found["versions", "pyarrow"]["hint"]
+    assert found["features", "transformers"]["verdict"] == "missing"
+    assert "orchdata[hf]" in found["features", "transformers"]["hint"]
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_the_resizer_is_held_against_torchvisions(monkeypatch: pytest.MonkeyPatch, same: bool) -> None:
+    resized = image_decode.resized
+
+    class Theirs:
+        class InterpolationMode:
+            BICUBIC = "bicubic"
+
+        @staticmethod
+        def resize(image: Any, size: list[int], mode: str, *, antialias: bool) -> Any:
+            assert (mode, antialias) == ("bicubic", True)
+            import torch
+
+            pixels = np.ascontiguousarray(image.permute(1, 2, 0).numpy())
+            found = resized(pixels, (size[1], size[0]), "torchvision", "bicubic")
+            return torch.from_numpy(found if same else found ^ 1).permute(2, 0, 1)
+
+    wanted = doctor.importlib.import_module
+
+    def imported(name: str) -> Any:
+        return Theirs if name.startswith("torchvision") else wanted(name)
+
+    monkeypatch.setattr(doctor.importlib, "import_module", imported)
+    code, found = findings()
+    assert code == (0 if same else 1)
+    assert found["resizer", "torchvision's"]["verdict"] == ("good" if same else "broken")
+
+
+def test_a_look_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def _broken() -> Any:
+        raise RuntimeError("no such thing")
+        yield
+
+    monkeypatch.setattr(doctor, "_LOOKS", (_broken,))
+    code, found = findings()
+    assert code == 1
+    assert "RuntimeError: no such thing" in found["broken", "this look"]["found"]

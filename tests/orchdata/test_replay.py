@@ -1,0 +1,190 @@
+"""Any step of a run, once more: what `step_at` builds is what the iteration gave, and the loader stays where it was."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fault_trials import batch_digest
+from rank_loaders import loaders
+from shard_factory import RECIPE, omni_samples, omni_shards, write_shard
+from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, RandomSampler, Sampler
+
+import orchdata as od
+
+pytestmark = pytest.mark.usefixtures("same_cache")
+
+NUMBERS = list(range(30))
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory, module_cache: Path) -> od.ShardDataset:
+    dataset = od.ShardDataset(omni_shards(tmp_path_factory.mktemp("omni"), samples=12), RECIPE)
+    dataset.index()
+    return dataset
+
+
+def digests(step: list[Any]) -> list[str]:
+    return [batch_digest(batch) for batch in step]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"global_batch_tokens": [(0, 400), (2000, 900)]},
+        {"global_batch_tokens": None, "global_batch_size": 7, "balance": od.Balance(max_tokens=300, oversize="own")},
+        {"balance": od.Balance(assignment="per_phase")},
+        {"collate_fn": od.Padded()},
+        {"shuffle": od.Shuffle(window=1, streams=2), "num_threads": 2},
+    ],
+)
+def test_every_step_of_every_rank_is_built_again(dataset: od.ShardDataset, options: dict[str, Any]) -> None:
+    ours = loaders(dataset, 3, **options)
+    given = [[[digests(step) for step in loader.steps()] for _ in range(2)] for loader in ours]
+    asked = loaders(dataset, 3, **options)[0]
+    asked.set_epoch(1)
+    before = asked.state_dict()
+    for epoch in range(2):
+        for step in range(len(given[0][epoch])):
+            plan = asked.plan_at(epoch, step)
+            for rank in range(3):
+                again = asked.step_at(epoch, step, rank=rank)
+                assert digests(again) == given[rank][epoch][step]
+                assert all(batch.plan.hash == plan.hash for batch in again)
+        with pytest.raises(IndexError, match=f"step {step + 1} is outside"):
+            asked.step_at(epoch, step + 1)
+    assert digests(asked.step_at(1, 0)) != digests(asked.step_at(0, 0))
+    assert asked.state_dict() == before
+    assert asked.stats()["steps"] == 0
+
+
+def test_a_run_that_was_cut_anew_is_told_by_its_state(dataset: od.ShardDataset) -> None:
+    run = loaders(dataset, 1, global_batch_tokens=300)[0]
+    steps = run.steps()
+    for _ in range(3):
+        next(steps)
+    resumed = loaders(dataset, 1, run.state_dict(), ["global_batch_tokens"], global_batch_tokens=800)[0]
+    given = [digests(step) for step in resumed.steps()]
+    laptop = loaders(dataset, 1, global_batch_tokens=800)[0]
+    assert digests(laptop.step_at(0, 3)) != given[0]  # before it is told
+    middle = loaders(dataset, 1, run.state_dict(), ["global_batch_tokens"], global_batch_tokens=800)[0]
+    laptop.load_state_dict(middle.state_dict())
+    assert [digests(laptop.step_at(0, 3 + number)) for number in range(len(given))] == given
+    with pytest.raises(IndexError, match="cut in another way"):
+        laptop.step_at(0, 2)
+
+
+def test_what_fails_is_left_out_or_raised(tmp_path: Path) -> None:
+    samples = omni_samples(6)
+    bad = next(sample for sample in samples if "jpg" in sample)
+    bad["jpg"] = bad["jpg"][: len(bad["jpg"]) // 2]
+    path = write_shard(tmp_path / "bad.tar", samples)
+    made = {
+        policy: od.DataLoader(od.ShardDataset(path, RECIPE), batch_size=6, on_error=policy, num_threads=0)
+        for policy in ("raise", "skip")
+    }
+    with pytest.raises(od.DataError, match=bad["__key__"]):
+        made["raise"].step_at(0, 0)
+    (batch,) = made["skip"].step_at(0, 0)
+    assert len(batch.keys) == 5
+    assert bad["__key__"] not in dict(map(reversed, batch.keys))
+    assert made["skip"].stats()["failures"]["count"] == 0
+
+
+class Own(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(30).tolist())
+
+    def __len__(self) -> int:
+        return 30
+
+
+class Counts(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(10))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"batch_size": 4, "shuffle": True, "seed": 5},
+        {"batch_size": 4},
+        {"batch_size": 4, "sampler": range(0, 30, 2)},
+        {"batch_sampler": BatchSampler(range(30), 4, drop_last=False)},
+    ],
+)
+def test_map_style_steps(options: dict[str, Any]) -> None:
+    loader = od.DataLoader(NUMBERS, collate_fn=list, **options)
+    state = torch.get_rng_state()
+    asked = [loader.step_at(0, step) for step in range(len(loader))]
+    assert torch.equal(torch.get_rng_state(), state)
+    assert asked == [[batch] for batch in loader]
+
+
+def saved(loader: Any) -> Any:
+    return json.loads(json.dumps(loader.state_dict()))
+
+
+def test_a_distributed_sampler_that_is_taken_over() -> None:
+    sampler: Any = DistributedSampler(NUMBERS, 2, 0, shuffle=True, seed=3)  # type: ignore[arg-type]
+    loader = od.DataLoader(NUMBERS, batch_size=4, collate_fn=list, sampler=sampler, dp=(0, 2))
+    given = list(loader.steps())
+    state = saved(loader)
+    assert state["step"] == 0
+    loader.set_epoch(0)
+    steps = loader.steps()
+    next(steps)
+    other: Any = DistributedSampler(NUMBERS, 2, 1, shuffle=True, seed=3)  # type: ignore[arg-type]
+    asked = od.DataLoader(NUMBERS, batch_size=4, collate_fn=list, sampler=other, dp=(1, 2))
+    asked.load_state_dict(saved(loader))
+    assert [asked.step_at(0, step, rank=0) for step in range(len(asked))] == given
+
+
+@pytest.mark.parametrize("kind", [{"shuffle": True}, {"sampler": RandomSampler(NUMBERS, num_samples=30)}])
+def test_a_state_tells_what_torch_drew(kind: dict[str, Any]) -> None:
+    loader = od.DataLoader(NUMBERS, batch_size=4, collate_fn=list, **kind)
+    steps = iter(loader)
+    given = [next(steps) for _ in range(3)]
+    state = saved(loader)
+    laptop = od.DataLoader(NUMBERS, batch_size=4, collate_fn=list, **kind)
+    with pytest.raises(ValueError, match="load a state of that epoch"):
+        laptop.step_at(0, 1)
+    laptop.load_state_dict(state)
+    given += steps
+    assert [laptop.step_at(0, step) for step in range(len(given))] == [[batch] for batch in given]
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "reason"),
+    [
+        (Counts(), {}, "IterableDataset"),
+        (NUMBERS, {"sampler": Own()}, "what Own gave in epoch 0 is not known"),
+        (NUMBERS, {"sampler": RandomSampler(NUMBERS, generator=torch.Generator())}, "RandomSampler"),
+    ],
+)
+def test_what_comes_in_turn_alone_is_refused(data: Any, options: dict[str, Any], reason: str) -> None:
+    loader = od.DataLoader(data, batch_size=2, **options)
+    saved(loader)
+    with pytest.raises(ValueError, match=reason):
+        loader.step_at(0, 0)
+    assert len(list(loader)) in (5, 15)
+
+
+@pytest.mark.parametrize(
+    ("epoch", "step", "rank", "reason"),
+    [
+        (-1, 0, 0, "epoch"),
+        (0, -1, 0, "step"),
+        (0, 0, 2, "rank must be below the loader's 2 ranks"),
+        (0, 0.5, 0, "step"),
+    ],
+)
+def test_places_that_are_none(dataset: od.ShardDataset, epoch: Any, step: Any, rank: Any, reason: str) -> None:
+    loader = od.DataLoader(dataset, batch_size=4, dp=(0, 2), num_threads=0)
+    with pytest.raises((ValueError, TypeError), match=reason):
+        loader.step_at(epoch, step, rank=rank)

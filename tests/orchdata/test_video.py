@@ -1,0 +1,257 @@
+"""Videos from shard to batch: by name like any modality, in every engine, balanced, priced, profiled and verified."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import video_job
+from rank_jobs import run_ranks
+from shard_factory import chat, jpeg, write_shard
+from typer.testing import CliRunner
+from video_clips import VARIABLE, animation, clip, number_of, sound_alone
+
+import orchdata as od
+from orchdata.cli import app
+from orchdata.loaders.modalities.image import CLIP_MEAN, CLIP_STD
+from orchdata.profile.profile import profile
+from orchdata.verifying.verify import verify
+
+VIDEO = od.VideoPreprocessor(patch_size=8, merge=2, fps=4, min_tokens=1, max_tokens=24, dtype="float32")
+RECIPE = od.Recipe(audio=None, video=VIDEO, image=video_job.RECIPE.image)
+
+
+def samples(count: int = 12) -> list[dict[str, Any]]:
+    """Clips of several containers and rates, two in a chat, among images, and text alone, in turn."""
+    found = []
+    for number in range(count):
+        sample: dict[str, Any] = {"__key__": f"s{number:03d}"}
+        words = " ".join(["word"] * (3 + number))
+        kind = number % 4
+        if kind == 0:
+            sample |= {"mp4": clip("h264", frames=16 + number), "txt": words.encode()}
+        elif kind == 1:
+            sample |= {
+                "0.webm": clip("vp9", "webm", times=VARIABLE),
+                "1.gif": animation(5 + number),
+                "jpg": jpeg(60, 40, number),
+                "json": chat("compare <video> and <video> with <image>", words),
+            }
+        elif kind == 2:
+            sample["txt"] = words.encode()
+        else:
+            sample |= {"mkv": clip("h264", "mkv", frames=9), "json": chat("<video> what?", words)}
+        found.append(sample)
+    return found
+
+
+@pytest.fixture(scope="module")
+def shard(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_shard(tmp_path_factory.mktemp("videos") / "videos.tar", samples())
+
+
+def loader(shard: str, **options: Any) -> od.DataLoader:
+    dataset = od.ShardDataset(shard, recipe=options.pop("recipe", RECIPE))
+    return od.DataLoader(dataset, **{"global_batch_size": 6, "num_threads": 0} | options)
+
+
+def numbers(batch: od.Batch) -> list[list[int]]:
+    """Which pictures of its clip each video of a batch holds."""
+    held = batch.media["video"]
+    found = []
+    bounds = held.cu_seqlens.tolist()
+    for (grid_t, grid_h, grid_w), start, stop in zip(held.grid_thw.tolist(), bounds, bounds[1:], strict=False):
+        rows = held.patches[start:stop].reshape(grid_t, grid_h // 2, grid_w // 2, 2, 2, 3, 2, 8, 8)
+        pixels = rows.permute(0, 6, 1, 3, 7, 2, 4, 8, 5).reshape(grid_t * 2, grid_h * 8, grid_w * 8, 3).numpy()
+        bytes_of = (pixels * np.array(CLIP_STD) + np.array(CLIP_MEAN)) * 255
+        found.append([number_of(each) for each in bytes_of])
+    return found
+
+
+def test_videos_are_in_batches_by_name(shard: str) -> None:
+    batch = next(iter(loader(shard, global_batch_size=12, shuffle=False)))
+    held = batch.media["video"]
+    assert held.patches.shape == (int(held.cu_seqlens[-1]), 3 * 2 * 64) and held.patches.dtype == torch.float32
+    assert held.grid_thw.shape == (12, 3) and held.seconds_per_grid.shape == (12,)
+    assert len(held.timestamps) == int(held.grid_thw[:, 0].sum())
+    inputs = batch.model_inputs()
+    assert inputs["video_patches"] is held.patches and inputs["video_grid_thw"] is held.grid_thw
+    assert (batch.llm.input_ids == 258).sum() == held.num_tokens == len(batch.llm.video_positions)
+    # The first clip has 16 pictures at 24 a second: 4 at the least.
+    assert numbers(batch)[0] == [0, 4, 8, 12]
+    assert numbers(batch)[1] == [0, 2, 3, 5, 6, 7, 7, 9] or len(numbers(batch)[1]) >= 4
+
+
+def test_all_engines_build_the_same(shard: str) -> None:
+    expected = list(loader(shard))
+    for options in ({"num_threads": 3}, {"num_workers": 1, "num_threads": 2}):
+        running = loader(shard, **options)
+        for ours, theirs in zip(running, expected, strict=True):
+            assert ours.keys == theirs.keys
+            assert torch.equal(ours.media["video"].patches, theirs.media["video"].patches)
+            assert torch.equal(ours.media["video"].timestamps, theirs.media["video"].timestamps)
+        del running
+
+
+def test_ranks_train_as_one_process_does(tmp_path: Path) -> None:
+    shard = write_shard(tmp_path / "train.tar", samples(24))
+    od.ShardDataset(shard, recipe=video_job.RECIPE).index()
+    ranks = run_ranks(video_job.__file__, shard, num_ranks=2, folder=tmp_path)
+    for found in ranks:
+        assert found["control"] > 1e-5  # or the comparison would say nothing
+        assert {name: found[name]["apart"] for name in video_job.CASES if not found[name]["apart"] < 1e-9} == {}
+    for name in video_job.CASES:
+        assert any(found[name]["rows_away"] for found in ranks) == ("per phase" in name)
+        assert all((found[name]["microbatches"] > 1) == ("microbatches" in name) for found in ranks)
+
+
+def test_positions_of_three_axes(shard: str) -> None:
+    recipe = od.Recipe(audio=None, video=VIDEO, image=RECIPE.image)
+    batch = next(iter(loader(shard, recipe=recipe, global_batch_size=12, collate_fn=od.Packed(positions="mrope"))))
+    first = int(batch.llm.cu_seqlens[0])
+    grid_t, grid_h, grid_w = batch.media["video"].grid_thw[0].tolist()
+    tokens = grid_t * grid_h * grid_w // 4
+    positions = batch.llm.position_ids[:, first : first + tokens + 1]
+    assert positions[0, :tokens].reshape(grid_t, -1)[:, 0].tolist() == list(range(grid_t))
+    assert positions[:, tokens].tolist() == [max(grid_t, grid_h // 2, grid_w // 2)] * 3
+
+
+def test_bad_clips_are_lost_one_by_one_and_named(tmp_path: Path) -> None:
+    bad = {
+        "cut": {"mp4": clip("h264")[:-700], "txt": b"a"},
+        "deaf": {"mp4": sound_alone(), "txt": b"a"},
+        "text": {"webm": b"no video at all", "txt": b"a"},
+        "named": {"frames.json": json.dumps(["0.jpg", "1.jpg"]).encode(), "txt": b"a"},
+    }
+    good = samples(4)
+    shard = write_shard(tmp_path / "bad.tar", [*good, *[{"__key__": key, **fields} for key, fields in bad.items()]])
+    index = od.ShardDataset(shard, recipe=RECIPE).index()
+    failures = [index.failure(int(row)) for row in index.bad_rows()]
+    told = {failure.key: (failure.shard, failure.field, failure.reason) for failure in failures}
+    assert told.keys() == bad.keys()
+    assert all(where == shard for where, _, _ in told.values())
+    assert {key: field for key, (_, field, _) in told.items()} == {
+        "cut": "mp4", "deaf": "mp4", "text": "webm", "named": "frames.json",
+    }  # fmt: skip
+    assert "cut" in told["cut"][2] and "only audio" in told["deaf"][2] and "not a video" in told["text"][2]
+
+
+def test_it_is_profiled_and_verified_by_name(shard: str) -> None:
+    dataset = od.ShardDataset(shard, recipe=RECIPE)
+    found = profile(dataset.index(), cost=video_job.COST)
+    assert "video" in json.dumps(found.to_dict())
+    assert verify(dataset.index(), RECIPE).failures == ()
+
+
+def test_recipes_without_video_are_what_they_were() -> None:
+    assert od.Recipe().fingerprint() == od.Recipe(video=None).fingerprint()
+    assert "video" not in od.Recipe().describe() and od.Recipe().video is None
+    assert od.Recipe(video=VIDEO).fingerprint() != od.Recipe().fingerprint()
+    assert od.Recipe(video=VIDEO).video is VIDEO
+
+
+def test_gifs_are_images_without_video(tmp_path: Path) -> None:
+    shard = write_shard(tmp_path / "gif.tar", [{"__key__": "a", "gif": animation(4), "txt": b"moves"}])
+    images = next(iter(loader(shard, recipe=od.Recipe(audio=None), global_batch_size=1)))
+    assert images.media["image"].num_tokens and "video" not in images.media
+    videos = next(iter(loader(shard, global_batch_size=1)))
+    assert videos.media["video"].num_tokens
+
+
+def test_without_pyav_the_error_says_what_to_install(shard: str, tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.modules['av'] = None\n"
+        "import orchdata as od\n"
+        f"od.ShardDataset({shard!r}, recipe=od.Recipe(audio=None, video=od.VideoPreprocessor(patch_size=7))).index()"
+    )
+    place = os.environ | {"ORCHDATA_CACHE": str(tmp_path)}
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=place)
+    assert ended.returncode == 1
+    assert "pip install 'orchdata[video]'" in ended.stderr
+
+
+def test_made_up_videos(tmp_path: Path) -> None:
+    description = Path(__file__).parents[2] / "datasets" / "video.yaml"
+    found = CliRunner().invoke(app, ["synth", str(description), str(tmp_path / "a"), "--samples", "12"])
+    assert found.exit_code == 0, found.output
+    assert "videos" in found.output
+    index = od.ShardDataset(str(tmp_path / "a" / "*.tar"), recipe=od.Recipe(video=VIDEO)).index()
+    assert index.num_samples == 12 and not len(index.bad_rows())
+    CliRunner().invoke(app, ["synth", str(description), str(tmp_path / "b"), "--samples", "12"])
+    first, second = (sorted((tmp_path / name).glob("*.tar")) for name in ("a", "b"))
+    assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
+
+
+def test_records_name_videos(tmp_path: Path) -> None:
+    media = tmp_path / "media"
+    media.mkdir()
+    (media / "a.mp4").write_bytes(clip("h264"))
+    (media / "b.webm").write_bytes(clip("vp9", "webm"))
+    turns = [{"from": "human", "value": "<video> what?"}, {"from": "gpt", "value": "bars"}]
+    asked = {"role": "user", "content": [{"type": "video", "video": "b.webm"}, {"type": "text", "text": "what?"}]}
+    inside = f"data:video/mp4;base64,{base64.b64encode(clip('h264')).decode()}"
+    records = [
+        {"id": "llava", "video": "a.mp4", "conversations": turns},
+        {"id": "qwen", "messages": [asked, {"role": "assistant", "content": "bars"}]},
+        {"id": "two", "videos": ["a.mp4", "b.webm"], "text": "<video> and <video>"},
+        {"id": "inside", "video": inside, "conversations": turns},
+        {"id": "gone", "video": "c.mp4", "conversations": turns},
+        {"id": "plain", "text": "no video at all"},
+    ]
+    path = tmp_path / "records.jsonl"
+    path.write_text("\n".join(map(json.dumps, records)))
+    dataset = od.ShardDataset(str(path), recipe=RECIPE, media_root=str(media))
+    index = dataset.index()
+    failures = [index.failure(int(row)) for row in index.bad_rows()]
+    assert [(failure.key, failure.field) for failure in failures] == [("gone", "video.0")]
+    running = od.DataLoader(dataset, global_batch_size=5, num_threads=0, shuffle=False, on_error="skip")
+    batch = next(iter(running))
+    assert [key for _, key in batch.keys] == ["llava", "qwen", "two", "inside", "plain"]
+    assert len(batch.media["video"].grid_thw) == 5
+    assert numbers(batch)[0] == numbers(batch)[2] == numbers(batch)[4] == [0, 6, 12, 18]
+    # Without videos in the recipe records that name some are refused, as ever.
+    plain = od.ShardDataset(str(path), recipe=od.Recipe(audio=None), media_root=str(media)).index()
+    assert len(plain.bad_rows()) == 5
+
+
+def test_columns_of_parquet_hold_videos(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    one, two = clip("h264"), clip("h264", "mkv")
+    table = pa.table(
+        {
+            "video": pa.array([{"bytes": one, "path": "a.mp4"}, {"bytes": two, "path": None}]),
+            "text": ["first", "second"],
+        }
+    )
+    pq.write_table(table, tmp_path / "a.parquet")
+    dataset = od.ShardDataset(str(tmp_path / "a.parquet"), recipe=RECIPE)
+    assert not len(dataset.index().bad_rows())
+    batch = next(iter(od.DataLoader(dataset, global_batch_size=2, num_threads=0)))
+    assert len(batch.media["video"].grid_thw) == 2
+
+
+def test_sound_of_a_video_is_a_member_beside_it(tmp_path: Path) -> None:
+    """The function that the docs give."""
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+    code = next(each.split("```")[0] for each in page.split("```python\n") if "def sound_of" in each)
+    scope: dict[str, Any] = {}
+    exec(code, scope)
+    data = clip("h264", audio="aac")
+    shard = write_shard(
+        tmp_path / "a.tar", [{"__key__": "a", "mp4": data, "flac": scope["sound_of"](data), "txt": b"x"}]
+    )
+    recipe = od.Recipe(image=None, video=VIDEO, audio=od.AudioPreprocessor(num_mels=16))
+    batch = next(iter(loader(shard, recipe=recipe, global_batch_size=1)))
+    assert (
+        batch.media["video"].num_tokens and 24 <= batch.media["audio"].num_tokens <= 28
+    )  # a second, and codec's delay

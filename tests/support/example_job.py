@@ -1,0 +1,37 @@
+"""Run by test_examples: one of the examples, as a rank of a job.
+
+example_job.py NAME DIES_AT ARGUMENT...: behind step DIES_AT the process kills itself; 0 for never.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from rank_jobs import run_rank
+
+REPOSITORY = Path(__file__).parents[2]
+NAMES = ("ddp", "fsdp2", "hsdp_tp", "hf_trainer", "accelerate_loop", "lightning_trainer", "deepspeed_zero")
+
+
+def main(name: str, dies_at: str, *arguments: str) -> bool:
+    sys.path.insert(0, str(REPOSITORY))
+    common = import_module("examples.common")
+    tell = common.tell
+
+    def tell_and_die(args: Any, step: int, *others: Any) -> None:
+        tell(args, step, *others)
+        if step == int(dies_at):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    common.tell = tell_and_die
+    import_module(f"examples.{name}").main(list(arguments))
+    return True
+
+
+if __name__ == "__main__":
+    run_rank(main)
