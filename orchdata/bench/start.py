@@ -38,7 +38,7 @@ def main(path: Path, num_ranks: int, batch_size: int) -> dict[str, float]:
 
     def resume(step: int) -> float:
         began = time.thread_time()
-        loader.load_state_dict({**state, "step": step})
+        loader.load_state_dict({**state, "step": step, **loader._prepared.epochs.place(0, step, None)})
         make_plan(spec, StepTask(0, step))
         return time.thread_time() - began
 

@@ -30,7 +30,8 @@ NEEDS = {
 STEPS, SIZE, MAX_TOKENS = 6, 8, 1500  # five steps an epoch: 40 samples by 8
 DIES_AT, SAVED = 5, 4
 
-SLOW = dict.fromkeys(("lightning_trainer", "deepspeed_zero"), pytest.mark.slow)  # take longest to import, in each rank
+# Those that take longest: others are of the same kind, or have tests of their own.
+SLOW = dict.fromkeys(("lightning_trainer", "deepspeed_zero", "hf_trainer", "hsdp_tp"), pytest.mark.slow)
 
 pytestmark = pytest.mark.usefixtures("same_cache")
 

@@ -280,7 +280,7 @@ def test_batches_move_to_the_device_once(vl: Family, tmp_path: Path, monkeypatch
     assert len(moved) == num_batches
 
 
-@pytest.mark.parametrize("stop", [2, STEPS, STEPS + 1])
+@pytest.mark.parametrize("stop", [2, pytest.param(STEPS, marks=pytest.mark.slow), STEPS + 1])
 def test_a_training_that_goes_on_has_the_losses_of_one_that_never_stopped(
     vl: Family, stop: int, tmp_path: Path
 ) -> None:
