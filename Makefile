@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 LINKS := .typing/orchdata
 ARGS ?=
 
-.PHONY: demo test test-slow fuzz soak check format bench clean
+.PHONY: demo test test-slow test-torchvision fuzz soak check format bench clean
 
 demo: $(STAMP)
 	$(BIN)/orchdata demo $(ARGS)
@@ -16,6 +16,11 @@ test: $(STAMP)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -q -m slow $(ARGS)
+
+# Processors that transformers makes with torchvision alone. Its wheels want a torch with CUDA: it lies beside, for these.
+test-torchvision: $(VENV)/torchvision
+	PYTHONPATH=$< $(BIN)/python -m pytest -q -m "slow or not slow" tests/orchdata/hf/test_video.py $(ARGS)
+	PYTHONPATH=$< $(BIN)/python -m pytest -q -m "slow or not slow" tests/orchdata/hf/test_images.py -k torchvision $(ARGS)
 
 fuzz: $(STAMP)
 	PYTHONPATH=tests/support $(BIN)/python tests/fuzz/fuzz.py $(ARGS)
@@ -54,6 +59,10 @@ $(STAMP): pyproject.toml constraints.txt scripts/torchaudio_cpu.py
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	$(BIN)/python scripts/torchaudio_cpu.py
+	touch $@
+
+$(VENV)/torchvision: $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $@ -c constraints.txt torchvision
 	touch $@
 
 # Type checkers cannot follow the mapping of the root folders into one package: show them links instead.

@@ -20,47 +20,27 @@ from orchdata.native.jit import kernel
 def patchify(
     pixels: NDArray[np.uint8], patch: int, merge: int, table: NDArray[Any], out: NDArray[Any], repeats: int = 1
 ) -> None:
-    """Write the patches of an image into `out`.
+    """Write the patches of an image, or of pictures that follow one another, into `out`.
 
     Args:
-        pixels: (height, width, channels), C-contiguous; sides are multiples of patch * merge. The first three
-            channels are red, green and blue, others are ignored.
+        pixels: (height, width, channels) or (times, height, width, channels), C-contiguous; sides are multiples of
+            patch * merge. The first three channels are red, green and blue, others are ignored.
         patch, merge: side of a patch in pixels, of a block in patches.
         table: (3, 256) value of each byte in each channel, of `out`'s dtype; see `channel_table`.
-        out: (num_patches, 3 * repeats * patch * patch), C-contiguous; float32, uint16 (bfloat16 bits) or uint8.
-        repeats: how many times a picture lasts.
+        out: (num_patches, 3 * times * repeats * patch * patch), C-contiguous; float32, uint16 (bfloat16 bits) or uint8.
+        repeats: how many times a picture lasts; of an image.
     """
-    height, width, channels = pixels.shape
+    times, (height, width, channels) = (len(pixels) if pixels.ndim == 4 else 1), pixels.shape[-3:]
     step = patch * merge
-    if height % step or width % step or channels < 3:
+    if height % step or width % step or channels < 3 or (times > 1 and repeats > 1):
         raise ValueError(f"pixels {pixels.shape} are not RGB in whole blocks of {step} x {step}")
-    expected = (height // patch * (width // patch), 3 * repeats * patch * patch)
+    expected = (height // patch * (width // patch), 3 * times * repeats * patch * patch)
     if out.shape != expected or table.shape != (3, 256) or table.dtype != out.dtype or not out.flags.c_contiguous:
         raise ValueError(f"out {out.shape} {out.dtype} should be {expected} of the table's {table.dtype}, C-contiguous")
     # Pillow's arrays are read-only, which numba takes for a type of its own: make all of them one.
     flat, table = pixels.reshape(-1), table.view()
     flat.flags.writeable = table.flags.writeable = False
-    _patchify(flat, 1, height, width, channels, patch, merge, table, out.reshape(-1), repeats)
-
-
-def patchify_clip(pixels: NDArray[np.uint8], patch: int, merge: int, table: NDArray[Any], out: NDArray[Any]) -> None:
-    """Write the patches of pictures that follow one another, each as long as all of them, into `out`.
-
-    Args:
-        pixels: (times, height, width, channels); else as of `patchify`.
-        patch, merge, table: as there.
-        out: (num_patches, 3 * times * patch * patch), as there.
-    """
-    times, height, width, channels = pixels.shape
-    step = patch * merge
-    if height % step or width % step or channels < 3 or not pixels.flags.c_contiguous:
-        raise ValueError(f"pixels {pixels.shape} are not RGB in whole blocks of {step} x {step}")
-    expected = (height // patch * (width // patch), 3 * times * patch * patch)
-    if out.shape != expected or table.shape != (3, 256) or table.dtype != out.dtype or not out.flags.c_contiguous:
-        raise ValueError(f"out {out.shape} {out.dtype} should be {expected} of the table's {table.dtype}, C-contiguous")
-    flat, table = pixels.reshape(-1), table.view()
-    flat.flags.writeable = table.flags.writeable = False
-    _patchify(flat, times, height, width, channels, patch, merge, table, out.reshape(-1), 1)
+    _patchify(flat, times, height, width, channels, patch, merge, table, out.reshape(-1), repeats)
 
 
 def channel_table(mean: tuple[float, ...], std: tuple[float, ...], dtype: str) -> NDArray[Any]:

@@ -23,15 +23,7 @@ def warn_once(subject: str, message: str) -> None:
 
 def warn_user(message: str) -> None:
     """Warn at the line outside of this package that led here."""
-    warnings.warn(message, stacklevel=_depth_of_caller())
-
-
-def _depth_of_caller() -> int:
-    depth, frame = 2, sys._getframe(2)
-    caller: FrameType | None = frame
-    while caller is not None and caller.f_code.co_filename.startswith(_OURS):
-        caller, depth = caller.f_back, depth + 1
-    return depth
+    warnings.warn(message, stacklevel=_outside()[1])
 
 
 def calling_place() -> object:
@@ -44,8 +36,15 @@ def calling_trainer() -> str | None:
     """The package of a trainer that takes `len()` for the number of items, where the line outside of this package that
     led here is in one.
     """
-    caller: FrameType | None = sys._getframe(2)
-    while caller is not None and caller.f_code.co_filename.startswith(_OURS):
-        caller = caller.f_back
+    caller, _ = _outside()
     package = "" if caller is None else str(caller.f_globals.get("__name__", "")).partition(".")[0]
     return package if package in _TRAINERS else None
+
+
+def _outside() -> tuple[FrameType | None, int]:
+    """The frame outside of this package that led here, and how far above the caller of this it is, which is 1."""
+    frame: FrameType | None = sys._getframe(1)
+    depth = 1
+    while frame is not None and frame.f_code.co_filename.startswith(_OURS):
+        frame, depth = frame.f_back, depth + 1
+    return frame, depth

@@ -13,6 +13,7 @@ from functools import cached_property, partial
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from orchdata.loaders.errors import FieldError
 from orchdata.loaders.index.index import Index
@@ -22,8 +23,8 @@ from orchdata.loaders.samples.compose import compose, compose_piece, text_member
 from orchdata.loaders.samples.decode import decode_sample
 from orchdata.loaders.samples.members import uses_of
 from orchdata.loaders.samples.overflow import divided, num_tokens, unpacked
-from orchdata.loaders.samples.sample import Part, Sample, TextPart
-from orchdata.loaders.samples.spans import SizeOf, Span, TextSpan, Window
+from orchdata.loaders.samples.sample import Sample, TextPart
+from orchdata.loaders.samples.spans import SizeOf, SizesInTurn, Span, TextSpan, Window
 from orchdata.loaders.shards.open import OpenShards
 from orchdata.loaders.text.preprocessor import WHY_COUNTS_DIFFER
 
@@ -124,23 +125,11 @@ class StoredSample:
         """The spans of the row, and the size of each part by its member, with nothing of media read. Raises DataError,
         or FieldError, where decoding it would for its text.
         """
-        sizes = iter(self._index.sizes(self.parts, recipe))
-        found: dict[int, PartSize] = {}
-
-        def size_of(_modality: str, member: int) -> PartSize:
-            size = next(sizes, None)
-            if size is None:
-                raise FieldError("*", f"the text yields more parts than the index says: {WHY_COUNTS_DIFFER}")
-            found[member] = size
-            return size
-
-        spans = self.spans(recipe, self.read(recipe, parts=()), size_of)
-        texts = [span for span in spans if isinstance(span, TextSpan)]
-        media_tokens = sum(size.tokens for size in found.values())
-        self._expect("tokens", num_tokens(texts) + media_tokens, int(self._index.llm_tokens[self.row]), recipe)
-        trained = sum(span.num_loss_tokens for span in texts)
-        self._expect("loss tokens", trained, int(self._index.loss_tokens[self.row]), recipe)
-        return spans, found
+        sizes = SizesInTurn(self._index.sizes(self.parts, recipe))
+        spans = self.spans(recipe, self.read(recipe, parts=()), sizes)
+        sizes.check_none_left()
+        self._check_counts([span.loss_mask() for span in spans if isinstance(span, TextSpan)], recipe)
+        return spans, sizes.by_member
 
     def _pieces(
         self, recipe: Recipe, payloads: Mapping[int, bytes | memoryview], size_of: SizeOf
@@ -166,7 +155,7 @@ class StoredSample:
         payloads = self.read(recipe, kept=True)
         sizes = self._index.sizes(self.parts, recipe)
         parts = decode_sample(self.members, payloads, sizes, recipe, partial(self.spans, recipe, payloads))
-        self._check_counts(parts, recipe)
+        self._check_counts([part.loss for part in parts if isinstance(part, TextPart)], recipe)
         if not self._is_undivided:  # ids that are kept for other pieces are not given away
             parts = tuple(
                 replace(part, token_ids=part.token_ids.copy()) for part in parts if isinstance(part, TextPart)
@@ -175,16 +164,19 @@ class StoredSample:
         fields = {self.members[at].field: bytes(payloads[at]) for at in kept}
         return Sample(self.shard, self.key, parts, fields, self.piece)
 
-    def _check_counts(self, parts: Sequence[Part], recipe: Recipe) -> None:
-        """Raise FieldError where the text yields other counts than the index has, by which steps are planned."""
-        texts = [part for part in parts if isinstance(part, TextPart)]
+    def _check_counts(self, losses: Sequence[NDArray[np.bool_]], recipe: Recipe) -> None:
+        """Raise FieldError where the text yields other counts than the index has, by which steps are planned.
+
+        Args:
+            losses: which tokens of its text carry loss.
+        """
         rows = self._rows if self._whole else range(self.row, self.row + 1)
         llm_tokens, indexed_loss = (
             column[rows.start : rows.stop].astype(np.int64)
             for column in (self._index.llm_tokens, self._index.loss_tokens)
         )
         media_tokens = int(self._index.part_tokens[self.parts.start : self.parts.stop].sum())
-        loss = np.concatenate([np.zeros(0, np.bool_), *(part.loss for part in texts)])
+        loss = np.concatenate([np.zeros(0, np.bool_), *losses])
         self._expect("tokens", len(loss) + media_tokens, int(llm_tokens.sum()), recipe)
         if len(rows) > 1:  # the first token of a piece carries none
             loss[np.cumsum(llm_tokens)[:-1]] = False

@@ -19,13 +19,13 @@ LONGEST_SIDE: Final = 1 << 25
 """Pillow's resizing counts what it needs for a longer one in 32 bits, and then reports a lack of memory."""
 
 
-def above_pixels(width: int, height: int, limits: Limits) -> str | None:
-    """Why an image of this size is refused, or None."""
+def above_pixels(width: int, height: int, limits: Limits, kind: str = "image") -> str | None:
+    """Why a picture of this size is refused, or None."""
     if width * height > limits.image_pixels:
         size = f"{width}x{height} = {width * height} pixels"
-        return f"image of {size}, above Limits.image_pixels={limits.image_pixels}"
+        return f"{kind} of {size}, above Limits.image_pixels={limits.image_pixels}"
     if max(width, height) > LONGEST_SIDE:
-        return f"image of {width}x{height} pixels: no side above {LONGEST_SIDE} can be resized"
+        return f"{kind} of {width}x{height} pixels: no side above {LONGEST_SIDE} can be resized"
     return None
 
 

@@ -178,8 +178,7 @@ class ImagePreprocessor(ImageFiles):
     def rope(self, size: PartSize) -> NDArray[np.int64]:
         """After Qwen2-VL: one moment, the merged grid along height and width."""
         height, width = (side // self.merge for side in size.extent)
-        rows, cols = np.divmod(np.arange(height * width), width)
-        return np.stack([np.zeros_like(rows), rows, cols])
+        return grid_positions(np.zeros(1, np.int64), height, width)
 
     def dummy(self) -> PartSize:
         side = self.merge
@@ -188,6 +187,13 @@ class ImagePreprocessor(ImageFiles):
     def padding(self, positions: int) -> PartSize:
         """One row of merged tokens."""
         return PartSize(positions, positions // self.merge**2, positions, (self.merge, positions // self.merge))
+
+
+def grid_positions(moments: NDArray[np.int64], high: int, wide: int) -> NDArray[np.int64]:
+    """(3, len(moments) * high * wide): moment, row and column of the cells of grids that follow one another."""
+    rows, cols = np.divmod(np.arange(high * wide), wide)
+    times = len(moments)
+    return np.stack([np.repeat(moments, high * wide), np.tile(rows, times), np.tile(cols, times)])
 
 
 def image_grid(width: int, height: int, pre: ImagePreprocessor) -> tuple[int, int]:

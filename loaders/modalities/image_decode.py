@@ -69,7 +69,7 @@ def decode_image(
         DecodeError: not an image, damaged, above a limit, or of another size than the index says.
     """
     pixels = load_pixels(data, pre, limits, grid)
-    table = _table(pre.mean, pre.std, pre.dtype)
+    table = byte_table(pre.mean, pre.std, pre.dtype)
     patchify(pixels, pre.patch_size, pre.merge, table, out, repeats=pre.temporal_patch_size)
 
 
@@ -355,7 +355,8 @@ def png_of(pictures: Pixels, seconds: float = 0.0) -> bytes:
 
 
 @lru_cache(maxsize=8)
-def _table(mean: tuple[float, ...], std: tuple[float, ...], dtype: str) -> NDArray[Any]:
+def byte_table(mean: tuple[float, ...], std: tuple[float, ...], dtype: str) -> NDArray[Any]:
+    """As `channel_table`, kept."""
     return channel_table(mean, std, dtype)
 
 

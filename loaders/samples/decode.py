@@ -12,14 +12,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.loaders.errors import DecodeError, FieldError, as_field_error
+from orchdata.loaders.errors import DecodeError, as_field_error
 from orchdata.loaders.modalities.modality import PartSize, stored_dtype
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.compose import Span, TextSpan, compose
 from orchdata.loaders.samples.members import Member
 from orchdata.loaders.samples.sample import MediaPart, Part, TextPart
-from orchdata.loaders.samples.spans import SizeOf
-from orchdata.loaders.text.preprocessor import WHY_COUNTS_DIFFER
+from orchdata.loaders.samples.spans import SizeOf, SizesInTurn
 
 
 def decode_part(
@@ -57,26 +56,14 @@ def decode_sample(
         FieldError: as `compose`, or media that cannot be decoded.
     """
     parts: list[Part] = []
-    size_by_member: dict[int, PartSize] = {}
-    left = iter(sizes)
-
-    def size_of(_modality: str, member: int) -> PartSize:
-        size = next(left, None)
-        if size is None:
-            raise FieldError(
-                "*", f"the index says {len(sizes)} parts of media, the text yields more: {WHY_COUNTS_DIFFER}"
-            )
-        size_by_member[member] = size
-        return size
-
+    size_of = SizesInTurn(sizes)
     for span in compose(members, payloads, recipe, size_of) if spans_of is None else spans_of(size_of):
         if isinstance(span, TextSpan):
             parts.append(TextPart(span.token_ids, span.loss_mask()))
         elif span.first == 0:
             field, data = members[span.member].field, payloads[span.member]
-            parts.append(decode_media(span.modality, data, size_by_member[span.member], recipe, field))
-    if next(left, None) is not None:
-        raise FieldError("*", f"the index says {len(sizes)} parts of media, the text yields fewer: {WHY_COUNTS_DIFFER}")
+            parts.append(decode_media(span.modality, data, size_of.by_member[span.member], recipe, field))
+    size_of.check_none_left()
     return tuple(parts)
 
 

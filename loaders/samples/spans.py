@@ -7,7 +7,7 @@ written as one mark, and a token carries loss where its characters meet text tha
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple, Protocol
 
 import numpy as np
@@ -18,6 +18,7 @@ from orchdata.loaders.modalities.modality import PartSize
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.text.fast_tokenizer import Encoded
 from orchdata.loaders.text.media_words import holds_mark
+from orchdata.loaders.text.preprocessor import WHY_COUNTS_DIFFER
 from orchdata.loaders.text.template import TextSegment
 
 
@@ -67,6 +68,35 @@ Span = TextSpan | MediaSlot
 
 SizeOf = Callable[[str, int], PartSize]
 """The size of a part, by its modality and its index in the sample's members."""
+
+
+class SizesInTurn:
+    """Sizes of a sample's parts as the index has them, given out in the order of their slots: a `SizeOf`.
+
+    Attributes:
+        by_member: those given out so far.
+    """
+
+    def __init__(self, sizes: Sequence[PartSize]) -> None:
+        self._count = len(sizes)
+        self._left = iter(sizes)
+        self.by_member: dict[int, PartSize] = {}
+
+    def __call__(self, _modality: str, member: int) -> PartSize:
+        size = next(self._left, None)
+        if size is None:
+            raise self._differs("more")
+        self.by_member[member] = size
+        return size
+
+    def check_none_left(self) -> None:
+        """Raise FieldError where the text asked for fewer parts."""
+        if next(self._left, None) is not None:
+            raise self._differs("fewer")
+
+    def _differs(self, how: str) -> FieldError:
+        reason = f"the index says {self._count} parts of media, the text yields {how}: {WHY_COUNTS_DIFFER}"
+        return FieldError("*", reason)
 
 
 class SpanWriter(Protocol):

@@ -27,6 +27,7 @@ from orchdata.hf.image.sizes import Outputs
 from orchdata.hf.processor_parts import as_array, runs
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.limits import Limits
+from orchdata.loaders.modalities.image import grid_positions
 from orchdata.loaders.modalities.image_decode import load_rgb
 from orchdata.loaders.modalities.image_header import ImageFiles, check_size
 from orchdata.loaders.modalities.modality import ArraySpec, Header, PartSize, Slot, stored
@@ -190,8 +191,7 @@ class HFImages(ImageFiles):
         if not self.merge:
             return None
         _, high, wide = self.extras([size])["image_grid_thw"][0].tolist()
-        rows, cols = np.divmod(np.arange(high * wide // self.merge**2), wide // self.merge)
-        return np.stack([np.zeros_like(rows), rows, cols])
+        return grid_positions(np.zeros(1, np.int64), high // self.merge, wide // self.merge)
 
     def dummy(self) -> PartSize:
         """One merged token, one tile, or the image of fewest tiles where tokens depend on its size."""

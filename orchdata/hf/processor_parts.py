@@ -2,11 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, Final, Generic, TypeVar
 
 import numpy as np
+
+Built = TypeVar("Built")
+
+RESAMPLES: Final = {1: "lanczos", 2: "bilinear", 3: "bicubic"}
+"""As Pillow numbers them."""
+
+
+class OwnByThread(threading.local, Generic[Built]):
+    """What JSON describes, built once a thread: several decode at once, and not every class says that it can be shared.
+
+    Args:
+        build: makes it of what the JSON holds.
+    """
+
+    def __init__(self, build: Callable[[Mapping[str, Any]], Built]) -> None:
+        self._build = build
+        self._held: dict[str, Built] = {}
+
+    def __call__(self, source: str) -> Built:
+        found = self._held.get(source)
+        if found is None:
+            found = self._held[source] = self._build(json.loads(source))
+        return found
 
 
 def path_of(value: Any) -> list[str]:

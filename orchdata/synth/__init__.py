@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -183,8 +183,7 @@ def make_sample(
 
     fields: dict[str, bytes] = {}
     counts: Counter[str] = Counter()
-    told = _add_images(rng, mix.image, fields, counts) + _add_audio(rng, mix.audio, fields, counts)
-    told += _add_videos(rng, mix.video, fields, counts)
+    told = [pair for name in _MAKERS for pair in _add_media(rng, name, getattr(mix, name), fields, counts)]
     num_words = max(1, round(mix.words.draw(rng)))
     counts["words"] += num_words
     if mix.style == "text":
@@ -195,62 +194,69 @@ def make_sample(
     return name, fields, dict(counts)
 
 
-def _add_images(
-    rng: np.random.Generator, mix: ImageMix | None, fields: dict[str, bytes], counts: Counter[str]
-) -> list[tuple[str, str]]:
-    """Add the sample's images to `fields`; returns a (placeholder, description) pair for each."""
-    if mix is None:
-        return []
-    told = []
-    count = round(mix.count.draw(rng))
-    for number in range(count):
-        width = max(1, round(mix.width.draw(rng)))
-        height = max(1, round(width / mix.aspect.draw(rng)))
-        format = mix.formats[pick(rng, tuple(weight for _, weight in mix.formats))][0]
-        data, words = make_image(rng, width, height, format, mix.quality)
-        fields[f"{number}.{format}" if count > 1 else format] = data
-        counts.update(images=1, image_pixels=width * height)
-        told.append(("<image>", words))
-    return told
+class _Made(NamedTuple):
+    """A part that was drawn: its format, its bytes, what is seen or heard, and counts for the report."""
+
+    format: str
+    data: bytes
+    words: str
+    counts: dict[str, int]
 
 
-def _add_audio(
-    rng: np.random.Generator, mix: AudioMix | None, fields: dict[str, bytes], counts: Counter[str]
-) -> list[tuple[str, str]]:
-    """Add the sample's audio clips to `fields`; returns a (placeholder, description) pair for each."""
-    if mix is None:
-        return []
-    told = []
-    count = round(mix.count.draw(rng))
-    for number in range(count):
-        seconds = mix.seconds.draw(rng)
-        format = mix.formats[pick(rng, tuple(weight for _, weight in mix.formats))][0]
-        data, words = make_audio(rng, seconds, round(mix.rates.draw(rng)), format)
-        fields[f"{number}.{format}" if count > 1 else format] = data
-        counts.update(audio_clips=1, audio_milliseconds=round(1000 * seconds))
-        told.append(("<audio>", words))
-    return told
+def _made_image(rng: np.random.Generator, mix: ImageMix) -> _Made:
+    width, height = _size(rng, mix)
+    format = _format(rng, mix)
+    made = make_image(rng, width, height, format, mix.quality)
+    return _Made(format, *made, {"images": 1, "image_pixels": width * height})
 
 
-def _add_videos(
-    rng: np.random.Generator, mix: VideoMix | None, fields: dict[str, bytes], counts: Counter[str]
-) -> list[tuple[str, str]]:
-    """Add the sample's videos to `fields`; returns a (placeholder, description) pair for each."""
-    if mix is None:
-        return []
+def _made_audio(rng: np.random.Generator, mix: AudioMix) -> _Made:
+    seconds = mix.seconds.draw(rng)
+    format = _format(rng, mix)
+    made = make_audio(rng, seconds, round(mix.rates.draw(rng)), format)
+    return _Made(format, *made, {"audio_clips": 1, "audio_milliseconds": round(1000 * seconds)})
+
+
+def _made_video(rng: np.random.Generator, mix: VideoMix) -> _Made:
     from orchdata.synth.clips import make_video
 
+    seconds, fps = mix.seconds.draw(rng), max(1, round(mix.fps.draw(rng)))
+    width, height = _size(rng, mix)
+    format = _format(rng, mix)
+    made = make_video(rng, seconds, fps, width, height, format)
+    return _Made(format, *made, {"videos": 1, "video_frames": max(1, round(seconds * fps))})
+
+
+def _size(rng: np.random.Generator, mix: ImageMix | VideoMix) -> tuple[int, int]:
+    """(width, height) in pixels."""
+    width = max(1, round(mix.width.draw(rng)))
+    return width, max(1, round(width / mix.aspect.draw(rng)))
+
+
+def _format(rng: np.random.Generator, mix: ImageMix | AudioMix | VideoMix) -> str:
+    return mix.formats[pick(rng, tuple(weight for _, weight in mix.formats))][0]
+
+
+_MAKERS: Final[dict[str, Callable[[np.random.Generator, Any], _Made]]] = {
+    "image": _made_image,
+    "audio": _made_audio,
+    "video": _made_video,
+}
+
+
+def _add_media(
+    rng: np.random.Generator, name: str, mix: Any, fields: dict[str, bytes], counts: Counter[str]
+) -> list[tuple[str, str]]:
+    """Add a sample's parts of a modality to `fields`; returns a (placeholder, description) pair for each."""
+    if mix is None:
+        return []
     told = []
     count = round(mix.count.draw(rng))
     for number in range(count):
-        seconds, fps = mix.seconds.draw(rng), max(1, round(mix.fps.draw(rng)))
-        width = max(1, round(mix.width.draw(rng)))
-        height = max(1, round(width / mix.aspect.draw(rng)))
-        format = mix.formats[pick(rng, tuple(weight for _, weight in mix.formats))][0]
-        data, words = make_video(rng, seconds, fps, width, height, format)
-        fields[f"{number}.{format}" if count > 1 else format] = data
-        counts.update(videos=1, video_frames=max(1, round(seconds * fps)))
-        told.append(("<video>", words))
+        made = _MAKERS[name](rng, mix)
+        fields[f"{number}.{made.format}" if count > 1 else made.format] = made.data
+        counts.update(made.counts)
+        told.append((f"<{name}>", made.words))
     return told
 
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchdata.native.patchify import bfloat16_bits, channel_table, patchify, patchify_clip
+from orchdata.native.patchify import bfloat16_bits, channel_table, patchify
 
 MEAN, STD = (0.48, 0.46, 0.41), (0.27, 0.26, 0.28)
 
@@ -92,9 +92,9 @@ def test_pictures_of_a_clip_lie_behind_one_another_in_each_channel_of_a_patch(ti
     pixels = np.random.default_rng(times).integers(0, 256, (times, 24, 40, channels), np.uint8)
     table = channel_table((0.4, 0.5, 0.6), (0.2, 0.3, 0.4), "float32")
     out = np.empty((6 * 10, 3 * times * 16), np.float32)
-    patchify_clip(pixels, 4, 2, table, out)
+    patchify(pixels, 4, 2, table, out)
     values = np.stack([table[channel][pixels[..., channel]] for channel in range(3)])  # (3, times, height, width)
     cut = values.reshape(3, times, 3, 2, 4, 5, 2, 4)  # block, patch, pixel along height; the same along width
     np.testing.assert_array_equal(out, cut.transpose(2, 5, 3, 6, 0, 1, 4, 7).reshape(out.shape))
     with pytest.raises(ValueError, match="whole blocks"):
-        patchify_clip(pixels[:, :-1], 4, 2, table, out)
+        patchify(pixels[:, :-1], 4, 2, table, out)

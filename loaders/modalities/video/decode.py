@@ -6,19 +6,19 @@ bytes --open_video--> pictures of the timeline --resize--> the grid's size --pat
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from contextlib import closing, contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.modalities.image_decode import Pixels, resized
-from orchdata.loaders.modalities.modality import Header, PartSize
+from orchdata.loaders.modalities.image_decode import Pixels, byte_table, resized
+from orchdata.loaders.modalities.modality import Header, Modality, PartSize
 from orchdata.loaders.modalities.video.frame_list import FrameList, is_frame_list
-from orchdata.native.patchify import channel_table, patchify_clip
+from orchdata.loaders.modalities.video.timeline import Timeline
+from orchdata.native.patchify import patchify
 
 if TYPE_CHECKING:
     from orchdata.loaders.modalities.video.file import VideoFile
@@ -53,21 +53,44 @@ def decode_video(
     Raises:
         DecodeError: not a video, damaged, above a limit, or of another length or size than the index says.
     """
+    table = byte_table(pre.mean, pre.std, pre.dtype)
+    cut = Cut(pre.patch_size, pre.merge, pre.temporal_patch_size, table, pre.resizer, pre.resample)
+    with taken_pictures(pre, data, size, limits, lambda line: line.pictures(size.extent[3])) as pictures:
+        write_patches(pictures, size, cut, out)
+
+
+@contextmanager
+def taken_pictures(
+    modality: Modality,
+    data: bytes | memoryview,
+    size: PartSize,
+    limits: Limits,
+    numbers_of: Callable[[Timeline], Sequence[int]],
+) -> Iterator[Iterator[Pixels]]:
+    """Pictures (height, width, 3 or 4) of a clip that are taken, each valid until the next is asked for.
+
+    Args:
+        modality: counts a clip.
+        size: as the index has it; the number of frames is the fifth of its extents.
+        numbers_of: which pictures of a timeline are taken.
+
+    Raises:
+        DecodeError: as of `decode_video`, the pictures too.
+    """
     with open_video(data, limits) as video:
 
         def check(width: int, height: int) -> None:
-            found = pre.count_header(header_of(video, (width, height)), limits)
+            found = modality.count_header(header_of(video, (width, height)), limits)
             if found.extent != tuple(size.extent):
-                raise DecodeError(differs(video, (width, height)))
+                raise DecodeError(_differs(video, (width, height)))
 
-        count = size.extent[3]
-        if count > video.timeline.frames:
-            raise DecodeError(differs(video))
-        with closing(upright_pictures(video, video.timeline.pictures(count), check)) as pictures:
-            write_patches(pictures, pre, size, out)
+        if video.timeline.frames != size.extent[4]:
+            raise DecodeError(_differs(video))
+        with closing(_of_one_size(video, numbers_of(video.timeline), check)) as pictures:
+            yield pictures
 
 
-def differs(video: VideoFile | FrameList, size: tuple[int, int] | None = None) -> str:
+def _differs(video: VideoFile | FrameList, size: tuple[int, int] | None = None) -> str:
     """Why a clip is refused whose counts are not those of the index."""
     line = video.timeline
     shown = f"{line.frames} frames in {float(line.seconds):.3f} s"
@@ -75,10 +98,10 @@ def differs(video: VideoFile | FrameList, size: tuple[int, int] | None = None) -
     return f"decoded to {shown}, the index says otherwise: it is damaged, or has to be indexed again"
 
 
-def upright_pictures(
+def _of_one_size(
     video: VideoFile | FrameList, numbers: Sequence[int], check: Callable[[int, int], None]
 ) -> Generator[Pixels]:
-    """Pictures (height, width, 3) of one size, which `check` is told once: width, height. To be closed."""
+    """Pictures, whose size `check` is told once: width, height. To be closed."""
     first: tuple[int, int] | None = None
     with closing(video.frames(numbers)) as frames:
         for number, pixels in zip(numbers, frames, strict=True):
@@ -94,26 +117,38 @@ def upright_pictures(
             yield pixels
 
 
-def write_patches(pictures: Iterator[Pixels], pre: VideoPreprocessor, size: PartSize, out: NDArray[Any]) -> None:
-    """Pictures as patches; the last one stands for those that its patch lacks."""
+class Cut(NamedTuple):
+    """How pictures become patches.
+
+    Attributes:
+        patch, merge: side of a patch in pixels, of a merged token in patches.
+        times: pictures of a patch.
+        table: as of `patchify`.
+        resizer, resample: as of `resized`.
+    """
+
+    patch: int
+    merge: int
+    times: int
+    table: NDArray[Any]
+    resizer: str
+    resample: str
+
+
+def write_patches(pictures: Iterator[Pixels], size: PartSize, cut: Cut, out: NDArray[Any]) -> None:
+    """Pictures as patches; the last one stands for those that its patch lacks.
+
+    Args:
+        size: whose extent begins with the grid in time, height and width, and the number of pictures.
+        out: (grid_t * grid_h * grid_w, values of a patch), of the table's dtype.
+    """
     grid_t, grid_h, grid_w, count = size.extent[:4]
-    side, times = pre.patch_size, pre.temporal_patch_size
-    table = _table(pre.mean, pre.std, pre.dtype)
-    canvas = np.empty((times, grid_h * side, grid_w * side, 3), np.uint8)
-    rows, filled = grid_h * grid_w, 0
-    for number in range(grid_t * times):
-        if number < count:
-            pixels = resized(next(pictures), (canvas.shape[2], canvas.shape[1]), pre.resizer, pre.resample)
-            canvas[filled] = pixels[..., :3]
-        else:
-            canvas[filled] = canvas[filled - 1]
-        filled += 1
-        if filled == times:
-            first = (number // times) * rows
-            patchify_clip(canvas, side, pre.merge, table, out[first : first + rows])
-            filled = 0
-
-
-@lru_cache(maxsize=8)
-def _table(mean: tuple[float, ...], std: tuple[float, ...], dtype: str) -> NDArray[Any]:
-    return channel_table(mean, std, dtype)
+    canvas = np.empty((cut.times, grid_h * cut.patch, grid_w * cut.patch, 3), np.uint8)
+    target = (canvas.shape[2], canvas.shape[1])
+    for moment, rows in enumerate(out.reshape(grid_t, grid_h * grid_w, -1)):
+        for time in range(cut.times):
+            if moment * cut.times + time < count:
+                canvas[time] = resized(next(pictures), target, cut.resizer, cut.resample)[..., :3]
+            else:
+                canvas[time] = canvas[time - 1]
+        patchify(canvas, cut.patch, cut.merge, cut.table, rows)

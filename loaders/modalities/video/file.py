@@ -134,9 +134,9 @@ class VideoFile:
         self._codec = self._stream.codec_context
         if self._codec is None:
             raise DecodeError("a video whose codec the installed FFmpeg libraries cannot decode: encode it anew")
-        reason = above_pixels(self._codec.width, self._codec.height, self._limits)
+        reason = above_pixels(self._codec.width, self._codec.height, self._limits, "video")
         if reason is not None:
-            raise DecodeError(f"video of {reason.removeprefix('image of ')}")
+            raise DecodeError(reason)
         self._codec.options = options
         self._codec.thread_count = 1
         self._reformatter = VideoReformatter()
@@ -221,9 +221,9 @@ class VideoFile:
             raise DecodeError(f"damaged video: {_said(error)}") from None
 
     def _upright(self, frame: Any) -> Pixels:
-        reason = above_pixels(frame.width, frame.height, self._limits)
+        reason = above_pixels(frame.width, frame.height, self._limits, "video")
         if reason is not None:
-            raise DecodeError(f"video of {reason.removeprefix('image of ')}")
+            raise DecodeError(reason)
         turns = round(frame.rotation / _QUARTER) % 4
         try:
             plain = self._reformatter.reformat(frame, format="rgb24", threads=1)

@@ -68,9 +68,9 @@ class VideoFiles(Modality):
                 f"not a readable video: its header says {frames} frames of {width} x {height} pixels in "
                 f"{numerator} / {denominator} s"
             )
-        reason = above_pixels(width, height, limits)
+        reason = above_pixels(width, height, limits, "video")
         if reason is not None:
-            raise DecodeError(f"video of {reason.removeprefix('image of ')}")
+            raise DecodeError(reason)
         seconds = Fraction(numerator, denominator)
         if seconds > limits.audio_seconds:
             raise DecodeError(f"video of {float(seconds):.0f} s, above Limits.audio_seconds={limits.audio_seconds:g}")

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.checks import check_at_least_one
-from orchdata.loaders.modalities.image import CLIP_MEAN, CLIP_STD, ImagePreprocessor, image_grid
+from orchdata.loaders.modalities.image import CLIP_MEAN, CLIP_STD, ImagePreprocessor, grid_positions, image_grid
 from orchdata.loaders.modalities.modality import ArraySpec, Header, PartSize, Slot
 from orchdata.loaders.modalities.video.files import VideoFiles
 from orchdata.loaders.modalities.video.timeline import sampled
@@ -173,8 +173,7 @@ class VideoPreprocessor(VideoFiles):
             step = self._interval(size) * self.temporal_patch_size
             step *= Fraction(self.positions_per_second).limit_denominator(_FINEST)
             moments = np.array([at * step.numerator // step.denominator for at in range(grid_t)], np.int64)
-        rows, cols = np.divmod(np.arange(high * wide), wide)
-        return np.stack([np.repeat(moments, high * wide), np.tile(rows, grid_t), np.tile(cols, grid_t)])
+        return grid_positions(moments, high, wide)
 
     def dummy(self) -> PartSize:
         return self._flat(self.merge)

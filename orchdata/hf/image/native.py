@@ -10,19 +10,18 @@ processor itself fills. Whoever uses this compares it with the processor first.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import lru_cache
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.hf.image.processors import running
 from orchdata.hf.image.sizes import Settings, class_name, crops, pixels, whole_tiles
+from orchdata.hf.processor_parts import RESAMPLES
 from orchdata.loaders.modalities.image_decode import resized
 from orchdata.native.patchify import patchify
 
 Canvas = NDArray[np.uint8]
-_RESAMPLES: Final = {1: "lanczos", 2: "bilinear", 3: "bicubic"}  # as Pillow numbers them
 
 
 class Cut(NamedTuple):
@@ -39,7 +38,7 @@ class Steps:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self._resizer = "torchvision" if settings.processor.backend == "torchvision" else "pillow"
-        self._resample = _RESAMPLES[int(settings.resample)]
+        self._resample = RESAMPLES[int(settings.resample)]
         if not settings.do_resize:
             raise LookupError("images as they are")
 
@@ -59,7 +58,7 @@ def write_rows(source: str, image: Canvas, rows: NDArray[np.float32]) -> None:
     """
     run = running(source)
     canvases, cut_of = _FAMILIES[class_name(run.image_processor)]
-    cut, table = cut_of(run.settings), _table(source)
+    cut, table = cut_of(run.settings), run.settings.byte_table
     flat, first = rows.reshape(len(rows), -1), 0
     for canvas in canvases(Steps(run.settings), image):
         count = canvas.shape[0] // cut.side * (canvas.shape[1] // cut.side)
@@ -67,29 +66,6 @@ def write_rows(source: str, image: Canvas, rows: NDArray[np.float32]) -> None:
         first += count
     if first != len(rows):
         raise ValueError(f"prepared to {first} rows instead of {len(rows)}")
-
-
-@lru_cache(maxsize=8)
-def _table(source: str) -> NDArray[np.float32]:
-    """(3, 256): what the processor makes of each byte in each channel."""
-    run = running(source)
-    settings, levels = run.settings, np.broadcast_to(np.arange(256, dtype=np.uint8), (3, 1, 256)).copy()
-    means, stds = tuple(settings.image_mean), tuple(settings.image_std)
-    found: Any = levels
-    if settings.processor.backend == "torchvision":
-        import torch
-
-        scaling = (settings.do_rescale, settings.rescale_factor, settings.do_normalize)
-        tensor = torch.from_numpy(levels)[None]
-        found = settings.processor.rescale_and_normalize(tensor, *scaling, means, stds)[0].numpy()
-    else:
-        if settings.do_rescale:
-            found = settings.processor.rescale(found, settings.rescale_factor)
-        if settings.do_normalize:
-            found = settings.processor.normalize(found, means, stds)
-    if found.dtype != np.float32:
-        raise LookupError(f"values of {found.dtype}")
-    return np.ascontiguousarray(found.reshape(3, 256))
 
 
 def _square_side(sides: tuple[int, int]) -> int:

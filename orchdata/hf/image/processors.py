@@ -6,14 +6,13 @@ processor --source_of--> JSON --running--> the same again, without a tokenizer, 
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Final
 
 from orchdata.hf.image.sizes import Outputs, Settings, rule_of
-from orchdata.hf.processor_parts import class_at, path_of
+from orchdata.hf.processor_parts import OwnByThread, class_at, path_of
 from orchdata.loaders.modalities.image_decode import pass_order
 
 # What a processor holds beside its settings; none of it has a say in images.
@@ -111,24 +110,6 @@ class Running:
         return self.outputs(Image.new("RGB", (width, height), (99, 99, 99)))
 
 
-class _Held(threading.local):
-    """A thread's own processors: several decode at once, and not every class says that it can be shared."""
-
-    def __init__(self) -> None:
-        self.running: dict[str, Running] = {}
-
-
-_held = _Held()
-
-
-def running(source: str) -> Running:
-    """What a source describes; this thread's own. Raises ImportError without transformers."""
-    found = _held.running.get(source)
-    if found is None:
-        found = _held.running[source] = _built(json.loads(source))
-    return found
-
-
 def _built(held: Mapping[str, Any]) -> Running:
     image_processor = class_at(held["image_processor"]["class"]).from_dict(held["image_processor"]["settings"])
     processor = None
@@ -138,3 +119,7 @@ def _built(held: Mapping[str, Any]) -> Running:
         processor = kind.__new__(kind)
         vars(processor).update(held["processor"]["attributes"], image_processor=image_processor)
     return Running(image_processor, processor, held["call"], held["nested"])
+
+
+running: Final = OwnByThread(_built)
+"""What a source describes. Raises ImportError without transformers."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from importlib import import_module
 from typing import Any, Final
 
@@ -28,6 +29,28 @@ class Settings:
 
     def __getattr__(self, name: str) -> Any:
         return self._call[name] if name in self._call else getattr(self.processor, name)
+
+    @cached_property
+    def byte_table(self) -> NDArray[np.float32]:
+        """(3, 256): what the processor makes of each byte in each channel. Raises LookupError for other values."""
+        levels = np.broadcast_to(np.arange(256, dtype=np.uint8), (3, 1, 256)).copy()
+        means, stds = tuple(self.image_mean), tuple(self.image_std)
+        found: Any = levels
+        if self.processor.backend == "torchvision":
+            import torch
+
+            scaling = (self.do_rescale, self.rescale_factor, self.do_normalize)
+            found = self.processor.rescale_and_normalize(torch.from_numpy(levels)[None], *scaling, means, stds)[
+                0
+            ].numpy()
+        else:
+            if self.do_rescale:
+                found = self.processor.rescale(found, self.rescale_factor)
+            if self.do_normalize:
+                found = self.processor.normalize(found, means, stds)
+        if found.dtype != np.float32:
+            raise LookupError(f"values of {found.dtype}")
+        return np.ascontiguousarray(found.reshape(3, 256))
 
     def side(self, name: str) -> tuple[int, int]:
         """(height, width) of `size` or `crop_size`."""

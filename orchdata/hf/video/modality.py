@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import lru_cache
@@ -22,11 +22,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.hf.processor_parts import path_of
-from orchdata.hf.video.processors import ARRAY, GRID, RULES, running, taken, write_clip
+from orchdata.hf.video.processors import ARRAY, GRID, RULES, running, taken
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.limits import Limits
+from orchdata.loaders.modalities.image import grid_positions
 from orchdata.loaders.modalities.modality import ArraySpec, Header, PartSize, Slot
-from orchdata.loaders.modalities.video.decode import differs, header_of, open_video, upright_pictures
+from orchdata.loaders.modalities.video.decode import taken_pictures, write_patches
 from orchdata.loaders.modalities.video.files import VideoFiles
 
 _LOOKED_AT: Final = ((9, 130, 90, 10.0), (4, 64, 200, 25.0), (31, 48, 40, 29.97))
@@ -96,21 +97,11 @@ class HFVideos(VideoFiles):
     def decode_into(
         self, data: bytes | memoryview, size: PartSize, out: Mapping[str, NDArray[Any]], limits: Limits
     ) -> None:
-        with open_video(data, limits) as video:
-
-            def check(width: int, height: int) -> None:
-                found = self.count_header(header_of(video, (width, height)), limits)
-                if found.extent != tuple(size.extent):
-                    raise DecodeError(differs(video, (width, height)))
-
-            if video.timeline.frames != size.extent[4]:
-                raise DecodeError(differs(video))
-            numbers = self.numbers(size)
-            with closing(upright_pictures(video, numbers, check)) as pictures:
-                if self.native:
-                    write_clip(self.source, pictures, size.extent, out[ARRAY])
-                    return
-                clip = np.stack([pixels[..., :3] for pixels in pictures])
+        with taken_pictures(self, data, size, limits, lambda _: self.numbers(size)) as pictures:
+            if self.native:
+                write_patches(pictures, size, running(self.source).cut, out[ARRAY])
+                return
+            clip = np.stack([pixels[..., :3] for pixels in pictures])
         found, _ = running(self.source).outputs(clip)
         if found.shape != out[ARRAY].shape:
             raise DecodeError(f"prepared to shape {found.shape}, the index says {out[ARRAY].shape}: index again")
@@ -164,8 +155,7 @@ class HFVideos(VideoFiles):
         elif self.tokens_per_second is not None:
             step = np.float32(self.tokens_per_second) * self.seconds_per_grid(size)
             moments = (moments.astype(np.float32) * step).astype(np.int64)
-        rows, cols = np.divmod(np.arange(high * wide), wide)
-        return np.stack([np.repeat(moments, high * wide), np.tile(rows, grid_t), np.tile(cols, grid_t)])
+        return grid_positions(moments, high, wide)
 
     def rope_span(self, size: PartSize) -> int | None:
         """What follows goes on behind the grid, however long the clip is."""
@@ -266,7 +256,7 @@ def _proven(videos: HFVideos, processor: Any) -> bool:
             raise ValueError(f"{name} makes something else of a video than is known of its class: use another version")
         with suppress(LookupError, ValueError, KeyError):
             rows = np.empty_like(values)
-            write_clip(videos.source, iter(clip), size.extent, rows)
+            write_patches(iter(clip), size, run.cut, rows)
             same = same and np.array_equal(rows, values)
             continue
         same = False

@@ -6,9 +6,7 @@ processor --JSON--> source --running--> the same again, one a thread
 
 from __future__ import annotations
 
-import json
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Final
@@ -17,11 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.hf.image.sizes import Settings
-from orchdata.hf.processor_parts import as_array, class_at
-from orchdata.loaders.modalities.image_decode import Pixels, resized
-from orchdata.native.patchify import patchify_clip
+from orchdata.hf.processor_parts import RESAMPLES, OwnByThread, as_array, class_at
+from orchdata.loaders.modalities.video.decode import Cut
 
-_RESAMPLES: Final = {1: "lanczos", 2: "bilinear", 3: "bicubic"}  # as Pillow numbers them
 ARRAY: Final = "pixel_values_videos"
 GRID: Final = "video_grid_thw"
 
@@ -115,57 +111,17 @@ class Running:
         return as_array(found[ARRAY]), tuple(as_array(found[GRID])[0].tolist())
 
     @cached_property
-    def table(self) -> NDArray[np.float32]:
-        """(3, 256): what the processor makes of each byte in each channel."""
-        import torch
-
-        levels = torch.arange(256, dtype=torch.uint8).expand(1, 3, 1, 256).clone()
+    def cut(self) -> Cut:
+        """How this library makes the same patches. Raises LookupError for settings that it does not know."""
         settings = self.settings
-        scaling = (settings.do_rescale, settings.rescale_factor, settings.do_normalize)
-        means, stds = tuple(settings.image_mean), tuple(settings.image_std)
-        found = self.processor.rescale_and_normalize(levels, *scaling, means, stds)[0].numpy()
-        if found.dtype != np.float32:
-            raise LookupError(f"values of {found.dtype}")
-        return np.ascontiguousarray(found.reshape(3, 256))
+        sides = (settings.patch_size, settings.merge_size, settings.temporal_patch_size)
+        patch, merge, times = map(int, sides)
+        return Cut(patch, merge, times, settings.byte_table, "torchvision", RESAMPLES[int(settings.resample)])
 
 
-class _Held(threading.local):
-    """A thread's own processors, as of images."""
-
-    def __init__(self) -> None:
-        self.running: dict[str, Running] = {}
+def _built(held: Mapping[str, Any]) -> Running:
+    return Running(class_at(held["class"]).from_dict(held["settings"]), held["call"])
 
 
-_held = _Held()
-
-
-def running(source: str) -> Running:
-    """What a source describes; this thread's own. Raises ImportError without transformers and torchvision."""
-    found = _held.running.get(source)
-    if found is None:
-        held = json.loads(source)
-        processor = class_at(held["class"]).from_dict(held["settings"])
-        found = _held.running[source] = Running(processor, held["call"])
-    return found
-
-
-def write_clip(source: str, pictures: Iterator[Pixels], extent: Sequence[int], out: NDArray[np.float32]) -> None:
-    """Write pictures as the video processor described by `source` would; the last stands for those that are missing."""
-    run = running(source)
-    side, merge, times = (
-        int(getattr(run.settings, name)) for name in ("patch_size", "merge_size", "temporal_patch_size")
-    )
-    grid_t, high, wide, count = extent[:4]
-    resample, rows, filled = _RESAMPLES[int(run.settings.resample)], high * wide, 0
-    canvas = np.empty((times, high * side, wide * side, 3), np.uint8)
-    for number in range(grid_t * times):
-        if number < count:
-            pixels: Pixels = next(pictures)
-            canvas[filled] = resized(pixels, (wide * side, high * side), "torchvision", resample)[..., :3]
-        else:
-            canvas[filled] = canvas[filled - 1]
-        filled += 1
-        if filled == times:
-            first = number // times * rows
-            patchify_clip(canvas, side, merge, run.table, out[first : first + rows])
-            filled = 0
+running: Final = OwnByThread(_built)
+"""What a source describes. Raises ImportError without transformers and torchvision."""

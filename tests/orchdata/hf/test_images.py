@@ -224,7 +224,7 @@ def test_a_look_at_the_processor_finds_out_what_is_not_its_own(monkeypatch: pyte
     processor.image_processor.resample = 2  # what follows differs from the rest of these tests: nothing is cached
     native = image_modality(processor)
     assert native.native
-    monkeypatch.setattr("orchdata.hf.image.native._RESAMPLES", {2: "bicubic"})
+    monkeypatch.setattr("orchdata.hf.image.native.RESAMPLES", {2: "bicubic"})
     processor.image_processor.resample = 2
     assert not image_modality(processor).native
     monkeypatch.setattr("orchdata.hf.image.sizes._RULES", {"CLIPImageProcessor": lambda *_: {}})
