@@ -284,7 +284,8 @@ class Recipe:
                 if claimed.setdefault(word, name) != name:
                     raise ValueError(f"{claimed[word]} and {name} both claim items of type {word!r}")
                 items[word] = name
-        return Rules(self.text.template, MediaWords(tuple(marks.items()), items, record_keys(names), slots))
+        listed = frozenset(name for name, modality in self.modalities.items() if modality.listed)
+        return Rules(self.text.template, MediaWords(tuple(marks.items()), items, record_keys(names), slots, listed))
 
     def _placeholder(self, name: str) -> str:
         return self.modalities[name].placeholder if name in self.modalities else ""

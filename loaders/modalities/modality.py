@@ -118,6 +118,8 @@ class Modality:
         num_extents: numbers in `PartSize.extent`.
         places: whether its parts have tokens in the merged sequence; False where a model takes them beside it, as an
             encoder-decoder does: then `PartSize.tokens` is 0, and the text has no mark for them.
+        listed: the modality of the files that a record may list in place of one of its own, as the frames of a video;
+            "" for none.
         free: parameters in which sources of a mixture may differ: shapes of tensors and their scale stay.
     """
 
@@ -132,6 +134,7 @@ class Modality:
     num_facts: int = 0
     num_extents: int = 0
     places: bool = True
+    listed: str = ""
     free: frozenset[str] = frozenset()
 
     def arrays(self) -> Mapping[str, ArraySpec]:
@@ -166,6 +169,15 @@ class Modality:
     def knows(cls, head: bytes) -> bool:
         """Whether the first 16 bytes of a member without a telling name are those of such a part."""
         return False
+
+    @staticmethod
+    def joined(files: Sequence[bytes], rate: Any) -> bytes:
+        """Files that a record lists, as one file of this modality.
+
+        Args:
+            rate: how many of them a second has, as the record says it; None where it does not.
+        """
+        raise NotImplementedError
 
     def decode_into(
         self, data: bytes | memoryview, size: PartSize, out: Mapping[str, NDArray[Any]], limits: Limits

@@ -404,8 +404,7 @@ def _item(where: str, item: Any, words: MediaWords) -> str | Placeholder:
         if not isinstance(item.get("text"), str):
             raise DecodeError(f"{where} has a text item without text")
         return str(item["text"])
-    if isinstance(item.get(kind), list) and len(item[kind]) > 1:
-        raise DecodeError(f"{where} has an item of type {kind!r} that holds {len(item[kind])}: give each its own item")
+    words.check_single(where, kind, item)
     return Placeholder(words.items[kind])
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from orchdata.loaders.errors import DecodeError
 
 
 class MediaWords(NamedTuple):
@@ -14,12 +16,20 @@ class MediaWords(NamedTuple):
         items: type of an item in a turn's content -> modality.
         records: key of a record, and column of text, that names media by path -> modality.
         slots: modality -> what stands for a part in the text that a model reads.
+        listed: modalities of which an item may list the files that a part is made of.
     """
 
     marks: tuple[tuple[str, str], ...]
     items: Mapping[str, str]
     records: Mapping[str, str]
     slots: Mapping[str, str] = {}
+    listed: frozenset[str] = frozenset()
+
+    def check_single(self, where: str, kind: str, item: Mapping[str, Any]) -> None:
+        """Raise DecodeError for an item of a turn that stands for several parts."""
+        held = item.get(kind)
+        if isinstance(held, list) and len(held) > 1 and self.items[kind] not in self.listed:
+            raise DecodeError(f"{where} has an item of type {kind!r} that holds {len(held)}: give each its own item")
 
 
 def record_keys(names: Iterable[str]) -> dict[str, str]:

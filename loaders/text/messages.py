@@ -300,9 +300,7 @@ def _item(where: str, given: Any, words: MediaWords) -> dict[str, Any] | Placeho
     if kind is None:  # Qwen-VL's older form
         kind = next((key for key in ("text", *words.items) if key in item), None)
     if isinstance(kind, str) and kind in words.items:
-        held = item.get(kind)
-        if isinstance(held, list) and len(held) > 1:
-            raise DecodeError(f"{where} has an item of type {kind!r} that holds {len(held)}: give each its own item")
+        words.check_single(where, kind, item)
         if says(item.get("text")):
             raise DecodeError(f"{where} has an item of type {kind!r} that holds 'text' too: give each its own item")
         return Placeholder(words.items[kind])

@@ -14,13 +14,15 @@ import numpy as np
 import pytest
 import torch
 import video_job
+from PIL import Image
 from rank_jobs import run_ranks
 from shard_factory import chat, jpeg, write_shard
 from typer.testing import CliRunner
-from video_clips import VARIABLE, animation, clip, number_of, sound_alone
+from video_clips import VARIABLE, animation, clip, number_of, picture, sound_alone
 
 import orchdata as od
 from orchdata.cli import app
+from orchdata.loaders.index.build import build_index
 from orchdata.loaders.modalities.image import CLIP_MEAN, CLIP_STD
 from orchdata.profile.profile import profile
 from orchdata.verifying.verify import verify
@@ -220,6 +222,64 @@ def test_records_name_videos(tmp_path: Path) -> None:
     # Without videos in the recipe records that name some are refused, as ever.
     plain = od.ShardDataset(str(path), recipe=od.Recipe(audio=None), media_root=str(media)).index()
     assert len(plain.bad_rows()) == 5
+
+
+def test_records_list_the_frames_of_videos(tmp_path: Path) -> None:
+    media = tmp_path / "media"
+    media.mkdir()
+    for number in range(40):
+        Image.fromarray(picture(number, 64, 48)).save(media / f"{number:02}.png")
+    small = media / "small.png"
+    Image.fromarray(picture(0, 32, 24)).save(small)
+    names = [f"{number:02}.png" for number in range(40)]
+    inside = base64.b64encode((media / "39.png").read_bytes()).decode()
+
+    def chat(video: Any, **beside: Any) -> list[dict[str, Any]]:
+        asked = [{"type": "video", "video": video, **beside}, {"type": "text", "text": "what?"}]
+        return [{"role": "user", "content": asked}, {"role": "assistant", "content": "bars"}]
+
+    records = [
+        {"id": "qwen", "messages": chat(names[:8])},  # two a second, where nobody says
+        {"id": "rate", "messages": chat(names, fps=20)},
+        {"id": "one", "messages": chat([names[7]])},
+        {"id": "factory", "videos": [names[4:12], names[20:28]], "text": "<video> and <video>"},
+        {"id": "encoded", "videos": [{"frames": [*names[:7], {"bytes": inside}], "fps": 2}], "text": "<video>"},
+        {"id": "gone", "messages": chat([*names[:3], "40.png"])},
+        {"id": "sizes", "messages": chat([names[0], "small.png"])},
+        {"id": "clips", "messages": chat(["a.mp4", "b.mp4"])},
+        {"id": "empty", "videos": [{"frames": []}], "text": "<video>"},
+        {"id": "flat", "videos": names[:3], "text": "<video> <video> <video>"},
+    ]
+    path = tmp_path / "records.jsonl"
+    path.write_text("\n".join(map(json.dumps, records)))
+    dataset = od.ShardDataset(str(path), recipe=RECIPE, media_root=str(media))
+    index = dataset.index()
+    failures = {index.failure(int(row)).key: str(index.failure(int(row))) for row in index.bad_rows()}
+    assert failures.keys() == {"gone", "sizes", "clips", "empty", "flat"}
+    assert "file 3 of its list: '40.png': no such file" in failures["gone"]
+    assert "frames 0 and 1 are 64 x 48 and 32 x 24 pixels" in failures["sizes"]
+    assert "'a.mp4': no such file" in failures["clips"] and "no video" in failures["empty"]
+    assert "'00.png' is not a video: put the files of one video in a list" in failures["flat"]
+    options: dict[str, Any] = {"global_batch_size": 5, "shuffle": False, "on_error": "skip"}
+    batch = next(iter(od.DataLoader(dataset, num_threads=0, **options)))
+    assert [key for _, key in batch.keys] == ["qwen", "rate", "one", "factory", "encoded"]
+    assert numbers(batch) == [
+        list(range(8)),
+        list(range(0, 40, 5)),
+        [7, 7],
+        list(range(4, 12)),
+        list(range(20, 28)),
+        [*range(7), 39],
+    ]
+    again = next(iter(od.DataLoader(dataset, num_workers=1, **options)))
+    assert torch.equal(again.media["video"].patches, batch.media["video"].patches)
+
+    Image.fromarray(picture(9, 64, 48)).save(media / names[5])
+    os.utime(media / names[5], ns=(1, 1))
+    with pytest.raises(od.DataError, match=r"sample 'qwen', field 'video.0': its list of files was changed"):
+        dataset[0]
+    again = build_index([str(path)], RECIPE, media_root=str(media))
+    assert again.build_id != index.build_id and again.bad_rows().tolist() == index.bad_rows().tolist()
 
 
 def test_columns_of_parquet_hold_videos(tmp_path: Path) -> None:

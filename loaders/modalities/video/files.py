@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Final
+from typing import Any, Final
 
 from orchdata.loaders.errors import NOT_DATA, DecodeError, pass_trouble
 from orchdata.loaders.limits import Limits
@@ -30,6 +30,7 @@ class VideoFiles(Modality):
     plural = "videos"
     column_words = frozenset("video videos clip clips movie movies".split())
     hf_feature = "Video"
+    listed = "image"
     num_facts = 5
 
     @staticmethod
@@ -54,6 +55,12 @@ class VideoFiles(Modality):
         except Exception as error:
             pass_trouble(error)
             raise DecodeError(f"damaged video: {described(error)}") from error
+
+    @staticmethod
+    def joined(files: Sequence[bytes], rate: Any) -> bytes:
+        from orchdata.loaders.modalities.video.frame_list import written
+
+        return written(files, rate)
 
     @classmethod
     def knows(cls, head: bytes) -> bool:

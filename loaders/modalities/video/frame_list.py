@@ -30,6 +30,12 @@ _FINEST: Final = 1_000_000
 _DATA_URL: Final = re.compile(r"data:[^,]{0,256};base64,", re.IGNORECASE)
 
 
+def written(frames: Sequence[bytes], fps: Any) -> bytes:
+    """Files of pictures as a list of frames; `fps` as JSON has it, None where nobody says."""
+    held = {} if fps is None else {"fps": fps}
+    return json.dumps({**held, "frames": [base64.b64encode(frame).decode() for frame in frames]}).encode()
+
+
 def is_frame_list(data: bytes | memoryview) -> bool:
     """Whether bytes are JSON, which no video file is."""
     return bytes(data[:64]).lstrip()[:1] in (b"{", b"[")

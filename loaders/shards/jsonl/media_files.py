@@ -7,7 +7,7 @@ import hashlib
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final, NamedTuple
 
@@ -142,5 +142,14 @@ def shown_name(name: str) -> str:
 
 def stamp_of(status: os.stat_result) -> int:
     """STAMP_BITS bits of the time of change: another one for all but one in millions of changes."""
-    digest = hashlib.blake2b(str(status.st_mtime_ns).encode(), digest_size=4).digest()
+    return _digest(str(status.st_mtime_ns))
+
+
+def joined_stamp(stamps: Sequence[int]) -> int:
+    """STAMP_BITS bits of the stamps of files that are listed; of one file its own."""
+    return stamps[0] if len(stamps) == 1 else _digest(" ".join(map(str, stamps)))
+
+
+def _digest(told: str) -> int:
+    digest = hashlib.blake2b(told.encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") >> (32 - STAMP_BITS)

@@ -10,12 +10,13 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.builtin import BUILTINS, KINDS, ON_REQUEST, OTHER
+from orchdata.loaders.modalities.modality import Modality
 from orchdata.loaders.shards.fields import classify
 from orchdata.loaders.text.chat_keys import Repeating, says, shown
 from orchdata.loaders.text.media_words import record_keys
@@ -28,6 +29,8 @@ _CHATS: Final = ("messages", "conversations", "conversation")
 _ITEM_NAMES: Final = ("path", "url", "base64")
 """Keys of an item beside that of its type, as transformers takes them."""
 _CONTENTS: Final = ("content", "value")
+_LISTED: Final = "frames"
+_RATES: Final = ("fps", "sample_fps")
 _FILE_NAMES: Final = re.compile(r"(?:.*_)?file_names?")
 _BASE64: Final = re.compile(r"[A-Za-z0-9+/\s]{24,}=*\s*")
 _TAG: Final = re.compile(rf"<({'|'.join(('img', *BUILTINS))})>[^<>\n]+\.\w{{2,5}}</\1>")
@@ -45,6 +48,8 @@ class NamedMedia(NamedTuple):
         path: as the record has it; None where `encoded` holds it.
         encoded: base64.
         error: why it can be neither.
+        files: that are listed in place of it, as the frames of a video.
+        rate: how many of these a second has, as the record says it.
     """
 
     field: str
@@ -52,6 +57,16 @@ class NamedMedia(NamedTuple):
     path: str | None = None
     encoded: str | None = None
     error: str | None = None
+    files: tuple[NamedMedia, ...] = ()
+    rate: Any = None
+
+    def parts(self) -> tuple[NamedMedia, ...]:
+        """The files that are listed, or itself."""
+        return self.files or (self,)
+
+    def joined(self, contents: Sequence[bytes]) -> bytes:
+        """The files that are listed as one of its modality."""
+        return _CLASSES[self.field.partition(".")[0]].joined(contents, self.rate)
 
     def decoded_size(self) -> int:
         """Bytes of what is encoded, at most."""
@@ -155,8 +170,25 @@ def _items(value: Any) -> Iterator[tuple[str, Any]]:
                 kind = next((key for key in _ITEM_TYPES if item.get(key) is not None), None) if kind is None else kind
                 if isinstance(kind, str) and kind in _ITEM_TYPES:
                     key = next((key for key in (kind, *_ITEM_NAMES) if item.get(key) is not None), kind)
-                    for held in _list_of(item.get(key)):
+                    for held in _of_item(_ITEM_TYPES[kind], item, item.get(key)):
                         yield _ITEM_TYPES[kind], held
+
+
+def _of_item(modality: str, item: Mapping[str, Any], held: Any) -> list[Any]:
+    """What an item names: a list is of one part, where its modality knows lists."""
+    named = _list_of(held)
+    kind = _CLASSES[modality]
+    if not kind.listed or not isinstance(held, list) or (len(named) == 1 and not _is_piece(named[0], kind)):
+        return named
+    return [{_LISTED: named, **{key: item[key] for key in _RATES if item.get(key) is not None}}]
+
+
+def _is_piece(held: Any, kind: type[Modality]) -> bool:
+    """Whether a name is of a file that such a part is made of, and not of the part itself."""
+    if not kind.listed or not isinstance(held, str):
+        return False
+    name = held.lower()
+    return classify(name)[0] == _CODES[kind.listed] and not name.endswith(tuple(f".{ending}" for ending in kind.fields))
 
 
 def _is_dict(value: Any) -> bool:
@@ -165,6 +197,12 @@ def _is_dict(value: Any) -> bool:
 
 def _media(modality: str, number: int, held: Any) -> NamedMedia:
     field, kind, encoded = f"{modality}.{number}", _CODES[modality], False
+    if listed := _CLASSES[modality].listed:
+        held = {_LISTED: held} if isinstance(held, list) else held
+        if isinstance(held, dict) and isinstance(held.get(_LISTED), list):
+            files = tuple(_media(listed, at, one) for at, one in enumerate(held[_LISTED]))
+            rate = next((held[key] for key in _RATES if held.get(key) is not None), None)
+            return NamedMedia(field, kind, files=files, rate=rate, error=None if files else "a list of nothing")
     if isinstance(held, dict):  # {"bytes", "path"}, {"url"}, {"data", "format"}
         key = next((key for key in ("bytes", "data", "path", "url") if isinstance(held.get(key), str)), None)
         encoded = key in ("bytes", "data")
@@ -179,6 +217,9 @@ def _media(modality: str, number: int, held: Any) -> NamedMedia:
         return NamedMedia(field, kind, encoded=held[match.end() :])
     if encoded or _is_base64(held, modality):
         return NamedMedia(field, kind, encoded=held)
+    if _is_piece(held, _CLASSES[modality]):
+        error = f"{shown(held)} is not a {modality}: put the files of one {modality} in a list of their own, [[...]]"
+        return NamedMedia(field, kind, error=error)
     return NamedMedia(field, kind, path=held)
 
 

@@ -20,7 +20,7 @@ from orchdata.loaders.modalities.modality import Header
 from orchdata.loaders.modalities.probing import read_header
 from orchdata.loaders.shards.facts_table import NO_HEADER, FactsTable, shard_failure
 from orchdata.loaders.shards.fields import NAMED, printable
-from orchdata.loaders.shards.jsonl.media_files import STAMP_BITS, MediaFolder, shown_name
+from orchdata.loaders.shards.jsonl.media_files import STAMP_BITS, MediaFolder, joined_stamp, shown_name
 from orchdata.loaders.shards.jsonl.named_media import NamedMedia
 from orchdata.loaders.shards.jsonl.reading import RecordReader
 from orchdata.loaders.shards.jsonl.records import Record
@@ -59,7 +59,8 @@ def scan(reader: RecordReader, limits: Limits) -> Scanned:
 def media_state(reader: RecordReader, limits: Limits) -> str:
     """The state of the files that the records name, as `scan` finds it, without reading any of them."""
     states = MediaStates()
-    named = (one.path for record in reader.all() for one in _Read.of(record, reader, limits).media)
+    media = (one for record in reader.all() for one in _Read.of(record, reader, limits).media)
+    named = (file.path for one in media for file in one.parts())
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="orchdata-media") as pool:
         for some in _batches(named, _TOGETHER):
             states.add(mapped(pool, lambda path: _state(path, reader.folder), some))
@@ -115,8 +116,9 @@ class _Read(NamedTuple):
             media = reader.media(value)
         except DecodeError as error:
             return _Read(record, key, error=error.reason)
-        if len(media) > limits.sample_parts:
-            reason = f"it names {len(media)} files, above Limits.sample_parts={limits.sample_parts}"
+        count = sum(len(one.parts()) for one in media)
+        if count > limits.sample_parts:
+            reason = f"it names {count} files, above Limits.sample_parts={limits.sample_parts}"
             return _Read(record, key, error=reason)
         return _Read(record, key, _names_itself(value), len(record.data), media)
 
@@ -152,6 +154,16 @@ def _state(path: str | None, folder: MediaFolder | None) -> str:
 
 
 def _look_at(media: NamedMedia, folder: MediaFolder | None, limits: Limits) -> _LookedAt:
+    if not media.files:
+        return _look_at_one(media, folder, limits)
+    found = [_look_at_one(one, folder, limits) for one in media.files]
+    size, stamp = sum(one.size for one in found), joined_stamp([one.stamp for one in found])
+    error = next((f"file {at} of its list: {one.error}" for at, one in enumerate(found) if one.error is not None), None)
+    error = error or limits.size_error(size, is_text=False)
+    return _LookedAt(size, stamp, error=error, state="\0".join(one.state for one in found if one.state))
+
+
+def _look_at_one(media: NamedMedia, folder: MediaFolder | None, limits: Limits) -> _LookedAt:
     modality = None if media.kind == OTHER else BUILTINS[KINDS[media.kind]]
     size = stamp = 0
     header = NO_HEADER

@@ -16,7 +16,7 @@ from orchdata.loaders.errors import DecodeError, FieldError
 from orchdata.loaders.limits import Limits, limits_fingerprint
 from orchdata.loaders.shards.facts_table import Facts, FactsMeta, shard_failure
 from orchdata.loaders.shards.fields import NAMED, TABLE_ROW
-from orchdata.loaders.shards.jsonl.media_files import STAMP_BITS, shown_name
+from orchdata.loaders.shards.jsonl.media_files import STAMP_BITS, joined_stamp, shown_name
 from orchdata.loaders.shards.jsonl.named_media import NamedMedia
 from orchdata.loaders.shards.jsonl.reading import RecordReader
 from orchdata.loaders.shards.jsonl.scan import Scanned, media_state, no_root, scan
@@ -132,21 +132,34 @@ class JsonLinesShard:
         """Raises DecodeError where it is not what was indexed."""
         if media is None or media.error is not None:
             raise DecodeError("its record names no such file: run `orchdata index` again")
+        name = "its list of files" if media.files else shown_name(media.path or media.field)
+        contents, stamps, left = [], [], size
+        for one in media.parts():
+            data, stamped = self._named(one, left, name)
+            contents.append(data)
+            stamps.append(stamped)
+            left -= len(data)
+        if left or joined_stamp(stamps) != stamp:
+            raise _changed(name, size - left, size)
+        return media.joined(contents) if media.files else contents[0]
+
+    def _named(self, media: NamedMedia, most: int, name: str) -> tuple[bytes, int]:
+        """What is named, and its stamp. Raises DecodeError for more than so many bytes, in the name of all."""
         if media.path is None:
-            data = media.decoded(self._limits)
+            data, stamp = media.decoded(self._limits), 0
         elif self._reader.folder is None:
             raise DecodeError(no_root(media.path))
         else:
             with self._reader.folder.open(media.path) as file:
-                if (file.size, file.stamp) != (size, stamp):
-                    sizes = f"{file.size} bytes now, {size} then"
-                    raise DecodeError(
-                        f"{shown_name(media.path)} was changed since it was indexed ({sizes}): run "
-                        "`orchdata index` again"
-                    )
-                data = file.read(size)
+                data, stamp = file.read(min(file.size, most + 1)), file.stamp
             if self._reads is not None:
                 self._reads.storage.add(len(data))
-        if len(data) != size:
-            raise DecodeError(f"{len(data)} bytes, {size} when it was indexed: run `orchdata index` again")
-        return data
+        if len(data) > most:
+            raise _changed(name, f"above {most}", most)
+        return data, stamp
+
+
+def _changed(name: str, now: int | str, then: int) -> DecodeError:
+    return DecodeError(
+        f"{name} was changed since it was indexed ({now} bytes now, {then} then): run `orchdata index` again"
+    )
