@@ -24,9 +24,9 @@ from typing import Any
 from hostile import tar_of
 from limited_runs import Runner
 from mutators import Operation, mutated, operations
-from seed_files import MEMBER_KINDS, SHARD_KINDS, seed_files
+from seed_files import MEMBER_KINDS, SHARD_KINDS, VIDEO_KINDS, seed_files
 
-KINDS = MEMBER_KINDS + SHARD_KINDS
+KINDS = MEMBER_KINDS + VIDEO_KINDS + SHARD_KINDS
 CPU_SECONDS, WALL_SECONDS = 60, 300.0
 PEAK_BYTES = 3 << 30
 """More than what all children share and a sample's limit of memory come to is a finding."""
@@ -107,9 +107,9 @@ class Fuzzer:
         folder.mkdir()
         try:
             shards = write_cases(cases, folder)
-            return self._runner.run(
-                shards, cpu_seconds=CPU_SECONDS, wall_seconds=WALL_SECONDS, misbehave=self._misbehave, compare=True
-            )
+            limits: dict[str, Any] = {"cpu_seconds": CPU_SECONDS, "wall_seconds": WALL_SECONDS}
+            video = cases[0].kind in VIDEO_KINDS
+            return self._runner.run(shards, **limits, misbehave=self._misbehave, compare=True, video=video)
         finally:
             shutil.rmtree(folder)
 

@@ -20,6 +20,8 @@ from PIL import Image
 from shard_factory import chat, jpeg, omni_samples, png, write_shard
 
 MEMBER_KINDS = ("jpg", "png", "webp", "tiff", "gif", "bmp", "wav", "flac", "mp3", "ogg", "json", "txt")
+VIDEO_KINDS = ("mp4", "mov", "webm", "mkv")
+"""Which take PyAV, of which the other kinds can do without."""
 SHARD_KINDS = ("tar", "parquet", "tar.gz", "tar.zst")
 IMAGE_KINDS, AUDIO_KINDS = MEMBER_KINDS[:6], MEMBER_KINDS[6:10]
 
@@ -33,6 +35,8 @@ def seed_files(kind: str) -> tuple[bytes, ...]:
         return tuple(_sounds(kind))
     if kind in ("json", "txt"):
         return tuple(_texts(kind))
+    if kind in VIDEO_KINDS:
+        return tuple(_clips(kind))
     return tuple(_shards(kind))
 
 
@@ -66,6 +70,21 @@ def _sounds(kind: str) -> list[bytes]:
     rates = {"mp3": (16_000, 44_100)}.get(kind, (16_000, 22_050, 8_000))
     subtypes = {"wav": ("PCM_16", "FLOAT", "ULAW"), "flac": ("PCM_16", "PCM_24", "PCM_S8")}.get(kind, (None,) * 3)
     return [sound(name, subtype, seconds=0.3, rate=rate) for rate, subtype in zip(rates, subtypes, strict=False)]
+
+
+def _clips(kind: str) -> list[bytes]:
+    from video_clips import VARIABLE, clip
+
+    exact = ("fflags", "+bitexact")  # without random numbers in the container
+    pieces = (exact, ("movflags", "frag_keyframe+empty_moov"))
+    kinds: dict[str, list[dict[str, Any]]] = {
+        "mp4": [{}, {"times": VARIABLE[:8]}, {"codec": "mpeg4"}, {"options": pieces}],
+        "mov": [{"codec": "mpeg4"}, {"turned": 90}],
+        "webm": [{"codec": "vp8"}, {"codec": "vp9"}],
+        "mkv": [{}, {"codec": "mpeg4", "times": VARIABLE[:6]}],
+    }
+    plain: dict[str, Any] = {"codec": "h264", "container": kind, "frames": 8, "options": (exact,)}
+    return [clip(**plain | options) for options in kinds[kind]]
 
 
 def _texts(kind: str) -> list[bytes]:

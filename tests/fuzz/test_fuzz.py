@@ -9,9 +9,10 @@ import pytest
 from fuzz import KINDS, Case, Fuzzer, fuzz, wrong_with
 from limited_runs import Runner
 from mutators import MUTATORS, Operation
-from recounted import _audio, _image
+from recounted import _audio, _image, _video
 from seed_files import AUDIO_KINDS, IMAGE_KINDS, seed_files
 from shard_factory import audio, jpeg
+from video_clips import clip
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +66,9 @@ def test_other_counts_than_the_index_has_are_told() -> None:
     assert "Pillow finds (40, 30)" in _image(jpeg(40, 30), (30, 40))
     assert "Pillow raises" in _image(b"none", (30, 40))
     assert _audio(audio(0.5), (8000, 16_000)) == _audio(audio(0.5), (8500, 16_000)) == ""
+    shown = clip("h264", frames=8)
+    assert _video(shown, (64, 48, 8, 1, 3)) == ""
+    assert "PyAV shows 8 frames" in _video(shown, (64, 48, 7, 7, 24)) and _video(shown, (48, 64, 8, 1, 3))
     assert "soundfile finds 8000 frames" in _audio(audio(0.5), (9000, 16_000))
 
 

@@ -55,14 +55,16 @@ class Runner:
         wall_seconds: float = 120,
         misbehave: str = "",
         compare: bool = False,
+        video: bool = False,
     ) -> dict[str, Any]:
         """What became of these shards: `end` ("done", "raised", or how the child ended), `text`, `delivered` as
         (shard, key), `failures` as (shard, key, field, reason), `samples` in the index, `peak_bytes`, `seconds`.
-        With `compare` also `different`: media whose sizes are not what others find; see `recounted`.
+        With `compare` also `different`: media whose sizes are not what others find; see `recounted`. With `video` the
+        recipe reads clips, and GIFs as such.
         """
         assert self._process.stdin is not None and self._process.stdout is not None
         request = {"shards": list(shards), "cpu_seconds": cpu_seconds, "wall_seconds": wall_seconds}
-        request |= {"misbehave": misbehave, "compare": compare}
+        request |= {"misbehave": misbehave, "compare": compare, "video": video}
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         answer: dict[str, Any] = json.loads(self._process.stdout.readline())
@@ -127,7 +129,7 @@ def _child(request: dict[str, Any], send: int, cache: str, log: Path) -> None:
         os.environ["ORCHDATA_CACHE"] = cache
         try:
             misbehave(request["misbehave"])
-            answer = examine(request["shards"], compare=request["compare"])
+            answer = examine(request["shards"], compare=request["compare"], video=request["video"])
         except BaseException as error:
             kind = f"{type(error).__name__}: {error}"
             stack = "".join(traceback.format_tb(error.__traceback__)[-6:])
@@ -151,7 +153,7 @@ def misbehave(way: str) -> None:
         held.append(bytearray(64 << 20))
 
 
-def examine(shards: list[str], *, compare: bool = False) -> dict[str, Any]:
+def examine(shards: list[str], *, compare: bool = False, video: bool = False) -> dict[str, Any]:
     """Index the shards, and take one epoch of what can be used."""
     from recounted import recounted
 
@@ -159,7 +161,8 @@ def examine(shards: list[str], *, compare: bool = False) -> dict[str, Any]:
     from orchdata.loaders.index.build import build_index
 
     limits = od.Limits(sample_decoded_bytes=1 << 30)  # what this child has room for
-    recipe = od.Recipe(image=od.ImagePreprocessor(max_tokens=64), limits=limits)
+    clips = od.VideoPreprocessor(max_tokens=16, max_frames=6) if video else None
+    recipe = od.Recipe(image=od.ImagePreprocessor(max_tokens=64), video=clips, limits=limits)
     dataset = od.ShardDataset([Path(shard) for shard in shards], recipe)
     index = build_index(dataset.urls, recipe, num_threads=1)
     failures: list[od.DataError] = []

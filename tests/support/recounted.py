@@ -40,7 +40,7 @@ def _differences(index: Index, sample: StoredSample, recipe: Recipe) -> Iterator
     for part in sample.parts:
         member = sample.members[sample.member_of(part)]
         data = bytes(payloads[sample.member_of(part)])
-        check = {"image": _image, "audio": _audio}[index.modality_of(part)]
+        check = {"image": _image, "audio": _audio, "video": _video}[index.modality_of(part)]
         if what := check(data, member.header):
             yield f"{member.field}: {what}"
     decoded = sample.decode(recipe).parts
@@ -63,6 +63,36 @@ def _image(data: bytes, header: tuple[int, ...]) -> str:
         except Exception as error:
             return f"delivered, but Pillow raises {type(error).__name__}: {error}"
     return "" if size == header[:2] else f"Pillow finds {size} pixels, the index {header}"
+
+
+def _video(data: bytes, header: tuple[int, ...]) -> str:
+    """Pictures that PyAV shows when it decodes the whole file, where it takes all of it; and those that its packets
+    hold, of which a decoder passes over damaged ones.
+    """
+    import av
+
+    lenient: dict[str, Any] = {"metadata_errors": "replace"} if int(av.__version__.split(".")[0]) < 19 else {}
+    try:
+        with av.open(io.BytesIO(data), **lenient) as file:
+            stream = file.streams.video[0]
+            packets = [packet for packet in file.demux(stream) if packet.size and not packet.is_discard]
+        with av.open(io.BytesIO(data), **lenient) as file:
+            stream = file.streams.video[0]
+            shown = [(frame.pts, frame) for frame in file.decode(stream)]
+            times = {at for at, _ in shown if at is not None}
+            first = shown[0][1]
+            turned = round(first.rotation / 90) % 2
+            size = (first.height, first.width) if turned else (first.width, first.height)
+            span = float((max(times) - min(times)) * stream.time_base)
+    except av.FFmpegError:
+        return ""  # damaged behind what was taken of it
+    except Exception as error:
+        return f"delivered, but PyAV raises {type(error).__name__}: {error}"
+    frames, seconds = header[2], header[3] / header[4]
+    held = len({packet.pts for packet in packets})
+    if frames not in (len(times), held) or size != header[:2] or not span <= seconds:
+        return f"PyAV shows {len(times)} frames of {size} pixels over {span:.3f} s, the index {header}"
+    return ""
 
 
 def _audio(data: bytes, header: tuple[int, ...]) -> str:
