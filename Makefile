@@ -40,6 +40,7 @@ format: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.balance
 	$(BIN)/python -m benchmarks.bins --peers
+	$(BIN)/python -m benchmarks.clips
 	$(BIN)/python -m benchmarks.decode
 	$(BIN)/python -m benchmarks.papers
 	$(BIN)/python -m benchmarks.pieces

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from orchdata.loaders.errors import DecodeError
-from orchdata.loaders.text.chat_keys import Repeating, is_beside, says, shown, trains
+from orchdata.loaders.text.chat_keys import Repeating, check_whole, is_beside, says, shown, trains
 from orchdata.loaders.text.jinja import REASONING, Inputs, JinjaTemplate
 from orchdata.loaders.text.media_words import MediaWords
 from orchdata.loaders.text.template import Placeholder
@@ -301,6 +301,7 @@ def _item(where: str, given: Any, words: MediaWords) -> dict[str, Any] | Placeho
         kind = next((key for key in ("text", *words.items) if key in item), None)
     if isinstance(kind, str) and kind in words.items:
         words.check_single(where, kind, item)
+        check_whole(f"{where}, in an item of type {kind!r},", item)
         if says(item.get("text")):
             raise DecodeError(f"{where} has an item of type {kind!r} that holds 'text' too: give each its own item")
         return Placeholder(words.items[kind])

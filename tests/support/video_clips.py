@@ -160,10 +160,35 @@ def sound_alone(container: str = "mp4", codec: str = "aac") -> bytes:
         return path.read_bytes()
 
 
-def turn(data: bytes, degrees: int) -> bytes:
-    """An MP4 that players turn clockwise: the matrix of its first track."""
-    one = 1 << 16
-    matrix = {90: (0, one, -one, 0), 180: (-one, 0, 0, -one), 270: (0, -one, one, 0)}[degrees]
+_ONE = 1 << 16
+_MATRICES = {
+    90: (0, _ONE, -_ONE, 0),
+    180: (-_ONE, 0, 0, -_ONE),
+    270: (0, -_ONE, _ONE, 0),
+    "left to right": (-_ONE, 0, 0, _ONE),
+    "upside down": (_ONE, 0, 0, -_ONE),
+    "transposed": (0, _ONE, _ONE, 0),
+}
+
+
+def without_first_group(data: bytes, container: str, options: tuple[tuple[str, str], ...] = ()) -> bytes:
+    """A clip that was cut without encoding it anew: from its second picture on that stands alone, in stored order."""
+    out = io.BytesIO()
+    with av.open(io.BytesIO(data)) as given, av.open(out, "w", format=container, options=dict(options)) as made:
+        stream = given.streams.video[0]
+        target = made.add_stream_from_template(stream)
+        keys = 0
+        for packet in given.demux(stream):
+            keys += packet.is_keyframe
+            if keys > 1 and packet.dts is not None:
+                packet.stream = target
+                made.mux(packet)
+    return out.getvalue()
+
+
+def turn(data: bytes, way: int | str) -> bytes:
+    """An MP4 that players turn clockwise by so many degrees, or mirror: the matrix of its first track."""
+    matrix = _MATRICES[way]
     at = data.index(b"tkhd") + 4
     at += 52 if data[at] == 1 else 40
     a, b, c, d = matrix

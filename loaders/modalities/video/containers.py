@@ -5,6 +5,7 @@ A decoder reads a file that was cut as far as it goes, and says nothing.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
@@ -13,7 +14,10 @@ from orchdata.loaders.modalities.checks import starts_with
 
 _EBML: Final = b"\x1a\x45\xdf\xa3"
 _SEGMENT: Final = b"\x18\x53\x80\x67"
+_CLUSTER: Final = b"\x1f\x43\xb6\x75"
 _GIF: Final = (b"GIF87a", b"GIF89a")
+_NAMES: Final = re.compile(rb"[\x20-\x7e\xa9]{4}")
+"""Types of boxes."""
 _BOXES: Final = (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"styp", b"pnot")
 _NO_VIDEO: Final = (b"avif", b"avis", b"heic", b"heix", b"heif", b"mif1", b"msf1", b"M4A ", b"M4B ", b"jxl ")
 """Brands of still pictures, and of sound alone."""
@@ -39,7 +43,10 @@ def format_of(data: bytes | memoryview) -> str:
         return "gif"
     if head[4:8] in _BOXES:
         return "mp4"
-    raise DecodeError(f"not a video: starts with {starts_with(head)}; read are MP4 and MOV, WebM and Matroska, and GIF")
+    raise DecodeError(
+        f"not a video that is read: starts with {starts_with(head)}; read are MP4 and MOV, WebM and Matroska, and GIF. "
+        "Write others anew: `ffmpeg -i in.avi out.mp4`"
+    )
 
 
 def is_video(head: bytes) -> bool:
@@ -64,28 +71,71 @@ def boxes(data: memoryview, start: int, end: int) -> Iterator[Box]:
         at += size
 
 
-def cut_reason(data: memoryview, kind: str) -> str | None:
-    """Why a file is not all there, or None."""
+def check_whole(data: memoryview, kind: str) -> None:
+    """Raise DecodeError for a file that is not all there, as far as its own lengths tell."""
     ends = {"mp4": _mp4_end, "matroska": _matroska_end, "gif": _gif_end}[kind](data)
     if ends > len(data):
-        return f"the file is cut: it has {len(data)} bytes, and says that there are at least {ends}"
-    return None
+        raise DecodeError(f"the file is cut: it has {len(data)} bytes, and says that there are at least {ends}")
+
+
+def _nothing_at(at: int, what: str) -> DecodeError:
+    return DecodeError(
+        f"damaged video: at byte {at} stands no {what}. Bytes are lost, or others stand behind the file; what can be "
+        "read is kept by `ffmpeg -i in -c copy out`"
+    )
 
 
 def _mp4_end(data: memoryview) -> int:
-    return max((box.end for box in boxes(data, 0, len(data)) if box.kind.isascii()), default=0)
+    ends = at = 0
+    for box in boxes(data, 0, len(data)):
+        if not _NAMES.fullmatch(box.kind):
+            break
+        if box.kind == b"sidx" and box.end <= len(data):
+            ends = max(ends, box.end + _indexed_bytes(data[box.start : box.end]))
+        at = box.end
+        ends = max(ends, at)
+    if at + 8 <= len(data):
+        raise _nothing_at(at, "box of an MP4")
+    return ends
+
+
+def _indexed_bytes(content: memoryview) -> int:
+    """How far the pieces reach that a segment index is of (ISO/IEC 14496-12, 8.16.3)."""
+    at = 28 if content[0] else 20
+    first = int.from_bytes(content[at - 8 : at] if content[0] else content[at - 4 : at], "big")
+    count = int.from_bytes(content[at + 2 : at + 4], "big")
+    places = range(at + 4, min(len(content), at + 4 + 12 * count), 12)
+    return first + sum(int.from_bytes(content[place : place + 4], "big") & 0x7FFFFFFF for place in places)
 
 
 def _matroska_end(data: memoryview) -> int:
-    """Where its segment ends; 0 where it does not say, as one that was streamed out."""
+    """Where its segment ends; 0 where it does not say, as one that was streamed out. Its elements are gone through."""
     size, at = _length(data, 4)
     if size is None:
         return 0
     at += size
     if bytes(data[at : at + 4]) != _SEGMENT:
         return at + 4 if at + 4 > len(data) else 0
-    size, start = _length(data, at + 4)
-    return 0 if size is None else start + size
+    size, at = _length(data, at + 4)
+    end = len(data) if size is None else at + size
+    if end > len(data):
+        return end
+    while at < end:
+        width = 9 - data[at].bit_length()  # of its name
+        if width > 4:
+            raise _nothing_at(at, "element of Matroska")
+        opens = bytes(data[at : at + 4]) == _CLUSTER
+        length, content = _length(data, at + width)
+        if content == at + width:  # no length
+            if end - content < 8:
+                break
+            raise _nothing_at(at, "element of Matroska")
+        if length is None and not opens:
+            raise _nothing_at(at, "element of Matroska")
+        at = content if opens or length is None else content + length
+    if size is not None and at > end:
+        raise _nothing_at(end, "end of an element of Matroska")
+    return 0 if size is None else end
 
 
 def _length(data: memoryview, at: int) -> tuple[int | None, int]:
@@ -115,7 +165,7 @@ def _gif_end(data: memoryview) -> int:
                 return behind
             at += 11 + _palette(data[at + 9])
         else:
-            return at  # no block: decoders stop here too
+            raise _nothing_at(at, "block of a GIF")
         while True:
             if at >= len(data):
                 return behind

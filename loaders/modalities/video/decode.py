@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,9 @@ from orchdata.native.patchify import patchify
 if TYPE_CHECKING:
     from orchdata.loaders.modalities.video.file import VideoFile
     from orchdata.loaders.modalities.video.preprocessor import VideoPreprocessor
+
+_APART: Final = Fraction(1, 20)
+"""Seconds by which tables and packets of a file may differ."""
 
 
 def open_video(data: bytes | memoryview, limits: Limits) -> VideoFile | FrameList:
@@ -71,7 +75,7 @@ def taken_pictures(
 
     Args:
         modality: counts a clip.
-        size: as the index has it; the number of frames is the fifth of its extents.
+        size: as the index has it; its extent ends with frames, and the numerator and denominator of seconds.
         numbers_of: which pictures of a timeline are taken.
 
     Raises:
@@ -80,11 +84,12 @@ def taken_pictures(
     with open_video(data, limits) as video:
 
         def check(width: int, height: int) -> None:
-            found = modality.count_header(header_of(video, (width, height)), limits)
+            found = modality.count_header((width, height, *size.extent[-3:]), limits)
             if found.extent != tuple(size.extent):
                 raise DecodeError(_differs(video, (width, height)))
 
-        if video.timeline.frames != size.extent[4]:
+        frames, seconds = size.extent[-3], Fraction(*size.extent[-2:])
+        if video.timeline.frames != frames or abs(video.timeline.seconds - seconds) > max(_APART, seconds / 100):
             raise DecodeError(_differs(video))
         with closing(_of_one_size(video, numbers_of(video.timeline), check)) as pictures:
             yield pictures
@@ -95,7 +100,10 @@ def _differs(video: VideoFile | FrameList, size: tuple[int, int] | None = None) 
     line = video.timeline
     shown = f"{line.frames} frames in {float(line.seconds):.3f} s"
     shown += "" if size is None else f" of {size[0]} x {size[1]} pixels"
-    return f"decoded to {shown}, the index says otherwise: it is damaged, or has to be indexed again"
+    return (
+        f"decoded to {shown}, the index says otherwise: it was changed and has to be indexed again, or its header "
+        "tells other than it holds, which writing it anew mends (`ffmpeg -i in.mp4 out.mp4`)"
+    )
 
 
 def _of_one_size(

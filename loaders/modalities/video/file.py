@@ -16,9 +16,10 @@ import os
 import weakref
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, suppress
 from fractions import Fraction
+from itertools import islice
 from typing import Any, Final
 
 import numpy as np
@@ -28,11 +29,12 @@ from orchdata.loaders.interrupts import interrupts_held
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.checks import above_pixels
 from orchdata.loaders.modalities.image_decode import Pixels
-from orchdata.loaders.modalities.video.containers import cut_reason, format_of
+from orchdata.loaders.modalities.video.containers import check_whole, format_of
 from orchdata.loaders.modalities.video.timeline import Timeline
 
 try:
     import av
+    import av.sidedata.sidedata
     from av.video.reformatter import VideoReformatter
 except ModuleNotFoundError as error:
     if error.name != "av":
@@ -42,7 +44,10 @@ except ModuleNotFoundError as error:
 Pictures = Generator[Pixels]
 
 _SHOWN_VP8: Final = 0x10
-_QUARTER: Final = 90
+_MATRIX: Final = av.sidedata.sidedata.Type.DISPLAYMATRIX
+_TOGETHER: Final = 16
+"""Packets that are taken before Ctrl-C is heard."""
+_HVCC_LAYERS: Final = 21
 _AS_BYTES: Final[dict[str, Any]] = {"metadata_errors": "replace"} if int(av.__version__.split(".")[0]) < 19 else {}
 """Titles and the like are in any encoding; of PyAV 19 on they are never decoded."""
 _NO_MORE_FILES: Final = (errno.EMFILE, errno.ENFILE)
@@ -63,9 +68,7 @@ class VideoFile:
     def __init__(self, data: bytes | memoryview, limits: Limits) -> None:
         self._limits = limits
         self._format = format_of(data)
-        reason = cut_reason(memoryview(data), self._format)
-        if reason is not None:
-            raise DecodeError(reason)
+        check_whole(memoryview(data), self._format)
         self._container: Any = None
         with interrupts_held():
             self._memory = os.memfd_create("orchdata-video", os.MFD_CLOEXEC)
@@ -145,20 +148,35 @@ class VideoFile:
         """When pictures are shown, by their packets; nothing is decoded."""
         ticks: list[int] = []
         starts: list[int] = []
+        whole: list[int] = []  # as `starts`, with those that an edit leaves out
+        last = None
         hides = self._codec.name in ("vp8", "libvpx")  # whose packets may hold a picture that is never shown
         try:
             for packet in self._packets():
-                if not packet.size or packet.is_discard or (hides and not memoryview(packet)[0] & _SHOWN_VP8):
+                if not packet.size or (hides and not memoryview(packet)[0] & _SHOWN_VP8):
                     continue
-                if packet.pts is None:
-                    raise DecodeError("damaged video: it does not say when its frames are shown")
-                ticks.append(packet.pts)
-                if packet.is_keyframe:
-                    starts.append(packet.pts)
+                if packet.is_corrupt:
+                    raise DecodeError(f"damaged video: it is cut behind {len(ticks)} frames")
+                at, stands_alone = packet.pts, packet.is_keyframe
+                if stands_alone and not whole:
+                    ticks.clear()  # nothing leads to those before it
+                if len(whole) == 1 and not stands_alone and (at is None or at < whole[0]):
+                    continue  # shown before the first picture that stands alone, and made from one that was cut off
+                if at is None:
+                    raise DecodeError(
+                        "it does not say when its frames are shown: write it anew (`ffmpeg -fflags +genpts -i in.mkv "
+                        "out.mkv`)"
+                    )
+                whole += [at] * stands_alone
+                if not packet.is_discard:
+                    starts += [at] * stands_alone
+                    ticks.append(at)
+                    last = packet.duration
         except av.FFmpegError as error:
             _pass_trouble(error)
             raise DecodeError(f"damaged video: {_said(error)}, behind {len(ticks)} frames") from None
-        self.timeline = Timeline.of(ticks, _exact(self._stream.time_base), _exact(self._stream.average_rate))
+        told = last if self._format == "gif" else None  # delays are all that a GIF has
+        self.timeline = Timeline.of(ticks, _exact(self._stream.time_base), told)
         # Pictures of a GIF are made from those before them, whatever its packets say.
         self._starts = sorted(starts)[: 1 if self._format == "gif" else None]
 
@@ -171,10 +189,21 @@ class VideoFile:
         for place, pending in groups.items():
             if place >= 0 and self._seek(place):
                 with suppress(DecodeError):
-                    yield from self._decoded(pending)
+                    yield from self._decoded(pending, spares=self._knows_nonreference())
             if pending:  # there is no such place, or the file does not lead there: from its start, then
                 self._open()
-                yield from self._decoded(pending)
+                yield from self._decoded(pending, spares=False)
+
+    def _knows_nonreference(self) -> bool:
+        """Whether the decoder leaves out a picture that no other is made from when it is told to, before its packet.
+
+        In HEVC such pictures may still serve those of higher temporal layers: there must be one layer, as `hvcC` says
+        (ISO/IEC 14496-15, 8.3.3.1).
+        """
+        if self._codec.name == "hevc":
+            extra = self._codec.extradata or b""
+            return len(extra) > _HVCC_LAYERS and extra[0] == 1 and extra[_HVCC_LAYERS] >> 3 & 7 == 1
+        return self._codec.name in ("h264", "mpeg4")
 
     def _seek(self, place: int) -> bool:
         if self._format == "gif":
@@ -186,9 +215,13 @@ class VideoFile:
             return False
         return True
 
-    def _decoded(self, pending: deque[int]) -> Generator[tuple[int, Any]]:
-        """Pictures shown at these times, ascending, which are taken from them. Raises for one that does not come."""
-        with closing(self._all_from_here()) as frames:
+    def _decoded(self, pending: deque[int], *, spares: bool) -> Generator[tuple[int, Any]]:
+        """Pictures shown at these times, ascending, which are taken from them. Raises for one that does not come.
+
+        Args:
+            spares: whether others that nothing is made from are left out.
+        """
+        with closing(self._all_from_here(frozenset(pending) if spares else None)) as frames:
             for frame in frames:
                 if frame.pts is None or frame.pts < pending[0]:
                     continue
@@ -205,34 +238,65 @@ class VideoFile:
         packets = self._container.demux(self._stream)
         while True:
             with interrupts_held():
-                packet = next(packets, None)
-            if packet is None:
+                some = list(islice(packets, _TOGETHER))
+            yield from some
+            if len(some) < _TOGETHER:
                 return
-            yield packet
 
-    def _all_from_here(self) -> Generator[Any]:
+    def _all_from_here(self, wanted: frozenset[int] | None) -> Generator[Any]:
+        """Pictures; without those that nothing is made from, where only some are wanted."""
+        packets = self._container.demux(self._stream)
+        frames: list[Any] | None = []
         try:
-            for packet in self._packets():
+            while frames is not None:
                 with interrupts_held():
-                    frames = packet.decode()
-                yield from frames
+                    frames = self._next_frames(packets, wanted)
+                yield from frames or ()
         except av.FFmpegError as error:
             _pass_trouble(error)
             raise DecodeError(f"damaged video: {_said(error)}") from None
+
+    def _next_frames(self, packets: Iterator[Any], wanted: frozenset[int] | None) -> list[Any] | None:
+        """What the next packets show, if they do; None behind the last."""
+        for _ in range(_TOGETHER):
+            packet = next(packets, None)
+            if packet is None:
+                return None
+            if wanted is not None:
+                self._codec.skip_frame = "DEFAULT" if packet.pts in wanted else "NONREF"
+            frames: list[Any] = packet.decode()
+            if frames:
+                return frames
+        return []
 
     def _upright(self, frame: Any) -> Pixels:
         reason = above_pixels(frame.width, frame.height, self._limits, "video")
         if reason is not None:
             raise DecodeError(reason)
-        turns = round(frame.rotation / _QUARTER) % 4
+        turned = _turned(frame)
         try:
             plain = self._reformatter.reformat(frame, format="rgb24", threads=1)
         except av.FFmpegError as error:
             raise DecodeError(
                 f"video of {frame.format.name} pixels, which cannot be made RGB: {_said(error)}"
             ) from None
-        pixels = plain.to_ndarray()
-        return np.ascontiguousarray(np.rot90(pixels, turns) if turns else pixels)
+        pixels: Any = plain.to_ndarray()
+        return np.ascontiguousarray(turned(pixels))
+
+
+def _turned(frame: Any) -> Callable[[Pixels], Pixels]:
+    """How a picture is turned and mirrored, by the matrix of its file (ISO/IEC 14496-12, 8.3.2): the pixel at x, y is
+    shown at a x + c y, b x + d y. Turns that are no quarters are made by the nearest.
+    """
+    with interrupts_held():
+        held = frame.side_data.get(_MATRIX)
+    if held is None:
+        return lambda pixels: pixels
+    a, b, _, c, d = np.frombuffer(bytes(held), np.int32)[:5].tolist()
+    swaps = abs(a) + abs(d) < abs(b) + abs(c)
+    along, down = (c, b) if swaps else (a, d)
+    flips = tuple(slice(None, None, -1 if sign < 0 else 1) for sign in (down, along))
+    return lambda pixels: (pixels.transpose(1, 0, 2) if swaps else pixels)[flips]
 
 
 def _exact(told: Any) -> Fraction:

@@ -14,6 +14,8 @@ from orchdata.loaders.modalities.video.containers import is_video
 from orchdata.loaders.modalities.video.mp4 import plain_header
 from orchdata.native.scan.status import FOUND
 
+UNREAD: Final = tuple("avi wmv flv mpg mpeg m2ts mts ogv".split())
+"""Videos all the same, whose error says what to do: a sample without its clip would be learned as text alone."""
 _PIXEL_BYTES: Final = 32
 """Of a picture as decoded and as RGB, and of up to sixteen that a decoder keeps to make others of."""
 
@@ -25,7 +27,7 @@ class VideoFiles(Modality):
     it, and of all other files a scan of packets.
     """
 
-    fields = tuple("mp4 m4v mov webm mkv gif frames.json video.json".split())
+    fields = tuple("mp4 m4v mov 3gp webm mkv gif frames.json video.json".split()) + UNREAD
     words = ("video", "video_url")
     plural = "videos"
     column_words = frozenset("video videos clip clips movie movies".split())

@@ -1,15 +1,17 @@
 """A clip as a list of pictures in JSON, in base64 or as `data:` URLs, already taken from a video:
 
-{"fps": 2.0, "frames": ["data:image/jpeg;base64,...", ...]}, or the list alone
+{"fps": 2.0, "frames": ["data:image/jpeg;base64,...", ...]}, with "timestamps" in seconds in place of a rate, or the
+list alone
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
+import codecs
 import json
 import re
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from fractions import Fraction
 from functools import partial
 from typing import Any, Final
@@ -24,6 +26,11 @@ from orchdata.loaders.modalities.video.timeline import Timeline
 
 _FRAMES: Final = ("frames", "video", "images")
 _RATES: Final = ("fps", "sample_fps")
+_TIMES: Final = "timestamps"
+_BESIDE: Final = re.compile(r"fps|rate|stamp|time|start|end|second|duration|trim|clip|total|indices", re.IGNORECASE)
+"""Keys that say when frames are shown, or which of them."""
+_OF_SOURCE: Final = ("raw_fps", "total_num_frames", "frames_indices", "duration", "video_duration")
+"""What frames were taken of: said beside a rate, or times."""
 _DEFAULT_FPS: Final = 2.0
 """Of a list that does not say, as Qwen's own tools have it."""
 _FINEST: Final = 1_000_000
@@ -38,7 +45,36 @@ def written(frames: Sequence[bytes], fps: Any) -> bytes:
 
 def is_frame_list(data: bytes | memoryview) -> bool:
     """Whether bytes are JSON, which no video file is."""
-    return bytes(data[:64]).lstrip()[:1] in (b"{", b"[")
+    return bytes(data[:64]).removeprefix(codecs.BOM_UTF8).lstrip()[:1] in (b"{", b"[")
+
+
+def _timeline(told: Mapping[str, Any], count: int) -> Timeline:
+    """When frames are shown, as the list says it. Raises DecodeError, for what it says otherwise too."""
+    rates = [key for key in _RATES if told.get(key) is not None]
+    says = bool(rates) or told.get(_TIMES) is not None
+    for key, value in told.items():
+        known = key in (*_FRAMES, *_RATES, _TIMES) or (says and key in _OF_SOURCE)
+        if not known and value is not None and _BESIDE.search(key):
+            raise DecodeError(
+                f"a list of frames with {key[:40]!r}, which is not read: give {_RATES[0]!r}, pictures a second, or "
+                f"{_TIMES!r}, seconds"
+            )
+    if told.get(_TIMES) is not None:
+        return _timed(told[_TIMES], count)
+    fps = told[rates[0]] if rates else _DEFAULT_FPS
+    if isinstance(fps, bool) or not isinstance(fps, int | float) or not 1 / _FINEST <= fps <= _FINEST:
+        raise DecodeError(f"a list of frames at fps={repr(fps)[:40]}: that is a number of pictures a second, above 0")
+    return Timeline.of(list(range(count)), 1 / Fraction(fps).limit_denominator(_FINEST), last=1)
+
+
+def _timed(times: Any, count: int) -> Timeline:
+    plain = isinstance(times, list) and all(type(at) in (int, float) and abs(at) < _FINEST for at in times)
+    if not plain or len(times) != count:
+        raise DecodeError(f"a list of {count} frames whose {_TIMES} are not as many numbers of seconds")
+    ticks = [round(at * _FINEST) for at in times]
+    if ticks != sorted(ticks):
+        raise DecodeError(f"a list of frames whose {_TIMES} do not ascend")
+    return Timeline.of(ticks, Fraction(1, _FINEST))
 
 
 class FrameList:
@@ -47,20 +83,15 @@ class FrameList:
     def __init__(self, data: bytes | memoryview, limits: Limits) -> None:
         self._limits = limits
         try:
-            held: Any = json.loads(bytes(data))
+            held: Any = json.loads(bytes(data).removeprefix(codecs.BOM_UTF8))
         except (ValueError, RecursionError) as error:
             raise DecodeError(f"not a list of frames: {described(error)}") from None
-        frames, fps = held, _DEFAULT_FPS
-        if isinstance(held, dict):
-            frames = next((held[key] for key in _FRAMES if key in held), None)
-            fps = next((held[key] for key in _RATES if held.get(key) is not None), _DEFAULT_FPS)
+        told = held if isinstance(held, dict) else {}
+        frames = next((told[key] for key in _FRAMES if key in told), None) if told else held
         if not isinstance(frames, list) or not all(isinstance(frame, str) for frame in frames):
             raise DecodeError('not a list of frames: write {"fps": 2.0, "frames": ["data:image/jpeg;base64,...", ...]}')
-        if isinstance(fps, bool) or not isinstance(fps, int | float) or not 1 / _FINEST <= fps <= _FINEST:
-            raise DecodeError(f"a list of frames at fps={str(fps)[:40]}: that is pictures a second, above 0")
         self._frames: list[str] = frames
-        tick = 1 / Fraction(fps).limit_denominator(_FINEST)
-        self.timeline = Timeline.of(list(range(len(frames))), tick)
+        self.timeline = _timeline(told, len(frames))
 
     def __enter__(self) -> FrameList:
         return self

@@ -49,7 +49,8 @@ def plain_header(data: memoryview, size: int) -> tuple[int, Header]:
         if at + 16 > len(data) and len(data) < size:
             return MORE, ()
         box = next(boxes(data[at:], 0, size - at), None)
-        if box is None or box.end > size - at or box.kind == b"moof":
+        open_ended = not int.from_bytes(data[at : at + 4], "big")
+        if box is None or open_ended or box.end > size - at or box.kind in (b"moof", b"sidx"):
             return UNUSUAL, ()
         if box.kind == b"moov":
             if tables is not None:
@@ -105,6 +106,8 @@ def _times(data: memoryview, table: dict[bytes, list[Box]]) -> NDArray[np.int64]
     sizes = _content(data, table[b"stsz"][0])
     if not 0 < frames <= _MOST_FRAMES or _uint(sizes, 8) != frames or (deltas <= 0).any():
         raise _NotPlain
+    if not _uint(sizes, 4) and not np.frombuffer(sizes, ">u4", frames, 12).all():  # a frame without bytes
+        raise _NotPlain
     lasts = np.repeat(deltas, counts)
     times = np.cumsum(lasts) - lasts
     if b"ctts" in table:
@@ -112,6 +115,10 @@ def _times(data: memoryview, table: dict[bytes, list[Box]]) -> NDArray[np.int64]
         if int(counts.sum()) != frames:
             raise _NotPlain
         times = times + np.repeat(offsets, counts)
+    if b"stss" in table:
+        content = _content(data, table[b"stss"][0])
+        if not _uint(content, 4) or _uint(content, 8) != 1 or times[0] != times.min():
+            raise _NotPlain  # frames are shown before the first that stands alone
     return times
 
 

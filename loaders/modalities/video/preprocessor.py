@@ -73,12 +73,12 @@ class VideoPreprocessor(VideoFiles):
     def __post_init__(self) -> None:
         for name in ("min_frames", "max_frames", "temporal_patch_size"):
             check_at_least_one("VideoPreprocessor", name, getattr(self, name))
-        if not 1 / _FINEST <= self.fps <= _FINEST:
+        if not _is_number(self.fps) or not 1 / _FINEST <= self.fps <= _FINEST:
             raise ValueError(f"VideoPreprocessor.fps must be a number above 0, got {self.fps!r}")
         if self.max_frames < self.min_frames:
             raise ValueError(f"VideoPreprocessor.max_frames={self.max_frames} is below min_frames={self.min_frames}")
         rate = self.positions_per_second
-        if rate is not None and not 0 < rate <= _FINEST:
+        if rate is not None and (not _is_number(rate) or not 0 < rate <= _FINEST):
             raise ValueError(f"VideoPreprocessor.positions_per_second must be None or above 0, got {rate!r}")
         picture = _picture(self, self.max_tokens)  # refuses what it has in common with images
         object.__setattr__(self, "mean", picture.mean)
@@ -185,6 +185,10 @@ class VideoPreprocessor(VideoFiles):
     def _flat(self, wide: int) -> PartSize:
         patches, times = self.merge * wide, self.temporal_patch_size
         return PartSize(patches, patches // self.merge**2, patches, (1, self.merge, wide, times, times, 1, 1))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @lru_cache(maxsize=256)

@@ -6,6 +6,7 @@ times of its pictures --Timeline--> their number and seconds (the header) --samp
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Final
@@ -20,7 +21,8 @@ _FINEST: Final = 1_000_000
 _DEFAULT_RATE: Final = 25
 """Pictures a second of a clip of one."""
 _MOST_TICKS: Final = 2**62
-_NOT_TOLD: Final = Fraction(0)
+_SIMPLE: Final = 100
+"""The largest denominator of a rate that is believed."""
 
 
 @dataclass(frozen=True)
@@ -64,14 +66,14 @@ class Timeline:
     _tick: Fraction = Fraction(1)
 
     @classmethod
-    def of(cls, ticks: list[int], tick: Fraction, rate: Fraction = _NOT_TOLD) -> Timeline:
-        """From times in any order. The last picture is taken to be shown as long as one is in the mean: what files say
-        of it is mostly a guess of whatever wrote them.
+    def of(cls, ticks: list[int], tick: Fraction, last: int | None = None) -> Timeline:
+        """From times in any order. Where these are a steady rate's, rounded to ticks, it is that rate's.
 
         Args:
             ticks: when each picture is shown.
             tick: seconds.
-            rate: pictures a second, as the file tells it; believed where its times, rounded to ticks, may be that.
+            last: ticks that the last picture is shown for; None: as long as one is in the mean, as what files say of it
+                is mostly a guess of whatever wrote them.
 
         Raises:
             DecodeError: no picture, or two at one time.
@@ -83,12 +85,13 @@ class Timeline:
         at = np.sort(np.array(ticks, np.int64))
         spread, count = int(at[-1]) - int(at[0]), len(at)
         if count == 1:
-            return cls(at, Fraction(1, _DEFAULT_RATE), True, tick)
+            return cls(at, _bounded(last * tick) if last else Fraction(1, _DEFAULT_RATE), True, tick)
         if not (np.diff(at) > 0).all():
             raise DecodeError("damaged video: it shows two frames at one time")
-        seconds, is_constant = Fraction(spread * count, count - 1) * tick, _is_even(at, spread)
-        if is_constant and rate and abs(count / rate - seconds) <= 2 * tick:
-            seconds = count / rate
+        is_constant = _is_even(at, spread)
+        seconds = (spread + last) * tick if last else Fraction(spread * count, count - 1) * tick
+        if is_constant and not last:
+            seconds = _steady(at, seconds, tick)
         return cls(at, _bounded(seconds), is_constant, tick)
 
 
@@ -98,6 +101,29 @@ def _is_even(at: NDArray[np.int64], spread: int) -> bool:
         return False
     off = (at - at[0]) * (count - 1) - np.arange(count, dtype=np.int64) * spread
     return bool((2 * np.abs(off) <= spread).all())
+
+
+def _steady(at: NDArray[np.int64], seconds: Fraction, tick: Fraction) -> Fraction:
+    """How long a clip of a steady rate is, where its times, each rounded to a tick, are those of a usual one: a whole
+    number of pictures a second, that by 1.001, or a simple fraction. Else as measured, and so where nothing is rounded.
+    """
+    gaps, count = np.diff(at), len(at)
+    if (gaps == gaps[0]).all():
+        return seconds
+    measured = count / seconds
+    thousandths = round(measured * 1001 / 1000)
+    usual = (Fraction(round(measured)), Fraction(1000 * thousandths, 1001), measured.limit_denominator(_SIMPLE))
+    found = [(_off(at, 1 / (rate * tick)), count / rate) for rate in usual if rate]
+    off, best = min(found, key=lambda each: each[0], default=(2.0, seconds))
+    return best if off <= 1 else seconds
+
+
+def _off(at: NDArray[np.int64], step: Fraction) -> float:
+    """By how much times are off those at steps of so many ticks: less than a tick in all where they are rounded."""
+    past, up, down = at - at[0], step.numerator, step.denominator
+    if max(len(at) * up, (int(past[-1]) + 1) * down) >= _MOST_TICKS:
+        return math.inf
+    return float(np.ptp(np.arange(len(at)) * up - past * down)) / down
 
 
 def _bounded(seconds: Fraction) -> Fraction:

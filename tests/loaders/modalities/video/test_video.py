@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from video_clips import VARIABLE, animation, clip, number_of, picture, sound_alone
+from video_clips import VARIABLE, animation, clip, number_of, picture, sound_alone, turn, without_first_group
 
 import orchdata as od
 from orchdata.loaders.errors import DecodeError
@@ -143,9 +143,9 @@ def test_pictures_far_apart_are_reached_from_the_last_whole_one() -> None:
         read = 0
         whole = video._all_from_here
 
-        def counting() -> Any:
+        def counting(wanted: frozenset[int] | None) -> Any:
             nonlocal read
-            for frame in whole():
+            for frame in whole(wanted):
                 read += 1
                 yield frame
 
@@ -186,6 +186,98 @@ def test_turned_clips_are_upright(degrees: int) -> None:
     assert found == [number * frames // size.extent[3] for number in range(size.extent[3])]
 
 
+@pytest.mark.parametrize(
+    ("way", "back"),
+    [
+        ("left to right", lambda pixels: pixels[:, ::-1]),
+        ("upside down", lambda pixels: pixels[::-1]),
+        ("transposed", lambda pixels: pixels.transpose(1, 0, 2)),
+    ],
+)
+def test_mirrored_clips_are_mirrored(way: str, back: Any) -> None:
+    plain = clip("h264", size=(96, 64))
+    data = turn(plain, way)
+    assert header_of(data)[:2] == ((64, 96) if way == "transposed" else (96, 64))
+    with open_video(plain, LIMITS) as video, open_video(data, LIMITS) as mirrored:
+        for stored, shown in zip(video.frames([1, 9]), mirrored.frames([1, 9]), strict=True):
+            assert np.array_equal(back(shown), stored) and not np.array_equal(shown, stored)
+
+
+@pytest.mark.parametrize("clock", [600, 1_000, 48_000, 90_000])
+@pytest.mark.parametrize("rate", [Fraction(24_000, 1001), Fraction(30_000, 1001), Fraction(60_000, 1001), 30])
+def test_tables_and_packets_agree_whatever_the_clock(clock: int, rate: Fraction) -> None:
+    data = clip("h264", frames=61, rate=rate, options=(("video_track_timescale", str(clock)),))
+    status, header = mp4.plain_header(memoryview(data), len(data))
+    assert status == FOUND and header == VideoFiles.probe(data, LIMITS)
+    assert abs(float(Fraction(*header[3:])) - 61 / rate) < 2 / clock
+    decoded(data)
+
+
+def test_an_index_of_other_tables_holds_where_it_means_the_same() -> None:
+    # What a file's packets tell may differ by the version of FFmpeg: a little less than its tables do.
+    data = clip("h264")
+    size = PRE.count_header((*header_of(data)[:3], 24_003, 24_000), LIMITS)
+    PRE.decode_into(data, size, {"patches": np.empty((size.num_rows, PRE.patch_dim), np.uint8)}, LIMITS)
+    far = PRE.count_header((*header_of(data)[:3], 24, 20), LIMITS)
+    with pytest.raises(DecodeError, match="the index says otherwise"):
+        PRE.decode_into(data, far, {"patches": np.empty((far.num_rows, PRE.patch_dim), np.uint8)}, LIMITS)
+
+
+@pytest.mark.parametrize("codec", ["h264", "h265", "mpeg4"])
+@pytest.mark.parametrize("container", ["mkv", "mp4"])
+def test_what_is_shown_before_the_first_whole_picture_is_left_out(codec: str, container: str) -> None:
+    given = {"h264": OPEN_H264, "h265": OPEN_H265, "mpeg4": (("bf", "2"), ("flags", "-cgop"))}[codec]
+    whole = clip(codec, "mkv", frames=40, given=given)
+    cut = without_first_group(
+        whole, {"mkv": "matroska"}.get(container, container), (("use_editlist", "0"),) * (container == "mp4")
+    )
+    frames = header_of(cut)[2]
+    assert 20 <= frames < 40
+    with open_video(cut, LIMITS) as video:
+        shown = [number_of(pixels) for pixels in video.frames(range(frames - (codec == "mpeg4")))]
+    assert shown == list(range(40 - frames, 40))[: len(shown)]
+    decoded(cut)
+
+
+BFRAMES_H264 = (("x264-params", "bframes=3:b-pyramid=normal:keyint=30:scenecut=0:threads=1"),)
+BFRAMES_H265 = (("x265-params", "log-level=none:bframes=4:keyint=30:pools=none"),)
+LAYERED_H265 = (("x265-params", "log-level=none:bframes=4:keyint=30:pools=none:temporal-layers=2"),)
+
+
+@pytest.mark.parametrize(
+    ("codec", "given", "spares"),
+    [
+        ("h264", BFRAMES_H264, True),
+        ("h265", BFRAMES_H265, True),
+        ("h265", LAYERED_H265, False),
+        ("mpeg4", (("bf", "2"),), True),
+        ("vp9", (), False),
+    ],
+)
+@pytest.mark.parametrize("container", ["mp4", "mkv"])
+def test_pictures_that_nothing_is_made_from_are_not_decoded(
+    codec: str, given: Any, spares: bool, container: str
+) -> None:
+    data = clip(codec, container, frames=60, gop=30, given=given)
+    whole, came = every_frame(data), 0
+    for numbers in ([0, 7, 8, 31, 59], [1], [58], list(range(0, 60, 7)), list(range(60))):
+        with open_video(data, LIMITS) as video:
+            plain = video._next_frames
+
+            def counted(*arguments: Any, plain: Any = plain) -> Any:
+                nonlocal came
+                found = plain(*arguments)
+                came += len(found or ())
+                return found
+
+            video._next_frames = counted  # type: ignore[method-assign]
+            shown = list(video.frames(numbers))
+        assert all(np.array_equal(ours, whole[at]) for ours, at in zip(shown, numbers, strict=True))
+        if numbers == [58]:
+            assert (came < 26) == spares  # of 30 since the last that stands alone
+        came = 0
+
+
 # Lists of frames
 
 
@@ -207,9 +299,25 @@ def test_lists_of_frames_are_clips() -> None:
         assert size.extent[3] >= 8 and [number_of(pixels) for pixels in pictures_of(size, out)] == taken
 
 
+def test_frames_may_come_with_their_times() -> None:
+    frames = [frame(number) for number in range(4)]
+    data = b"\xef\xbb\xbf" + json.dumps({"timestamps": [0, 0.5, 2, 7], "frames": frames, "raw_fps": 24}).encode()
+    assert Fraction(*header_of(data)[3:]) == Fraction(28, 3)
+    with open_video(data, LIMITS) as video:
+        assert not video.timeline.is_constant and video.timeline.pictures(4) == [0, 2, 2, 3]
+    even = json.dumps({"timestamps": [1.0, 1.25, 1.5, 1.75], "frames": frames}).encode()
+    assert header_of(even) == header_of(json.dumps({"fps": 4, "frames": frames}).encode())
+
+
 @pytest.mark.parametrize(
     ("held", "message"),
     [
+        ({"timestamps": [0, 1], "frames": ["aaaa"]}, "1 frames whose timestamps are not as many"),
+        ({"timestamps": [0, "1"], "frames": ["aaaa"] * 2}, "numbers of seconds"),
+        ({"timestamps": [1, 0], "frames": ["aaaa"] * 2}, "do not ascend"),
+        ({"FPS": 4, "frames": ["aaaa"]}, "'FPS', which is not read"),
+        ({"raw_fps": 4, "frames": ["aaaa"]}, "'raw_fps', which is not read"),
+        ({"fps": "2", "frames": ["aaaa"]}, "fps='2': that is a number"),
         ({"frames": []}, "without a single frame"),
         ({"fps": 0, "frames": ["aaaa"]}, "fps=0"),
         ({"fps": 1, "pictures": ["aaaa"]}, "write {"),
@@ -243,9 +351,45 @@ def test_a_cut_file_is_counted_as_what_is_there_or_refused(name: str, share: flo
     assert "streamed out" in name
 
 
+def zeroed(data: bytes, start: float, stop: float) -> bytes:
+    first, last = int(start * len(data)), int(stop * len(data))
+    return data[:first] + bytes(last - first) + data[last:]
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0.6, 1.0), (0.4, 0.6)])
+@pytest.mark.parametrize(
+    "name", ["vp9 webm", "h264 mkv, streamed out", "h264 mkv", "h264 mp4, a fragment a frame", "gif"]
+)
+def test_a_file_with_a_hole_is_refused(name: str, start: float, stop: float) -> None:
+    with pytest.raises(DecodeError, match="stands no|damaged|cut"):
+        header_of(zeroed(CLIPS[name](), start, stop))
+
+
+def test_pieces_that_an_index_in_the_file_names_must_be_there() -> None:
+    data = clip("h264", frames=48, options=(("movflags", "dash+frag_keyframe+global_sidx"),))
+    assert b"sidx" in data and header_of(data)[2] == 48
+    moofs = [at - 4 for at in range(len(data)) if data.startswith(b"moof", at)]
+    for at in moofs[1:]:
+        with pytest.raises(DecodeError, match="the file is cut"):
+            header_of(data[:at])
+    with pytest.raises(DecodeError, match="stands no box"):
+        header_of(data + bytes(1000))
+    assert header_of(data + bytes(3)) == header_of(data)
+
+
+def test_a_last_sample_without_bytes_is_no_frame() -> None:
+    data = clip("h264", frames=12, options=(("movflags", "faststart"),))
+    table = data.index(b"stsz") + 4
+    last = table + 12 + 4 * 11
+    empty = data[:last] + bytes(4) + data[last + 4 :]
+    assert mp4.plain_header(memoryview(empty), len(empty))[0] == UNUSUAL
+    assert header_of(empty)[2] == 11
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: clip("mpeg4", "avi"), "not a video that is read.*in.avi out.mp4"),
         (lambda: sound_alone(), "only audio"),
         (lambda: sound_alone("mkv"), "only audio"),
         (lambda: b"\0" * 400, "not a video"),
@@ -300,6 +444,8 @@ def test_ctrl_c_is_heard_wherever_it_comes() -> None:
     clips = [clip("h264"), clip("vp9", "webm", times=VARIABLE), animation(5)]
     before, forgotten = len(os.listdir("/proc/self/fd")), 0
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    others = gc.callbacks[:]
+    gc.callbacks.clear()  # of tools, in which it would be forgotten
     try:
         for number in range(300):
             came = threading.Timer(0.001 + 0.00005 * number, signal.raise_signal, (signal.SIGINT,))
@@ -311,6 +457,7 @@ def test_ctrl_c_is_heard_wherever_it_comes() -> None:
                 forgotten += 1
     finally:
         signal.signal(signal.SIGINT, previous)
+        gc.callbacks.extend(others)
     gc.collect()
     assert not forgotten and len(os.listdir("/proc/self/fd")) <= before + 1
 
@@ -381,6 +528,9 @@ def test_budgets_hold_whatever_the_clip(frames: int, budget: tuple[int, int, int
     ("given", "message"),
     [
         ({"fps": 0}, "VideoPreprocessor.fps"),
+        ({"fps": "2"}, "VideoPreprocessor.fps"),
+        ({"fps": True}, "VideoPreprocessor.fps"),
+        ({"positions_per_second": "2"}, "positions_per_second"),
         ({"min_frames": 9, "max_frames": 8}, "max_frames=8 is below min_frames=9"),
         ({"total_tokens": 3}, "total_tokens must be an int of at least min_tokens=4"),
         ({"max_tokens": 3}, "VideoPreprocessor.max_tokens"),
