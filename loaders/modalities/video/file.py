@@ -44,6 +44,8 @@ except ModuleNotFoundError as error:
 Pictures = Generator[Pixels]
 
 _SHOWN_VP8: Final = 0x10
+_SLANTED: Final = 1000
+"""How many times larger than the others a matrix' numbers are that turn by quarters."""
 _MATRIX: Final = av.sidedata.sidedata.Type.DISPLAYMATRIX
 _TOGETHER: Final = 16
 """Packets that are taken before Ctrl-C is heard."""
@@ -286,7 +288,7 @@ class VideoFile:
 
 def _turned(frame: Any) -> Callable[[Pixels], Pixels]:
     """How a picture is turned and mirrored, by the matrix of its file (ISO/IEC 14496-12, 8.3.2): the pixel at x, y is
-    shown at a x + c y, b x + d y. Turns that are no quarters are made by the nearest.
+    shown at a x + c y, b x + d y. Raises DecodeError for turns that are no quarters.
     """
     with interrupts_held():
         held = frame.side_data.get(_MATRIX)
@@ -294,7 +296,9 @@ def _turned(frame: Any) -> Callable[[Pixels], Pixels]:
         return lambda pixels: pixels
     a, b, _, c, d = np.frombuffer(bytes(held), np.int32)[:5].tolist()
     swaps = abs(a) + abs(d) < abs(b) + abs(c)
-    along, down = (c, b) if swaps else (a, d)
+    (along, down), rest = ((c, b), (a, d)) if swaps else ((a, d), (b, c))
+    if _SLANTED * max(map(abs, rest)) > min(abs(along), abs(down)) or not (along and down):
+        raise DecodeError("a video that its file turns by no quarter: encode it anew as it is to be seen")
     flips = tuple(slice(None, None, -1 if sign < 0 else 1) for sign in (down, along))
     return lambda pixels: (pixels.transpose(1, 0, 2) if swaps else pixels)[flips]
 

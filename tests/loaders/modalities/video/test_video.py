@@ -203,6 +203,14 @@ def test_mirrored_clips_are_mirrored(way: str, back: Any) -> None:
             assert np.array_equal(back(shown), stored) and not np.array_equal(shown, stored)
 
 
+def test_a_slant_is_refused() -> None:
+    data = turn(clip("h264", size=(96, 64)), 90)
+    at = data.index(b"tkhd") + 4
+    at += 52 if data[at] == 1 else 40
+    with pytest.raises(DecodeError, match="turns by no quarter"):
+        header_of(data[:at] + (1 << 14).to_bytes(4, "big") + data[at + 4 :])
+
+
 @pytest.mark.parametrize("clock", [600, 1_000, 48_000, 90_000])
 @pytest.mark.parametrize("rate", [Fraction(24_000, 1001), Fraction(30_000, 1001), Fraction(60_000, 1001), 30])
 def test_tables_and_packets_agree_whatever_the_clock(clock: int, rate: Fraction) -> None:
