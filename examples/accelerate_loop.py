@@ -31,27 +31,23 @@ def train(args: argparse.Namespace) -> None:
     model, optimizer = accelerator.prepare(model, common.make_optimizer(model))
     loader = od.hf.accelerate(common.make_loader(args).steps(), accelerator)
 
-    step, checkpoint = common.last_checkpoint(args)
+    done, checkpoint = common.last_checkpoint(args)
     if checkpoint:
         accelerator.load_state(str(checkpoint))
 
-    while step < args.steps:
-        for microbatches in loader:  # on the accelerator's device
-            loss = torch.zeros((), device=accelerator.device)
-            for batch in microbatches:
-                with contextlib.nullcontext() if batch.is_last_microbatch else accelerator.no_sync(model):
-                    scaled = model(**batch.model_inputs()).loss_sum * batch.loss_scale
-                    accelerator.backward(scaled)
-                loss += scaled.detach()
-            optimizer.step()
-            optimizer.zero_grad()
-            step += 1
-            common.tell(args, step, loss, microbatches)
-            if common.is_due(args, step):
-                with common.new_checkpoint(args, step) as folder:
-                    accelerator.save_state(str(folder))
-            if step == args.steps:
-                break
+    for step, microbatches in common.steps_to_go(args, loader, done):  # on the accelerator's device
+        loss = torch.zeros((), device=accelerator.device)
+        for batch in microbatches:
+            with contextlib.nullcontext() if batch.is_last_microbatch else accelerator.no_sync(model):
+                scaled = model(**batch.model_inputs()).loss_sum * batch.loss_scale
+                accelerator.backward(scaled)
+            loss += scaled.detach()
+        optimizer.step()
+        optimizer.zero_grad()
+        common.tell(args, step, loss, microbatches)
+        if common.is_due(args, step):
+            with common.new_checkpoint(args, step) as folder:
+                accelerator.save_state(str(folder))
 
 
 if __name__ == "__main__":

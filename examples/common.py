@@ -74,6 +74,16 @@ def make_loader(args: argparse.Namespace, dp: Any = None, **options: Any) -> od.
     )
 
 
+def steps_to_go(args: argparse.Namespace, steps: Any, done: int) -> Iterator[tuple[int, list[od.Batch]]]:
+    """Optimizer steps that are still to be made, over as many epochs as that takes: their number, and microbatches."""
+    while done < args.steps:
+        for microbatches in steps:
+            done += 1
+            yield done, microbatches
+            if done == args.steps:
+                break
+
+
 def tell(args: argparse.Namespace, step: int, loss: torch.Tensor, microbatches: Sequence[od.Batch]) -> None:
     """Say what a step was, on every rank.
 

@@ -31,33 +31,29 @@ def train(args: argparse.Namespace) -> None:
     optimizer = common.make_optimizer(model)
     loader = common.make_loader(args)
 
-    step, checkpoint = common.last_checkpoint(args)
+    done, checkpoint = common.last_checkpoint(args)
     if checkpoint:
         state = torch.load(checkpoint / "state.pt", weights_only=True)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         loader.load_state_dict(state["loader"])
 
-    while step < args.steps:
-        for microbatches in loader.steps():
-            loss = torch.zeros(())
-            for batch in microbatches:
-                synchronised = batch.is_last_microbatch or net is model
-                with contextlib.nullcontext() if synchronised else net.no_sync():
-                    scaled = net(**batch.model_inputs()).loss_sum * batch.loss_scale
-                    scaled.backward()
-                loss += scaled.detach()
-            optimizer.step()
-            optimizer.zero_grad()
-            step += 1
-            common.tell(args, step, loss, microbatches)
-            if common.is_due(args, step):
-                with common.new_checkpoint(args, step) as folder:
-                    if not dist.is_initialized() or dist.get_rank() == 0:  # states are the same on all ranks
-                        weights = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-                        torch.save(weights | {"loader": loader.state_dict()}, folder / "state.pt")
-            if step == args.steps:
-                break
+    for step, microbatches in common.steps_to_go(args, loader.steps(), done):
+        loss = torch.zeros(())
+        for batch in microbatches:
+            synchronised = batch.is_last_microbatch or net is model
+            with contextlib.nullcontext() if synchronised else net.no_sync():
+                scaled = net(**batch.model_inputs()).loss_sum * batch.loss_scale
+                scaled.backward()
+            loss += scaled.detach()
+        optimizer.step()
+        optimizer.zero_grad()
+        common.tell(args, step, loss, microbatches)
+        if common.is_due(args, step):
+            with common.new_checkpoint(args, step) as folder:
+                if not dist.is_initialized() or dist.get_rank() == 0:  # states are the same on all ranks
+                    weights = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                    torch.save(weights | {"loader": loader.state_dict()}, folder / "state.pt")
 
 
 if __name__ == "__main__":

@@ -40,27 +40,23 @@ def train(args: argparse.Namespace) -> None:
     )
     loader = common.make_loader(args)
 
-    step, checkpoint = common.last_checkpoint(args)
+    done, checkpoint = common.last_checkpoint(args)
     if checkpoint:
         _, kept = engine.load_checkpoint(str(checkpoint))
         loader.load_state_dict(kept["loader"])
 
-    while step < args.steps:
-        for microbatches in loader.steps():
-            loss = torch.zeros(())
-            for batch in microbatches:
-                engine.set_gradient_accumulation_boundary(batch.is_last_microbatch)
-                scaled = engine(**batch.model_inputs()).loss_sum * batch.loss_scale
-                engine.backward(scaled * engine.gradient_accumulation_steps())
-                engine.step()  # acts at the boundary
-                loss += scaled.detach()
-            step += 1
-            common.tell(args, step, loss, microbatches)
-            if common.is_due(args, step):
-                with common.new_checkpoint(args, step) as folder:
-                    engine.save_checkpoint(str(folder), client_state={"loader": loader.state_dict()})
-            if step == args.steps:
-                break
+    for step, microbatches in common.steps_to_go(args, loader.steps(), done):
+        loss = torch.zeros(())
+        for batch in microbatches:
+            engine.set_gradient_accumulation_boundary(batch.is_last_microbatch)
+            scaled = engine(**batch.model_inputs()).loss_sum * batch.loss_scale
+            engine.backward(scaled * engine.gradient_accumulation_steps())
+            engine.step()  # acts at the boundary
+            loss += scaled.detach()
+        common.tell(args, step, loss, microbatches)
+        if common.is_due(args, step):
+            with common.new_checkpoint(args, step) as folder:
+                engine.save_checkpoint(str(folder), client_state={"loader": loader.state_dict()})
 
 
 if __name__ == "__main__":

@@ -57,27 +57,23 @@ class Trained:
 def train(args: argparse.Namespace, model: Any, loader: od.DataLoader) -> None:
     optimizer = common.make_optimizer(model)
     state = {"trained": Trained(model, optimizer), "loader": loader}  # the loader is a Stateful, too
-    step, checkpoint = common.last_checkpoint(args)
+    done, checkpoint = common.last_checkpoint(args)
     if checkpoint:
         dcp.load(state, checkpoint_id=checkpoint)
 
-    while step < args.steps:
-        for microbatches in loader.steps():
-            loss = torch.zeros(())
-            for batch in microbatches:
-                model.set_requires_gradient_sync(batch.is_last_microbatch)
-                scaled = model(**batch.model_inputs()).loss_sum * batch.loss_scale
-                scaled.backward()
-                loss += scaled.detach()
-            optimizer.step()
-            optimizer.zero_grad()
-            step += 1
-            common.tell(args, step, loss, microbatches)
-            if common.is_due(args, step):
-                with common.new_checkpoint(args, step) as folder:
-                    dcp.save(state, checkpoint_id=folder)
-            if step == args.steps:
-                break
+    for step, microbatches in common.steps_to_go(args, loader.steps(), done):
+        loss = torch.zeros(())
+        for batch in microbatches:
+            model.set_requires_gradient_sync(batch.is_last_microbatch)
+            scaled = model(**batch.model_inputs()).loss_sum * batch.loss_scale
+            scaled.backward()
+            loss += scaled.detach()
+        optimizer.step()
+        optimizer.zero_grad()
+        common.tell(args, step, loss, microbatches)
+        if common.is_due(args, step):
+            with common.new_checkpoint(args, step) as folder:
+                dcp.save(state, checkpoint_id=folder)
 
 
 if __name__ == "__main__":
