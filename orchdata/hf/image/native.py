@@ -59,7 +59,7 @@ def write_rows(source: str, image: Canvas, rows: NDArray[np.float32]) -> None:
     """
     run = running(source)
     canvases, cut_of = _FAMILIES[class_name(run.image_processor)]
-    cut, table = cut_of(run.settings), _table(source)
+    cut, table = cut_of(run.settings), byte_values(source)
     flat, first = rows.reshape(len(rows), -1), 0
     for canvas in canvases(Steps(run.settings), image):
         count = canvas.shape[0] // cut.side * (canvas.shape[1] // cut.side)
@@ -70,7 +70,7 @@ def write_rows(source: str, image: Canvas, rows: NDArray[np.float32]) -> None:
 
 
 @lru_cache(maxsize=8)
-def _table(source: str) -> NDArray[np.float32]:
+def byte_values(source: str) -> NDArray[np.float32]:
     """(3, 256): what the processor makes of each byte in each channel."""
     run = running(source)
     settings, levels = run.settings, np.broadcast_to(np.arange(256, dtype=np.uint8), (3, 1, 256)).copy()
