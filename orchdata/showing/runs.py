@@ -51,6 +51,14 @@ def arguments_of(state: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def multiple_of_state(state: Mapping[str, Any]) -> int:
+    """The `multiple_of` of the layout, where steps measured in tokens depend on it; else 1."""
+    held = state["fingerprint"].get("tokens_multiple_of", 1)
+    if type(held) is not int or held < 1:
+        raise StateError(f"the state is damaged: its 'tokens_multiple_of' is {held!r}"[:200])
+    return held
+
+
 def _orders(fingerprint: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     mixture = fingerprint.get("mixture")
     if isinstance(mixture, Mapping) and isinstance(mixture.get("sources"), Mapping):
