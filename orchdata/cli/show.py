@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from orchdata.cli.data import indexed, recipe_named
+from orchdata.cli.data import ignored_words, indexed, recipe_named
 from orchdata.cli.options import (
     CostOption,
     FilterOption,
@@ -50,7 +50,9 @@ def show(
     ranks: Annotated[int, typer.Option(help="With --step: of so many.")] = 1,
     state: Annotated[
         Path | None,
-        typer.Option(help="With --step: a state of the run as JSON, which says its order and size of steps."),
+        typer.Option(
+            help="With --step: a state of the run as JSON, which says its order and size of steps; of a mixture, give --seed too."
+        ),
     ] = None,
     batch_size: Annotated[int, typer.Option(help="Samples per rank and step.")] = 8,
     batch_tokens: Annotated[int | None, typer.Option(help="LLM tokens per rank and step, in place of samples.")] = None,
@@ -102,7 +104,7 @@ def show(
     from orchdata.dataset.shards import unchosen_rows
     from orchdata.planning.balance import Balance
     from orchdata.planning.layout import Packed, Padded
-    from orchdata.showing.runs import arguments_of, multiple_of_state, shards_of, shown_step
+    from orchdata.showing.runs import arguments_of, multiple_of_state, shards_of, shown_step, source_names
     from orchdata.showing.shown import ShownGroup, shown_rows
 
     with redirect_stdout(sys.stderr):  # whatever a tokenizer prints
@@ -111,7 +113,8 @@ def show(
         shards = shards_of(dataset, index)
         if step is None:
             rows = _rows(index, unchosen_rows(dataset, index), key, shard)
-            groups = [ShownGroup(about={}, samples=shown_rows(shards, rows, model))]
+            sources = source_names(dataset, index, rows)
+            groups = [ShownGroup(about={}, samples=shown_rows(shards, rows, model, sources))]
         else:
             size = {"batch_size": batch_size} if batch_tokens is None else {"global_batch_tokens": batch_tokens * ranks}
             held = None if state is None else _read_state(state)
@@ -144,11 +147,12 @@ def show(
         rows = [sample.row for group in groups for sample in group.samples]
         files = [] if save is None else _saved(shards, rows, save)
     if as_json:
-        print_json({"groups": [group.as_dict() for group in groups], "files": files})
+        ignored = dict(index.totals["ignored_fields"])
+        print_json({"groups": [group.as_dict() for group in groups], "ignored_fields": ignored, "files": files})
         return
     from orchdata.cli.shown_text import print_groups
 
-    print_groups(groups, files, full=full)
+    print_groups(groups, ignored_words(index.totals["ignored_fields"]), files, full=full)
 
 
 def _rows(index: Index, unchosen: NDArray[Any], key: str | None, shard: str | None) -> list[int]:

@@ -22,14 +22,16 @@ _KIND_WIDTH: Final = 9
 _COUNT_WIDTH: Final = 7
 
 
-def print_groups(groups: Sequence[ShownGroup], files: Sequence[str], *, full: bool) -> None:
-    """Print samples, coloured in a terminal."""
+def print_groups(groups: Sequence[ShownGroup], ignored: str, files: Sequence[str], *, full: bool) -> None:
+    """Print samples, coloured in a terminal; then what fields of the shards are not read, and files that were written."""
     console = Console(highlight=False)
     for group in groups:
         if group.about:
             console.print(Text(_heading(group), style="bold"))
         for sample in group.samples:
             _print_sample(console, sample, full=full)
+    if ignored:
+        console.print(Text(_visible(f"fields of these shards that the recipe does not read: {ignored}")))
     for file in files:
         console.print(Text(_visible(f"saved {file}")), soft_wrap=True)
 

@@ -5,7 +5,7 @@ state --> arguments of a DataLoader; plan, rank --> groups of samples
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from orchdata.balancers import CostModel
@@ -15,6 +15,7 @@ from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.delivery.state import SIZES
 from orchdata.loaders.errors import StateError
 from orchdata.loaders.index.index import Index
+from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.order.order import Shuffle
 from orchdata.planning.plan import Plan
 from orchdata.showing.shown import ShownGroup, shown_rows
@@ -26,6 +27,13 @@ def shards_of(dataset: ShardDataset | Mixture, index: Index) -> IndexedShards:
         return IndexedShards(index=index, build_id=index.build_id, recipe=dataset.recipe)
     recipes = tuple(leaf.dataset.recipe for leaf in dataset.leaves)
     return IndexedShards(index=index, build_id=index.build_id, recipe=recipes[0], of_sources=recipes)
+
+
+def source_names(dataset: ShardDataset | Mixture, index: Index, rows: Sequence[int]) -> list[str]:
+    """Of each row, the source of a mixture that it is of; "" elsewhere."""
+    if not (isinstance(dataset, Mixture) and isinstance(index, JoinedIndex)):
+        return [""] * len(rows)
+    return [dataset.leaves[index.source_of(row)].name for row in rows]
 
 
 def arguments_of(state: Mapping[str, Any]) -> dict[str, Any]:

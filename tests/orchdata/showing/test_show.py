@@ -245,6 +245,32 @@ def test_names_that_no_file_can_have(tmp_path: Path) -> None:
     assert "two\\nlines in " in run(path, *root, "--key", "two\nlines").stdout
 
 
+def test_fields_that_are_not_read_are_named(tmp_path: Path) -> None:
+    samples = [{"__key__": f"{n}", "txt": b"<video> of a cat", "mp4": b"\0" * 9} for n in range(2)]
+    path = write_shard(tmp_path / "videos.tar", samples)
+    assert run(path).stdout.splitlines()[-1] == "fields of these shards that the recipe does not read: mp4 (2)"
+    assert run_json(path)["ignored_fields"] == {"mp4": 2}
+    plain = write_shard(tmp_path / "plain.tar", [{"__key__": "a", "txt": b"a"}])
+    assert "does not read" not in run(plain).stdout
+
+
+def test_samples_of_a_mixture_say_their_source(tmp_path: Path) -> None:
+    for name in ("books", "web"):
+        write_shard(tmp_path / f"{name}.tar", [{"__key__": key, "txt": b"text"} for key in ("same", name)])
+    mixture = tmp_path / "mix.yaml"
+    mixture.write_text(
+        "stop: all\nsources:\n  b: {paths: [books.tar], weight: 1}\n  w: {paths: [web.tar], weight: 1}\n"
+    )
+    (group,) = run_json(mixture)["groups"]
+    assert [(each["key"], each["source"]) for each in group["samples"]] == [
+        ("same", "b"),
+        ("books", "b"),
+        ("same", "w"),
+    ]
+    (group,) = run_json(mixture, "--key", "same")["groups"]
+    assert [each["source"] for each in group["samples"]] == ["b", "w"]
+
+
 def test_what_is_filtered_is_not_among_the_first(talk: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = recipe_file(tmp_path, monkeypatch)
     (group,) = run_json(talk, "--recipe", name, "--filter", "audio_parts > 0 or text_tokens < 40")["groups"]
