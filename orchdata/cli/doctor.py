@@ -250,7 +250,7 @@ def _kernels() -> Iterator[Finding]:
     folder = Path(getattr(numba.config, "CACHE_DIR", "") or Path(kernel.__file__).parent)
     kept = sum(1 for _ in folder.rglob("*.nbc"))
     good = os.access(folder, os.W_OK)
-    hint = "" if good else "set NUMBA_CACHE_DIR to a folder that can be written: else every process compiles anew"
+    hint = "" if good else "set NUMBA_CACHE_DIR to a folder that can be written: else what is missing is compiled anew"
     yield Finding("kernels", "compiled", f"{kept} in {folder}", "good" if good else "note", hint)
 
 

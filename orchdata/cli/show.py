@@ -51,7 +51,7 @@ def show(
     state: Annotated[
         Path | None,
         typer.Option(
-            help="With --step: a state of the run as JSON, which says its order and size of steps; of a mixture, give --seed too."
+            help="With --step: a state of the run as JSON, which says its order (a mixture's but for --seed) and steps."
         ),
     ] = None,
     batch_size: Annotated[int, typer.Option(help="Samples per rank and step.")] = 8,

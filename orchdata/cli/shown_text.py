@@ -23,7 +23,7 @@ _COUNT_WIDTH: Final = 7
 
 
 def print_groups(groups: Sequence[ShownGroup], ignored: str, files: Sequence[str], *, full: bool) -> None:
-    """Print samples, coloured in a terminal; then what fields of the shards are not read, and files that were written."""
+    """Print samples, coloured in a terminal; then fields of the shards that are not read, and written files."""
     console = Console(highlight=False)
     for group in groups:
         if group.about:
