@@ -53,8 +53,11 @@ def arguments_of(state: Mapping[str, Any]) -> dict[str, Any]:
     if "shuffle" not in orders[0]:
         raise StateError("the run has an order of its own, shuffle=array: give it to a DataLoader, and take step_at")
     shuffle = orders[0]["shuffle"]
-    found["shuffle"] = False if shuffle is None else Shuffle(**shuffle)
-    if isinstance(held.get("order"), Mapping) and held["order"]["seed"] is not None:
+    try:
+        found["shuffle"] = False if shuffle is None else Shuffle(**shuffle)
+    except TypeError:
+        raise StateError(f"the state is damaged: its 'shuffle' is {shuffle!r}"[:200]) from None
+    if isinstance(held.get("order"), Mapping) and held["order"].get("seed") is not None:
         found["seed"] = held["order"]["seed"]
     return found
 
@@ -62,7 +65,7 @@ def arguments_of(state: Mapping[str, Any]) -> dict[str, Any]:
 def multiple_of_state(state: Mapping[str, Any]) -> int:
     """The `multiple_of` of the layout, where steps measured in tokens depend on it; else 1."""
     held = state["fingerprint"].get("tokens_multiple_of", 1)
-    if type(held) is not int or held < 1:
+    if type(held) is not int or not 1 <= held < 1 << 31:
         raise StateError(f"the state is damaged: its 'tokens_multiple_of' is {held!r}"[:200])
     return held
 
@@ -70,7 +73,7 @@ def multiple_of_state(state: Mapping[str, Any]) -> int:
 def _orders(fingerprint: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     mixture = fingerprint.get("mixture")
     if isinstance(mixture, Mapping) and isinstance(mixture.get("sources"), Mapping):
-        return list(mixture["sources"].values())
+        return [each for each in mixture["sources"].values() if isinstance(each, Mapping)]
     order = fingerprint.get("order")
     return [order] if isinstance(order, Mapping) and "num_samples" in order else []
 

@@ -107,6 +107,13 @@ def test_a_step_of_a_run_is_found_by_its_state(tmp_path: Path, monkeypatch: pyte
     assert "the state says 11" in run(path, "--step", 0, "--state", state, "--seed", 3).stderr
     state.write_text(json.dumps({**loader.state_dict(), "fingerprint": {"dataset": "x"}}))
     assert "does not say their order" in run(path, "--step", 0, "--state", state).stderr
+    for name_of, value in (("shuffle", 3), ("shuffle", {"wide": 1}), ("seed", [1])):
+        order = {**loader.state_dict()["fingerprint"]["order"], name_of: value}
+        fingerprint = {**loader.state_dict()["fingerprint"], "order": order}
+        state.write_text(json.dumps({**loader.state_dict(), "fingerprint": fingerprint}))
+        damaged = run(path, "--recipe", name, "--step", 0, "--state", state)
+        assert damaged.exit_code == 1
+        assert damaged.stderr.startswith("orchdata: error: ")
     state.write_text("{")
     assert "not readable as JSON" in run(path, "--step", 0, "--state", state).stderr
     state.write_text(json.dumps(loader.state_dict()))
