@@ -27,6 +27,14 @@ def checked_count(value: int, name: str, least: int = 1) -> int:
     return count
 
 
+def checked_epoch(epoch: int) -> int:
+    """A number of an epoch, from 0 on, that orders and states can hold."""
+    count = checked_count(epoch, "epoch", 0)
+    if count >= 1 << 63:
+        raise ValueError(f"epoch must be below 2**63, got {count}")
+    return count
+
+
 def checked_ranks_count(num_ranks: int) -> int:
     """A number of ranks, from 1 to 2**24."""
     count = checked_count(num_ranks, "num_ranks")

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from typing_extensions import TypeVar
 
 from orchdata.balancers import CostModel
-from orchdata.balancers.checks import checked_count
+from orchdata.balancers.checks import checked_epoch
 from orchdata.batch.batch import ModelInputs
 from orchdata.building.step import Builder
 from orchdata.dataset.describe import describe_loader
@@ -414,7 +414,7 @@ class DataLoader(Generic[T_co]):
 
     def set_epoch(self, epoch: int) -> None:
         """Begin `epoch` at the next iteration: at its start, or where a state of this epoch was loaded."""
-        self._cursor.set_epoch(checked_count(epoch, "epoch", 0))
+        self._cursor.set_epoch(checked_epoch(epoch))
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
 

@@ -333,16 +333,23 @@ def pictures_of_patches(patches: NDArray[Any], pre: ImagePreprocessor, grid: tup
 
     Returns uint8 (pre.temporal_patch_size, height, width, 3).
     """
-    side, merge = pre.patch_size, pre.merge
-    values = patches
-    if pre.dtype != "uint8":
-        values = as_tensor(patches, pre.dtype).float().numpy()
-    blocks = values.reshape(grid[0] // merge, grid[1] // merge, merge, merge, 3, -1, side, side)
-    pictures = blocks.transpose(5, 0, 2, 6, 1, 3, 7, 4).reshape(-1, grid[0] * side, grid[1] * side, 3)
-    if pre.dtype != "uint8":
-        std, mean = (np.array(each, np.float32) for each in (pre.std, pre.mean))
-        pictures = (pictures * std + mean) * 255
-    found: Pixels = np.clip(np.rint(pictures), 0, 255).astype(np.uint8)
+    if pre.dtype == "uint8":
+        return laid_out(patches, pre.patch_size, pre.merge, grid)
+    values = as_tensor(patches, pre.dtype).float().numpy()
+    return nearest_bytes(laid_out(values, pre.patch_size, pre.merge, grid), byte_table(pre.mean, pre.std, "float32"))
+
+
+def laid_out(patches: NDArray[Any], side: int, merge: int, grid: tuple[int, int]) -> NDArray[Any]:
+    """Patches (grid_h * grid_w, 3 * times * side * side) in their places: (times, height, width, 3)."""
+    blocks = patches.reshape(grid[0] // merge, grid[1] // merge, merge, merge, 3, -1, side, side)
+    return blocks.transpose(5, 0, 2, 6, 1, 3, 7, 4).reshape(-1, grid[0] * side, grid[1] * side, 3)
+
+
+def nearest_bytes(values: NDArray[np.float32], table: NDArray[np.float32]) -> Pixels:
+    """The bytes whose values in a table (3, 256) are the nearest; channels are the last axis."""
+    found = np.empty(values.shape, np.uint8)
+    for channel, levels in enumerate(table):
+        found[..., channel] = np.searchsorted((levels[1:] + levels[:-1]) / 2, values[..., channel])
     return found
 
 

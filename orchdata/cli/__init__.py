@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from typing import Annotated
 
 import typer
@@ -46,4 +48,6 @@ app.add_typer(bench.app, name="bench")
 
 def main() -> None:
     """Entry point of the console script."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a locale may lack what data say
     app()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -281,12 +282,17 @@ def _print_index(report: dict[str, Any]) -> None:
         typer.echo(f"  without a token to learn: {without_loss:,} samples")
     ignored = report["totals"]["ignored_fields"]
     if ignored:
-        shown = [f"{name} ({count:,})" for name, count in list(ignored.items())[:MOST_IGNORED]]
-        typer.echo(f"  not read: {', '.join(shown)}{', ...' if len(ignored) > len(shown) else ''}")
+        typer.echo(f"  not read: {ignored_words(ignored)}")
     _print_bad(report)
     for failure in report["failed_shards"]:
         typer.echo(f"shard failed: {failure['shard']}: {failure['reason']}", err=True)
     typer.echo(f"index: {report['path']}")
+
+
+def ignored_words(ignored: Mapping[str, int]) -> str:
+    """Names of fields that are not read, with how many there are."""
+    shown = [f"{name} ({count:,})" for name, count in list(ignored.items())[:MOST_IGNORED]]
+    return f"{', '.join(shown)}{', ...' if len(ignored) > len(shown) else ''}"
 
 
 def _print_verified(report: dict[str, Any]) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib
 import os
 import platform
+import re
 import resource
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Iterator
-from importlib.metadata import PackageNotFoundError, metadata, requires, version
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
@@ -37,13 +39,16 @@ class Finding(NamedTuple):
 
 
 _FEATURES: Final = {
-    "transformers": ("Hugging Face models: od.hf", "pip install 'orchdata[hf]'"),
-    "jinja2": ("chat templates of models: ChatTemplate.from_jinja", "pip install 'orchdata[hf]'"),
-    "torchvision": ("comparing the resizer with torchvision's; not needed to load", "pip install torchvision"),
-    "datasets": ("making Hugging Face data sets; those on disk are read without", "pip install datasets"),
-    "matplotlib": ("plots of the demo", "pip install 'orchdata[plots]'"),
+    "av": ("video", "orchdata[video]"),
+    "transformers": ("Hugging Face models: od.hf", "orchdata[hf]"),
+    "jinja2": ("chat templates of models: ChatTemplate.from_jinja", "orchdata[hf]"),
+    "torchvision": ("comparing the resizer with torchvision's; not needed to load", "torchvision"),
+    "datasets": ("making Hugging Face data sets; those on disk are read without", "datasets"),
+    "matplotlib": ("plots of the demo", "orchdata[plots]"),
 }
-_STYLES: Final = {"good": "green", "note": "yellow", "missing": "bright_black", "broken": "bold red"}
+"""Package -> what it is for, and what to install."""
+_MODULES: Final = {"pillow": "PIL", "pyyaml": "yaml"}
+_STYLES: Final = {"good": "green", "note": "yellow", "missing": "dim", "broken": "bold red"}
 _LOW_DISK: Final = 5 << 30
 _FEW_FILES: Final = 4096
 
@@ -69,39 +74,62 @@ def _tried(look: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
         yield from look()
     except Exception as error:  # noqa: BLE001 - whatever is wrong with an installation is what is asked for
         name = look.__name__.strip("_")
-        yield Finding(name, "this look", f"{type(error).__name__}: {error}", "broken", "install orchdata again")
+        hint = "see versions" if isinstance(error, ImportError) else "install orchdata again"
+        yield Finding(name, "this look", f"{type(error).__name__}: {error}", "broken", hint)
 
 
 def _versions() -> Iterator[Finding]:
     yield Finding("versions", "orchdata", version("orchdata"))
     yield Finding("versions", "Python", f"{platform.python_version()}, {platform.platform()}")
-    for line in requires("orchdata") or []:
-        name = line.split(";")[0].strip()
-        if "extra ==" in line:
-            continue
-        package = name.split(">")[0].split("<")[0].split("=")[0].split("[")[0].strip()
-        yield _required(package, name)
-
-
-def _required(package: str, wanted: str) -> Finding:
-    module = {"pillow": "PIL", "pyyaml": "yaml"}.get(package, package)
-    try:
-        importlib.import_module(module)
-        return Finding("versions", package, version(package))
-    except PackageNotFoundError:
-        return Finding("versions", package, "not installed", "broken", f"pip install '{wanted}'")
-    except Exception as error:  # noqa: BLE001 - an installation may be broken in any way
-        return Finding("versions", package, f"{type(error).__name__}: {error}", "broken", f"pip install '{wanted}'")
+    for package, wanted in _requirements("").items():
+        found, is_good = _installed(package, wanted)
+        hint = "" if is_good else f"pip install '{wanted}'"
+        yield Finding("versions", package, found, "good" if is_good else "broken", hint)
 
 
 def _features() -> Iterator[Finding]:
-    known = set(metadata("orchdata").get_all("Provides-Extra") or [])
     for package, (feature, way) in _FEATURES.items():
-        try:
-            yield Finding("features", package, f"{version(package)}: {feature}")
-        except PackageNotFoundError:
-            assert "[" not in way or way.split("[")[1].split("]")[0] in known
-            yield Finding("features", package, f"not installed: {feature}", "missing", way)
+        extra = way.partition("[")[2].rstrip("]")
+        wanted = _requirements(extra).get(package, package) if extra else package
+        found, is_good = _installed(package, wanted)
+        hint = "" if is_good else f"pip install '{way}'"
+        yield Finding("features", package, f"{found}: {feature}", "good" if is_good else "missing", hint)
+
+
+def _requirements(extra: str) -> dict[str, str]:
+    """What an extra of this library requires, or "" itself: package -> it with its bounds, as "pillow<14,>=10.3"."""
+    found = {}
+    for line in requires("orchdata") or []:
+        wanted, _, marker = (part.strip() for part in line.partition(";"))
+        of_extra = re.search(r"extra == ['\"]([^'\"]+)", marker)
+        if (of_extra[1] if of_extra else "") == extra:
+            found[re.split(r"[<>=!~\[ ]", wanted)[0]] = wanted
+    return found
+
+
+def _installed(package: str, wanted: str) -> tuple[str, bool]:
+    """Its version, or why it cannot be used; and whether it can."""
+    try:
+        importlib.import_module(_MODULES.get(package, package))
+        found = version(package)
+    except (PackageNotFoundError, ModuleNotFoundError) as error:
+        missing = getattr(error, "name", package)
+        is_there = isinstance(error, ModuleNotFoundError) and missing != _MODULES.get(package, package)
+        return (f"needs {missing}, which is not installed" if is_there else "not installed"), False
+    except Exception as error:  # noqa: BLE001 - an installation may be broken in any way
+        return " ".join(f"{type(error).__name__}: {error}".split()), False
+    fits = _fits(found, wanted)
+    return (found if fits else f"{found}, and {wanted} is required"), fits
+
+
+def _fits(found: str, wanted: str) -> bool:
+    """Whether a version is within the bounds of a requirement, by its numbers alone."""
+    bounds = re.findall(r"(>=|<)([\d.]+)", wanted)
+    return all((_numbers(found) < _numbers(bound)) == (sign == "<") for sign, bound in bounds)
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version.split("+")[0])]
 
 
 def _machine() -> Iterator[Finding]:
@@ -168,16 +196,17 @@ def _media() -> Iterator[Finding]:
     found = f"libsndfile {soundfile.__libsndfile_version__}" + (f", without {', '.join(lost)}" if lost else "")
     hint = "install a newer libsndfile, or the wheel of soundfile" if lost else ""
     yield Finding("media", "audio", found, "missing" if lost else "good", hint)
-    yield Finding("media", "FFmpeg", _ffmpeg())
+    yield _ffmpeg()
 
 
-def _ffmpeg() -> str:
+def _ffmpeg() -> Finding:
     try:
         av = importlib.import_module("av")
-        return f"{av.ffmpeg_version_info}, of PyAV {av.__version__}"
-    except ImportError:
-        program = shutil.which("ffmpeg")
-        return f"{program}; no PyAV" if program else "none; images and audio need none"
+        return Finding("media", "FFmpeg", f"{av.ffmpeg_version_info}, of PyAV {av.__version__}")
+    except Exception:  # noqa: BLE001 - what is wrong with it stands under features
+        return Finding(
+            "media", "FFmpeg", "that of PyAV, without which no video is read; all else needs none", "missing"
+        )
 
 
 def _resizer() -> Iterator[Finding]:
@@ -221,7 +250,7 @@ def _kernels() -> Iterator[Finding]:
     folder = Path(getattr(numba.config, "CACHE_DIR", "") or Path(kernel.__file__).parent)
     kept = sum(1 for _ in folder.rglob("*.nbc"))
     good = os.access(folder, os.W_OK)
-    hint = "" if good else "set NUMBA_CACHE_DIR to a folder that can be written: else every process compiles anew"
+    hint = "" if good else "set NUMBA_CACHE_DIR to a folder that can be written: else what is missing is compiled anew"
     yield Finding("kernels", "compiled", f"{kept} in {folder}", "good" if good else "note", hint)
 
 
@@ -237,11 +266,20 @@ def _cache() -> Iterator[Finding]:
         yield Finding("cache", "folder", str(error), "broken", f"set {CACHE_VARIABLE} to a folder that can be written")
         return
     free = shutil.disk_usage(root).free
-    held = sum(file.stat().st_size for file in root.rglob("*") if file.is_file())
+    held = sum(map(_size, root.rglob("*")))
     low = free < _LOW_DISK
     hint = f"make room, or set {CACHE_VARIABLE}" if low else ""
     found = f"{root}: {human_bytes(held)} held, {human_bytes(free)} free"
     yield Finding("cache", "folder", found, "note" if low else "good", hint)
+
+
+def _size(file: Path) -> int:
+    """Bytes of a file; 0 for what is none, or no more: other jobs come and go."""
+    try:
+        status = file.lstat()
+    except OSError:
+        return 0
+    return status.st_size if stat.S_ISREG(status.st_mode) else 0
 
 
 _LOOKS: Final = (_versions, _machine, _media, _resizer, _kernels, _workers, _cache, _features)

@@ -6,11 +6,11 @@ import json
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from orchdata.cli.data import indexed, recipe_named
+from orchdata.cli.data import ignored_words, indexed, recipe_named
 from orchdata.cli.options import (
     CostOption,
     FilterOption,
@@ -30,10 +30,17 @@ if TYPE_CHECKING:
     from orchdata.loaders.index.index import Index
 
 FIRST_SAMPLES = 3
+_OF_A_RUN: Final = (
+    "epoch rank ranks state batch_size batch_tokens shuffle seed balance group_size objective max_tokens oversize "
+    "assignment padded multiple_of length quarantine"
+).split()
+"""Options that mean nothing without a step."""
+_TOLD_BY_A_STATE: Final = ("batch_size", "batch_tokens", "shuffle")
 
 
 @one_line_errors
 def show(
+    context: typer.Context,
     paths: Paths,
     key: Annotated[str | None, typer.Option(help="The sample of this key.")] = None,
     shard: Annotated[str | None, typer.Option(help="With --key: in the shard of this url, or name.")] = None,
@@ -43,7 +50,9 @@ def show(
     ranks: Annotated[int, typer.Option(help="With --step: of so many.")] = 1,
     state: Annotated[
         Path | None,
-        typer.Option(help="With --step: a state of the run as JSON, which says its order and size of steps."),
+        typer.Option(
+            help="With --step: a state of the run as JSON, which says its order (a mixture's but for --seed) and steps."
+        ),
     ] = None,
     batch_size: Annotated[int, typer.Option(help="Samples per rank and step.")] = 8,
     batch_tokens: Annotated[int | None, typer.Option(help="LLM tokens per rank and step, in place of samples.")] = None,
@@ -56,7 +65,14 @@ def show(
     ] = None,
     oversize: Annotated[str, typer.Option(help="Samples above --max-tokens: error, own or drop.")] = "error",
     assignment: Annotated[str, typer.Option(help="joint, or per_phase.")] = "joint",
-    multiple_of: Annotated[int, typer.Option(help="LLM sequences are padded to a multiple of this.")] = 1,
+    group_size: Annotated[
+        int | None, typer.Option(help="Ranks of a group, as those of a node, for --balance grouped or grid.")
+    ] = None,
+    objective: Annotated[str, typer.Option(help="barrier, or sum.")] = "barrier",
+    padded: Annotated[bool, typer.Option("--padded", help="LLM rows padded to the longest: od.Padded().")] = False,
+    multiple_of: Annotated[
+        int | None, typer.Option(help="LLM sequences are padded to a multiple of this; default: the state's, or 1.")
+    ] = None,
     length: Annotated[int | None, typer.Option(help="Tokens of every microbatch: od.Packed(length=...).")] = None,
     quarantine: Annotated[Path | None, typer.Option(help="The list of what the run leaves out.")] = None,
     recipe: RecipeOption = None,
@@ -69,18 +85,26 @@ def show(
 ) -> None:
     """Show what the model sees: text from the token ids, what of it is trained, media with their sizes, costs.
 
-    Of the first samples; with --key of one; with --step of what a rank gets in a step, planned once more.
+    Of the first samples; with --key of one; with --step of what a rank gets in a step, planned once more. All is
+    decoded as a loader does; a sample that cannot be loaded says why.
     """
     if key is not None and step is not None:
         raise ValueError("give --key, or --step, not both")
-    if step is None and state is not None:
-        raise ValueError("--state goes with --step: it says what run the step is of")
+    if shard is not None and key is None:
+        raise ValueError("--shard goes with --key: it says which shard's sample of that key is meant")
+    given = [name for name in _OF_A_RUN if _is_given(context, name)]
+    if step is None and given:
+        raise ValueError(f"{_flag(given[0])} goes with --step: it says what run the step is of")
+    if state is not None and (told := [name for name in given if name in _TOLD_BY_A_STATE]):
+        raise ValueError(f"leave out {_flag(told[0])}: the state says the run's order and size of steps")
+    if padded and length is not None:
+        raise ValueError("--length is of packed microbatches: leave out --padded, or the length")
     from orchdata.balancers import CostModel
     from orchdata.dataloader import DataLoader
     from orchdata.dataset.shards import unchosen_rows
     from orchdata.planning.balance import Balance
-    from orchdata.planning.layout import Packed
-    from orchdata.showing.runs import arguments_of, shards_of, shown_step
+    from orchdata.planning.layout import Packed, Padded
+    from orchdata.showing.runs import arguments_of, multiple_of_state, shards_of, shown_step, source_names
     from orchdata.showing.shown import ShownGroup, shown_rows
 
     with redirect_stdout(sys.stderr):  # whatever a tokenizer prints
@@ -89,18 +113,25 @@ def show(
         shards = shards_of(dataset, index)
         if step is None:
             rows = _rows(index, unchosen_rows(dataset, index), key, shard)
-            groups = [ShownGroup(about={}, samples=shown_rows(shards, rows, model))]
+            sources = source_names(dataset, index, rows)
+            groups = [ShownGroup(about={}, samples=shown_rows(shards, rows, model, sources))]
         else:
             size = {"batch_size": batch_size} if batch_tokens is None else {"global_batch_tokens": batch_tokens * ranks}
             held = None if state is None else _read_state(state)
             order: dict[str, Any] = {"seed": seed}
             order |= {**size, "shuffle": shuffle} if held is None else arguments_of(held)
-            caps: Any = {"scope": balance, "oversize": oversize, "assignment": assignment}
+            if "seed" in given and order["seed"] != seed:
+                raise ValueError(f"leave out --seed {seed}: the state says {order['seed']}")
+            words: Any = {"scope": balance, "oversize": oversize, "assignment": assignment, "objective": objective}
+            if multiple_of is None:
+                multiple_of = 1 if held is None else multiple_of_state(held)
             loader = DataLoader(
                 dataset,
                 **order,
-                collate_fn=Packed(multiple_of=multiple_of, length=length),
-                balance=Balance(max_tokens=caps_of(max_tokens or ()), **caps),
+                collate_fn=Padded(multiple_of=multiple_of)
+                if padded
+                else Packed(multiple_of=multiple_of, length=length),
+                balance=Balance(max_tokens=caps_of(max_tokens or ()), group_size=group_size, **words),
                 cost=model,
                 quarantine=quarantine,
                 on_error="skip",
@@ -116,19 +147,18 @@ def show(
         rows = [sample.row for group in groups for sample in group.samples]
         files = [] if save is None else _saved(shards, rows, save)
     if as_json:
-        print_json({"groups": [group.as_dict() for group in groups], "files": files})
+        ignored = dict(index.totals["ignored_fields"])
+        print_json({"groups": [group.as_dict() for group in groups], "ignored_fields": ignored, "files": files})
         return
     from orchdata.cli.shown_text import print_groups
 
-    print_groups(groups, files, full=full)
+    print_groups(groups, ignored_words(index.totals["ignored_fields"]), files, full=full)
 
 
 def _rows(index: Index, unchosen: NDArray[Any], key: str | None, shard: str | None) -> list[int]:
     import numpy as np
 
     if key is None:
-        if shard is not None:
-            raise ValueError("--shard goes with --key: it says which shard's sample of that key is meant")
         chosen: list[int] = np.setdiff1d(np.arange(index.num_rows), unchosen)[:FIRST_SAMPLES].tolist()
         return chosen
     rows = index.find_all(shard, key)
@@ -136,11 +166,23 @@ def _rows(index: Index, unchosen: NDArray[Any], key: str | None, shard: str | No
         like = ", ".join(repr(index.key(row)) for row in range(min(FIRST_SAMPLES, index.num_rows)))
         where = "in these shards" if shard is None else f"in shard {shard!r}"
         raise ValueError(f"no sample {where} has the key {key!r}; keys here look like {like}")
-    return rows
+    kept: list[int] = np.setdiff1d(rows, unchosen).tolist()
+    if not kept:
+        raise ValueError(f"the sample {key!r} is none of those that --filter, or its source's filter, takes")
+    return kept
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _read_state(path: Path) -> dict[str, Any]:
-    """A state, or the one that stands somewhere in a JSON checkpoint."""
+    """A state of a loader, as JSON."""
     try:
         held = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, UnicodeDecodeError) as error:

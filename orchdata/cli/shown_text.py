@@ -15,32 +15,36 @@ if TYPE_CHECKING:
 
 LONGEST: Final = 600
 """Characters of a stretch of text that are shown."""
-_STYLES: Final = {"trained": "green", "masked": "bright_black", "media": "cyan"}
+_STYLES: Final = {"trained": "green", "masked": "dim", "media": "cyan"}
 _ROLE: Final = rf"(?:<[^<>\s]+>|\[/?[A-Z_]+\])(?:\s*(?:{'|'.join(ROLES)})\b)?"
 """What a template puts around turns: a mark, and often a role behind it."""
 _KIND_WIDTH: Final = 9
 _COUNT_WIDTH: Final = 7
 
 
-def print_groups(groups: Sequence[ShownGroup], files: Sequence[str], *, full: bool) -> None:
-    """Print samples, coloured in a terminal."""
+def print_groups(groups: Sequence[ShownGroup], ignored: str, files: Sequence[str], *, full: bool) -> None:
+    """Print samples, coloured in a terminal; then fields of the shards that are not read, and written files."""
     console = Console(highlight=False)
     for group in groups:
         if group.about:
             console.print(Text(_heading(group), style="bold"))
         for sample in group.samples:
             _print_sample(console, sample, full=full)
+    if ignored:
+        console.print(Text(_visible(f"fields of these shards that the recipe does not read: {ignored}")))
     for file in files:
         console.print(Text(_visible(f"saved {file}")), soft_wrap=True)
 
 
 def _heading(group: ShownGroup) -> str:
-    about, samples = group.about, group.samples
+    about, samples = group.about, [sample for sample in group.samples if sample.error is None]
+    failed = len(group.samples) - len(samples)
     return (
         f"epoch {about['epoch']}, step {about['step']}, rank {about['rank']} of {about['ranks']}, microbatch "
         f"{about['microbatch']} of {about['microbatches']}: {len(samples):,} samples, "
         f"{sum(sample.tokens for sample in samples):,} tokens, "
-        f"{sum(sample.trained_tokens for sample in samples):,} trained; cost {', '.join(_shares(about))}\n"
+        f"{sum(sample.trained_tokens for sample in samples):,} trained"
+        f"{f', {failed:,} that cannot be loaded' if failed else ''}; cost {', '.join(_shares(about))}\n"
     )
 
 
@@ -77,10 +81,10 @@ def _content(span: ShownText | ShownMedia, *, full: bool) -> tuple[str, Text]:
     from orchdata.showing.shown import ShownMedia
 
     if isinstance(span, ShownMedia):
-        sizes = "".join(f", {name} {value}" for name, value in span.sizes.items())
-        return span.modality, Text(f"{_visible(span.field)}, {span.positions:,} positions{sizes}")
+        sizes = "".join(f", {name} {_shortened(_number(value), full=full)}" for name, value in span.sizes.items())
+        return span.modality, Text(_visible(f"{span.field}, {span.positions:,} positions{sizes}"))
     kind = "trained" if span.trained else "masked"
-    text = Text(_shortened(_said(span), full=full))
+    text = Text(_visible(_shortened(_said(span), full=full), kept="\n"))
     text.highlight_regex(_ROLE, "bold")
     return kind, text
 
@@ -88,13 +92,20 @@ def _content(span: ShownText | ShownMedia, *, full: bool) -> tuple[str, Text]:
 def _said(span: ShownText) -> str:
     if span.text is None:
         return "ids " + " ".join(map(str, span.token_ids))
-    return _visible(span.text)
+    return span.text
 
 
-def _visible(text: str) -> str:
-    """Whatever would move the cursor, turn its way, or end a line in silence, by its name."""
+def _number(value: Any) -> str:
+    """A number, or a list of them: what is measured to four digits."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(_number, value))}]"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _visible(text: str, *, kept: str = "") -> str:
+    """Whatever would move the cursor, turn its way, or end a line in silence, by its name; but for what is `kept`."""
     return "".join(
-        each if each.isprintable() or each == "\n" else each.encode("unicode_escape").decode() for each in text
+        each if each.isprintable() or each in kept else each.encode("unicode_escape").decode() for each in text
     )
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from orchdata.balancers.checks import checked_count
+from orchdata.balancers.checks import checked_epoch
 from orchdata.building.spec import BuildSpec, SampleContent, ShardContent
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.joined import JoinedIndex
@@ -82,7 +82,7 @@ def export_plan(
 def _epoch_numbers(given: Any) -> list[int]:
     if not isinstance(given, Iterable) or isinstance(given, str):
         raise ValueError(f"epochs must be numbers of epochs, as [0] or range(3), got {given!r}")
-    return [checked_count(epoch, "an epoch", 0) for epoch in given]
+    return [checked_epoch(epoch) for epoch in given]
 
 
 def _of_step(plan: Plan, spec: BuildSpec) -> pa.RecordBatch:

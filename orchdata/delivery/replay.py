@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from orchdata.balancers.checks import checked_count
+from orchdata.balancers.checks import checked_count, checked_epoch
 from orchdata.building.spec import BuildSpec
 from orchdata.building.step import BuiltStep
 from orchdata.order.steps import Epochs, StepTask, Told
@@ -29,4 +29,4 @@ def build_again(spec: BuildSpec, epochs: Epochs, told: Told | None, *, epoch: in
 
 
 def _task(epochs: Epochs, told: Told | None, epoch: int, step: int) -> StepTask:
-    return epochs.again(checked_count(epoch, "epoch", 0), checked_count(step, "step", 0), told)
+    return epochs.again(checked_epoch(epoch), checked_count(step, "step", 0), told)

@@ -22,15 +22,16 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from orchdata.hf.image.native import write_rows
+from orchdata.hf.image.pictures import picture_of_rows
 from orchdata.hf.image.processors import running, source_of
 from orchdata.hf.image.sizes import Outputs
 from orchdata.hf.processor_parts import as_array, runs
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.image import grid_positions
-from orchdata.loaders.modalities.image_decode import load_rgb
+from orchdata.loaders.modalities.image_decode import load_rgb, png_of
 from orchdata.loaders.modalities.image_header import ImageFiles, check_size
-from orchdata.loaders.modalities.modality import ArraySpec, Header, PartSize, Slot, stored
+from orchdata.loaders.modalities.modality import ArraySpec, Header, PartSize, Slot, as_tensor, stored
 
 _SHARING: Final = "batch_num_images"
 """The output that says how many images a sample has, which decides what becomes of each."""
@@ -182,6 +183,22 @@ class HFImages(ImageFiles):
                 first += each.count
         return told
 
+    def to_file(
+        self, data: bytes | memoryview, size: PartSize, arrays: Mapping[str, NDArray[Any]], limits: Limits
+    ) -> tuple[str, bytes]:
+        """The picture that the rows hold, tiles beside one another; the arrays where rows are of another form."""
+        try:
+            rows = as_tensor(arrays["pixel_values"], self.arrays()["pixel_values"].dtype).float().numpy()
+            picture = picture_of_rows(self.source, rows, self._grid(size) if self.merge else None)
+        except _NO_RULE:
+            return super().to_file(data, size, arrays, limits)
+        return "png", png_of(picture[None])
+
+    def _grid(self, size: PartSize) -> tuple[int, int]:
+        """Patches along height and width, where tokens are a grid of them."""
+        _, high, wide = self.extras([size])["image_grid_thw"][0].tolist()
+        return high, wide
+
     def parameters(self) -> dict[str, Any]:
         """Without how counts and pixels are come by, which changes neither."""
         return {name: value for name, value in super().parameters().items() if name not in ("counted", "native")}
@@ -190,7 +207,7 @@ class HFImages(ImageFiles):
         """After Qwen2-VL, where tokens are a grid: one moment, the merged grid along height and width."""
         if not self.merge:
             return None
-        _, high, wide = self.extras([size])["image_grid_thw"][0].tolist()
+        high, wide = self._grid(size)
         return grid_positions(np.zeros(1, np.int64), high // self.merge, wide // self.merge)
 
     def dummy(self) -> PartSize:

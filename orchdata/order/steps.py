@@ -167,7 +167,10 @@ def _check_step(step: int, first: int, count: int) -> None:
     if not 0 <= step < count:
         raise IndexError(f"step {step} is outside the epoch of {count} steps")
     if step < first:
-        raise IndexError(f"step {step} is one of those before step {first}, which were cut in another way")
+        raise IndexError(
+            f"step {step} is one of those before step {first}, which were cut in another way: ask a loader with the "
+            "size and weights of then, and a state from before"
+        )
 
 
 class Epochs(Protocol):

@@ -5,7 +5,7 @@ state --> arguments of a DataLoader; plan, rank --> groups of samples
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from orchdata.balancers import CostModel
@@ -15,6 +15,7 @@ from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.delivery.state import SIZES
 from orchdata.loaders.errors import StateError
 from orchdata.loaders.index.index import Index
+from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.order.order import Shuffle
 from orchdata.planning.plan import Plan
 from orchdata.showing.shown import ShownGroup, shown_rows
@@ -26,6 +27,13 @@ def shards_of(dataset: ShardDataset | Mixture, index: Index) -> IndexedShards:
         return IndexedShards(index=index, build_id=index.build_id, recipe=dataset.recipe)
     recipes = tuple(leaf.dataset.recipe for leaf in dataset.leaves)
     return IndexedShards(index=index, build_id=index.build_id, recipe=recipes[0], of_sources=recipes)
+
+
+def source_names(dataset: ShardDataset | Mixture, index: Index, rows: Sequence[int]) -> list[str]:
+    """Of each row, the source of a mixture that it is of; "" elsewhere."""
+    if not (isinstance(dataset, Mixture) and isinstance(index, JoinedIndex)):
+        return [""] * len(rows)
+    return [dataset.leaves[index.source_of(row)].name for row in rows]
 
 
 def arguments_of(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -45,16 +53,27 @@ def arguments_of(state: Mapping[str, Any]) -> dict[str, Any]:
     if "shuffle" not in orders[0]:
         raise StateError("the run has an order of its own, shuffle=array: give it to a DataLoader, and take step_at")
     shuffle = orders[0]["shuffle"]
-    found["shuffle"] = False if shuffle is None else Shuffle(**shuffle)
-    if isinstance(held.get("order"), Mapping) and held["order"]["seed"] is not None:
+    try:
+        found["shuffle"] = False if shuffle is None else Shuffle(**shuffle)
+    except TypeError:
+        raise StateError(f"the state is damaged: its 'shuffle' is {shuffle!r}"[:200]) from None
+    if isinstance(held.get("order"), Mapping) and held["order"].get("seed") is not None:
         found["seed"] = held["order"]["seed"]
     return found
+
+
+def multiple_of_state(state: Mapping[str, Any]) -> int:
+    """The `multiple_of` of the layout, where steps measured in tokens depend on it; else 1."""
+    held = state["fingerprint"].get("tokens_multiple_of", 1)
+    if type(held) is not int or not 1 <= held < 1 << 31:
+        raise StateError(f"the state is damaged: its 'tokens_multiple_of' is {held!r}"[:200])
+    return held
 
 
 def _orders(fingerprint: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     mixture = fingerprint.get("mixture")
     if isinstance(mixture, Mapping) and isinstance(mixture.get("sources"), Mapping):
-        return list(mixture["sources"].values())
+        return [each for each in mixture["sources"].values() if isinstance(each, Mapping)]
     order = fingerprint.get("order")
     return [order] if isinstance(order, Mapping) and "num_samples" in order else []
 

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Final
 
 from orchdata.building.spec import IndexedShards
-from orchdata.loaders.errors import DataError, FieldError
+from orchdata.loaders.errors import DataError, FieldError, as_field_error
 from orchdata.loaders.index.index import basename
 from orchdata.loaders.index.stored import StoredSample
 from orchdata.loaders.samples.decode import decode_media
 from orchdata.loaders.storage.atomic import write_whole
 
 _LONGEST_NAME: Final = 100
+"""Bytes of a key or a shard's name that a file's name has: file systems take 255 for all of it."""
 
 
 def save_media(shards: IndexedShards, rows: Sequence[int], folder: str | Path) -> Iterator[Path | DataError]:
@@ -47,7 +48,10 @@ def _saved(shards: IndexedShards, stored: StoredSample, place: int, folder: Path
     (size,) = index.sizes(range(part, part + 1), recipe)
     data = stored.read(recipe, text=False, parts=[part])[member]
     arrays = decode_media(name, data, size, recipe, stored.members[member].field).arrays
-    suffix, content = recipe.modalities[name].to_file(data, size, arrays, recipe.limits)
+    try:
+        suffix, content = recipe.modalities[name].to_file(data, size, arrays, recipe.limits)
+    except Exception as error:  # a user's own may raise anything
+        raise as_field_error(error, "written", stored.members[member].field) from error
     file = folder / f"{stored.row}-{_plain(stored.key)}.{place}.{suffix}"
     file.parent.mkdir(parents=True, exist_ok=True)
     write_whole(file, content)
@@ -55,5 +59,6 @@ def _saved(shards: IndexedShards, stored: StoredSample, place: int, folder: Path
 
 
 def _plain(name: str) -> str:
-    """A name that is a file's on any system, and no path."""
-    return re.sub(r"[^\w.=+-]", "_", name).lstrip(".")[-_LONGEST_NAME:] or "_"
+    """A name that is a file's on any system, and no path: of a long one its end."""
+    plain = re.sub(r"[^\w.=+-]", "_", name)
+    return plain.encode()[-_LONGEST_NAME:].decode(errors="ignore").lstrip(".") or "_"

@@ -102,7 +102,7 @@ class ShownGroup:
 def shown_rows(
     shards: IndexedShards, rows: Sequence[int], model: CostModel | None = None, sources: Sequence[str] = ()
 ) -> list[ShownSample]:
-    """Rows of an index as the model sees them; one that cannot be loaded says why.
+    """Rows of an index as the model sees them, decoded as a loader does; one that cannot be loaded says why.
 
     Args:
         sources: of each row, where they are of a mixture.
@@ -133,7 +133,9 @@ def _shown(shards: IndexedShards, opened: OpenShards, row: int, costs: dict[str,
     try:
         if row in index.bad_rows():
             raise index.failure(row)
+        stored.decode(recipe)  # what fails to decode is in no batch
         spans = tuple(_spans(stored, recipe))
+        stored.decode(recipe)  # its media too: what fails to decode is in no batch
     except FieldError as found:
         error = str(found.at(stored.shard, stored.key))
     except DataError as found:
@@ -173,6 +175,11 @@ def _media(slot: MediaSlot, field: str, size: PartSize, recipe: Recipe) -> Shown
 
 
 def _plain(values: NDArray[Any]) -> Any:
+    """As lists; what is no number is None, since JSON has no name for it."""
+    if values.dtype.kind == "f" and not np.isfinite(values).all():
+        strange = ~np.isfinite(values)
+        values = values.astype(object)
+        values[strange] = None
     rows = values.tolist()
     return rows[0] if len(rows) == 1 else rows
 

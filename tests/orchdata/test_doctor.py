@@ -61,6 +61,67 @@ def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "orchdata[hf]" in found["features", "transformers"]["hint"]
 
 
+@pytest.mark.parametrize(
+    ("package", "error", "said"),
+    [
+        ("av", ModuleNotFoundError("No module named 'av'", name="av"), "not installed"),
+        ("av", OSError("libavcodec.so.62: no such file"), "libavcodec.so.62"),
+        ("transformers", RuntimeError("made for\nanother torch"), "made for another torch"),
+        ("datasets", ModuleNotFoundError("No module named 'dill'", name="dill"), "needs dill, which is not installed"),
+    ],
+)
+def test_an_extra_that_cannot_be_used_is_no_more_than_missing(
+    monkeypatch: pytest.MonkeyPatch, package: str, error: Exception, said: str
+) -> None:
+    imported = doctor.importlib.import_module
+
+    def failing(name: str) -> Any:
+        if name == package:
+            raise error
+        return imported(name)
+
+    monkeypatch.setattr(doctor.importlib, "import_module", failing)
+    code, found = findings()
+    assert code == 0
+    assert found["features", package]["verdict"] == "missing"
+    assert said in found["features", package]["found"]
+    assert found["features", package]["hint"].startswith("pip install")
+    if package == "av":
+        assert "video" in found["features", "av"]["found"]
+        assert found["media", "FFmpeg"]["verdict"] == "missing"
+        assert found["media", "audio"]["verdict"] == "good"
+
+
+@pytest.mark.parametrize(
+    ("package", "found", "is_good"),
+    [("numpy", "1.25.9", False), ("numpy", "2.0", True), ("pillow", "14.0.0", False), ("torch", "2.6.0a0+nv", True)],
+)
+def test_versions_outside_what_is_required(
+    monkeypatch: pytest.MonkeyPatch, package: str, found: str, is_good: bool
+) -> None:
+    monkeypatch.setattr(doctor, "version", lambda name: found if name == package else version(name))
+    code, seen = findings()
+    assert (code, seen["versions", package]["verdict"]) == ((0, "good") if is_good else (1, "broken"))
+    assert ("is required" in seen["versions", package]["found"]) is not is_good
+
+
+def test_files_of_the_cache_that_cannot_be_looked_at(private_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    private_cache.mkdir(exist_ok=True)
+    (private_cache / "held").write_bytes(b"x" * 2048)
+    (private_cache / "gone").write_bytes(b"x")
+    asked = Path.stat
+
+    def refusing(path: Path, **options: Any) -> Any:
+        if path.name == "gone":
+            raise PermissionError(path)
+        return asked(path, **options)
+
+    monkeypatch.setattr(Path, "stat", refusing)
+    _, found = findings()
+    assert found["cache", "folder"]["verdict"] != "broken"
+    assert "2.0 KiB held" in found["cache", "folder"]["found"]
+
+
 @pytest.mark.parametrize("same", [True, False])
 def test_the_resizer_is_held_against_torchvisions(monkeypatch: pytest.MonkeyPatch, same: bool) -> None:
     resized = image_decode.resized

@@ -179,6 +179,7 @@ def test_what_comes_in_turn_alone_is_refused(data: Any, options: dict[str, Any],
     ("epoch", "step", "rank", "reason"),
     [
         (-1, 0, 0, "epoch"),
+        (1 << 64, 0, 0, "epoch must be below"),
         (0, -1, 0, "step"),
         (0, 0, 2, "rank must be below the loader's 2 ranks"),
         (0, 0.5, 0, "step"),

@@ -26,6 +26,7 @@ from orchdata.hf.video.processors import ARRAY, GRID, RULES, running, taken
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.image import grid_positions
+from orchdata.loaders.modalities.image_decode import laid_out, nearest_bytes, png_of
 from orchdata.loaders.modalities.modality import ArraySpec, Header, PartSize, Slot
 from orchdata.loaders.modalities.video.decode import taken_pictures, write_patches
 from orchdata.loaders.modalities.video.files import VideoFiles
@@ -106,6 +107,19 @@ class HFVideos(VideoFiles):
         if found.shape != out[ARRAY].shape:
             raise DecodeError(f"prepared to shape {found.shape}, the index says {out[ARRAY].shape}: index again")
         out[ARRAY][...] = found
+
+    def to_file(
+        self, data: bytes | memoryview, size: PartSize, arrays: Mapping[str, NDArray[Any]], limits: Limits
+    ) -> tuple[str, bytes]:
+        """The pictures that the patches hold, as an animated PNG; the arrays where settings are of another form."""
+        grid_t, high, wide, count = size.extent[:4]
+        try:
+            cut = running(self.source).cut
+        except LookupError:
+            return super().to_file(data, size, arrays, limits)
+        moments = [laid_out(rows, cut.patch, cut.merge, (high, wide)) for rows in np.split(arrays[ARRAY], grid_t)]
+        pictures = nearest_bytes(np.concatenate(moments)[:count], cut.table)
+        return "png", png_of(pictures, float(self.seconds_per_grid(size)) / self.times)
 
     def numbers(self, size: PartSize) -> list[int]:
         """Which pictures of a clip are taken."""

@@ -233,6 +233,36 @@ def test_a_look_at_the_processor_finds_out_what_is_not_its_own(monkeypatch: pyte
     _found.cache_clear()
 
 
+@pytest.mark.parametrize(
+    ("family", "size", "tiles"),
+    [("qwen2_vl", (168, 112), 1), ("qwen3_vl", (192, 128), 1), ("llava", (56, 56), 1), ("gemma3", (56, 56), 1),
+     ("internvl", (112, 56), 3)],
+)  # fmt: skip
+@pytest.mark.parametrize("backend", ["pil", "torchvision"])
+def test_rows_become_the_picture_that_was_cut(family: str, size: tuple[int, int], tiles: int, backend: str) -> None:
+    if backend == "torchvision":
+        pytest.importorskip("torchvision")
+    images, picture = modality_of(family, backend), noise(size[1], size[0], 3)
+    data = encoded(Image.fromarray(picture))
+    found, out = decoded(images, data)
+    assert found.num_rows == tiles or images.merge
+    suffix, content = images.to_file(data, found, out, LIMITS)
+    assert suffix == "png"
+    shown = np.asarray(Image.open(io.BytesIO(content)))
+    assert np.array_equal(shown[:, : size[0]], picture)  # behind it stands the whole, where there are tiles
+    assert shown.shape[1] == (size[0] + 56 if tiles > 1 else size[0])
+
+
+def test_rows_of_another_form_are_written_as_they_are() -> None:
+    images = modality_of("llava", "pil")
+    data = encoded(Image.fromarray(noise(56, 56, 3)))
+    size, out = decoded(images, data)
+    odd = {"pixel_values": out["pixel_values"][:, :2]}
+    suffix, content = images.to_file(data, size, odd, LIMITS)
+    assert suffix == "npz"
+    assert np.array_equal(np.load(io.BytesIO(content))["pixel_values"], odd["pixel_values"])
+
+
 def test_dummies_are_the_smallest_that_a_model_takes() -> None:
     assert modality_of("qwen2_vl", "pil").dummy() == PartSize(4, 1, 4, (0, 0, 1, 2, 2))
     assert modality_of("idefics3", "pil").dummy()[:3] == PartSize(16, 4, 1)[:3]

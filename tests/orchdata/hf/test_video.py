@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import pickle
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,12 @@ import hf_video_job
 import torch
 from hf_families.through_orchdata import errors, trained
 from hf_video import CLIPS, LIMITS, NAMES, built, chats, inputs_of, model_of, processor_of, recipe_of
+from PIL import Image
 from rank_jobs import run_ranks
 
 import orchdata as od
 from orchdata.hf.video.modality import video_modality
+from orchdata.loaders.modalities.image_decode import resized
 from orchdata.loaders.modalities.probing import read_header
 
 TOLERANCE = 1e-8
@@ -60,6 +63,22 @@ def test_counts_text_and_pixels_are_the_processors(name: str, kind: str, native:
     videos = recipe_of(name).video
     assert videos.native
     assert_as_processor(built(name), dataclasses.replace(videos, native=native), CLIPS[kind]())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_values_become_the_pictures_that_were_taken(name: str) -> None:
+    videos, data = recipe_of(name).video, CLIPS["mp4"]()
+    size, out = decoded(videos, data)
+    suffix, content = videos.to_file(data, size, {"pixel_values_videos": out}, LIMITS)
+    whole, shown = hf_video.every_frame(data), Image.open(io.BytesIO(content))
+    assert suffix == "png" and shown.n_frames == size.extent[3] > 2
+    for place, number in enumerate(videos.numbers(size)):
+        shown.seek(place)
+        width, height = shown.size
+        expected = resized(
+            whole[number].permute(1, 2, 0).contiguous().numpy(), (width, height), "torchvision", "bicubic"
+        )
+        assert np.array_equal(np.asarray(shown.convert("RGB")), expected)
 
 
 SETTINGS: dict[str, dict[str, Any]] = {

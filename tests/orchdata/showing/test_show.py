@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,7 @@ from typer.testing import CliRunner
 import orchdata as od
 from orchdata.cli import app
 from orchdata.showing.runs import shards_of
-from orchdata.showing.shown import ShownText, shown_rows
+from orchdata.showing.shown import ShownText, _plain, shown_rows
 
 TALK = [
     {"__key__": "talk", "json": chat("What is this? <image>", "A \U0001f600 cat.\x1b[31m"), "jpg": jpeg(64, 48)},
@@ -99,13 +102,52 @@ def test_a_step_of_a_run_is_found_by_its_state(tmp_path: Path, monkeypatch: pyte
     assert (group["epoch"], group["step"], group["rank"], group["ranks"]) == (2, 3, 1, 2)
     loads = given[3][0].plan.loads("llm")
     assert (group["cost"]["llm"], group["largest_cost"]["llm"]) == (int(loads[1]), int(loads.max()))
+    for told in (("--batch-size", 4), ("--batch-tokens", 300), ("--no-shuffle",)):
+        assert f"leave out {told[0].replace('no-', '')}" in run(path, "--step", 0, "--state", state, *told).stderr
+    assert "the state says 11" in run(path, "--step", 0, "--state", state, "--seed", 3).stderr
     state.write_text(json.dumps({**loader.state_dict(), "fingerprint": {"dataset": "x"}}))
     assert "does not say their order" in run(path, "--step", 0, "--state", state).stderr
+    for name_of, value in (("shuffle", 3), ("shuffle", {"wide": 1}), ("seed", [1])):
+        order = {**loader.state_dict()["fingerprint"]["order"], name_of: value}
+        fingerprint = {**loader.state_dict()["fingerprint"], "order": order}
+        state.write_text(json.dumps({**loader.state_dict(), "fingerprint": fingerprint}))
+        damaged = run(path, "--recipe", name, "--step", 0, "--state", state)
+        assert damaged.exit_code == 1
+        assert damaged.stderr.startswith("orchdata: error: ")
     state.write_text("{")
     assert "not readable as JSON" in run(path, "--step", 0, "--state", state).stderr
     state.write_text(json.dumps(loader.state_dict()))
     other = write_shard(tmp_path / "other.tar", omni_samples(39))
     assert "belongs to another loader" in run(other, "--recipe", name, "--step", 0, "--state", state).stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments"),
+    [
+        ({"collate_fn": od.Padded()}, ("--padded",)),
+        ({"collate_fn": od.Packed(multiple_of=16)}, ()),
+        ({"balance": od.Balance(objective="sum", max_tokens=250, oversize="own")}, "--objective sum".split()),
+        ({"balance": od.Balance(scope="grouped", group_size=2)}, "--balance grouped --group-size 2".split()),
+    ],
+)
+def test_a_step_is_shared_out_as_the_run_did(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], arguments: tuple[str, ...]
+) -> None:
+    name = recipe_file(tmp_path, monkeypatch)
+    path = write_shard(tmp_path / "omni.tar", omni_samples(40))
+    dataset = od.ShardDataset(path, RECIPE)
+    dataset.index()
+    loader = od.DataLoader(dataset, global_batch_tokens=1200, dp=(0, 4), num_threads=0, **options)
+    state = tmp_path / "state.json"
+    state.write_text(json.dumps(loader.state_dict()))
+    caps = ("--max-tokens", 250, "--oversize", "own") if "--objective" in arguments else ()
+    for rank in range(4):
+        found = run_json(
+            path, "--recipe", name, "--step", 1, "--rank", rank, "--ranks", 4, "--state", state, *arguments, *caps
+        )
+        assert [[sample["key"] for sample in group["samples"]] for group in found["groups"]] == [
+            [key for _, key in batch.keys] for batch in loader.step_at(0, 1, rank=rank)
+        ]
 
 
 def test_microbatches_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,6 +188,46 @@ def test_lines_for_people(talk: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert run(long, "--key", "long", "--full").stdout.count("ord") == 1000
 
 
+def test_what_fails_to_decode_is_not_shown_as_seen(talk: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = recipe_file(tmp_path, monkeypatch)
+    cut = {**TALK[0], "__key__": "cut", "jpg": jpeg(64, 48)[:-200]}
+    path = write_shard(tmp_path / "cut.tar", [TALK[0], cut, TALK[2]])
+    order = ("--step", 0, "--batch-size", 3, "--no-shuffle")
+    (group,) = run_json(path, "--recipe", name, *order)["groups"]
+    loader = od.DataLoader(od.ShardDataset(path, RECIPE), batch_size=3, on_error="skip", num_threads=0)
+    (batch,) = loader.step_at(0, 0)
+    assert [each["key"] for each in group["samples"] if each["error"] is None] == [key for _, key in batch.keys]
+    (failed,) = [each for each in group["samples"] if each["error"] is not None]
+    assert (failed["key"], failed["spans"]) == ("cut", [])
+    assert "field 'jpg'" in failed["error"]
+    heading = " ".join(run(path, "--recipe", name, *order).stdout.split())
+    counts = f"2 samples, {len(batch.llm.input_ids)} tokens, {batch.loss_tokens} trained, 1 that cannot be loaded"
+    assert counts in heading
+
+
+def test_a_long_text_is_cut_between_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "20000")
+    path = write_shard(tmp_path / "joined.tar", [{"__key__": "joined", "txt": ("a\u200d" * 400).encode()}])
+    lines = run(path).stdout
+    assert "[... 199 characters ...]" in lines  # of 799 behind the first, which is not trained
+    cut = re.sub(r"\[\.\.\. .*? characters \.\.\.\]", "", lines)
+    assert set(re.findall(r"\\u....", cut)) == {"\\u200d"}
+    assert "00d" not in cut.replace("\\u200d", "")
+
+
+def test_a_stream_without_the_letters_of_the_data(tmp_path: Path) -> None:
+    path = write_shard(tmp_path / "named.tar", [{"__key__": "n", "txt": "gr\u00fc\u00df \u4f60".encode()}])
+    result = subprocess.run(
+        [sys.executable, "-c", "from orchdata.cli import main; main()", "show", path],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONIOENCODING": "latin-1"},
+        encoding="latin-1",
+        check=True,
+    )
+    assert "r\u00fc\u00df \\u4f60" in result.stdout
+
+
 def test_names_of_the_data_are_shown_and_no_more(tmp_path: Path) -> None:
     keys = ["a/b", "a_b", "c\x1b[2J\u202e"]
     path = write_shard(tmp_path / "odd.tar", [{"__key__": key, "jpg": jpeg(32, 32)} for key in keys])
@@ -155,6 +237,45 @@ def test_names_of_the_data_are_shown_and_no_more(tmp_path: Path) -> None:
     files = run_json(path, "--save", tmp_path / "out")["files"]
     assert len(set(files)) == 3
     assert all(Path(file).parent == tmp_path / "out" / "odd.tar" and Path(file).is_file() for file in files)
+
+
+def test_names_that_no_file_can_have(tmp_path: Path) -> None:
+    keys = ["\u6f22" * 200, "k" * 300, "..", "../../up", "two\nlines"]
+    rows = [{"id": key, "text": "x", "image": "i.png"} for key in keys]
+    (tmp_path / "i.png").write_bytes(png(32, 32))
+    path = tmp_path / "names.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out, root = tmp_path / "out", ("--media-root", tmp_path)
+    files = [file for key in keys for file in run_json(path, *root, "--key", key, "--save", out)["files"]]
+    assert len(set(files)) == len(keys)
+    assert all(Path(file).resolve().parent == out / "names.jsonl" and Path(file).is_file() for file in files)
+    assert "two\\nlines in " in run(path, *root, "--key", "two\nlines").stdout
+
+
+def test_fields_that_are_not_read_are_named(tmp_path: Path) -> None:
+    samples = [{"__key__": f"{n}", "txt": b"<video> of a cat", "mp4": b"\0" * 9} for n in range(2)]
+    path = write_shard(tmp_path / "videos.tar", samples)
+    assert run(path).stdout.splitlines()[-1] == "fields of these shards that the recipe does not read: mp4 (2)"
+    assert run_json(path)["ignored_fields"] == {"mp4": 2}
+    plain = write_shard(tmp_path / "plain.tar", [{"__key__": "a", "txt": b"a"}])
+    assert "does not read" not in run(plain).stdout
+
+
+def test_samples_of_a_mixture_say_their_source(tmp_path: Path) -> None:
+    for name in ("books", "web"):
+        write_shard(tmp_path / f"{name}.tar", [{"__key__": key, "txt": b"text"} for key in ("same", name)])
+    mixture = tmp_path / "mix.yaml"
+    mixture.write_text(
+        "stop: all\nsources:\n  b: {paths: [books.tar], weight: 1}\n  w: {paths: [web.tar], weight: 1}\n"
+    )
+    (group,) = run_json(mixture)["groups"]
+    assert [(each["key"], each["source"]) for each in group["samples"]] == [
+        ("same", "b"),
+        ("books", "b"),
+        ("same", "w"),
+    ]
+    (group,) = run_json(mixture, "--key", "same")["groups"]
+    assert [each["source"] for each in group["samples"]] == ["b", "w"]
 
 
 def test_what_is_filtered_is_not_among_the_first(talk: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,13 +345,25 @@ def test_patches_become_their_picture(dtype: Any, times: int) -> None:
 
 
 def test_a_modality_of_ones_own_is_written_as_its_arrays(tmp_path: Path) -> None:
-    from own_modalities import Points
+    from own_modalities import Points, Tracks
 
     values = np.arange(12, dtype=np.float32).reshape(4, 3)
     size = od.PartSize(4, 1, 4)
     suffix, content = Points().to_file(b"", size, {"points": values}, od.Limits())
     assert suffix == "npz"
     assert np.array_equal(np.load(io.BytesIO(content))["points"], values)
+    bits = (values.view(np.uint32) >> 16).astype(np.uint16)  # small whole numbers are exact in bfloat16
+    arrays = {"values": bits, "times": np.arange(4)}
+    found = np.load(io.BytesIO(Tracks().to_file(b"", size, arrays, od.Limits())[1]))
+    assert found["values"].dtype == np.float32
+    assert np.array_equal(found["values"], values)
+    assert np.array_equal(found["times"], arrays["times"])
+
+
+def test_what_follows_from_a_size_is_json_whatever_it_is() -> None:
+    assert _plain(np.array([[1.5, np.nan], [np.inf, 2.0]], np.float32)) == [[1.5, None], [None, 2.0]]
+    assert _plain(np.array([[np.nan]])) == [None]
+    assert _plain(np.array([[2, 3]], np.int32)) == [2, 3]
 
 
 @pytest.mark.parametrize(
@@ -239,6 +372,13 @@ def test_a_modality_of_ones_own_is_written_as_its_arrays(tmp_path: Path) -> None
         (("--key", "talk", "--step", 0), "not both"),
         (("--state", "x.json"), "goes with --step"),
         (("--shard", "talk.tar"), "goes with --key"),
+        (("--step", 0, "--shard", "talk.tar"), "goes with --key"),
+        (("--epoch", 1), "--epoch goes with --step"),
+        (("--rank", 0), "--rank goes with --step"),
+        (("--key", "talk", "--no-shuffle"), "--shuffle goes with --step"),
+        (("--step", 0, "--epoch", 10**30), "epoch must be below"),
+        (("--step", 0, "--padded", "--length", 64), "leave out --padded"),
+        (("--key", "talk", "--filter", "text_tokens < 4"), "'talk' is none of those that --filter"),
         (("--key", "nobody"), "keys here look like 'talk', 'sound', 'plain'"),
         (("--step", 9), "step 9 is outside the epoch"),
         (("--step", 0, "--rank", 2, "--ranks", 2), "rank"),
