@@ -1,45 +1,30 @@
-"""A video file, opened by PyAV: when its pictures are shown, from its packets, and the pictures that are asked for.
+"""A video file: when its pictures are shown, from its packets, and the pictures that are asked for.
 
     bytes --memory file--> libav --packets--> Timeline         packets, from the last whole picture on --> pictures
-
-libav reads a file without a name, and not the bytes by way of Python: what a signal raises in a function that C calls
-is forgotten there. So it is where PyAV raises, as at the end of a file: its wheels run a little Python to write a
-traceback, and forget what is raised in that. Each file is decoded by the thread that asks, without threads of libav's.
 
 Imported late: it loads FFmpeg's libraries.
 """
 
 from __future__ import annotations
 
-import errno
-import os
-import weakref
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, suppress
-from fractions import Fraction
-from itertools import islice
 from typing import Any, Final
 
+import av
+import av.sidedata.sidedata
 import numpy as np
+from av.video.reformatter import VideoReformatter
 
-from orchdata.loaders.errors import DecodeError, StorageError, pass_trouble
+from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.interrupts import interrupts_held
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.checks import above_pixels
 from orchdata.loaders.modalities.image_decode import Pixels
-from orchdata.loaders.modalities.video.containers import check_whole, format_of
+from orchdata.loaders.modalities.video.opened import TOGETHER, OpenedFile, exact, pass_libav, said
 from orchdata.loaders.modalities.video.timeline import Timeline
-
-try:
-    import av
-    import av.sidedata.sidedata
-    from av.video.reformatter import VideoReformatter
-except ModuleNotFoundError as error:
-    if error.name != "av":
-        raise
-    raise ImportError("reading video needs PyAV: pip install 'orchdata[video]'") from error
 
 Pictures = Generator[Pixels]
 
@@ -47,18 +32,12 @@ _SHOWN_VP8: Final = 0x10
 _SLANTED: Final = 1000
 """How many times larger than the others a matrix' numbers are that turn by quarters."""
 _MATRIX: Final = av.sidedata.sidedata.Type.DISPLAYMATRIX
-_TOGETHER: Final = 16
-"""Packets that are taken before Ctrl-C is heard."""
 _HVCC_LAYERS: Final = 21
-_AS_BYTES: Final[dict[str, Any]] = {"metadata_errors": "replace"} if int(av.__version__.split(".")[0]) < 19 else {}
-"""Titles and the like are in any encoding; of PyAV 19 on they are never decoded."""
-_NO_MORE_FILES: Final = (errno.EMFILE, errno.ENFILE)
-_SOME_MEMORY: Final = 1 << 26
 _ATTACHED: Final = av.stream.Disposition.attached_pic
 """A picture of its cover, which players show beside it."""
 
 
-class VideoFile:
+class VideoFile(OpenedFile):
     """Pictures of the first video stream of a file; to be closed. Raises DecodeError.
 
     Attributes:
@@ -68,33 +47,12 @@ class VideoFile:
     timeline: Timeline
 
     def __init__(self, data: bytes | memoryview, limits: Limits) -> None:
-        self._limits = limits
-        self._format = format_of(data)
-        check_whole(memoryview(data), self._format)
-        self._container: Any = None
-        with interrupts_held():
-            self._memory = os.memfd_create("orchdata-video", os.MFD_CLOEXEC)
-            self._close_memory = weakref.finalize(self, os.close, self._memory)
-        with open(self._memory, "wb", closefd=False) as file:
-            file.write(data)
+        super().__init__(data, limits)
         try:
-            self._open()
             self._scan()
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> VideoFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        container, self._container = self._container, None
-        if container is not None:
-            container.close()
-        self._close_memory()
 
     def size(self) -> tuple[int, int]:
         """(width, height) as displayed, of the first picture."""
@@ -117,19 +75,7 @@ class VideoFile:
                     pixels, last = self._upright(frame), number
                 yield pixels
 
-    def _open(self) -> None:
-        if self._container is not None:
-            self._container.close()
-        path = f"/proc/self/fd/{self._memory}"
-        options = {"max_pixels": str(self._limits.image_pixels)}
-        try:
-            with interrupts_held():
-                self._container = av.open(path, format=self._format, options=options, **_AS_BYTES)
-        except (FileNotFoundError, PermissionError) as error:  # of /proc: a file of ours is always there
-            raise StorageError(path, f"cannot be opened, and video is read by way of it: {error.strerror}") from error
-        except av.FFmpegError as error:
-            _pass_trouble(error)
-            raise DecodeError(f"not a readable video: {_said(error)}") from None
+    def choose(self, options: dict[str, str]) -> None:
         streams = self._container.streams
         shown = [stream for stream in streams.video if not stream.disposition & _ATTACHED]
         if not shown:
@@ -175,10 +121,10 @@ class VideoFile:
                     ticks.append(at)
                     last = packet.duration
         except av.FFmpegError as error:
-            _pass_trouble(error)
-            raise DecodeError(f"damaged video: {_said(error)}, behind {len(ticks)} frames") from None
+            pass_libav(error)
+            raise DecodeError(f"damaged video: {said(error)}, behind {len(ticks)} frames") from None
         told = last if self._format == "gif" else None  # delays are all that a GIF has
-        self.timeline = Timeline.of(ticks, _exact(self._stream.time_base), told)
+        self.timeline = Timeline.of(ticks, exact(self._stream.time_base), told)
         # Pictures of a GIF are made from those before them, whatever its packets say.
         self._starts = sorted(starts)[: 1 if self._format == "gif" else None]
 
@@ -193,7 +139,7 @@ class VideoFile:
                 with suppress(DecodeError):
                     yield from self._decoded(pending, spares=self._knows_nonreference())
             if pending:  # there is no such place, or the file does not lead there: from its start, then
-                self._open()
+                self.open()
                 yield from self._decoded(pending, spares=False)
 
     def _knows_nonreference(self) -> bool:
@@ -235,16 +181,6 @@ class VideoFile:
         number = int(np.searchsorted(self.timeline.ticks, pending[0]))
         raise DecodeError(f"damaged video: frame {number} of {self.timeline.frames} cannot be decoded")
 
-    def _packets(self) -> Iterator[Any]:
-        """From here on, and an empty one that asks a decoder for what it has kept."""
-        packets = self._container.demux(self._stream)
-        while True:
-            with interrupts_held():
-                some = list(islice(packets, _TOGETHER))
-            yield from some
-            if len(some) < _TOGETHER:
-                return
-
     def _all_from_here(self, wanted: frozenset[int] | None) -> Generator[Any]:
         """Pictures; without those that nothing is made from, where only some are wanted."""
         packets = self._container.demux(self._stream)
@@ -255,12 +191,12 @@ class VideoFile:
                     frames = self._next_frames(packets, wanted)
                 yield from frames or ()
         except av.FFmpegError as error:
-            _pass_trouble(error)
-            raise DecodeError(f"damaged video: {_said(error)}") from None
+            pass_libav(error)
+            raise DecodeError(f"damaged video: {said(error)}") from None
 
     def _next_frames(self, packets: Iterator[Any], wanted: frozenset[int] | None) -> list[Any] | None:
         """What the next packets show, if they do; None behind the last."""
-        for _ in range(_TOGETHER):
+        for _ in range(TOGETHER):
             packet = next(packets, None)
             if packet is None:
                 return None
@@ -279,9 +215,7 @@ class VideoFile:
         try:
             plain = self._reformatter.reformat(frame, format="rgb24", threads=1)
         except av.FFmpegError as error:
-            raise DecodeError(
-                f"video of {frame.format.name} pixels, which cannot be made RGB: {_said(error)}"
-            ) from None
+            raise DecodeError(f"video of {frame.format.name} pixels, which cannot be made RGB: {said(error)}") from None
         pixels: Any = plain.to_ndarray()
         return np.ascontiguousarray(turned(pixels))
 
@@ -301,22 +235,3 @@ def _turned(frame: Any) -> Callable[[Pixels], Pixels]:
         raise DecodeError("a video that its file turns by no quarter: encode it anew as it is to be seen")
     flips = tuple(slice(None, None, -1 if sign < 0 else 1) for sign in (down, along))
     return lambda pixels: (pixels.transpose(1, 0, 2) if swaps else pixels)[flips]
-
-
-def _exact(told: Any) -> Fraction:
-    """A rational number of PyAV's; 0 where the file does not tell it."""
-    return Fraction(told.numerator, told.denominator) if told else Fraction(0)
-
-
-def _pass_trouble(error: Any) -> None:
-    """Raise what is the system's trouble. A file in memory is read without any, so that libav's other errors are the
-    data's, whatever they are called; and where a small file asks for more memory than there can be, too.
-    """
-    if error.errno in _NO_MORE_FILES:
-        pass_trouble(error)
-    if error.errno == errno.ENOMEM:
-        bytearray(_SOME_MEMORY)  # or there is none: a MemoryError
-
-
-def _said(error: Any) -> str:
-    return str(error.strerror or error).split("\n")[0][:200]
