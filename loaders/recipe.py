@@ -15,7 +15,7 @@ from orchdata.loaders.modalities.audio import AudioPreprocessor
 from orchdata.loaders.modalities.builtin import BUILTINS, KINDS, OTHER, TEXT, UNUSED
 from orchdata.loaders.modalities.checks import check_arrays, check_words
 from orchdata.loaders.modalities.image import ImagePreprocessor, image_grid
-from orchdata.loaders.modalities.modality import Modality, Slot, plain
+from orchdata.loaders.modalities.modality import Modality, Slot, outer_of, plain
 from orchdata.loaders.text.conversation import Rules
 from orchdata.loaders.text.media_words import MediaWords, record_keys
 from orchdata.loaders.text.preprocessor import TextPreprocessor
@@ -201,6 +201,9 @@ class Recipe:
             field: its name.
             kind: in the facts.
         """
+        outer, inner = outer_of(field)
+        if inner in self.inside(outer):
+            return self.kinds.index(inner)
         claimed = next((self._claims[name] for name in names_of(field) if name in self._claims), None)
         if claimed is not None:
             return self.kinds.index(claimed)
@@ -209,6 +212,11 @@ class Recipe:
         name = KINDS[kind]
         theirs = name == "text" or (name in self.modalities and self.modalities[name].fields == BUILTINS[name].fields)
         return self.kinds.index(name) if theirs else UNUSED
+
+    def inside(self, field: str) -> tuple[str, ...]:
+        """The modalities that may have a part inside of a member of another."""
+        asked = [name for name, modality in self.modalities.items() if modality.inside]
+        return tuple(name for name in asked if not set(names_of(field)).isdisjoint(self.modalities[name].inside))
 
     def asks_for(self, field: str) -> bool:
         """Whether a member is claimed by name, or kept."""

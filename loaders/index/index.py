@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from orchdata.loaders.errors import DamagedIndexError, DataError, MissingIndexError
 from orchdata.loaders.index.table import Columns, TableSize, views
 from orchdata.loaders.index.totals import Totals
-from orchdata.loaders.modalities.modality import PartSize
+from orchdata.loaders.modalities.modality import PartSize, outer_of
 from orchdata.loaders.samples.members import Member
 from orchdata.loaders.shards.shard import ShardInfo
 from orchdata.loaders.storage.paths import SUFFIXES
@@ -311,7 +311,8 @@ class Index:
         offsets, sizes = self.member_offset[mine].tolist(), self.member_size[mine].tolist()
         if offsets and (min(offsets) < 0 or min(sizes) < 0):
             raise self.damaged(f"a member of row {row} is said to lie at {min(offsets)} with {min(sizes)} bytes")
-        encodings, names = self.member_encoding[mine].tolist(), self._field_names(row, mine)
+        encodings = self.member_encoding[mine].tolist()
+        names = [outer_of(name)[0] for name in self._field_names(row, mine)]
         return list(zip(offsets, sizes, encodings, names, strict=True))
 
     def members(self, row: int) -> list[Member]:

@@ -15,11 +15,19 @@ from typing import Any, Final, NamedTuple
 
 from orchdata.loaders.errors import NOT_DATA, DecodeError, as_field_error
 from orchdata.loaders.limits import limits_fingerprint
-from orchdata.loaders.modalities.builtin import BUILTINS, KINDS, OTHER, TEXT
-from orchdata.loaders.modalities.modality import Header, Modality, counts_from_header, keeps_headers_of, probe_id
+from orchdata.loaders.modalities.builtin import BUILTINS, KINDS, OTHER, TEXT, UNUSED
+from orchdata.loaders.modalities.modality import (
+    Header,
+    Modality,
+    counts_from_header,
+    inner_field,
+    keeps_headers_of,
+    outer_of,
+    probe_id,
+)
 from orchdata.loaders.modalities.probing import read_header
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.shards.facts_table import Facts
+from orchdata.loaders.shards.facts_table import Facts, FactsTable
 from orchdata.loaders.shards.fields import RAW
 from orchdata.loaders.shards.shard import Shard
 from orchdata.loaders.storage.atomic import write_whole
@@ -94,6 +102,8 @@ class Probes:
                     for row, header in zip(rows, self._headers(facts, modality, rows, shard), strict=True):
                         if isinstance(header, str):
                             errors[row] = header
+                        elif modality.inside and outer_of(fields[row])[1] and not any(header):
+                            kinds[row] = UNUSED  # nothing of it is inside
                         else:
                             headers[row] = header
             return Seen(kinds, headers, errors)
@@ -115,8 +125,35 @@ class Probes:
 
     def _path(self, facts: Facts, modality: Modality) -> str:
         named = [os.path.abspath(facts.meta.url), limits_fingerprint(self._recipe.limits), probe_id(modality)]
+        named.append(str(len(facts.table)))  # rows may have been put in for parts inside of members
         name = hashlib.blake2b(json.dumps(named).encode(), digest_size=16).hexdigest()
         return f"{self._cache.root}/facts/{name}.headers"
+
+
+def with_inner(facts: Facts, recipe: Recipe) -> Facts:
+    """The facts with a row for each part that may be inside of a member of another modality, as sound of a clip: behind
+    it, "0.mp4" and "0.mp4 (audio)", with the same bytes. Whether it is there its probe says.
+    """
+    if not any(modality.inside for modality in recipe.modalities.values()):
+        return facts
+    given, table = facts.table, FactsTable()
+    known: dict[str, tuple[str, ...]] = {}
+    columns = (given.sample, given.key, given.field, given.kind, given.offset, given.size, given.encoding)
+    headers = zip(given.header0, given.header1, strict=True)
+    for row, ((sample, key, field, kind, *place), header) in enumerate(
+        zip(zip(*columns, strict=True), headers, strict=True)
+    ):
+        error = given.errors.get(row)
+        offset, size, encoding = place
+        table.append(
+            sample, key, field, kind=kind, offset=offset, size=size, encoding=encoding, header=header, error=error
+        )
+        inside = known.get(field)
+        if inside is None:
+            inside = known[field] = recipe.inside(field)
+        for name in inside if error is None else ():
+            table.append(sample, key, inner_field(field, name), offset=offset, size=size, encoding=encoding)
+    return facts._replace(table=table)
 
 
 def _own(recipe: Recipe) -> Iterator[tuple[int, Modality]]:
@@ -124,7 +161,7 @@ def _own(recipe: Recipe) -> Iterator[tuple[int, Modality]]:
     for kind, (name, modality) in enumerate(recipe.modalities.items(), TEXT + 1):
         theirs = BUILTINS.get(name)
         told = theirs is not None and keeps_headers_of(type(modality), theirs) and modality.fields == theirs.fields
-        if not told or not counts_from_header(modality):
+        if not told or not counts_from_header(modality) or modality.inside:
             yield kind, modality
 
 
@@ -137,7 +174,8 @@ def _told_by_facts(modality: Modality, kind: int) -> bool:
 
 def _probed(modality: Modality, facts: Facts, row: int, shard: Shard, recipe: Recipe) -> Header | str:
     table = facts.table
-    offset, size, encoding, field = table.offset[row], table.size[row], table.encoding[row], table.field[row]
+    offset, size, encoding = table.offset[row], table.size[row], table.encoding[row]
+    field, _ = outer_of(table.field[row])
 
     def read(count: int) -> bytes:
         # A part of a member can only be had where it is stored as it is.

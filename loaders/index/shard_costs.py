@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.loaders.errors import NOT_DATA, FieldError, StaleIndexError, StorageError, as_field_error
-from orchdata.loaders.index.probed import Probes
+from orchdata.loaders.index.probed import Probes, with_inner
 from orchdata.loaders.index.table import MEMBERS, PARTS, Columns, TableSize, body_bytes, offsets_of, pack
 from orchdata.loaders.index.totals import Totals, summarize
 from orchdata.loaders.limits import Limits
@@ -163,6 +163,7 @@ def cost_shard(facts: Facts, shard: Callable[[], Shard], recipe: Recipe, probes:
         ShardError: the shard cannot be opened any more.
         StorageError, StaleIndexError, MemoryError: nothing that the samples did.
     """
+    facts = with_inner(facts, recipe)
     table = facts.table
     rows = _Rows(table, recipe)
     for chunk in _chunks(_samples(facts, shard, recipe, probes), recipe.limits.text_bytes):

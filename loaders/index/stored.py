@@ -94,14 +94,16 @@ class StoredSample:
         if kept:
             wanted.update(uses_of(self.members, recipe).kept)
         needed = sorted(wanted.union(text_members(self.members, recipe) if text and self._kept is None else ()))
-        locations = self._index.read_spec(self.row)
+        specs = self._index.read_spec(self.row)
+        places = list(dict.fromkeys(specs[member] for member in needed))  # some share their bytes
         self._index.check_unchanged()
         try:
-            payloads = self._shards.get(self.shard, self._info).read_many([locations[member] for member in needed])
+            payloads = self._shards.get(self.shard, self._info).read_many(places)
         except FieldError as error:
             raise error.at(self.shard, self.key) from error.__cause__
-        self._shards.reads.used.add(sum(locations[member][1] for member in needed))
-        return dict(zip(needed, payloads, strict=True))
+        self._shards.reads.used.add(sum(size for _, size, _, _ in places))
+        held = dict(zip(places, payloads, strict=True))
+        return {member: held[specs[member]] for member in needed}
 
     def spans(self, recipe: Recipe, payloads: Mapping[int, bytes | memoryview], size_of: SizeOf) -> list[Span]:
         """What the row's sequence is made of. Raises FieldError as `compose` and `divided`, and for all pieces of a

@@ -18,12 +18,17 @@ from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.checks import above_seconds, check_at_least_one, check_choice
 from orchdata.loaders.modalities.modality import ArraySpec, Header, Heads, Modality, PartSize
+from orchdata.loaders.modalities.video.containers import TRACK_FIELDS
 
 _WAVE_BYTES: Final = 4
 
 
 class Clips(Modality):
-    """Sound files: how they are called, known and measured. A header is (frames of a channel, rate in Hz)."""
+    """Sound files: how they are called, known and measured. A header is (frames of a channel, rate in Hz).
+
+    Attributes:
+        tracks: whether the track of sound of a clip is a part of its own.
+    """
 
     fields = tuple("wav wave flac mp3 mp2 ogg oga opus aif aiff aifc au snd caf w64 rf64".split())
     words = ("audio", "audio_url", "input_audio")
@@ -31,6 +36,16 @@ class Clips(Modality):
     column_words = frozenset("audio audios speech sound sounds clip clips recording waveform".split())
     hf_feature = "Audio"
     num_facts = 2
+
+    tracks = False
+
+    @property
+    def inside(self) -> tuple[str, ...]:  # type: ignore[override] # constant, once the value is made
+        return TRACK_FIELDS if self.tracks else ()
+
+    def parameters(self) -> dict[str, Any]:
+        """Without tracks where there are none."""
+        return {name: value for name, value in super().parameters().items() if name != "tracks" or value}
 
     @staticmethod
     def scan(heads: Heads) -> None:
@@ -101,6 +116,8 @@ class AudioPreprocessor(Clips):
         long_clips: those above it are "error"s of their sample; "cut" leaves out what is behind; "split" makes as many
             windows of a clip as it needs, one behind the other in one part.
         dtype: what features are stored as.
+        tracks: whether the first track of sound of a clip (MP4, MOV, WebM, Matroska) is a part too, from the clip's
+            start on, called "0.mp4 (audio)". Needs PyAV: `pip install 'orchdata[video]'`.
     """
 
     num_extents = 2
@@ -116,6 +133,7 @@ class AudioPreprocessor(Clips):
     window_seconds: int | None = None
     long_clips: Literal["error", "cut", "split"] = "error"
     dtype: Literal["float32", "bfloat16"] = "float32"
+    tracks: bool = False
 
     def __post_init__(self) -> None:
         owner = type(self).__name__
@@ -124,6 +142,7 @@ class AudioPreprocessor(Clips):
         check_choice(owner, "dtype", self.dtype, ("float32", "bfloat16"))
         check_choice(owner, "features", self.features, ("log_mel", "waveform", "normalized_waveform"))
         check_choice(owner, "fill", self.fill, ("token", "none", "window"))
+        check_choice(owner, "tracks", self.tracks, (False, True))
         check_choice(owner, "long_clips", self.long_clips, ("error", "cut", "split"))
         if self.window_seconds is not None:
             check_at_least_one(owner, "window_seconds", self.window_seconds)

@@ -30,6 +30,7 @@ from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.audio_header import mp3_reason
 from orchdata.loaders.modalities.checks import above_seconds
 from orchdata.loaders.modalities.cut_audio import TOLERANCE_SECONDS, TOLERANCE_SHARE, cut_reason, plain_wav
+from orchdata.loaders.modalities.video.containers import holds_tracks
 from orchdata.loaders.scratch import Scratch
 from orchdata.native.spectrum import split_complex
 
@@ -105,8 +106,13 @@ def read_mono(data: bytes | memoryview, limits: Limits) -> tuple[Wave, int]:
     """The mean over channels, (num_frames,), and the rate in Hz. Raises DecodeError."""
     import soundfile
 
-    from orchdata.loaders.modalities.audio_header import Sound
+    from orchdata.loaders.modalities.audio_header import Sound, open_track
 
+    if holds_tracks(data):
+        with open_track(data, limits) as track:
+            if not track.rate:
+                raise DecodeError("no track of sound in it")
+            return track.wave(), track.rate
     try:
         is_mp3, plain = False, plain_wav(data)
         if plain is not None:

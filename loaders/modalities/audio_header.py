@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 import soundfile
@@ -18,7 +19,11 @@ from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.checks import described, starts_with
 from orchdata.loaders.modalities.cut_audio import cut_reason, flac_reason, lacks, mp3_stream_bytes, unclosed_wav
 from orchdata.loaders.modalities.modality import Header
+from orchdata.loaders.modalities.video.containers import holds_tracks
 from orchdata.native.scan.mp3 import count_mp3, scan_mp3
+
+if TYPE_CHECKING:
+    from orchdata.loaders.modalities.video.track import SoundTrack
 
 _BLOCK_FRAMES = 1 << 16
 _ID3V1_BYTES = 128
@@ -60,7 +65,13 @@ class Sound(soundfile.SoundFile):  # type: ignore[misc]
 
 
 def probe_audio(data: bytes, limits: Limits) -> Header:
-    """(frames of a channel, rate in Hz), by soundfile. Raises DecodeError."""
+    """(frames of a channel, rate in Hz), by soundfile; of a file with pictures those of its track, (0, 0) without one.
+
+    Raises DecodeError.
+    """
+    if holds_tracks(data):
+        with open_track(data, limits) as track:
+            return track.frames, track.rate
     try:
         with Sound(data) as sound:
             rate = int(sound.samplerate)
@@ -89,6 +100,15 @@ def probe_audio(data: bytes, limits: Limits) -> Header:
     if reason is not None:
         raise DecodeError(reason)
     return frames, rate
+
+
+def open_track(data: bytes | memoryview, limits: Limits) -> SoundTrack:
+    """The track of sound of a file with pictures; a context manager. Raises DecodeError."""
+    try:
+        from orchdata.loaders.modalities.video.track import SoundTrack
+    except ImportError as error:
+        raise DecodeError(str(error)) from error
+    return SoundTrack(data, limits)
 
 
 def _mp3_frames(data: bytes, told: int) -> int:

@@ -118,6 +118,8 @@ class Modality:
         num_extents: numbers in `PartSize.extent`.
         places: whether its parts have tokens in the merged sequence; False where a model takes them beside it, as an
             encoder-decoder does: then `PartSize.tokens` is 0, and the text has no mark for them.
+        inside: names of members of other modalities whose bytes may hold a part of this one too, as clips hold sound; a
+            header of zeros says that one does not.
         listed: the modality of the files that a record may list in place of one of its own, as the frames of a video;
             "" for none.
         free: parameters in which sources of a mixture may differ: shapes of tensors and their scale stay.
@@ -134,6 +136,7 @@ class Modality:
     num_facts: int = 0
     num_extents: int = 0
     places: bool = True
+    inside: tuple[str, ...] = ()
     listed: str = ""
     free: frozenset[str] = frozenset()
 
@@ -294,6 +297,19 @@ class Modality:
             for spec in self.arrays().values()
             if spec.per == "row"
         )
+
+
+def inner_field(field: str, modality: str) -> str:
+    """What a part inside of a member is called."""
+    return f"{field} ({modality})"
+
+
+def outer_of(field: str) -> tuple[str, str]:
+    """The member that holds a part, and its modality; the field itself and "" where it is no part of another."""
+    if field[-1:] != ")":
+        return field, ""
+    outer, _, inner = field[:-1].rpartition(" (")
+    return (outer, inner) if outer else (field, "")
 
 
 def counts_from_header(modality: Modality) -> bool:

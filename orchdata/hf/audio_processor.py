@@ -77,6 +77,7 @@ class HFAudio(Clips):
         sample_rate: Hz.
         shapes: name, shape of a row, dtype, "row" or "part", and axis of each array and extra.
         long_clips: what the processor would cut without a word is an "error", or "cut".
+        tracks: as `AudioPreprocessor` has it.
     """
 
     num_extents = 1
@@ -87,6 +88,7 @@ class HFAudio(Clips):
     sample_rate: int
     shapes: tuple[Shape, ...]
     long_clips: Literal["error", "cut"] = "error"
+    tracks: bool = False
 
     def arrays(self) -> Mapping[str, ArraySpec]:
         return {each.name: ArraySpec(each.row, each.dtype, each.per) for each in self.shapes if each.is_array}

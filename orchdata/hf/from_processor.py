@@ -54,6 +54,7 @@ def recipe(
     append_eos: bool = False,
     long_clips: LongClips = "error",
     video: bool = False,
+    audio_tracks: bool = False,
     tokens_per_second: float = 2.0,
     limits: Limits = Limits(),  # noqa: B008 - a frozen value
     keep: tuple[str, ...] = (),
@@ -73,6 +74,7 @@ def recipe(
             "split" into windows.
         video: whether videos are read, as the processor's `video_processor` prepares them, of Qwen2-VL, Qwen2.5-VL and
             Qwen3-VL; GIFs are videos then, and else images.
+        audio_tracks: whether the sound of clips is audio of its own, as `od.AudioPreprocessor(tracks=True)` has it.
         tokens_per_second: of Qwen2.5-VL's videos: positions in time, as its model's `vision_config` has it.
         limits, keep: as `od.Recipe` has them.
 
@@ -99,12 +101,17 @@ def recipe(
         **{**tokenizer.special_tokens_map, **variables},
     )
     template = replace(template, pairs=own)
+    audio = audio_modality(processor, long_clips=long_clips) if extractor_of(processor) is not None else None
+    if audio_tracks and audio is None:
+        raise ValueError(f"audio_tracks=True, and {type(processor).__name__} takes no audio")
+    if audio is not None:
+        audio = replace(audio, tracks=audio_tracks)
     return Recipe(
         text=TextPreprocessor(
             tokenizer, template=template, eos_token_id=tokenizer.eos_token_id if append_eos else None
         ),
         image=image_modality(processor) if getattr(processor, "image_processor", None) is not None else None,
-        audio=audio_modality(processor, long_clips=long_clips) if extractor_of(processor) is not None else None,
+        audio=audio,
         video=video_modality(processor, tokens_per_second=tokens_per_second) if video else None,
         limits=limits,
         keep=keep,

@@ -298,20 +298,3 @@ def test_columns_of_parquet_hold_videos(tmp_path: Path) -> None:
     assert not len(dataset.index().bad_rows())
     batch = next(iter(od.DataLoader(dataset, global_batch_size=2, num_threads=0)))
     assert len(batch.media["video"].grid_thw) == 2
-
-
-def test_sound_of_a_video_is_a_member_beside_it(tmp_path: Path) -> None:
-    """The function that the docs give."""
-    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
-    code = next(each.split("```")[0] for each in page.split("```python\n") if "def sound_of" in each)
-    scope: dict[str, Any] = {}
-    exec(code, scope)
-    data = clip("h264", audio="aac")
-    shard = write_shard(
-        tmp_path / "a.tar", [{"__key__": "a", "mp4": data, "flac": scope["sound_of"](data), "txt": b"x"}]
-    )
-    recipe = od.Recipe(image=None, video=VIDEO, audio=od.AudioPreprocessor(num_mels=16))
-    batch = next(iter(loader(shard, recipe=recipe, global_batch_size=1)))
-    assert (
-        batch.media["video"].num_tokens and 24 <= batch.media["audio"].num_tokens <= 28
-    )  # a second, and codec's delay

@@ -21,6 +21,8 @@ _NAMES: Final = re.compile(rb"[\x20-\x7e\xa9]{4}")
 _BOXES: Final = (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"styp", b"pnot")
 _NO_VIDEO: Final = (b"avif", b"avis", b"heic", b"heix", b"heif", b"mif1", b"msf1", b"M4A ", b"M4B ", b"jxl ")
 """Brands of still pictures, and of sound alone."""
+TRACK_FIELDS: Final = tuple("video mp4 m4v mov 3gp webm mkv".split())
+"""Names of members that may hold sound beside pictures."""
 _GIF_EXTENSION, _GIF_IMAGE, _GIF_END = 0x21, 0x2C, 0x3B
 
 
@@ -47,6 +49,12 @@ def format_of(data: bytes | memoryview) -> str:
         f"not a video that is read: starts with {starts_with(head)}; read are MP4 and MOV, WebM and Matroska, and GIF. "
         "Write others anew: `ffmpeg -i in.avi out.mp4`"
     )
+
+
+def holds_tracks(data: bytes | memoryview) -> bool:
+    """Whether bytes are those of a file that may hold sound beside pictures."""
+    head = bytes(data[:12])
+    return head.startswith(_EBML) or head[4:8] in _BOXES
 
 
 def is_video(head: bytes) -> bool:

@@ -1,0 +1,144 @@
+"""The track of sound in a file with pictures: how long it is, from its packets, and its samples.
+
+Imported late: it loads FFmpeg's libraries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import Any, Final
+
+import av
+import numpy as np
+from numpy.typing import NDArray
+
+from orchdata.loaders.errors import DecodeError
+from orchdata.loaders.interrupts import interrupts_held
+from orchdata.loaders.limits import Limits
+from orchdata.loaders.modalities.checks import above_seconds
+from orchdata.loaders.modalities.cut_audio import TOLERANCE_SECONDS
+from orchdata.loaders.modalities.video.opened import OpenedFile, exact, pass_libav, said
+
+Wave = NDArray[np.float32]
+_MICROSECONDS: Final = 1_000_000
+
+
+class SoundTrack(OpenedFile):
+    """The first track of sound of a file; to be closed. Raises DecodeError.
+
+    Attributes:
+        rate: in Hz; 0 where there is no track.
+        frames: samples of a channel, from the file's start to the last one's end, as its packets say. Where sound
+            begins later than the file, silence is before it, so that it stays in time with the pictures.
+    """
+
+    rate: int = 0
+    frames: int = 0
+
+    def __init__(self, data: bytes | memoryview, limits: Limits) -> None:
+        super().__init__(data, limits)
+        try:
+            if self._stream is not None:
+                self._measure()
+        except BaseException:
+            self.close()
+            raise
+
+    def choose(self, options: dict[str, str]) -> None:
+        heard = list(self._container.streams.audio)
+        self._stream = heard[0] if heard else None
+        if self._stream is None:
+            return
+        self._codec = self._stream.codec_context
+        if self._codec is None:
+            raise DecodeError(
+                "its sound is of a codec that the installed FFmpeg libraries cannot decode: encode it anew"
+            )
+        self._codec.thread_count = 1
+        self._tick = exact(self._stream.time_base)
+        begins = self._container.start_time
+        self._begins = Fraction(begins, _MICROSECONDS) if begins is not None else Fraction(0)
+
+    def wave(self) -> Wave:
+        """The mean over its channels, float32 (frames,)."""
+        self.open()
+        found = np.zeros(self.frames, np.float32)
+        slack, at, came = int(TOLERANCE_SECONDS * self.rate), 0, 0
+        for first, block in self._blocks():
+            at = at if came and abs(first - at) <= slack else first  # times are rounded: what follows, follows
+            skipped = max(0, -at)
+            end = min(at + len(block), self.frames)
+            if end > at + skipped:
+                found[at + skipped : end] = block[skipped : end - at]
+                came += end - at - skipped
+            at += len(block)
+        if not came:
+            raise DecodeError("damaged sound: nothing of it can be decoded")
+        if not np.isfinite(found).all():
+            raise DecodeError("the sound holds NaN or infinite values")
+        return found
+
+    def _measure(self) -> None:
+        rate = int(self._codec.sample_rate or 0)
+        if rate < 1:
+            raise DecodeError(f"damaged sound: a rate of {rate} Hz")
+        ends = None
+        try:
+            for packet in self._packets():
+                if packet.size and packet.pts is not None and not packet.is_discard:
+                    if packet.is_corrupt:
+                        raise DecodeError("damaged sound: it is cut")
+                    end = packet.pts + (packet.duration or 0)
+                    ends = end if ends is None else max(ends, end)
+        except av.FFmpegError as error:
+            pass_libav(error)
+            raise DecodeError(f"damaged sound: {said(error)}") from None
+        if ends is None:
+            raise DecodeError("a track of sound without any")
+        seconds = ends * self._tick - self._begins
+        frames = round(seconds * rate)
+        reason = above_seconds(frames, rate, self._limits)
+        if reason is not None:
+            raise DecodeError(reason)
+        if frames < 1:
+            raise DecodeError("a track of sound without any")
+        self.rate, self.frames = rate, frames
+
+    def _place(self, frame: Any) -> int | None:
+        """The sample at which it begins."""
+        if frame.sample_rate != self.rate:
+            raise DecodeError(f"its sound changes from {self.rate} to {frame.sample_rate} Hz: encode it anew")
+        if frame.pts is None:
+            return None
+        place: int = round((frame.pts * exact(frame.time_base) - self._begins) * self.rate)
+        return place
+
+    def _blocks(self) -> Iterator[tuple[int, Wave]]:
+        """(sample at which it begins, mean over its channels), one behind the other."""
+        resampler: Any = None
+        expected = 0
+        try:
+            for packet in self._packets():
+                with interrupts_held():
+                    frames = packet.decode()
+                    if frames and resampler is None:
+                        resampler = av.AudioResampler(format="fltp", layout=frames[0].layout, rate=self.rate)
+                    heard = [(self._place(frame), _plain(resampler, frame)) for frame in frames]
+                for place, blocks in heard:
+                    at = expected if place is None else place
+                    for block in blocks:
+                        yield at, block.mean(axis=0, dtype=np.float32) if len(block) > 1 else block[0]
+                        at += block.shape[1]
+                    expected = at
+        except av.FFmpegError as error:
+            pass_libav(error)
+            raise DecodeError(f"damaged sound: {said(error)}") from None
+
+
+def _plain(resampler: Any, frame: Any) -> list[NDArray[np.float32]]:
+    """Samples (channels, samples) within +-1."""
+    try:
+        return [each.to_ndarray() for each in resampler.resample(frame)]
+    except ValueError as error:
+        raise DecodeError("its sound changes its channels or format in the midst: encode it anew") from error
