@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from orchdata.delivery.state import Held, Position
+from orchdata.loaders.errors import StateError
 from orchdata.loaders.interrupts import interrupts_later
 
 T = TypeVar("T")
@@ -60,6 +61,7 @@ class Cursor(Generic[T]):
         self._passed: Position | None = None
         self._seeded: tuple[Position, int] | None = None
         self._drawn: tuple[Position, Position] | None = None
+        self._told: Position | None = None
 
     def restore(self, position: Position) -> None:
         self.delivered = self.begin = self._restored = self.resumed = position
@@ -109,6 +111,38 @@ class Cursor(Generic[T]):
         elif self.begin is not self._restored or self.begin.epoch != epoch:
             self.delivered = self.begin = Position(epoch)
 
+    def tell_epoch(self, epoch: int) -> None:
+        """A trainer begins this epoch: begin it too, if that is not where the loader stands, and be it that an
+        iteration which has not begun was to begin elsewhere. Raises StateError where that would go back to an epoch
+        behind which a state was loaded.
+        """
+        begin, passed = self.begin, self._passed
+        if epoch == begin.epoch or (begin is self._restored and passed is not None and epoch == passed.epoch):
+            return
+        if epoch < begin.epoch and begin is self._restored:
+            raise StateError(
+                f"a state of epoch {begin.epoch} was loaded, and the trainer begins epoch {epoch}, whose samples would "
+                f"come again: resume the trainer from its own checkpoint, or have it begin at epoch {begin.epoch}, "
+                f"Lightning by trainer.fit_loop.epoch_progress.current.processed = {begin.epoch}"
+            )
+        self.set_epoch(epoch)
+        self._told = self.begin
+
+    def replaced(self, begin: Position) -> Position:
+        """Where an iteration begins that was to begin here."""
+        return self.begin if self.begin is self._told else begin
+
+
+class EpochOfTrainer:
+    """What Lightning takes for the sampler of a loader with an order of its own, and tells its epoch before each.
+
+    Of a checkpoint that was written at the end of an epoch Lightning does not load the loader's state: the loader would
+    begin with epoch 0 again. Behind `limit_train_batches` it would go on with an epoch that is over for Lightning.
+    """
+
+    def __init__(self, cursor: Cursor[Any]) -> None:
+        self.set_epoch = cursor.tell_epoch
+
 
 class Iteration(Generic[T]):
     """One way through an epoch, from where the cursor stands now.
@@ -123,16 +157,23 @@ class Iteration(Generic[T]):
     """
 
     def __init__(self, cursor: Cursor[T], *, is_alone: bool) -> None:
-        self.begin = cursor.begin
-        self.epoch = cursor.begin.epoch
-        self.is_resumed = cursor.begin is cursor.resumed
         self.base_seed = 0
         self._is_alone = is_alone
         self._cursor = cursor
-        self._left = cursor.begin
-        self._behind = cursor.begin
         self._has_begun = False
         self._has_ended = False
+        self._begin_at(cursor.begin)
+
+    def _begin_at(self, position: Position) -> None:
+        self.begin = self._left = self._behind = position
+        self.epoch = position.epoch
+        self.is_resumed = position is self._cursor.resumed
+
+    def go(self) -> None:
+        """Its first step is asked for: a trainer may have told its epoch since."""
+        place = self._cursor.replaced(self.begin)
+        if place is not self.begin:
+            self._begin_at(place)
 
     @property
     def origin(self) -> Position:
