@@ -145,7 +145,7 @@ class Bare(titan.Trainer):
         self.optimizers, self.lr_schedulers = Optimizers(self.model), Schedule()
         self.metrics_processor = self.checkpointer = Quiet()
         self.parallel_dims, self.device = Dims(config.at_a_time > 1), torch.device("cpu")
-        self.step, self.gradient_accumulation_steps = 0, config.accumulation
+        self.step, self.gradient_accumulation_steps, self.pp_has_last_stage = 0, config.accumulation, True
         self.num_pp_microbatches = self.num_pipeline_parallel_microbatches = config.at_a_time
         self.dataloader = config.dataloader.build(**config.runtime)
         self.seen: list[list[Any]] = []
