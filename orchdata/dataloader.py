@@ -409,7 +409,7 @@ class DataLoader(Generic[T_co]):
             raise StateError("the state does not say how far each worker has iterated the data set")
         if prepared is not self._prepared:
             self._install(prepared)
-        self._cursor.restore(position)
+        self._cursor.restore(position, by_trainer=calling_trainer() is not None)
         if self._is_alone:
             self.close()  # workers that are kept have gone on
             self._opened = None

@@ -62,15 +62,19 @@ class Cursor(Generic[T]):
         self._seeded: tuple[Position, int] | None = None
         self._drawn: tuple[Position, Position] | None = None
         self._told: Position | None = None
+        self._ahead = 0
+        self._by_trainer = False
 
-    def restore(self, position: Position) -> None:
+    def restore(self, position: Position, *, by_trainer: bool = False) -> None:
+        """Begin next where a state was taken; whether a trainer loaded it."""
+        self._by_trainer = by_trainer
         self.delivered = self.begin = self._restored = self.resumed = position
         self._passed = None
 
     def pass_end(self, *, held: bool) -> None:
         """Begin the next epoch, where the restored place is the end of one; see `Position.following`."""
         end = self.begin
-        self.restore(end.following(held=held))
+        self.restore(end.following(held=held), by_trainer=self._by_trainer)
         self._passed = end
 
     def seed(self, base_seed: int) -> None:
@@ -107,26 +111,32 @@ class Cursor(Generic[T]):
         """Begin `epoch` next; at its start, unless a state of it was restored and no step delivered since."""
         passed = self._passed
         if passed is not None and self.begin is self._restored and passed.epoch == epoch:
-            self.restore(passed)  # nothing is left of it, and nothing of it comes again
+            self.restore(passed, by_trainer=self._by_trainer)  # nothing is left of it, and nothing of it comes again
         elif self.begin is not self._restored or self.begin.epoch != epoch:
             self.delivered = self.begin = Position(epoch)
 
     def tell_epoch(self, epoch: int) -> None:
-        """A trainer begins this epoch: begin it too, if that is not where the loader stands, and be it that an
-        iteration which has not begun was to begin elsewhere. Raises StateError where that would go back to an epoch
-        behind which a state was loaded.
+        """A trainer begins this epoch: begin it too, if the loader would begin an earlier one, and be it that an
+        iteration which has not begun was to begin there.
+
+        A loader may be ahead: of a state that was loaded as a training begins, or as one of several that begins anew
+        inside of the trainer's epochs. It stays ahead by so many. Raises StateError for a state that was loaded, not by
+        the trainer, as it resumes at a later epoch.
         """
         begin, passed = self.begin, self._passed
-        if epoch == begin.epoch or (begin is self._restored and passed is not None and epoch == passed.epoch):
-            return
-        if epoch < begin.epoch and begin is self._restored:
-            raise StateError(
-                f"a state of epoch {begin.epoch} was loaded, and the trainer begins epoch {epoch}, whose samples would "
-                f"come again: resume the trainer from its own checkpoint, or have it begin at epoch {begin.epoch}, "
-                f"Lightning by trainer.fit_loop.epoch_progress.current.processed = {begin.epoch}"
-            )
-        self.set_epoch(epoch)
-        self._told = self.begin
+        if begin is self._restored:
+            if passed is not None and epoch == passed.epoch:
+                return
+            self._ahead = max(0, begin.epoch - epoch)
+            if self._ahead and epoch and not self._by_trainer:
+                raise StateError(
+                    f"a state of epoch {begin.epoch} was loaded, and the trainer goes on at epoch {epoch} without the "
+                    "loader's state in its own checkpoint, so that nobody knows the loader's epoch: load a state only "
+                    "where a training begins"
+                )
+        if epoch + self._ahead > begin.epoch:
+            self.set_epoch(epoch + self._ahead)
+            self._told = self.begin
 
     def replaced(self, begin: Position) -> Position:
         """Where an iteration begins that was to begin here."""
@@ -137,7 +147,7 @@ class EpochOfTrainer:
     """What Lightning takes for the sampler of a loader with an order of its own, and tells its epoch before each.
 
     Of a checkpoint that was written at the end of an epoch Lightning does not load the loader's state: the loader would
-    begin with epoch 0 again. Behind `limit_train_batches` it would go on with an epoch that is over for Lightning.
+    begin with epoch 0 again. Behind `limit_train_batches` it would go on inside of an epoch that is over for Lightning.
     """
 
     def __init__(self, cursor: Cursor[Any]) -> None:

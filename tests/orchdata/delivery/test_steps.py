@@ -273,11 +273,24 @@ def test_an_epoch_that_a_trainer_tells_is_begun_where_the_loader_would_begin_ano
     assert places(over) == [(1, step) for step in range(STEPS)]
 
 
-def test_a_trainer_that_begins_anew_behind_a_state_is_refused(dataset: od.ShardDataset) -> None:
+def test_a_loader_that_is_ahead_of_its_trainer_stays_ahead(dataset: od.ShardDataset) -> None:
     steps = make(dataset).steps()
     steps.set_epoch(5)
     next(iter(steps))
+    state = steps.state_dict()
+    begun = make(dataset).steps()
+    begun.load_state_dict(state)  # as a training begins; or by Lightning, of a loader that began anew inside an epoch
+    for epoch in range(3):
+        begun.sampler.set_epoch(epoch)
+        assert place(next(iter(begun))) == (5 + epoch, 0 if epoch else 1)
     resumed = make(dataset).steps()
-    resumed.load_state_dict(steps.state_dict())
-    with pytest.raises(od.StateError, match="a state of epoch 5 was loaded, and the trainer begins epoch 0"):
-        resumed.sampler.set_epoch(0)
+    resumed.load_state_dict(state)
+    with pytest.raises(od.StateError, match="a state of epoch 5 was loaded, and the trainer goes on at epoch 2"):
+        resumed.sampler.set_epoch(2)
+    asked: dict[str, Any] = {"__name__": "lightning.pytorch"}
+    exec("def load(steps, state): steps.load_state_dict(state)", asked)
+    asked["load"](resumed, state)
+    resumed.sampler.set_epoch(2)
+    assert place(next(iter(resumed))) == (5, 1)
+    resumed.sampler.set_epoch(3)
+    assert place(next(iter(resumed))) == (6, 0)
