@@ -155,8 +155,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name == "hf":  # a room, which gives its own names late
-        return import_module("orchdata.hf")
+    if name in ("hf", "torchtitan"):  # rooms, which give their own names late
+        return import_module(f"orchdata.{name}")
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'orchdata' has no attribute {name!r}")

@@ -40,7 +40,7 @@ from orchdata.dataset.prepare import prepare
 from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.dataset.shards import Quarantine
 from orchdata.dataset.torch_arguments import base_seed, check_combination, check_workers
-from orchdata.delivery.cursor import Cursor, Failed, Iteration, Steps
+from orchdata.delivery.cursor import Cursor, EpochOfTrainer, Failed, Iteration, Steps
 from orchdata.delivery.delivery import Delivery
 from orchdata.delivery.export import export_plan
 from orchdata.delivery.pin import PinningEngine, can_pin
@@ -268,7 +268,10 @@ class DataLoader(Generic[T_co]):
             size.get("global_batch_tokens"),
         )
         self._told_length: int | None = None
+        self._cursor: Cursor[Left] = Cursor()
         self.sampler, self.batch_sampler = self._prepared.sampler, self._prepared.batch_sampler
+        if self.sampler is None and self.batch_sampler is None:
+            self.sampler = EpochOfTrainer(self._cursor)
         self.num_workers, self.prefetch_factor = num_workers, prefetch_factor
         if num_workers and prefetch_factor is None:
             self.prefetch_factor = DEFAULT_PREFETCH
@@ -295,7 +298,6 @@ class DataLoader(Generic[T_co]):
         )
         if not (in_order or self._is_alone) and num_workers:
             warn_once("in_order=False of planned steps", _IN_ORDER)
-        self._cursor: Cursor[Left] = Cursor()
         self._inputs = collate_fn if isinstance(collate_fn, ModelInputs) else None
         self._raises = policy.action == "raise"
         self._has_microbatches = bool(self._prepared.spec.plan.balance.caps)
@@ -407,7 +409,7 @@ class DataLoader(Generic[T_co]):
             raise StateError("the state does not say how far each worker has iterated the data set")
         if prepared is not self._prepared:
             self._install(prepared)
-        self._cursor.restore(position)
+        self._cursor.restore(position, by_trainer=calling_trainer() is not None)
         if self._is_alone:
             self.close()  # workers that are kept have gone on
             self._opened = None
@@ -568,6 +570,7 @@ class DataLoader(Generic[T_co]):
 
     def _run(self, iteration: Iteration[Left]) -> Iterator[list[Any] | Failed]:
         """Each step's microbatches, up to the end of the epoch."""
+        iteration.go()
         if self._prepared.iterated and iteration.epoch == self._idle_epoch:
             self.close()  # its workers are at the end of this very epoch
         engine, self._idle_engine = self._idle_engine or self._make_engine(iteration), None

@@ -30,9 +30,10 @@ def test_python_compiles_and_its_names_exist(page: str, block: str) -> None:
     tree = ast.parse(block)
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "od":
-            assert node.attr in (*orchdata.__all__, "hf"), f"{page}: od.{node.attr}"
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "od.hf":
-            assert node.attr in orchdata.hf.__all__, f"{page}: od.hf.{node.attr}"
+            assert node.attr in (*orchdata.__all__, "hf", "torchtitan"), f"{page}: od.{node.attr}"
+        for room in ("hf", "torchtitan"):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == f"od.{room}":
+                assert node.attr in getattr(orchdata, room).__all__, f"{page}: od.{room}.{node.attr}"
         if isinstance(node, ast.ImportFrom) and str(node.module).startswith("orchdata"):
             module = __import__(str(node.module), fromlist=["_"])
             for alias in node.names:

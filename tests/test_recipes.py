@@ -264,6 +264,42 @@ def test_the_recipe_of_lightning(shards: list[str]) -> None:
         lightning.Trainer(accelerator="cpu", devices=1, max_epochs=1, **quiet).fit(Module())
 
 
+def test_lightning_goes_on_with_the_next_epoch_where_its_checkpoint_ends_one(shards: list[str], tmp_path: Path) -> None:
+    lightning = pytest.importorskip("lightning")
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.keys = torch.nn.Linear(1, 1), []
+
+        def train_dataloader(self) -> Any:
+            return small(shards, shuffle=True, seed=1)[1].steps()
+
+        def training_step(self, microbatches: Any, step: int) -> torch.Tensor:
+            self.keys.append(sorted(key for batch in microbatches for _, key in batch.keys))
+            return self.model(torch.ones(1)).sum()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train(folder: Path, epochs: int, path: Any = None, **options: Any) -> list[list[str]]:
+        module, kept = Module(), ModelCheckpoint(folder, save_last=True)  # by default at the end of each epoch
+        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        trainer = lightning.Trainer(
+            accelerator="cpu", devices=1, max_epochs=epochs, callbacks=[kept], **(quiet | options)
+        )
+        trainer.fit(module, ckpt_path=path)
+        return module.keys
+
+    for number, options in enumerate(({}, {"limit_train_batches": 1})):
+        whole = train(tmp_path / f"whole-{number}", 2, **options)
+        cut = tmp_path / f"cut-{number}"
+        begun = train(cut, 1, **options)
+        assert whole[0] != whole[len(begun)]
+        assert begun + train(cut, 2, cut / "last.ckpt", **options) == whole
+
+
 def test_the_recipe_of_fabric(shards: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lightning = pytest.importorskip("lightning")
     monkeypatch.chdir(tmp_path)

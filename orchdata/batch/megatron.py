@@ -5,9 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from orchdata.batch.batch import Batch
 from orchdata.batch.tensors import IGNORE
+
+
+def next_labels(labels: Tensor) -> Tensor:
+    """Packed labels (T,) moved to the token before, where trainers that do not shift want them; IGNORE at the end."""
+    return torch.cat([labels[1:], labels.new_full((1,), IGNORE)])
 
 
 def megatron_packed(batch: Batch) -> dict[str, Any]:
@@ -34,7 +40,7 @@ def megatron_packed(batch: Batch) -> dict[str, Any]:
     llm = batch.llm
     if llm.attention_mask is not None:
         raise ValueError("od.megatron_packed takes packed batches: collate_fn=od.Packed(...), not od.Padded")
-    following = torch.cat([llm.labels[1:], llm.labels.new_full((1,), IGNORE)])
+    following = next_labels(llm.labels)
     has_loss = following != IGNORE
     weights = batch.loss_weights
     mask = has_loss.float()

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from orchdata.delivery.state import Held, Position
+from orchdata.loaders.errors import StateError
 from orchdata.loaders.interrupts import interrupts_later
 
 T = TypeVar("T")
@@ -60,15 +61,20 @@ class Cursor(Generic[T]):
         self._passed: Position | None = None
         self._seeded: tuple[Position, int] | None = None
         self._drawn: tuple[Position, Position] | None = None
+        self._told: Position | None = None
+        self._ahead = 0
+        self._by_trainer = False
 
-    def restore(self, position: Position) -> None:
+    def restore(self, position: Position, *, by_trainer: bool = False) -> None:
+        """Begin next where a state was taken; whether a trainer loaded it."""
+        self._by_trainer = by_trainer
         self.delivered = self.begin = self._restored = self.resumed = position
         self._passed = None
 
     def pass_end(self, *, held: bool) -> None:
         """Begin the next epoch, where the restored place is the end of one; see `Position.following`."""
         end = self.begin
-        self.restore(end.following(held=held))
+        self.restore(end.following(held=held), by_trainer=self._by_trainer)
         self._passed = end
 
     def seed(self, base_seed: int) -> None:
@@ -105,9 +111,47 @@ class Cursor(Generic[T]):
         """Begin `epoch` next; at its start, unless a state of it was restored and no step delivered since."""
         passed = self._passed
         if passed is not None and self.begin is self._restored and passed.epoch == epoch:
-            self.restore(passed)  # nothing is left of it, and nothing of it comes again
+            self.restore(passed, by_trainer=self._by_trainer)  # nothing is left of it, and nothing of it comes again
         elif self.begin is not self._restored or self.begin.epoch != epoch:
             self.delivered = self.begin = Position(epoch)
+
+    def tell_epoch(self, epoch: int) -> None:
+        """A trainer begins this epoch: begin it too, if the loader would begin an earlier one, and be it that an
+        iteration which has not begun was to begin there.
+
+        A loader may be ahead: of a state that was loaded as a training begins, or as one of several that begins anew
+        inside of the trainer's epochs. It stays ahead by so many. Raises StateError for a state that was loaded, not by
+        the trainer, as it resumes at a later epoch.
+        """
+        begin, passed = self.begin, self._passed
+        if begin is self._restored:
+            if passed is not None and epoch == passed.epoch:
+                return
+            self._ahead = max(0, begin.epoch - epoch)
+            if self._ahead and epoch and not self._by_trainer:
+                raise StateError(
+                    f"a state of epoch {begin.epoch} was loaded, and the trainer goes on at epoch {epoch} without the "
+                    "loader's state in its own checkpoint, so that nobody knows the loader's epoch: load a state only "
+                    "where a training begins"
+                )
+        if epoch + self._ahead > begin.epoch:
+            self.set_epoch(epoch + self._ahead)
+            self._told = self.begin
+
+    def replaced(self, begin: Position) -> Position:
+        """Where an iteration begins that was to begin here."""
+        return self.begin if self.begin is self._told else begin
+
+
+class EpochOfTrainer:
+    """What Lightning takes for the sampler of a loader with an order of its own, and tells its epoch before each.
+
+    Of a checkpoint that was written at the end of an epoch Lightning does not load the loader's state: the loader would
+    begin with epoch 0 again. Behind `limit_train_batches` it would go on inside of an epoch that is over for Lightning.
+    """
+
+    def __init__(self, cursor: Cursor[Any]) -> None:
+        self.set_epoch = cursor.tell_epoch
 
 
 class Iteration(Generic[T]):
@@ -123,16 +167,23 @@ class Iteration(Generic[T]):
     """
 
     def __init__(self, cursor: Cursor[T], *, is_alone: bool) -> None:
-        self.begin = cursor.begin
-        self.epoch = cursor.begin.epoch
-        self.is_resumed = cursor.begin is cursor.resumed
         self.base_seed = 0
         self._is_alone = is_alone
         self._cursor = cursor
-        self._left = cursor.begin
-        self._behind = cursor.begin
         self._has_begun = False
         self._has_ended = False
+        self._begin_at(cursor.begin)
+
+    def _begin_at(self, position: Position) -> None:
+        self.begin = self._left = self._behind = position
+        self.epoch = position.epoch
+        self.is_resumed = position is self._cursor.resumed
+
+    def go(self) -> None:
+        """Its first step is asked for: a trainer may have told its epoch since."""
+        place = self._cursor.replaced(self.begin)
+        if place is not self.begin:
+            self._begin_at(place)
 
     @property
     def origin(self) -> Position:

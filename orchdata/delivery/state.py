@@ -60,9 +60,11 @@ class Position:
 
 
 def dump_state(position: Position, fingerprint: Mapping[str, Any], epochs: Epochs) -> dict[str, Any]:
-    """A state, with copies of what is held. Raises what asking a data set of this process for its state does."""
+    """A state that shares nothing with the loader, for torch.distributed.checkpoint loads into what it is given. Raises
+    what asking a data set of this process for its state does.
+    """
     held = {
-        "drawn": None if position.told is None else dict(position.told),
+        "drawn": None if position.told is None else deepcopy(dict(position.told)),
         "base_seed": position.base_seed if position.is_drawn else None,
         "left": list(position.left) or None,
         "sampler": deepcopy(position.sampler),
@@ -76,7 +78,7 @@ def dump_state(position: Position, fingerprint: Mapping[str, Any], epochs: Epoch
         "step": position.step,
         **epochs.place(position.epoch, position.step, position.told),
         **{name: value for name, value in held.items() if value is not None},
-        "fingerprint": dict(fingerprint),
+        "fingerprint": deepcopy(dict(fingerprint)),
     }
 
 

@@ -50,6 +50,7 @@ class OptimizerSteps:
 
     Attributes:
         loader: whose steps they are.
+        sampler, batch_sampler: the loader's, for trainers that tell samplers the epoch.
     """
 
     def __init__(self, loader: Any, stepping: Stepping) -> None:
@@ -57,6 +58,7 @@ class OptimizerSteps:
         self._stepping = stepping
         self._iteration: Iteration[Any] | None = None
         self._asked: Iterator[list[Any]] | None = None
+        self.sampler, self.batch_sampler = loader.sampler, loader.batch_sampler
 
     def __next__(self) -> list[Any]:
         """The next step of an iteration that the first call begins; behind its end, the next call begins another."""

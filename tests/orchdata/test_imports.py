@@ -50,7 +50,7 @@ orchdata: engines
 orchdata: delivery
 orchdata: dataset
 orchdata: dataloader profile post_balancing verifying showing
-orchdata: hf
+orchdata: hf torchtitan
 orchdata: synth reference
 orchdata: demo bench
 orchdata: cli

@@ -90,7 +90,7 @@ def test_every_module_imports_from_the_wheel(environment: Path, tmp_path: Path) 
         "import importlib, pkgutil, sys, orchdata\n"
         "assert orchdata.__file__.startswith(sys.prefix), orchdata.__file__\n"
         "for module in pkgutil.walk_packages(orchdata.__path__, 'orchdata.'):\n"
-        "    if not module.name.endswith('__main__'):\n"
+        "    if not module.name.endswith('__main__') and not module.name.startswith('orchdata.torchtitan.'):\n"
         "        loaded = importlib.import_module(module.name)\n"
         "        assert loaded.__file__.startswith(sys.prefix), loaded.__file__\n"
         "        print(module.name)\n"

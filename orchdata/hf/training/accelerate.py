@@ -37,14 +37,30 @@ class Prepared:
     def __iter__(self) -> Iterator[Any]:
         from accelerate.utils import send_to_device
 
+        accelerator = self._accelerator
         for item in self.loader:
-            if not self._accelerator.device_placement:
+            accumulated = accelerator.step
+            if not accelerator.device_placement:
                 yield item
             else:
-                yield send_to_device(item, self._accelerator.device, non_blocking=_is_pinned(item))
+                yield send_to_device(item, accelerator.device, non_blocking=_is_pinned(item))
+            if accelerator.step != accumulated and isinstance(item, Batch) and not item.is_last_microbatch:
+                raise ValueError(
+                    "accelerator.accumulate steps the optimizer behind each microbatch, and this one was not the last "
+                    "of its step: under accelerator.no_sync(model) until batch.is_last_microbatch, and step then, or "
+                    "give od.hf.accelerate the loader's steps()"
+                )
 
     def __len__(self) -> int:
         return len(self.loader)
+
+    @property
+    def sampler(self) -> Any:
+        """Raises TypeError: asked for by `accelerator.skip_first_batches`, which would read what a state passes by."""
+        raise TypeError(
+            "a DataLoader has no batches skipped: accelerator.load_state, or its own load_state_dict, puts it where it "
+            "is to go on"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         return self.loader.state_dict()

@@ -213,6 +213,18 @@ def test_torch_s_distributed_checkpoint_takes_loader_and_steps(dataset: od.Shard
     assert expected[-1] == (0, 2)
 
 
+def test_distributed_checkpoint_does_not_load_into_what_a_state_is_compared_with(
+    dataset: od.ShardDataset, tmp_path: Path
+) -> None:
+    begun = make(dataset)
+    next(iter(begun.steps()))
+    dcp.save({"loader": begun}, checkpoint_id=tmp_path)
+    other = make(dataset, seed=6)
+    with pytest.raises(od.StateError, match=r"order\.seed is 5 in the state and 6 here"):
+        dcp.load({"loader": other}, checkpoint_id=tmp_path)  # in place, into other.state_dict()
+    assert other.state_dict() == make(dataset, seed=6).state_dict()
+
+
 def test_what_distributed_checkpoint_drops_of_a_state_is_missed(dataset: od.ShardDataset, tmp_path: Path) -> None:
     begun = make(dataset)
     next(iter(begun.steps()))
@@ -226,3 +238,59 @@ def test_what_distributed_checkpoint_drops_of_a_state_is_missed(dataset: od.Shar
     whole = make(dataset, global_batch_size=12)
     whole.load_state_dict(json.loads(json.dumps(larger.state_dict())))
     assert place(next(iter(whole.steps()))) == (0, 2)
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["steps", "loader"])
+def test_an_epoch_that_a_trainer_tells_is_begun_where_the_loader_would_begin_another(
+    dataset: od.ShardDataset, ended: Any, whole: bool
+) -> None:
+    def items(**options: Any) -> Any:
+        loader = make(dataset, balance="global", **options)
+        return loader.steps() if whole else loader
+
+    def places(found: Any) -> list[tuple[int, int]]:
+        return [place(item if whole else [item]) for item in found]
+
+    fresh = items()
+    iterator = iter(fresh)  # as Lightning, which resumes at the end of an epoch without the loader's state
+    fresh.sampler.set_epoch(1)
+    assert places(iterator) == [(1, step) for step in range(STEPS)]
+    fresh.sampler.set_epoch(2)
+    assert places(islice(fresh, 2)) == [(2, 0), (2, 1)]
+    state = fresh.state_dict()
+    resumed = items()
+    resumed.load_state_dict(state)
+    resumed.sampler.set_epoch(2)
+    assert places(resumed) == [(2, step) for step in range(2, STEPS)]
+    limited = items()
+    limited.load_state_dict(state)
+    iterator = iter(limited)
+    limited.sampler.set_epoch(3)  # limit_train_batches has ended epoch 2
+    assert places(islice(iterator, 1)) == [(3, 0)]
+    over = items()
+    over.load_state_dict(ended)
+    over.sampler.set_epoch(0 if whole else 1)
+    assert places(over) == [(1, step) for step in range(STEPS)]
+
+
+def test_a_loader_that_is_ahead_of_its_trainer_stays_ahead(dataset: od.ShardDataset) -> None:
+    steps = make(dataset).steps()
+    steps.set_epoch(5)
+    next(iter(steps))
+    state = steps.state_dict()
+    begun = make(dataset).steps()
+    begun.load_state_dict(state)  # as a training begins; or by Lightning, of a loader that began anew inside an epoch
+    for epoch in range(3):
+        begun.sampler.set_epoch(epoch)
+        assert place(next(iter(begun))) == (5 + epoch, 0 if epoch else 1)
+    resumed = make(dataset).steps()
+    resumed.load_state_dict(state)
+    with pytest.raises(od.StateError, match="a state of epoch 5 was loaded, and the trainer goes on at epoch 2"):
+        resumed.sampler.set_epoch(2)
+    asked: dict[str, Any] = {"__name__": "lightning.pytorch"}
+    exec("def load(steps, state): steps.load_state_dict(state)", asked)
+    asked["load"](resumed, state)
+    resumed.sampler.set_epoch(2)
+    assert place(next(iter(resumed))) == (5, 1)
+    resumed.sampler.set_epoch(3)
+    assert place(next(iter(resumed))) == (6, 0)

@@ -108,3 +108,21 @@ def test_what_would_divide_or_shard_twice_is_refused(dataset: od.ShardDataset, a
     accelerator.gradient_accumulation_steps = 2
     with pytest.raises(ValueError, match="gradient_accumulation_steps=2"):
         od.hf.accelerate(make(dataset), accelerator)
+
+
+def test_accumulating_by_microbatches_is_refused(dataset: od.ShardDataset, accelerator: Any) -> None:
+    model = accelerator.prepare(torch.nn.Linear(1, 1))
+    loader = od.hf.accelerate(make(dataset), accelerator)
+    with pytest.raises(ValueError, match="was not the last of its step"):
+        for _ in loader:
+            with accelerator.accumulate(model):
+                pass
+    for _ in od.hf.accelerate(make(dataset).steps(), accelerator):  # whole steps are what it takes them for
+        with accelerator.accumulate(model):
+            pass
+
+
+def test_skipping_batches_is_refused(dataset: od.ShardDataset, accelerator: Any) -> None:
+    loader = od.hf.accelerate(make(dataset), accelerator)
+    with pytest.raises(TypeError, match="accelerator.load_state"):
+        accelerator.skip_first_batches(loader, 2)
