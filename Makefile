@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 LINKS := .typing/orchdata
 ARGS ?=
+# Two at a time, whole files each: half of what tests take is waiting for processes that they start.
+PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 .PHONY: demo test test-slow test-torchvision fuzz soak check format bench clean
 
@@ -12,10 +14,10 @@ demo: $(STAMP)
 	$(BIN)/orchdata demo $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -q $(ARGS)
+	$(PYTEST) $(ARGS)
 
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -q -m slow $(ARGS)
+	$(PYTEST) -m slow $(ARGS)
 
 # Processors that transformers makes with torchvision alone. Its wheels want a torch with CUDA: it lies beside, for these.
 test-torchvision: $(VENV)/torchvision

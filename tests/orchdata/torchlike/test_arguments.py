@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Any
 
 import pytest
@@ -70,7 +71,7 @@ def test_attributes_are_torchs(options: dict[str, Any]) -> None:
         {"sampler": 3},
         {"generator": torch.Generator(), "batch_size": "2"},
     ],
-    ids=str,
+    ids=lambda options: re.sub(r" at 0x\w+", "", str(options)),
 )
 def test_what_torch_refuses_is_refused_with_its_error(options: dict[str, Any]) -> None:
     def error_of(loader: type[Any]) -> Exception | None:
