@@ -56,8 +56,8 @@ def test_ranks_are_lost_only_where_that_is_expected(tmp_path: Path) -> None:
     assert run(tmp_path, "lost", lost=[1])[1] is None
     with pytest.raises(RanksFailed, match=r"ranks \[1\] ended without a result"):
         run(tmp_path, "lost")
-    with pytest.raises(RanksFailed, match=r"ranks \[1\] were to be lost, and have results"):
-        run(tmp_path, "all", lost=[1])
+    with pytest.raises(RanksFailed, match=r"ranks \[0, 1\] were to be lost, and have results"):
+        run(tmp_path, "all", lost=[0, 1])
 
 
 @pytest.mark.slow

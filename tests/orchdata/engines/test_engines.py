@@ -99,7 +99,7 @@ def specs(tmp_path_factory: pytest.TempPathFactory, module_cache: Path) -> Specs
         "map-style": (numbers, {"cost": lengths, "on_error": "skip"}),
         "map-style, one by one": ([np.arange(row) for row in range(9)], {"batch_size": None, "shuffle": False}),
         "map-style, sampler": (Numbers(20), {"sampler": torch.utils.data.RandomSampler(Numbers(20)), "shuffle": None}),
-        "map-style, batch_sampler": (Numbers(9), {"batch_sampler": [[1, 2], [7], [3, 4, 5]], "shuffle": None}),
+        "map-style, batch_sampler": (Numbers(9), {"batch_sampler": [[1, 2], [7, 8], [3, 4, 5]], "shuffle": None}),
     }
     made: Specs = {}
     for name, (data, options) in kinds.items():
