@@ -324,6 +324,14 @@ class DataLoader(Generic[T_co]):
             )
         super().__setattr__(name, value)
 
+    @property
+    def _is_accelerate_prepared(self) -> bool:
+        """Raises TypeError: Accelerate asks loaders of torch's before it makes another of their data set."""
+        raise TypeError(
+            "accelerator.prepare_data_loader makes a loader of torch's of the data set, without plan or state: "
+            "od.hf.accelerate(loader, accelerator) is for this one"
+        )
+
     def __len__(self) -> int:
         """Optimizer steps of an epoch, equal on every rank; under `Balance.max_tokens` there are more microbatches.
 

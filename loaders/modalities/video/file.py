@@ -123,6 +123,7 @@ class VideoFile(OpenedFile):
         except av.FFmpegError as error:
             pass_libav(error)
             raise DecodeError(f"damaged video: {said(error)}, behind {len(ticks)} frames") from None
+        self._begins = whole[0] if whole else 0
         told = last if self._format == "gif" else None  # delays are all that a GIF has
         self.timeline = Timeline.of(ticks, exact(self._stream.time_base), told)
         # Pictures of a GIF are made from those before them, whatever its packets say.
@@ -137,10 +138,10 @@ class VideoFile(OpenedFile):
         for place, pending in groups.items():
             if place >= 0 and self._seek(place):
                 with suppress(DecodeError):
-                    yield from self._decoded(pending, spares=self._knows_nonreference())
+                    yield from self._decoded(pending, self._starts[place], spares=self._knows_nonreference())
             if pending:  # there is no such place, or the file does not lead there: from its start, then
                 self.open()
-                yield from self._decoded(pending, spares=False)
+                yield from self._decoded(pending, self._begins, spares=False)
 
     def _knows_nonreference(self) -> bool:
         """Whether the decoder leaves out a picture that no other is made from when it is told to, before its packet.
@@ -163,13 +164,14 @@ class VideoFile(OpenedFile):
             return False
         return True
 
-    def _decoded(self, pending: deque[int], *, spares: bool) -> Generator[tuple[int, Any]]:
+    def _decoded(self, pending: deque[int], begins: int, *, spares: bool) -> Generator[tuple[int, Any]]:
         """Pictures shown at these times, ascending, which are taken from them. Raises for one that does not come.
 
         Args:
+            begins: when a picture that stands alone is shown. Those shown before it may lack what they are made from.
             spares: whether others that nothing is made from are left out.
         """
-        with closing(self._all_from_here(frozenset(pending) if spares else None)) as frames:
+        with closing(self._all_from_here(begins, frozenset(pending) if spares else None)) as frames:
             for frame in frames:
                 if frame.pts is None or frame.pts < pending[0]:
                     continue
@@ -181,28 +183,41 @@ class VideoFile(OpenedFile):
         number = int(np.searchsorted(self.timeline.ticks, pending[0]))
         raise DecodeError(f"damaged video: frame {number} of {self.timeline.frames} cannot be decoded")
 
-    def _all_from_here(self, wanted: frozenset[int] | None) -> Generator[Any]:
+    def _all_from_here(self, begins: int, wanted: frozenset[int] | None) -> Generator[Any]:
         """Pictures; without those that nothing is made from, where only some are wanted."""
         packets = self._container.demux(self._stream)
         frames: list[Any] | None = []
+        self._led = False
         try:
             while frames is not None:
                 with interrupts_held():
-                    frames = self._next_frames(packets, wanted)
+                    frames = self._next_frames(packets, begins, wanted)
                 yield from frames or ()
         except av.FFmpegError as error:
             pass_libav(error)
-            raise DecodeError(f"damaged video: {said(error)}") from None
+            raise DecodeError(
+                f"damaged video: {said(error)} (`ffmpeg -i in.mp4 out.mp4` encodes anew what can be made of it)"
+            ) from None
 
-    def _next_frames(self, packets: Iterator[Any], wanted: frozenset[int] | None) -> list[Any] | None:
-        """What the next packets show, if they do; None behind the last."""
+    def _next_frames(self, packets: Iterator[Any], begins: int, wanted: frozenset[int] | None) -> list[Any] | None:
+        """What the next packets show, if they do; None behind the last.
+
+        A picture shown before the one that decoding began with may be made from others, which are lacking. The one
+        behind it in the file may be said to be wrong for no more than H.264's commands to forget these.
+        """
         for _ in range(TOGETHER):
             packet = next(packets, None)
             if packet is None:
                 return None
             if wanted is not None:
                 self._codec.skip_frame = "DEFAULT" if packet.pts in wanted else "NONREF"
-            frames: list[Any] = packet.decode()
+            led, self._led = self._led, packet.pts is None or packet.pts < begins
+            try:
+                frames: list[Any] = packet.decode()
+            except av.InvalidDataError:
+                if not self._led and not led:
+                    raise
+                continue
             if frames:
                 return frames
         return []

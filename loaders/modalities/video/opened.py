@@ -33,6 +33,8 @@ TOGETHER: Final = 16
 """Packets that are taken before Ctrl-C is heard."""
 _AS_BYTES: Final[dict[str, Any]] = {"metadata_errors": "replace"} if int(av.__version__.split(".")[0]) < 19 else {}
 """Titles and the like are in any encoding; of PyAV 19 on they are never decoded."""
+SAYS_DAMAGE: Final = {"err_detect": "crccheck+explode"}
+"""Of decoders, which else make up what is damaged and do not say so."""
 _NO_MORE_FILES: Final = (errno.EMFILE, errno.ENFILE)
 _SOME_MEMORY: Final = 1 << 26
 
@@ -88,7 +90,7 @@ class OpenedFile:
         except av.FFmpegError as error:
             pass_libav(error)
             raise DecodeError(f"not a readable video: {said(error)}") from None
-        self.choose(options)
+        self.choose(options | SAYS_DAMAGE)
 
     def choose(self, options: dict[str, str]) -> None:
         """Set `_stream`, and its decoder, which takes these options."""

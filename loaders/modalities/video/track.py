@@ -55,6 +55,7 @@ class SoundTrack(OpenedFile):
             raise DecodeError(
                 "its sound is of a codec that the installed FFmpeg libraries cannot decode: encode it anew"
             )
+        self._codec.options = options
         self._codec.thread_count = 1
         self._tick = exact(self._stream.time_base)
         begins = self._container.start_time

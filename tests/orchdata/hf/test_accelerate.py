@@ -73,6 +73,11 @@ def test_prepare_leaves_it_as_it_is(dataset: od.ShardDataset, accelerator: Any) 
     assert accelerator._dataloaders == [prepared]
 
 
+def test_a_loader_that_accelerate_would_make_anew_is_refused(dataset: od.ShardDataset, accelerator: Any) -> None:
+    with pytest.raises(TypeError, match="without plan or state: od.hf.accelerate"):
+        accelerator.prepare_data_loader(make(dataset))
+
+
 def test_accelerate_shards_a_loader_that_is_not_marked(accelerator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: of a loader of torch's, which it knows, each of two ranks gets the half."""
     monkeypatch.setattr(type(accelerator), "num_processes", property(lambda _: 2))

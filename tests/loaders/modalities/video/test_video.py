@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import video_clips
 from PIL import Image
 from video_clips import VARIABLE, animation, clip, number_of, picture, sound_alone, turn, without_first_group
 
@@ -24,7 +25,7 @@ import orchdata as od
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.modalities.modality import PartSize
 from orchdata.loaders.modalities.probing import read_header
-from orchdata.loaders.modalities.video import mp4
+from orchdata.loaders.modalities.video import mp4, opened
 from orchdata.loaders.modalities.video.decode import open_video
 from orchdata.loaders.modalities.video.files import VideoFiles
 from orchdata.native.scan.status import FOUND, MORE, UNUSUAL
@@ -143,9 +144,9 @@ def test_pictures_far_apart_are_reached_from_the_last_whole_one() -> None:
         read = 0
         whole = video._all_from_here
 
-        def counting(wanted: frozenset[int] | None) -> Any:
+        def counting(*given: Any) -> Any:
             nonlocal read
-            for frame in whole(wanted):
+            for frame in whole(*given):
                 read += 1
                 yield frame
 
@@ -419,17 +420,28 @@ def test_an_index_of_another_clip_is_refused() -> None:
             PRE.decode_into(other, size, {"patches": np.empty((size.num_rows, PRE.patch_dim), np.uint8)}, LIMITS)
 
 
-def test_damaged_pictures_are_refused() -> None:
-    data = bytearray(clip("h264", frames=40))
-    start = bytes(data).index(b"mdat")
-    at = start + (len(data) - start) // 3
-    data[at : at + 200] = b"\0" * 200
-    size = PRE.count_header(header_of(bytes(data)), LIMITS)
-    out = np.empty((size.num_rows, PRE.patch_dim), np.uint8)
-    try:
-        PRE.decode_into(bytes(data), size, {"patches": out}, LIMITS)
-    except DecodeError as error:
-        assert "damaged video" in error.reason
+def test_pictures_made_of_damaged_ones_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    random = np.random.default_rng(0)
+    monkeypatch.setattr(
+        video_clips, "picture", lambda _, width, height: random.integers(0, 256, (height, width, 3), np.uint8)
+    )
+    data = clip("h264", frames=40, size=(128, 96))
+    first, damaged = data.index(b"mdat") + len(data) // 20, []
+    for at in random.integers(first, len(data) - len(data) // 20, 24):
+        damaged.append(data[:at] + random.bytes(4) + data[at + 4 :])
+
+    def refused(data: bytes) -> bool:
+        try:
+            with open_video(data, LIMITS) as video:
+                return len(list(video.frames(range(3, 40, 9)))) != 5
+        except DecodeError as error:
+            assert "damaged video" in error.reason
+            return True
+
+    found = sum(map(refused, damaged))
+    monkeypatch.setattr(opened, "SAYS_DAMAGE", {})
+    made_up = len(damaged) - sum(map(refused, damaged))
+    assert found >= 6 and made_up > len(damaged) - found
 
 
 @pytest.mark.parametrize("name", CLIPS)
