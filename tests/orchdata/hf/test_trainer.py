@@ -405,9 +405,10 @@ class OfRows(torch.nn.Module):
 
 
 def test_map_style_batches_go_to_the_model_as_they_are(tmp_path: Path) -> None:
-    trainer = make(OfRows(), od.DataLoader(Numbers(12), batch_size=4), tmp_path, num_train_epochs=1)
+    loader = od.DataLoader(Numbers(12), batch_size=4)
+    trainer = make(OfRows(), loader, tmp_path, num_train_epochs=1, learning_rate=0.0)
     trainer.train()
-    assert trainer.watching.losses == pytest.approx([1.5, 5.5, 9.5], rel=1) and trainer.state.global_step == 3
+    assert trainer.watching.losses == pytest.approx([1.5, 5.5, 9.5]) and trainer.state.global_step == 3
     assert trainer.num_examples(trainer.train_dataset) == 12
 
 
