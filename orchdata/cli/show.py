@@ -16,7 +16,6 @@ from orchdata.cli.options import (
     FilterOption,
     JsonOption,
     MediaRootOption,
-    Paths,
     RecipeOption,
     caps_of,
     load_object,
@@ -26,7 +25,11 @@ from orchdata.cli.output import one_line_errors, print_json
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from orchdata.balancers import CostModel
     from orchdata.building.spec import IndexedShards
+    from orchdata.dataloader import DataLoader
+    from orchdata.dataset.mixture import Mixture
+    from orchdata.dataset.shard_dataset import ShardDataset
     from orchdata.loaders.index.index import Index
 
 FIRST_SAMPLES = 3
@@ -36,12 +39,25 @@ _OF_A_RUN: Final = (
 ).split()
 """Options that mean nothing without a step."""
 _TOLD_BY_A_STATE: Final = ("batch_size", "batch_tokens", "shuffle")
+_BESIDE_A_LOADER: Final = ("epoch", "rank", "ranks", "state")
+_OF_THE_DATA: Final = ("recipe", "media_root", "expression", "cost")
 
 
 @one_line_errors
 def show(
     context: typer.Context,
-    paths: Paths,
+    paths: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="PATHS", help="Shards: files, globs or braces; left out with --loader."),
+    ] = None,
+    loader: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:NAME",
+            help="In place of PATHS and of all that says the run: a function that makes its DataLoader, called with "
+            "dp=(rank, ranks).",
+        ),
+    ] = None,
     key: Annotated[str | None, typer.Option(help="The sample of this key.")] = None,
     shard: Annotated[str | None, typer.Option(help="With --key: in the shard of this url, or name.")] = None,
     step: Annotated[int | None, typer.Option(help="What a rank gets in this step of a run.")] = None,
@@ -86,61 +102,35 @@ def show(
     """Show what the model sees: text from the token ids, what of it is trained, media with their sizes, costs.
 
     Of the first samples; with --key of one; with --step of what a rank gets in a step, planned once more. All is
-    decoded as a loader does; a sample that cannot be loaded says why.
+    decoded as a loader does; a sample that cannot be loaded says why. What the run was is said by options, or by
+    --loader, the function of its program that makes the DataLoader.
     """
-    if key is not None and step is not None:
-        raise ValueError("give --key, or --step, not both")
-    if shard is not None and key is None:
-        raise ValueError("--shard goes with --key: it says which shard's sample of that key is meant")
-    given = [name for name in _OF_A_RUN if _is_given(context, name)]
-    if step is None and given:
-        raise ValueError(f"{_flag(given[0])} goes with --step: it says what run the step is of")
-    if state is not None and (told := [name for name in given if name in _TOLD_BY_A_STATE]):
-        raise ValueError(f"leave out {_flag(told[0])}: the state says the run's order and size of steps")
-    if padded and length is not None:
-        raise ValueError("--length is of packed microbatches: leave out --padded, or the length")
+    _check_together(context)
     from orchdata.balancers import CostModel
-    from orchdata.dataloader import DataLoader
     from orchdata.dataset.shards import unchosen_rows
-    from orchdata.planning.balance import Balance
-    from orchdata.planning.layout import Packed, Padded
-    from orchdata.showing.runs import arguments_of, multiple_of_state, shards_of, shown_step, source_names
+    from orchdata.showing.runs import inside_of, shards_of, shown_step, source_names
     from orchdata.showing.shown import ShownGroup, shown_rows
 
     with redirect_stdout(sys.stderr):  # whatever a tokenizer prints
-        dataset, index = indexed(paths, recipe_named(recipe), media_root, expression)
-        model = load_object(cost, CostModel, "--cost") if cost is not None else None
-        shards = shards_of(dataset, index)
+        made = None if loader is None else _made(loader, rank, ranks)
+        if made is None:
+            dataset, index = indexed(paths or [], recipe_named(recipe), media_root, expression)
+            model = load_object(cost, CostModel, "--cost") if cost is not None else None
+            shards = shards_of(dataset, index)
+        else:
+            shards, model = inside_of(made._prepared.spec)
+            dataset, index = made.dataset, shards.index
         if step is None:
             rows = _rows(index, unchosen_rows(dataset, index), key, shard)
             sources = source_names(dataset, index, rows)
             groups = [ShownGroup(about={}, samples=shown_rows(shards, rows, model, sources))]
         else:
-            size = {"batch_size": batch_size} if batch_tokens is None else {"global_batch_tokens": batch_tokens * ranks}
             held = None if state is None else _read_state(state)
-            order: dict[str, Any] = {"seed": seed}
-            order |= {**size, "shuffle": shuffle} if held is None else arguments_of(held)
-            if "seed" in given and order["seed"] != seed:
-                raise ValueError(f"leave out --seed {seed}: the state says {order['seed']}")
-            words: Any = {"scope": balance, "oversize": oversize, "assignment": assignment, "objective": objective}
-            if multiple_of is None:
-                multiple_of = 1 if held is None else multiple_of_state(held)
-            loader = DataLoader(
-                dataset,
-                **order,
-                collate_fn=Padded(multiple_of=multiple_of)
-                if padded
-                else Packed(multiple_of=multiple_of, length=length),
-                balance=Balance(max_tokens=caps_of(max_tokens or ()), group_size=group_size, **words),
-                cost=model,
-                quarantine=quarantine,
-                on_error="skip",
-                dp=(rank, ranks),
-            )
+            run = _made_of_options(context, dataset, model, held) if made is None else made
             if held is not None:
-                loader.load_state_dict(held)
+                run.load_state_dict(held)
             try:
-                plan = loader.plan_at(epoch, step)
+                plan = run.plan_at(epoch, step)
             except IndexError as error:
                 raise ValueError(str(error)) from None
             groups = shown_step(shards, plan, rank, model)
@@ -153,6 +143,85 @@ def show(
     from orchdata.cli.shown_text import print_groups
 
     print_groups(groups, ignored_words(index.totals["ignored_fields"]), files, full=full)
+
+
+def _check_together(context: typer.Context) -> None:
+    """Raises ValueError for options that mean nothing together."""
+    options = context.params
+    given = [name for name in _OF_A_RUN if _is_given(context, name)]
+    if options["key"] is not None and options["step"] is not None:
+        raise ValueError("give --key, or --step, not both")
+    if options["shard"] is not None and options["key"] is None:
+        raise ValueError("--shard goes with --key: it says which shard's sample of that key is meant")
+    if options["loader"] is not None:
+        beside = [_flag(name) for name in given if name not in _BESIDE_A_LOADER]
+        beside += [_flag(name) for name in _OF_THE_DATA if _is_given(context, name)]
+        if options["paths"] or beside:
+            raise ValueError(f"leave out {beside[0] if beside else 'PATHS'}: the DataLoader of --loader says it")
+    elif not options["paths"]:
+        raise ValueError("give PATHS, or --loader MODULE:NAME, which makes the run's DataLoader")
+    if options["step"] is None and given:
+        raise ValueError(f"{_flag(given[0])} goes with --step: it says what run the step is of")
+    if options["state"] is not None and (told := [name for name in given if name in _TOLD_BY_A_STATE]):
+        raise ValueError(f"leave out {_flag(told[0])}: the state says the run's order and size of steps")
+    if options["padded"] and options["length"] is not None:
+        raise ValueError("--length is of packed microbatches: leave out --padded, or the length")
+
+
+def _made_of_options(
+    context: typer.Context, dataset: ShardDataset | Mixture, model: CostModel | None, state: dict[str, Any] | None
+) -> DataLoader:
+    """The DataLoader that the command line describes, with what a state says of it."""
+    from orchdata.dataloader import DataLoader
+    from orchdata.planning.balance import Balance
+    from orchdata.planning.layout import Packed, Padded
+    from orchdata.showing.runs import arguments_of, multiple_of_state
+
+    given = context.params
+    order = {name: given[name] for name in ("seed", "shuffle", "batch_size")}
+    if given["batch_tokens"] is not None:
+        del order["batch_size"]
+        order["global_batch_tokens"] = given["batch_tokens"] * given["ranks"]
+    multiple_of = given["multiple_of"]
+    if state is not None:
+        told = {"seed": given["seed"]} | arguments_of(state)
+        if _is_given(context, "seed") and told["seed"] != given["seed"]:
+            raise ValueError(f"leave out --seed {given['seed']}: the state says {told['seed']}")
+        order = told
+    if multiple_of is None:
+        multiple_of = 1 if state is None else multiple_of_state(state)
+    balance = {name: given[name] for name in ("group_size", "oversize", "assignment", "objective")}
+    return DataLoader(
+        dataset,
+        **order,
+        collate_fn=Padded(multiple_of=multiple_of)
+        if given["padded"]
+        else Packed(multiple_of=multiple_of, length=given["length"]),
+        balance=Balance(scope=given["balance"], max_tokens=caps_of(given["max_tokens"] or ()), **balance),
+        cost=model,
+        quarantine=given["quarantine"],
+        on_error="skip",
+        dp=(given["rank"], given["ranks"]),
+    )
+
+
+def _made(name: str, rank: int, ranks: int) -> DataLoader:
+    """The DataLoader of this rank, of so many, that a function of the user's makes."""
+    from orchdata.dataloader import DataLoader
+
+    make: Any = load_object(name, object, "--loader")
+    if not callable(make):
+        raise ValueError(f"--loader {name} must be a function that makes the DataLoader, got {type(make).__name__}")
+    called = f"--loader {name}, called with dp=({rank}, {ranks})"
+    try:
+        found = make(dp=(rank, ranks))
+    except Exception as error:  # whatever the user's function raises
+        raise ValueError(f"{called}: {type(error).__name__}: {error}") from error
+    if not isinstance(found, DataLoader):
+        raise ValueError(f"{called}, must give an od.DataLoader, got {type(found).__name__}")
+    if found.steps().num_ranks != ranks:
+        raise ValueError(f"{called}, gave a DataLoader of {found.steps().num_ranks} ranks: hand it what it is given")
+    return found
 
 
 def _rows(index: Index, unchosen: NDArray[Any], key: str | None, shard: str | None) -> list[int]:
@@ -178,7 +247,7 @@ def _is_given(context: typer.Context, name: str) -> bool:
 
 
 def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+    return "--filter" if name == "expression" else f"--{name.replace('_', '-')}"
 
 
 def _read_state(path: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from orchdata.balancers import CostModel
-from orchdata.building.spec import IndexedShards
+from orchdata.building.spec import BuildSpec, IndexedShards, SampleContent, ShardContent
 from orchdata.dataset.mixture import Mixture
 from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.delivery.state import SIZES
@@ -17,6 +17,7 @@ from orchdata.loaders.errors import StateError
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.order.order import Shuffle
+from orchdata.planning.costs import IndexCosts
 from orchdata.planning.plan import Plan
 from orchdata.showing.shown import ShownGroup, shown_rows
 
@@ -27,6 +28,14 @@ def shards_of(dataset: ShardDataset | Mixture, index: Index) -> IndexedShards:
         return IndexedShards(index=index, build_id=index.build_id, recipe=dataset.recipe)
     recipes = tuple(leaf.dataset.recipe for leaf in dataset.leaves)
     return IndexedShards(index=index, build_id=index.build_id, recipe=recipes[0], of_sources=recipes)
+
+
+def inside_of(spec: BuildSpec) -> tuple[IndexedShards, CostModel | None]:
+    """The shards of a loader, and its cost model. Raises ValueError where it is not of shards."""
+    if not isinstance(spec.content, ShardContent | SampleContent):
+        raise ValueError("orchdata show reads shards, and this DataLoader reads none: its step_at gives any step")
+    model = spec.plan.costs.model if isinstance(spec.plan.costs, IndexCosts) else None
+    return spec.content.shards, model
 
 
 def source_names(dataset: ShardDataset | Mixture, index: Index, rows: Sequence[int]) -> list[str]:

@@ -150,6 +150,103 @@ def test_a_step_is_shared_out_as_the_run_did(
         ]
 
 
+PROGRAM = """
+import numpy as np
+from map_dataset import Numbers
+from shard_factory import RECIPE
+
+import orchdata as od
+
+LEFT, RIGHT = od.ShardDataset("left.tar", RECIPE), od.ShardDataset("right.tar", RECIPE)
+LEFT.index(), RIGHT.index()
+COST = od.CostModel(image=od.PhaseCost(2.0), llm=od.PhaseCost(1.0))
+
+
+def ordered(dp):
+    return od.DataLoader(LEFT, batch_size=4, shuffle=np.arange(20)[::-1].copy(), cost=COST, dp=dp, num_threads=0)
+
+
+def mixed(dp):
+    sources = {"left": od.Source(LEFT.filter("image_parts > 0"), weight=1), "right": od.Source(RIGHT, weight=2)}
+    balance = od.Balance(max_tokens=300, oversize="own")
+    options = {"global_batch_tokens": 900, "shuffle": True, "seed": 3, "balance": balance, "num_threads": 0}
+    return od.DataLoader(od.Mixture(sources), collate_fn=od.Padded(), dp=dp, **options)
+
+
+def alone(dp):
+    return od.DataLoader(LEFT, batch_size=4, num_threads=0, dp=(0, 1))
+
+
+def numbers(dp):
+    return od.DataLoader(Numbers(20), batch_size=4, dp=dp)
+
+
+def broken(dp):
+    raise OSError("no such disk")
+
+
+def nothing(dp):
+    print("made")
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module with functions that make loaders; its shards lie beside it."""
+    for name in ("left", "right"):
+        write_shard(tmp_path / f"{name}.tar", omni_samples(20))
+    (tmp_path / "shown_program.py").write_text(PROGRAM)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "shown_program", raising=False)
+    return "shown_program"
+
+
+@pytest.mark.parametrize("name", ["ordered", "mixed"])
+def test_a_run_is_what_its_program_makes(program: str, name: str, tmp_path: Path) -> None:
+    of_it = ("--loader", f"{program}:{name}")
+    for rank in range(2):
+        groups = run_json(*of_it, "--epoch", 1, "--step", 2, "--rank", rank, "--ranks", 2)["groups"]
+        loader = getattr(sys.modules[program], name)(dp=(rank, 2))
+        batches = loader.step_at(1, 2)
+        assert [[each["key"] for each in group["samples"]] for group in groups] == [
+            [key for _, key in batch.keys] for batch in batches
+        ]
+        loads = batches[0].plan.loads("llm")
+        assert sum(group["cost"]["llm"] for group in groups) == int(loads[rank])
+    state = tmp_path / "state.json"
+    state.write_text(json.dumps(loader.state_dict()))
+    held = run_json(*of_it, "--epoch", 1, "--step", 2, "--rank", 1, "--ranks", 2, "--state", state)["groups"]
+    assert held == groups
+    first = run_json(*of_it)["groups"][0]["samples"]
+    assert len(first) == 3 and run_json(*of_it, "--key", first[1]["key"])["groups"][0]["samples"][0] == first[1]
+    if name == "ordered":  # by its cost model, which no option says
+        for sample in groups[0]["samples"]:
+            images = sum(span["positions"] for span in sample["spans"] if span.get("modality") == "image")
+            assert sample["costs"]["image"] * sample["tokens"] == 2 * images * sample["costs"]["llm"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("alone", "--step", 0, "--ranks", 2), "gave a DataLoader of 1 ranks: hand it what it is given"),
+        (("numbers", "--step", 0), "this DataLoader reads none"),
+        (("broken",), "called with dp=(0, 1): OSError: no such disk"),
+        (("nothing",), "must give an od.DataLoader, got NoneType"),
+        (("LEFT",), "must be a function that makes the DataLoader, got ShardDataset"),
+        (("ordered", "--step", 0, "--batch-size", 4), "leave out --batch-size"),
+        (("ordered", "--recipe", "shard_factory:RECIPE"), "leave out --recipe"),
+        (("ordered", "--filter", "tokens < 9"), "leave out --filter"),
+        (("ordered", "left.tar"), "leave out PATHS"),
+        (("ordered", "--step", 5), "step 5 is outside the epoch"),
+    ],
+)
+def test_a_program_that_makes_no_such_run_is_one_line(program: str, arguments: Any, reason: str) -> None:
+    result = run("--loader", f"{program}:{arguments[0]}", *arguments[1:])
+    assert result.exit_code == 1
+    assert reason in result.stderr and not result.stdout
+    assert result.stderr.splitlines()[-1].startswith("orchdata: error: ")
+
+
 def test_microbatches_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = recipe_file(tmp_path, monkeypatch)
     path = write_shard(tmp_path / "omni.tar", omni_samples(40))
@@ -378,6 +475,7 @@ def test_what_follows_from_a_size_is_json_whatever_it_is() -> None:
         (("--key", "talk", "--no-shuffle"), "--shuffle goes with --step"),
         (("--step", 0, "--epoch", 10**30), "epoch must be below"),
         (("--step", 0, "--padded", "--length", 64), "leave out --padded"),
+        (("--step", 0, "--multiple-of", 0), "multiple_of"),
         (("--key", "talk", "--filter", "text_tokens < 4"), "'talk' is none of those that --filter"),
         (("--key", "nobody"), "keys here look like 'talk', 'sound', 'plain'"),
         (("--step", 9), "step 9 is outside the epoch"),
