@@ -14,6 +14,7 @@ import re
 from collections.abc import Generator, Mapping, Sequence
 from fractions import Fraction
 from functools import partial
+from itertools import pairwise
 from typing import Any, Final
 
 from orchdata.loaders.errors import NOT_DATA, DecodeError, pass_trouble
@@ -72,7 +73,7 @@ def _timed(times: Any, count: int) -> Timeline:
     if not plain or len(times) != count:
         raise DecodeError(f"a list of {count} frames whose {_TIMES} are not as many numbers of seconds")
     ticks = [round(at * _FINEST) for at in times]
-    if ticks != sorted(ticks):
+    if any(after <= at for at, after in pairwise(ticks)):
         raise DecodeError(f"a list of frames whose {_TIMES} do not ascend")
     return Timeline.of(ticks, Fraction(1, _FINEST))
 
