@@ -202,8 +202,8 @@ class VideoFile(OpenedFile):
     def _next_frames(self, packets: Iterator[Any], begins: int, wanted: frozenset[int] | None) -> list[Any] | None:
         """What the next packets show, if they do; None behind the last.
 
-        A picture shown before the one that decoding began with may be made from others, which are lacking. The first one
-        that is not may be said to be wrong for no more than H.264's commands to forget these; whether it is, its
+        A picture shown before the one that decoding began with may be made from others, which are lacking. The first
+        one that is not may be said to be wrong for no more than H.264's commands to forget these; whether it is, its
         picture says.
         """
         for _ in range(TOGETHER):
