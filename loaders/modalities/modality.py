@@ -174,11 +174,11 @@ class Modality:
         return False
 
     @staticmethod
-    def joined(files: Sequence[bytes], rate: Any) -> bytes:
+    def joined(files: Sequence[bytes], told: Mapping[str, Any]) -> bytes:
         """Files that a record lists, as one file of this modality.
 
         Args:
-            rate: how many of them a second has, as the record says it; None where it does not.
+            told: what the record says beside them, by its own keys, as JSON.
         """
         raise NotImplementedError
 

@@ -298,3 +298,27 @@ def test_columns_of_parquet_hold_videos(tmp_path: Path) -> None:
     assert not len(dataset.index().bad_rows())
     batch = next(iter(od.DataLoader(dataset, global_batch_size=2, num_threads=0)))
     assert len(batch.media["video"].grid_thw) == 2
+
+
+def test_what_records_say_of_frames_is_read_or_refused(tmp_path: Path) -> None:
+    for number in range(4):
+        (tmp_path / f"{number}.jpg").write_bytes(jpeg(60, 40, number))
+    names = [f"{number}.jpg" for number in range(4)]
+    item = {"type": "video", "video": names, "sample_fps": 4, "raw_fps": 24, "total_pixels": 9_999, "max_pixels": 99}
+    records: list[dict[str, Any]] = [
+        {"id": "times", "videos": [{"frames": names, "timestamps": [0, 1, 3, 6]}]},
+        {"id": "rate", "videos": [{"frames": names, "fps": 1}]},
+        {"id": "item", "messages": [{"role": "user", "content": [item]}, {"role": "assistant", "content": "a"}]},
+        {"id": "still", "videos": [{"frames": names, "timestamps": [0, 1, 1, 6]}]},
+        {"id": "longer", "videos": [{"frames": names, "duration": 9}]},
+    ]
+    lines = tmp_path / "records.jsonl"
+    lines.write_text("\n".join(json.dumps({"text": "a"} | record) for record in records))
+    dataset = od.ShardDataset(str(lines), recipe=RECIPE, media_root=str(tmp_path))
+    index = dataset.index()
+    told = {failure.key: failure.reason for failure in map(index.failure, index.bad_rows().tolist())}
+    assert told.keys() == {"still", "longer"}
+    assert "do not ascend" in told["still"] and "'duration', which is not read" in told["longer"]
+    loader = od.DataLoader(dataset, global_batch_size=3, shuffle=False, num_threads=0, on_error="skip")
+    spans = next(iter(loader)).media["video"].seconds_per_grid
+    assert spans.tolist() == pytest.approx([2 * 2, 2 * 1, 2 * 0.25])

@@ -171,16 +171,22 @@ _MATRICES = {
 }
 
 
-def without_first_group(data: bytes, container: str, options: tuple[tuple[str, str], ...] = ()) -> bytes:
-    """A clip that was cut without encoding it anew: from its second picture on that stands alone, in stored order."""
+def without_first_group(
+    data: bytes, container: str, options: tuple[tuple[str, str], ...] = (), *, leading: bool = True
+) -> bytes:
+    """A clip that was cut without encoding it anew: from its second picture on that stands alone, in stored order, with
+    those shown before it or without.
+    """
     out = io.BytesIO()
     with av.open(io.BytesIO(data)) as given, av.open(out, "w", format=container, options=dict(options)) as made:
         stream = given.streams.video[0]
         target = made.add_stream_from_template(stream)
-        keys = 0
+        keys = first = 0
         for packet in given.demux(stream):
             keys += packet.is_keyframe
-            if keys > 1 and packet.dts is not None:
+            if packet.is_keyframe and keys == 2:
+                first = packet.pts
+            if keys > 1 and packet.dts is not None and (leading or packet.pts >= first):
                 packet.stream = target
                 made.mux(packet)
     return out.getvalue()

@@ -24,7 +24,7 @@ from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.checks import above_pixels
 from orchdata.loaders.modalities.image_decode import Pixels
 from orchdata.loaders.modalities.video.opened import TOGETHER, OpenedFile, exact, pass_libav, said
-from orchdata.loaders.modalities.video.timeline import Timeline
+from orchdata.loaders.modalities.video.timeline import ANEW, Timeline
 
 Pictures = Generator[Pixels]
 
@@ -173,15 +173,17 @@ class VideoFile(OpenedFile):
         """
         with closing(self._all_from_here(begins, frozenset(pending) if spares else None)) as frames:
             for frame in frames:
-                if frame.pts is None or frame.pts < pending[0]:
+                if frame.pts is None or frame.pts < begins:
                     continue
                 if frame.pts > pending[0] or frame.is_corrupt:
                     break
+                if frame.pts < pending[0]:
+                    continue
                 yield pending.popleft(), frame
                 if not pending:
                     return
         number = int(np.searchsorted(self.timeline.ticks, pending[0]))
-        raise DecodeError(f"damaged video: frame {number} of {self.timeline.frames} cannot be decoded")
+        raise DecodeError(f"damaged video: frame {number} of {self.timeline.frames} cannot be decoded {ANEW}")
 
     def _all_from_here(self, begins: int, wanted: frozenset[int] | None) -> Generator[Any]:
         """Pictures; without those that nothing is made from, where only some are wanted."""
@@ -195,15 +197,14 @@ class VideoFile(OpenedFile):
                 yield from frames or ()
         except av.FFmpegError as error:
             pass_libav(error)
-            raise DecodeError(
-                f"damaged video: {said(error)} (`ffmpeg -i in.mp4 out.mp4` encodes anew what can be made of it)"
-            ) from None
+            raise DecodeError(f"damaged video: {said(error)} {ANEW}") from None
 
     def _next_frames(self, packets: Iterator[Any], begins: int, wanted: frozenset[int] | None) -> list[Any] | None:
         """What the next packets show, if they do; None behind the last.
 
-        A picture shown before the one that decoding began with may be made from others, which are lacking. The one
-        behind it in the file may be said to be wrong for no more than H.264's commands to forget these.
+        A picture shown before the one that decoding began with may be made from others, which are lacking. The first
+        one that is not may be said to be wrong for no more than H.264's commands to forget these; whether it is, its
+        picture says.
         """
         for _ in range(TOGETHER):
             packet = next(packets, None)
@@ -211,11 +212,12 @@ class VideoFile(OpenedFile):
                 return None
             if wanted is not None:
                 self._codec.skip_frame = "DEFAULT" if packet.pts in wanted else "NONREF"
-            led, self._led = self._led, packet.pts is None or packet.pts < begins
+            leads = packet.pts is None or packet.pts < begins
+            led, self._led = self._led, (leads or packet.pts == begins) and self._codec.name == "h264"
             try:
                 frames: list[Any] = packet.decode()
             except av.InvalidDataError:
-                if not self._led and not led:
+                if not leads and not led:
                     raise
                 continue
             if frames:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any, Final
 
@@ -59,10 +59,10 @@ class VideoFiles(Modality):
             raise DecodeError(f"damaged video: {described(error)}") from error
 
     @staticmethod
-    def joined(files: Sequence[bytes], rate: Any) -> bytes:
+    def joined(files: Sequence[bytes], told: Mapping[str, Any]) -> bytes:
         from orchdata.loaders.modalities.video.frame_list import written
 
-        return written(files, rate)
+        return written(files, told)
 
     @classmethod
     def knows(cls, head: bytes) -> bool:

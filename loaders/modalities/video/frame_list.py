@@ -14,6 +14,7 @@ import re
 from collections.abc import Generator, Mapping, Sequence
 from fractions import Fraction
 from functools import partial
+from itertools import pairwise
 from typing import Any, Final
 
 from orchdata.loaders.errors import NOT_DATA, DecodeError, pass_trouble
@@ -37,10 +38,9 @@ _FINEST: Final = 1_000_000
 _DATA_URL: Final = re.compile(r"data:[^,]{0,256};base64,", re.IGNORECASE)
 
 
-def written(frames: Sequence[bytes], fps: Any) -> bytes:
-    """Files of pictures as a list of frames; `fps` as JSON has it, None where nobody says."""
-    held = {} if fps is None else {"fps": fps}
-    return json.dumps({**held, "frames": [base64.b64encode(frame).decode() for frame in frames]}).encode()
+def written(frames: Sequence[bytes], told: Mapping[str, Any]) -> bytes:
+    """Files of pictures as a list of frames; `told` of them, as JSON has it."""
+    return json.dumps({**told, _FRAMES[0]: [base64.b64encode(frame).decode() for frame in frames]}).encode()
 
 
 def is_frame_list(data: bytes | memoryview) -> bool:
@@ -54,7 +54,7 @@ def _timeline(told: Mapping[str, Any], count: int) -> Timeline:
     says = bool(rates) or told.get(_TIMES) is not None
     for key, value in told.items():
         known = key in (*_FRAMES, *_RATES, _TIMES) or (says and key in _OF_SOURCE)
-        if not known and value is not None and _BESIDE.search(key):
+        if not known and value is not None and _BESIDE.search(key) and not key.endswith("pixels"):
             raise DecodeError(
                 f"a list of frames with {key[:40]!r}, which is not read: give {_RATES[0]!r}, pictures a second, or "
                 f"{_TIMES!r}, seconds"
@@ -72,7 +72,7 @@ def _timed(times: Any, count: int) -> Timeline:
     if not plain or len(times) != count:
         raise DecodeError(f"a list of {count} frames whose {_TIMES} are not as many numbers of seconds")
     ticks = [round(at * _FINEST) for at in times]
-    if ticks != sorted(ticks):
+    if any(after <= at for at, after in pairwise(ticks)):
         raise DecodeError(f"a list of frames whose {_TIMES} do not ascend")
     return Timeline.of(ticks, Fraction(1, _FINEST))
 

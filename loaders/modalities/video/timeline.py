@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 
 from orchdata.loaders.errors import DecodeError
 
+ANEW: Final = "(`ffmpeg -i in.mp4 out.mp4` encodes anew what can be made of it)"
+"""The way out for a clip that players show somehow."""
 _INT32_MAX: Final = 2**31 - 1
 _FINEST: Final = 1_000_000
 _DEFAULT_RATE: Final = 25
@@ -87,7 +89,7 @@ class Timeline:
         if count == 1:
             return cls(at, _bounded(last * tick) if last else Fraction(1, _DEFAULT_RATE), True, tick)
         if not (np.diff(at) > 0).all():
-            raise DecodeError("damaged video: it shows two frames at one time")
+            raise DecodeError(f"damaged video: it shows two frames at one time {ANEW}")
         is_constant = _is_even(at, spread)
         seconds = (spread + last) * tick if last else Fraction(spread * count, count - 1) * tick
         if is_constant and not last:

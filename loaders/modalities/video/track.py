@@ -84,14 +84,19 @@ class SoundTrack(OpenedFile):
         rate = int(self._codec.sample_rate or 0)
         if rate < 1:
             raise DecodeError(f"damaged sound: a rate of {rate} Hz")
-        ends = None
+        ends = last = None
         try:
             for packet in self._packets():
                 if packet.size and packet.pts is not None and not packet.is_discard:
                     if packet.is_corrupt:
                         raise DecodeError("damaged sound: it is cut")
                     end = packet.pts + (packet.duration or 0)
-                    ends = end if ends is None else max(ends, end)
+                    if ends is None or end >= ends:
+                        ends, last = end, packet
+            if last is not None and not last.duration:  # Matroska may not say how long one is
+                with interrupts_held():
+                    samples = sum(frame.samples for frame in last.decode())
+                ends += round(samples / (rate * self._tick))
         except av.FFmpegError as error:
             pass_libav(error)
             raise DecodeError(f"damaged sound: {said(error)}") from None

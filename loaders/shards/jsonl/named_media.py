@@ -30,7 +30,6 @@ _ITEM_NAMES: Final = ("path", "url", "base64")
 """Keys of an item beside that of its type, as transformers takes them."""
 _CONTENTS: Final = ("content", "value")
 _LISTED: Final = "frames"
-_RATES: Final = ("fps", "sample_fps")
 _FILE_NAMES: Final = re.compile(r"(?:.*_)?file_names?")
 _BASE64: Final = re.compile(r"[A-Za-z0-9+/\s]{24,}=*\s*")
 _TAG: Final = re.compile(rf"<({'|'.join(('img', *BUILTINS))})>[^<>\n]+\.\w{{2,5}}</\1>")
@@ -49,7 +48,7 @@ class NamedMedia(NamedTuple):
         encoded: base64.
         error: why it can be neither.
         files: that are listed in place of it, as the frames of a video.
-        rate: how many of these a second has, as the record says it.
+        told: what the record says of these, by its own keys.
     """
 
     field: str
@@ -58,7 +57,7 @@ class NamedMedia(NamedTuple):
     encoded: str | None = None
     error: str | None = None
     files: tuple[NamedMedia, ...] = ()
-    rate: Any = None
+    told: Mapping[str, Any] = {}
 
     def parts(self) -> tuple[NamedMedia, ...]:
         """The files that are listed, or itself."""
@@ -66,7 +65,7 @@ class NamedMedia(NamedTuple):
 
     def joined(self, contents: Sequence[bytes]) -> bytes:
         """The files that are listed as one of its modality."""
-        return _CLASSES[self.field.partition(".")[0]].joined(contents, self.rate)
+        return _CLASSES[self.field.partition(".")[0]].joined(contents, self.told)
 
     def decoded_size(self) -> int:
         """Bytes of what is encoded, at most."""
@@ -180,7 +179,7 @@ def _of_item(modality: str, item: Mapping[str, Any], held: Any) -> list[Any]:
     kind = _CLASSES[modality]
     if not kind.listed or not isinstance(held, list) or (len(named) == 1 and not _is_piece(named[0], kind)):
         return named
-    return [{_LISTED: named, **{key: item[key] for key in _RATES if item.get(key) is not None}}]
+    return [{**{key: one for key, one in item.items() if key != "type" and one is not held}, _LISTED: named}]
 
 
 def _is_piece(held: Any, kind: type[Modality]) -> bool:
@@ -201,8 +200,8 @@ def _media(modality: str, number: int, held: Any) -> NamedMedia:
         held = {_LISTED: held} if isinstance(held, list) else held
         if isinstance(held, dict) and isinstance(held.get(_LISTED), list):
             files = tuple(_media(listed, at, one) for at, one in enumerate(held[_LISTED]))
-            rate = next((held[key] for key in _RATES if held.get(key) is not None), None)
-            return NamedMedia(field, kind, files=files, rate=rate, error=None if files else "a list of nothing")
+            told = {key: one for key, one in held.items() if key != _LISTED}
+            return NamedMedia(field, kind, files=files, told=told, error=None if files else "a list of nothing")
     if isinstance(held, dict):  # {"bytes", "path"}, {"url"}, {"data", "format"}
         key = next((key for key in ("bytes", "data", "path", "url") if isinstance(held.get(key), str)), None)
         encoded = key in ("bytes", "data")

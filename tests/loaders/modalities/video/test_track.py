@@ -36,6 +36,7 @@ CLIPS = [
     (("h264", "mkv", "flac"), True),
     (("h264", "mov", "pcm_s16le"), True),
     (("h264", "mkv", "pcm_f32le"), True),
+    (("h264", "mkv", "wavpack"), False),  # which does not say how long its packets are
 ]
 
 

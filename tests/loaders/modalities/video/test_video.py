@@ -248,6 +248,36 @@ def test_what_is_shown_before_the_first_whole_picture_is_left_out(codec: str, co
     decoded(cut)
 
 
+@pytest.mark.parametrize("container", ["matroska", "mp4"])
+def test_what_led_to_the_first_whole_picture_may_be_lacking(container: str) -> None:
+    whole = clip("h264", "mkv", frames=40, given=OPEN_H264)
+    options = (("use_editlist", "0"),) * (container == "mp4")
+    cut = without_first_group(whole, container, options, leading=False)  # as `ffmpeg -i in.mkv -ss 0.2 -c copy` cuts
+    frames = header_of(cut)[2]
+    assert 20 <= frames < 40
+    with open_video(cut, LIMITS) as video:
+        assert [number_of(pixels) for pixels in video.frames(range(frames))] == list(range(40 - frames, 40))
+
+
+def test_what_is_made_from_a_damaged_picture_behind_the_first_is_refused() -> None:
+    import av
+
+    data, random = without_first_group(noise(40, OPEN_H264), "matroska", leading=False), np.random.default_rng(3)
+    with av.open(io.BytesIO(data)) as container:
+        packet = [packet for packet in container.demux(video=0) if packet.size][1]
+    start, stop = packet.pos + 64, packet.pos + packet.size
+    refused = 0
+    for at in random.integers(start, stop, 20):
+        changed = data[:at] + random.bytes(8) + data[at + 8 :]
+        try:
+            with open_video(changed, LIMITS) as video:
+                assert len(list(video.frames([7]))) == 1
+        except DecodeError as error:
+            assert "damaged video" in error.reason
+            refused += 1
+    assert refused >= 5
+
+
 BFRAMES_H264 = (("x264-params", "bframes=3:b-pyramid=normal:keyint=30:scenecut=0:threads=1"),)
 BFRAMES_H265 = (("x265-params", "log-level=none:bframes=4:keyint=30:pools=none"),)
 LAYERED_H265 = (("x265-params", "log-level=none:bframes=4:keyint=30:pools=none:temporal-layers=2"),)
@@ -420,12 +450,18 @@ def test_an_index_of_another_clip_is_refused() -> None:
             PRE.decode_into(other, size, {"patches": np.empty((size.num_rows, PRE.patch_dim), np.uint8)}, LIMITS)
 
 
-def test_pictures_made_of_damaged_ones_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def noise(frames: int, given: tuple[tuple[str, str], ...] = ()) -> bytes:
+    """A clip of H.264 with much in every packet."""
     random = np.random.default_rng(0)
-    monkeypatch.setattr(
-        video_clips, "picture", lambda _, width, height: random.integers(0, 256, (height, width, 3), np.uint8)
-    )
-    data = clip("h264", frames=40, size=(128, 96))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            video_clips, "picture", lambda _, width, height: random.integers(0, 256, (height, width, 3), np.uint8)
+        )
+        return clip.__wrapped__("h264", frames=frames, size=(128, 96), given=given)
+
+
+def test_pictures_made_of_damaged_ones_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    data, random = noise(40), np.random.default_rng(0)
     first, damaged = data.index(b"mdat") + len(data) // 20, []
     for at in random.integers(first, len(data) - len(data) // 20, 24):
         damaged.append(data[:at] + random.bytes(4) + data[at + 4 :])
