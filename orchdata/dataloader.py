@@ -63,6 +63,7 @@ from orchdata.planning.plan import Plan
 from orchdata.ranks.comparing import Agreement, tells_others
 from orchdata.ranks.gathering import gather_json
 from orchdata.ranks.parallel import check_still_alone, resolve_rank
+from orchdata.trainers import check_accumulation, known_to_accelerate
 
 T_co = TypeVar("T_co", covariant=True, default=Any)  # as torch's, for `DataLoader[int]`
 
@@ -301,6 +302,8 @@ class DataLoader(Generic[T_co]):
         self._inputs = collate_fn if isinstance(collate_fn, ModelInputs) else None
         self._raises = policy.action == "raise"
         self._has_microbatches = bool(self._prepared.spec.plan.balance.caps)
+        self._scales_loss = self._has_microbatches or (in_shards and not callable(collate_fn))
+        self._ends_accumulation = False
         self._iterated_at: object = None
         self._idle_engine: Engine | None = None
         self._later_seeds: torch.Generator | None = None
@@ -362,7 +365,8 @@ class DataLoader(Generic[T_co]):
         failed.
         """
         self._iterated_at = calling_place()
-        return Steps(self._microbatches(self._begin()), as_torch=self._course.goes_on)
+        iteration = self._begin()
+        return Steps(self._known_to_trainer(self._microbatches(iteration), iteration), as_torch=self._course.goes_on)
 
     def steps(self) -> OptimizerSteps:
         """Optimizer steps, each the list of its microbatches: an iterable that begins and goes on as `iter()`, whose
@@ -373,11 +377,12 @@ class DataLoader(Generic[T_co]):
             Stepping(
                 cursor=self._cursor,
                 begin=self._begin,
-                run=self._whole_steps,
+                run=lambda iteration: self._known_to_trainer(self._whole_steps(iteration), iteration),
                 count=self._count,
                 is_known=not self._prepared.iterated,
                 goes_over=self._course.goes_over,
                 as_torch=self._course.goes_on,
+                scales_loss=self._scales_loss,
                 num_samples=self._prepared.num_samples,
                 num_ranks=self._rank.size,
             ),
@@ -522,6 +527,9 @@ class DataLoader(Generic[T_co]):
     def _begin(self) -> Iteration[Left]:
         if self._is_default_rank:
             check_still_alone(self._rank)
+        self._ends_accumulation = check_accumulation(
+            scales_loss=self._scales_loss, knows_end=lambda: self._known_steps() is not None
+        )
         iteration = Iteration(self._cursor, is_alone=self._is_alone)
         if self._is_alone:
             origin = iteration.origin
@@ -558,6 +566,14 @@ class DataLoader(Generic[T_co]):
             self._opened = self._prepared.spec.open()
         restores = (self._opened or self._builder).restores
         return () if restores is None or is_place(restores.held()) else (restores.held,)
+
+    def _known_to_trainer(
+        self, items: Generator[Any, None, None], iteration: Iteration[Left]
+    ) -> Generator[Any, None, None]:
+        """The items of an iteration, of which Accelerate is told the last where it accumulates gradients."""
+        if not self._ends_accumulation:
+            return items
+        return known_to_accelerate(items, lambda: iteration.num_left(self._count(iteration.origin)))
 
     def _microbatches(self, iteration: Iteration[Left]) -> Generator[Any, None, None]:
         for batches in self._run(iteration):

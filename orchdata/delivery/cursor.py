@@ -227,6 +227,10 @@ class Iteration(Generic[T]):
             self._has_begun = True
             self._lead_to(Position(self.epoch + 1))
 
+    def num_left(self, num_steps: int) -> int:
+        """Steps of an epoch of `num_steps` that come after the step handed out last."""
+        return max(0, num_steps - self._behind.step) + len(self._behind.left)
+
     def deliver(self) -> None:
         """The step handed out last was taken whole."""
         self._cursor.delivered = self._behind

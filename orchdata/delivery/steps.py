@@ -25,6 +25,7 @@ class Stepping:
         is_known: whether that is certain, as it is not of data sets that are iterated.
         goes_over: data sets go on, in the next epoch, with what they hold at the end of one.
         as_torch: see `Steps`.
+        scales_loss: whether batches carry a `loss_scale` that covers the whole optimizer step.
         num_samples: usable samples of the data set.
         num_ranks: data-parallel ranks.
     """
@@ -36,6 +37,7 @@ class Stepping:
     is_known: bool
     goes_over: bool
     as_torch: bool
+    scales_loss: bool
     num_samples: int
     num_ranks: int
 
@@ -84,6 +86,11 @@ class OptimizerSteps:
 
     def __repr__(self) -> str:
         return f"{self.loader!r}.steps()"
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether batches carry a `loss_scale` that covers the whole optimizer step."""
+        return self._stepping.scales_loss
 
     @property
     def num_samples(self) -> int:

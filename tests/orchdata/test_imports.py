@@ -48,6 +48,7 @@ orchdata: batch
 orchdata: building
 orchdata: engines
 orchdata: delivery
+orchdata: trainers
 orchdata: dataset
 orchdata: dataloader profile post_balancing verifying showing
 orchdata: hf torchtitan

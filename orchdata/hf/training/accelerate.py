@@ -87,8 +87,8 @@ def accelerate(loader: DataLoader | OptimizerSteps, accelerator: Any) -> Prepare
 
     Raises:
         TypeError: any other loader; `accelerator.prepare` is for torch's.
-        ValueError: a loader of other data-parallel ranks than the accelerator's, or gradient accumulation of the
-            accelerator's own, which would divide the loss once more.
+        ValueError: a loader of other data-parallel ranks than the accelerator's; or gradient accumulation of the
+            accelerator's own around batches with a `loss_scale`, as it would divide the loss a second time.
     """
     steps = loader.steps() if isinstance(loader, DataLoader) else loader
     if not isinstance(steps, OptimizerSteps):
@@ -96,7 +96,7 @@ def accelerate(loader: DataLoader | OptimizerSteps, accelerator: Any) -> Prepare
             f"od.hf.accelerate takes an od.DataLoader or its steps(), got {type(loader).__name__}: "
             "accelerator.prepare is for loaders of torch's"
         )
-    if accelerator.gradient_accumulation_steps != 1:
+    if steps.scales_loss and accelerator.gradient_accumulation_steps != 1:
         raise ValueError(
             f"the accelerator divides losses by gradient_accumulation_steps={accelerator.gradient_accumulation_steps}, "
             "and a step's loss is scaled already: leave it at 1, and give a larger global_batch_size and max_tokens"

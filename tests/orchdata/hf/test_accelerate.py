@@ -127,6 +127,76 @@ def test_accumulating_by_microbatches_is_refused(dataset: od.ShardDataset, accel
             pass
 
 
+def synced(accelerator: Any, loader: Any, epochs: int = 2) -> tuple[str, list[float]]:
+    """After which batches the gradients were synchronized, and the weights in the end."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(1, 1)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3), loader)
+    flags = []
+    for _ in range(epochs):
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch["number"][:, None].float()).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+            flags.append(str(int(accelerator.sync_gradients)))
+        flags.append(" ")
+    return "".join(flags), [weight.item() for weight in model.parameters()]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("wrap", [lambda loader, _: loader, od.hf.accelerate], ids=["plain", "wrapped"])
+def test_gradients_are_accumulated_as_with_torchs_loader(accelerator: Any, wrap: Any, workers: int) -> None:
+    accelerator.gradient_accumulation_steps = 4
+    expected = synced(accelerator, torch.utils.data.DataLoader(Numbers(12), batch_size=2))
+    assert expected[0] == "000101 000101 "
+    loader = od.DataLoader(Numbers(12), batch_size=2, num_workers=workers)
+    assert synced(accelerator, wrap(loader, accelerator)) == expected
+    assert accelerator.gradient_state.active_dataloader is None
+    # The control: registered by nothing, the tail of an epoch is added to the next one.
+    unregistered = ({"number": torch.tensor([2 * step, 2 * step + 1])} for step in range(6)).__iter__
+    assert "1" in synced(accelerator, list(unregistered()))[0] and synced(accelerator, list(unregistered())) != expected
+
+
+def test_accumulating_over_microbatches_of_a_loader_is_refused(dataset: od.ShardDataset, accelerator: Any) -> None:
+    accelerator.gradient_accumulation_steps = 4
+    loader = make(dataset)
+    with pytest.raises(ValueError, match="gradient_accumulation_steps at 1, accumulate by a larger global_batch_size"):
+        iter(loader)
+    with pytest.raises(ValueError, match="gradient_accumulation_steps at 1"):
+        iter(loader.steps())
+    with torch.no_grad():
+        assert len(list(loader.steps())) == 5
+
+
+class Endless(torch.utils.data.IterableDataset[dict[str, int]]):
+    def __iter__(self) -> Any:
+        return ({"number": number} for number in range(12))
+
+
+def test_accumulating_over_an_epoch_of_unknown_length_is_refused(accelerator: Any) -> None:
+    accelerator.gradient_accumulation_steps = 4
+    with pytest.raises(ValueError, match="sync_with_dataloader=False"):
+        iter(od.DataLoader(Endless(), batch_size=2))
+    accelerator.gradient_state.plugin_kwargs["sync_with_dataloader"] = False
+    expected = synced(accelerator, torch.utils.data.DataLoader(Endless(), batch_size=2))
+    accelerator.step = 0
+    assert expected[0] == "000100 010001 "
+    assert synced(accelerator, od.DataLoader(Endless(), batch_size=2)) == expected
+
+
+@pytest.mark.parametrize(("told", "words"), [(4, "more batches"), (8, "fewer batches")])
+def test_a_sampler_with_a_wrong_length_is_an_error_of_accumulation(accelerator: Any, told: int, words: str) -> None:
+    class Sampler(list[list[int]]):
+        def __len__(self) -> int:
+            return told
+
+    accelerator.gradient_accumulation_steps = 4
+    loader = od.DataLoader(Numbers(12), batch_sampler=Sampler([2 * step, 2 * step + 1] for step in range(6)))
+    with pytest.raises(RuntimeError, match=words):
+        synced(accelerator, loader)
+
+
 def test_skipping_batches_is_refused(dataset: od.ShardDataset, accelerator: Any) -> None:
     loader = od.hf.accelerate(make(dataset), accelerator)
     with pytest.raises(TypeError, match="accelerator.load_state"):
