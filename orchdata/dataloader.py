@@ -18,6 +18,7 @@ from orchdata.balancers import CostModel
 from orchdata.balancers.checks import checked_epoch
 from orchdata.batch.batch import ModelInputs
 from orchdata.building.step import Builder
+from orchdata.copies import Given, loader_text, made_again, standing_of
 from orchdata.dataset.describe import describe_loader
 from orchdata.dataset.iterable import say_longer
 from orchdata.dataset.map_style import say_shared
@@ -144,6 +145,13 @@ class DataLoader(Generic[T_co]):
         MissingIndexError: more than one rank and no index, without a process group or with index="require".
     """
 
+    _given: Given
+
+    def __new__(cls, *arguments: Any, **options: Any) -> Any:
+        loader = super().__new__(cls)
+        loader._given = Given(arguments=arguments, options=options)
+        return loader
+
     @tells_others
     def __init__(
         self,
@@ -178,7 +186,7 @@ class DataLoader(Generic[T_co]):
         index: IndexUse = "build",
     ) -> None:
         self._rank = resolve_rank(dp)
-        self._is_default_rank = dp is None
+        self._is_default_rank, self._is_told_rank = dp is None, isinstance(dp, tuple)
         self._agreement = Agreement(self._rank)
         check_workers(num_workers, timeout, multiprocessing_context)
         check_functions(collate_fn=collate_fn, worker_init_fn=worker_init_fn)
@@ -309,6 +317,7 @@ class DataLoader(Generic[T_co]):
         self._later_seeds: torch.Generator | None = None
         self._idle_epoch = -1
         self._opened: Builder | None = None  # for the next iteration, of an iterable that was asked for its state
+        self._own_names = frozenset((*vars(self), "_own_names"))
         budget.count(self._prepared.failures, lost=self._prepared.num_lost)
         if dp is None and not in_shards and sampler is None and batch_sampler is None:
             say_shared(dataset, self._rank)
@@ -326,6 +335,16 @@ class DataLoader(Generic[T_co]):
                 f"{name} of a loader is given when it is made, and changes nothing later: make another loader"
             )
         super().__setattr__(name, value)
+
+    def __repr__(self) -> str:
+        return loader_text(self, self._given.named(DataLoader.__init__))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A copy, or what is unpickled, has the same arguments and stands at the same position; nothing of it runs yet.
+
+        Raises TypeError for a loader over a process group, or one with an iterator among its arguments.
+        """
+        return made_again, (type(self), self._given, standing_of(self, self._given.named(DataLoader.__init__)))
 
     @property
     def _is_accelerate_prepared(self) -> bool:

@@ -65,6 +65,10 @@ class Cursor(Generic[T]):
         self._ahead = 0
         self._by_trainer = False
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For a copy: what an iteration under way has left for the next one stays with the original."""
+        return {**vars(self), "failed": None}
+
     def restore(self, position: Position, *, by_trainer: bool = False) -> None:
         """Begin next where a state was taken; whether a trainer loaded it."""
         self._by_trainer = by_trainer

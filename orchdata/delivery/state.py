@@ -54,6 +54,11 @@ class Position:
     held: tuple[Held | None, ...] = ()
     worker: int = -1
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For a copy: what the data sets hold now, in place of functions that ask the running workers for it."""
+        held = tuple(None if ask is None else partial(_itself, deepcopy(ask())) for ask in self.held)
+        return {**vars(self), "held": held}
+
     def following(self, *, held: bool) -> Position:
         """The start of the next epoch, from the end of this one; whether data sets go on with what they hold."""
         return Position(self.epoch + 1, sampler=self.sampler, held=self.held if held else ())

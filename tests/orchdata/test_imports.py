@@ -50,6 +50,7 @@ orchdata: engines
 orchdata: delivery
 orchdata: trainers
 orchdata: dataset
+orchdata: copies
 orchdata: dataloader profile post_balancing verifying showing
 orchdata: hf torchtitan
 orchdata: synth reference

@@ -1,0 +1,133 @@
+"""Copies of a loader, and its text: from the arguments it was made with and where it stands.
+
+copy.deepcopy, pickle --> the arguments and the position --> another loader, of which nothing runs yet
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import reprlib
+from collections.abc import Callable, Iterator, Mapping, Sized
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from orchdata.dataset.mixed import restore
+from orchdata.dataset.mixture import Mixture
+from orchdata.dataset.shard_dataset import ShardDataset
+from orchdata.delivery.cursor import Cursor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """The arguments of a call, as `cls(*arguments, **options)` takes them again."""
+
+    arguments: tuple[Any, ...]
+    options: Mapping[str, Any]
+
+    def named(self, function: Callable[..., Any]) -> dict[str, Any]:
+        """The arguments by name that differ from the function's defaults; none where they do not fit its signature."""
+        signature = inspect.signature(function)
+        try:
+            bound = signature.bind(None, *self.arguments, **self.options).arguments
+        except TypeError:  # of a subclass with a signature of its own
+            return {}
+        defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
+        return {name: value for name, value in bound.items() if name != "self" and value is not defaults[name]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """Where a loader stands, and on which rank.
+
+    Attributes:
+        rank: number of its data-parallel rank, and how many there are.
+        cursor: its place.
+        later_seeds: the generator of seeds of workers that persistent ones are replaced by.
+        state: of a mixture's loader, whose stages may have changed since it was made.
+        attributes: that the user, or a subclass, added.
+    """
+
+    rank: tuple[int, int]
+    cursor: Cursor[Any]
+    later_seeds: Any
+    state: Mapping[str, Any] | None
+    attributes: Mapping[str, Any]
+
+
+def standing_of(loader: Any, given: Mapping[str, Any]) -> Standing:
+    """Raises TypeError for a loader over a process group, and for an argument that can be read only once."""
+    rank = loader._rank
+    consumed = [name for name, value in given.items() if isinstance(value, Iterator)]
+    if consumed:
+        raise TypeError(
+            f"a DataLoader with an iterator for {consumed[0]}= cannot be copied or pickled, because the copy would get "
+            "what is left of the iterator: give a list, or an iterable that begins again at each iter()"
+        )
+    if not (loader._is_default_rank or loader._is_told_rank):
+        raise TypeError(
+            "a DataLoader over a process group or mesh cannot be copied or pickled, because the group belongs to its "
+            "process: make the loader again on each rank, or give it dp=(rank, size)"
+        )
+    return Standing(
+        rank=(rank.rank, rank.size),
+        cursor=copy.deepcopy(loader._cursor),
+        later_seeds=loader._later_seeds,
+        state=loader.state_dict() if isinstance(loader.dataset, Mixture) else None,
+        attributes={name: value for name, value in vars(loader).items() if name not in loader._own_names},
+    )
+
+
+def made_again(cls: Callable[..., Any], given: Given, standing: Standing) -> Any:
+    """Another loader of the same arguments, at the same position.
+
+    Raises ValueError in a process that is another rank: it would get the samples of that rank, or all of them.
+    """
+    loader = cls(*given.arguments, **given.options)
+    rank = loader._rank.rank, loader._rank.size
+    if rank != standing.rank:
+        raise ValueError(
+            f"this DataLoader was copied on rank {standing.rank[0]} of {standing.rank[1]}, and this process is rank "
+            f"{rank[0]} of {rank[1]}: make the loader here, or make the one that is copied with dp=(rank, size)"
+        )
+    if standing.state is not None:
+        prepared, _ = restore(loader._prepared, standing.state, (), loader.num_workers)
+        if prepared is not loader._prepared:
+            loader._install(prepared)
+    vars(loader._cursor).update(vars(copy.deepcopy(standing.cursor)))
+    vars(loader).update(standing.attributes, _later_seeds=copy.deepcopy(standing.later_seeds))
+    return loader
+
+
+def loader_text(loader: Any, given: Mapping[str, Any]) -> str:
+    """The arguments that differ from the defaults, the rank, and the position."""
+    shown = [_shown_dataset(loader.dataset)]
+    shown += [f"{name}={_shown(value)}" for name, value in given.items() if name not in ("dataset", "dp")]
+    if not {"batch_size", "global_batch_size", "global_batch_tokens", "batch_sampler"} & given.keys():
+        shown.insert(1, f"batch_size={loader.batch_size}")
+    rank, place = loader._rank, loader._cursor.delivered
+    position = f"epoch {place.epoch}, step {place.step}"
+    return f"{type(loader).__name__}({', '.join(shown)}; rank {rank.rank} of {rank.size}; {position})"
+
+
+def _shown_dataset(dataset: Any) -> str:
+    if isinstance(dataset, ShardDataset | Mixture):
+        return repr(dataset)
+    name = type(dataset).__name__
+    try:
+        return f"{name} of {len(dataset):,}" if isinstance(dataset, Sized) else name
+    except Exception:  # noqa: BLE001 - a length of the user's own, which may be known later
+        return name
+
+
+def _shown(value: Any) -> str:
+    """One line, whatever the value is, without the address that a default repr has."""
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype} {value.shape}"
+    if callable(value) and hasattr(value, "__qualname__"):
+        return str(value.__qualname__)
+    if " object at 0x" in repr(value):
+        return type(value).__name__
+    return reprlib.repr(value) if isinstance(value, list | tuple | dict | set | str) else repr(value)[:200]
