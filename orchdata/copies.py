@@ -20,22 +20,10 @@ from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.delivery.cursor import Cursor
 
 
-@dataclass(frozen=True, kw_only=True)
-class Given:
-    """The arguments of a call, as `cls(*arguments, **options)` takes them again."""
-
-    arguments: tuple[Any, ...]
-    options: Mapping[str, Any]
-
-    def named(self, function: Callable[..., Any]) -> dict[str, Any]:
-        """The arguments by name that differ from the function's defaults; none where they do not fit its signature."""
-        signature = inspect.signature(function)
-        try:
-            bound = signature.bind(None, *self.arguments, **self.options).arguments
-        except TypeError:  # of a subclass with a signature of its own
-            return {}
-        defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
-        return {name: value for name, value in bound.items() if name != "self" and value is not defaults[name]}
+def changed_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the arguments of a call that differ from the function's defaults, by name."""
+    defaults = {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
+    return {name: value for name, value in arguments.items() if name != "self" and value is not defaults[name]}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,16 +45,16 @@ class Standing:
     attributes: Mapping[str, Any]
 
 
-def standing_of(loader: Any, given: Mapping[str, Any]) -> Standing:
+def standing_of(loader: Any) -> Standing:
     """Raises TypeError for a loader over a process group, and for an argument that can be read only once."""
-    rank = loader._rank
+    rank, given = loader._rank, loader._given
     consumed = [name for name, value in given.items() if isinstance(value, Iterator)]
     if consumed:
         raise TypeError(
             f"a DataLoader with an iterator for {consumed[0]}= cannot be copied or pickled, because the copy would get "
             "what is left of the iterator: give a list, or an iterable that begins again at each iter()"
         )
-    if not (loader._is_default_rank or loader._is_told_rank):
+    if not isinstance(given.get("dp"), tuple | None):
         raise TypeError(
             "a DataLoader over a process group or mesh cannot be copied or pickled, because the group belongs to its "
             "process: make the loader again on each rank, or give it dp=(rank, size)"
@@ -74,18 +62,17 @@ def standing_of(loader: Any, given: Mapping[str, Any]) -> Standing:
     return Standing(
         rank=(rank.rank, rank.size),
         cursor=copy.deepcopy(loader._cursor),
-        later_seeds=loader._later_seeds,
+        later_seeds=copy.deepcopy(loader._later_seeds),
         state=loader.state_dict() if isinstance(loader.dataset, Mixture) else None,
         attributes={name: value for name, value in vars(loader).items() if name not in loader._own_names},
     )
 
 
-def made_again(cls: Callable[..., Any], given: Given, standing: Standing) -> Any:
-    """Another loader of the same arguments, at the same position.
+def stand(loader: Any, standing: Standing) -> None:
+    """Put a loader that was just made of the same arguments at the position of another.
 
     Raises ValueError in a process that is another rank: it would get the samples of that rank, or all of them.
     """
-    loader = cls(*given.arguments, **given.options)
     rank = loader._rank.rank, loader._rank.size
     if rank != standing.rank:
         raise ValueError(
@@ -96,13 +83,13 @@ def made_again(cls: Callable[..., Any], given: Given, standing: Standing) -> Any
         prepared, _ = restore(loader._prepared, standing.state, (), loader.num_workers)
         if prepared is not loader._prepared:
             loader._install(prepared)
-    vars(loader._cursor).update(vars(copy.deepcopy(standing.cursor)))
-    vars(loader).update(standing.attributes, _later_seeds=copy.deepcopy(standing.later_seeds))
-    return loader
+    vars(loader._cursor).update(vars(standing.cursor))
+    vars(loader).update(standing.attributes, _later_seeds=standing.later_seeds)
 
 
-def loader_text(loader: Any, given: Mapping[str, Any]) -> str:
+def loader_text(loader: Any) -> str:
     """The arguments that differ from the defaults, the rank, and the position."""
+    given = loader._given
     shown = [_shown_dataset(loader.dataset)]
     shown += [f"{name}={_shown(value)}" for name, value in given.items() if name not in ("dataset", "dp")]
     if not {"batch_size", "global_batch_size", "global_batch_tokens", "batch_sampler"} & given.keys():

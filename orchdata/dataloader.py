@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copyreg
 import inspect
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from typing import Any, Generic
@@ -18,7 +19,7 @@ from orchdata.balancers import CostModel
 from orchdata.balancers.checks import checked_epoch
 from orchdata.batch.batch import ModelInputs
 from orchdata.building.step import Builder
-from orchdata.copies import Given, loader_text, made_again, standing_of
+from orchdata.copies import Standing, changed_arguments, loader_text, stand, standing_of
 from orchdata.dataset.describe import describe_loader
 from orchdata.dataset.iterable import say_longer
 from orchdata.dataset.map_style import say_shared
@@ -145,13 +146,6 @@ class DataLoader(Generic[T_co]):
         MissingIndexError: more than one rank and no index, without a process group or with index="require".
     """
 
-    _given: Given
-
-    def __new__(cls, *arguments: Any, **options: Any) -> Any:
-        loader = super().__new__(cls)
-        loader._given = Given(arguments=arguments, options=options)
-        return loader
-
     @tells_others
     def __init__(
         self,
@@ -185,8 +179,9 @@ class DataLoader(Generic[T_co]):
         quarantine: Quarantine | None = None,
         index: IndexUse = "build",
     ) -> None:
+        self._given = changed_arguments(DataLoader.__init__, locals())
         self._rank = resolve_rank(dp)
-        self._is_default_rank, self._is_told_rank = dp is None, isinstance(dp, tuple)
+        self._is_default_rank = dp is None
         self._agreement = Agreement(self._rank)
         check_workers(num_workers, timeout, multiprocessing_context)
         check_functions(collate_fn=collate_fn, worker_init_fn=worker_init_fn)
@@ -337,14 +332,19 @@ class DataLoader(Generic[T_co]):
         super().__setattr__(name, value)
 
     def __repr__(self) -> str:
-        return loader_text(self, self._given.named(DataLoader.__init__))
+        return loader_text(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A copy, or what is unpickled, has the same arguments and stands at the same position; nothing of it runs yet.
 
         Raises TypeError for a loader over a process group, or one with an iterator among its arguments.
         """
-        return made_again, (type(self), self._given, standing_of(self, self._given.named(DataLoader.__init__)))
+        return copyreg.__newobj__, (type(self),), (self._given, standing_of(self))  # type: ignore[attr-defined]
+
+    def __setstate__(self, copied: tuple[Mapping[str, Any], Standing]) -> None:
+        given, standing = copied
+        DataLoader.__init__(self, **given)
+        stand(self, standing)
 
     @property
     def _is_accelerate_prepared(self) -> bool:

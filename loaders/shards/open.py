@@ -63,7 +63,7 @@ def open_indexed(
     """`open_shard` of one that was measured before. Raises StaleIndexError too: it is not the one that was."""
     shard = open_shard(url, limits=limits, cache=cache, media_root=indexed.media_root or None, reads=reads)
     try:
-        difference = _difference(shard, indexed)
+        difference = tells_apart(shard, indexed)
         if difference is not None:
             raise StaleIndexError(url, f"{difference}: run `orchdata index` again")
     except BaseException:
@@ -143,8 +143,8 @@ class OpenShards:
             return shard
 
 
-def _difference(shard: Shard, indexed: ShardInfo) -> str | None:
-    """What tells the shard from the one that was indexed."""
+def tells_apart(shard: Shard, indexed: ShardInfo) -> str | None:
+    """What tells the shard from the one that was indexed, in words; None if it is the same. May read all headers."""
     if shard.size != indexed.size:
         return f"has {shard.size} bytes, {indexed.size} when it was indexed"
     # A copy of the same data has another time of change; its headers tell whether it is one. Parquet pages are decoded

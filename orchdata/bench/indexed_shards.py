@@ -22,6 +22,7 @@ class IndexedShards(ShardDataset):
         num_ranks: int = 1,
         rank: int | None = None,
         rebuild: bool = False,
+        check: bool = True,
         progress: Callable[[int, int], None] | None = None,
     ) -> Index:
         return Index(self.urls[0])

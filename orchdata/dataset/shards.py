@@ -147,7 +147,8 @@ def _open_index(dataset: ShardDataset | Mixture, options: LoaderOptions) -> Inde
     rank, together = options.rank, options.index == "build" and dist.is_available() and dist.is_initialized()
     with progress_bar("indexing") as bar:
         progress = bar if rank.rank == 0 else None
-        index = dataset.index(num_ranks=rank.size, rank=rank.rank if together else None, progress=progress)
+        check, number = options.index == "build", rank.rank if together else None
+        index = dataset.index(num_ranks=rank.size, rank=number, check=check, progress=progress)
         if options.rank.size == 1 and options.policy.action == "raise" and index.totals["bad"]:
             # It will be refused, unless shards were mended since: look at them again.
             index = dataset.index(rebuild=True, progress=progress)

@@ -160,7 +160,7 @@ def test_copies_that_would_be_wrong_are_refused(dataset: od.ShardDataset) -> Non
         copy.deepcopy(od.DataLoader(Numbers(8), sampler=iter(range(8))))
     loader = od.DataLoader(dataset, global_batch_size=8, num_threads=0, dp=(1, 2))
     assert copy.deepcopy(loader)._rank.rank == 1
-    loader._is_told_rank = False  # as of a process group
+    loader._given["dp"] = object()  # as of a process group
     with pytest.raises(TypeError, match="over a process group or mesh cannot be copied"):
         copy.deepcopy(loader)
 
