@@ -54,14 +54,13 @@ bench: $(STAMP)
 	$(BIN)/orchdata bench exchange
 	$(BIN)/orchdata bench train
 
-# torch first, so that nothing later pulls another one in; torchaudio's libraries need CUDA, see the script.
-$(STAMP): pyproject.toml constraints.txt scripts/torchaudio_cpu.py
+# torch first, so that nothing later pulls another one in.
+$(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("orchdata needs Python >= 3.11, this is " + sys.version.split()[0] + "; set PYTHON=") if sys.version_info < (3, 11) else None'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade -c constraints.txt pip setuptools
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
-	$(BIN)/python scripts/torchaudio_cpu.py
 	touch $@
 
 $(VENV)/torchvision: $(STAMP)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         DataError,
         MissingIndexError,
         OrchdataError,
+        PackageError,
         ShardError,
         StaleIndexError,
         StateError,
@@ -96,6 +97,7 @@ _HOMES = {
     "DamagedIndexError": "orchdata.loaders.errors",
     "StaleIndexError": "orchdata.loaders.errors",
     "StorageError": "orchdata.loaders.errors",
+    "PackageError": "orchdata.loaders.errors",
     "StateError": "orchdata.loaders.errors",
     "TooManyFailures": "orchdata.loaders.errors",
 }
@@ -148,6 +150,7 @@ __all__ = [
     "DamagedIndexError",
     "StaleIndexError",
     "StorageError",
+    "PackageError",
     "StateError",
     "TooManyFailures",
     "StepError",
@@ -160,7 +163,15 @@ def __getattr__(name: str) -> object:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'orchdata' has no attribute {name!r}")
-    value = getattr(import_module(home), name)
+    try:
+        value = getattr(import_module(home), name)
+    except Exception as error:
+        from orchdata.loaders.errors import broken_package
+
+        broken = broken_package(error)
+        if broken is None:
+            raise
+        raise broken from error
     globals()[name] = value
     return value
 
