@@ -54,13 +54,14 @@ bench: $(STAMP)
 	$(BIN)/orchdata bench exchange
 	$(BIN)/orchdata bench train
 
-# torch first, so that nothing later pulls another one in.
+# torch first, so that nothing later pulls another one in. setuptools warns that folders of the current directory come
+# before what is installed: importing orchdata refuses what that would mix.
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("orchdata needs Python >= 3.11, this is " + sys.version.split()[0] + "; set PYTHON=") if sys.version_info < (3, 11) else None'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade -c constraints.txt pip setuptools
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	PYTHONWARNINGS="ignore:Editable installation" $(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $@
 
 $(VENV)/torchvision: $(STAMP)
