@@ -48,7 +48,10 @@ _FEATURES: Final = {
     "matplotlib": ("plots of the demo", "orchdata[plots]"),
 }
 """Package -> what it is for, and what to install."""
-_REPLACED: Final = {"torchaudio": "clips are resampled in torch, with the same values to the bit"}
+_REPLACED: Final = {
+    "torchaudio": "nothing to do: clips are resampled in torch, with the same values to the bit. transformers imports "
+    "what is installed: if its processors fail because of it, `pip uninstall torchaudio`"
+}
 """Package -> what is done without it."""
 _MODULES: Final = {"pillow": "PIL", "pyyaml": "yaml"}
 _STYLES: Final = {"good": "green", "note": "yellow", "missing": "dim", "broken": "bold red"}
@@ -87,7 +90,7 @@ def _versions() -> Iterator[Finding]:
     for package, wanted in requirements("").items():
         found, advice = _installed(package, wanted)
         if advice and package in _REPLACED:
-            yield Finding("versions", package, found, "note", f"nothing to do: {_REPLACED[package]}")
+            yield Finding("versions", package, found, "note", _REPLACED[package])
         else:
             yield Finding("versions", package, found, "broken" if advice else "good", advice)
 

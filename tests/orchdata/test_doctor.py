@@ -75,10 +75,10 @@ def test_an_extra_that_cannot_be_used_is_no_more_than_missing(
 ) -> None:
     imported = doctor.importlib.import_module
 
-    def failing(name: str) -> Any:
+    def failing(name: str, *given: Any, **options: Any) -> Any:
         if name == package:
             raise error
-        return imported(name)
+        return imported(name, *given, **options)
 
     monkeypatch.setattr(doctor.importlib, "import_module", failing)
     code, found = findings()
@@ -96,10 +96,10 @@ def test_an_extra_that_cannot_be_used_is_no_more_than_missing(
 def test_without_torchaudio_nothing_is_missing(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     imported = doctor.importlib.import_module
 
-    def failing(name: str) -> Any:
+    def failing(name: str, *given: Any, **options: Any) -> Any:
         if name == "torchaudio":
             raise error
-        return imported(name)
+        return imported(name, *given, **options)
 
     monkeypatch.setattr(doctor.importlib, "import_module", failing)
     code, found = findings()
@@ -123,10 +123,10 @@ def test_the_advice_for_a_package_that_is_needed_changes_something(
 ) -> None:
     imported = doctor.importlib.import_module
 
-    def failing(name: str) -> Any:
+    def failing(name: str, *given: Any, **options: Any) -> Any:
         if name == "soundfile":
             raise error
-        return imported(name)
+        return imported(name, *given, **options)
 
     monkeypatch.setattr(doctor.importlib, "import_module", failing)
     code, found = findings()
