@@ -7,6 +7,7 @@ OrchdataError
 ├── MissingIndexError  more than one rank, and no index to plan from
 │   └── DamagedIndexError  the file of the index is not what was written
 ├── StorageError       bytes could not be read, or kept in the cache, now: a full disk, a lost mount; no fault of data
+├── PackageError       a package that is needed is missing or cannot be imported; an ImportError too; no fault of data
 ├── StateError         a state that belongs to another dataset, recipe or order
 ├── TooManyFailures    the failure budget of an ErrorPolicy is spent
 └── StepError          no rank can go on with a step of post_balance; a RuntimeError too
@@ -24,6 +25,9 @@ from __future__ import annotations
 
 import errno
 import re
+from typing import TypeGuard
+
+from orchdata.loaders.environment import OWN, failed_import, way_out
 
 
 class OrchdataError(Exception):
@@ -110,6 +114,31 @@ class StorageError(OrchdataError):
         return f"{self.url}: {self.reason}"
 
 
+class PackageError(OrchdataError, ImportError):
+    """A package that reading, measuring or decoding needs is missing or broken.
+
+    It says nothing about the data: it is never counted as a failure of a sample, and never written to an index.
+
+    Attributes:
+        package: as it is imported; "" where that is not known.
+        reason: what the import raised.
+        hint: what to do.
+        needed_by: what needs it; "" where that is not known.
+    """
+
+    def __init__(self, package: str, reason: str, hint: str, needed_by: str = "") -> None:
+        super().__init__(package, reason, hint, needed_by)
+        self.package = package
+        self.reason = reason
+        self.hint = hint
+        self.needed_by = needed_by
+
+    def __str__(self) -> str:
+        what = f"the package {self.package!r}" if self.package else "a package"
+        needed = f", which {self.needed_by} needs," if self.needed_by else ""
+        return f"{what}{needed} cannot be used ({self.reason}): {self.hint}"
+
+
 class StateError(OrchdataError):
     """A state_dict that belongs to another dataset, recipe, order or batch size; names the difference."""
 
@@ -135,7 +164,7 @@ class StepError(OrchdataError, RuntimeError):
         return str(self.args[0])
 
 
-NOT_DATA = (StorageError, StaleIndexError, DamagedIndexError, MemoryError, ImportError)
+NOT_DATA = (StorageError, StaleIndexError, DamagedIndexError, MemoryError, PackageError)
 """What says nothing about the data it was met in."""
 
 
@@ -151,6 +180,7 @@ class FieldError(Exception):
         return DataError(shard, key, self.field, self.reason)
 
 
+_TOLD_CHARACTERS = 400
 _RESOURCES = frozenset(
     getattr(errno, name)
     for name in (
@@ -160,17 +190,52 @@ _RESOURCES = frozenset(
 )
 
 
-def pass_trouble(error: Exception) -> None:
+def pass_trouble(error: BaseException) -> None:
     """Raise what says nothing about the data: for whoever makes any other exception a failure of theirs.
 
     Readers of data have bytes in memory, so that what the system refuses them (a module to load, a thread) is not the
-    data's doing: a StorageError.
+    data's doing: a StorageError. Nor is an import that failed, whatever it raised: a PackageError.
     """
     if isinstance(error, NOT_DATA):
         raise error
-    if isinstance(error, OSError) and error.errno in _RESOURCES:
+    if is_refusal(error):
         what = "a decoder" if error.filename is None else str(error.filename)
         raise StorageError(what, f"cannot be used: {error.strerror}", error.errno) from error
+    pass_broken_package(error)
+
+
+def is_refusal(error: BaseException) -> TypeGuard[OSError]:
+    """Whether it is one of the system, which may be asked again."""
+    return isinstance(error, OSError) and error.errno in _RESOURCES
+
+
+def pass_broken_package(error: BaseException, needed_by: str = "", package: str = "") -> None:
+    """Raise a PackageError where an exception, or what it was raised from, is of an import.
+
+    Args:
+        needed_by: what needs the package.
+        package: which one it is; "" for what the exception tells.
+    """
+    found = failed_import(error)
+    if found is not None:
+        raise package_error(found.cause, needed_by, package or found.package) from error
+
+
+def package_error(error: BaseException, needed_by: str, package: str) -> PackageError:
+    """The error that an exception is, of a package that could not be imported."""
+    if isinstance(error, PackageError):
+        return error
+    said = " ".join(str(error).split())[:_TOLD_CHARACTERS]
+    reason = f"{type(error).__name__}: {said}" if said else type(error).__name__
+    return PackageError(package, reason, way_out(package, error), needed_by)
+
+
+def broken_package(error: Exception) -> PackageError | None:
+    """What an exception is that importing this library raised: None unless another package is missing or broken."""
+    found = failed_import(error)
+    if found is None or found.package in ("", OWN):
+        return None
+    return package_error(found.cause, OWN, found.package)
 
 
 def as_field_error(error: Exception, doing: str, field: str = "*") -> FieldError:
@@ -205,4 +270,6 @@ class DecodeError(Exception):
         self.reason = reason
 
     def at(self, field: str) -> FieldError:
+        """Raises PackageError where it was raised from an import that failed."""
+        pass_broken_package(self)
         return FieldError(field, self.reason)

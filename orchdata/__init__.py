@@ -6,6 +6,8 @@ torch alone takes a second.
 
 from __future__ import annotations
 
+import os
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
         DataError,
         MissingIndexError,
         OrchdataError,
+        PackageError,
         ShardError,
         StaleIndexError,
         StateError,
@@ -96,6 +99,7 @@ _HOMES = {
     "DamagedIndexError": "orchdata.loaders.errors",
     "StaleIndexError": "orchdata.loaders.errors",
     "StorageError": "orchdata.loaders.errors",
+    "PackageError": "orchdata.loaders.errors",
     "StateError": "orchdata.loaders.errors",
     "TooManyFailures": "orchdata.loaders.errors",
 }
@@ -148,10 +152,43 @@ __all__ = [
     "DamagedIndexError",
     "StaleIndexError",
     "StorageError",
+    "PackageError",
     "StateError",
     "TooManyFailures",
     "StepError",
 ]
+
+
+def _refuse_mixed_folders() -> None:
+    """Raise ImportError where `orchdata` and `orchdata.loaders` come from two copies, or the second from none.
+
+    A checkout keeps the folders `orchdata` and `loaders` side by side, and an installation says that they are one
+    package. Where Python finds the first in the current folder, the others still come from what is installed.
+    """
+    here = os.path.dirname(os.path.abspath(__file__))
+    beside = os.path.join(os.path.dirname(here), "loaders")
+    finders = [finder.find_spec for finder in sys.meta_path if hasattr(finder, "find_spec")]
+    spec = next((found for find in finders if (found := find(f"{__name__}.loaders", __path__)) is not None), None)
+    way_out = (
+        "leave the folder, keep it off sys.path (python -P, or no PYTHONPATH), or install the copy that you mean in "
+        f"this environment: {sys.executable} -m pip install -e {os.path.dirname(here)}"
+    )
+    if spec is None:
+        if os.path.isfile(os.path.join(beside, "__init__.py")):
+            raise ImportError(
+                f"orchdata is imported from the checkout {os.path.dirname(here)}, which is not installed here, as it "
+                f"lies on sys.path before any installed one: {way_out}"
+            )
+        return  # whoever needs it is told that it is missing
+    other, ours = os.path.dirname(spec.origin or ""), (beside, os.path.join(here, "loaders"))
+    if other and other not in ours and os.path.realpath(other) not in map(os.path.realpath, ours):
+        raise ImportError(
+            f"two copies of orchdata are mixed: `orchdata` is imported from {here}, because that lies on sys.path "
+            f"first, and `orchdata.loaders` from {other}, which is installed here: {way_out}"
+        )
+
+
+_refuse_mixed_folders()
 
 
 def __getattr__(name: str) -> object:
@@ -160,7 +197,15 @@ def __getattr__(name: str) -> object:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'orchdata' has no attribute {name!r}")
-    value = getattr(import_module(home), name)
+    try:
+        value = getattr(import_module(home), name)
+    except Exception as error:
+        from orchdata.loaders.errors import broken_package
+
+        broken = broken_package(error)
+        if broken is None:
+            raise
+        raise broken from error
     globals()[name] = value
     return value
 

@@ -23,7 +23,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from orchdata.loaders.claims import Claims
-from orchdata.loaders.errors import NOT_DATA, DamagedIndexError, StaleIndexError, StorageError, pass_trouble
+from orchdata.loaders.errors import DamagedIndexError, StaleIndexError, StorageError, pass_trouble
 from orchdata.loaders.index.facts import is_fresh, load_facts
 from orchdata.loaders.index.index import Index, absolute, content_fingerprint, digest
 from orchdata.loaders.index.kept import index_path, is_outdated
@@ -32,9 +32,9 @@ from orchdata.loaders.index.probed import Probes
 from orchdata.loaders.index.repeats import refuse_repeats
 from orchdata.loaders.index.shard_costs import CostTable, ShardCosts, cost_shard
 from orchdata.loaders.index.table import body_bytes
-from orchdata.loaders.modalities.builtin import load_decoders
 from orchdata.loaders.pace import Turns
 from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.required import load_for_scanning
 from orchdata.loaders.shards.facts_table import Facts
 from orchdata.loaders.shards.open import open_shard
 from orchdata.loaders.shards.parquet.children import measuring
@@ -109,6 +109,7 @@ def build_index(
     Raises:
         ValueError: no shards, an unknown suffix, or two paths of one file.
         StorageError: a shard cannot be read, or the cache cannot be written.
+        PackageError: a package that the recipe or a shard needs is missing or broken.
         StaleIndexError: a shard goes on changing while it is read.
     """
     if not urls:
@@ -116,6 +117,7 @@ def build_index(
     workers = min(8, os.cpu_count() or 1) if num_threads is None else num_threads
     if workers < 1:
         raise ValueError(f"num_threads must be at least 1, got {num_threads}")
+    load_for_scanning(recipe)
     cache = cache or CacheFolder()
     fingerprint = recipe.fingerprint()
     patience = Patience(retry_seconds, lambda error: _warn_of(error, retry_seconds))
@@ -124,7 +126,6 @@ def build_index(
     if patience.keep_trying(lambda: is_outdated(urls, recipe, cache=cache, media_root=media_root), StorageError):
         warnings.warn("the index of these shards is of an earlier format: it is made again", stacklevel=2)
     paths = [absolute(url) for url in urls]
-    load_decoders()
     refuse_repeats(paths, num_threads=workers)
     first = len(paths) * share[0] // share[1]
     with closing(builder):
@@ -321,8 +322,6 @@ class _Builder:
 
         try:
             return cost_shard(facts, shard, self._recipe, self._probes)
-        except NOT_DATA:
-            raise
         except Exception as error:  # noqa: BLE001 - whatever a shard makes a reader raise is that shard's failure
             pass_trouble(error)
             reason = f"the shard cannot be measured: {type(error).__name__}: {error}"

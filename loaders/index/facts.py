@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from orchdata.loaders.errors import NOT_DATA, ShardError, pass_trouble
+from orchdata.loaders.errors import ShardError, pass_trouble
 from orchdata.loaders.limits import Limits, limits_fingerprint
 from orchdata.loaders.shards.facts_table import SCHEMA, Facts, FactsMeta, FactsTable, shard_failure
 from orchdata.loaders.shards.jsonl.shard import JsonLinesShard
@@ -56,8 +56,6 @@ def load_facts(
         return kept
     try:
         facts = opened().facts()
-    except NOT_DATA:
-        raise
     except ShardError as error:
         return _unopened(url, error, limits)
     except Exception as error:  # noqa: BLE001 - whatever a shard makes a reader raise is that shard's failure

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import index as as_int
 from typing import Any, Final, NamedTuple
 
-from orchdata.loaders.errors import NOT_DATA, DecodeError, as_field_error
+from orchdata.loaders.errors import DecodeError, as_field_error
 from orchdata.loaders.limits import limits_fingerprint
 from orchdata.loaders.modalities.builtin import BUILTINS, KINDS, OTHER, TEXT, UNUSED
 from orchdata.loaders.modalities.modality import (
@@ -190,10 +190,8 @@ def _probed(modality: Modality, facts: Facts, row: int, shard: Shard, recipe: Re
         if len(header) != modality.num_facts or not all(-_BOUND <= fact < _BOUND for fact in header):
             raise DecodeError(f"probe() gave {found!r}, not num_facts={modality.num_facts} integers of 64 bits")
         return header
-    except NOT_DATA:
-        raise
     except DecodeError as error:
-        return error.reason
+        return error.at(field).reason
     except Exception as error:  # noqa: BLE001 - whatever its bytes make a probe raise is that member's failure
         return as_field_error(error, "probed").reason
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.loaders.errors import NOT_DATA, FieldError, StaleIndexError, StorageError, as_field_error
+from orchdata.loaders.errors import FieldError, StaleIndexError, StorageError, as_field_error, pass_trouble
 from orchdata.loaders.index.probed import Probes, with_inner
 from orchdata.loaders.index.table import MEMBERS, PARTS, Columns, TableSize, body_bytes, offsets_of, pack
 from orchdata.loaders.index.totals import Totals, summarize
@@ -208,8 +208,6 @@ def _samples(facts: Facts, shard: Callable[[], Shard], recipe: Recipe, probes: P
         if wanted is None:
             try:
                 wanted = wanted_of[alike] = members_to_read(mine, recipe)
-            except NOT_DATA:
-                raise
             except Exception as problem:  # noqa: BLE001 - as in _measure
                 yield _Sample(keys[first], first, mine, [], as_field_error(problem, "measured"))
                 continue
@@ -290,10 +288,8 @@ def _read_run(
     if len(mine) > 1:
         try:
             contents = read_run(lambda offset, size: shard.read(offset, size, RAW, mine[0][1].field), run, places)
-        except NOT_DATA:
-            raise
-        except Exception:  # noqa: BLE001, S110 - each is read on its own, and says what is wrong
-            pass
+        except Exception as error:  # noqa: BLE001 - each is read on its own, and says what is wrong
+            pass_trouble(error)
         else:
             texts |= {row: content for (row, _), content in zip(mine, contents, strict=True)}
             return
@@ -304,8 +300,6 @@ def _read_run(
 def _read(shard: Shard, offset: int, member: Member, encoding: int) -> _Text:
     try:
         return shard.read(offset, member.size, encoding, member.field)
-    except NOT_DATA:
-        raise
     except Exception as error:  # noqa: BLE001 - as in _measure
         return as_field_error(error, "measured")
 
@@ -321,8 +315,6 @@ def _measure(sample: _Sample, texts: Mapping[int, _Text], recipe: Recipe, rows: 
                 raise payload
             payloads[index] = payload
         rows.add(sample, measure(sample.members, payloads, recipe))
-    except NOT_DATA:
-        raise
     except Exception as error:  # noqa: BLE001 - whatever a sample makes its measuring raise is that sample's failure
         rows.add_bad(sample, as_field_error(error, "measured"))
 

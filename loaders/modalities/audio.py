@@ -47,6 +47,16 @@ class Clips(Modality):
         """Without tracks where there are none."""
         return {name: value for name, value in super().parameters().items() if name != "tracks" or value}
 
+    def required_modules(self) -> tuple[str, ...]:
+        tracks = ("av", "orchdata.loaders.modalities.video.track") if self.tracks else ()
+        return ("soundfile", "orchdata.loaders.modalities.audio_decode", *tracks)
+
+    def set_up_process(self) -> None:
+        """Settle who resamples: torchaudio is not needed, and takes long to import or to fail."""
+        from orchdata.loaders.resampling import torchaudio_transforms
+
+        torchaudio_transforms()
+
     @staticmethod
     def scan(heads: Heads) -> None:
         from orchdata.native.scan.media import scan_audio

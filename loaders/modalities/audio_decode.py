@@ -1,24 +1,19 @@
 """Audio bytes -> log-mel frames or samples, written into the batch's memory.
 
-    bytes --soundfile--> mono float32 --resample--> the recipe's rate --fit--> the indexed length --mel--> out
+    bytes --soundfile--> mono float32 --resampling--> the recipe's rate --fit--> the indexed length --mel--> out
 
 Features are Whisper's: power spectrogram (Hann window), Slaney mel bands, log10 above 1e-10, cut 8 below the highest
 value, (x + 4) / 4, each window by itself: the operations of Hugging Face's WhisperFeatureExtractor in their order, so
 that values equal its to the bit. What lies behind a clip is silence, whose frames are not computed one by one.
 
-Needs torch, and torchaudio to resample, imported with the first clip. torch runs operations on as many CPU threads as
-`torch.get_num_threads()` says, in every thread that decodes: where there are several of these, each first calls
-`torch_threads.use_one_thread`.
+torch runs operations on as many CPU threads as `torch.get_num_threads()` says, in every thread that decodes: where
+there are several of these, each first calls `torch_threads.use_one_thread`.
 """
 
 from __future__ import annotations
 
 import io
-import threading
-from fractions import Fraction
 from functools import lru_cache
-from math import ceil
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -31,6 +26,7 @@ from orchdata.loaders.modalities.audio_header import mp3_reason
 from orchdata.loaders.modalities.checks import above_seconds
 from orchdata.loaders.modalities.cut_audio import TOLERANCE_SECONDS, TOLERANCE_SHARE, cut_reason, plain_wav
 from orchdata.loaders.modalities.video.containers import holds_tracks
+from orchdata.loaders.resampling import resample
 from orchdata.loaders.scratch import Scratch
 from orchdata.native.spectrum import split_complex
 
@@ -43,15 +39,11 @@ _LOUDEST: Final = 1e15
 """Samples are within +-1; the power of such as these is not finite in float32."""
 _BLOCK_FRAMES: Final = 1 << 16
 _LEAST_FRAMES: Final = 1 << 10
-# Most values of a resampling kernel: odd rates (44,099 Hz) would need gigabytes.
-_KERNEL_VALUES: Final = 1 << 22
-# Longer clips than this are worked on in pieces: input frames of a resampler, frames of a spectrogram.
-_RESAMPLE_FRAMES: Final = 1 << 21
+# Longer clips than this are worked on in pieces, in frames of a spectrogram.
 _MEL_FRAMES: Final = 1 << 15
 _MOST_LANES: Final = 64
 
 Wave = NDArray[np.float32]
-_build_lock = threading.Lock()
 _padded, _parts, _bands = Scratch(), Scratch(), Scratch()
 
 
@@ -106,7 +98,7 @@ def read_mono(data: bytes | memoryview, limits: Limits) -> tuple[Wave, int]:
     """The mean over channels, (num_frames,), and the rate in Hz. Raises DecodeError."""
     import soundfile
 
-    from orchdata.loaders.modalities.audio_header import Sound, open_track
+    from orchdata.loaders.modalities.audio_header import Sound, open_track, refuse_unsupported
 
     if holds_tracks(data):
         with open_track(data, limits) as track:
@@ -135,6 +127,7 @@ def read_mono(data: bytes | memoryview, limits: Limits) -> tuple[Wave, int]:
     except (*NOT_DATA, DecodeError):
         raise
     except soundfile.LibsndfileError as error:
+        refuse_unsupported(data)
         raise DecodeError(f"not readable audio: {error.error_string.strip()}") from None
     except Exception as error:
         pass_trouble(error)
@@ -183,49 +176,6 @@ def _read_block(sound: Any, block: NDArray[np.float32], left: int) -> NDArray[np
         if left == 0 and sound.format == "FLAC":
             return block[:0]
         raise
-
-
-def resample(wave: Wave, rate: int, new_rate: int) -> Wave:
-    """`wave` (num_frames,) at `new_rate` Hz, by windowed sinc interpolation."""
-    if rate == new_rate:
-        return wave
-    import torch
-
-    ratio = kernel_ratio(rate, new_rate)
-    new, orig = ratio.numerator, ratio.denominator
-    resampler = _resampler(orig, new)
-    # Long waves piece by piece, with what the filter sees on both sides: the convolution unfolds its input.
-    context = ceil(_half_width(ratio) / orig) * orig
-    block = ceil(_RESAMPLE_FRAMES / orig) * orig
-    pieces: list[Wave] = []
-    with torch.no_grad():
-        for start in range(0, len(wave), block):
-            first, last = max(0, start - context), start + block + context
-            piece = resampler(torch.from_numpy(wave[first:last])).numpy()
-            skip = (start - first) // orig * new
-            stop = skip + block // orig * new if start + block < len(wave) else len(piece)
-            pieces.append(piece[skip:stop])
-    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-
-
-def kernel_ratio(rate: int, new_rate: int) -> Fraction:
-    """new_rate / rate; rounded, by less than 0.03 %, to a simpler fraction where that needs too large a kernel."""
-    exact = ratio = Fraction(new_rate, rate)
-    largest = max(exact.numerator, exact.denominator)
-    while _kernel_values(ratio) > _KERNEL_VALUES and min(ratio.numerator, ratio.denominator) > 1:
-        largest = largest * 3 // 4
-        ratio = exact.limit_denominator(largest) if exact < 1 else 1 / (1 / exact).limit_denominator(largest)
-    return ratio
-
-
-def _kernel_values(ratio: Fraction) -> int:
-    """Of torchaudio's windowed sinc: a filter of the original rate and six zero crossings to each side, per phase."""
-    return ratio.numerator * (ratio.denominator + 2 * _half_width(ratio))
-
-
-def _half_width(ratio: Fraction) -> int:
-    """Frames that the filter sees to each side."""
-    return ceil(6 * ratio.denominator / (0.99 * min(ratio.denominator, ratio.numerator)))
 
 
 def fit(wave: Wave, num_samples: int, rate: int) -> Wave:
@@ -320,15 +270,6 @@ def _magnitudes(spectrum: torch.Tensor) -> torch.Tensor:
     return found.view(spectrum.shape)
 
 
-@lru_cache(maxsize=32)
-def _resampler(orig: int, new: int) -> torch.nn.Module:
-    """Its kernel is computed once and only read afterwards, by any thread."""
-    settle_first_calls()
-    with _build_lock:
-        module: torch.nn.Module = import_torchaudio().transforms.Resample(orig, new)
-        return module
-
-
 @lru_cache(maxsize=8)
 def _mel(num_mels: int, n_fft: int, sample_rate: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The Hann window (n_fft,) and the mel bands (1 + n_fft // 2, num_mels), only read afterwards, by any thread."""
@@ -352,24 +293,3 @@ def mel_bands(num_mels: int, n_fft: int, sample_rate: int) -> NDArray[np.float64
     bands = np.maximum(0.0, np.minimum(-slopes[:, :-2] / widths[:-1], slopes[:, 2:] / widths[1:]))
     found: NDArray[np.float64] = bands * (2.0 / (hertz[2:] - hertz[:-2]))
     return found
-
-
-def import_torchaudio() -> ModuleType:
-    """torchaudio, or an ImportError that says how to mend it. Only resampling needs it."""
-    try:
-        import torchaudio
-        import torchaudio.transforms
-    except (ImportError, OSError) as error:
-        import torch
-
-        advice = "install the torchaudio that belongs to this torch"
-        if torch.version.cuda is None:
-            advice = (
-                "its extension libraries need CUDA and this torch is a CPU build. Delete lib/*.so in the torchaudio "
-                "package folder (orchdata's scripts/torchaudio_cpu.py does): nothing used here needs them"
-            )
-        raise ImportError(
-            f"torchaudio cannot be imported beside torch {torch.__version__} ({error}): {advice}"
-        ) from error
-    module: ModuleType = torchaudio
-    return module

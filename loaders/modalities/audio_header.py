@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import soundfile
 
-from orchdata.loaders.errors import NOT_DATA, DecodeError, pass_trouble
+from orchdata.loaders.environment import way_out
+from orchdata.loaders.errors import NOT_DATA, DecodeError, PackageError, pass_broken_package, pass_trouble
 from orchdata.loaders.interrupts import interrupts_held
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.checks import described, starts_with
@@ -86,6 +87,7 @@ def probe_audio(data: bytes, limits: Limits) -> Header:
     except (*NOT_DATA, DecodeError):
         raise
     except soundfile.LibsndfileError as error:
+        refuse_unsupported(data)
         if _looks_like_audio(data):
             raise DecodeError(f"damaged audio: {error.error_string.strip()}") from None
         raise DecodeError(f"not audio: starts with {starts_with(data)}") from None
@@ -102,12 +104,23 @@ def probe_audio(data: bytes, limits: Limits) -> Header:
     return frames, rate
 
 
+def refuse_unsupported(data: bytes | memoryview) -> None:
+    """Raise PackageError for sound of a format that the installed libsndfile was built without."""
+    head = bytes(data[:4])
+    is_mp3 = head[:3] == b"ID3" or (head[:1] == b"\xff" and head[1:2] >= b"\xe0")
+    name = "MP3" if is_mp3 else {b"fLaC": "FLAC", b"OggS": "OGG"}.get(head)
+    if name is not None and name not in soundfile.available_formats():
+        reason = f"its libsndfile {soundfile.__libsndfile_version__} reads no {name}"
+        raise PackageError("soundfile", reason, way_out("soundfile"), "an audio clip")
+
+
 def open_track(data: bytes | memoryview, limits: Limits) -> SoundTrack:
-    """The track of sound of a file with pictures; a context manager. Raises DecodeError."""
+    """The track of sound of a file with pictures; a context manager. Raises DecodeError, PackageError without PyAV."""
     try:
         from orchdata.loaders.modalities.video.track import SoundTrack
-    except ImportError as error:
-        raise DecodeError(str(error)) from error
+    except Exception as error:
+        pass_broken_package(error, "the sound of a file with pictures")
+        raise
     return SoundTrack(data, limits)
 
 

@@ -9,7 +9,6 @@ from orchdata.loaders.modalities.audio import AudioPreprocessor
 from orchdata.loaders.modalities.image import ImagePreprocessor
 from orchdata.loaders.modalities.modality import Modality
 from orchdata.loaders.modalities.video.files import VideoFiles
-from orchdata.loaders.storage.retries import tried
 
 BUILTINS: Final = MappingProxyType[str, type[Modality]]({"image": ImagePreprocessor, "audio": AudioPreprocessor})
 """Name -> class. Facts of shards keep their headers, whatever the recipe."""
@@ -29,19 +28,3 @@ OTHER: Final = 255
 """Kind of a member that is neither text nor what a modality reads; under a recipe, of none of its own."""
 
 NUM_FACTS: Final = max(kind.num_facts for kind in BUILTINS.values())
-
-
-def load_decoders() -> None:
-    """Import what reads images and audio, before the first shard is opened: what the system refuses then is no fault of
-    a file's. Raises StorageError where it cannot be loaded now.
-    """
-    tried("the decoders of images and audio", "cannot be loaded", _load)
-
-
-def _load() -> None:
-    from PIL import Image
-
-    import orchdata.loaders.modalities.audio_header
-    import orchdata.loaders.modalities.image_decode  # noqa: F401
-
-    Image.init()

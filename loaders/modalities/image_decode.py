@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import io
 import struct
-import threading
 import zlib
 from collections.abc import Callable
 from functools import lru_cache, partial
@@ -26,7 +25,7 @@ from PIL import Image, ImageFile, JpegImagePlugin
 from orchdata.loaders.errors import NOT_DATA, DecodeError, pass_trouble
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.checks import above_pixels, starts_with
-from orchdata.loaders.modalities.image_header import IMAGE_FORMATS
+from orchdata.loaders.modalities.image_header import load_formats, pass_pillow, refuse_unsupported
 from orchdata.loaders.modalities.jpeg import decode_jpeg, is_jpeg, jpeg_orientation, read_jpeg_header
 from orchdata.loaders.modalities.modality import as_tensor
 from orchdata.native.patchify import channel_table, patchify
@@ -40,7 +39,6 @@ Size = tuple[int, int]  # (width, height), as Pillow has it
 _PNG: Final = b"\x89PNG\r\n\x1a\n"
 _ORIENTATION: Final = 0x0112
 _SIXTEEN_BIT: Final = ("I;16", "I;16L", "I;16B", "I;16N")
-_init_lock = threading.Lock()
 _WHITE: Final = (255, 255, 255, 255)
 
 # How stored pixels (height, width, channels) are turned upright, by EXIF orientation.
@@ -136,6 +134,7 @@ def upright_pixels(
         raise
     except Exception as error:  # decoders raise almost anything for damaged bytes
         pass_trouble(error)
+        pass_pillow(error)
         raise DecodeError(f"damaged image: {_tidy(error)}") from error
 
 
@@ -164,20 +163,17 @@ def open_image(data: bytes) -> ImageFile.ImageFile:
     for name, factory, accept in _formats():
         try:
             accepted = accept is None or accept(data[:16])
-            if isinstance(accepted, str):  # of a known format, but its decoder is not installed
-                reason = accepted
-            elif accepted:
+            if accepted and not isinstance(accepted, str):
                 return factory(io.BytesIO(data), "")
         except (SyntaxError, IndexError, TypeError, KeyError, ValueError, OSError, struct.error) as error:
             reason = f"damaged {name} image: {_tidy(error)}"
+    refuse_unsupported(data)
     raise DecodeError(reason)
 
 
 @lru_cache(maxsize=1)
 def _formats() -> list[tuple[str, Callable[..., ImageFile.ImageFile], Callable[[bytes], bool | str] | None]]:
-    with _init_lock:
-        Image.init()
-    return [(name, *Image.OPEN[name]) for name in IMAGE_FORMATS if name in Image.OPEN]
+    return [(name, *Image.OPEN[name]) for name in load_formats()]
 
 
 def _upright_jpeg(

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import io
+import re
 import threading
 import warnings
 from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Final
 
-from orchdata.loaders.errors import NOT_DATA, DecodeError, pass_trouble
+from orchdata.loaders.environment import way_out
+from orchdata.loaders.errors import DecodeError, PackageError, package_error, pass_trouble
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.checks import above_pixels, described, starts_with
 from orchdata.loaders.modalities.modality import Header, Heads, Modality, PartSize
@@ -17,6 +21,20 @@ IMAGE_FORMATS: Final = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM
 """Pillow's names of the formats that are read (JPEG includes MPO). Others run programs (EPS) or have no signature to
 tell them by (TGA)."""
 
+READS_IMAGES: Final = ("PIL.Image", "simplejpeg", "orchdata.loaders.modalities.image_decode")
+"""Modules that reading image files imports."""
+
+# Which module of Pillow's reads each format, where that is loaded on request.
+_PLUGINS: Final = {
+    **{name: f"{name.title()}ImagePlugin" for name in ("JPEG", "PNG", "GIF", "BMP", "TIFF", "PPM", "AVIF")},
+    "DIB": "BmpImagePlugin",
+    "WEBP": "WebPImagePlugin",
+    "JPEG2000": "Jpeg2KImagePlugin",
+}
+_LACKS_DECODER: Final = re.compile(r"decoder \w+ not available")
+_AVIF: Final = (b"ftypavif", b"ftypavis")
+
+_formats_lock = threading.Lock()
 _warnings_lock = threading.Lock()
 _PIXEL_BYTES: Final = 4
 
@@ -30,6 +48,12 @@ class ImageFiles(Modality):
     column_words = frozenset("image images img imgs picture pictures photo photos pixels".split())
     hf_feature = "Image"
     num_facts = 2
+
+    def required_modules(self) -> tuple[str, ...]:
+        return READS_IMAGES
+
+    def set_up_process(self) -> None:
+        load_formats()
 
     @staticmethod
     def scan(heads: Heads) -> None:
@@ -63,30 +87,63 @@ def check_size(width: int, height: int, limits: Limits) -> None:
         raise DecodeError(f"not a readable image: its header says {width} x {height} pixels")
 
 
+def load_formats() -> tuple[str, ...]:
+    """Load Pillow's readers of `IMAGE_FORMATS`: the formats that it has. Raises what importing one raises, which Pillow
+    itself ignores: all images of that format would look damaged.
+    """
+    from PIL import Image
+
+    with _formats_lock:
+        Image.init()
+        for name in IMAGE_FORMATS:
+            module = f"PIL.{_PLUGINS[name]}"
+            if name not in Image.OPEN and find_spec(module) is not None:
+                import_module(module)
+    return tuple(name for name in IMAGE_FORMATS if name in Image.OPEN)
+
+
+def pass_pillow(error: BaseException) -> None:
+    """Raise PackageError where an image cannot be decoded because this Pillow was built without the decoder."""
+    if isinstance(error, OSError) and _LACKS_DECODER.fullmatch(str(error)):
+        raise package_error(error, "an image", "PIL") from error
+
+
+def refuse_unsupported(data: bytes) -> None:
+    """Raise PackageError for an image of a format that the installed Pillow was built without."""
+    from PIL import Image
+
+    refused = [accept(data[:16]) for name in load_formats() if (accept := Image.OPEN[name][1]) is not None]
+    reason = next((each for each in refused if isinstance(each, str)), None)
+    if reason is None and "AVIF" not in Image.OPEN and data[4:12] in _AVIF:
+        reason = "it is from before AVIF"
+    if reason is not None:
+        raise PackageError("PIL", reason, way_out("PIL"), "an image")
+
+
 def probe_image(data: bytes, limits: Limits) -> Header:
     """(width, height) as displayed, by Pillow. Raises DecodeError."""
     from PIL import ExifTags, Image, UnidentifiedImageError
 
-    Image.init()  # `formats` names plugins, and only five are loaded unasked
+    formats = load_formats()
     try:
         # Pillow warns of what it repairs (EXIF, TIFF tags) and of large images; the limit is ours. Filters are
         # process-wide: hold them shortly, one thread at a time, and for Pillow's own modules only.
         with _warnings_lock, warnings.catch_warnings():
             warnings.filterwarnings("ignore", module=r"PIL(\.|$)")
-            with Image.open(io.BytesIO(data), formats=IMAGE_FORMATS) as image:
+            with Image.open(io.BytesIO(data), formats=formats) as image:
                 width, height = image.size
                 if width * height > limits.image_pixels:
                     return width, height
                 # Pillow turns TIFF sizes itself.
                 orientation = 1 if image.format == "TIFF" else image.getexif().get(ExifTags.Base.Orientation, 1)
     except UnidentifiedImageError:
+        refuse_unsupported(data)
         raise DecodeError(f"not an image: starts with {starts_with(data)}") from None
     except Image.DecompressionBombError as error:
         raise DecodeError(f"too large an image: {error}; see PIL.Image.MAX_IMAGE_PIXELS") from None
-    except NOT_DATA:
-        raise
     except Exception as error:
         pass_trouble(error)
+        pass_pillow(error)
         raise DecodeError(f"damaged image: {described(error)}") from error
     if width < 1 or height < 1:
         raise DecodeError(f"image of {width}x{height} pixels")

@@ -140,6 +140,18 @@ class Modality:
     listed: str = ""
     free: frozenset[str] = frozenset()
 
+    def required_modules(self) -> tuple[str, ...]:
+        """Modules that counting and decoding import, as ("soundfile",): they are imported in each process before its
+        first sample, and one that is missing or broken is a PackageError that names it. Override it where your methods
+        import something late.
+        """
+        return ()
+
+    def set_up_process(self) -> None:
+        """Make what counting and decoding keep in a process, as tables or a model. Called after the import of
+        `required_modules`, before the first sample and possibly again; what it raises ends the run.
+        """
+
     def arrays(self) -> Mapping[str, ArraySpec]:
         """Name -> what every part fills."""
         raise NotImplementedError(f"{type(self).__qualname__} must define arrays()")

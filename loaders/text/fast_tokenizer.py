@@ -71,6 +71,10 @@ class FastTokenizer:
         ids: list[int] = self._running.encode(text, add_special_tokens=False).ids
         return ids
 
+    def start(self) -> None:
+        """Make what tokenizes, in this process. Raises ImportError, and what another version of tokenizers refuses."""
+        _ = self._running
+
     @cached_property
     def _running(self) -> Any:
         import tokenizers

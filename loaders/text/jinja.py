@@ -16,7 +16,7 @@ from datetime import datetime
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
-from orchdata.loaders.errors import NOT_DATA, DecodeError
+from orchdata.loaders.errors import DecodeError, pass_trouble
 
 ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function", "observation")
 TRAINED_ROLE: Final = "assistant"
@@ -107,10 +107,16 @@ class JinjaTemplate:
                 ):
                     blocks.append(block)
                 return "".join(blocks), tracker.spans
-        except (DecodeError, *NOT_DATA):
+        except DecodeError:
             raise
         except Exception as error:  # whatever a template makes of a sample is that sample's failure
+            pass_trouble(error)
             raise DecodeError(f"the chat template refuses it: {type(error).__name__}: {error}") from error
+
+    def start(self) -> None:
+        """Compile it, in this process. Raises ImportError without jinja."""
+        for source in filter(None, (self.source, self.tool_source)):
+            _compiled(source, self.date)
 
     def _source(self, inputs: Inputs) -> str:
         return self.source if inputs.tools is None or self.tool_source is None else self.tool_source
@@ -152,9 +158,8 @@ def jinja_template(
     for each in filter(None, (text, tool_text)):
         try:
             _compiled(each, made.date)
-        except NOT_DATA:
-            raise
         except Exception as error:
+            pass_trouble(error)
             raise ValueError(f"no chat template: {error}") from error
     return made
 

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.loaders.errors import NOT_DATA, DecodeError
+from orchdata.loaders.errors import DecodeError, pass_trouble
 from orchdata.loaders.locks import lock_of
 from orchdata.loaders.text.fast_tokenizer import Encoded, FastTokenizer, fast_tokenizer
 from orchdata.loaders.text.jinja import JinjaTemplate
@@ -134,6 +134,18 @@ class TextPreprocessor:
                 f"TextPreprocessor.overflow={self.overflow!r} needs max_tokens, the most tokens that a sample may have"
             )
 
+    def required_modules(self) -> tuple[str, ...]:
+        """Modules that reading text imports, as `Modality.required_modules` has it."""
+        tokenizes = ("tokenizers",) if isinstance(self.tokenizer, FastTokenizer) else ()
+        renders = ("jinja2", "jinja2.sandbox") if isinstance(self.template, JinjaTemplate) else ()
+        return (*tokenizes, *renders)
+
+    def set_up_process(self) -> None:
+        """As `Modality.set_up_process` has it."""
+        for running in (self.tokenizer, self.template):
+            if isinstance(running, FastTokenizer | JinjaTemplate):
+                running.start()
+
     def _placeholder_id(self, given: int, for_bytes: int) -> int:
         if given != _AUTOMATIC:
             return given
@@ -161,9 +173,8 @@ class TextPreprocessor:
             raise TypeError("encode_whole needs a fast tokenizer")
         try:
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        except NOT_DATA:
-            raise
         except Exception as error:
+            pass_trouble(error)
             raise DecodeError(f"tokenizer {self.id!r} failed: {error!r}") from error
 
     def encode(self, text: str) -> NDArray[np.int32]:
@@ -182,9 +193,10 @@ class TextPreprocessor:
                 return _checked_ids(self.tokenizer(text), self.id)
             with lock_of(self.tokenizer):  # until the ids are copied: they may lie in memory that the next call reuses
                 return _checked_ids(self.tokenizer(text), self.id)
-        except (DecodeError, *NOT_DATA):
+        except DecodeError:
             raise
         except Exception as error:
+            pass_trouble(error)
             raise DecodeError(f"tokenizer {self.id!r} failed: {error!r}") from error
 
     def decode(self, token_ids: NDArray[np.int32]) -> str | None:
@@ -205,9 +217,8 @@ class TextPreprocessor:
         try:
             with lock_of(self.tokenizer):
                 text = decode(ids)
-        except NOT_DATA:
-            raise
-        except Exception:  # noqa: BLE001 - an id of the recipe's own, that it does not know
+        except Exception as error:  # noqa: BLE001 - an id of the recipe's own, that it does not know
+            pass_trouble(error)
             return None
         return text if isinstance(text, str) else None
 

@@ -20,7 +20,7 @@ from orchdata.batch.step_info import StepInfo
 from orchdata.building.assembler import Assembled, Restores, Share, Task
 from orchdata.building.memory import Memory
 from orchdata.building.shortage import out_of_memory
-from orchdata.loaders.errors import NOT_DATA, DataError, FieldError, as_field_error
+from orchdata.loaders.errors import NOT_DATA, DataError, FieldError, as_field_error, pass_broken_package
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.stored import StoredSample
 from orchdata.loaders.locks import lock_of
@@ -221,7 +221,7 @@ def shard_loader(index: Index, shards: OpenShards, recipe_of: Callable[[int], Re
             raise error.at(stored.shard, stored.key) from error.__cause__
         except MemoryError as error:
             raise out_of_memory(error, index, recipe, np.array([row]), row) from error
-        except (*NOT_DATA, DataError):
+        except DataError:
             raise
         except Exception as error:  # whatever its bytes make a decoder raise is the sample's failure
             raise as_field_error(error, "decoded").at(stored.shard, stored.key) from error
@@ -260,6 +260,7 @@ def map_loader(dataset: Any, *, skip_errors: bool) -> Load:
         except NOT_DATA:
             raise
         except (Exception, SystemExit) as error:
+            pass_broken_package(error)
             if isinstance(error, DataError) or getattr(error, "errno", None) in _NOT_NOW:
                 raise
             reason = f"{type(error).__name__}: {error}"

@@ -18,7 +18,7 @@ from orchdata.building.memory import Memory
 from orchdata.building.pages import Pages
 from orchdata.building.shortage import out_of_memory
 from orchdata.building.work import MediaWork, own_work, planned_work
-from orchdata.loaders.errors import NOT_DATA, DataError, FieldError, as_field_error
+from orchdata.loaders.errors import DataError, FieldError, as_field_error
 from orchdata.loaders.index.stored import StoredSample
 from orchdata.loaders.shards.open import OpenShards
 from orchdata.loaders.storage.counted import ReadBytes
@@ -135,8 +135,6 @@ class PackedAssembly:
                 return  # The sample is left out altogether.
             try:
                 work()
-            except NOT_DATA:
-                raise
             except Exception as error:  # noqa: BLE001 - whatever its bytes make a decoder raise is the sample's failure
                 failures.append(_located(error, sample))
                 undo()

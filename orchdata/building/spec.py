@@ -30,8 +30,8 @@ from orchdata.building.step import Builder
 from orchdata.loaders.errors import StaleIndexError
 from orchdata.loaders.first_calls import settle_first_calls
 from orchdata.loaders.index.index import Index
-from orchdata.loaders.modalities.builtin import load_decoders
 from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.required import load_required
 from orchdata.loaders.shards.open import OpenShards
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.watch import Watch
@@ -71,7 +71,8 @@ class BuildSpec:
 
         Raises:
             StaleIndexError: the index was built anew since the spec was made.
-            StorageError: what decodes cannot be loaded now.
+            PackageError: a package that the recipe needs is missing or broken.
+            StorageError: it cannot be loaded now.
         """
         settle_first_calls()
         return Builder(self.plan, self.rank, self.content.open(watch or Watch()), lend)
@@ -97,12 +98,13 @@ class IndexedShards:
         return recipe_of(self.index, self.recipe, self.of_sources, row)
 
     def open(self) -> OpenShards:
-        """Opens no shard yet. Raises StaleIndexError, or StorageError where decoders cannot be loaded."""
+        """Opens no shard yet. Raises StaleIndexError, and as `load_required`."""
         if self.index.build_id != self.build_id:
             raise StaleIndexError(
                 str(self.index.path), "the index was built anew since this loader was made: make the loader again"
             )
-        load_decoders()
+        for recipe in (self.recipe, *self.of_sources):
+            load_required(recipe)
         return OpenShards(limits=self.recipe.limits, cache=CacheFolder())
 
     def name_of(self, row: int) -> str:

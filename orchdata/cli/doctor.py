@@ -11,7 +11,7 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Callable, Iterator
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
@@ -19,6 +19,7 @@ import typer
 
 from orchdata.cli.options import JsonOption
 from orchdata.cli.output import human_bytes, one_line_errors, print_json
+from orchdata.loaders.environment import failed_import, requirements, way_out
 
 Verdict = Literal["good", "note", "missing", "broken"]
 
@@ -47,6 +48,11 @@ _FEATURES: Final = {
     "matplotlib": ("plots of the demo", "orchdata[plots]"),
 }
 """Package -> what it is for, and what to install."""
+_REPLACED: Final = {
+    "torchaudio": "nothing to do: clips are resampled in torch, with the same values to the bit. transformers imports "
+    "what is installed: if its processors fail because of it, `pip uninstall torchaudio`"
+}
+"""Package -> what is done without it."""
 _MODULES: Final = {"pillow": "PIL", "pyyaml": "yaml"}
 _STYLES: Final = {"good": "green", "note": "yellow", "missing": "dim", "broken": "bold red"}
 _LOW_DISK: Final = 5 << 30
@@ -74,52 +80,48 @@ def _tried(look: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
         yield from look()
     except Exception as error:  # noqa: BLE001 - whatever is wrong with an installation is what is asked for
         name = look.__name__.strip("_")
-        hint = "see versions" if isinstance(error, ImportError) else "install orchdata again"
+        hint = "install orchdata again" if failed_import(error) is None else "see versions"
         yield Finding(name, "this look", f"{type(error).__name__}: {error}", "broken", hint)
 
 
 def _versions() -> Iterator[Finding]:
     yield Finding("versions", "orchdata", version("orchdata"))
     yield Finding("versions", "Python", f"{platform.python_version()}, {platform.platform()}")
-    for package, wanted in _requirements("").items():
-        found, is_good = _installed(package, wanted)
-        hint = "" if is_good else f"pip install '{wanted}'"
-        yield Finding("versions", package, found, "good" if is_good else "broken", hint)
+    for package, wanted in requirements("").items():
+        found, advice = _installed(package, wanted)
+        if advice and package in _REPLACED:
+            yield Finding("versions", package, found, "note", _REPLACED[package])
+        else:
+            yield Finding("versions", package, found, "broken" if advice else "good", advice)
 
 
 def _features() -> Iterator[Finding]:
     for package, (feature, way) in _FEATURES.items():
         extra = way.partition("[")[2].rstrip("]")
-        wanted = _requirements(extra).get(package, package) if extra else package
-        found, is_good = _installed(package, wanted)
-        hint = "" if is_good else f"pip install '{way}'"
-        yield Finding("features", package, f"{found}: {feature}", "good" if is_good else "missing", hint)
+        wanted = requirements(extra).get(package, package) if extra else package
+        found, advice = _installed(package, wanted, way)
+        yield Finding("features", package, f"{found}: {feature}", "missing" if advice else "good", advice)
 
 
-def _requirements(extra: str) -> dict[str, str]:
-    """What an extra of this library requires, or "" itself: package -> it with its bounds, as "pillow<14,>=10.3"."""
-    found = {}
-    for line in requires("orchdata") or []:
-        wanted, _, marker = (part.strip() for part in line.partition(";"))
-        of_extra = re.search(r"extra == ['\"]([^'\"]+)", marker)
-        if (of_extra[1] if of_extra else "") == extra:
-            found[re.split(r"[<>=!~\[ ]", wanted)[0]] = wanted
-    return found
+def _installed(package: str, wanted: str, missing: str = "") -> tuple[str, str]:
+    """Its version, or why it cannot be used; and what to do, "" where it can be.
 
-
-def _installed(package: str, wanted: str) -> tuple[str, bool]:
-    """Its version, or why it cannot be used; and whether it can."""
+    Args:
+        missing: what pip is to install where it is not there; "" for `wanted`.
+    """
+    install = f"pip install '{missing or wanted}'"
     try:
         importlib.import_module(_MODULES.get(package, package))
         found = version(package)
     except (PackageNotFoundError, ModuleNotFoundError) as error:
-        missing = getattr(error, "name", package)
-        is_there = isinstance(error, ModuleNotFoundError) and missing != _MODULES.get(package, package)
-        return (f"needs {missing}, which is not installed" if is_there else "not installed"), False
+        lacks = getattr(error, "name", package)
+        if isinstance(error, ModuleNotFoundError) and lacks != _MODULES.get(package, package):
+            return f"needs {lacks}, which is not installed", way_out(_MODULES.get(package, package), error)
+        return "not installed", install
     except Exception as error:  # noqa: BLE001 - an installation may be broken in any way
-        return " ".join(f"{type(error).__name__}: {error}".split()), False
-    fits = _fits(found, wanted)
-    return (found if fits else f"{found}, and {wanted} is required"), fits
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        return said, f"pip install --force-reinstall --no-deps '{wanted}'"
+    return (found, "") if _fits(found, wanted) else (f"{found}, and {wanted} is required", install)
 
 
 def _fits(found: str, wanted: str) -> bool:

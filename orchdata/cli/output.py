@@ -24,13 +24,19 @@ def one_line_errors(command: Callable[Arguments, Result]) -> Callable[Arguments,
 
     @functools.wraps(command)
     def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        from orchdata.loaders.errors import OrchdataError
+        from orchdata.loaders.errors import OrchdataError, broken_package
 
         try:
             return command(*args, **kwargs)
         except (OrchdataError, ValueError, OSError, ImportError, NotImplementedError) as error:
             text = " ".join(str(error).split()) or type(error).__name__
             typer.echo(f"orchdata: error: {text}", err=True)
+            raise typer.Exit(1) from error
+        except Exception as error:
+            broken = broken_package(error)
+            if broken is None:
+                raise
+            typer.echo(f"orchdata: error: {broken}", err=True)
             raise typer.Exit(1) from error
         except KeyboardInterrupt:
             typer.echo("orchdata: stopped", err=True)

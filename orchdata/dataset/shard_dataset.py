@@ -22,8 +22,8 @@ from orchdata.loaders.index.build import BuildProgress, build_index
 from orchdata.loaders.index.index import Index, absolute
 from orchdata.loaders.index.kept import is_outdated, open_index
 from orchdata.loaders.index.stored import StoredSample
-from orchdata.loaders.modalities.builtin import load_decoders
 from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.required import load_required
 from orchdata.loaders.samples.sample import Sample
 from orchdata.loaders.shards.changes import find_changes
 from orchdata.loaders.shards.fields import printable
@@ -303,7 +303,7 @@ class _Opened:
     def open(self, recipe: Recipe) -> OpenShards:
         with self.lock:
             if self._shards is None:
-                load_decoders()
+                load_required(recipe)
                 self._shards = OpenShards(limits=recipe.limits, cache=CacheFolder())
             return self._shards
 

@@ -97,6 +97,14 @@ class HFAudio(Clips):
     def tensor_axes(self) -> dict[str, int]:
         return {each.name: each.axis for each in self.shapes if each.per == "row"}
 
+    def required_modules(self) -> tuple[str, ...]:
+        held = json.loads(self.processor)
+        return (*super().required_modules(), "transformers", held["class"][0], held["extractor"]["class"][0])
+
+    def set_up_process(self) -> None:
+        super().set_up_process()
+        rebuilt(self.processor)
+
     def extras(self, sizes: Sequence[PartSize]) -> Mapping[str, NDArray[Any]]:
         measured = [_measured(self, size.extent[0]).extras for size in sizes]
         names = [each.name for each in self.shapes if not each.is_array] if sizes else []

@@ -23,7 +23,7 @@ from PIL import Image
 
 from orchdata.hf.image.native import write_rows
 from orchdata.hf.image.pictures import picture_of_rows
-from orchdata.hf.image.processors import running, source_of
+from orchdata.hf.image.processors import modules_of, running, source_of
 from orchdata.hf.image.sizes import Outputs
 from orchdata.hf.processor_parts import as_array, runs
 from orchdata.loaders.errors import DecodeError
@@ -108,6 +108,13 @@ class HFImages(ImageFiles):
 
     def arrays(self) -> Mapping[str, ArraySpec]:
         return {each.name: ArraySpec(each.shape, each.dtype, each.per) for each in self.outputs if each.per != "size"}
+
+    def required_modules(self) -> tuple[str, ...]:
+        return (*super().required_modules(), "transformers", *modules_of(self.source))
+
+    def set_up_process(self) -> None:
+        super().set_up_process()
+        running(self.source)
 
     def count_header(self, header: Header, limits: Limits) -> PartSize:
         width, height = header

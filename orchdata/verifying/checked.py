@@ -14,7 +14,7 @@ from orchdata.building.memory import Memory
 from orchdata.building.shortage import sample_bytes
 from orchdata.building.spec import BuildSpec, IndexedShards, ShardContent
 from orchdata.engines.threads import passed_on
-from orchdata.loaders.errors import NOT_DATA, DataError, as_field_error
+from orchdata.loaders.errors import DataError, as_field_error
 from orchdata.loaders.limited_process import lower_limit, taken_bytes
 from orchdata.loaders.watch import Watch
 from orchdata.order.steps import StepTask
@@ -64,7 +64,7 @@ class Checker:
         self.check(row)
 
     def check(self, row: int) -> list[DataError]:
-        """What a loader's step with this sample alone fails for. Raises `NOT_DATA`."""
+        """What a loader's step with this sample alone fails for. Raises as `pass_trouble`."""
         index, recipe = self._shards.index, self._shards.recipe
         rows = np.array(index.rows_of_sample(row))
         num_bytes = sum(sample_bytes(index, recipe, each) for each in rows.tolist())
@@ -75,8 +75,6 @@ class Checker:
                 self._builder.load_alone(row)
         except DataError as failure:
             return [failure]
-        except NOT_DATA:
-            raise
         except BaseException as error:  # noqa: BLE001 - whatever else would end a loader's step
             return [as_field_error(passed_on(error), "built").at(index.shard_of(row).url, index.key(row))]
         return failures[:1]

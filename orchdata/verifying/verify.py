@@ -30,6 +30,7 @@ from orchdata.engines.warm import Warming, kernel_families
 from orchdata.loaders.errors import DataError, StaleIndexError
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.required import load_required
 from orchdata.loaders.shards.open import open_shard
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.order.order import Order
@@ -82,10 +83,12 @@ def verify(
         TypeError: names the member of the recipe that does not pickle.
         StaleIndexError: a shard is not the one that was indexed.
         StorageError: it cannot be read now.
+        PackageError: a package that the recipe needs is missing or broken.
     """
     jobs = len(os.sched_getaffinity(0)) if jobs is None else jobs
     if jobs < 1 or not timeout > 0:
         raise ValueError(f"jobs must be at least 1 and timeout above 0, got {jobs} and {timeout}")
+    load_required(recipe)
     bad = index.bad_rows()
     failed: dict[int, DataError] = {row: index.failure(row) for row in bad.tolist()}
     num_usable = index.num_samples - len(bad)

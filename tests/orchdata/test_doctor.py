@@ -75,10 +75,10 @@ def test_an_extra_that_cannot_be_used_is_no_more_than_missing(
 ) -> None:
     imported = doctor.importlib.import_module
 
-    def failing(name: str) -> Any:
+    def failing(name: str, *given: Any, **options: Any) -> Any:
         if name == package:
             raise error
-        return imported(name)
+        return imported(name, *given, **options)
 
     monkeypatch.setattr(doctor.importlib, "import_module", failing)
     code, found = findings()
@@ -90,6 +90,48 @@ def test_an_extra_that_cannot_be_used_is_no_more_than_missing(
         assert "video" in found["features", "av"]["found"]
         assert found["media", "FFmpeg"]["verdict"] == "missing"
         assert found["media", "audio"]["verdict"] == "good"
+
+
+@pytest.mark.parametrize("error", [OSError("libcudart.so.13"), RuntimeError("two versions of CUDA")])
+def test_without_torchaudio_nothing_is_missing(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    imported = doctor.importlib.import_module
+
+    def failing(name: str, *given: Any, **options: Any) -> Any:
+        if name == "torchaudio":
+            raise error
+        return imported(name, *given, **options)
+
+    monkeypatch.setattr(doctor.importlib, "import_module", failing)
+    code, found = findings()
+    told = found["versions", "torchaudio"]
+    assert (code, told["verdict"]) == (0, "note")
+    assert told["found"] == f"{type(error).__name__}: {error}"
+    assert told["hint"].startswith("nothing to do: clips are resampled in torch")
+
+
+@pytest.mark.parametrize(
+    ("error", "hint"),
+    [
+        (OSError("libsndfile.so.1"), "pip install --force-reinstall --no-deps 'soundfile"),
+        (RuntimeError("made for another"), "pip install --force-reinstall --no-deps 'soundfile"),
+        (ModuleNotFoundError("No module named 'planted_c'", name="planted_c"), "pip install 'planted_c'"),
+        (ModuleNotFoundError("No module named 'soundfile'", name="soundfile"), "pip install 'soundfile"),
+    ],
+)
+def test_the_advice_for_a_package_that_is_needed_changes_something(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, hint: str
+) -> None:
+    imported = doctor.importlib.import_module
+
+    def failing(name: str, *given: Any, **options: Any) -> Any:
+        if name == "soundfile":
+            raise error
+        return imported(name, *given, **options)
+
+    monkeypatch.setattr(doctor.importlib, "import_module", failing)
+    code, found = findings()
+    assert (code, found["versions", "soundfile"]["verdict"]) == (1, "broken")
+    assert found["versions", "soundfile"]["hint"].startswith(hint)
 
 
 @pytest.mark.parametrize(

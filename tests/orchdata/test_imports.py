@@ -32,11 +32,13 @@ balancers: phases
 balancers: moves
 balancers: grid advice
 balancers: __init__
+loaders: environment
 loaders: errors versions locks recent scratch limited_process watch claims pace interrupts first_calls
-loaders: limits
+loaders: limits resampling
 loaders: storage
 loaders: text modalities
 loaders: recipe
+loaders: required
 loaders: shards
 loaders: samples
 loaders: index

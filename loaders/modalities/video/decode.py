@@ -33,7 +33,6 @@ def open_video(data: bytes | memoryview, limits: Limits) -> VideoFile | FrameLis
     """A clip whose pictures can be asked for; a context manager. Raises DecodeError, and ImportError without PyAV."""
     if is_frame_list(data):
         return FrameList(data, limits)
-    import orchdata.loaders.modalities.video.opened  # noqa: F401 - or it says what is missing
     from orchdata.loaders.modalities.video.file import VideoFile
 
     return VideoFile(data, limits)

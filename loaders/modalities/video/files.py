@@ -9,6 +9,7 @@ from typing import Any, Final
 from orchdata.loaders.errors import NOT_DATA, DecodeError, pass_trouble
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.checks import above_pixels, described
+from orchdata.loaders.modalities.image_header import READS_IMAGES, load_formats
 from orchdata.loaders.modalities.modality import Header, Heads, Modality, PartSize
 from orchdata.loaders.modalities.video.containers import is_video
 from orchdata.loaders.modalities.video.mp4 import plain_header
@@ -34,6 +35,12 @@ class VideoFiles(Modality):
     hf_feature = "Video"
     listed = "image"
     num_facts = 5
+
+    def required_modules(self) -> tuple[str, ...]:
+        return (*READS_IMAGES, "av", "orchdata.loaders.modalities.video.file")
+
+    def set_up_process(self) -> None:
+        load_formats()  # of frames that a record lists
 
     @staticmethod
     def scan(heads: Heads) -> None:

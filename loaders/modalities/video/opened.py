@@ -17,17 +17,12 @@ from fractions import Fraction
 from itertools import islice
 from typing import Any, Final, TypeVar
 
+import av
+
 from orchdata.loaders.errors import DecodeError, StorageError, pass_trouble
 from orchdata.loaders.interrupts import interrupts_held
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.video.containers import check_whole, format_of
-
-try:
-    import av
-except ModuleNotFoundError as error:
-    if error.name != "av":
-        raise
-    raise ImportError("reading video needs PyAV: pip install 'orchdata[video]'") from error
 
 TOGETHER: Final = 16
 """Packets that are taken before Ctrl-C is heard."""

@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 import pyarrow as pa
 
-from orchdata.loaders.errors import NOT_DATA, ShardError
+from orchdata.loaders.errors import NOT_DATA, ShardError, pass_broken_package
 from orchdata.loaders.limits import Limits, limits_fingerprint
 from orchdata.loaders.shards.arrow.layout import can_be_read, read_layout
 from orchdata.loaders.shards.arrow.rows import RowsReader
@@ -106,6 +106,7 @@ class ArrowShard:
         except Refused as error:
             table, lost = shard_failure(str(error)), max(1, self.size)
         except (pa.ArrowException, ValueError, OSError) as error:
+            pass_broken_package(error)
             table, lost = shard_failure(f"not a readable Arrow stream: {short(error)}"), max(1, self.size)
         checksum = self.checksum()
         self._file.check_unchanged()
@@ -146,5 +147,6 @@ class ArrowShard:
                 except NOT_DATA:
                     raise
                 except Exception as error:
+                    pass_broken_package(error)
                     raise ShardError(self.url, f"not a readable Arrow stream: {short(error)}") from error
             return self._reader

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from orchdata.loaders.errors import NOT_DATA, FieldError, ShardError
+from orchdata.loaders.errors import NOT_DATA, FieldError, ShardError, pass_broken_package
 from orchdata.loaders.modalities.builtin import BUILTINS, OTHER, TEXT
 from orchdata.loaders.shards.fields import classify
 from orchdata.loaders.text.chat_keys import is_beside
@@ -126,6 +126,7 @@ def read_cell(cell: Callable[[int, str], bytes | None], row: int, size: int, fie
     except PathOnly as error:
         raise FieldError(field, str(error)) from error
     except Exception as error:
+        pass_broken_package(error)
         raise FieldError(field, f"cannot be read: {short(error)}") from error
     if data is None or len(data) != size:
         held = "nothing" if data is None else f"{len(data)} bytes"

@@ -17,6 +17,8 @@ from typing import Any
 
 import pyarrow as pa
 
+from orchdata.loaders.environment import failed_import
+from orchdata.loaders.errors import package_error
 from orchdata.loaders.limited_process import die_with_parent, lower_limit
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.shards.parquet.cells import short
@@ -83,7 +85,11 @@ def _serve(request: dict[str, Any], replies: int, shared: mmap.mmap) -> None:
     except Refused as error:
         send(replies, {"failure": str(error)})
     except Exception as error:  # noqa: BLE001 - pyarrow raises many kinds for damaged files
-        send(replies, {"failure": f"not a readable Parquet file: {short(error)}"})
+        found = failed_import(error)
+        if found is None:
+            send(replies, {"failure": f"not a readable Parquet file: {short(error)}"})
+        else:
+            send(replies, {"broken": package_error(found.cause, "reading Parquet", found.package).args})
     else:
         send(replies, {"facts": {"bytes": len(facts), "ignored": ignored}})
         send_bytes(replies, memoryview(facts))

@@ -18,7 +18,7 @@ from dataclasses import asdict
 import numpy as np
 import pyarrow as pa
 
-from orchdata.loaders.errors import StorageError
+from orchdata.loaders.errors import PackageError, StorageError
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.shards.facts_table import SCHEMA, FactsTable
 from orchdata.loaders.shards.parquet.child import cpu_seconds
@@ -115,7 +115,7 @@ class MeasuringProcess:
         return self._process.poll() is None
 
     def measure(self, file: Storage, limits: Limits, digest: ContentDigest) -> Scanned | str:
-        """Facts and ignored columns, or why there are none. Raises Died, and what `file` raises."""
+        """Facts and ignored columns, or why there are none. Raises Died, PackageError, and what `file` raises."""
         self.promised_rows = 0
         try:
             send(self._requests, {"size": file.size, "limits": asdict(limits)})
@@ -126,6 +126,8 @@ class MeasuringProcess:
                     self._lend(file, value, digest)
                 elif kind == "rows" and isinstance(value, int):
                     self.promised_rows = value
+                elif kind == "broken" and isinstance(value, list):
+                    raise PackageError(*map(str, value))
                 elif kind == "failure" and isinstance(value, str):
                     return value
                 elif kind == "facts" and isinstance(value, dict):

@@ -110,6 +110,12 @@ class Running:
         return self.outputs(Image.new("RGB", (width, height), (99, 99, 99)))
 
 
+def modules_of(source: str) -> tuple[str, ...]:
+    """Modules that the classes of a source are imported from."""
+    held = json.loads(source)
+    return tuple(held[name]["class"][0] for name in ("image_processor", "processor") if held[name] is not None)
+
+
 def _built(held: Mapping[str, Any]) -> Running:
     image_processor = class_at(held["image_processor"]["class"]).from_dict(held["image_processor"]["settings"])
     processor = None

@@ -78,6 +78,13 @@ class HFVideos(VideoFiles):
     def arrays(self) -> Mapping[str, ArraySpec]:
         return {ARRAY: ArraySpec((self.patch_dim,), "float32")}
 
+    def required_modules(self) -> tuple[str, ...]:
+        return (*super().required_modules(), "transformers", json.loads(self.source)["class"][0])
+
+    def set_up_process(self) -> None:
+        super().set_up_process()
+        running(self.source)
+
     def count_header(self, header: Header, limits: Limits) -> PartSize:
         width, height, frames, seconds = self.checked_header(header, limits)
         try:

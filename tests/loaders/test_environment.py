@@ -1,0 +1,144 @@
+"""Which exceptions are of an import that failed, what they name, and what to do."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from orchdata.loaders.environment import failed_import, requirements, way_out
+from orchdata.loaders.errors import DataError, DecodeError, FieldError, PackageError, as_field_error, pass_trouble
+
+RAISES = {
+    "ImportError": ("raise ImportError('planted')", "ImportError: planted"),
+    "ModuleNotFoundError": ("import planted_nowhere", "ModuleNotFoundError: No module named 'planted_nowhere'"),
+    "RuntimeError": ("raise RuntimeError('two versions')", "RuntimeError: two versions"),
+    "OSError": ("raise OSError('libplanted.so.1')", "OSError: libplanted.so.1"),
+    "ValueError": ("raise ValueError('size changed')", "ValueError: size changed"),
+    "in a call": ("def look(): return {}['x']\nlook()", "KeyError: 'x'"),
+    "in a part": ("from . import part", "RuntimeError: part"),
+}
+
+
+@pytest.fixture
+def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Makes `planted` importable, of the given source; it goes with the test."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def write(source: str) -> None:
+        (tmp_path / "planted").mkdir()
+        (tmp_path / "planted" / "__init__.py").write_text(source + "\n")
+        (tmp_path / "planted" / "part.py").write_text("raise RuntimeError('part')\n")
+
+    yield write
+    for name in [each for each in sys.modules if each.partition(".")[0] == "planted"]:
+        del sys.modules[name]
+
+
+def by_statement() -> None:
+    import planted  # noqa: F401
+
+
+def by_name() -> None:
+    from planted import part  # noqa: F401
+
+
+def by_function() -> None:
+    import_module("planted")
+
+
+def by_builtin() -> None:
+    __import__("planted")
+
+
+def raised(call: Callable[[], None]) -> Exception:
+    try:
+        call()
+    except Exception as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+@pytest.mark.parametrize("call", [by_statement, by_name, by_function, by_builtin])
+@pytest.mark.parametrize("kind", RAISES)
+def test_whatever_an_import_raises_is_no_fault_of_data(
+    plant: Callable[[str], None], kind: str, call: Callable[[], None]
+) -> None:
+    source, reason = RAISES[kind]
+    plant(source)
+    error = raised(call)
+    with pytest.raises(PackageError) as found:
+        as_field_error(error, "decoded")
+    assert (found.value.package, found.value.reason) == ("planted", reason)
+    assert found.value.__cause__ is error
+    assert isinstance(found.value, ImportError)
+
+
+def test_an_error_raised_from_one_of_an_import_is_that(plant: Callable[[str], None]) -> None:
+    plant("raise RuntimeError('two versions')")
+    wrapped = DecodeError("this clip is bad")
+    wrapped.__cause__ = raised(by_statement)
+    with pytest.raises(PackageError, match="'planted' cannot be used \\(RuntimeError: two versions\\)"):
+        wrapped.at("wav")
+
+
+def test_data_are_still_blamed_for_what_happens_after_an_import(plant: Callable[[str], None]) -> None:
+    plant("def decode(data): raise ValueError(f'cut at {len(data)}')")
+
+    def decode() -> None:
+        try:
+            import planted_nowhere  # noqa: F401
+        except ImportError:  # a package that another takes the place of
+            import planted
+
+            planted.decode(b"abc")
+
+    error = raised(decode)
+    assert isinstance(error.__context__, ImportError)
+    assert failed_import(error) is None
+    found = as_field_error(error, "decoded", "wav")
+    assert isinstance(found, FieldError) and found.reason == "cannot be decoded: ValueError: cut at 3"
+
+
+@pytest.mark.parametrize("error", [ValueError("x"), OSError("x"), KeyError("x"), DataError("s", "k", "f", "r")])
+def test_other_errors_are_no_imports(error: Exception) -> None:
+    def fail() -> None:
+        exec(compile("raise error", "<string>", "exec"), {"error": error})
+
+    assert failed_import(raised(fail)) is None
+    pass_trouble(raised(fail))
+
+
+def test_an_import_that_the_package_itself_reports_names_it() -> None:
+    assert failed_import(ImportError("X needs the Y library", name="y.z")) == ("y", ANY)
+    error = raised(lambda: pass_trouble(ImportError("this function needs more")))
+    assert isinstance(error, PackageError) and "orchdata doctor" in str(error)
+
+
+class _Any:
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+ANY = _Any()
+
+
+def test_the_way_out_changes_something(plant: Callable[[str], None]) -> None:
+    assert way_out("soundfile") == f"pip install --force-reinstall --no-deps '{requirements()['soundfile']}'"
+    assert way_out("PIL").endswith(f"'{requirements()['pillow']}'")
+    assert way_out("planted_nowhere") == "pip install 'planted_nowhere'"
+    plant("import planted_nowhere")
+    assert way_out("planted", raised(by_statement)) == "pip install 'planted_nowhere'"
+    assert way_out("planted", OSError()) == '`python -c "import planted"` shows what is wrong with it'
+
+
+def test_a_missing_package_of_an_extra_is_installed_as_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("orchdata.loaders.environment.is_installed", lambda _: False)
+    assert way_out("av") == "pip install 'orchdata[video]'"
+    assert way_out("transformers") == way_out("jinja2") == "pip install 'orchdata[hf]'"
+    assert way_out("simplejpeg") == f"pip install '{requirements()['simplejpeg']}'"

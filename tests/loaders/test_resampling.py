@@ -1,0 +1,105 @@
+"""Resampling: the same values whether torchaudio does it or not, in any thread."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from math import gcd
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torchaudio_anyway import torchaudio
+
+from orchdata.loaders import resampling
+from orchdata.loaders.resampling import SincResampler, resample
+
+RATES = (8_000, 11_025, 16_000, 22_050, 24_000, 32_000, 44_100, 48_000, 88_200, 96_000)
+NEW_RATES = (8_000, 16_000, 24_000, 44_100)
+PAIRS = [(rate, new_rate) for rate in RATES for new_rate in NEW_RATES if rate != new_rate]
+
+
+def noise(num_frames: int, seed: int = 0) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(seed).normal(size=num_frames).astype(np.float32))
+
+
+def both(rate: int, new_rate: int) -> tuple[SincResampler, Any]:
+    common = gcd(rate, new_rate)
+    orig, new = rate // common, new_rate // common
+    return SincResampler(orig, new), torchaudio().transforms.Resample(orig, new)
+
+
+@pytest.mark.parametrize(("rate", "new_rate"), PAIRS)
+def test_ours_equals_torchaudios_to_the_bit(rate: int, new_rate: int) -> None:
+    ours, theirs = both(rate, new_rate)
+    torch.testing.assert_close(ours._kernels, theirs.kernel, rtol=0, atol=0)
+    for seed, num_frames in enumerate((1, 7, rate // 100 + 1, rate // 3, rate)):
+        wave = noise(num_frames, seed)
+        torch.testing.assert_close(ours(wave), theirs(wave), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("change", ["_ROLLOFF", "_CROSSINGS"])
+def test_another_filter_would_be_seen(monkeypatch: pytest.MonkeyPatch, change: str) -> None:
+    monkeypatch.setattr(resampling, change, {"_ROLLOFF": 0.98, "_CROSSINGS": 7}[change])
+    ours, theirs = both(48_000, 16_000)
+    found, expected = ours(noise(4_800)), theirs(noise(4_800))
+    assert found.shape == expected.shape and not torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("num_frames", [2_000_003, 8_388_609])
+def test_lengths_are_torchaudios_where_float32_cannot_tell_them(num_frames: int) -> None:
+    ours, theirs = both(8_000, 24_000)
+    assert len(ours(noise(1).expand(num_frames))) == theirs(noise(1).expand(num_frames)).shape[-1]
+
+
+def test_torchaudio_resamples_where_it_imports_and_we_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    wave = noise(44_100).numpy()
+    found = {}
+    for name, transforms in (("theirs", torchaudio().transforms), ("ours", None)):
+        resampling._resampler.cache_clear()
+        monkeypatch.setattr(resampling, "torchaudio_transforms", lambda transforms=transforms: transforms)
+        found[name] = resample(wave, 44_100, 16_000)
+        used = type(resampling._resampler(441, 160, True)).__name__
+        assert used == {"theirs": "Resample", "ours": "SincResampler"}[name]
+    resampling._resampler.cache_clear()
+    np.testing.assert_array_equal(found["ours"], found["theirs"])
+
+
+def test_another_default_dtype_changes_no_value() -> None:
+    wave = noise(22_050).numpy()
+    expected = resample(wave, 22_050, 16_000)
+    resampling._resampler.cache_clear()
+    torch.set_default_dtype(torch.float64)
+    try:
+        np.testing.assert_array_equal(resample(wave, 22_050, 16_000), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+        resampling._resampler.cache_clear()
+
+
+def test_rates_that_differ_by_less_than_a_kernel_can_tell_are_one() -> None:
+    wave = noise(100).numpy()
+    assert resample(wave, 1_000_003, 1_000_001) is wave
+
+
+def test_threads_that_resample_first_together_get_what_one_alone_gets() -> None:
+    """In a process of its own: what is at stake are the first calls of a process."""
+    code = """
+import threading, numpy as np
+from orchdata.loaders import resampling
+resampling.torchaudio_transforms = lambda: None
+rates = [8_000, 11_025, 22_050, 24_000, 32_000, 44_100, 48_000, 96_000]
+wave = np.random.default_rng(0).normal(size=20_000).astype(np.float32)
+found, gate = {}, threading.Barrier(len(rates))
+def work(rate):
+    gate.wait()
+    found[rate] = resampling.resample(wave, rate, 16_000)
+threads = [threading.Thread(target=work, args=(rate,)) for rate in rates]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+resampling._resampler.cache_clear()
+print(all(np.array_equal(found[rate], resampling.resample(wave, rate, 16_000)) for rate in rates))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "True"

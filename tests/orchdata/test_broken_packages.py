@@ -1,0 +1,124 @@
+"""A package that is missing or broken is one clear error, and never a sample's failure: while indexing, loading and
+verifying, under every policy, in every engine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import orchdata as od
+from orchdata.loaders.errors import PackageError
+from orchdata.loaders.index.build import build_index
+
+SUPPORT = Path(__file__).resolve().parents[1] / "support"
+LATE = '{"late": "decode"}'
+WRAPPED = '{"late": "count", "wraps": true}'
+SAID = '{"late": "decode", "says_so": true}'
+REASONS = {
+    "ImportError": "ImportError: planted",
+    "RuntimeError": "RuntimeError: planted",
+    "OSError": "OSError: planted.so",
+}
+PACKAGES = {
+    "soundfile": "media",
+    "simplejpeg": "media",
+    "PIL": "media",
+    "zstandard": "media",
+    "numba": "media",
+    "av": "video",
+    "tokenizers": "chat",
+    "jinja2": "chat",
+    "transformers": "hf",
+}
+HEALTHY = [3, 0]
+"""Samples, and failures."""
+
+
+def run(folder: Path, *cases: tuple[str, str, str]) -> list[dict[str, Any]]:
+    paths = os.pathsep.join(filter(None, (str(SUPPORT), os.environ.get("PYTHONPATH"))))
+    done = subprocess.run(
+        [sys.executable, SUPPORT / "broken_packages_job.py", folder, json.dumps(cases)],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def check(found: dict[str, Any], *, indexed: bool = False, loaded: bool = False) -> None:
+    """Each attempt names the package and the cause, no sample is blamed, and the index is sound afterwards."""
+    package, error, _ = found["case"]
+
+    def is_named(told: Any) -> bool:
+        return told[0] == "PackageError" and f"'{package}'" in told[1] and f"({REASONS[error]}): " in told[1]
+
+    assert found["index"] == "built" if indexed else is_named(found["index"]), found
+    attempts = {name: told for name, told in found["load"].items() if name != "verify"}
+    assert len(attempts) == 6
+    for name, told in attempts.items():
+        assert told == HEALTHY if loaded else is_named(told) and told[2] == 0, (name, found)
+    assert found["load"]["verify"] == [] if loaded else is_named(found["load"]["verify"]), found
+    assert found["after"] == HEALTHY
+
+
+def test_a_broken_package_is_one_error_and_no_bad_sample(tmp_path: Path) -> None:
+    said, late, without = run(
+        tmp_path,
+        ("soundfile", "RuntimeError", "media"),
+        ("planted_helper", "OSError", LATE),
+        ("torchaudio", "RuntimeError", "media"),
+    )
+    check(said)
+    check(late, indexed=True)
+    check(without, indexed=True, loaded=True)  # its place is taken
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("error", REASONS)
+def test_each_package_broken_in_each_way(tmp_path: Path, error: str) -> None:
+    cases = [(package, error, recipe) for package, recipe in PACKAGES.items()]
+    for found in run(tmp_path, *cases, ("planted_helper", error, SAID)):
+        check(found)
+    late, wrapped, without = run(
+        tmp_path / "more",
+        ("planted_helper", error, LATE),
+        ("planted_helper", error, WRAPPED),
+        ("torchaudio", error, "media"),
+    )
+    check(late, indexed=True)
+    check(wrapped, loaded=True)
+    check(without, indexed=True, loaded=True)
+
+
+def test_what_the_process_that_measures_parquet_lacks_is_no_fault_of_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = pa.array(["some", "text", "some"]).dictionary_encode()
+    shard = str(tmp_path / "a.parquet")
+    pq.write_table(pa.table({"text": words}), shard)
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "sitecustomize.py").write_text(
+        "import sys\n"
+        "class Broken:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'pyarrow.compute':\n"
+        "            raise OSError('planted.so')\n"
+        "sys.meta_path.insert(0, Broken())\n"
+    )
+    with monkeypatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(broken))
+        with pytest.raises(PackageError, match=r"'pyarrow', which reading Parquet needs, .*planted\.so"):
+            build_index([shard], od.Recipe(), retry_seconds=0)
+    index = build_index([shard], od.Recipe())
+    assert (len(index), len(index.bad_rows())) == (3, 0)
