@@ -1,13 +1,16 @@
 """`python -m benchmarks.mixtures`: a mixture of made-up indexes: how long it takes to start, and to find its steps.
 
 made-up indexes --DataLoader(od.Mixture)--> first step (seconds) --steps in turn, at random--> milliseconds
+                --with 1 to 10,000 stages--> bytes of a state, milliseconds of CPU of the next plans after a resume
 """
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +18,7 @@ import orchdata as od
 from benchmarks.command import run_command
 from orchdata.bench.harness import Result, work_folder
 from orchdata.bench.indexed_shards import IndexedShards
+from orchdata.delivery.state import Position
 from orchdata.order.steps import StepTask
 from orchdata.planning.make_plan import make_plan
 from orchdata.synth.made_up_index import synthetic_index
@@ -31,6 +35,7 @@ class MixtureBench:
         ranks: to plan for.
         repeats: steps measured in turn, and at random.
         starts: loaders made, the first of which maps and verifies the indexes.
+        stages: numbers of stages to measure states and plans with.
         seed: of the indexes and the order.
         folder: where to write the indexes (about 170 bytes a row); a temporary folder by default.
     """
@@ -41,6 +46,7 @@ class MixtureBench:
     ranks: int = 64
     repeats: int = 30
     starts: int = 3
+    stages: tuple[int, ...] = (1, 100, 1_000, 10_000)
     seed: int = 0
     folder: str | None = None
 
@@ -52,7 +58,8 @@ def run(config: MixtureBench) -> list[Result]:
         paths = [folder / f"source-{number}.index" for number in range(config.sources)]
         for number, (path, count) in enumerate(zip(paths, rows, strict=True)):
             synthetic_index(path, count, config.seed + number)
-        return [result for stop in ("repeat", "all") for result in _measure(paths, stop, config)]
+        found = [result for stop in ("repeat", "all") for result in _measure(paths, stop, config)]
+        return [*found, *(result for count in config.stages for result in _measure_stages(paths, count, config))]
 
 
 def _measure(paths: list[Path], stop: str, config: MixtureBench) -> list[Result]:
@@ -90,6 +97,34 @@ def _measure(paths: list[Path], stop: str, config: MixtureBench) -> list[Result]
         Result(name=f"stop={stop!r}: start, first plan", unit="s", values=tuple(starts), demand=3.0),
         Result(name=f"stop={stop!r}: a step in turn", unit="ms", values=in_turn, note=note),
         Result(name=f"stop={stop!r}: a step at random", unit="ms", values=at_random, note=note),
+    ]
+
+
+def _measure_stages(paths: list[Path], count: int, config: MixtureBench) -> list[Result]:
+    """A run of 300 steps in so many stages, resumed after 200."""
+    total, rng = 300 * config.batch_tokens, np.random.default_rng(config.seed)
+    names = [f"s{number}" for number in range(len(paths))]
+    stages = [
+        (total * number // count, dict(zip(names, rng.uniform(0.2, 1, len(names)).tolist(), strict=True)))
+        for number in range(count)
+    ]
+    sources = {name: od.Source(IndexedShards(path)) for name, path in zip(names, paths, strict=True)}
+    mixture = od.Mixture(sources, stages=stages, stop="repeat", epoch_tokens=total)
+    options: dict[str, Any] = {"global_batch_tokens": config.batch_tokens, "shuffle": True, "balance": "none"}
+    loader: od.DataLoader = od.DataLoader(mixture, dp=(0, config.ranks), **options)
+    loader._cursor.restore(Position(0, 200))  # as after 200 steps, without reading a sample
+    state = loader.state_dict()
+    resumed: od.DataLoader = od.DataLoader(mixture, dp=(0, config.ranks), **options)
+    resumed.load_state_dict(state)
+    spent = []
+    for step in range(200, 200 + config.repeats):
+        began = time.process_time()
+        resumed.plan_at(0, step)
+        spent.append(1e3 * (time.process_time() - began))
+    name = f"{count:,} stages"
+    return [
+        Result(name=f"{name}: a state", unit="bytes", values=(float(len(json.dumps(state))),), demand=20_000.0),
+        Result(name=f"{name}: a plan in turn after a resume", unit="ms of CPU", values=tuple(spent[1:])),
     ]
 
 

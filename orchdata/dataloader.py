@@ -421,7 +421,8 @@ class DataLoader(Generic[T_co]):
             if self._builds_here and not position.held:
                 position = replace(position, held=self._held_here())
         prepared = self._prepared
-        return dump_state(position, prepared.fingerprint, prepared.epochs) | prepared.state_of_order()
+        state = dump_state(position, prepared.fingerprint, prepared.epochs)
+        return state | prepared.state_of_order(state)
 
     def load_state_dict(self, state: dict[str, Any], *, allow: Sequence[str] = ()) -> None:
         """Continue from `state` at the next iteration, in O(1).

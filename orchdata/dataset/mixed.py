@@ -10,15 +10,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from orchdata.dataset.mixed_state import ToldPlace, read_place
 from orchdata.dataset.mixture import Leaf, Mixture
 from orchdata.dataset.options import PreparedDataset
-from orchdata.delivery.state import Position, load_state
+from orchdata.delivery.state import Position, has_weights, is_of_mixture, load_state
 from orchdata.loaders.errors import StateError
 from orchdata.loaders.index.index import Index, content_fingerprint
 from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.loaders.recipe import Recipe
-from orchdata.order.merge import MixedSource, Stage
-from orchdata.order.mixture import MixtureOrder
+from orchdata.order.before_debts import OrderBeforeDebts
+from orchdata.order.merge import MixedSource, Reached, Stage
+from orchdata.order.mixture import MixtureOrder, joined_stages
 from orchdata.order.order import Order, Shuffle
 from orchdata.order.token_sums import TokenSums
 from orchdata.planning.costs import IndexTokens
@@ -139,38 +141,126 @@ def mixture_fingerprint(leaves: Sequence[Leaf], index: JoinedIndex, order: Mixtu
             }
             for leaf, own in zip(leaves, index.indexes, strict=True)
         },
-        "weights": order.told_stages(),
+        "weights": order.told_weights(),
     }
 
 
 def restore(
     prepared: PreparedDataset, state: Mapping[str, Any], allow: Sequence[str], num_workers: int
 ) -> tuple[PreparedDataset, Position]:
-    """What goes on from a state, and where. A mixture has the stages that the state tells; where other weights are
-    allowed, its own from the state's place on.
+    """What goes on from a state, and where. A mixture goes on from what the state says that its sources have given;
+    where other weights are allowed, with its own from the state's place on.
 
     Raises:
-        StateError: as `load_state`, and for stages that are none.
+        StateError: as `load_state`, and where the state says of the mixture what cannot be.
     """
     order = prepared.spec.plan.order
     if not isinstance(order, MixtureOrder):
         return prepared, load_state(state, prepared.fingerprint, prepared.epochs, allow, num_workers)
-    held = state.get("fingerprint") if isinstance(state, Mapping) else None
-    of_mixture = isinstance(held, Mapping) and held.get("mixture") == prepared.fingerprint["mixture"]
-    stages = _read_stages(state.get("stages"), order) if of_mixture else order.stages
+    if not is_of_mixture(state, prepared.fingerprint):  # refused there, by name
+        return prepared, load_state(state, prepared.fingerprint, prepared.epochs, allow, num_workers)
+    if "given" in state:
+        return _restore_given(prepared, order, state, allow, num_workers)
+    raw = _read_stages(state.get("stages"), order)
+    stages = joined_stages(raw)
+    if len(stages) > 1:
+        return _translate(prepared, OrderBeforeDebts.of(order, raw), state, allow, num_workers)
     begun = prepared if stages == order.stages else prepared.with_order(order.restaged(stages))
     position = load_state(state, prepared.fingerprint, begun.epochs, allow, num_workers)
-    ours = prepared.fingerprint["weights"]
-    if held is None or held.get("weights") == ours:
+    if has_weights(state, prepared.fingerprint):
         return begun, position
     there = begun.spec.plan.order
     assert isinstance(there, MixtureOrder)
-    amount = there.amount(position.epoch, position.told["cut"][1] if position.told else 0)
-    given = _read_stages(ours, order)
-    now = next(stage for stage in reversed(given) if stage.bound <= amount)
-    kept = [stage for stage in stages if stage.bound < amount]
-    later = [stage for stage in given if stage.bound > amount]
-    return prepared.with_order(order.restaged([*kept, Stage(amount, now.periods), *later])), position
+    epoch, place = position.epoch, there.place(position.epoch, _place_of(state, there))
+    now = Reached(place, there.due(epoch, place))
+    told = ToldPlace(now, there.periods(epoch, place), there.resumed_at(epoch, place))
+    return _with_weights(prepared, order, told, state), position
+
+
+def _restore_given(
+    prepared: PreparedDataset, order: MixtureOrder, state: Mapping[str, Any], allow: Sequence[str], num_workers: int
+) -> tuple[PreparedDataset, Position]:
+    """From a state that says what each source has given."""
+    told = read_place(state["given"], order, _epoch_of(state))
+    if has_weights(state, prepared.fingerprint):
+        found = _going_on(order, told, state)
+        if found is None:
+            raise StateError("the state is damaged: its mixture had not given there what it says")
+        begun = prepared.with_order(found)
+        return begun, load_state(state, prepared.fingerprint, begun.epochs, allow, num_workers)
+    # All that is needed of the weights before is what the state tells.
+    changed = told.resumed._replace(reached=told.now, is_changed=True)
+    there = prepared.with_order(order.restaged(order.stages, changed if any(told.now.place.counts) else told.resumed))
+    position = load_state(state, prepared.fingerprint, there.epochs, allow, num_workers, check=False)
+    return _with_weights(prepared, order, told, state), position
+
+
+def _with_weights(
+    prepared: PreparedDataset, order: MixtureOrder, told: ToldPlace, state: Mapping[str, Any]
+) -> PreparedDataset:
+    """With weights that may be others from the state's place on; weights that are set again change nothing."""
+    found = _going_on(order, told, state)
+    if found is None:
+        is_inside = any(told.now.place.counts)
+        resumed = told.resumed._replace(reached=told.now if is_inside else None, is_changed=True)
+        found = order.restaged(order.stages, resumed)
+    return prepared.with_order(found)
+
+
+def _going_on(order: MixtureOrder, told: ToldPlace, state: Mapping[str, Any]) -> MixtureOrder | None:
+    """The order that goes on from the last change that a state tells of; None where the stages lead elsewhere."""
+    position, amount = state.get("position"), told.now.place.amount(order.by) + told.resumed.begun[order.by == "tokens"]
+    if type(position) is not int or position < 0:
+        return None
+    candidates = [(order.stages, told.resumed)]
+    now = next(stage for stage in reversed(order.stages) if stage.bound <= amount)
+    if now.periods == told.periods:
+        # Weights that are set again: they have held since the last change, whatever the stages say of before.
+        held = (Stage(0, now.periods), *(stage for stage in order.stages if stage.bound > amount))
+        is_changed = told.resumed.is_changed or told.resumed.epoch > 0
+        candidates.append((held, told.resumed._replace(is_changed=is_changed)))
+    for stages, resumed in candidates:
+        candidate = order.restaged(stages, resumed)
+        try:
+            place = candidate.place(told.resumed.epoch, position)
+            if place == told.now.place and candidate.due(told.resumed.epoch, place) == told.now.due:
+                return candidate
+        except (IndexError, ValueError):
+            continue
+    return None
+
+
+def _translate(
+    prepared: PreparedDataset,
+    before: OrderBeforeDebts,
+    state: Mapping[str, Any],
+    allow: Sequence[str],
+    num_workers: int,
+) -> tuple[PreparedDataset, Position]:
+    """From a state of the rule before: what each source has given is found by that rule, and the run goes on from
+    there with the weights here.
+    """
+    order = prepared.spec.plan.order
+    assert isinstance(order, MixtureOrder)
+    there = prepared.with_order(before)
+    position = load_state(state, prepared.fingerprint, there.epochs, allow, num_workers, cut=True)
+    resumed = before.translated(position.epoch, _place_of(state, before))
+    return prepared.with_order(order.restaged(order.stages, resumed)), position
+
+
+def _epoch_of(state: Mapping[str, Any]) -> int:
+    epoch = state.get("epoch")
+    if type(epoch) is not int or epoch < 0:
+        raise StateError(f"the state points at epoch {epoch!r}, step {state.get('step')!r}")
+    return epoch
+
+
+def _place_of(state: Mapping[str, Any], order: MixtureOrder) -> int:
+    """The position of a state in its epoch. Raises StateError where the epoch has none such."""
+    position, length = state.get("position"), order.length(_epoch_of(state))
+    if type(position) is not int or not 0 <= position <= length:
+        raise StateError(f"the state points at position {position!r} of an epoch of {length} samples")
+    return position
 
 
 def _read_stages(told: Any, order: MixtureOrder) -> tuple[Stage, ...]:

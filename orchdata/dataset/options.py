@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from orchdata.balancers.checks import checked_count
 from orchdata.batch.batch import ModelInputs
 from orchdata.building.spec import BuildSpec, Content
+from orchdata.dataset.mixed_state import tell_place
 from orchdata.delivery.policy import ErrorPolicy
 from orchdata.loaders.errors import DataError
 from orchdata.order.mixture import MixtureOrder
@@ -147,10 +148,12 @@ class PreparedDataset:
         spec = replace(self.spec, plan=replace(self.spec.plan, order=order, batches=batches))
         return replace(self, spec=spec, epochs=OrderedEpochs(batches=batches, length=order.length))
 
-    def state_of_order(self) -> dict[str, Any]:
-        """What a state tells of the order beside the fingerprint."""
+    def state_of_order(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """What a state that stands somewhere tells of the order, next to the fingerprint."""
         order = self.spec.plan.order
-        return {"stages": order.told_stages()} if isinstance(order, MixtureOrder) else {}
+        if not isinstance(order, MixtureOrder):
+            return {}
+        return tell_place(order, state["epoch"], state["position"])
 
 
 def batch_sizes(

@@ -1,10 +1,13 @@
 """The state of a loader: where in which epoch it stands, and of what.
 
-Small, JSON-safe, versioned and the same on every rank, so rank 0's loads everywhere.
+Small, JSON-safe, versioned and the same on every rank, so rank 0's loads everywhere. Version 1 told of a mixture all
+stages instead of what its sources have given; `dataset/mixed.py` translates that.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -12,11 +15,14 @@ from functools import partial
 from typing import Any
 
 from orchdata.loaders.errors import StateError
+from orchdata.order.mixture import weights_of
 from orchdata.order.steps import Begin, Epochs, Told, is_begin, told_begin
 
-VERSION = 1
+VERSION = 2
+READ = (1, VERSION)
 SIZES = ("global_batch_size", "global_batch_tokens")  # which may differ where `allow` names them
 WEIGHTS = "weights"  # of a mixture, which may too
+_MOST_BYTES = 8192  # of a fingerprint of a mixture; a larger one is told by digests
 _MEASURES = frozenset((*SIZES, "tokens_multiple_of"))
 _KINDS: dict[str, type[Any] | tuple[type[Any], ...]] = {
     **dict.fromkeys(("epoch", "step", "position", "tokens", "base_seed", "worker"), int),
@@ -83,7 +89,7 @@ def dump_state(position: Position, fingerprint: Mapping[str, Any], epochs: Epoch
         "step": position.step,
         **epochs.place(position.epoch, position.step, position.told),
         **{name: value for name, value in held.items() if value is not None},
-        "fingerprint": deepcopy(dict(fingerprint)),
+        "fingerprint": _small(fingerprint),
     }
 
 
@@ -93,6 +99,9 @@ def load_state(
     epochs: Epochs,
     allow: Sequence[str] = (),
     num_workers: int = 0,
+    *,
+    cut: bool = False,
+    check: bool = True,
 ) -> Position:
     """The position of `state`. Raises StateError, naming each difference, if it belongs to something else.
 
@@ -101,13 +110,18 @@ def load_state(
         allow: names of SIZES, or WEIGHTS, that may differ: the rest of the epoch is then cut anew, from the state's
             place on.
         num_workers: of the loader.
+        cut: whether the rest of the epoch is cut anew in any case.
+        check: whether `epochs` find the steps before the state's place, which is then compared.
     """
     if not isinstance(state, Mapping) or "version" not in state:
         raise StateError("this is not a state of an orchdata DataLoader: it has no 'version'")
-    if state["version"] != VERSION:
-        raise StateError(f"the state has version {state['version']}, this orchdata reads version {VERSION}")
+    if state["version"] not in READ or isinstance(state["version"], bool):
+        known = " and ".join(map(str, READ))
+        raise StateError(f"the state has version {state['version']}, this orchdata reads versions {known}")
     _check_kinds(state)
-    theirs = state.get("fingerprint", {})
+    theirs = _with_present_weights(state.get("fingerprint", {}))
+    if _is_small(theirs):
+        fingerprint = _digested(fingerprint)
     differences = _differences(_without_size(theirs), _without_size(fingerprint), "")
     other_size = _other_size(theirs, fingerprint)
     if other_size is not None and other_size[0] not in allow:
@@ -120,10 +134,66 @@ def load_state(
         raise StateError("the state belongs to another loader: " + "; ".join(differences))
     position = _position(state, num_workers)
     if other_size is None:
-        _check_place(state, position, epochs)
-        if not other_weights:
+        if check:
+            _check_place(state, position, epochs)
+        if not other_weights and not cut:
             return position
     return _cut_anew(state, position, epochs)
+
+
+def is_of_mixture(state: Any, fingerprint: Mapping[str, Any]) -> bool:
+    """Whether a state is of the mixture of a fingerprint, whatever its weights are."""
+    theirs = state.get("fingerprint") if isinstance(state, Mapping) else None
+    if not isinstance(theirs, Mapping) or state.get("version") not in READ:
+        return False
+    ours = _digested(fingerprint) if _is_small(theirs) else fingerprint
+    return bool(theirs.get("mixture") == ours["mixture"])
+
+
+def has_weights(state: Mapping[str, Any], fingerprint: Mapping[str, Any]) -> bool:
+    """Whether a state of a mixture has the weights of a fingerprint."""
+    return bool(_with_present_weights(state["fingerprint"]).get(WEIGHTS) == fingerprint[WEIGHTS])
+
+
+def _with_present_weights(fingerprint: Any) -> Any:
+    """A fingerprint with its weights as they are told now: of version 1 it has all stages."""
+    if not (isinstance(fingerprint, Mapping) and isinstance(fingerprint.get(WEIGHTS), list)):
+        return fingerprint
+    return {**fingerprint, WEIGHTS: weights_of(fingerprint[WEIGHTS])}
+
+
+def _small(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+    """A fingerprint as a state holds it: of a mixture of many sources by digests."""
+    if "mixture" in fingerprint and len(json.dumps(fingerprint)) > _MOST_BYTES:
+        return _digested(fingerprint)
+    return deepcopy(dict(fingerprint))
+
+
+def _is_small(fingerprint: Any) -> bool:
+    mixture = fingerprint.get("mixture") if isinstance(fingerprint, Mapping) else None
+    return isinstance(mixture, Mapping) and mixture.get("digests") is True
+
+
+def _digested(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+    """The fingerprint of a mixture with a digest for each source's order and recipe; its shuffle, which is of all
+    sources, stays readable.
+    """
+    mixture = dict(fingerprint["mixture"])
+    orders = mixture["sources"]
+    mixture |= {
+        "digests": True,
+        "shuffle": deepcopy(next(iter(orders.values()))["shuffle"]),
+        "sources": {name: _digest(order) for name, order in orders.items()},
+    }
+    sources = {
+        name: {field: value if isinstance(value, float) else _digest(value) for field, value in source.items()}
+        for name, source in fingerprint["sources"].items()
+    }
+    return {**deepcopy(dict(fingerprint)), "mixture": mixture, "sources": sources}
+
+
+def _digest(value: Any) -> str:
+    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 def check_allowed(allow: Sequence[str]) -> None:

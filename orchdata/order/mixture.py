@@ -3,22 +3,41 @@
     position --search (order.merge)--> how many samples each source has given --their own orders--> rows
 
 A lap is what goes through each source once, an epoch of "first" and "all"; of "repeat" it is the whole run, in which a
-source begins its next pass by itself. Stages cut a lap into stretches: in each virtual times begin anew.
+source begins its next pass by itself. Inside a lap sources go on over stages with what they are due (`due.py`).
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.order.merge import By, Lap, MixedSource, Place, Samples, Stage, Stop
+from orchdata.order.merge import By, Lap, MixedSource, Place, Reached, Samples, Stage, Stop
 
 Ints = NDArray[np.int64]
 
 _EPOCHS_KEPT = 4
+
+
+class Resumed(NamedTuple):
+    """Where a run goes on: what its stages alone do not tell, or would tell only after a search through all of them.
+
+    Attributes:
+        epoch: the one that it goes on in.
+        begun: samples and tokens of the epochs before; of "repeat" none.
+        start: of "repeat", where the epoch begins.
+        reached: where its last stretch begins; None in the first one of an epoch, or of a run.
+        is_changed: whether stages do not tell what came before: other weights, or another rule.
+    """
+
+    epoch: int
+    begun: tuple[int, int]
+    start: Place
+    reached: Reached | None
+    is_changed: bool = False
 
 
 class MixtureOrder:
@@ -33,6 +52,7 @@ class MixtureOrder:
         stop: where an epoch ends: with the last sample of the first source that has no more, of all of them, or
             ("repeat") where it has `epoch_size` tokens or samples.
         epoch_size: with "repeat" only. An epoch of tokens ends with the sample that fills it.
+        resumed: where a run goes on that had other weights or another rule before, or that went through many stages.
     """
 
     def __init__(
@@ -43,22 +63,29 @@ class MixtureOrder:
         by: By = "tokens",
         stop: Stop = "first",
         epoch_size: tuple[By, int] | None = None,
+        resumed: Resumed | None = None,
     ) -> None:
         self.sources = tuple(sources)
-        self.stages = tuple(stages)
+        self.stages = self._staged(stages)
         self.by: By = by
         self.stop: Stop = stop
         self.epoch_size = epoch_size
+        self.resumed = resumed
         self._run = self._lap(0, 0) if stop == "repeat" else None
-        self._begun = [(0, 0)]
+        self._begun = {0: (0, 0)} | ({} if resumed is None else {resumed.epoch: resumed.begun})
         self._epochs: dict[int, _Epoch] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _mixture_order, (self.sources, self.stages, self.by, self.stop, self.epoch_size)
+        return _mixture_order, (self.sources, self.stages, self.by, self.stop, self.epoch_size, self.resumed)
 
-    def restaged(self, stages: Sequence[Stage]) -> MixtureOrder:
-        """The same mixture with other stages."""
-        return _mixture_order(self.sources, tuple(stages), self.by, self.stop, self.epoch_size)
+    def restaged(self, stages: Sequence[Stage], resumed: Resumed | None = None) -> MixtureOrder:
+        """The same mixture with other stages, from a place on where one is given."""
+        return _mixture_order(self.sources, tuple(stages), self.by, self.stop, self.epoch_size, resumed)
+
+    @staticmethod
+    def _staged(stages: Sequence[Stage]) -> tuple[Stage, ...]:
+        """Weights that are set again are the same stage."""
+        return joined_stages(stages)
 
     @property
     def streams(self) -> int:
@@ -95,6 +122,8 @@ class MixtureOrder:
 
     def before(self, epoch: int, position: int) -> int:
         """Tokens of the samples before a position, from 0 to the epoch's length. Raises ValueError elsewhere."""
+        if not position:
+            return 0
         found = self._epoch(epoch)
         if not 0 <= position <= self.length(epoch):
             raise ValueError(f"position {position} is not within epoch {epoch}, of {self.length(epoch)} samples")
@@ -141,10 +170,40 @@ class MixtureOrder:
         ends = zip(start.counts, stop.counts, start.given, stop.given, strict=True)
         return [(last - first, until - since) for first, last, since, until in ends]
 
+    def place(self, epoch: int, position: int) -> Place:
+        """How many samples each source has given before a position of an epoch, and their tokens; since the epoch's
+        start, of "repeat" since the run's.
+        """
+        found = self._epoch(epoch)
+        return found.lap.place(found.start.position + position)
+
+    def resumed_at(self, epoch: int, place: Place) -> Resumed:
+        """What a loader needs to go on in an epoch from a place of it."""
+        found = self._epoch(epoch)
+        begun = (0, 0) if self._run is not None else self._begins(epoch)
+        resumed = self.resumed
+        if resumed is None or not resumed.is_changed:
+            return Resumed(epoch, begun, found.start, found.lap.last_change(place))
+        # No later place: steps of the epoch are cut from its start, or from where the weights changed in it.
+        reached = resumed.reached if epoch == resumed.epoch else found.lap.last_change(found.start)
+        return Resumed(epoch, begun, found.start, reached, is_changed=True)
+
+    def due(self, epoch: int, place: Place) -> tuple[int, ...]:
+        """What each source is due at a place, in units of 2**-DUE_BITS."""
+        return self._epoch(epoch).lap.due(place)
+
+    def periods(self, epoch: int, place: Place) -> tuple[int, ...]:
+        """Of the last sample before a place; at a lap's begin of the first."""
+        return self._epoch(epoch).lap.periods(place)
+
     def told_stages(self) -> list[list[Any]]:
         """The stages, JSON-safe: of each its bound, and name -> period."""
         names = [source.name for source in self.sources]
         return [[stage.bound, dict(zip(names, stage.periods, strict=True))] for stage in self.stages]
+
+    def told_weights(self) -> Any:
+        """What tells the stages from others, JSON-safe: one stage itself, of several a digest."""
+        return self.told_stages() if len(self.stages) == 1 else _digest(self.stages)
 
     def describe(self) -> dict[str, object]:
         """What the sequence depends on beside the stages, JSON-safe."""
@@ -156,9 +215,19 @@ class MixtureOrder:
         }
 
     def _lap(self, number: int, begun: int) -> Lap:
-        return Lap(self.sources, self.stages, self.by, self.stop, number=number, begun=begun)
+        resumed, reached = self.resumed, None
+        if resumed is not None and (self.stop == "repeat" or number == resumed.epoch):
+            reached = resumed.reached
+        changed = resumed is not None and resumed.is_changed
+        arguments = {"number": number, "begun": begun, "reached": reached, "is_changed": changed}
+        return Lap(self.sources, self.stages, self.by, self.stop, **arguments)  # type: ignore[arg-type]
 
     def _epoch(self, epoch: int) -> _Epoch:
+        if self.resumed is not None and self.resumed.is_changed and epoch < self.resumed.epoch:
+            raise IndexError(
+                f"epoch {epoch} is before the place where the weights of the mixture changed: ask a loader with the "
+                "weights of then, and a state from before"
+            )
         kept = self._epochs.get(epoch)
         if kept is None:
             kept = self._whole_lap(epoch) if self._run is None else self._stretch_of_run(self._run, epoch)
@@ -174,22 +243,56 @@ class MixtureOrder:
     def _stretch_of_run(self, run: Lap, epoch: int) -> _Epoch:
         assert self.epoch_size is not None
         unit, size = self.epoch_size
-        start, stop = (run.place(run.filled_by(unit, number * size)) for number in (epoch, epoch + 1))
-        return _Epoch(run, start, stop)
+        stop = run.place(run.filled_by(unit, (epoch + 1) * size))
+        if self.resumed is not None and epoch == self.resumed.epoch:
+            return _Epoch(run, self.resumed.start, stop)
+        return _Epoch(run, run.place(run.filled_by(unit, epoch * size)), stop)
 
     def _begins(self, epoch: int) -> tuple[int, int]:
         """Samples and tokens of the epochs before one, each of which is a lap."""
-        begun = list(self._begun)
-        while len(begun) <= epoch:
-            samples, tokens = begun[-1]
-            end = self._lap(len(begun) - 1, tokens if self.by == "tokens" else samples).end()
-            begun.append((samples + end.position, tokens + end.tokens))
+        begun = self._begun
+        known = max((number for number in begun if number <= epoch), default=0)
+        for number in range(known, epoch):
+            samples, tokens = begun[number]
+            end = self._lap(number, tokens if self.by == "tokens" else samples).end()
+            begun = begun | {number + 1: (samples + end.position, tokens + end.tokens)}
         self._begun = begun
         return begun[epoch]
 
 
-def _mixture_order(sources: Any, stages: Any, by: By, stop: Stop, epoch_size: tuple[By, int] | None) -> MixtureOrder:
-    return MixtureOrder(sources, stages, by=by, stop=stop, epoch_size=epoch_size)
+def _digest(stages: Sequence[Stage]) -> dict[str, object]:
+    """Of several stages, which may be thousands."""
+    found = hashlib.blake2b(digest_size=16)
+    for bound, periods in stages:
+        found.update(np.array([bound, *periods], "<i8").tobytes())
+    return {"stages": len(stages), "digest": found.hexdigest()}
+
+
+def weights_of(told: Any) -> Any:
+    """What `MixtureOrder.told_weights` says of stages that `told_stages` says, as states of before hold them."""
+    try:
+        names = sorted(told[0][1])
+        stages = joined_stages([Stage(bound, tuple(periods[name] for name in names)) for bound, periods in told])
+        if len(stages) > 1:
+            return _digest(stages)
+        return [[stages[0].bound, dict(zip(names, stages[0].periods, strict=True))]]
+    except (KeyError, IndexError, TypeError, ValueError, OverflowError):
+        return told
+
+
+def joined_stages(stages: Sequence[Stage]) -> tuple[Stage, ...]:
+    """Stages without those that set the weights again that hold already."""
+    found: list[Stage] = []
+    for stage in stages:
+        if not found or stage.periods != found[-1].periods:
+            found.append(stage)
+    return tuple(found)
+
+
+def _mixture_order(
+    sources: Any, stages: Any, by: By, stop: Stop, epoch_size: tuple[By, int] | None, resumed: Resumed | None
+) -> MixtureOrder:
+    return MixtureOrder(sources, stages, by=by, stop=stop, epoch_size=epoch_size, resumed=resumed)
 
 
 class _Epoch(NamedTuple):

@@ -81,6 +81,8 @@ def multiple_of_state(state: Mapping[str, Any]) -> int:
 
 def _orders(fingerprint: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     mixture = fingerprint.get("mixture")
+    if isinstance(mixture, Mapping) and "shuffle" in mixture:
+        return [mixture]
     if isinstance(mixture, Mapping) and isinstance(mixture.get("sources"), Mapping):
         return [each for each in mixture["sources"].values() if isinstance(each, Mapping)]
     order = fingerprint.get("order")

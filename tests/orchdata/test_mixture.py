@@ -1,5 +1,7 @@
 """Mixtures through a DataLoader: the same steps on any ranks and workers, resumed anywhere, with other weights too."""
 
+# ruff: noqa: F811 (a fixture is imported)
+
 from __future__ import annotations
 
 import itertools
@@ -14,43 +16,13 @@ import numpy as np
 import pytest
 import torch
 from global_digest import content
+from mixed_data import data, mixture, planned  # noqa: F401
 from rank_loaders import loaders, steps_of
-from shard_factory import RECIPE, chat, omni_shards, write_shard
+from shard_factory import RECIPE, write_shard
 
 import orchdata as od
 
 pytestmark = pytest.mark.usefixtures("same_cache")
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory, module_cache: Path) -> dict[str, od.ShardDataset]:
-    """Samples of all kinds, long chats under other names of media and another template, and a few short texts."""
-    folder = tmp_path_factory.mktemp("mixed")
-    chats = [{"__key__": f"c{n:03d}", "json": chat("tell me", "word " * (5 + 7 * n % 60))} for n in range(20)]
-    texts = [{"__key__": f"t{n:03d}", "caption": f"short {n}".encode()} for n in range(9)]
-    other = replace(
-        RECIPE,
-        text=od.TextPreprocessor(
-            template=od.ChatTemplate(suffix="<end>"), image_placeholder="[img]", fields=("caption",)
-        ),
-        image=replace(RECIPE.image, max_tokens=6),
-    )
-    found = {
-        "omni": od.ShardDataset(omni_shards(folder, samples=10), RECIPE),
-        "chat": od.ShardDataset(write_shard(folder / "chat.tar", chats), other),
-        "text": od.ShardDataset(write_shard(folder / "text.tar", texts), other),
-    }
-    for dataset in found.values():
-        dataset.index()
-    return found
-
-
-def mixture(data: dict[str, od.ShardDataset], weights: Sequence[float] = (5, 3, 1), **options: Any) -> od.Mixture:
-    sources = {
-        name: od.Source(dataset, weight=None if "stages" in options else weight)
-        for (name, dataset), weight in zip(data.items(), weights, strict=True)
-    }
-    return od.Mixture(sources, **({"stop": "repeat", "epoch_tokens": 9000} | options))
 
 
 def identities(step: Sequence[Any]) -> list[tuple[str, str, str]]:
@@ -66,14 +38,6 @@ def identities(step: Sequence[Any]) -> list[tuple[str, str, str]]:
 def held_by(step: Sequence[Any]) -> list[tuple[str, ...]]:
     """(shard, key, digest of its sequence) of a step's samples, over all ranks; one may come in two passes."""
     return sorted(sequence for share in step for sequence in content(share)[0])
-
-
-def planned(step: Sequence[Any]) -> list[tuple[int, int, int]]:
-    """(source, pass, row) of a step's samples, as every rank planned them."""
-    plans = [batch.plan for share in step for batch in share]
-    columns = [np.stack([plan.dataset_id, plan.passes, plan.row], 1) for plan in plans]
-    assert all(np.array_equal(columns[0], column) for column in columns)
-    return [tuple(row) for row in columns[0].tolist()]
 
 
 @pytest.mark.parametrize("options", [{}, {"stop": "all", "epoch_tokens": None}, {"by": "samples"}])
@@ -180,14 +144,14 @@ def test_weights_change_where_the_state_stands_and_again(data: dict[str, od.Shar
     (middle,) = loaders(after, 1, state, ("weights",))
     second = steps_of([middle], 6)
     again = middle.state_dict()
-    assert len(again["stages"]) == 2
-    # The same weights as the state's need no word any more, and the stage is kept; on other ranks too.
+    assert again["given"]["is_changed"]
+    # The same weights as the state's need no `allow` any more; on other ranks too.
     kept = [planned(step) for step in steps_of(loaders(after, 3, again))]
     assert kept == [planned(step) for step in steps_of(loaders(after, 1, again))]
     last = mixture(data, (1, 1, 8), epoch_tokens=20_000)
     (ending,) = loaders(last, 1, again, ("weights",), num_workers=1, num_threads=1)
     third = steps_of([ending])
-    assert len(ending.state_dict()["stages"]) == 3
+    assert ending.state_dict()["given"]["changed"] == again["given"]["now"]
     taken = [each for step in (*first, *second, *third) for each in planned(step)]
     assert len(taken) == len(set(taken)), "nothing comes twice"
     by_pass = Counter((source, number) for source, number, _ in taken)

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from listed_tokens import Listed
 from numpy.typing import NDArray
 
-from orchdata.order.merge import By, Lap, MixedSource, Place, Stage, Stop, Stretch
+from orchdata.order.before_debts import OrderBeforeDebts
+from orchdata.order.merge import By, Lap, MixedSource, Place, Reached, Stage, Stop, Stretch
 from orchdata.order.mixture import MixtureOrder
 from orchdata.order.order import Order, Shuffle
 from orchdata.order.steps import Begin, TokenBatches
@@ -115,7 +116,7 @@ def plain_epochs(order: MixtureOrder, num_epochs: int) -> list[list[Taken]]:
 
 
 @st.composite
-def mixtures(draw: st.DrawFn) -> MixtureOrder:
+def mixtures(draw: st.DrawFn, *, by_old_rule: bool = False) -> MixtureOrder:
     num_sources = draw(st.integers(1, 4))
     sizes = st.integers(1, 12) | st.integers(1, 600)
     rng = np.random.default_rng(draw(st.integers(0, 1 << 30)))
@@ -132,16 +133,19 @@ def mixtures(draw: st.DrawFn) -> MixtureOrder:
         epoch_size = draw(st.sampled_from(["tokens", "samples"])), draw(st.integers(1, 500))
         if epoch_size[0] == "tokens":
             epoch_size = "tokens", -(-epoch_size[1] // 50) * max(int(each.max()) for each in lengths)
-    return MixtureOrder(sources_of(lengths, shuffle), stages, by=by, stop=stop, epoch_size=epoch_size)
+    made = OrderBeforeDebts if by_old_rule else MixtureOrder
+    return made(sources_of(lengths, shuffle), stages, by=by, stop=stop, epoch_size=epoch_size)
 
 
 def periods_of(weights: list[int]) -> tuple[int, ...]:
     return tuple(round((1 << 16) * max(weights) / weight) if weight else 0 for weight in weights)
 
 
-@given(order=mixtures(), data=st.data())
+@given(order=mixtures(by_old_rule=True), data=st.data())
 @settings(max_examples=25, deadline=None)
-def test_it_is_the_merge_by_virtual_time(order: MixtureOrder, data: st.DataObject) -> None:
+def test_the_rule_of_before_is_the_merge_by_virtual_times_that_begin_again_in_each_stage(
+    order: MixtureOrder, data: st.DataObject
+) -> None:
     expected = plain_epochs(order, 3)
     for epoch in data.draw(st.permutations(range(3))):
         mine = expected[epoch]
@@ -168,24 +172,45 @@ def test_it_is_the_merge_by_virtual_time(order: MixtureOrder, data: st.DataObjec
 
 @given(order=mixtures(), data=st.data())
 @settings(max_examples=25, deadline=None)
-def test_other_weights_from_a_place_on_change_nothing_before(order: MixtureOrder, data: st.DataObject) -> None:
-    """As a run that goes on with other weights does: what was delivered stays, and so does where epochs begin."""
+def test_any_part_of_an_epoch_is_found_alone(order: MixtureOrder, data: st.DataObject) -> None:
+    """In stages too: each (source, pass, row) comes once, and any span is that of the whole epoch."""
     epoch = data.draw(st.integers(0, 2))
-    place = data.draw(st.integers(0, order.length(epoch)))
-    amount = order.amount(epoch, place)
+    length = order.length(epoch)
+    source, row = order.rows(epoch, 0, length)
+    passes = order.passes(epoch, 0, length)
+    assert len(set(zip(source.tolist(), passes.tolist(), row.tolist(), strict=True))) == length
+    sizes = np.concatenate([each.counts.tokens for each in order.sources])[row]  # type: ignore[attr-defined]
+    ends = np.cumsum(sizes)
+    alone = order.restaged(order.stages)
+    for _ in range(3):
+        start, stop = sorted(data.draw(st.tuples(*[st.integers(0, length)] * 2)))
+        for one, whole in zip(alone.rows(epoch, start, stop), (source, row), strict=True):
+            assert np.array_equal(one, whole[start:stop])
+        assert alone.before(epoch, start) == (int(ends[start - 1]) if start else 0)
+        tokens = data.draw(st.integers(0, alone.of_epoch(epoch)))
+        assert alone.position(epoch, tokens) == np.searchsorted(ends, tokens, side="right")
+
+
+@given(order=mixtures(), data=st.data())
+@settings(max_examples=25, deadline=None)
+def test_other_weights_from_a_place_on_repeat_nothing(order: MixtureOrder, data: st.DataObject) -> None:
+    """As a run that goes on with other weights does."""
+    epoch = data.draw(st.integers(0, 2))
+    at = data.draw(st.integers(0, order.length(epoch)))
+    place = order.place(epoch, at)
     weights = st.lists(st.integers(1, 1 << 18), min_size=len(order.sources), max_size=len(order.sources))
-    kept = [stage for stage in order.stages if stage.bound < amount]
-    changed = order.restaged([*kept, Stage(amount, periods_of(data.draw(weights)))])
-    for earlier in range(epoch):
-        assert changed.length(earlier) == order.length(earlier)
-    assert changed.length(epoch) >= place
-    for one, other in zip(order.rows(epoch, 0, place), changed.rows(epoch, 0, place), strict=True):
-        assert np.array_equal(one, other)
-    seen = [
-        set(zip(changed.passes(epoch, 0, size), *changed.rows(epoch, 0, size), strict=True))
-        for size in [changed.length(epoch)]
+    reached = Reached(place, order.due(epoch, place)) if place.position else None
+    resumed = order.resumed_at(epoch, place)._replace(reached=reached, is_changed=True)
+    changed = order.restaged([Stage(0, periods_of(data.draw(weights)))], resumed)
+    length = changed.length(epoch)
+    assert length >= at
+    taken = [
+        each
+        for source, stop in ((order, at), (changed, length))
+        for start in [0 if source is order else at]
+        for each in zip(source.passes(epoch, start, stop), *source.rows(epoch, start, stop), strict=True)
     ]
-    assert len(seen[0]) == changed.length(epoch), "no sample comes twice"
+    assert len(set(taken)) == len(taken) == length
 
 
 @given(order=mixtures(), data=st.data())

@@ -1,0 +1,152 @@
+"""States of mixtures: those of before are translated, and their size does not grow with the number of stages."""
+
+# ruff: noqa: F811 (a fixture is imported)
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from mixed_data import data, mixture, planned  # noqa: F401
+from mixture_cases import periods_of, sources_of
+from rank_loaders import loaders, steps_of
+
+import orchdata as od
+from orchdata.dataset.mixed_state import read_place, tell_place
+from orchdata.order.merge import Stage
+from orchdata.order.mixture import MixtureOrder
+
+pytestmark = pytest.mark.usefixtures("same_cache")
+
+STATES = json.loads((Path(__file__).parent / "mixture_states_of_before.json").read_text())
+WEIGHTS = [{"omni": 5, "chat": 3, "text": 1}, {"omni": 1, "chat": 3, "text": 2}, {"chat": 3, "text": 1}]
+
+
+def mixture_of(name: str, data: dict[str, od.ShardDataset]) -> od.Mixture:
+    """The mixture that a state of before was taken of."""
+    if name.startswith("weights changed"):
+        return mixture(data, (1, 8, 1), epoch_tokens=20_000)
+    options: dict[str, Any] = {"stop": "all", "epoch_tokens": None} if name.startswith("all") else {}
+    bounds = (0, 20, 44) if "by samples" in name else (0, 2000, 4500)
+    by = {"by": "samples"} if "by samples" in name else {}
+    return mixture(data, stages=list(zip(bounds, WEIGHTS, strict=True)), **options, **by)
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_state_of_before_goes_on_with_each_sample_exactly_once(
+    name: str,
+    data: dict[str, od.ShardDataset],
+) -> None:
+    """In the second and third stage, on another number of ranks; in whole passes nothing is left out."""
+    mixed = mixture_of(name, data)
+    (fresh,) = loaders(mixed, 1)
+    state = deepcopy(STATES[name]["state"])
+    state["fingerprint"]["sources"] = fresh._prepared.fingerprint["sources"]  # they say where the shards lie
+    ours = loaders(mixed, 3, state)
+    rest = [planned(step) for step in steps_of(ours)]
+    if name.startswith("all") and state["epoch"]:
+        taken = [each for step in rest for each in step]
+    else:
+        taken = [tuple(each) for step in STATES[name]["delivered"] for each in step] + [
+            x for step in rest for x in step
+        ]
+    assert len(taken) == len(set(taken)), "nothing comes twice"
+    counts = Counter((source, number) for source, number, _ in taken)
+    sizes = [dataset.index().num_samples for _, dataset in sorted(data.items())]
+    if name.startswith(("repeat", "weights")):
+        whole = [(source, number) for source, number in counts if (source, number + 1) in counts]
+    else:
+        # A source without a weight in the last stage need not come whole.
+        whole = [(source, number) for source, number in counts if source != 1]
+    assert whole
+    assert all(counts[each] == sizes[each[0]] for each in whole), "nothing is left out"
+
+
+def test_a_translated_run_is_resumed_anywhere(data: dict[str, od.ShardDataset]) -> None:
+    name = "repeat, after 6 steps"
+    mixed = mixture_of(name, data)
+    state = deepcopy(STATES[name]["state"])
+    state["fingerprint"]["sources"] = loaders(mixed, 1)[0]._prepared.fingerprint["sources"]
+    expected = [planned(step) for step in steps_of(loaders(mixed, 1, state))]
+    ours = loaders(mixed, 2, state)
+    first = [planned(step) for step in steps_of(ours, 4)]
+    rest = [planned(step) for step in steps_of(loaders(mixed, 3, ours[0].state_dict()))]
+    assert [*first, *rest] == expected
+
+
+def test_a_state_is_small_with_many_stages_and_sources(data: dict[str, od.ShardDataset]) -> None:
+    names = [f"source-{number:02d}" for number in range(50)]
+    rng = np.random.default_rng(0)
+    stages = [(400 * k, dict(zip(names, rng.uniform(0.1, 1, 50).tolist(), strict=True))) for k in range(1000)]
+    sources = {name: od.Source(data[("omni", "chat", "text")[k % 3]]) for k, name in enumerate(names)}
+    mixed = od.Mixture(sources, stages=stages, stop="repeat", epoch_tokens=400_000)
+    (loader,) = loaders(mixed, 1)
+    steps = iter(loader.steps())
+    for _ in range(5):
+        next(steps)
+    state = loader.state_dict()
+    assert "changed" in state["given"]
+    assert len(json.dumps(state)) < 20_000
+    assert loaders(mixed, 1, state)[0].state_dict() == state
+    other = od.Mixture(
+        {**sources, names[0]: od.Source(data["text"])}, stages=stages, stop="repeat", epoch_tokens=400_000
+    )
+    with pytest.raises(od.StateError, match="source-00"):
+        loaders(other, 1, state)
+
+
+def test_equal_weights_again_at_a_resume_change_nothing(data: dict[str, od.ShardDataset]) -> None:
+    mixed = mixture(data, (5, 3, 1))
+    expected = [planned(step) for step in steps_of(loaders(mixed, 1))]
+    ours = loaders(mixed, 2)
+    first = [planned(step) for step in steps_of(ours, 4)]
+    again = mixture(data, stages=[(0, {"omni": 10, "chat": 6, "text": 2}), (900, {"omni": 5, "chat": 3, "text": 1})])
+    state = ours[0].state_dict()
+    rest = [planned(step) for step in steps_of(loaders(again, 1, state))]  # needs no `allow`
+    assert [*first, *rest] == expected
+    # With other weights before: those that hold now are the same.
+    other = mixture(data, stages=[(0, {"text": 1}), (900, {"omni": 5, "chat": 3, "text": 1})])
+    (later,) = loaders(other, 1, state, ("weights",))
+    second = [planned(step) for step in steps_of([later], 3)]
+    third = [planned(step) for step in steps_of(loaders(other, 2, later.state_dict()))]
+    assert sorted(x for step in (*first, *second, *third) for x in step) == sorted(x for step in expected for x in step)
+
+
+def test_a_state_that_says_what_cannot_be_is_refused(data: dict[str, od.ShardDataset]) -> None:
+    mixed = mixture_of("repeat, after 6 steps", data)
+    (loader,) = loaders(mixed, 1)
+    steps_of([loader], 6)
+    state = loader.state_dict()
+    for field, value in (("now", {}), ("weights", [1]), ("begun", None), ("start", {"samples": [0], "tokens": [0]})):
+        with pytest.raises(od.StateError, match="have given is"):
+            loaders(mixed, 1, state | {"given": state["given"] | {field: value}})
+    counts = [each + 1 for each in state["given"]["now"]["samples"]]
+    with pytest.raises(od.StateError, match="had not given there"):
+        loaders(mixed, 1, state | {"given": state["given"] | {"now": state["given"]["now"] | {"samples": counts}}})
+
+
+@pytest.mark.parametrize("by", ["tokens", "samples"])
+def test_what_a_state_tells_goes_on_the_same(by: Any) -> None:
+    """Through stages that sources leave and come back in."""
+    rng = np.random.default_rng(2)
+    lengths = [rng.integers(1, 90, 400) for _ in range(3)]
+    weights = [[5, 3, 1], [5, 0, 1], [1, 3, 1], [0, 3, 0], [2, 3, 4]]
+    scale = 900 if by == "tokens" else 20
+    stages = [Stage(scale * k, periods_of(weights[k % 5])) for k in range(20)]
+    order = MixtureOrder(sources_of(lengths), stages, by=by, stop="repeat", epoch_size=("samples", 700))
+    whole = order.rows(0, 0, 700)
+    for position in range(1, 700, 23):
+        told = json.loads(json.dumps(tell_place(order, 0, position)))
+        if "given" not in told:
+            continue
+        resumed = read_place(told["given"], order, 0).resumed
+        later = order.restaged(stages, resumed)
+        for one, other in zip(later.rows(0, position, 700), whole, strict=True):
+            assert np.array_equal(one, other[position:])
+        assert tell_place(later, 0, position) == told
+        assert np.array_equal(later.rows(0, 0, 700)[1], whole[1]), "what came before is found too"
