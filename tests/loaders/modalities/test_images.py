@@ -24,6 +24,8 @@ from orchdata.loaders.modalities.jpeg import jpeg_orientation
 from orchdata.loaders.recipe import ImagePreprocessor, image_grid
 from orchdata.native.patchify import channel_table, patchify
 
+pytestmark = pytest.mark.cpus
+
 IMAGE, AUDIO = 1, 2
 
 
