@@ -46,6 +46,11 @@ That is 8 + 16 + 3 roundings of the mean, of numbers as large as the deviation, 
 """
 
 
+RESIZED = 3e-3
+"""Absolute, of pixels from 0 to 255 that are resized in floats: two passes of at most 90 products each, whose weights
+add up to 1, are 2 * 92 roundings of at most 255."""
+
+
 def log_mel_bound(expected: NDArray[Any], band_axis: int) -> NDArray[np.float64]:
     """The bound of each log-mel feature (Whisper's: (log10 + 4) / 4), by how far it lies below its frame's loudest.
 
@@ -70,6 +75,16 @@ def assert_magnitudes_close(found: NDArray[Any], expected: NDArray[Any]) -> None
 def assert_standard_scores_close(found: NDArray[Any], expected: NDArray[Any]) -> None:
     """Raise AssertionError where a normalised sample differs by more than `STANDARD_SCORE`."""
     _assert_within(found, expected, STANDARD_SCORE * (1 + np.abs(np.asarray(expected, np.float64))))
+
+
+def assert_pixels(found: NDArray[np.uint8], expected: NDArray[Any]) -> None:
+    """Raise AssertionError where bytes are not those expected, or not the rounded floats that are expected."""
+    if expected.dtype == np.uint8:
+        np.testing.assert_array_equal(found, expected)
+        return
+    values = np.asarray(expected, np.float64)
+    assert found.dtype == np.uint8 and found.shape == values.shape
+    assert np.all(np.abs(found - values.clip(0, 255)) <= 0.5 + RESIZED)
 
 
 def _assert_within(found: NDArray[Any], expected: NDArray[Any], bound: NDArray[np.float64]) -> None:
