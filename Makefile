@@ -83,3 +83,25 @@ typing:
 
 clean:
 	rm -rf $(VENV) .typing .mypy_cache .ruff_cache .pytest_cache build dist *.egg-info
+
+# The tests that compare floats, under the instruction sets of older processors; what integers decide is equal under all.
+.PHONY: test-cpus
+test-cpus: $(STAMP)
+	PYTHONPATH=tests/support NUMBA_CACHE_DIR=$(CURDIR)/$(VENV)/numba-cpus $(BIN)/python tests/cpus/cpus.py $(ARGS)
+
+# The tests with the newest and the oldest packages that pyproject.toml allows, each in an environment of its own. pip
+# has no resolver for the oldest ones: uv has. What is tested is the newest or oldest release of each direct requirement.
+.PHONY: test-newest test-oldest
+test-newest: .venv-newest/.installed
+test-oldest: .venv-oldest/.installed
+test-newest test-oldest: test-%:
+	.venv-$*/bin/python scripts/versions.py
+	NUMBA_CACHE_DIR=$(CURDIR)/.venv-$*/numba .venv-$*/bin/python -m pytest -q -n 2 --dist loadfile $(ARGS)
+
+.venv-newest/.installed: RESOLUTION := highest
+.venv-oldest/.installed: RESOLUTION := lowest-direct
+.venv-newest/.installed .venv-oldest/.installed: pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --upgrade pip uv
+	$(@D)/bin/uv pip install --quiet --python $(@D)/bin/python --resolution $(RESOLUTION) --upgrade -e '.[dev]'
+	touch $@

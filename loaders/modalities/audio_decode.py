@@ -3,8 +3,9 @@
     bytes --soundfile--> mono float32 --resampling--> the recipe's rate --fit--> the indexed length --mel--> out
 
 Features are Whisper's: power spectrogram (Hann window), Slaney mel bands, log10 above 1e-10, cut 8 below the highest
-value, (x + 4) / 4, each window by itself: the operations of Hugging Face's WhisperFeatureExtractor in their order, so
-that values equal its to the bit. What lies behind a clip is silence, whose frames are not computed one by one.
+value, (x + 4) / 4, each window by itself: the operations of Hugging Face's WhisperFeatureExtractor in their order. On
+many processors values equal its to the bit; with other vector units, sums over other numbers of frames may differ
+within the bound that docs/reliability.md states. After a clip comes silence, whose frames are not computed one by one.
 
 torch runs operations on as many CPU threads as `torch.get_num_threads()` says, in every thread that decodes: where
 there are several of these, each first calls `torch_threads.use_one_thread`.
@@ -255,7 +256,7 @@ def _mel_power(padded: Wave, pre: AudioPreprocessor, num_frames: int) -> torch.T
 
 
 def _magnitudes(spectrum: torch.Tensor) -> torch.Tensor:
-    """`spectrum.abs()` of complex64 (num_frames, num_bins) to the bit, in a third of the time."""
+    """`spectrum.abs()` of complex64 (num_frames, num_bins) in a third of the time, to the bit on most processors."""
     import torch
 
     values = torch.view_as_real(spectrum.contiguous()).view(-1)
@@ -281,7 +282,7 @@ def _mel(num_mels: int, n_fft: int, sample_rate: int) -> tuple[torch.Tensor, tor
 
 def mel_bands(num_mels: int, n_fft: int, sample_rate: int) -> NDArray[np.float64]:
     """Slaney's mel bands, triangles of equal area up to half the rate: float64 (1 + n_fft // 2, num_mels), computed as
-    transformers.audio_utils.mel_filter_bank does, to the bit.
+    transformers.audio_utils.mel_filter_bank does, within rounding of float64.
     """
     step = np.log(6.4) / 27.0  # linear below 1 kHz, which is 15 mel, logarithmic above
     top = sample_rate / 2

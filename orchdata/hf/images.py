@@ -90,6 +90,8 @@ class HFImages(ImageFiles):
         outputs: what the image processor gives.
         counted: by a "rule" of its class, or "measured" on a blank image of each size.
         native: whether this library prepares pixels itself, having been seen to do it as the image processor does.
+        takes_arrays: whether the image processor was seen to make the same of bytes as of Pillow's image of them, which
+            spares two copies of each image.
         merge: side of a merged token in patches, where tokens are a grid of them; 0 where they are not.
         row_positions: positions that the encoder computes for a row (patches of a tile).
         placeholder: what stands for an image in rendered chats: the processor's `image_token`. It is `slot.mark`, the
@@ -100,6 +102,7 @@ class HFImages(ImageFiles):
     outputs: tuple[Output, ...]
     counted: Literal["rule", "measured"]
     native: bool = False
+    takes_arrays: bool = False
     merge: int = 0
     row_positions: int = 1
     placeholder: str = ""
@@ -160,7 +163,9 @@ class HFImages(ImageFiles):
         if self.native and sharing == 1 and transparency is None:
             write_rows(self.source, pixels, *out.values())
             return
-        image = Image.fromarray(pixels)
+        image: Any = np.require(pixels, requirements="W")  # Pillow's are read-only, of which torch warns
+        if not self.takes_arrays or transparency is not None:
+            image = Image.fromarray(pixels)
         if transparency is not None:  # left in RGB, where processors show it as white
             image.info["transparency"] = transparency
         outputs, _ = running(self.source).outputs(image, copies=min(sharing, 2))
@@ -208,7 +213,8 @@ class HFImages(ImageFiles):
 
     def parameters(self) -> dict[str, Any]:
         """Without how counts and pixels are come by, which changes neither."""
-        return {name: value for name, value in super().parameters().items() if name not in ("counted", "native")}
+        left_out = ("counted", "native", "takes_arrays")
+        return {name: value for name, value in super().parameters().items() if name not in left_out}
 
     def rope(self, size: PartSize) -> NDArray[np.int64] | None:
         """After Qwen2-VL, where tokens are a grid: one moment, the merged grid along height and width."""
@@ -317,13 +323,16 @@ def image_modality(processor: Any, *, patch_size: int | None = None) -> HFImages
     )
     told = [measured._read(found, text) for found, text in seen]
     ruled = replace(measured, counted="rule")
+    given = [found for found, _ in seen]
     if _says(ruled, told):
-        return replace(ruled, native=_prepares(ruled, looked_at, [found for found, _ in seen]))
+        if _prepares(ruled, looked_at, given):
+            return replace(ruled, native=True)
+        return replace(ruled, takes_arrays=_takes_arrays(source, looked_at, given))
     if not _says(measured, told):
         raise ValueError(
             f"{name}: what becomes of an image does not follow from its size, as counts of an index have to"
         )
-    return measured
+    return replace(measured, takes_arrays=_takes_arrays(source, looked_at, given))
 
 
 def _noise(width: int, height: int) -> NDArray[np.uint8]:
@@ -351,6 +360,20 @@ def _prepares(images: HFImages, looked_at: Sequence[NDArray[np.uint8]], seen: Se
             if not np.array_equal(values, expected):
                 return False
     except _NO_RULE:
+        return False
+    return True
+
+
+def _takes_arrays(source: str, looked_at: Sequence[NDArray[np.uint8]], seen: Sequence[Outputs]) -> bool:
+    """Whether an image processor makes of bytes, to the bit, what it makes of Pillow's images."""
+    try:
+        for image, expected in zip(looked_at, seen, strict=True):
+            found, _ = running(source).outputs(image.copy())
+            if found.keys() != expected.keys() or not all(
+                np.array_equal(as_array(found[name]), as_array(expected[name])) for name in expected
+            ):
+                return False
+    except Exception:  # noqa: BLE001 - of classes that take Pillow's images alone; those they get
         return False
     return True
 

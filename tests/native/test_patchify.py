@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from orchdata.native.patchify import bfloat16_bits, channel_table, patchify
 
+pytestmark = pytest.mark.cpus
+
 MEAN, STD = (0.48, 0.46, 0.41), (0.27, 0.26, 0.28)
 
 

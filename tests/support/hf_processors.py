@@ -45,9 +45,12 @@ def image_processor(name: str, backend: str, **settings: Any) -> Any:
 FAMILIES = (
     "qwen2_vl",
     "qwen3_vl",
+    "glm4v",
+    "paddleocr_vl",
     "llava",
     "llava_square",
     "llava_next",
+    "llava_next_parts",
     "llava_onevision",
     "internvl",
     "idefics3",
@@ -112,21 +115,40 @@ def _llava(*, pad: bool) -> Any:
     return build
 
 
-def _llava_next(backend: str) -> Any:
-    images = image_processor(
-        "LlavaNextImageProcessor",
-        backend,
-        size={"shortest_edge": 56},
-        crop_size={"height": 56, "width": 56},
-        image_grid_pinpoints=[[56, 112], [112, 56], [112, 112], [168, 56], [56, 168]],
-    )
-    return transformers.LlavaNextProcessor(
-        images,
-        tokenizer(image_token="<image>"),
-        patch_size=14,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-    )
+def _llava_next(unit: int) -> Any:
+    """`unit`: what the sizes are multiples of; tiles are of 56 pixels."""
+
+    def build(backend: str) -> Any:
+        images = image_processor(
+            "LlavaNextImageProcessor",
+            backend,
+            size={"shortest_edge": 56},
+            crop_size={"height": 56, "width": 56},
+            image_grid_pinpoints=[
+                [high * unit, wide * unit] for high, wide in ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))
+            ],
+        )
+        return transformers.LlavaNextProcessor(
+            images,
+            tokenizer(image_token="<image>"),
+            patch_size=14,
+            vision_feature_select_strategy="default",
+            num_additional_image_tokens=1,
+        )
+
+    return build
+
+
+def _glm4v(backend: str) -> Any:
+    words = tokenizer("<|begin_of_video|>", "<|end_of_video|>", image_token="<|image|>", video_token="<|video|>")
+    limits = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 128}
+    return _built(transformers.Glm4vProcessor, image_processor("Glm4vImageProcessor", backend, size=limits), words)
+
+
+def _paddleocr_vl(backend: str) -> Any:
+    limits = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 64}
+    images = image_processor("PaddleOCRVLImageProcessor", backend, size=limits)
+    return transformers.PaddleOCRVLProcessor(images, tokenizer(image_token="<image>"))
 
 
 def _llava_onevision(backend: str) -> Any:
@@ -203,9 +225,12 @@ _BUILD = {
     "qwen3_vl": _qwen(
         "Qwen3VLProcessor", 16, min_pixels=64 * 64, max_pixels=32 * 32 * 64, image_mean=[0.5] * 3, image_std=[0.5] * 3
     ),
+    "glm4v": _glm4v,
+    "paddleocr_vl": _paddleocr_vl,
     "llava": _llava(pad=False),
     "llava_square": _llava(pad=True),
-    "llava_next": _llava_next,
+    "llava_next": _llava_next(56),
+    "llava_next_parts": _llava_next(84),
     "llava_onevision": _llava_onevision,
     "internvl": _internvl,
     "idefics3": _split("Idefics3"),

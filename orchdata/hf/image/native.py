@@ -10,13 +10,14 @@ processor itself fills. Whoever uses this compares it with the processor first.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import product
 from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.hf.image.processors import running
-from orchdata.hf.image.sizes import Settings, class_name, crops, pixels, whole_tiles
+from orchdata.hf.image.sizes import Settings, class_name, crops, pixels, sides_of_patches, whole_tiles
 from orchdata.hf.processor_parts import RESAMPLES
 from orchdata.loaders.modalities.image_decode import resized
 from orchdata.native.patchify import patchify
@@ -68,6 +69,12 @@ def write_rows(source: str, image: Canvas, rows: NDArray[np.float32]) -> None:
         raise ValueError(f"prepared to {first} rows instead of {len(rows)}")
 
 
+def cut_of(source: str) -> Cut:
+    """How the processor described by `source` cuts its canvases. Raises LookupError for a class that is not known."""
+    run = running(source)
+    return _FAMILIES[class_name(run.image_processor)][1](run.settings)
+
+
 def _square_side(sides: tuple[int, int]) -> int:
     if sides[0] != sides[1]:
         raise LookupError(f"tiles of {sides[0]} x {sides[1]}")
@@ -78,11 +85,17 @@ def _tiles_of(name: str) -> Callable[[Settings], Cut]:
     return lambda settings: Cut(_square_side(settings.side(name)))
 
 
+def _blocks_of_patches(settings: Settings) -> Cut:
+    return Cut(settings.patch_size, settings.merge_size, settings.temporal_patch_size)
+
+
+def _rows_of_patches(settings: Settings) -> Cut:
+    """Patches from left to right, whatever block of merged ones they belong to."""
+    return Cut(settings.patch_size, 1, settings.temporal_patch_size)
+
+
 def _patches(steps: Steps, image: Canvas) -> Iterator[Canvas]:
-    settings, size = steps.settings, dict(steps.settings.size)
-    factor = settings.patch_size * settings.merge_size
-    limits = {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]}
-    yield steps.resize(image, *settings.module.smart_resize(*image.shape[:2], factor=factor, **limits))
+    yield steps.resize(image, *sides_of_patches(steps.settings, image.shape[1], image.shape[0]))
 
 
 def _cropped(steps: Steps, image: Canvas) -> Iterator[Canvas]:
@@ -119,6 +132,7 @@ def _any_resolution(steps: Steps, image: Canvas) -> Iterator[Canvas]:
     """LLaVA-NeXT and OneVision: the whole picture, then that within the best of some sizes, on black."""
     settings, size = steps.settings, image.shape[:2]
     side = _square_side(settings.side("size"))
+    cell = settings.side("crop_size")[0] if settings.crop_size else side
     if settings.crop_size and settings.do_center_crop and settings.side("crop_size") != (side, side):
         raise LookupError("tiles that are cropped")
     yield steps.resize(image, side, side)
@@ -127,7 +141,12 @@ def _any_resolution(steps: Steps, image: Canvas) -> Iterator[Canvas]:
     canvas = np.zeros((high, wide, 3), np.uint8)
     top, left = (high - height) // 2, (wide - width) // 2
     canvas[top : top + height, left : left + width] = steps.resize(image, height, width)
-    yield canvas
+    if cell == side and high % side == wide % side == 0:
+        yield canvas
+        return
+    # LLaVA-NeXT's defaults: sizes of 336 pixels in tiles of 224. What is left over is a part of a tile, enlarged.
+    for top, left in product(range(0, high, cell), range(0, wide, cell)):
+        yield from _cropped(steps, np.ascontiguousarray(canvas[top : top + cell, left : left + cell]))
 
 
 def _tiled(steps: Steps, image: Canvas) -> Iterator[Canvas]:
@@ -167,10 +186,16 @@ def _pan_and_scan(steps: Steps, image: Canvas) -> Iterator[Canvas]:
 
 _Canvases = Callable[[Steps, Canvas], Iterator[Canvas]]
 _FAMILIES: Final[Mapping[str, tuple[_Canvases, Callable[[Settings], Cut]]]] = {
-    "Qwen2VLImageProcessor": (
-        _patches,
-        lambda settings: Cut(settings.patch_size, settings.merge_size, settings.temporal_patch_size),
-    ),
+    "Qwen2VLImageProcessor": (_patches, _blocks_of_patches),
+    "CohereCompassImageProcessor": (_patches, _blocks_of_patches),
+    "Ernie4_5_VLMoeImageProcessor": (_patches, _blocks_of_patches),
+    "Ernie4_5_VL_MoeImageProcessor": (_patches, _blocks_of_patches),
+    "Glm46VImageProcessor": (_patches, _blocks_of_patches),
+    "Glm4vImageProcessor": (_patches, _blocks_of_patches),
+    "GlmgaImageProcessor": (_patches, _blocks_of_patches),
+    "HunYuanVLImageProcessor": (_patches, _rows_of_patches),
+    "PaddleOCRVLImageProcessor": (_patches, _rows_of_patches),
+    "VideoLlama3ImageProcessor": (_patches, _blocks_of_patches),
     "CLIPImageProcessor": (_cropped, _tiles_of("crop_size")),
     "SiglipImageProcessor": (_cropped, _tiles_of("size")),
     "LlavaImageProcessor": (_padded, _tiles_of("crop_size")),

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
 
+import numpy as np
+
 from orchdata.hf.image.sizes import Outputs, Settings, rule_of
 from orchdata.hf.processor_parts import OwnByThread, class_at, path_of
 from orchdata.loaders.modalities.image_decode import pass_order
@@ -75,13 +77,19 @@ class Running:
     nested: bool
 
     def outputs(self, image: Any, copies: int = 1) -> tuple[Outputs, str | None]:
-        """What becomes of one image (a PIL image, RGB), and the text that stands for it; of several copies of it in one
-        sample, where that makes a difference.
+        """What becomes of one image, and the text that stands for it; of several copies of it in one sample, where that
+        makes a difference.
+
+        Args:
+            image: a PIL image, RGB, or its bytes (height, width, 3) where the processor was seen to take these.
         """
         images = [[image] * copies] if self.nested or copies > 1 else [image]
+        asked = {"return_tensors": "pt"}
+        if isinstance(image, np.ndarray):  # whose axes it would guess, wrongly where an image is three pixels high
+            asked["input_data_format"] = "channels_last"
         if self.processor is None:
-            return dict(self.image_processor(images, return_tensors="pt")), None
-        found, texts = self.processor._process_images(images, **self.call, return_tensors="pt")
+            return dict(self.image_processor(images, **asked)), None
+        found, texts = self.processor._process_images(images, **self.call, **asked)
         return dict(found), texts[0] if texts else None
 
     def text(self, outputs: Outputs) -> str | None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from importlib import import_module
+from inspect import signature
 from typing import Any, Final
 
 import numpy as np
@@ -77,15 +78,39 @@ def pixels(*shape: int) -> NDArray[np.float32]:
 
 
 def _patches(settings: Settings, width: int, height: int) -> Outputs:
-    size, patch, merge = dict(settings.size), settings.patch_size, settings.merge_size
+    patch = settings.patch_size
     if not settings.do_resize:
         raise ValueError("without do_resize")
-    high, wide = settings.module.smart_resize(
-        height, width, factor=patch * merge, min_pixels=size["shortest_edge"], max_pixels=size["longest_edge"]
-    )
+    high, wide = sides_of_patches(settings, width, height)
     grid = (1, high // patch, wide // patch)
     dim = 3 * settings.temporal_patch_size * patch * patch
     return {"pixel_values": pixels(grid[1] * grid[2], dim), "image_grid_thw": np.array([grid], np.int64)}
+
+
+def sides_of_patches(settings: Settings, width: int, height: int) -> tuple[int, int]:
+    """(height, width) in pixels, whole blocks of merged patches, that the class's own `smart_resize` gives."""
+    size, resize = dict(settings.size), settings.module.smart_resize
+    given = {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]}
+    if _limits_frames(resize):  # GLM's limits count the pixels of all pictures of a patch
+        frames = settings.temporal_patch_size
+        given |= {"num_frames": frames, "temporal_factor": frames}
+    factor = settings.patch_size * settings.merge_size
+    high, wide = resize(height=height, width=width, factor=factor, **given)
+    return high, wide
+
+
+@cache
+def _limits_frames(resize: Callable[..., Any]) -> bool:
+    return "num_frames" in signature(resize).parameters
+
+
+def _patches_as_pictures(settings: Settings, width: int, height: int) -> Outputs:
+    found, side = _patches(settings, width, height), settings.patch_size
+    return {**found, "pixel_values": pixels(len(found["pixel_values"]), 3 * settings.temporal_patch_size, side, side)}
+
+
+def _patches_and_merge(settings: Settings, width: int, height: int) -> Outputs:
+    return {**_patches(settings, width, height), "image_merge_sizes": np.array([settings.merge_size], np.int64)}
 
 
 def _square(settings: Settings, *_size: int) -> Outputs:
@@ -158,6 +183,16 @@ def _pan_and_scan(settings: Settings, width: int, height: int) -> Outputs:
 
 _RULES: Final[Mapping[str, Rule]] = {
     "Qwen2VLImageProcessor": _patches,
+    "CohereCompassImageProcessor": _patches,
+    "Cosmos3EdgeImageProcessor": _patches,
+    "Ernie4_5_VLMoeImageProcessor": _patches,
+    "Ernie4_5_VL_MoeImageProcessor": _patches,
+    "Glm46VImageProcessor": _patches,
+    "Glm4vImageProcessor": _patches,
+    "GlmgaImageProcessor": _patches,
+    "HunYuanVLImageProcessor": _patches,
+    "PaddleOCRVLImageProcessor": _patches_as_pictures,
+    "VideoLlama3ImageProcessor": _patches_and_merge,
     "CLIPImageProcessor": _square,
     "SiglipImageProcessor": _square,
     "LlavaImageProcessor": _square,

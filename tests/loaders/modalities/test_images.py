@@ -13,16 +13,20 @@ import numpy as np
 import PIL
 import pytest
 import torch
+from float_bounds import assert_pixels
 from images import EXACT, LIMITS, RGB, encoded, jpeg, noise, photo, pixels_of
 from PIL import Image, ImageOps
 
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities import image_decode
+from orchdata.loaders.modalities.image import _LANCZOS_SINCE, _torch_version
 from orchdata.loaders.modalities.image_decode import decode_image, load_pixels
 from orchdata.loaders.modalities.jpeg import jpeg_orientation
 from orchdata.loaders.recipe import ImagePreprocessor, image_grid
 from orchdata.native.patchify import channel_table, patchify
+
+pytestmark = pytest.mark.cpus
 
 IMAGE, AUDIO = 1, 2
 
@@ -57,7 +61,12 @@ def on_white(image: Image.Image) -> np.ndarray:
 )
 def test_modes_become_rgb_as_pillow_converts_them(image, kind):
     data = encoded(image, kind)
-    expected = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+    try:
+        expected = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+    except OSError as error:
+        if (image.mode, kind) != ("YCbCr", "TIFF"):
+            raise
+        pytest.skip(f"this Pillow writes no TIFF of YCbCr that it can read: {error}")
     np.testing.assert_array_equal(pixels_of(data, image.size), expected)
 
 
@@ -156,10 +165,14 @@ def test_cmyk_and_ycck_fixtures(fixtures_dir: Path):
 
 
 def resized_by(resizer: str, upright: Image.Image, target: tuple[int, int], resample: str = "bicubic") -> np.ndarray:
-    """What a resizer is named for: Pillow's own resize, or torchvision's of a tensor of bytes."""
+    """What a resizer is named for: Pillow's own resize, or torchvision's of a tensor of bytes. Floats where torchvision
+    goes through them, before they are rounded.
+    """
     if resizer == "pillow":
         return np.asarray(upright.resize(target, Image.Resampling[resample.upper()]))
     tensor = torch.from_numpy(np.array(upright)).permute(2, 0, 1).contiguous()[None]
+    if resample == "bilinear" and not image_decode._has_bilinear_bytes():
+        tensor = tensor.float()
     found = torch.nn.functional.interpolate(tensor, target[::-1], mode=resample, align_corners=False, antialias=True)
     return found[0].permute(1, 2, 0).numpy()
 
@@ -210,13 +223,17 @@ def test_of_an_animation_the_first_frame_is_taken(kind):
 @pytest.mark.parametrize("resample", ["bicubic", "bilinear", "lanczos"])
 @pytest.mark.parametrize("resizer", ["pillow", "torchvision"])
 def test_resizers_are_those_they_are_named_for(resizer: str, resample: str):
+    if (resizer, resample) == ("torchvision", "lanczos") and _torch_version() < _LANCZOS_SINCE:
+        with pytest.raises(ValueError, match=r"'lanczos' needs torch 2.12 or resizer='pillow'"):
+            ImagePreprocessor(resizer=resizer, resample=resample)
+        return
     pre = ImagePreprocessor(max_tokens=64, resizer=resizer, resample=resample)
     for size in ((300, 200), (1000, 90), (31, 400), (20, 20)):
         image = photo(*size)
         grid = image_grid(*size, pre)
         expected = resized_by(resizer, image, (grid[1] * 14, grid[0] * 14), resample)
         for kind in ("PNG", "BMP"):
-            np.testing.assert_array_equal(pixels_of(encoded(image, kind), size, pre), expected)
+            assert_pixels(pixels_of(encoded(image, kind), size, pre), expected)
 
 
 def test_bilinear_without_a_kernel_for_bytes_goes_through_floats(monkeypatch: pytest.MonkeyPatch):
@@ -224,9 +241,11 @@ def test_bilinear_without_a_kernel_for_bytes_goes_through_floats(monkeypatch: py
     monkeypatch.setattr(image_decode, "_has_bilinear_bytes", lambda: False)
     image = photo(300, 200)
     tensor = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None].float()
-    expected = torch.nn.functional.interpolate(tensor, (70, 90), mode="bilinear", antialias=True).round()
+    expected = torch.nn.functional.interpolate(tensor, (70, 90), mode="bilinear", antialias=True)
     got = image_decode.resized(np.asarray(image), (90, 70), "torchvision", "bilinear")
-    np.testing.assert_array_equal(got, expected[0].permute(1, 2, 0).numpy())
+    assert_pixels(got, expected[0].permute(1, 2, 0).numpy())
+    with pytest.raises(AssertionError):
+        assert_pixels(got ^ 1, expected[0].permute(1, 2, 0).numpy())
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG"])

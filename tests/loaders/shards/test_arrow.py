@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 import soundfile
 from PIL import Image
@@ -191,7 +192,7 @@ def test_chats_and_lists_of_images_are_read_as_in_parquet(tmp_path: Path) -> Non
     assert len(stored(index, 0, Recipe()).decode(Recipe()).parts) == 6
 
 
-REPEATED = pa.RunEndEncodedArray.from_arrays(pa.array([1], pa.int32()), pa.array(["b"]))
+REPEATED = pc.run_end_encode(pa.array(["b"]))
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,10 @@ def test_lists_give_a_field_for_each_item(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", [pa.large_list, pa.list_view, pa.large_list_view])
 def test_lists_of_every_kind_are_lists(tmp_path: Path, kind: Any) -> None:
     images = pa.array([[png(1, 2), png(3, 4)], None], kind(pa.binary()))
-    pq.write_table(pa.table({"text": ["a", "b"], "images": images}), tmp_path / "a.parquet")
+    try:
+        pq.write_table(pa.table({"text": ["a", "b"], "images": images}), tmp_path / "a.parquet")
+    except pa.ArrowNotImplementedError as error:
+        pytest.skip(f"this pyarrow writes no such file: {error}")
     found = shard(tmp_path / "a.parquet").facts().table.arrow().to_pylist()
     assert [(row["key"], row["field"]) for row in found] == [
         ("0", "text"),

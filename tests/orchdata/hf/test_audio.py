@@ -8,6 +8,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+from float_bounds import assert_log_mel_close
 from hf_audio import byte_tokenizer, noise, processor_of, wav, without_video
 from shard_factory import write_shard
 from transformers import Qwen2AudioProcessor, VoxtralProcessor, WhisperFeatureExtractor
@@ -19,6 +20,8 @@ from orchdata.hf.audio_processor import HFAudio, rebuilt
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.modalities.audio_decode import decode_wave, mel_bands
 from orchdata.loaders.modalities.modality import stored_dtype
+
+pytestmark = pytest.mark.cpus
 
 LIMITS = od.Limits()
 BRIEF = {"chunk_length": 4}  # a window of 4 s, where 30 s would show no more
@@ -75,7 +78,7 @@ def written(modality, size):
 
 
 def check_equal(family, num_samples, **extractor):
-    """Counts, text and values, to the bit."""
+    """Counts and text are equal; values within the bound of float_bounds.py, equal where the processor makes them."""
     processor = processor_of(family, **extractor)
     modality, wave = audio_modality(processor), noise(num_samples)
     size, out = decoded(modality, wav(wave), (num_samples, 16_000))
@@ -85,7 +88,10 @@ def check_equal(family, num_samples, **extractor):
     ours, given = tensor(modality, out)["input_features"], np.asarray(found["input_features"])
     if family == "qwen2_5_omni":  # whose model drops what the mask leaves out, before anything else
         given = given[:, :, : int(np.asarray(found["feature_attention_mask"]).sum())]
-    np.testing.assert_array_equal(ours, given)
+    if type(modality) is WhisperAudio:
+        assert_log_mel_close(np.asarray(ours), given, band_axis=1)
+    else:
+        np.testing.assert_array_equal(ours, given)
     return size, modality.extras([size]), found
 
 
@@ -145,7 +151,8 @@ def check_counts(family, count, monkeypatch, **extractor):
     modality = audio_modality(processor)
     longest = modality.window_samples
     blank = np.zeros((1, 1, 1), np.float32)
-    monkeypatch.setattr(processor.feature_extractor, "_torch_extract_fbank_features", lambda *_: blank)
+    # Of the class: some pytests would leave a method among the attributes of the instance, which tests share.
+    monkeypatch.setattr(type(processor.feature_extractor), "_torch_extract_fbank_features", lambda *_: blank)
     lengths = np.random.default_rng(0).integers(1, longest + 1, count).tolist()
     for num_samples in [*range(1, 1_400, 53), longest - 1, longest, *lengths]:
         _, text = theirs(processor, np.zeros(num_samples, np.float32))
@@ -177,7 +184,7 @@ def check_speech(folder, most, **extractor):
         size, out = decoded(modality, data, header)
         found, text = theirs(processor, decode_wave(data, 16_000, size.extent[0], LIMITS))
         assert written(modality, size) == text, path
-        np.testing.assert_array_equal(out["input_features"], found["input_features"])
+        assert_log_mel_close(out["input_features"], found["input_features"], band_axis=1)
 
 
 def test_a_long_clip_is_an_error_that_names_the_ways_out():
@@ -193,7 +200,7 @@ def test_a_clip_that_is_cut_is_what_the_processor_makes_of_it():
     size, out = decoded(modality, wav(wave), (84_000, 16_000))
     found, text = theirs(processor, wave)
     assert (size.tokens, written(modality, size)) == (100, text)
-    np.testing.assert_array_equal(out["input_features"], found["input_features"])
+    assert_log_mel_close(out["input_features"], found["input_features"], band_axis=1)
 
 
 def test_a_clip_that_is_split_is_what_the_processor_makes_of_its_windows():
@@ -204,8 +211,10 @@ def test_a_clip_that_is_split_is_what_the_processor_makes_of_its_windows():
     assert modality.expand(size) == (100, 31)  # 20,000 samples: 125 frames, 63 positions
     assert (size.positions, size.tokens, size.rows) == (400, 131, 2)
     assert written(modality, size) == "".join(text for _, text in pairs)
-    for name, values in (*out.items(), *modality.extras([size]).items()):
-        np.testing.assert_array_equal(values, np.concatenate([found[name] for found, _ in pairs]))
+    expected = {name: np.concatenate([found[name] for found, _ in pairs]) for name in pairs[0][0]}
+    assert_log_mel_close(out["input_features"], expected["input_features"], band_axis=1)
+    for name, values in modality.extras([size]).items():
+        np.testing.assert_array_equal(values, expected[name])
 
 
 def test_a_tail_too_short_for_a_token_is_no_window():
@@ -294,7 +303,7 @@ def test_the_fingerprint_follows_the_feature_extractor():
 @pytest.mark.parametrize("num_mels", [40, 80, 128])
 def test_mel_bands_are_transformers(num_mels):
     expected = mel_filter_bank(201, num_mels, 0.0, 8_000.0, 16_000, norm="slaney", mel_scale="slaney")
-    np.testing.assert_array_equal(mel_bands(num_mels, 400, 16_000), expected)
+    np.testing.assert_allclose(mel_bands(num_mels, 400, 16_000), expected, rtol=1e-12, atol=1e-15)  # of float64
 
 
 @pytest.mark.parametrize("family", ["qwen2_audio", "qwen2_5_omni", "whisper", "qwen3_omni"])

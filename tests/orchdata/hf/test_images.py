@@ -23,6 +23,7 @@ from hf_processors import BACKENDS, FAMILIES
 from PIL import Image, ImageOps
 
 from orchdata.hf.image.processors import running
+from orchdata.hf.image.sizes import _RULES
 from orchdata.hf.images import HFImages, _found, image_modality
 from orchdata.hf.processor_parts import as_array, runs
 from orchdata.loaders.errors import DecodeError
@@ -32,6 +33,7 @@ from orchdata.loaders.recipe import ImagePreprocessor, Recipe
 
 # Of what is compared with: PaliGemma's processor makes arrays of tensors, and Pillow drops transparency.
 pytestmark = [
+    pytest.mark.cpus,
     pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:Palette images with Transparency:UserWarning"),
 ]
@@ -193,6 +195,50 @@ def test_photographs(family: str, backend: str, fixtures_dir: Path) -> None:
     assert checked > 40
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", [name for name, rule in _RULES.items() if rule.__name__.startswith("_patches")])
+def test_patches_of_every_class_with_a_rule_are_its_own_at_and_between_its_limits(name: str, backend: str) -> None:
+    limits = {"shortest_edge": 100 * 100, "longest_edge": 300 * 300}
+    processor = hf_processors.image_processor(name, backend, size=limits)
+    images, refused = image_modality(processor), 0
+    assert images.counted == "rule" and (images.native or name == "Cosmos3EdgeImageProcessor")
+    rng = np.random.default_rng(2)
+    for width, height in np.exp(rng.uniform(np.log(8), np.log(900), (80, 2))).astype(int).tolist():
+        picture = Image.fromarray(noise(height, width, 3))
+        try:
+            given = processor([picture], return_tensors="pt")
+        except ValueError:
+            refused += 1
+            with pytest.raises(DecodeError, match="which its processor refuses"):
+                images.count_header((width, height), LIMITS)
+            continue
+        size, out = decoded(images, encoded(picture, "BMP"))
+        np.testing.assert_array_equal(out["pixel_values"], given["pixel_values"].numpy())
+        assert images.extras([size])["image_grid_thw"].tolist() == given["image_grid_thw"].tolist()
+    assert refused < 20
+
+
+def test_bytes_are_given_to_a_processor_that_makes_the_same_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    processor = _next_with(_Measured)
+    images = image_modality(processor)
+    assert images.takes_arrays and not images.native
+    sizes = ((3, 90), (90, 3), (4, 4), (200, 120))  # three pixels could be three channels
+    for width, height in sizes:
+        data = encoded(Image.fromarray(noise(height, width, 3)))
+        _, out = decoded(images, data)
+        given = processor(images=[theirs(data)], text=["<image>"], return_tensors="pt")
+        np.testing.assert_array_equal(out["pixel_values"], given["pixel_values"][0].numpy())
+    # A class that does otherwise with bytes gets pictures.
+    process = _Measured.process_image
+    monkeypatch.setattr(
+        _Measured,
+        "process_image",
+        lambda self, image, **named: process(self, 255 - image if isinstance(image, np.ndarray) else image, **named),
+    )
+    assert not image_modality(processor).takes_arrays
+
+
 def test_runs_of_a_mark() -> None:
     assert runs("a<i><i>b<i>", "<i>") == ("a", 2, "b", 1)
     assert runs("<i>", "<i>") == (1,)
@@ -235,8 +281,8 @@ def test_a_look_at_the_processor_finds_out_what_is_not_its_own(monkeypatch: pyte
 
 @pytest.mark.parametrize(
     ("family", "size", "tiles"),
-    [("qwen2_vl", (168, 112), 1), ("qwen3_vl", (192, 128), 1), ("llava", (56, 56), 1), ("gemma3", (56, 56), 1),
-     ("internvl", (112, 56), 3)],
+    [("qwen2_vl", (168, 112), 1), ("qwen3_vl", (192, 128), 1), ("glm4v", (168, 112), 1),
+     ("paddleocr_vl", (168, 112), 1), ("llava", (56, 56), 1), ("gemma3", (56, 56), 1), ("internvl", (112, 56), 3)],
 )  # fmt: skip
 @pytest.mark.parametrize("backend", ["pil", "torchvision"])
 def test_rows_become_the_picture_that_was_cut(family: str, size: tuple[int, int], tiles: int, backend: str) -> None:

@@ -26,6 +26,8 @@ from orchdata.hf.video.modality import video_modality
 from orchdata.loaders.modalities.image_decode import resized
 from orchdata.loaders.modalities.probing import read_header
 
+pytestmark = pytest.mark.cpus
+
 TOLERANCE = 1e-8
 SELDOM = ("qwen2_vl", "qwen3_vl")
 
