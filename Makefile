@@ -8,7 +8,7 @@ ARGS ?=
 # Two at a time, whole files each: half of what tests take is waiting for processes that they start.
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
-.PHONY: demo test test-slow test-torchvision fuzz soak check format bench clean
+.PHONY: demo test test-slow test-torchvision fuzz soak check format bench peers clean
 
 demo: $(STAMP)
 	$(BIN)/orchdata demo $(ARGS)
@@ -50,6 +50,9 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.post_balance
 	$(BIN)/orchdata bench plan
 	$(BIN)/orchdata bench index
+	$(BIN)/python -m benchmarks.parquet
+	$(BIN)/python -m benchmarks.start
+	$(BIN)/python -m benchmarks.throughput
 	$(BIN)/orchdata bench throughput
 	$(BIN)/orchdata bench exchange
 	$(BIN)/orchdata bench train
@@ -68,6 +71,31 @@ $(VENV)/torchvision: $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $@ -c constraints.txt torchvision
 	touch $@
 
+# Loaders and solvers that benchmarks compare with, one to an environment, because together they have no solution. Each
+# environment sees the packages of $(VENV) behind its own, so that none brings another torch.
+PEERS := energon grain litdata ortools ray spdl streaming
+PEER_VENVS := .venv-peers
+energon_packages := megatron-energon
+grain_packages := grain
+# These two ask for torchvision, which is built for one torch: they come without what they ask for, and what they use.
+litdata_packages := --no-deps litdata boto3 botocore jmespath lightning-utilities obstore s3transfer tifffile
+ortools_packages := ortools
+ray_packages := ray[data]
+spdl_packages := spdl
+streaming_packages := --no-deps mosaicml-streaming boto3 botocore brotli catalogue cramjam crc32c jmespath python-snappy s3transfer xxhash zstd
+
+peers: $(PEERS:%=$(PEER_VENVS)/%/.installed)
+
+peers-%: $(PEER_VENVS)/%/.installed ;
+
+$(PEER_VENVS)/%/.installed: $(STAMP) Makefile
+	$(if $($*_packages),,$(error no peer is called $*: there are $(PEERS)))
+	rm -rf $(@D)
+	$(BIN)/python -m venv $(@D)
+	$(BIN)/python scripts/see_packages.py $(@D)
+	$(@D)/bin/python -m pip install --quiet -c constraints.txt $($*_packages)
+	touch $@
+
 # Type checkers cannot follow the mapping of the root folders into one package: show them links instead.
 .PHONY: typing
 typing:
@@ -76,4 +104,4 @@ typing:
 	@for folder in loaders balancers native; do ln -s ../../$$folder $(LINKS)/$$folder; done
 
 clean:
-	rm -rf $(VENV) .typing .mypy_cache .ruff_cache .pytest_cache build dist *.egg-info
+	rm -rf $(VENV) $(PEER_VENVS) .typing .mypy_cache .ruff_cache .pytest_cache build dist *.egg-info

@@ -1,0 +1,51 @@
+"""`python -m benchmarks.start_one INDEX RANKS BATCH_SIZE`: start one loader in this process, print what it took."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from orchdata.bench.harness import anonymous_bytes
+
+_TURNS = 7
+
+
+def main(path: Path, num_ranks: int, batch_size: int) -> dict[str, float]:
+    """Seconds from calling DataLoader to its first plan, and anonymous memory then, in bytes; and CPU seconds to load a
+    state and plan the step it points at, at the start of an epoch and after nine tenths of it: the least of some.
+    """
+    from orchdata.bench.distributions import OMNI_COST
+    from orchdata.bench.indexed_shards import IndexedShards
+    from orchdata.dataloader import DataLoader
+    from orchdata.order.steps import StepTask
+    from orchdata.planning.make_plan import make_plan
+
+    started, cpu_started, before = time.perf_counter(), time.process_time(), anonymous_bytes()
+    loader = DataLoader(
+        IndexedShards(path), batch_size=batch_size, shuffle=True, drop_last=True, cost=OMNI_COST, dp=(0, num_ranks)
+    )
+    spec = loader._prepared.spec.plan
+    make_plan(spec, StepTask(0, 0))
+    started_in = {
+        "seconds": time.perf_counter() - started,
+        "cpu_seconds": time.process_time() - cpu_started,
+        "before_bytes": before,
+        "anonymous_bytes": anonymous_bytes(),
+    }
+    state = loader.state_dict()
+
+    def resume(step: int) -> float:
+        began = time.thread_time()
+        loader.load_state_dict({**state, "step": step, **loader._prepared.epochs.place(0, step, None)})
+        make_plan(spec, StepTask(0, step))
+        return time.thread_time() - began
+
+    places = {"first_seconds": 0, "late_seconds": spec.num_steps * 9 // 10}
+    turns = [{name: resume(step) for name, step in places.items()} for _ in range(_TURNS)]
+    return started_in | {name: min(turn[name] for turn in turns) for name in places}
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))))
