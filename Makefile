@@ -78,11 +78,14 @@ PEER_VENVS := .venv-peers
 energon_packages := megatron-energon
 grain_packages := grain
 # These two ask for torchvision, which is built for one torch: they come without what they ask for, and what they use.
-litdata_packages := --no-deps litdata boto3 botocore jmespath lightning-utilities obstore s3transfer tifffile
+litdata_packages := --no-deps litdata boto3 botocore certifi charset_normalizer jmespath lightning-utilities obstore requests \
+	s3transfer tifffile urllib3
 ortools_packages := ortools
 ray_packages := ray[data]
 spdl_packages := spdl
-streaming_packages := --no-deps mosaicml-streaming boto3 botocore brotli catalogue cramjam crc32c jmespath python-snappy s3transfer xxhash zstd
+streaming_packages := --no-deps mosaicml-streaming boto3 botocore brotli catalogue certifi charset_normalizer cramjam crc32c \
+	jmespath python-snappy requests s3transfer urllib3 xxhash zstd
+streaming_beside := scripts/stand_ins/for_streaming
 
 peers: $(PEERS:%=$(PEER_VENVS)/%/.installed)
 
@@ -92,7 +95,7 @@ $(PEER_VENVS)/%/.installed: $(STAMP) Makefile
 	$(if $($*_packages),,$(error no peer is called $*: there are $(PEERS)))
 	rm -rf $(@D)
 	$(BIN)/python -m venv $(@D)
-	$(BIN)/python scripts/see_packages.py $(@D)
+	$(BIN)/python scripts/see_packages.py $(@D) $($*_beside)
 	$(@D)/bin/python -m pip install --quiet -c constraints.txt $($*_packages)
 	touch $@
 
