@@ -8,7 +8,7 @@ ARGS ?=
 # Two at a time, whole files each: half of what tests take is waiting for processes that they start.
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
-.PHONY: demo test test-slow test-torchvision test-wheel fuzz soak check format bench clean
+.PHONY: demo test test-slow test-torchvision test-wheel fuzz soak check format bench peers clean
 
 demo: $(STAMP)
 	$(BIN)/orchdata demo $(ARGS)
@@ -55,6 +55,9 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.post_balance
 	$(BIN)/orchdata bench plan
 	$(BIN)/orchdata bench index
+	$(BIN)/python -m benchmarks.parquet
+	$(BIN)/python -m benchmarks.start
+	$(BIN)/python -m benchmarks.throughput
 	$(BIN)/orchdata bench throughput
 	$(BIN)/orchdata bench exchange
 	$(BIN)/orchdata bench train
@@ -74,6 +77,34 @@ $(VENV)/torchvision: $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $@ -c constraints.txt torchvision
 	touch $@
 
+# Loaders and solvers that benchmarks compare with, one to an environment, because together they have no solution. Each
+# environment sees the packages of $(VENV) behind its own, so that none brings another torch.
+PEERS := energon grain litdata ortools ray spdl streaming
+PEER_VENVS := .venv-peers
+energon_packages := megatron-energon
+grain_packages := grain
+# These two ask for torchvision, which is built for one torch: they come without what they ask for, and what they use.
+litdata_packages := --no-deps litdata boto3 botocore certifi charset_normalizer jmespath lightning-utilities obstore requests \
+	s3transfer tifffile urllib3
+ortools_packages := ortools
+ray_packages := ray[data]
+spdl_packages := spdl
+streaming_packages := --no-deps mosaicml-streaming boto3 botocore brotli catalogue certifi charset_normalizer cramjam crc32c \
+	jmespath python-snappy requests s3transfer urllib3 xxhash zstd
+streaming_beside := scripts/stand_ins/for_streaming
+
+peers: $(PEERS:%=$(PEER_VENVS)/%/.installed)
+
+peers-%: $(PEER_VENVS)/%/.installed ;
+
+$(PEER_VENVS)/%/.installed: $(STAMP) Makefile
+	$(if $($*_packages),,$(error no peer is called $*: there are $(PEERS)))
+	rm -rf $(@D)
+	$(BIN)/python -m venv $(@D)
+	$(BIN)/python scripts/see_packages.py $(@D) $($*_beside)
+	$(@D)/bin/python -m pip install --quiet -c constraints.txt $($*_packages)
+	touch $@
+
 # Type checkers cannot follow the mapping of the root folders into one package: show them links instead.
 .PHONY: typing
 typing:
@@ -82,7 +113,7 @@ typing:
 	@for folder in loaders balancers native; do ln -s ../../$$folder $(LINKS)/$$folder; done
 
 clean:
-	rm -rf $(VENV) .typing .mypy_cache .ruff_cache .pytest_cache build dist *.egg-info
+	rm -rf $(VENV) $(PEER_VENVS) .typing .mypy_cache .ruff_cache .pytest_cache build dist *.egg-info
 
 # The tests that compare floats, under the instruction sets of older processors; what integers decide is equal under all.
 .PHONY: test-cpus

@@ -1,4 +1,4 @@
-"""How a benchmark is run by hand: its configuration's numbers are options, its results a report."""
+"""How a benchmark is run by hand: its configuration's numbers and words are options, its results a report."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def run_command(name: str, config: type[Config], run: Callable[[Config], Sequenc
 
     Args:
         name: of the module, as `python -m` takes it.
-        config: a dataclass; its fields that are numbers or flags become options.
+        config: a dataclass; its fields that are numbers, words or flags become options.
         run: measures.
     """
     parser = argparse.ArgumentParser(prog=f"python -m {name}")
-    options = [field for field in fields(config) if isinstance(field.default, int | float)]  # type: ignore[arg-type]
+    options = [field for field in fields(config) if isinstance(field.default, int | float | str)]  # type: ignore[arg-type]
     for field in options:
         flag = "--" + field.name.replace("_", "-")
         if isinstance(field.default, bool):

@@ -126,10 +126,13 @@ def test_links_lead_to_files(page: Path) -> None:
 
 def test_make_targets_that_are_named_exist() -> None:
     makefile = (REPOSITORY / "Makefile").read_text()
+    targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+    peers = makefile.split("PEERS := ")[1].splitlines()[0].split()
+    targets |= {f"peers-{peer}" for peer in (*peers, "NAME")}
     for page in PAGES:
-        for target in re.findall(r"`make ([a-z-]+)|^make ([a-z-]+)", page.read_text(), re.MULTILINE):
+        for target in re.findall(r"`make ([A-Za-z-]+)|^make ([A-Za-z-]+)", page.read_text(), re.MULTILINE):
             name = "".join(target)
-            assert re.search(rf"^{name}:", makefile, re.MULTILINE), f"{page.name}: make {name}"
+            assert name in targets, f"{page.name}: make {name}"
 
 
 def test_commands_that_are_named_exist() -> None:

@@ -150,7 +150,7 @@ def oracle(scale: Scale) -> list[Result | WideTable]:
     try:
         import ortools  # noqa: F401
     except ImportError:
-        note = "needs ortools: pip install 'orchdata[peers]'"
+        note = "needs ortools: make peers-ortools, and its interpreter"
         return [WideTable(title="Against the optimum: not measured", columns=("case",), rows=(), note=note)]
     rows: list[tuple[str | float | None, ...]] = []
     proved: list[float] = []

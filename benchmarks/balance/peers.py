@@ -150,7 +150,7 @@ def optimum(costs: ArrayLike, num_ranks: int, *, seconds: float = 5.0) -> Optimu
     """Smallest makespan by constraint programming (OR-tools CP-SAT), one thread; for small cases.
 
     Raises:
-        ImportError: without ortools, which the extra `orchdata[peers]` installs.
+        ImportError: without ortools: `make peers-ortools`, and run `.venv-peers/ortools/bin/python`.
     """
     from ortools.sat.python import cp_model
 

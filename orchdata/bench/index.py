@@ -2,7 +2,6 @@
 
 tars of JPEG + WAV/FLAC + text --facts, one core--> samples/s
                                --costs under a recipe / the tokenizer alone--> ratio
-Parquet of images + text --facts, in a child process / in this one--> files/s, rows/s
 tars of one small sample each  --build_index, from nothing and where nothing changed--> shards/s
 """
 
@@ -17,7 +16,6 @@ from pathlib import Path
 
 from orchdata.bench.corpus import Corpus
 from orchdata.bench.harness import Result, interleave, work_folder
-from orchdata.bench.parquet import measure_parquet
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.probed import Probes
 from orchdata.loaders.index.shard_costs import cost_shard
@@ -69,7 +67,6 @@ def run(config: IndexBench) -> list[Result]:
         return [
             *_scanning(urls, cache, config),
             *_tokenizing(urls, cache, config, name, Recipe(text=TextPreprocessor(tokenizer, id=name)), tokenizer),
-            *measure_parquet(folder, rows=2 * config.samples, repeats=config.repeats),
             *_small_shards(folder / "small", config),
         ]
 

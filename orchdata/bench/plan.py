@@ -1,19 +1,14 @@
-"""`orchdata bench plan`: planning one step at scale, and starting a loader over a large index.
+"""`orchdata bench plan`: planning one step at scale.
 
 synthetic index of 10 M rows --make_plan at 2,560 ranks x 16--> ms a step
-                             --a fresh process: DataLoader(...)--> seconds, anonymous memory
 """
 
 from __future__ import annotations
 
-import json
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 
@@ -39,7 +34,7 @@ class PlanBench:
         samples_per_rank: of a step.
         samples: rows of the index.
         max_tokens: cap on a microbatch, for the variants that split into microbatches.
-        repeats: measured steps, all different; and starts of a loader, a tenth of that.
+        repeats: measured steps, all different.
         seed: of the index and the order.
         folder: where to write the index (about 170 bytes a row); a temporary folder by default.
     """
@@ -59,9 +54,7 @@ def run(config: PlanBench) -> list[Result]:
     if size > config.samples:
         raise ValueError(f"{config.ranks} ranks x {config.samples_per_rank} need {size} samples, got {config.samples}")
     with work_folder(config.folder) as folder:
-        path = folder / "index.index"
-        index = synthetic_index(path, config.samples, config.seed)
-        return [*_planning(index, config), *_starting(path, config)]
+        return _planning(synthetic_index(folder / "index.index", config.samples, config.seed), config)
 
 
 def _planning(index: Index, config: PlanBench) -> list[Result]:
@@ -131,54 +124,6 @@ def _planning(index: Index, config: PlanBench) -> list[Result]:
             note=f"without balancing {dealt / bounds:.2f} x",
         ),
     ]
-
-
-def _starting(path: Path, config: PlanBench) -> list[Result]:
-    """Starts over the index at `path`, and one over an index of the hundredth part (of one global batch at least)."""
-    starts = [_start(path, config) for _ in range(max(1, config.repeats // 10))]
-    few = max(config.ranks * config.samples_per_rank, config.samples // 100)
-    synthetic_index(path.with_stem("few"), few, config.seed)
-    small = _start(path.with_stem("few"), config)["anonymous_bytes"]
-    seconds = tuple(start["seconds"] for start in starts)
-    cpu = [start["cpu_seconds"] for start in starts]
-    memory = tuple(start["anonymous_bytes"] / 2**20 for start in starts)
-    added = [(start["anonymous_bytes"] - start["before_bytes"]) / 2**20 for start in starts]
-    return [
-        Result(
-            name=f"start a DataLoader over {config.samples:,} samples and plan its first step",
-            unit="s",
-            values=seconds,
-            demand=2.0,
-            note=f"fresh process, after imports; page cache warm; CPU time {statistics.median(cpu):.2g} s",
-        ),
-        Result(
-            name="anonymous memory of that process",
-            unit="MiB",
-            values=memory,
-            demand=1024.0,
-            note=f"{max(added):.0f} MiB more than after imports",
-        ),
-        Result(
-            name=f"  more than over {few:,} samples",
-            unit="MiB",
-            values=tuple((start["anonymous_bytes"] - small) / 2**20 for start in starts),
-            demand=200.0,
-        ),
-        Result(
-            name="resume after nine tenths of an epoch / at its start",
-            unit="x",
-            values=tuple(start["late_seconds"] / start["first_seconds"] for start in starts),
-            note="CPU time of loading a state and planning its step",
-        ),
-    ]
-
-
-def _start(path: Path, config: PlanBench) -> dict[str, float]:
-    """Start a loader in a fresh process and hear what it took."""
-    command = [sys.executable, "-m", "orchdata.bench.start", str(path), str(config.ranks), str(config.samples_per_rank)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    report: dict[str, float] = json.loads(done.stdout)
-    return report
 
 
 def _milliseconds(name: str, seconds: tuple[float, ...], demand: float | None = None, note: str = "") -> Result:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from orchdata.cli.options import JsonOption
+from orchdata.cli.data import recipe_named
+from orchdata.cli.options import JsonOption, MediaRootOption, RecipeOption
 from orchdata.cli.output import one_line_errors, print_json, print_table
 
 if TYPE_CHECKING:
@@ -65,17 +67,17 @@ def index(
 @app.command()
 @one_line_errors
 def throughput(
-    data: Annotated[
+    paths: Annotated[
         list[str] | None,
-        typer.Option(metavar="PATHS", help="Plain tars, globs or braces; default: a made-up data set."),
+        typer.Argument(metavar="[PATHS]...", help="Your shards: files, globs or braces; default: a made-up data set."),
     ] = None,
-    samples: Annotated[int, typer.Option(help="Samples of the made-up data set, about 140 KiB each.")] = 800,
-    peers: Annotated[str, typer.Option(help="Other loaders: all, none, or names with commas between them.")] = "all",
+    recipe: RecipeOption = None,
+    media_root: MediaRootOption = None,
+    samples: Annotated[
+        int, typer.Option(help="Of the made-up data set, about 140 KiB each; of yours, at most, at random.")
+    ] = 800,
     consumer: Annotated[str, typer.Option(help="What is done with each batch: none, torch or python.")] = "none",
     consumer_ms: Annotated[float, typer.Option(help="How long that takes where nothing else runs.")] = 50.0,
-    decode: Annotated[str, typer.Option(help="How peers decode images: orchdata, as ours, or pillow.")] = "orchdata",
-    max_tokens: Annotated[int, typer.Option(help="Of an image, above which it is resized.")] = 4096,
-    draft: Annotated[bool, typer.Option(help="Scale large JPEGs while they are decoded.")] = False,
     batch_size: Annotated[int, typer.Option(help="Samples of a batch.")] = 16,
     workers: Annotated[int, typer.Option(help="Threads, or worker processes, of each loader.")] = 2,
     repeats: RepeatsOption = 3,
@@ -83,25 +85,23 @@ def throughput(
     folder: FolderOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Loading beside every other loader that is installed, with the same decoding, in turn."""
+    """Loading a made-up data set or yours, in threads and in worker processes, beside what the decoder allows."""
     from orchdata.bench.throughput import ThroughputBench, run
 
     config = ThroughputBench(
-        data=tuple(data) if data else None,
+        paths=tuple(paths) if paths else None,
+        recipe=recipe,
+        media_root=media_root,
         samples=samples,
-        peers=peers,
         consumer=consumer,
         consumer_ms=consumer_ms,
-        decode=decode,
-        max_tokens=max_tokens,
-        draft=draft,
         batch_size=batch_size,
         workers=workers,
         repeats=repeats,
         seed=seed,
         folder=folder,
     )
-    _measure("throughput", config, run, as_json)
+    _measure("throughput", config, partial(run, recipe=recipe_named(recipe)), as_json)
 
 
 @app.command()

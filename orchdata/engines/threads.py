@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import deque
 from concurrent.futures import Future
 from functools import partial
 
@@ -30,6 +31,9 @@ class ThreadEngine(PlainEngine):
         self.depth = depth
         self._builder = builder
         self._closed = False
+        self._planned: deque[tuple[Future[BuiltStep], StartedStep]] = deque()
+        self._is_filling = False  # one of them has its turn
+        self._lock = threading.Lock()
         self._pool = ThreadPool(num_threads, prepare=prepare_thread)
 
     def submit(self, task: StepTask) -> Future[BuiltStep]:
@@ -43,16 +47,40 @@ class ThreadEngine(PlainEngine):
             self._pool.close()
 
     def _start(self, future: Future[BuiltStep], task: StepTask) -> None:
+        """Plan a step. Its turn to be filled comes behind all that is queued of steps before it."""
         if self._closed:
             return
         try:
-            run = _StepRun(self._builder.start(task), future)
+            started = self._builder.start(task)
         except BaseException as error:  # noqa: BLE001 - it is passed on
             future.set_exception(passed_on(error))
             return
-        for fill in run.tasks:
-            self._pool.submit(partial(self._run, run, fill))
-        run.end_task()  # the one held for this start, so that tasks cannot finish the step before all are queued
+        with self._lock:
+            self._planned.append((future, started))
+            is_next = not self._is_filling
+            self._is_filling = True
+        if is_next:
+            self._pool.submit(self._fill)
+
+    def _fill(self) -> None:
+        """Queue the tasks of a planned step, which takes its memory: not before the last task of another has begun."""
+        if self._closed:
+            return
+        with self._lock:
+            future, started = self._planned.popleft()
+        try:
+            run = _StepRun(started, future)
+        except BaseException as error:  # noqa: BLE001 - it is passed on
+            future.set_exception(passed_on(error))
+        else:
+            for fill in run.tasks:
+                self._pool.submit(partial(self._run, run, fill))
+            run.end_task()  # the one held for this start, so that tasks cannot finish the step before all are queued
+        with self._lock:
+            self._is_filling = bool(self._planned)
+            goes_on = self._is_filling
+        if goes_on:
+            self._pool.submit(self._fill)
 
     def _run(self, run: _StepRun, fill: Task) -> None:
         error: BaseException | None = None

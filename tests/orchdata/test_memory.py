@@ -48,7 +48,7 @@ def test_memory_does_not_follow_the_index_and_resuming_late_is_no_slower(tmp_pat
     for samples in (100_000, 1_000_000):
         path = tmp_path / f"{samples}.index"
         synthetic_index(path, samples, 0)
-        found.append(heard("-m", "orchdata.bench.start", path, 256, 16))
+        found.append(heard("-m", "benchmarks.start_one", path, 256, 16))
     few, many = found
     assert many["anonymous_bytes"] - few["anonymous_bytes"] < 20 * MIB  # 22 bytes a sample would be more
     assert many["late_seconds"] < 10 * many["first_seconds"]  # to walk there would take a hundred times as long

@@ -1,95 +1,106 @@
-"""What every lane is given: the samples as places in tars, how to decode them, and how to load.
-
-index --places_of--> Records --[i]--> fields of bytes --Decoder--> Sample
-                                 '--joined--> one record of bytes, for formats of their own --split--> fields
-"""
+"""What every lane is given: samples as bytes, how to decode them, and how to load."""
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from orchdata.bench.throughput.decoding import Decoder
-from orchdata.loaders.index.index import Index
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.shards.fields import RAW
 
-Fields = Mapping[str, Any]
-"""A sample as webdataset gives it: field -> bytes, and `__key__` and `__url__`."""
+# Not imported at the top: other lanes have this file too, and their memory is without the rest.
+if TYPE_CHECKING:
+    from orchdata.dataset.shard_dataset import ShardDataset
+    from orchdata.loaders.index.index import Index
+    from orchdata.loaders.shards.open import OpenShards
+
+Held = tuple[int, Mapping[int, bytes | memoryview]]
+"""A row, and its bytes by member."""
 
 
-@dataclass(frozen=True, slots=True)
-class Records:
-    """The samples of some tars by number, as a map-style data set of fields. Knows where their bytes are, holds none.
+class Samples(Protocol):
+    """Samples by number: their bytes, and what these decode to."""
 
-    Attributes:
-        places: of each sample, its shard, its key, and the (field, offset, size) of its members.
-    """
-
-    places: tuple[tuple[str, str, tuple[tuple[str, int, int], ...]], ...]
-
-    @classmethod
-    def of(cls, index: Index) -> Records:
-        """Those of an index. Raises ValueError for bad samples, and for members that are not plain bytes of a tar."""
-        if bad := len(index.bad_rows()):
-            raise ValueError(
-                f"{bad} of {len(index)} samples are bad: `orchdata index` lists them, leave their shards out"
-            )
-        found = []
-        for row in range(index.num_rows):
-            shard, spec = index.shard_of(row).url, index.read_spec(row)
-            if not shard.endswith(".tar") or any(encoding != RAW for _, _, encoding, _ in spec):
-                raise ValueError(f"{shard}: loaders are compared on plain .tar files, with members stored as they are")
-            found.append((shard, index.key(row), tuple((field, offset, size) for offset, size, _, field in spec)))
-        return cls(tuple(found))
-
-    def __len__(self) -> int:
-        return len(self.places)
-
-    def __getitem__(self, number: int) -> dict[str, Any]:
-        shard, key, members = self.places[number]
-        file = _opened(shard)
-        return {
-            "__url__": shard,
-            "__key__": key,
-            **{field: os.pread(file, size, offset) for field, offset, size in members},
-        }
+    def __len__(self) -> int: ...
 
     @property
     def num_bytes(self) -> int:
-        """In all members together."""
-        return sum(size for _, _, members in self.places for _, _, size in members)
+        """Stored, of all samples together."""
+
+    def read(self, number: int) -> Any:
+        """The bytes of one sample, as `decode` takes them."""
+
+    def decode(self, held: Any) -> Any:
+        """A sample in memory of its own."""
 
 
-@lru_cache(maxsize=64)
-def _opened(path: str) -> int:
-    return os.open(path, os.O_RDONLY)  # for as long as the process lives, and it lives for one lane
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """A data set as the values that it is made of.
+
+    Attributes:
+        urls: its shards, of any kind.
+        recipe: that they are seen through.
+        media_root: of records that name files.
+    """
+
+    urls: tuple[str, ...]
+    recipe: Recipe
+    media_root: str | None = None
+
+    def open(self) -> ShardDataset:
+        """The data set."""
+        from orchdata.dataset.shard_dataset import ShardDataset
+
+        return ShardDataset(list(self.urls), self.recipe, media_root=self.media_root)
 
 
-def joined(fields: Fields) -> bytes:
-    """A sample as one record, for formats that want the same columns in every sample."""
-    payloads = {name: value for name, value in fields.items() if isinstance(value, bytes)}
-    head = {
-        "names": {name: value for name, value in fields.items() if name not in payloads},
-        "sizes": {name: len(value) for name, value in payloads.items()},
-    }
-    return json.dumps(head).encode() + b"\n" + b"".join(payloads.values())
+class StoredSamples:
+    """Rows of a data set's index.
 
+    Args:
+        shards: the data set.
+        rows: of its index.
+        num_bytes: that their members have.
+    """
 
-def split(record: bytes) -> dict[str, Any]:
-    """The fields that were joined."""
-    end = record.index(b"\n") + 1
-    head = json.loads(record[:end])
-    fields = dict(head["names"])
-    for name, size in head["sizes"].items():
-        fields[name] = record[end : end + size]
-        end += size
-    return fields
+    def __init__(self, shards: Shards, rows: tuple[int, ...], num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self._shards = shards
+        self._rows = rows
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StoredSamples, (self._shards, self._rows, self.num_bytes)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @cached_property
+    def _opened(self) -> tuple[Index, OpenShards]:
+        from orchdata.loaders.modalities.builtin import load_decoders
+        from orchdata.loaders.shards.open import OpenShards
+        from orchdata.loaders.storage.cache import CacheFolder
+
+        load_decoders()
+        return self._shards.open().index(), OpenShards(limits=self._shards.recipe.limits, cache=CacheFolder())
+
+    def read(self, number: int) -> Held:
+        from orchdata.loaders.index.stored import StoredSample
+
+        row = self._rows[number]
+        return row, StoredSample(*self._opened, row).read(self._shards.recipe)
+
+    def decode(self, held: Held) -> Any:
+        from orchdata.loaders.index.stored import StoredSample
+        from orchdata.loaders.samples.decode import decode_sample
+
+        row, payloads = held
+        index, recipe = self._opened[0], self._shards.recipe
+        stored = StoredSample(*self._opened, row)
+        spans = partial(stored.spans, recipe, payloads)
+        return decode_sample(stored.members, payloads, index.sizes(stored.parts, recipe), recipe, spans)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,23 +108,19 @@ class Job:
     """What a lane loads.
 
     Attributes:
-        urls: the tars.
-        records: their samples.
-        recipe: of ours.
-        decoder: of all others.
+        shards: of ours.
+        samples: of the limits.
         batch_size: samples of a batch.
         workers: threads, or worker processes.
         seed: of the order, where a loader shuffles.
-        cache: `ORCHDATA_CACHE`, with the index in it.
-        folder: of lanes whose loaders want a format of their own; each has a folder there.
+        cache: `ORCHDATA_CACHE`, with the index in it; None for the user's own.
+        folder: for whatever is written.
     """
 
-    urls: tuple[str, ...]
-    records: Records
-    recipe: Recipe
-    decoder: Decoder
+    shards: Shards
+    samples: Samples
     batch_size: int
     workers: int
     seed: int
-    cache: Path
+    cache: Path | None
     folder: Path

@@ -18,8 +18,8 @@ import torch
 
 from orchdata.bench.throughput.consumers import CONSUMERS
 from orchdata.bench.throughput.job import Job
-from orchdata.bench.throughput.lanes import LANES
-from orchdata.bench.throughput.processes import cpu_seconds
+from orchdata.bench.throughput.lanes import Lane
+from orchdata.bench.throughput.processes import Spent, spent_by
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,23 +29,29 @@ class Figures:
     Attributes:
         first_batch_seconds: from making the loader to its first batch; imports are done before.
         samples_per_second: of the steady part.
-        cpu_seconds: of all processes of the lane for each of these samples, the consumer's work left out.
+        spent: of each process of the lane for each of these samples: that which iterates first, without the consumer's
+            work, then the others, busiest first.
         waits: seconds that the consumer waited for each batch of the steady part.
         works: seconds that its work took for each of them; none where there is no work.
     """
 
     first_batch_seconds: float
     samples_per_second: float
-    cpu_seconds: float
+    spent: tuple[Spent, ...]
     waits: tuple[float, ...]
     works: tuple[float, ...]
 
+    @property
+    def cpu_seconds(self) -> float:
+        """Of all processes together, for a sample."""
+        return sum(each.user + each.system for each in self.spent)
 
-def measure(lane: str, job: Job, consumer: str, rounds: int, lead: int) -> Figures:
+
+def measure(lane: Lane, job: Job, consumer: str, rounds: int, lead: int) -> Figures:
     """Run one epoch.
 
     Args:
-        lane: a name of LANES.
+        lane: how to load.
         job: what to load.
         consumer, rounds: work for each batch.
         lead: samples at either end that are not measured.
@@ -54,12 +60,13 @@ def measure(lane: str, job: Job, consumer: str, rounds: int, lead: int) -> Figur
         RuntimeError: another number of samples than the data set has, or batches too large to leave a steady part.
         Exception: whatever the lane's loader raises.
     """
-    os.environ["ORCHDATA_CACHE"] = str(job.cache)
+    if job.cache is not None:
+        os.environ["ORCHDATA_CACHE"] = str(job.cache)
     torch.set_num_threads(1)  # else its pools and the lane's threads fight over the cores
-    if LANES[lane].module:
-        import_module(LANES[lane].module)
+    if lane.module:
+        import_module(lane.module)
     started = time.perf_counter()
-    return _figures(LANES[lane].load(job), started, len(job.records), lead, consumer, rounds)
+    return _figures(lane.load(job), started, len(job.samples), lead, consumer, rounds)
 
 
 def _figures(batches: Iterator[int], started: float, total: int, lead: int, consumer: str, rounds: int) -> Figures:
@@ -67,15 +74,17 @@ def _figures(batches: Iterator[int], started: float, total: int, lead: int, cons
     done, work_cpu = 0, 0.0
     waits: list[float] = []
     works: list[float] = []
-    marks: list[tuple[float, float, int, int]] = []  # time, CPU time of loading, samples, batches
+    marks: list[tuple[float, dict[int, Spent], int, int]] = []  # time, what processes spent, samples, batches
     asked = started
     for count in batches:
         now = time.perf_counter()
         waits.append(now - asked)
         done += count
         if done >= (lead, total - lead)[min(1, len(marks))] and len(marks) < 2:
-            cpu = cpu_seconds(os.getpid()) - work_cpu
-            marks.append((now if marks else time.perf_counter(), cpu, done, len(waits)))
+            spent = spent_by(os.getpid())
+            mine = spent[os.getpid()]
+            spent[os.getpid()] = mine._replace(user=mine.user - work_cpu)
+            marks.append((now if marks else time.perf_counter(), spent, done, len(waits)))
         if work:
             began, cpu_began = time.perf_counter(), time.thread_time()
             work(rounds)
@@ -86,12 +95,25 @@ def _figures(batches: Iterator[int], started: float, total: int, lead: int, cons
         raise RuntimeError(f"an epoch delivered {done} of {total} samples")
     if len(marks) < 2:
         raise RuntimeError(f"batches too large: nothing lies between the first and the last {lead} of {total} samples")
-    (begin, cpu_begin, done_begin, first), (end, cpu_end, done_end, last) = marks
+    (begin, spent_begin, done_begin, first), (end, spent_end, done_end, last) = marks
     samples = done_end - done_begin
     return Figures(
         first_batch_seconds=waits[0],
         samples_per_second=samples / (end - begin),
-        cpu_seconds=(cpu_end - cpu_begin) / samples,
+        spent=_between(spent_begin, spent_end, samples),
         waits=tuple(waits[first:last]),
         works=tuple(works[first:last]),
     )
+
+
+def _between(begin: dict[int, Spent], end: dict[int, Spent], samples: int) -> tuple[Spent, ...]:
+    """What each process spent for a sample: this one, then the others, busiest first."""
+    nothing = Spent(0.0, 0.0, 0)
+    found = {
+        process: Spent(
+            *((now - before) / samples for now, before in zip(spent, begin.get(process, nothing), strict=True))
+        )
+        for process, spent in end.items()
+    }
+    mine = found.pop(os.getpid())
+    return mine, *sorted(found.values(), key=lambda each: each.user + each.system, reverse=True)

@@ -6,10 +6,10 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
+from typing import Any
 
 from orchdata.bench.throughput.job import Job
 from orchdata.engines.torch_threads import use_one_thread
-from orchdata.loaders.samples.sample import Sample
 
 
 def threads(job: Job) -> Iterator[int]:
@@ -25,10 +25,9 @@ def processes(job: Job) -> Iterator[int]:
 def _epoch(job: Job, *, num_workers: int, num_threads: int) -> Iterator[int]:
     # Not imported at the top: other lanes have their decoding from here, and their memory is without the rest.
     from orchdata.dataloader import DataLoader
-    from orchdata.dataset.shard_dataset import ShardDataset
 
     loader = DataLoader(
-        ShardDataset(list(job.urls), job.recipe),
+        job.shards.open(),
         batch_size=job.batch_size,
         shuffle=True,
         seed=job.seed,
@@ -36,26 +35,26 @@ def _epoch(job: Job, *, num_workers: int, num_threads: int) -> Iterator[int]:
         num_threads=num_threads,
         dp=(0, 1),
     )
-    for batch in loader:
+    for batch in islice(loader, -(-len(job.samples) // job.batch_size)):
         yield len(batch.keys)
 
 
 def raw_read(job: Job) -> Iterator[int]:
     """The bytes of all samples, each dropped when it was read."""
-    for first in range(0, len(job.records), job.batch_size):
-        numbers = range(first, min(first + job.batch_size, len(job.records)))
-        yield len([None for number in numbers if job.records[number]])
+    for first in range(0, len(job.samples), job.batch_size):
+        numbers = range(first, min(first + job.batch_size, len(job.samples)))
+        yield len([None for number in numbers if job.samples.read(number)])
 
 
 def bare_threads(job: Job) -> Iterator[int]:
     """A pool of threads that decodes bytes in memory: no reading, no order, no batches to pack."""
-    held = [job.records[number] for number in range(len(job.records))]
+    held = [job.samples.read(number) for number in range(len(job.samples))]
     with ThreadPoolExecutor(job.workers, initializer=use_one_thread) as pool:
-        under_way: deque[Future[Sample]] = deque()
+        under_way: deque[Future[Any]] = deque()
         left = iter(held)
         while True:
             wanted = 2 * job.batch_size * job.workers - len(under_way)
-            under_way.extend(pool.submit(job.decoder, fields) for fields in islice(left, wanted))
+            under_way.extend(pool.submit(job.samples.decode, one) for one in islice(left, wanted))
             if not under_way:
                 return
             batch = [under_way.popleft().result() for _ in range(min(job.batch_size, len(under_way)))]

@@ -5,15 +5,18 @@ The child leads a session, so that whatever a loader leaves behind ends with it;
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pickle
+import select
 import signal
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, BinaryIO, Final, NamedTuple
 
 _POLL_SECONDS: Final = 0.02
 _GRACE_SECONDS: Final = 10  # for a loader to end what it started
@@ -37,50 +40,63 @@ class Memory(NamedTuple):
 
 
 def run_in_child(
-    function: Callable[..., Any], arguments: tuple[Any, ...], log: Path, limit_seconds: float, *, watch: bool = False
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    folder: Path,
+    limit_seconds: float,
+    *,
+    watch: bool = False,
+    python: str = sys.executable,
 ) -> tuple[Any, Memory]:
     """What `function(*arguments)` returns in a fresh process, and with `watch` the peaks of its process tree's memory.
+
+    Args:
+        folder: where its log is written, and what it is given.
+        python: the interpreter, which may be of another virtual environment.
 
     Raises:
         LaneError: it raised, died, or took longer than the limit.
     """
-    context = get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=_child, args=(function, arguments, log, sender))
-    child.start()
-    sender.close()
-    peak, deadline = Memory(), time.monotonic() + limit_seconds
+    call = folder / "call"
+    call.write_bytes(pickle.dumps((function, arguments)))
+    receiver, sender = os.pipe()
+    command = [python, "-m", "orchdata.bench.throughput.child", str(call), str(sender)]
     try:
-        while not receiver.poll(_POLL_SECONDS if watch else limit_seconds):
-            if time.monotonic() >= deadline:
-                _end(child.pid or 0)
-                raise LaneError(f"not done after {limit_seconds:.0f} s")
-            peak = Memory(*map(max, peak, memory_of(child.pid or 0)))
-        result, reason = receiver.recv()
-    except EOFError:
-        child.join()
-        raise LaneError(f"its process ended with exit code {child.exitcode}") from None
+        with (folder / "log").open("ab", buffering=0) as log:
+            child = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[sender], start_new_session=True
+            )
+    except OSError as error:
+        os.close(receiver)
+        raise LaneError(f"{python} does not start: {error.strerror}") from None
     finally:
-        receiver.close()
-        child.join(_GRACE_SECONDS)
-        _end(child.pid or 0)
-        child.join()
+        os.close(sender)
+    with os.fdopen(receiver, "rb") as answers:
+        try:
+            peak = _wait(child.pid, answers, limit_seconds, watch=watch)
+            result, reason = pickle.load(answers)  # noqa: S301 - of this process's own child
+        except EOFError:
+            raise LaneError(f"its process ended with exit code {child.wait()}") from None
+        finally:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(_GRACE_SECONDS)
+            _end(child.pid)
+            child.wait()
     if reason:
         raise LaneError(reason)
     return result, peak
 
 
-def _child(function: Callable[..., Any], arguments: tuple[Any, ...], log: Path, sender: Connection) -> None:
-    os.setsid()
-    with log.open("ab", buffering=0) as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    try:
-        answer = function(*arguments), ""
-    except Exception as error:  # noqa: BLE001 - a loader that fails is a row of the table, whatever it raised
-        text = " ".join(str(error).split())
-        answer = None, f"{type(error).__name__}: {text}"[:300]
-    sender.send(answer)
+def _wait(child: int, answers: BinaryIO, limit_seconds: float, *, watch: bool) -> Memory:
+    """Wait for an answer, or the end of who would give it; the peak of its memory until then."""
+    peak, deadline = Memory(), time.monotonic() + limit_seconds
+    patience = _POLL_SECONDS if watch else limit_seconds
+    while not select.select([answers], [], [], patience)[0]:
+        if time.monotonic() >= deadline:
+            _end(child)
+            raise LaneError(f"not done after {limit_seconds:.0f} s")
+        peak = Memory(*map(max, peak, memory_of(child)))
+    return peak
 
 
 def _end(leader: int) -> None:
@@ -121,10 +137,31 @@ def memory_of(root: int) -> Memory:
     return Memory(total["Pss:"], total["Pss_Anon:"] + total["Pss_Shmem:"])
 
 
-def cpu_seconds(root: int) -> float:
-    """CPU time of a process tree so far, children that ended included."""
-    times = (_stat(process) for process in process_tree(root))
-    return sum(sum(map(int, fields[11:15])) for fields in times if fields) / _TICKS
+class Spent(NamedTuple):
+    """Of a process so far, its children that have ended included.
+
+    Attributes:
+        user, system: CPU seconds.
+        faults: pages that it touched and that were not mapped: new ones, most of them.
+    """
+
+    user: float
+    system: float
+    faults: float
+
+
+def spent_by(root: int) -> dict[int, Spent]:
+    """What each process of a tree has spent, by its number; without those that are gone."""
+    found = {process: _stat(process) for process in process_tree(root)}
+    return {
+        process: Spent(
+            (int(fields[11]) + int(fields[13])) / _TICKS,
+            (int(fields[12]) + int(fields[14])) / _TICKS,
+            int(fields[7]) + int(fields[8]),
+        )
+        for process, fields in found.items()
+        if fields
+    }
 
 
 def _stat(process: int) -> list[str]:

@@ -9,14 +9,16 @@ from typing import Final
 import numpy as np
 
 from orchdata.bench.harness import Result, WideTable
-from orchdata.bench.throughput.lanes import BARE, LANES
+from orchdata.bench.throughput.lanes import BARE, Lane
 from orchdata.bench.throughput.measure import Figures
 from orchdata.bench.throughput.processes import Memory
 
 _MIB: Final = 1 << 20
+_SHOWN_MS: Final = 0.01  # of a process, for a sample
 
 
 def make_results(
+    lanes: Mapping[str, Lane],
     figures: Mapping[str, Sequence[Figures]],
     peaks: Mapping[str, Memory],
     reasons: Mapping[str, str],
@@ -26,31 +28,36 @@ def make_results(
     """What the report shows.
 
     Args:
+        lanes: by name, those without figures too.
         figures: of each lane that has any, one for each repeat.
         peaks: of its memory.
         reasons: why other lanes have none.
         sample_bytes: mean of the data set.
         work_seconds: of the consumer's work for a batch where nothing else runs; 0 without work.
     """
-    found: list[Result | WideTable] = [_table(figures, peaks, sample_bytes, work_seconds)]
+    found: list[Result | WideTable] = [_table(lanes, figures, peaks, sample_bytes, work_seconds), _by_process(figures)]
     if reasons:
         rows = tuple((name, reason) for name, reason in reasons.items())
         found.append(WideTable(title="not measured", columns=("loader", "why"), rows=rows))
     for name in figures:
-        if LANES[name].kind == "ours":
-            found += _ratios(name, figures, peaks)
+        if lanes[name].kind == "ours":
+            found += _ratios(name, lanes, figures, peaks)
     found += [Result(name=name, unit="samples/s", values=_rates(runs), better="high") for name, runs in figures.items()]
     return found
 
 
 def _table(
-    figures: Mapping[str, Sequence[Figures]], peaks: Mapping[str, Memory], sample_bytes: float, work_seconds: float
+    lanes: Mapping[str, Lane],
+    figures: Mapping[str, Sequence[Figures]],
+    peaks: Mapping[str, Memory],
+    sample_bytes: float,
+    work_seconds: float,
 ) -> WideTable:
     columns = ["loader", "samples/s", "MB/s", "of bare", "first batch s", "wait p50 ms", "wait p99 ms", "peak PSS MiB"]
     columns += ["without files", "CPU ms/sample", *(["work ms"] if work_seconds else [])]
     rows: list[tuple[str | float | None, ...]] = []
     for name, runs in figures.items():
-        rate, limit = median(_rates(runs)), LANES[name].kind == "limit"
+        rate, limit = median(_rates(runs)), lanes[name].kind == "limit"
         waits = np.concatenate([run.waits for run in runs]) * 1e3
         row: list[str | float | None] = [
             name,
@@ -70,14 +77,43 @@ def _table(
     return WideTable(title="one epoch", columns=tuple(columns), rows=tuple(rows), note=note)
 
 
-def _ratios(name: str, figures: Mapping[str, Sequence[Figures]], peaks: Mapping[str, Memory]) -> list[Result]:
+def _by_process(figures: Mapping[str, Sequence[Figures]]) -> WideTable:
+    """Where a sample's CPU time is spent: medians of the epochs, process by process."""
+    rows = []
+    for name, runs in figures.items():
+        both = [[1e3 * (each.user + each.system) for each in run.spent] for run in runs]
+        mine, others = median(spent[0] for spent in both), [spent[1:] for spent in both]
+        middle = sorted(others, key=sum)[len(others) // 2]  # of the epoch whose processes took the median of time
+        rows.append(
+            (
+                name,
+                mine,
+                " + ".join(f"{spent:.2f}" for spent in middle if spent >= _SHOWN_MS) or None,
+                median(1e3 * sum(each.user for each in run.spent) for run in runs),
+                median(1e3 * sum(each.system for each in run.spent) for run in runs),
+                median(sum(each.faults for each in run.spent) for run in runs),
+            )
+        )
+    return WideTable(
+        title="CPU ms/sample by process",
+        columns=("loader", "iterating", "others", "user", "system", "page faults"),
+        rows=tuple(rows),
+        note="without the consumer's work; page faults of a sample",
+    )
+
+
+def _ratios(
+    name: str, lanes: Mapping[str, Lane], figures: Mapping[str, Sequence[Figures]], peaks: Mapping[str, Memory]
+) -> list[Result]:
     """Of one of our lanes, repeat by repeat, to the limit, the fastest peer, the fastest on torch's DataLoader."""
     mine = _rates(figures[name])
+    kinds = {other: lanes[other].kind for other in figures}
+    peers = [other for other, kind in kinds.items() if kind in ("torch", "other")]
     found = []
     for label, names, demand in (
         ("bare threads", [BARE], 0.97),
-        ("fastest peer", _of_kinds(figures, "torch", "other"), 1.0),
-        ("fastest in torch's DataLoader", _of_kinds(figures, "torch"), 1.5),
+        ("fastest peer", peers, 1.0),
+        ("fastest in torch's DataLoader", [other for other in peers if kinds[other] == "torch"], None),
     ):
         there = [other for other in names if other in figures]
         if not there:
@@ -86,17 +122,15 @@ def _ratios(name: str, figures: Mapping[str, Sequence[Figures]], peaks: Mapping[
         ratios = tuple(own / other for own, other in zip(mine, _rates(figures[best]), strict=True))
         note = "" if best == BARE else best
         found.append(Result(name=f"{name} / {label}", unit="x", values=ratios, demand=demand, better="high", note=note))
-    if others := _of_kinds(figures, "torch", "other"):
-        for label, at in (("peak PSS", 0), ("memory without files", 1)):
-            leanest = min(others, key=lambda other: peaks[other][at])
+    alike = [other for other in peers if lanes[other].in_processes == lanes[name].in_processes]
+    kind, demand = ("with processes", 0.85) if lanes[name].in_processes else ("with threads", 1.15)
+    for label, at in (("peak PSS", 0), ("memory without files", 1)):
+        if alike:
+            leanest = min(alike, key=lambda other: peaks[other][at])
             ratio = (peaks[name][at] / peaks[leanest][at],)
-            what = f"{name}: {label} / leanest peer's"
-            found.append(Result(name=what, unit="x", values=ratio, demand=1.15, note=leanest))
+            what = f"{name}: {label} / leanest peer's {kind}"
+            found.append(Result(name=what, unit="x", values=ratio, demand=demand, note=leanest))
     return found
-
-
-def _of_kinds(figures: Mapping[str, Sequence[Figures]], *kinds: str) -> list[str]:
-    return [name for name in figures if LANES[name].kind in kinds]
 
 
 def _rates(runs: Sequence[Figures]) -> tuple[float, ...]:

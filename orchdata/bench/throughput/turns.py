@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from orchdata.bench.throughput.job import Job
-from orchdata.bench.throughput.lanes import LANES
+from orchdata.bench.throughput.lanes import Lane
 from orchdata.bench.throughput.measure import Figures, measure
 from orchdata.bench.throughput.processes import LaneError, Memory, run_in_child
 
@@ -22,42 +22,44 @@ class Turns:
         reasons: lane -> why it has no figures.
     """
 
-    def __init__(self, job: Job, consumer: str, rounds: int, lead: int) -> None:
+    def __init__(self, job: Job, lanes: Mapping[str, Lane], consumer: str, rounds: int, lead: int) -> None:
         self.figures: dict[str, list[Figures]] = {}
         self.peaks: dict[str, Memory] = {}
         self.reasons: dict[str, str] = {}
         self._job = job
+        self._lanes = lanes
         self._measured = consumer, rounds, lead
 
-    def take(self, lane: str) -> None:
+    def take(self, name: str) -> None:
         """One epoch of a lane; the first is for its memory alone, since watching it takes time.
 
         A lane that fails is left out from then on.
         """
-        if lane in self.reasons:
+        if name in self.reasons:
             return
-        first = lane not in self.peaks
+        lane, first = self._lanes[name], name not in self.peaks
         try:
             if first:
                 self._prepare(lane)
-            found, peak = self._in_child(measure, lane, self._job, *self._measured, watch=first)
+            found, peak = self._in_child(lane, measure, lane, self._job, *self._measured, watch=first)
         except LaneError as error:
-            self.reasons[lane] = str(error)
-            self.figures.pop(lane, None)
+            self.reasons[name] = str(error)
+            self.figures.pop(name, None)
             return
         if first:
-            self.peaks[lane] = peak
+            self.peaks[name] = peak
         else:
-            self.figures.setdefault(lane, []).append(found)
+            self.figures.setdefault(name, []).append(found)
 
-    def _prepare(self, lane: str) -> None:
-        described = LANES[lane]
-        if not described.installed:
-            raise LaneError(f"not installed: pip install '{described.package}'")
-        if described.prepare:
-            folder = self._job.folder / described.peer
+    def _prepare(self, lane: Lane) -> None:
+        if lane.absent:
+            raise LaneError(lane.absent)
+        folder = self._job.folder / lane.folder
+        if lane.prepare and not folder.exists():
             folder.mkdir()
-            self._in_child(described.prepare, self._job, folder)
+            self._in_child(lane, lane.prepare, self._job, folder)
 
-    def _in_child(self, function: Callable[..., Any], *arguments: Any, watch: bool = False) -> tuple[Any, Memory]:
-        return run_in_child(function, arguments, self._job.folder / "log", _LIMIT_SECONDS, watch=watch)
+    def _in_child(
+        self, lane: Lane, function: Callable[..., Any], *arguments: Any, watch: bool = False
+    ) -> tuple[Any, Memory]:
+        return run_in_child(function, arguments, self._job.folder, _LIMIT_SECONDS, watch=watch, python=lane.python)

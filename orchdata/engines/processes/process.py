@@ -110,6 +110,11 @@ class Process:
         told = [task.epoch, task.step, pack_rows(task.rows), task.begin and list(task.begin)]
         self._send({"kind": "build", "job": job, "task": told}, blamed)
 
+    def give_back(self) -> None:
+        """Give it the memory that the user has dropped, if there is any. Raises OSError where it has ended."""
+        if self._slabs.has_returned:
+            self._send({"kind": "returned"}, {})
+
     def load_alone(self, row: int) -> None:
         """Have it load one sample. Raises OSError where it has ended."""
         self._send({"kind": "alone", "row": row}, {})

@@ -1,9 +1,13 @@
 """Slabs: shared memory in which a worker builds a step, and from which the training process uses it.
 
     worker: lend a free slab, or make one --step written into it--> its number, and what lies where
-    parent: maps a slab once; when the last array over it is collected, its number goes back with the next job
+    parent: maps a slab once; when the last array over it is collected, its number goes back to the worker
 
 A slab has no name, so that nothing of it is left when both processes are gone, however they end.
+
+A page of shared memory costs 3 microseconds when it is first written, and 0.2 each time after; until then it takes no
+memory. So a slab is made larger than its first step needs: larger steps fit too, and a few slabs with their pages serve
+all steps.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import os
 import resource
 import threading
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +31,8 @@ Bytes = NDArray[np.uint8]
 
 _ALIGNMENT = 64
 _SMALLEST = 1 << 16
+_SPARE = 4  # a slab is so many times as large as what it is made for
+_RECENT = 16  # steps: what exceeds the largest of them twice over goes back to the system
 _HEADROOM = 1 << 16  # for what a step has beside the arrays that were reserved
 
 
@@ -47,7 +54,12 @@ def _max_held() -> int:
 
 
 class _Slab:
-    """One of a worker's. `file` is the descriptor until the parent has it."""
+    """One of a worker's.
+
+    Attributes:
+        file: the descriptor until the parent has it.
+        written: bytes from the start whose pages may be there.
+    """
 
     def __init__(self, number: int, num_bytes: int) -> None:
         try:
@@ -56,8 +68,20 @@ class _Slab:
             memory = mmap.mmap(self.file, num_bytes)
         except (OSError, ValueError, OverflowError) as error:
             raise MemoryError(f"cannot map {num_bytes} bytes of shared memory: {error}") from error
+        with suppress(OSError):  # where the system gives shared memory none
+            memory.madvise(mmap.MADV_HUGEPAGE)
         self.number = number
+        self.written = 0
         self.array = np.frombuffer(memory, np.uint8)
+        self._memory = memory
+
+    def trim(self, num_bytes: int) -> None:
+        """Give the pages behind so many bytes back to the system."""
+        start = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        if start < self.written:
+            with suppress(OSError):  # a kernel that cannot: they stay
+                self._memory.madvise(mmap.MADV_REMOVE, start, len(self.array) - start)
+            self.written = start
 
     def close_file(self) -> None:
         if self.file is not None:
@@ -78,25 +102,40 @@ class Slabs:
         self._lent: dict[int, _Slab] = {}
         self._dropped: list[int] = []
         self._made = 0
+        self._recent: deque[int] = deque(maxlen=_RECENT)
         self._lock = threading.Lock()
 
     def lend(self, num_bytes: int) -> _Slab:
-        """The smallest free one that is large enough, or a new one. Raises MemoryError."""
+        """The free one that has the fewest pages to spare, or the most of those to write, or a new one.
+
+        Raises MemoryError.
+        """
         with self._lock:
+            self._recent.append(num_bytes)
             fitting = [slab for slab in self._free if len(slab.array) >= num_bytes]
             if fitting:
-                slab = min(fitting, key=lambda each: len(each.array))
+                slab = min(fitting, key=lambda each: (each.written < num_bytes, abs(each.written - num_bytes)))
                 self._free.remove(slab)
             else:
-                self._made += 1
-                slab = _Slab(self._made, size_class(max(num_bytes, _SMALLEST)))
+                slab = self._new(num_bytes)
             self._lent[slab.number] = slab
             return slab
+
+    def _new(self, num_bytes: int) -> _Slab:
+        self._made += 1
+        needed = max(num_bytes, _SMALLEST)
+        try:
+            return _Slab(self._made, size_class(_SPARE * needed))
+        except MemoryError:  # addresses are limited here
+            return _Slab(self._made, size_class(needed))
 
     def give_back(self, numbers: list[int]) -> None:
         """Nobody uses these any more."""
         with self._lock:
-            self._free += [self._lent.pop(number) for number in numbers if number in self._lent]
+            back = [self._lent.pop(number) for number in numbers if number in self._lent]
+            for slab in back:  # one large step is not to hold its memory for ever
+                slab.trim(2 * max(self._recent))
+            self._free += back
             while len(self._free) > self._max_free:
                 slab = self._free.pop(0)
                 slab.close_file()
@@ -163,11 +202,14 @@ class StepMemory:
         for number, slab in enumerate(self.slabs):
             start = -(-self._used[number] // _ALIGNMENT) * _ALIGNMENT
             if start + num_bytes <= len(slab.array):
-                self._used[number] = start + num_bytes
-                return Place(number, start, num_bytes)
+                return self._put(number, start, num_bytes)
         self._grow(num_bytes)
-        self._used[-1] = num_bytes
-        return Place(len(self.slabs) - 1, 0, num_bytes)
+        return self._put(len(self.slabs) - 1, 0, num_bytes)
+
+    def _put(self, number: int, start: int, num_bytes: int) -> Place:
+        self._used[number] = start + num_bytes
+        self.slabs[number].written = max(self.slabs[number].written, start + num_bytes)
+        return Place(number, start, num_bytes)
 
     def _grow(self, num_bytes: int) -> None:
         slab = self._pool.lend(num_bytes)
@@ -225,11 +267,21 @@ class MappedSlabs:
             _held.expect(base, (self._returned, number))
         return [base[:used] for base, (_, used) in zip(bases, slabs, strict=True)]
 
+    @property
+    def has_returned(self) -> bool:
+        """Whether there are some that the worker may use again."""
+        _sort_returned()
+        return bool(self._returned)
+
     def take_returned(self) -> list[int]:
         """Numbers of those that the worker may use again."""
-        for returned, number in _held.take():
-            returned.append(number)
+        _sort_returned()
         found = []
         while self._returned:
             found.append(self._returned.popleft())
         return found
+
+
+def _sort_returned() -> None:
+    for returned, number in _held.take():
+        returned.append(number)

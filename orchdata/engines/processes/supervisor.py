@@ -34,6 +34,7 @@ from orchdata.loaders.storage.counted import ReadBytes
 from orchdata.order.steps import StepTask
 
 _GRACE_SECONDS = 2.0
+_DROP_SECONDS = 0.005  # in which a loop, that has asked for a step, drops the one it had
 _LAST_SECONDS = 10.0  # that a process may take to end, once it has closed what it speaks by
 _MAX_LOSSES = {"hung": 3, "killed": 40, "ended": 6}
 _MAX_FAILED_STARTS = {"hung": 8, "killed": 1000, "ended": 3}
@@ -109,6 +110,7 @@ class Supervisor(threading.Thread):
         self._blamed = blamed
         self._jobs: dict[int, Job] = {}
         self._waiting: deque[Job] = deque()
+        self._look_again: float | None = None  # when what the caller holds may have become less
         self._arrived: deque[Job] = deque()
         self._suspects = Suspects(partial(Process, context, alone(workers[0])), timeout)
         self._held: list[Job] = []
@@ -180,6 +182,7 @@ class Supervisor(threading.Thread):
                 self._take_arrived()
                 self._end_overdue()
                 self._assign()
+                self._give_back()
         except Exception as error:  # noqa: BLE001 - whatever it is, nobody is to wait for ever
             failed, self._broken = error, lambda: failed
             self._fail_all()
@@ -218,7 +221,9 @@ class Supervisor(threading.Thread):
                 self._hear(owners[file])
 
     def _patience(self) -> float | None:
-        """Milliseconds until something may be overdue."""
+        """Milliseconds until something may be overdue, or memory free."""
+        if self._look_again is not None:
+            return max(0.0, self._look_again - time.monotonic()) * 1000 + 1
         if any(process.is_behind for process in self._processes()) or list(self._missing()):
             return 50.0
         if not all(process.has_begun and process.silent is None for process in self._processes()):
@@ -331,6 +336,7 @@ class Supervisor(threading.Thread):
             else:
                 self._jobs[job.number] = job
                 self._waiting.append(job)
+                self._look_again = time.monotonic() + _DROP_SECONDS
 
     def _assign(self) -> None:
         for number in list(self._missing()):
@@ -353,6 +359,15 @@ class Supervisor(threading.Thread):
             else:
                 self._give(worker, job)
         self._waiting.extendleft(reversed(later))
+
+    def _give_back(self) -> None:
+        """Memory that the caller has dropped goes back ahead of the next job, or its worker makes more meanwhile."""
+        if self._look_again is None or time.monotonic() < self._look_again:
+            return
+        self._look_again = None
+        for worker in self._workers:
+            if worker is not None and worker.silent is None:
+                self._say(worker, worker.give_back)
 
     def _give(self, worker: Process, job: Job) -> None:
         if job.awaited is not None:

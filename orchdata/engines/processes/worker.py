@@ -193,7 +193,7 @@ class _Running:
             self._slabs.give_back(message["returned"])
             if message["kind"] == "alone":
                 self._load_alone(builder, message["row"])
-            else:
+            elif message["kind"] == "build":
                 self._begin(engine, message)
 
     def _begin(self, engine: Engine, message: dict[str, Any]) -> None:

@@ -117,9 +117,6 @@ def test_bench_plan() -> None:
     assert len(found["plan one step"].values) == 2
     assert found["plan one step"].demand == 20.0
     assert 1.0 <= found["sum over phases of the largest load / lower bound"].median < 2.0
-    assert found["anonymous memory of that process"].median > 1.0
-    assert found["more than over 32 samples"].demand == 200.0
-    assert found["resume after nine tenths of an epoch / at its start"].median > 0
     with pytest.raises(ValueError, match="4 ranks x 8 need 32 samples, got 31"):
         plan.run(plan.PlanBench(ranks=4, samples_per_rank=8, samples=31))
 

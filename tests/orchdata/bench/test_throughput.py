@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import operator
 import os
+import pickle
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,17 +19,22 @@ from orchdata.bench.corpus import Corpus
 from orchdata.bench.harness import Result, WideTable, make_report
 from orchdata.bench.throughput import ThroughputBench, _job, run
 from orchdata.bench.throughput.consumers import CONSUMERS, rounds_for
-from orchdata.bench.throughput.decoding import PillowImages, Tensors, pack
-from orchdata.bench.throughput.job import Job, joined, split
-from orchdata.bench.throughput.lanes import BARE, LANES, chosen_lanes
-from orchdata.bench.throughput.measure import Figures, _figures, measure
-from orchdata.bench.throughput.processes import LaneError, Memory, cpu_seconds, memory_of, process_tree, run_in_child
+from orchdata.bench.throughput.job import Job
+from orchdata.bench.throughput.lanes import BARE, LANES, Lane
+from orchdata.bench.throughput.measure import Figures, _between, _figures
+from orchdata.bench.throughput.processes import (
+    LaneError,
+    Memory,
+    Spent,
+    memory_of,
+    process_tree,
+    run_in_child,
+    spent_by,
+)
 from orchdata.bench.throughput.report import make_results
-from orchdata.bench.throughput.torch_peers import web_samples
-from orchdata.dataloader import DataLoader
-from orchdata.dataset.shard_dataset import ShardDataset
-from orchdata.loaders.modalities.image import ImagePreprocessor
 from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.samples.sample import Part, TextPart
+from orchdata.loaders.text.preprocessor import TextPreprocessor
 
 TINY = Corpus(samples=12, shards=2, width=64, height=48, audio_seconds=0.2, variety=4)
 
@@ -36,70 +43,46 @@ TINY = Corpus(samples=12, shards=2, width=64, height=48, audio_seconds=0.2, vari
 def job(tmp_path: Path) -> Job:
     (tmp_path / "tars").mkdir()
     TINY.write(tmp_path / "tars")
-    data = (str(tmp_path / "tars" / "*.tar"),)
-    return _job(ThroughputBench(data=data, batch_size=2, workers=1), tmp_path)
+    config = ThroughputBench(paths=(str(tmp_path / "tars" / "*.tar"),), batch_size=2, workers=1)
+    return _job(config, tmp_path)
 
 
-def test_a_record_gives_back_its_fields(job: Job) -> None:
-    fields = job.records[3]
-    assert {"__url__", "__key__", "jpg", "txt"} <= fields.keys()
-    assert split(joined(fields)) == fields
-    assert sum(
-        len(value) for number in range(12) for value in job.records[number].values() if type(value) is bytes
-    ) == (job.records.num_bytes)
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # webdataset leaves its tar open.
-def test_all_sides_decode_the_same(job: Job) -> None:
-    (ours,) = DataLoader(ShardDataset(list(job.urls), job.recipe), batch_size=12, collate_fn=pack, dp=(0, 1))
-    by_number = pack([job.decoder(job.records[number]) for number in range(12)])
-    web = web_samples(job.urls, job.decoder)
-    (by_webdataset,) = torch.utils.data.DataLoader(web, batch_size=12, collate_fn=pack)
-    for theirs in (by_number, by_webdataset):
-        assert _equal(ours, theirs)
-
-
-def _equal(one: Tensors, other: Tensors) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-def test_images_by_pillow_and_torch_are_those_of_our_pillow_resizer(job: Job) -> None:
-    limits = {"max_tokens": 4}  # of 28 x 28 pixels: most images are made smaller
-    jpegs = [job.records[number]["jpg"] for number in range(4)]
-    plain = ImagePreprocessor(resizer="pillow", **limits)
-    for data in jpegs:
-        header = plain.probe(data, Recipe().limits)
-        size = plain.count_header(header, Recipe().limits)
-        found = []
-        for images in (plain, PillowImages(**limits)):
-            out = {"patches": np.zeros((size.num_rows, plain.patch_dim), np.uint16)}
-            images.decode_into(data, size, out, Recipe().limits)
-            found.append(torch.from_numpy(out["patches"]).view(torch.bfloat16).float())
-        # Two roundings to bfloat16 (8 bits) of values up to about 2, and two of libjpeg's ways to make colours.
-        assert (found[0] - found[1]).abs().max() < 0.1
-        assert (found[0] - found[1]).abs().mean() < 0.01
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ORCHDATA_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.mark.parametrize(
     "lane",
     ["raw read, bytes only", BARE, "orchdata, threads", pytest.param("orchdata, processes", marks=pytest.mark.slow)],
 )
-def test_limits_and_ours_deliver_every_sample(job: Job, lane: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ORCHDATA_CACHE", str(job.cache))
+def test_limits_and_ours_deliver_every_sample(job: Job, lane: str) -> None:
     assert sum(LANES[lane].load(job)) == 12
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("lane", [name for name, lane in LANES.items() if lane.peer])
-def test_peers_deliver_every_sample(job: Job, lane: str) -> None:
-    if not LANES[lane].installed:
-        pytest.skip(f"{LANES[lane].package} is not installed")
-    if prepare := LANES[lane].prepare:
-        folder = job.folder / LANES[lane].peer
-        folder.mkdir()
-        run_in_child(prepare, (job, folder), job.folder / "log", 120)
-    figures, _ = run_in_child(measure, (lane, job, "none", 0, 4), job.folder / "log", 120)
-    assert figures.samples_per_second > 0
+def test_bytes_in_memory_are_decoded_as_the_data_set_does(job: Job) -> None:
+    dataset, again = job.shards.open(), pickle.loads(pickle.dumps(job.samples))
+    assert sorted(again._rows) == list(range(12))
+    for number in range(3):
+        parts = again.decode(again.read(number))
+        expected = dataset[again._rows[number]].parts
+        assert len(parts) == len(expected)
+        assert all(map(same_part, parts, expected))
+
+
+def same_part(one: Part, other: Part) -> bool:
+    if isinstance(one, TextPart) or isinstance(other, TextPart):
+        return (
+            isinstance(one, TextPart) and isinstance(other, TextPart) and bool((one.token_ids == other.token_ids).all())
+        )
+    return torch.equal(one.tensor(), other.tensor())
+
+
+def test_some_of_many_samples_are_measured_in_full_batches(tmp_path: Path, job: Job) -> None:
+    some = _job(ThroughputBench(paths=job.shards.urls, samples=5, batch_size=4, workers=1), tmp_path)
+    assert len(some.samples) == 8
+    assert 0 < some.samples.num_bytes < job.samples.num_bytes
+    assert sum(LANES["orchdata, threads"].load(some)) == 8
 
 
 def batches(*counts: int) -> Iterator[int]:
@@ -132,18 +115,27 @@ def test_work_is_as_long_as_asked() -> None:
 
 
 def test_a_child_gives_its_result_or_says_why_there_is_none(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    assert run_in_child(operator.add, (2, 3), log, 60) == (5, Memory())
+    assert run_in_child(operator.add, (2, 3), tmp_path, 60) == (5, Memory())
     with pytest.raises(LaneError, match="ZeroDivisionError: division by zero"):
-        run_in_child(operator.truediv, (1, 0), log, 60)
+        run_in_child(operator.truediv, (1, 0), tmp_path, 60)
     with pytest.raises(LaneError, match="its process ended with exit code 3"):
-        run_in_child(os._exit, (3,), log, 60)
+        run_in_child(os._exit, (3,), tmp_path, 60)
+    with pytest.raises(LaneError, match="nowhere/python does not start: No such file"):
+        run_in_child(operator.add, (2, 3), tmp_path, 60, python="/nowhere/python")
+
+
+def test_a_child_may_have_another_interpreter(tmp_path: Path) -> None:
+    other = tmp_path / "python"
+    other.write_text(f'#!/bin/sh\nOTHER=yes exec "{sys.executable}" "$@"\n')
+    other.chmod(0o755)
+    assert run_in_child(os.getenv, ("OTHER",), tmp_path, 60, python=str(other))[0] == "yes"
+    assert run_in_child(os.getenv, ("OTHER",), tmp_path, 60)[0] is None
 
 
 def test_a_child_that_takes_too_long_ends_with_all_it_started(tmp_path: Path) -> None:
     before = set(process_tree(os.getpid()))
     with pytest.raises(LaneError, match="not done after 3 s"):
-        run_in_child(os.system, ("sleep 1000 & sleep 1000",), tmp_path / "log", 3, watch=True)
+        run_in_child(os.system, ("sleep 1000 & sleep 1000",), tmp_path, 3, watch=True)
     left = set(process_tree(os.getpid())) - before
     assert not [pid for pid in left if b"sleep" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
@@ -151,20 +143,38 @@ def test_a_child_that_takes_too_long_ends_with_all_it_started(tmp_path: Path) ->
 def test_the_figures_of_a_process_tree() -> None:
     found = memory_of(os.getpid())
     assert found.pss >= found.own > 1 << 20
-    assert cpu_seconds(os.getpid()) > 0
+    spent = spent_by(os.getpid())[os.getpid()]
+    assert spent.user + spent.system > 0
+    fresh = np.ones(64 << 20, np.uint8)  # huge pages, where the system gives them, are faults too
+    assert spent_by(os.getpid())[os.getpid()].faults - spent.faults >= fresh.nbytes >> 21
+
+
+def test_what_is_spent_between_is_of_each_process() -> None:
+    mine = os.getpid()
+    begin = {mine: Spent(1.0, 0.5, 10), 7: Spent(4.0, 0.0, 0)}
+    end = {mine: Spent(1.5, 0.75, 30), 7: Spent(5.0, 0.0, 0), 8: Spent(2.0, 2.0, 100)}
+    found = _between(begin, end, 10)
+    assert found == (Spent(0.05, 0.025, 2.0), Spent(0.2, 0.2, 10.0), Spent(0.1, 0.0, 0.0))
 
 
 def figures(rate: float) -> Figures:
     return Figures(
-        first_batch_seconds=0.5, samples_per_second=rate, cpu_seconds=0.005, waits=(0.01, 0.02), works=(0.05,)
+        first_batch_seconds=0.5,
+        samples_per_second=rate,
+        spent=(Spent(0.001, 0.0, 1.0), Spent(0.0025, 0.0005, 20.0), Spent(0.001, 0.0, 4.0)),
+        waits=(0.01, 0.02),
+        works=(0.05,),
     )
 
 
 def test_a_report_holds_ours_against_the_limit_and_the_best_peers() -> None:
-    rates = {BARE: 100.0, "orchdata, threads": 90.0, "torch DataLoader": 60.0, "Grain, threads": 80.0}
-    peaks = {BARE: Memory(), "orchdata, threads": Memory(300, 120)}
+    rates = {BARE: 100.0, "orchdata, threads": 90.0, "orchdata, processes": 80.0}
+    rates |= {"torch DataLoader": 60.0, "Grain, threads": 80.0}
+    lanes = LANES | {"torch DataLoader": Lane("torch", len, in_processes=True), "Grain, threads": Lane("other", len)}
+    peaks = {BARE: Memory(), "orchdata, threads": Memory(300, 120), "orchdata, processes": Memory(160, 150)}
     peaks |= {"torch DataLoader": Memory(200, 150), "Grain, threads": Memory(400, 100)}
     found = make_results(
+        lanes,
         {name: [figures(rate), figures(rate)] for name, rate in rates.items()},
         peaks,
         {"Ray Data": "not installed"},
@@ -174,22 +184,19 @@ def test_a_report_holds_ours_against_the_limit_and_the_best_peers() -> None:
     ratios = {each.name: (each.median, each.met, each.note) for each in found if isinstance(each, Result)}
     assert ratios["orchdata, threads / bare threads"] == (0.9, False, "")
     assert ratios["orchdata, threads / fastest peer"] == (1.125, True, "Grain, threads")
-    assert ratios["orchdata, threads / fastest in torch's DataLoader"] == (1.5, True, "torch DataLoader")
-    assert ratios["orchdata, threads: peak PSS / leanest peer's"] == (1.5, False, "torch DataLoader")
-    assert ratios["orchdata, threads: memory without files / leanest peer's"] == (1.2, False, "Grain, threads")
-    table, missing = (each for each in found if isinstance(each, WideTable))
+    assert ratios["orchdata, threads / fastest in torch's DataLoader"] == (1.5, None, "torch DataLoader")
+    # Each beside those that load as it does.
+    assert ratios["orchdata, threads: peak PSS / leanest peer's with threads"] == (0.75, True, "Grain, threads")
+    assert ratios["orchdata, processes: peak PSS / leanest peer's with processes"] == (0.8, True, "torch DataLoader")
+    assert ratios["orchdata, processes: memory without files / leanest peer's with processes"][:2] == (1.0, False)
+    table, by_process, missing = (each for each in found if isinstance(each, WideTable))
     assert missing.rows == (("Ray Data", "not installed"),)
     row = dict(zip(table.columns, table.rows[1], strict=True))
     assert (row["loader"], row["samples/s"], row["MB/s"], row["of bare"]) == ("orchdata, threads", 90.0, 9.0, 0.9)
     assert (row["wait p50 ms"], row["CPU ms/sample"], row["work ms"]) == (15.0, 5.0, 50.0)
-
-
-def test_peers_are_chosen_by_name() -> None:
-    assert chosen_lanes("none") == [name for name, lane in LANES.items() if not lane.peer]
-    assert chosen_lanes("all") == list(LANES)
-    assert {"webdataset", "Grain, threads", "Grain, processes"} < set(chosen_lanes("webdataset, grain"))
-    with pytest.raises(ValueError, match="no peer is called dali: say all, none, or some of datasets, "):
-        chosen_lanes("dali")
+    name, mine, others, *sums = by_process.rows[0]
+    assert (name, mine, others) == (BARE, 1.0, "3.00 + 1.00")
+    assert sums == pytest.approx([4.5, 0.5, 25.0])
 
 
 def test_what_cannot_be_measured_is_refused(tmp_path: Path) -> None:
@@ -197,22 +204,19 @@ def test_what_cannot_be_measured_is_refused(tmp_path: Path) -> None:
         ThroughputBench(consumer="c")
     with pytest.raises(ValueError, match="workers must be at least 1, got 0"):
         ThroughputBench(workers=0)
-    config = ThroughputBench(data=tuple(TINY.write(tmp_path)), batch_size=4, workers=1, peers="none")
+    with pytest.raises(ValueError, match="recipe is of a data set of yours: give its paths too"):
+        ThroughputBench(recipe="my_data:recipe")
+    config = ThroughputBench(paths=tuple(TINY.write(tmp_path)), batch_size=4, workers=1)
     with pytest.raises(ValueError, match="1 workers and batches of 4 need 24 samples, got 12"):
         run(config)
 
 
-def test_the_default_budget_of_an_image_is_the_recipes() -> None:
-    assert ThroughputBench().max_tokens == ImagePreprocessor().max_tokens
-
-
 @pytest.mark.slow
-def test_a_peer_that_is_not_there_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(LANES, "Ray Data", LANES["Ray Data"].__class__("other", len, None, "no_such", "ray", "ray"))
-    data = tuple(TINY.write(tmp_path))
-    config = ThroughputBench(data=data, batch_size=2, workers=1, peers="ray,torch", repeats=1, consumer="python")
-    report = make_report("orchdata bench throughput", config, run(config))
+def test_a_data_set_of_the_users_is_measured_under_its_recipe(tmp_path: Path) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(json.dumps({"text": "word " * (number % 7 + 1)}) + "\n" for number in range(40)))
+    config = ThroughputBench(paths=(str(path),), batch_size=2, workers=1, repeats=1, folder=str(tmp_path))
+    report = make_report("orchdata bench throughput", config, run(config, Recipe(text=TextPreprocessor(max_tokens=30))))
     shown = json.loads(json.dumps(report.to_dict(), allow_nan=False))
-    assert [row[0] for row in shown["tables"][0]["rows"]] == [*chosen_lanes("none"), "torch DataLoader"]
-    assert shown["tables"][1]["rows"] == [["Ray Data", "not installed: pip install 'ray'"]]
-    assert report.config["data"] == list(data) or report.config["data"] == data
+    assert [row[0] for row in shown["tables"][0]["rows"]] == list(LANES)
+    assert report.config["paths"] == (str(path),)

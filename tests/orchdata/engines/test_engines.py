@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -306,3 +307,40 @@ def test_torch_keeps_its_threads_where_it_trains_and_has_one_where_it_decodes(en
         assert (here in seen) == (engine == "inline") and set(seen.values()) == {3 if engine == "inline" else 1}
     finally:
         torch.set_num_threads(threads)
+
+
+class Recording:
+    """Plans, memory and tasks of steps, in the order in which an engine asks for them."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.may_begin = threading.Event()
+
+    def start(self, task: StepTask) -> Any:
+        self.may_begin.wait()
+        self.asked.append(f"plan {task.step}")
+        return RecordedStep(self.asked, task.step)
+
+
+class RecordedStep:
+    def __init__(self, asked: list[str], step: int) -> None:
+        self._asked, self._step = asked, step
+
+    @cached_property
+    def tasks(self) -> list[Callable[[], None]]:
+        self._asked.append(f"memory {self._step}")
+        return [lambda: self._asked.append(f"task {self._step}")] * 2
+
+    def finish(self) -> Any:
+        return self._step
+
+
+def test_steps_ahead_are_planned_and_take_memory_when_their_turn_comes() -> None:
+    steps = Recording()
+    engine = ThreadEngine(steps, num_threads=1, depth=3)  # type: ignore[arg-type]
+    futures = [engine.submit(StepTask(0, step)) for step in range(3)]
+    steps.may_begin.set()
+    assert [future.result() for future in futures] == [0, 1, 2]
+    engine.close()
+    turns = [["memory", "task", "task"][place] + f" {step}" for step in range(3) for place in range(3)]
+    assert steps.asked == ["plan 0", "plan 1", "plan 2", *turns]

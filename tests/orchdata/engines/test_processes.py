@@ -31,7 +31,7 @@ from shard_factory import omni_shards
 import orchdata as od
 from orchdata.engines.processes import engine as engine_module
 from orchdata.engines.processes import process as process_module
-from orchdata.engines.processes.slabs import Slabs, StepMemory
+from orchdata.engines.processes.slabs import MappedSlabs, Slabs, StepMemory
 from orchdata.engines.processes.trial import Trial
 
 JOB = Path(__file__).parents[2] / "support" / "workers_job.py"
@@ -417,6 +417,61 @@ def test_memory_of_a_failed_step_is_nobody_elses() -> None:
     failed.drop()
     assert not np.shares_memory(stray, StepMemory(slabs).take(1 << 17))
     assert slabs.take_dropped() == [1]
+
+
+def step_of(slabs: Slabs, num_bytes: int) -> list[int]:
+    """Build a step; numbers of the slabs that it lies in."""
+    memory = StepMemory(slabs)
+    memory.reserve(num_bytes)
+    memory.take(num_bytes)[:] = 1
+    return [slab.number for slab in memory.slabs]
+
+
+def test_steps_of_other_sizes_share_slabs() -> None:
+    slabs = Slabs(2)
+    for size in (20, 41, 24, 33, 20, 38):
+        numbers = step_of(slabs, size << 20)
+        assert numbers == [1]
+        slabs.give_back(numbers)
+    assert step_of(slabs, 100 << 20) == [2], "a step that does not fit"
+
+
+def test_a_slab_with_fewer_pages_serves_smaller_steps() -> None:
+    slabs = Slabs(2)
+    large, small = step_of(slabs, 8 << 20), step_of(slabs, 2 << 20)
+    slabs.give_back(large + small)
+    assert (step_of(slabs, 1 << 20), step_of(slabs, 4 << 20)) == (small, large)
+
+
+def test_a_large_step_holds_its_memory_for_a_while() -> None:
+    slabs = Slabs(1)
+    step = StepMemory(slabs)
+    step.take(32 << 20)[:] = 1
+    file = step.slabs[0].file
+    assert file is not None
+
+    def held() -> int:
+        return os.fstat(file).st_blocks * 512
+
+    slabs.give_back([1])
+    for _ in range(15):
+        slabs.give_back(step_of(slabs, 1 << 20))
+        assert held() >= 32 << 20
+    slabs.give_back(step_of(slabs, 1 << 20))
+    assert held() < 3 << 20
+
+
+def test_memory_that_is_dropped_goes_back_without_a_job() -> None:
+    file = os.memfd_create("slab")
+    os.ftruncate(file, 1 << 20)
+    mapped = MappedSlabs()
+    mapped.add(7, file, 1 << 20)
+    held = mapped.arrays([(7, 1 << 19)])
+    assert not mapped.has_returned
+    del held
+    assert mapped.has_returned
+    assert mapped.take_returned() == [7]
+    assert not mapped.has_returned
 
 
 @pytest.mark.filterwarnings("ignore:DataLoader worker")

@@ -1,4 +1,4 @@
-"""`python -m orchdata.bench.start INDEX RANKS BATCH_SIZE`: start one loader in this process, print what it took."""
+"""`python -m benchmarks.start_one INDEX RANKS BATCH_SIZE`: start one loader in this process, print what it took."""
 
 from __future__ import annotations
 

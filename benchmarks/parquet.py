@@ -1,4 +1,4 @@
-"""Measuring Parquet shards in a child process, as indexing does, beside the same in this process.
+"""`python -m benchmarks.parquet`: measuring Parquet shards in a child process, as indexing does, and in this process.
 
 many small files --files/s--> with a child, in process, and what a child's start takes
 one large file   --rows/s---> with a child, in process
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from orchdata.bench.harness import Result, interleave
+from benchmarks.command import run_command
+from orchdata.bench.harness import Result, interleave, work_folder
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.shards.parquet.children import measuring
 from orchdata.loaders.shards.parquet.file import ParquetReader
@@ -27,14 +29,31 @@ SMALL_FILES = 100
 SMALL_ROWS = 20
 
 
-def measure_parquet(folder: Path, *, rows: int, repeats: int) -> list[Result]:
-    """Files and rows a second.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParquetBench:
+    """What to measure.
 
-    Args:
-        folder: where to write the files.
-        rows: of the large one.
+    Attributes:
+        rows: of the large file.
         repeats: of each measurement.
     """
+
+    rows: int = 12_000
+    repeats: int = 5
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "repeats"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
+def run(config: ParquetBench) -> list[Result]:
+    """Files and rows a second."""
+    with work_folder(None) as folder:
+        return _measure(folder, rows=config.rows, repeats=config.repeats)
+
+
+def _measure(folder: Path, *, rows: int, repeats: int) -> list[Result]:
     small = [_write(folder / f"small-{number}.parquet", SMALL_ROWS) for number in range(SMALL_FILES)]
     large = [_write(folder / "large.parquet", rows)]
     with measuring():  # the warm-up starts the child
@@ -94,3 +113,7 @@ def _write(path: Path, rows: int) -> Path:
     table = pa.table({"image": pa.array(images, pa.binary()), "text": text})
     pq.write_table(table, path, row_group_size=1000)
     return path
+
+
+if __name__ == "__main__":
+    run_command("benchmarks.parquet", ParquetBench, run)

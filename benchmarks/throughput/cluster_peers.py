@@ -9,14 +9,14 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from orchdata.bench.throughput.decoding import DecodePack, Decoder
-from orchdata.bench.throughput.job import Job, joined, split
+from benchmarks.throughput.decoding import DecodePack, Decoder
+from benchmarks.throughput.records import PeersJob, joined, split
 
 _RECORD: Final = "record"
 _AHEAD_BYTES: Final = 64 << 20
 
 
-def energon(job: Job) -> Iterator[int]:
+def energon(job: PeersJob) -> Iterator[int]:
     """A crude data set: its samples as webdataset has them, decoded where they are encoded, in worker processes."""
     from megatron.energon import WorkerConfig, get_loader, get_train_dataset
 
@@ -58,7 +58,7 @@ def _task_encoder(decoder: Decoder) -> Any:
     return Encoder()
 
 
-def prepare_energon(job: Job, folder: Path) -> None:
+def prepare_energon(job: PeersJob, folder: Path) -> None:
     """Links to the tars, and the index that it wants beside them."""
     from megatron.energon.epathlib import EPath
     from megatron.energon.flavors.webdataset.prepare import WebdatasetPreparator
@@ -72,7 +72,7 @@ def prepare_energon(job: Job, folder: Path) -> None:
     (folder / ".nv-meta" / "dataset.yaml").write_text(described)
 
 
-def ray_data(job: Job) -> Iterator[int]:
+def ray_data(job: PeersJob) -> Iterator[int]:
     """A Parquet file mapped in batches by as many tasks at once as there are workers."""
     import ray
 
@@ -98,7 +98,7 @@ def _bits(tensor: torch.Tensor) -> Any:
     return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
-def write_parquet(job: Job, folder: Path) -> None:
+def write_parquet(job: PeersJob, folder: Path) -> None:
     """Files of 64 records."""
     import pyarrow as pa
     import pyarrow.parquet as pq

@@ -1,4 +1,4 @@
-"""Fields of bytes -> a decoded sample -> a batch of tensors: what every lane but ours runs, in its threads or workers.
+"""Fields of bytes -> a decoded sample -> a batch of tensors: what all others run, in their threads or workers.
 
 By default images, clips and text are decoded by this library's functions, under the recipe that ours has. With
 `--decode pillow` images are decoded as most training code does: Pillow decodes and resizes, torch normalises and cuts.

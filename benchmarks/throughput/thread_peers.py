@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from orchdata.bench.throughput.decoding import pack
-from orchdata.bench.throughput.job import Job
+from benchmarks.throughput.decoding import pack
+from benchmarks.throughput.records import PeersJob
 from orchdata.loaders.samples.sample import Sample
 
 
-def spdl(job: Job) -> Iterator[int]:
+def spdl(job: PeersJob) -> Iterator[int]:
     """A pipeline of one stage that reads and decodes, in as many threads as there are workers, and one that packs."""
     from spdl.pipeline import PipelineBuilder
 
@@ -33,7 +33,7 @@ def spdl(job: Job) -> Iterator[int]:
             yield len(batch["number"])
 
 
-def grain_threads(job: Job) -> Iterator[int]:
+def grain_threads(job: PeersJob) -> Iterator[int]:
     """A map of samples read by threads, then batched."""
     import grain
 
@@ -41,7 +41,7 @@ def grain_threads(job: Job) -> Iterator[int]:
     yield from _grain(job, options, processes=0)
 
 
-def grain_processes(job: Job) -> Iterator[int]:
+def grain_processes(job: PeersJob) -> Iterator[int]:
     """The same in worker processes of one thread each."""
     import grain
 
@@ -49,7 +49,7 @@ def grain_processes(job: Job) -> Iterator[int]:
     yield from _grain(job, options, processes=job.workers)
 
 
-def _grain(job: Job, options: Any, *, processes: int) -> Iterator[int]:
+def _grain(job: PeersJob, options: Any, *, processes: int) -> Iterator[int]:
     import grain
 
     data: Any = grain.MapDataset.source(job.records).shuffle(seed=job.seed).map(job.decoder)

@@ -10,20 +10,20 @@ from typing import Any, Final
 
 import torch
 
-from orchdata.bench.throughput.decoding import DecodePack, Decoder, Tensors, pack
-from orchdata.bench.throughput.job import Job, Records, joined, split
+from benchmarks.throughput.decoding import DecodePack, Decoder, Tensors, pack
+from benchmarks.throughput.records import PeersJob, Records, joined, split
 from orchdata.loaders.samples.sample import Sample
 
 _RECORD: Final = "record"
 
 
-def map_style(job: Job) -> Iterator[int]:
+def map_style(job: PeersJob) -> Iterator[int]:
     """A map-style data set over places in tars, shuffled."""
     generator = torch.Generator().manual_seed(job.seed)
     return _batches(job, _Decoded(job.records, job.decoder), shuffle=True, collate_fn=pack, generator=generator)
 
 
-def webdataset(job: Job) -> Iterator[int]:
+def webdataset(job: PeersJob) -> Iterator[int]:
     """Shards dealt to workers, in their order: less work than ours, which shuffles."""
     return _batches(job, web_samples(job.urls, job.decoder), collate_fn=pack)
 
@@ -37,7 +37,7 @@ def web_samples(urls: Sequence[str], decoder: Decoder) -> Any:
     ).map(decoder)
 
 
-def hugging_face(job: Job) -> Iterator[int]:
+def hugging_face(job: PeersJob) -> Iterator[int]:
     """A mapped Arrow file, shuffled."""
     datasets: Any = import_module("datasets")
     (path,) = (job.folder / "datasets").glob("*.arrow")
@@ -46,7 +46,7 @@ def hugging_face(job: Job) -> Iterator[int]:
     return _batches(job, data, shuffle=True, collate_fn=DecodeRecords(job.decoder), generator=generator)
 
 
-def write_arrow(job: Job, folder: Path) -> None:
+def write_arrow(job: PeersJob, folder: Path) -> None:
     """One Arrow stream of records, 64 to a batch of it."""
     import pyarrow as pa
 
@@ -58,7 +58,7 @@ def write_arrow(job: Job, folder: Path) -> None:
             stream.write_batch(pa.record_batch([pa.array(rows, pa.large_binary())], schema=schema))
 
 
-def mosaic_streaming(job: Job) -> Iterator[int]:
+def mosaic_streaming(job: PeersJob) -> Iterator[int]:
     """MDS shards, in its own shuffled order."""
     from streaming import StreamingDataset
 
@@ -68,7 +68,7 @@ def mosaic_streaming(job: Job) -> Iterator[int]:
     return _batches(job, data, collate_fn=DecodeRecords(job.decoder))
 
 
-def write_mds(job: Job, folder: Path) -> None:
+def write_mds(job: PeersJob, folder: Path) -> None:
     """MDS shards of its default size."""
     from streaming import MDSWriter
 
@@ -77,7 +77,7 @@ def write_mds(job: Job, folder: Path) -> None:
             writer.write({_RECORD: joined(job.records[number])})
 
 
-def litdata(job: Job) -> Iterator[int]:
+def litdata(job: PeersJob) -> Iterator[int]:
     """LitData's chunks, shuffled."""
     from litdata import StreamingDataLoader, StreamingDataset
 
@@ -89,7 +89,7 @@ def litdata(job: Job) -> Iterator[int]:
         yield len(batch["number"])
 
 
-def write_litdata(job: Job, folder: Path) -> None:
+def write_litdata(job: PeersJob, folder: Path) -> None:
     """Chunks of 32 MB, several to a worker."""
     from litdata import optimize
 
@@ -102,7 +102,7 @@ def write_litdata(job: Job, folder: Path) -> None:
     )
 
 
-def _batches(job: Job, data: Any, **options: Any) -> Iterator[int]:
+def _batches(job: PeersJob, data: Any, **options: Any) -> Iterator[int]:
     loader: Any = torch.utils.data.DataLoader(data, batch_size=job.batch_size, num_workers=job.workers, **options)
     for batch in loader:
         yield len(batch["number"])
