@@ -7,15 +7,22 @@ gaps beside them: first fit in several orders, after first-fit decreasing (Johns
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from orchdata.balancers.checks import checked_caps, checked_count, checked_phases, checked_sizes
 from orchdata.native.microbatches.micro_steps import deal_cells, pack_in_orders, packing_orders
+from orchdata.native.microbatches.rough_peaks import rough_peaks
 
 FILLS = (4, 2, 0)  # Quarters of the room above an even share that are filled.
+TIGHTER = 1
+ESTIMATED = (4, 0)  # Those of which it is estimated what they take.
+ENOUGH_RANKS = 256  # say what longest first takes on all.
+CLOSES = 4  # A search leaves about one part in so many of what longest first is above the bounds.
 
 
 def pack_micro_steps(
@@ -60,32 +67,109 @@ def pack_micro_steps(
     )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Dealing:
+    """Items dealt into bins of several ranks each.
+
+    Attributes:
+        bins, rank: int32 (num_items,) each; a rank of a bin keeps the caps.
+        promise: what it takes, about, once the bins are balanced.
+    """
+
+    bins: NDArray[np.int32]
+    rank: NDArray[np.int32]
+    promise: int
+
+
 def dealings(
     sizes: NDArray[np.int64],
     caps: NDArray[np.int64],
     num_bins: int,
     costs: NDArray[np.int64],
-    num_ranks: int,
+    groups: Sequence[tuple[Any, int]],
     attempts: int,
-) -> Iterator[tuple[NDArray[np.int32], NDArray[np.int32]]]:
-    """Packings into bins of `num_ranks` ranks each, within the caps of each rank, the cheapest first.
+    counted: NDArray[np.int64] | None = None,
+    below: int | None = None,
+) -> Iterator[Dealing]:
+    """Packings into bins of several ranks each, within the caps of each rank, from the one that promises most.
+
+    Each order fills one bin after another, or gives all an even share of the sizes: items sorted by a phase, and cut.
+    What a packing promises lies between the bounds of its bins and what longest first takes in them.
 
     Args:
         sizes: int64 (num_items, num_caps), num_caps at least 1.
         caps: int64 (num_caps,), of a rank in a bin.
         costs: int64 (num_items, num_phases), C-contiguous; the last phase is the one all items have.
+        groups: (indices of its items, how many ranks it has) of each group of ranks, which share out their own items,
+            all in one order, so that bins of a number are alike in all groups.
         attempts: orders and fills that are tried, of all at most.
-
-    Yields:
-        (bin, rank), int32 (num_items,) each.
+        counted: int64 (num_items, num_phases), of which a packing promises, where not of `costs`.
+        below: only what may take less than this is of use.
     """
-    orders = packing_orders(costs, sizes, costs.shape[1] - 1)
+    num_ranks = sum(ranks for _, ranks in groups)
+    rows = [(costs[mine], sizes[mine], ranks) for mine, ranks in groups]
+    orders = [packing_orders(own, columns, costs.shape[1] - 1) for own, columns, _ in rows]
+    together = orders[0] if len(groups) == 1 else packing_orders(costs, sizes, costs.shape[1] - 1)
+    ways = _promising(together, costs, sizes, caps, num_bins, num_ranks, counted, below)
+    bins, rank = np.empty((2, len(costs)), np.int32)
+    for promise, fill, number in ways[:attempts]:
+        # An even share to the last item may not be found: then a little more.
+        for quarters in (fill, TIGHTER) if fill == 0 else (fill,):
+            left, first = 0, 0
+            for (mine, ranks), order, (_, columns, _) in zip(groups, orders, rows, strict=True):
+                chosen, within = np.empty((2, len(columns)), np.int32)
+                room = _room(columns, caps, num_bins, ranks, quarters)
+                left += deal_cells(order[number], columns, caps, room, num_bins, ranks, chosen, within)
+                bins[mine], rank[mine], first = chosen, first + within, first + ranks
+            if left == 0:
+                yield Dealing(bins.copy(), rank.copy(), promise)
+                break
+
+
+def _room(
+    sizes: NDArray[np.int64], caps: NDArray[np.int64], num_bins: int, num_ranks: int, quarters: int
+) -> NDArray[np.int64]:
+    """What is filled of a bin, int64 (num_caps,): an even share, and so many quarters of what there is above it."""
     even = -(-sizes.sum(axis=0) // (num_bins * num_ranks)) + 1
     most = np.maximum(even, caps - caps // 32)
-    _, taken = pack_in_orders(orders, costs, sizes, most * num_ranks, num_bins, num_ranks)
-    bins, rank = np.empty((2, len(costs)), np.int32)
-    ways = [(fill, number) for fill in FILLS for number in np.argsort(taken, kind="stable")]
-    for fill, number in ways[:attempts]:
-        room = (even + (most - even) * fill // 4) * num_ranks
-        if deal_cells(orders[number], sizes, caps, room, num_bins, num_ranks, bins, rank) == 0:
-            yield bins.copy(), rank.copy()
+    room: NDArray[np.int64] = (even + (most - even) * quarters // 4) * num_ranks
+    return room
+
+
+def _promising(
+    orders: NDArray[np.int32],
+    costs: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    caps: NDArray[np.int64],
+    num_bins: int,
+    num_ranks: int,
+    counted: NDArray[np.int64] | None,
+    below: int | None,
+) -> list[tuple[int, int, int]]:
+    """Ways to pack from the one that promises most: (promise, fill, number of the order); half filled ones last.
+
+    Of many ranks every k-th item, on the k-th part of the ranks, says as much. Ways of which the bounds alone are above
+    another's promise are not looked at further.
+    """
+    costs = costs if counted is None else counted
+    ways: list[tuple[int, int, int, NDArray[np.int32]]] = []
+    for fill in ESTIMATED:
+        room = _room(sizes, caps, num_bins, num_ranks, fill)
+        packed, taken = pack_in_orders(orders, costs, sizes, room, num_bins, num_ranks)
+        ways += [(int(takes), -fill, number, packed[number]) for number, takes in enumerate(taken)]
+    ways = [way for way in ways if below is None or way[0] < below]
+    promised: list[tuple[int, int, int]] = []
+    stride = max(1, num_ranks // ENOUGH_RANKS)
+    for takes, negated, number, bins in sorted(ways, key=lambda way: way[:3]):
+        promise = takes
+        if not promised or takes < min(promised)[0]:
+            some = orders[number][::stride]
+            few = (costs[some], sizes[some], caps, bins[some], num_bins, num_ranks // stride, costs.shape[1] - 1)
+            low, high = map(int, rough_peaks(*few))
+            promise = max(takes, low) + (high - low) // CLOSES
+        promised.append((promise, negated, number))
+    if counted is not None and below is not None:  # Phases that are not balanced take more than this promises.
+        promised = [way for way in promised if way[0] < below]
+    found = [(promise, -negated, number) for promise, negated, number in sorted(promised)]
+    rest = [fill for fill in FILLS if fill not in ESTIMATED]
+    return found + [(promise, fill, number) for fill in rest for promise, own, number in found if own == ESTIMATED[0]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from dataclasses import replace
 from functools import partial
 
 from benchmarks.balance.cases import Job, Scale, measure
@@ -28,6 +29,16 @@ PLANS = (
     ("albums", 2_560, 16),
 )
 PLANS_MODEL = "6B vision"
+# Ranks, samples a rank: large global batches in micro-steps. Of a grid of 8 ranks a node too, where the last is true.
+LARGE = (
+    (512, 128, False),
+    (1_024, 64, False),
+    (2_560, 32, False),
+    (2_560, 64, False),
+    (4_096, 16, False),
+    (8_192, 16, True),
+    (16_384, 16, True),
+)
 
 
 def plans_by_effort(scale: Scale, max_tokens: int) -> WideTable:
@@ -51,6 +62,44 @@ def plans_by_effort(scale: Scale, max_tokens: int) -> WideTable:
     return WideTable(
         title=f"Joint plans, {PLANS_MODEL}: what ranks wait for over the mean, and CPU ms a step, at each effort",
         columns=("case", *(f"wait, {much:g}" for much in EFFORTS), *(f"ms, {much:g}" for much in EFFORTS)),
+        rows=tuple(rows),
+    )
+
+
+def large_plans(scale: Scale, max_tokens: int) -> WideTable:
+    """What large global batches wait for in micro-steps, and how long one step's plan takes."""
+    rows: list[tuple[str | float | None, ...]] = []
+    one = replace(scale, repeats=1)
+    for ranks, samples_per_rank, in_grid in LARGE:
+        num_ranks = scale.ranks(ranks)
+        size = num_ranks * samples_per_rank
+        for name in ("instructions", "albums"):
+            samples = mixes()[name].draw(scale.seed, size, MODELS[PLANS_MODEL])
+            joint = Balance(max_tokens=max_tokens, oversize="own")
+            grid = replace(joint, scope="grid", group_size=8)
+            ways = {"joint": joint, "effort 4": replace(joint, effort=4.0), "grid": grid}
+            if in_grid:
+                ways.pop("effort 4")
+            waits: dict[str, float] = {}
+            milliseconds: dict[str, float] = {}
+            micro_steps = ""
+            for way, balance in ways.items():
+                plans_of(samples, balance, num_ranks, size, one)  # Kernels are loaded, memory is there.
+                started = time.thread_time()
+                (plan,) = plans_of(samples, balance, num_ranks, size, one)
+                milliseconds[way] = 1e3 * (time.thread_time() - started)
+                mean = sum(int(column.sum()) for column in plan.costs.values()) / num_ranks
+                waits[way] = step_cost(plan, "barrier", samples.phases) / mean
+                micro_steps = str(plan.num_microbatches)
+            figures = [each.get(way) for each in (waits, milliseconds) for way in ("joint", "effort 4", "grid")]
+            rows.append((f"{name}, {num_ranks:,} x {samples_per_rank}", micro_steps, *figures))
+    return WideTable(
+        title=f"Large global batches, {PLANS_MODEL}, at most {max_tokens:,} tokens: wait over the mean, CPU ms a step",
+        columns=(
+            "case",
+            "micro-steps",
+            *(f"{kind}, {way}" for kind in ("wait", "ms") for way in ("joint", "effort 4", "grid")),
+        ),
         rows=tuple(rows),
     )
 

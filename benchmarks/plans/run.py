@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from benchmarks.balance.cases import Scale
-from benchmarks.plans.effort import effort, plans_by_effort
+from benchmarks.plans.effort import effort, large_plans, plans_by_effort
 from benchmarks.plans.scopes import scopes
 from orchdata.bench.harness import Result, WideTable
 
@@ -39,4 +39,5 @@ def run(config: PlansBench) -> list[Result | WideTable]:
         if getattr(config, name) < 1:
             raise ValueError(f"{name} must be at least 1, got {getattr(config, name)}")
     scale = Scale(seed=config.seed, repeats=config.steps, shrink=32 if config.small else 1)
-    return [*scopes(scale, config.max_tokens), plans_by_effort(scale, config.max_tokens), *effort(scale)]
+    large = large_plans(scale, config.max_tokens)
+    return [*scopes(scale, config.max_tokens), plans_by_effort(scale, config.max_tokens), large, *effort(scale)]

@@ -188,29 +188,13 @@ def solve_barrier(
 
 
 @kernel
-def refine_within(
-    costs: NDArray[np.int64],
-    sizes: NDArray[np.int64],
-    caps: NDArray[np.int64],
-    owner: NDArray[np.int32],
-    num_ranks: int,
-    targets: NDArray[np.int64],
-    limit: int,
-    budget: int,
-) -> None:
-    """Move what is above caps, then what is above the targets of phases; in place.
+def capped_columns(
+    costs: NDArray[np.int64], sizes: NDArray[np.int64], caps: NDArray[np.int64], targets: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Sizes beside the costs, in a unit in which all of a column count for about as much as all costs together.
 
-    A column of sizes counts for about as much as all costs together, whatever its unit.
-
-    Args:
-        costs: int64 (num_samples, num_phases).
-        sizes: int64 (num_samples, num_caps), and
-        caps: int64 (num_caps,), at least 1: what the samples of a rank may sum to. Kept where that is found.
-        owner: int32 (num_samples,), changed.
-        num_ranks: at least 1.
-        targets: int64 (num_phases,), loads at which a rank needs no help.
-        limit: samples a rank may hold after a move; -1: swaps only.
-        budget: pairs of samples to look at.
+    Returns:
+        (int64 (num_samples, num_phases + num_caps), int64 (num_phases + num_caps,): the targets, then the caps).
     """
     num_samples, num_phases = costs.shape
     columns = np.empty((num_samples, num_phases + caps.shape[0]), np.int64)
@@ -223,4 +207,32 @@ def refine_within(
         unit = max(np.int64(1), total // max(np.int64(1), sizes[:, k].sum() + cap))
         columns[:, num_phases + k] = sizes[:, k] * unit
         goals[num_phases + k] = cap * unit
+    return columns, goals
+
+
+@kernel
+def refine_within(
+    costs: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    caps: NDArray[np.int64],
+    owner: NDArray[np.int32],
+    num_ranks: int,
+    targets: NDArray[np.int64],
+    limit: int,
+    budget: int,
+) -> None:
+    """Move what is above caps, then what is above the targets of phases; in place.
+
+    Args:
+        costs: int64 (num_samples, num_phases).
+        sizes: int64 (num_samples, num_caps), and
+        caps: int64 (num_caps,), at least 1: what the samples of a rank may sum to. Kept where that is found.
+        owner: int32 (num_samples,), changed.
+        num_ranks: at least 1.
+        targets: int64 (num_phases,), loads at which a rank needs no help.
+        limit: samples a rank may hold after a move; -1: swaps only.
+        budget: pairs of samples to look at.
+    """
+    num_phases = costs.shape[1]
+    columns, goals = capped_columns(costs, sizes, caps, targets)
     refine_phases(columns, num_phases, owner, num_ranks, goals, limit, FIRST_PARTNERS, False, budget)

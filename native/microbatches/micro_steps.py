@@ -91,23 +91,29 @@ def first_fit(
     """Put each item, in `order`, into the first bin that has room below `limits`, else into the emptiest."""
     num_caps = sizes.shape[1]
     loads = np.zeros((num_bins, num_caps), np.int64)
+    smallest = np.empty(num_caps, np.int64)
+    for k in range(num_caps):
+        smallest[k] = sizes[:, k].min() if sizes.shape[0] > 0 else 0
+    first = 0  # Those before are full: nothing fits into them.
     for item in order:
         chosen = -1
-        emptiest = 0
-        least = np.inf
-        for b in range(num_bins):
+        while first < num_bins and not fits(loads[first], smallest, limits, False):
+            first += 1
+        for b in range(first, num_bins):
             room = True
-            share = 0.0
             for k in range(num_caps):
                 room &= loads[b, k] + sizes[item, k] <= limits[k]
-                share = max(share, loads[b, k] / limits[k])
             if room:
                 chosen = b
                 break
-            if share < least:
-                emptiest, least = b, share
         if chosen < 0:
-            chosen = emptiest
+            least = np.inf
+            for b in range(num_bins):
+                share = 0.0
+                for k in range(num_caps):
+                    share = max(share, loads[b, k] / limits[k])
+                if share < least:
+                    chosen, least = b, share
         bins[item] = chosen
         for k in range(num_caps):
             loads[chosen, k] += sizes[item, k]

@@ -12,23 +12,26 @@ Every scope lowers what `Balance.objective` says: the sum over phases of the lar
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.balancers import balance_from, balance_grid, balance_grouped, lower_bound
+from orchdata.balancers import balance_from, balance_grid, balance_grouped
 from orchdata.balancers.phases import assign_jointly, search_pairs
 from orchdata.balancers.placement import renamed
-from orchdata.native.assign.phases import above_caps, refine_within, sum_of_peaks
-from orchdata.native.move.minimal_move import pays, relabel
+from orchdata.native.assign.phase_refine import phase_loads
+from orchdata.native.assign.phases import above_caps, sum_of_peaks
+from orchdata.native.microbatches.rough_peaks import fits_alone
+from orchdata.native.move.grid import move_in_grid
+from orchdata.native.move.minimal_move import relabel
 from orchdata.planning.balance import Balance
 
 Ints = NDArray[np.int64]
 Ranks = NDArray[np.int32]
 
-_GAIN = 50  # Balancing a grid's micro-step anew has to lower what ranks wait for by this part.
+_NEAR = 100  # Ranks of a grid keep what is at most this part above the peaks of balancing over all,
+_GAIN = 50  # and those peaks, where so little is not reached by moving little, with all that moves.
 
 
 class Limits(NamedTuple):
@@ -83,7 +86,7 @@ def assign(
         owner: int32 (num_items,), who holds each item; where none is loaded yet, whose stream it is drawn from.
         sizes: int64 (num_items,), of items that are held, what moving each takes; None where none is loaded yet.
         ranks_per_node: of items that are held, consecutive ranks among which they rather move.
-        limits: caps that are kept, of items that are not held, where several phases share ranks under "barrier".
+        limits: caps that are kept, of items that are not held, under "barrier", scope "grouped" or "global".
 
     Returns:
         int32 (num_items,); `owner` itself where held items stay.
@@ -94,6 +97,8 @@ def assign(
     held, group_size = sizes is not None, balance.group_size or num_ranks
     if balance.scope == "none" or num_ranks == 1:
         return owner if held else dealt(len(owner), num_ranks)
+    if limits is not None and balance.scope == "global":
+        return _within(costs, balance, num_ranks, owner, limits)
     counted = balance.equal_count or balance.max_samples is not None
     if balance.scope != "grid" and (counted or not held):
         return _anew(costs, balance, num_ranks, owner, sizes, ranks_per_node or 1, limits)
@@ -101,8 +106,7 @@ def assign(
     if balance.objective == "sum" or len(costs) == 1:
         shared = np.sum(list(costs.values()), axis=0)
     if balance.scope == "grid":
-        found = balance_grid(shared, owner, num_ranks, group_size).rank
-        return found if limits is None else _kept(costs, found, owner, num_ranks, balance, limits)
+        return balance_grid(shared, owner, num_ranks, group_size).rank
     if balance.scope == "grouped":
         return balance_grouped(shared, owner, num_ranks, group_size, sizes=sizes).rank
     return balance_from(shared, owner, num_ranks, sizes=sizes, ranks_per_node=ranks_per_node).rank
@@ -151,26 +155,43 @@ def _anew(
     return rank
 
 
-def _kept(
+def _within(costs: Mapping[str, Ints], balance: Balance, num_ranks: int, owner: Ranks, limits: Limits) -> Ranks:
+    """Balance over all ranks within the limits, samples that fill a rank alone first: others share the ranks left."""
+    alone = fits_alone(limits.sizes, limits.caps)
+    if balance.equal_count or balance.max_samples is not None or not alone.any():
+        return _anew(costs, balance, num_ranks, owner, None, 1, limits)
+    rank, others = limits.within.copy(), np.flatnonzero(~alone)
+    if not len(others):
+        return rank
+    free = np.setdiff1d(np.arange(num_ranks, dtype=np.int32), rank[alone])
+    inside = Limits(limits.sizes[others], limits.caps, np.searchsorted(free, rank[others]).astype(np.int32))
+    few = {phase: column[others] for phase, column in costs.items()}
+    rank[others] = free[_anew(few, balance, len(free), owner[others], None, 1, inside)]
+    return rank
+
+
+def stay_near(
     costs: Mapping[str, Ints], rank: Ranks, owner: Ranks, num_ranks: int, balance: Balance, limits: Limits
 ) -> Ranks:
-    """A grid's `rank` within the limits; what is above the caps, or still above the bounds of phases, goes anywhere.
+    """Nearly the peaks that `rank` has, but few samples leave their `owner`'s node and column.
 
-    Micro-steps leave nodes and columns few samples each, too few to be even by themselves. Where the rest is not moved
-    easily, all are balanced anew over all ranks, and the ranks named so that much stays where it is from.
+    Where that is not reached by moving little, `rank` itself, its ranks named so that much stays where it is from.
+
+    Args:
+        costs: phase -> int64 (num_items,), `llm` last, of one micro-step; `rank` int32 (num_items,) balances them.
+        limits: caps that are kept.
     """
     by_item = np.ascontiguousarray(np.stack(list(costs.values()), axis=1))
-    bounds = np.array([lower_bound(of_phase, num_ranks) for of_phase in costs.values()], np.int64)
+    peaks = phase_loads(by_item, rank, num_ranks).max(axis=0)
+    named = rank.copy()
+    relabel(np.ones(len(owner), np.int64), owner, named, num_ranks)
+    if fits_alone(limits.sizes, limits.caps).any():
+        return named
     pairs = search_pairs(len(rank), num_ranks, balance.effort)
-    for start in (rank, limits.within.copy()):
-        refine_within(by_item, limits.sizes, limits.caps, start, num_ranks, bounds + bounds // 1000, len(rank), pairs)
-        if not above_caps(limits.sizes, limits.caps, start, num_ranks):
-            break
-    peaks = int(sum_of_peaks(by_item, start, num_ranks))
-    if not pays(peaks, int(bounds.sum()), _GAIN):
-        return start
-    anywhere = _anew(costs, replace(balance, scope="global", group_size=None), num_ranks, owner, None, 1, limits)
-    if not pays(peaks, int(sum_of_peaks(by_item, anywhere, num_ranks)), _GAIN):
-        return start
-    relabel(np.ones(len(owner), np.int64), owner, anywhere, num_ranks)
-    return anywhere
+    size = balance.group_size or num_ranks
+    targets = peaks + peaks // _NEAR
+    near = move_in_grid(by_item, limits.sizes, limits.caps, owner, num_ranks, size, len(costs) - 1, targets, pairs)
+    most = int(peaks.sum()) + int(peaks.sum()) // _GAIN
+    if above_caps(limits.sizes, limits.caps, near, num_ranks) or int(sum_of_peaks(by_item, near, num_ranks)) > most:
+        return named
+    return near

@@ -22,7 +22,7 @@ from orchdata.balancers.assignment import cells_of, loads_of
 from orchdata.native.costs import Coefficients, sequence_costs
 from orchdata.planning.assign import counted_groups, dealt
 from orchdata.planning.balance import Balance
-from orchdata.planning.shares import Shares, balanced_inside, cells, counts_kept, price, share_out_packed
+from orchdata.planning.shares import Shares, balanced_inside, cells, counts_kept, near_streams, price, share_out_packed
 
 Ints = NDArray[np.int64]
 Ranks = NDArray[np.int32]
@@ -107,9 +107,10 @@ def share_out_fixed(
         if len(costs) > 1 or balance.scope == "grid" or balance.equal_count or balance.max_samples is not None:
             columns = np.stack(list(sizes.values()), axis=1)
             caps = np.array([balance.caps[phase] for phase in sizes], np.int64)
-            found.append(balanced_inside(beyond, columns, caps, filled, num_ranks, balance, stream_rank))
+            inside = balanced_inside(beyond, columns, caps, filled, num_ranks, balance, stream_rank)
+            found += [] if inside is None else [inside]
         if balance.scope == "grid":  # Packed over all ranks, which it may not be.
-            found = found[1:]
+            found = [near_streams(beyond, columns, caps, one, num_ranks, balance, stream_rank) for one in found[1:]]
         found = [one for one in found if counts_kept(one.rank, num_ranks, balance)]
     if not found or len(positions) <= _FEW_SAMPLES:
         found.append(share_out_packed(costs, sizes, num_ranks, balance, stream_rank))

@@ -23,8 +23,8 @@ FOLDERS = {
 LAYERS = """
 native: jit
 native: sorting checks costs permutation key_hash patchify spectrum
-native: assign microbatches bins scan
-native: move
+native: assign bins scan
+native: move microbatches
 balancers: checks
 balancers: assignment costs
 balancers: packed padded pipeline placement microbatches bins

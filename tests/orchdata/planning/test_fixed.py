@@ -65,9 +65,9 @@ def test_plans_keep_the_caps_and_are_never_worse_than_packed_ones(
 
 GOLDEN = {
     "none": "324094074bbe1c66",
-    "grouped": "93a912b06d0ff6d4",
-    "grid": "e9520697410f181f",
-    "global": "9fbad9fb52a3488d",
+    "grouped": "9a92a0528cb7140d",
+    "grid": "20f2c3e24938969e",
+    "global": "c8c848f6af5521d1",
 }
 
 

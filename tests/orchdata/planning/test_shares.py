@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from global_batches import GlobalBatch, check_step, global_batch, steps, waits
+from global_batches import GlobalBatch, check_counts, check_step, global_batch, steps, waits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -180,3 +180,69 @@ def test_phases_are_even_in_micro_steps_where_samples_are_dealt(scope: str) -> N
     held = cells(batch, shares)
     assert 1.1 * waits(held, balance) < waits(cells(batch, by_sums), balance)
     assert (np.diff(held.max(axis=1).sum(axis=0)) <= 0).all()  # Numbered from the most costly.
+
+
+def long_batch(
+    seed: int, num_samples: int, num_ranks: int, phases: tuple[str, ...] = ("image", "audio", "llm")
+) -> GlobalBatch:
+    """None of its samples has more than 2,400 tokens."""
+    batch = global_batch(seed, num_samples, num_ranks, phases)
+    return replace(batch, positions={**batch.positions, "llm": np.minimum(batch.positions["llm"], 2400)})
+
+
+def sorted_and_cut(batch: GlobalBatch, by: str, cap: int, num_micro_steps: int) -> int:
+    """What ranks wait for where samples sorted by a phase are cut into micro-steps, each balanced within the cap."""
+    tokens = batch.positions["llm"]
+    order = np.lexsort((-tokens, -batch.costs[by]))
+    before = np.cumsum(tokens[order]) - tokens[order]
+    cut, total = before * num_micro_steps // int(tokens.sum()), 0
+    for number in range(num_micro_steps):
+        mine = order[cut == number]
+        part = {phase: column[mine] for phase, column in batch.costs.items()}
+        total += sum(balance_phases(part, batch.num_ranks, sizes=tokens[mine], max_size=cap).makespans)
+    return total
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("phases", [("image", "llm"), ("image", "audio", "llm")])
+def test_very_many_samples_cost_no_more_than_any_simpler_plan(seed: int, phases: tuple[str, ...]) -> None:
+    num_ranks, balance = 512, Balance(max_tokens=2400)
+    batch = long_batch(seed, num_ranks * 36, num_ranks, phases)
+    shares = shared_out(batch, balance)
+    check_counts(shares, num_ranks, balance)
+    held = np.zeros((num_ranks, shares.num_microbatches), np.int64)
+    np.add.at(held, (shares.rank, shares.microbatch), batch.positions["llm"])
+    assert held.max() <= 2400
+    assert shares.num_microbatches == -(-int(batch.positions["llm"].sum()) // (2400 * num_ranks)) > 1
+    found = waits(cells(batch, shares), balance)
+    for by in phases:
+        assert found <= sorted_and_cut(batch, by, 2400, shares.num_microbatches)
+    by_sums = split(batch, list(phases), balance)
+    backbone = share_out_packed(
+        {"llm": batch.costs["llm"]}, batch.sizes(balance), num_ranks, balance, batch.stream_rank
+    )
+    grid = shared_out(batch, Balance(max_tokens=2400, scope="grid", group_size=8))
+    assert found <= waits(cells(batch, grid), balance) <= 1.03 * found
+    for other in (by_sums, backbone):
+        assert 1.02 * found < waits(cells(batch, other), balance)
+
+
+def test_a_grid_keeps_most_samples_near_home_in_micro_steps() -> None:
+    balance, num_ranks = Balance(max_tokens=2400, scope="grid", group_size=8), 128
+    batch = long_batch(5, num_ranks * 64, num_ranks)
+    batch = replace(batch, stream_rank=stream_ranks(np.arange(num_ranks * 64) % 16, num_ranks))
+    near, anywhere = shared_out(batch, balance), shared_out(batch, Balance(max_tokens=2400))
+    on_node = {
+        scope: float((shares.rank // 8 == batch.stream_rank // 8).mean())
+        for scope, shares in (("grid", near), ("global", anywhere))
+    }
+    assert on_node["grid"] > 0.4 > 0.15 > on_node["global"]
+
+
+def test_more_effort_lowers_what_ranks_wait_for_of_very_many_samples() -> None:
+    batch = long_batch(1, 512 * 36, 512)
+    found = [
+        waits(cells(batch, shared_out(batch, one)), one)
+        for one in (Balance(max_tokens=2400, effort=e) for e in (0.25, 1, 4))
+    ]
+    assert found[2] < found[1] < found[0]

@@ -1,0 +1,117 @@
+"""Rough prices of micro-steps: costs (num_items, num_phases) and bin of each item -> what ranks wait for, about.
+
+How dear a dealing into micro-steps becomes is known only once each is balanced, which takes long. Two numbers say much
+of it at little cost: no assignment is below the bounds of its phases, and longest first is above what a search finds.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchdata.native.assign.bounds import strong_lower_bound
+from orchdata.native.assign.phase_refine import phase_loads
+from orchdata.native.assign.phases import dominant_phases, longest_first_by_phase, order_by_phase
+from orchdata.native.jit import kernel
+from orchdata.native.sorting import descending_order
+
+
+@kernel
+def phase_bounds(costs: NDArray[np.int64], num_ranks: int) -> NDArray[np.int64]:
+    """Lower bound of the largest load of each phase, int64 (num_phases,), of costs (num_items, num_phases)."""
+    bounds = np.empty(costs.shape[1], np.int64)
+    for p in range(costs.shape[1]):
+        column = costs[:, p].copy()
+        bounds[p] = strong_lower_bound(column[descending_order(column)], num_ranks)
+    return bounds
+
+
+@kernel
+def fits_alone(sizes: NDArray[np.int64], caps: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Items beside which none of the others fits: bool (num_items,); sizes int64 (num_items, num_caps)."""
+    alone = np.zeros(sizes.shape[0], np.bool_)
+    for k in range(caps.shape[0] if sizes.shape[0] > 1 else 0):
+        first = np.argmin(sizes[:, k])
+        smallest, second = sizes[first, k], np.int64((1 << 63) - 1)
+        for item in range(sizes.shape[0]):
+            if item != first:
+                second = min(second, sizes[item, k])
+        for item in range(sizes.shape[0]):
+            alone[item] |= sizes[item, k] > caps[k] - (second if item == first else smallest)
+    return alone
+
+
+@kernel
+def bin_bound(costs: NDArray[np.int64], alone: NDArray[np.bool_], num_ranks: int) -> int:
+    """What ranks wait for at least, over all phases, where some items have a rank to themselves."""
+    low = np.int64(0)
+    others = costs[~alone]
+    free = num_ranks - (costs.shape[0] - others.shape[0])
+    bounds = phase_bounds(others, max(np.int64(1), free))
+    for p in range(costs.shape[1]):
+        peak = bounds[p]
+        for item in range(costs.shape[0]):
+            if alone[item]:
+                peak = max(peak, costs[item, p])
+        low += peak
+    return low
+
+
+@kernel
+def items_of_bins(bins: NDArray[np.int32], num_bins: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+    """Items grouped by bin, in their order: (offsets int64 (num_bins + 1,), items int32 (num_items,))."""
+    offsets = np.zeros(num_bins + 1, np.int64)
+    for chosen in bins:
+        offsets[chosen + 1] += 1
+    for b in range(num_bins):
+        offsets[b + 1] += offsets[b]
+    cursor = offsets[:num_bins].copy()
+    items = np.empty(bins.shape[0], np.int32)
+    for item in range(bins.shape[0]):
+        items[cursor[bins[item]]] = item
+        cursor[bins[item]] += 1
+    return offsets, items
+
+
+@kernel
+def rough_peaks(
+    costs: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    caps: NDArray[np.int64],
+    bins: NDArray[np.int32],
+    num_bins: int,
+    num_ranks: int,
+    primary: int,
+) -> tuple[int, int]:
+    """What ranks wait for in all bins: a lower bound, and what longest first by phase takes.
+
+    Args:
+        costs: int64 (num_items, num_phases).
+        sizes: int64 (num_items, num_caps), and
+        caps: int64 (num_caps,), of a rank: minded only of items that fill one.
+        bins: int32 (num_items,), from 0 to num_bins - 1.
+        num_ranks: that share the items of a bin.
+        primary: index of the phase that all items take part in.
+    """
+    low, high = np.int64(0), np.int64(0)
+    offsets, items = items_of_bins(bins, num_bins)
+    for b in range(num_bins):
+        members = items[offsets[b] : offsets[b + 1]]
+        mine, alone = costs[members], np.zeros(members.shape[0], np.bool_)
+        for index in range(members.shape[0]):
+            for k in range(caps.shape[0]):
+                alone[index] |= sizes[members[index], k] >= caps[k]
+        low += bin_bound(mine, alone, num_ranks)
+        others = mine[~alone]
+        free = max(np.int64(1), num_ranks - (mine.shape[0] - others.shape[0]))
+        phase = dominant_phases(others, primary)
+        order = order_by_phase(others, phase, primary)
+        owner = longest_first_by_phase(others, order, phase, free, max(1, others.shape[0]), 0)
+        loads = phase_loads(others, owner, free)
+        for p in range(costs.shape[1]):
+            peak = loads[:, p].max()
+            for item in range(mine.shape[0]):
+                if alone[item]:
+                    peak = max(peak, mine[item, p])
+            high += peak
+    return low, high
