@@ -7,7 +7,7 @@
 What is tried on it is true of the code that the user's model runs, and says nothing of its weights.
 """
 
-from orchdata.hf.tiny.model import NoTinyModelError, tiny_config, tiny_model
+from orchdata.hf.tiny.model import NoTinyModelError, text_of, tiny_config, tiny_model
 from orchdata.hf.tiny.shrink import tiny_configs
 
-__all__ = ["NoTinyModelError", "tiny_config", "tiny_configs", "tiny_model"]
+__all__ = ["NoTinyModelError", "text_of", "tiny_config", "tiny_configs", "tiny_model"]

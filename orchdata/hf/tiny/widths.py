@@ -34,9 +34,8 @@ _RANKS: Final = re.compile(
     r"(.*_)?(rank|lowrank|latent_size|d_rel|state_size|d_state|router_hidden_size|ple_embed_dim|hidden_size_per_layer_input)"
 )
 _SEEN: Final = re.compile(
-    r"(.*_)?(sliding_window|sliding_window_size|attention_window_size|local_attention|attention_chunk_size"
-    r"|keep_window_size|chunk_size|attn_chunk_length|local_attention_window_len|rel_extent|floor_scale"
-    r"|log_scaling_n_floor|index_topk|block_size|window_size|window_len|attention_context_left)"
+    r"(.*_)?(window|chunk|span)s?(_?(size|len|length|width))?|(.*_)?(local_attention|rel_extent|floor_scale"
+    r"|log_scaling_n_floor|index_topk|block_size|attention_context_left|attention_context_right)"
 )
 _FEW: Final = re.compile(r"index_topk_blocks|index_kpool|.*compress_ratio|compress_rates")
 _TABLES: Final = re.compile(r"ngram_vocab_size_base|encoder_hash_byte_group_vocab")
@@ -95,7 +94,7 @@ def _mapped(name: str, value: Any, fields: Fields, widths: Widths, *, text: bool
         inner = {key: _mapped(f"{name}.{key}", each, fields, widths, text=text) for key, each in value.items()}
         return {key: value[key] if new is None else new for key, new in inner.items()}
     if isinstance(value, list | tuple) and value and all(type(each) is int for each in value):
-        if any(role.fullmatch(name) for role in (_HEADS, _KEY_HEADS, _INNER)):
+        if any(role.fullmatch(name) for role in (_HEADS, _KEY_HEADS, _INNER, _SEEN)):
             return type(value)(_number(name, each, fields, widths, text=text) or each for each in value)
         return None
     if type(value) is not int or value <= 0:
