@@ -77,7 +77,7 @@ def family_of(config: Any) -> Family | None:
 
 
 def _is_text(config: Any) -> bool:
-    return config.get_text_config() is config and not getattr(config, "is_encoder_decoder", False)
+    return not getattr(config, "is_encoder_decoder", False) and config.get_text_config() is config
 
 
 def model_class(config: Any) -> type[Any]:

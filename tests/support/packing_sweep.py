@@ -135,6 +135,8 @@ def swept(kind: str, inside: str | None) -> dict[str, Any]:
         "attention": inputs.verdict.attention,
         "why": inputs.verdict.why[:150],
     }
+    if inputs.family.sees_ahead:  # the calls here give no masks; the parity tests compare these families
+        return told | {"result": f"{'packed' if told['packed'] else 'padded'}, sees ahead"}
     try:
         packed, padded = compared(other_model(config), inputs.family.mrope)
     except Exception as error:

@@ -15,10 +15,12 @@ from orchdata.hf.families import Family
 from orchdata.hf.tiny import text_of
 from orchdata.planning.plan import Plan
 
-LENGTHS: Final = (29, 23)
-"""Tokens of the two samples: more than twice a tiny model's windows and chunks, and multiples of none."""
-_MEDIA: Final = slice(5, 9)
-_PROMPT: Final = 7
+LENGTHS: Final = (29, 7, 23)
+"""Tokens of the samples: more than twice a tiny model's windows and chunks, and fewer; multiples of none. The short one
+shows models that look at the length of a row to know whether their window matters.
+"""
+_MEDIA: Final = slice(2, 6)
+_PROMPT: Final = 3
 _SIDE: Final = 2
 
 
@@ -36,7 +38,7 @@ class Sample:
     media: slice | None = None
 
 
-def two_samples(config: Any, family: Family) -> list[Sample]:
+def tried_samples(config: Any, family: Family) -> list[Sample]:
     """Random texts; with a part of media, and a prompt without loss, where masks or positions depend on them."""
     found = []
     for seed, length in enumerate(LENGTHS):

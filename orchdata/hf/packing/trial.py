@@ -1,7 +1,7 @@
-"""The comparison: two samples in one row against each alone, by the arguments that the real model would be given.
+"""The comparison: three samples in one row against each alone, by the arguments that the real model would be given.
 
 Alone, a sample is a padded row without padding, which is exact for every model. What floats alone make different is
-measured on the same model: both samples as padded rows of one batch, against each alone.
+measured on the same model: the samples as padded rows of one batch, against each alone.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from orchdata.batch.batch import Batch
 from orchdata.batch.tensors import IGNORE
 from orchdata.hf.families import Family
-from orchdata.hf.packing.samples import packed, padded, two_samples
+from orchdata.hf.packing.samples import packed, padded, tried_samples
 from orchdata.hf.tiny.model import undisturbed
 
 TOLERANCE: Final = 2e-5
@@ -30,11 +30,11 @@ Arguments = Callable[[Batch], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Outputs:
-    """Of a model, for two samples.
+    """Of a model, for some samples.
 
     Attributes:
         logits: of each sample, (T, vocabulary).
-        gradients: of each parameter, of the summed loss of both.
+        gradients: of each parameter, of the summed loss of all.
     """
 
     logits: list[Tensor]
@@ -62,7 +62,7 @@ def keeps_apart(model: Any, family: Family, in_one_row: Arguments, in_rows: Argu
     Raises whatever its forward raises on a sample alone.
     """
     with undisturbed():
-        samples = two_samples(model.config, family)
+        samples = tried_samples(model.config, family)
         mrope = family.mrope
         alone = _outputs(model, in_rows, [padded([sample], mrope=mrope) for sample in samples])
         if not all(bool(each.isfinite().all()) for each in (*alone.logits, *alone.gradients)):
@@ -87,7 +87,7 @@ def _judged(found: Difference, noise: float) -> tuple[bool, str]:
 
 
 def _outputs(model: Any, arguments: Arguments, batches: list[Batch]) -> Outputs:
-    """Of a batch for each sample, or of one with both."""
+    """Of a batch for each sample, or of one with all of them."""
     model.zero_grad(set_to_none=True)
     logits: list[Tensor] = []
     for batch in batches:
@@ -109,7 +109,7 @@ def _by_sample(logits: Tensor, lengths: list[int]) -> list[Tensor]:
 
 
 def _noise(model: Any, arguments: Arguments, rows: Batch, alone: Outputs) -> float:
-    """How much two samples in padded rows differ from each alone; 0 where the model takes no such batch."""
+    """How much samples in padded rows differ from each alone; 0 where the model takes no such batch."""
     try:
         return _difference(_outputs(model, arguments, [rows]), alone).largest
     except Exception:  # noqa: BLE001 - then the bound for float32 stands

@@ -16,6 +16,7 @@ from orchdata.hf.families import model_class, takes, thinker
 from orchdata.hf.tiny.shrink import parts, text_part, tiny_configs
 
 MOST_PARAMETERS: Final = 60_000_000
+_TOKENS: Final = 24
 _TRIED: Final = 6
 """Tokens of the text that a model must run on."""
 
@@ -84,7 +85,7 @@ def _try_text(model: Any, config: Any) -> None:
 
 
 def text_of(config: Any, length: int, seed: int = 0) -> Tensor:
-    """(length,) int64: tokens of a text, none of which is special."""
+    """(length,) int64: tokens of a text, none of which is special; some come again, as in any text."""
     said = [
         value
         for _, each in parts(config)
@@ -93,7 +94,7 @@ def text_of(config: Any, length: int, seed: int = 0) -> Tensor:
     ]
     special = {token for value in said for token in (value if isinstance(value, list | tuple) else [value])}
     vocabulary = text_part(config).vocab_size
-    usual = [token for token in range(min(vocabulary, 512)) if token not in special]
+    usual = [token for token in range(min(vocabulary, 512)) if token not in special][:_TOKENS]
     drawn = torch.randint(len(usual), (length,), generator=torch.Generator().manual_seed(seed))
     return torch.tensor(usual)[drawn]
 

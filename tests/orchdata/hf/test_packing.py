@@ -193,6 +193,7 @@ def test_an_attention_that_cannot_run_here_is_tried_as_eager() -> None:
     with pytest.warns(UserWarning, match="flash_attention_2 does not run here, so eager attention was tried"):
         inputs = od.hf.Inputs(config)
     assert not inputs.padded and inputs.verdict.attention == "eager"
+    assert inputs.scales_loss  # whether the loss follows has nothing to do with attention
     assert config._attn_implementation == "flash_attention_2"
 
 
