@@ -48,6 +48,9 @@ class ModelInputs(Protocol):
     def arguments(self, batch: Batch) -> dict[str, Any]:
         """What `Batch.model_inputs` gives."""
 
+    def describe(self) -> dict[str, Any]:
+        """What the ranks of a loader compare beside the layout, JSON-safe."""
+
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Batch:

@@ -20,6 +20,7 @@ from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, Tenso
 
 import orchdata
 from orchdata.balancers import CostModel
+from orchdata.batch.batch import ModelInputs
 from orchdata.dataset.mixture import Mixture
 from orchdata.dataset.options import LoaderOptions, PreparedDataset
 from orchdata.dataset.shard_dataset import ShardDataset
@@ -49,11 +50,17 @@ def describe_loader(dataset: Any, prepared: PreparedDataset, options: LoaderOpti
         "drop_last": options.batches.drop_last,
         "on_error": options.policy.action,
         "collate_fn": layout_of(options.collate_fn) or options.collate_fn,
+        "inputs": _inputs(options.collate_fn),
         "replicate": dp.replicate if isinstance(dp, DataParallel) else "broadcast",
         "check_plan_every": options.rank.check_plan_every,
     }
     plain: dict[str, Any] = stable(described)
     return plain
+
+
+def _inputs(collate_fn: Any) -> Any:
+    """What inputs of a model say of themselves, such as what was found out on each rank."""
+    return collate_fn.describe() if isinstance(collate_fn, ModelInputs) else None
 
 
 def stable(value: Any, depth: int = 0) -> Any:

@@ -18,7 +18,7 @@ class Family:
     """How a model reads a batch.
 
     Attributes:
-        packs: whether samples behind one another in one row are kept apart by restarting positions.
+        packs: whether samples may stand in one row at all; whether they are kept apart there is tried (`packing/`).
         mrope: whether positions are (4, rows, T): counting, then time, height and width.
         first_position: of each sample.
         sees_ahead: what attends in both directions: tokens of the same "media" part, or the "prefix" that is only
@@ -65,8 +65,6 @@ FAMILIES: Final[dict[str, Family]] = {
 TOWERS: Final = {"image": "get_image_features", "video": "get_video_features"}
 """Modality -> the method that encodes it."""
 
-_ATTENTION: Final = frozenset(("full_attention", "sliding_attention"))
-
 
 def thinker(config: Any) -> Any:
     """The part of a configuration whose model is trained: of Qwen2.5-Omni the thinker."""
@@ -74,16 +72,12 @@ def thinker(config: Any) -> Any:
 
 
 def family_of(config: Any) -> Family | None:
-    """The family of a configuration; of text alone, any whose layers attend by positions. None for one unknown."""
-    found = FAMILIES.get(config.model_type)
-    if found is not None or not _is_text(config):
-        return found
-    kinds = getattr(config, "layer_types", None) or ()
-    return _TEXT if set(kinds) <= _ATTENTION and model_class(config)._supports_attention_backend else None
+    """The family of a configuration; any of text alone is one, whatever its layers are. None for one unknown."""
+    return FAMILIES.get(config.model_type) or (_TEXT if _is_text(config) else None)
 
 
 def _is_text(config: Any) -> bool:
-    return config.get_text_config() is config and not getattr(config, "is_encoder_decoder", False)
+    return not getattr(config, "is_encoder_decoder", False) and config.get_text_config() is config
 
 
 def model_class(config: Any) -> type[Any]:

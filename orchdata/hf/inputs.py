@@ -10,6 +10,7 @@ flash attention their bounds are given too. Padded, each sample is a row, with a
 from __future__ import annotations
 
 import inspect
+import warnings
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
@@ -19,8 +20,9 @@ from torch import Tensor
 
 from orchdata.batch.batch import Batch
 from orchdata.batch.tensors import IGNORE, LLMBatch, MediaBatch
-from orchdata.hf.families import TOWERS, Family, family_of, model_class, takes, thinker
+from orchdata.hf.families import FAMILIES, TOWERS, Family, family_of, model_class, takes, thinker
 from orchdata.hf.masks import packed_masks
+from orchdata.hf.packing.verdict import Arguments, Verdict, attention_of, verdict_of
 from orchdata.hf.probe import loss_follows
 from orchdata.planning.layout import Empty, Layout, Packed, Padded, Positions
 
@@ -48,18 +50,26 @@ class Inputs:
 
     Args:
         config: the model's configuration; what of it is asked is asked here.
-        padded: one row a sample. Default: packed where the family can be, else padded.
+        padded: one row a sample. Default: packed where the model keeps packed samples apart, else padded.
         multiple_of: as `od.Packed` and `od.Padded` have it.
         length: as `od.Packed` has it: rows are (1, length), and padding is a last sequence whose positions restart.
         empty: as there.
+        probe: try on a tiny random model of this configuration whether it keeps packed samples apart (`verdict`): 5
+            seconds at most, and milliseconds once the verdict is in the cache folder. With False nothing is tried:
+            batches are padded, unless `padded=False` says that the model keeps samples apart.
 
     Attributes:
         layout: of the batches.
         scales_loss: whether the model's own loss is the scaled one.
+        verdict: whether the model keeps packed samples apart, and how that was found out.
 
     Raises:
         TypeError: what is no configuration, such as the model itself.
-        ValueError: a family that cannot be packed, with `padded=False`; a configuration without a model.
+        ValueError: a model that does not keep packed samples apart, with `padded=False` or `length`; a configuration
+            without a model.
+
+    Warns where batches are padded because samples would see each other in one row, or because that could not be tried;
+    and where another attention implementation than the configuration's was tried.
     """
 
     config: Any = field(kw_only=False)
@@ -67,28 +77,67 @@ class Inputs:
     multiple_of: int = 1
     empty: Empty = "dummy"
     length: int | None = None
+    probe: bool = True
+    verdict: Verdict = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not hasattr(self.config, "model_type"):
             kind = type(self.config).__name__
             raise TypeError(f"od.hf.Inputs takes the configuration of a model, model.config, and {kind} is none")
         object.__setattr__(self, "config", thinker(self.config))
-        if self.padded is None:
-            object.__setattr__(self, "padded", not self.family.packs)
-        if not self.padded and not self.family.packs:
-            known = "is an encoder-decoder" if self.family.decoder else "is not known to keep packed samples apart"
-            raise ValueError(f"{self.config.model_type} {known}: use od.hf.Inputs(config, padded=True)")
         if self.padded and self.length is not None:
             raise ValueError(
-                f"od.hf.Inputs(length={self.length}) is of packed rows, and {self.config.model_type} is padded: "
+                f"od.hf.Inputs(length={self.length}) is of packed rows, and padded=True asks for others: "
                 "Balance(max_tokens=...) caps rows times the longest"
             )
-        if self._makes_masks and self._attention not in ("sdpa", "eager"):
+        object.__setattr__(self, "verdict", self._decide())
+        if self.padded is None:
+            object.__setattr__(self, "padded", not self.verdict.packs)
+        _ = self.scales_loss, self._takes  # asked once, here
+
+    def _decide(self) -> Verdict:
+        """The verdict on the configuration. Raises ValueError where it contradicts the arguments."""
+        if self.padded:
+            return Verdict(packs=False, why="padded=True")
+        verdict = self._known() or (self._tried() if self.probe else _told(packs=self.padded is False))
+        if not verdict.packs and (self.padded is False or self.length is not None):
+            asked = "padded=False" if self.padded is False else f"length={self.length}"
+            raise ValueError(
+                f"od.hf.Inputs({asked}) asks for packed rows, and {self.config.model_type} {verdict.why}: "
+                "use od.hf.Inputs(config, padded=True), with Balance(max_tokens=...) to cap rows times the longest"
+            )
+        return verdict
+
+    def _known(self) -> Verdict | None:
+        """What needs no trial."""
+        if self.family.decoder:
+            return Verdict(packs=False, why="is an encoder-decoder")
+        if self.family is _UNKNOWN:
+            return Verdict(packs=False, why="is not known to keep packed samples apart")
+        if self.family.sees_ahead and self._attention not in ("sdpa", "eager"):
             raise ValueError(
                 f"{self.config.model_type} sees ahead, which packed takes a mask of all pairs, and {self._attention} "
                 'takes none: load the model with attn_implementation="sdpa", or use od.hf.Inputs(config, padded=True)'
             )
-        _ = self.scales_loss, self._takes  # asked once, here
+        return None
+
+    def _tried(self) -> Verdict:
+        verdict = verdict_of(self.config, self.family, _arguments_of)
+        asked, kind = attention_of(self.config), self.config.model_type
+        if verdict.attention and asked not in ("", verdict.attention):
+            warnings.warn(
+                f"{asked} does not run here, so {verdict.attention} attention was tried in its place: that {kind} "
+                f"{verdict.why} is the verdict of {verdict.attention}. Compare the loss of a packed batch with that of "
+                "its samples alone before a long run, or use od.hf.Inputs(config, padded=True)",
+                stacklevel=6,
+            )
+        if not verdict.packs and self.padded is None and self.length is None:
+            warnings.warn(
+                f"batches of {kind} are padded, a sample a row: it {verdict.why}. od.hf.Inputs(config, padded=True) "
+                "asks for that, without this warning",
+                stacklevel=6,
+            )
+        return verdict
 
     @cached_property
     def family(self) -> Family:
@@ -117,6 +166,10 @@ class Inputs:
     @property
     def _makes_masks(self) -> bool:
         return bool(self.family.sees_ahead) and not self.padded
+
+    def describe(self) -> dict[str, Any]:
+        """What all ranks of a loader must have found out alike."""
+        return {"model": self.config.model_type, "packs": self.verdict.packs, "tried with": self.verdict.attention}
 
     def check(self, recipe: Recipe, encoders: Collection[str], balance: Balance) -> None:
         """Raise ValueError where the model would not see media as the recipe makes them, or not per phase."""
@@ -166,7 +219,7 @@ class Inputs:
         if self.padded:
             assert llm.attention_mask is not None
             found["attention_mask"] = llm.attention_mask.long()
-        if family is not _UNKNOWN:
+        if not self.padded or family in FAMILIES.values():  # padded, a model of text counts by itself
             found["position_ids"] = _positions(llm, family)
         if self._makes_masks:
             found["attention_mask"] = packed_masks(batch, self.config, family.sees_ahead, self._attention)
@@ -240,6 +293,18 @@ class Inputs:
         if dtype not in (torch.bfloat16, torch.float16):
             return media
         return {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in media.items()}
+
+
+def _told(*, packs: bool) -> Verdict:
+    return Verdict(packs=packs, why="was not tried on packed samples (probe=False)")
+
+
+def _arguments_of(config: Any) -> tuple[Arguments, Arguments]:
+    """Of the forward of a configuration's model, for batches packed and padded."""
+    return (
+        Inputs(config, padded=False, probe=False).arguments,
+        Inputs(config, padded=True, probe=False).arguments,
+    )
 
 
 def _by_sample(sharing: Tensor) -> Tensor:

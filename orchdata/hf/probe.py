@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -9,8 +10,11 @@ from torch import nn
 
 from orchdata.batch.tensors import IGNORE
 from orchdata.hf.families import model_class
+from orchdata.hf.packing import kept
+from orchdata.hf.tiny.model import undisturbed
 
 _HIDDEN = 4
+_RULES = "loss 1"
 
 
 class _Nothing:
@@ -40,23 +44,29 @@ def loss_follows(config: Any) -> bool:
     `num_items_in_batch` that its forward is given.
 
     The class's own forward is run around a base model that gives fixed hidden states. What cannot be tried so does not
-    follow.
+    follow. What was found is kept, as verdicts on packed samples are.
     """
+    digest = kept.digest_of({**kept.facts_of(config), "rules": _RULES})
+    if (found := kept.find(digest, {"follows": bool})) is not None:
+        return bool(found["follows"])
     try:
-        return _tried(config)
+        follows = _tried(config)
     except Exception:  # noqa: BLE001 - a class that is built otherwise
-        return False
+        follows = False
+    kept.keep(digest, {"follows": follows})
+    return follows
 
 
 def _tried(config: Any) -> bool:
     from transformers import PreTrainedModel
 
     kind, vocab = model_class(config), config.get_text_config().vocab_size
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(0)
+    with undisturbed(), torch.no_grad():
         hidden, head = torch.randn(1, 5, _HIDDEN), nn.Linear(_HIDDEN, vocab, bias=False)
         model = object.__new__(kind)
-        PreTrainedModel.__init__(model, config)
+        own = copy.deepcopy(config)
+        own._attn_implementation = "eager"  # none is computed, and others may not be installed here
+        PreTrainedModel.__init__(model, own)
         model.model, model.lm_head, model.vocab_size = _Base(hidden), head, vocab
         ids = torch.randint(0, vocab, (1, 5))
         labels = ids.clone()

@@ -1,0 +1,101 @@
+"""What was found out about models before: in this process, and in orchdata's cache folder, for other runs and ranks.
+
+An entry is a small JSON file, named by a digest of all that it depends on, which it repeats. One that is damaged, or of
+something else, is as good as none. A folder that cannot be written is no error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+from orchdata.hf.families import model_class
+from orchdata.loaders.storage.atomic import write_once
+from orchdata.loaders.storage.cache import CacheFolder
+
+_KIND: Final = "packing"
+_seen: dict[str, dict[str, Any]] = {}
+
+
+# Of a configuration, what changes nothing that its model computes.
+_NAMES: Final = (
+    "_name_or_path",
+    "transformers_version",
+    "architectures",
+    "dtype",
+    "torch_dtype",
+    "id2label",
+    "label2id",
+)
+
+
+def facts_of(config: Any) -> dict[str, Any]:
+    """What a model's code does depends on: its configuration and class, and the versions of both packages."""
+    import torch
+    import transformers
+
+    kind = model_class(config)
+    return {
+        "config": _without_names(config.to_dict()),
+        "class": f"{kind.__module__}.{kind.__qualname__}",
+        "code": _code_of(kind),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def _without_names(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {str(name): _without_names(each) for name, each in value.items() if name not in _NAMES}
+
+
+def _code_of(kind: type[Any]) -> str:
+    """Of a class outside of transformers: a digest of its file, which has no version."""
+    if kind.__module__.startswith("transformers.models."):
+        return ""
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    try:
+        return hashlib.blake2b(Path(file).read_bytes(), digest_size=8).hexdigest() if file else kind.__module__
+    except OSError:
+        return kind.__module__
+
+
+def digest_of(facts: Mapping[str, Any]) -> str:
+    """Of JSON-like facts; of anything else its text."""
+    return hashlib.blake2b(json.dumps(facts, sort_keys=True, default=str).encode(), digest_size=20).hexdigest()
+
+
+def find(digest: str, fields: Mapping[str, type]) -> dict[str, Any] | None:
+    """What was kept under a digest, if it has these fields of these types."""
+    if digest in _seen:
+        return _seen[digest]
+    try:
+        found = json.loads(_path(digest).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not isinstance(found, dict) or found.get("digest") != digest:
+        return None
+    if any(type(found.get(name)) is not kind for name, kind in fields.items()):
+        return None
+    return _seen.setdefault(digest, {name: found[name] for name in fields})
+
+
+def keep(digest: str, entry: Mapping[str, Any], *, on_disk: bool = True) -> None:
+    """Remember it, on disk too where that can be written."""
+    _seen[digest] = dict(entry)
+    with suppress(OSError):
+        if on_disk:
+            path = _path(digest)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_once(path, json.dumps({"digest": digest, **entry}).encode())
+
+
+def _path(digest: str) -> Path:
+    """Raises OSError where there is no folder for it."""
+    return CacheFolder().root / _KIND / f"{digest}.json"

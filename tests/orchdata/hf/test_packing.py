@@ -1,0 +1,232 @@
+"""Models that let packed samples see each other are found by trying, and are padded; all others stay packed."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import orchdata as od
+from orchdata.hf.packing import kept, trial
+from orchdata.hf.packing import verdict as verdicts
+from orchdata.hf.tiny import widths
+from orchdata.ranks.agreement import account, find_difference
+
+transformers = pytest.importorskip("transformers")
+
+
+@pytest.fixture(autouse=True)
+def nothing_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No verdict of another test's is at hand, in this process or on disk."""
+    monkeypatch.setattr(kept, "_seen", {})
+
+
+def config_of(kind: str, **settings: Any) -> Any:
+    return transformers.AutoConfig.for_model(kind, **settings)
+
+
+def vision_over(kind: str, text: str) -> Any:
+    layers = {"layer_types": ["conv", "full_attention"] * 8, "num_hidden_layers": 16} if text == "lfm2" else {}
+    return config_of(kind, text_config=config_of(text, **layers).to_dict())
+
+
+def llama(**settings: Any) -> Any:
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return transformers.LlamaConfig(vocab_size=300, num_key_value_heads=1, **sizes, **settings)
+
+
+def never(*_: Any, **__: Any) -> Any:
+    raise AssertionError("a model was tried")
+
+
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("kind", "inside"),
+    [
+        ("gpt_oss", None),
+        ("opt", None),
+        ("bert", None),
+        ("llava", "lfm2"),
+        pytest.param("afmoe", None, marks=slow),
+        pytest.param("mamba", None, marks=slow),
+        pytest.param("llava", "gpt_oss", marks=slow),
+        pytest.param("internvl", "gpt_oss", marks=slow),
+    ],
+)
+def test_models_in_which_samples_see_each_other_are_padded_with_a_warning(kind: str, inside: str | None) -> None:
+    config = config_of(kind) if inside is None else vision_over(kind, inside)
+    with pytest.warns(UserWarning, match=f"batches of {kind} are padded.* lets packed samples see each other"):
+        assert od.hf.Inputs(config).padded
+    for options in ({"padded": False}, {"length": 64}):
+        with pytest.raises(ValueError, match=r"packed rows.*see each other.*use od.hf.Inputs\(config, padded=True\)"):
+            od.hf.Inputs(config, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        od.hf.Inputs(config, padded=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "inside"),
+    [
+        ("llama", None),
+        ("gemma3", None),
+        pytest.param("paligemma", None, marks=slow),
+        pytest.param("qwen3_vl", None, marks=slow),
+        pytest.param("deepseek_v3", None, marks=slow),
+        pytest.param("mixtral", None, marks=slow),
+        pytest.param("llava", "qwen3", marks=slow),
+    ],
+)
+def test_models_that_keep_samples_apart_stay_packed(kind: str, inside: str | None) -> None:
+    config = config_of(kind) if inside is None else vision_over(kind, inside)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        inputs = od.hf.Inputs(config)
+    assert not inputs.padded and inputs.verdict.packs and inputs.verdict.attention == "sdpa"
+
+
+@slow
+def test_the_compared_families_are_packed_as_before() -> None:
+    from hf_families.families import FAMILIES
+
+    for family in FAMILIES.values():
+        _, model = family.build()
+        assert od.hf.Inputs(model.config).padded is not family.packed, family.name
+
+
+class PlantedConfig(transformers.LlamaConfig):  # type: ignore[misc]
+    model_type = "planted_leak"
+    sliding_window = 4096
+    leaks = True
+
+
+class PlantedForCausalLM(transformers.LlamaForCausalLM):  # type: ignore[misc]
+    """Keeps samples apart within its window, and forgets to in a row that is longer."""
+
+    config_class = PlantedConfig
+
+    def forward(self, input_ids: Any = None, position_ids: Any = None, **arguments: Any) -> Any:
+        if self.config.leaks and input_ids.shape[1] > 4 * self.config.sliding_window and position_ids is not None:
+            position_ids = torch.arange(input_ids.shape[1])[None]
+        return super().forward(input_ids=input_ids, position_ids=position_ids, **arguments)
+
+
+@pytest.fixture
+def planted() -> Iterator[Any]:
+    from transformers.models.auto import configuration_auto, modeling_auto
+
+    transformers.AutoConfig.register("planted_leak", PlantedConfig, exist_ok=True)
+    transformers.AutoModelForCausalLM.register(PlantedConfig, PlantedForCausalLM, exist_ok=True)
+    yield lambda **settings: PlantedConfig(**llama().to_dict() | {"model_type": "planted_leak"} | settings)
+    configuration_auto.CONFIG_MAPPING._extra_content.pop("planted_leak", None)
+    modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING._extra_content.pop(PlantedConfig, None)
+
+
+def test_a_leak_past_the_window_alone_is_found(planted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.warns(UserWarning, match="planted_leak are padded"):
+        assert od.hf.Inputs(planted(sliding_window=4096, leaks=True)).padded
+    assert not od.hf.Inputs(planted(sliding_window=4096, leaks=False)).padded
+    # It is the shorter window that shows it.
+    monkeypatch.setattr(widths, "WINDOW", 4096)
+    monkeypatch.setattr(kept, "_seen", {})
+    monkeypatch.setattr(verdicts, "RULES", 0)
+    assert not od.hf.Inputs(planted(sliding_window=4096, leaks=True)).padded
+
+
+def test_a_small_leak_is_told_from_rounding(planted: Any) -> None:
+    """One in ten thousand of what a sample sees is another's: above every bound."""
+    small = trial.Difference(logits=1e-4, gradients=1e-4)
+    assert trial._judged(small, noise=1e-6)[0] is False
+    assert trial._judged(trial.Difference(logits=2e-6, gradients=9e-6), noise=1e-6)[0] is True
+    packs, why = trial._judged(trial.Difference(logits=1e-3, gradients=1e-3), noise=1e-3)
+    assert not packs and "other results in another batch" in why
+
+
+def test_a_verdict_is_kept_for_other_runs(private_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = od.hf.Inputs(llama()).verdict
+    assert found.packs
+    kept._seen.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(verdicts, "tiny_model", never)
+        assert od.hf.Inputs(llama()).verdict == found
+        assert od.hf.Inputs(llama(attn_implementation=found.attention)).verdict == found
+        kept._seen.clear()
+        with pytest.raises(AssertionError, match="was tried"):  # another configuration is another's
+            od.hf.Inputs(llama(rope_parameters={"rope_type": "default", "rope_theta": 5e5}))
+    for content in (b"", b"{", b"[]", b'{"digest": "of another", "packs": false}', b"\xff"):
+        for entry in (private_cache / "packing").iterdir():
+            entry.write_bytes(content)
+        kept._seen.clear()
+        assert od.hf.Inputs(llama()).verdict.packs
+    assert all(json.loads(entry.read_text()) for entry in (private_cache / "packing").iterdir())
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("ORCHDATA_CACHE", str(tmp_path / "file"))
+    assert od.hf.Inputs(llama()).verdict.packs
+
+
+def test_a_process_that_gets_inputs_tries_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = pickle.dumps(od.hf.Inputs(llama()))
+    for room, name in ((verdicts, "tiny_model"), (trial, "keeps_apart"), (kept, "find")):
+        monkeypatch.setattr(room, name, never)
+    got = pickle.loads(sent)
+    assert got.verdict.packs and not got.padded and isinstance(got.layout, od.Packed)
+
+
+def test_an_attention_that_cannot_run_here_is_tried_as_eager() -> None:
+    config = llama()
+    od.hf.Inputs(config)
+    assert config._attn_implementation is None  # nothing is written into it
+    config._attn_implementation = "flash_attention_2"
+    with pytest.warns(UserWarning, match="flash_attention_2 does not run here, so eager attention was tried"):
+        inputs = od.hf.Inputs(config)
+    assert not inputs.padded and inputs.verdict.attention == "eager"
+    assert inputs.scales_loss  # whether the loss follows has nothing to do with attention
+    assert config._attn_implementation == "flash_attention_2"
+
+
+def test_without_a_trial_rows_are_padded_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verdicts, "tiny_model", never)
+    assert od.hf.Inputs(llama(), probe=False).padded
+    assert not od.hf.Inputs(llama(), probe=False, padded=False).padded
+    with pytest.raises(ValueError, match=r"length=64.*was not tried on packed samples \(probe=False\)"):
+        od.hf.Inputs(llama(), probe=False, length=64)
+    with pytest.raises(ValueError, match="whisper is an encoder-decoder"):
+        od.hf.Inputs(config_of("whisper"), probe=False, padded=False)
+
+
+def test_a_model_that_cannot_be_built_is_padded_with_a_warning() -> None:
+    with pytest.warns(UserWarning, match="could not be tried on packed samples: no tiny model of llama runs: KeyError"):
+        assert od.hf.Inputs(llama(hidden_act="no such activation")).padded
+
+
+def test_state_of_the_user_is_untouched() -> None:
+    before = torch.random.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()  # noqa: NPY002
+    with torch.device("meta"), torch.inference_mode():
+        inputs = od.hf.Inputs(llama())
+    assert inputs.verdict.packs and inputs.scales_loss
+    after = torch.random.get_rng_state(), np.random.get_state()[1], random.getstate()  # noqa: NPY002
+    assert torch.equal(before[0], after[0]) and (before[1] == after[1]).all() and before[2] == after[2]
+
+
+def test_ranks_whose_verdicts_differ_are_named() -> None:
+    told = {
+        rank: account({"inputs": od.hf.Inputs(llama(), probe=False, padded=padded).describe()})
+        for rank, padded in enumerate([False, False, True])
+    }
+    assert find_difference({rank: told[rank] for rank in (0, 1)}) == ""
+    assert "rank 2 differs from the others: inputs.packs is true on ranks 0, 1, false on rank 2" in find_difference(
+        told
+    )
