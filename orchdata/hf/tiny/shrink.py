@@ -1,0 +1,100 @@
+"""A configuration -> smaller ones of the same model, the smallest first.
+
+By roles: what a field is follows from its name, and each role has one small value in the whole tree of configurations.
+Where such a model does not run, two layers of each kind are kept, or heads keep their size; then all widths are divided
+by one number, and at last only layers are left out.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, Final
+
+import torch
+
+from orchdata.hf.tiny.layers import fewer_layers
+from orchdata.hf.tiny.widths import WINDOW, Widths, by_role, divided
+
+_DIVISORS: Final = (16, 4)
+# What makes two runs of the same model differ, or adds to its loss.
+_RANDOM: Final = re.compile(r".*(dropout|drop_rate|drop_path_rate|pdrop|layerdrop|layer_drop|jitter|_drop)(_.*)?")
+_LOSSES: Final = re.compile(r".*(aux_loss_coef|z_loss_coefficient|z_loss_coef|moe_loss_weight|mtp_loss_scaling_factor)")
+_OFF: Final = ("output_router_logits", "apply_spec_augment", "use_cache", "use_mamba_kernels", "use_mem_eff_path")
+
+Change = Callable[..., Mapping[str, Any]]
+
+
+def tiny_configs(config: Any) -> Iterator[Any]:
+    """Copies of a configuration of transformers, the smallest first: which of them runs, only trying tells.
+
+    Kept are the kinds of layers, the vocabulary and special tokens, and what images and clips depend on: patches,
+    tiles, mel bins, tokens an image. Windows and chunks of the language model reach back 8 positions. Dropout, router
+    losses and quantisation are off; weights are float32. The given configuration is not changed.
+    """
+    widths = Widths.of([vars(each) for _, each in parts(config)])
+    known = widths.with_heads_of(vars(text_part(config)))
+    yield _changed(config, partial(by_role, widths=widths))
+    yield _changed(config, partial(by_role, widths=widths), of_each=2)
+    if known.head > widths.head:
+        yield _changed(config, partial(by_role, widths=known))
+    for by in _DIVISORS:
+        yield _changed(config, partial(divided, by=by))
+    yield _changed(config, partial(divided, by=1))
+
+
+def parts(config: Any, *, of_text: bool | None = None) -> Iterator[tuple[bool, Any]]:
+    """The configurations in a tree, the whole first, each with whether it is of the language model."""
+    text = text_part(config) if of_text is None else None
+    is_text = bool(of_text) if of_text is not None else text is config or not _inner(config)
+    yield is_text, config
+    for inner in _inner(config).values():
+        yield from parts(inner, of_text=is_text or (text is not None and _holds(inner, text)))
+
+
+def text_part(config: Any) -> Any:
+    """The configuration of the language model; of several texts the one that is written."""
+    for decoder in (None, True):
+        try:
+            return config.get_text_config(decoder=decoder)
+        except ValueError:  # several
+            continue
+    return config
+
+
+def _inner(config: Any) -> dict[str, Any]:
+    from transformers import PretrainedConfig
+
+    return {name: value for name, value in vars(config).items() if isinstance(value, PretrainedConfig)}
+
+
+def _holds(config: Any, text: Any) -> bool:
+    return config is text or any(_holds(inner, text) for inner in _inner(config).values())
+
+
+def _changed(config: Any, change: Change, of_each: int = 1) -> Any:
+    smaller = copy.deepcopy(config)
+    for is_text, each in parts(smaller):
+        fields = {name: value for name, value in vars(each).items() if not name.startswith("_")}
+        found = {**fewer_layers(fields, of_each), **_quiet(fields)}
+        found |= change({**fields, **found}, text=is_text)
+        for name, value in found.items():
+            each.__dict__[name] = value
+        each.__dict__.pop("quantization_config", None)
+    return smaller
+
+
+def _quiet(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Without chance and without losses beside that of the next token, in float32."""
+    found: dict[str, Any] = {name: False for name in _OFF if fields.get(name) is True}
+    for name, value in fields.items():
+        if type(value) is float and value and (_RANDOM.fullmatch(name) or _LOSSES.fullmatch(name)):
+            found[name] = 0.0
+    if "dtype" in fields:
+        found["dtype"] = torch.float32
+    return found
+
+
+__all__ = ["WINDOW", "parts", "tiny_configs"]
