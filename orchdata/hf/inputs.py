@@ -52,6 +52,8 @@ class Inputs:
         multiple_of: as `od.Packed` and `od.Padded` have it.
         length: as `od.Packed` has it: rows are (1, length), and padding is a last sequence whose positions restart.
         empty: as there.
+        probe: whether a loader tries each kind of sample that its recipe allows on a tiny random model of this
+            configuration, before its first step: some seconds once, kept in the cache folder. False tries nothing.
 
     Attributes:
         layout: of the batches.
@@ -67,6 +69,7 @@ class Inputs:
     multiple_of: int = 1
     empty: Empty = "dummy"
     length: int | None = None
+    probe: bool = True
 
     def __post_init__(self) -> None:
         if not hasattr(self.config, "model_type"):
@@ -119,7 +122,9 @@ class Inputs:
         return bool(self.family.sees_ahead) and not self.padded
 
     def check(self, recipe: Recipe, encoders: Collection[str], balance: Balance) -> None:
-        """Raise ValueError where the model would not see media as the recipe makes them, or not per phase."""
+        """Raise ValueError where the model would not see media as the recipe makes them, or not per phase; and where
+        its forward fails on a kind of sample that the recipe allows, as `forward.check` tries it.
+        """
         kind = self.config.model_type
         for name in encoders:
             modality, slot = recipe.modalities[name], recipe.slots[name]
@@ -132,9 +137,16 @@ class Inputs:
             told = [getattr(self.config, f"{name}_token_{end}", None) for end in ("id", "index")]
             expected = next((token_id for token_id in told if token_id is not None), slot.token_id)
             if modality.places and slot.token_id != expected:
+                # Who made the recipe of a processor needs no advice to do so.
+                advice = (
+                    f"its processor writes {slot.mark!r} for each feature, so this processor and this configuration do "
+                    f"not belong together: take both from one checkpoint, or set config.{name}_token_id"
+                    if type(modality).__module__.startswith("orchdata.hf.")
+                    else "make it of the model's processor, od.hf.recipe(processor)"
+                )
                 raise ValueError(
                     f"{kind} looks for {name} where the token {expected} stands, and the recipe writes "
-                    f"{slot.token_id}: make it of the model's processor, od.hf.recipe(processor)"
+                    f"{slot.token_id}: {advice}"
                 )
             self._check_pace(name, modality)
         missing = [name for name in encoders if name not in self.family.part_features]
@@ -143,6 +155,10 @@ class Inputs:
                 f"Balance.assignment='per_phase' carries features, and {kind} takes none of {', '.join(missing)} ready "
                 "made (mm_encoder_outputs): use assignment='joint'"
             )
+        if self.probe:
+            from orchdata.hf.forward.check import check_forward  # loads what builds batches, for loaders alone
+
+            check_forward(self, recipe, tuple(encoders))
 
     def _check_pace(self, name: str, modality: Any) -> None:
         """Raise ValueError where positions in time of videos are not those that the model computes."""
@@ -206,6 +222,8 @@ class Inputs:
             places = torch.arange(padded.shape[1], device=lengths.device)
             arrays["input_features"] = padded.transpose(1, 2)
             arrays["feature_attention_mask"] = (places < lengths[:, None]).long()
+        if self.family is _UNKNOWN:
+            arrays |= _by_part(held, self._takes)
         arrays = {_ARRAYS.get(array, array): tensor for array, tensor in arrays.items()}
         if "grid_hw" in arrays:  # of a plain od.ImagePreprocessor
             grid = arrays.pop("grid_hw").long()
@@ -240,6 +258,30 @@ class Inputs:
         if dtype not in (torch.bfloat16, torch.float16):
             return media
         return {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in media.items()}
+
+
+def _by_part(held: MediaBatch, takes: Collection[str]) -> dict[str, Tensor]:
+    """What models take a tensor a part of, (num_parts, ...), with zeros behind the shorter ones; where no array says
+    which rows are a part's own, the mask that the forward takes besides.
+    """
+    found: dict[str, Tensor] = {}
+    for name, (axis, lengths) in held.part_axes.items():
+        padded = torch.nn.utils.rnn.pad_sequence(list(held.arrays[name].split(list(lengths))), batch_first=True)
+        found[name] = padded.movedim(1, axis)
+    for name, (_, lengths) in held.part_axes.items():
+        mask = next((each for each in _masks_of(name) if each in takes), None)
+        if mask is not None and len(held.part_axes) == 1:
+            counts = torch.tensor(lengths, device=found[name].device)
+            found[mask] = torch.arange(max(lengths), device=counts.device) < counts[:, None]
+    return found
+
+
+def _masks_of(array: str) -> tuple[str, ...]:
+    """What models call the mask of an array of frames."""
+    prefix = array.removesuffix("input_features")
+    if prefix == array:
+        return ()
+    return f"{array}_mask", f"{prefix or 'feature_'}attention_mask"
 
 
 def _by_sample(sharing: Tensor) -> Tensor:
