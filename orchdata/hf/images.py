@@ -385,7 +385,13 @@ def _prepares(images: HFImages, looked_at: Sequence[NDArray[np.uint8]], seen: Se
 def _inputs(processor: Any, outputs: Outputs) -> set[str]:
     """Which outputs of its image processor a processor hands to the model."""
     blank, mark = Image.new("RGB", _LOOKED_AT[0]), getattr(processor, "image_token", "")
-    return outputs.keys() & set(processor(images=[blank], text=[str(mark)]))
+    try:
+        return outputs.keys() & set(processor(images=[blank], text=[str(mark)]))
+    except Exception as error:  # of classes that ask for another text, or for more than an image
+        raise ValueError(
+            f"{type(processor).__name__} does not take an image with the text {mark!r}, by which what it hands to its "
+            f"model is found ({type(error).__name__}: {error}): write an od.Modality for its images, Recipe(image=...)"
+        ) from error
 
 
 def _outputs(name: str, seen: Sequence[Outputs], kept: set[str]) -> tuple[Output, ...]:

@@ -153,3 +153,9 @@ def test_a_configuration_with_towers_is_no_text_family() -> None:
     for config in (transformers.SamConfig(), transformers.Wav2Vec2Config()):
         with pytest.raises(ValueError, match="has no model for .* that reads and writes text"):
             od.hf.Inputs(config)
+
+
+def test_a_processor_of_a_model_that_reads_no_text_is_refused_by_name() -> None:
+    processor = transformers.SamProcessor.__new__(transformers.SamProcessor)
+    with pytest.raises(TypeError, match="SamProcessor has no tokenizer: it is of a model that reads no text"):
+        od.hf.recipe(processor)
