@@ -225,6 +225,12 @@ class Modality:
         """More arrays of a batch, from the sizes of its parts alone: a row, or several, for each."""
         return {}
 
+    def part_axes(self, sizes: Sequence[PartSize]) -> Mapping[str, tuple[int, tuple[int, ...]]]:
+        """Arrays and extras of which models take one tensor a part, padded to the longest: name -> the axis of a tensor
+        of all parts, (num_parts, ...), that the rows of a part lie along, and how many rows each part has.
+        """
+        return {}
+
     def among(self, size: PartSize, count: int) -> PartSize:
         """The size of a part in a sample that has so many of the modality, two or more, where that makes another."""
         return size
@@ -249,6 +255,13 @@ class Modality:
     def dummy(self) -> PartSize:
         """The smallest part, for a rank that has none: its rows are zeros and its tokens go nowhere."""
         return PartSize(1, 1, 1, (0,) * self.num_extents)
+
+    def fill_dummy(self, size: PartSize, out: Mapping[str, NDArray[Any]]) -> None:
+        """Write the arrays of the dummy, as `decode_into` does those of a part: zeros, but for models that read from
+        them how much of a part is there.
+        """
+        for array in out.values():
+            array[:] = 0
 
     def padding(self, positions: int) -> PartSize | None:
         """What stands behind the parts of an encoder whose input has a fixed length: a part of so many positions, a

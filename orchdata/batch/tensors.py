@@ -79,6 +79,7 @@ class MediaBatch(_Tensors):
         token_places: padded only: int64 (2, num_tokens), the part of each token and its number there, so that
             `features[token_places[0], token_places[1]]` packs an encoder's (num_parts, max_tokens, hidden).
         valid: per phase only: bool (num_parts,) without a dummy, False for a part that could not be decoded.
+        part_axes: what `Modality.part_axes` says of these parts.
     """
 
     arrays: Mapping[str, Tensor]
@@ -89,6 +90,7 @@ class MediaBatch(_Tensors):
     mask: Tensor | None = None
     token_places: Tensor | None = None
     valid: Tensor | None = None
+    part_axes: Mapping[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
 
     def __getattr__(self, name: str) -> Tensor:
         arrays: Mapping[str, Tensor] = vars(self).get("arrays", {})

@@ -156,8 +156,13 @@ class MediaPages:
     def lay(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         self._arrays = {array: arrays[f"{self._name}.{array}"] for array in self._specs}
         if self._dummy:
-            for array in self._arrays.values():
-                array[:] = 0
+            ends = {array: self._starts[spec.per][1] for array, spec in self._specs.items()}
+            rows = {array: self._sizes[0].num_rows if spec.per == "row" else 1 for array, spec in self._specs.items()}
+            for array, end in ends.items():
+                self._arrays[array][rows[array] : end] = 0
+            self._modality.fill_dummy(
+                self._sizes[0], {name: self._arrays[name][:count] for name, count in rows.items()}
+            )
         for name, spec in self._specs.items():
             self._arrays[name][self._starts[spec.per][self._parts] :] = 0  # padding
 
@@ -211,6 +216,7 @@ class MediaPages:
             num_tokens=int(self._tokens.sum()),
             padding_tokens=0 if self._padding is None else self._padding.tokens,
             valid=None if self._route is None else torch.from_numpy(self._valid),
+            part_axes=self._modality.part_axes(self._sizes),
             **held,
         )
 

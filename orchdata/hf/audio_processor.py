@@ -110,6 +110,18 @@ class HFAudio(Clips):
         names = [each.name for each in self.shapes if not each.is_array] if sizes else []
         return {name: np.concatenate([extras[name] for extras in measured]) for name in names}
 
+    def part_axes(self, sizes: Sequence[PartSize]) -> Mapping[str, tuple[int, tuple[int, ...]]]:
+        """Frames and samples, of which its model takes a row a clip; windows lie behind one another."""
+        found: dict[str, tuple[int, tuple[int, ...]]] = {}
+        for each in self.shapes:
+            if each.per == "row" and each.axis:
+                lengths = [
+                    size.num_rows if each.is_array else len(_measured(self, size.extent[0]).extras[each.name])
+                    for size in sizes
+                ]
+                found[each.name] = each.axis, tuple(lengths)
+        return found
+
     def count_header(self, header: Header, limits: Limits) -> PartSize:
         frames, rate = self.checked_header(header, limits)
         return self._size(-(-frames * self.sample_rate // rate))

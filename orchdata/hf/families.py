@@ -7,7 +7,9 @@ loss follows `num_items_in_batch`. Here stands what only reading its code tells,
 from __future__ import annotations
 
 import inspect
+import re
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, Final, Literal
 
 SeesAhead = Literal["", "media", "prefix"]
@@ -65,6 +67,18 @@ FAMILIES: Final[dict[str, Family]] = {
 TOWERS: Final = {"image": "get_image_features", "video": "get_video_features"}
 """Modality -> the method that encodes it."""
 
+_TASKS: Final = ("IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "SPEECH_SEQ_2_SEQ", "CAUSAL_LM")
+_MEDIA_ARGUMENTS: Final = frozenset(
+    (
+        "pixel_values",
+        "pixel_values_videos",
+        "image_pixel_values",
+        "input_features",
+        "audio_input_features",
+        "input_values",
+    )
+)
+
 
 def thinker(config: Any) -> Any:
     """The part of a configuration whose model is trained: of Qwen2.5-Omni the thinker."""
@@ -77,22 +91,38 @@ def family_of(config: Any) -> Family | None:
 
 
 def _is_text(config: Any) -> bool:
-    return not getattr(config, "is_encoder_decoder", False) and config.get_text_config() is config
+    """Whether its model reads text and nothing else: a configuration that is its text's own may have towers too."""
+    if getattr(config, "is_encoder_decoder", False) or config.get_text_config() is not config:
+        return False
+    kind = model_class(config)
+    read = kind.input_modalities
+    return set((read,) if isinstance(read, str) else read) == {"text"} and not (takes(config) & _MEDIA_ARGUMENTS)
 
 
 def model_class(config: Any) -> type[Any]:
     """The class whose forward is called. Raises ValueError for a configuration of no such model."""
     from transformers.models.auto import modeling_auto
 
-    for task in ("IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "SPEECH_SEQ_2_SEQ", "CAUSAL_LM"):
-        mapping = getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING", {})
-        if type(config) in mapping:
-            found: type[Any] = mapping[type(config)]
+    names = [name for name in vars(modeling_auto) if re.fullmatch(r"MODEL_FOR_\w+_MAPPING", name)]
+    first = [f"MODEL_FOR_{task}_MAPPING" for task in _TASKS]
+    for name in dict.fromkeys((*first, *sorted(names))):
+        mapping = getattr(modeling_auto, name, {})
+        found: type[Any] | None = mapping.get(type(config), None)
+        # Of other tasks, those whose models write text: AudioFlamingo3 is found as one from sequence to sequence.
+        if found is not None and (name in first or _writes_text(found)):
             return found
     raise ValueError(
-        f"transformers knows no model that is trained on text for {type(config).__name__}: pass the configuration of "
-        "such a model"
+        f"transformers {import_module('transformers').__version__} has no model for {type(config).__name__} that reads "
+        "and writes text, which od.hf.Inputs is for: give the configuration of one (its model_type is "
+        f"{config.model_type!r}), or use od.Packed() or od.Padded(), whose batches any model can be fed from"
     )
+
+
+def _writes_text(kind: type[Any]) -> bool:
+    """Whether a class generates tokens, and its forward takes them with labels."""
+    can_generate = getattr(kind, "can_generate", None)
+    named = inspect.signature(kind.forward).parameters
+    return bool(can_generate and can_generate()) and {"input_ids", "labels"} <= named.keys()
 
 
 def takes(config: Any) -> frozenset[str]:

@@ -86,6 +86,11 @@ def recipe(
     tokenizer = getattr(processor, "tokenizer", processor)
     if not hasattr(tokenizer, "apply_chat_template"):
         raise TypeError(f"{type(processor).__name__} is no processor or tokenizer of transformers'")
+    if not hasattr(tokenizer, "special_tokens_map"):
+        raise TypeError(
+            f"{type(processor).__name__} has no tokenizer: it is of a model that reads no text, and od.hf.recipe makes "
+            "samples of text with media. Give the processor of a model that writes text"
+        )
     if reserved := sorted(_ARGUMENTS & variables.keys()):
         raise ValueError(f"variables of a chat template cannot be called {', '.join(reserved)}: rename them in it")
     if long_clips not in get_args(LongClips):

@@ -36,6 +36,7 @@ from orchdata.loaders.modalities.modality import ArraySpec, Header, PartSize, Sl
 _SHARING: Final = "batch_num_images"
 """The output that says how many images a sample has, which decides what becomes of each."""
 
+_GRID: Final = "image_grid_thw"
 # Sizes at which a processor is looked at: a square, a flat, a tall and a tiny one.
 _LOOKED_AT: Final = ((336, 336), (640, 400), (60, 48), (300, 1100))
 _PATCH_SIDES: Final = (14, 16)
@@ -195,6 +196,11 @@ class HFImages(ImageFiles):
                 first += each.count
         return told
 
+    def part_axes(self, sizes: Sequence[PartSize]) -> Mapping[str, tuple[int, tuple[int, ...]]]:
+        """Tiles, where the processor gives a row of them for each image."""
+        lengths = tuple(size.num_rows for size in sizes)
+        return {each.name: (1, lengths) for each in self.outputs if each.batched and each.per == "row"}
+
     def to_file(
         self, data: bytes | memoryview, size: PartSize, arrays: Mapping[str, NDArray[Any]], limits: Limits
     ) -> tuple[str, bytes]:
@@ -208,7 +214,7 @@ class HFImages(ImageFiles):
 
     def _grid(self, size: PartSize) -> tuple[int, int]:
         """Patches along height and width, where tokens are a grid of them."""
-        _, high, wide = self.extras([size])["image_grid_thw"][0].tolist()
+        _, high, wide = self.extras([size])[_GRID][0].tolist()
         return high, wide
 
     def parameters(self) -> dict[str, Any]:
@@ -227,12 +233,35 @@ class HFImages(ImageFiles):
         """One merged token, one tile, or the image of fewest tiles where tokens depend on its size."""
         if self.merge:
             side = self.merge
-            return PartSize(side * side * self.row_positions, 1, side * side, (0, 0, 1, side, side))
+            told = _found(self, *_LOOKED_AT[0]).numbers
+            return PartSize(side * side * self.row_positions, 1, side * side, (0, 0, *self._with_grid(told, side)))
         found = [self._size(_found(self, *size), size) for size in _LOOKED_AT]
         least = min(found, key=lambda size: (size.num_rows, size.tokens))
-        if any(each.per == "size" for each in self.outputs):
+        is_tiled = len(next(each.shape for each in self.outputs if each.per == "row")) == 3
+        if not is_tiled or any(each.per == "size" for each in self.outputs):
             return least
         return PartSize(self.row_positions, least.tokens // least.num_rows, 1, least.extent)
+
+    def _with_grid(self, numbers: Sequence[int], side: int) -> tuple[int, ...]:
+        """What follows from the size of an image, of one whose grid is a square of so many patches."""
+        found, first = list(numbers), 0
+        for each in self.outputs:
+            if each.per == "size":
+                if each.name == _GRID:
+                    found[first : first + each.count] = (1, side, side)
+                first += each.count
+        return tuple(found)
+
+    def fill_dummy(self, size: PartSize, out: Mapping[str, NDArray[Any]]) -> None:
+        """Pixels are zeros; what tells where an image is in them (masks, positions) is that of a blank one."""
+        super().fill_dummy(size, out)
+        beside = [each for each in self.outputs if each.per != "size" and not _is_pixels(each)]
+        if not beside or self.merge:
+            return
+        found, _ = running(self.source).measured(*size.extent[:2])
+        for each in beside:
+            values = stored(found[each.name], each.dtype)
+            out[each.name][...] = (values[0] if each.batched else values)[: len(out[each.name])]
 
     def decoding_bytes(self, parts: Sequence[tuple[Header, PartSize]]) -> int:
         """Pixels of the largest image, and the values that its processor makes of them before they are copied."""
@@ -255,6 +284,11 @@ class HFImages(ImageFiles):
         """What follows from the size, of one image's outputs."""
         sized = [as_array(outputs[each.name]).reshape(-1).tolist() for each in self.outputs if each.per == "size"]
         return tuple(number for numbers in sized for number in numbers)
+
+
+def _is_pixels(output: Output) -> bool:
+    """Whether it holds colours."""
+    return "pixel_values" in output.name
 
 
 def as_shape(value: Any) -> tuple[int, ...]:
@@ -308,7 +342,7 @@ def image_modality(processor: Any, *, patch_size: int | None = None) -> HFImages
     with suppress(*_NO_RULE):
         kept &= run.ruled(*_LOOKED_AT[0])[0].keys()
     outputs = _outputs(name, [found for found, _ in seen], kept)
-    merge = getattr(image_processor, "merge_size", 0) if any(o.name == "image_grid_thw" for o in outputs) else 0
+    merge = getattr(image_processor, "merge_size", 0) if any(o.name == _GRID for o in outputs) else 0
     if whole is None and not merge and patch_size is None:
         raise ValueError(f"{name} does not say how many tokens an image becomes: give its processor, or patch_size")
     measured = HFImages(
@@ -381,7 +415,13 @@ def _takes_arrays(source: str, looked_at: Sequence[NDArray[np.uint8]], seen: Seq
 def _inputs(processor: Any, outputs: Outputs) -> set[str]:
     """Which outputs of its image processor a processor hands to the model."""
     blank, mark = Image.new("RGB", _LOOKED_AT[0]), getattr(processor, "image_token", "")
-    return outputs.keys() & set(processor(images=[blank], text=[str(mark)]))
+    try:
+        return outputs.keys() & set(processor(images=[blank], text=[str(mark)]))
+    except Exception as error:  # of classes that ask for another text, or for more than an image
+        raise ValueError(
+            f"{type(processor).__name__} does not take an image with the text {mark!r}, by which what it hands to its "
+            f"model is found ({type(error).__name__}: {error}): write an od.Modality for its images, Recipe(image=...)"
+        ) from error
 
 
 def _outputs(name: str, seen: Sequence[Outputs], kept: set[str]) -> tuple[Output, ...]:
@@ -431,16 +471,29 @@ def _slot(processor: Any, text: str | None) -> Slot:
     if text is None:
         raise ValueError(f"{name} has no image_token: how its images stand in text is not known")
     tokenizer = getattr(processor, "tokenizer", None)
-    marks = [getattr(tokenizer, "image_token", None), getattr(processor, "image_token", None)]
-    mark = next((str(each) for each in marks if each is not None and str(each) in text), None)
-    if mark is None:
-        raise ValueError(f"{name} puts {text[:80]!r} for an image, in which its image_token does not stand")
     if tokenizer is None:
-        raise ValueError(f"{name} has no tokenizer, which knows the id of {mark!r}")
+        raise ValueError(f"{name} has no tokenizer, which knows the ids of what stands in text for an image")
+    mark = _feature_mark(processor, text)
+    if mark is None:
+        raise ValueError(
+            f"{name} puts {text[:80]!r} for an image, in which no added token of its tokenizer stands: add the one of "
+            "a feature as a special token, or write an od.Modality, Recipe(image=...)"
+        )
     ids = tokenizer.encode(mark, add_special_tokens=False)
     if len(ids) != 1 or mark not in tokenizer.get_added_vocab():
         raise ValueError(f"{mark!r} must be one added token of {type(tokenizer).__name__}: add it as a special token")
     return Slot(mark=mark, token_id=ids[0])
+
+
+def _feature_mark(processor: Any, text: str) -> str | None:
+    """The token that stands for each feature: of the added ones, that which stands there most often. The image_token of
+    some processors is another, which stands there once, as in Llama 4.
+    """
+    tokenizer = processor.tokenizer
+    named = [getattr(holder, "image_token", None) for holder in (tokenizer, processor)]
+    marks = [*(str(each) for each in named if each is not None), *map(str, tokenizer.get_added_vocab())]
+    counts = {mark: text.count(mark) for mark in dict.fromkeys(marks) if mark and mark in text}
+    return max(counts, key=lambda mark: counts[mark]) if counts else None
 
 
 def _row_positions(outputs: Sequence[Output], processor: Any, patch: int | None) -> int:

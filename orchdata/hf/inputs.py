@@ -56,7 +56,8 @@ class Inputs:
         empty: as there.
         probe: try on a tiny random model of this configuration whether it keeps packed samples apart (`verdict`): 5
             seconds at most, and milliseconds once the verdict is in the cache folder. With False nothing is tried:
-            batches are padded, unless `padded=False` says that the model keeps samples apart.
+            batches are padded, unless `padded=False` says that the model keeps samples apart. A loader tries each kind
+            of sample that its recipe allows, too, before its first step.
 
     Attributes:
         layout: of the batches.
@@ -172,7 +173,9 @@ class Inputs:
         return {"model": self.config.model_type, "packs": self.verdict.packs, "tried with": self.verdict.attention}
 
     def check(self, recipe: Recipe, encoders: Collection[str], balance: Balance) -> None:
-        """Raise ValueError where the model would not see media as the recipe makes them, or not per phase."""
+        """Raise ValueError where the model would not see media as the recipe makes them, or not per phase; and where
+        its forward fails on a kind of sample that the recipe allows, as `forward.check` tries it.
+        """
         kind = self.config.model_type
         for name in encoders:
             modality, slot = recipe.modalities[name], recipe.slots[name]
@@ -185,9 +188,16 @@ class Inputs:
             told = [getattr(self.config, f"{name}_token_{end}", None) for end in ("id", "index")]
             expected = next((token_id for token_id in told if token_id is not None), slot.token_id)
             if modality.places and slot.token_id != expected:
+                # Who made the recipe of a processor needs no advice to do so.
+                advice = (
+                    f"its processor writes {slot.mark!r} for each feature, so this processor and this configuration do "
+                    f"not belong together: take both from one checkpoint, or set config.{name}_token_id"
+                    if type(modality).__module__.startswith("orchdata.hf.")
+                    else "make it of the model's processor, od.hf.recipe(processor)"
+                )
                 raise ValueError(
                     f"{kind} looks for {name} where the token {expected} stands, and the recipe writes "
-                    f"{slot.token_id}: make it of the model's processor, od.hf.recipe(processor)"
+                    f"{slot.token_id}: {advice}"
                 )
             self._check_pace(name, modality)
         missing = [name for name in encoders if name not in self.family.part_features]
@@ -196,6 +206,10 @@ class Inputs:
                 f"Balance.assignment='per_phase' carries features, and {kind} takes none of {', '.join(missing)} ready "
                 "made (mm_encoder_outputs): use assignment='joint'"
             )
+        if self.probe:
+            from orchdata.hf.forward.check import check_forward  # loads what builds batches, for loaders alone
+
+            check_forward(self, recipe, tuple(encoders))
 
     def _check_pace(self, name: str, modality: Any) -> None:
         """Raise ValueError where positions in time of videos are not those that the model computes."""
@@ -259,6 +273,8 @@ class Inputs:
             places = torch.arange(padded.shape[1], device=lengths.device)
             arrays["input_features"] = padded.transpose(1, 2)
             arrays["feature_attention_mask"] = (places < lengths[:, None]).long()
+        if self.family is _UNKNOWN:
+            arrays |= _by_part(held, self._takes)
         arrays = {_ARRAYS.get(array, array): tensor for array, tensor in arrays.items()}
         if "grid_hw" in arrays:  # of a plain od.ImagePreprocessor
             grid = arrays.pop("grid_hw").long()
@@ -305,6 +321,30 @@ def _arguments_of(config: Any) -> tuple[Arguments, Arguments]:
         Inputs(config, padded=False, probe=False).arguments,
         Inputs(config, padded=True, probe=False).arguments,
     )
+
+
+def _by_part(held: MediaBatch, takes: Collection[str]) -> dict[str, Tensor]:
+    """What models take a tensor a part of, (num_parts, ...), with zeros behind the shorter ones; where no array says
+    which rows are a part's own, the mask that the forward takes besides.
+    """
+    found: dict[str, Tensor] = {}
+    for name, (axis, lengths) in held.part_axes.items():
+        padded = torch.nn.utils.rnn.pad_sequence(list(held.arrays[name].split(list(lengths))), batch_first=True)
+        found[name] = padded.movedim(1, axis)
+    for name, (_, lengths) in held.part_axes.items():
+        mask = next((each for each in _masks_of(name) if each in takes), None)
+        if mask is not None and len(held.part_axes) == 1:
+            counts = torch.tensor(lengths, device=found[name].device)
+            found[mask] = torch.arange(max(lengths), device=counts.device) < counts[:, None]
+    return found
+
+
+def _masks_of(array: str) -> tuple[str, ...]:
+    """What models call the mask of an array of frames."""
+    prefix = array.removesuffix("input_features")
+    if prefix == array:
+        return ()
+    return f"{array}_mask", f"{prefix or 'feature_'}attention_mask"
 
 
 def _by_sample(sharing: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ processor --source_of--> JSON --running--> the same again, without a tokenizer, 
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from orchdata.hf.image.sizes import Outputs, Settings, rule_of
 from orchdata.hf.processor_parts import OwnByThread, class_at, path_of
 from orchdata.loaders.modalities.image_decode import pass_order
 
+_ITEMS: Final = "items by number"
 # What a processor holds beside its settings; none of it has a say in images.
 _BESIDE = frozenset("tokenizer image_processor video_processor feature_extractor audio_tokenizer chat_template".split())
 
@@ -42,10 +44,15 @@ def source_of(processor: Any, image_processor: Any) -> str:
         init_kwargs = getattr(tokenizer, "init_kwargs", {})
         merged = processor._merge_kwargs(processor.valid_processor_kwargs, tokenizer_init_kwargs=init_kwargs)
         held["call"] = {name: value for name, value in merged["images_kwargs"].items() if name != "return_tensors"}
+        # Some hand on what they are called with themselves, as the number of tokens of an image.
+        own = inspect.signature(processor._process_images).parameters
+        held["call"] |= {name: merged[name] for name in own if name in merged and name not in held["call"]}
         attributes = {name: value for name, value in vars(processor).items() if name not in _BESIDE}
         attributes = {name: getattr(value, "content", value) for name, value in attributes.items()}
         held["processor"] = {"class": path_of(processor)}
-        held["processor"]["attributes"] = {name: value for name, value in attributes.items() if _is_plain(value)}
+        held["processor"]["attributes"] = {
+            name: _with_keys(value) for name, value in attributes.items() if _is_plain(value)
+        }
         held["nested"] = _takes_nested(processor)
     return json.dumps(held, sort_keys=True)
 
@@ -58,12 +65,29 @@ def _is_plain(value: Any) -> bool:
     return True
 
 
+def _with_keys(value: Any) -> Any:
+    """A mapping by numbers as a list of its items, marked: JSON would make them strings."""
+    if isinstance(value, dict) and value and all(type(key) is int for key in value):
+        return {_ITEMS: [[key, each] for key, each in value.items()]}
+    return value
+
+
+def _without_marks(value: Any) -> Any:
+    return dict(value[_ITEMS]) if isinstance(value, dict) and value.keys() == {_ITEMS} else value
+
+
 def _takes_nested(processor: Any) -> bool:
     """Whether images go to the image processor as a list of each text's images."""
     from PIL import Image
 
     blank = Image.new("RGB", (8, 8))
-    found = processor.prepare_inputs_layout(images=[blank], text=[str(getattr(processor, "image_token", ""))])[0]
+    text = [str(getattr(processor, "image_token", ""))]
+    try:
+        found = processor.prepare_inputs_layout(images=[blank], text=text)[0]
+    except KeyError:  # of those that look there for what they are called with
+        init_kwargs = getattr(getattr(processor, "tokenizer", None), "init_kwargs", {})
+        merged = processor._merge_kwargs(processor.valid_processor_kwargs, tokenizer_init_kwargs=init_kwargs)
+        found = processor.prepare_inputs_layout(images=[blank], text=text, **merged)[0]
     return isinstance(found[0], list | tuple)
 
 
@@ -131,7 +155,8 @@ def _built(held: Mapping[str, Any]) -> Running:
         # Without its constructor, which asks for a tokenizer that images do not need.
         kind = class_at(held["processor"]["class"])
         processor = kind.__new__(kind)
-        vars(processor).update(held["processor"]["attributes"], image_processor=image_processor)
+        attributes = {name: _without_marks(value) for name, value in held["processor"]["attributes"].items()}
+        vars(processor).update(attributes, image_processor=image_processor)
     return Running(image_processor, processor, held["call"], held["nested"])
 
 

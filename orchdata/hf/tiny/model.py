@@ -52,13 +52,16 @@ def tiny_model(config: Any, attn_implementation: str | None = None) -> Any:
     for smaller in tiny_configs(config):
         try:
             with undisturbed():
-                return _built(kind, smaller, attn_implementation)
+                return built(kind, smaller, attn_implementation)
         except Exception as error:  # noqa: BLE001 - classes of all kinds, on sizes that nobody tried
             last = error
     raise NoTinyModelError(f"no tiny model of {config.model_type} runs: {type(last).__name__}: {last}") from last
 
 
-def _built(kind: Any, config: Any, attention: str | None) -> Any:
+def built(kind: Any, config: Any, attention: str | None) -> Any:
+    """One model of a class and a small configuration, that runs on a text. Raises what it raises, and NoTinyModelError
+    for one that is too large. For use within `undisturbed`.
+    """
     for _, each in parts(config) if attention else ():
         each._attn_implementation = attention
     with torch.device("meta"):
@@ -69,11 +72,12 @@ def _built(kind: Any, config: Any, attention: str | None) -> Any:
     _draw_weights(model)
     model = model.float().train()
     if not getattr(config, "is_encoder_decoder", False):  # they want to hear or see something first
-        _try_text(model, config)
+        try_text(model, config)
     return model
 
 
-def _try_text(model: Any, config: Any) -> None:
+def try_text(model: Any, config: Any) -> None:
+    """Raises what the model raises of a text alone, and NoTinyModelError."""
     arguments: dict[str, Any] = {"input_ids": text_of(config, _TRIED)[None], "use_cache": False}
     for name in ("mm_token_type_ids", "token_type_ids"):
         if name in takes(config):

@@ -12,6 +12,7 @@ HIDDEN, HEADS, HEAD = 32, 2, 16
 Fields = Mapping[str, Any]
 
 _HIDDEN: Final = re.compile(
+    r"(?!.*position)"  # tables of positions are as long as images and clips want them
     r"(.*_)?(hidden_size|hidden_dim|hidden_width|d_model|n_embd|embed_dim|emb_dim|embedding_size|embedding_dim|model_dim"
     r"|out_dim|output_dim|projection_dim|proj_dim|projector_input_dim|adapter_in_dim|adapter_input_size|lru_width"
     r"|embed_size|conv_output_size|output_size|backbone_hidden_size)|dim"

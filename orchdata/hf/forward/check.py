@@ -1,0 +1,116 @@
+"""What a loader checks before its first step: kinds of samples that the model's forward does not take are refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
+
+from orchdata.hf.forward.trial import Failed, Verdict, tried
+from orchdata.loaders.errors import StorageError
+from orchdata.loaders.storage.atomic import write_whole
+from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.notices import warn_once
+
+if TYPE_CHECKING:
+    from orchdata.hf.inputs import Inputs
+    from orchdata.loaders.recipe import Recipe
+
+_VERSION: Final = 1
+"""Raise it when the same loader would be judged otherwise."""
+_FOLDER: Final = "forwards"
+_known: dict[str, Verdict] = {}
+"""What this process has found or read, by name."""
+
+
+def check_forward(inputs: Inputs, recipe: Recipe, encoders: Sequence[str]) -> None:
+    """Refuse kinds of samples of which a tiny model of the same configuration fails, where it runs on text alone.
+
+    What was found is kept in the cache folder, under all that it depends on. Where nothing can be tried, a warning says
+    so.
+
+    Args:
+        inputs: of a loader.
+        recipe: of its data set.
+        encoders: modalities that its batches have.
+
+    Raises:
+        ValueError: names the kind, the model's own error and what helps.
+    """
+    name = _name(inputs, recipe, encoders)
+    verdict = None if name is None else _known.get(name) or _kept(name)
+    if verdict is None:
+        verdict = tried(inputs, recipe, encoders)
+        if name is not None:
+            _keep(name, verdict)
+    if name is not None:
+        _known[name] = verdict
+    if verdict.untried:
+        kind = inputs.config.model_type
+        warn_once(
+            f"no forward of {kind} was tried",
+            f"whether {kind} takes the batches of this recipe was not tried: {verdict.untried}. Compare the loss of a "
+            "few samples with the processor's own before a long run; od.hf.Inputs(config, probe=False) tries nothing",
+        )
+    if verdict.failed:
+        raise ValueError(_refusal(inputs, verdict.failed))
+
+
+def _refusal(inputs: Inputs, failed: Sequence[Failed]) -> str:
+    name, first = inputs.config.model_type, failed[0]
+    version = import_module("transformers").__version__
+    for_what = f", for {_listed(first.modalities, 'and')} that stands in where there is none" if first.is_dummy else ""
+    others = "".join(f", and on {each.kind}" for each in failed[1:])
+    left_out = ", ".join(f"{each}=None" for each in dict.fromkeys(m for each in failed for m in each.modalities))
+    ways = [
+        f"leave it out of the recipe ({left_out})" if left_out else "",
+        "use od.hf.Inputs(config, padded=True), which takes them" if all(each.padded for each in failed) else "",
+        f"take another version of transformers than {version}",
+        "od.hf.Inputs(config, probe=False) if you know that your model takes them",
+    ]
+    return (
+        f"{name} fails in its forward on {first.kind}{for_what}{others}, as batches of this recipe hold them: "
+        f"{first.error}. This was tried on small random models of its configuration, which run on text alone. Either "
+        "the configuration and the processor do not belong together, or this forward takes something else: "
+        f"{_listed([way for way in ways if way], 'or')}"
+    )
+
+
+def _listed(words: Sequence[str], last: str) -> str:
+    return f" {last} ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def _name(inputs: Inputs, recipe: Recipe, encoders: Sequence[str]) -> str | None:
+    """Under which the verdict is kept: all that it depends on. None for a configuration without a JSON form."""
+    try:
+        config = json.loads(inputs.config.to_json_string(use_diff=False))
+    except Exception:  # noqa: BLE001 - what a class of the user's raises; it is tried again then
+        return None
+    held = {
+        "version": _VERSION,
+        "config": config,
+        "attention": str(getattr(inputs.config, "_attn_implementation", None)),
+        "layout": [inputs.padded, inputs.multiple_of, inputs.empty],
+        "recipe": recipe.fingerprint(),
+        "encoders": list(encoders),
+        **{name: str(import_module(name).__version__) for name in ("torch", "transformers")},
+    }
+    return hashlib.blake2b(json.dumps(held, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _kept(name: str) -> Verdict | None:
+    try:
+        held: dict[str, Any] = json.loads((CacheFolder().root / _FOLDER / f"{name}.json").read_text())
+        failed = [Failed(**{**each, "modalities": tuple(each["modalities"])}) for each in held["failed"]]
+        return Verdict(failed=tuple(failed), untried=str(held["untried"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # not there, damaged or of another version: it is tried again
+
+
+def _keep(name: str, verdict: Verdict) -> None:
+    with suppress(StorageError, OSError):  # a folder that cannot be written costs the trial again
+        write_whole(CacheFolder().file(_FOLDER, f"{name}.json"), json.dumps(asdict(verdict)).encode())

@@ -1,0 +1,146 @@
+"""Which kinds of samples a model's forward takes: tried on tiny random models of its configuration.
+
+    made-up batches --Inputs.arguments--> forward of the smallest model --fails--> of a larger one --fails--> refused
+
+A failure may come from the shrinking itself, so a kind is refused only where models of two sizes fail, or one in which
+nothing but layers is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from orchdata.hf.forward.made_up import Kind, MadeUp, kinds_of, made_up
+from orchdata.hf.forward.models import Sized, models_of
+from orchdata.hf.tiny.model import undisturbed
+
+if TYPE_CHECKING:
+    from orchdata.hf.inputs import Inputs
+    from orchdata.loaders.recipe import Recipe
+
+_LONGEST_ERROR = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A kind of samples that the forward does not take.
+
+    Attributes:
+        kind: its name.
+        error: the model's own.
+        modalities: of which it fails; where batches without media fail, those whose dummies it fails on.
+        is_dummy: whether it fails on samples without media, for what stands in for them.
+        padded: whether the same samples, padded, are taken.
+    """
+
+    kind: str
+    error: str
+    modalities: tuple[str, ...]
+    is_dummy: bool
+    padded: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What came of a trial.
+
+    Attributes:
+        failed: kinds that are to be refused.
+        untried: why nothing was tried; "" where something was.
+    """
+
+    failed: tuple[Failed, ...] = ()
+    untried: str = ""
+
+
+def tried(inputs: Inputs, recipe: Recipe, encoders: Sequence[str]) -> Verdict:
+    """Run a forward for each kind of samples that the recipe allows.
+
+    Random state, default dtype and device, and modes of autograd of the caller have no influence, and are untouched.
+
+    Args:
+        encoders: modalities that batches have.
+    """
+    kinds = kinds_of(recipe, encoders)
+    with undisturbed(), made_up(recipe, kinds) as samples:
+        pending = [kind for kind in kinds if samples.has(kind)]
+        if not pending:
+            return Verdict(untried=f"no sample could be made up that the recipe takes: {samples.why_not()}")
+        trial = _Trial(inputs, samples, tuple(encoders))
+        smallest: Sized | None = None
+        found: dict[str, str] = {}
+        for model in models_of(inputs.config):
+            found = {kind.name: error for kind in pending if (error := trial.error(model, kind))}
+            pending = [kind for kind in pending if kind.name in found]
+            if not pending:
+                return Verdict()
+            if smallest is not None or model.is_whole:
+                model = smallest or model
+                return Verdict(failed=tuple(trial.explained(model, kind, found[kind.name]) for kind in pending))
+            smallest = model
+        if smallest is None:
+            return Verdict(untried="no tiny model of its configuration can be built and run on a text")
+        name, error = next(iter(found.items()))
+        return Verdict(untried=f"the one tiny model that can be built fails on {name}, perhaps by its size: {error}")
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """One loader's inputs and made-up samples."""
+
+    inputs: Inputs
+    samples: MadeUp
+    encoders: tuple[str, ...]
+
+    def error(
+        self, model: Sized, kind: Kind, *, encoders: tuple[str, ...] | None = None, padded: bool | None = None
+    ) -> str:
+        """What the model raises of a kind; "" where it takes it."""
+        layout = self.inputs.padded if padded is None else padded
+        try:
+            own = replace(self.inputs, config=model.config, probe=False, length=None, padded=layout)
+            batch = self.samples.batch(kind, self.encoders if encoders is None else encoders, own.layout)
+            if batch is None:
+                return ""
+            with torch.no_grad():
+                arguments = _as_float32(own.arguments(batch))
+                arguments.pop("labels", None)
+                model.forward(**arguments)
+        except Exception as error:  # noqa: BLE001 - whatever a model raises is what is asked for
+            return _shown(error)
+        return ""
+
+    def explained(self, model: Sized, kind: Kind, error: str) -> Failed:
+        """A kind that fails, and what would help."""
+        held = {name for parts in kind.samples for name in parts}
+        absent = [name for name in self.encoders if name not in held]
+        # Without what is not there the kind may be taken: then the dummies of that are what it fails on.
+        is_dummy = bool(absent) and not self.error(model, kind, encoders=tuple(held))
+        if is_dummy:
+            guilty = [name for name in absent if self.error(model, kind, encoders=(*held, name))] or absent
+        else:
+            guilty = [name for name in self.encoders if name in held]
+        padded = not self.inputs.padded and not self.error(model, kind, padded=True)
+        return Failed(kind.name, error, tuple(guilty), is_dummy, padded)
+
+
+def _as_float32(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments for a model in float32: media in the dtype of weights of half precision, and bytes that are to be made
+    values on the device.
+    """
+
+    def cast(value: Any) -> Any:
+        is_values = isinstance(value, Tensor) and (value.is_floating_point() or value.dtype == torch.uint8)
+        return value.float() if is_values else value
+
+    return {name: cast(value) for name, value in arguments.items()}
+
+
+def _shown(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {' '.join(line.strip() for line in lines)}"[:_LONGEST_ERROR].rstrip(". ")
