@@ -79,11 +79,11 @@ class StoredSamples:
 
     @cached_property
     def _opened(self) -> tuple[Index, OpenShards]:
-        from orchdata.loaders.modalities.builtin import load_decoders
+        from orchdata.loaders.required import load_required
         from orchdata.loaders.shards.open import OpenShards
         from orchdata.loaders.storage.cache import CacheFolder
 
-        load_decoders()
+        load_required(self._shards.recipe)
         return self._shards.open().index(), OpenShards(limits=self._shards.recipe.limits, cache=CacheFolder())
 
     def read(self, number: int) -> Held:
