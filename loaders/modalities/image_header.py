@@ -7,6 +7,7 @@ import re
 import threading
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Final
@@ -112,8 +113,13 @@ def refuse_unsupported(data: bytes) -> None:
     """Raise PackageError for an image of a format that the installed Pillow was built without."""
     from PIL import Image
 
-    refused = [accept(data[:16]) for name in load_formats() if (accept := Image.OPEN[name][1]) is not None]
-    reason = next((each for each in refused if isinstance(each, str)), None)
+    reason = None
+    for name in load_formats():
+        accept = Image.OPEN[name][1]
+        # Of too few bytes some plugins raise whatever their parsing does: then it is none of their format.
+        with suppress(Exception):
+            said = accept(data[:16]) if accept is not None else None
+            reason = said if reason is None and isinstance(said, str) else reason
     if reason is None and "AVIF" not in Image.OPEN and data[4:12] in _AVIF:
         reason = "it is from before AVIF"
     if reason is not None:

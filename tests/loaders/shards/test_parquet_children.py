@@ -350,7 +350,7 @@ def test_a_copy_is_read_and_a_copy_with_other_pages_is_not(tmp_path: Path) -> No
     status = path.stat()
 
     def texts() -> str:
-        (batch,) = od.DataLoader(dataset, batch_size=2)
+        (batch,) = od.DataLoader(dataset, batch_size=2, index="require")
         return bytes(batch.text.input_ids.tolist()).decode()
 
     shutil.copyfile(path, folder / "copy")

@@ -149,7 +149,7 @@ def test_a_copy_of_a_shard_is_known_by_its_headers_and_another_one_is_refused(tm
     renamed = [{**sample, "__key__": sample["__key__"].replace("k", "j")} for sample in samples("right")]
     write_shard(tmp_path / "a.tar", renamed)
     with pytest.raises(StaleIndexError, match="was written anew since it was indexed"):
-        list(od.DataLoader(od.ShardDataset(shard), batch_size=30, num_threads=0))
+        list(od.DataLoader(od.ShardDataset(shard), batch_size=30, num_threads=0, index="require"))
 
 
 @pytest.mark.parametrize("collate_fn", [None, lambda samples: [sample.key for sample in samples]])
