@@ -261,7 +261,7 @@ def test_bench_plan_reports_what_it_measured(tmp_path: Path) -> None:
     assert report["config"]["ranks"] == 4
     assert report["machine"]["cores"] >= 1
     durations = [result for result in report["results"] if result["unit"] in {"ms", "s"}]
-    assert len(durations) >= 8
+    assert len(durations) >= 7  # starts are measured by benchmarks.start
     assert all(result["median"] > 0 for result in durations)
 
 

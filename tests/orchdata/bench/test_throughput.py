@@ -216,7 +216,7 @@ def test_a_data_set_of_the_users_is_measured_under_its_recipe(tmp_path: Path) ->
     path = tmp_path / "train.jsonl"
     path.write_text("".join(json.dumps({"text": "word " * (number % 7 + 1)}) + "\n" for number in range(40)))
     config = ThroughputBench(paths=(str(path),), batch_size=2, workers=1, repeats=1, folder=str(tmp_path))
-    report = make_report("orchdata bench throughput", config, run(config, Recipe(text=TextPreprocessor(max_tokens=40))))
+    report = make_report("orchdata bench throughput", config, run(config, Recipe(text=TextPreprocessor(max_tokens=30))))
     shown = json.loads(json.dumps(report.to_dict(), allow_nan=False))
     assert [row[0] for row in shown["tables"][0]["rows"]] == list(LANES)
     assert report.config["paths"] == (str(path),)
