@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import sys
+import threading
+import time
+import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
 
@@ -83,6 +87,46 @@ def test_an_error_raised_from_one_of_an_import_is_that(plant: Callable[[str], No
     wrapped.__cause__ = raised(by_statement)
     with pytest.raises(PackageError, match="'planted' cannot be used \\(RuntimeError: two versions\\)"):
         wrapped.at("wav")
+
+
+def test_a_thread_that_waited_for_an_import_that_failed_does_not_blame_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is given the module all the same, without what its body would have defined."""
+    started, go_on = threading.Event(), threading.Event()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(threading, "events_of_planted_slow", (started, go_on), raising=False)
+    (tmp_path / "planted_slow.py").write_text(
+        "import threading\n"
+        "started, go_on = threading.events_of_planted_slow\n"
+        "started.set()\n"
+        "go_on.wait()\n"
+        "raise OSError('planted.so')\n"
+    )
+
+    def use() -> None:
+        import planted_slow
+
+        planted_slow.help_out()
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(raised, use)
+        started.wait()
+        second = pool.submit(raised, use)
+        while not any("_lock_unlock_module" in _calls_of(thread) for thread in pool._threads):
+            time.sleep(0.001)
+        go_on.set()
+        errors = [first.result(), second.result()]
+    for error in errors:
+        found = failed_import(error)
+        assert found is not None and found.package == "planted_slow" and str(found.cause) == "planted.so"
+    # The control: a module that was imported is there, and what misses an attribute of it is no import.
+    assert failed_import(raised(lambda: sys.no_such_name)) is None  # type: ignore[attr-defined]
+
+
+def _calls_of(thread: threading.Thread) -> list[str]:
+    frame = sys._current_frames().get(thread.ident or 0)
+    return [each.f_code.co_name for each, _ in traceback.walk_stack(frame)] if frame else []
 
 
 def test_data_are_still_blamed_for_what_happens_after_an_import(plant: Callable[[str], None]) -> None:

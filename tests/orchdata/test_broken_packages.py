@@ -66,7 +66,7 @@ def check(found: dict[str, Any], *, indexed: bool = False, loaded: bool = False)
     attempts = {name: told for name, told in found["load"].items() if name != "verify"}
     assert len(attempts) == 6
     for name, told in attempts.items():
-        assert told == HEALTHY if loaded else is_named(told) and told[2] == 0, (name, found)
+        assert told == HEALTHY if loaded else is_named(told) and told[2] == 0, (name, told)
     assert found["load"]["verify"] == [] if loaded else is_named(found["load"]["verify"]), found
     assert found["after"] == HEALTHY
 
