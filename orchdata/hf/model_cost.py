@@ -1,55 +1,59 @@
 """A Hugging Face config or model -> the CostModel of its training.
 
-    config --balancers.costs--> sizes of each phase
-    requires_grad, or names  --> which passes each phase has: forward, gradients of inputs, gradients of weights
+    config --rule of its family, or trace--> operations of each phase
+    requires_grad, or names  --------------> which passes each has: forward, gradients of inputs, gradients of weights
 
 Gradients are needed wherever something trains, and in all that lies between it and the loss. So a frozen tower is
-forward only, and a frozen LLM behind a trained projector is differentiated through.
+forward only, and a frozen LLM after a trained projector is differentiated through.
+
+Families whose rules are held equal to what torch counts are read from the config alone. Of any other the model that
+transformers builds is run without its numbers (`orchdata.hf.tracing`), and what it multiplies is counted.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Final
 
 from orchdata.balancers import CostModel, PhaseCost, TransformerCost
 from orchdata.balancers.costs.families import model_keys, phase_keys, phases_of
+from orchdata.hf.tracing.training import BACKBONE, CONNECTOR, FROZEN, Training, names_in, read, said
 
-if TYPE_CHECKING:
-    from torch import nn
-
-BACKBONE = "llm"
-CONNECTOR = "connector"
-# In the names of PEFT's parameters.
-ADAPTER = "lora_"
-# Where parameters of a model lie, by names on their way; the first that matches. What matches none is the LLM's.
-PLACES = {
-    "": r"\b(talker|token2wav)\b",
-    CONNECTOR: r"\b(multi_modal_projector|mm_projector|connector|aligner|mlp1|(deepstack_)?merger(_list)?"
-    r"|audio_tower\.(proj|proj1|proj2))\b",
-    "image": r"\b(visual|vision_(tower|model|encoder)|image_(tower|encoder))\b",
-    "audio": r"\b(audio_(tower|model|encoder)|encoder)\b",
+# Families whose rules tests hold equal to what torch counts: of the LLM, of the whole model with its connector, and of
+# the towers that such a model may have.
+_RULED: Final = {
+    "llm": frozenset(
+        "gemma gemma2 gemma3_text glm4_moe gpt_oss llama mistral mixtral qwen2 qwen2_moe qwen3 qwen3_moe qwen2_vl_text "
+        "qwen2_5_vl_text qwen3_vl_text qwen2_5_omni_text whisper".split()
+    ),
+    "whole": frozenset(
+        "gemma3 idefics3 internvl internvl_chat llava llava_next llava_onevision paligemma qwen2_vl qwen2_5_vl "
+        "qwen3_vl qwen2_5_omni qwen2_5_omni_thinker qwen2_audio smolvlm whisper".split()
+    ),
+    "tower": frozenset(
+        "clip_vision_model siglip_vision_model intern_vit_6b internvl_vision idefics3 idefics3_vision smolvlm "
+        "smolvlm_vision qwen2_vl qwen2_vl_vision qwen2_5_vl qwen2_5_vl_vision qwen3_vl qwen3_vl_vision "
+        "qwen2_5_omni_vision_encoder qwen2_5_omni_audio_encoder qwen2_audio_encoder whisper".split()
+    ),
 }
+# What may be said of a phase that is traced; all else are sizes, which are its config's.
+_PASSES: Final = frozenset(("trainable", "input_gradients", "connector_trainable", "recompute", "flash", "causal"))
 
 
 @dataclass(frozen=True, slots=True)
-class Training:
-    """What of a tower, connector or LLM is trained.
+class _Described:
+    """The phases of a model, and how each is priced.
 
     Attributes:
-        share: of its weights, without adapters, those that are trained.
-        gradients: something in it is trained, so that gradients come as far as here.
-        adapters: operations a position in low-rank adapters beside the weights.
+        phases: in the order in which CostModel has them.
+        traced: of these, what a trace found.
+        parameters: name of a parameter -> where it lies, as traced.
     """
 
-    share: float = 1.0
-    gradients: bool = True
-    adapters: float = 0.0
-
-
-FROZEN, ADAPTED = Training(0.0, False), Training(0.0, True)
+    phases: tuple[str, ...]
+    traced: Mapping[str, Any] = field(default_factory=dict)
+    parameters: Mapping[str, str] = field(default_factory=dict)
 
 
 def cost(
@@ -64,8 +68,12 @@ def cost(
 
     `cost(model)` after `requires_grad_(False)` and adapters are in place, before the model is wrapped (FSDP), or
     `cost(config, frozen=("image",), lora=("llm",))`. The unit of length of a tower is what its modality counts: patches
-    before merging, of all tiles together; positions of the encoder, of the whole window of 30 s in Whisper and
-    Qwen2-Audio, whatever the clip.
+    before merging, of all tiles together; positions of the encoder in Whisper, Qwen2-Audio (of the whole window of 30
+    s, however short the clip) and Qwen2.5-Omni; elsewhere frames of the features of a clip.
+
+    Families without a rule are traced: the model is built without memory and run without its numbers, at several
+    lengths, in a few seconds, once a process. It takes a config that transformers has a model for. The same config
+    costs the same on every machine that has the same transformers; random state is left as it is.
 
     Args:
         model: a config, of which all is trained that is not named below; or a model, of which all is read: its
@@ -75,25 +83,31 @@ def cost(
         video_patches: patches of a temporal patch of videos, as most have: adds the phase "video", of the image tower,
             which attends within each temporal patch alone, as those of Qwen-VL.
         phases: as `CostModel.from_config`: attributes of a phase's TransformerCost, as in `llm={"recompute": "full"}`,
-            or its whole cost, for a phase that the config does not describe well; None leaves it out.
+            or its whole cost, for a phase that cannot be traced; None leaves it out. Of a phase that is traced:
+            trainable, input_gradients, connector_trainable, recompute, flash and causal; with sizes it is read by the
+            usual keys.
 
     Raises:
-        ValueError: a config that lacks a size, contradicts itself or describes layers that are not known here, a phase
-            it does not have, names for a model, or a model whose parameters are not found where others have theirs.
+        ValueError: a config that lacks a size, contradicts itself or whose model cannot be traced, a phase it does not
+            have, names for a model, or a model whose parameters are not found where others have theirs.
     """
-    given = {"frozen": _names(frozen), "lora": _names(lora)}
+    given = {"frozen": names_in(frozen), "lora": names_in(lora)}
     if hasattr(model, "named_parameters"):
-        if said := [name for name, named in given.items() if named]:
-            raise ValueError(f"{said[0]}= is for configs: of a model, requires_grad of its parameters says what trains")
+        if named := [name for name, words in given.items() if words]:
+            raise ValueError(
+                f"{named[0]}= is for configs: of a model, requires_grad of its parameters says what trains"
+            )
         model = model if hasattr(model, "config") else getattr(model, "module", model)
         if not hasattr(model, "config"):
             raise ValueError(f"{type(model).__name__} has no config: give the model of transformers inside of it")
-        config = model.config
-        training = _read(model, _places_of(config))
+        config = _thinker(model.config)
+        described = _described(config, phases)
+        training = read(model, _places_of(config, described.phases), described.parameters)
     else:
-        config = model
-        training = _said(_places_of(config), **given)
-    found = CostModel.from_config(config, **_priced(config, training, phases))
+        config = _thinker(model)
+        described = _described(config, phases)
+        training = said(_places_of(config, described.phases), **given)
+    found = CostModel(**_priced(config, described, training, phases))
     return found if video_patches is None else _with_video(found, video_patches)
 
 
@@ -108,37 +122,162 @@ def _with_video(model: CostModel, patches: int) -> CostModel:
     return CostModel(**costs, video=video)
 
 
-def _places_of(config: Any) -> tuple[str, ...]:
+def _thinker(config: Any) -> Any:
+    """Of omni models the part that reads and thinks."""
+    return getattr(config, "thinker_config", None) or config
+
+
+def _described(config: Any, given: Mapping[str, Any]) -> _Described:
+    """Phases of a config; those without a rule are traced, unless their cost or their sizes are given."""
+    by_keys = phases_of(config)
+    kind = model_keys(config).get("model_type")
+    # Of a model that is known as a whole: another may have towers that its keys do not show.
+    is_ruled = kind in _RULED["whole"] | _RULED["llm"] and all(_is_ruled(config, phase) for phase in by_keys)
+    config = None if is_ruled else _object_of(config)
+    if config is None:
+        return _Described(by_keys)
+    from orchdata.hf.tracing.phases import has_media, traced
+
+    media = has_media(config)
+    phases = tuple(
+        phase
+        for phase in ("image", "audio", BACKBONE)
+        if phase == BACKBONE or phase in media or (phase in by_keys and _is_ruled(config, phase))
+    )
+    wanted = frozenset(phase for phase in phases if not _is_ruled(config, phase) and _is_open(given.get(phase, {})))
+    if not wanted:
+        return _Described(phases)
+    try:
+        found = traced(config, wanted)
+    except Exception as error:  # noqa: BLE001 - whatever a config makes its model raise
+        found = dict.fromkeys(wanted, error)
+    parameters: dict[str, str] = {}
+    for phase, each in found.items():
+        words = {"tower": phase, "connector": f"{phase} {CONNECTOR}", "llm": BACKBONE}
+        parameters |= {name: words[place] for name, place in getattr(each, "places", {}).items()}
+    return _Described(phases, {phase: found[phase] for phase in wanted}, parameters)
+
+
+def _is_open(given: Any) -> bool:
+    """Whether the cost of a phase has to be found out: it is not given, and no sizes are."""
+    return isinstance(given, Mapping) and set(given) <= _PASSES
+
+
+def _object_of(config: Any) -> Any:
+    """The config as transformers has it; None where it knows no model for it."""
+    try:
+        from transformers import AutoConfig
+
+        from orchdata.hf.families import model_class
+
+        if isinstance(config, Mapping):
+            config = AutoConfig.for_model(**config)
+        model_class(config)
+    except Exception:  # noqa: BLE001 - whatever a config of another kind or version raises
+        return None
+    return config
+
+
+def _is_ruled(config: Any, phase: str) -> bool:
+    """Whether a phase is read by a rule that tests hold equal to what torch counts."""
+    keys = model_keys(config)
+    kind = (phase_keys(keys, phase) or {}).get("model_type")
+    if phase == BACKBONE:
+        return kind in _RULED["llm"]
+    return keys.get("model_type") in _RULED["whole"] and kind in _RULED["tower"]
+
+
+def _places_of(config: Any, phases: Iterable[str]) -> tuple[str, ...]:
     """The phases of a config, and the connectors of its towers: "image connector"."""
-    phases = phases_of(config)
+    phases = tuple(phases)
     # A decoder attends to its encoder, without anything between.
     towers = () if model_keys(config).get("decoder_layers") else [phase for phase in phases if phase != BACKBONE]
     return (*phases, *(f"{tower} {CONNECTOR}" for tower in towers))
 
 
-def _priced(config: Any, training: Mapping[str, Training], phases: Mapping[str, Any]) -> dict[str, Any]:
-    """Phase -> its cost, of the phases that are not given whole."""
-    priced = dict(phases)
+def _priced(
+    config: Any, described: _Described, training: Mapping[str, Training], phases: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Phase -> its cost, of all phases."""
+    if unknown := sorted(set(phases) - set(described.phases)):
+        has = ", ".join(described.phases) or "none"
+        raise ValueError(f"the config has no phase {unknown[0]!r}, it describes {has}")
+    priced: dict[str, Any] = {}
     before = any(trained.gradients for place, trained in training.items() if place != BACKBONE)
-    for phase in phases_of(config):
+    for phase in described.phases:
         given, trained = phases.get(phase, {}), training[phase]
         if not isinstance(given, Mapping):
+            priced[phase] = given
             continue
         passes = {"trainable": trained.share, "input_gradients": trained.gradients}
         if phase == BACKBONE:
             passes |= {"input_gradients": trained.gradients or before, "cross_gradients": before}
         else:
             passes["connector_trainable"] = training.get(f"{phase} {CONNECTOR}", FROZEN).share
-        try:
-            whole = TransformerCost.from_config(config, phase, **{**passes, **given})
-        except ValueError as error:
-            raise ValueError(
-                f"{error}. To cost() a size is said as {phase}={{name: value}}, a phase as {phase}=TransformerCost(...)"
-                f" or {phase}=PhaseCost(...)"
-            ) from error
-        found = _used(config, phase, whole)
+        _check_known(phase, given)
+        if phase in described.traced:
+            found = _of_trace(config, phase, described.traced[phase], {**passes, **given})
+        else:
+            found = _by_rule(config, phase, {**passes, **given})
         priced[phase] = found + PhaseCost(trained.adapters) if trained.adapters else found
     return priced
+
+
+def _check_known(phase: str, given: Mapping[str, Any]) -> None:
+    known = {each.name for each in fields(TransformerCost)}
+    if wrong := sorted(set(given) - known):
+        raise ValueError(
+            f"{phase}={dict(given)!r} must map attributes of TransformerCost to values, and {wrong[0]!r} is none of "
+            "them; a PhaseCost or TransformerCost is taken as it is, None leaves the phase out"
+        )
+
+
+def _by_rule(config: Any, phase: str, given: Mapping[str, Any]) -> PhaseCost:
+    try:
+        whole = TransformerCost.from_config(config, phase, **given)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}. To cost() a size is said as {phase}={{name: value}}, a phase as {phase}=TransformerCost(...)"
+            f" or {phase}=PhaseCost(...)"
+        ) from error
+    return _used(config, phase, whole)
+
+
+def _of_trace(config: Any, phase: str, found: Any, given: Mapping[str, Any]) -> PhaseCost:
+    if isinstance(found, Exception):
+        kind = model_keys(config).get("model_type")
+        raise ValueError(
+            f"od.hf.cost has no rule for the {phase} phase of {kind}, and cannot trace it: {type(found).__name__}: "
+            f"{str(found)[:300]}. Give its cost, {phase}=od.PhaseCost(...), leave it out, {phase}=None, or write the "
+            f"whole by hand: cost={_by_hand(config)}"
+        ) from found
+    options = {name: value for name, value in given.items() if name not in ("input_gradients", "cross_gradients")}
+    gradients = bool(given["trainable"] or given["input_gradients"])
+    cost: PhaseCost = found.cost(**options, gradients=gradients)
+    return cost
+
+
+def _by_hand(config: Any) -> str:
+    """A cost model to begin with, as it can be copied: of the sizes that the config has."""
+    keys = model_keys(config)
+    lines = []
+    for phase in ("image", "audio", BACKBONE):
+        part = phase_keys(keys, phase)
+        if part is None and phase != BACKBONE:
+            continue
+        sizes = {
+            "hidden": _size(part, "hidden_size", "embed_dim", "d_model", "n_embd", default=1024),
+            "layers": _size(part, "num_hidden_layers", "depth", "encoder_layers", "n_layer", default=24),
+            "ffn": _size(part, "intermediate_size", "encoder_ffn_dim", "n_inner", default=4096),
+        }
+        more = f", vocab={_size(part, 'vocab_size', default=32_000)}, causal=True" if phase == BACKBONE else ""
+        lines.append(f"{phase}=od.TransformerCost({', '.join(f'{name}={size}' for name, size in sizes.items())}{more})")
+    return f"od.CostModel({', '.join(lines)})"
+
+
+def _size(keys: Mapping[str, Any] | None, *names: str, default: int) -> int:
+    found = ((keys or {}).get(name) for name in names)
+    return next((each for each in found if isinstance(each, int) and each > 0), default)
 
 
 def _used(config: Any, phase: str, tower: TransformerCost) -> PhaseCost:
@@ -168,68 +307,3 @@ def _used(config: Any, phase: str, tower: TransformerCost) -> PhaseCost:
     ):
         found += PhaseCost(4.0 * tower.hidden**2)  # SigLIP's pooling: keys and values
     return found
-
-
-def _names(names: str | Iterable[str]) -> tuple[str, ...]:
-    return (names,) if isinstance(names, str) else tuple(names)
-
-
-def _said(places: tuple[str, ...], frozen: tuple[str, ...], lora: tuple[str, ...]) -> dict[str, Training]:
-    allowed = {"frozen": list(dict.fromkeys(map(_word, places)))}
-    allowed["lora"] = [word for word in allowed["frozen"] if word != CONNECTOR]
-    for option, names in (("frozen", frozen), ("lora", lora)):
-        if unknown := sorted(set(names) - set(allowed[option])):
-            raise ValueError(f"{option} has {unknown[0]!r}, it may name {', '.join(allowed[option]) or 'nothing'}")
-    if both := sorted(set(frozen) & set(lora)):
-        raise ValueError(f"{both[0]!r} is in frozen and in lora: weights beside adapters are frozen, name it in lora")
-    return {
-        place: FROZEN if _word(place) in frozen else ADAPTED if _word(place) in lora else Training() for place in places
-    }
-
-
-def _word(place: str) -> str:
-    """What `frozen` calls it: all connectors are one."""
-    return CONNECTOR if place.endswith(CONNECTOR) else place
-
-
-def _read(model: nn.Module, places: tuple[str, ...]) -> dict[str, Training]:
-    from torch import nn
-
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    # A look-up is no product; where it is the output's weight too, it is.
-    looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    looked_up -= {id(getattr(head, "weight", None))}
-    found: dict[str, list[tuple[str, nn.Parameter]]] = {place: [] for place in places}
-    for name, parameter in model.named_parameters():
-        for place in _places_of_parameter(name, places):
-            found[place].append((name, parameter))
-    if missing := [place for place in places if not found[place] and _word(place) != CONNECTOR]:
-        raise ValueError(
-            f"no parameter of {type(model).__name__} is named as those of an {missing[0]} tower are: give its config,"
-            " and what of it is frozen"
-        )
-    return {place: _trained(parameters, looked_up, place) for place, parameters in found.items()}
-
-
-def _trained(parameters: list[tuple[str, nn.Parameter]], looked_up: set[int], place: str) -> Training:
-    weights = [
-        (each.numel(), each.requires_grad)
-        for name, each in parameters
-        if each.dim() > 1 and id(each) not in looked_up and ADAPTER not in name
-    ]
-    total = sum(count for count, _ in weights)
-    adapters = [each for name, each in parameters if ADAPTER in name and _word(place) != CONNECTOR]
-    return Training(
-        share=sum(count for count, trained in weights if trained) / total if total else 0.0,
-        gradients=any(each.requires_grad for _, each in parameters),
-        adapters=float(sum((6 if each.requires_grad else 2) * each.numel() for each in adapters)),
-    )
-
-
-def _places_of_parameter(name: str, places: tuple[str, ...]) -> list[str]:
-    found = next((place for place, pattern in PLACES.items() if re.search(pattern, name)), BACKBONE)
-    if found != CONNECTOR:
-        return [found] if found in places else []
-    connectors = [place for place in places if _word(place) == CONNECTOR]
-    inside = [place for place in connectors if re.search(PLACES[place.split()[0]], name)]
-    return inside or connectors

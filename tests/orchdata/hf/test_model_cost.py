@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("transformers", minversion="5.23")
 
 import torch
-from tiny_hf_models import FAMILIES, WHISPER, adapt, step_flops
+from tiny_hf_models import FAMILIES, TRACED, WHISPER, adapt, step_flops
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -29,7 +29,7 @@ FROZEN: dict[str, tuple[str, ...] | None] = {
     "towers, adapters": None,
 }
 TOWERS = ("visual", "vision_tower", "vision_model", "audio_tower")
-CONNECTORS = ("multi_modal_projector", "connector", "merger", "deepstack_merger_list", "audio_tower.proj")
+CONNECTORS = ("multi_modal_projector", "connector", "merger", "deepstack_merger_list", "audio_tower.proj", "projector")
 TOKENS = 40
 
 
@@ -54,7 +54,7 @@ def freeze(model: Any, frozen: str) -> None:
 
 
 def check(name: str, frozen: str, **wrong: Any) -> None:
-    family = FAMILIES[name]
+    family = (FAMILIES | TRACED)[name]
     config = family.make_config()
     model = family.make_model(config)
     freeze(model, frozen)
@@ -71,13 +71,15 @@ def check(name: str, frozen: str, **wrong: Any) -> None:
         assert od.hf.cost(config.to_dict(), frozen=said, **ALL_PAIRS) == read
 
 
-@pytest.mark.parametrize(("name", "frozen"), [*zip(FAMILIES, cycle(FROZEN), strict=False), ("InternVL", "nothing")])
+@pytest.mark.parametrize(
+    ("name", "frozen"), [*zip(FAMILIES | TRACED, cycle(FROZEN), strict=False), ("InternVL", "nothing")]
+)
 def test_a_step_costs_what_torch_counts(name: str, frozen: str) -> None:
     check(name, frozen)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FAMILIES | TRACED)
 @pytest.mark.parametrize("frozen", FROZEN)
 def test_all_ways_to_train_cost_what_torch_counts(name: str, frozen: str) -> None:
     check(name, frozen)

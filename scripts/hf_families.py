@@ -1,0 +1,286 @@
+"""What becomes of every model of the installed transformers that writes text: the tables of docs/huggingface.md.
+
+    python scripts/hf_families.py                 # tries all, writes the tables between the markers of the page
+    python scripts/hf_families.py llama qwen2_vl  # tries these, prints a line each
+
+Each `model_type` is tried in a child process with limits of memory and time: its default config, the layout that
+`od.hf.Inputs` chooses, three samples through a loader and a tiny random model compared with each sample alone, and
+`od.hf.cost`. Models of images and clips get samples of these where `tests/support/hf_sweep` can build their processor.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import resource
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import astuple, dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests" / "support"))
+PAGE = ROOT / "docs" / "huggingface.md"
+BEGIN, END = "<!-- begin of scripts/hf_families.py -->", "<!-- end of scripts/hf_families.py -->"
+AT_ONCE, SECONDS, BYTES = 2, 150, 24 << 30
+TOLERANCE = 1e-4
+TEXTS = ("a small thing", "two of them, side by side, and a longer text after them", "nothing")
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+TASKS = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "SPEECH_SEQ_2_SEQ")
+HEADINGS = {
+    "packed": "packed, exact",
+    "padded": "padded, exact",
+    "runs": "run; not compared",
+    "differs": "differ from one sample at a time",
+    "refused": "refused before the first step",
+    "untried": "not tried: no config, processor or tiny model of defaults",
+}
+SHORT = 140
+
+
+@dataclass(frozen=True)
+class Row:
+    """What became of a model.
+
+    Attributes:
+        of_text: it takes text alone.
+        word: a key of HEADINGS.
+        why: the message, where it is refused or was not tried.
+        no_cost: why `od.hf.cost` has none; "" where it has.
+    """
+
+    model_type: str
+    of_text: bool
+    word: str
+    why: str = ""
+    no_cost: str = ""
+
+
+def main(names: Sequence[str]) -> int:
+    """Try the models that are named, or all; 1 where one differs from one sample at a time."""
+    rows = sorted(tried(names or model_types()), key=lambda row: row.model_type)
+    if not names:
+        PAGE.write_text(written(PAGE.read_text(), rows))
+    return int(any(row.word == "differs" for row in rows))
+
+
+def model_types() -> list[str]:
+    """Every `model_type` of which transformers has a model that writes text."""
+    from transformers.models.auto import modeling_auto
+
+    return sorted({name for task in TASKS for name in getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES", ())})
+
+
+def tried(names: Sequence[str]) -> Iterator[Row]:
+    """A row for each name, in the order in which they end, also printed."""
+    # Once, before the children are forked.
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
+    import orchdata.hf  # noqa: F401
+
+    waiting, running = list(reversed(names)), {}
+    while waiting or running:
+        while waiting and len(running) < AT_ONCE:
+            name = waiting.pop()
+            ours, theirs = multiprocessing.Pipe(duplex=False)
+            child = multiprocessing.get_context("fork").Process(target=_child, args=(name, theirs))
+            child.start()
+            theirs.close()
+            running[ours] = (name, child, time.monotonic() + SECONDS)
+        ready = wait(list(running), timeout=1)
+        for ours, (name, child, limit) in list(running.items()):
+            late = time.monotonic() > limit
+            if ours not in ready and not late:
+                continue
+            row = _received(ours, name, late=late)
+            child.kill()
+            child.join()
+            ours.close()
+            del running[ours]
+            print(f"{row.model_type:26} {row.word:8} {row.why or '-'} | cost: {row.no_cost or 'yes'}", flush=True)
+            yield row
+
+
+def _received(ours: Connection, name: str, *, late: bool) -> Row:
+    if late:
+        return Row(name, False, "untried", f"took more than {SECONDS} s", "not tried")
+    try:
+        return Row(*ours.recv())
+    except EOFError:
+        return Row(name, False, "untried", "its process ended", "not tried")
+
+
+def _child(name: str, theirs: Connection) -> None:
+    import torch
+    import transformers
+
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        theirs.send(astuple(row_of(name, Path(folder))))
+    theirs.close()
+
+
+def row_of(name: str, folder: Path) -> Row:
+    """What becomes of a model, here in this process."""
+    try:
+        config = _config_of(name)
+        of_text = _is_of_text(config)
+    except Exception as error:  # noqa: BLE001 - whatever a model raises
+        return Row(name, False, "untried", _short(error), _short(error))
+    no_cost = _no_cost(config)
+    try:
+        word, why = _text_outcome(config, folder) if of_text else _media_outcome(name, config, folder)
+    except Exception as error:  # noqa: BLE001 - whatever a model raises
+        word, why = "untried", _short(error)
+    return Row(name, of_text, word, why, no_cost)
+
+
+def _config_of(name: str) -> Any:
+    """The default config, with those of its towers where defaults leave them out."""
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    from orchdata.hf.families import thinker
+
+    kind = CONFIG_MAPPING[name]
+    absent = {key: each for key, each in kind.sub_configs.items() if getattr(kind(), key, None) is None}
+    config = kind(**{key: each().to_dict() for key, each in absent.items() if each is not AutoConfig})
+    return thinker(config)
+
+
+def _is_of_text(config: Any) -> bool:
+    from orchdata.hf.families import takes
+
+    return not takes(config) & {
+        "pixel_values",
+        "input_features",
+        "input_values",
+        "image_pixel_values",
+        "pixel_values_videos",
+    }
+
+
+def _no_cost(config: Any) -> str:
+    """Why there is no cost of a config: neither of the default one, nor of a tiny one, whose sizes go together."""
+    import orchdata as od
+    from orchdata.hf.tiny import tiny_config
+
+    try:
+        od.hf.cost(config)
+    except Exception as error:  # noqa: BLE001 - whatever a model raises
+        try:
+            od.hf.cost(tiny_config(config))
+        except Exception:  # noqa: BLE001
+            return _short(error)
+    return ""
+
+
+def _text_outcome(config: Any, folder: Path) -> tuple[str, str]:
+    from hf_families.tokenizers_in_code import tokenizer
+    from shard_factory import write_shard
+
+    import orchdata as od
+    from orchdata.hf.tiny import tiny_model
+
+    try:
+        inputs = od.hf.Inputs(config)
+    except (ValueError, TypeError) as error:
+        return "refused", _short(error)
+    rows = [{"__key__": f"{at}", "txt": text.encode()} for at, text in enumerate(TEXTS)]
+    recipe = od.hf.recipe(tokenizer(**SPECIAL))
+    dataset = od.ShardDataset(write_shard(folder / "texts.tar", rows), recipe=recipe)
+    try:
+        together, alone = (
+            od.DataLoader(dataset, batch_size=size, collate_fn=inputs, num_threads=0) for size in (len(rows), 1)
+        )
+    except (ValueError, TypeError) as error:
+        return "refused", _short(error)
+    model = tiny_model(inputs.config).eval()
+    found, expected = _loss(model, together), _loss(model, alone)
+    if abs(found / expected - 1) > TOLERANCE:
+        return "differs", f"the loss by {abs(found / expected - 1):.0e}"
+    return ("padded" if inputs.padded else "packed"), ""
+
+
+def _loss(model: Any, loader: Any) -> float:
+    """The summed loss of an epoch."""
+    import torch
+
+    import orchdata as od
+
+    total = 0.0
+    for batch in loader:
+        with torch.no_grad():
+            total += float(od.hf.loss(model(**batch.model_inputs()), batch)) / batch.loss_scale
+    return total
+
+
+def _media_outcome(name: str, config: Any, folder: Path) -> tuple[str, str]:
+    import orchdata as od
+
+    try:
+        from hf_sweep.outcomes import outcome_of
+    except ImportError:  # nothing builds processors: what can be said without one
+        try:
+            inputs = od.hf.Inputs(config)
+        except (ValueError, TypeError) as error:
+            return "refused", _short(error)
+        return "untried", f"{'padded' if inputs.padded else 'packed'} by its config"
+    found = outcome_of(name, folder)
+    words = {"exact": found.layout, "differs": "differs", "crashes": "differs", "runs": "runs", "refused": "refused"}
+    word = words.get(found.word, "untried")
+    return word, "" if found.word == "exact" else _short(found.detail)
+
+
+def _short(reason: object) -> str:
+    text = " ".join(str(reason).split()).replace("|", "/").replace("`", "'")
+    if isinstance(reason, Exception) and not isinstance(reason, ValueError):
+        text = f"{type(reason).__name__}: {text}"
+    text = text.partition(". Give its cost")[0].partition("cannot trace it: ")[2] or text
+    return text if len(text) <= SHORT else f"{text[: SHORT - 3].rstrip()}..."
+
+
+def written(page: str, rows: Sequence[Row]) -> str:
+    """The page with the tables of `rows` in the place of those that it has."""
+    before, _, rest = page.partition(BEGIN)
+    _, found, after = rest.partition(END)
+    if not found:
+        raise ValueError(f"docs/huggingface.md has no {BEGIN} ... {END}")
+    return f"{before}{BEGIN}\n{tables(rows)}{END}{after}"
+
+
+def tables(rows: Sequence[Row]) -> str:
+    """Markdown: the versions, models by what becomes of them, reasons, and models without a cost."""
+    import torch
+    import transformers
+
+    torch_version = torch.__version__.partition("+")[0]
+    lines = [f"Of transformers {transformers.__version__} and torch {torch_version}: {len(rows)} models.", ""]
+    lines += ["| | text | images, clips, videos |", "| --- | --- | --- |"]
+    for word, heading in HEADINGS.items():
+        cells = [[row.model_type for row in rows if row.word == word and row.of_text is text] for text in (True, False)]
+        if any(cells):
+            lines.append(
+                f"| {heading} | {' | '.join(f'{len(names)}: {_code(names)}' if names else '' for names in cells)} |"
+            )
+    lacking = [row for row in rows if row.no_cost]
+    lines += ["", f"`od.hf.cost` is derived for {len(rows) - len(lacking)}.", ""]
+    lines += ["| `model_type` | why refused, or not tried | why no cost |", "| --- | --- | --- |"]
+    lines += [f"| `{row.model_type}` | {row.why} | {row.no_cost} |" for row in rows if row.why or row.no_cost]
+    return "\n".join(lines) + "\n"
+
+
+def _code(names: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,69 @@
+"""The tables of models in docs/huggingface.md: what the command that writes them finds, and in its format."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+pytest.importorskip("transformers", minversion="5.23")
+
+import transformers
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "hf_families.py"
+
+
+def _loaded() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("hf_families_script", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["hf_families_script"] = module  # Dataclasses look themselves up there.
+    spec.loader.exec_module(module)
+    return module
+
+
+hf_families = _loaded()
+TABLES = hf_families.PAGE.read_text().partition(hf_families.BEGIN)[2].partition(hf_families.END)[0]
+
+
+def listed(model_type: str, tables: str = TABLES) -> tuple[str, str]:
+    """(heading, column) of a model in the tables."""
+    for line in tables.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split(" |")]
+        for column, cell in zip(("text", "media"), cells[1:], strict=False):
+            if cells[0] in hf_families.HEADINGS.values() and f"`{model_type}`" in cell:
+                return cells[0], column
+    raise AssertionError(f"{model_type} is in no list")
+
+
+@pytest.mark.filterwarnings("ignore")  # libraries about themselves, and what the probe says of padded models
+def test_the_tables_say_what_the_command_finds(tmp_path: Path) -> None:
+    if f"Of transformers {transformers.__version__} " not in TABLES:
+        pytest.skip("the page is of another transformers")
+    for name, word in (("llama", "packed"), ("gpt_oss", "padded"), ("mamba2", "padded")):
+        row = hf_families.row_of(name, tmp_path)
+        assert row == hf_families.Row(name, True, word)
+        assert listed(name) == (hf_families.HEADINGS[word], "text")
+
+
+def test_the_tables_have_the_commands_format_and_all_models() -> None:
+    rows = [
+        hf_families.Row("aa", True, "packed"),
+        hf_families.Row("bb", False, "refused", "its reason", "no tower"),
+    ]
+    page = hf_families.written(f"before\n{hf_families.BEGIN}\nold\n{hf_families.END}\nafter\n", rows)
+    assert page.startswith("before\n") and page.endswith("after\n") and "old" not in page
+    assert listed("aa", page) == (hf_families.HEADINGS["packed"], "text")
+    assert listed("bb", page) == (hf_families.HEADINGS["refused"], "media")
+    assert "| `bb` | its reason | no tower |" in page and "`od.hf.cost` is derived for 1." in page
+    first = re.compile(r"Of transformers [\d.]+ and torch [\d.]+: (\d+) models\.")
+    assert first.search(page)
+    if f"Of transformers {transformers.__version__} " in TABLES:
+        found = first.search(TABLES)
+        assert found and int(found[1]) == len(hf_families.model_types())
+    with pytest.raises(ValueError, match="has no"):
+        hf_families.written("nothing", rows)
