@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from orchdata.planning.balance import Balance
 
 _UNKNOWN: Final = Family(packs=False, part_features=())
+_ENCODER_DECODER: Final = "is an encoder-decoder"
 _ARRAYS: Final = {"patches": "pixel_values"}
 """What arrays of images of plain recipes are called by models."""
 
@@ -66,8 +67,8 @@ class Inputs:
 
     Raises:
         TypeError: what is no configuration, such as the model itself.
-        ValueError: a model that does not keep packed samples apart, with `padded=False` or `length`; a configuration
-            without a model.
+        ValueError: a model that does not keep packed samples apart, with `padded=False` or `length`, or that keeps
+            padded ones apart no better; a configuration without a model.
 
     Warns where batches are padded because samples would see each other in one row, or because that could not be tried;
     and where another attention implementation than the configuration's was tried.
@@ -101,6 +102,14 @@ class Inputs:
         if self.padded:
             return Verdict(packs=False, why="padded=True")
         verdict = self._known() or (self._tried() if self.probe else _told(packs=self.padded is False))
+        is_chosen_here = self.padded is None and self.length is None
+        # Nobody expects packed rows of an encoder-decoder, and who sets probe=False was told.
+        if is_chosen_here and not verdict.packs and self.probe and verdict.why != _ENCODER_DECODER:
+            warnings.warn(
+                f"batches of {self.config.model_type} are padded, a sample a row: it {verdict.why}. "
+                "od.hf.Inputs(config, padded=True) asks for that, without this warning",
+                stacklevel=4,
+            )
         if not verdict.packs and (self.padded is False or self.length is not None):
             asked = "padded=False" if self.padded is False else f"length={self.length}"
             raise ValueError(
@@ -111,10 +120,10 @@ class Inputs:
 
     def _known(self) -> Verdict | None:
         """What needs no trial."""
-        if self.family.decoder:
-            return Verdict(packs=False, why="is an encoder-decoder")
+        if self.family.decoder or getattr(self.config, "is_encoder_decoder", False):
+            return Verdict(packs=False, why=_ENCODER_DECODER)
         if self.family is _UNKNOWN:
-            return Verdict(packs=False, why="is not known to keep packed samples apart")
+            return Verdict(packs=False, why="has media, and how their positions are packed is not known here")
         if self.family.sees_ahead and self._attention not in ("sdpa", "eager"):
             raise ValueError(
                 f"{self.config.model_type} sees ahead, which packed takes a mask of all pairs, and {self._attention} "
@@ -130,13 +139,13 @@ class Inputs:
                 f"{asked} does not run here, so {verdict.attention} attention was tried in its place: that {kind} "
                 f"{verdict.why} is the verdict of {verdict.attention}. Compare the loss of a packed batch with that of "
                 "its samples alone before a long run, or use od.hf.Inputs(config, padded=True)",
-                stacklevel=6,
+                stacklevel=5,
             )
-        if not verdict.packs and self.padded is None and self.length is None:
-            warnings.warn(
-                f"batches of {kind} are padded, a sample a row: it {verdict.why}. od.hf.Inputs(config, padded=True) "
-                "asks for that, without this warning",
-                stacklevel=6,
+        if not verdict.packs and not verdict.pads and self.padded is None and self.length is None:
+            raise ValueError(
+                f"neither packed nor padded batches give samples of {kind} what each gets alone: it {verdict.why}. "
+                "Give each rank one sample a step, by batch_size=1, od.Balance(max_samples=1) and "
+                "od.hf.Inputs(config, padded=True); or accept the difference by padded=True and probe=False"
             )
         return verdict
 
@@ -209,7 +218,7 @@ class Inputs:
         if self.probe:
             from orchdata.hf.forward.check import check_forward  # loads what builds batches, for loaders alone
 
-            check_forward(self, recipe, tuple(encoders))
+            check_forward(self, recipe, tuple(encoders), is_one_by_one=balance.max_samples == 1)
 
     def _check_pace(self, name: str, modality: Any) -> None:
         """Raise ValueError where positions in time of videos are not those that the model computes."""

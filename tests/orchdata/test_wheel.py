@@ -58,8 +58,11 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [sys.executable, "-m", "pip", "--python", root / "bin" / "python", "install"]
     subprocess.run([*command, "--quiet", "--no-deps", "--no-index", wheel], check=True)
     site = next((root / "lib").glob("python*/site-packages"))
-    # A .pth inside a directory that a .pth adds is not read: the editable install of the checkout stays invisible.
-    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    dependencies = Path(sysconfig.get_path("purelib"))
+    # A .pth inside a directory that a .pth adds is not read: the editable install of the checkout stays invisible. That
+    # of scripts/plain_torchaudio.py has to be repeated: without it, transformers may not import here.
+    repeated = "import plain_torchaudio\n" if (dependencies / "plain_torchaudio.py").exists() else ""
+    (site / "dependencies.pth").write_text(f"{dependencies}\n{repeated}")
     return root
 
 

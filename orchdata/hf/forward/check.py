@@ -10,7 +10,7 @@ from dataclasses import asdict
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
-from orchdata.hf.forward.trial import Failed, Verdict, tried
+from orchdata.hf.forward.trial import Differs, Failed, Verdict, tried
 from orchdata.loaders.errors import StorageError
 from orchdata.loaders.storage.atomic import write_whole
 from orchdata.loaders.storage.cache import CacheFolder
@@ -20,15 +20,16 @@ if TYPE_CHECKING:
     from orchdata.hf.inputs import Inputs
     from orchdata.loaders.recipe import Recipe
 
-_VERSION: Final = 1
+_VERSION: Final = 2
 """Raise it when the same loader would be judged otherwise."""
 _FOLDER: Final = "forwards"
 _known: dict[str, Verdict] = {}
 """What this process has found or read, by name."""
 
 
-def check_forward(inputs: Inputs, recipe: Recipe, encoders: Sequence[str]) -> None:
-    """Refuse kinds of samples of which a tiny model of the same configuration fails, where it runs on text alone.
+def check_forward(inputs: Inputs, recipe: Recipe, encoders: Sequence[str], *, is_one_by_one: bool = False) -> None:
+    """Refuse kinds of samples of which a tiny model of the same configuration fails, where it runs on text alone, and
+    those that it gives another loss together than each alone.
 
     What was found is kept in the cache folder, under all that it depends on. Where nothing can be tried, a warning says
     so.
@@ -37,6 +38,7 @@ def check_forward(inputs: Inputs, recipe: Recipe, encoders: Sequence[str]) -> No
         inputs: of a loader.
         recipe: of its data set.
         encoders: modalities that its batches have.
+        is_one_by_one: whether a microbatch never holds more than one sample.
 
     Raises:
         ValueError: names the kind, the model's own error and what helps.
@@ -58,6 +60,8 @@ def check_forward(inputs: Inputs, recipe: Recipe, encoders: Sequence[str]) -> No
         )
     if verdict.failed:
         raise ValueError(_refusal(inputs, verdict.failed))
+    if verdict.differing and not is_one_by_one:
+        raise ValueError(_refusal_of_neighbours(inputs, verdict.differing))
 
 
 def _refusal(inputs: Inputs, failed: Sequence[Failed]) -> str:
@@ -77,6 +81,25 @@ def _refusal(inputs: Inputs, failed: Sequence[Failed]) -> str:
         f"{first.error}. This was tried on small random models of its configuration, which run on text alone. Either "
         "the configuration and the processor do not belong together, or this forward takes something else: "
         f"{_listed([way for way in ways if way], 'or')}"
+    )
+
+
+def _refusal_of_neighbours(inputs: Inputs, differing: Sequence[Differs]) -> str:
+    name, worst = inputs.config.model_type, max(differing, key=lambda each: each.difference)
+    kinds = _listed([each.kind for each in differing], "and")
+    # Where text alone differs, nothing is gained by leaving media out.
+    media = () if any(not each.modalities for each in differing) else differing
+    left_out = ", ".join(f"{each}=None" for each in dict.fromkeys(m for each in media for m in each.modalities))
+    ways = [
+        "give each rank one sample a step, by batch_size=1 and balance=od.Balance(max_samples=1)",
+        f"leave it out of the recipe ({left_out})" if left_out else "",
+        "od.hf.Inputs(config, probe=False) if you accept the difference",
+    ]
+    return (
+        f"{name} lets samples of a microbatch, or their padding, change each other: on {kinds}, "
+        f"{'padded' if inputs.padded else 'packed'} as batches of this recipe hold them, the summed loss is up to "
+        f"{worst.difference:.0e} off that of each sample alone. This was tried on a small random model of its "
+        f"configuration: {_listed([way for way in ways if way], 'or')}"
     )
 
 
@@ -106,7 +129,8 @@ def _kept(name: str) -> Verdict | None:
     try:
         held: dict[str, Any] = json.loads((CacheFolder().root / _FOLDER / f"{name}.json").read_text())
         failed = [Failed(**{**each, "modalities": tuple(each["modalities"])}) for each in held["failed"]]
-        return Verdict(failed=tuple(failed), untried=str(held["untried"]))
+        differing = [Differs(**{**each, "modalities": tuple(each["modalities"])}) for each in held["differing"]]
+        return Verdict(failed=tuple(failed), differing=tuple(differing), untried=str(held["untried"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None  # not there, damaged or of another version: it is tried again
 

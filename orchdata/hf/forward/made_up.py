@@ -72,7 +72,7 @@ def kinds_of(recipe: Recipe, encoders: Sequence[str]) -> list[Kind]:
         return [Kind(f"samples of {_called(name)} and text", ({name: 1}, {name: 1})) for name in unplaced]
     found = [Kind("samples of text alone", ({}, {}))]
     for name in made:
-        found.append(Kind(f"samples with {_called(name)}", ({name: 1}, {})))
+        found.append(Kind(f"samples with {_called(name)}", ({name: 1}, {name: 1})))
         found.append(Kind(f"samples with several parts of {name}", ({name: 2}, {})))
     if len(made) > 1:
         found.append(Kind(f"samples with {' and '.join(made)} together", (dict.fromkeys(made, 1), {})))
@@ -98,14 +98,19 @@ class MadeUp:
         bad = self._index.bad_rows()
         return self._index.failure(int(bad[0])).reason if len(bad) else ""
 
-    def batch(self, kind: Kind, encoders: Sequence[str], layout: Layout) -> Batch | None:
+    def batch(self, kind: Kind, encoders: Sequence[str], layout: Layout, *, only: int | None = None) -> Batch | None:
         """A microbatch of a kind, with a dummy of each of `encoders` that none of its samples has; None where a sample
         cannot be decoded.
+
+        Args:
+            only: number of the one sample that the microbatch holds; default: all of the kind.
         """
+        rows = self._rows[kind.name]
+        rows = rows if only is None else rows[only : only + 1]
         source = PageSource(index=self._index, recipe=self._recipe, layout=layout, encoders=tuple(encoders))
         with closing(OpenShards(limits=self._recipe.limits, cache=CacheFolder())) as shards:
             assembler = PackedAssembler(source=source, shards=shards, watch=Watch())
-            plan = _plan(self._index, self._rows[kind.name])
+            plan = _plan(self._index, rows)
             assembly = assembler.begin(Share(plan, rank=0, microbatch=0, place=0))
             for task in assembly.fill(BufferPool(max_free_bytes=0)):
                 task()
@@ -124,7 +129,7 @@ def made_up(recipe: Recipe, kinds: Sequence[Kind]) -> Iterator[MadeUp]:
         with tarfile.open(shard, "w") as tar:
             for number, kind in enumerate(kinds):
                 for at, parts in enumerate(kind.samples):
-                    for form, text in enumerate(_texts(parts)):
+                    for form, text in enumerate(_texts(parts, 1 + at)):
                         _add(tar, f"{number}-{at}-{form}", {**_media(parts, at), **text})
         index = build_index([str(shard)], recipe, cache=CacheFolder(Path(folder) / "cache"), num_threads=1)
         yield MadeUp(index, recipe, _usable_rows(index, kinds))
@@ -137,23 +142,26 @@ def _usable_rows(index: Index, kinds: Sequence[Kind]) -> dict[str, NDArray[np.in
     for number, kind in enumerate(kinds):
         rows = []
         for at in range(len(kind.samples)):
-            forms = (index.find_all(None, f"{number}-{at}-{form}") for form in range(len(_texts({}))))
+            forms = (index.find_all(None, f"{number}-{at}-{form}") for form in range(len(_texts({}, 1))))
             rows.append(next(([row] for first, *_ in forms for row in [first] if row not in bad), []))
         if all(rows):
             found[kind.name] = np.array([row for of_sample in rows for row in of_sample], np.int64)
     return found
 
 
-def _texts(parts: Mapping[str, int]) -> tuple[dict[str, bytes], ...]:
-    """The text of a sample, in every form that recipes may take."""
+def _texts(parts: Mapping[str, int], repeats: int) -> tuple[dict[str, bytes], ...]:
+    """The text of a sample, in every form that recipes may take; its answer comes several times over, so that
+    neighbours have other lengths.
+    """
+    answer = " ".join([_ANSWER] * repeats)
     items = [{"type": name} for name, count in parts.items() for _ in range(count)]
     turns = [
         {"role": "user", "content": [*items, {"type": "text", "text": _PROMPT}] if items else _PROMPT},
-        {"role": "assistant", "content": _ANSWER},
+        {"role": "assistant", "content": answer},
     ]
-    pair = {"prompt": _PROMPT, "completion": _ANSWER}
+    pair = {"prompt": _PROMPT, "completion": answer}
     forms: tuple[object, ...] = ({"messages": turns}, pair)
-    return (*({"json": json.dumps(form).encode()} for form in forms), {"txt": f"{_PROMPT} {_ANSWER}".encode()})
+    return (*({"json": json.dumps(form).encode()} for form in forms), {"txt": f"{_PROMPT} {answer}".encode()})
 
 
 def _media(parts: Mapping[str, int], at: int) -> dict[str, bytes]:

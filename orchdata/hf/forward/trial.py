@@ -1,16 +1,17 @@
 """Which kinds of samples a model's forward takes: tried on tiny random models of its configuration.
 
     made-up batches --Inputs.arguments--> forward of the smallest model --fails--> of a larger one --fails--> refused
+                                          its loss against that of each sample alone --differs--> refused
 
 A failure may come from the shrinking itself, so a kind is refused only where models of two sizes fail, or one in which
-nothing but layers is left out.
+nothing but layers is left out. A loss that differs does not: the same model computes both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -20,10 +21,13 @@ from orchdata.hf.forward.models import Sized, models_of
 from orchdata.hf.tiny.model import undisturbed
 
 if TYPE_CHECKING:
+    from orchdata.batch.batch import ModelInputs
     from orchdata.hf.inputs import Inputs
     from orchdata.loaders.recipe import Recipe
 
 _LONGEST_ERROR = 300
+TOLERANCE = 1e-4
+"""Largest relative difference of summed losses that is taken for rounding, in float32; it is 1e-5 at most elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +50,32 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
+class Differs:
+    """A kind of samples that the model gives another loss together than each alone.
+
+    Attributes:
+        kind: its name.
+        difference: of the summed losses, relative to that of each alone.
+        modalities: of its samples.
+    """
+
+    kind: str
+    difference: float
+    modalities: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Verdict:
     """What came of a trial.
 
     Attributes:
         failed: kinds that are to be refused.
+        differing: kinds that are to be refused where a microbatch may hold several samples.
         untried: why nothing was tried; "" where something was.
     """
 
     failed: tuple[Failed, ...] = ()
+    differing: tuple[Differs, ...] = ()
     untried: str = ""
 
 
@@ -74,14 +95,19 @@ def tried(inputs: Inputs, recipe: Recipe, encoders: Sequence[str]) -> Verdict:
         trial = _Trial(inputs, samples, tuple(encoders))
         smallest: Sized | None = None
         found: dict[str, str] = {}
+        differing: tuple[Differs, ...] = ()
         for model in models_of(inputs.config):
             found = {kind.name: error for kind in pending if (error := trial.error(model, kind))}
+            if smallest is None:
+                taken = [kind for kind in pending if kind.name not in found]
+                differing = tuple(each for kind in taken if (each := trial.difference(model, kind)) is not None)
             pending = [kind for kind in pending if kind.name in found]
             if not pending:
-                return Verdict()
+                return Verdict(differing=differing)
             if smallest is not None or model.is_whole:
                 model = smallest or model
-                return Verdict(failed=tuple(trial.explained(model, kind, found[kind.name]) for kind in pending))
+                failed = tuple(trial.explained(model, kind, found[kind.name]) for kind in pending)
+                return Verdict(failed=failed, differing=differing)
             smallest = model
         if smallest is None:
             return Verdict(untried="no tiny model of its configuration can be built and run on a text")
@@ -114,6 +140,34 @@ class _Trial:
         except Exception as error:  # noqa: BLE001 - whatever a model raises is what is asked for
             return _shown(error)
         return ""
+
+    def difference(self, model: Sized, kind: Kind) -> Differs | None:
+        """Between the loss of a kind's samples in one microbatch and of each alone; None for what rounding explains,
+        and where outputs have no logits for every token, of which a loss could be computed here.
+        """
+        own = replace(self.inputs, config=model.config, probe=False, length=None, padded=self.inputs.padded)
+        try:
+            together = self._loss(model, kind, own, None)
+            alone = sum(self._loss(model, kind, own, number) for number in range(len(kind.samples)))
+        except Exception:  # noqa: BLE001 - the forward itself has run
+            return None
+        difference = abs(together - alone) / max(abs(alone), 1e-30)
+        if difference <= TOLERANCE:
+            return None
+        held = {name for parts in kind.samples for name in parts}
+        return Differs(kind.name, difference, tuple(name for name in self.encoders if name in held))
+
+    def _loss(self, model: Sized, kind: Kind, own: Inputs, only: int | None) -> float:
+        """Summed over the tokens of a kind's samples, or of one of them."""
+        from orchdata.hf.scaled_loss import loss
+
+        batch = self.samples.batch(kind, self.encoders, own.layout, only=only)
+        assert batch is not None
+        with torch.no_grad():
+            arguments = _as_float32(own.arguments(batch))
+            arguments.pop("labels", None)
+            outputs = model.forward(**arguments)
+        return float(loss(outputs, replace(batch, inputs=cast("ModelInputs", own)))) / batch.loss_scale
 
     def explained(self, model: Sized, kind: Kind, error: str) -> Failed:
         """A kind that fails, and what would help."""

@@ -53,8 +53,23 @@ class Difference:
         return max(self.logits, self.gradients)
 
 
-def keeps_apart(model: Any, family: Family, in_one_row: Arguments, in_rows: Arguments) -> tuple[bool, str]:
-    """Whether a tiny model gives packed samples what it gives each alone; and what was found, in words.
+@dataclass(frozen=True)
+class Found:
+    """What a trial found.
+
+    Attributes:
+        packs: whether samples in one row get what each gets alone.
+        pads: whether samples in padded rows do.
+        why: in words.
+    """
+
+    packs: bool
+    pads: bool
+    why: str
+
+
+def keeps_apart(model: Any, family: Family, in_one_row: Arguments, in_rows: Arguments) -> Found:
+    """Whether a tiny model gives packed samples, and padded ones, what it gives each alone.
 
     Args:
         in_one_row, in_rows: of the model's forward, for batches packed and padded.
@@ -66,14 +81,15 @@ def keeps_apart(model: Any, family: Family, in_one_row: Arguments, in_rows: Argu
         mrope = family.mrope
         alone = _outputs(model, in_rows, [padded([sample], mrope=mrope) for sample in samples])
         if not all(bool(each.isfinite().all()) for each in (*alone.logits, *alone.gradients)):
-            return False, "has logits or gradients that are not finite on random weights"
+            return Found(False, True, "has logits or gradients that are not finite on random weights")
+        noise = _noise(model, in_rows, padded(samples, mrope=mrope, multiple_of=16), alone)
         try:
             together = _outputs(model, in_one_row, [packed(samples, mrope=mrope)])
         except Exception as error:  # noqa: BLE001 - whatever its forward says to a packed row
-            return False, f"takes no packed rows ({type(error).__name__}: {str(error)[:200]})"
-        found = _difference(together, alone)
-        noise = _noise(model, in_rows, padded(samples, mrope=mrope, multiple_of=16), alone)
-    return _judged(found, noise)
+            said = f"takes no packed rows ({type(error).__name__}: {str(error)[:200]})"
+            return Found(False, noise <= _LARGEST, said)
+        packs, why = _judged(_difference(together, alone), noise)
+    return Found(packs, packs or noise <= _LARGEST, why)
 
 
 def _judged(found: Difference, noise: float) -> tuple[bool, str]:

@@ -12,10 +12,10 @@ from orchdata.hf.packing import kept
 from orchdata.hf.packing.trial import keeps_apart
 from orchdata.hf.tiny import NoTinyModelError, tiny_model
 
-RULES: Final = 1
+RULES: Final = 2
 """Raised with every change of what is tried, or of what tiny models are: verdicts of before are found out anew."""
 
-_FIELDS: Final = {"packs": bool, "attention": str, "why": str}
+_FIELDS: Final = {"packs": bool, "pads": bool, "attention": str, "why": str}
 _ELSEWHERE: Final = ("flash", "flex", "paged", "/")
 """In the names of attention implementations that need an accelerator, a compiler, or kernels from a hub."""
 # Of a configuration, what changes nothing that its model computes.
@@ -39,11 +39,13 @@ class Verdict:
 
     Attributes:
         packs: whether it keeps packed samples apart.
+        pads: whether it keeps padded samples apart, as far as that was tried.
         attention: the implementation that was tried; empty where nothing was.
         why: what was found, in words.
     """
 
     packs: bool
+    pads: bool = True
     attention: str = ""
     why: str = ""
 
@@ -90,9 +92,9 @@ def _found(config: Any, family: Family, arguments_of: ArgumentsOf, attention: st
     """Raises NoTinyModelError where a model cannot be built, or does not train on a sample alone."""
     model = tiny_model(config, attention or None)
     try:
-        packs, why = keeps_apart(model, family, *arguments_of(model.config))
+        found = keeps_apart(model, family, *arguments_of(model.config))
     except Exception as error:
         raise NoTinyModelError(
             f"no tiny model of {config.model_type} trains: {type(error).__name__}: {error}"
         ) from error
-    return Verdict(packs=packs, attention=attention_of(model.config), why=why)
+    return Verdict(packs=found.packs, pads=found.pads, attention=attention_of(model.config), why=found.why)

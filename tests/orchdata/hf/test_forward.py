@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def test_each_kind_of_sample_is_made_by_the_way_of_real_ones() -> None:
             parts = {name: len(held.cu_seqlens) - 1 for name, held in batch.media.items()}
             found.append({name: count for name, count in parts.items() if name not in batch.llm.dummies})
             assert parts.keys() == {"image", "audio"}  # a dummy stands where there is none
-    assert found == [{}, {"image": 1}, {"image": 2}, {"audio": 1}, {"audio": 2}, {"image": 1, "audio": 1}]
+    assert found == [{}, {"image": 2}, {"image": 2}, {"audio": 2}, {"audio": 2}, {"image": 1, "audio": 1}]
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_audio", "whisper", "llama"])
@@ -148,7 +149,9 @@ def test_random_state_is_untouched_and_the_verdict_is_kept(monkeypatch: pytest.M
 
 def test_a_configuration_with_towers_is_no_text_family() -> None:
     assert family_of(transformers.Phi4MultimodalConfig()) is None
-    assert od.hf.Inputs(transformers.Phi4MultimodalConfig()).padded
+    with pytest.warns(UserWarning, match="batches of phi4_multimodal are padded") as told:
+        assert od.hf.Inputs(transformers.Phi4MultimodalConfig()).padded
+    assert told[0].filename == __file__  # where the user called
     assert model_class(transformers.AudioFlamingo3Config()).__name__ == "AudioFlamingo3ForConditionalGeneration"
     for config in (transformers.SamConfig(), transformers.Wav2Vec2Config()):
         with pytest.raises(ValueError, match="has no model for .* that reads and writes text"):
@@ -159,3 +162,50 @@ def test_a_processor_of_a_model_that_reads_no_text_is_refused_by_name() -> None:
     processor = transformers.SamProcessor.__new__(transformers.SamProcessor)
     with pytest.raises(TypeError, match="SamProcessor has no tokenizer: it is of a model that reads no text"):
         od.hf.recipe(processor)
+
+
+def sees_neighbours(model: models.Sized) -> models.Sized:
+    """A model of which each sample's logits depend on all samples of the microbatch."""
+
+    def forward(**arguments: Any) -> Any:
+        outputs = model.forward(**arguments)
+        logits = outputs.logits
+        outputs.logits = logits + 0.1 * logits.mean() * torch.arange(logits.shape[-1])
+        return outputs
+
+    return replace(model, forward=forward)
+
+
+def test_samples_that_change_each_other_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, config = family("llava")
+    shards = write_samples(FAMILIES["llava"], made_up_samples(FAMILIES["llava"], 4), tmp_path)
+    dataset = od.ShardDataset(shards, recipe=recipe)
+    inputs = od.hf.Inputs(config)
+
+    def loader(**options: Any) -> od.DataLoader:
+        return od.DataLoader(dataset, num_threads=0, **{"batch_size": 2, "collate_fn": inputs, **options})
+
+    loader()  # the control: the same model as it is
+    check._known.clear()
+    monkeypatch.setenv("ORCHDATA_CACHE", str(tmp_path / "cache"))
+    dataset = od.ShardDataset(shards, recipe=recipe)
+    monkeypatch.setattr(trial, "models_of", lambda config: map(sees_neighbours, models.models_of(config)))
+    with pytest.raises(
+        ValueError, match="llava lets samples of a microbatch, or their padding, change each other"
+    ) as told:
+        loader()
+    for part in ("samples of text alone", "Balance(max_samples=1)", "probe=False"):
+        assert part in str(told.value)
+    check._known.clear()
+    with pytest.raises(ValueError, match="change each other"):
+        loader()  # as it was kept
+    loader(batch_size=1, balance=od.Balance(max_samples=1))
+    loader(collate_fn=od.hf.Inputs(config, probe=False, padded=False))
+
+
+@pytest.mark.parametrize("kind", ["doge", "cpmant"])
+def test_models_that_keep_not_even_padded_samples_apart_are_refused(kind: str) -> None:
+    config = transformers.AutoConfig.for_model(kind)
+    with pytest.raises(ValueError, match="neither packed nor padded batches give samples of"):
+        od.hf.Inputs(config)
+    assert od.hf.Inputs(config, padded=True).padded  # as its message says
