@@ -135,4 +135,6 @@ test-newest test-oldest: test-%:
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --upgrade pip uv
 	$(@D)/bin/uv pip install --quiet --python $(@D)/bin/python --resolution $(RESOLUTION) --upgrade -e '.[dev]'
+	# One that does not fit this torch breaks transformers, which imports it wherever it is installed.
+	$(@D)/bin/python -c 'import torchaudio' || $(@D)/bin/uv pip uninstall --quiet --python $(@D)/bin/python torchaudio
 	touch $@

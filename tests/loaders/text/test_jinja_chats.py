@@ -347,7 +347,7 @@ def test_a_template_renders_in_several_threads_at_once():
 
 
 def test_blanks_that_a_tokenizer_trims_from_offsets_mask_no_later_answer():
-    """As processors have it; the masks of a tokenizer's own end where an answer begins with such a blank."""
+    """As processors have it; before transformers 5.24 a tokenizer's own masks end where an answer begins with one."""
     from tokenizers import processors
 
     tokenizer = hf_tokenizer(CHATML)
@@ -356,7 +356,7 @@ def test_blanks_that_a_tokenizer_trims_from_offsets_mask_no_later_answer():
     chat = [ASK, {**ANSWER, "content": " It rains.\n\nStill."}, ASK, ANSWER]
     found = composed(recipe, chat)
     assert found == reference(tokenizer, CHATML, chat, masked=(9,))  # none of its two answers
-    assert sum(reference(tokenizer, CHATML, chat).loss) == 0 < sum(found.loss)
+    assert sum(reference(tokenizer, CHATML, chat).loss) in (0, sum(found.loss)) and sum(found.loss) > 0
 
 
 def odd(draw: random.Random, depth: int = 0) -> Any:
