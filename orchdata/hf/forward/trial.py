@@ -9,19 +9,20 @@ nothing but layers is left out. A loss that differs does not: the same model com
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from orchdata.hf.forward.made_up import Kind, MadeUp, kinds_of, made_up
 from orchdata.hf.forward.models import Sized, models_of
+from orchdata.hf.forward.token_losses import summed_loss
 from orchdata.hf.tiny.model import undisturbed
 
 if TYPE_CHECKING:
-    from orchdata.batch.batch import ModelInputs
     from orchdata.hf.inputs import Inputs
     from orchdata.loaders.recipe import Recipe
 
@@ -152,22 +153,21 @@ class _Trial:
         except Exception:  # noqa: BLE001 - the forward itself has run
             return None
         difference = abs(together - alone) / max(abs(alone), 1e-30)
-        if difference <= TOLERANCE:
+        if difference <= TOLERANCE or not math.isfinite(alone):
             return None
         held = {name for parts in kind.samples for name in parts}
         return Differs(kind.name, difference, tuple(name for name in self.encoders if name in held))
 
     def _loss(self, model: Sized, kind: Kind, own: Inputs, only: int | None) -> float:
         """Summed over the tokens of a kind's samples, or of one of them."""
-        from orchdata.hf.scaled_loss import loss
-
         batch = self.samples.batch(kind, self.encoders, own.layout, only=only)
         assert batch is not None
         with torch.no_grad():
             arguments = _as_float32(own.arguments(batch))
             arguments.pop("labels", None)
             outputs = model.forward(**arguments)
-        return float(loss(outputs, replace(batch, inputs=cast("ModelInputs", own)))) / batch.loss_scale
+        labels = torch.atleast_2d(batch.llm.labels)
+        return float(summed_loss(outputs, labels, None, of_decoder=own.family.decoder))
 
     def explained(self, model: Sized, kind: Kind, error: str) -> Failed:
         """A kind that fails, and what would help."""
