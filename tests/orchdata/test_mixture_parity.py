@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from mixture_parity_job import BUDGET, LENGTH, SUITES, Case, Suite
 from mixture_parity_job import __file__ as JOB
-from rank_jobs import LIMIT_SECONDS, run_ranks
+from rank_jobs import run_ranks
 from shard_factory import RECIPE, chat, omni_samples, write_shard
 
 import orchdata as od
@@ -55,7 +55,6 @@ def found(suite: Suite, folder: Path, tmp_path_factory: pytest.TempPathFactory) 
         num_ranks=suite.num_ranks,
         folder=tmp_path_factory.mktemp("job"),
         environment={"ORCHDATA_CACHE": str(folder / "cache")},
-        limit_seconds=3 * LIMIT_SECONDS if suite.slow else LIMIT_SECONDS,
     )
     return {case: results[str(case)] for case in suite.cases}
 

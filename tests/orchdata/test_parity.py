@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from parity_job import LAYOUTS, NUM_EPOCHS, RECIPE, SUITES, WRAPPERS, Case, Suite
 from parity_job import __file__ as JOB
-from rank_jobs import LIMIT_SECONDS, run_ranks
+from rank_jobs import run_ranks
 from webdataset import TarWriter
 
 import orchdata as od
@@ -96,7 +96,6 @@ def found(request: pytest.FixtureRequest, shards: Path, tmp_path_factory: pytest
         num_ranks=suite.num_ranks,
         folder=folder,
         environment={"ORCHDATA_CACHE": str(shards.parent / "cache")},
-        limit_seconds=2 * LIMIT_SECONDS if suite.slow else LIMIT_SECONDS,
     )
     by_case = {case: results["cases"][str(case)] for case in suite.cases}
     return Found(suite.num_ranks, by_case, results["between_references"])

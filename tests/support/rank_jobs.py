@@ -32,7 +32,7 @@ from rank_server import Rank, Server
 
 from orchdata.reference.launch import end_with_parent
 
-LIMIT_SECONDS = 240
+LIMIT_SECONDS = 900  # so that a loaded machine is not taken for a job that hangs
 PATIENCE = timedelta(seconds=90)
 _LAST_LINES = 40
 
