@@ -22,7 +22,7 @@ from rank_jobs import run_rank, store_on_rank_0
 from orchdata.planning.balance import Balance
 from orchdata.post_balancing.loader import PostBalanced, post_balance
 
-TIMEOUT_SECONDS = 30
+TIMEOUT_SECONDS = 180  # far more than a loaded machine takes to see that a rank has died
 LONG_COUNTS = (70, 3, 64, 65), (2, 1, 64, 80), (0, 2, 64, 130)  # of each rank
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from post_balance_job import LONG_COUNTS, Drawn, intact, make_sample, make_steps
+from post_balance_job import LONG_COUNTS, TIMEOUT_SECONDS, Drawn, intact, make_sample, make_steps
 from post_balance_job import __file__ as JOB
 from rank_jobs import run_ranks
 
@@ -145,7 +145,7 @@ def test_a_rank_that_dies_is_named_by_all_others_with_the_step(tmp_path: Path) -
         assert found["steps"] == list(range(last + 1))
         assert found["error"].startswith(f"post_balance lost other ranks at step {last + 1}: no word from rank 1,")
         assert found["rank"] == 1
-        assert found["seconds"] < 20  # the timeout is 30
+        assert found["seconds"] < TIMEOUT_SECONDS / 2  # noticed, not waited for
 
 
 def test_each_of_several_failures_names_its_own_rank(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_when_the_rank_that_serves_the_store_dies_the_others_are_told_at_once(tm
         assert found["error"].startswith("post_balance lost other ranks at step 4: ")
         assert found["error"].endswith("without the job's store, which often goes with rank 0")
         assert found["rank"] is None
-        assert found["seconds"] < 20  # the timeout is 30
+        assert found["seconds"] < TIMEOUT_SECONDS / 2  # noticed, not waited for
 
 
 def test_a_rank_that_leaves_its_loop_alone_is_named_by_the_others(tmp_path: Path) -> None:
