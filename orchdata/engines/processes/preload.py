@@ -12,5 +12,6 @@ from orchdata.engines.processes.life import end_server_with_trainer
 end_server_with_trainer()
 for name in ("orchdata.building.spec", "orchdata.engines.processes.worker"):
     import_module(name)
+import_module("orchdata.native.jit").load_numba()  # once, for all workers
 import_module("orchdata.loaders.required").load_built_in()
 import_module("orchdata.loaders.first_calls").settle_first_calls()
