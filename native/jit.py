@@ -61,9 +61,8 @@ class Kernel:
         self._compile_it = compile_it
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        return self.compiled(*arguments, **named)
+        return self.compiled()(*arguments, **named)
 
-    @property
     def compiled(self) -> Any:
         """numba's dispatcher; the function itself under NUMBA_DISABLE_JIT."""
         try:
@@ -75,18 +74,19 @@ class Kernel:
     @property
     def _numba_type_(self) -> Any:
         """By which numba knows it in another kernel."""
-        return self.compiled._numba_type_
+        return self.compiled()._numba_type_
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # what protocols of Python look for, as copying does
+        # What protocols of Python look for, as copying does, also of one that is not made yet.
+        if name.startswith("__") or name in ("py_func", "_compile_it"):
             raise AttributeError(name)
-        return getattr(self.compiled, name)
+        return getattr(self.compiled(), name)
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         name = self.py_func.__qualname__
         if getattr(sys.modules.get(self.py_func.__module__), name, None) is self:
             return name  # as functions are: by where they are found
-        return _as_it_is, (self.compiled,)
+        return _as_it_is, (self.compiled(),)
 
 
 def _as_it_is(compiled: Any) -> Any:

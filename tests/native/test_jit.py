@@ -62,12 +62,12 @@ def test_threads_that_call_a_kernel_first_together_share_what_is_compiled() -> N
 
     barrier = threading.Barrier(2, timeout=30)
     shared, found = Kernel(plus, made), []
-    threads = [threading.Thread(target=lambda: found.append(shared.compiled)) for _ in range(2)]
+    threads = [threading.Thread(target=lambda: found.append(shared.compiled())) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found[0] is found[1] is shared.compiled
+    assert found[0] is found[1] is shared.compiled()
 
 
 def test_kernels_pickle_by_name_and_keep_what_describes_them() -> None:

@@ -165,7 +165,8 @@ class _Running:
         worker = self._worker
         os.environ.update(worker.environ)
         torch.set_num_threads(1)
-        load_numba()  # before memory is limited, and by one thread
+        with contextlib.suppress(Exception):  # what fails here fails again, and is told of, where a kernel is called
+            load_numba()  # before memory is limited, and by one thread
         if worker.options.memory is not None:
             lower_limit(resource.RLIMIT_DATA, taken_bytes() + worker.options.memory)
         _seed(worker)
