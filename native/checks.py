@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.native.jit import kernel_at_import
+from orchdata.native.jit import kernel
 
 
-@kernel_at_import("(int64[::1], int64)")
+@kernel
 def first_invalid(costs: NDArray[np.int64], max_total: int) -> tuple[int, bool]:
     """First sample with a negative cost, or at which the running sum passes `max_total`.
 

@@ -652,7 +652,7 @@ class DataLoader(Generic[T_co]):
 
     def _make_engine(self, iteration: Iteration[Left]) -> Engine:
         spec = self._prepared.spec
-        if self._engine_choice.workers is None:
+        if self._engine_choice.wants_kernels:
             self._warming.finish(spec)  # kernels are compiled on first use, which `timeout` is not for
         else:
             self._warming.wait()

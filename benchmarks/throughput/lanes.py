@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.throughput import cluster_peers, thread_peers, torch_peers
-from orchdata.bench.throughput.lanes import LANES, Lane
+from orchdata.bench.throughput import ours
+from orchdata.bench.throughput.lanes import LANES, OURS, Lane
 
 ENVIRONMENTS: Final = Path(__file__).resolve().parents[2] / ".venv-peers"
 PEERS: Final[dict[str, Lane]] = {
@@ -36,6 +37,8 @@ PEERS: Final[dict[str, Lane]] = {
         "other", cluster_peers.ray_data, "ray.data", cluster_peers.write_parquet, "ray", in_processes=True
     ),
 }
+# Started as torch's DataLoader, and so most peers, start theirs: their memory is compared like for like.
+FORKED: Final = {"orchdata, forked": Lane("ours", ours.forked, OURS, in_processes=True)}
 _NAMES: Final = {
     "torch DataLoader": "torch",
     "HF datasets": "datasets",
@@ -61,7 +64,7 @@ def chosen_lanes(peers: str) -> dict[str, Lane]:
     names = {"all": known, "none": []}.get(peers, [name.strip() for name in peers.split(",")])
     if unknown := sorted(set(names) - set(known)):
         raise ValueError(f"no peer is called {', '.join(unknown)}: say all, none, or some of {', '.join(known)}")
-    return dict(LANES) | dict(_placed(names))
+    return dict(LANES) | FORKED | dict(_placed(names))
 
 
 def _placed(names: list[str]) -> Iterator[tuple[str, Lane]]:

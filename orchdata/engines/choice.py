@@ -40,6 +40,11 @@ class EngineChoice:
     workers: Workers | None = None
     in_order: bool = True
 
+    @property
+    def wants_kernels(self) -> bool:
+        """Whether this process is to load kernels: it calls them, or forks processes that would each load their own."""
+        return self.workers is None or self.workers.context.get_start_method() == "fork"
+
     def make(
         self,
         spec: BuildSpec,

@@ -130,7 +130,9 @@ def _end(children: list[subprocess.Popen[bytes]]) -> None:
 def warm(spec: BuildSpec) -> None:
     """Load every kernel that steps of `spec` call, or compile it, in this thread. Leaves no thread behind."""
     from orchdata.building.spec import SampleContent, ShardContent
+    from orchdata.native.jit import load_numba
 
+    load_numba()
     _warm_plans(spec.plan)
     if isinstance(spec.content, (ShardContent, SampleContent)):
         modalities = spec.content.shards.recipe.modalities.values()
@@ -295,9 +297,15 @@ _FAMILIES = {
 def _is_kept(family: str) -> bool:
     """Whether its head was compiled since its source was written, by the index that numba keeps of it."""
     head = _head(family)
+    # Where numba keeps it by default is known without numba, which this process may not need otherwise.
+    beside = Path(head.py_func.__code__.co_filename).parent / "__pycache__"
+    if "NUMBA_CACHE_DIR" not in os.environ and os.access(beside, os.W_OK) and _is_in(beside, head):
+        return True
     folder = _cache_folder(head)
-    if folder is None:
-        return True  # nothing is kept here, so that nobody can compile for another
+    return folder is None or _is_in(folder, head)  # where nothing is kept, no process can compile for another
+
+
+def _is_in(folder: Path, head: Any) -> bool:
     source = Path(head.py_func.__code__.co_filename)
     written = source.stat().st_mtime
     found = folder.glob(f"{source.stem}.{head.py_func.__name__}-*.nbi")

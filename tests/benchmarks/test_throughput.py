@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.throughput import lanes as lanes_module
 from benchmarks.throughput.decoding import PillowImages, Tensors, pack
-from benchmarks.throughput.lanes import PEERS, chosen_lanes, name_of
+from benchmarks.throughput.lanes import FORKED, PEERS, chosen_lanes, name_of
 from benchmarks.throughput.records import PeersJob, joined, split
 from benchmarks.throughput.run import PeersBench, make_job, run
 from benchmarks.throughput.torch_peers import web_samples
@@ -91,11 +91,19 @@ def test_peers_deliver_every_sample(job: PeersJob, lane: str) -> None:
 
 
 def test_peers_are_chosen_by_name() -> None:
-    assert chosen_lanes("none") == LANES
-    assert list(chosen_lanes("all")) == [*LANES, *PEERS]
+    assert chosen_lanes("none") == LANES | FORKED
+    assert list(chosen_lanes("all")) == [*LANES, *FORKED, *PEERS]
     assert {"webdataset", "Grain, threads", "Grain, processes"} < set(chosen_lanes("webdataset, grain"))
     with pytest.raises(ValueError, match="no peer is called dali: say all, none, or some of datasets, "):
         chosen_lanes("dali")
+
+
+def test_forked_workers_of_ours_deliver_every_sample(job: PeersJob) -> None:
+    (lane,) = FORKED.values()
+    figures, memory = run_in_child(measure, (lane, job, "none", 0, 4), job.folder, 120, watch=True)
+    assert figures.samples_per_second > 0
+    assert len(figures.spent) == 2  # this process and its worker, and no server
+    assert memory.own > 0
 
 
 def test_a_peer_runs_in_its_environment_or_says_how_to_make_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,5 +136,5 @@ def test_a_peer_that_is_not_there_is_a_row(tmp_path: Path, monkeypatch: pytest.M
     config = PeersBench(data=data, batch_size=2, workers=1, peers="ray,torch", repeats=1, consumer="python")
     report = make_report("python -m benchmarks.throughput", config, run(config))
     shown = json.loads(json.dumps(report.to_dict(), allow_nan=False))
-    assert [row[0] for row in shown["tables"][0]["rows"]] == [*LANES, "torch DataLoader"]
+    assert [row[0] for row in shown["tables"][0]["rows"]] == [*LANES, *FORKED, "torch DataLoader"]
     assert shown["tables"][2]["rows"] == [["Ray Data", "not installed: make peers-ray"]]

@@ -1,8 +1,27 @@
-"""Kernels are compiled once for each combination of types."""
+"""Kernels: compiled once for each combination of types, and not before they are called."""
 
 from __future__ import annotations
 
-from orchdata.native.jit import kernel
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import pytest
+
+from orchdata.native.jit import Kernel, inlined, kernel
+from orchdata.native.permutation import shuffled_rows
+
+FIRST_CALL = """
+import sys
+import numpy as np
+from orchdata.native.checks import first_invalid
+print("numba" in sys.modules)
+print(first_invalid(np.array([3, -1]), 9))
+print("numba" in sys.modules)
+"""
 
 
 def plus(number: int, more: int) -> int:
@@ -17,3 +36,44 @@ def test_constants_of_a_caller_compile_nothing_anew() -> None:
 
     assert kernel(calls)(10) == 11 + 12 + 13
     assert len(inner.signatures) == 1  # type: ignore[attr-defined]
+
+
+def test_a_kernel_may_call_pieces_that_are_not_compiled_yet() -> None:
+    piece = inlined(plus)
+
+    def calls(number: int) -> int:
+        return piece(number, 1) * 2
+
+    assert kernel(calls)(10) == 22
+
+
+@pytest.mark.parametrize("disabled", [False, True])
+def test_numba_is_imported_by_the_first_call(disabled: bool) -> None:
+    environ = {key: value for key, value in os.environ.items() if key != "NUMBA_DISABLE_JIT"}
+    environ |= {"NUMBA_DISABLE_JIT": "1"} if disabled else {}
+    done = subprocess.run([sys.executable, "-c", FIRST_CALL], capture_output=True, text=True, check=True, env=environ)
+    assert done.stdout.split("\n")[:3] == ["False", "(1, False)", "True"]
+
+
+def test_threads_that_call_a_kernel_first_together_share_what_is_compiled() -> None:
+    def made(function: Any) -> list[int]:
+        barrier.wait()  # both are here before either has one
+        return [function(1, 2)]
+
+    barrier = threading.Barrier(2, timeout=30)
+    shared, found = Kernel(plus, made), []
+    threads = [threading.Thread(target=lambda: found.append(shared.compiled())) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found[0] is found[1] is shared.compiled()
+
+
+def test_kernels_pickle_by_name_and_keep_what_describes_them() -> None:
+    assert pickle.loads(pickle.dumps(shuffled_rows)) is shuffled_rows
+    assert shuffled_rows.__name__ == "shuffled_rows"
+    assert kernel(plus).__doc__ == plus.__doc__
+    assert not hasattr(kernel(plus), "__len__")
+    with pytest.raises(AttributeError):
+        _ = kernel(plus).no_such_thing  # type: ignore[attr-defined]

@@ -36,11 +36,11 @@ class Lane:
     absent: str = ""
 
 
-_OURS: Final = "orchdata.dataloader"
+OURS: Final = "orchdata.dataloader"
 BARE: Final = "bare threads, bytes in memory"
 LANES: Final[dict[str, Lane]] = {
     "raw read, bytes only": Lane("limit", ours.raw_read),
     BARE: Lane("limit", ours.bare_threads),
-    "orchdata, threads": Lane("ours", ours.threads, _OURS),
-    "orchdata, processes": Lane("ours", ours.processes, _OURS, in_processes=True),
+    "orchdata, threads": Lane("ours", ours.threads, OURS),
+    "orchdata, processes": Lane("ours", ours.processes, OURS, in_processes=True),
 }

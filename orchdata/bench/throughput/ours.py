@@ -22,7 +22,12 @@ def processes(job: Job) -> Iterator[int]:
     return _epoch(job, num_workers=job.workers, num_threads=1)
 
 
-def _epoch(job: Job, *, num_workers: int, num_threads: int) -> Iterator[int]:
+def forked(job: Job) -> Iterator[int]:
+    """The same, forked off the process that iterates, as torch's DataLoader does."""
+    return _epoch(job, num_workers=job.workers, num_threads=1, context="fork")
+
+
+def _epoch(job: Job, *, num_workers: int, num_threads: int, context: str | None = None) -> Iterator[int]:
     # Not imported at the top: other lanes have their decoding from here, and their memory is without the rest.
     from orchdata.dataloader import DataLoader
 
@@ -33,6 +38,7 @@ def _epoch(job: Job, *, num_workers: int, num_threads: int) -> Iterator[int]:
         seed=job.seed,
         num_workers=num_workers,
         num_threads=num_threads,
+        multiprocessing_context=context,
         dp=(0, 1),
         on_error="skip",  # of a data set of the user's: the other lanes have good samples alone
     )

@@ -40,6 +40,7 @@ from orchdata.engines.threads import ThreadEngine, passed_on
 from orchdata.loaders.errors import OrchdataError
 from orchdata.loaders.limited_process import lower_limit, taken_bytes
 from orchdata.loaders.watch import Watch
+from orchdata.native.jit import load_numba
 from orchdata.order.steps import Begin, StepTask
 
 OUT_OF_MEMORY = 77
@@ -164,6 +165,8 @@ class _Running:
         worker = self._worker
         os.environ.update(worker.environ)
         torch.set_num_threads(1)
+        with contextlib.suppress(Exception):  # what fails here fails again, and is told of, where a kernel is called
+            load_numba()  # before memory is limited, and by one thread
         if worker.options.memory is not None:
             lower_limit(resource.RLIMIT_DATA, taken_bytes() + worker.options.memory)
         _seed(worker)

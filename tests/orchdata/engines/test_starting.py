@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import gc
 import itertools
+import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import lean_job
 import pytest
 import torch
+from shard_factory import RECIPE, omni_shards
 
 import orchdata as od
 from orchdata.delivery.cursor import Steps
@@ -253,3 +258,14 @@ def outcomes(batches: Iterator[Any]) -> list[Any]:
 def test_behind_an_error_an_iteration_goes_on_as_torchs(options: dict[str, Any]) -> None:
     theirs = outcomes(iter(torch.utils.data.DataLoader(batch_size=2, **options)))
     assert outcomes(iter(od.DataLoader(batch_size=2, **options))) == theirs
+
+
+def test_beside_worker_processes_a_loader_loads_no_compiler(tmp_path: Path) -> None:
+    """What compiles kernels takes 40 MiB of each process; with threads it is this process that calls them."""
+    od.ShardDataset(omni_shards(tmp_path, shards=1, samples=6), recipe=RECIPE).index()
+    command = [sys.executable, lean_job.__file__, tmp_path]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    assert json.loads(ended.stdout) == {
+        "processes": {"samples": 6, "numba": False},
+        "threads": {"samples": 6, "numba": True},
+    }
