@@ -23,7 +23,8 @@ from orchdata.balancers import split_microbatches
 from orchdata.balancers.assignment import cells_of
 from orchdata.balancers.bins.micro_steps import Dealing, dealings
 from orchdata.balancers.checks import MAX_TOTAL
-from orchdata.native.assign.phases import sum_of_peaks
+from orchdata.balancers.phases import assign_jointly
+from orchdata.native.assign.phases import above_caps, sum_of_peaks
 from orchdata.native.microbatches.micro_steps import bins_cost, deal_cells
 from orchdata.native.microbatches.pipeline import slowest
 from orchdata.native.microbatches.rough_peaks import bin_bound, fits_alone
@@ -431,7 +432,7 @@ def sorted_and_cut(
     by_sample = np.ascontiguousarray(np.stack(list(costs.values()), axis=1))
     positions = columns[:, 0]
     largest = descending_order(positions)
-    cuts: list[tuple[int, int, Ranks]] = []
+    cuts: list[tuple[int, int, Ranks, Ranks]] = []
     for turn, by in enumerate((*costs.values(), by_sample.sum(axis=1))[: None if len(costs) > 1 else 1]):
         order = largest[descending_order(by[largest])]
         before = np.cumsum(positions[order]) - positions[order]
@@ -444,15 +445,56 @@ def sorted_and_cut(
                 for mine in steps
                 if len(mine)
             )
-            cuts.append((bound, turn, cut))
+            cuts.append((bound, turn, cut, order))
     tries = _Tries(costs, columns, caps, num_ranks, balance, stream_rank, None)
     found: list[Shares] = []
-    for bound, _, cut in sorted(cuts, key=lambda one: one[:2]):
+    for bound, _, cut, order in sorted(cuts, key=lambda one: one[:2]):
         rank = _dealt_inside(columns, caps, cut, largest, num_ranks, num_microbatches) if bound < below else None
         inside = None if rank is None else tries.balanced(Shares(rank, cut, num_microbatches), below)
         if inside is not None:
             found, below = [*found, inside[0]], inside[1]
+        anew = None
+        if bound < below:
+            anew = _anew_inside(costs, columns, caps, cut, order, num_ranks, balance, num_microbatches)
+        if anew is not None and (taken := price(cells(costs, anew, num_ranks), balance)) < below:
+            found, below = [*found, anew], taken
     return found
+
+
+def _anew_inside(
+    costs: Mapping[str, Ints],
+    columns: Ints,
+    caps: Ints,
+    microbatch: Ranks,
+    order: Ranks,
+    num_ranks: int,
+    balance: Balance,
+    num_microbatches: int,
+) -> Shares | None:
+    """Micro-steps that are given, each balanced as `balance_phases` does it of samples in `order`; None where that is
+    above the caps.
+    """
+    rank = np.empty_like(microbatch)
+    if balance.equal_count or balance.max_samples is not None:
+        return None
+    for number in range(num_microbatches):
+        mine = order[microbatch[order] == number]
+        if not len(mine):
+            continue
+        rank[mine] = assign_jointly(
+            np.stack([column[mine] for column in costs.values()]),
+            np.array([num_ranks]),
+            objective="barrier",
+            equal_count=False,
+            max_samples=None,
+            primary=len(costs) - 1,
+            sizes=columns[mine],
+            caps=caps,
+            effort=balance.effort,
+        )
+        if above_caps(columns[mine], caps, rank[mine], num_ranks):
+            return None
+    return Shares(rank, microbatch, num_microbatches)
 
 
 def _dealt_inside(
