@@ -21,13 +21,14 @@ from numpy.typing import NDArray
 
 from orchdata.balancers import split_microbatches
 from orchdata.balancers.assignment import cells_of
-from orchdata.balancers.bins.micro_steps import Dealing, dealings
+from orchdata.balancers.bins.micro_steps import ENOUGH_RANKS, LOOK_PAIRS, Dealing, dealings
 from orchdata.balancers.checks import MAX_TOTAL
 from orchdata.balancers.phases import assign_jointly
 from orchdata.native.assign.phases import above_caps, sum_of_peaks
 from orchdata.native.microbatches.micro_steps import bins_cost, deal_cells
 from orchdata.native.microbatches.pipeline import slowest
 from orchdata.native.microbatches.rough_peaks import bin_bound, fits_alone
+from orchdata.native.microbatches.within_caps import looked_peaks
 from orchdata.native.sorting import descending_order
 from orchdata.planning.assign import Limits, assign, counted_groups, stay_near
 from orchdata.planning.balance import Balance
@@ -117,8 +118,12 @@ def share_out_packed(
     chosen = None
     if num_microbatches is None and len(stream_rank) > _HUGE and together_in_steps:
         chosen = _micro_steps_first(costs, sizes, num_ranks, anywhere, stream_rank)
+    if chosen is not None and balance.scope != "grid":
+        return chosen
     if chosen is not None:
-        return near_streams(costs, sizes, chosen, num_ranks, balance, stream_rank)
+        return _from_the_most_costly(
+            costs, near_streams(costs, sizes, chosen, num_ranks, balance, stream_rank), num_ranks
+        )
     rank = assign(costs, balance, num_ranks, stream_rank)
     # Of whole steps of all ranks, the joint search has looked at the backbone alone.
     looked_at = balance.scope == "global" and balance.objective == "barrier" and balance.num_stages is None
@@ -131,7 +136,9 @@ def share_out_packed(
         chosen = share_out_packed(costs, sizes, num_ranks, anywhere, stream_rank, num_microbatches)
         if chosen.num_microbatches > most:
             return first
-        return near_streams(costs, sizes, chosen, num_ranks, balance, stream_rank)
+        return _from_the_most_costly(
+            costs, near_streams(costs, sizes, chosen, num_ranks, balance, stream_rank), num_ranks
+        )
     found = _in_so_many(first, together, sizes, num_ranks, balance, most)
     if balance.scope != "none":
         if together_in_steps and (most > 1 or not found):
@@ -433,11 +440,17 @@ def sorted_and_cut(
     positions = columns[:, 0]
     largest = descending_order(positions)
     cuts: list[tuple[int, int, Ranks, Ranks]] = []
+    stride = max(1, num_ranks // ENOUGH_RANKS) if len(positions) > _HUGE else 0
     for turn, by in enumerate((*costs.values(), by_sample.sum(axis=1))[: None if len(costs) > 1 else 1]):
+        if stride:  # Some of very many ranks say most.
+            some = largest[::stride]
+            looked = _cut_looked_at(
+                by_sample[some], columns[some], caps, by[some], num_ranks // stride, num_microbatches
+            )
+            if looked is not None and looked >= below:
+                continue
         order = largest[descending_order(by[largest])]
-        before = np.cumsum(positions[order]) - positions[order]
-        cut = np.empty(len(order), np.int32)
-        cut[order] = np.minimum(before * num_microbatches // max(1, int(positions.sum())), num_microbatches - 1)
+        cut = _cut(positions, order, num_microbatches)
         if bins_cost(by_sample, cut, num_microbatches, num_ranks) < below:
             steps = [np.flatnonzero(cut == number) for number in range(num_microbatches)]
             bound = sum(
@@ -459,6 +472,29 @@ def sorted_and_cut(
         if anew is not None and (taken := price(cells(costs, anew, num_ranks), balance)) < below:
             found, below = [*found, anew], taken
     return found
+
+
+def _cut(positions: Ints, order: Ranks, num_microbatches: int) -> Ranks:
+    """Micro-step of each sample, int32 (n,): those in `order` in equal parts of the positions."""
+    before = np.cumsum(positions[order]) - positions[order]
+    cut = np.empty(len(order), np.int32)
+    cut[order] = np.minimum(before * num_microbatches // max(1, int(positions.sum())), num_microbatches - 1)
+    return cut
+
+
+def _cut_looked_at(
+    by_sample: Ints, columns: Ints, caps: Ints, by: Ints, num_ranks: int, num_microbatches: int
+) -> int | None:
+    """What some ranks wait for with their samples, from the largest, sorted, cut and balanced about as `balance_phases`
+    does it: less than all ranks do. None where the samples are not brought within the caps.
+    """
+    largest = np.arange(len(by), dtype=np.int32)
+    cut = _cut(columns[:, 0], descending_order(by), num_microbatches)
+    rank = _dealt_inside(columns, caps, cut, largest, num_ranks, num_microbatches)
+    if rank is None:
+        return None
+    where = (cut, rank, num_microbatches, num_ranks)
+    return int(looked_peaks(by_sample, by_sample, columns, caps, *where, LOOK_PAIRS))
 
 
 def _anew_inside(
@@ -520,11 +556,10 @@ def near_streams(
     balance: Balance,
     stream_rank: Ranks,
 ) -> Shares:
-    """`shares`, balanced over all ranks; under "grid" with most samples of each micro-step near the ranks that they are
-    drawn for. A grid is never below all ranks at once: what is by chance keeps these, named so that much stays.
+    """`shares`, balanced over all ranks, with most samples of each micro-step near the ranks that they are drawn for.
+
+    A grid is never below all ranks at once: what is by chance keeps these, named so that much stays.
     """
-    if balance.scope != "grid":
-        return shares
     columns, caps = _capped(sizes, balance)
     near, named = shares.rank.copy(), shares.rank.copy()
     for number in range(shares.num_microbatches):
@@ -537,14 +572,17 @@ def near_streams(
             )
     found = replace(shares, rank=near)
     if in_step(balance):
-        held = cells(costs, found, num_ranks)
-        if price(held, balance) < price(cells(costs, shares, num_ranks), balance):
-            return replace(shares, rank=named)
-        name = np.empty(shares.num_microbatches, np.int32)
-        waits = np.sum([of_phase.max(axis=0) for of_phase in held], axis=0)
-        name[np.argsort(-waits, kind="stable")] = np.arange(shares.num_microbatches)
-        found = replace(found, microbatch=name[found.microbatch])
+        taken = [price(cells(costs, one, num_ranks), balance) for one in (found, shares)]
+        return found if taken[0] >= taken[1] else replace(shares, rank=named)
     return found
+
+
+def _from_the_most_costly(costs: Mapping[str, Ints], shares: Shares, num_ranks: int) -> Shares:
+    """The same, its micro-steps numbered by what ranks wait for in them."""
+    waits = np.sum([of_phase.max(axis=0) for of_phase in cells(costs, shares, num_ranks)], axis=0)
+    name = np.empty(shares.num_microbatches, np.int32)
+    name[np.argsort(-waits, kind="stable")] = np.arange(shares.num_microbatches)
+    return replace(shares, microbatch=name[shares.microbatch])
 
 
 def counts_kept(rank: Ranks, num_ranks: int, balance: Balance) -> bool:
