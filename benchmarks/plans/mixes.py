@@ -71,8 +71,8 @@ class Tail:
     most: int
 
     def draw(self, generator: np.random.Generator, count: int) -> NDArray[np.int64]:
-        drawn: NDArray[np.int64] = self.least * (1 + generator.pareto(self.exponent, count))
-        return drawn.clip(self.least, self.most).astype(np.int64)
+        drawn = self.least * (1 + generator.pareto(self.exponent, count))
+        return np.clip(drawn, self.least, self.most).astype(np.int64)
 
     def __str__(self) -> str:
         return f"Pareto, exponent {self.exponent:g}, {self.least:,} to {self.most:,}"

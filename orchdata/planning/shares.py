@@ -439,7 +439,7 @@ def sorted_and_cut(
     by_sample = np.ascontiguousarray(np.stack(list(costs.values()), axis=1))
     positions = columns[:, 0]
     largest = descending_order(positions)
-    cuts: list[tuple[int, int, Ranks, Ranks]] = []
+    cuts: list[tuple[list[int], int, Ranks, Ranks]] = []
     stride = max(1, num_ranks // ENOUGH_RANKS) if len(positions) > _HUGE else 0
     for turn, by in enumerate((*costs.values(), by_sample.sum(axis=1))[: None if len(costs) > 1 else 1]):
         if stride:  # Some of very many ranks say most.
@@ -453,24 +453,20 @@ def sorted_and_cut(
         cut = _cut(positions, order, num_microbatches)
         if bins_cost(by_sample, cut, num_microbatches, num_ranks) < below:
             steps = [np.flatnonzero(cut == number) for number in range(num_microbatches)]
-            bound = sum(
-                int(bin_bound(by_sample[mine], fits_alone(columns[mine], caps), num_ranks))
-                for mine in steps
-                if len(mine)
-            )
-            cuts.append((bound, turn, cut, order))
+            bounds = [int(bin_bound(by_sample[mine], fits_alone(columns[mine], caps), num_ranks)) for mine in steps]
+            cuts.append((bounds, turn, cut, order))
     tries = _Tries(costs, columns, caps, num_ranks, balance, stream_rank, None)
     found: list[Shares] = []
-    for bound, _, cut, order in sorted(cuts, key=lambda one: one[:2]):
-        rank = _dealt_inside(columns, caps, cut, largest, num_ranks, num_microbatches) if bound < below else None
+    for bounds, _, cut, order in sorted(cuts, key=lambda one: (sum(one[0]), one[1])):
+        if sum(bounds) >= below:
+            break
+        rank = _dealt_inside(columns, caps, cut, largest, num_ranks, num_microbatches)
         inside = None if rank is None else tries.balanced(Shares(rank, cut, num_microbatches), below)
         if inside is not None:
             found, below = [*found, inside[0]], inside[1]
-        anew = None
-        if bound < below:
-            anew = _anew_inside(costs, columns, caps, cut, order, num_ranks, balance, num_microbatches)
-        if anew is not None and (taken := price(cells(costs, anew, num_ranks), balance)) < below:
-            found, below = [*found, anew], taken
+        anew = _anew_inside(by_sample, columns, caps, cut, order, num_ranks, balance, bounds, below)
+        if anew is not None:
+            found, below = [*found, anew], price(cells(costs, anew, num_ranks), balance)
     return found
 
 
@@ -498,39 +494,46 @@ def _cut_looked_at(
 
 
 def _anew_inside(
-    costs: Mapping[str, Ints],
+    by_sample: Ints,
     columns: Ints,
     caps: Ints,
     microbatch: Ranks,
     order: Ranks,
     num_ranks: int,
     balance: Balance,
-    num_microbatches: int,
+    bounds: Sequence[int],
+    below: int,
 ) -> Shares | None:
-    """Micro-steps that are given, each balanced as `balance_phases` does it of samples in `order`; None where that is
-    above the caps.
+    """Micro-steps that are given, each balanced as `balance_phases` does it of samples in `order`.
+
+    Args:
+        bounds: of what ranks wait for in each micro-step.
+
+    Returns:
+        None where that is above the caps, or not below `below`.
     """
-    rank = np.empty_like(microbatch)
+    rank, taken = np.empty_like(microbatch), sum(bounds)
     if balance.equal_count or balance.max_samples is not None:
         return None
-    for number in range(num_microbatches):
+    for number, bound in enumerate(bounds):
         mine = order[microbatch[order] == number]
         if not len(mine):
             continue
         rank[mine] = assign_jointly(
-            np.stack([column[mine] for column in costs.values()]),
+            np.ascontiguousarray(by_sample[mine].T),
             np.array([num_ranks]),
             objective="barrier",
             equal_count=False,
             max_samples=None,
-            primary=len(costs) - 1,
+            primary=by_sample.shape[1] - 1,
             sizes=columns[mine],
             caps=caps,
             effort=balance.effort,
         )
-        if above_caps(columns[mine], caps, rank[mine], num_ranks):
+        taken += int(sum_of_peaks(by_sample[mine], rank[mine], num_ranks)) - bound
+        if taken >= below or above_caps(columns[mine], caps, rank[mine], num_ranks):
             return None
-    return Shares(rank, microbatch, num_microbatches)
+    return Shares(rank, microbatch, len(bounds))
 
 
 def _dealt_inside(
