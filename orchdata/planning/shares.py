@@ -382,7 +382,7 @@ def dealt_shares(
     tries = _Tries(costs, columns, caps, num_ranks, balance, stream_rank, priced)
     most = _DEALINGS_OF_MANY if many else _DEALINGS
     if len(stream_rank) > _HUGE:  # Looked at already; those of other phases than count are few.
-        most = 1 if priced is None else _DEALINGS
+        most = 1 if priced is None else _DEALINGS_OF_MANY
     return _searched(tries, dealt, num_microbatches, below, most)
 
 
@@ -460,7 +460,8 @@ def sorted_and_cut(
     for bounds, _, cut, order in sorted(cuts, key=lambda one: (sum(one[0]), one[1])):
         if sum(bounds) >= below:
             break
-        rank = _dealt_inside(columns, caps, cut, largest, num_ranks, num_microbatches)
+        # Of very many samples the search of dealings has looked further than this.
+        rank = None if stride else _dealt_inside(columns, caps, cut, largest, num_ranks, num_microbatches)
         inside = None if rank is None else tries.balanced(Shares(rank, cut, num_microbatches), below)
         if inside is not None:
             found, below = [*found, inside[0]], inside[1]
