@@ -30,6 +30,7 @@ from orchdata.native.assign.joint import solve_joint
 from orchdata.native.assign.packed import solve
 from orchdata.native.assign.phase_refine import phase_loads
 from orchdata.native.assign.phases import above_caps
+from orchdata.native.microbatches.within_caps import solve_within
 
 _FEW_SAMPLES = 2048  # Up to which the primary phase alone is balanced for a start, though another is known.
 PAIRS, PAIRS_OF_MANY = 8, 3  # Looked at in the joint search, for each pair of samples that share a rank.
@@ -218,6 +219,10 @@ def assign_jointly(
     many = num_samples > _MANY_SAMPLES
     good, pairs = (GOOD_OF_MANY, PAIRS_OF_MANY) if many else (GOOD, PAIRS)
     part = max(1, round(min(good * effort, MAX_TOTAL)))
+    if within is not None and max_samples is None and not equal_count:
+        found = solve_within(by_sample, weights, caps, given, kept, offsets, group_sizes, primary, part, pairs * effort)
+        rank[order] = first + found
+        return rank
     search = (offsets, group_sizes, primary, most, equal_count, part, pairs * effort)
     found = solve_joint(by_sample, weights, caps, given, kept, *search)
     if within is None and len(caps) and above_caps(weights, caps, first + found, int(group_sizes.sum())):

@@ -17,11 +17,14 @@ from numpy.typing import ArrayLike, NDArray
 from orchdata.balancers.checks import checked_caps, checked_count, checked_phases, checked_sizes
 from orchdata.native.microbatches.micro_steps import deal_cells, pack_in_orders, packing_orders
 from orchdata.native.microbatches.rough_peaks import rough_peaks
+from orchdata.native.microbatches.within_caps import looked_peaks
 
 FILLS = (4, 2, 0)  # Quarters of the room above an even share that are filled.
 TIGHTER = 1
 ESTIMATED = (4, 0)  # Those of which it is estimated what they take.
-ENOUGH_RANKS = 256  # say what longest first takes on all.
+ENOUGH_RANKS = 128  # say what longest first takes on all, and a search.
+MANY_ITEMS = 16_384  # of which the ways that promise most are looked at on so many ranks:
+LOOKS, LOOK_PAIRS = 4, 12.0  # so many ways, and pairs of items, for each two that share a rank.
 CLOSES = 4  # A search leaves about one part in so many of what longest first is above the bounds.
 
 
@@ -111,6 +114,8 @@ def dealings(
     orders = [packing_orders(own, columns, costs.shape[1] - 1) for own, columns, _ in rows]
     together = orders[0] if len(groups) == 1 else packing_orders(costs, sizes, costs.shape[1] - 1)
     ways = _promising(together, costs, sizes, caps, num_bins, num_ranks, counted, below)
+    if len(costs) > MANY_ITEMS:
+        ways = _looked_at(ways, together, costs, sizes, caps, num_bins, num_ranks, counted)
     bins, rank = np.empty((2, len(costs)), np.int32)
     for promise, fill, number in ways[:attempts]:
         # An even share to the last item may not be found: then a little more.
@@ -152,20 +157,24 @@ def _promising(
     another's promise are not looked at further.
     """
     costs = costs if counted is None else counted
+    stride = max(1, num_ranks // ENOUGH_RANKS)
+    few = num_ranks // stride
     ways: list[tuple[int, int, int, NDArray[np.int32]]] = []
-    for fill in ESTIMATED:
-        room = _room(sizes, caps, num_bins, num_ranks, fill)
-        packed, taken = pack_in_orders(orders, costs, sizes, room, num_bins, num_ranks)
-        ways += [(int(takes), -fill, number, packed[number]) for number, takes in enumerate(taken)]
+    for number, order in enumerate(orders):
+        some = order[::stride]
+        mine, columns = costs[some], sizes[some]
+        in_turn = np.arange(len(some), dtype=np.int32)[None]
+        for fill in ESTIMATED:
+            room = _room(columns, caps, num_bins, few, fill)
+            packed, taken = pack_in_orders(in_turn, mine, columns, room, num_bins, few)
+            ways.append((int(taken[0]), -fill, number, packed[0]))
     ways = [way for way in ways if below is None or way[0] < below]
     promised: list[tuple[int, int, int]] = []
-    stride = max(1, num_ranks // ENOUGH_RANKS)
     for takes, negated, number, bins in sorted(ways, key=lambda way: way[:3]):
         promise = takes
         if not promised or takes < min(promised)[0]:
             some = orders[number][::stride]
-            few = (costs[some], sizes[some], caps, bins[some], num_bins, num_ranks // stride, costs.shape[1] - 1)
-            low, high = map(int, rough_peaks(*few))
+            low, high = map(int, rough_peaks(costs[some], sizes[some], caps, bins, num_bins, few, costs.shape[1] - 1))
             promise = max(takes, low) + (high - low) // CLOSES
         promised.append((promise, negated, number))
     if counted is not None and below is not None:  # Phases that are not balanced take more than this promises.
@@ -173,3 +182,36 @@ def _promising(
     found = [(promise, -negated, number) for promise, negated, number in sorted(promised)]
     rest = [fill for fill in FILLS if fill not in ESTIMATED]
     return found + [(promise, fill, number) for fill in rest for promise, own, number in found if own == ESTIMATED[0]]
+
+
+def _looked_at(
+    ways: list[tuple[int, int, int]],
+    orders: NDArray[np.int32],
+    costs: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    caps: NDArray[np.int64],
+    num_bins: int,
+    num_ranks: int,
+    counted: NDArray[np.int64] | None,
+) -> list[tuple[int, int, int]]:
+    """`ways` of which the first are balanced, with little effort, on some of the ranks: from the one found cheapest.
+
+    Promises mind no caps: where these bind, ways that promise about the same are far apart once they are balanced.
+    """
+    stride = max(1, num_ranks // ENOUGH_RANKS)
+    few = num_ranks // stride
+    found: list[tuple[int, int, tuple[int, int, int]]] = []
+    for turn, (promise, fill, number) in enumerate(ways[:LOOKS]):
+        if found and promise >= min(found)[0]:
+            break
+        some = orders[number][::stride]
+        mine, columns = costs[some], sizes[some]
+        own = mine if counted is None else counted[some]
+        bins, rank = np.empty((2, len(some)), np.int32)
+        room = _room(columns, caps, num_bins, few, fill or TIGHTER)
+        left = deal_cells(np.arange(len(some), dtype=np.int32), columns, caps, room, num_bins, few, bins, rank)
+        if left == 0:
+            taken = int(looked_peaks(mine, own, columns, caps, bins, rank, num_bins, few, LOOK_PAIRS))
+            found.append((taken, turn, (promise, fill, number)))
+    first = [way for _, _, way in sorted(found)]
+    return first + [way for way in ways if way not in first]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,6 +63,22 @@ _MADE_UP: Mapping[str, Mix] = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Tail:
+    """Pareto lengths of at least `least`, cut off at `most`."""
+
+    least: int
+    exponent: float
+    most: int
+
+    def draw(self, generator: np.random.Generator, count: int) -> NDArray[np.int64]:
+        drawn = self.least * (1 + generator.pareto(self.exponent, count))
+        return np.clip(drawn, self.least, self.most).astype(np.int64)
+
+    def __str__(self) -> str:
+        return f"Pareto, exponent {self.exponent:g}, {self.least:,} to {self.most:,}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Listed:
     """Lengths drawn from a real list, with replacement, and rounded down to multiples."""
 
@@ -75,6 +91,17 @@ class Listed:
 
     def __str__(self) -> str:
         return f"of {self.name}"
+
+
+def large_mixes() -> dict[str, Mix]:
+    """Mixes of large global batches: two of all mixes, and texts of a long tail beside images and speech."""
+    found = {name: _MADE_UP[name] for name in ("instructions", "albums")}
+    found["long tails"] = replace(
+        found["instructions"],
+        text=Tail(least=256, exponent=1.3, most=16_384),
+        kinds={(): 0.5, ("image",): 0.3, ("audio",): 0.2},
+    )
+    return found
 
 
 def mixes() -> dict[str, Mix]:

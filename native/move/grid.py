@@ -14,6 +14,8 @@ from orchdata.native.assign.phases import QUICK_WINDOW, capped_columns, dominant
 from orchdata.native.jit import kernel
 from orchdata.native.move.phases import excess_with, release_by_phase
 
+COLUMN = 256  # Ranks of a column that are looked at for a sample.
+
 
 @kernel
 def least_excess_of(
@@ -73,9 +75,11 @@ def place_in_grid(
         rank, excess = least_excess_of(columns, loads, targets, sample, phase[sample], home, stop, 1)
         if excess > 0:
             first = held[sample] - home
-            other, less = least_excess_of(
-                columns, loads, targets, sample, phase[sample], first, num_ranks, ranks_per_node
-            )
+            # Of very many nodes those around its own, as many for each place of the grid.
+            reach = COLUMN // 2 * ranks_per_node
+            begin = first + max(0, min(home - reach, num_ranks - first - 2 * reach) // ranks_per_node * ranks_per_node)
+            end = min(num_ranks, begin + 2 * reach)
+            other, less = least_excess_of(columns, loads, targets, sample, phase[sample], begin, end, ranks_per_node)
             if less < excess:
                 rank = other
         owner[sample] = rank

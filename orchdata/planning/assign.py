@@ -172,10 +172,9 @@ def _within(costs: Mapping[str, Ints], balance: Balance, num_ranks: int, owner: 
 
 def stay_near(
     costs: Mapping[str, Ints], rank: Ranks, owner: Ranks, num_ranks: int, balance: Balance, limits: Limits
-) -> Ranks:
-    """Nearly the peaks that `rank` has, but few samples leave their `owner`'s node and column.
-
-    Where that is not reached by moving little, `rank` itself, its ranks named so that much stays where it is from.
+) -> tuple[Ranks, Ranks]:
+    """Nearly the peaks that `rank` has, but few samples leave their `owner`'s node and column; and `rank`, named so
+    that much stays where it is from, which the first is too where those peaks are not reached by moving little.
 
     Args:
         costs: phase -> int64 (num_items,), `llm` last, of one micro-step; `rank` int32 (num_items,) balances them.
@@ -186,12 +185,12 @@ def stay_near(
     named = rank.copy()
     relabel(np.ones(len(owner), np.int64), owner, named, num_ranks)
     if fits_alone(limits.sizes, limits.caps).any():
-        return named
+        return named, named
     pairs = search_pairs(len(rank), num_ranks, balance.effort)
     size = balance.group_size or num_ranks
     targets = peaks + peaks // _NEAR
     near = move_in_grid(by_item, limits.sizes, limits.caps, owner, num_ranks, size, len(costs) - 1, targets, pairs)
     most = int(peaks.sum()) + int(peaks.sum()) // _GAIN
     if above_caps(limits.sizes, limits.caps, near, num_ranks) or int(sum_of_peaks(by_item, near, num_ranks)) > most:
-        return named
-    return near
+        return named, named
+    return near, named

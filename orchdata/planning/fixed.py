@@ -110,7 +110,7 @@ def share_out_fixed(
             inside = balanced_inside(beyond, columns, caps, filled, num_ranks, balance, stream_rank)
             found += [] if inside is None else [inside]
         if balance.scope == "grid":  # Packed over all ranks, which it may not be.
-            found = [near_streams(beyond, columns, caps, one, num_ranks, balance, stream_rank) for one in found[1:]]
+            found = [near_streams(beyond, sizes, one, num_ranks, balance, stream_rank) for one in found[1:]]
         found = [one for one in found if counts_kept(one.rank, num_ranks, balance)]
     if not found or len(positions) <= _FEW_SAMPLES:
         found.append(share_out_packed(costs, sizes, num_ranks, balance, stream_rank))

@@ -12,7 +12,8 @@ is then balanced inside it. All in integers: every rank computes the same.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,11 +21,15 @@ from numpy.typing import NDArray
 
 from orchdata.balancers import split_microbatches
 from orchdata.balancers.assignment import cells_of
-from orchdata.balancers.bins.micro_steps import dealings
+from orchdata.balancers.bins.micro_steps import ENOUGH_RANKS, LOOK_PAIRS, Dealing, dealings
 from orchdata.balancers.checks import MAX_TOTAL
-from orchdata.native.assign.phases import sum_of_peaks
+from orchdata.balancers.phases import assign_jointly
+from orchdata.native.assign.phases import above_caps, sum_of_peaks
+from orchdata.native.microbatches.micro_steps import bins_cost, deal_cells
 from orchdata.native.microbatches.pipeline import slowest
 from orchdata.native.microbatches.rough_peaks import bin_bound, fits_alone
+from orchdata.native.microbatches.within_caps import looked_peaks
+from orchdata.native.sorting import descending_order
 from orchdata.planning.assign import Limits, assign, counted_groups, stay_near
 from orchdata.planning.balance import Balance
 
@@ -33,11 +38,11 @@ Ranks = NDArray[np.int32]
 
 _DEALINGS, _DEALINGS_OF_MANY = 3, 2  # Balanced of those that promise most; left where the bounds say no.
 _MANY_SAMPLES = 8192
-_STEPS_EFFORT = 4  # Micro-steps together are searched as long as so many whole steps are.
+_STEPS_EFFORT = 4  # Micro-steps together are searched as long as so many whole steps are,
+_MOST_EFFORT = 12  # and each at most so many times as long as a step of its size,
+_MOST_SEARCHED = 65_536  # of which no more samples count in full.
 _HUGE = 16384  # Samples from which a split of whole ranks is made only where it may pay.
-_SOME_RANKS = 64  # Of which the split says whether that of all may pay,
-_PAYS = 16  # namely where it takes at most this part more than what is known.
-_FAR = 8  # Above its promise by this part, another way is tried.
+_SOME_RANKS = 64  # Of which the split says whether that of all may pay.
 _NEARLY = 19, 20  # full micro-steps: one more may cost less.
 
 
@@ -108,11 +113,17 @@ def share_out_packed(
     """
     if num_ranks == 1 and not sizes and num_microbatches is None:
         return Shares(np.zeros(len(stream_rank), np.int32), np.zeros(len(stream_rank), np.int32), 1)
+    together_in_steps = in_step(balance) and bool(sizes) and num_ranks > 1
+    anywhere = replace(balance, scope="global", group_size=None) if balance.scope == "grid" else balance
     chosen = None
-    if num_microbatches is None and len(stream_rank) > _HUGE and in_step(balance) and sizes and num_ranks > 1:
-        chosen = _micro_steps_first(costs, sizes, num_ranks, balance, stream_rank)
-    if chosen is not None:
+    if num_microbatches is None and len(stream_rank) > _HUGE and together_in_steps:
+        chosen = _micro_steps_first(costs, sizes, num_ranks, anywhere, stream_rank)
+    if chosen is not None and balance.scope != "grid":
         return chosen
+    if chosen is not None:
+        return _from_the_most_costly(
+            costs, near_streams(costs, sizes, chosen, num_ranks, balance, stream_rank), num_ranks
+        )
     rank = assign(costs, balance, num_ranks, stream_rank)
     # Of whole steps of all ranks, the joint search has looked at the backbone alone.
     looked_at = balance.scope == "global" and balance.objective == "barrier" and balance.num_stages is None
@@ -121,21 +132,24 @@ def share_out_packed(
     together = np.sum(list(costs.values()), axis=0)
     first = split(together, sizes, rank, num_ranks, balance)
     most = num_microbatches or first.num_microbatches
+    if anywhere is not balance and together_in_steps and most > 1:
+        chosen = share_out_packed(costs, sizes, num_ranks, anywhere, stream_rank, num_microbatches)
+        if chosen.num_microbatches > most:
+            return first
+        return _from_the_most_costly(
+            costs, near_streams(costs, sizes, chosen, num_ranks, balance, stream_rank), num_ranks
+        )
     found = _in_so_many(first, together, sizes, num_ranks, balance, most)
     if balance.scope != "none":
-        if in_step(balance) and sizes and num_ranks > 1 and (most > 1 or not found):
-            found += dealt_shares(costs, sizes, num_ranks, balance, stream_rank, most)
-            fewer = most - 1
-            while num_microbatches is None and _may_hold(sizes, balance, num_ranks, fewer):
-                dealt = dealt_shares(costs, sizes, num_ranks, balance, stream_rank, fewer)
-                found, fewer = found + dealt, fewer - 1 if dealt else 0
+        if together_in_steps and (most > 1 or not found):
+            found += _dealt_ways(costs, sizes, num_ranks, balance, stream_rank, found, most, num_microbatches is None)
         if not in_step(balance) and balance.objective == "barrier":  # Pipelines: only what a rank does in all counts.
             level = assign(costs, replace(balance, objective="sum"), num_ranks, stream_rank)
             shares = split(together, sizes, level, num_ranks, balance)
             found += _in_so_many(shares, together, sizes, num_ranks, balance, num_microbatches)
     prices = [price(cells(costs, shares, num_ranks), balance) for shares in found]
     if balance.scope != "none" and len(costs) > 1:
-        alone = _by_the_backbone(costs, sizes, num_ranks, balance, stream_rank, num_microbatches, prices)
+        alone = _by_the_backbone(costs, sizes, num_ranks, balance, stream_rank, num_microbatches, prices, most > 1)
         found += alone
         prices += [price(cells(costs, shares, num_ranks), balance) for shares in alone]
     if not found:
@@ -145,6 +159,31 @@ def share_out_packed(
         )
     allowed = [number for number, shares in enumerate(found) if shares.num_microbatches <= most]
     return found[min(allowed, key=lambda number: (prices[number], found[number].num_microbatches))]
+
+
+def _dealt_ways(
+    costs: Mapping[str, Ints],
+    sizes: Mapping[str, Ints],
+    num_ranks: int,
+    balance: Balance,
+    stream_rank: Ranks,
+    known: Sequence[Shares],
+    most: int,
+    or_fewer: bool,
+) -> list[Shares]:
+    """Samples dealt into `most` micro-steps, and into fewer as long as these hold them; then the simple way in as many
+    as the cheapest of these and of `known` has.
+    """
+    found = dealt_shares(costs, sizes, num_ranks, balance, stream_rank, most)
+    fewer = most - 1
+    while or_fewer and _may_hold(sizes, balance, num_ranks, fewer):
+        dealt = dealt_shares(costs, sizes, num_ranks, balance, stream_rank, fewer)
+        found, fewer = found + dealt, fewer - 1 if dealt else 0
+    prices = {price(cells(costs, one, num_ranks), balance): one.num_microbatches for one in (*known, *found)}
+    if balance.scope == "global" and prices and prices[min(prices)] > 1:
+        number = prices[min(prices)]
+        found += sorted_and_cut(costs, sizes, num_ranks, balance, stream_rank, number, min(prices))
+    return found
 
 
 def _micro_steps_first(
@@ -173,32 +212,49 @@ def _micro_steps_first(
     least = min(price(cells(costs, shares, num_ranks), balance) for shares in found)
     if fewest <= rough[1] and (taken * _NEARLY[1] > held * (fewest - 1) * _NEARLY[0]).any():
         found += dealt_shares(costs, sizes, num_ranks, balance, stream_rank, fewest, least)
+    least = min(price(cells(costs, shares, num_ranks), balance) for shares in found)
     most = max(shares.num_microbatches for shares in found)
-    if rough[0] <= least + least // _PAYS:
+    if balance.scope == "global":
+        for number in range(min(shares.num_microbatches for shares in found), most + 1):
+            found += sorted_and_cut(costs, sizes, num_ranks, balance, stream_rank, number, least)
+    if rough[0] < least:
         together, rank = np.sum(list(costs.values()), axis=0), assign(costs, balance, num_ranks, stream_rank)
         shares = split(together, sizes, rank, num_ranks, balance)
         found += [shares] if shares.num_microbatches <= most else []
     prices = [price(cells(costs, shares, num_ranks), balance) for shares in found]
     if len(costs) > 1:
-        alone = _by_the_backbone(costs, sizes, num_ranks, balance, stream_rank, most, prices)
+        alone = dealt_shares(
+            {"llm": costs["llm"]}, sizes, num_ranks, balance, stream_rank, most, min(prices), priced=costs
+        )
+        if _rough_split(costs, sizes, num_ranks, balance, stream_rank, ["llm"])[0] < min(prices):
+            alone = _by_the_backbone(costs, sizes, num_ranks, balance, stream_rank, most, prices)
         found += alone
         prices += [price(cells(costs, shares, num_ranks), balance) for shares in alone]
     return found[min(range(len(found)), key=lambda number: (prices[number], found[number].num_microbatches))]
 
 
 def _rough_split(
-    costs: Mapping[str, Ints], sizes: Mapping[str, Ints], num_ranks: int, balance: Balance, stream_rank: Ranks
+    costs: Mapping[str, Ints],
+    sizes: Mapping[str, Ints],
+    num_ranks: int,
+    balance: Balance,
+    stream_rank: Ranks,
+    by: Sequence[str] = (),
 ) -> tuple[int, int]:
-    """What some ranks, balanced without a search and split by sums, wait for among themselves; their microbatches."""
-    anywhere = replace(balance, scope="global", group_size=None) if balance.scope == "grid" else balance
-    quick = replace(anywhere, effort=0.0)
-    rank = assign(costs, quick, num_ranks, stream_rank)
-    some = min(_SOME_RANKS, num_ranks)
-    mine = np.flatnonzero(rank < some)
-    few = {phase: column[mine] for phase, column in costs.items()}
-    together = np.sum(list(few.values()), axis=0)
-    shares = split(together, {phase: column[mine] for phase, column in sizes.items()}, rank[mine], some, balance)
-    return price(cells(few, shares, some), balance), shares.num_microbatches
+    """What some ranks, balanced without a search and split by sums, wait for among themselves; their microbatches.
+
+    Of the samples from the most costly every k-th, on the k-th part of the ranks; balanced `by` these phases alone.
+    """
+    stride = max(1, num_ranks // _SOME_RANKS)
+    few = num_ranks // stride
+    mine = descending_order(np.sum(list(costs.values()), axis=0))[::stride]
+    some = {phase: column[mine] for phase, column in costs.items()}
+    held = {phase: column[mine] for phase, column in sizes.items()}
+    anywhere = replace(balance, scope="global", group_size=None, effort=0.0)
+    used = {phase: some[phase] for phase in by or some}
+    rank = assign(used, anywhere, few, stream_rank[mine])
+    shares = split(np.sum(list(used.values()), axis=0), held, rank, few, balance)
+    return price(cells(some, shares, few), balance), shares.num_microbatches
 
 
 def _by_the_backbone(
@@ -209,12 +265,20 @@ def _by_the_backbone(
     stream_rank: Ranks,
     num_microbatches: int | None,
     prices: Sequence[int],
+    in_micro_steps: bool = False,
 ) -> list[Shares]:
-    """What balancing `llm` alone gives, where it may be better than what was found at `prices`."""
+    """What balancing `llm` alone gives, where it may be better than what was found at `prices`; in micro-steps its own
+    whole plan too, but of very many samples only the dealings that may be below these.
+    """
     alone = {"llm": costs["llm"]}
     found: list[Shares] = []
-    if in_step(balance) and prices and num_microbatches and sizes and num_ranks > 1:
-        found = dealt_shares(alone, sizes, num_ranks, balance, stream_rank, num_microbatches, min(prices), priced=costs)
+    if in_step(balance) and prices and sizes and num_ranks > 1 and (in_micro_steps or num_microbatches):
+        if len(stream_rank) <= _HUGE and balance.scope == "global":
+            with suppress(ValueError):  # It may need more microbatches.
+                found = [share_out_packed(alone, sizes, num_ranks, balance, stream_rank, num_microbatches)]
+        elif num_microbatches:
+            below = min(prices)
+            found = dealt_shares(alone, sizes, num_ranks, balance, stream_rank, num_microbatches, below, priced=costs)
     rank = assign(alone, balance, num_ranks, stream_rank)
     if in_step(balance) and prices:
         # Microbatches only add to what ranks wait for in the whole step.
@@ -315,41 +379,214 @@ def dealt_shares(
     dealt = dealings(
         *(columns, caps, num_microbatches, by_sample, members, 6 if many else 18), counted=counted, below=below
     )
+    tries = _Tries(costs, columns, caps, num_ranks, balance, stream_rank, priced)
+    most = _DEALINGS_OF_MANY if many else _DEALINGS
+    if len(stream_rank) > _HUGE:  # Looked at already; those of other phases than count are few.
+        most = 1 if priced is None else _DEALINGS_OF_MANY
+    return _searched(tries, dealt, num_microbatches, below, most)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tries:
+    """What dealings are balanced by: the arguments of `dealt_shares` that stay."""
+
+    costs: Mapping[str, Ints]
+    sizes: Ints
+    caps: Ints
+    num_ranks: int
+    balance: Balance
+    stream_rank: Ranks
+    priced: Mapping[str, Ints] | None
+
+    def balanced(self, dealt: Shares, below: int | None) -> tuple[Shares, int] | None:
+        """`dealt`, balanced inside, and its price; None where that is not below `below`, or counts are not kept."""
+        inside = balanced_inside(
+            *(self.costs, self.sizes, self.caps, dealt, self.num_ranks, self.balance, self.stream_rank),
+            below=below,
+            priced=self.priced,
+        )
+        if inside is None or not counts_kept(inside.rank, self.num_ranks, self.balance):
+            return None
+        taken = price(cells(self.priced or self.costs, inside, self.num_ranks), self.balance)
+        return (inside, taken) if below is None or taken < below else None
+
+
+def _searched(tries: _Tries, dealt: Iterable[Dealing], num_steps: int, below: int | None, most: int) -> list[Shares]:
+    """Each of the first `most` dealings balanced by itself; those below all before, the cheapest last."""
     found: list[Shares] = []
     for turn, one in enumerate(dealt, 1):
-        shares = Shares(one.rank, one.bins, num_microbatches)
-        inside = balanced_inside(costs, columns, caps, shares, num_ranks, balance, stream_rank, below, priced)
-        if inside is not None and counts_kept(inside.rank, num_ranks, balance):
-            taken = price(cells(priced or costs, inside, num_ranks), balance)
-            if below is None or taken < below:
-                found, below = [*found, inside], taken
-        # Of very many samples another way is balanced only where the first came out far dearer than it promised.
-        kept = found and below and below <= one.promise + one.promise // _FAR
-        if turn == (_DEALINGS_OF_MANY if many else _DEALINGS) or (kept and len(stream_rank) > _HUGE):
+        inside = tries.balanced(Shares(one.rank, one.bins, num_steps), below)
+        if inside is not None:
+            found, below = [*found, inside[0]], inside[1]
+        if turn == most:
             break
-    if balance.scope == "grid" and found:
-        found = [near_streams(costs, columns, caps, found[-1], num_ranks, balance, stream_rank)]
     return found
+
+
+def sorted_and_cut(
+    costs: Mapping[str, Ints],
+    sizes: Mapping[str, Ints],
+    num_ranks: int,
+    balance: Balance,
+    stream_rank: Ranks,
+    num_microbatches: int,
+    below: int,
+) -> list[Shares]:
+    """The simple way: samples sorted by a phase, or by all, and cut into micro-steps of equal positions, each balanced
+    within the caps. Only where it costs less than `below`, which its bounds mostly rule out; the cheapest last.
+    """
+    columns, caps = _capped(sizes, balance)
+    by_sample = np.ascontiguousarray(np.stack(list(costs.values()), axis=1))
+    positions = columns[:, 0]
+    largest = descending_order(positions)
+    cuts: list[tuple[list[int], int, Ranks, Ranks]] = []
+    stride = max(1, num_ranks // ENOUGH_RANKS) if len(positions) > _HUGE else 0
+    for turn, by in enumerate((*costs.values(), by_sample.sum(axis=1))[: None if len(costs) > 1 else 1]):
+        if stride:  # Some of very many ranks say most.
+            some = largest[::stride]
+            looked = _cut_looked_at(
+                by_sample[some], columns[some], caps, by[some], num_ranks // stride, num_microbatches
+            )
+            if looked is not None and looked >= below:
+                continue
+        order = largest[descending_order(by[largest])]
+        cut = _cut(positions, order, num_microbatches)
+        if bins_cost(by_sample, cut, num_microbatches, num_ranks) < below:
+            steps = [np.flatnonzero(cut == number) for number in range(num_microbatches)]
+            bounds = [int(bin_bound(by_sample[mine], fits_alone(columns[mine], caps), num_ranks)) for mine in steps]
+            cuts.append((bounds, turn, cut, order))
+    tries = _Tries(costs, columns, caps, num_ranks, balance, stream_rank, None)
+    found: list[Shares] = []
+    for bounds, _, cut, order in sorted(cuts, key=lambda one: (sum(one[0]), one[1])):
+        if sum(bounds) >= below:
+            break
+        # Of very many samples the search of dealings has looked further than this.
+        rank = None if stride else _dealt_inside(columns, caps, cut, largest, num_ranks, num_microbatches)
+        inside = None if rank is None else tries.balanced(Shares(rank, cut, num_microbatches), below)
+        if inside is not None:
+            found, below = [*found, inside[0]], inside[1]
+        anew = _anew_inside(by_sample, columns, caps, cut, order, num_ranks, balance, bounds, below)
+        if anew is not None:
+            found, below = [*found, anew], price(cells(costs, anew, num_ranks), balance)
+    return found
+
+
+def _cut(positions: Ints, order: Ranks, num_microbatches: int) -> Ranks:
+    """Micro-step of each sample, int32 (n,): those in `order` in equal parts of the positions."""
+    before = np.cumsum(positions[order]) - positions[order]
+    cut = np.empty(len(order), np.int32)
+    cut[order] = np.minimum(before * num_microbatches // max(1, int(positions.sum())), num_microbatches - 1)
+    return cut
+
+
+def _cut_looked_at(
+    by_sample: Ints, columns: Ints, caps: Ints, by: Ints, num_ranks: int, num_microbatches: int
+) -> int | None:
+    """What some ranks wait for with their samples, from the largest, sorted, cut and balanced about as `balance_phases`
+    does it: less than all ranks do. None where the samples are not brought within the caps.
+    """
+    largest = np.arange(len(by), dtype=np.int32)
+    cut = _cut(columns[:, 0], descending_order(by), num_microbatches)
+    rank = _dealt_inside(columns, caps, cut, largest, num_ranks, num_microbatches)
+    if rank is None:
+        return None
+    where = (cut, rank, num_microbatches, num_ranks)
+    return int(looked_peaks(by_sample, by_sample, columns, caps, *where, LOOK_PAIRS))
+
+
+def _anew_inside(
+    by_sample: Ints,
+    columns: Ints,
+    caps: Ints,
+    microbatch: Ranks,
+    order: Ranks,
+    num_ranks: int,
+    balance: Balance,
+    bounds: Sequence[int],
+    below: int,
+) -> Shares | None:
+    """Micro-steps that are given, each balanced as `balance_phases` does it of samples in `order`.
+
+    Args:
+        bounds: of what ranks wait for in each micro-step.
+
+    Returns:
+        None where that is above the caps, or not below `below`.
+    """
+    rank, taken = np.empty_like(microbatch), sum(bounds)
+    if balance.equal_count or balance.max_samples is not None:
+        return None
+    for number, bound in enumerate(bounds):
+        mine = order[microbatch[order] == number]
+        if not len(mine):
+            continue
+        rank[mine] = assign_jointly(
+            np.ascontiguousarray(by_sample[mine].T),
+            np.array([num_ranks]),
+            objective="barrier",
+            equal_count=False,
+            max_samples=None,
+            primary=by_sample.shape[1] - 1,
+            sizes=columns[mine],
+            caps=caps,
+            effort=balance.effort,
+        )
+        taken += int(sum_of_peaks(by_sample[mine], rank[mine], num_ranks)) - bound
+        if taken >= below or above_caps(columns[mine], caps, rank[mine], num_ranks):
+            return None
+    return Shares(rank, microbatch, len(bounds))
+
+
+def _dealt_inside(
+    columns: Ints, caps: Ints, microbatch: Ranks, largest: Ranks, num_ranks: int, num_microbatches: int
+) -> Ranks | None:
+    """Ranks within the caps of samples whose micro-steps are given, from the `largest`; None where none were found."""
+    rank = np.empty_like(microbatch)
+    for number in range(num_microbatches):
+        mine = largest[microbatch[largest] == number]
+        chosen, within = np.empty((2, len(mine)), np.int32)
+        order = np.arange(len(mine), dtype=np.int32)
+        if deal_cells(order, columns[mine], caps, caps * num_ranks, 1, num_ranks, chosen, within):
+            return None
+        rank[mine] = within
+    return rank
 
 
 def near_streams(
     costs: Mapping[str, Ints],
-    sizes: Ints,
-    caps: Ints,
+    sizes: Mapping[str, Ints],
     shares: Shares,
     num_ranks: int,
     balance: Balance,
     stream_rank: Ranks,
 ) -> Shares:
-    """`shares`, balanced over all ranks, with most samples of each micro-step near the ranks they are drawn for."""
-    rank = shares.rank.copy()
+    """`shares`, balanced over all ranks, with most samples of each micro-step near the ranks that they are drawn for.
+
+    A grid is never below all ranks at once: what is by chance keeps these, named so that much stays.
+    """
+    columns, caps = _capped(sizes, balance)
+    near, named = shares.rank.copy(), shares.rank.copy()
     for number in range(shares.num_microbatches):
         members = np.flatnonzero(shares.microbatch == number)
         mine = {phase: column[members] for phase, column in costs.items()}
-        limits = Limits(sizes[members], caps, shares.rank[members])
+        limits = Limits(columns[members], caps, shares.rank[members])
         if len(members):
-            rank[members] = stay_near(mine, limits.within, stream_rank[members], num_ranks, balance, limits)
-    return Shares(rank, shares.microbatch, shares.num_microbatches)
+            near[members], named[members] = stay_near(
+                mine, limits.within, stream_rank[members], num_ranks, balance, limits
+            )
+    found = replace(shares, rank=near)
+    if in_step(balance):
+        taken = [price(cells(costs, one, num_ranks), balance) for one in (found, shares)]
+        return found if taken[0] >= taken[1] else replace(shares, rank=named)
+    return found
+
+
+def _from_the_most_costly(costs: Mapping[str, Ints], shares: Shares, num_ranks: int) -> Shares:
+    """The same, its micro-steps numbered by what ranks wait for in them."""
+    waits = np.sum([of_phase.max(axis=0) for of_phase in cells(costs, shares, num_ranks)], axis=0)
+    name = np.empty(shares.num_microbatches, np.int32)
+    name[np.argsort(-waits, kind="stable")] = np.arange(shares.num_microbatches)
+    return replace(shares, microbatch=name[shares.microbatch])
 
 
 def counts_kept(rank: Ranks, num_ranks: int, balance: Balance) -> bool:
@@ -396,8 +633,9 @@ def balanced_inside(
     rank, name = np.empty_like(dealt.rank), np.empty(dealt.num_microbatches, np.int32)
     held, waits = np.zeros(num_ranks, np.int64), np.zeros(dealt.num_microbatches, np.int64)
     anywhere = replace(balance, scope="global", group_size=None) if balance.scope == "grid" else balance
-    inside = replace(anywhere, max_samples=None, effort=_STEPS_EFFORT * balance.effort * dealt.num_microbatches)
+    effort = balance.effort * min(_STEPS_EFFORT * dealt.num_microbatches, _MOST_EFFORT)
     steps = [np.flatnonzero(dealt.microbatch == number) for number in range(dealt.num_microbatches)]
+    usual = min(len(rank) // dealt.num_microbatches, _MOST_SEARCHED)
     counted = np.stack(list((priced or costs).values()), axis=1)
     if below is not None:
         waits[:] = [bin_bound(counted[each], fits_alone(sizes[each], caps), num_ranks) for each in steps]
@@ -406,6 +644,9 @@ def balanced_inside(
             return None
         mine = {phase: column[members] for phase, column in costs.items()}
         limits = Limits(sizes[members], caps, dealt.rank[members])
+        # Of one that holds far more samples than others few more pairs are looked at: its ranks are even soon.
+        searched = effort * min(1.0, usual / max(1, len(members)))
+        inside = replace(anywhere, max_samples=None, effort=searched)
         found = assign(mine, inside, num_ranks, stream_rank[members], limits=limits)
         if balance.equal_count or balance.max_samples is not None:
             found = _evened(found, held, balance, num_ranks)

@@ -66,8 +66,8 @@ def test_plans_keep_the_caps_and_are_never_worse_than_packed_ones(
 GOLDEN = {
     "none": "324094074bbe1c66",
     "grouped": "9a92a0528cb7140d",
-    "grid": "20f2c3e24938969e",
-    "global": "c8c848f6af5521d1",
+    "grid": "c81bf68f096c9956",
+    "global": "5b2c49e40ade4aab",
 }
 
 

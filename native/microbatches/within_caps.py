@@ -1,0 +1,329 @@
+"""Balancing a micro-step within caps: costs of several phases and sizes that are capped -> one owner of each sample.
+
+caps that bind little --balanced without them--> brought within
+caps that bind --large samples first, each to the rank of the least load in its own phase that has room--> refined
+
+Where ranks hold few samples that nearly fill them, an assignment that minds no caps cannot be brought within them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchdata.native.assign.bounds import strong_lower_bound
+from orchdata.native.assign.phase_refine import phase_loads
+from orchdata.native.assign.phases import (
+    above_caps,
+    dominant_phases,
+    longest_first_by_phase,
+    order_by_phase,
+    refine_within,
+    solve_barrier,
+    sum_of_peaks,
+)
+from orchdata.native.assign.ranking import bit_length
+from orchdata.native.jit import kernel
+from orchdata.native.microbatches.rough_peaks import fits_alone, items_of_bins
+from orchdata.native.sorting import descending_order
+
+LARGE = (4, 8)  # Samples above this part of a cap are placed first; more of them where some find no room.
+FEW = 6  # Samples a rank, up to which both ways are tried,
+BINDING = 1 << 15  # or the second alone, where longest first has so much above the caps, for each rank, in 1 / 2**20.
+VISITS = 256  # Nodes of the tree of ranks that are looked at for a sample.
+STEPS = 1 << 16  # Sizes, in parts of their cap, by which large ones are ordered.
+
+
+@kernel
+def large_first(
+    order: NDArray[np.int32], sizes: NDArray[np.int64], caps: NDArray[np.int64], part: int
+) -> NDArray[np.int32]:
+    """Samples larger than 1 / `part` of a cap from the largest, then the others in `order`."""
+    num_samples = order.shape[0]
+    keys = np.zeros(num_samples, np.int64)
+    for sample in range(num_samples):
+        for k in range(caps.shape[0]):
+            share = min(1.0, sizes[sample, k] / caps[k])
+            if share * part > 1.0:
+                keys[sample] = max(keys[sample], np.int64(share * STEPS))
+    found = descending_order(keys)
+    count = 0
+    while count < num_samples and keys[found[count]] > 0:
+        count += 1
+    for sample in order:
+        if keys[sample] == 0:
+            found[count] = sample
+            count += 1
+    return found
+
+
+@kernel
+def fits_into(room: NDArray[np.int64], size: NDArray[np.int64]) -> bool:
+    """Whether there is as much room as the size, by each cap."""
+    fits = True
+    for k in range(size.shape[0]):
+        fits &= room[k] >= size[k]
+    return fits
+
+
+@kernel
+def least_with_room(
+    loads: NDArray[np.int64], room: NDArray[np.int64], size: NDArray[np.int64], stack: NDArray[np.int64]
+) -> int:
+    """The leaf of the least load of those looked at that have room; else the one with most room by the first cap.
+
+    Args:
+        loads: int64 (2 * leaves,), a tree of the smallest.
+        room: int64 (num_caps, 2 * leaves), trees of the largest.
+        size: int64 (num_caps,).
+        stack: int64, scratch, at least twice as long as the trees are deep.
+    """
+    leaves = loads.shape[0] // 2
+    best, least = np.int64(-1), np.int64((1 << 63) - 1)
+    stack[0] = 1
+    held, visits = 1, 0
+    while held > 0 and visits < VISITS:
+        held -= 1
+        visits += 1
+        node = stack[held]
+        if loads[node] >= least or not fits_into(room[:, node], size):
+            continue
+        if node >= leaves:
+            best, least = node, loads[node]
+            continue
+        # The side with the smaller load is looked at first; of equals the left one.
+        near = 2 * node if loads[2 * node] <= loads[2 * node + 1] else 2 * node + 1
+        stack[held] = near ^ 1
+        stack[held + 1] = near
+        held += 2
+    if best < 0:
+        best = np.int64(1)
+        while best < leaves:
+            best = 2 * best if room[0, 2 * best] >= room[0, 2 * best + 1] else 2 * best + 1
+    return best
+
+
+@kernel
+def longest_first_within(
+    costs: NDArray[np.int64],
+    order: NDArray[np.int32],
+    phase: NDArray[np.int32],
+    sizes: NDArray[np.int64],
+    caps: NDArray[np.int64],
+    num_ranks: int,
+) -> tuple[NDArray[np.int32], int]:
+    """Give each sample, in `order`, to the rank with the least load in the sample's own phase that has room for it.
+
+    Args:
+        costs: int64 (num_samples, num_phases).
+        order, phase: int32 (num_samples,), the phase by which each is placed.
+        sizes: int64 (num_samples, num_caps), and
+        caps: int64 (num_caps,), what the samples of a rank may sum to.
+
+    Returns:
+        (int32 (num_samples,), how many found no room).
+    """
+    num_phases, num_caps = costs.shape[1], caps.shape[0]
+    depth = bit_length(num_ranks - 1)
+    leaves = np.int64(1) << depth
+    loads = np.zeros((num_phases, 2 * leaves), np.int64)
+    room = np.full((num_caps, 2 * leaves), np.int64(-1))
+    for k in range(num_caps):
+        room[k, leaves : leaves + num_ranks] = caps[k]
+        for node in range(leaves - 1, 0, -1):
+            room[k, node] = max(room[k, 2 * node], room[k, 2 * node + 1])
+    stack = np.empty(2 * depth + 4, np.int64)
+    owner = np.full(costs.shape[0], np.int32(-1))
+    missed = np.int64(0)
+    for sample in order:
+        leaf = least_with_room(loads[phase[sample]], room, sizes[sample], stack)
+        missed += not fits_into(room[:, leaf], sizes[sample])
+        owner[sample] = leaf - leaves
+        for p in range(num_phases):
+            loads[p, leaf] += costs[sample, p]
+        for k in range(num_caps):
+            room[k, leaf] -= sizes[sample, k]
+        node = leaf >> 1
+        while node > 0:
+            for p in range(num_phases):
+                loads[p, node] = min(loads[p, 2 * node], loads[p, 2 * node + 1])
+            for k in range(num_caps):
+                room[k, node] = max(room[k, 2 * node], room[k, 2 * node + 1])
+            node >>= 1
+    return owner, missed
+
+
+@kernel
+def brought_within(
+    costs: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    caps: NDArray[np.int64],
+    rank: NDArray[np.int32],
+    num_ranks: int,
+    budget: int,
+) -> bool:
+    """Move what is above the caps, in place, the largest loads as they are; whether the caps are then kept."""
+    if above_caps(sizes, caps, rank, num_ranks) == 0:
+        return True
+    loads = phase_loads(costs, rank, num_ranks)
+    targets = np.empty(costs.shape[1], np.int64)
+    for p in range(costs.shape[1]):
+        targets[p] = loads[:, p].max()
+    refine_within(costs, sizes, caps, rank, num_ranks, targets, costs.shape[0], budget)
+    return above_caps(sizes, caps, rank, num_ranks) == 0
+
+
+@kernel
+def start_within(
+    costs: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    caps: NDArray[np.int64],
+    num_ranks: int,
+    primary: int,
+    budget: int,
+) -> tuple[NDArray[np.int32], bool]:
+    """An assignment, longest first, and whether it is within the caps; costs (num_samples, num_phases).
+
+    The few samples that find no room are given some by exchanges, of which `budget` pairs are looked at.
+    """
+    phase = dominant_phases(costs, primary)
+    by_phase = order_by_phase(costs, phase, primary)
+    best, fewest = np.empty(0, np.int32), np.int64(costs.shape[0] + 1)
+    for part in LARGE:
+        order = large_first(by_phase, sizes, caps, part)
+        owner, missed = longest_first_within(costs, order, phase, sizes, caps, num_ranks)
+        if missed < fewest:
+            best, fewest = owner, missed
+        if fewest == 0:
+            break
+    return best, brought_within(costs, sizes, caps, best, num_ranks, budget)
+
+
+@kernel
+def longest_first_above(
+    costs: NDArray[np.int64], sizes: NDArray[np.int64], caps: NDArray[np.int64], num_ranks: int, primary: int
+) -> int:
+    """What longest first, which minds no caps, has above them, as of `above_caps`."""
+    phase = dominant_phases(costs, primary)
+    order = order_by_phase(costs, phase, primary)
+    rank = longest_first_by_phase(costs, order, phase, num_ranks, max(1, costs.shape[0]), 0)
+    return np.int64(above_caps(sizes, caps, rank, num_ranks))
+
+
+@kernel
+def solve_within(
+    costs: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    caps: NDArray[np.int64],
+    given: NDArray[np.int32],
+    within: NDArray[np.int32],
+    offsets: NDArray[np.int64],
+    group_sizes: NDArray[np.int64],
+    primary: int,
+    good_part: int,
+    pairs: float,
+) -> NDArray[np.int32]:
+    """One rank for each sample within the caps: lowers the sum over phases of the largest load, group by group.
+
+    Args:
+        costs: int64 (num_samples, num_phases), the samples of a group beside each other.
+        sizes: int64 (num_samples, num_caps), and
+        caps: int64 (num_caps,), at least 1: what the samples of a rank may sum to.
+        given: int32 (num_samples,), an assignment to start from, above the caps or not.
+        within: int32 (num_samples,), one that keeps the caps.
+        offsets: int64 (num_groups + 1,), the samples of each group. Its ranks count from 0 in all assignments.
+        group_sizes: int64 (num_groups,), ranks of each.
+        primary: index of the phase all samples take part in.
+        good_part: peaks that are this part above their bounds, or less, are searched no further.
+        pairs: to look at, for each pair of samples that share a rank.
+
+    Returns:
+        int32 (num_samples,).
+    """
+    num_phases = costs.shape[1]
+    ranks = np.empty(costs.shape[0], np.int32)
+    for group in range(group_sizes.shape[0]):
+        start, stop, num_ranks = offsets[group], offsets[group + 1], group_sizes[group]
+        num_samples = stop - start
+        mine, weights = costs[start:stop], sizes[start:stop]
+        bounds = np.empty(num_phases, np.int64)
+        for p in range(num_phases):
+            column = mine[:, p].copy()
+            bounds[p] = strong_lower_bound(column[descending_order(column)], num_ranks)
+        good = bounds.sum() + bounds.sum() // good_part
+        budget = np.int64(min(pairs * (num_samples * num_samples // num_ranks), 1e18))
+        first, inside = given[start:stop].copy(), within[start:stop].copy()
+        above = np.int64(0)
+        if num_samples <= FEW * num_ranks:
+            above = longest_first_above(mine, weights, caps, num_ranks, primary)
+        rank, kept = inside, True
+        if above <= BINDING * num_ranks:
+            rank = solve_barrier(mine, first, num_ranks, primary, bounds, num_samples, 0, False, good, budget).copy()
+            kept = brought_within(mine, weights, caps, rank, num_ranks, budget // 2)
+            rank = rank if kept else inside
+        if above > 0 or not kept:
+            trial, found = start_within(mine, weights, caps, num_ranks, primary, budget // 4)
+            trial = trial if found else inside
+            for turn in range(2):
+                if sum_of_peaks(mine, trial, num_ranks) < sum_of_peaks(mine, rank, num_ranks):
+                    rank = trial.copy()
+                if turn == 0:
+                    refine_within(mine, weights, caps, trial, num_ranks, bounds, num_samples, budget // 2)
+        ranks[start:stop] = rank
+    return ranks
+
+
+@kernel
+def looked_peaks(
+    costs: NDArray[np.int64],
+    counted: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    caps: NDArray[np.int64],
+    bins: NDArray[np.int32],
+    rank: NDArray[np.int32],
+    num_bins: int,
+    num_ranks: int,
+    pairs: float,
+) -> int:
+    """What ranks wait for in all bins, each balanced with little effort.
+
+    Args:
+        costs: int64 (num_items, num_phases), balanced; the last phase is the one that all items take part in.
+        counted: int64 (num_items, num_counted), of the phases that count.
+        sizes, caps: as `solve_within` takes them.
+        bins, rank: int32 (num_items,), which keep the caps.
+        pairs: as of `solve_within`.
+    """
+    total = np.int64(0)
+    offsets, items = items_of_bins(bins, num_bins)
+    for b in range(num_bins):
+        members = items[offsets[b] : offsets[b + 1]]
+        mine, weights, at = costs[members], sizes[members], rank[members]
+        alone = fits_alone(weights, caps)
+        # Ranks that one item fills are left out, and the others numbered.
+        number = np.zeros(num_ranks, np.int32)
+        for index in range(members.shape[0]):
+            if alone[index]:
+                number[at[index]] = -1
+        free = 0
+        for r in range(num_ranks):
+            if number[r] >= 0:
+                number[r] = free
+                free += 1
+        others = np.flatnonzero(~alone)
+        if others.shape[0] > 0:
+            inside = number[at[others]]
+            span, ranks = np.array([0, others.shape[0]]), np.array([free])
+            found = solve_within(
+                mine[others], weights[others], caps, inside, inside, span, ranks, costs.shape[1] - 1, 1000, pairs
+            )
+            loads = phase_loads(counted[members[others]], found, free)
+        else:
+            loads = np.zeros((1, counted.shape[1]), np.int64)
+        for p in range(counted.shape[1]):
+            peak = loads[:, p].max()
+            for index in range(members.shape[0]):
+                if alone[index]:
+                    peak = max(peak, counted[members[index], p])
+            total += peak
+    return total
