@@ -2,8 +2,8 @@
 
     python scripts/sweep_families.py [model_type ...]
 
-Processors and configurations are built offline, of their classes' defaults with made-up tokenizers, and made to fit each
-other. A family takes some 5 to 30 seconds of a core. With `make .venv/torchvision` more processors can be built.
+Processors and configurations are built offline, of their classes' defaults with made-up tokenizers, and made to fit
+each other. A family takes some 5 to 30 seconds of a core. With `make .venv/torchvision` more processors can be built.
 """
 
 from __future__ import annotations

@@ -51,8 +51,11 @@ def _fill_absent(config: Any) -> None:
     if isinstance(heads, int):
         if fields.get("num_key_value_heads", heads) is None:
             config.num_key_value_heads = heads
-        if fields.get("head_dim", 0) is None:
-            config.head_dim = config.hidden_size // heads if config.hidden_size % heads == 0 else _HEAD
+        is_whole = config.hidden_size % heads == 0 if "hidden_size" in fields else True
+        if not is_whole and fields.get("head_dim") is None:
+            config.head_dim = _HEAD
+        elif fields.get("head_dim", 0) is None and "hidden_size" in fields:
+            config.head_dim = config.hidden_size // heads
     if fields.get("sliding_window", 0) is None and "sliding_attention" in (fields.get("layer_types") or ()):
         config.sliding_window = _WINDOW
 
