@@ -5,12 +5,16 @@
 
 Each `model_type` is tried in a child process with limits of memory and time: its default config, the layout that
 `od.hf.Inputs` chooses, three samples through a loader and a tiny random model compared with each sample alone, and
-`od.hf.cost`. Models of images and clips get samples of these where `tests/support/hf_sweep` can build their processor.
+`od.hf.cost`. Models of images and clips get samples of these, with a processor and a configuration that
+`tests/support/hf_sweep` makes fit each other, and are compared with the processor itself. Families that the parity
+tests have are run as these do. `make .venv/torchvision` first: many processors ask for it.
 """
 
 from __future__ import annotations
 
 import multiprocessing
+import os
+import re
 import resource
 import sys
 import tempfile
@@ -32,15 +36,22 @@ TOLERANCE = 1e-4
 TEXTS = ("a small thing", "two of them, side by side, and a longer text after them", "nothing")
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
 TASKS = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "SPEECH_SEQ_2_SEQ")
+SPEECH = "SEQ_TO_SEQ_CAUSAL_LM"
+"""A task among whose models are some that hear."""
 HEADINGS = {
     "packed": "packed, exact",
     "padded": "padded, exact",
-    "runs": "run; not compared",
+    "runs": "padded; the forward takes them, not compared",
+    "alone": "one sample a step, else refused: samples of a batch would change each other",
     "differs": "differ from one sample at a time",
     "refused": "refused before the first step",
-    "untried": "not tried: no config, processor or tiny model of defaults",
+    "untried": "could not be built offline",
 }
-SHORT = 140
+SHORT = 220
+PACKAGE = re.compile(r"requires the (\S+) library|No module named '(\w+)'", re.IGNORECASE)
+NEIGHBOURS = ("change each other", "neither packed nor padded batches")
+# What only helps at the place where an error was raised.
+ADVICE = (". Texts alone take ", ". This was tried on ", ". Give its cost", ", as batches of this recipe hold them")
 
 
 @dataclass(frozen=True)
@@ -63,25 +74,34 @@ class Row:
 
 def main(names: Sequence[str]) -> int:
     """Try the models that are named, or all; 1 where one differs from one sample at a time."""
+    with_torchvision()
     rows = sorted(tried(names or model_types()), key=lambda row: row.model_type)
     if not names:
         PAGE.write_text(written(PAGE.read_text(), rows))
     return int(any(row.word == "differs" for row in rows))
 
 
+def with_torchvision() -> None:
+    """Let this process import the torchvision of `make .venv/torchvision`, where there is one."""
+    sys.path.insert(1, str(ROOT / ".venv" / "torchvision"))
+    import torchvision_operators  # noqa: F401 - before transformers, which looks for it once
+
+
 def model_types() -> list[str]:
     """Every `model_type` of which transformers has a model that writes text."""
-    from transformers.models.auto import modeling_auto
+    from transformers.models.auto import modeling_auto, processing_auto
 
-    return sorted({name for task in TASKS for name in getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES", ())})
+    def of(task: str) -> set[str]:
+        return set(getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES", ()))
+
+    return sorted(set().union(*map(of, TASKS)) | (of(SPEECH) & set(processing_auto.PROCESSOR_MAPPING_NAMES)))
 
 
 def tried(names: Sequence[str]) -> Iterator[Row]:
     """A row for each name, in the order in which they end, also printed."""
     # Once, before the children are forked.
+    import hf_sweep.outcomes  # noqa: F401 - first, for torchvision
     import transformers.models.llama.modeling_llama  # noqa: F401
-
-    import orchdata.hf  # noqa: F401
 
     waiting, running = list(reversed(names)), {}
     while waiting or running:
@@ -125,6 +145,7 @@ def _child(name: str, theirs: Connection) -> None:
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
+        os.environ["ORCHDATA_CACHE"] = str(Path(folder) / "cache")  # no verdict of an earlier version
         theirs.send(astuple(row_of(name, Path(folder))))
     theirs.close()
 
@@ -138,22 +159,19 @@ def row_of(name: str, folder: Path) -> Row:
         return Row(name, False, "untried", _short(error), _short(error))
     no_cost = _no_cost(config)
     try:
-        word, why = _text_outcome(config, folder) if of_text else _media_outcome(name, config, folder)
+        word, why = _text_outcome(config, folder) if of_text else _media_outcome(name, folder)
     except Exception as error:  # noqa: BLE001 - whatever a model raises
         word, why = "untried", _short(error)
     return Row(name, of_text, word, why, no_cost)
 
 
 def _config_of(name: str) -> Any:
-    """The default config, with those of its towers where defaults leave them out."""
-    from transformers import CONFIG_MAPPING, AutoConfig
+    """The default config, with what defaults leave out."""
+    from hf_sweep.configs import default_config
 
     from orchdata.hf.families import thinker
 
-    kind = CONFIG_MAPPING[name]
-    absent = {key: each for key, each in kind.sub_configs.items() if getattr(kind(), key, None) is None}
-    config = kind(**{key: each().to_dict() for key, each in absent.items() if each is not AutoConfig})
-    return thinker(config)
+    return thinker(default_config(name))
 
 
 def _is_of_text(config: Any) -> bool:
@@ -193,7 +211,7 @@ def _text_outcome(config: Any, folder: Path) -> tuple[str, str]:
     try:
         inputs = od.hf.Inputs(config)
     except (ValueError, TypeError) as error:
-        return "refused", _short(error)
+        return _refused(error)
     rows = [{"__key__": f"{at}", "txt": text.encode()} for at, text in enumerate(TEXTS)]
     recipe = od.hf.recipe(tokenizer(**SPECIAL))
     dataset = od.ShardDataset(write_shard(folder / "texts.tar", rows), recipe=recipe)
@@ -202,7 +220,7 @@ def _text_outcome(config: Any, folder: Path) -> tuple[str, str]:
             od.DataLoader(dataset, batch_size=size, collate_fn=inputs, num_threads=0) for size in (len(rows), 1)
         )
     except (ValueError, TypeError) as error:
-        return "refused", _short(error)
+        return _refused(error)
     model = tiny_model(inputs.config).eval()
     found, expected = _loss(model, together), _loss(model, alone)
     if abs(found / expected - 1) > TOLERANCE:
@@ -223,29 +241,33 @@ def _loss(model: Any, loader: Any) -> float:
     return total
 
 
-def _media_outcome(name: str, config: Any, folder: Path) -> tuple[str, str]:
-    import orchdata as od
+def _media_outcome(name: str, folder: Path) -> tuple[str, str]:
+    from hf_sweep.outcomes import outcome_of
 
-    try:
-        from hf_sweep.outcomes import outcome_of
-    except ImportError:  # nothing builds processors: what can be said without one
-        try:
-            inputs = od.hf.Inputs(config)
-        except (ValueError, TypeError) as error:
-            return "refused", _short(error)
-        return "untried", f"{'padded' if inputs.padded else 'packed'} by its config"
     found = outcome_of(name, folder)
-    words = {"exact": found.layout, "differs": "differs", "crashes": "differs", "runs": "runs", "refused": "refused"}
-    word = words.get(found.word, "untried")
-    return word, "" if found.word == "exact" else _short(found.detail)
+    if found.word == "refused":
+        return _refused(found.detail)
+    words = {"exact": found.layout, "crashes": "differs", "not built": "untried"}
+    return words.get(found.word, found.word), "" if found.word in ("exact", "alone") else _short(found.detail)
+
+
+def _refused(reason: object) -> tuple[str, str]:
+    """What a refusal is: of batches of several samples, or of the model."""
+    if any(words in str(reason) for words in NEIGHBOURS):
+        return "alone", ""
+    return "refused", _short(reason)
 
 
 def _short(reason: object) -> str:
+    """The first statement of a message, for a cell of a table."""
     text = " ".join(str(reason).split()).replace("|", "/").replace("`", "'")
     if isinstance(reason, Exception) and not isinstance(reason, ValueError):
         text = f"{type(reason).__name__}: {text}"
-    text = text.partition(". Give its cost")[0].partition("cannot trace it: ")[2] or text
-    return text if len(text) <= SHORT else f"{text[: SHORT - 3].rstrip()}..."
+    text = text.removeprefix("ValueError: ").partition("cannot trace it: ")[2] or text.removeprefix("ValueError: ")
+    for advice in ADVICE:
+        before, found, after = text.partition(advice)
+        text = f"{before}: {after.removeprefix(': ')}" if found and advice == ADVICE[-1] else before
+    return text if len(text) <= SHORT else f"{text[:SHORT].rpartition(' ')[0]} ..."
 
 
 def written(page: str, rows: Sequence[Row]) -> str:
@@ -258,7 +280,9 @@ def written(page: str, rows: Sequence[Row]) -> str:
 
 
 def tables(rows: Sequence[Row]) -> str:
-    """Markdown: the versions, models by what becomes of them, reasons, and models without a cost."""
+    """Markdown: the versions; models by what becomes of them; why those are refused that are; and those without a
+    cost.
+    """
     import torch
     import transformers
 
@@ -267,15 +291,41 @@ def tables(rows: Sequence[Row]) -> str:
     lines += ["| | text | images, clips, videos |", "| --- | --- | --- |"]
     for word, heading in HEADINGS.items():
         cells = [[row.model_type for row in rows if row.word == word and row.of_text is text] for text in (True, False)]
-        if any(cells):
+        if word != "untried" and any(cells):
             lines.append(
                 f"| {heading} | {' | '.join(f'{len(names)}: {_code(names)}' if names else '' for names in cells)} |"
             )
-    lacking = [row for row in rows if row.no_cost]
-    lines += ["", f"`od.hf.cost` is derived for {len(rows) - len(lacking)}.", ""]
-    lines += ["| `model_type` | why refused, or not tried | why no cost |", "| --- | --- | --- |"]
-    lines += [f"| `{row.model_type}` | {row.why} | {row.no_cost} |" for row in rows if row.why or row.no_cost]
+    told = [row for row in rows if row.why and row.word != "untried"]
+    lines += ["", "| `model_type` | what is wrong |", "| --- | --- |"]
+    lines += [f"| `{row.model_type}` | {row.why} |" for row in told]
+    unbuilt = [row for row in rows if row.word == "untried"]
+    lines += ["", f"**{HEADINGS['untried'].capitalize()}** ({len(unbuilt)}), which says nothing of published ones:"]
+    for cause, names in _by_cause(unbuilt).items():
+        lines += [f"- {cause}: {_code(names)}"]
+    lacking = [row for row in rows if row.no_cost and row.word != "untried"]
+    lines += [
+        "",
+        f"`od.hf.cost` is derived for {len(rows) - len([row for row in rows if row.no_cost])}. Of those above ",
+    ]
+    lines[-1] += (
+        f"it has none for {len(lacking)}, which take an `od.CostModel`: {_code([r.model_type for r in lacking])}."
+    )
     return "\n".join(lines) + "\n"
+
+
+def _by_cause(rows: Sequence[Row]) -> dict[str, list[str]]:
+    """Models that could not be built, by what is missing."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        package = PACKAGE.search(row.why)
+        if package:
+            cause = f"`{package[1] or package[2]}` is not installed here"
+        elif "names no processor" in row.why:
+            cause = "transformers names no processor for them"
+        else:
+            cause = "their classes' defaults leave out or contradict what a model or a processor needs"
+        found.setdefault(cause, []).append(row.model_type)
+    return dict(sorted(found.items()))
 
 
 def _code(names: Sequence[str]) -> str:

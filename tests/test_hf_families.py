@@ -50,16 +50,29 @@ def test_the_tables_say_what_the_command_finds(tmp_path: Path) -> None:
         assert listed(name) == (hf_families.HEADINGS[word], "text")
 
 
+def test_a_refusal_of_neighbours_is_told_from_others() -> None:
+    assert hf_families._refused("aa lets samples of a microbatch, or their padding, change each other: on") == (
+        "alone",
+        "",
+    )
+    word, why = hf_families._refused("ValueError: BbProcessor has no image_token. Texts alone take od.hf.recipe(...)")
+    assert (word, why) == ("refused", "BbProcessor has no image_token")
+
+
 def test_the_tables_have_the_commands_format_and_all_models() -> None:
     rows = [
         hf_families.Row("aa", True, "packed"),
         hf_families.Row("bb", False, "refused", "its reason", "no tower"),
+        hf_families.Row("cc", False, "untried", "CcProcessor requires the librosa library", "no tower"),
+        hf_families.Row("dd", False, "alone"),
     ]
     page = hf_families.written(f"before\n{hf_families.BEGIN}\nold\n{hf_families.END}\nafter\n", rows)
     assert page.startswith("before\n") and page.endswith("after\n") and "old" not in page
     assert listed("aa", page) == (hf_families.HEADINGS["packed"], "text")
     assert listed("bb", page) == (hf_families.HEADINGS["refused"], "media")
-    assert "| `bb` | its reason | no tower |" in page and "`od.hf.cost` is derived for 1." in page
+    assert listed("dd", page) == (hf_families.HEADINGS["alone"], "media")
+    assert "| `bb` | its reason |" in page and "`librosa` is not installed here: `cc`" in page
+    assert "`od.hf.cost` is derived for 2. Of those above it has none for 1" in page
     first = re.compile(r"Of transformers [\d.]+ and torch [\d.]+: (\d+) models\.")
     assert first.search(page)
     if f"Of transformers {transformers.__version__} " in TABLES:

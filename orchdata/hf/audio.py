@@ -130,10 +130,14 @@ def audio_modality(processor: Any, *, long_clips: LongClips = "error") -> Whispe
     sample_rate = int(extractor_of(processor).sampling_rate)
     try:
         shapes = shapes_of(processor, given, sample_rate)
+    except NotImplementedError as error:
+        raise ValueError(
+            f"{name} does not tell what stands in the text for a clip (replace_audio_token), as that of a later "
+            "transformers may"
+        ) from error
     except Exception as error:
         raise ValueError(
-            f"{name} does not tell what it makes of a clip alone ({type(error).__name__}: {error}): write an "
-            "od.Modality for it, Recipe(audio=...)"
+            f"{name} does not tell what it makes of a clip alone ({type(error).__name__}: {error})"
         ) from error
     return HFAudio(
         slot=Slot(mark=token, token_id=token_id),

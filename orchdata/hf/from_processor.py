@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final, get_args
@@ -106,7 +107,14 @@ def recipe(
         **{**tokenizer.special_tokens_map, **variables},
     )
     template = replace(template, pairs=own)
-    audio = audio_modality(processor, long_clips=long_clips) if extractor_of(processor) is not None else None
+    audio = None
+    if extractor_of(processor) is not None:
+        with _advised("audio"):
+            audio = audio_modality(processor, long_clips=long_clips)
+    image = None
+    if getattr(processor, "image_processor", None) is not None:
+        with _advised("image"):
+            image = image_modality(processor)
     if audio_tracks and audio is None:
         raise ValueError(f"audio_tracks=True, and {type(processor).__name__} takes no audio")
     if audio is not None:
@@ -115,12 +123,24 @@ def recipe(
         text=TextPreprocessor(
             tokenizer, template=template, eos_token_id=tokenizer.eos_token_id if append_eos else None
         ),
-        image=image_modality(processor) if getattr(processor, "image_processor", None) is not None else None,
+        image=image,
         audio=audio,
         video=video_modality(processor, tokens_per_second=tokens_per_second) if video else None,
         limits=limits,
         keep=keep,
     )
+
+
+@contextmanager
+def _advised(modality: str) -> Iterator[None]:
+    """Errors of a processor of which images or clips cannot be used say what is possible without it."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(
+            f"{error}. Texts alone take od.hf.recipe(processor.tokenizer); an od.Modality of your own is added to that "
+            f"by dataclasses.replace(recipe, {modality}=...)"
+        ) from error
 
 
 def _template(processor: Any) -> Any:

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from itertools import product
 from math import isqrt
 from typing import Any, Final, Literal, NamedTuple
 
@@ -25,7 +26,7 @@ from orchdata.hf.image.native import write_rows
 from orchdata.hf.image.pictures import picture_of_rows
 from orchdata.hf.image.processors import modules_of, running, source_of
 from orchdata.hf.image.sizes import Outputs
-from orchdata.hf.processor_parts import as_array, runs
+from orchdata.hf.processor_parts import as_array, placeholder_of, runs
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.image import grid_positions
@@ -95,8 +96,9 @@ class HFImages(ImageFiles):
             spares two copies of each image.
         merge: side of a merged token in patches, where tokens are a grid of them; 0 where they are not.
         row_positions: positions that the encoder computes for a row (patches of a tile).
-        placeholder: what stands for an image in rendered chats: the processor's `image_token`. It is `slot.mark`, the
-            token of one feature, but for Gemma-3, whose placeholder is its start token.
+        placeholder: what stands for an image in rendered chats: the processor's `image_placeholder_token`, where it has
+            one, else its `image_token`. It is `slot.mark`, the token of one feature, but for a few: Gemma-3's
+            placeholder is its start token.
     """
 
     source: str = field(repr=False)
@@ -351,7 +353,7 @@ def image_modality(processor: Any, *, patch_size: int | None = None) -> HFImages
         counted="measured",
         merge=merge,
         row_positions=1 if merge else _row_positions(outputs, whole, patch_size),
-        placeholder=str(getattr(whole, "image_token", None) or ""),
+        placeholder=placeholder_of(whole),
         slot=slot,
         num_extents=2 + sum(each.count for each in outputs if each.per == "size"),
     )
@@ -414,14 +416,20 @@ def _takes_arrays(source: str, looked_at: Sequence[NDArray[np.uint8]], seen: Seq
 
 def _inputs(processor: Any, outputs: Outputs) -> set[str]:
     """Which outputs of its image processor a processor hands to the model."""
-    blank, mark = Image.new("RGB", _LOOKED_AT[0]), getattr(processor, "image_token", "")
-    try:
-        return outputs.keys() & set(processor(images=[blank], text=[str(mark)]))
-    except Exception as error:  # of classes that ask for another text, or for more than an image
-        raise ValueError(
-            f"{type(processor).__name__} does not take an image with the text {mark!r}, by which what it hands to its "
-            f"model is found ({type(error).__name__}: {error}): write an od.Modality for its images, Recipe(image=...)"
-        ) from error
+    blank, mark = Image.new("RGB", _LOOKED_AT[0]), placeholder_of(processor)
+    ends = [str(getattr(processor, f"image_{end}_token", None) or "") for end in ("start", "end")]
+    refusal: Exception | None = None
+    # Some ask for tokens around each image, and some read their image processor's outputs as tensors.
+    asked = product(dict.fromkeys((mark, f"{ends[0]}{mark}{ends[1]}")), ({}, {"return_tensors": "pt"}))
+    for text, options in asked:
+        try:
+            return outputs.keys() & set(processor(images=[blank], text=[text], **options))
+        except Exception as error:  # noqa: BLE001 - of classes that ask for another text, or for more than an image
+            refusal = refusal or error
+    raise ValueError(
+        f"{type(processor).__name__} does not take an image with the text {mark!r}, by which what it hands to its "
+        f"model is found ({type(refusal).__name__}: {refusal})"
+    ) from refusal
 
 
 def _outputs(name: str, seen: Sequence[Outputs], kept: set[str]) -> tuple[Output, ...]:
@@ -477,7 +485,7 @@ def _slot(processor: Any, text: str | None) -> Slot:
     if mark is None:
         raise ValueError(
             f"{name} puts {text[:80]!r} for an image, in which no added token of its tokenizer stands: add the one of "
-            "a feature as a special token, or write an od.Modality, Recipe(image=...)"
+            "a feature as a special token"
         )
     ids = tokenizer.encode(mark, add_special_tokens=False)
     if len(ids) != 1 or mark not in tokenizer.get_added_vocab():
@@ -508,4 +516,4 @@ def _row_positions(outputs: Sequence[Output], processor: Any, patch: int | None)
     side = isqrt(tokens)
     fits = [each for each in _PATCH_SIDES if side * side == tokens and high >= each and (high // each) % side == 0]
     patch = patch or (fits[0] if fits else None)
-    return (high // patch) * (wide // patch) if patch else tokens
+    return max(1, (high // patch) * (wide // patch)) if patch else tokens

@@ -190,18 +190,24 @@ class Inputs:
             modality, slot = recipe.modalities[name], recipe.slots[name]
             named = {_ARRAYS.get(array, array) if name == "image" else array for array in modality.arrays()}
             if unknown := sorted(named - self._takes):
+                # Who made the recipe of a processor needs no advice to do so.
+                advice = (
+                    "its processor makes them for something else than the forward, such as generate(), or this "
+                    "processor and this configuration do not belong together"
+                    if _is_of_processor(modality)
+                    else "make it of the model's processor, od.hf.recipe(processor)"
+                )
                 raise ValueError(
-                    f"{kind} takes no {', '.join(unknown)}, which the recipe makes of {name}: make it of the model's "
-                    f"processor, od.hf.recipe(processor), or leave them out, Recipe({name}=None)"
+                    f"{kind} takes no {', '.join(unknown)}, which the recipe makes of {name}: {advice}; or leave it "
+                    f"out, dataclasses.replace(recipe, {name}=None)"
                 )
             told = [getattr(self.config, f"{name}_token_{end}", None) for end in ("id", "index")]
             expected = next((token_id for token_id in told if token_id is not None), slot.token_id)
             if modality.places and slot.token_id != expected:
-                # Who made the recipe of a processor needs no advice to do so.
                 advice = (
                     f"its processor writes {slot.mark!r} for each feature, so this processor and this configuration do "
                     f"not belong together: take both from one checkpoint, or set config.{name}_token_id"
-                    if type(modality).__module__.startswith("orchdata.hf.")
+                    if _is_of_processor(modality)
                     else "make it of the model's processor, od.hf.recipe(processor)"
                 )
                 raise ValueError(
@@ -318,6 +324,11 @@ class Inputs:
         if dtype not in (torch.bfloat16, torch.float16):
             return media
         return {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in media.items()}
+
+
+def _is_of_processor(modality: Any) -> bool:
+    """Whether `od.hf.recipe` made it of a processor."""
+    return type(modality).__module__.startswith("orchdata.hf.")
 
 
 def _told(*, packs: bool) -> Verdict:

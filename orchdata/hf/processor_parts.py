@@ -56,6 +56,12 @@ def as_array(value: Any) -> np.ndarray[Any, Any]:
     return np.asarray(value)
 
 
+def placeholder_of(processor: Any) -> str:
+    """What a processor expects in the text for an image; "" where it says nothing."""
+    told = (getattr(processor, name, None) for name in ("image_placeholder_token", "image_token"))
+    return next((str(mark) for mark in told if mark), "")
+
+
 def runs(text: str, mark: str) -> tuple[str | int, ...]:
     """Text with marks in it -> strings, and numbers of marks in a row."""
     found: list[str | int] = []

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from orchdata.hf.inputs import Inputs
     from orchdata.loaders.recipe import Recipe
 
-_VERSION: Final = 2
+_VERSION: Final = 3
 """Raise it when the same loader would be judged otherwise."""
 _FOLDER: Final = "forwards"
 _known: dict[str, Verdict] = {}

@@ -3,8 +3,9 @@
     made-up batches --Inputs.arguments--> forward of the smallest model --fails--> of a larger one --fails--> refused
                                           its loss against that of each sample alone --differs--> refused
 
-A failure may come from the shrinking itself, so a kind is refused only where models of two sizes fail, or one in which
-nothing but layers is left out. A loss that differs does not: the same model computes both.
+A failure may come from the shrinking itself, so a kind is refused only where one fails in which nothing but layers is
+left out, or models of two sizes with the same error (errors of shrunk widths tell other numbers at each size), or
+all of several sizes. A loss that differs does not come from it: the same model computes both.
 """
 
 from __future__ import annotations
@@ -96,24 +97,35 @@ def tried(inputs: Inputs, recipe: Recipe, encoders: Sequence[str]) -> Verdict:
         trial = _Trial(inputs, samples, tuple(encoders))
         smallest: Sized | None = None
         found: dict[str, str] = {}
+        errors: dict[str, list[str]] = {}
+        certain: list[tuple[Kind, str]] = []
         differing: tuple[Differs, ...] = ()
         for model in models_of(inputs.config):
             found = {kind.name: error for kind in pending if (error := trial.error(model, kind))}
             if smallest is None:
+                smallest = model
                 taken = [kind for kind in pending if kind.name not in found]
                 differing = tuple(each for kind in taken if (each := trial.difference(model, kind)) is not None)
             pending = [kind for kind in pending if kind.name in found]
+            sure = [kind for kind in pending if model.is_whole or found[kind.name] in errors.get(kind.name, ())]
+            certain += [(kind, found[kind.name]) for kind in sure]
+            pending = [kind for kind in pending if kind not in sure]
+            for kind in pending:
+                errors.setdefault(kind.name, []).append(found[kind.name])
             if not pending:
-                return Verdict(differing=differing)
-            if smallest is not None or model.is_whole:
-                model = smallest or model
-                failed = tuple(trial.explained(model, kind, found[kind.name]) for kind in pending)
-                return Verdict(failed=failed, differing=differing)
-            smallest = model
+                break
         if smallest is None:
             return Verdict(untried="no tiny model of its configuration can be built and run on a text")
-        name, error = next(iter(found.items()))
-        return Verdict(untried=f"the one tiny model that can be built fails on {name}, perhaps by its size: {error}")
+        certain += [(kind, found[kind.name]) for kind in pending if len(errors[kind.name]) > 1]
+        failed = tuple(trial.explained(smallest, kind, error) for kind, error in certain)
+        return Verdict(failed=failed, differing=differing, untried=_unsure(pending, errors))
+
+
+def _unsure(pending: Sequence[Kind], errors: Mapping[str, Sequence[str]]) -> str:
+    """Why nothing can be told of kinds that only one model was tried on; "" where there are none."""
+    for name in (kind.name for kind in pending if len(errors[kind.name]) == 1):
+        return f"the one tiny model that can be built fails on {name}, perhaps by its size: {errors[name][0]}"
+    return ""
 
 
 @dataclass(frozen=True)
@@ -135,7 +147,7 @@ class _Trial:
             if batch is None:
                 return ""
             with torch.no_grad():
-                arguments = _as_float32(own.arguments(batch))
+                arguments = as_float32(own.arguments(batch))
                 arguments.pop("labels", None)
                 model.forward(**arguments)
         except Exception as error:  # noqa: BLE001 - whatever a model raises is what is asked for
@@ -163,7 +175,7 @@ class _Trial:
         batch = self.samples.batch(kind, self.encoders, own.layout, only=only)
         assert batch is not None
         with torch.no_grad():
-            arguments = _as_float32(own.arguments(batch))
+            arguments = as_float32(own.arguments(batch))
             arguments.pop("labels", None)
             outputs = model.forward(**arguments)
         labels = torch.atleast_2d(batch.llm.labels)
@@ -183,7 +195,7 @@ class _Trial:
         return Failed(kind.name, error, tuple(guilty), is_dummy, padded)
 
 
-def _as_float32(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def as_float32(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments for a model in float32: media in the dtype of weights of half precision, and bytes that are to be made
     values on the device.
     """
@@ -197,4 +209,7 @@ def _as_float32(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def _shown(error: Exception) -> str:
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {' '.join(line.strip() for line in lines)}"[:_LONGEST_ERROR].rstrip(". ")
+    told = f"{type(error).__name__}: {' '.join(line.strip() for line in lines)}".rstrip(". ")
+    if len(told) <= _LONGEST_ERROR:
+        return told
+    return f"{told[: _LONGEST_ERROR // 3]} ... {told[-_LONGEST_ERROR // 2 :]}"  # what went wrong may stand at the end

@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from orchdata.hf.image.sizes import Outputs, Settings, rule_of
-from orchdata.hf.processor_parts import OwnByThread, class_at, path_of
+from orchdata.hf.processor_parts import OwnByThread, class_at, path_of, placeholder_of
 from orchdata.loaders.modalities.image_decode import pass_order
 
 _ITEMS: Final = "items by number"
@@ -45,8 +45,9 @@ def source_of(processor: Any, image_processor: Any) -> str:
         merged = processor._merge_kwargs(processor.valid_processor_kwargs, tokenizer_init_kwargs=init_kwargs)
         held["call"] = {name: value for name, value in merged["images_kwargs"].items() if name != "return_tensors"}
         # Some hand on what they are called with themselves, as the number of tokens of an image.
-        own = inspect.signature(processor._process_images).parameters
-        held["call"] |= {name: merged[name] for name in own if name in merged and name not in held["call"]}
+        own = inspect.signature(processor._process_images).parameters.values()
+        named = [each.name for each in own if each.kind is not inspect.Parameter.VAR_KEYWORD]
+        held["call"] |= {name: merged[name] for name in named if name in merged and name not in held["call"]}
         attributes = {name: value for name, value in vars(processor).items() if name not in _BESIDE}
         attributes = {name: getattr(value, "content", value) for name, value in attributes.items()}
         held["processor"] = {"class": path_of(processor)}
@@ -81,7 +82,7 @@ def _takes_nested(processor: Any) -> bool:
     from PIL import Image
 
     blank = Image.new("RGB", (8, 8))
-    text = [str(getattr(processor, "image_token", ""))]
+    text = [placeholder_of(processor)]
     try:
         found = processor.prepare_inputs_layout(images=[blank], text=text)[0]
     except KeyError:  # of those that look there for what they are called with

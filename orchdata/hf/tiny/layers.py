@@ -136,11 +136,11 @@ def _of_layers(name: str, value: Any, kept: Kept) -> Any:
         chosen = [value[layer] for layer in kept.layers]
         return "".join(chosen) if isinstance(value, str) else type(value)(chosen)
     if _NUMBERS.fullmatch(name) and not COUNTS.fullmatch(name) and kept.total > len(kept.layers):
-        return _clamped(value, len(kept.layers))
+        return clamped(value, len(kept.layers))
     return None
 
 
-def _clamped(value: Any, count: int) -> Any:
+def clamped(value: Any, count: int) -> Any:
     """Numbers of layers, from the front or the end, within those that stay. None for what is none."""
     if type(value) is int:
         return max(-count, min(value, count - 1))

@@ -15,13 +15,15 @@ from typing import Any, Final
 
 import torch
 
-from orchdata.hf.tiny.layers import fewer_layers
+from orchdata.hf.tiny.layers import clamped, count_of, fewer_layers
 from orchdata.hf.tiny.widths import WINDOW, Widths, by_role, divided
 
 _DIVISORS: Final = (16, 4)
 # What makes two runs of the same model differ, or adds to its loss.
 _RANDOM: Final = re.compile(r".*(dropout|drop_rate|drop_path_rate|pdrop|layerdrop|layer_drop|jitter|_drop)(_.*)?")
 _LOSSES: Final = re.compile(r".*(aux_loss_coef|z_loss_coefficient|z_loss_coef|moe_loss_weight|mtp_loss_scaling_factor)")
+# Which layers of a tower its features are of, as the whole configuration says it: `vision_feature_layers`.
+_FEATURES: Final = re.compile(r"(\w+)_feature_layers?")
 _OFF: Final = ("output_router_logits", "apply_spec_augment", "use_cache", "use_mamba_kernels", "use_mem_eff_path")
 
 Change = Callable[..., Mapping[str, Any]]
@@ -83,7 +85,19 @@ def _changed(config: Any, change: Change, of_each: int = 1) -> Any:
         for name, value in found.items():
             each.__dict__[name] = value
         each.__dict__.pop("quantization_config", None)
+    for _, each in parts(smaller):
+        _keep_features(each)
     return smaller
+
+
+def _keep_features(config: Any) -> None:
+    """Features are of layers that towers still have."""
+    for name, value in list(vars(config).items()):
+        found = _FEATURES.fullmatch(name)
+        tower = getattr(config, f"{found[1]}_config", None) if found else None
+        counts = [count for each, count in vars(tower).items() if count_of(each, count)] if tower is not None else []
+        if counts and (kept := clamped(value, counts[0])) is not None:
+            config.__dict__[name] = kept
 
 
 def _quiet(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ _HIDDEN: Final = re.compile(
     r"(?!.*position)"  # tables of positions are as long as images and clips want them
     r"(.*_)?(hidden_size|hidden_dim|hidden_width|d_model|n_embd|embed_dim|emb_dim|embedding_size|embedding_dim|model_dim"
     r"|out_dim|output_dim|projection_dim|proj_dim|projector_input_dim|adapter_in_dim|adapter_input_size|lru_width"
-    r"|embed_size|conv_output_size|output_size|backbone_hidden_size)|dim"
+    r"|embed_size|conv_output_size|output_size|backbone_hidden_size|conv_channels|out_channel)|dim"
 )
 # What a configuration calls its own width, the first that it has.
 _OWN: Final = ("hidden_size", "d_model", "n_embd", "embed_dim", "dim", "embedding_dim", "emb_dim", "hidden_dim")
@@ -40,6 +40,7 @@ _SEEN: Final = re.compile(
 )
 _FEW: Final = re.compile(r"index_topk_blocks|index_kpool|.*compress_ratio|compress_rates")
 _TABLES: Final = re.compile(r"ngram_vocab_size_base|encoder_hash_byte_group_vocab")
+_FEW_TIMES: Final = 4
 WINDOW: Final = 8
 """Positions that attention reaches back where it is bounded, and of a chunk."""
 _ROTARY: Final = ("qk_rope_head_dim", "head_dim", "kv_channels", "d_kv")
@@ -97,6 +98,8 @@ def _mapped(name: str, value: Any, fields: Fields, widths: Widths, *, text: bool
     if isinstance(value, list | tuple) and value and all(type(each) is int for each in value):
         if any(role.fullmatch(name) for role in (_HEADS, _KEY_HEADS, _INNER, _SEEN)):
             return type(value)(_number(name, each, fields, widths, text=text) or each for each in value)
+        if _HIDDEN.fullmatch(name) and min(value) > 0:  # of stages, each wider than the one before
+            return type(value)(widths.hidden * each // min(value) for each in value)
         return None
     if type(value) is not int or value <= 0:
         return None
@@ -118,10 +121,18 @@ def _number(name: str, value: int, fields: Fields, widths: Widths, *, text: bool
     if _HEAD.fullmatch(name):
         return min(value, widths.head)
     if _INNER.fullmatch(name):
-        return _multiple(value, own_width(fields), widths.hidden) if _expands(fields) else min(value, 2 * HIDDEN)
+        return _inner(value, fields, widths)
     if _HIDDEN.fullmatch(name):
         return _hidden(value, fields, widths)
     return None
+
+
+def _inner(value: int, fields: Fields, widths: Widths) -> int:
+    """A small multiple of the own width stays that, because some models reshape by it (Llama 4 shuffles pixels so)."""
+    own = own_width(fields)
+    if _expands(fields) or (own and value % own == 0 and value // own <= _FEW_TIMES):
+        return _multiple(value, own, widths.hidden)
+    return min(value, 2 * HIDDEN)
 
 
 def _expands(fields: Fields) -> bool:

@@ -9,15 +9,13 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torchvision_operators  # noqa: F401
 import transformers
 from hf_families.build import NoVideo, has_torchvision
 from hf_families.tokenizers_in_code import tokenizer
-from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.models.auto import (
     feature_extraction_auto,
     image_processing_auto,
@@ -25,15 +23,8 @@ from transformers.models.auto import (
     video_processing_auto,
 )
 
-# What an image processor or a feature extractor says, and what the tower of a configuration calls it.
-_SAID_TWICE: Final = {
-    "patch_size": "patch_size",
-    "merge_size": "spatial_merge_size",
-    "temporal_patch_size": "temporal_patch_size",
-    "feature_size": "num_mel_bins",
-}
 _LITERALS: Final = re.compile(r"""["'](<[^"'\\\s{}]{1,40}>|\[[A-Z_]{2,20}\])["']""")
-_MISSING: Final = re.compile(r"has no attribute '?(\w+?_token)(_id)?'?")
+_MISSING: Final = re.compile(r"(?:has no attribute|missing required attribute) '?(\w+?_token)(_id)?'?")
 _MOST_TOKENS: Final = 30
 # Names under which published tokenizers keep what stands for media, wherever a processor does not say another.
 _USUAL: Final = {
@@ -51,61 +42,50 @@ def model_types() -> list[str]:
     return sorted(processing_auto.PROCESSOR_MAPPING_NAMES)
 
 
-def processor_of(model_type: str) -> Any:
-    """A processor whose patches and mel bins are those of the default configuration. Raises whatever its class raises
-    of what was made for it.
+def processor_of(model_type: str, **settings: Any) -> Any:
+    """A processor of its classes' default settings. Raises whatever its class raises of what was made for it.
+
+    Args:
+        settings: of the constructor, in place of its defaults.
     """
-    processor = _of_defaults(model_type)
-    with suppress(Exception):
-        _align(processor, CONFIG_MAPPING[model_type]())
-    return processor
-
-
-def _align(processor: Any, config: Any) -> None:
-    """Set what a processor's parts and the towers of a configuration both say, as the configuration has it."""
-    towers = {"image_processor": ("vision", "image"), "audio": ("audio", "encoder", "speech")}
-    for part, stems in towers.items():
-        names = (part,) if part == "image_processor" else ("feature_extractor", "audio_processor")
-        held = next((found for name in names if (found := getattr(processor, name, None)) is not None), None)
-        tower = next((each for each in _tree(config) if any(stem in each.model_type for stem in stems)), None)
-        if held is None or tower is None:
-            continue
-        for theirs, ours in _SAID_TWICE.items():
-            value = getattr(tower, ours, None)
-            if isinstance(value, int) and isinstance(getattr(held, theirs, None), int):
-                setattr(held, theirs, value)
-        if "audio" in stems and type(held).__name__ == "WhisperFeatureExtractor":
-            held.__init__(feature_size=held.feature_size)  # its filters follow
-
-
-def _tree(config: Any) -> Iterator[Any]:
-    yield config
-    for value in vars(config).values():
-        if isinstance(value, PretrainedConfig):
-            yield from _tree(value)
-
-
-def _of_defaults(model_type: str) -> Any:
-    kind = getattr(transformers, processing_auto.PROCESSOR_MAPPING_NAMES[model_type])
+    name = processing_auto.PROCESSOR_MAPPING_NAMES.get(model_type.removesuffix("_thinker"))
+    if name is None:
+        raise NotImplementedError(f"transformers names no processor for {model_type}")
+    kind = getattr(transformers, name)
     named = dict(_USUAL)
     for _ in range(_MOST_TOKENS):
         try:
-            return _made(kind, model_type, named)
-        except AttributeError as error:
-            found = _MISSING.search(str(error))
-            if found is None or found[1] in named:
+            found = _made(kind, model_type.removesuffix("_thinker"), named, settings)
+            if not (untold := _unknown_tokens(found)):
+                return found
+            named |= untold
+        except (AttributeError, ValueError) as error:
+            missing = _MISSING.search(str(error))
+            if missing is None or missing[1] in named:
                 raise
-            named[found[1]] = f"<{found[1].removesuffix('_token')}>"
+            named[missing[1]] = f"<{missing[1].removesuffix('_token')}>"
     raise ValueError(f"{kind.__name__} asks for more than {_MOST_TOKENS} tokens")
 
 
-def _made(kind: Any, model_type: str, named: Mapping[str, str]) -> Any:
+def _unknown_tokens(processor: Any) -> dict[str, str]:
+    """Tokens that a processor has by itself, and its tokenizer has not or under another text, by name."""
+    known = processor.tokenizer.get_vocab()
+    own = {name: getattr(value, "content", value) for name, value in vars(processor).items() if name.endswith("token")}
+    named = {name: getattr(processor.tokenizer, name, None) for name in own}
+    return {
+        name: text
+        for name, text in own.items()
+        if isinstance(text, str) and text and (text not in known or named[name] not in (None, text))
+    }
+
+
+def _made(kind: Any, model_type: str, named: Mapping[str, str], settings: Mapping[str, Any]) -> Any:
     source = inspect.getsource(importlib.import_module(kind.__module__))
     text = tokenizer(sorted(set(_LITERALS.findall(source))), named=named, adds_bos=False, **_BASIC)
     parts = {name: _component(name, model_type, kind, text) for name in kind.get_attributes()}
     check, kind.check_argument_for_proper_class = kind.check_argument_for_proper_class, lambda *_: None
     try:
-        return kind(**{**parts, **_settings(kind, parts)})
+        return kind(**{**parts, **_settings(kind, parts), **settings})
     finally:
         kind.check_argument_for_proper_class = check
 
@@ -133,6 +113,8 @@ def _class_of(names: Mapping[str, Any], model_type: str, kind: Any) -> str | Non
         found = next((found[backend] for backend in order if found.get(backend)), None)
     if isinstance(found, tuple | list):
         found = next((each for each in found if each), None)
+    if found is None and names is not video_processing_auto.VIDEO_PROCESSOR_MAPPING_NAMES:
+        raise NotImplementedError(f"transformers names no processor of images or audio for {model_type}")
     return found
 
 
