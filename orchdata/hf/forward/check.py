@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from orchdata.hf.inputs import Inputs
     from orchdata.loaders.recipe import Recipe
 
-_VERSION: Final = 3
+_VERSION: Final = 4
 """Raise it when the same loader would be judged otherwise."""
 _FOLDER: Final = "forwards"
 _known: dict[str, Verdict] = {}
@@ -62,6 +62,14 @@ def check_forward(inputs: Inputs, recipe: Recipe, encoders: Sequence[str], *, is
         raise ValueError(_refusal(inputs, verdict.failed))
     if verdict.differing and not is_one_by_one:
         raise ValueError(_refusal_of_neighbours(inputs, verdict.differing))
+    differing = {name for each in verdict.differing for name in each.modalities} & set(verdict.reading)
+    if unlike := sorted(name for name in differing if not getattr(recipe.modalities[name], "pads_with_zeros", True)):
+        raise ValueError(
+            f"{inputs.config.model_type} reads the padding of {_listed(unlike, 'and')}, and its processor fills the "
+            "shorter of several parts of a sample with other values than zeros, so that even a sample alone would get "
+            f"another loss: leave it out of the recipe ({', '.join(f'{name}=None' for name in unlike)}), or, if no "
+            "sample has several parts, od.hf.Inputs(config, probe=False)"
+        )
 
 
 def _refusal(inputs: Inputs, failed: Sequence[Failed]) -> str:
@@ -130,7 +138,12 @@ def _kept(name: str) -> Verdict | None:
         held: dict[str, Any] = json.loads((CacheFolder().root / _FOLDER / f"{name}.json").read_text())
         failed = [Failed(**{**each, "modalities": tuple(each["modalities"])}) for each in held["failed"]]
         differing = [Differs(**{**each, "modalities": tuple(each["modalities"])}) for each in held["differing"]]
-        return Verdict(failed=tuple(failed), differing=tuple(differing), untried=str(held["untried"]))
+        return Verdict(
+            failed=tuple(failed),
+            differing=tuple(differing),
+            reading=tuple(held["reading"]),
+            untried=str(held["untried"]),
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return None  # not there, damaged or of another version: it is tried again
 

@@ -73,11 +73,13 @@ class Verdict:
     Attributes:
         failed: kinds that are to be refused.
         differing: kinds that are to be refused where a microbatch may hold several samples.
+        reading: modalities of which the model reads the padding of a sample's shorter parts.
         untried: why nothing was tried; "" where something was.
     """
 
     failed: tuple[Failed, ...] = ()
     differing: tuple[Differs, ...] = ()
+    reading: tuple[str, ...] = ()
     untried: str = ""
 
 
@@ -100,12 +102,14 @@ def tried(inputs: Inputs, recipe: Recipe, encoders: Sequence[str]) -> Verdict:
         errors: dict[str, list[str]] = {}
         certain: list[tuple[Kind, str]] = []
         differing: tuple[Differs, ...] = ()
+        reading: tuple[str, ...] = ()
         for model in models_of(inputs.config):
             found = {kind.name: error for kind in pending if (error := trial.error(model, kind))}
             if smallest is None:
                 smallest = model
                 taken = [kind for kind in pending if kind.name not in found]
                 differing = tuple(each for kind in taken if (each := trial.difference(model, kind)) is not None)
+                reading = tuple(name for kind in taken for name in trial.reads_padding(model, kind))
             pending = [kind for kind in pending if kind.name in found]
             sure = [kind for kind in pending if model.is_whole or found[kind.name] in errors.get(kind.name, ())]
             certain += [(kind, found[kind.name]) for kind in sure]
@@ -118,7 +122,7 @@ def tried(inputs: Inputs, recipe: Recipe, encoders: Sequence[str]) -> Verdict:
             return Verdict(untried="no tiny model of its configuration can be built and run on a text")
         certain += [(kind, found[kind.name]) for kind in pending if len(errors[kind.name]) > 1]
         failed = tuple(trial.explained(smallest, kind, error) for kind, error in certain)
-        return Verdict(failed=failed, differing=differing, untried=_unsure(pending, errors))
+        return Verdict(failed=failed, differing=differing, reading=reading, untried=_unsure(pending, errors))
 
 
 def _unsure(pending: Sequence[Kind], errors: Mapping[str, Sequence[str]]) -> str:
@@ -164,19 +168,39 @@ class _Trial:
             alone = sum(self._loss(model, kind, own, number) for number in range(len(kind.samples)))
         except Exception:  # noqa: BLE001 - the forward itself has run
             return None
-        difference = abs(together - alone) / max(abs(alone), 1e-30)
+        difference = _relative(together, alone)
         if difference <= TOLERANCE or not math.isfinite(alone):
             return None
         held = {name for parts in kind.samples for name in parts}
-        return Differs(kind.name, difference, tuple(name for name in self.encoders if name in held))
+        encoded = tuple(name for name in self.encoders if name in held)
+        return Differs(kind.name, difference, encoded)
 
-    def _loss(self, model: Sized, kind: Kind, own: Inputs, only: int | None) -> float:
-        """Summed over the tokens of a kind's samples, or of one of them."""
+    def reads_padding(self, model: Sized, kind: Kind) -> tuple[str, ...]:
+        """Modalities with several parts in a sample, of which the loss is another one if the shorter parts are followed
+        by other values than zeros.
+        """
+        own = replace(self.inputs, config=model.config, probe=False, length=None, padded=self.inputs.padded)
+        several = {name for parts in kind.samples for name, count in parts.items() if count > 1}
+        try:
+            zeros = self._loss(model, kind, own, None)
+            losses = {name: self._loss(model, kind, own, None, filled=name) for name in several}
+        except Exception:  # noqa: BLE001 - the forward itself has run
+            return ()
+        return tuple(name for name, loss in losses.items() if _relative(loss, zeros) > TOLERANCE)
+
+    def _loss(self, model: Sized, kind: Kind, own: Inputs, only: int | None, *, filled: str = "") -> float:
+        """Summed over the tokens of a kind's samples, or of one of them.
+
+        Args:
+            filled: modality whose shorter parts are followed by ones in place of zeros.
+        """
         batch = self.samples.batch(kind, self.encoders, own.layout, only=only)
         assert batch is not None
         with torch.no_grad():
             arguments = as_float32(own.arguments(batch))
             arguments.pop("labels", None)
+            if filled:
+                _fill_with_ones(arguments, batch.media[filled].part_axes)
             outputs = model.forward(**arguments)
         labels = torch.atleast_2d(batch.llm.labels)
         return float(summed_loss(outputs, labels, None, of_decoder=own.family.decoder))
@@ -193,6 +217,19 @@ class _Trial:
             guilty = [name for name in self.encoders if name in held]
         padded = not self.inputs.padded and not self.error(model, kind, padded=True)
         return Failed(kind.name, error, tuple(guilty), is_dummy, padded)
+
+
+def _relative(found: float, expected: float) -> float:
+    return abs(found - expected) / max(abs(expected), 1e-30)
+
+
+def _fill_with_ones(arguments: Mapping[str, Any], part_axes: Mapping[str, tuple[int, tuple[int, ...]]]) -> None:
+    """Change the padding of floats (num_parts, ...) in place; `part_axes` is a batch's."""
+    for name, (axis, lengths) in part_axes.items():
+        values = arguments.get(name)
+        if isinstance(values, Tensor) and values.is_floating_point():
+            for part, length in zip(values, lengths, strict=True):
+                part.narrow(axis - 1, length, part.shape[axis - 1] - length).fill_(1.0)
 
 
 def as_float32(arguments: Mapping[str, Any]) -> dict[str, Any]:

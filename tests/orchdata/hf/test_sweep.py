@@ -11,10 +11,12 @@ pytest.importorskip("transformers", minversion="5.23")
 
 import transformers
 from hf_sweep import outcomes
-from hf_sweep.configs import default_config
+from hf_sweep.chats import template
+from hf_sweep.configs import default_config, with_tokens
 from hf_sweep.outcomes import outcome_of
 
 import orchdata as od
+from orchdata.hf.audio_processor import HFAudio
 from orchdata.hf.tiny import tiny_model
 
 
@@ -51,3 +53,28 @@ def test_arrays_that_no_forward_takes_are_not_blamed_on_the_recipe() -> None:
     with pytest.raises(ValueError, match="generate") as told:
         inputs.check(od.hf.recipe(processor), ("audio",), od.Balance())
     assert "make it of the model's processor" not in str(told.value)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_padding_that_is_read_is_refused_also_of_a_sample_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processor = outcomes._fitted("granite_speech")
+    processor.chat_template = template(processor)
+    recipe = od.hf.recipe(processor)
+    assert (
+        isinstance(recipe.audio, HFAudio) and not recipe.audio.pads_with_zeros
+    )  # of a shorter clip: silence, whose features are no zeros
+    other = od.hf.recipe(outcomes.processor_of("glmasr")).audio
+    assert isinstance(other, HFAudio) and other.pads_with_zeros
+
+    tokens = {name: modality.slot.token_id for name, modality in recipe.modalities.items()}
+    inputs = od.hf.Inputs(with_tokens(default_config("granite_speech"), processor, tokens))
+    samples = outcomes._samples(recipe, processor)
+    loader, told = outcomes._loader(recipe, inputs, samples, tmp_path / "clips.tar", size=1)
+    assert loader is None
+    for part in ("granite_speech reads the padding of audio", "audio=None", "probe=False"):
+        assert part in told
+    # The control: a processor that pads with zeros, as batches do.
+    monkeypatch.setattr(type(recipe.audio), "pads_with_zeros", True)
+    assert outcomes._loader(recipe, inputs, samples, tmp_path / "clips.tar", size=1)[0] is not None
