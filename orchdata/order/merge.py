@@ -106,6 +106,8 @@ class Lap:
 
     def filled_by(self, unit: By, amount: int) -> int:
         """The first position before which there are at least so many samples or tokens."""
+        if unit == "tokens" and self._earlier is None and 0 < amount <= self._first.tokens:
+            return self._first.position  # an epoch's last sample may reach beyond its size; weights changed right after
         return amount if unit == "samples" or not amount else self.ending_within(amount - 1) + 1
 
     def samples(self, start: int, stop: int) -> Samples:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from mixture_cases import Ints, digest_of, periods_of, single_stage, sources_of
 
 from orchdata.order.before_debts import OrderBeforeDebts
-from orchdata.order.merge import By, Stage
+from orchdata.order.merge import By, Reached, Stage
 from orchdata.order.mixture import MixtureOrder
 from orchdata.order.order import Shuffle
 
@@ -174,3 +174,15 @@ def test_every_epoch_ends_in_the_same_place_however_it_is_found(stop: Any) -> No
             if stop == "all"
             else max(count / size for count, size in zip(counts, (150, 90, 20), strict=True)) == 1
         )
+
+
+def test_weights_may_change_right_after_a_sample_that_reaches_beyond_its_epoch() -> None:
+    lengths = [np.array([7, 5, 9]), np.array([4, 8])]
+    order = MixtureOrder(sources_of(lengths), [Stage(0, periods_of([1, 1]))], stop="repeat", epoch_size=("tokens", 10))
+    end = order.place(0, order.length(0))
+    assert end.tokens > 10
+    resumed = order.resumed_at(0, end)._replace(reached=Reached(end, order.due(0, end)), is_changed=True)
+    changed = order.restaged([Stage(0, periods_of([1, 3]))], resumed)
+    assert changed.length(0) == order.length(0)
+    assert changed.place(1, 0) == end
+    assert changed.length(1) > 0
