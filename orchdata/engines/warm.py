@@ -176,8 +176,8 @@ def _warm_plans(spec: PlanSpec) -> None:
     plan = make_plan(made_up, StepTask(0, 0))
     if spec.balance.scope == "grid" or spec.ranks_per_node is not None:
         _names()  # small plans leave no ranks to name anew
-    if spec.balance.scope == "grid":
-        _phases()  # nor samples that fit nowhere near
+    if spec.balance.scope == "grid" or spec.balance.caps:
+        _phases()  # nor samples that fit nowhere near, and all within caps
     if spec.balance.num_stages is not None:
         plan.pipeline_order(0, spec.balance.num_stages)
     for phase in plan.phases:

@@ -437,7 +437,7 @@ def sorted_and_cut(
     """
     columns, caps = _capped(sizes, balance)
     by_sample = np.ascontiguousarray(np.stack(list(costs.values()), axis=1))
-    positions = columns[:, 0]
+    positions = np.ascontiguousarray(columns[:, 0])
     largest = descending_order(positions)
     cuts: list[tuple[list[int], int, Ranks, Ranks]] = []
     stride = max(1, num_ranks // ENOUGH_RANKS) if len(positions) > _HUGE else 0
