@@ -25,9 +25,11 @@ from __future__ import annotations
 
 import errno
 import re
+from functools import partial
 from typing import TypeGuard
 
 from orchdata.loaders.environment import OWN, failed_import, way_out
+from orchdata.native import jit
 
 
 class OrchdataError(Exception):
@@ -228,6 +230,9 @@ def package_error(error: BaseException, needed_by: str, package: str) -> Package
     said = " ".join(str(error).split())[:_TOLD_CHARACTERS]
     reason = f"{type(error).__name__}: {said}" if said else type(error).__name__
     return PackageError(package, reason, way_out(package, error), needed_by)
+
+
+jit.broken = partial(package_error, needed_by="planning", package="numba")
 
 
 def broken_package(error: Exception) -> PackageError | None:

@@ -7,8 +7,11 @@ call no kernel at all. So a kernel is a `Kernel` until its first call, which imp
 from __future__ import annotations
 
 import functools
+import os
 import sys
+import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -32,20 +35,49 @@ def inlined(function: Function) -> Function:
     return cast(Function, Kernel(function, _inlined))
 
 
+# Held while numba is imported and kernels are made of it. A process that is forked meanwhile would wait for a thread
+# that it does not have, so forking waits. Who compiles holds numba's own lock first, then this one.
+_making = threading.RLock()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_making.acquire, after_in_parent=_making.release, after_in_child=_making.release)
+
+
 def load_numba() -> None:
     """Import what compiles kernels and loads compiled ones, all of it.
 
     numba prepares itself at the first of all compilations. In a process that others are forked off, they share that.
     """
-    import numba  # first the whole: threads that import parts of a package at once may find it half made
+    with _making:
+        config: Any = _numba().config  # first the whole: threads that import parts at once may find it half made
     from numba.core.compiler_lock import global_compiler_lock
     from numba.core.registry import cpu_target
 
-    config: Any = numba.config
     if not config.DISABLE_JIT:
         with global_compiler_lock:
             cpu_target.typing_context.refresh()
             cpu_target.target_context.refresh()
+
+
+@functools.cache
+def _numba() -> Any:
+    """numba, imported. What that raises is an ImportError that names it, or what `broken` makes of it."""
+    try:
+        import numba
+    except Exception as error:
+        if broken is not None:
+            raise broken(error) from error
+        raise ImportError(f"numba cannot be imported: {type(error).__name__}: {error}", name="numba") from error
+    from numba.core.compiler_lock import global_compiler_lock
+
+    if hasattr(os, "register_at_fork"):
+        # A child that is forked while another thread compiles would wait for that thread, which it does not have.
+        lock: Any = global_compiler_lock
+        os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
+    return numba
+
+
+broken: Callable[[Exception], Exception] | None = None
+"""What to raise where numba cannot be imported; set by the package above, which knows how to tell a user."""
 
 
 class Kernel:
@@ -65,11 +97,12 @@ class Kernel:
 
     def compiled(self) -> Any:
         """numba's dispatcher; the function itself under NUMBA_DISABLE_JIT."""
-        try:
-            return self.__dict__["_compiled"]
-        except KeyError:
-            # Two threads may both make one. No lock: `setdefault` keeps one of them, for all.
-            return self.__dict__.setdefault("_compiled", self._compile_it(self.py_func))
+        found = self.__dict__.get("_compiled")
+        if found is None:
+            with _making:
+                found = self.__dict__.get("_compiled") or self._compile_it(self.py_func)
+                self.__dict__["_compiled"] = found
+        return found
 
     @property
     def _numba_type_(self) -> Any:
@@ -94,10 +127,10 @@ def _as_it_is(compiled: Any) -> Any:
 
 
 def _compiled(function: Callable[..., Any]) -> Any:
-    from numba import njit
-
+    njit = _numba().njit
     try:
         compiled = njit(nogil=True, cache=True)(function)
+        _stamp(compiled)
     except RuntimeError as error:
         if "locator" not in str(error):
             raise
@@ -105,10 +138,25 @@ def _compiled(function: Callable[..., Any]) -> Any:
     return _once_a_type(compiled)
 
 
-def _inlined(function: Callable[..., Any]) -> Any:
-    from numba import njit
+def _stamp(compiled: Any) -> None:
+    """Have what is kept of a kernel be of all sources here: numba looks at its own file alone, and would call what it
+    compiled of a kernel in another file before that changed.
+    """
+    held: Any = getattr(getattr(compiled, "_cache", None), "_cache_file", None)
+    if getattr(held, "_source_stamp", None) is not None:
+        held._source_stamp = (held._source_stamp, _sources_stamp())
 
-    return njit(inline="always")(function)
+
+@functools.cache
+def _sources_stamp() -> tuple[tuple[str, int, int], ...]:
+    """Path, size and time of change of each file of kernels."""
+    root = Path(__file__).parent
+    files = [(path, path.stat()) for path in sorted(root.rglob("*.py"))]
+    return tuple((path.relative_to(root).as_posix(), stat.st_size, stat.st_mtime_ns) for path, stat in files)
+
+
+def _inlined(function: Callable[..., Any]) -> Any:
+    return _numba().njit(inline="always")(function)
 
 
 def _once_a_type(compiled: Any) -> Any:

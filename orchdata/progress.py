@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -11,9 +13,14 @@ Advance = Callable[[int, int], None]
 @contextmanager
 def progress_bar(title: str) -> Iterator[Advance]:
     """A callable taking (done, in all); nothing is drawn before its first call, or where stderr is no terminal."""
+    if not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    state = random.getstate()
     from rich.console import Console
     from rich.progress import Progress
 
+    random.setstate(state)  # importing rich draws from it
     console = Console(stderr=True)
     bar = Progress(console=console, transient=True, disable=not console.is_terminal)
     task = bar.add_task(title, total=None)
@@ -26,4 +33,5 @@ def progress_bar(title: str) -> Iterator[Advance]:
     try:
         yield advance
     finally:
-        bar.stop()
+        if bar.live.is_started:
+            bar.stop()

@@ -124,7 +124,9 @@ def choose_engine(
             in_turn=not in_shards and in_order,
             remember=iterated,
         )
-        start_server(workers.context)
+        # A loader that a new process is handed (mp.spawn) starts the server when it iterates.
+        if not getattr(multiprocessing.current_process(), "_inheriting", False):
+            start_server(workers.context)
         return EngineChoice(num_threads=0, depth=0, workers=workers, in_order=in_order)
     for name, given in (("multiprocessing_context", multiprocessing_context), ("worker_memory", worker_memory)):
         if given is not None:

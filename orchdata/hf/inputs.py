@@ -22,12 +22,14 @@ from orchdata.batch.batch import Batch
 from orchdata.batch.tensors import IGNORE, LLMBatch, MediaBatch
 from orchdata.hf.families import FAMILIES, TOWERS, Family, family_of, model_class, takes, thinker
 from orchdata.hf.masks import packed_masks
+from orchdata.hf.packing.rope import SwitchingRope, switching_rope
 from orchdata.hf.packing.verdict import Arguments, Verdict, attention_of, verdict_of
 from orchdata.hf.probe import loss_follows
+from orchdata.notices import warn_once
 from orchdata.planning.layout import Empty, Layout, Packed, Padded, Positions
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Mapping
 
     from orchdata.loaders.recipe import Recipe
     from orchdata.planning.balance import Balance
@@ -171,7 +173,11 @@ class Inputs:
     @cached_property
     def _attention(self) -> str:
         """Which implementation computes attention."""
-        return str(getattr(self.config, "_attn_implementation", None) or "sdpa")
+        return attention_of(self.config) or "sdpa"
+
+    @cached_property
+    def _rope(self) -> SwitchingRope | None:
+        return switching_rope(self.config)
 
     @property
     def _makes_masks(self) -> bool:
@@ -221,6 +227,8 @@ class Inputs:
                 f"Balance.assignment='per_phase' carries features, and {kind} takes none of {', '.join(missing)} ready "
                 "made (mm_encoder_outputs): use assignment='joint'"
             )
+        if self.probe and self._rope is not None and balance.max_samples != 1:
+            warn_once(f"rope of {kind}", f"{self._rope.told(kind)}. A microbatch with such a mixture is an error")
         if self.probe:
             from orchdata.hf.forward.check import check_forward  # loads what builds batches, for loaders alone
 
@@ -262,6 +270,8 @@ class Inputs:
             found["token_type_ids"] = _token_types(llm, family)
         if family.expects_runs:
             _check_runs(llm, self.config)
+        if self._rope is not None and self.probe:
+            _check_lengths(self._rope, self.config.model_type, batch, found)
         if self.scales_loss and batch.loss_weights is None:
             found |= {"labels": as_rows(llm.labels), "num_items_in_batch": 1 / batch.loss_scale}
         return found if batch.routes else found | self.media_arguments(batch)
@@ -387,6 +397,15 @@ def _by_sample(sharing: Tensor) -> Tensor:
         counts.append(1)
         together = 0
     return torch.tensor(counts[:-1], device=sharing.device)
+
+
+def _check_lengths(rope: SwitchingRope, model: str, batch: Batch, arguments: Mapping[str, Any]) -> None:
+    """Raise ValueError where a long sample changes the rotary positions of the samples beside it."""
+    positions = arguments.get("position_ids")
+    counted = positions if positions is None or positions.dim() < 3 else positions[0]
+    longest = arguments["input_ids"].shape[1] if counted is None else int(counted.max()) + 1
+    if rope.changes(longest, batch.llm.lengths):
+        raise ValueError(f"{rope.told(model)}. od.hf.Inputs(config, probe=False) accepts the difference")
 
 
 def _is_dummy(batch: Batch, name: str) -> bool:

@@ -57,17 +57,21 @@ def test_numba_is_imported_by_the_first_call(disabled: bool) -> None:
 
 def test_threads_that_call_a_kernel_first_together_share_what_is_compiled() -> None:
     def made(function: Any) -> list[int]:
-        barrier.wait()  # both are here before either has one
+        calls.append(function)
+        assert not both.wait(timeout=0.2)  # the other one waits
         return [function(1, 2)]
 
-    barrier = threading.Barrier(2, timeout=30)
-    shared, found = Kernel(plus, made), []
+    calls: list[Any] = []
+    found: list[Any] = []
+    both = threading.Event()
+    shared = Kernel(plus, made)
     threads = [threading.Thread(target=lambda: found.append(shared.compiled())) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert found[0] is found[1] is shared.compiled()
+    assert len(calls) == 1
 
 
 def test_kernels_pickle_by_name_and_keep_what_describes_them() -> None:

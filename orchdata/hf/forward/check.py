@@ -11,6 +11,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 from orchdata.hf.forward.trial import Differs, Failed, Verdict, tried
+from orchdata.hf.packing.kept import code_of
+from orchdata.hf.packing.verdict import attention_of
 from orchdata.loaders.errors import StorageError
 from orchdata.loaders.storage.atomic import write_whole
 from orchdata.loaders.storage.cache import CacheFolder
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from orchdata.hf.inputs import Inputs
     from orchdata.loaders.recipe import Recipe
 
-_VERSION: Final = 4
+_VERSION: Final = 5
 """Raise it when the same loader would be judged otherwise."""
 _FOLDER: Final = "forwards"
 _known: dict[str, Verdict] = {}
@@ -124,7 +126,8 @@ def _name(inputs: Inputs, recipe: Recipe, encoders: Sequence[str]) -> str | None
     held = {
         "version": _VERSION,
         "config": config,
-        "attention": str(getattr(inputs.config, "_attn_implementation", None)),
+        "attention": attention_of(inputs.config),
+        "code": code_of(inputs.config),
         "layout": [inputs.padded, inputs.multiple_of, inputs.empty],
         "recipe": recipe.fingerprint(),
         "encoders": list(encoders),

@@ -15,10 +15,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from orchdata.hf.families import model_class
+from orchdata.hf.tiny.shrink import parts
 from orchdata.loaders.storage.atomic import write_once
 from orchdata.loaders.storage.cache import CacheFolder
 
 _KIND: Final = "packing"
+_VERSIONED: Final = frozenset(
+    ("builtins", "abc", "typing", "collections", "enum", "dataclasses", "torch", "transformers", "huggingface_hub")
+)
 _seen: dict[str, dict[str, Any]] = {}
 
 
@@ -43,7 +47,7 @@ def facts_of(config: Any) -> dict[str, Any]:
     return {
         "config": _without_names(config.to_dict()),
         "class": f"{kind.__module__}.{kind.__qualname__}",
-        "code": _code_of(kind),
+        "code": code_of(config),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
@@ -55,15 +59,29 @@ def _without_names(value: Any) -> Any:
     return {str(name): _without_names(each) for name, each in value.items() if name not in _NAMES}
 
 
-def _code_of(kind: type[Any]) -> str:
-    """Of a class outside of transformers: a digest of its file, which has no version."""
-    if kind.__module__.startswith("transformers.models."):
-        return ""
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+def code_of(config: Any) -> dict[str, str]:
+    """Digests of the files that hold classes outside of transformers and torch, which have no version: those of the
+    models of a configuration and its parts, of the configurations, and of what these are derived from.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
+
+    kinds: set[type[Any]] = {model_class(config)}
+    for _, part in parts(config):
+        kinds.add(type(part))
+        for mapping in (MODEL_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
+            found = mapping.get(type(part), None)
+            kinds |= {each for each in (found if isinstance(found, tuple | list) else (found,)) if each is not None}
+    modules = {base.__module__ for kind in kinds for base in kind.__mro__}
+    outside = [name for name in modules if name.partition(".")[0] not in _VERSIONED]
+    return {name: _digest_of_file(name) for name in sorted(outside)}
+
+
+def _digest_of_file(module: str) -> str:
+    file = getattr(sys.modules.get(module), "__file__", None)
     try:
-        return hashlib.blake2b(Path(file).read_bytes(), digest_size=8).hexdigest() if file else kind.__module__
+        return hashlib.blake2b(Path(file).read_bytes(), digest_size=8).hexdigest() if file else ""
     except OSError:
-        return kind.__module__
+        return ""
 
 
 def digest_of(facts: Mapping[str, Any]) -> str:

@@ -12,8 +12,11 @@ from orchdata.hf.packing import kept
 from orchdata.hf.packing.trial import keeps_apart
 from orchdata.hf.tiny import NoTinyModelError, tiny_model
 
-RULES: Final = 2
+RULES: Final = 3
 """Raised with every change of what is tried, or of what tiny models are: verdicts of before are found out anew."""
+
+POSITIONS: Final = 48
+"""That the tiny model knows: more than a sample of the trial has, fewer than all of them have in one row."""
 
 _FIELDS: Final = {"packs": bool, "pads": bool, "attention": str, "why": str}
 _ELSEWHERE: Final = ("flash", "flex", "paged", "/")
@@ -90,7 +93,7 @@ def attention_of(config: Any) -> str:
 
 def _found(config: Any, family: Family, arguments_of: ArgumentsOf, attention: str) -> Verdict:
     """Raises NoTinyModelError where a model cannot be built, or does not train on a sample alone."""
-    model = tiny_model(config, attention or None)
+    model = tiny_model(config, attention or None, POSITIONS)
     try:
         found = keeps_apart(model, family, *arguments_of(model.config))
     except Exception as error:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from orchdata.hf.families import model_class, takes, thinker
-from orchdata.hf.tiny.shrink import parts, text_part, tiny_configs
+from orchdata.hf.tiny.shrink import parts, text_part, tiny_configs, with_positions
 
 MOST_PARAMETERS: Final = 60_000_000
 _TOKENS: Final = 24
@@ -33,7 +33,7 @@ def tiny_config(config: Any, attn_implementation: str | None = None) -> Any:
     return tiny_model(config, attn_implementation).config
 
 
-def tiny_model(config: Any, attn_implementation: str | None = None) -> Any:
+def tiny_model(config: Any, attn_implementation: str | None = None, positions: int | None = None) -> Any:
     """A tiny random model of a configuration, on the CPU, in float32 and in training mode.
 
     Its weights are the same at each call, and so large that every input matters to its logits. Random state, default
@@ -42,6 +42,7 @@ def tiny_model(config: Any, attn_implementation: str | None = None) -> Any:
     Args:
         config: of a model of transformers that is trained on text; of Qwen-Omni the thinker's is taken.
         attn_implementation: default: what the configuration says, or else what transformers chooses.
+        positions: the most that its language model knows; default: as many as the configuration says.
 
     Raises:
         NoTinyModelError: with the error of the last attempt as its cause.
@@ -50,6 +51,8 @@ def tiny_model(config: Any, attn_implementation: str | None = None) -> Any:
     config = thinker(config)
     kind, last = model_class(config), None
     for smaller in tiny_configs(config):
+        if positions is not None:
+            with_positions(smaller, positions)
         try:
             with undisturbed():
                 return built(kind, smaller, attn_implementation)

@@ -24,6 +24,7 @@ _RANDOM: Final = re.compile(r".*(dropout|drop_rate|drop_path_rate|pdrop|layerdro
 _LOSSES: Final = re.compile(r".*(aux_loss_coef|z_loss_coefficient|z_loss_coef|moe_loss_weight|mtp_loss_scaling_factor)")
 # Which layers of a tower its features are of, as the whole configuration says it: `vision_feature_layers`.
 _FEATURES: Final = re.compile(r"(\w+)_feature_layers?")
+_POSITIONS: Final = re.compile(r"(original_)?max_position_embeddings|n_positions|n_ctx|max_sequence_length|max_seq_len")
 _OFF: Final = ("output_router_logits", "apply_spec_augment", "use_cache", "use_mamba_kernels", "use_mem_eff_path")
 
 Change = Callable[..., Mapping[str, Any]]
@@ -79,7 +80,7 @@ def _holds(config: Any, text: Any) -> bool:
 def _changed(config: Any, change: Change, of_each: int = 1) -> Any:
     smaller = copy.deepcopy(config)
     for is_text, each in parts(smaller):
-        fields = {name: value for name, value in vars(each).items() if not name.startswith("_")}
+        fields = {name: value for name, value in _fields(each).items() if not name.startswith("_")}
         found = {**fewer_layers(fields, of_each), **_quiet(fields)}
         found |= change({**fields, **found}, text=is_text)
         for name, value in found.items():
@@ -88,6 +89,38 @@ def _changed(config: Any, change: Change, of_each: int = 1) -> Any:
     for _, each in parts(smaller):
         _keep_features(each)
     return smaller
+
+
+def with_positions(config: Any, count: int) -> None:
+    """Have the language model know so many positions at most, in place: what it does beyond is tried by longer rows."""
+    for is_text, each in parts(config):
+        if not is_text:
+            continue
+        for name, value in _fields(each).items():
+            if _POSITIONS.fullmatch(name) and type(value) is int and value > count:
+                each.__dict__[name] = count
+            if name in ("rope_parameters", "rope_scaling") and isinstance(value, dict):
+                each.__dict__[name] = _with_positions(value, count)
+
+
+def _with_positions(value: Any, count: int) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {
+        name: min(each, count) if name == "original_max_position_embeddings" else _with_positions(each, count)
+        for name, each in value.items()
+    }
+
+
+def _fields(config: Any) -> dict[str, Any]:
+    """Values of a configuration, also numbers that are said once for its class."""
+    from transformers import PretrainedConfig
+
+    own = [kind for kind in type(config).__mro__ if issubclass(kind, PretrainedConfig) and kind is not PretrainedConfig]
+    found: dict[str, Any] = {}
+    for kind in reversed(own):
+        found |= {name: value for name, value in vars(kind).items() if type(value) is int}
+    return {**found, **vars(config)}
 
 
 def _keep_features(config: Any) -> None:

@@ -17,6 +17,7 @@ import torch
 import orchdata as od
 from orchdata.hf.packing import kept, trial
 from orchdata.hf.packing import verdict as verdicts
+from orchdata.hf.packing.rope import SwitchingRope, switching_rope
 from orchdata.hf.tiny import widths
 from orchdata.ranks.agreement import account, find_difference
 
@@ -230,3 +231,18 @@ def test_ranks_whose_verdicts_differ_are_named() -> None:
     assert "rank 2 differs from the others: inputs.packs is true on ranks 0, 1, false on rank 2" in find_difference(
         told
     )
+
+
+def test_rotary_positions_that_a_long_sample_changes_are_known() -> None:
+    plain = switching_rope(transformers.LlamaConfig())
+    assert plain is None
+    dynamic = switching_rope(
+        transformers.LlamaConfig(
+            max_position_embeddings=32, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+        )
+    )
+    assert dynamic is not None and (dynamic.kind, dynamic.tokens) == ("dynamic", 32)
+    lengths = torch.tensor([10, 40])
+    assert dynamic.changes(40, lengths) and not dynamic.changes(32, lengths)
+    longrope = SwitchingRope("longrope", 32)
+    assert longrope.changes(40, lengths) and not longrope.changes(40, torch.tensor([33, 40]))
