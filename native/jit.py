@@ -35,11 +35,18 @@ def inlined(function: Function) -> Function:
     return cast(Function, Kernel(function, _inlined))
 
 
-# Held while numba is imported and kernels are made of it. A process that is forked meanwhile would wait for a thread
-# that it does not have, so forking waits. Who compiles holds numba's own lock first, then this one.
+# Held while numba is imported and kernels are made of it. A process that is forked meanwhile, or while another thread
+# compiles, would wait for a thread that it does not have: forking waits for both. Who compiles holds numba's own lock
+# first, then this one.
 _making = threading.RLock()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_making.acquire, after_in_parent=_making.release, after_in_child=_making.release)
+
+
+def _hold_while_forking(lock: Any) -> None:
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
+
+
+_hold_while_forking(_making)
 
 
 def load_numba() -> None:
@@ -47,8 +54,7 @@ def load_numba() -> None:
 
     numba prepares itself at the first of all compilations. In a process that others are forked off, they share that.
     """
-    with _making:
-        config: Any = _numba().config  # first the whole: threads that import parts at once may find it half made
+    config: Any = _numba().config  # first the whole: threads that import parts at once may find it half made
     from numba.core.compiler_lock import global_compiler_lock
     from numba.core.registry import cpu_target
 
@@ -62,17 +68,15 @@ def load_numba() -> None:
 def _numba() -> Any:
     """numba, imported. What that raises is an ImportError that names it, or what `broken` makes of it."""
     try:
-        import numba
+        with _making:
+            import numba
     except Exception as error:
         if broken is not None:
             raise broken(error) from error
         raise ImportError(f"numba cannot be imported: {type(error).__name__}: {error}", name="numba") from error
     from numba.core.compiler_lock import global_compiler_lock
 
-    if hasattr(os, "register_at_fork"):
-        # A child that is forked while another thread compiles would wait for that thread, which it does not have.
-        lock: Any = global_compiler_lock
-        os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
+    _hold_while_forking(global_compiler_lock)
     return numba
 
 

@@ -141,6 +141,12 @@ def _room(
     return room
 
 
+def some_ranks(num_ranks: int) -> tuple[int, int]:
+    """(stride, ranks): every so many items, on so many ranks, say what all items on all ranks take."""
+    stride = max(1, num_ranks // ENOUGH_RANKS)
+    return stride, num_ranks // stride
+
+
 def _promising(
     orders: NDArray[np.int32],
     costs: NDArray[np.int64],
@@ -157,13 +163,11 @@ def _promising(
     another's promise are not looked at further.
     """
     costs = costs if counted is None else counted
-    stride = max(1, num_ranks // ENOUGH_RANKS)
-    few = num_ranks // stride
+    stride, few = some_ranks(num_ranks)
+    looked = [(costs[order[::stride]], sizes[order[::stride]]) for order in orders]
     ways: list[tuple[int, int, int, NDArray[np.int32]]] = []
-    for number, order in enumerate(orders):
-        some = order[::stride]
-        mine, columns = costs[some], sizes[some]
-        in_turn = np.arange(len(some), dtype=np.int32)[None]
+    for number, (mine, columns) in enumerate(looked):
+        in_turn = np.arange(len(mine), dtype=np.int32)[None]
         for fill in ESTIMATED:
             room = _room(columns, caps, num_bins, few, fill)
             packed, taken = pack_in_orders(in_turn, mine, columns, room, num_bins, few)
@@ -173,8 +177,7 @@ def _promising(
     for takes, negated, number, bins in sorted(ways, key=lambda way: way[:3]):
         promise = takes
         if not promised or takes < min(promised)[0]:
-            some = orders[number][::stride]
-            low, high = map(int, rough_peaks(costs[some], sizes[some], caps, bins, num_bins, few, costs.shape[1] - 1))
+            low, high = map(int, rough_peaks(*looked[number], caps, bins, num_bins, few, costs.shape[1] - 1))
             promise = max(takes, low) + (high - low) // CLOSES
         promised.append((promise, negated, number))
     if counted is not None and below is not None:  # Phases that are not balanced take more than this promises.
@@ -198,8 +201,7 @@ def _looked_at(
 
     Promises mind no caps: where these bind, ways that promise about the same are far apart once they are balanced.
     """
-    stride = max(1, num_ranks // ENOUGH_RANKS)
-    few = num_ranks // stride
+    stride, few = some_ranks(num_ranks)
     found: list[tuple[int, int, tuple[int, int, int]]] = []
     for turn, (promise, fill, number) in enumerate(ways[:LOOKS]):
         if found and promise >= min(found)[0]:

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.native.jit import kernel
+from orchdata.native.sorting import descending_order
 
 
 @kernel
@@ -78,3 +79,13 @@ def common_divisor(descending: NDArray[np.int64]) -> int:
         if divisor == 1:
             break
     return divisor
+
+
+@kernel
+def phase_bounds(costs: NDArray[np.int64], num_ranks: int) -> NDArray[np.int64]:
+    """Lower bound of the largest load of each phase, int64 (num_phases,), of costs (num_items, num_phases)."""
+    bounds = np.empty(costs.shape[1], np.int64)
+    for p in range(costs.shape[1]):
+        column = costs[:, p].copy()
+        bounds[p] = strong_lower_bound(column[descending_order(column)], num_ranks)
+    return bounds

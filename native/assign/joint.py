@@ -5,11 +5,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.native.assign.bounds import strong_lower_bound
-from orchdata.native.assign.phase_refine import phase_loads
+from orchdata.native.assign.bounds import phase_bounds
+from orchdata.native.assign.phase_refine import phase_peaks
 from orchdata.native.assign.phases import above_caps, refine_within, solve_barrier
 from orchdata.native.jit import kernel
-from orchdata.native.sorting import descending_order
 
 
 @kernel
@@ -46,16 +45,12 @@ def solve_joint(
     Returns:
         int32 (num_samples,).
     """
-    num_phases = costs.shape[1]
     ranks = np.empty(costs.shape[0], np.int32)
     for group in range(group_sizes.shape[0]):
         start, stop, num_ranks = offsets[group], offsets[group + 1], group_sizes[group]
         num_samples = stop - start
         mine, weights = costs[start:stop], sizes[start:stop]
-        bounds = np.empty(num_phases, np.int64)
-        for p in range(num_phases):
-            column = mine[:, p].copy()
-            bounds[p] = strong_lower_bound(column[descending_order(column)], num_ranks)
+        bounds = phase_bounds(mine, num_ranks)
         limit, extras, may_hold = np.int64(max_samples), np.int64(0), np.int64(max_samples)
         if equal_count:
             limit, extras, may_hold = num_samples // num_ranks, num_samples % num_ranks, np.int64(-1)
@@ -71,9 +66,7 @@ def solve_joint(
             trial = rank.copy()
             targets = bounds.copy()
             if start_again == 0:
-                loads = phase_loads(mine, rank, num_ranks)
-                for p in range(num_phases):
-                    targets[p] = loads[:, p].max()
+                targets = phase_peaks(mine, rank, num_ranks)
             else:
                 trial = within[start:stop].copy()
             refine_within(mine, weights, caps, trial, num_ranks, targets, may_hold, budget)

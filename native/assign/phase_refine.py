@@ -33,6 +33,16 @@ def phase_loads(costs: NDArray[np.int64], owner: NDArray[np.int32], num_ranks: i
 
 
 @kernel
+def phase_peaks(costs: NDArray[np.int64], owner: NDArray[np.int32], num_ranks: int) -> NDArray[np.int64]:
+    """The largest load of each phase, int64 (num_phases,), as of `phase_loads`."""
+    loads = phase_loads(costs, owner, num_ranks)
+    peaks = np.empty(costs.shape[1], np.int64)
+    for p in range(costs.shape[1]):
+        peaks[p] = loads[:, p].max()
+    return peaks
+
+
+@kernel
 def excess(above: NDArray[np.int64], rank: int) -> int:
     """What one rank has above the targets, over all columns."""
     total = np.int64(0)

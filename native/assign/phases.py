@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.native.assign.phase_refine import FIRST_PARTNERS, phase_loads, refine_phases
+from orchdata.native.assign.phase_refine import FIRST_PARTNERS, phase_peaks, refine_phases
 from orchdata.native.assign.ranking import bit_length
 from orchdata.native.assign.tournament import NEVER, replay, tournament
 from orchdata.native.jit import kernel
@@ -114,11 +114,7 @@ def order_by_phase(costs: NDArray[np.int64], phase: NDArray[np.int32], primary: 
 @kernel
 def sum_of_peaks(costs: NDArray[np.int64], owner: NDArray[np.int32], num_ranks: int) -> int:
     """What a step takes where ranks wait after each phase: the sum over phases of the largest load."""
-    loads = phase_loads(costs, owner, num_ranks)
-    total = np.int64(0)
-    for p in range(costs.shape[1]):
-        total += loads[:, p].max()
-    return total
+    return np.int64(phase_peaks(costs, owner, num_ranks).sum())
 
 
 @kernel

@@ -9,21 +9,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.native.assign.bounds import strong_lower_bound
+from orchdata.native.assign.bounds import phase_bounds
 from orchdata.native.assign.phase_refine import phase_loads
 from orchdata.native.assign.phases import dominant_phases, longest_first_by_phase, order_by_phase
 from orchdata.native.jit import kernel
-from orchdata.native.sorting import descending_order
-
-
-@kernel
-def phase_bounds(costs: NDArray[np.int64], num_ranks: int) -> NDArray[np.int64]:
-    """Lower bound of the largest load of each phase, int64 (num_phases,), of costs (num_items, num_phases)."""
-    bounds = np.empty(costs.shape[1], np.int64)
-    for p in range(costs.shape[1]):
-        column = costs[:, p].copy()
-        bounds[p] = strong_lower_bound(column[descending_order(column)], num_ranks)
-    return bounds
 
 
 @kernel

@@ -11,8 +11,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.native.assign.bounds import strong_lower_bound
-from orchdata.native.assign.phase_refine import phase_loads
+from orchdata.native.assign.bounds import phase_bounds
+from orchdata.native.assign.phase_refine import phase_loads, phase_peaks
 from orchdata.native.assign.phases import (
     above_caps,
     dominant_phases,
@@ -165,10 +165,7 @@ def brought_within(
     """Move what is above the caps, in place, the largest loads as they are; whether the caps are then kept."""
     if above_caps(sizes, caps, rank, num_ranks) == 0:
         return True
-    loads = phase_loads(costs, rank, num_ranks)
-    targets = np.empty(costs.shape[1], np.int64)
-    for p in range(costs.shape[1]):
-        targets[p] = loads[:, p].max()
+    targets = phase_peaks(costs, rank, num_ranks)
     refine_within(costs, sizes, caps, rank, num_ranks, targets, costs.shape[0], budget)
     return above_caps(sizes, caps, rank, num_ranks) == 0
 
@@ -240,16 +237,12 @@ def solve_within(
     Returns:
         int32 (num_samples,).
     """
-    num_phases = costs.shape[1]
     ranks = np.empty(costs.shape[0], np.int32)
     for group in range(group_sizes.shape[0]):
         start, stop, num_ranks = offsets[group], offsets[group + 1], group_sizes[group]
         num_samples = stop - start
         mine, weights = costs[start:stop], sizes[start:stop]
-        bounds = np.empty(num_phases, np.int64)
-        for p in range(num_phases):
-            column = mine[:, p].copy()
-            bounds[p] = strong_lower_bound(column[descending_order(column)], num_ranks)
+        bounds = phase_bounds(mine, num_ranks)
         good = bounds.sum() + bounds.sum() // good_part
         budget = np.int64(min(pairs * (num_samples * num_samples // num_ranks), 1e18))
         first, inside = given[start:stop].copy(), within[start:stop].copy()

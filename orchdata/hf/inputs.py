@@ -105,6 +105,12 @@ class Inputs:
             return Verdict(packs=False, why="padded=True")
         verdict = self._known() or (self._tried() if self.probe else _told(packs=self.padded is False))
         is_chosen_here = self.padded is None and self.length is None
+        if is_chosen_here and not verdict.packs and not verdict.pads:
+            raise ValueError(
+                f"neither packed nor padded batches give samples of {self.config.model_type} what each gets alone: it "
+                f"{verdict.why}. Give each rank one sample a step, by batch_size=1, od.Balance(max_samples=1) and "
+                "od.hf.Inputs(config, padded=True); or accept the difference by padded=True and probe=False"
+            )
         # Nobody expects packed rows of an encoder-decoder, and who sets probe=False was told.
         if is_chosen_here and not verdict.packs and self.probe and verdict.why != _ENCODER_DECODER:
             warnings.warn(
@@ -142,12 +148,6 @@ class Inputs:
                 f"{verdict.why} is the verdict of {verdict.attention}. Compare the loss of a packed batch with that of "
                 "its samples alone before a long run, or use od.hf.Inputs(config, padded=True)",
                 stacklevel=5,
-            )
-        if not verdict.packs and not verdict.pads and self.padded is None and self.length is None:
-            raise ValueError(
-                f"neither packed nor padded batches give samples of {kind} what each gets alone: it {verdict.why}. "
-                "Give each rank one sample a step, by batch_size=1, od.Balance(max_samples=1) and "
-                "od.hf.Inputs(config, padded=True); or accept the difference by padded=True and probe=False"
             )
         return verdict
 

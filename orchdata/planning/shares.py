@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from orchdata.balancers import split_microbatches
 from orchdata.balancers.assignment import cells_of
-from orchdata.balancers.bins.micro_steps import ENOUGH_RANKS, LOOK_PAIRS, Dealing, dealings
+from orchdata.balancers.bins.micro_steps import LOOK_PAIRS, Dealing, dealings, some_ranks
 from orchdata.balancers.checks import MAX_TOTAL
 from orchdata.balancers.phases import assign_jointly
 from orchdata.native.assign.phases import above_caps, sum_of_peaks
@@ -89,6 +89,10 @@ def price(cells: Sequence[Ints], balance: Balance) -> int:
     return int(slowest(first, work, balance.num_stages))
 
 
+def _prices(costs: Mapping[str, Ints], found: Sequence[Shares], num_ranks: int, balance: Balance) -> list[int]:
+    return [price(cells(costs, shares, num_ranks), balance) for shares in found]
+
+
 def share_out_packed(
     costs: Mapping[str, Ints],
     sizes: Mapping[str, Ints],
@@ -118,12 +122,8 @@ def share_out_packed(
     chosen = None
     if num_microbatches is None and len(stream_rank) > _HUGE and together_in_steps:
         chosen = _micro_steps_first(costs, sizes, num_ranks, anywhere, stream_rank)
-    if chosen is not None and balance.scope != "grid":
-        return chosen
     if chosen is not None:
-        return _from_the_most_costly(
-            costs, near_streams(costs, sizes, chosen, num_ranks, balance, stream_rank), num_ranks
-        )
+        return _in_scope(costs, sizes, chosen, num_ranks, balance, stream_rank)
     rank = assign(costs, balance, num_ranks, stream_rank)
     # Of whole steps of all ranks, the joint search has looked at the backbone alone.
     looked_at = balance.scope == "global" and balance.objective == "barrier" and balance.num_stages is None
@@ -136,9 +136,7 @@ def share_out_packed(
         chosen = share_out_packed(costs, sizes, num_ranks, anywhere, stream_rank, num_microbatches)
         if chosen.num_microbatches > most:
             return first
-        return _from_the_most_costly(
-            costs, near_streams(costs, sizes, chosen, num_ranks, balance, stream_rank), num_ranks
-        )
+        return _in_scope(costs, sizes, chosen, num_ranks, balance, stream_rank)
     found = _in_so_many(first, together, sizes, num_ranks, balance, most)
     if balance.scope != "none":
         if together_in_steps and (most > 1 or not found):
@@ -147,11 +145,11 @@ def share_out_packed(
             level = assign(costs, replace(balance, objective="sum"), num_ranks, stream_rank)
             shares = split(together, sizes, level, num_ranks, balance)
             found += _in_so_many(shares, together, sizes, num_ranks, balance, num_microbatches)
-    prices = [price(cells(costs, shares, num_ranks), balance) for shares in found]
+    prices = _prices(costs, found, num_ranks, balance)
     if balance.scope != "none" and len(costs) > 1:
         alone = _by_the_backbone(costs, sizes, num_ranks, balance, stream_rank, num_microbatches, prices, most > 1)
         found += alone
-        prices += [price(cells(costs, shares, num_ranks), balance) for shares in alone]
+        prices += _prices(costs, alone, num_ranks, balance)
     if not found:
         raise ValueError(
             f"the samples do not fit into {most} microbatches within max_tokens={balance.max_tokens}: "
@@ -209,10 +207,11 @@ def _micro_steps_first(
         found, fewest = dealt_shares(costs, sizes, num_ranks, balance, stream_rank, fewest), fewest + 1
     if not found:
         return None
-    least = min(price(cells(costs, shares, num_ranks), balance) for shares in found)
+    prices = _prices(costs, found, num_ranks, balance)
     if fewest <= rough[1] and (taken * _NEARLY[1] > held * (fewest - 1) * _NEARLY[0]).any():
-        found += dealt_shares(costs, sizes, num_ranks, balance, stream_rank, fewest, least)
-    least = min(price(cells(costs, shares, num_ranks), balance) for shares in found)
+        found += dealt_shares(costs, sizes, num_ranks, balance, stream_rank, fewest, min(prices))
+        prices += _prices(costs, found[len(prices) :], num_ranks, balance)
+    least = min(prices)
     most = max(shares.num_microbatches for shares in found)
     if balance.scope == "global":
         for number in range(min(shares.num_microbatches for shares in found), most + 1):
@@ -221,15 +220,15 @@ def _micro_steps_first(
         together, rank = np.sum(list(costs.values()), axis=0), assign(costs, balance, num_ranks, stream_rank)
         shares = split(together, sizes, rank, num_ranks, balance)
         found += [shares] if shares.num_microbatches <= most else []
-    prices = [price(cells(costs, shares, num_ranks), balance) for shares in found]
+    prices += _prices(costs, found[len(prices) :], num_ranks, balance)
     if len(costs) > 1:
-        alone = dealt_shares(
-            {"llm": costs["llm"]}, sizes, num_ranks, balance, stream_rank, most, min(prices), priced=costs
-        )
         if _rough_split(costs, sizes, num_ranks, balance, stream_rank, ["llm"])[0] < min(prices):
             alone = _by_the_backbone(costs, sizes, num_ranks, balance, stream_rank, most, prices)
+        else:
+            llm, below = {"llm": costs["llm"]}, min(prices)
+            alone = dealt_shares(llm, sizes, num_ranks, balance, stream_rank, most, below, priced=costs)
         found += alone
-        prices += [price(cells(costs, shares, num_ranks), balance) for shares in alone]
+        prices += _prices(costs, alone, num_ranks, balance)
     return found[min(range(len(found)), key=lambda number: (prices[number], found[number].num_microbatches))]
 
 
@@ -440,13 +439,11 @@ def sorted_and_cut(
     positions = np.ascontiguousarray(columns[:, 0])
     largest = descending_order(positions)
     cuts: list[tuple[list[int], int, Ranks, Ranks]] = []
-    stride = max(1, num_ranks // ENOUGH_RANKS) if len(positions) > _HUGE else 0
+    stride, few = some_ranks(num_ranks) if len(positions) > _HUGE else (0, 0)
     for turn, by in enumerate((*costs.values(), by_sample.sum(axis=1))[: None if len(costs) > 1 else 1]):
         if stride:  # Some of very many ranks say most.
             some = largest[::stride]
-            looked = _cut_looked_at(
-                by_sample[some], columns[some], caps, by[some], num_ranks // stride, num_microbatches
-            )
+            looked = _cut_looked_at(by_sample[some], columns[some], caps, by[some], few, num_microbatches)
             if looked is not None and looked >= below:
                 continue
         order = largest[descending_order(by[largest])]
@@ -576,17 +573,27 @@ def near_streams(
             )
     found = replace(shares, rank=near)
     if in_step(balance):
-        taken = [price(cells(costs, one, num_ranks), balance) for one in (found, shares)]
+        taken = _prices(costs, (found, shares), num_ranks, balance)
         return found if taken[0] >= taken[1] else replace(shares, rank=named)
     return found
 
 
-def _from_the_most_costly(costs: Mapping[str, Ints], shares: Shares, num_ranks: int) -> Shares:
-    """The same, its micro-steps numbered by what ranks wait for in them."""
-    waits = np.sum([of_phase.max(axis=0) for of_phase in cells(costs, shares, num_ranks)], axis=0)
-    name = np.empty(shares.num_microbatches, np.int32)
-    name[np.argsort(-waits, kind="stable")] = np.arange(shares.num_microbatches)
-    return replace(shares, microbatch=name[shares.microbatch])
+def _in_scope(
+    costs: Mapping[str, Ints],
+    sizes: Mapping[str, Ints],
+    shares: Shares,
+    num_ranks: int,
+    balance: Balance,
+    stream_rank: Ranks,
+) -> Shares:
+    """`shares`, balanced over all ranks; on a grid near the streams, micro-steps numbered by what ranks wait for."""
+    if balance.scope != "grid":
+        return shares
+    found = near_streams(costs, sizes, shares, num_ranks, balance, stream_rank)
+    waits = np.sum([of_phase.max(axis=0) for of_phase in cells(costs, found, num_ranks)], axis=0)
+    name = np.empty(found.num_microbatches, np.int32)
+    name[np.argsort(-waits, kind="stable")] = np.arange(found.num_microbatches)
+    return replace(found, microbatch=name[found.microbatch])
 
 
 def counts_kept(rank: Ranks, num_ranks: int, balance: Balance) -> bool:

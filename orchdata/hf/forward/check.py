@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from importlib import import_module
@@ -136,14 +136,17 @@ def _name(inputs: Inputs, recipe: Recipe, encoders: Sequence[str]) -> str | None
     return hashlib.blake2b(json.dumps(held, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
+def _with_tuples(held: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields, with tuples for JSON's lists."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in held.items()}
+
+
 def _kept(name: str) -> Verdict | None:
     try:
         held: dict[str, Any] = json.loads((CacheFolder().root / _FOLDER / f"{name}.json").read_text())
-        failed = [Failed(**{**each, "modalities": tuple(each["modalities"])}) for each in held["failed"]]
-        differing = [Differs(**{**each, "modalities": tuple(each["modalities"])}) for each in held["differing"]]
         return Verdict(
-            failed=tuple(failed),
-            differing=tuple(differing),
+            failed=tuple(Failed(**_with_tuples(each)) for each in held["failed"]),
+            differing=tuple(Differs(**_with_tuples(each)) for each in held["differing"]),
             reading=tuple(held["reading"]),
             untried=str(held["untried"]),
         )

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,9 +25,12 @@ from orchdata.hf.forward.token_losses import summed_loss
 from orchdata.hf.tiny.model import undisturbed
 
 if TYPE_CHECKING:
+    from orchdata.batch.batch import Batch
     from orchdata.hf.inputs import Inputs
     from orchdata.loaders.recipe import Recipe
 
+PartAxes = Mapping[str, tuple[int, tuple[int, ...]]]
+"""Of an array of frames its axis and the length of each part, as `MediaBatch.part_axes`."""
 _LONGEST_ERROR = 300
 TOLERANCE = 1e-4
 """Largest relative difference of summed losses that is taken for rounding, in float32; it is 1e-5 at most elsewhere."""
@@ -109,7 +113,8 @@ def tried(inputs: Inputs, recipe: Recipe, encoders: Sequence[str]) -> Verdict:
                 smallest = model
                 taken = [kind for kind in pending if kind.name not in found]
                 differing = tuple(each for kind in taken if (each := trial.difference(model, kind)) is not None)
-                reading = tuple(name for kind in taken for name in trial.reads_padding(model, kind))
+                if differing:  # else nothing that padding holds matters
+                    reading = tuple(name for kind in taken for name in trial.reads_padding(model, kind))
             pending = [kind for kind in pending if kind.name in found]
             sure = [kind for kind in pending if model.is_whole or found[kind.name] in errors.get(kind.name, ())]
             certain += [(kind, found[kind.name]) for kind in sure]
@@ -144,16 +149,11 @@ class _Trial:
         self, model: Sized, kind: Kind, *, encoders: tuple[str, ...] | None = None, padded: bool | None = None
     ) -> str:
         """What the model raises of a kind; "" where it takes it."""
-        layout = self.inputs.padded if padded is None else padded
         try:
-            own = replace(self.inputs, config=model.config, probe=False, length=None, padded=layout)
+            own = self._own(model, self.inputs.padded if padded is None else padded)
             batch = self.samples.batch(kind, self.encoders if encoders is None else encoders, own.layout)
-            if batch is None:
-                return ""
-            with torch.no_grad():
-                arguments = as_float32(own.arguments(batch))
-                arguments.pop("labels", None)
-                model.forward(**arguments)
+            if batch is not None:
+                _run(model, own, batch)
         except Exception as error:  # noqa: BLE001 - whatever a model raises is what is asked for
             return _shown(error)
         return ""
@@ -162,10 +162,9 @@ class _Trial:
         """Between the loss of a kind's samples in one microbatch and of each alone; None for what rounding explains,
         and where outputs have no logits for every token, of which a loss could be computed here.
         """
-        own = replace(self.inputs, config=model.config, probe=False, length=None, padded=self.inputs.padded)
         try:
-            together = self._loss(model, kind, own, None)
-            alone = sum(self._loss(model, kind, own, number) for number in range(len(kind.samples)))
+            together = self._loss(model, kind)
+            alone = sum(self._loss(model, kind, number) for number in range(len(kind.samples)))
         except Exception:  # noqa: BLE001 - the forward itself has run
             return None
         difference = _relative(together, alone)
@@ -179,31 +178,31 @@ class _Trial:
         """Modalities with several parts in a sample, of which the loss is another one if the shorter parts are followed
         by other values than zeros.
         """
-        own = replace(self.inputs, config=model.config, probe=False, length=None, padded=self.inputs.padded)
         several = {name for parts in kind.samples for name, count in parts.items() if count > 1}
+        if not several:
+            return ()
         try:
-            zeros = self._loss(model, kind, own, None)
-            losses = {name: self._loss(model, kind, own, None, filled=name) for name in several}
+            zeros = self._loss(model, kind)
+            losses = {name: self._loss(model, kind, filled=name) for name in several}
         except Exception:  # noqa: BLE001 - the forward itself has run
             return ()
         return tuple(name for name, loss in losses.items() if _relative(loss, zeros) > TOLERANCE)
 
-    def _loss(self, model: Sized, kind: Kind, own: Inputs, only: int | None, *, filled: str = "") -> float:
+    def _loss(self, model: Sized, kind: Kind, only: int | None = None, *, filled: str = "") -> float:
         """Summed over the tokens of a kind's samples, or of one of them.
 
         Args:
             filled: modality whose shorter parts are followed by ones in place of zeros.
         """
+        own = self._own(model, self.inputs.padded)
         batch = self.samples.batch(kind, self.encoders, own.layout, only=only)
         assert batch is not None
-        with torch.no_grad():
-            arguments = as_float32(own.arguments(batch))
-            arguments.pop("labels", None)
-            if filled:
-                _fill_with_ones(arguments, batch.media[filled].part_axes)
-            outputs = model.forward(**arguments)
-        labels = torch.atleast_2d(batch.llm.labels)
-        return float(summed_loss(outputs, labels, None, of_decoder=own.family.decoder))
+        outputs = _run(model, own, batch, part_axes=batch.media[filled].part_axes if filled else {})
+        return float(summed_loss(outputs, torch.atleast_2d(batch.llm.labels), None, of_decoder=own.family.decoder))
+
+    def _own(self, model: Sized, padded: bool | None) -> Inputs:
+        """Inputs of a tiny model's configuration."""
+        return replace(self.inputs, config=model.config, probe=False, length=None, padded=padded)
 
     def explained(self, model: Sized, kind: Kind, error: str) -> Failed:
         """A kind that fails, and what would help."""
@@ -219,11 +218,20 @@ class _Trial:
         return Failed(kind.name, error, tuple(guilty), is_dummy, padded)
 
 
+def _run(model: Sized, own: Inputs, batch: Batch, *, part_axes: PartAxes = MappingProxyType({})) -> Any:
+    """What the forward returns, without labels. Of parts with `part_axes`, ones are the padding."""
+    with torch.no_grad():
+        arguments = as_float32(own.arguments(batch))
+        arguments.pop("labels", None)
+        _fill_with_ones(arguments, part_axes)
+        return model.forward(**arguments)
+
+
 def _relative(found: float, expected: float) -> float:
     return abs(found - expected) / max(abs(expected), 1e-30)
 
 
-def _fill_with_ones(arguments: Mapping[str, Any], part_axes: Mapping[str, tuple[int, tuple[int, ...]]]) -> None:
+def _fill_with_ones(arguments: Mapping[str, Any], part_axes: PartAxes) -> None:
     """Change the padding of floats (num_parts, ...) in place; `part_axes` is a batch's."""
     for name, (axis, lengths) in part_axes.items():
         values = arguments.get(name)

@@ -11,6 +11,7 @@ from orchdata.hf.families import Family
 from orchdata.hf.packing import kept
 from orchdata.hf.packing.trial import keeps_apart
 from orchdata.hf.tiny import NoTinyModelError, tiny_model
+from orchdata.hf.tiny.shrink import text_part
 
 RULES: Final = 3
 """Raised with every change of what is tried, or of what tiny models are: verdicts of before are found out anew."""
@@ -86,8 +87,6 @@ def verdict_of(config: Any, family: Family, arguments_of: ArgumentsOf) -> Verdic
 
 def attention_of(config: Any) -> str:
     """What the configuration says of the language model's attention; "" for transformers' own choice."""
-    from orchdata.hf.tiny.shrink import text_part
-
     return str(text_part(config)._attn_implementation or config._attn_implementation or "")
 
 

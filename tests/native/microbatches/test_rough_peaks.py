@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from orchdata.native.assign.bounds import phase_bounds
 from orchdata.native.assign.phases import dominant_phases, longest_first_by_phase, order_by_phase
-from orchdata.native.microbatches.rough_peaks import bin_bound, fits_alone, items_of_bins, phase_bounds, rough_peaks
+from orchdata.native.microbatches.rough_peaks import bin_bound, fits_alone, items_of_bins, rough_peaks
 
 # The first call of a kernel compiles or loads it.
 settings.register_profile("kernels", deadline=None)

@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from orchdata.native.assign.bounds import phase_bounds
 from orchdata.native.assign.phases import above_caps, dominant_phases, sum_of_peaks
-from orchdata.native.microbatches.rough_peaks import fits_alone, phase_bounds
+from orchdata.native.microbatches.rough_peaks import fits_alone
 from orchdata.native.microbatches.within_caps import (
     VISITS,
     brought_within,

@@ -6,7 +6,6 @@ import inspect
 import re
 from collections.abc import Mapping
 from importlib import import_module
-from types import MappingProxyType
 from typing import Any, Final
 
 from transformers import CONFIG_MAPPING, AutoConfig
@@ -91,15 +90,6 @@ def _set_sides(config: Any) -> None:
         side, patch = getattr(each, "image_size", None), getattr(each, "patch_size", None)
         if isinstance(side, int) and isinstance(patch, int) and side % (patch * factor):
             each.image_size = side // (patch * factor) * patch * factor
-
-
-def config_of(model_type: str, processor: Any, features: Mapping[str, int] = MappingProxyType({})) -> Any:
-    """The default configuration, in which tokens are those of the processor. Raises whatever its class raises.
-
-    Args:
-        features: modality -> the token that its processor writes for each feature.
-    """
-    return with_tokens(default_config(model_type), processor, features)
 
 
 def with_tokens(config: Any, processor: Any, features: Mapping[str, int]) -> Any:

@@ -37,11 +37,6 @@ _USUAL: Final = {
 _BASIC: Final = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
 
 
-def model_types() -> list[str]:
-    """Every `model_type` that has a processor."""
-    return sorted(processing_auto.PROCESSOR_MAPPING_NAMES)
-
-
 def processor_of(model_type: str, **settings: Any) -> Any:
     """A processor of its classes' default settings. Raises whatever its class raises of what was made for it.
 
