@@ -19,8 +19,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numba  # noqa: F401 - what takes long to import, and nothing of ours, is there before the forks
-import pyarrow  # noqa: F401
 import torch
 
 RAISES = {
@@ -183,6 +181,9 @@ def sound(folder: Path, name: str) -> list[int]:
     return [len(index), len(index.bad_rows())]
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # worker processes import this file too, and are to find what is broken by themselves
+    import numba  # noqa: F401 - what takes long to import, and nothing of ours, is there before the forks
+    import pyarrow  # noqa: F401
+
     torch.set_num_threads(1)
     main(Path(sys.argv[1]), json.loads(sys.argv[2]))
