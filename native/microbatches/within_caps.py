@@ -31,6 +31,7 @@ LARGE = (4, 8)  # Samples above this part of a cap are placed first; more of the
 FEW = 6  # Samples a rank, up to which both ways are tried,
 BINDING = 1 << 15  # or the second alone, where longest first has so much above the caps, for each rank, in 1 / 2**20.
 VISITS = 256  # Nodes of the tree of ranks that are looked at for a sample.
+NO_ROOM = np.int64(-(1 << 62))
 STEPS = 1 << 16  # Sizes, in parts of their cap, by which large ones are ordered.
 
 
@@ -127,7 +128,7 @@ def longest_first_within(
     depth = bit_length(num_ranks - 1)
     leaves = np.int64(1) << depth
     loads = np.zeros((num_phases, 2 * leaves), np.int64)
-    room = np.full((num_caps, 2 * leaves), np.int64(-1))
+    room = np.full((num_caps, 2 * leaves), NO_ROOM)  # of leaves beyond the ranks: less than a rank above its cap has
     for k in range(num_caps):
         room[k, leaves : leaves + num_ranks] = caps[k]
         for node in range(leaves - 1, 0, -1):
@@ -251,12 +252,13 @@ def solve_within(
             above = longest_first_above(mine, weights, caps, num_ranks, primary)
         rank, kept = inside, True
         if above <= BINDING * num_ranks:
-            rank = solve_barrier(mine, first, num_ranks, primary, bounds, num_samples, 0, False, good, budget).copy()
-            kept = brought_within(mine, weights, caps, rank, num_ranks, budget // 2)
-            rank = rank if kept else inside
+            trial = solve_barrier(mine, first, num_ranks, primary, bounds, num_samples, 0, False, good, budget).copy()
+            kept = brought_within(mine, weights, caps, trial, num_ranks, budget // 2)
+            if kept and sum_of_peaks(mine, trial, num_ranks) < sum_of_peaks(mine, rank, num_ranks):
+                rank = trial
         if above > 0 or not kept:
             trial, found = start_within(mine, weights, caps, num_ranks, primary, budget // 4)
-            trial = trial if found else inside
+            trial = trial if found else inside.copy()
             for turn in range(2):
                 if sum_of_peaks(mine, trial, num_ranks) < sum_of_peaks(mine, rank, num_ranks):
                     rank = trial.copy()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -46,7 +46,12 @@ def test_large_samples_come_first_from_the_largest_then_the_others_in_their_orde
     assert found == large + [item for item in order.tolist() if size[item] * part <= cap]
 
 
+ABOVE_ALL_CAPS: Rows = [*[(0, 1, 1)] * 6, (0, 1, 10), (0, 1, 12), (0, 1, 12), (0, 1, 2), (0, 1, 1)]
+GIVEN_IS_BEST: Rows = [(0, 19, 7), (0, 21, 9), (7, 8, 5), (9, 9, 7), (9, 9, 7), (9, 9, 2), (2, 1, 6)]
+
+
 @given(rows, st.integers(1, 9), st.integers(12, 40))
+@example(ABOVE_ALL_CAPS, 3, 12)
 def test_a_sample_goes_to_the_least_loaded_rank_with_room_else_to_the_emptiest(
     given_rows: Rows, num_ranks: int, cap: int
 ) -> None:
@@ -123,6 +128,7 @@ def test_what_is_above_the_caps_is_moved_and_the_largest_loads_stay() -> None:
 
 
 @given(rows, st.integers(1, 3), st.integers(2, 5))
+@example(GIVEN_IS_BEST, 1, 5)
 def test_a_look_at_bins_is_between_their_bounds_and_what_they_are(
     given_rows: Rows, num_bins: int, num_ranks: int
 ) -> None:
