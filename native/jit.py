@@ -148,11 +148,11 @@ def _stamp(compiled: Any) -> None:
     """
     held: Any = getattr(getattr(compiled, "_cache", None), "_cache_file", None)
     if getattr(held, "_source_stamp", None) is not None:
-        held._source_stamp = (held._source_stamp, _sources_stamp())
+        held._source_stamp = (held._source_stamp, sources_stamp())
 
 
 @functools.cache
-def _sources_stamp() -> tuple[tuple[str, int, int], ...]:
+def sources_stamp() -> tuple[tuple[str, int, int], ...]:
     """Path, size and time of change of each file of kernels."""
     root = Path(__file__).parent
     files = [(path, path.stat()) for path in sorted(root.rglob("*.py"))]

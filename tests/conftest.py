@@ -14,6 +14,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Compile kernels before several processes of tests, and the processes that they start, each compile the same."""
+    if getattr(session.config.option, "numprocesses", None) and not hasattr(session.config, "workerinput"):
+        from orchdata.engines.warm import FAMILIES, Warming
+
+        Warming(list(FAMILIES)).wait()
+
+
 @pytest.fixture(scope="session")
 def fixtures_dir() -> Path:
     """The folder of real images, speech, text and shards; skips where it is absent."""

@@ -21,11 +21,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from orchdata.native.jit import load_numba, sources_stamp
 from orchdata.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -130,7 +131,6 @@ def _end(children: list[subprocess.Popen[bytes]]) -> None:
 def warm(spec: BuildSpec) -> None:
     """Load every kernel that steps of `spec` call, or compile it, in this thread. Leaves no thread behind."""
     from orchdata.building.spec import SampleContent, ShardContent
-    from orchdata.native.jit import load_numba
 
     load_numba()
     _warm_plans(spec.plan)
@@ -282,7 +282,7 @@ def _patches(dtypes: set[str] = frozenset({"bfloat16", "float32", "uint8"})) -> 
         patchify(np.zeros((2, 2, 3), np.uint8), 1, 2, table, np.empty((4, 3), table.dtype))
 
 
-_FAMILIES = {
+FAMILIES: Final = {
     "phases": _Family("assign.joint:solve_joint", _phases),
     "moves": _Family("move.minimal_move:solve_from", _moves),
     "packed": _Family("assign.packed:solve", _packed),
@@ -295,7 +295,7 @@ _FAMILIES = {
 
 
 def _is_kept(family: str) -> bool:
-    """Whether its head was compiled since its source was written, by the index that numba keeps of it."""
+    """Whether its head was compiled since any kernel's source was written, by the index that numba keeps of it."""
     head = _head(family)
     # Where numba keeps it by default is known without numba, which this process may not need otherwise.
     beside = Path(head.py_func.__code__.co_filename).parent / "__pycache__"
@@ -307,13 +307,13 @@ def _is_kept(family: str) -> bool:
 
 def _is_in(folder: Path, head: Any) -> bool:
     source = Path(head.py_func.__code__.co_filename)
-    written = source.stat().st_mtime
+    written = max(changed for _, _, changed in sources_stamp())
     found = folder.glob(f"{source.stem}.{head.py_func.__name__}-*.nbi")
-    return any(index.stat().st_mtime >= written for index in found)
+    return any(index.stat().st_mtime_ns >= written for index in found)
 
 
 def _head(family: str) -> Any:
-    module, _, name = _FAMILIES[family].head.partition(":")
+    module, _, name = FAMILIES[family].head.partition(":")
     return getattr(import_module(f"orchdata.native.{module}"), name)
 
 
@@ -346,7 +346,7 @@ def main(names: Sequence[str]) -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
     for name in names:
         with _taking_turns(name):
-            _FAMILIES[name].call()
+            FAMILIES[name].call()
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ class Notes:
 
     def __init__(self, group: Any, about: str) -> None:
         self._store = group
-        self._store = self._ask(lambda group: group.get_group_store())  # some backends do without, or raise
+        self._store = self._ask(_store_of)  # some backends do without, or raise
         self._about = about
         self._rank, self._size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
 
@@ -97,9 +97,16 @@ class Notes:
             return None
         try:
             return call(self._store)
-        except (RuntimeError, AttributeError):
+        except (RuntimeError, AttributeError, KeyError):
             self._store = None  # to ask again would only make torch warn again
             return None
+
+
+def _store_of(group: Any) -> Any:
+    """The store by which the ranks of a group found each other."""
+    if hasattr(group, "get_group_store"):
+        return group.get_group_store()
+    return dist.distributed_c10d._get_process_group_store(group)  # before torch 2.7
 
 
 def name_call(kind: str, group: Any = None) -> str:

@@ -24,6 +24,34 @@ print("numba" in sys.modules)
 """
 
 
+FORKED = """
+import os, signal, threading
+from orchdata.native.jit import kernel, load_numba
+
+def made(number):
+    def each(value: int) -> int:
+        return value * number
+    return kernel(each)
+
+def compile_more():
+    begun.set()
+    for number in range(3, 40):
+        made(number)(2)
+
+load_numba()
+begun = threading.Event()
+threading.Thread(target=compile_more, daemon=True).start()
+begun.wait()
+for _ in range(8):
+    child = os.fork()
+    if not child:
+        signal.alarm(60)
+        os._exit(0 if made(2)(4) == 8 else 1)
+    assert os.waitpid(child, 0)[1] == 0, "a forked process waits for a thread it does not have"
+os._exit(0)
+"""
+
+
 def plus(number: int, more: int) -> int:
     return number + more
 
@@ -72,6 +100,11 @@ def test_threads_that_call_a_kernel_first_together_share_what_is_compiled() -> N
         thread.join()
     assert found[0] is found[1] is shared.compiled()
     assert len(calls) == 1
+
+
+def test_a_process_that_is_forked_while_a_thread_compiles_can_compile() -> None:
+    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_kernels_pickle_by_name_and_keep_what_describes_them() -> None:

@@ -135,7 +135,7 @@ def _iterated(number: int, loader: od.DataLoader, queue: Any) -> None:
 
 
 def test_a_loader_is_an_argument_of_spawned_processes(dataset: od.ShardDataset) -> None:
-    loader = sharded(dataset)
+    loader = od.DataLoader(dataset, global_batch_size=8, shuffle=True, num_workers=1)
     broken_off(loader)
     queue = torch.multiprocessing.get_context("spawn").SimpleQueue()
     torch.multiprocessing.spawn(_iterated, (loader, queue), nprocs=1)

@@ -14,7 +14,7 @@ import numpy as np
 import parity_job
 import torch
 import torch.distributed as dist
-from parity_job import cover_pairs, describe, distance, full_parameters, make_config, make_model, wrap
+from parity_job import WRAPPERS, cover_pairs, describe, distance, full_parameters, make_config, make_model, wrap
 from rank_jobs import run_rank
 from shard_factory import RECIPE
 from torch import Tensor
@@ -79,7 +79,7 @@ class Suite:
 ALL = [
     Case(*values)
     for values in product(
-        ("ddp", "fsdp2"),
+        WRAPPERS,
         ("joint", "per_phase"),
         ("packed", "packed to lengths", "padded"),
         ("omni", "mixture"),
@@ -90,7 +90,7 @@ ALL = [
 ]
 QUICK = [
     Case("ddp", capped=True),
-    Case("fsdp2", "per_phase", capped=True),
+    Case(WRAPPERS[-1], "per_phase", capped=True),
     Case("ddp", "per_phase", "packed to lengths"),
     Case("ddp", "joint", "packed to lengths", data="omni"),
     Case("ddp", "joint", "padded", measure="samples"),

@@ -30,7 +30,8 @@ MAX_TOKENS = 480  # of all ranks' microbatches
 NUM_EPOCHS = 2
 SMALL = Sizes(hidden=24, layers=2, ffn=48, num_heads=2)
 
-WRAPPERS = ("ddp", "fsdp2")
+# FSDP2 asks of a CPU's streams what they have since torch 2.7.
+WRAPPERS = ("ddp", "fsdp2") if hasattr(torch.cpu.Stream, "record_event") else ("ddp",)
 ASSIGNMENTS = ("joint", "per_phase")
 LAYOUTS: dict[str, od.Packed | od.Padded] = {
     "packed": od.Packed(),

@@ -40,7 +40,7 @@ def pinned(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pinned]:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
     monkeypatch.setattr(torch.accelerator, "set_device_index", found.devices.add)
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: found.pin(tensor))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor, device=None: found.pin(tensor))
     yield found
 
 

@@ -144,6 +144,22 @@ def test_a_leak_past_the_window_alone_is_found(planted: Any, monkeypatch: pytest
     assert not od.hf.Inputs(planted(sliding_window=4096, leaks=True)).padded
 
 
+def test_a_window_that_only_the_class_says_is_shrunk(planted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "sliding_window" not in vars(planted())
+    with pytest.warns(UserWarning, match="planted_leak are padded"):
+        assert od.hf.Inputs(planted()).padded
+    monkeypatch.setattr(kept, "_seen", {})
+    monkeypatch.setattr(verdicts, "RULES", 0)
+    monkeypatch.setattr(PlantedConfig, "leaks", False)
+    assert not od.hf.Inputs(planted()).padded
+
+
+def test_a_verdict_is_of_the_code_of_all_parts(planted: Any) -> None:
+    assert kept.code_of(llama()) == {}
+    inside = transformers.LlavaConfig(text_config=planted())
+    assert set(kept.code_of(inside)) == {PlantedConfig.__module__}
+
+
 def test_a_small_leak_is_told_from_rounding(planted: Any) -> None:
     """One in ten thousand of what a sample sees is another's: above every bound."""
     small = trial.Difference(logits=1e-4, gradients=1e-4)
