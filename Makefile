@@ -5,8 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 LINKS := .typing/orchdata
 ARGS ?=
-# Two at a time, whole files each: half of what tests take is waiting for processes that they start.
-PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile
+# Three at a time, whole files each: two cores are then busy, as tests wait for processes that they start.
+PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadfile
 
 .PHONY: demo test test-slow test-torchvision test-wheel fuzz soak check format bench peers clean
 
