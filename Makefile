@@ -5,8 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 LINKS := .typing/orchdata
 ARGS ?=
-# Three at a time, whole files each: two cores are then busy, as tests wait for processes that they start.
-PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadfile
+# Whole files at a time, and more of the quick tests than there are cores: they wait for processes that they start.
+PYTEST := $(BIN)/python -m pytest -q --dist loadfile
 
 .PHONY: demo test test-slow test-torchvision test-wheel fuzz soak check format bench peers clean
 
@@ -14,10 +14,10 @@ demo: $(STAMP)
 	$(BIN)/orchdata demo $(ARGS)
 
 test: $(STAMP)
-	$(PYTEST) $(ARGS)
+	$(PYTEST) -n 3 $(ARGS)
 
 test-slow: $(STAMP)
-	$(PYTEST) -m slow $(ARGS)
+	$(PYTEST) -n 2 -m slow $(ARGS)
 
 # Processors that transformers makes with torchvision alone. Its wheels want a torch with CUDA: it lies beside, for these.
 test-torchvision: $(VENV)/torchvision
