@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.native.assign.bounds import phase_bounds
-from orchdata.native.assign.phase_refine import phase_loads
+from orchdata.native.assign.phase_refine import phase_peaks
 from orchdata.native.assign.phases import dominant_phases, longest_first_by_phase, order_by_phase
 from orchdata.native.jit import kernel
 
@@ -31,19 +31,24 @@ def fits_alone(sizes: NDArray[np.int64], caps: NDArray[np.int64]) -> NDArray[np.
 
 
 @kernel
-def bin_bound(costs: NDArray[np.int64], alone: NDArray[np.bool_], num_ranks: int) -> int:
-    """What ranks wait for at least, over all phases, where some items have a rank to themselves."""
-    low = np.int64(0)
-    others = costs[~alone]
-    free = num_ranks - (costs.shape[0] - others.shape[0])
-    bounds = phase_bounds(others, max(np.int64(1), free))
+def sum_beside_alone(peaks: NDArray[np.int64], costs: NDArray[np.int64], alone: NDArray[np.bool_]) -> int:
+    """The sum over phases of the largest of `peaks`, int64 (num_phases,), and of the costs of the items `alone`."""
+    total = np.int64(0)
     for p in range(costs.shape[1]):
-        peak = bounds[p]
+        peak = peaks[p]
         for item in range(costs.shape[0]):
             if alone[item]:
                 peak = max(peak, costs[item, p])
-        low += peak
-    return low
+        total += peak
+    return total
+
+
+@kernel
+def bin_bound(costs: NDArray[np.int64], alone: NDArray[np.bool_], num_ranks: int) -> int:
+    """What ranks wait for at least, over all phases, where some items have a rank to themselves."""
+    others = costs[~alone]
+    free = num_ranks - (costs.shape[0] - others.shape[0])
+    return np.int64(sum_beside_alone(phase_bounds(others, max(np.int64(1), free)), costs, alone))
 
 
 @kernel
@@ -96,11 +101,5 @@ def rough_peaks(
         phase = dominant_phases(others, primary)
         order = order_by_phase(others, phase, primary)
         owner = longest_first_by_phase(others, order, phase, free, max(1, others.shape[0]), 0)
-        loads = phase_loads(others, owner, free)
-        for p in range(costs.shape[1]):
-            peak = loads[:, p].max()
-            for item in range(mine.shape[0]):
-                if alone[item]:
-                    peak = max(peak, mine[item, p])
-            high += peak
+        high += sum_beside_alone(phase_peaks(others, owner, free), mine, alone)
     return low, high

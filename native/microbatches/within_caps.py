@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.native.assign.bounds import phase_bounds
-from orchdata.native.assign.phase_refine import phase_loads, phase_peaks
+from orchdata.native.assign.phase_refine import phase_peaks
 from orchdata.native.assign.phases import (
     above_caps,
     dominant_phases,
@@ -24,7 +24,7 @@ from orchdata.native.assign.phases import (
 )
 from orchdata.native.assign.ranking import bit_length
 from orchdata.native.jit import kernel
-from orchdata.native.microbatches.rough_peaks import fits_alone, items_of_bins
+from orchdata.native.microbatches.rough_peaks import fits_alone, items_of_bins, sum_beside_alone
 from orchdata.native.sorting import descending_order
 
 LARGE = (4, 8)  # Samples above this part of a cap are placed first; more of them where some find no room.
@@ -305,20 +305,13 @@ def looked_peaks(
             if number[r] >= 0:
                 number[r] = free
                 free += 1
-        others = np.flatnonzero(~alone)
+        others, peaks = np.flatnonzero(~alone), np.zeros(counted.shape[1], np.int64)
         if others.shape[0] > 0:
             inside = number[at[others]]
             span, ranks = np.array([0, others.shape[0]]), np.array([free])
             found = solve_within(
                 mine[others], weights[others], caps, inside, inside, span, ranks, costs.shape[1] - 1, 1000, pairs
             )
-            loads = phase_loads(counted[members[others]], found, free)
-        else:
-            loads = np.zeros((1, counted.shape[1]), np.int64)
-        for p in range(counted.shape[1]):
-            peak = loads[:, p].max()
-            for index in range(members.shape[0]):
-                if alone[index]:
-                    peak = max(peak, counted[members[index], p])
-            total += peak
+            peaks = phase_peaks(counted[members[others]], found, free)
+        total += sum_beside_alone(peaks, counted[members], alone)
     return total

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from orchdata.balancers import balance_from, balance_grid, balance_grouped
 from orchdata.balancers.phases import assign_jointly, search_pairs
 from orchdata.balancers.placement import renamed
-from orchdata.native.assign.phase_refine import phase_loads
+from orchdata.native.assign.phase_refine import phase_peaks
 from orchdata.native.assign.phases import above_caps, sum_of_peaks
 from orchdata.native.microbatches.rough_peaks import fits_alone
 from orchdata.native.move.grid import move_in_grid
@@ -181,7 +181,7 @@ def stay_near(
         limits: caps that are kept.
     """
     by_item = np.ascontiguousarray(np.stack(list(costs.values()), axis=1))
-    peaks = phase_loads(by_item, rank, num_ranks).max(axis=0)
+    peaks = phase_peaks(by_item, rank, num_ranks)
     named = rank.copy()
     relabel(np.ones(len(owner), np.int64), owner, named, num_ranks)
     if fits_alone(limits.sizes, limits.caps).any():

@@ -591,9 +591,14 @@ def _in_scope(
         return shares
     found = near_streams(costs, sizes, shares, num_ranks, balance, stream_rank)
     waits = np.sum([of_phase.max(axis=0) for of_phase in cells(costs, found, num_ranks)], axis=0)
-    name = np.empty(found.num_microbatches, np.int32)
-    name[np.argsort(-waits, kind="stable")] = np.arange(found.num_microbatches)
-    return replace(found, microbatch=name[found.microbatch])
+    return _from_the_most_costly(found, waits)
+
+
+def _from_the_most_costly(shares: Shares, waits: Ints) -> Shares:
+    """The same, its micro-steps numbered by what ranks wait for in them, int64 (num_microbatches,)."""
+    name = np.empty(shares.num_microbatches, np.int32)
+    name[np.argsort(-waits, kind="stable")] = np.arange(shares.num_microbatches)
+    return replace(shares, microbatch=name[shares.microbatch])
 
 
 def counts_kept(rank: Ranks, num_ranks: int, balance: Balance) -> bool:
@@ -637,7 +642,7 @@ def balanced_inside(
     Returns:
         None where the bounds of the micro-steps left say that it takes no less than `below`.
     """
-    rank, name = np.empty_like(dealt.rank), np.empty(dealt.num_microbatches, np.int32)
+    rank = np.empty_like(dealt.rank)
     held, waits = np.zeros(num_ranks, np.int64), np.zeros(dealt.num_microbatches, np.int64)
     anywhere = replace(balance, scope="global", group_size=None) if balance.scope == "grid" else balance
     effort = balance.effort * min(_STEPS_EFFORT * dealt.num_microbatches, _MOST_EFFORT)
@@ -659,8 +664,7 @@ def balanced_inside(
             found = _evened(found, held, balance, num_ranks)
         rank[members] = found
         waits[number] = sum_of_peaks(counted[members], found, num_ranks)
-    name[np.argsort(-waits, kind="stable")] = np.arange(dealt.num_microbatches)
-    return Shares(rank, name[dealt.microbatch], dealt.num_microbatches)
+    return _from_the_most_costly(replace(dealt, rank=rank), waits)
 
 
 def _evened(rank: Ranks, held: Ints, balance: Balance, num_ranks: int) -> Ranks:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from example_job import NAMES
-from rank_jobs import run_ranks
+from rank_jobs import FSDP2_RUNS, run_ranks
 
 from orchdata.synth import OMNI, synthesize
 
@@ -58,7 +58,7 @@ def example(name: str) -> Any:
     for package in NEEDS.get(name, ()):
         if find_spec(package) is None:
             pytest.skip(f"{package} is not installed, which examples/{name}.py is about")
-    if name in ("fsdp2", "hsdp_tp") and not hasattr(torch.cpu.Stream, "record_event"):
+    if name in ("fsdp2", "hsdp_tp") and not FSDP2_RUNS:
         pytest.skip(f"FSDP2 of torch {torch.__version__} does not run on a CPU")
     return import_module(f"examples.{name}")
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from padded_model import PaddedLM
-from rank_jobs import run_rank
+from rank_jobs import FSDP2_RUNS, run_rank
 from shard_factory import RECIPE
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -30,8 +30,7 @@ MAX_TOKENS = 480  # of all ranks' microbatches
 NUM_EPOCHS = 2
 SMALL = Sizes(hidden=24, layers=2, ffn=48, num_heads=2)
 
-# FSDP2 asks of a CPU's streams what they have since torch 2.7.
-WRAPPERS = ("ddp", "fsdp2") if hasattr(torch.cpu.Stream, "record_event") else ("ddp",)
+WRAPPERS = ("ddp", "fsdp2") if FSDP2_RUNS else ("ddp",)
 ASSIGNMENTS = ("joint", "per_phase")
 LAYOUTS: dict[str, od.Packed | od.Padded] = {
     "packed": od.Packed(),

@@ -34,6 +34,8 @@ from orchdata.reference.launch import end_with_parent
 
 LIMIT_SECONDS = 900  # so that a loaded machine is not taken for a job that hangs
 PATIENCE = timedelta(seconds=90)
+FSDP2_RUNS = hasattr(torch.cpu.Stream, "record_event")
+"""On a CPU: it asks of streams what those of a CPU have since torch 2.7."""
 _LAST_LINES = 40
 
 
