@@ -559,7 +559,8 @@ def near_streams(
 ) -> Shares:
     """`shares`, balanced over all ranks, with most samples of each micro-step near the ranks that they are drawn for.
 
-    A grid is never below all ranks at once: what is by chance keeps these, named so that much stays.
+    Where that costs less than `shares`, the search over all ranks missed something. The result is then `shares`, its
+    ranks renamed so that most samples stay: so a grid never costs less than "global".
     """
     columns, caps = _capped(sizes, balance)
     near, named = shares.rank.copy(), shares.rank.copy()

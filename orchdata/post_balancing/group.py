@@ -6,10 +6,8 @@ a note (`orchdata.ranks.notes`) and takes its connections down, which wakes the 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from datetime import timedelta
-from itertools import count
 from typing import Any
 
 import numpy as np
@@ -18,15 +16,13 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from orchdata.loaders.errors import StepError
-from orchdata.ranks.notes import Notes, no_word_from
+from orchdata.ranks.notes import Notes, no_word_from, store_of
 from orchdata.ranks.parallel import group_timeout
 
 Ints = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
 
 POLL_SECONDS = 1.0  # Ranks that wait for their trainer look for notes this often.
-
-_numbers = count()
 
 
 class LostRanksError(Exception):
@@ -42,33 +38,32 @@ class RankGroup:
     """This rank and the others.
 
     Args:
-        group: the ranks; None for a single one. A gloo group of the same ranks is made: a collective.
+        group: the ranks; None for a single one. They are connected here: a collective of theirs alone.
         timeout: seconds a rank waits for the others in one collective; None for as long as in those of `group`.
     """
 
     def __init__(self, group: Any, timeout: float | None) -> None:
-        self._group: Any = None
+        self._gloo: Any = None
         self._notes = Notes(None, "post_balance")
         self.rank, self.size = 0, 1
         if group is None or dist.get_world_size(group) == 1:
             return
-        ranks = dist.get_process_group_ranks(group)
-        self._group = dist.new_group(
-            ranks,
-            backend="gloo",
-            timeout=group_timeout(group) if timeout is None else timedelta(seconds=timeout),
-            # Ranks outside the group need not take part.
-            use_local_synchronization=len(ranks) < dist.get_world_size(),
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        # Not by `dist.new_group`: torch 2.15 counts a group of some ranks on those alone, and the next group of all
+        # ranks then waits for ever.
+        store = store_of(group)
+        about = (
+            f"post_balance/{store.add(f'orchdata/post_balance/{self.rank}', 1)}"  # ranks make theirs in one sequence
         )
-        self.rank, self.size = dist.get_rank(self._group), dist.get_world_size(self._group)
-        # The first rank's number: others may have made more or fewer groups. A store can be that of an earlier group.
-        number = self.gather(np.array([next(_numbers)]))[0, 0]
-        self._notes = Notes(self._group, f"post_balance/{number}")
+        patience = group_timeout(group) if timeout is None else timedelta(seconds=timeout)
+        connecting = dist.distributed_c10d.PrefixStore(f"orchdata/{about}", store)
+        self._gloo = dist.ProcessGroupGloo(connecting, self.rank, self.size, patience)
+        self._notes = Notes(group, about)
 
     @property
     def connected(self) -> bool:
         """Whether collectives are possible."""
-        return self.size == 1 or self._group is not None
+        return self.size == 1 or self._gloo is not None
 
     def gather(self, values: Ints) -> Ints:
         """Stack int64 arrays of one shape from all ranks: (num_ranks, *shape)."""
@@ -77,7 +72,7 @@ class RankGroup:
         # To all at once: gloo's all-gather hands everything around a ring, one rank after another.
         told = np.repeat(values[None], self.size, axis=0)
         gathered = np.empty_like(told)
-        self._run(dist.all_to_all_single, torch.from_numpy(gathered).view(-1), torch.from_numpy(told).view(-1))
+        self._all_to_all(torch.from_numpy(gathered).view(-1), torch.from_numpy(told).view(-1))
         return gathered
 
     def gather_rows(self, rows: Ints, counts: Ints) -> Ints:
@@ -98,7 +93,7 @@ class RankGroup:
     def exchange(self, outgoing: Bytes, to_each: Sequence[int], from_each: Sequence[int]) -> Bytes:
         """One ragged all-to-all: bytes for each rank in turn -> the bytes from each, in new writable memory."""
         incoming = torch.empty(sum(from_each), dtype=torch.uint8)
-        self._run(dist.all_to_all_single, incoming, torch.from_numpy(outgoing), list(from_each), list(to_each))
+        self._all_to_all(incoming, torch.from_numpy(outgoing), list(from_each), list(to_each))
         received: Bytes = incoming.numpy()
         return received
 
@@ -117,10 +112,7 @@ class RankGroup:
         """
         self._notes.leave(reason)
         self._notes.close()
-        group, self._group = self._group, None
-        if group is not None and dist.is_initialized():
-            with contextlib.suppress(RuntimeError, ValueError, AssertionError):
-                dist.destroy_process_group(group)
+        self._gloo = None
 
     def explain_loss(self, step: int, error: LostRanksError) -> StepError:
         """Give up and find out who caused it, from the notes of the others."""
@@ -136,14 +128,17 @@ class RankGroup:
             return StepError(f"{lost}, though all are there: {error}", step, None)
         return StepError(f"{lost}: {no_word_from(missing)} ({error})", step, missing[0] if len(missing) == 1 else None)
 
-    def _run(self, collective: Any, *arguments: Any) -> None:
-        if self._group is None:
+    def _all_to_all(
+        self, incoming: torch.Tensor, outgoing: torch.Tensor, from_each: Sequence[int] = (), to_each: Sequence[int] = ()
+    ) -> None:
+        """Rows for each rank, as many for all where no numbers are given."""
+        if self._gloo is None:
             raise LostRanksError("its connections are down")
         try:
-            collective(*arguments, group=self._group)
+            self._gloo.alltoall_base(incoming, outgoing, list(from_each), list(to_each)).wait()
             return
         except RuntimeError as error:
             # Without gloo's own source lines and advice.
             reason = str(error).partition("] ")[2].partition(". This is")[0] or str(error)
-        # Not raised from that error: its traceback holds the group, whose connections then could not be taken down.
+        # Not raised from that error: its traceback holds the connections, which could then not be taken down.
         raise LostRanksError(reason)

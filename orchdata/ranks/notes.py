@@ -40,7 +40,7 @@ class Notes:
 
     def __init__(self, group: Any, about: str) -> None:
         self._store = group
-        self._store = self._ask(_store_of)  # some backends do without, or raise
+        self._store = self._ask(store_of)  # some backends do without, or raise
         self._about = about
         self._rank, self._size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
 
@@ -102,7 +102,7 @@ class Notes:
             return None
 
 
-def _store_of(group: Any) -> Any:
+def store_of(group: Any) -> Any:
     """The store by which the ranks of a group found each other."""
     if hasattr(group, "get_group_store"):
         return group.get_group_store()

@@ -230,9 +230,9 @@ class Job:
         grouped.set_epoch(int(odd))
         found["epoch in a group"] = message(lambda: next(iter(grouped)))
         found["failures"] = self.without_pickle()
-        own = [*(RankGroup(dist.group.WORLD, seconds)._group for seconds in (None, 7.0))]
-        own += [group for seconds in (0.0, 7.0) for group in _groups(((0, 1),), seconds)]
-        found["timeouts"] = [group_timeout(group).total_seconds() for group in own]
+        own = [RankGroup(dist.group.WORLD, seconds)._gloo.options._timeout for seconds in (None, 7.0)]
+        own += [group_timeout(group) for seconds in (0.0, 7.0) for group in _groups(((0, 1),), seconds)]
+        found["timeouts"] = [each.total_seconds() for each in own]
         found["alone"] = self.alone() if not odd else None  # from here on ranks have made other numbers of loaders
         self.another_job()
         if not odd:

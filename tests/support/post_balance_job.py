@@ -288,9 +288,13 @@ def unlike(rank: int, size: int) -> dict[str, Any]:
 
 
 def subgroup(rank: int, size: int) -> dict[str, Any]:
-    """Ranks 1 and 2 of three balance; rank 0 knows nothing of it."""
-    members = dist.new_group([1, 2])
-    return run_epochs(Drawn(make_steps(rank, 3)), group=members) if rank else {"epochs": [[]]}
+    """Ranks 1 and 2 of three balance, then ranks 0 and 1, then all; the others know nothing of it."""
+    found = {}
+    for name, members in (("1 and 2", [1, 2]), ("0 and 1", [0, 1]), ("all", [0, 1, 2])):
+        group = dist.new_group(members)
+        if rank in members:
+            found[name] = run_epochs(Drawn(make_steps(rank, 3)), group=group)["epochs"][0]
+    return found
 
 
 def main(scenario: str) -> dict[str, Any]:

@@ -86,7 +86,8 @@ def run_ranks(
             _show_where(ranks)
             raise RanksFailed(f"no end after {limit_seconds:g} seconds\n{_said(folder, range(num_ranks))}")
         if silent:
-            raise RanksFailed(f"ranks {silent} ended without a result\n{_said(folder, silent)}")
+            _show_where(ranks)  # the others, which these may have waited for
+            raise RanksFailed(f"ranks {silent} ended without a result\n{_said(folder, range(num_ranks))}")
         for process in ranks:
             process.stdin.close()
         failed = [rank for rank, process in enumerate(ranks) if rank not in lost and process.wait()]

@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("transformers", minversion="5.23")
 
+import torchaudio_anyway
 import transformers
 from hf_sweep import outcomes
 from hf_sweep.chats import template
@@ -59,6 +60,7 @@ def test_arrays_that_no_forward_takes_are_not_blamed_on_the_recipe() -> None:
 def test_padding_that_is_read_is_refused_also_of_a_sample_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    torchaudio_anyway.torchaudio()  # granite_speech's processor needs it, installed or not
     processor = outcomes._fitted("granite_speech")
     processor.chat_template = template(processor)
     recipe = od.hf.recipe(processor)

@@ -50,15 +50,16 @@ def plain_lap(order: MixtureOrder, number: int, begun: int) -> Iterator[Taken]:
     amount, stage, base = begun, -1, [0] * len(queues)
     given, delays = [0] * len(queues), [0] * len(queues)
     while True:
+        # A lap whose sources run out where another stage begins has ended: that stage does not begin.
+        if stage >= 0 and has_ended(order, stage, waiting):
+            return
         now = max(place for place, each in enumerate(order.stages) if each.bound <= amount)
         if now != stage:
             stage, base = now, list(given)
             delays = plain_delays(order, order.stages[stage].periods)
-        periods = order.stages[stage].periods
-        if not endless:
-            out = [waiting[source] is None for source, period in enumerate(periods) if period]
-            if all(out) or (order.stop == "first" and any(out)):
+            if has_ended(order, stage, waiting):
                 return
+        periods = order.stages[stage].periods
         best = None
         for source, sample in enumerate(waiting):
             if sample is not None and periods[source]:
@@ -74,6 +75,14 @@ def plain_lap(order: MixtureOrder, number: int, begun: int) -> Iterator[Taken]:
         amount += size
         waiting[source] = next(queues[source], None)
         yield sample
+
+
+def has_ended(order: MixtureOrder, stage: int, waiting: list[Taken | None]) -> bool:
+    """Whether a lap gives nothing more in a stage."""
+    if order.stop == "repeat":
+        return False
+    out = [waiting[source] is None for source, period in enumerate(order.stages[stage].periods) if period]
+    return all(out) or (order.stop == "first" and any(out))
 
 
 def plain_delays(order: MixtureOrder, periods: tuple[int, ...]) -> list[int]:

@@ -200,11 +200,13 @@ def test_ranks_that_were_given_different_arguments_are_told(tmp_path: Path) -> N
 
 
 def test_some_ranks_may_balance_without_the_others(tmp_path: Path) -> None:
-    results = run_job("subgroup", 3, tmp_path)[1:]
-    seen = [result["epochs"][0] for result in results]
-    for step, ranks in enumerate(zip(*seen, strict=True)):
-        wanted = [sample["key"] for rank in (1, 2) for sample in make_steps(rank, 3)[step]]
-        assert sorted(chain(*(one["keys"] for one in ranks))) == sorted(wanted)
+    results = run_job("subgroup", 3, tmp_path)
+    for name, members in (("1 and 2", (1, 2)), ("0 and 1", (0, 1)), ("all", (0, 1, 2))):
+        seen = [result[name] for result in results if name in result]
+        assert len(seen) == len(members)
+        for step, ranks in enumerate(zip(*seen, strict=True)):
+            wanted = [sample["key"] for rank in members for sample in make_steps(rank, 3)[step]]
+            assert sorted(chain(*(one["keys"] for one in ranks))) == sorted(wanted)
 
 
 # --- one rank alone
