@@ -7,12 +7,15 @@ call no kernel at all. So a kernel is a `Kernel` until its first call, which imp
 from __future__ import annotations
 
 import functools
+import logging  # noqa: F401 - before what is registered below
 import os
 import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, cast
+
+import numpy as np
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -39,14 +42,39 @@ def inlined(function: Function) -> Function:
 # compiles, would wait for a thread that it does not have: forking waits for both. Who compiles holds numba's own lock
 # first, then this one.
 _making = threading.RLock()
+_compiling: Any = None
+"""numba's own lock, once numba is imported."""
+_held: list[Any] = []
+"""Of these locks, those that the thread holds which forks."""
 
 
-def _hold_while_forking(lock: Any) -> None:
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
+def _before_fork() -> None:
+    while True:
+        compiling = _compiling
+        locks = [_making] if compiling is None else [compiling, _making]
+        for lock in locks:
+            lock.acquire()
+        if compiling is _compiling:  # else numba was imported while this waited
+            _held[:] = locks
+            return
+        _release(locks)
 
 
-_hold_while_forking(_making)
+def _after_fork() -> None:
+    locks = _held.copy()
+    _held.clear()
+    _release(locks)
+
+
+def _release(locks: list[Any]) -> None:
+    for lock in reversed(locks):
+        lock.release()
+
+
+# What is registered last comes first before a fork. The lock of `logging`, which importing numba takes, must come later
+# than ours: it is registered by that import.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
 
 
 def load_numba() -> None:
@@ -67,16 +95,19 @@ def load_numba() -> None:
 @functools.cache
 def _numba() -> Any:
     """numba, imported. What that raises is an ImportError that names it, or what `broken` makes of it."""
+    global _compiling
     try:
         with _making:
             import numba
+            from numba.core.compiler_lock import global_compiler_lock
+            from numba.core.typing.typeof import typeof
+
+            cast(Any, typeof)(np.empty(0))  # the first array imports more, before any lock is taken
+            _compiling = global_compiler_lock
     except Exception as error:
         if broken is not None:
             raise broken(error) from error
         raise ImportError(f"numba cannot be imported: {type(error).__name__}: {error}", name="numba") from error
-    from numba.core.compiler_lock import global_compiler_lock
-
-    _hold_while_forking(global_compiler_lock)
     return numba
 
 
@@ -155,7 +186,7 @@ def _stamp(compiled: Any) -> None:
 def sources_stamp() -> tuple[tuple[str, int, int], ...]:
     """Path, size and time of change of each file of kernels."""
     root = Path(__file__).parent
-    files = [(path, path.stat()) for path in sorted(root.rglob("*.py"))]
+    files = [(path, path.stat()) for path in sorted(root.rglob("[!.]*.py"))]  # editors put hidden ones beside
     return tuple((path.relative_to(root).as_posix(), stat.st_size, stat.st_mtime_ns) for path, stat in files)
 
 

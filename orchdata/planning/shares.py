@@ -115,6 +115,28 @@ def share_out_packed(
     Raises:
         ValueError: a sample above a cap, unless `balance.oversize` is "own", or too few microbatches.
     """
+    shares = _cheapest(costs, sizes, num_ranks, balance, stream_rank, num_microbatches)
+    return shares if num_microbatches is not None else _without_empty(shares)
+
+
+def _without_empty(shares: Shares) -> Shares:
+    """The same without micro-steps in which no rank has a sample."""
+    held = np.bincount(shares.microbatch, minlength=shares.num_microbatches) > 0
+    if held.all() or not held.any():
+        return shares
+    name = np.cumsum(held, dtype=np.int32) - np.int32(1)
+    return Shares(shares.rank, name[shares.microbatch], int(held.sum()))
+
+
+def _cheapest(
+    costs: Mapping[str, Ints],
+    sizes: Mapping[str, Ints],
+    num_ranks: int,
+    balance: Balance,
+    stream_rank: Ranks,
+    num_microbatches: int | None,
+) -> Shares:
+    """`share_out_packed`, whose micro-steps may be empty."""
     if num_ranks == 1 and not sizes and num_microbatches is None:
         return Shares(np.zeros(len(stream_rank), np.int32), np.zeros(len(stream_rank), np.int32), 1)
     together_in_steps = in_step(balance) and bool(sizes) and num_ranks > 1
@@ -437,6 +459,8 @@ def sorted_and_cut(
     columns, caps = _capped(sizes, balance)
     by_sample = np.ascontiguousarray(np.stack(list(costs.values()), axis=1))
     positions = np.ascontiguousarray(columns[:, 0])
+    if int(positions.sum()) > MAX_TOTAL // num_microbatches:
+        return []  # what is compared would overflow
     largest = descending_order(positions)
     cuts: list[tuple[list[int], int, Ranks, Ranks]] = []
     stride, few = some_ranks(num_ranks) if len(positions) > _HUGE else (0, 0)

@@ -6,6 +6,7 @@ a note (`orchdata.ranks.notes`) and takes its connections down, which wakes the 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -23,6 +24,9 @@ Ints = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
 
 POLL_SECONDS = 1.0  # Ranks that wait for their trainer look for notes this often.
+
+# Connections of the process that this one was forked off. To take them down would wait for threads that are not here.
+_of_parents: list[Any] = []
 
 
 class LostRanksError(Exception):
@@ -44,6 +48,7 @@ class RankGroup:
 
     def __init__(self, group: Any, timeout: float | None) -> None:
         self._gloo: Any = None
+        self._process = os.getpid()
         self._notes = Notes(None, "post_balance")
         self.rank, self.size = 0, 1
         if group is None or dist.get_world_size(group) == 1:
@@ -57,8 +62,14 @@ class RankGroup:
         )
         patience = group_timeout(group) if timeout is None else timedelta(seconds=timeout)
         connecting = dist.distributed_c10d.PrefixStore(f"orchdata/{about}", store)
-        self._gloo = dist.ProcessGroupGloo(connecting, self.rank, self.size, patience)
+        try:
+            self._gloo = dist.ProcessGroupGloo(connecting, self.rank, self.size, patience)
+        except RuntimeError as error:
+            raise LostRanksError(str(error)) from None
         self._notes = Notes(group, about)
+
+    def __del__(self) -> None:
+        self._disconnect()
 
     @property
     def connected(self) -> bool:
@@ -112,7 +123,12 @@ class RankGroup:
         """
         self._notes.leave(reason)
         self._notes.close()
-        self._gloo = None
+        self._disconnect()
+
+    def _disconnect(self) -> None:
+        gloo, self._gloo = self._gloo, None
+        if gloo is not None and os.getpid() != self._process:
+            _of_parents.append(gloo)
 
     def explain_loss(self, step: int, error: LostRanksError) -> StepError:
         """Give up and find out who caused it, from the notes of the others."""

@@ -51,6 +51,38 @@ for _ in range(8):
 os._exit(0)
 """
 
+FORKED_EARLY = """
+import importlib.abc, os, signal, sys, threading
+import numpy as np
+from orchdata.native.jit import kernel
+
+class Tells(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == sys.argv[1]:
+            begun.set()
+            imported.wait(0.5)  # so that the other thread forks, or waits to fork
+
+def made(number):
+    def each(values):
+        return values.sum() * number
+    return kernel(each)
+
+def compile_more():
+    for number in range(3, 12):
+        made(number)(np.arange(5))
+
+begun, imported = threading.Event(), threading.Event()
+sys.meta_path.insert(0, Tells())
+threading.Thread(target=compile_more, daemon=True).start()
+begun.wait()
+child = os.fork()
+if not child:
+    signal.alarm(60)
+    os._exit(0 if made(2)(np.arange(5)) == 20 else 1)
+assert os.waitpid(child, 0)[1] == 0, "a forked process waits for a thread it does not have"
+os._exit(0)
+"""
+
 
 def plus(number: int, more: int) -> int:
     return number + more
@@ -105,6 +137,12 @@ def test_threads_that_call_a_kernel_first_together_share_what_is_compiled() -> N
 def test_a_process_that_is_forked_while_a_thread_compiles_can_compile() -> None:
     done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("imported", ["numba.core.types", "numba.core.compiler_lock", "numpy.ma"])
+def test_a_process_that_is_forked_while_a_thread_imports_numba_can_compile(imported: str) -> None:
+    done = subprocess.run([sys.executable, "-c", FORKED_EARLY, imported], capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stderr, done.stderr
 
 
 def test_kernels_pickle_by_name_and_keep_what_describes_them() -> None:

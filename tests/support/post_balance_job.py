@@ -5,8 +5,10 @@ post_balance_job.py SCENARIO
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -295,6 +297,19 @@ def subgroup(rank: int, size: int) -> dict[str, Any]:
         if rank in members:
             found[name] = run_epochs(Drawn(make_steps(rank, 3)), group=group)["epochs"][0]
     return found
+
+
+def forked(rank: int, size: int) -> dict[str, Any]:
+    """A forked process drops what it has of the ranks' connections; those go on."""
+    balanced = [wrap(Drawn(make_steps(rank, 2)))]
+    child = os.fork()
+    if not child:
+        signal.alarm(60)
+        balanced.clear()
+        gc.collect()
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return {"code": code, "steps": len(seen_of(balanced[0]))}
 
 
 def main(scenario: str) -> dict[str, Any]:

@@ -26,6 +26,8 @@ _INNER: Final = re.compile(
 _HEADS: Final = re.compile(
     r"(.*_)?(num_attention_heads|attention_heads|n_heads?|num_heads|attention_heads_per_layer|query_groups)"
 )
+# Few of these give many positions a score of 0, and which of them are chosen then depends on how many there are.
+_INDEX_HEADS: Final = re.compile(r"index(er)?_n_heads")
 _KEY_HEADS: Final = re.compile(r"(.*_)?(num_key_value_heads|kv_n_heads|num_kv_heads|kv_heads|num_key_heads)")
 _HEAD: Final = re.compile(r"(.*_)?(head_dim|headdim|d_kv|kv_channels|dim_head|d_head|attention_head_size)")
 _EXPERTS: Final = re.compile(r"(.*_)?(num|n)(_[a-z]+)?_experts|zero_expert_num")
@@ -35,7 +37,7 @@ _RANKS: Final = re.compile(
     r"(.*_)?(rank|lowrank|latent_size|d_rel|state_size|d_state|router_hidden_size|ple_embed_dim|hidden_size_per_layer_input)"
 )
 _SEEN: Final = re.compile(
-    r"(.*_)?(window|chunk|span)s?(_?(size|len|length|width))?|(.*_)?(local_attention|rel_extent|floor_scale"
+    r"(?!max_inference)(.*_)?(window|chunk|span)s?(_?(size|len|length|width))?|(.*_)?(local_attention|rel_extent|floor_scale"
     r"|log_scaling_n_floor|index_topk|block_size|attention_context_left|attention_context_right)"
 )
 _FEW: Final = re.compile(r"index_topk_blocks|index_kpool|.*compress_ratio|compress_rates")
@@ -116,6 +118,8 @@ def _number(name: str, value: int, fields: Fields, widths: Widths, *, text: bool
             return min(value, most)
     if _KEY_HEADS.fullmatch(name):
         return widths.heads if value == _heads(name, fields) else 1
+    if _INDEX_HEADS.fullmatch(name):
+        return None
     if _HEADS.fullmatch(name):
         return min(value, widths.heads)
     if _HEAD.fullmatch(name):

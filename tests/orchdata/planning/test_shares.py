@@ -86,6 +86,7 @@ def test_a_step_is_within_its_limits_and_no_dearer_than_what_it_is_chosen_from(
     shares = shared_out(batch, balance)
     check_step(batch, shares, balance)
     check_not_dearer(batch, shares, balance)
+    assert len(np.unique(shares.microbatch)) in (0, shares.num_microbatches)
     again = shared_out(batch, balance)
     assert (again.rank.tolist(), again.microbatch.tolist()) == (shares.rank.tolist(), shares.microbatch.tolist())
     for column, given_ in zip((*batch.costs.values(), *batch.positions.values()), before, strict=True):
@@ -115,6 +116,14 @@ def test_no_way_with_more_micro_steps_is_taken_though_it_costs_less() -> None:
         assert shares.num_microbatches <= split(batch, ["image", "llm"], balance).num_microbatches
         dearer += waits(cells(batch, shares), balance) > waits(cells(batch, backbone), balance)
     assert dearer  # The backbone alone, in a micro-step more.
+
+
+def test_no_micro_step_is_without_samples() -> None:
+    """Of the four micro-steps that samples are dealt into here the last one stays empty."""
+    sizes = np.array([29, 782, 606, 719, 398, 326, 230, 515, 558, 659, 127, 320, 216, 836, 782, 159])
+    owner = (np.arange(16) * 3 // 16).astype(np.int32)
+    shares = share_out_packed({"llm": sizes}, {"llm": sizes}, 3, Balance(max_tokens=960), owner)
+    assert np.bincount(shares.microbatch).tolist() == [6, 6, 4] and shares.num_microbatches == 3
 
 
 @settings(max_examples=30, deadline=None)

@@ -209,6 +209,10 @@ def test_some_ranks_may_balance_without_the_others(tmp_path: Path) -> None:
             assert sorted(chain(*(one["keys"] for one in ranks))) == sorted(wanted)
 
 
+def test_a_forked_process_takes_no_connection_down_and_does_not_wait(tmp_path: Path) -> None:
+    assert run_job("forked", 2, tmp_path) == [{"code": 0, "steps": 2}] * 2
+
+
 # --- one rank alone
 
 

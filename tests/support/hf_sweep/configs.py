@@ -6,6 +6,7 @@ import inspect
 import re
 from collections.abc import Mapping
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, Final
 
 from transformers import CONFIG_MAPPING, AutoConfig
@@ -77,6 +78,8 @@ def _fill_sections(config: Any) -> None:
 
 def _sections_of_code(config: Any) -> list[int]:
     module = type(config).__module__.replace(".configuration_", ".modeling_")
+    if find_spec(module) is None:  # of a configuration that another model's code serves
+        return []
     found = _SECTIONS.search(inspect.getsource(import_module(module)))
     return [int(each) for each in found[1].split(",")] if found else []
 
