@@ -44,26 +44,24 @@ def inlined(function: Function) -> Function:
 _making = threading.RLock()
 _compiling: Any = None
 """numba's own lock, once numba is imported."""
-_held: list[Any] = []
-"""Of these locks, those that the thread holds which forks."""
+
+
+def _locks() -> list[Any]:
+    return [_making] if _compiling is None else [_compiling, _making]
 
 
 def _before_fork() -> None:
     while True:
-        compiling = _compiling
-        locks = [_making] if compiling is None else [compiling, _making]
+        locks = _locks()
         for lock in locks:
             lock.acquire()
-        if compiling is _compiling:  # else numba was imported while this waited
-            _held[:] = locks
+        if locks == _locks():  # numba was not imported while this waited, and is not until `_making` is released
             return
         _release(locks)
 
 
 def _after_fork() -> None:
-    locks = _held.copy()
-    _held.clear()
-    _release(locks)
+    _release(_locks())
 
 
 def _release(locks: list[Any]) -> None:

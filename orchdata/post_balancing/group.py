@@ -57,9 +57,8 @@ class RankGroup:
         # Not by `dist.new_group`: torch 2.15 counts a group of some ranks on those alone, and the next group of all
         # ranks then waits for ever.
         store = store_of(group)
-        about = (
-            f"post_balance/{store.add(f'orchdata/post_balance/{self.rank}', 1)}"  # ranks make theirs in one sequence
-        )
+        number = store.add(f"orchdata/post_balance/{self.rank}", 1)  # ranks make theirs in one sequence
+        about = f"post_balance/{number}"
         patience = group_timeout(group) if timeout is None else timedelta(seconds=timeout)
         connecting = dist.distributed_c10d.PrefixStore(f"orchdata/{about}", store)
         try:

@@ -23,11 +23,10 @@ _INNER: Final = re.compile(
     r"(.*_)?(intermediate_size|ffn_hidden_size|ffn_dim|ffn_size|d_ff|dff|dim_ff|mlp_dim|n_inner|feed_forward_size"
     r"|intermediate_size_mlp|feedforward_dim|expert_dim|d_inner|ffn_hidden)"
 )
+# But for heads of an index: few give many positions a score of 0, and which are chosen then depends on their number.
 _HEADS: Final = re.compile(
-    r"(.*_)?(num_attention_heads|attention_heads|n_heads?|num_heads|attention_heads_per_layer|query_groups)"
+    r"(?!index(er)?_n_heads)(.*_)?(num_attention_heads|attention_heads|n_heads?|num_heads|attention_heads_per_layer|query_groups)"
 )
-# Few of these give many positions a score of 0, and which of them are chosen then depends on how many there are.
-_INDEX_HEADS: Final = re.compile(r"index(er)?_n_heads")
 _KEY_HEADS: Final = re.compile(r"(.*_)?(num_key_value_heads|kv_n_heads|num_kv_heads|kv_heads|num_key_heads)")
 _HEAD: Final = re.compile(r"(.*_)?(head_dim|headdim|d_kv|kv_channels|dim_head|d_head|attention_head_size)")
 _EXPERTS: Final = re.compile(r"(.*_)?(num|n)(_[a-z]+)?_experts|zero_expert_num")
@@ -36,6 +35,7 @@ _GROUPS: Final = re.compile(r"n_group|topk_group|num_expert_group|o_groups|(.*_)
 _RANKS: Final = re.compile(
     r"(.*_)?(rank|lowrank|latent_size|d_rel|state_size|d_state|router_hidden_size|ple_embed_dim|hidden_size_per_layer_input)"
 )
+# But for the longest piece of an evaluation, which bounds no attention.
 _SEEN: Final = re.compile(
     r"(?!max_inference)(.*_)?(window|chunk|span)s?(_?(size|len|length|width))?|(.*_)?(local_attention|rel_extent|floor_scale"
     r"|log_scaling_n_floor|index_topk|block_size|attention_context_left|attention_context_right)"
@@ -118,8 +118,6 @@ def _number(name: str, value: int, fields: Fields, widths: Widths, *, text: bool
             return min(value, most)
     if _KEY_HEADS.fullmatch(name):
         return widths.heads if value == _heads(name, fields) else 1
-    if _INDEX_HEADS.fullmatch(name):
-        return None
     if _HEADS.fullmatch(name):
         return min(value, widths.heads)
     if _HEAD.fullmatch(name):
