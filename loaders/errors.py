@@ -29,6 +29,7 @@ from functools import partial
 from typing import TypeGuard
 
 from orchdata.loaders.environment import OWN, failed_import, way_out
+from orchdata.loaders.memory import is_of_libav, pass_said_shortage
 from orchdata.native import jit
 
 
@@ -183,32 +184,41 @@ class FieldError(Exception):
 
 
 _TOLD_CHARACTERS = 400
-_RESOURCES = frozenset(
-    getattr(errno, name)
-    for name in (
-        *("EMFILE", "ENFILE", "EIO", "ENOSPC", "EDQUOT", "ESTALE", "EACCES", "EPERM"),
-        *("ENOMEM", "EAGAIN", "ETIMEDOUT", "EROFS", "ENODEV", "ENXIO"),
-    )
-)
+OF_THE_FILE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG})
+"""What the system says of a name, or of what lies there. Whatever else it says may pass."""
+_OF_LIBAV = frozenset({errno.EMFILE, errno.ENFILE})
+"""What libav says of the system: its other numbers are words about the data."""
+_NO_THREAD = "can't start new thread"
 
 
 def pass_trouble(error: BaseException) -> None:
     """Raise what says nothing about the data: for whoever makes any other exception a failure of theirs.
 
     Readers of data have bytes in memory, so that what the system refuses them (a module to load, a thread) is not the
-    data's doing: a StorageError. Nor is an import that failed, whatever it raised: a PackageError.
+    data's doing: a StorageError. Lack of memory is a MemoryError. Nor is an import that failed, whatever it raised: a
+    PackageError.
     """
-    if isinstance(error, NOT_DATA):
+    if isinstance(error, NOT_DATA) and not is_of_libav(error):
         raise error
+    pass_said_shortage(error)
     if is_refusal(error):
         what = "a decoder" if error.filename is None else str(error.filename)
         raise StorageError(what, f"cannot be used: {error.strerror}", error.errno) from error
+    if isinstance(error, RuntimeError) and str(error) == _NO_THREAD:
+        raise StorageError("a thread", "cannot be started: they are too many", errno.EAGAIN) from error
     pass_broken_package(error)
 
 
 def is_refusal(error: BaseException) -> TypeGuard[OSError]:
-    """Whether it is one of the system, which may be asked again."""
-    return isinstance(error, OSError) and error.errno in _RESOURCES
+    """Whether it is one of the system, which may be asked again.
+
+    Decoders raise OSError for damaged data too: Pillow, pyarrow and gzip without a number, libav with one.
+    """
+    if not isinstance(error, OSError) or error.errno is None:
+        return False
+    if is_of_libav(error):
+        return error.errno in _OF_LIBAV
+    return error.errno not in OF_THE_FILE
 
 
 def pass_broken_package(error: BaseException, needed_by: str = "", package: str = "") -> None:

@@ -94,6 +94,7 @@ class Turns:
         self.ended = False
         self._pace = Pace(most, time.monotonic())
         self._begun: dict[int, float] = {}  # by thread: when its turn began
+        self._is_alone = False
         self._changed = threading.Condition()
 
     @contextmanager
@@ -110,9 +111,28 @@ class Turns:
                     self._pace.done(sum(amounts), time.monotonic())
                 self._changed.notify_all()
 
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Wait until no thread has a turn, and let none begin one meanwhile."""
+        with self._changed:
+            while self._is_alone and not self.ended:
+                self._changed.wait()
+            self._is_alone = True
+            while self._begun and not self.ended:
+                self._changed.wait()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._is_alone = False
+                self._changed.notify_all()
+
     def _enter(self) -> None:
         with self._changed:
             while not self.ended:
+                if self._is_alone:
+                    self._changed.wait()
+                    continue
                 now = time.monotonic()
                 counted = [begun for begun in self._begun.values() if now - begun < _SHORT_SECONDS]
                 if len(counted) < self._pace.at_work:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import os
 import threading
 import time
@@ -32,10 +33,13 @@ from orchdata.loaders.index.probed import Probes
 from orchdata.loaders.index.repeats import refuse_repeats
 from orchdata.loaders.index.shard_costs import CostTable, ShardCosts, cost_shard
 from orchdata.loaders.index.table import body_bytes
+from orchdata.loaders.memory import measured_at
 from orchdata.loaders.pace import Turns
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.required import load_for_scanning
 from orchdata.loaders.shards.facts_table import Facts
+from orchdata.loaders.shards.jsonl.media_files import MissingMedia
+from orchdata.loaders.shards.jsonl.shard import JsonLinesShard
 from orchdata.loaders.shards.open import open_shard
 from orchdata.loaders.shards.parquet.children import measuring
 from orchdata.loaders.shards.shard import Shard
@@ -108,7 +112,10 @@ def build_index(
 
     Raises:
         ValueError: no shards, an unknown suffix, or two paths of one file.
-        StorageError: a shard cannot be read, or the cache cannot be written.
+        StorageError: a shard cannot be read, or the cache cannot be written; or none of the files is there that records
+            name below a media_root.
+        MemoryError: a sample cannot be measured under the limit of memory that there is, also alone. Nothing is kept of
+            its shard.
         PackageError: a package that the recipe or a shard needs is missing or broken.
         StaleIndexError: a shard goes on changing while it is read.
     """
@@ -130,6 +137,7 @@ def build_index(
     first = len(paths) * share[0] // share[1]
     with closing(builder):
         measured = _in_parallel(builder, paths[first:] + paths[:first], workers, progress, patience)
+        builder.missing_media.check()
         tables = [measured[path] for path in paths]
         with builder.claims.claim(str(path), go_on=lambda: True):  # another may be merging the same
             index = patience.keep_trying(lambda: builder.merged(path, tables), StorageError)
@@ -205,6 +213,7 @@ class _Crew:
         """(url, costs, whether they were measured now) of these shards; fewer after `end`."""
         done: list[tuple[str, CostTable, bool]] = []
         troubled: list[tuple[str, StorageError | StaleIndexError]] = []
+        short: list[str] = []
         with self._turns.turn() as tell:
             for url in stretch:
                 if self._turns.ended:
@@ -213,6 +222,9 @@ class _Crew:
                     found = self._builder.costs(url, self._go_on)
                 except (StorageError, StaleIndexError) as trouble:
                     troubled.append((url, trouble))
+                    continue
+                except MemoryError:
+                    short.append(url)
                     continue
                 if found is None:
                     self._others.append(url)
@@ -223,7 +235,20 @@ class _Crew:
         for url, error in troubled:  # others have their turn while these wait
             again = functools.partial(self._again, url, error)
             done.append((url, *self._patience.keep_trying(again, StorageError, StaleIndexError, failed=error)))
+        done += [(url, *self._alone(url)) for url in short]
         return done
+
+    def _alone(self, url: str) -> tuple[CostTable, bool]:
+        """Measure a shard for which there was too little memory, while no other is measured."""
+        with self._turns.alone():
+            gc.collect()
+            try:
+                found = None if self._turns.ended else self._builder.costs(url, lambda: not self._turns.ended)
+            except MemoryError as error:
+                raise measured_at(error, url) from error
+        if found is None:
+            raise MemoryError(f"{url}: was not measured to the end: the build ended")
+        return found
 
     def _again(self, url: str, error: Exception) -> tuple[CostTable, bool]:
         with self._turns.turn():
@@ -255,6 +280,7 @@ class _Builder:
         self._probes = Probes(recipe, cache, force=force)
         self._lock = threading.Lock()
         self._room = _HELD_BYTES
+        self.missing_media = MissingMedia()
         self.claims = Claims(cache.file("locks", "index"))
 
     def close(self) -> None:
@@ -274,6 +300,7 @@ class _Builder:
             def opened() -> Shard:
                 return resources.enter_context(closing(open_shard(url, limits=limits, cache=cache, media_root=root)))
 
+            resources.callback(lambda: self._note_media(opened) if opened.cache_info().currsize else None)
             if not self._force and (kept := _kept_costs(path, url, opened)) is not None:
                 return self._hold(kept), False
             with self.claims.claim(path, go_on) as ours:
@@ -283,6 +310,11 @@ class _Builder:
                     return self._hold(kept), False
                 facts = load_facts(url, opened, limits=limits, cache=cache, media_root=root, force=self._force)
                 return self._hold(self._measured(facts, opened).write(path, url, facts.meta, root)), True
+
+    def _note_media(self, opened: Callable[[], Shard]) -> None:
+        shard = opened()
+        if isinstance(shard, JsonLinesShard) and shard.folder is not None:
+            self.missing_media.add(shard.folder)
 
     def merged(self, path: Path, tables: Sequence[CostTable]) -> Index:
         """The index of these tables, which is made unless it is kept."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from orchdata.loaders.index.index import Index, absolute, digest
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.storage.cache import CacheFolder
-from orchdata.loaders.storage.retries import tried
+from orchdata.loaders.storage.paths import is_there
 from orchdata.loaders.versions import RULES, TABLE_FORMAT
 
 
@@ -55,8 +55,7 @@ def is_outdated(
     """Whether there is an index of these shards under the recipe, but of an earlier format, which is not read."""
     fingerprint, cache = recipe.fingerprint(), cache or CacheFolder()
 
-    def is_there(table_format: int) -> bool:
-        path = index_path(urls, fingerprint, cache, media_root, table_format=table_format)
-        return tried(str(path), "cannot be looked at", path.exists)
+    def is_kept(table_format: int) -> bool:
+        return is_there(str(index_path(urls, fingerprint, cache, media_root, table_format=table_format)))
 
-    return not is_there(TABLE_FORMAT) and any(map(is_there, range(1, TABLE_FORMAT)))
+    return not is_kept(TABLE_FORMAT) and any(map(is_kept, range(1, TABLE_FORMAT)))

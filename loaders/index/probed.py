@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple
 
 from orchdata.loaders.errors import DecodeError, as_field_error
 from orchdata.loaders.limits import limits_fingerprint
+from orchdata.loaders.memory import measured_at
 from orchdata.loaders.modalities.builtin import BUILTINS, KINDS, OTHER, TEXT, UNUSED
 from orchdata.loaders.modalities.modality import (
     Header,
@@ -192,6 +193,8 @@ def _probed(modality: Modality, facts: Facts, row: int, shard: Shard, recipe: Re
         return header
     except DecodeError as error:
         return error.at(field).reason
+    except MemoryError as error:
+        raise measured_at(error, shard.url, table.key[row], field) from error
     except Exception as error:  # noqa: BLE001 - whatever its bytes make a probe raise is that member's failure
         return as_field_error(error, "probed").reason
 

@@ -23,6 +23,7 @@ from orchdata.loaders.index.probed import Probes, with_inner
 from orchdata.loaders.index.table import MEMBERS, PARTS, Columns, TableSize, body_bytes, offsets_of, pack
 from orchdata.loaders.index.totals import Totals, summarize
 from orchdata.loaders.limits import Limits
+from orchdata.loaders.memory import measured_at
 from orchdata.loaders.modalities.builtin import OTHER, TEXT
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.measure import Measured, measure, members_to_read
@@ -171,7 +172,7 @@ def cost_shard(facts: Facts, shard: Callable[[], Shard], recipe: Recipe, probes:
         if any(sample.wanted for sample in chunk):
             texts = _read_texts(chunk, table, shard(), recipe.limits)
         for sample in chunk:
-            _measure(sample, texts, recipe, rows)
+            _measure(sample, texts, recipe, rows, facts.meta.url)
     columns = rows.columns()
     fields = list(rows.field_numbers)
     return ShardCosts(columns, fields, summarize(columns, recipe.kinds, {**_unscanned(facts), **rows.ignored}))
@@ -304,7 +305,7 @@ def _read(shard: Shard, offset: int, member: Member, encoding: int) -> _Text:
         return as_field_error(error, "measured")
 
 
-def _measure(sample: _Sample, texts: Mapping[int, _Text], recipe: Recipe, rows: _Rows) -> None:
+def _measure(sample: _Sample, texts: Mapping[int, _Text], recipe: Recipe, rows: _Rows, url: str) -> None:
     try:
         if sample.error is not None:
             raise sample.error
@@ -315,6 +316,8 @@ def _measure(sample: _Sample, texts: Mapping[int, _Text], recipe: Recipe, rows: 
                 raise payload
             payloads[index] = payload
         rows.add(sample, measure(sample.members, payloads, recipe))
+    except MemoryError as error:
+        raise measured_at(error, url, sample.key, "*") from error
     except Exception as error:  # noqa: BLE001 - whatever a sample makes its measuring raise is that sample's failure
         rows.add_bad(sample, as_field_error(error, "measured"))
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.limits import Limits
+from orchdata.loaders.memory import pass_shortage
 from orchdata.loaders.modalities.modality import Header, Heads, Modality
 from orchdata.native.scan.status import FOUND, MORE
 
@@ -31,6 +32,7 @@ def read_header(kind: type[Modality], size: int, read: Callable[[int], bytes], l
 
     Raises:
         DecodeError: not what its name says, or damaged.
+        MemoryError: or there may have been too little memory for the probe.
     """
     if size == 0:
         raise DecodeError("empty: 0 bytes")
@@ -46,7 +48,11 @@ def read_header(kind: type[Modality], size: int, read: Callable[[int], bytes], l
                 return header
     if len(data) < size:
         raise DecodeError(f"cut: {len(data)} of {size} bytes")
-    return kind.probe(data, limits)
+    try:
+        return kind.probe(data, limits)
+    except Exception as error:
+        pass_shortage(error)
+        raise
 
 
 def scan_heads(

@@ -7,18 +7,24 @@ members, texts --compose--> text spans and media slots --measure--> sizes (the i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from contextlib import suppress
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.loaders.errors import DecodeError, as_field_error
-from orchdata.loaders.modalities.modality import PartSize, stored_dtype
+from orchdata.loaders.memory import DECODER_BYTES, pass_shortage, room
+from orchdata.loaders.modalities.modality import Header, Modality, PartSize, stored_dtype
+from orchdata.loaders.modalities.probing import read_header
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.compose import Span, TextSpan, compose
 from orchdata.loaders.samples.members import Member
 from orchdata.loaders.samples.sample import MediaPart, Part, TextPart
 from orchdata.loaders.samples.spans import SizeOf, SizesInTurn
+
+_LEAST_BYTES: Final = 1 << 26
+"""What a decoder may take whatever the size of what it decodes."""
 
 
 def decode_part(
@@ -29,13 +35,34 @@ def decode_part(
     recipe: Recipe,
     field: str,
 ) -> None:
-    """Decode one part of the modality `name` into given arrays, as `Modality.decode_into`. Raises FieldError."""
+    """Decode one part of the modality `name` into given arrays, as `Modality.decode_into`.
+
+    Raises FieldError; MemoryError where there may have been too little memory for it.
+    """
+    modality = recipe.modalities[name]
     try:
-        recipe.modalities[name].decode_into(data, size, out, recipe.limits)
+        modality.decode_into(data, size, out, recipe.limits)
     except DecodeError as error:
+        _pass_shortage(error, modality, data, size, recipe)
         raise error.at(field) from error.__cause__
     except Exception as error:  # whatever its bytes make a decoder raise is that part's failure
+        _pass_shortage(error, modality, data, size, recipe)
         raise as_field_error(error, "decoded", field) from error
+
+
+def _pass_shortage(
+    error: Exception, modality: Modality, data: bytes | memoryview, size: PartSize, recipe: Recipe
+) -> None:
+    """Raise a MemoryError where less memory is left than a decoder may need for a part of this size."""
+    if room() is None:
+        return
+    header: Header = ()
+    with suppress(DecodeError):
+        header = read_header(type(modality), len(data), lambda count: bytes(data[:count]), recipe.limits)
+    need_bytes = DECODER_BYTES
+    if len(header) == modality.num_facts:
+        need_bytes = _LEAST_BYTES + 2 * modality.decoding_bytes(((header, size),))
+    pass_shortage(error, need_bytes)
 
 
 def decode_sample(

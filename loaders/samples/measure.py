@@ -9,6 +9,7 @@ from typing import Final, NamedTuple
 
 from orchdata.loaders.errors import DecodeError, FieldError, as_field_error
 from orchdata.loaders.limits import Limits
+from orchdata.loaders.memory import pass_shortage
 from orchdata.loaders.modalities.builtin import BUILTINS
 from orchdata.loaders.modalities.modality import Header, Modality, PartSize, counts_from_header
 from orchdata.loaders.recipe import Recipe
@@ -150,12 +151,20 @@ def measure_part(name: str, member: Member, payload: bytes | memoryview | None, 
         if payload is None or counts_from_header(modality):
             size = modality.count_header(member.header[: modality.num_facts], recipe.limits)
         else:
-            size = modality.count(payload, recipe.limits)
+            size = _counted(modality, payload, recipe)
         return size if type(modality) in _OURS else _checked(size, name, modality)
     except DecodeError as error:
         raise error.at(member.field) from error.__cause__
     except Exception as error:  # whatever its bytes make a modality raise is that part's failure
         raise as_field_error(error, "measured", member.field) from error
+
+
+def _counted(modality: Modality, payload: bytes | memoryview, recipe: Recipe) -> PartSize:
+    try:
+        return modality.count(payload, recipe.limits)
+    except Exception as error:
+        pass_shortage(error)
+        raise
 
 
 def _checked(size: PartSize, name: str, modality: Modality) -> PartSize:

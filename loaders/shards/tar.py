@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from orchdata.loaders.errors import DecodeError, FieldError
 from orchdata.loaders.limits import Limits, limits_fingerprint, shortened
+from orchdata.loaders.memory import measured_at
 from orchdata.loaders.modalities.builtin import BUILTINS, NUM_FACTS, OTHER, TEXT
 from orchdata.loaders.modalities.checks import starts_with
 from orchdata.loaders.modalities.modality import Header, Modality
@@ -306,6 +307,8 @@ class _Scan:
                     found[i] = self._read_header(modality, row)
                 except DecodeError as error:
                     table.errors[row] = error.reason
+                except MemoryError as error:
+                    raise measured_at(error, self._file.url, table.key[row], table.field[row]) from error
             headers[mine, : modality.num_facts] = found
         table.extend_headers(headers)
 

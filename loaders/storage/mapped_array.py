@@ -46,7 +46,8 @@ class MappedArray:
 def _mapped(path: str, digest: str) -> MappedArray:
     if not tried(path, "cannot be read", lambda: _holds(Path(path), digest)):
         raise StorageError(path, "is gone, or not what was written: make the loader again")
-    return MappedArray(np.memmap(path, np.int64, mode="r").view(np.ndarray))
+    mapped = tried(path, "cannot be mapped", lambda: np.memmap(path, np.int64, mode="r"))
+    return MappedArray(mapped.view(np.ndarray))
 
 
 def _holds(path: Path, digest: str) -> bool:

@@ -6,11 +6,13 @@ import fnmatch
 import glob
 import json
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import braceexpand
 
+from orchdata.loaders.errors import OF_THE_FILE
 from orchdata.loaders.storage.retries import tried
 
 TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.zst", ".tzst")
@@ -89,7 +91,7 @@ def _texts(entry: object) -> list[str]:
     path = os.fspath(entry)
     if not isinstance(path, str):
         raise TypeError(f"a path must be text, got {path!r}")
-    if not isinstance(entry, str) or path.startswith("pipe:") or "::" not in path or _exists(path):
+    if not isinstance(entry, str) or path.startswith("pipe:") or "::" not in path or is_there(path):
         return [_text(path)]
     return [_text(piece) for piece in path.split("::")]
 
@@ -111,7 +113,7 @@ def _text(path: str) -> str:
 
 
 def _expand(pattern: str, *, literal: bool, check: bool) -> Iterator[str]:
-    if literal or ("{" not in pattern and "\\" not in pattern) or _exists(pattern):
+    if literal or ("{" not in pattern and "\\" not in pattern) or is_there(pattern):
         expanded = [pattern]
     else:
         try:
@@ -120,17 +122,17 @@ def _expand(pattern: str, *, literal: bool, check: bool) -> Iterator[str]:
             raise ValueError(f"{pattern!r}: unbalanced braces") from error
     for path in expanded:
         named = path if path == pattern else f"{path} (from {pattern!r})"
-        if glob.has_magic(path) and not literal and not _exists(path):
+        if glob.has_magic(path) and not literal and not is_there(path):
             matches = sorted(_matches(Path(path)))
             if not matches:
                 raise FileNotFoundError(f"no file matches {named}")
             yield from matches
             continue
         if check:
-            if _is_folder(path):
+            if is_folder(path):
                 yield from _shards_of_folder(path, named)
                 continue
-            if not _exists(path):
+            if not is_there(path):
                 raise FileNotFoundError(f"no such shard: {named}")
         yield path
 
@@ -138,16 +140,16 @@ def _expand(pattern: str, *, literal: bool, check: bool) -> Iterator[str]:
 def _shards_of_folder(path: str, named: str) -> list[str]:
     """The shards of a folder that says which they are."""
     folder = path.rstrip("/")
-    tables = [f"{folder}/{name}" for name in MEDIA_TABLES if _exists(f"{folder}/{name}")]
+    tables = [f"{folder}/{name}" for name in MEDIA_TABLES if is_there(f"{folder}/{name}")]
     if len(tables) > 1:
         raise ValueError(f"{named} has {' and '.join(MEDIA_TABLES)}: give one of the two")
     if tables:
         return tables
-    if _exists(f"{folder}/dataset_dict.json"):
+    if is_there(f"{folder}/dataset_dict.json"):
         splits = _read_json(f"{folder}/dataset_dict.json").get("splits")
         shown = ", ".join(f"{folder}/{split}" for split in splits) if isinstance(splits, list) else "a folder in it"
         raise ValueError(f"{named} holds several splits; give one of them: {shown}")
-    if _exists(f"{folder}/state.json"):
+    if is_there(f"{folder}/state.json"):
         return [f"{folder}/{name}" for name in _arrow_files(f"{folder}/state.json")]
     raise ValueError(f"{named} is a folder; give its shards, for example '{folder}/*.tar'")
 
@@ -181,12 +183,27 @@ def _read_json(path: str) -> dict[str, object]:
     return found if isinstance(found, dict) else {}
 
 
-def _exists(path: str) -> bool:
-    return tried(path, "cannot be looked at", lambda: Path(path).exists())
+def is_there(path: str) -> bool:
+    """Whether there is something at a path. Raises StorageError where the system does not say."""
+    return _status(path) is not None
 
 
-def _is_folder(path: str) -> bool:
-    return tried(path, "cannot be looked at", lambda: Path(path).is_dir())
+def is_folder(path: str) -> bool:
+    """Whether a folder is at a path. Raises StorageError where the system does not say."""
+    status = _status(path)
+    return status is not None and stat.S_ISDIR(status.st_mode)
+
+
+def _status(path: str) -> os.stat_result | None:
+    def status() -> os.stat_result | None:
+        try:
+            return os.stat(path)
+        except OSError as error:
+            if error.errno in OF_THE_FILE:
+                return None
+            raise
+
+    return tried(path, "cannot be looked at", status)
 
 
 def _matches(pattern: Path) -> set[str]:
@@ -204,7 +221,7 @@ def _matches(pattern: Path) -> set[str]:
             }
         else:
             found = {folder / part for folder in found}
-    return {str(path) for path in found if _exists(str(path))}
+    return {str(path) for path in found if is_there(str(path))}
 
 
 def _below(folder: Path, above: tuple[str, ...]) -> Iterator[Path]:
@@ -214,7 +231,7 @@ def _below(folder: Path, above: tuple[str, ...]) -> Iterator[Path]:
         return
     yield folder
     for name in _names(folder):
-        if not name.startswith(".") and _is_folder(str(folder / name)):
+        if not name.startswith(".") and is_folder(str(folder / name)):
             yield from _below(folder / name, (*above, real))
 
 

@@ -12,15 +12,15 @@ import time
 from collections.abc import Callable
 from typing import Final, TypeVar
 
-from orchdata.loaders.errors import StorageError
+from orchdata.loaders.errors import OF_THE_FILE, StorageError
 
 T = TypeVar("T")
 
 PAUSES_SECONDS: Final = (0.05, 0.2, 0.8)
 BUILD_SECONDS: Final = 60.0
 _LONGEST_PAUSE_SECONDS: Final = 8.0
-# What no waiting mends: there is no such file, the path cannot be one, or it may not be as large.
-_LASTING: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS, errno.EFBIG})
+# What minutes of waiting do not mend either: the cache folder cannot be written, or may not hold as much.
+_LASTING: Final = OF_THE_FILE | {errno.EROFS, errno.EFBIG}
 
 
 def tried(url: str, doing: str, call: Callable[[], T]) -> T:
@@ -41,7 +41,7 @@ def tried(url: str, doing: str, call: Callable[[], T]) -> T:
 def again(url: str, doing: str, call: Callable[[], T], error: OSError) -> T:
     """`tried`, where the first call was refused with `error`."""
     for pause in PAUSES_SECONDS:
-        if error.errno in _LASTING:
+        if error.errno in OF_THE_FILE:
             break
         time.sleep(pause)
         try:

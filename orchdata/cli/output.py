@@ -28,7 +28,7 @@ def one_line_errors(command: Callable[Arguments, Result]) -> Callable[Arguments,
 
         try:
             return command(*args, **kwargs)
-        except (OrchdataError, ValueError, OSError, ImportError, NotImplementedError) as error:
+        except (OrchdataError, ValueError, OSError, ImportError, MemoryError, NotImplementedError) as error:
             text = " ".join(str(error).split()) or type(error).__name__
             typer.echo(f"orchdata: error: {text}", err=True)
             raise typer.Exit(1) from error

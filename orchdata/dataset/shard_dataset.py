@@ -27,9 +27,10 @@ from orchdata.loaders.required import load_required
 from orchdata.loaders.samples.sample import Sample
 from orchdata.loaders.shards.changes import find_changes
 from orchdata.loaders.shards.fields import printable
+from orchdata.loaders.shards.jsonl.again import changed_media
 from orchdata.loaders.shards.open import OpenShards
 from orchdata.loaders.storage.cache import CacheFolder
-from orchdata.loaders.storage.paths import expand_paths
+from orchdata.loaders.storage.paths import expand_paths, is_folder
 from orchdata.notices import warn_user
 from orchdata.ranks.first_comer import done_by_first
 
@@ -135,7 +136,9 @@ class ShardDataset:
         """Whether local shards must be measured again; with a warning that names them."""
 
         def find() -> list[Any]:
-            changed, unsure = find_changes(index.shards, limits=self.recipe.limits, cache=CacheFolder())
+            limits = self.recipe.limits
+            changed, unsure = find_changes(index.shards, limits=limits, cache=CacheFolder())
+            changed = list(dict.fromkeys([*changed, *changed_media(index, limits)]))
             return [len(changed), *changed[:1], unsure]
 
         number, *first, unsure = done_by_first(f"changes/{index.build_id}", find)
@@ -309,11 +312,11 @@ class _Opened:
 
 
 def checked_media_root(media_root: str | PathLike[str] | None) -> str | None:
-    """As an absolute path. Raises ValueError where it is no folder."""
+    """As an absolute path. Raises ValueError where it is no folder, StorageError where it cannot be looked at now."""
     if media_root is None:
         return None
     root = os.path.abspath(fspath(media_root))
-    if not os.path.isdir(root):
+    if not is_folder(root):
         raise ValueError(f"media_root {root!r} is no folder")
     return root
 

@@ -20,9 +20,13 @@ from orchdata.delivery.policy import ErrorPolicy, FailureBudget
 from orchdata.delivery.replicate import ReceivingEngine, Replication
 from orchdata.delivery.stats import Stats
 from orchdata.engines.engine import Engine
+from orchdata.loaders.errors import DataError, TooManyFailures
 from orchdata.notices import warn_once, warn_user
 from orchdata.order.steps import StepTask
 from orchdata.ranks.parallel import Rank
+
+_MANY = 10
+"""Failures of an epoch that is not to end without an error where it delivered nothing."""
 
 
 class Delivery:
@@ -47,6 +51,8 @@ class Delivery:
         self._timeout = timeout
         self._replication = Replication(rank, spec, timeout) if rank.shared else None
         self._pace = _Pace()
+        self._delivered = 0
+        self._failed: list[DataError] = []
         self._failed_parts: FailedParts | None = None
         # Parts may fail on one rank and matter to another; receivers of a broadcast get what is masked.
         per_phase = spec.plan.balance.assignment == "per_phase" and policy.action == "skip"
@@ -83,6 +89,16 @@ class Delivery:
         self._replication.send(built)
         return built.batches
 
+    def end_epoch(self, epoch: int) -> None:
+        """Raise TooManyFailures where all samples of this rank in the epoch failed, if they are many."""
+        delivered, failed = self._delivered, self._failed
+        self._delivered, self._failed = 0, []
+        if not delivered and len(failed) >= _MANY:
+            raise TooManyFailures(
+                f"epoch {epoch} delivered nothing to this rank: all of its {len(failed)} samples or more failed, the "
+                f"first one: {failed[0]}"
+            ) from failed[0]
+
     def _masked(self, engine: Engine, future: Future[BuiltStep], task: StepTask) -> BuiltStep:
         if self._failed_parts is None:
             return self._received(engine, future, task)
@@ -112,6 +128,8 @@ class Delivery:
             self._pace.add(started, waited)
         if not self._receives:  # whoever reads them counts them
             self._budget.count(built.failures)
+            self._delivered += max(0, built.figures.samples - len(built.failures))
+            self._failed += built.failures if len(self._failed) < _MANY else ()
         self._stats.add_step(built, waited)
         return built
 

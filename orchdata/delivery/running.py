@@ -81,6 +81,7 @@ class Running:
                 break
             yield step, made
             del made  # or the last step would live on while the next is waited for
+        self._course.delivery.end_epoch(self._iteration.epoch)
         self._iteration.end(held=self._course.goes_over)
 
     def _made(self, step: int) -> list[Any] | Failed | None:

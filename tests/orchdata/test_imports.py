@@ -32,8 +32,9 @@ balancers: phases
 balancers: moves
 balancers: grid advice
 balancers: __init__
-loaders: environment
-loaders: errors versions locks recent scratch limited_process watch claims pace interrupts first_calls
+loaders: environment limited_process
+loaders: memory
+loaders: errors versions locks recent scratch watch claims pace interrupts first_calls
 loaders: limits resampling
 loaders: storage
 loaders: text modalities

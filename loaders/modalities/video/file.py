@@ -18,12 +18,12 @@ import av.sidedata.sidedata
 import numpy as np
 from av.video.reformatter import VideoReformatter
 
-from orchdata.loaders.errors import DecodeError
+from orchdata.loaders.errors import DecodeError, pass_trouble
 from orchdata.loaders.interrupts import interrupts_held
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.checks import above_pixels
 from orchdata.loaders.modalities.image_decode import Pixels
-from orchdata.loaders.modalities.video.opened import TOGETHER, OpenedFile, exact, pass_libav, said
+from orchdata.loaders.modalities.video.opened import TOGETHER, OpenedFile, exact, said
 from orchdata.loaders.modalities.video.timeline import ANEW, Timeline
 
 Pictures = Generator[Pixels]
@@ -121,7 +121,7 @@ class VideoFile(OpenedFile):
                     ticks.append(at)
                     last = packet.duration
         except av.FFmpegError as error:
-            pass_libav(error)
+            pass_trouble(error)
             raise DecodeError(f"damaged video: {said(error)}, behind {len(ticks)} frames") from None
         self._begins = whole[0] if whole else 0
         told = last if self._format == "gif" else None  # delays are all that a GIF has
@@ -196,7 +196,7 @@ class VideoFile(OpenedFile):
                     frames = self._next_frames(packets, begins, wanted)
                 yield from frames or ()
         except av.FFmpegError as error:
-            pass_libav(error)
+            pass_trouble(error)
             raise DecodeError(f"damaged video: {said(error)} {ANEW}") from None
 
     def _next_frames(self, packets: Iterator[Any], begins: int, wanted: frozenset[int] | None) -> list[Any] | None:
@@ -232,6 +232,7 @@ class VideoFile(OpenedFile):
         try:
             plain = self._reformatter.reformat(frame, format="rgb24", threads=1)
         except av.FFmpegError as error:
+            pass_trouble(error)
             raise DecodeError(f"video of {frame.format.name} pixels, which cannot be made RGB: {said(error)}") from None
         pixels: Any = plain.to_ndarray()
         return np.ascontiguousarray(turned(pixels))

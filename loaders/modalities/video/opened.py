@@ -9,7 +9,6 @@ Imported late: it loads FFmpeg's libraries.
 
 from __future__ import annotations
 
-import errno
 import os
 import weakref
 from collections.abc import Iterator
@@ -30,8 +29,6 @@ _AS_BYTES: Final[dict[str, Any]] = {"metadata_errors": "replace"} if int(av.__ve
 """Titles and the like are in any encoding; of PyAV 19 on they are never decoded."""
 SAYS_DAMAGE: Final = {"err_detect": "crccheck+explode"}
 """Of decoders, which else make up what is damaged and do not say so."""
-_NO_MORE_FILES: Final = (errno.EMFILE, errno.ENFILE)
-_SOME_MEMORY: Final = 1 << 26
 
 Self = TypeVar("Self", bound="OpenedFile")
 
@@ -83,7 +80,7 @@ class OpenedFile:
         except (FileNotFoundError, PermissionError) as error:  # of /proc: a file of ours is always there
             raise StorageError(path, f"cannot be opened, and video is read by way of it: {error.strerror}") from error
         except av.FFmpegError as error:
-            pass_libav(error)
+            pass_trouble(error)
             raise DecodeError(f"not a readable video: {said(error)}") from None
         self.choose(options | SAYS_DAMAGE)
 
@@ -105,16 +102,6 @@ class OpenedFile:
 def exact(told: Any) -> Fraction:
     """A rational number of PyAV's; 0 where the file does not tell it."""
     return Fraction(told.numerator, told.denominator) if told else Fraction(0)
-
-
-def pass_libav(error: Any) -> None:
-    """Raise what is the system's trouble. A file in memory is read without any, so that libav's other errors are the
-    data's, whatever they are called; and where a small file asks for more memory than there can be, too.
-    """
-    if error.errno in _NO_MORE_FILES:
-        pass_trouble(error)
-    if error.errno == errno.ENOMEM:
-        bytearray(_SOME_MEMORY)  # or there is none: a MemoryError
 
 
 def said(error: Any) -> str:

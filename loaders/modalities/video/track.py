@@ -13,12 +13,12 @@ import av
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.loaders.errors import DecodeError
+from orchdata.loaders.errors import DecodeError, pass_trouble
 from orchdata.loaders.interrupts import interrupts_held
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.checks import above_seconds
 from orchdata.loaders.modalities.cut_audio import TOLERANCE_SECONDS
-from orchdata.loaders.modalities.video.opened import OpenedFile, exact, pass_libav, said
+from orchdata.loaders.modalities.video.opened import OpenedFile, exact, said
 
 Wave = NDArray[np.float32]
 _MICROSECONDS: Final = 1_000_000
@@ -98,7 +98,7 @@ class SoundTrack(OpenedFile):
                     samples = sum(frame.samples for frame in last.decode())
                 ends += round(samples / (rate * self._tick))
         except av.FFmpegError as error:
-            pass_libav(error)
+            pass_trouble(error)
             raise DecodeError(f"damaged sound: {said(error)}") from None
         if ends is None:
             raise DecodeError("a track of sound without any")
@@ -138,7 +138,7 @@ class SoundTrack(OpenedFile):
                         at += block.shape[1]
                     expected = at
         except av.FFmpegError as error:
-            pass_libav(error)
+            pass_trouble(error)
             raise DecodeError(f"damaged sound: {said(error)}") from None
 
 

@@ -20,11 +20,13 @@ class RecordReader:
     """The records of a file, and what they name. Safe from many threads.
 
     Attributes:
+        url: of the file.
         encoding: of its records, as in the facts.
         folder: where the files lie that they name; None: nobody said.
     """
 
     def __init__(self, url: str, file: Storage, limits: Limits, media_root: str | None) -> None:
+        self.url = url
         self._records = records_of(suffix_of(url), file, limits.text_bytes)
         self._is_table = is_media_table(url)
         self.encoding = self._records.encoding

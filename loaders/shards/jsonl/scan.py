@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.limits import Limits, shortened
+from orchdata.loaders.memory import measured_at
 from orchdata.loaders.modalities.builtin import BUILTINS, KINDS, OTHER, TEXT
 from orchdata.loaders.modalities.modality import Header
 from orchdata.loaders.modalities.probing import read_header
@@ -93,6 +94,7 @@ class _LookedAt(NamedTuple):
     header: Header = NO_HEADER
     error: str | None = None
     state: str = ""
+    short: MemoryError | None = None
 
 
 class _Read(NamedTuple):
@@ -160,7 +162,8 @@ def _look_at(media: NamedMedia, folder: MediaFolder | None, limits: Limits) -> _
     size, stamp = sum(one.size for one in found), joined_stamp([one.stamp for one in found])
     error = next((f"file {at} of its list: {one.error}" for at, one in enumerate(found) if one.error is not None), None)
     error = error or limits.size_error(size, is_text=False)
-    return _LookedAt(size, stamp, error=error, state="\0".join(one.state for one in found if one.state))
+    state = "\0".join(one.state for one in found if one.state)
+    return _LookedAt(size, stamp, error=error, state=state, short=next((one.short for one in found if one.short), None))
 
 
 def _look_at_one(media: NamedMedia, folder: MediaFolder | None, limits: Limits) -> _LookedAt:
@@ -191,6 +194,8 @@ def _look_at_one(media: NamedMedia, folder: MediaFolder | None, limits: Limits) 
         if not state and media.path is not None and folder is not None:
             state = f"{media.path}\0{error.reason}"
         return _LookedAt(size, stamp, error=error.reason, state=state)
+    except MemoryError as error:
+        return _LookedAt(short=error)  # who adds it knows the record
     return _LookedAt(size, stamp, (*header, *NO_HEADER[len(header) :]), state=state)
 
 
@@ -206,6 +211,7 @@ class _Scan:
         self.table = FactsTable()
         self.lost_bytes = 0
         self._limits = limits
+        self._url = reader.url
         self._encoding = reader.encoding
         self._number = 0
         self._first_row: dict[str, int] = {}
@@ -239,6 +245,8 @@ class _Scan:
         )
         for media in read.media:
             found = next(looked_at)
+            if found.short is not None:
+                raise measured_at(found.short, self._url, key, media.field) from found.short
             table.append(
                 number,
                 key,

@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from orchdata.loaders.errors import DecodeError, FieldError
+from orchdata.loaders.errors import DecodeError, FieldError, StaleIndexError
 from orchdata.loaders.limits import Limits, limits_fingerprint
 from orchdata.loaders.shards.facts_table import Facts, FactsMeta, shard_failure
 from orchdata.loaders.shards.fields import NAMED, TABLE_ROW
-from orchdata.loaders.shards.jsonl.media_files import STAMP_BITS, joined_stamp, shown_name
+from orchdata.loaders.shards.jsonl.media_files import STAMP_BITS, MediaFolder, joined_stamp, shown_name
 from orchdata.loaders.shards.jsonl.named_media import NamedMedia
 from orchdata.loaders.shards.jsonl.reading import RecordReader
 from orchdata.loaders.shards.jsonl.scan import Scanned, media_state, no_root, scan
@@ -25,6 +25,7 @@ from orchdata.loaders.storage.counted import ReadBytes
 from orchdata.loaders.storage.storage import Storage
 
 _MOST_BYTES: Final = 1 << (63 - STAMP_BITS)
+_STAMP: Final = (1 << STAMP_BITS) - 1
 
 
 class JsonLinesShard:
@@ -56,6 +57,38 @@ class JsonLinesShard:
     def media_state(self) -> str:
         """Of all files that its records name: whether each is there, its size and time of change. Empty without any."""
         return media_state(self._reader, self._limits)
+
+    @property
+    def folder(self) -> MediaFolder | None:
+        """Where the files lie that its records name."""
+        return self._reader.folder
+
+    def names_same(self, members: Sequence[tuple[int, int, int, str]]) -> bool:
+        """Whether the files that a sample names have the sizes and times of change that its members tell."""
+        media: dict[int, dict[str, NamedMedia]] = {}
+        try:
+            for offset, size, encoding, field in members:
+                place, stamp = offset >> STAMP_BITS, offset & _STAMP
+                if encoding != NAMED:
+                    continue
+                if place not in media:
+                    media[place] = self._media(self._record(place), field)
+                named = media[place].get(field)
+                if named is None or not self._is_same(named, size, stamp):
+                    return False
+        except (DecodeError, FieldError, StaleIndexError):
+            return False
+        return True
+
+    def _is_same(self, media: NamedMedia, size: int, stamp: int) -> bool:
+        folder = self._reader.folder
+        if folder is None or any(one.path is None for one in media.parts()):
+            return True  # what the record itself holds, its own checks see to
+        now: list[tuple[int, int]] = []
+        for one in media.parts():
+            with folder.open(str(one.path)) as file:
+                now.append((file.size, file.stamp))
+        return sum(each for each, _ in now) == size and joined_stamp([each for _, each in now]) == stamp
 
     def facts(self) -> Facts:
         """Read all records, and the headers of the media that they name. Bad data are rows with an error."""
@@ -104,7 +137,7 @@ class JsonLinesShard:
             raise FieldError(field, f"{size} bytes, above Limits.member_bytes={self._limits.member_bytes}")
         try:
             if encoding == NAMED:
-                place, stamp = offset >> STAMP_BITS, offset & ((1 << STAMP_BITS) - 1)
+                place, stamp = offset >> STAMP_BITS, offset & _STAMP
                 if place not in media:
                     media[place] = self._media(self._record(place), field)
                 return self._content(media[place].get(field), size, stamp)
@@ -139,8 +172,13 @@ class JsonLinesShard:
             contents.append(data)
             stamps.append(stamped)
             left -= len(data)
-        if left or joined_stamp(stamps) != stamp:
+        if left:
             raise _changed(name, size - left, size)
+        if joined_stamp(stamps) != stamp:
+            raise DecodeError(
+                f"{name} was changed since it was indexed: it has another time of change, and the same size. Run "
+                "`orchdata index` again. `cp -r` makes copies like that; `cp -a` and `rsync -a` keep the time"
+            )
         return media.joined(contents) if media.files else contents[0]
 
     def _named(self, media: NamedMedia, most: int, name: str) -> tuple[bytes, int]:

@@ -21,6 +21,7 @@ from orchdata.loaders.environment import failed_import
 from orchdata.loaders.errors import package_error
 from orchdata.loaders.limited_process import die_with_parent, lower_limit
 from orchdata.loaders.limits import Limits
+from orchdata.loaders.memory import is_limited_below, measured_at
 from orchdata.loaders.shards.parquet.cells import short
 from orchdata.loaders.shards.parquet.file import ParquetReader, Refused
 from orchdata.loaders.shards.parquet.framing import Ended, receive, send, send_bytes
@@ -75,7 +76,10 @@ def _serve(request: dict[str, Any], replies: int, shared: mmap.mmap) -> None:
         facts = _serialized(table.arrow())
     except Ended:
         raise
-    except MemoryError:
+    except MemoryError as error:
+        if is_limited_below(memory_bytes(limits)):
+            send(replies, {"short": measured_at(error, "").args})
+            raise Ended from None
         reason = (
             f"takes more than {memory_bytes(limits)} bytes of memory to read "
             f"(four times Limits.member_bytes={limits.member_bytes} and 2 GiB)"

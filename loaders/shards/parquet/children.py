@@ -17,7 +17,9 @@ from dataclasses import dataclass
 
 from orchdata.loaders.errors import StorageError
 from orchdata.loaders.limits import Limits
+from orchdata.loaders.memory import is_limited_below, measured_at
 from orchdata.loaders.shards.facts_table import FactsTable, shard_failure
+from orchdata.loaders.shards.parquet.child import memory_bytes
 from orchdata.loaders.shards.parquet.process import Died, MeasuringProcess, Scanned
 from orchdata.loaders.storage.content_digest import ContentDigest
 from orchdata.loaders.storage.storage import Storage
@@ -72,6 +74,8 @@ def measure(file: Storage, limits: Limits) -> Measurement:
                 raise StorageError(file.url, "was not measured to the end: the build ended") from None
             if death.external and attempt == 2:
                 raise StorageError(file.url, f"the process that measures it {death}, twice: is memory short?") from None
+            if attempt == 2 and is_limited_below(memory_bytes(limits)):
+                raise measured_at(MemoryError(f"the process that measures it {death}"), file.url) from None
             if death.certain or (attempt == 2 and not death.external):
                 return _measurement(f"the Parquet library {death}", child.promised_rows, digest)
         except BaseException:

@@ -20,6 +20,7 @@ import pyarrow as pa
 
 from orchdata.loaders.errors import PackageError, StorageError
 from orchdata.loaders.limits import Limits
+from orchdata.loaders.memory import UnmeasuredError, measured_at
 from orchdata.loaders.shards.facts_table import SCHEMA, FactsTable
 from orchdata.loaders.shards.parquet.child import cpu_seconds
 from orchdata.loaders.shards.parquet.framing import Ended, Silent, receive, receive_bytes, send
@@ -115,7 +116,10 @@ class MeasuringProcess:
         return self._process.poll() is None
 
     def measure(self, file: Storage, limits: Limits, digest: ContentDigest) -> Scanned | str:
-        """Facts and ignored columns, or why there are none. Raises Died, PackageError, and what `file` raises."""
+        """Facts and ignored columns, or why there are none.
+
+        Raises Died, PackageError, MemoryError, and what `file` raises.
+        """
         self.promised_rows = 0
         try:
             send(self._requests, {"size": file.size, "limits": asdict(limits)})
@@ -128,6 +132,8 @@ class MeasuringProcess:
                     self.promised_rows = value
                 elif kind == "broken" and isinstance(value, list):
                     raise PackageError(*map(str, value))
+                elif kind == "short" and isinstance(value, list):
+                    raise measured_at(UnmeasuredError(*map(str, value)), file.url)
                 elif kind == "failure" and isinstance(value, str):
                     return value
                 elif kind == "facts" and isinstance(value, dict):

@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from orchdata.loaders.errors import NOT_DATA, DecodeError, pass_broken_package
 from orchdata.loaders.limits import Limits, shortened
+from orchdata.loaders.memory import measured_at
 from orchdata.loaders.modalities.builtin import BUILTINS, KINDS, OTHER, TEXT
 from orchdata.loaders.modalities.modality import Header
 from orchdata.loaders.modalities.probing import read_header
@@ -142,7 +143,7 @@ class _Scan:
             kind = column.kind_of(data, path)
             error = self._limits.size_error(size, is_text=kind == TEXT) if kind != OTHER else None
             if error is None and kind not in (TEXT, OTHER):
-                header, error = self._header(kind, data)
+                header, error = self._header(kind, data, key, field)
         self._append(number, key, field, kind, size, error, header)
 
     def _append(
@@ -159,12 +160,14 @@ class _Scan:
             number, key, field, kind=kind, offset=number, size=size, encoding=PARQUET, header=header, error=error
         )
 
-    def _header(self, kind: int, data: bytes | memoryview) -> tuple[Header, str | None]:
+    def _header(self, kind: int, data: bytes | memoryview, key: str, field: str) -> tuple[Header, str | None]:
         modality = BUILTINS[KINDS[kind]]
         try:
             found = read_header(modality, len(data), lambda count: bytes(data[:count]), self._limits)
         except DecodeError as problem:
             return NO_HEADER, problem.reason
+        except MemoryError as problem:
+            raise measured_at(problem, "", key, field) from problem
         return (*found, *NO_HEADER[len(found) :]), None
 
 

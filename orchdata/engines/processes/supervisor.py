@@ -30,6 +30,7 @@ from orchdata.engines.processes.message import read_step
 from orchdata.engines.processes.process import Process, error_of
 from orchdata.engines.processes.trial import FORK_SECONDS, START_SECONDS, Suspects
 from orchdata.engines.processes.worker import UNGUARDED, WorkerSpec, alone
+from orchdata.loaders.errors import StorageError
 from orchdata.loaders.storage.counted import ReadBytes
 from orchdata.order.steps import StepTask
 
@@ -274,10 +275,13 @@ class Supervisor(threading.Thread):
             elif kind not in ("begun", "out of memory"):
                 self._resolve(process, message)
 
-    def _refuse(self, process: Process, message: dict[str, object]) -> None:
+    def _refuse(self, process: Process, message: dict[str, Any]) -> None:
         """It cannot start. With torch's loader the batches of the others still come."""
         if message["kind"] == "unreadable":
-            self._break(partial(RuntimeError, _UNREADABLE.format(message["why"])))
+            why = _UNREADABLE.format(message["why"])
+            self._break(
+                partial(StorageError, *trouble) if (trouble := message["trouble"]) else partial(RuntimeError, why)
+            )
             return
         if not self._specs[0].options.as_torch or len(self._specs) == 1:
             self._break(partial(error_of, message))

@@ -37,7 +37,7 @@ from orchdata.engines.processes.life import end_with
 from orchdata.engines.processes.message import Unit, describe_step, describe_value, read_value, unpack_rows
 from orchdata.engines.processes.slabs import Slabs, StepMemory
 from orchdata.engines.threads import ThreadEngine, passed_on
-from orchdata.loaders.errors import OrchdataError
+from orchdata.loaders.errors import OrchdataError, StorageError
 from orchdata.loaders.limited_process import lower_limit, taken_bytes
 from orchdata.loaders.watch import Watch
 from orchdata.native.jit import load_numba
@@ -141,7 +141,9 @@ def run_worker(end: socket.socket, num_places: int, sealed: Sealed) -> None:
     try:
         worker = sealed.open()
     except Exception as error:  # noqa: BLE001 - whatever a user's object raises when it is made again
-        channel.send({"kind": "unreadable", "why": f"{type(error).__name__}: {error}"})
+        # A file that could not be read now is no object that does not pickle.
+        trouble = list(error.args) if isinstance(error, StorageError) else []
+        channel.send({"kind": "unreadable", "why": f"{type(error).__name__}: {error}", "trouble": trouble})
         return
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # of one that is no longer wanted
         _Running(channel, worker, noted).run()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import itertools
 import json
@@ -46,6 +47,17 @@ def _refuse(reason: str) -> None:
     raise LookupError(reason)
 
 
+class NotReadNow(Plain):
+    """Unpickling it meets a file that cannot be read."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _fail_to_read, ()
+
+
+def _fail_to_read() -> None:
+    raise od.StorageError("/mnt/arrays/1.int64", "cannot be mapped: Stale file handle", errno.ESTALE)
+
+
 def _fail(number: int) -> None:
     raise ZeroDivisionError
 
@@ -59,6 +71,12 @@ def _fail_second(number: int) -> None:
 def test_what_does_not_unpickle_is_told_at_once(method: str) -> None:
     loader = od.DataLoader(NotMadeAgain(), 4, num_workers=2, multiprocessing_context=method)
     with pytest.raises(RuntimeError, match=r"LookupError: it is of another world\).*multiprocessing_context='fork'"):
+        list(loader)
+
+
+def test_a_file_that_a_starting_worker_cannot_read_is_told_as_that() -> None:
+    loader = od.DataLoader(NotReadNow(), 4, num_workers=1, multiprocessing_context="spawn")
+    with pytest.raises(od.StorageError, match=r"/mnt/arrays/1\.int64: cannot be mapped: Stale file handle"):
         list(loader)
 
 

@@ -1,0 +1,209 @@
+"""Files that records name, under trouble: a call that fails costs a retry, and a lost folder is no verdict."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from shard_factory import jpeg
+
+import orchdata as od
+from orchdata.loaders.errors import DecodeError, StorageError, TooManyFailures
+from orchdata.loaders.index.build import build_index
+from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.shards.jsonl.media_files import MediaFolder
+
+FOUND_BY_CHANCE = (errno.ENOTCONN, errno.EHOSTDOWN, errno.ECONNRESET, errno.EREMOTEIO, errno.EUCLEAN, errno.EIO)
+# What the system may say, but of names: what these say of a file is a verdict.
+OTHERS = sorted(set(errno.errorcode) - {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG})
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    folder = tmp_path / "media"
+    folder.mkdir()
+    for number in range(12):
+        (folder / f"{number}.jpg").write_bytes(jpeg(60, 60, number))
+    return folder
+
+
+@pytest.fixture
+def url(tmp_path: Path, root: Path) -> str:
+    path = tmp_path / "a.jsonl"
+    records = [{"image": f"{number}.jpg", "text": f"<image> {number}"} for number in range(len(list(root.iterdir())))]
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    return str(path)
+
+
+class Failing:
+    """A call that the system refuses at some of its times."""
+
+    def __init__(self, call: Callable[..., Any], number: int, times: set[int], path: str = "") -> None:
+        self.call, self.number, self.times, self.path = call, number, times, path
+        self.count = self.refused = 0
+
+    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Any:
+        if str(target).startswith(self.path):
+            self.count += 1
+            if self.count in self.times:
+                self.refused += 1
+                raise OSError(self.number, os.strerror(self.number))
+        return self.call(target, *args, **kwargs)
+
+
+def loader(url: str, root: Path, **options: Any) -> od.DataLoader:
+    return od.DataLoader(od.ShardDataset([url], media_root=root), batch_size=4, num_threads=0, **options)
+
+
+def keys(loader: od.DataLoader) -> list[Any]:
+    return sorted(key for batch in loader for key in batch.keys)
+
+
+@pytest.mark.parametrize("number", FOUND_BY_CHANCE)
+@pytest.mark.parametrize("call", ["fstat", "readlink", "open", "pread"])
+def test_one_call_that_fails_costs_a_build_a_retry(
+    url: str, root: Path, no_pauses: None, monkeypatch: pytest.MonkeyPatch, call: str, number: int
+) -> None:
+    failing = Failing(getattr(os, call), number, {5, 9})
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, failing)
+        index = build_index([url], Recipe(), media_root=str(root), num_threads=1)
+    assert failing.refused == 2
+    assert (len(index), len(index.bad_rows())) == (12, 0)
+
+
+@pytest.mark.parametrize("call", ["fstat", "readlink"])
+def test_no_number_of_the_system_is_a_word_about_a_file(
+    root: Path, no_pauses: None, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    folder = MediaFolder(str(root))
+    for number in OTHERS:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, Failing(getattr(os, call), number, set(range(1, 9))))
+            with pytest.raises(StorageError, match=r"media/3\.jpg: cannot be opened") as raised, folder.open("3.jpg"):
+                pass
+        assert raised.value.errno == number
+
+
+@pytest.mark.parametrize("call", ["fstat", "readlink", "open", "pread"])
+def test_one_call_that_fails_costs_a_run_a_retry(
+    url: str, root: Path, no_pauses: None, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    found = loader(url, root, on_error="skip")
+    failing = Failing(getattr(os, call), errno.ESTALE, {3, 8, 13})
+    monkeypatch.setattr(os, call, failing)
+    assert len(keys(found)) == 12
+    assert failing.refused == 3 and found.stats()["failures"]["count"] == 0
+
+
+def test_a_file_that_a_network_file_system_forgot_is_opened_anew(
+    root: Path, no_pauses: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with MediaFolder(str(root)).open("3.jpg") as file:
+        stale, reads = os.dup(file._fd), []
+        os.close(stale)
+
+        def pread(fd: int, size: int, offset: int, pread: Callable[..., bytes] = os.pread) -> bytes:
+            reads.append(size)
+            if len(reads) == 1:
+                raise OSError(errno.ESTALE, "Stale file handle")
+            return pread(fd, size, offset)
+
+        monkeypatch.setattr(os, "pread", pread)
+        assert file.read(file.size) == (root / "3.jpg").read_bytes()
+    with MediaFolder(str(root)).open("3.jpg") as file:
+        (root / "3.jpg").unlink()
+        (root / "3.jpg").write_bytes(b"another")
+        reads.clear()
+        with pytest.raises(DecodeError, match="'3.jpg' was replaced while it was read"):
+            file.read(file.size)
+
+
+@pytest.mark.parametrize("when", ["indexing", "loading"])
+def test_an_empty_folder_is_a_mount_that_is_lost(
+    url: str, root: Path, no_pauses: None, tmp_path: Path, when: str
+) -> None:
+    found = loader(url, root, on_error="skip") if when == "loading" else None
+    if found is not None:
+        found.dataset.index()
+    root.rename(tmp_path / "away")
+    root.mkdir()
+    with pytest.raises(StorageError, match="media: media_root is an empty folder.*mount"):
+        build_index([url], Recipe(), media_root=str(root), retry_seconds=0) if found is None else keys(found)
+    root.rmdir()
+    (tmp_path / "away").rename(root)
+    assert len(keys(loader(url, root))) == 12
+
+
+def test_a_folder_that_holds_none_of_many_files_ends_a_build(url: str, root: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "README").touch()
+    with pytest.raises(StorageError, match=r"other: .*none of the files .*'0\.jpg', '1\.jpg', '2\.jpg'.* media_root="):
+        build_index([url], Recipe(), media_root=str(other))
+    with pytest.raises(StorageError, match="none of the files"):  # now that its costs are kept, too
+        build_index([url], Recipe(), media_root=str(other))
+    shutil.copy(root / "7.jpg", other)
+    assert len(build_index([url], Recipe(), media_root=str(other)).bad_rows()) == 11
+
+
+def test_files_that_were_missing_are_looked_for_again_by_a_new_data_set(url: str, root: Path, tmp_path: Path) -> None:
+    moved = {name: root / name for name in ("3.jpg", "8.jpg")}
+    for name, path in moved.items():
+        path.rename(tmp_path / name)
+    assert len(keys(loader(url, root, on_error="skip"))) == 10
+    assert len(keys(loader(url, root, on_error="skip"))) == 10
+    (tmp_path / "8.jpg").rename(moved["8.jpg"])
+    with pytest.warns(UserWarning, match=r"a\.jsonl changed since the index was made"):
+        found = loader(url, root, on_error="skip")
+    assert len(keys(found)) == 11
+
+
+def test_copies_with_other_times_are_measured_again(url: str, root: Path) -> None:
+    assert len(keys(loader(url, root))) == 12
+    for path in root.iterdir():
+        os.utime(path, ns=(1, 1))
+    with pytest.warns(UserWarning, match=r"a\.jsonl changed since the index was made"):
+        found = loader(url, root, on_error="skip")
+    assert len(keys(found)) == 12
+
+
+def test_an_epoch_that_delivers_nothing_does_not_end_in_silence(url: str, root: Path) -> None:
+    found = loader(url, root, on_error="skip")
+    found.dataset.index()
+    for path in root.iterdir():
+        os.utime(path, ns=(1, 1))
+    with pytest.raises(TooManyFailures, match="delivered nothing .*another time of change, and the same size.*`cp -a`"):
+        keys(found)
+
+
+def test_a_few_failures_may_be_all_there_is(tmp_path: Path, root: Path) -> None:
+    path = tmp_path / "few.jsonl"
+    path.write_text("".join(f'{{"image": "{number}.jpg", "text": "a"}}\n' for number in range(9)))
+    found = loader(str(path), root, on_error="skip")
+    found.dataset.index()
+    for file in root.iterdir():
+        os.utime(file, ns=(1, 1))
+    assert keys(found) == []
+    assert found.stats()["failures"]["count"] == 9
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.EINTR])
+def test_media_root_that_cannot_be_looked_at_is_no_wrong_argument(
+    url: str, root: Path, no_pauses: None, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", Failing(os.stat, number, {1}, str(root)))
+        assert od.ShardDataset([url], media_root=root).media_root == str(root)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", Failing(os.stat, number, set(range(1, 9)), str(root)))
+        with pytest.raises(StorageError, match="media: cannot be looked at"):
+            od.ShardDataset([url], media_root=root)
+    with pytest.raises(ValueError, match="no folder"):
+        od.ShardDataset([url], media_root=root / "0.jpg")
