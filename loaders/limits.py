@@ -21,14 +21,16 @@ class Limits:
         sample_decoded_bytes: memory that decoding the media of one sample takes: patches, audio features, the decoded
             waves, and the pixels of the largest image.
         shard_rows: members of one tar, rows or fields of one Parquet file.
-        column_bytes: one column of a Parquet row group, decoded; more only within `decompression_ratio` of the file.
+        column_bytes: one column of a Parquet row group, decoded; more only within `decompression_ratio` of the file. Of
+            an Arrow file, one column of the rows that are read together, which is one row at least.
         decompressed_bytes: a .tar.gz or .tar.zst once decompressed.
         decompression_ratio: decompressed to compressed size, beyond the first MiB (`column_bytes` of a Parquet column);
             what a sparse member reads as to what is stored of it; memory of the index to bytes of a Parquet file.
         key_bytes: a sample's key, or the name of a field, as UTF-8.
         image_pixels: width times height of an image, or of a video's pictures, before any resizing.
         audio_seconds: length of one clip, or video.
-        text_bytes: one text or JSON member, after decompression; also all of one sample together.
+        text_bytes: one text or JSON member, after decompression; also all of one sample together. Values of one cell of
+            lists and structs, nulls included, are as many at most.
     """
 
     member_bytes: int = 1 << 30

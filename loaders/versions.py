@@ -6,6 +6,6 @@ FACTS_FORMAT = 3
 TABLE_FORMAT = 4
 """How tables of costs and the merged index are laid out."""
 
-RULES = 8
+RULES = 9
 """How verdicts are reached: raised with whatever makes the same shard, under the same recipe, yield other facts, other
 costs or other errors. It is in everything kept, and in the identity of a dataset that states carry."""

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import zstandard
 from hostile import tar_of
+from hostile_arrow import good_files
 from hostile_audio import sound
 from PIL import Image
 from shard_factory import chat, jpeg, omni_samples, png, write_shard
@@ -22,7 +23,7 @@ from shard_factory import chat, jpeg, omni_samples, png, write_shard
 MEMBER_KINDS = ("jpg", "png", "webp", "tiff", "gif", "bmp", "wav", "flac", "mp3", "ogg", "json", "txt")
 VIDEO_KINDS = ("mp4", "mov", "webm", "mkv")
 """Which take PyAV, of which the other kinds can do without."""
-SHARD_KINDS = ("tar", "parquet", "tar.gz", "tar.zst")
+SHARD_KINDS = ("tar", "parquet", "arrow", "tar.gz", "tar.zst")
 IMAGE_KINDS, AUDIO_KINDS = MEMBER_KINDS[:6], MEMBER_KINDS[6:10]
 
 
@@ -103,6 +104,8 @@ def _texts(kind: str) -> list[bytes]:
 
 
 def _shards(kind: str) -> list[bytes]:
+    if kind == "arrow":
+        return list(good_files().values())
     with TemporaryDirectory() as folder:
         written = Path(write_shard(Path(folder) / "a.tar", omni_samples(3))).read_bytes()
         if kind == "parquet":

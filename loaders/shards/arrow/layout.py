@@ -1,27 +1,36 @@
 """Where columns of an Arrow stream lie, without reading them: file -> record batches -> buffers at places in the file.
 
-A batch's description says how long its buffers are, one after another. pyarrow is given it with a body of memory that
-nobody has touched, and tells by the addresses of what it makes of it where each buffer lies.
+A batch's description says how many values each array has, and where its buffers lie in the bytes that follow. Nothing
+of it is believed: each length and each place is held against those bytes here, before anybody uses it. pyarrow sees
+no batch: it reads the schema.
 """
 
 from __future__ import annotations
 
-import mmap
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from operator import length_hint
 from typing import Any, Final, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 
+from orchdata.loaders.shards.arrow.flatbuffer import Table
+from orchdata.loaders.shards.arrow.schema import read_schema
+from orchdata.loaders.shards.arrow.shapes import Shape, shape_of
 from orchdata.loaders.shards.parquet.file import Refused
 from orchdata.loaders.storage.storage import Storage
 
-_MAGIC: Final = b"ARROW1\0\0"
+_MAGIC: Final = b"ARROW1"
+_MAGIC_BYTES: Final = 8  # with two of padding
 _CONTINUES: Final = 0xFFFFFFFF
 _DESCRIPTION_BYTES: Final = 64 << 20
-_COMPRESSED: Final = "its buffers are compressed or lie outside: write them plain, as `save_to_disk` does"
 _SCHEMA, _DICTIONARY, _BATCH = 1, 2, 3
-_NO_RESERVE: Final = 0x4000  # MAP_NORESERVE
+_V4, _V5 = 3, 4
+_MOST_ROWS: Final = int(np.iinfo(np.int64).max)
+_ALIGNMENT: Final = 8
+_OLD_COMPRESSION: Final = b"ARROW:experimental_compression"
+"""How pyarrow 0.17 said so."""
 
 
 class Span(NamedTuple):
@@ -32,16 +41,17 @@ class Span(NamedTuple):
 
 
 class Node(NamedTuple):
-    """One array of a batch.
+    """One array of a batch, whose buffers hold as many values as it has.
 
     Attributes:
+        shape: of its type.
         length: its values.
         validity: bits; None where all are valid.
         buffers: the others: offsets, values.
         children: of lists and structs.
     """
 
-    type: pa.DataType
+    shape: Shape
     length: int
     validity: Span | None
     buffers: tuple[Span, ...]
@@ -49,38 +59,67 @@ class Node(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """One record batch: its columns by name."""
+    """One record batch: those of its columns that can be read, by name."""
 
     num_rows: int
     columns: dict[str, Node]
+
+
+class _Message(NamedTuple):
+    """A message, as the file says.
+
+    Attributes:
+        offset: of its prefix.
+        data: prefix and description.
+        version: of the format.
+        kind, header: what it is, and the description of that.
+        body: the bytes that follow, all of them inside of the file.
+    """
+
+    offset: int
+    data: bytes
+    version: int
+    kind: int
+    header: Table
+    body: Span
 
 
 def read_layout(file: Storage) -> tuple[pa.Schema, list[Batch]]:
     """The schema of a stream or file, and where its batches lie.
 
     Raises:
-        Refused: it is none, cut, or of a kind that is not read by position.
-        pa.ArrowException: a description that makes no sense.
+        Refused: it is none, cut, of a kind that is not read by position, or a description makes no sense.
     """
     schema: pa.Schema | None = None
+    shapes: list[Shape] = []
     batches: list[Batch] = []
-    for offset, head, kind, body in _messages(file):
+    num_rows = 0
+    for message in _messages(file):
         if schema is None:
-            if kind != _SCHEMA:
-                raise Refused("not an Arrow stream: it does not begin with a schema")
-            schema = pa.ipc.read_schema(pa.py_buffer(head))
-        elif kind == _BATCH:
-            batches.append(_batch(offset, head, body, schema))
-        elif kind == _DICTIONARY:
+            schema = _schema(message)
+            shapes = [shape_of(type_, old_unions=message.version < _V5) for type_ in schema.types]
+        elif message.kind == _BATCH:
+            try:
+                batches.append(_Arrays(message).batch(schema.names, shapes))
+            except Refused as error:
+                raise Refused(f"batch {len(batches)}, at byte {message.offset}: {error}") from None
+            num_rows += batches[-1].num_rows
+            if num_rows > _MOST_ROWS:
+                raise Refused(f"its batches claim {num_rows} rows")
+        elif message.kind == _DICTIONARY:
             raise Refused("its columns are dictionary-encoded, which are not read: write them as plain values")
+        else:
+            raise Refused(f"a message of kind {message.kind} at byte {message.offset}, where a batch should be")
     if schema is None:
         raise Refused("not an Arrow stream: it is empty")
     return schema, batches
 
 
-def _messages(file: Storage) -> Iterator[tuple[int, bytes, int, int]]:
-    """(offset, prefix and description, kind, bytes of the body) of each message."""
-    offset = len(_MAGIC) if file.read(0, len(_MAGIC)) == _MAGIC else 0
+def _messages(file: Storage) -> Iterator[_Message]:
+    is_file = file.read(0, len(_MAGIC)) == _MAGIC
+    if is_file and file.read(file.size - len(_MAGIC), len(_MAGIC)) != _MAGIC:
+        raise Refused(f"cut: it begins with {_MAGIC.decode()}, as an Arrow file does, and does not end with it")
+    offset = _MAGIC_BYTES if is_file else 0
     while offset < file.size:
         prefix = file.read(offset, 8)
         if len(prefix) < 8:
@@ -90,97 +129,114 @@ def _messages(file: Storage) -> Iterator[tuple[int, bytes, int, int]]:
             raise Refused(f"not an Arrow stream: no message begins at byte {offset}")
         if length == 0:
             return
-        if not 0 < length <= _DESCRIPTION_BYTES:
-            raise Refused(f"a message at byte {offset} is described in {length} bytes")
-        description = file.read(offset + 8, length)
-        kind, body = _described(description)
-        if len(description) < length or offset + 8 + length + body > file.size:
-            raise Refused(f"cut: the message at byte {offset} has {body} bytes, and the file ends before")
-        yield offset, prefix + description, kind, body
-        offset += 8 + length + body
+        start = offset + 8
+        if not 0 < length <= min(_DESCRIPTION_BYTES, file.size - start):
+            raise Refused(f"the message at byte {offset} is described in {length} bytes, of {file.size - start}")
+        data = prefix + file.read(start, length)
+        description = Table(data[8:])
+        header, size = description.table(2), description.number(3, "<q")
+        body = Span(start + length, size)
+        if header is None or not 0 <= size <= file.size - body.offset:
+            raise Refused(f"cut: the message at byte {offset} has {size} bytes, and the file ends before")
+        yield _Message(offset, data, description.number(0, "<h"), description.number(1, "<B"), header, body)
+        offset = body.offset + size
 
 
-def _described(data: bytes) -> tuple[int, int]:
-    """Kind and length of the body of a message: two fields of its flatbuffer. Raises Refused."""
-    try:
-        table = struct.unpack_from("<I", data, 0)[0]
-        fields = table - struct.unpack_from("<i", data, table)[0]
-        size = struct.unpack_from("<H", data, fields)[0]
-        places = [struct.unpack_from("<H", data, fields + at)[0] if at < size else 0 for at in (6, 10)]
-        kind = struct.unpack_from("<B", data, table + places[0])[0] if places[0] else 0
-        body = struct.unpack_from("<q", data, table + places[1])[0] if places[1] else 0
-    except struct.error:
-        raise Refused("not an Arrow stream: a message is described by what is no description") from None
-    if body < 0:
-        raise Refused(f"a message has {body} bytes")
-    return int(kind), int(body)
+def _schema(message: _Message) -> pa.Schema:
+    if message.kind != _SCHEMA:
+        raise Refused("not an Arrow stream: it does not begin with a schema")
+    if message.version not in (_V4, _V5):
+        raise Refused(f"version {message.version + 1} of Arrow's format: write it with a newer pyarrow")
+    return read_schema(message.data, message.header)
 
 
-def _batch(offset: int, head: bytes, body: int, schema: pa.Schema) -> Batch:
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
-    memory = mmap.mmap(-1, len(head) + body, flags=flags)  # of which only the head is touched
-    memory[: len(head)] = head
-    held = pa.py_buffer(memory)
-    message = pa.ipc.read_message(pa.BufferReader(held))
-    try:
-        batch = pa.ipc.read_record_batch(message, schema)
-    except (pa.ArrowException, OSError) as error:
-        if "compress" in str(error):  # there is nothing to decompress but memory that nobody touched
-            raise Refused(_COMPRESSED) from None
-        raise
-    shift, first, last = offset - held.address, held.address + len(head), held.address + held.size
+class _Arrays:
+    """The arrays of a batch, in the order in which its description lists them: schema order, parents first.
 
-    def span(buffer: pa.Buffer | None) -> Span | None:
-        if buffer is None or buffer.size == 0:
+    Args:
+        message: of the batch.
+    """
+
+    def __init__(self, message: _Message) -> None:
+        batch = message.header
+        if batch.table(3) is not None or _OLD_COMPRESSION in message.data:
+            raise Refused("its buffers are compressed: write them plain, as `save_to_disk` does")
+        self._num_rows = batch.number(0, "<q")
+        self._body = message.body
+        self._nodes = batch.items(1, "<qq")
+        self._buffers = batch.items(2, "<qq")
+        self._more = batch.items(4, "<q")
+        self._end = 0  # of the buffers taken
+
+    def batch(self, names: Sequence[str], shapes: Sequence[Shape]) -> Batch:
+        """Its columns. Raises Refused where any length or place cannot be."""
+        columns: dict[str, Node] = {}
+        for name, shape in zip(names, shapes, strict=True):
+            try:
+                node = self._node(shape, self._num_rows)
+                if node.length != self._num_rows:
+                    raise Refused(f"{node.length} values in {self._num_rows} rows")
+            except Refused as error:
+                raise Refused(f"column {name!r}: {error}") from None
+            if shape.is_read:
+                columns[name] = node
+        arrays, buffers = length_hint(self._nodes), length_hint(self._buffers)
+        if arrays or buffers:
+            raise Refused(f"{arrays} arrays and {buffers} buffers more than its columns have")
+        return Batch(self._num_rows, columns)
+
+    def _node(self, shape: Shape, least: int) -> Node:
+        """The next array, of so many values at least."""
+        length, nulls = self._next(self._nodes, "array")
+        if length < max(0, least):
+            raise Refused(f"an array of {length} values, {least} are needed")
+        if not -1 <= nulls <= length:  # -1: not counted
+            raise Refused(f"{nulls} of {length} values are null")
+        validity = self._validity(length, nulls) if shape.has_validity else None
+        buffers = []
+        for bits, more in shape.buffers:
+            values = length + more if length else 0
+            buffers.append(self._buffer(-(-values * bits // 8)))
+        if shape.has_more:
+            for _ in range(self._num_more()):
+                self._buffer(0)
+        children = tuple(self._node(child, length * each) for child, each in shape.children)
+        return Node(shape, length, validity, tuple(buffers), children)
+
+    def _validity(self, length: int, nulls: int) -> Span | None:
+        found = self._buffer(0)
+        if nulls == 0 or (nulls < 0 and not found.size):
             return None
-        if not first <= buffer.address <= buffer.address + buffer.size <= last:
-            raise Refused(_COMPRESSED)
-        return Span(buffer.address + shift, buffer.size)
+        if found.size < -(-length // 8):
+            raise Refused(f"{found.size} bytes say which of {length} values are null")
+        return found
 
-    columns: dict[str, Node] = {}
-    for number, name in enumerate(schema.names):
-        array = batch.column(number)
-        if can_be_read(array.type):
-            columns[name] = _node(array, span)
-    return Batch(batch.num_rows, columns)
+    def _buffer(self, least: int) -> Span:
+        """The next buffer, of so many bytes at least, where it lies in the file."""
+        offset, size = self._next(self._buffers, "buffer")
+        if size < least:
+            raise Refused(f"a buffer of {size} bytes, {least} are needed")
+        if size == 0:
+            return Span(self._body.offset, 0)
+        # One after another: buffers that share bytes would take more memory than the file has.
+        if not self._end <= offset <= self._body.size - size or offset % _ALIGNMENT:
+            raise Refused(
+                f"a buffer at bytes {offset} to {offset + size} of {self._body.size}: it must begin at a multiple of "
+                f"{_ALIGNMENT}, and behind the one before, which ends at {self._end}"
+            )
+        self._end = offset + size
+        return Span(self._body.offset + offset, size)
 
+    def _num_more(self) -> int:
+        """How many further buffers the next array of views has."""
+        (count,) = self._next(self._more, "number of buffers of views")
+        left = length_hint(self._buffers)
+        if not 0 <= count <= left:
+            raise Refused(f"{count} buffers of views, {left} are left")
+        return int(count)
 
-def can_be_read(type_: pa.DataType) -> bool:
-    """Whether values of a type can be had by position."""
-    kinds = pa.types
-    if kinds.is_struct(type_):
-        return all(can_be_read(type_.field(i).type) for i in range(type_.num_fields))
-    if kinds.is_list(type_) or kinds.is_large_list(type_) or kinds.is_fixed_size_list(type_):
-        return can_be_read(type_.value_type)
-    return has_offsets(type_) or kinds.is_null(type_) or kinds.is_boolean(type_) or _width(type_) > 0
-
-
-def has_offsets(type_: pa.DataType) -> bool:
-    """Whether values are stretches of bytes."""
-    kinds = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_string, pa.types.is_large_string)
-    return any(kind(type_) for kind in kinds)
-
-
-def _width(type_: pa.DataType) -> int:
-    if pa.types.is_primitive(type_) or pa.types.is_fixed_size_binary(type_) or pa.types.is_decimal(type_):
-        return int(type_.bit_width) // 8
-    return 0
-
-
-def _node(array: Any, span: Any) -> Node:
-    kinds, type_ = pa.types, array.type
-    if kinds.is_null(type_):
-        return Node(type_, len(array), None, (), ())
-    buffers = array.buffers()
-    validity = span(buffers[0])
-    if array.null_count and validity is None:
-        raise Refused(f"{array.null_count} values of a column are said to be null, and not which")
-    own = 1 if kinds.is_struct(type_) or kinds.is_fixed_size_list(type_) else 2
-    own = 3 if has_offsets(type_) else own
-    held = tuple(span(buffer) or Span(0, 0) for buffer in buffers[1:own])
-    children: tuple[Node, ...] = ()
-    if kinds.is_struct(type_):
-        children = tuple(_node(array.field(i), span) for i in range(type_.num_fields))
-    elif kinds.is_list(type_) or kinds.is_large_list(type_) or kinds.is_fixed_size_list(type_):
-        children = (_node(array.values, span),)
-    return Node(type_, len(array), validity, held, children)
+    def _next(self, items: Iterator[tuple[Any, ...]], what: str) -> tuple[Any, ...]:
+        found = next(items, None)
+        if found is None:
+            raise Refused(f"the batch describes no such {what}")
+        return found

@@ -1,17 +1,20 @@
-"""Rows of a column of a batch: the bytes of those rows alone, checked, as an array of their own."""
+"""Rows of a column of a batch: the bytes of those rows alone, checked, as an array of their own.
+
+What the layout does not say is checked here, with the rows it is about: that offsets ascend, and where they end.
+"""
 
 from __future__ import annotations
-
-from typing import Final
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from orchdata.loaders.shards.arrow.layout import Node, Span, has_offsets
+from orchdata.loaders.shards.arrow.layout import Node, Span
 from orchdata.loaders.storage.storage import Storage
 
-_WIDE: Final = (pa.types.is_large_binary, pa.types.is_large_string, pa.types.is_large_list)
+
+class TooLarge(ValueError):
+    """Rows that take more memory together than is allowed: fewer may take less."""
 
 
 class RowsReader:
@@ -19,7 +22,7 @@ class RowsReader:
 
     Args:
         file: it.
-        most_bytes: that one buffer of what is asked for may take.
+        most_bytes: that all buffers of what is asked for may take together.
     """
 
     def __init__(self, file: Storage, most_bytes: int) -> None:
@@ -28,43 +31,57 @@ class RowsReader:
 
     def take(self, node: Node, start: int, length: int) -> pa.Array:
         """Values start to start + length. Raises ValueError where its numbers point outside of its buffers."""
+        return _Taking(self._file, self._most_bytes).take(node, start, length)
+
+
+class _Taking:
+    """What is taken once: it counts the bytes."""
+
+    def __init__(self, file: Storage, most_bytes: int) -> None:
+        self._file = file
+        self._most_bytes = self._left = most_bytes
+
+    def take(self, node: Node, start: int, length: int) -> pa.Array:
         if not 0 <= start <= start + length <= node.length:
             raise ValueError(f"values {start} to {start + length} of {node.length}")
-        type_ = node.type
-        if pa.types.is_null(type_):
+        if length > self._most_bytes:  # of a type that takes no bytes, or bits
+            raise TooLarge(f"{length} values, above Limits.column_bytes={self._most_bytes}")
+        shape = node.shape
+        if shape.is_null:
             return pa.nulls(length)
-        valid = None if node.validity is None else self._bits(node.validity, start, length)
-        if pa.types.is_struct(type_):
-            children = [self.take(child, start, length) for child in node.children]
-            return pa.Array.from_buffers(type_, length, [valid], children=children)
-        if pa.types.is_fixed_size_list(type_):
-            wide = type_.list_size
-            child = self.take(node.children[0], start * wide, length * wide)
-            return pa.Array.from_buffers(type_, length, [valid], children=[child])
-        if pa.types.is_boolean(type_):
-            return pa.Array.from_buffers(type_, length, [valid, self._bits(node.buffers[0], start, length)])
-        if not has_offsets(type_) and not node.children:
-            width = type_.bit_width // 8
-            values = pa.py_buffer(self._read(node.buffers[0], start * width, length * width))
-            return pa.Array.from_buffers(type_, length, [valid, values])
-        offsets = self._offsets(node, start, length)
-        first, last = int(offsets[0]), int(offsets[-1])
-        held = pa.py_buffer((offsets - offsets[0]).astype(offsets.dtype))
-        if node.children:
-            child = self.take(node.children[0], first, last - first)
-            return pa.Array.from_buffers(type_, length, [valid, held], children=[child])
-        values = pa.py_buffer(self._read(node.buffers[1], first, last - first))
-        return pa.Array.from_buffers(type_, length, [valid, held, values])
+        buffers = [None if node.validity is None else self._bits(node.validity, start, length)]
+        if shape.has_offsets:
+            offsets = self._offsets(node, start, length)
+            buffers.append(pa.py_buffer((offsets - offsets[0]).astype(offsets.dtype)))
+            below, size = int(offsets[0]), int(offsets[-1]) - int(offsets[0])
+            if not node.children:
+                buffers.append(pa.py_buffer(self._read(node.buffers[1], below, size)))
+            children = [self.take(child, below, size) for child in node.children]
+        else:
+            for span, (bits, _) in zip(node.buffers, shape.buffers, strict=True):
+                buffers.append(self._values(span, start, length, bits))
+            each = [times for _, times in shape.children]
+            children = [
+                self.take(child, start * times, length * times)
+                for child, times in zip(node.children, each, strict=True)
+            ]
+        return pa.Array.from_buffers(shape.type, length, buffers, children=children or None)
 
     def _offsets(self, node: Node, start: int, length: int) -> NDArray[np.int32] | NDArray[np.int64]:
-        dtype = np.dtype(np.int64 if any(kind(node.type) for kind in _WIDE) else np.int32)
-        if node.buffers[0].size == 0 and node.length == 0:
+        dtype = np.dtype(np.int64 if node.shape.buffers[0][0] == 64 else np.int32)
+        if node.length == 0:
             return np.zeros(1, dtype)
         data = self._read(node.buffers[0], start * dtype.itemsize, (length + 1) * dtype.itemsize)
         offsets = np.frombuffer(data, dtype)
-        if int(offsets[0]) < 0 or (np.diff(offsets) < 0).any():
+        # Not by differences: they overflow.
+        if int(offsets[0]) < 0 or (offsets[1:] < offsets[:-1]).any():
             raise ValueError("offsets that go backwards")
         return offsets
+
+    def _values(self, span: Span, start: int, length: int, bits: int) -> pa.Buffer:
+        if bits == 1:
+            return self._bits(span, start, length)
+        return pa.py_buffer(self._read(span, start * bits // 8, length * bits // 8))
 
     def _bits(self, span: Span, start: int, length: int) -> pa.Buffer:
         first = start // 8
@@ -73,10 +90,11 @@ class RowsReader:
         return pa.py_buffer(np.packbits(bits, bitorder="little"))
 
     def _read(self, span: Span, start: int, size: int) -> bytes:
-        if size > self._most_bytes:
-            raise ValueError(f"{size} bytes, above Limits.column_bytes={self._most_bytes}")
-        if start < 0 or start + size > span.size:
+        if not 0 <= start <= start + size <= span.size:
             raise ValueError(f"bytes {start} to {start + size} of a buffer of {span.size}")
+        self._left -= size
+        if self._left < 0:
+            raise TooLarge(f"more than Limits.column_bytes={self._most_bytes} bytes in one column")
         data = self._file.read(span.offset + start, size) if size else b""
         if len(data) < size:
             raise ValueError(f"cut: {len(data)} of {size} bytes")

@@ -6,6 +6,7 @@ Columns are what they are in Parquet files; of a row only its own bytes are read
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Final
 
@@ -14,8 +15,9 @@ import pyarrow as pa
 
 from orchdata.loaders.errors import NOT_DATA, ShardError, pass_broken_package
 from orchdata.loaders.limits import Limits, limits_fingerprint
-from orchdata.loaders.shards.arrow.layout import can_be_read, read_layout
-from orchdata.loaders.shards.arrow.rows import RowsReader
+from orchdata.loaders.shards.arrow.layout import read_layout
+from orchdata.loaders.shards.arrow.rows import RowsReader, TooLarge
+from orchdata.loaders.shards.arrow.shapes import shape_of
 from orchdata.loaders.shards.facts_table import Facts, FactsMeta, shard_failure
 from orchdata.loaders.shards.parquet.cells import place_of, plan_columns, read_cell, short
 from orchdata.loaders.shards.parquet.file import INDEX_BYTES_OF_A_ROW, Refused
@@ -41,11 +43,12 @@ class ArrowReader:
         self._rows = RowsReader(file, limits.column_bytes)
         self.schema, self._batches = read_layout(file)
         self.columns, self.ignored, self.key = plan_columns(self.schema)
+        counts = Counter(self.schema.names)
         for name in (*(column.name for column in self.columns), *(() if self.key is None else (self.key,))):
-            if self.schema.names.count(name) > 1:
+            if counts[name] > 1:
                 raise Refused(f"two columns are called {name!r}: give each a name of its own")
             type_ = self.schema.field(name).type
-            if not can_be_read(type_):
+            if not shape_of(type_).is_read:
                 raise Refused(
                     f"column {name!r} is {str(type_)[:100]}, which is not read by position: write it as plain strings, "
                     "bytes and lists, as `save_to_disk` does, or leave it out"
@@ -66,13 +69,19 @@ class ArrowReader:
     def batches(self, group: int, names: Sequence[str], *, scan: bool = False) -> Iterator[pa.RecordBatch]:
         """Rows of a batch, some at a time. Raises Refused where its numbers point outside of it."""
         rows = self._batches[group].num_rows
-        for start in range(0, rows, _SCAN_ROWS):
-            length = min(_SCAN_ROWS, rows - start)
+        start, most = 0, _SCAN_ROWS
+        while start < rows:
+            length = min(most, rows - start)
             try:
                 arrays = [self.take(group, name, start, length) for name in names]
             except (ValueError, pa.ArrowException) as error:
+                if isinstance(error, TooLarge) and length > 1:
+                    most = length // 2
+                    continue
                 raise Refused(f"batch {group}, rows {start} to {start + length}: {short(error)}") from None
             yield pa.RecordBatch.from_arrays(arrays, names=list(names))
+            start += length
+            most = min(_SCAN_ROWS, 2 * most)
 
     def take(self, group: int, name: str, start: int, length: int) -> pa.Array:
         """Rows of one column of a batch."""
@@ -105,7 +114,7 @@ class ArrowShard:
             raise
         except Refused as error:
             table, lost = shard_failure(str(error)), max(1, self.size)
-        except (pa.ArrowException, ValueError, OSError) as error:
+        except (pa.ArrowException, ValueError, RecursionError) as error:
             pass_broken_package(error)
             table, lost = shard_failure(f"not a readable Arrow stream: {short(error)}"), max(1, self.size)
         checksum = self.checksum()
@@ -123,7 +132,7 @@ class ArrowShard:
 
     def read(self, offset: int, size: int, encoding: int, field: str) -> bytes:
         """The cell `field` of row `offset`; lists by item ("images.0"). Raises FieldError; ShardError for the file."""
-        return read_cell(self._cell, offset, size, field)
+        return read_cell(self._cell, self._file, offset, size, field)
 
     def read_many(self, members: Sequence[tuple[int, int, int, str]]) -> list[bytes | memoryview]:
         """Cells (row, size, encoding, field) of one sample. Raises as `read` does."""
@@ -135,7 +144,7 @@ class ArrowShard:
     def _cell(self, row: int, field: str) -> bytes | None:
         reader = self._open()
         column, item, group, place = place_of(reader.columns, reader.starts, row, field)
-        data = column.item(reader.take(group, column.name, place, 1)[0], item)
+        data = column.item(reader.take(group, column.name, place, 1)[0], item, self._limits)
         self._file.check_unchanged()
         return data
 

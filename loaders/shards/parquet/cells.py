@@ -13,8 +13,10 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from orchdata.loaders.errors import NOT_DATA, FieldError, ShardError, pass_broken_package
+from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.builtin import BUILTINS, OTHER, TEXT
 from orchdata.loaders.shards.fields import classify
+from orchdata.loaders.storage.storage import Storage
 from orchdata.loaders.text.chat_keys import is_beside
 from orchdata.loaders.text.media_words import record_keys
 from orchdata.loaders.text.words import WORDS_SUFFIX, names_words
@@ -56,8 +58,13 @@ class Column:
         """What the field of a cell that is not listed is called."""
         return self.name + WORDS_SUFFIX if self.form == "words" else self.name
 
-    def item(self, scalar: pa.Scalar, number: int) -> bytes | None:
-        """Bytes of an item of a cell; of the cell itself, where cells are no lists. None for null. Raises PathOnly."""
+    def item(self, scalar: pa.Scalar, number: int, limits: Limits) -> bytes | None:
+        """Bytes of an item of a cell; of the cell itself, where cells are no lists. None for null. Raises PathOnly, and
+        ValueError for a cell above the limits.
+        """
+        excess = self.excess(scalar, limits)
+        if excess is not None:
+            raise ValueError(excess)
         if not self.listed:
             return self.cell(scalar)
         if not scalar.is_valid or number >= len(scalar.values):
@@ -103,9 +110,18 @@ class Column:
         path = held["path"].as_py() if "path" in held else None
         return path if isinstance(path, str) else None
 
-    def num_turns(self, scalar: pa.Scalar) -> int:
-        """Turns of a chat, or items in them where they are more, before any is made a Python object."""
-        return _most_in(scalar)
+    def excess(self, scalar: pa.Scalar, limits: Limits) -> str | None:
+        """Why a cell holds too much, or None: told before any of its values is made a Python object."""
+        items = values = 0
+        if self.form in ("chat", "words"):
+            items, values = _counted_in(scalar)
+        elif self.listed and scalar.is_valid and scalar.values is not None:
+            items = len(scalar.values)
+        if items > limits.sample_parts:
+            return f"a list of {items} items, above Limits.sample_parts={limits.sample_parts}"
+        if values > limits.text_bytes:  # nulls of fields are values too, and in no text
+            return f"{values} values, more than Limits.text_bytes={limits.text_bytes}"
+        return None
 
     def kind_of(self, data: bytes | memoryview, path: str | None = None) -> int:
         """Modality of one cell."""
@@ -115,23 +131,28 @@ class Column:
         return by_path if by_path != OTHER else sniff(data)
 
 
-def read_cell(cell: Callable[[int, str], bytes | None], row: int, size: int, field: str) -> bytes:
-    """What `cell` gives for `field` of a row, of as many bytes as were indexed. Raises FieldError; ShardError for the
-    file.
+def read_cell(cell: Callable[[int, str], bytes | None], file: Storage, row: int, size: int, field: str) -> bytes:
+    """What `cell` gives for `field` of a row of a file, of as many bytes as were indexed.
+
+    Raises:
+        FieldError: it cannot be had.
+        ShardError: nothing can be had of the file; StaleIndexError: it changed.
     """
     try:
         data = cell(row, field)
-    except (*NOT_DATA, ShardError, FieldError):
+        if data is None or len(data) != size:
+            held = "nothing" if data is None else f"{len(data)} bytes"
+            raise FieldError(field, f"row {row} holds {held}, {size} bytes were indexed: index the shard again")
+        return data
+    except NOT_DATA:
         raise
-    except PathOnly as error:
-        raise FieldError(field, str(error)) from error
     except Exception as error:
         pass_broken_package(error)
-        raise FieldError(field, f"cannot be read: {short(error)}") from error
-    if data is None or len(data) != size:
-        held = "nothing" if data is None else f"{len(data)} bytes"
-        raise FieldError(field, f"row {row} holds {held}, {size} bytes were indexed: index the shard again")
-    return data
+        file.check_unchanged()  # or it may be the change that looks like damage
+        if isinstance(error, ShardError | FieldError):
+            raise
+        reason = str(error) if isinstance(error, PathOnly) else f"cannot be read: {short(error)}"
+        raise FieldError(field, reason) from error
 
 
 def place_of(
@@ -158,25 +179,29 @@ def _plain_scalar(scalar: pa.Scalar) -> pa.Scalar:
     return scalar.value if isinstance(scalar, pa.DictionaryScalar) else scalar
 
 
-def _most_in(scalar: pa.Scalar) -> int:
-    """As `_most_items`, of one cell. pyarrow makes no array of a struct with a field of type null."""
+def _counted_in(scalar: pa.Scalar) -> tuple[int, int]:
+    """As `_counted`, of one cell. pyarrow makes no array of a struct with a field of type null."""
     if not scalar.is_valid:
-        return 0
+        return 0, 1
     if _is_list(scalar.type):
-        return max(len(scalar.values), _most_items(scalar.values))
+        items, values = _counted(scalar.values)
+        return max(len(scalar.values), items), 1 + values
     if pa.types.is_struct(scalar.type):
-        return max((_most_in(scalar[i]) for i in range(scalar.type.num_fields)), default=0)
-    return 0
+        counted = [_counted_in(scalar[i]) for i in range(scalar.type.num_fields)]
+        return max((items for items, _ in counted), default=0), 1 + sum(values for _, values in counted)
+    return 0, 1
 
 
-def _most_items(array: pa.Array) -> int:
-    """The length of the longest array of list items in an array, however deep."""
+def _counted(array: pa.Array) -> tuple[int, int]:
+    """The length of the longest array of list items in an array, however deep, and all values that it holds."""
     if _is_list(array.type):
         inner = array.flatten()
-        return max(len(inner), _most_items(inner))
+        items, values = _counted(inner)
+        return max(len(inner), items), len(array) + values
     if pa.types.is_struct(array.type):
-        return max((_most_items(array.field(i)) for i in range(array.type.num_fields)), default=0)
-    return 0
+        counted = [_counted(array.field(i)) for i in range(array.type.num_fields)]
+        return max((items for items, _ in counted), default=0), len(array) + sum(values for _, values in counted)
+    return 0, len(array)
 
 
 def plan_columns(schema: pa.Schema) -> tuple[list[Column], list[str], str | None]:
@@ -280,7 +305,7 @@ def _labels(feature: object) -> tuple[str, ...]:
 def _huggingface_features(schema: pa.Schema) -> Mapping[str, object]:
     try:
         features = json.loads(schema.metadata[b"huggingface"])["info"]["features"]
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, RecursionError):
         return {}
     return features if isinstance(features, dict) else {}
 

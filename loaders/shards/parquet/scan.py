@@ -22,7 +22,8 @@ from orchdata.loaders.shards.fields import PARQUET
 from orchdata.loaders.shards.parquet.cells import Column, PathOnly, is_text, short, text_bytes
 from orchdata.loaders.shards.parquet.file import Refused
 
-_OF_A_CELL = (pa.ArrowException, ValueError, TypeError, LookupError, RecursionError)
+# A day or a second beyond what Python counts is an ArithmeticError.
+_OF_A_CELL = (pa.ArrowException, ArithmeticError, ValueError, TypeError, LookupError, RecursionError)
 
 
 class RowReader(Protocol):
@@ -116,10 +117,9 @@ class _Scan:
         return key
 
     def _add_cells(self, number: int, key: str, column: Column, scalar: pa.Scalar) -> None:
-        items = _num_items(column, scalar)
-        if items > self._limits.sample_parts:
-            reason = f"a list of {items} items, above Limits.sample_parts={self._limits.sample_parts}"
-            self._append(number, key, column.name, column.kind, 0, reason)
+        excess = column.excess(scalar, self._limits)
+        if excess is not None:
+            self._append(number, key, column.name, column.kind, 0, excess)
             return
         for field, item in _items(column, scalar):
             self._add_cell(number, key, field, column, item)
@@ -177,15 +177,6 @@ def _key(scalar: pa.Scalar) -> str | None:
         return None
     type_ = scalar.type.value_type if isinstance(scalar, pa.DictionaryScalar) else scalar.type
     return bytes(text_bytes(scalar)).decode("utf-8", "backslashreplace") if is_text(type_) else str(scalar.as_py())
-
-
-def _num_items(column: Column, scalar: pa.Scalar) -> int:
-    """Items of a list: media of their own, or turns of a chat."""
-    if not scalar.is_valid:
-        return 0
-    if column.form in ("chat", "words"):
-        return column.num_turns(scalar)
-    return len(scalar.values) if column.listed and scalar.values is not None else 0
 
 
 def _items(column: Column, scalar: pa.Scalar) -> Iterator[tuple[str, pa.Scalar]]:

@@ -129,7 +129,7 @@ class ParquetShard:
         """The cell `field` of row `offset`; lists by item ("images.0"). Raises FieldError; ShardError for the file."""
         if self._closed:
             raise ValueError(f"{self.url}: read after close")
-        return read_cell(self._cell, offset, size, field)
+        return read_cell(self._cell, self._file, offset, size, field)
 
     def read_many(self, members: Sequence[tuple[int, int, int, str]]) -> list[bytes | memoryview]:
         """Cells (row, size, encoding, field) of one sample. Raises as `read` does."""
@@ -145,7 +145,7 @@ class ParquetShard:
     def _cell(self, row: int, field: str) -> bytes | None:
         reader = self._open()
         column, item, group, place = place_of(reader.columns, reader.starts, row, field)
-        return column.item(self._decoded(reader, group, column.name)[place], item)
+        return column.item(self._decoded(reader, group, column.name)[place], item, self._limits)
 
     def _decoded(self, reader: ParquetReader, group: int, name: str) -> DecodedColumn:
         key = (self._number, group, name)

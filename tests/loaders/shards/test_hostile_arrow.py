@@ -1,0 +1,150 @@
+"""Damaged and hostile Arrow files: each is refused with a reason, and none ends a process or takes memory at will.
+
+What may end a process is tried in a child, so that it ends the child alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hostile_arrow import Case, good_files, huge_batch, mutations, sharing_schema, try_cases, written
+
+from orchdata.loaders.errors import FieldError
+from orchdata.loaders.limits import Limits
+from orchdata.loaders.shards.arrow.shard import ArrowShard
+from orchdata.loaders.shards.facts_table import FactsTable
+from orchdata.loaders.storage.local import LocalFile
+
+READ = [name for name in good_files() if name not in ("encoded", "zstd", "lz4")]
+
+
+def opened(folder: Path, data: bytes, limits: Limits | None = None) -> ArrowShard:
+    path = folder / "a.arrow"
+    path.write_bytes(data)
+    return ArrowShard(str(path), LocalFile(path), limits=limits or Limits())
+
+
+def facts(folder: Path, data: bytes, limits: Limits | None = None) -> FactsTable:
+    with closing(opened(folder, data, limits)) as shard:
+        return shard.facts().table
+
+
+def chats(values: list[Any], **fields: pa.DataType) -> pa.Table:
+    turn = pa.struct({"role": pa.string(), "content": pa.string(), **fields})
+    return pa.table({"messages": pa.array(values, pa.list_(turn))})
+
+
+def shared_buffers() -> bytes:
+    """A batch whose columns all have their values where the first one has them."""
+    data = bytearray(written(pa.table({f"text {number}": ["x" * 40] for number in range(10)})))
+    places = [at for at in range(0, len(data) - 15, 8) if struct.unpack_from("<q", data, at + 8) == (40,)]
+    assert len(places) == 10
+    for at in places:
+        data[at : at + 8] = data[places[0] : places[0] + 8]
+    return bytes(data)
+
+
+def overflowing_offsets() -> bytes:
+    """Offsets of which each seems to lie behind the one before, where a difference overflows."""
+    data = bytearray(written(pa.table({"text": pa.array(["a", "bc", "d"], pa.large_string())})))
+    struct.pack_into("<qqqq", data, data.index(struct.pack("<qqqq", 0, 1, 3, 4)), 0, 2**63 - 1, -2, 4)
+    return bytes(data)
+
+
+HAND_MADE = {
+    "column 'text': a buffer of 12 bytes, 274877906948 are needed": huge_batch(),  # (2^36 + 1) * 4
+    "behind the one before, which ends at ": shared_buffers(),
+    "by naming parts of it again": sharing_schema(50, 100_000),
+    "offsets that go backwards": overflowing_offsets(),
+}
+
+
+def test_what_a_hostile_hand_makes_is_refused_with_the_reason(tmp_path: Path) -> None:
+    cases = [Case("media", reason, data) for reason, data in HAND_MADE.items()]
+    assert try_cases(tmp_path / "tried", cases) == ""
+    for wanted, data in HAND_MADE.items():
+        (reason,) = facts(tmp_path, data).errors.values()
+        assert wanted in reason
+    assert facts(tmp_path, sharing_schema(1, 100_000)).errors == {}
+
+
+def test_damaged_files_end_no_process(tmp_path: Path) -> None:
+    each = (itertools.islice(mutations(schema, data, 0), 15) for schema, data in good_files().items())
+    cases = list(itertools.chain(*each))
+    assert len(cases) == 180
+    assert try_cases(tmp_path, cases) == ""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("schema", good_files())
+def test_many_damaged_files_end_no_process(tmp_path: Path, schema: str) -> None:
+    cases = mutations(schema, good_files()[schema], 1)
+    assert try_cases(tmp_path, list(itertools.islice(cases, 2500))) == ""
+
+
+def test_a_child_that_ends_is_told(tmp_path: Path) -> None:
+    told = try_cases(tmp_path, [Case("no such schema", "fine", b""), Case("media", "ends", b"")], end_at=1)
+    assert told.startswith("media: ends (1.arrow): SIGABRT")
+
+
+@pytest.mark.parametrize("schema", READ)
+def test_good_files_of_every_schema_have_no_failure(tmp_path: Path, schema: str) -> None:
+    table = facts(tmp_path, good_files()[schema])
+    assert table.errors == {} and len(set(table.sample)) == 6
+
+
+def test_version_4_of_the_format_is_read(tmp_path: Path) -> None:
+    table = pa.ipc.open_stream(good_files()["ignored"]).read_all().drop_columns(["runs"])
+    old = pa.ipc.IpcWriteOptions(metadata_version=pa.ipc.MetadataVersion.V4)
+    assert facts(tmp_path, written(table, options=old)).errors == {}
+
+
+@pytest.mark.parametrize(
+    ("values", "field", "wanted"),
+    [
+        ([None] * 70_000, pa.list_(pa.null()), "a list of 70000 items, above Limits.sample_parts=65536"),
+        ([[None] * 300] * 300, pa.list_(pa.list_(pa.null(), 300)), "a list of 90000 items, above"),
+        ([{}] * 60_000, pa.list_(pa.struct({str(n): pa.null() for n in range(300)})), "values, more than Limits.text"),
+    ],
+)
+def test_values_that_take_no_bytes_are_counted(tmp_path: Path, values: Any, field: pa.DataType, wanted: str) -> None:
+    """While it is indexed, and where a file that was good holds them later."""
+    turn = {"role": "user", "content": "a"}
+    good = facts(tmp_path, written(chats([[turn | {"held": []}]], held=field)))
+    assert good.errors == {}
+    bad = written(chats([[turn | {"held": values}]], held=field))
+    (reason,) = facts(tmp_path, bad).errors.values()
+    assert wanted in reason
+    with closing(opened(tmp_path, bad)) as shard, pytest.raises(FieldError, match="above|more than") as raised:
+        shard.read(good.offset[0], good.size[0], good.encoding[0], good.field[0])
+    assert wanted in raised.value.reason
+
+
+def test_days_beyond_the_calendar_fail_their_sample_alone(tmp_path: Path) -> None:
+    turn = {"role": "user", "content": "a"}
+    days = pa.array([1, 2**31 - 1, 3], pa.int32()).cast(pa.date32())
+    turns = pa.StructArray.from_arrays([pa.array(["user"] * 3), pa.array(["a"] * 3), days], [*turn, "day"])
+    table = pa.table({"messages": pa.ListArray.from_arrays([0, 1, 2, 3], turns)})
+    assert facts(tmp_path, written(table)).errors.keys() == {1}
+
+
+def test_rows_that_are_large_together_are_read_in_fewer_at_a_time(tmp_path: Path) -> None:
+    texts = [str(number) * 1000 * (1 + number % 9) for number in range(40)]
+    table = facts(tmp_path, written(pa.table({"text": texts}), rows=40), Limits(column_bytes=20_000))
+    assert table.errors == {} and list(table.size) == list(map(len, texts))
+
+
+def test_a_file_without_its_end_is_cut(tmp_path: Path) -> None:
+    data = good_files()["media file"]
+    whole = facts(tmp_path, data)
+    assert whole.errors == {}
+    for size in (len(data) - 1, len(data) - 200, len(data) // 2):
+        (reason,) = facts(tmp_path, data[:size]).errors.values()
+        assert reason == "cut: it begins with ARROW1, as an Arrow file does, and does not end with it"
