@@ -65,9 +65,9 @@ def open_decompressed(file: Storage, *, limits: Limits, cache: CacheFolder) -> L
                 _check(file, written, consumed, limits, cap)
                 out.write(piece)
         except _Damaged as error:
-            file.check_unchanged()  # or it may be the change that looks like damage
             raise ShardError(file.url, f"cannot be decompressed: {error}") from error
-        file.check_unchanged()
+        finally:
+            file.check_unchanged()  # or it may be the change that looks like damage
 
     while True:
         path = cache.entry(name, make)

@@ -119,6 +119,7 @@ class TarShard:
             try:
                 data: Bytes = read_sparse(self._file, offset, size, limits=self._limits)
             except SparseError as error:
+                self._file.check_unchanged()  # or it may be the change that looks like damage
                 raise FieldError(field, str(error)) from error
         else:
             data = self._file.read(offset, size)

@@ -142,11 +142,14 @@ class JsonLinesShard:
                     media[place] = self._media(self._record(place), field)
                 return self._content(media[place].get(field), size, stamp)
             data = self._file.read(offset, size)
-            self._file.check_unchanged()
             if len(data) < size:
                 raise DecodeError(f"cut: {len(data)} of {size} bytes are in the file")
-            return self._reader.as_json(data) if encoding == TABLE_ROW else data
+            if encoding == TABLE_ROW:
+                data = self._reader.as_json(data)  # which may read the line of names
+            self._file.check_unchanged()
+            return data
         except DecodeError as error:
+            self._file.check_unchanged()  # or it may be the change that looks like damage
             raise error.at(field) from error.__cause__
 
     def _record(self, place: int) -> bytes:
