@@ -166,6 +166,7 @@ def open_image(data: bytes) -> ImageFile.ImageFile:
             if accepted and not isinstance(accepted, str):
                 return factory(io.BytesIO(data), "")
         except (SyntaxError, IndexError, TypeError, KeyError, ValueError, OSError, struct.error) as error:
+            pass_trouble(error)
             reason = f"damaged {name} image: {_tidy(error)}"
     refuse_unsupported(data)
     raise DecodeError(reason)

@@ -16,7 +16,7 @@ from typing import IO, Any, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.loaders.errors import NOT_DATA, pass_broken_package
+from orchdata.loaders.errors import NOT_DATA, pass_trouble
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.shards.fields import RAW, SPARSE, printable
 from orchdata.loaders.storage.storage import Storage
@@ -194,7 +194,7 @@ def walk_any(file: Storage, digest: hashlib.blake2b) -> Iterator[TarBatch]:
     except NOT_DATA:
         raise
     except Exception as error:  # damaged headers make tarfile raise several kinds
-        pass_broken_package(error)
+        pass_trouble(error)
         raise NotATar(_reason(error)) from error
     ended = False
     files: dict[str, _Member] = {}
@@ -261,7 +261,7 @@ def _next_member(file: Storage, archive: tarfile.TarFile) -> tuple[tarfile.TarIn
     except NOT_DATA:
         raise
     except Exception as error:  # noqa: BLE001 - damaged headers make tarfile raise several kinds
-        pass_broken_package(error)
+        pass_trouble(error)
         return None, f"damaged at byte {archive.offset}: {_reason(error)}"
     archive.members = []  # type: ignore[attr-defined]  # it keeps all
     defaults = archive.pax_headers  # which it copies for each member

@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 import pyarrow as pa
 
-from orchdata.loaders.errors import NOT_DATA, ShardError, pass_broken_package
+from orchdata.loaders.errors import NOT_DATA, ShardError, pass_trouble
 from orchdata.loaders.limits import Limits, limits_fingerprint
 from orchdata.loaders.shards.arrow.layout import read_layout
 from orchdata.loaders.shards.arrow.rows import RowsReader, TooLarge
@@ -115,7 +115,7 @@ class ArrowShard:
         except Refused as error:
             table, lost = shard_failure(str(error)), max(1, self.size)
         except (pa.ArrowException, ValueError, RecursionError) as error:
-            pass_broken_package(error)
+            pass_trouble(error)
             table, lost = shard_failure(f"not a readable Arrow stream: {short(error)}"), max(1, self.size)
         checksum = self.checksum()
         self._file.check_unchanged()
@@ -156,6 +156,6 @@ class ArrowShard:
                 except NOT_DATA:
                     raise
                 except Exception as error:
-                    pass_broken_package(error)
+                    pass_trouble(error)
                     raise ShardError(self.url, f"not a readable Arrow stream: {short(error)}") from error
             return self._reader

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from orchdata.loaders.errors import NOT_DATA, FieldError, ShardError, pass_broken_package
+from orchdata.loaders.errors import NOT_DATA, FieldError, ShardError, pass_trouble
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.builtin import BUILTINS, OTHER, TEXT
 from orchdata.loaders.shards.fields import classify
@@ -147,7 +147,7 @@ def read_cell(cell: Callable[[int, str], bytes | None], file: Storage, row: int,
     except NOT_DATA:
         raise
     except Exception as error:
-        pass_broken_package(error)
+        pass_trouble(error)
         file.check_unchanged()  # or it may be the change that looks like damage
         if isinstance(error, ShardError | FieldError):
             raise

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 
-from orchdata.loaders.errors import NOT_DATA, DecodeError, pass_broken_package
+from orchdata.loaders.errors import NOT_DATA, DecodeError, pass_trouble
 from orchdata.loaders.limits import Limits, shortened
 from orchdata.loaders.memory import measured_at
 from orchdata.loaders.modalities.builtin import BUILTINS, KINDS, OTHER, TEXT
@@ -97,7 +97,7 @@ class _Scan:
             except NOT_DATA:
                 raise
             except _OF_A_CELL as error:  # one cell that cannot be had says nothing about the others
-                pass_broken_package(error)
+                pass_trouble(error)
                 self._append(number, key, column.name, column.kind, 0, f"cannot be read: {short(error)}")
         if len(table) == first:
             self._append(number, key, "", OTHER, 0, None)

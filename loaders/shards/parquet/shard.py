@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 import pyarrow as pa
 
-from orchdata.loaders.errors import NOT_DATA, ShardError, pass_broken_package
+from orchdata.loaders.errors import NOT_DATA, ShardError, pass_trouble
 from orchdata.loaders.limits import Limits, limits_fingerprint
 from orchdata.loaders.shards.facts_table import Facts, FactsMeta, shard_failure
 from orchdata.loaders.shards.parquet.cells import place_of, read_cell, short
@@ -170,7 +170,7 @@ class ParquetShard:
                 except NOT_DATA:
                     raise
                 except Exception as error:
-                    pass_broken_package(error)
+                    pass_trouble(error)
                     raise ShardError(self.url, f"not a readable Parquet file: {short(error)}") from error
             return self._reader
 
