@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fnmatch
 import glob
 import json
@@ -173,8 +174,11 @@ def _is_base(name: str) -> bool:
 
 def _read_json(path: str) -> dict[str, object]:
     def read() -> bytes:
-        with open(path, "rb") as file:
-            return file.read(_STATE_BYTES)
+        with open(path, "rb", buffering=0) as file:
+            found = file.read(_STATE_BYTES)
+        if found is None:  # what Python makes of a read that would block
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN), path)
+        return found
 
     try:
         found = json.loads(tried(path, "cannot be read", read))
@@ -226,13 +230,22 @@ def _matches(pattern: Path) -> set[str]:
 
 def _below(folder: Path, above: tuple[str, ...]) -> Iterator[Path]:
     """A folder and all folders below it, hidden ones left out; links are followed, but into no folder they lie in."""
-    real = os.path.realpath(folder)
-    if real in above:
+    real = tried(str(folder), "cannot be looked at", lambda: _real(folder))
+    if real is None or real in above:
         return
     yield folder
     for name in _names(folder):
         if not name.startswith(".") and is_folder(str(folder / name)):
             yield from _below(folder / name, (*above, real))
+
+
+def _real(folder: Path) -> str | None:
+    try:
+        return os.path.realpath(folder, strict=True)
+    except OSError as error:
+        if error.errno in OF_THE_FILE:
+            return None
+        raise
 
 
 def _fits(name: str, pattern: str) -> bool:
