@@ -234,7 +234,10 @@ class _Crew:
                     tell(_SHARD_WORK + table.size.rows if measured else 1)
         for url, error in troubled:  # others have their turn while these wait
             again = functools.partial(self._again, url, error)
-            done.append((url, *self._patience.keep_trying(again, StorageError, StaleIndexError, failed=error)))
+            try:
+                done.append((url, *self._patience.keep_trying(again, StorageError, StaleIndexError, failed=error)))
+            except MemoryError:
+                short.append(url)
         done += [(url, *self._alone(url)) for url in short]
         return done
 
