@@ -38,14 +38,19 @@ def refuse_repeats(urls: Sequence[str], *, num_threads: int) -> None:
 
 def _are_one(one: str, other: str, status: os.stat_result) -> str | None:
     """How two paths of equal device and inode are one file; None where they are not known to be."""
-    real = os.path.realpath(one)
-    if real == os.path.realpath(other):
+    real = _real_path(one)
+    if real == _real_path(other):
         return f"both are {real}"
     first = _status(one)
     if first is None or min(first.st_nlink, status.st_nlink) < 2:
         return None
     same = (first.st_size, first.st_mtime_ns) == (status.st_size, status.st_mtime_ns)
     return "hard links to it" if same else None
+
+
+def _real_path(url: str) -> str:
+    # Strict: else a folder that cannot be looked at for a moment is taken for one that is no link.
+    return tried(url, "cannot be looked at", lambda: os.path.realpath(url, strict=True))
 
 
 def _status(url: str) -> os.stat_result | None:

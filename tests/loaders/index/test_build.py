@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import os
 import shutil
 import subprocess
@@ -371,6 +373,27 @@ def test_the_same_shard_under_two_paths_is_refused(tmp_path: Path, shards: list[
             build_index([*shards, str(other)], Recipe())
         assert str(other) in str(raised.value) and shards[first] in str(raised.value)
     assert build_index([str(link), str(hard)], Recipe()).num_samples == 20  # once each
+
+
+@pytest.mark.usefixtures("no_pauses")
+@pytest.mark.parametrize("refusals", [1, 1000])
+def test_a_link_that_cannot_be_looked_at_for_a_moment_is_one(
+    tmp_path: Path, shards: list[str], monkeypatch: pytest.MonkeyPatch, refusals: int
+) -> None:
+    link = tmp_path / "link.tar"
+    link.symlink_to(shards[1])
+    looks = itertools.count()
+    sound = os.lstat
+
+    def lstat(path: str, **options: Any) -> os.stat_result:
+        if path == str(link) and next(looks) < refusals:
+            raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN), path)
+        return sound(path, **options)
+
+    monkeypatch.setattr(os, "lstat", lstat)
+    known, told = (ValueError, "are the same file") if refusals == 1 else (StorageError, "cannot be looked at")
+    with pytest.raises(known, match=told):
+        build_index([*shards, str(link)], Recipe(), retry_seconds=0)
 
 
 def test_equal_inodes_alone_are_no_reason(shards: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
