@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from delivered_once import Row, read_rows, tar_keys, wrong_deliveries
 from example_job import NAMES
 from rank_jobs import FSDP2_RUNS, run_ranks
 
@@ -28,7 +29,8 @@ NEEDS = {
     "lightning_trainer": ("lightning",),
     "deepspeed_zero": ("deepspeed",),
 }
-STEPS, SIZE, MAX_TOKENS = 6, 8, 1500  # five steps an epoch: 40 samples by 8
+STEPS, SIZE, MAX_TOKENS = 6, 8, 1500
+EPOCH_STEPS = 5  # 40 samples by 8
 DIES_AT, SAVED = 5, 4
 
 # Those that take longest: others are of the same kind, or have tests of their own.
@@ -122,6 +124,25 @@ def recorded(folder: Path) -> dict[int, Step]:
     return {line["step"]: Step(line["loss"], sorted(keys[line["step"]])) for line in lines}
 
 
+def rows_of(folder: Path, *, peers: bool) -> list[Row]:
+    """What each rank wrote, in epochs and steps of them; of peers, which have the same samples, the first."""
+    rows, seen = [], set()
+    for rank, path in enumerate(sorted(folder.iterdir())):
+        for line in read_rows([path]):
+            epoch, step = divmod(line["step"] - 1, EPOCH_STEPS)
+            if not peers or (told := (line["step"], str(line["keys"]))) not in seen:
+                rows.append({"rank": rank, "epoch": epoch, "step": step, "keys": line["keys"]})
+                seen.add(told if peers else "")
+    return rows
+
+
+def check_keys(name: str, folder: Path, shards: Path, *ranks: int) -> None:
+    """Over a run that was killed and the one after it, the first epoch is each sample of the shards once."""
+    keys = [(Path(path).name, key) for path, key in tar_keys(shards.glob("*.tar"))]
+    runs = [rows_of(folder / f"record-{number}", peers=name == "hsdp_tp") for number in ranks]
+    assert wrong_deliveries(runs, keys, epochs=1) == []
+
+
 def check(found: dict[int, Step], expected: list[Step], steps: range) -> None:
     """The same samples, each once, and the same losses."""
     assert sorted(found.keys()) == list(steps)
@@ -141,6 +162,7 @@ def test_killed_on_two_ranks_it_goes_on_with_one_as_the_plain_loop(name: str, sh
     check({step: told for step, told in killed.items() if step < DIES_AT}, expected, range(1, DIES_AT))
     other = (4, "--tp", 2) if name == "hsdp_tp" else (1,)
     check(run(name, other[0], tmp_path, shards, *other[1:]), expected, range(SAVED + 1, STEPS + 1))
+    check_keys(name, tmp_path, shards, 2, other[0])
 
 
 @pytest.mark.slow
@@ -152,6 +174,7 @@ def test_killed_on_one_rank_it_goes_on_with_three(name: str, shards: Path, tmp_p
     run(name, ranks[0], tmp_path, shards, *more, dies_at=DIES_AT)
     found = run(name, ranks[1], tmp_path, shards)
     check(found, plain_loop(name, shards), range(SAVED + 1, STEPS + 1))
+    check_keys(name, tmp_path, shards, *ranks)
 
 
 @pytest.mark.usefixtures("examples")

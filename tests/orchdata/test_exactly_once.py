@@ -2,7 +2,7 @@
 
 A run is a sequence of stretches: so many steps on so many ranks by some engine, then the state is saved and loaded by
 the next, which may have other ranks and another engine. What arrives is held against one rank that builds inline,
-undisturbed.
+undisturbed; and the keys of all that arrives against those that lie in the shards.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from delivered_once import tar_keys, wrong_deliveries
 from global_digest import global_batch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from rank_loaders import rows_of
 from shard_factory import RECIPE, omni_shards
 
 import orchdata as od
@@ -73,6 +75,7 @@ def loaders(dataset: od.ShardDataset, ranks: int, **options: Any) -> list[od.Dat
 def run(dataset: od.ShardDataset, stretches: Sequence[Stretch], epochs: int = 1, **options: Any) -> list[str]:
     """Digests of the global batches of some epochs, the stretches in turn; the last one goes to the end."""
     digests: list[str] = []
+    rows: list[list[dict[str, Any]]] = []
     state: dict[str, Any] | None = None
     for number, stretch in enumerate(stretches):
         ours = loaders(dataset, stretch.ranks, **dict(stretch.engine), **options)
@@ -80,17 +83,20 @@ def run(dataset: od.ShardDataset, stretches: Sequence[Stretch], epochs: int = 1,
             for loader in ours:
                 loader.load_state_dict(json.loads(json.dumps(state)))
         last = number == len(stretches) - 1
+        rows.append([])
         left = epochs * STEPS - len(digests) if last else min(stretch.steps, epochs * STEPS - len(digests))
         while left:
             streams = [iter(loader.steps()) for loader in ours]
             shares = list(itertools.islice(zip(*streams, strict=True), left))
             digests += [global_batch(share) for share in shares]
+            rows[-1] += rows_of(shares)
             left -= len(shares)
             for stream in streams:
                 stream.close()  # type: ignore[attr-defined]
         states = [loader.state_dict() for loader in ours]
         assert all(each == states[0] for each in states)
         state = states[0]
+    assert wrong_deliveries(rows, tar_keys(dataset.urls), epochs=epochs) == []
     return digests
 
 
@@ -116,6 +122,26 @@ def test_a_resume_at_every_position_and_a_second_one(position: int, dataset: od.
     ranks, engine = (2, 3, 1)[position % 3], ENGINES[position % len(ENGINES)]
     stretches = [Stretch(2, engine, position), Stretch(ranks, ENGINES[0], 1), Stretch(1, engine, 0)]
     assert run(dataset, stretches, 2) == expected["global"]
+
+
+@pytest.mark.parametrize("saved", [1, 2, 3])
+def test_what_came_after_the_last_state_comes_again_and_counts_once(saved: int, dataset: od.ShardDataset) -> None:
+    """Each run saves its state after some steps, and is killed when it has delivered two more."""
+    rows: list[list[dict[str, Any]]] = []
+    state: dict[str, Any] | None = None
+    for ranks in itertools.islice(itertools.cycle((2, 3, 1)), 2 * STEPS // saved + 3):
+        ours = loaders(dataset, ranks, num_threads=0)
+        for loader in ours if state is not None else ():
+            loader.load_state_dict(json.loads(json.dumps(state)))
+        streams = [iter(loader.steps()) for loader in ours]
+        rows.append(rows_of(list(itertools.islice(zip(*streams, strict=True), saved))))
+        state = ours[0].state_dict()
+        rows[-1] += rows_of(list(itertools.islice(zip(*streams, strict=True), 2)))
+        for stream in streams:
+            stream.close()  # type: ignore[attr-defined]
+    keys = tar_keys(dataset.urls)
+    assert wrong_deliveries(rows, keys, epochs=2) == []
+    assert len(rows) > 4 and sum(len(row["keys"]) for run in rows for row in run) > 2 * SAMPLES
 
 
 stretches = st.builds(Stretch, st.sampled_from([1, 2, 3, 4, 8]), st.sampled_from(ENGINES), st.integers(0, STEPS))

@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from delivered_once import tar_keys, wrong_deliveries
 from global_digest import global_batch
 from map_dataset import Numbers
-from rank_loaders import BUDGET, loaders, steps_of
+from rank_loaders import BUDGET, loaders, rows_of, steps_of
 from shard_factory import RECIPE, omni_shards
 
 import orchdata as od
@@ -96,6 +97,8 @@ def test_drop_last_leaves_the_tail_out(dataset: od.ShardDataset) -> None:
     kept = steps_of([dropping])
     assert len(dropping) == len(kept) == len(whole) - 1
     assert [keys_of(step) for step in kept] == [keys_of(step) for step in whole[:-1]]
+    keys = tar_keys(dataset.urls)
+    assert wrong_deliveries([rows_of(kept)], keys, epochs=1, dropped=len(keys_of(whole[-1]))) == []
 
 
 def test_resume_at_every_step_on_other_ranks(dataset: od.ShardDataset) -> None:
@@ -110,6 +113,7 @@ def test_resume_at_every_step_on_other_ranks(dataset: od.ShardDataset) -> None:
         assert state["tokens"] == tokens_of(dataset, [key for step in first for key in keys_of(step)])
         rest = steps_of(loaders(dataset, 1 + position % 3, state))
         assert [global_batch(step) for step in (*first, *rest)] == expected
+        assert wrong_deliveries([rows_of(first), rows_of(rest)], tar_keys(dataset.urls), epochs=1) == []
 
 
 def test_a_state_of_other_tokens_is_refused(dataset: od.ShardDataset) -> None:

@@ -3,8 +3,8 @@
 Launch after launch trains on one data set: some ranks, each a forked process with some engine, under some balance, from
 the state that the launch before left. Each ends in one of several ways, at a random moment. Every step that all ranks
 of a launch have delivered is held against the global batch that one undisturbed rank builds inline; whatever was under
-way is delivered again by the next. What is left after each launch is counted: processes, shared memory, locks,
-temporary files.
+way is delivered again by the next. The keys of all launches are held against those of the shards. What is left after
+each launch is counted: processes, shared memory, locks, temporary files.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from delivered_once import tar_keys, wrong_deliveries
 from global_digest import Content, content, joined
 from shard_factory import RECIPE, omni_shards
 
@@ -130,6 +131,7 @@ class Soak:
         self._state: dict[str, Any] | None = None
         self._place = (0, 0)
         self._hit_at: dict[str, int] = {}
+        self._runs: list[list[dict[str, Any]]] = []
         self.found = Found()
 
     def launch(self) -> None:
@@ -230,6 +232,7 @@ class Soak:
     def _check(self, jobs: list[dict[str, Any]], number: int) -> None:
         """Hold what all ranks delivered against the undisturbed, and go on behind it."""
         by_rank = [list(rows_of(Path(job["log"]))) for job in jobs]
+        self._runs.append([row_of(rank, row) for rank, rows in enumerate(by_rank) for row in rows])
         for rows in by_rank:
             self._note_slope([row["resident"] for row in rows])
         for rows in zip(*by_rank, strict=False):
@@ -259,6 +262,10 @@ class Soak:
                 self.found.wrong.append(f"launch {number}, {self._place}, another global batch: {differing}")
         except AssertionError as error:
             self.found.wrong.append(f"launch {number}, {self._place}: {error}")
+
+    def check_keys(self) -> None:
+        """Over all launches each sample was delivered once an epoch."""
+        self.found.wrong += wrong_deliveries(self._runs, tar_keys(self._shards), epochs=self._place[0])
 
     def _note_slope(self, resident: list[int]) -> None:
         """MB a thousand steps, over what a long launch delivered once it had warmed up."""
@@ -291,6 +298,13 @@ def described(contents: list[Content]) -> set[str]:
     """Each sequence and medium that several ranks have, in words."""
     sequences = {" ".join(each) for found, _ in contents for each in found}
     return sequences | {medium for _, media in contents for medium in media}
+
+
+def row_of(rank: int, row: dict[str, Any]) -> dict[str, Any]:
+    """What a rank wrote of a step, as `delivered_once` reads it."""
+    sequences, _ = row["content"]
+    keys = [(shard, key) for shard, key, _ in sequences]
+    return {"rank": rank, "epoch": row["epoch"], "step": row["step"], "keys": keys}
 
 
 def rows_of(log: Path) -> Iterator[dict[str, Any]]:
@@ -376,6 +390,7 @@ def main() -> int:
     with contextlib.suppress(KeyboardInterrupt):
         while time.monotonic() - started < 60 * given.minutes and sum(soak.found.launches.values()) < given.launches:
             soak.launch()
+    soak.check_keys()
     print(report(soak.found, time.monotonic() - started))
     return int(bool(soak.found.wrong or soak.found.left))
 

@@ -7,6 +7,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from delivered_once import row_of
+
 import orchdata as od
 
 BUDGET = 500
@@ -29,3 +31,8 @@ def steps_of(ours: Sequence[Any], most: int | None = None) -> Steps:
     for stream in streams:
         stream.close()
     return found
+
+
+def rows_of(steps: Steps) -> list[dict[str, Any]]:
+    """What ranks would write of steps that they were given, for `delivered_once`."""
+    return [row_of(rank, share) for shares in steps for rank, share in enumerate(shares)]

@@ -25,6 +25,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from delivered_once import row_of, tar_keys, wrong_deliveries
 from map_dataset import Numbers
 from shard_factory import omni_shards
 
@@ -177,9 +178,10 @@ def test_workers_killed_at_random_moments_change_nothing(omni: list[str], kills:
     options: dict[str, Any] = {"batch_size": 1, "shuffle": True, "num_threads": 2}
     expected = digests(od.DataLoader(dataset, **options))
     loader = od.DataLoader(dataset, num_workers=2, multiprocessing_context="fork", **options)
-    found = []
+    found, rows = [], []
     for left, batch in zip(range(len(expected), 0, -1), loader, strict=True):
         found += digests([batch])
+        rows.append(row_of(0, [batch]))
         for _ in range(-(-(kills - killed) // left)):
             time.sleep(rng.random() * 0.05)
             while not (workers := multiprocessing.active_children()):
@@ -189,6 +191,7 @@ def test_workers_killed_at_random_moments_change_nothing(omni: list[str], kills:
                 os.kill(process.pid or 0, signal.SIGKILL)
             killed += 1
     assert found == expected and killed == kills
+    assert wrong_deliveries([rows], tar_keys(omni), epochs=1) == []
     assert loader.stats()["failures"]["count"] == 0 and no_children()
 
 
