@@ -22,6 +22,16 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         Warming(list(FAMILIES)).wait()
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how many points of a run were tried, where tests record it (`record_property("points", number)`)."""
+    reports = [report for each in terminalreporter.stats.values() for report in each if hasattr(report, "nodeid")]
+    told = [
+        dict(report.user_properties).get("points", 0) for report in reports if getattr(report, "when", "") == "call"
+    ]
+    if sum(told):
+        terminalreporter.write_line(f"{sum(told):,} faults were injected at one call each")
+
+
 @pytest.fixture(scope="session")
 def fixtures_dir() -> Path:
     """The folder of real images, speech, text and shards; skips where it is absent."""

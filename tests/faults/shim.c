@@ -1,4 +1,5 @@
-/* System calls on files of chosen folders, made to fail at the n-th: preloaded (LD_PRELOAD), told by a mapped file.
+/* System calls on files of chosen folders that fail, are cut or end the process at the n-th: preloaded (LD_PRELOAD), told
+   by a mapped file.
 
    The file that FAULT_CONTROL names holds `struct control`, shared by all processes that inherit the variable, so that a
    test arms and disarms a running process, and counts over its children too. Every wrapper makes the kernel's call
@@ -10,6 +11,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -23,10 +25,11 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-enum { OPEN, CREATE, READ, WRITE, SYNC, SPACE, RENAME, UNLINK, MKDIR, STAT, LIST, MAP, LOCK, TOUCH, CLOSE };
+enum { OPEN, CREATE, READ, WRITE, SYNC, SPACE, RENAME, UNLINK, MKDIR, STAT, LIST, MAP, LOCK, TOUCH, CLOSE, LINK };
 enum { ONCE, SAME_FILE, EVERYTHING };
 
 #define SHORT (-1)
+#define KILL (-2)
 #define FOLDERS 2
 #define PATH_BYTES 1024
 #define TRACED 4096
@@ -35,7 +38,8 @@ enum { ONCE, SAME_FILE, EVERYTHING };
 
 struct control {
     int32_t armed;
-    int32_t error;     /* errno, or SHORT: half of the bytes, for READ and WRITE alone */
+    int32_t error;     /* errno; SHORT: half of the bytes, for READ and WRITE alone; KILL: the process ends here, a
+                          WRITE with half of its bytes */
     uint32_t kinds;    /* bits of the enum above: which calls count, and fail */
     int32_t lasts;     /* ONCE: `times` calls from the n-th on; SAME_FILE: every later call on its file; EVERYTHING */
     uint64_t nth;      /* from 1; 0: only count */
@@ -71,6 +75,8 @@ static int watched(const char *path) {
     return 0;
 }
 
+static void end_process(void) { syscall(SYS_kill, syscall(SYS_getpid), SIGKILL); }
+
 /* Whether this call on `path` is to fail; errno is set. Calls on other folders do not count. */
 static int fails_on(const char *call, int kind, const char *path) {
     if (!watched(path)) return 0;
@@ -81,6 +87,7 @@ static int fails_on(const char *call, int kind, const char *path) {
         strncpy(control->trace[number - 1].path, path, TRACED_PATH_BYTES - 1);
     }
     if (!control->nth || number < control->nth) return 0;
+    if (control->error == SHORT && kind != READ && kind != WRITE) return 0; /* threads came in another order */
     if (number == control->nth) {
         strncpy(control->first_call, call, sizeof control->first_call - 1);
         strncpy(control->first_path, path, PATH_BYTES - 1);
@@ -89,7 +96,8 @@ static int fails_on(const char *call, int kind, const char *path) {
         return 0;
     }
     __atomic_add_fetch(&control->injected, 1, __ATOMIC_SEQ_CST);
-    if (control->error != SHORT) errno = control->error;
+    if (control->error == KILL && kind != WRITE) end_process();
+    if (control->error > 0) errno = control->error;
     return 1;
 }
 
@@ -112,6 +120,7 @@ static int fails_fd(const char *call, int kind, int fd) {
 
 static int fails_at(const char *call, int kind, int folder, const char *name) {
     if (!counted(kind) || !name) return 0;
+    if (!strncmp(name, "/proc/self/fd/", 14)) return fails_fd(call, kind, atoi(name + 14)); /* the open file itself */
     if (name[0] == '/') return fails_on(call, kind, name);
     char path[2 * PATH_BYTES] = "";
     if (folder == AT_FDCWD ? syscall(SYS_getcwd, path, PATH_BYTES) < 0 : !fd_path(folder, path)) return 0;
@@ -122,14 +131,14 @@ static int fails_at(const char *call, int kind, int folder, const char *name) {
     return fails_on(call, kind, path);
 }
 
-static int is_short(void) { return control->error == SHORT; }
-
-/* A failed call: -1 with errno, or where it is to be short the fewer bytes that `fewer` asks for. */
-#define FAIL_OR_FEWER(failing, count)                                    \
-    if (failing) {                                                       \
-        if (!is_short()) return -1;                                      \
-        if ((count) > 1) (count) /= 2;                                   \
-    }
+/* A failed call returns -1 with errno. One that is cut is made with half of the bytes, and may be the last. */
+#define FAIL_OR_FEWER(failing, count, make)                              \
+    int fails = (failing);                                               \
+    if (fails && control->error > 0) return -1;                          \
+    if (fails && (count) > 1) (count) /= 2;                              \
+    ssize_t made = (make);                                               \
+    if (fails && control->error == KILL) end_process();                  \
+    return made;
 
 /* Opening */
 
@@ -179,13 +188,11 @@ int close(int fd) {
 /* Reading and writing */
 
 ssize_t read(int fd, void *buffer, size_t count) {
-    FAIL_OR_FEWER(fails_fd("read", READ, fd), count)
-    return syscall(SYS_read, fd, buffer, count);
+    FAIL_OR_FEWER(fails_fd("read", READ, fd), count, syscall(SYS_read, fd, buffer, count))
 }
 ssize_t __read_chk(int fd, void *buffer, size_t count, size_t size) { return (void)size, read(fd, buffer, count); }
 ssize_t pread64(int fd, void *buffer, size_t count, off64_t offset) {
-    FAIL_OR_FEWER(fails_fd("pread", READ, fd), count)
-    return syscall(SYS_pread64, fd, buffer, count, offset);
+    FAIL_OR_FEWER(fails_fd("pread", READ, fd), count, syscall(SYS_pread64, fd, buffer, count, offset))
 }
 ssize_t pread(int fd, void *buffer, size_t count, off_t offset) { return pread64(fd, buffer, count, offset); }
 ssize_t __pread_chk(int fd, void *buffer, size_t count, off_t offset, size_t size) {
@@ -195,28 +202,27 @@ ssize_t __pread64_chk(int fd, void *buffer, size_t count, off64_t offset, size_t
     return (void)size, pread64(fd, buffer, count, offset);
 }
 ssize_t write(int fd, const void *buffer, size_t count) {
-    FAIL_OR_FEWER(fails_fd("write", WRITE, fd), count)
-    return syscall(SYS_write, fd, buffer, count);
+    FAIL_OR_FEWER(fails_fd("write", WRITE, fd), count, syscall(SYS_write, fd, buffer, count))
 }
 ssize_t pwrite64(int fd, const void *buffer, size_t count, off64_t offset) {
-    FAIL_OR_FEWER(fails_fd("pwrite", WRITE, fd), count)
-    return syscall(SYS_pwrite64, fd, buffer, count, offset);
+    FAIL_OR_FEWER(fails_fd("pwrite", WRITE, fd), count, syscall(SYS_pwrite64, fd, buffer, count, offset))
 }
 ssize_t pwrite(int fd, const void *buffer, size_t count, off_t offset) { return pwrite64(fd, buffer, count, offset); }
 
 /* Fewer bytes of several buffers: half of the first. */
 #define VECTOR(failing, number, ...)                                     \
     struct iovec half;                                                   \
-    if (failing) {                                                       \
-        if (!is_short()) return -1;                                      \
-        if (count > 0 && parts[0].iov_len > 1) {                         \
-            half = parts[0];                                             \
-            half.iov_len /= 2;                                           \
-            parts = &half;                                               \
-            count = 1;                                                   \
-        }                                                                \
+    int fails = (failing);                                               \
+    if (fails && control->error > 0) return -1;                          \
+    if (fails && count > 0 && parts[0].iov_len > 1) {                    \
+        half = parts[0];                                                 \
+        half.iov_len /= 2;                                               \
+        parts = &half;                                                   \
+        count = 1;                                                       \
     }                                                                    \
-    return syscall(number, fd, parts, count, ##__VA_ARGS__);
+    ssize_t made = syscall(number, fd, parts, count, ##__VA_ARGS__);     \
+    if (fails && control->error == KILL) end_process();                  \
+    return made;
 
 ssize_t readv(int fd, const struct iovec *parts, int count) { VECTOR(fails_fd("readv", READ, fd), SYS_readv) }
 ssize_t writev(int fd, const struct iovec *parts, int count) { VECTOR(fails_fd("writev", WRITE, fd), SYS_writev) }
@@ -245,12 +251,10 @@ ssize_t pwritev64(int fd, const struct iovec *parts, int count, off64_t offset) 
     return pwritev(fd, parts, count, offset);
 }
 ssize_t copy_file_range(int from, off64_t *at, int to, off64_t *where, size_t count, unsigned flags) {
-    FAIL_OR_FEWER(fails_fd("copy_file_range", WRITE, to), count)
-    return syscall(SYS_copy_file_range, from, at, to, where, count, flags);
+    FAIL_OR_FEWER(fails_fd("copy_file_range", WRITE, to), count, syscall(SYS_copy_file_range, from, at, to, where, count, flags))
 }
 ssize_t sendfile(int to, int from, off_t *at, size_t count) {
-    FAIL_OR_FEWER(fails_fd("sendfile", WRITE, to), count)
-    return syscall(SYS_sendfile, to, from, at, count);
+    FAIL_OR_FEWER(fails_fd("sendfile", WRITE, to), count, syscall(SYS_sendfile, to, from, at, count))
 }
 ssize_t sendfile64(int to, int from, off64_t *at, size_t count) { return sendfile(to, from, at, count); }
 
@@ -352,6 +356,30 @@ int fchmod(int fd, mode_t mode) UNLESS(fails_fd("fchmod", TOUCH, fd), syscall(SY
 int fchmodat(int folder, const char *path, mode_t mode, int flags)
     UNLESS(fails_at("chmod", TOUCH, folder, path), ((void)flags, syscall(SYS_fchmodat, folder, path, mode)))
 int flock(int fd, int operation) UNLESS(fails_fd("flock", LOCK, fd), syscall(SYS_flock, fd, operation))
+
+static int is_lock(int command) {
+    return command == F_SETLK || command == F_SETLKW || command == F_OFD_SETLK || command == F_OFD_SETLKW;
+}
+int fcntl64(int fd, int command, ...) {
+    va_list rest;
+    va_start(rest, command);
+    void *given = va_arg(rest, void *);
+    va_end(rest);
+    if (is_lock(command) && fails_fd("fcntl", LOCK, fd)) return -1;
+    return (int)syscall(SYS_fcntl, fd, command, given);
+}
+
+ssize_t readlinkat(int folder, const char *path, char *buffer, size_t size) {
+    if (fails_at("readlink", LINK, folder, path)) return -1;
+    return syscall(SYS_readlinkat, folder, path, buffer, size);
+}
+ssize_t readlink(const char *path, char *buffer, size_t size) { return readlinkat(AT_FDCWD, path, buffer, size); }
+ssize_t __readlink_chk(const char *path, char *buffer, size_t size, size_t room) {
+    return (void)room, readlink(path, buffer, size);
+}
+ssize_t __readlinkat_chk(int folder, const char *path, char *buffer, size_t size, size_t room) {
+    return (void)room, readlinkat(folder, path, buffer, size);
+}
 
 /* Folders: only glibc knows its DIR */
 

@@ -1,59 +1,53 @@
 """Every system call of a build, a start and an epoch fails in turn: complete data or one clear error, nothing between.
 
 Whatever the calls are told, a trial may end in two ways. It gives what a run without faults gives, to the bit; or it
-raises a StorageError that names a file, after batches that were right. In both ways the cache folder it leaves must
-give the right index to the next build: what could not be read for a moment is never written down as bad data.
+raises a StorageError that names a file, after batches that were right. In both ways, and where the process was killed
+amid a call, the cache folder that it leaves must give the right samples to the next run: what could not be read for a
+moment is never written down as bad data.
+
+Scenarios over a mixture of shards are tried under each error that is known, in several ways to run. Walks over every
+container are tried at every call under any error that there is.
 """
 
 from __future__ import annotations
 
-import gzip
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-import zstandard
-from failing_calls import LASTS, REFUSES, Fault, Worker, compile_shim
-from shard_factory import audio, chat, jpeg, omni_samples, png, write_shard
+from failing_calls import (
+    KINDS,
+    LASTING,
+    LASTS,
+    NO_TROUBLE,
+    REFUSES,
+    Fault,
+    Worker,
+    compile_shim,
+    every_point,
+    kind_of_file,
+)
+from fault_data import CONTAINERS, write_containers, write_mixture
 
-NEVER = Fault(name="EIO", nth=0)  # which any call may end with
+NEVER = Fault(nth=0, kinds=KINDS)
 EVERY_UP_TO = 200
-NO_TROUBLE = ("EINTR", "short")  # a system may always say so: to be tried again, without a word
+LEAST_POINTS = 3_000
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Each kind of shard, with every modality; one shard with bad samples apart, since on_error="raise" refuses it."""
     folder = tmp_path_factory.mktemp("data")
-    good, bad = folder / "good", folder / "bad"
-    good.mkdir()
-    bad.mkdir()
-    write_shard(good / "a.tar", omni_samples(5, prefix="a", seed=1))
-    for name, compress in (("b.tar.gz", gzip.compress), ("c.tar.zst", zstandard.ZstdCompressor().compress)):
-        plain = folder / name.removesuffix(Path(name).suffix)
-        write_shard(plain, omni_samples(5, prefix=name[0], seed=2))
-        (good / name).write_bytes(compress(plain.read_bytes()))
-        plain.unlink()
-    rows = {
-        "__key__": ["d0", "d1", "d2", "d3"],
-        "image": [{"bytes": jpeg(60, 80, 1), "path": None}, {"bytes": png(90, 40, 2), "path": None}, None, None],
-        "audio": [None, None, {"bytes": audio(0.5), "path": None}, None],
-        "text": ["first", "second", "third", "fourth"],
-    }
-    pq.write_table(pa.table(rows), good / "d.parquet", row_group_size=2)
-    cut = jpeg(300, 200, 9)[:3000]
-    samples = [
-        {"__key__": "sound", "jpg": jpeg(50, 50), "json": chat("<image>", "an image")},
-        {"__key__": "cut", "jpg": cut, "txt": b"the picture ends early"},
-        {"__key__": "missing", "txt": b"an <image> that is not there"},
-    ]
-    write_shard(bad / "e.tar", samples)
+    write_mixture(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def keys(data: Path) -> dict[str, list[str]]:
+    """Those of each container, which lies beside the mixture."""
+    return write_containers(data)
 
 
 @pytest.fixture(scope="module")
@@ -111,29 +105,21 @@ def problems(answer: dict[str, Any], truth: dict[str, Any], fault: Fault) -> lis
             found.append(f"the error names no file: {answer['text']}")
         if fault.name in NO_TROUBLE:
             found.append(f"what is no trouble was an error: {answer['text']}")
-        elif (
-            fault.lasts == "once"
-            and answer["path"] in answer["shards"]
-            and answer["call"] in ("open", "pread", "preadv")
-        ):
-            found.append(f"a shard that could be read at once thereafter: {answer['text']}")
+        # A new index is written again only while a build is patient.
+        elif fault.lasts == "once" and fault.name not in LASTING and kind_of_file(answer["path"]) != "index":
+            found.append(f"what could be had at once thereafter was an error: {answer['text']}")
+    if outcome == "killed" and fault.name != "kill":
+        found.append("killed")
     delivered = answer["batches"]
     if delivered != truth["batches"][: len(delivered)]:
         found.append("a batch before the error was not the right one")
     if answer["after"] != truth["after"]:
-        found.append(f"the next build over the same cache folder gave something else: {answer['after']}")
+        found.append(f"the next run over the same cache folder gave something else: {answer['after']}")
     if answer["leaked"]:
         found.append(f"files left open: {answer['leaked']}")
     if answer["threads"]:
         found.append(f"threads left running: {answer['threads']}")
     return found
-
-
-def kind_of_file(path: str) -> str:
-    """A shard by its suffix, a file of the cache by its folder there."""
-    if "/cache/" in path:
-        return path.split("/cache/", 1)[1].split("/")[0]
-    return path.rpartition("/")[2].partition(".")[2]
 
 
 SCENARIOS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -216,6 +202,92 @@ def test_trouble_at_every_call_is_an_error_or_is_healed(name: str, workers: list
         shares = [faults[number :: len(truths)] for number in range(len(truths))]
         tried = pool.map(lambda truth, share: [truth.trouble(fault) for fault in share], truths, shares)
         report([trouble for share in tried for trouble in share])
+
+
+def walks() -> dict[str, tuple[str, dict[str, Any]]]:
+    """Of each container the build of its index, its load, and the load that decompresses what was evicted."""
+    found: dict[str, tuple[str, dict[str, Any]]] = {}
+    for name in CONTAINERS:
+        found[f"{name}, build"] = ("index", {"container": name})
+        found[f"{name}, load"] = ("start_and_epoch", {"container": name})
+        if name in ("tar.gz", "tar.zst"):
+            found[f"{name}, cache fill"] = ("start_and_epoch", {"container": name, "evicted": True})
+    return found
+
+
+WALKS = walks()
+
+
+def truth_of(worker: Worker, name: str, keys: dict[str, list[str]]) -> Truth:
+    """A walk without faults, which must give each sample that was written, and no failure."""
+    truth = Truth(worker, *WALKS[name])
+    after = truth.answer["after"]
+    assert sorted(after["keys"]) == sorted(keys[truth.options["container"]]) and after["failures"] == []
+    return truth
+
+
+def test_some_points_of_every_walk(
+    worker: Worker, keys: dict[str, list[str]], record_property: Callable[[str, int], None]
+) -> None:
+    there, found = 0, []
+    for number, name in enumerate(WALKS):
+        truth = truth_of(worker, name, keys)
+        points = every_point(truth.answer["trace"], name)
+        there += len(points)
+        found += [truth.trouble(points[n - 1]) for n in spread(len(points), 8 + number % 3)]
+    record_property("points", len(found))
+    assert there >= LEAST_POINTS  # of `test_every_point_of_a_walk`, all together
+    report(found)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", WALKS)
+def test_every_point_of_a_walk(
+    name: str, workers: list[Worker], keys: dict[str, list[str]], record_property: Callable[[str, int], None]
+) -> None:
+    with ThreadPoolExecutor(len(workers)) as pool:
+        truths = list(pool.map(lambda worker: truth_of(worker, name, keys), workers))
+        points = every_point(truths[0].answer["trace"], name)
+        shares = [points[number :: len(workers)] for number in range(len(workers))]
+        tried = pool.map(lambda truth, share: [truth.trouble(fault) for fault in share], truths, shares)
+        record_property("points", len(points))
+        report([trouble for share in tried for trouble in share])
+
+
+IN_WORKERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixture": ("epoch", {"evicted": True, "num_workers": 1}),
+    "jsonl": ("start_and_epoch", {"container": "jsonl", "num_workers": 1}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.usefixtures("keys")
+@pytest.mark.parametrize("name", IN_WORKERS)
+def test_points_of_an_epoch_in_a_worker_process(
+    name: str, workers: list[Worker], record_property: Callable[[str, int], None]
+) -> None:
+    """Whichever process the call is one of. Workers that are killed have tests of their own."""
+    with ThreadPoolExecutor(len(workers)) as pool:
+        truths = list(pool.map(lambda worker: Truth(worker, *IN_WORKERS[name]), workers))
+        every = every_point(truths[0].answer["trace"], name)
+        points = [each for number in spread(len(every), 150) if (each := every[number - 1]).name != "kill"]
+        shares = [points[number :: len(workers)] for number in range(len(workers))]
+        tried = pool.map(lambda truth, share: [truth.trouble(fault) for fault in share], truths, shares)
+        record_property("points", len(points))
+        report([trouble for share in tried for trouble in share])
+
+
+def test_a_process_that_is_killed_leaves_half_a_write(worker: Worker, keys: dict[str, list[str]]) -> None:
+    """The kill itself is tried: amid the first write of a walk, whose file never gets its name."""
+    truth = truth_of(worker, "tar, build", keys)
+    kinds = [kind for kind, _, _ in truth.answer["trace"]]
+    fault = Fault(name="kill", nth=1 + kinds.index("write"), kinds=KINDS)
+    answer = worker.run(truth.scenario, fault, **truth.options)
+    assert answer["outcome"] == "killed" and answer["injected"] == 1
+    assert list(answer["left"]) == [answer["path"]] and answer["left"][answer["path"]] > 0
+    assert not problems(answer, truth.answer, fault)
 
 
 def test_fewer_bytes_than_asked_for_are_asked_for_again(worker: Worker) -> None:

@@ -19,7 +19,9 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+import zlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +30,13 @@ PROGRAM = Path(__file__).with_name("fault_trials.py")
 
 # As in shim.c.
 KINDS = ("open", "create", "read", "write", "sync", "space", "rename", "unlink", "mkdir", "stat", "list", "map", "lock")
-KINDS += ("touch", "close")
+KINDS += ("touch", "close", "link")
 LASTS = ("once", "same file", "everything")
-SHORT = -1
+_NO_ERRNO = {"short": -1, "kill": -2}
 _PATH_BYTES = 1024
 
 # Which calls a system or a network file system refuses in this way.
-_ALWAYS = {"open", "create", "read", "write", "sync", "rename", "mkdir", "stat", "list", "close"}
+_ALWAYS = {"open", "create", "read", "write", "sync", "rename", "mkdir", "stat", "list", "close", "link"}
 REFUSES: dict[str, set[str]] = {
     "EIO": _ALWAYS | {"space", "unlink", "map", "lock", "touch"},
     "ENOSPC": {"create", "write", "sync", "space", "rename", "mkdir", "close"},
@@ -45,6 +47,14 @@ REFUSES: dict[str, set[str]] = {
     "EINTR": {"open", "read", "write", "lock"},
     "short": {"read", "write"},
 }
+
+NO_TROUBLE = ("EINTR", "short")
+"""What a system may always say: to be tried again, without a word."""
+LASTING = ("EROFS", "EFBIG")
+"""What no waiting mends."""
+_OF_THE_FILE = {"ENOENT", "ENOTDIR", "EISDIR", "ENAMETOOLONG", "ELOOP"}
+_ERRNOS = sorted(set(errno.errorcode.values()) - _OF_THE_FILE)
+_STRIDE = 37  # of no common factor with their number: neighbours are told of differently, and each has its turn
 
 
 class _Traced(ctypes.Structure):
@@ -73,16 +83,48 @@ class Fault:
     """Which calls fail, and how.
 
     Attributes:
-        name: of an errno, or "short" for half of the bytes.
-        nth: the call that fails first, from 1, of those that `REFUSES[name]` counts; 0 only counts.
+        name: of an errno; "short" for half of the bytes; "kill" for the end of the process, amid a write.
+        nth: the call that fails first, from 1, of those of `kinds`; 0 only counts.
         lasts: "once" (`times` calls), "same file" (every later call on the same path) or "everything".
         times: calls that fail, where it is once.
+        kinds: of calls that count, of KINDS; none: those that `REFUSES` has for the name.
     """
 
     name: str = "EIO"
     nth: int = 0
     lasts: str = "once"
     times: int = 1
+    kinds: tuple[str, ...] = field(default=(), repr=False)
+
+
+def kind_of_file(path: str) -> str:
+    """A shard by its suffix, a file of the cache by its folder there."""
+    if "/cache/" in path:
+        return path.split("/cache/", 1)[1].split("/")[0]
+    return path.rpartition("/")[2].partition(".")[2]
+
+
+def every_point(trace: Sequence[Sequence[str]], name: str) -> list[Fault]:
+    """What is to be tried at each call of a run without faults.
+
+    The call fails for a moment and for good, each time with another errno, of all there are; the process ends there; a
+    read or a write is cut.
+
+    Args:
+        name: of the run: another one begins with another errno.
+    """
+    points, turn = [], zlib.crc32(name.encode())
+    for nth, (kind, _, _) in enumerate(trace, 1):
+        for lasts in ("once", LASTS[1 + nth % 2]):
+            turn += _STRIDE
+            told = _ERRNOS[turn % len(_ERRNOS)]
+            if told == "EINTR" and (kind == "close" or lasts != "once"):  # which ends what was begun, and never goes on
+                told = "EIO"
+            points.append(Fault(name=told, nth=nth, lasts=lasts, kinds=KINDS))
+        points.append(Fault(name="kill", nth=nth, kinds=KINDS))
+        if kind in REFUSES["short"]:
+            points.append(Fault(name="short", nth=nth, kinds=KINDS))
+    return points
 
 
 class Control:
@@ -100,8 +142,9 @@ class Control:
 
     def arm(self, fault: Fault) -> None:
         block = self._block
-        block.error = SHORT if fault.name == "short" else getattr(errno, fault.name)
-        block.kinds = sum(1 << number for number, kind in enumerate(KINDS) if kind in REFUSES[fault.name])
+        block.error = _NO_ERRNO.get(fault.name) or getattr(errno, fault.name)
+        kinds = fault.kinds or REFUSES[fault.name]
+        block.kinds = sum(1 << number for number, kind in enumerate(KINDS) if kind in kinds)
         block.lasts = LASTS.index(fault.lasts)
         block.nth, block.times = fault.nth, fault.times
         block.seen = block.injected = 0

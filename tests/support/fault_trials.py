@@ -1,12 +1,13 @@
 """Trials under failing system calls: requests as JSON lines on stdin, what came of each on stdout.
 
 Started by `failing_calls.Worker` with the preloaded library. Every trial gets a fresh copy of a cache folder, arms the
-library, runs one scenario, disarms it, and builds the index once more over what the trial left in the cache: trouble
-must not have been written down.
+library, runs one scenario, disarms it, and runs once more over what the trial left in the cache: trouble must not have
+been written down. A process that is to be killed is a fork of this one.
 
-An answer: `outcome` ("ok", or "error" with `kind` and `text`), `digest` of an ok one, `batches` that were delivered
-before the end, `after`, the digest of the build without faults that follows, and what `Control.disarm` says. `leaked`
-lists files of the watched folders that are open still, `left` the partial files in the cache.
+An answer: `outcome` ("ok", "killed", or "error" with `kind` and `text`), `digest` of an ok one, `batches` and `keys`
+that were delivered before the end, `after`, what the run without faults gives that follows, and what `Control.disarm`
+says. `leaked` lists files of the watched folders that are open still, `left` has the sizes of partial files in the
+cache.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+import fault_data
 import numpy as np
 import torch
 from failing_calls import Control, Fault
@@ -83,13 +85,20 @@ class Trial:
         self.control = control
         self.fault = Fault(**request["fault"])
         self.on_error = request.get("on_error", "skip")
-        self.num_threads = request.get("num_threads", 0)
+        self.num_threads, self.num_workers = request.get("num_threads", 0), request.get("num_workers", 0)
         self.retry_seconds = request.get("retry_seconds", 0.0)
-        names = ("good",) if self.on_error == "raise" else ("bad", "good")
-        self.paths = [str(path) for name in names for path in sorted((data / name).iterdir())]
-        self.globs = [str(data / name / "*") for name in names]
-        self.cache = cache
+        self.container = request.get("container")
+        self.media_root: Path | None = None
+        if self.container:
+            found, self.media_root = fault_data.given(data / self.container)
+            self.paths = [str(path) for path in found]
+        else:
+            names = ("good",) if self.on_error == "raise" else ("bad", "good")
+            self.paths = [str(path) for name in names for path in sorted((data / name).iterdir())]
+            self.globs = [str(data / name / "*") for name in names]
+        self.data, self.cache = data, cache
         self.batches: list[str] = []
+        self.keys: list[str] = []
         self.failures: list[str] = []
         self.seen: dict[str, Any] = {}
 
@@ -105,21 +114,35 @@ class Trial:
             self.paths, RECIPE, cache=CacheFolder(self.cache), num_threads=num_threads, retry_seconds=self.retry_seconds
         )
 
+    def dataset(self, paths: list[str]) -> od.ShardDataset:
+        recipe = fault_data.RECIPE if self.container else RECIPE
+        return od.ShardDataset(paths, recipe, media_root=self.media_root)
+
     def loader(self, paths: list[str]) -> od.DataLoader:
         return od.DataLoader(
-            od.ShardDataset(paths, RECIPE),
-            batch_size=4,
+            self.dataset(paths),
+            batch_size=2 if self.container else 4,
             shuffle=True,
             on_error=self.on_error,
             num_threads=self.num_threads,
+            num_workers=self.num_workers,
         )
 
     def delivered(self, loader: od.DataLoader) -> str:
         for batch in loader:
             self.batches.append(batch_digest(batch))
+            self.keys += [key for _, key in batch.keys]
         failures = loader.stats()["failures"]
         self.failures = [json.dumps(failure) for failure in failures["samples"]]
         return _digest(json.dumps([self.batches, failures], sort_keys=True))
+
+    def after(self) -> Any:
+        """What the next run gives: of a container all that it delivers, of several the index."""
+        if not self.container:
+            return index_digest(self.build())
+        self.batches, self.keys, self.failures = [], [], []
+        self.delivered(self.loader(self.paths))
+        return {"keys": self.keys, "batches": self.batches, "failures": self.failures}
 
     # Scenarios: each returns a digest of all that it gave.
 
@@ -139,12 +162,23 @@ class Trial:
         loader = self.loader(self.paths)
         return str(self.armed(lambda: self.delivered(loader)))
 
+    def index(self) -> str:
+        """From the paths of a container to its index."""
+        index = self.armed(lambda: self.dataset(self.paths).index())
+        self.failures = [str(index.failure(int(row))) for row in index.bad_rows()]
+        return index_digest(index)
+
+    def start_and_epoch(self) -> str:
+        """From the paths of a container to the end of an epoch, over an index that is there."""
+        return str(self.armed(lambda: self.delivered(self.loader(self.paths))))
+
 
 def hurry() -> None:
     """Waits between tries cut short: how often is tried stays, how long it takes is not what is tested."""
     retries.PAUSES_SECONDS = tuple(pause / 1000 for pause in retries.PAUSES_SECONDS)  # type: ignore[misc]
     assert build_index.__kwdefaults__ is not None
-    build_index.__kwdefaults__["retry_seconds"] = 0.0  # where a loader builds
+    # Where a loader builds: one shard after the other, so that the n-th call is the same in each trial.
+    build_index.__kwdefaults__ |= {"retry_seconds": 0.0, "num_threads": 1}
 
 
 @contextlib.contextmanager
@@ -170,10 +204,13 @@ def swallowing_trouble() -> Iterator[None]:
         build.load_facts = sound  # type: ignore[attr-defined]
 
 
+KILLED: dict[str, Any] = {"outcome": "killed", "batches": [], "leaked": [], "threads": []}
+
+
 def run(control: Control, request: dict[str, Any], folder: Path, data: Path) -> dict[str, Any]:
     cache = folder / "cache"
     shutil.rmtree(cache, ignore_errors=True)
-    if request["scenario"] == "build_index":
+    if request["scenario"] in ("build_index", "index"):
         cache.mkdir()
     else:
         shutil.copytree(_built(control, request, folder, data), cache)
@@ -182,33 +219,63 @@ def run(control: Control, request: dict[str, Any], folder: Path, data: Path) -> 
     os.environ["ORCHDATA_CACHE"] = str(cache)
     control.watch(data, cache)
     trial = Trial(control, request, data, cache)
-    answer: dict[str, Any] = {}
+    if trial.fault.name == "kill":
+        answer = in_fork(lambda: tried(trial, request)) or {**KILLED, **control.disarm()}
+    else:
+        answer = tried(trial, request)
+    left = [path for path in cache.rglob("*") if path.suffix in (".part", ".tmp")]
+    answer["left"] = {str(path): path.stat().st_size for path in left}
     try:
-        with swallowing_trouble() if request.get("swallow") else contextlib.nullcontext():
-            answer |= {"outcome": "ok", "digest": getattr(trial, request["scenario"])()}
-    except BaseException as error:
-        named = any(str(place) in str(error) for place in (data, cache))
-        kind = next((known.__name__ for known in type(error).__mro__ if known is od.StorageError), type(error).__name__)
-        answer |= {"outcome": "error", "kind": kind, "text": str(error), "named": named, "stack": _stack(error)}
-        del error
-    answer |= trial.seen
-    answer |= {"batches": trial.batches, "failures": trial.failures, "shards": trial.paths}
-    gc.collect()
-    answer["leaked"] = _open_below(str(data), str(cache / "shards"))
-    answer["left"] = [str(path) for path in cache.rglob("*") if path.suffix in (".part", ".tmp")]
-    answer["threads"] = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
-    try:
-        answer["after"] = index_digest(trial.build())
+        answer["after"] = trial.after()
     except BaseException as error:
         answer["after"] = f"{type(error).__name__}: {error}"
     return answer
 
 
+def tried(trial: Trial, request: dict[str, Any]) -> dict[str, Any]:
+    """What came of the scenario itself."""
+    answer: dict[str, Any] = {}
+    try:
+        with swallowing_trouble() if request.get("swallow") else contextlib.nullcontext():
+            answer |= {"outcome": "ok", "digest": getattr(trial, request["scenario"])()}
+    except BaseException as error:
+        named = any(str(place) in str(error) for place in (trial.data, trial.cache))
+        kind = next((known.__name__ for known in type(error).__mro__ if known is od.StorageError), type(error).__name__)
+        answer |= {"outcome": "error", "kind": kind, "text": str(error), "named": named, "stack": _stack(error)}
+        del error
+    answer |= trial.seen
+    answer |= {"batches": trial.batches, "keys": trial.keys, "failures": trial.failures, "shards": trial.paths}
+    gc.collect()
+    answer["leaked"] = _open_below(str(trial.data), str(trial.cache / "shards"))
+    answer["threads"] = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+    return answer
+
+
+def in_fork(call: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
+    """What `call` returns, made in a fork of this process; None where that was killed."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            with open(writing, "wb") as out:
+                out.write(json.dumps(call()).encode())
+            os._exit(0)
+        finally:
+            os._exit(1)
+    os.close(writing)
+    with open(reading, "rb") as given:
+        answer = given.read()
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert status in (0, -signal.SIGKILL), status
+    return json.loads(answer) if status == 0 else None
+
+
 def _built(control: Control, request: dict[str, Any], folder: Path, data: Path) -> Path:
     """A cache folder with the index and all decompressed shards, made once a worker."""
-    template = folder / f"built-{request.get('on_error', 'skip')}"
+    template = folder / f"built-{request.get('container', request.get('on_error', 'skip'))}"
     if not template.exists():
-        Trial(control, request, data, template).build()
+        os.environ["ORCHDATA_CACHE"] = str(template)
+        Trial(control, request, data, template).after()
     return template
 
 
