@@ -7,7 +7,6 @@ members, texts --compose--> text spans and media slots --measure--> sizes (the i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, Final
 
 import numpy as np
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 
 from orchdata.loaders.errors import DecodeError, as_field_error
 from orchdata.loaders.memory import DECODER_BYTES, pass_shortage, room
-from orchdata.loaders.modalities.modality import Header, Modality, PartSize, stored_dtype
+from orchdata.loaders.modalities.modality import Modality, PartSize, counts_from_header, stored_dtype
 from orchdata.loaders.modalities.probing import read_header
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.compose import Span, TextSpan, compose
@@ -56,12 +55,15 @@ def _pass_shortage(
     """Raise a MemoryError where less memory is left than a decoder may need for a part of this size."""
     if room() is None:
         return
-    header: Header = ()
-    with suppress(DecodeError):
-        header = read_header(type(modality), len(data), lambda count: bytes(data[:count]), recipe.limits)
     need_bytes = DECODER_BYTES
-    if len(header) == modality.num_facts:
-        need_bytes = _LEAST_BYTES + 2 * modality.decoding_bytes(((header, size),))
+    if counts_from_header(modality):
+        try:
+            header = read_header(type(modality), len(data), lambda count: bytes(data[:count]), recipe.limits)
+            need_bytes = _LEAST_BYTES + 4 * modality.decoding_bytes(((header, size),))
+        except MemoryError:
+            raise
+        except Exception:  # noqa: BLE001, S110 - what it failed for is told already
+            pass
     pass_shortage(error, need_bytes)
 
 

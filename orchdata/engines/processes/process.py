@@ -24,7 +24,6 @@ from orchdata.loaders.watch import IDLE
 from orchdata.order.steps import StepTask
 
 _END_SECONDS = 5.0
-_KILLED = "was killed by signal"
 
 
 class Process:
@@ -42,7 +41,6 @@ class Process:
 
     def __init__(self, context: BaseContext, worker: WorkerSpec) -> None:
         self.number = worker.number
-        self._memory = worker.options.memory
         self.has_begun = context.get_start_method() != "fork"
         self.is_ready = False
         self.silent: float | None = None
@@ -171,10 +169,7 @@ class Process:
             self._process.kill()
         self._process.join(_END_SECONDS)
         self._channel.close()
-        how = _ending(self._process.exitcode)
-        if how.startswith(_KILLED) and self._memory is not None:  # libraries that get no memory may abort
-            how += f", with worker_memory={self._memory}"
-        return how + (f" ({self.last_words})" if self.last_words else "")
+        return _ending(self._process.exitcode) + (f" ({self.last_words})" if self.last_words else "")
 
     @property
     def exit_status(self) -> int | None:
@@ -202,7 +197,7 @@ def _ending(status: int | None) -> str:
     if status == UNGUARDED:
         return "began to run the script that started it"
     if status < 0:
-        return f"{_KILLED}: {signal.strsignal(-status) or -status}"
+        return f"was killed by signal: {signal.strsignal(-status) or -status}"
     return f"ended with status {status}"
 
 

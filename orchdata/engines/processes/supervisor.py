@@ -510,7 +510,9 @@ class Supervisor(threading.Thread):
             return
         for row, verdict in self._suspects.go_on():
             if verdict:
-                self._blamed[row] = f"{verdict}, whenever this sample was loaded alone"
+                # Libraries that get no memory may abort.
+                limited = " under worker_memory" if self._specs[0].options.memory is not None else ""
+                self._blamed[row] = f"{verdict}, whenever this sample was loaded alone{limited}"
                 self.notes.append(f"{self._name_of(row)} cannot be loaded: its worker {self._blamed[row]}")
         if self._suspects.trial is None:
             for job in self._held:
