@@ -34,10 +34,12 @@ class Room(NamedTuple):
     Attributes:
         limit: as a message names it.
         left_bytes: that this process may still take, at least 0.
+        is_own: whether this process has set it, as a worker does under `worker_memory=`.
     """
 
     limit: str
     left_bytes: int
+    is_own: bool = False
 
 
 def room() -> Room | None:
@@ -50,9 +52,9 @@ def room() -> Room | None:
     if addresses != resource.RLIM_INFINITY:
         taken = int(Path("/proc/self/statm").read_bytes().split()[0]) * _PAGE_BYTES
         found.append(Room(f"RLIMIT_AS (ulimit -v) of {addresses} bytes", max(0, addresses - taken)))
-    data, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    data, most = resource.getrlimit(resource.RLIMIT_DATA)
     if data != resource.RLIM_INFINITY:
-        found.append(Room(f"RLIMIT_DATA (ulimit -d) of {data} bytes", max(0, data - taken_bytes())))
+        found.append(Room(f"RLIMIT_DATA (ulimit -d) of {data} bytes", max(0, data - taken_bytes()), data != most))
     found += _of_the_machine()
     return min(found, key=lambda one: one.left_bytes, default=None)
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.loaders.errors import DecodeError, as_field_error
+from orchdata.loaders.errors import DecodeError, FieldError, as_field_error
 from orchdata.loaders.memory import DECODER_BYTES, pass_shortage, room
 from orchdata.loaders.modalities.modality import Modality, PartSize, counts_from_header, stored_dtype
 from orchdata.loaders.modalities.probing import read_header
@@ -36,25 +36,29 @@ def decode_part(
 ) -> None:
     """Decode one part of the modality `name` into given arrays, as `Modality.decode_into`.
 
-    Raises FieldError; MemoryError where there may have been too little memory for it.
+    Raises FieldError; MemoryError for lack of memory, and for what may be that in a process that limits itself.
     """
     modality = recipe.modalities[name]
     try:
         modality.decode_into(data, size, out, recipe.limits)
     except DecodeError as error:
-        _pass_shortage(error, modality, data, size, recipe)
-        raise error.at(field) from error.__cause__
+        doubt = _doubt(error, modality, data, size, recipe)
+        found = error.at(field)
+        raise FieldError(field, found.reason + doubt) from error.__cause__
     except Exception as error:  # whatever its bytes make a decoder raise is that part's failure
-        _pass_shortage(error, modality, data, size, recipe)
-        raise as_field_error(error, "decoded", field) from error
+        doubt = _doubt(error, modality, data, size, recipe)
+        found = as_field_error(error, "decoded", field)
+        raise FieldError(found.field, found.reason + doubt) from error
 
 
-def _pass_shortage(
-    error: Exception, modality: Modality, data: bytes | memoryview, size: PartSize, recipe: Recipe
-) -> None:
-    """Raise a MemoryError where less memory is left than a decoder may need for a part of this size."""
-    if room() is None:
-        return
+def _doubt(error: Exception, modality: Modality, data: bytes | memoryview, size: PartSize, recipe: Recipe) -> str:
+    """What to say where less memory is left than a decoder may need for a part of this size; "" where enough is.
+
+    Raises MemoryError in a process that has set itself a limit: the sample is tried alone in others.
+    """
+    left = room()
+    if left is None:
+        return ""
     need_bytes = DECODER_BYTES
     if counts_from_header(modality):
         try:
@@ -64,7 +68,11 @@ def _pass_shortage(
             raise
         except Exception:  # noqa: BLE001, S110 - what it failed for is told already
             pass
-    pass_shortage(error, need_bytes)
+    if left.is_own:
+        pass_shortage(error, need_bytes)
+    if left.left_bytes >= need_bytes:
+        return ""
+    return f" (or for lack of memory: {left.left_bytes} bytes are left under {left.limit})"
 
 
 def decode_sample(

@@ -71,7 +71,10 @@ def outcome(url: str, root: str | None, cache: str) -> str:
             od.ShardDataset([url], RECIPE, media_root=root), batch_size=1, num_threads=0, on_error="skip"
         )
         loaded = sum(len(batch.keys) for batch in loader)
-        return "whole" if loaded == 1 else f"left out: {loader.stats()['failures']['by_reason']}"
+        reasons = [failure["reason"] for failure in loader.stats()["failures"]["samples"]]
+        if loaded == 1:
+            return "whole"
+        return "doubt" if all("or for lack of memory: " in reason for reason in reasons) else f"left out: {reasons}"
     except NOT_DATA as error:
         return next(kind.__name__ for kind in NOT_DATA if isinstance(error, kind))
 
