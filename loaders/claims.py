@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from hashlib import blake2b
 from pathlib import Path
 
+from orchdata.loaders.storage.shared.files import open_lock
+
 _POLL_SECONDS = 0.02
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux, with a pid of 0, as F_OFD_SETLK wants it
 _BUSY = (errno.EACCES, errno.EAGAIN)
@@ -25,13 +27,13 @@ class Claims:
     the file is not to be had, nothing is ever another's: work may then be done twice.
 
     Args:
-        path: of the file; made where it is missing.
+        path: of the file; made where it is missing. Raises StorageError where something else has its name.
     """
 
     def __init__(self, path: Path) -> None:
         self._file: int | None = None
         with contextlib.suppress(OSError):
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._file = open_lock(path)
 
     def close(self) -> None:
         file, self._file = self._file, None

@@ -43,10 +43,12 @@ from orchdata.loaders.shards.jsonl.shard import JsonLinesShard
 from orchdata.loaders.shards.open import open_shard
 from orchdata.loaders.shards.parquet.children import measuring
 from orchdata.loaders.shards.shard import Shard
-from orchdata.loaders.storage.atomic import TEMPORARY_SUFFIX
+from orchdata.loaders.storage.atomic import TEMPORARY_SUFFIX, remove
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.paths import media_root_of
 from orchdata.loaders.storage.retries import BUILD_SECONDS, Patience
+from orchdata.loaders.storage.shared.access import Access, Accesses, restrict
+from orchdata.loaders.storage.shared.files import names_in
 from orchdata.loaders.storage.verified import NOTE_SUFFIX
 from orchdata.loaders.versions import RULES, TABLE_FORMAT
 
@@ -284,6 +286,7 @@ class _Builder:
         self._lock = threading.Lock()
         self._room = _HELD_BYTES
         self.missing_media = MissingMedia()
+        self._accesses = Accesses()
         self.claims = Claims(cache.file("locks", "index"))
 
     def close(self) -> None:
@@ -296,7 +299,7 @@ class _Builder:
             go_on: whether to wait while another process measures them; else None.
         """
         limits, cache, root = self._recipe.limits, self._cache, media_root_of(url, self._media_root)
-        path = self._path(url, root)
+        path, access = self._path(url, root), self._accesses.of(url)
         with ExitStack() as resources:
 
             @functools.cache
@@ -304,15 +307,32 @@ class _Builder:
                 return resources.enter_context(closing(open_shard(url, limits=limits, cache=cache, media_root=root)))
 
             resources.callback(lambda: self._note_media(opened) if opened.cache_info().currsize else None)
-            if not self._force and (kept := _kept_costs(path, url, opened)) is not None:
-                return self._hold(kept), False
+
+            def kept() -> CostTable | None:
+                return None if self._force else self._kept(path, url, root, access, opened)
+
+            if (table := kept()) is not None:
+                return self._hold(table), False
             with self.claims.claim(path, go_on) as ours:
                 if not ours:
                     return None
-                if not self._force and (kept := _kept_costs(path, url, opened)) is not None:
-                    return self._hold(kept), False
+                if (table := kept()) is not None:
+                    return self._hold(table), False
                 facts = load_facts(url, opened, limits=limits, cache=cache, media_root=root, force=self._force)
-                return self._hold(self._measured(facts, opened).write(path, url, facts.meta, root)), True
+                return self._hold(self._measured(facts, opened).write(path, url, facts.meta, root, access)), True
+
+    def _kept(
+        self, path: str, url: str, media_root: str | None, access: Access, opened: Callable[[], Shard]
+    ) -> CostTable | None:
+        """The costs kept of a shard, if they are of the shard, and the files that it names, as they are now."""
+        restrict(path, access)
+        try:
+            table = CostTable.open(path, url, self._recipe.kinds, media_root or "", access)
+            # Without a checksum the shard could not be opened, for a reason that may pass. The time of change counts
+            # too: text edited in place may leave size and headers as they were.
+            return table if table.meta.checksum and is_fresh(table.meta, url, opened) else None
+        except (OSError, ValueError):
+            return None  # absent, damaged or of another version
 
     def _note_media(self, opened: Callable[[], Shard]) -> None:
         shard = opened()
@@ -323,13 +343,31 @@ class _Builder:
         """The index of these tables, which is made unless it is kept."""
         build_id = digest([table.digest for table in tables])
         content = content_fingerprint([table.shard for table in tables], self._fingerprint)
+        access = Access.joined(table.access for table in tables if table.access is not None)
+        restrict(path, access)
         kept = _kept_index(path)
         if kept is not None and not self._force and kept.build_id == build_id and kept.fingerprint == content:
             return kept
         self._cache.make("index")
         identity = RecipeIdentity(self._fingerprint, self._recipe.kinds, self._recipe.describe())
-        merge_tables(path, tables, identity, build_id=build_id)
-        return Index(path)
+        try:
+            merge_tables(path, tables, identity, build_id=build_id, access=access)
+            return Index(path)
+        except (ValueError, DamagedIndexError):
+            sound = [self._sound(table) for table in tables]
+            if sound == list(tables):
+                raise
+            remove(path)
+        return self.merged(path, sound)
+
+    def _sound(self, table: CostTable) -> CostTable:
+        """The table, measured again where its columns are not what a build writes."""
+        if table.is_sound():
+            return table
+        remove(table.path)
+        found = self.costs(table.url, lambda: True)
+        assert found is not None  # as it waits for other processes
+        return found[0]
 
     def _path(self, url: str, media_root: str | None) -> str:
         name = self._identity.copy()
@@ -363,17 +401,6 @@ class _Builder:
             return cost_shard(Facts(facts.table.all_failed(reason), meta), shard, self._recipe, self._probes)
 
 
-def _kept_costs(path: str, url: str, opened: Callable[[], Shard]) -> CostTable | None:
-    """The costs kept of a shard, if they are of the shard, and the files that it names, as they are now."""
-    try:
-        table = CostTable.open(path, url)
-        # Without a checksum the shard could not be opened, for a reason that may pass. The time of change counts too:
-        # text edited in place may leave size and headers as they were.
-        return table if table.meta.checksum and is_fresh(table.meta, url, opened) else None
-    except (OSError, ValueError):
-        return None  # absent, damaged or of another version
-
-
 def _kept_index(path: Path) -> Index | None:
     try:
         return Index(path)
@@ -391,13 +418,13 @@ def _forget_left(cache: CacheFolder) -> None:
     """
     for kind in ("facts", "costs", "index", "shards"):
         with contextlib.suppress(OSError):
-            for entry in os.scandir(cache.root / kind):
-                if entry.name.endswith((TEMPORARY_SUFFIX, NOTE_SUFFIX)):
+            for name in names_in(cache.root / kind):
+                if name.endswith((TEMPORARY_SUFFIX, NOTE_SUFFIX)):
                     with contextlib.suppress(OSError):
-                        _forget_old(entry)
+                        _forget_old(cache.root / kind / name)
 
 
-def _forget_old(entry: os.DirEntry[str]) -> None:
-    kept_seconds = _KEEP_NOTES_SECONDS if entry.name.endswith(NOTE_SUFFIX) else _KEEP_SECONDS
-    if time.time() - entry.stat().st_mtime > kept_seconds:
-        os.unlink(entry.path)
+def _forget_old(path: Path) -> None:
+    kept_seconds = _KEEP_NOTES_SECONDS if path.name.endswith(NOTE_SUFFIX) else _KEEP_SECONDS
+    if time.time() - path.lstat().st_mtime > kept_seconds:
+        path.unlink()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from orchdata.loaders.errors import ShardError, pass_trouble
+from orchdata.loaders.index.checks.heads import check_facts
 from orchdata.loaders.limits import Limits, limits_fingerprint
 from orchdata.loaders.shards.facts_table import SCHEMA, Facts, FactsMeta, FactsTable, shard_failure
 from orchdata.loaders.shards.jsonl.shard import JsonLinesShard
@@ -19,11 +20,14 @@ from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.paths import suffix_of
 from orchdata.loaders.storage.retries import tried
 from orchdata.loaders.storage.sealed import read_sealed, seal
+from orchdata.loaders.storage.shared.access import access_of, restrict
+from orchdata.loaders.storage.shared.values import check_shape
 from orchdata.loaders.versions import FACTS_FORMAT, RULES
 
 KIND = b"fact"
 _COMPRESSED_BYTES = 64 << 10
 _FEW_ROWS = 8
+_UNCOMPRESSED = range(_COMPRESSED_BYTES, 4 << 30)  # offsets of strings are of 32 bits: more does not fit in one batch
 
 
 def load_facts(
@@ -86,23 +90,31 @@ def _keep(path: str, facts: Facts) -> None:
     if body.size > _COMPRESSED_BYTES:
         values["uncompressed_bytes"] = body.size
         body = pa.compress(body, codec="zstd")
-    write_whole(path, seal(KIND, FACTS_FORMAT, values, [body])[0])
+    write_whole(path, seal(KIND, FACTS_FORMAT, values, [body])[0], access_of(facts.meta.url))
 
 
 def _kept(path: str, url: str, limits: Limits, opened: Callable[[], Shard]) -> Facts | None:
     """The facts kept at `path` if they are those of the shard as it is now."""
     try:
+        restrict(path, access_of(url))
         head, body = read_sealed(path, KIND, FACTS_FORMAT)
         values = dict(head.values)
         uncompressed_bytes = values.pop("uncompressed_bytes", None)
+        check_facts(values)
         meta = FactsMeta(**values)
         if not is_fresh(meta, url, opened) or (meta.limits, meta.rules) != (limits_fingerprint(limits), RULES):
             return None
         if uncompressed_bytes is not None:
+            check_shape(uncompressed_bytes, _UNCOMPRESSED, "uncompressed_bytes")
             body = pa.decompress(pa.py_buffer(body), uncompressed_bytes, codec="zstd")
-        table = pa.Table.from_batches([pa.ipc.read_record_batch(pa.py_buffer(body), SCHEMA)])
-        return Facts(FactsTable.of_arrow(table), meta)
-    except (OSError, ValueError, TypeError):
+        batch = pa.ipc.read_record_batch(pa.py_buffer(body), SCHEMA)
+        batch.validate(full=True)  # before any value is asked for: lengths and offsets may lead anywhere
+        table = FactsTable.of_arrow(pa.Table.from_batches([batch]))
+        table.check()
+        if meta.lost_bytes and not table.errors:
+            raise ValueError("damage is in no sample")
+        return Facts(table, meta)
+    except (OSError, ValueError, EOFError, pa.ArrowException):
         return None  # absent, damaged or of another version: scan again
 
 

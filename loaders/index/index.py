@@ -2,7 +2,8 @@
 
     recipe + shard paths --name of the file--> mapped columns --row--> members to read, parts to decode
 
-Opening reads no shard, and the columns once a machine, to verify them; a plan touches only the rows of its step.
+Opening reads no shard, and the columns once a machine, to verify them: their checksums, and that they can be what an
+index holds. A plan touches only the rows of its step.
 Nothing is kept per sample in Python, so worker processes share the pages instead of copying them.
 
 Numbers that say where something is are checked where they are used: what lies outside is a DamagedIndexError, never a
@@ -25,6 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.loaders.errors import DamagedIndexError, DataError, MissingIndexError
+from orchdata.loaders.index.checks.columns import check_columns
+from orchdata.loaders.index.checks.heads import check_index
 from orchdata.loaders.index.table import Columns, TableSize, views
 from orchdata.loaders.index.totals import Totals
 from orchdata.loaders.modalities.modality import PartSize, outer_of
@@ -32,7 +35,8 @@ from orchdata.loaders.samples.members import Member
 from orchdata.loaders.shards.shard import ShardInfo
 from orchdata.loaders.storage.paths import SUFFIXES
 from orchdata.loaders.storage.retries import again, tried
-from orchdata.loaders.storage.sealed import head_of, opened, verify_body
+from orchdata.loaders.storage.sealed import head_of, verify_body
+from orchdata.loaders.storage.shared.files import opened
 from orchdata.loaders.storage.verified import forget, is_noted, note
 from orchdata.loaders.versions import RULES, TABLE_FORMAT
 
@@ -240,6 +244,8 @@ class Index:
         codes = set(found[0])
         if codes and not 0 < min(codes) <= max(codes) < len(self.modalities):
             raise self.damaged(f"parts are said to be of modality {max(codes)} of {len(self.modalities)}")
+        if codes and min(map(min, found[1:4])) < 0:
+            raise self.damaged(f"a part is said to have {min(map(min, found[1:4]))} positions, tokens or rows")
         widths = {code: recipe.modalities[self.modalities[code]].num_extents for code in codes}
         return [
             PartSize(positions, tokens, rows, tuple(extent[: widths[code]]))
@@ -260,6 +266,14 @@ class Index:
     def check_parts(self, rows: NDArray[np.int64]) -> None:
         """Check that `rows` are rows, and where their parts are. Raises ValueError, or DamagedIndexError."""
         self._part_spans(rows)
+
+    def tokens_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """LLM tokens of rows, int64. Raises DamagedIndexError for numbers that no row has."""
+        tokens: NDArray[np.int64] = self.llm_tokens[rows].astype(np.int64)
+        if len(tokens) and not 0 <= tokens.min() <= tokens.max() <= self.totals["max_llm_tokens"]:
+            told = self.totals["max_llm_tokens"]
+            raise self.damaged(f"a row is said to have {tokens.min()} or {tokens.max()} tokens, and all at most {told}")
+        return tokens
 
     def bad_rows(self) -> NDArray[np.int64]:
         """Samples that cannot be used, ascending, int64."""
@@ -416,15 +430,34 @@ def _map(path: Path) -> tuple[dict[str, Any], Columns, int, os.stat_result]:
     with opened(path) as fd:
         status = os.fstat(fd)
         head = head_of(fd, KIND, TABLE_FORMAT)
+        check_index(head.values)
         noted = is_noted(path, status)
         if not noted:
             verify_body(fd, head)
         mapped = memoryview(mmap.mmap(fd, status.st_size, access=mmap.ACCESS_READ))
         columns = views(mapped[head.start :], TableSize(**head.values["size"]))
-        columns.check_ends()
-        if not noted and _unchanged(status, os.fstat(fd)):
-            note(path, status)
+        if noted:
+            columns.check_ends()
+        else:
+            _check_all(columns, head.values)
+            if _unchanged(status, os.fstat(fd)):
+                note(path, status)
         return head.values, columns, os.dup(fd), status
+
+
+def _check_all(columns: Columns, values: dict[str, Any]) -> None:
+    shard_rows = np.array(values["shard_rows"], np.int64)
+    check_columns(
+        columns,
+        modalities=values["modalities"],
+        num_fields=len(values["fields"]),
+        shard_rows=shard_rows,
+        totals=values["totals"],
+    )
+    num_bad = np.diff(np.searchsorted(columns.bad_row, shard_rows))
+    for shard, bad in zip(values["shards"], num_bad.tolist(), strict=True):
+        if ShardInfo(*shard).lost_bytes and not bad:
+            raise ValueError(f"{shard[0]} is said to be damaged, and none of its samples is bad")
 
 
 def _unchanged(one: os.stat_result, other: os.stat_result) -> bool:

@@ -18,6 +18,7 @@ from orchdata.loaders.index.totals import Totals, sum_totals
 from orchdata.loaders.shards.shard import ShardInfo
 from orchdata.loaders.storage.atomic import Buffer, replaced
 from orchdata.loaders.storage.sealed import body_start, finish
+from orchdata.loaders.storage.shared.access import Access
 from orchdata.loaders.versions import TABLE_FORMAT
 
 
@@ -43,7 +44,14 @@ class RecipeIdentity(NamedTuple):
     description: dict[str, Any]
 
 
-def merge_tables(path: Path, sources: Sequence[TableSource], recipe: RecipeIdentity, *, build_id: str = "") -> None:
+def merge_tables(
+    path: Path,
+    sources: Sequence[TableSource],
+    recipe: RecipeIdentity,
+    *,
+    build_id: str = "",
+    access: Access | None = None,
+) -> None:
     """Write the index of `sources`, in their order, to `path`.
 
     Args:
@@ -51,6 +59,7 @@ def merge_tables(path: Path, sources: Sequence[TableSource], recipe: RecipeIdent
         sources: one table a shard.
         recipe: kept in the index.
         build_id: kept in the index, to tell whether it was made from the same tables.
+        access: what its permissions may allow at most.
 
     Raises:
         StorageError: the disk is full, or not writable.
@@ -70,7 +79,7 @@ def merge_tables(path: Path, sources: Sequence[TableSource], recipe: RecipeIdent
     }
     length = body_bytes(size)
     start = body_start(values, length)
-    with replaced(path) as fd:
+    with replaced(path, access) as fd:
         writer = TableWriter(fd, start, size)
         for number, source in enumerate(sources):
             writer.append(source.body(), source.size, number, [fields[name] for name in source.fields])

@@ -34,6 +34,8 @@ from orchdata.loaders.shards.shard import Shard
 from orchdata.loaders.storage.atomic import write_whole
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.sealed import read_sealed, seal
+from orchdata.loaders.storage.shared.access import access_of, restrict
+from orchdata.loaders.storage.shared.values import check_shape
 from orchdata.loaders.versions import FACTS_FORMAT, RULES
 
 KIND = b"head"
@@ -121,7 +123,7 @@ class Probes:
             opened = shard()
             kept |= {row: _probed(modality, facts, row, opened, self._recipe) for row in missing}
             self._cache.make("facts")
-            write_whole(path, _sealed(kept, facts))
+            write_whole(path, _sealed(kept, facts), access_of(facts.meta.url))
         return [kept[row] for row in rows]
 
     def _path(self, facts: Facts, modality: Modality) -> str:
@@ -211,14 +213,16 @@ def _sealed(headers: dict[int, Header | str], facts: Facts) -> Any:
 def _kept(path: str, facts: Facts, num_facts: int) -> dict[int, Header | str]:
     """Headers kept at `path`, if they are those of the shard as it is now."""
     try:
+        restrict(path, access_of(facts.meta.url))
         head, _ = read_sealed(path, KIND, FACTS_FORMAT)
+        row = range(len(facts.table))
+        fact = range(-_BOUND, _BOUND)
+        check_shape(head.values, {"meta": list, "headers": [(row, (fact,) * num_facts)], "errors": [(row, str)]}, "it")
         if head.values["meta"] != _identity(facts):
             return {}
         found: dict[int, Header | str] = {row: tuple(held) for row, held in head.values["headers"]}
-        if any(len(header) != num_facts for header in found.values()):
-            return {}
-        return found | {row: str(reason) for row, reason in head.values["errors"]}
-    except (OSError, ValueError, TypeError, KeyError):
+        return found | dict(head.values["errors"])
+    except (OSError, ValueError):
         return {}  # absent, damaged or of another version: probe again
 
 

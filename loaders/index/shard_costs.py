@@ -19,8 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.loaders.errors import FieldError, StaleIndexError, StorageError, as_field_error, pass_trouble
+from orchdata.loaders.index.checks.columns import check_columns
+from orchdata.loaders.index.checks.heads import check_costs
 from orchdata.loaders.index.probed import Probes, with_inner
-from orchdata.loaders.index.table import MEMBERS, PARTS, Columns, TableSize, body_bytes, offsets_of, pack
+from orchdata.loaders.index.table import MEMBERS, PARTS, Columns, TableSize, body_bytes, offsets_of, pack, views
 from orchdata.loaders.index.totals import Totals, summarize
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.memory import measured_at
@@ -34,6 +36,7 @@ from orchdata.loaders.shards.shard import ShardInfo
 from orchdata.loaders.storage.atomic import Buffer, write_whole
 from orchdata.loaders.storage.coalesce import Place, Run, read_run, runs_of
 from orchdata.loaders.storage.sealed import Damaged, read_sealed, seal
+from orchdata.loaders.storage.shared.access import Access
 from orchdata.loaders.versions import TABLE_FORMAT
 
 if TYPE_CHECKING:
@@ -62,7 +65,9 @@ class CostTable:
         media_root: where the files lie that its records name; empty for shards that hold their media.
         size, fields, totals: as in the index.
         digest: of the whole content.
+        kinds: modalities of the recipe by their codes, text first.
         held: its columns, packed; where they are not held they are read and verified again when they are asked for.
+        access: what permissions of an index that it goes into may allow at most.
     """
 
     path: str
@@ -72,24 +77,43 @@ class CostTable:
     fields: Sequence[str]
     totals: Totals
     digest: str
+    kinds: Sequence[str]
     held: Buffer | None = field(repr=False, compare=False)
     media_root: str = ""
+    access: Access | None = None
 
     @classmethod
-    def open(cls, path: str, url: str) -> CostTable:
-        """Read and verify the file, and hold it. Raises OSError, or ValueError for what is not what was written."""
+    def open(
+        cls, path: str, url: str, kinds: Sequence[str], media_root: str = "", access: Access | None = None
+    ) -> CostTable:
+        """Read and verify the file, and hold it. Raises OSError, or ValueError for what is not what was written.
+
+        What its columns hold is checked when an index is made of them, with those of all other tables together.
+
+        Args:
+            kinds: modalities of the recipe by their codes, text first.
+        """
         head, body = read_sealed(path, KIND, TABLE_FORMAT)
-        if head.values["url"] != url:
+        check_costs(head.values, kinds)
+        if (head.values["url"], head.values["media_root"]) != (url, media_root):
             raise Damaged(f"it is that of {head.values['url']}")
-        return cls.of(path, head.values, head.digest, body)
+        return cls.of(path, head.values, head.digest, body, kinds, access)
 
     @classmethod
-    def of(cls, path: str, values: dict[str, Any], digest: str, body: Buffer) -> CostTable:
+    def of(
+        cls,
+        path: str,
+        values: dict[str, Any],
+        digest: str,
+        body: Buffer,
+        kinds: Sequence[str],
+        access: Access | None = None,
+    ) -> CostTable:
         size, meta = TableSize(**values["size"]), FactsMeta(**values["meta"])
         if memoryview(body).nbytes != body_bytes(size):
             raise Damaged(f"a table of {size} has {body_bytes(size)} bytes, there are {memoryview(body).nbytes}")
-        fields, totals, root = tuple(values["fields"]), values["totals"], values.get("media_root", "")
-        return cls(path, values["url"], meta, size, fields, totals, digest, body, root)
+        fields, totals, root = tuple(values["fields"]), values["totals"], values["media_root"]
+        return cls(path, values["url"], meta, size, fields, totals, digest, kinds, body, root, access)
 
     @property
     def shard(self) -> ShardInfo:
@@ -101,12 +125,26 @@ class CostTable:
         """The same table, not held."""
         return replace(self, held=None)
 
+    def is_sound(self) -> bool:
+        """Whether its columns are what a build writes. Raises as `body`."""
+        try:
+            check_columns(
+                views(self.body(), self.size),
+                modalities=self.kinds,
+                num_fields=len(self.fields),
+                shard_rows=np.array([0, self.size.rows], np.int64),
+                totals=self.totals,
+            )
+        except ValueError:
+            return False
+        return not self.meta.lost_bytes or bool(self.size.bad)
+
     def body(self) -> Buffer:
         """Raises StorageError where the file, not held, is not there now; StaleIndexError where it is another."""
         if self.held is not None:
             return self.held
         try:
-            again = CostTable.open(self.path, self.url)
+            again = CostTable.open(self.path, self.url, self.kinds, self.media_root)
         except (OSError, ValueError) as error:
             raise StorageError(str(self.path), f"was there and is not any more: {error}") from error
         if again.digest != self.digest:
@@ -115,13 +153,18 @@ class CostTable:
 
 
 class ShardCosts(NamedTuple):
-    """The costs of one shard, in memory: its columns, the names that `member_field` counts in, and its totals."""
+    """The costs of one shard, in memory: its columns, the names that `member_field` counts in, its totals, and the
+    modalities by their codes.
+    """
 
     columns: Columns
     fields: list[str]
     totals: Totals
+    kinds: Sequence[str]
 
-    def write(self, path: str, url: str, meta: FactsMeta, media_root: str | None = None) -> CostTable:
+    def write(
+        self, path: str, url: str, meta: FactsMeta, media_root: str | None = None, access: Access | None = None
+    ) -> CostTable:
         """Write them where `CostTable.open` finds them; the file appears when it is whole. Raises StorageError."""
         values = {
             "url": url,
@@ -133,8 +176,8 @@ class ShardCosts(NamedTuple):
         }
         body = pack(self.columns)
         file, digest = seal(KIND, TABLE_FORMAT, values, [body])
-        write_whole(path, file)
-        return CostTable.of(path, values, digest, body)
+        write_whole(path, file, access)
+        return CostTable.of(path, values, digest, body, self.kinds, access)
 
 
 @dataclass(slots=True)
@@ -175,7 +218,8 @@ def cost_shard(facts: Facts, shard: Callable[[], Shard], recipe: Recipe, probes:
             _measure(sample, texts, recipe, rows, facts.meta.url)
     columns = rows.columns()
     fields = list(rows.field_numbers)
-    return ShardCosts(columns, fields, summarize(columns, recipe.kinds, {**_unscanned(facts), **rows.ignored}))
+    totals = summarize(columns, recipe.kinds, {**_unscanned(facts), **rows.ignored})
+    return ShardCosts(columns, fields, totals, recipe.kinds)
 
 
 def _unscanned(facts: Facts) -> dict[str, int]:

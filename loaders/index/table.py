@@ -257,6 +257,12 @@ class TableWriter:
                 continue
             pieces = [body[place[name]] for body, place in zip(bodies, places, strict=True)]
             joined: NDArray[Any] = np.frombuffer(b"".join(pieces), dtype)
+            if name in OFFSETS:
+                self._check_last(name, joined, counts, [getattr(size, LAYOUT[OFFSETS[name]][1]) for size in sizes])
+            elif name in ("member_field", "bad_row"):
+                below = list(map(len, numbers)) if name == "member_field" else [size.rows for size in sizes]
+                if (joined < 0).any() or (joined >= np.repeat(below, counts)).any():
+                    raise ValueError(f"{name} of a table leads outside of it")
             if name == "member_field":
                 bases = np.cumsum([0, *map(len, numbers[:-1])])
                 joined = np.array([*chain(*numbers)], dtype)[joined + np.repeat(bases, counts)]
@@ -269,6 +275,13 @@ class TableWriter:
                 )
             self._write(name, joined)
         self._waiting, self._held = [], 0
+
+    def _check_last(self, name: str, joined: NDArray[np.int64], counts: Sequence[int], lengths: Sequence[int]) -> None:
+        """Raise ValueError where the offsets of a table do not end where its column does, but in the next table's."""
+        has_rows = np.array(counts) > 0
+        last = joined[np.cumsum(counts)[has_rows] - 1]
+        if (last != np.array(lengths)[has_rows]).any():
+            raise ValueError(f"{name} of a table do not end with it")
 
     def _shift(self, column: str, lengths: Sequence[int]) -> NDArray[np.int64]:
         """Where each table's part of a column begins in the whole."""

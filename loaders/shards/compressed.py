@@ -18,6 +18,7 @@ from orchdata.loaders.errors import ShardError, StorageError
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.local import LocalFile
+from orchdata.loaders.storage.shared.access import access_of
 from orchdata.loaders.storage.storage import Storage
 
 GZIP_MAGIC = b"\x1f\x8b"
@@ -70,11 +71,11 @@ def open_decompressed(file: Storage, *, limits: Limits, cache: CacheFolder) -> L
             file.check_unchanged()  # or it may be the change that looks like damage
 
     while True:
-        path = cache.entry(name, make)
+        path = cache.entry(name, make, access_of(file.url))
         try:
-            return LocalFile(path, url=file.url)
+            return LocalFile(path, url=file.url, follow=False)
         except StorageError as error:
-            if error.errno != errno.ENOENT:  # else evicted just now
+            if error.errno not in (errno.ENOENT, errno.ELOOP):  # else evicted just now, or replaced by a link
                 raise
 
 

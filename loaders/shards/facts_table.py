@@ -21,9 +21,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from orchdata.loaders.modalities.builtin import NUM_FACTS, OTHER
+from orchdata.loaders.modalities.builtin import KINDS, NUM_FACTS, OTHER
 from orchdata.loaders.modalities.modality import Header
-from orchdata.loaders.shards.fields import RAW
+from orchdata.loaders.shards.fields import NAMED, RAW
 from orchdata.loaders.versions import RULES
 
 SCHEMA = pa.schema(
@@ -158,6 +158,16 @@ class FactsTable:
         columns = [pa.array(getattr(self, field.name), field.type) for field in list(SCHEMA)[:-1]]
         errors = pa.array([self.errors.get(row) for row in range(len(self))], SCHEMA.field("error").type)
         return pa.Table.from_arrays([*columns, errors], schema=SCHEMA)
+
+    def check(self) -> None:
+        """Raise ValueError for what no reader finds: it may come from a file that somebody else wrote."""
+        samples, kinds, encodings = self.sample, set(self.kind), set(self.encoding)
+        if samples and (samples[0] < 0 or any(map(int.__gt__, samples, samples[1:]))):
+            raise ValueError("samples are not in order")
+        if not kinds <= {*range(len(KINDS)), OTHER} or not encodings <= set(range(RAW, NAMED + 1)):
+            raise ValueError(f"members are of kinds {sorted(kinds)} and encodings {sorted(encodings)}")
+        if samples and (min(self.offset) < 0 or min(self.size) < 0):
+            raise ValueError(f"a member lies at {min(self.offset)}, or has {min(self.size)} bytes")
 
     @staticmethod
     def of_arrow(table: pa.Table) -> FactsTable:

@@ -23,14 +23,20 @@ class LocalFile:
     Reads under way in other threads keep the descriptor open, so `close` can never let them read a file that got its
     number next. Without `close` the descriptor goes with the object.
 
+    Args:
+        path: of the file.
+        url: what errors call it; default: the path.
+        follow: whether the path may be a link.
+
     Raises:
         StorageError: it cannot be opened now.
         ShardError: it is no regular file.
     """
 
-    def __init__(self, path: str | Path, *, url: str | None = None) -> None:
+    def __init__(self, path: str | Path, *, url: str | None = None, follow: bool = True) -> None:
         self.url = os.fspath(path) if url is None else url
         self._path = path
+        self._follow = follow
         self._fd = tried(self.url, "cannot be opened", self._open)
         self._finalizer = weakref.finalize(self, os.close, self._fd)
         status = tried(self.url, "cannot be opened", lambda: os.fstat(self._fd))
@@ -91,7 +97,8 @@ class LocalFile:
 
     def _open(self) -> int:
         # Not blocking: the open of a named pipe would wait for its writer.
-        return os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        links = 0 if self._follow else os.O_NOFOLLOW
+        return os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | links)
 
     def _again(self, offset: int, read: Callable[[], T], error: OSError) -> T:
         def reopened() -> T:

@@ -8,6 +8,8 @@ Written when it is first pickled, so that nothing is kept of what never leaves i
 from __future__ import annotations
 
 import hashlib
+import mmap
+import os
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from orchdata.loaders.errors import StorageError
 from orchdata.loaders.storage.atomic import write_whole
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.retries import tried
+from orchdata.loaders.storage.shared.files import opened
 
 KIND = "arrays"
 
@@ -38,22 +41,24 @@ class MappedArray:
         data = np.ascontiguousarray(self.array).data.cast("B")
         digest = hashlib.blake2b(data, digest_size=16).hexdigest()
         path = CacheFolder().file(KIND, f"{digest}.int64")
-        if not tried(str(path), "cannot be read", lambda: _holds(path, digest)):
+        if tried(str(path), "cannot be read", lambda: _found(path, digest)) is None:
             write_whole(path, data)
         return _mapped, (str(path), digest)
 
 
 def _mapped(path: str, digest: str) -> MappedArray:
-    if not tried(path, "cannot be read", lambda: _holds(Path(path), digest)):
+    found = tried(path, "cannot be read", lambda: _found(Path(path), digest))
+    if found is None:
         raise StorageError(path, "is gone, or not what was written: make the loader again")
-    mapped = tried(path, "cannot be mapped", lambda: np.memmap(path, np.int64, mode="r"))
-    return MappedArray(mapped.view(np.ndarray))
+    return MappedArray(np.frombuffer(found, np.int64))
 
 
-def _holds(path: Path, digest: str) -> bool:
-    """Whether the file is there, with the content that its name says."""
+def _found(path: Path, digest: str) -> mmap.mmap | None:
+    """The file, mapped; None where it is not there with the content that its name says."""
     try:
-        with open(path, "rb") as file:
-            return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest() == digest
+        with opened(path) as fd:
+            with open(fd, "rb", closefd=False) as file:
+                held = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+            return mmap.mmap(fd, os.fstat(fd).st_size, access=mmap.ACCESS_READ) if held == digest else None
     except FileNotFoundError:
-        return False
+        return None

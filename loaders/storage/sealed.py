@@ -16,15 +16,15 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 from orchdata.loaders.storage.atomic import Buffer, write_at
+from orchdata.loaders.storage.shared.files import opened
 
 BLOCK_BYTES = 1 << 20
 ALIGNMENT = 64
@@ -111,16 +111,6 @@ def finish(fd: int, kind: bytes, format: int, values: Mapping[str, Any], start: 
     write_at(fd, head, 0)
 
 
-@contextmanager
-def opened(path: str | Path) -> Iterator[int]:
-    """A descriptor to read from. Raises OSError."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a named pipe would wait for its writer
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-
-
 def _head(kind: bytes, format: int, values: Mapping[str, Any], size: int, crcs: Sequence[int]) -> tuple[bytes, str]:
     text = json.dumps(values, sort_keys=True).encode()
     checksums = struct.pack(f"<{len(crcs)}I", *crcs)
@@ -151,7 +141,7 @@ def _read_head(fd: int, kind: bytes, format: int, first: bytes) -> Head:
     if json_bytes + 4 * blocks != head_bytes or zlib.crc32(content, zlib.crc32(fixed)) != crc:
         raise Damaged("its head is not what was written")
     return Head(
-        values=json.loads(content[:json_bytes]),
+        values=_values(content[:json_bytes]),
         start=start,
         size=size,
         crcs=struct.unpack_from(f"<{blocks}I", content, json_bytes),
@@ -159,11 +149,24 @@ def _read_head(fd: int, kind: bytes, format: int, first: bytes) -> Head:
     )
 
 
+def _values(text: bytes) -> dict[str, Any]:
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise Damaged(f"its head is no JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise Damaged("its head has no fields")
+    return values
+
+
 def _pread(fd: int, offset: int, size: int, first: bytes) -> Buffer:
     """`size` bytes from `offset`, fewer where the file ends; `first` are its first bytes."""
     if offset + size <= len(first):
         return first[offset : offset + size]  # a copy, so that what is kept of it keeps no more
-    data = bytearray(size)
+    try:
+        data = bytearray(size)
+    except MemoryError:  # a file with holes may be longer than any memory
+        raise Damaged(f"{size} bytes are to be read at once, and there is no memory for them") from None
     view, got = memoryview(data), 0
     while got < size and (more := os.preadv(fd, [view[got:]], offset + got)):
         got += more

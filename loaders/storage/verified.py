@@ -14,15 +14,17 @@ from functools import cache
 from pathlib import Path
 
 from orchdata.loaders.storage.atomic import remove, write_once
+from orchdata.loaders.storage.shared.files import read_small
 
 NOTE_SUFFIX = ".verified"
+_MOST_BYTES = 64 << 10
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def is_noted(path: Path, status: os.stat_result) -> bool:
     """Whether a note says that the file, which has this status now, was verified."""
     try:
-        return bool(_boot_id()) and json.loads(_note(path).read_bytes()) == _identity(path, status)
+        return bool(_boot_id()) and read_small(_note(path), _MOST_BYTES) == _identity(path, status)
     except (OSError, ValueError):
         return False
 
@@ -32,7 +34,7 @@ def note(path: Path, status: os.stat_result) -> None:
     if not _boot_id():
         return
     with contextlib.suppress(OSError):
-        write_once(_note(path), json.dumps(_identity(path, status)).encode())
+        write_once(_note(path), _identity(path, status))
 
 
 def forget(path: Path) -> None:
@@ -40,8 +42,8 @@ def forget(path: Path) -> None:
     remove(_note(path))
 
 
-def _identity(path: Path, status: os.stat_result) -> dict[str, str | int]:
-    return {
+def _identity(path: Path, status: os.stat_result) -> bytes:
+    told = {
         "path": os.path.abspath(path),
         "size": status.st_size,
         "mtime_ns": status.st_mtime_ns,
@@ -49,6 +51,7 @@ def _identity(path: Path, status: os.stat_result) -> dict[str, str | int]:
         "inode": status.st_ino,
         "boot_id": _boot_id(),
     }
+    return json.dumps(told).encode()
 
 
 def _note(path: Path) -> Path:

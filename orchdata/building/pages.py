@@ -58,6 +58,8 @@ class Pages:
         self.media = {name: MediaPages(source, name, mine, reserved) for name, mine in work.items()}
         self._slots = {name: MediaSlots(source, name, mine, len(rows), reserved) for name, mine in work.items()}
         text_lengths = self._lengths[: len(rows)] - sum(slots.sample_tokens() for slots in self._slots.values())
+        if len(rows) and text_lengths.min() < 0:
+            raise index.damaged(f"{index.called(int(rows[text_lengths.argmin()]))} has fewer tokens than its parts")
         self._text_starts = starts_of(text_lengths)
         reserved.add("input_ids", (total,), np.int64)
         reserved.add("labels", (total,), np.int64)

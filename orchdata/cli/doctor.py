@@ -257,22 +257,25 @@ def _kernels() -> Iterator[Finding]:
 
 
 def _cache() -> Iterator[Finding]:
+    from orchdata.loaders.errors import StorageError
     from orchdata.loaders.storage.cache import CACHE_VARIABLE, CacheFolder
 
     try:
-        root = CacheFolder().root
-        root.mkdir(parents=True, exist_ok=True)
+        root = CacheFolder().make_root()
         with tempfile.NamedTemporaryFile(dir=root):
             pass
-    except OSError as error:
+        anyone = root.stat().st_mode & stat.S_IWOTH
+    except (OSError, StorageError) as error:
         yield Finding("cache", "folder", str(error), "broken", f"set {CACHE_VARIABLE} to a folder that can be written")
         return
     free = shutil.disk_usage(root).free
     held = sum(map(_size, root.rglob("*")))
     low = free < _LOW_DISK
     hint = f"make room, or set {CACHE_VARIABLE}" if low else ""
+    if anyone and not low:
+        hint = f"everyone can write to it, and so decide what is trained on: chmod o-w, or set {CACHE_VARIABLE}"
     found = f"{root}: {human_bytes(held)} held, {human_bytes(free)} free"
-    yield Finding("cache", "folder", found, "note" if low else "good", hint)
+    yield Finding("cache", "folder", found, "note" if hint else "good", hint)
 
 
 def _size(file: Path) -> int:

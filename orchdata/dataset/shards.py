@@ -228,7 +228,10 @@ def _warn_of_lost(index: Index) -> int:
     damaged = [number for number, shard in enumerate(index.shards) if shard.lost_bytes]
     if damaged:
         first = damaged[0]
-        reason = index.failure(int(np.intersect1d(index.bad_rows(), index.rows_of(first))[-1])).reason
+        bad = np.intersect1d(index.bad_rows(), index.rows_of(first))
+        if not bad.size:
+            raise index.damaged(f"{index.shards[first].url} is said to be damaged, and none of its samples is bad")
+        reason = index.failure(int(bad[-1])).reason
         warnings.warn(
             f"{len(damaged)} of {len(index.shards)} shards are damaged, and about {int(lost.sum())} of their samples "
             f"lost beside those listed; the first is {index.shards[first].url}: {reason}",

@@ -101,7 +101,7 @@ class IndexCosts:
 
     def _evaluate(self, phase: str, row: Ints, coefficients: Coefficients) -> Ints:
         if phase == "llm":
-            lengths = self.index.llm_tokens[row].astype(np.int64)
+            lengths = self.index.tokens_of(row)
             self.index.check_unchanged()
             if self.multiple_of > 1:
                 lengths = -(-lengths // self.multiple_of) * self.multiple_of
@@ -127,7 +127,7 @@ class IndexTokens:
 
     def __call__(self, dataset_id: NDArray[np.int32], row: Ints) -> Ints:
         self.index.check_unchanged()
-        tokens = np.maximum(self.index.llm_tokens[row].astype(np.int64), 1)
+        tokens = np.maximum(self.index.tokens_of(row), 1)
         return tokens if self.multiple_of == 1 else -(-tokens // self.multiple_of) * self.multiple_of
 
 

@@ -34,9 +34,10 @@ balancers: grid advice
 balancers: __init__
 loaders: environment limited_process
 loaders: memory
-loaders: errors versions locks recent scratch watch claims pace interrupts first_calls
+loaders: errors versions locks recent scratch watch pace interrupts first_calls
 loaders: limits resampling
 loaders: storage
+loaders: claims
 loaders: text modalities
 loaders: recipe
 loaders: required

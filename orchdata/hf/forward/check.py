@@ -16,6 +16,8 @@ from orchdata.hf.packing.verdict import attention_of
 from orchdata.loaders.errors import StorageError
 from orchdata.loaders.storage.atomic import write_whole
 from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.shared.files import read_small
+from orchdata.loaders.storage.shared.values import check_shape
 from orchdata.notices import warn_once
 
 if TYPE_CHECKING:
@@ -25,6 +27,13 @@ if TYPE_CHECKING:
 _VERSION: Final = 5
 """Raise it when the same loader would be judged otherwise."""
 _FOLDER: Final = "forwards"
+_MOST_BYTES: Final = 1 << 20
+_SHAPE: Final = {
+    "failed": [{"kind": str, "error": str, "modalities": [str], "is_dummy": bool, "padded": bool}],
+    "differing": [{"kind": str, "difference": float, "modalities": [str]}],
+    "reading": [str],
+    "untried": str,
+}
 _known: dict[str, Verdict] = {}
 """What this process has found or read, by name."""
 
@@ -46,7 +55,7 @@ def check_forward(inputs: Inputs, recipe: Recipe, encoders: Sequence[str], *, is
         ValueError: names the kind, the model's own error and what helps.
     """
     name = _name(inputs, recipe, encoders)
-    verdict = None if name is None else _known.get(name) or _kept(name)
+    verdict = None if name is None else _known.get(name) or _kept(name, encoders)
     if verdict is None:
         verdict = tried(inputs, recipe, encoders)
         if name is not None:
@@ -141,17 +150,21 @@ def _with_tuples(held: Mapping[str, Any]) -> dict[str, Any]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in held.items()}
 
 
-def _kept(name: str) -> Verdict | None:
+def _kept(name: str, encoders: Sequence[str]) -> Verdict | None:
     try:
-        held: dict[str, Any] = json.loads((CacheFolder().root / _FOLDER / f"{name}.json").read_text())
-        return Verdict(
-            failed=tuple(Failed(**_with_tuples(each)) for each in held["failed"]),
-            differing=tuple(Differs(**_with_tuples(each)) for each in held["differing"]),
-            reading=tuple(held["reading"]),
-            untried=str(held["untried"]),
-        )
-    except (OSError, ValueError, KeyError, TypeError):
+        held: Any = json.loads(read_small(CacheFolder().root / _FOLDER / f"{name}.json", _MOST_BYTES))
+        check_shape(held, _SHAPE, "it")
+    except (OSError, ValueError, RecursionError):
         return None  # not there, damaged or of another version: it is tried again
+    named = {modality for each in (*held["failed"], *held["differing"]) for modality in each["modalities"]}
+    if not (named | set(held["reading"])).issubset(encoders):
+        return None
+    return Verdict(
+        failed=tuple(Failed(**_with_tuples(each)) for each in held["failed"]),
+        differing=tuple(Differs(**_with_tuples(each)) for each in held["differing"]),
+        reading=tuple(held["reading"]),
+        untried=held["untried"],
+    )
 
 
 def _keep(name: str, verdict: Verdict) -> None:

@@ -16,10 +16,14 @@ from typing import Any, Final
 
 from orchdata.hf.families import model_class
 from orchdata.hf.tiny.shrink import parts
+from orchdata.loaders.errors import StorageError
 from orchdata.loaders.storage.atomic import write_once
 from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.shared.files import read_small
+from orchdata.loaders.storage.shared.values import check_shape
 
 _KIND: Final = "packing"
+_MOST_BYTES: Final = 1 << 20
 _VERSIONED: Final = frozenset(
     ("builtins", "abc", "typing", "collections", "enum", "dataclasses", "torch", "transformers", "huggingface_hub")
 )
@@ -94,12 +98,11 @@ def find(digest: str, fields: Mapping[str, type]) -> dict[str, Any] | None:
     if digest in _seen:
         return _seen[digest]
     try:
-        found = json.loads(_path(digest).read_bytes())
+        found = json.loads(read_small(CacheFolder().root / _KIND / f"{digest}.json", _MOST_BYTES))
+        check_shape(found, {"digest": str, **fields}, "it")
     except (OSError, ValueError, RecursionError):
         return None
-    if not isinstance(found, dict) or found.get("digest") != digest:
-        return None
-    if any(type(found.get(name)) is not kind for name, kind in fields.items()):
+    if found["digest"] != digest:
         return None
     return _seen.setdefault(digest, {name: found[name] for name in fields})
 
@@ -107,13 +110,7 @@ def find(digest: str, fields: Mapping[str, type]) -> dict[str, Any] | None:
 def keep(digest: str, entry: Mapping[str, Any], *, on_disk: bool = True) -> None:
     """Remember it, on disk too where that can be written."""
     _seen[digest] = dict(entry)
-    with suppress(OSError):
+    with suppress(OSError, StorageError):
         if on_disk:
-            path = _path(digest)
-            path.parent.mkdir(parents=True, exist_ok=True)
+            path = CacheFolder().file(_KIND, f"{digest}.json")
             write_once(path, json.dumps({"digest": digest, **entry}).encode())
-
-
-def _path(digest: str) -> Path:
-    """Raises OSError where there is no folder for it."""
-    return CacheFolder().root / _KIND / f"{digest}.json"

@@ -16,7 +16,7 @@ from orchdata.loaders.errors import FieldError, StaleIndexError, StorageError
 from orchdata.loaders.index.probed import Probes
 from orchdata.loaders.index.shard_costs import CostTable, ShardCosts, cost_shard
 from orchdata.loaders.index.table import views
-from orchdata.loaders.modalities.builtin import OTHER, TEXT
+from orchdata.loaders.modalities.builtin import KINDS, OTHER, TEXT
 from orchdata.loaders.recipe import Recipe, TextPreprocessor
 from orchdata.loaders.samples.compose import text_members
 from orchdata.loaders.samples.measure import measure
@@ -228,7 +228,7 @@ def test_costs_come_back_from_their_file(tmp_path: Path, bad: int) -> None:
     path = str(tmp_path / "a.costs")
     written = costs.write(path, "fake.tar", META)
 
-    table = CostTable.open(path, "fake.tar")
+    table = CostTable.open(path, "fake.tar", costs.kinds)
     assert table == written and table.shard == ShardInfo("fake.tar", 3, "sum", "1") and table.meta == META
     assert (table.size, list(table.fields), table.totals) == (costs.columns.size, costs.fields, costs.totals)
     assert table.size.bad == bad
@@ -246,7 +246,7 @@ def test_costs_of_another_shard_are_refused(tmp_path: Path) -> None:
     path = str(tmp_path / "a.costs")
     three_samples(0).write(path, "fake.tar", META)
     with pytest.raises(ValueError, match=r"it is that of fake\.tar"):
-        CostTable.open(path, "other.tar")
+        CostTable.open(path, "other.tar", KINDS)
 
 
 def test_a_table_that_is_not_held_says_when_its_file_went(tmp_path: Path) -> None:

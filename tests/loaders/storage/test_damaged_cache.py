@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 import pickle
-import signal
 import struct
 import sys
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from children import in_a_child
 from shard_factory import omni_samples, write_shard
 
 import orchdata as od
@@ -29,7 +28,8 @@ from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.open import OpenShards
 from orchdata.loaders.storage import verified
 from orchdata.loaders.storage.cache import CacheFolder
-from orchdata.loaders.storage.sealed import head_of, opened
+from orchdata.loaders.storage.sealed import head_of
+from orchdata.loaders.storage.shared.files import opened
 from orchdata.loaders.versions import TABLE_FORMAT
 from orchdata.planning.costs import IndexCosts
 
@@ -70,26 +70,6 @@ def damages(data: bytes, head_bytes: int) -> Iterator[tuple[str, bytes]]:
             yield f"zeros from {place}", (data[:place] + bytes(512) + data[place + 512 :])[: len(data)]
     yield "nothing but zeros", bytes(len(data))
     yield "twice", data + data
-
-
-def in_a_child(work: Callable[[], None], seconds: int = 120) -> None:
-    """Run in a forked process: a crash or a hang of it is a failure here, with what it said last."""
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            signal.alarm(seconds)
-            os.dup2(writer, 2)
-            sys.stderr = os.fdopen(2, "w", buffering=1)
-            work()
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-    os.close(writer)
-    with os.fdopen(reader) as said:
-        last = said.read()[-4000:]
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, last
 
 
 def with_note(path: Path, data: bytes) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,31 @@ def test_random_state_is_untouched_and_the_verdict_is_kept(monkeypatch: pytest.M
     assert str(again.value) == str(first.value)
     with pytest.raises(pytest.fail.Exception, match="tried again"):  # of another layout nothing is known
         od.hf.Inputs(config, padded=True).check(recipe, ("image",), od.Balance())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda held: [held],
+        lambda held: {**held, "failed": [{}]},
+        lambda held: {**held, "failed": [{**held["failed"][0], "modalities": ["of nobody"]}]},
+        lambda held: {**held, "failed": [{**held["failed"][0], "error": 3}]},
+        lambda held: {**held, "reading": "image"},
+        lambda held: {**held, "reading": [None]},
+        lambda held: {**held, "differing": [{"kind": "x", "difference": "1", "modalities": []}]},
+        lambda held: "[" * 50_000,
+    ],
+)
+def test_a_kept_verdict_of_another_shape_is_found_anew(
+    private_cache: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], Any]
+) -> None:
+    failed = trial.Failed("samples", "an error", ("image",), is_dummy=False, padded=False)
+    check._keep("x", trial.Verdict(failed=(failed,)))
+    assert check._kept("x", ("image",)) == trial.Verdict(failed=(failed,))
+    (path,) = (private_cache / "forwards").iterdir()
+    held = change(json.loads(path.read_text()))
+    path.write_text(held if isinstance(held, str) else json.dumps(held))
+    assert check._kept("x", ("image",)) is None
 
 
 def test_a_configuration_with_towers_is_no_text_family() -> None:

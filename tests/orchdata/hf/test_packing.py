@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import random
 import warnings
@@ -187,12 +188,18 @@ def test_a_verdict_is_kept_for_other_runs(private_cache: Path, monkeypatch: pyte
         kept._seen.clear()
         with pytest.raises(AssertionError, match="was tried"):  # another configuration is another's
             od.hf.Inputs(llama(rope_parameters={"rope_type": "default", "rope_theta": 5e5}))
-    for content in (b"", b"{", b"[]", b'{"digest": "of another", "packs": false}', b"\xff"):
+    wrong = (b"", b"{", b"[]", b'{"digest": "of another", "packs": false}', b"\xff", b"[" * 50_000)
+    for content in wrong:
         for entry in (private_cache / "packing").iterdir():
             entry.write_bytes(content)
         kept._seen.clear()
         assert od.hf.Inputs(llama()).verdict.packs
     assert all(json.loads(entry.read_text()) for entry in (private_cache / "packing").iterdir())
+    for entry in (private_cache / "packing").iterdir():  # what another user left in a shared folder
+        entry.unlink()
+        os.mkfifo(entry)
+    kept._seen.clear()
+    assert od.hf.Inputs(llama()).verdict.packs
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,138 @@
+"""Whether the columns of a table can be what an index holds: no offset, number or code leads elsewhere, no count is
+negative, and all of them add up to the totals.
+
+A checksum only says that the bytes are those that somebody wrote. This is looked at once, when a table is loaded or an
+index is verified, so that nothing later meets numbers that no build writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchdata.loaders.index.table import MEMBERS, OFFSETS, PARTS, STRINGS, Columns
+from orchdata.loaders.index.totals import Totals, sum_totals, summarize
+from orchdata.loaders.modalities.builtin import UNUSED
+from orchdata.loaders.shards.fields import NAMED, RAW
+
+_ROWS_AT_A_TIME: Final = 1 << 18
+_COUNTS: Final = (
+    "llm_tokens loss_tokens piece cut_tokens part_positions part_tokens part_rows member_offset member_size"
+).split()
+
+
+def check_columns(
+    columns: Columns, *, modalities: Sequence[str], num_fields: int, shard_rows: NDArray[np.int64], totals: Totals
+) -> None:
+    """Raise ValueError, naming the column, for what no build writes.
+
+    Args:
+        modalities: their names by code, text first.
+        num_fields: names that `member_field` counts in.
+        shard_rows: the first row of each shard, and the end.
+        totals: what the columns add up to.
+    """
+    num_modalities = len(modalities)
+    columns.check_ends()
+    for name in OFFSETS:
+        offsets = getattr(columns, name)
+        _expect(not (offsets[1:] < offsets[:-1]).any(), name, "go back")
+    for name in _COUNTS:
+        _expect_range(getattr(columns, name), 0, None, name)
+    _expect_range(columns.part_modality, 1, num_modalities, "part_modality")
+    _expect_range(columns.part_member, 0, None, "part_member")
+    _expect_range(columns.member_field, 0, num_fields, "member_field")
+    _expect_range(columns.member_encoding, RAW, NAMED + 1, "member_encoding")
+    kinds = columns.member_kind
+    _expect(not ((kinds >= num_modalities) & (kinds < UNUSED)).any(), "member_kind", "are of no modality")
+    for name in STRINGS:
+        _check_strings(getattr(columns, f"{name}_offsets"), getattr(columns, f"{name}_bytes"), name)
+    _check_shards(columns, shard_rows)
+    bad = columns.bad_row
+    for name in ("part_offsets", "member_offsets"):
+        offsets = getattr(columns, name)
+        _expect(bool((offsets[bad] == offsets[bad + 1]).all()), name, "give bad rows something")
+    found: list[Totals] = []
+    for some in _stretches(columns):
+        _check_rows(some)
+        found.append(summarize(some, modalities, {}))
+    counted = sum_totals(found) | {"ignored_fields": totals["ignored_fields"]}  # these have no row
+    if counted != totals:
+        wrong = next(name for name in counted if counted[name] != totals[name])
+        raise ValueError(f"{wrong} add up to {counted[wrong]!r:.80}, and the totals say {totals[wrong]!r:.80}")
+
+
+def _check_strings(offsets: NDArray[np.int64], data: NDArray[np.uint8], name: str) -> None:
+    begins = offsets[offsets < data.size]
+    _expect(not ((data[begins] & 0xC0) == 0x80).any(), name, "begin inside of a character")
+    for start in range(0, offsets.size - 1, _ROWS_AT_A_TIME):
+        first, last = offsets[start], offsets[min(start + _ROWS_AT_A_TIME, offsets.size - 1)]
+        try:
+            data[first:last].tobytes().decode()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"the values of {name} are no text: {error}") from None
+
+
+def _check_shards(columns: Columns, shard_rows: NDArray[np.int64]) -> None:
+    shard, num_shards = columns.shard, shard_rows.size - 1
+    _expect_range(shard, 0, num_shards, "shard")
+    _expect(not (shard[1:] < shard[:-1]).any(), "shard", "go back")
+    starts = np.searchsorted(shard, np.arange(num_shards + 1))
+    _expect(bool((starts == shard_rows).all()), "shard", "are not those that the head says")
+    first = starts[:-1][starts[:-1] < shard.size]
+    _expect(not columns.piece[first].any(), "piece", "begin a shard with a later piece")
+
+
+def _check_rows(columns: Columns) -> None:
+    """What one column says of another; the first row is no later piece of a sample."""
+    _expect(bool((columns.loss_tokens <= columns.llm_tokens).all()), "loss_tokens", "exceed llm_tokens")
+    piece = columns.piece
+    counts_on = (piece[1:] == 0) | (piece[1:] == piece[:-1] + 1)
+    _expect(bool(counts_on.all()) and not piece[:1].any(), "piece", "do not count the pieces of a sample")
+    of_each = np.repeat(np.diff(columns.member_offsets), np.diff(columns.part_offsets))
+    _expect(bool((columns.part_member < of_each).all()), "part_member", "are members that their samples do not have")
+
+
+def _stretches(columns: Columns) -> Iterator[Columns]:
+    """All rows, some at a time, so that memory is bounded; the pieces of a sample stay together."""
+    start, num_rows = 0, columns.shard.size
+    if num_rows <= _ROWS_AT_A_TIME:
+        yield columns
+        return
+    while start < num_rows:
+        stop = min(start + _ROWS_AT_A_TIME, num_rows)
+        while stop < num_rows and columns.piece[stop]:
+            stop += 1
+        yield _rows(columns, start, stop)
+        start = stop
+
+
+def _rows(columns: Columns, start: int, stop: int) -> Columns:
+    """The rows from start to stop, without keys and reasons."""
+    found: dict[str, Any] = {}
+    for name in ("shard", "llm_tokens", "loss_tokens", "piece", "cut_tokens", "text_start"):
+        found[name] = getattr(columns, name)[start:stop]
+    for kind, names in (("part", PARTS), ("member", MEMBERS)):
+        offsets = getattr(columns, f"{kind}_offsets")[start : stop + 1]
+        found[f"{kind}_offsets"] = offsets - offsets[0]
+        for name in names:
+            found[f"{kind}_{name}"] = getattr(columns, f"{kind}_{name}")[offsets[0] : offsets[-1]]
+    first, last = np.searchsorted(columns.bad_row, (start, stop))
+    return replace(columns, **found, bad_row=columns.bad_row[first:last] - start)
+
+
+def _expect_range(values: NDArray[Any], start: int, stop: int | None, name: str) -> None:
+    if not values.size:
+        return
+    low, high = int(values.min()), int(values.max()) if stop is not None else start
+    if low < start or (stop is not None and high >= stop):
+        raise ValueError(f"the values of {name} run from {low} to {high}")
+
+
+def _expect(holds: bool, name: str, otherwise: str) -> None:
+    if not holds:
+        raise ValueError(f"the values of {name} {otherwise}")

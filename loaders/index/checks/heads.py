@@ -1,0 +1,78 @@
+"""The shapes of the heads of kept files, see `storage.shared.values`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, Final
+
+from orchdata.loaders.storage.shared.values import COUNT, Check, check_of
+
+_OVERFLOW: Final = dict.fromkeys(("truncated", "cut_tokens", "split", "pieces"), COUNT)
+_STRINGS: Final = [str]
+_PARTS: Final = dict.fromkeys(("samples", "parts", "positions", "tokens", "max_positions"), COUNT)
+_TOTALS: Final = {
+    **dict.fromkeys(("samples", "bad", "bytes", "members", "llm_tokens", "loss_tokens"), COUNT),
+    **dict.fromkeys(("without_loss", "max_llm_tokens"), COUNT),
+    "overflow": _OVERFLOW,
+    "ignored_fields": {str: COUNT},
+}
+_SIZE: Final = dict.fromkeys(
+    (
+        *("rows", "parts", "members", "bad", "key_bytes", "error_field_bytes", "error_reason_bytes"),
+        *("extent_width", "header_width"),
+    ),
+    COUNT,
+)
+_FACTS: Final = {
+    **dict.fromkeys(("url", "version", "checksum", "limits", "media"), str),
+    **dict.fromkeys(("size", "lost_samples", "lost_bytes", "rules"), COUNT),
+    "ignored": {str: COUNT},
+}
+_COSTS: Final = {"url": str, "meta": _FACTS, "size": _SIZE, "fields": _STRINGS, "totals": dict, "media_root": str}
+_SHARD: Final = (str, COUNT, str, str, COUNT, COUNT, str)  # as ShardInfo.as_list
+_INDEX: Final = {
+    **dict.fromkeys(("fingerprint", "build_id"), str),
+    **dict.fromkeys(("recipe", "totals"), dict),
+    "shards": [_SHARD],
+    "shard_rows": [COUNT],
+    "fields": _STRINGS,
+    "modalities": _STRINGS,
+    "size": _SIZE,
+}
+
+
+def check_facts(values: Mapping[str, Any]) -> None:
+    """Raise ValueError where the head of kept facts is none."""
+    _check_facts(values, "the head")
+
+
+def check_costs(values: Mapping[str, Any], modalities: Sequence[str]) -> None:
+    """Raise ValueError where the head of kept costs under these modalities is none."""
+    _check_costs(values, "the head")
+    _check_of_totals(tuple(modalities))(values["totals"], "totals")
+
+
+def check_index(values: Mapping[str, Any]) -> None:
+    """Raise ValueError where the head of an index is none."""
+    _check_index(values, "the head")
+    rows, modalities = values["shard_rows"], values["modalities"]
+    starts = [0, *rows[:-1]] if rows else []
+    if len(rows) != len(values["shards"]) + 1 or rows[0] or any(map(int.__gt__, starts, rows)):
+        raise ValueError(f"the rows of shards do not follow each other: {rows!r:.80}")
+    if rows[-1] != values["size"]["rows"]:
+        raise ValueError(f"the shards have {rows[-1]} rows, and the columns {values['size']['rows']}")
+    if modalities[:1] != ["text"] or len(set(modalities)) != len(modalities):
+        raise ValueError(f"the modalities are {modalities!r:.80}, and text is the first of all")
+    _check_of_totals(tuple(modalities))(values["totals"], "totals")
+    if values["totals"]["samples"] > values["size"]["rows"]:
+        raise ValueError(f"{values['totals']['samples']} samples have {values['size']['rows']} rows")
+
+
+@lru_cache(maxsize=64)
+def _check_of_totals(modalities: tuple[str, ...]) -> Check:
+    counted = {"text": {"samples": COUNT, "tokens": COUNT}} | dict.fromkeys(modalities[1:], _PARTS)
+    return check_of(_TOTALS | {"modalities": counted})
+
+
+_check_facts, _check_costs, _check_index = map(check_of, (_FACTS, _COSTS, _INDEX))

@@ -1,0 +1,133 @@
+"""Who may read a copy: nobody who may not read what it was made from.
+
+The mode of a source and of the folders above it say who can read it. A copy, or an index that holds keys and texts of
+it, lies in another folder, so that it needs a mode of its own: read permission of the source's group and of others,
+where the folders above the source let them pass. The umask of the process takes more away, as for any file.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from orchdata.loaders.storage.retries import tried
+from orchdata.loaders.storage.shared.files import opened, status_of
+
+_GROUP_READS: Final = 0o040
+_OTHERS_READ: Final = 0o004
+_READ_BY_ANY: Final = _GROUP_READS | _OTHERS_READ
+_NEW: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+
+
+class Access(NamedTuple):
+    """What a copy may allow at most.
+
+    Attributes:
+        mode: bits of its user, of a group, and of others.
+        group: the number of that group.
+    """
+
+    mode: int
+    group: int
+
+    def for_group(self, group: int) -> int:
+        """The mode of a file that belongs to `group`: in another group, only what others and this group both may."""
+        if group == self.group or self.is_for_all_alike:
+            return self.mode
+        return self.mode & ~_READ_BY_ANY
+
+    @property
+    def is_for_all_alike(self) -> bool:
+        """Whether it does not matter which group a file belongs to."""
+        return bool(self.mode & _GROUP_READS) == bool(self.mode & _OTHERS_READ)
+
+    @staticmethod
+    def joined(accesses: Iterable[Access]) -> Access:
+        """Of what is made from several sources: who may read all of them."""
+        mode, group = 0o666, None
+        for each in set(accesses):
+            if group not in (None, each.group) and not each.is_for_all_alike:
+                mode &= each.for_group(-1)
+            else:
+                mode &= each.mode
+                group = group if each.is_for_all_alike else each.group
+        return Access(mode, -1 if group is None else group)
+
+
+class Accesses:
+    """Finds the `Access` of many sources; the folders above them are looked at once."""
+
+    def __init__(self) -> None:
+        self._folders: dict[str, list[os.stat_result]] = {}
+
+    def of(self, path: str) -> Access:
+        """What copies of a file may allow. Raises StorageError where it is not there, or cannot be looked at now."""
+        return tried(path, "cannot be opened", lambda: self._of(path))
+
+    def _of(self, path: str) -> Access:
+        status = os.lstat(path)
+        if stat.S_ISLNK(status.st_mode):
+            path = os.path.realpath(path)
+            status = os.stat(path)
+        above = self._above(os.path.dirname(path))
+        group = others = True
+        for one in above:
+            others_pass = bool(one.st_mode & 0o001)
+            group &= bool(one.st_mode & 0o010) if one.st_gid == status.st_gid else others_pass
+            others &= others_pass
+        allowed = 0o600 | (_GROUP_READS if group else 0) | (_OTHERS_READ if others else 0)
+        return Access(0o400 | (status.st_mode & allowed), status.st_gid)
+
+    def _above(self, folder: str) -> list[os.stat_result]:
+        """The statuses of a folder, as it really lies, and of all above."""
+        if folder not in self._folders:
+            real = Path(os.path.realpath(folder))
+            self._folders[folder] = [os.stat(each) for each in (real, *real.parents)]
+        return self._folders[folder]
+
+
+def access_of(path: str) -> Access:
+    """`Accesses.of` one source."""
+    return Accesses().of(path)
+
+
+def create(path: str, access: Access | None) -> int:
+    """A descriptor of a new file, to read and write. Raises OSError.
+
+    Args:
+        access: what it may allow; default: what the umask leaves.
+    """
+    if access is None:
+        return os.open(path, _NEW, 0o666)
+    fd = os.open(path, _NEW, access.for_group(-1))
+    if access.for_group(-1) != access.mode:
+        with suppress(OSError):  # then it stays stricter than its source
+            if os.fstat(fd).st_gid != access.group:
+                os.fchown(fd, -1, access.group)
+            os.fchmod(fd, access.mode & ~_umask())
+    return fd
+
+
+def restrict(path: str | Path, access: Access) -> None:
+    """Take from a kept file of ours what its source does not allow any more; best effort."""
+    with suppress(OSError):
+        status = status_of(path)
+        if status is None or not status.st_mode & _READ_BY_ANY & ~access.for_group(status.st_gid):
+            return
+        with opened(path) as fd:
+            status = os.fstat(fd)
+            # Under another name the same file may be another's, or something else.
+            if status.st_uid == os.geteuid() and status.st_nlink == 1:
+                os.fchmod(fd, status.st_mode & 0o777 & access.for_group(status.st_gid))
+
+
+def _umask() -> int:
+    """The umask of this process. Asked of the system, because `os.umask` would change it for all threads."""
+    with suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith("Umask:")).split()[1], 8)
+    return 0o077
