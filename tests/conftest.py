@@ -7,9 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 # Tensors of tests are small: threads of one operation would only wait for each other, and for whoever shares the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A loaded machine is no fault of an example.
+settings.register_profile("no clock", deadline=None)
+settings.load_profile("no clock")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
