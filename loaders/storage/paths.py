@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import fnmatch
 import glob
 import json
 import os
+import re
 import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,6 +15,7 @@ import braceexpand
 
 from orchdata.loaders.errors import OF_THE_FILE
 from orchdata.loaders.storage.retries import tried
+from orchdata.loaders.storage.shared.files import read_given
 
 TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.zst", ".tzst")
 PARQUET_SUFFIXES = (".parquet",)
@@ -26,6 +27,13 @@ MEDIA_TABLES = ("metadata.jsonl", "metadata.csv")
 """Tables that name the files of the folder they lie in."""
 
 _STATE_BYTES = 16 << 20
+_MOST_PATHS = 1_000_000
+_MOST_CHARACTERS = 1 << 30
+_MOST_LEVELS = 8
+_MOST_DIGITS = 60
+# As of `braceexpand`, whose `$` lets a newline follow.
+_NUMBERS = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.-?(\d+))?\n?")
+_LETTERS = re.compile(r"[A-Za-z]\.\.[A-Za-z](\.\.-?\d+)?\n?")
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -117,6 +125,12 @@ def _expand(pattern: str, *, literal: bool, check: bool) -> Iterator[str]:
     if literal or ("{" not in pattern and "\\" not in pattern) or is_there(pattern):
         expanded = [pattern]
     else:
+        count = _num_expanded(pattern)
+        if count > _MOST_PATHS or count * len(pattern) > _MOST_CHARACTERS:
+            raise ValueError(
+                f"{pattern[:80]!r}: its braces stand for more than {_MOST_PATHS:,} paths, or {_MOST_CHARACTERS:,} "
+                "characters of paths: give a glob, as in 'train-*.tar', or a list of patterns"
+            )
         try:
             expanded = list(braceexpand.braceexpand(pattern))
         except ValueError as error:
@@ -136,6 +150,53 @@ def _expand(pattern: str, *, literal: bool, check: bool) -> Iterator[str]:
             if not is_there(path):
                 raise FileNotFoundError(f"no such shard: {named}")
         yield path
+
+
+def _num_expanded(pattern: str, levels: int = 0) -> int:
+    """How many paths braces stand for, as far as it is no more than _MOST_PATHS. Walks as `braceexpand` does.
+
+    Raises ValueError where they are nested too deeply.
+    """
+    if levels > _MOST_LEVELS:
+        raise ValueError(f"{pattern[:80]!r}: braces are nested deeper than {_MOST_LEVELS} levels")
+    count, start, depth = 1, 0, 0
+    for place, character in _outside_escapes(pattern):
+        if character == "{":
+            start = place if depth == 0 else start
+            depth += 1
+        elif character == "}":
+            depth -= 1
+            if depth == 0:
+                count = min(count * _num_in_braces(pattern[start + 1 : place], levels), _MOST_PATHS + 1)
+    return count
+
+
+def _num_in_braces(text: str, levels: int) -> int:
+    """How many paths the text between two braces stands for."""
+    if (numbers := _NUMBERS.fullmatch(text)) is not None:
+        if len(text) > _MOST_DIGITS:
+            return _MOST_PATHS + 1
+        first, last, step = (int(number or 1) for number in numbers.groups())
+        return abs(last - first) // (abs(step) or 1) + 1
+    if _LETTERS.fullmatch(text):
+        return 52
+    begins, depth = [0], 0
+    for place, character in _outside_escapes(text):
+        depth += {"{": 1, "}": -1}.get(character, 0)
+        if character == "," and depth == 0:
+            begins.append(place + 1)
+    ends = [*(begin - 1 for begin in begins[1:]), len(text)]
+    return sum(_num_expanded(text[begin:end], levels + 1) for begin, end in zip(begins, ends, strict=True))
+
+
+def _outside_escapes(text: str) -> Iterator[tuple[int, str]]:
+    place = 0
+    while place < len(text):
+        if text[place] == "\\":
+            place += 2
+            continue
+        yield place, text[place]
+        place += 1
 
 
 def _shards_of_folder(path: str, named: str) -> list[str]:
@@ -173,15 +234,8 @@ def _is_base(name: str) -> bool:
 
 
 def _read_json(path: str) -> dict[str, object]:
-    def read() -> bytes:
-        with open(path, "rb", buffering=0) as file:
-            found = file.read(_STATE_BYTES)
-        if found is None:  # what Python makes of a read that would block
-            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN), path)
-        return found
-
     try:
-        found = json.loads(tried(path, "cannot be read", read))
+        found = json.loads(tried(path, "cannot be read", lambda: read_given(path, _STATE_BYTES)))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not valid JSON: {error}") from None
     return found if isinstance(found, dict) else {}

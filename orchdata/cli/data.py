@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from orchdata.cli.options import (
+    AllowRecipesOption,
     CostOption,
     FilterOption,
     JsonOption,
@@ -67,6 +68,7 @@ def profile(
     media_root: MediaRootOption = None,
     expression: FilterOption = None,
     cost: CostOption = None,
+    allow_recipes: AllowRecipesOption = False,
     ranks: Annotated[str, typer.Option(help="Numbers of data-parallel ranks to plan for.")] = "8,64,512,2560",
     batch_size: Annotated[int, typer.Option(help="Samples per rank and step.")] = 8,
     batch_tokens: Annotated[
@@ -108,7 +110,7 @@ def profile(
     if padded and length is not None:
         raise ValueError("--length is of packed microbatches: leave out --padded, or the length")
     layout = Padded(multiple_of=multiple_of) if padded else Packed(multiple_of=multiple_of, length=length)
-    dataset, built = indexed(paths, recipe_named(recipe), media_root, expression)
+    dataset, built = indexed(paths, recipe_named(recipe), media_root, expression, allow_recipes=allow_recipes)
     result = make_profile(
         built,
         dataset=dataset,
@@ -148,10 +150,12 @@ def verify(
     Samples that end, hang or fill a process are found, since processes of limited memory decode them. The command
     fails where anything is bad.
     """
+    from orchdata.quarantine import check_place, write_quarantine
     from orchdata.verifying.verify import verify as verify_index
-    from orchdata.verifying.verify import write_quarantine
 
     start = time.perf_counter()
+    if out is not None:
+        check_place(out)
     held = recipe_named(recipe)
     built, _ = _build(paths, held, media_root, force=False)
     try:
@@ -183,9 +187,12 @@ def recipe_named(name: str | None) -> Recipe:
 
 
 def indexed(
-    paths: list[str], recipe: Recipe, media_root: str | None, expression: str | None
+    paths: list[str], recipe: Recipe, media_root: str | None, expression: str | None, *, allow_recipes: bool
 ) -> tuple[ShardDataset | Mixture, Index]:
-    """The data set that a command's paths are, a mixture or shards, and its index, built where need be."""
+    """The data set that a command's paths are, a mixture or shards, and its index, built where need be.
+
+    `allow_recipes` as `read_mixture` takes it.
+    """
     from orchdata.cli.mixture_file import is_mixture_file, read_mixture
     from orchdata.dataset.mixed import joined_index
     from orchdata.dataset.shard_dataset import ShardDataset
@@ -199,7 +206,7 @@ def indexed(
         raise ValueError(f"--filter is of one data set: give the sources in {paths[0]} a `filter:` each")
     if media_root is not None:
         raise ValueError(f"--media-root is of one data set: give the sources in {paths[0]} a `media_root:` each")
-    mixture = read_mixture(paths[0], recipe)
+    mixture = read_mixture(paths[0], recipe, allow_recipes=allow_recipes)
     leaves = [leaf.dataset for leaf in mixture.leaves]
     built = [_build(list(of.urls), of.recipe, of.media_root, force=False)[0] for of in leaves]
     return mixture, joined_index(mixture, built)

@@ -11,26 +11,26 @@ sources:
       read: {paths: [read.jsonl], media_root: clips, weight: 2, filter: "tokens < 4096"}
       spoken: {paths: [spoken.tar], weight: 1, loss_weight: 0.5}
 
-Paths and folders are relative to the file. A source without a recipe has that of the command.
+Paths and folders are relative to the file. A source without a recipe has that of the command. To look at a recipe that
+the file names, Python imports a module, which may do anything: only where the command is told that it may.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from orchdata.cli.options import load_object
+from orchdata.cli.options import check_name, load_object
 from orchdata.dataset.mixture import Mixture, Source
 from orchdata.dataset.shard_dataset import ShardDataset
 from orchdata.loaders.recipe import Recipe
+from orchdata.yaml_file import read_yaml
 
 SUFFIXES = (".yaml", ".yml")
 _MIXTURE = ("sources", "by", "stop", "stages", "epoch_tokens", "epoch_samples")
 _INNER = ("sources", "weight", "loss_weight")
 _LEAF = ("paths", "media_root", "recipe", "filter", "weight", "loss_weight")
-_EXPONENT = re.compile(r"[-+]?(?:[0-9][0-9_]*\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+")
 
 
 def is_mixture_file(paths: list[str]) -> bool:
@@ -38,26 +38,23 @@ def is_mixture_file(paths: list[str]) -> bool:
     return len(paths) == 1 and paths[0].lower().endswith(SUFFIXES)
 
 
-def read_mixture(path: str | Path, recipe: Recipe) -> Mixture:
+def read_mixture(path: str | Path, recipe: Recipe, *, allow_recipes: bool = False) -> Mixture:
     """The mixture that a file describes.
 
     Args:
         recipe: of sources that name none.
+        allow_recipes: whether modules that the file names may be imported.
 
     Raises:
         FileNotFoundError: no such file, or a source without shards.
         ValueError: what is no mixture: names the file and the field.
     """
-    import yaml
-
     file = Path(path)
-    try:
-        content = _content(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file}: not readable as YAML: {error}") from error
+    content = read_yaml(file)
     try:
         fields = _fields(content, "the file", _MIXTURE)
-        sources = _sources(fields.pop("sources", None), "sources", file.parent, recipe)
+        described = _Described(file.parent, recipe, allow_recipes)
+        sources = _sources(fields.pop("sources", None), "sources", described)
         if isinstance(stages := fields.get("stages"), list):
             fields["stages"] = [tuple(stage) if isinstance(stage, list) else stage for stage in stages]
         return Mixture(sources, **fields)
@@ -65,42 +62,44 @@ def read_mixture(path: str | Path, recipe: Recipe) -> Mixture:
         raise ValueError(f"{file}: {error}") from error
 
 
-def _content(text: str) -> Any:
-    """YAML, in which a name comes once, and 1e-3 is a number as in JSON. Raises yaml.YAMLError."""
-    import yaml
+class _Described(NamedTuple):
+    """What is the same for all sources of a file."""
 
-    class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-            names = [name.value for name, _ in node.value if isinstance(name, yaml.ScalarNode)]
-            for name in names:
-                if names.count(name) > 1:
-                    raise yaml.constructor.ConstructorError(None, None, f"{name!r} comes twice", node.start_mark)
-            found: dict[Any, Any] = super().construct_mapping(node, deep)
-            return found
+    folder: Path
+    recipe: Recipe
+    allow_recipes: bool
 
-    Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+.0123456789"))
-    return Loader(text).get_single_data()
+    def recipe_named(self, name: Any, field: str) -> Recipe:
+        """What a source names, or that of the command."""
+        if name is None:
+            return self.recipe
+        module = check_name(name, field)
+        if not self.allow_recipes:
+            raise ValueError(
+                f"{field} {name!r} would import the module {module!r}, which runs its code: give --allow-recipes if "
+                "you trust this file and the module, or take the recipe out of the file and give --recipe"
+            )
+        return load_object(name, Recipe, field)
 
 
-def _sources(content: Any, field: str, folder: Path, recipe: Recipe) -> dict[str, Source]:
+def _sources(content: Any, field: str, described: _Described) -> dict[str, Source]:
     if not isinstance(content, Mapping) or not content:
         raise ValueError(f'{field} must name sources, as in `{field}: {{web: {{paths: "web/*.tar", weight: 1}}}}`')
-    return {str(name): _source(value, f"{field}.{name}", folder, recipe) for name, value in content.items()}
+    return {str(name): _source(value, f"{field}.{name}", described) for name, value in content.items()}
 
 
-def _source(content: Any, field: str, folder: Path, recipe: Recipe) -> Source:
+def _source(content: Any, field: str, described: _Described) -> Source:
     if isinstance(content, Mapping) and "sources" in content:
         fields = _fields(content, field, _INNER)
-        inner = _sources(fields.pop("sources"), f"{field}.sources", folder, recipe)
+        inner = _sources(fields.pop("sources"), f"{field}.sources", described)
         return _made(field, Mixture(inner), fields)
     fields = _fields(content, field, _LEAF)
     paths = fields.pop("paths", None)
     listed = [paths] if isinstance(paths, str) else paths
     if not isinstance(listed, list) or not listed or not all(isinstance(each, str) for each in listed):
         raise ValueError(f"{field}.paths must be a path, or a list of paths, of shards, got {paths!r}")
-    named, expression = fields.pop("recipe", None), fields.pop("filter", None)
-    if named is not None:
-        recipe = load_object(named, Recipe, f"{field}.recipe")
+    folder, expression = described.folder, fields.pop("filter", None)
+    recipe = described.recipe_named(fields.pop("recipe", None), f"{field}.recipe")
     root = fields.pop("media_root", None)
     if root is not None and not isinstance(root, str):
         raise ValueError(f"{field}.media_root must be a folder, got {root!r}")
@@ -122,7 +121,7 @@ def _made(field: str, dataset: ShardDataset | Mixture, fields: Mapping[str, Any]
 
 def _fields(content: Any, field: str, known: tuple[str, ...]) -> dict[str, Any]:
     if not isinstance(content, Mapping):
-        raise ValueError(f"{field} must have fields ({', '.join(known)}), got {content!r}")
+        raise ValueError(f"{field} must have fields ({', '.join(known)}), got {content!r:.200}")
     for name in content:
         if name not in known:
             raise ValueError(f"{field} has no field {name!r}; it may have {', '.join(known)}")

@@ -29,6 +29,10 @@ FilterOption = Annotated[
     str | None,
     typer.Option("--filter", metavar="EXPR", help="Samples to take, as of dataset.filter: 'tokens < 4096'."),
 ]
+AllowRecipesOption = Annotated[
+    bool,
+    typer.Option("--allow-recipes", help="Import the modules that a mixture's file names as `recipe:`; they run code."),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, for machines.")]
 
 Kind = TypeVar("Kind")
@@ -40,9 +44,7 @@ def load_object(name: str, kind: type[Kind], option: str) -> Kind:
     Raises:
         ValueError: when the name has no colon, cannot be imported, or names something else than a `kind`.
     """
-    module_name, colon, attribute = name.partition(":")
-    if not (module_name and colon and attribute):
-        raise ValueError(f"{option} must be MODULE:NAME, such as my_project.data:recipe, got {name!r}")
+    module_name, attribute = check_name(name, option), name.partition(":")[2]
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -54,6 +56,14 @@ def load_object(name: str, kind: type[Kind], option: str) -> Kind:
     if not isinstance(value, kind):
         raise ValueError(f"{option} {name} must be an od.{kind.__name__}, got {type(value).__name__}")
     return value
+
+
+def check_name(name: object, option: str) -> str:
+    """The module of `MODULE:NAME`. Raises ValueError for what is no such name."""
+    module, _, attribute = name.partition(":") if isinstance(name, str) else ("", "", "")
+    if not (module and attribute):
+        raise ValueError(f"{option} must be MODULE:NAME, such as my_project.data:recipe, got {name!r:.80}")
+    return module
 
 
 def caps_of(given: Sequence[str]) -> dict[str, int] | None:

@@ -12,6 +12,7 @@ import typer
 
 from orchdata.cli.data import ignored_words, indexed, recipe_named
 from orchdata.cli.options import (
+    AllowRecipesOption,
     CostOption,
     FilterOption,
     JsonOption,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from orchdata.loaders.index.index import Index
 
 FIRST_SAMPLES = 3
+_MOST_STATE_BYTES: Final = 1 << 30
 _OF_A_RUN: Final = (
     "epoch rank ranks state batch_size batch_tokens shuffle seed balance group_size objective max_tokens oversize "
     "assignment padded multiple_of length quarantine"
@@ -40,7 +42,7 @@ _OF_A_RUN: Final = (
 """Options that mean nothing without a step."""
 _TOLD_BY_A_STATE: Final = ("batch_size", "batch_tokens", "shuffle")
 _BESIDE_A_LOADER: Final = ("epoch", "rank", "ranks", "state")
-_OF_THE_DATA: Final = ("recipe", "media_root", "expression", "cost")
+_OF_THE_DATA: Final = ("recipe", "allow_recipes", "media_root", "expression", "cost")
 
 
 @one_line_errors
@@ -92,6 +94,7 @@ def show(
     length: Annotated[int | None, typer.Option(help="Tokens of every microbatch: od.Packed(length=...).")] = None,
     quarantine: Annotated[Path | None, typer.Option(help="The list of what the run leaves out.")] = None,
     recipe: RecipeOption = None,
+    allow_recipes: AllowRecipesOption = False,
     media_root: MediaRootOption = None,
     expression: FilterOption = None,
     cost: CostOption = None,
@@ -114,7 +117,8 @@ def show(
     with redirect_stdout(sys.stderr):  # whatever a tokenizer prints
         made = None if loader is None else _made(loader, rank, ranks)
         if made is None:
-            dataset, index = indexed(paths or [], recipe_named(recipe), media_root, expression)
+            named = recipe_named(recipe)
+            dataset, index = indexed(paths or [], named, media_root, expression, allow_recipes=allow_recipes)
             model = load_object(cost, CostModel, "--cost") if cost is not None else None
             shards = shards_of(dataset, index)
         else:
@@ -252,9 +256,12 @@ def _flag(name: str) -> str:
 
 def _read_state(path: Path) -> dict[str, Any]:
     """A state of a loader, as JSON."""
+    from orchdata.loaders.storage.shared.files import read_given
+
+    content = read_given(path, _MOST_STATE_BYTES)
     try:
-        held = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, UnicodeDecodeError) as error:
+        held = json.loads(content.decode())
+    except (ValueError, RecursionError) as error:
         raise ValueError(
             f"{path} is not readable as JSON ({error}): write json.dumps(loader.state_dict()) there, or of a torch "
             "checkpoint torch.load(...)[...] of the loader's entry"

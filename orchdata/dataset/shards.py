@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -45,6 +44,7 @@ from orchdata.planning.layout import (
     padded_encoders,
 )
 from orchdata.progress import progress_bar
+from orchdata.quarantine import read_quarantine
 
 Ints = NDArray[np.int64]
 _OR_CUT: Final = ", or cut long texts by TextPreprocessor(max_tokens=..., overflow=...)"
@@ -309,28 +309,12 @@ def _read_quarantine(quarantine: Quarantine | None) -> list[tuple[str, str]]:
     if quarantine is None:
         return []
     if isinstance(quarantine, (str, PathLike)):
-        return list(_quarantine_lines(quarantine))
+        return read_quarantine(quarantine)
     pairs = list(quarantine)  # it may be an iterator
     for pair in pairs:
         if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(isinstance(name, str) for name in pair):
             raise ValueError(f"quarantine is (shard, key) pairs of strings, got {pair!r}")
     return [(shard, key) for shard, key in pairs]
-
-
-def _quarantine_lines(path: str | PathLike[str]) -> Iterator[tuple[str, str]]:
-    with open(path, encoding="utf-8-sig") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-                shard, key = row["shard"], row["key"]
-            except (ValueError, KeyError, TypeError):
-                shard = key = None
-            if not (isinstance(shard, str) and isinstance(key, str)):
-                wanted = '{"shard": "...", "key": "..."}'
-                raise ValueError(f"quarantine file {path}, line {number}: expected {wanted}, got {line[:80]!r}")
-            yield shard, key
 
 
 def _quarantined_rows(index: Index, quarantine: Sequence[tuple[str, str]]) -> Ints:

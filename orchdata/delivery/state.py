@@ -16,6 +16,7 @@ from typing import Any
 
 from orchdata.loaders.errors import StateError
 from orchdata.order.mixture import weights_of
+from orchdata.order.sampler import generator_state
 from orchdata.order.steps import Begin, Epochs, Told, is_begin, told_begin
 
 VERSION = 2
@@ -220,6 +221,7 @@ def _position(state: Mapping[str, Any], num_workers: int) -> Position:
     told = {} if drawn is None else {name: drawn[name] for name in _DRAWS if name in drawn}
     if drawn is not None and not (told and all(isinstance(each, _DRAWS[name]) for name, each in told.items())):
         raise StateError(f"the state says that its epoch was drawn from {drawn!r}, which is no draw")
+    _check_draw(told)
     if drawn is not None and "cut" in drawn and not is_begin(drawn["cut"]):
         raise StateError(f"the state says that its epoch was cut anew from {drawn['cut']!r}, which is no cut")
     workers = state.get("workers", [])
@@ -243,6 +245,19 @@ def _position(state: Mapping[str, Any], num_workers: int) -> Position:
         held=tuple(None if each is None else partial(_itself, each) for each in workers),
         worker=state.get("worker", -1),
     )
+
+
+def _check_draw(told: Mapping[str, Any]) -> None:
+    """Raise StateError for what no generator starts from."""
+    seed = told.get("seed", 0)
+    if isinstance(seed, bool) or not -_LARGEST <= seed < 2 * _LARGEST:
+        raise StateError(f"the state says that its epoch was drawn from the seed {seed!r:.40}, which is none")
+    if "state" in told:
+        try:
+            generator_state(told["state"])
+        except ValueError as error:
+            reason = f"the state says that its epoch was drawn from no state of a generator: {error}"
+            raise StateError(reason) from error
 
 
 def _itself(held: dict[str, Any]) -> dict[str, Any]:

@@ -16,15 +16,19 @@ from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Protocol, cast
+from typing import Any, Final, Protocol, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 
+from orchdata.loaders.errors import StateError
 from orchdata.order.stateful import exhaust, give_back, held_by, is_stateful
 from orchdata.order.steps import GlobalBatches, StepTask, Told
+
+_MOST_STATE_BYTES: Final = 64 << 10
+"""Of a generator's state, and of its text; torch's of a CPU has 5,056 bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,7 +131,12 @@ class TorchSampler:
         if told is None or not again:
             return iter(self.sampler)
         generator = self._generator or torch.Generator()
-        generator.set_state(_tensor(told["state"]))
+        try:
+            generator.set_state(generator_state(told["state"]))
+        except (ValueError, RuntimeError) as error:
+            raise StateError(
+                f"the state says that its epoch was drawn from no state of a generator: {error}"
+            ) from error
         return iter(self.sampler) if generator is self._generator else self._drawn_from(generator)
 
     def held(self, items: Iterator[Any]) -> Any:
@@ -296,5 +305,13 @@ def _text(state: torch.Tensor) -> str:
     return base64.b85encode(zlib.compress(state.numpy().tobytes())).decode()
 
 
-def _tensor(text: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray(zlib.decompress(base64.b85decode(text))), dtype=torch.uint8)
+def generator_state(text: str) -> torch.Tensor:
+    """The state of a generator that `Samplers.tell` told. Raises ValueError for what is none."""
+    try:
+        inflating = zlib.decompressobj()
+        state = inflating.decompress(base64.b85decode(text[:_MOST_STATE_BYTES]), _MOST_STATE_BYTES)
+    except zlib.error as error:
+        raise ValueError(f"it does not decompress: {error}") from error
+    if len(text) > _MOST_STATE_BYTES or not inflating.eof or inflating.unused_data or not state:
+        raise ValueError(f"it is cut, or longer than {_MOST_STATE_BYTES} bytes")
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)

@@ -14,6 +14,7 @@ checked before it is used.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -30,6 +31,8 @@ _MARK = 0x3157_4454_4144_4352
 _PREFIX_BYTES = 16
 _MAX_DEPTH = 64
 _NUMPY_KINDS = "biufc"
+_NUMPY_NAME = re.compile(rf"[<>|][{_NUMPY_KINDS}]\d{{1,2}}")
+_MAX_SIDE = 1 << 62
 
 Bytes = NDArray[np.uint8]
 Path = tuple[Any, ...]
@@ -339,9 +342,11 @@ def _read_bytes(rest: list[Any], reader: _Buffers) -> bytes:
 
 def _read_array(rest: list[Any], reader: _Buffers) -> NDArray[Any]:
     name, shape = rest
+    # numpy evaluates other names, as "(1,2)i4", like expressions.
+    if not isinstance(name, str) or _NUMPY_NAME.fullmatch(name) is None:
+        raise WireError(f"no array of dtype {name!r:.80} can be sent")
     dtype = np.dtype(name)
-    if dtype.kind not in _NUMPY_KINDS or dtype.str != name or min(shape, default=0) < 0:
-        raise WireError(f"no array of dtype {name!r} and shape {shape} can be sent")
+    _check_sides(shape)
     array: NDArray[Any] = reader.take(prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
     return array
 
@@ -349,11 +354,17 @@ def _read_array(rest: list[Any], reader: _Buffers) -> NDArray[Any]:
 def _read_tensor(rest: list[Any], reader: _Buffers) -> torch.Tensor:
     name, shape = rest
     dtype = _TORCH_DTYPES[name]
-    if min(shape, default=0) < 0:
-        raise WireError(f"no tensor has the shape {shape}")
+    _check_sides(shape)
     flat = reader.take(prod(shape) * dtype.itemsize)
     # Not a slice of one large tensor: torch.save writes the whole storage of a view.
     return torch.frombuffer(flat, dtype=dtype).view(shape) if len(flat) else torch.empty(shape, dtype=dtype)
+
+
+def _check_sides(shape: Any) -> None:
+    if type(shape) is not list or len(shape) > _MAX_DEPTH:
+        raise WireError(f"no array has the shape {shape!r:.80}")
+    if not all(type(side) is int and 0 <= side < _MAX_SIDE for side in shape):
+        raise WireError(f"no array has the shape {shape!r:.80}")
 
 
 _READERS: dict[str, Callable[[list[Any], _Buffers], Any]] = {

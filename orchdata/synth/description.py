@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from orchdata.synth.distributions import Choice, Constant, Distribution, LogNormal, Uniform
+from orchdata.yaml_file import read_yaml
 
 IMAGE_FORMATS = ("jpg", "png")
 AUDIO_FORMATS = ("flac", "wav")
@@ -111,12 +112,7 @@ def read_description(source: Description | Mapping[str, Any] | str | Path) -> De
         return source
     if isinstance(source, Mapping):
         return _description(source)
-    import yaml
-
-    try:
-        content = yaml.safe_load(Path(source).read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{source}: not readable as YAML: {error}") from error
+    content = read_yaml(source)
     try:
         return _description(content)
     except ValueError as error:

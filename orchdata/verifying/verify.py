@@ -1,6 +1,6 @@
 """Verify: every sample of an index read and decoded once, as a loader does -> those that it would refuse.
 
-    index --steps of one sample--> worker processes --what failed--> Verification --write_quarantine--> a list of names
+    index --steps of one sample--> worker processes --what failed--> Verification --write_quarantine--> a list
 
 A sample is built by what builds a loader's steps, in a loader's worker processes, so that it fails here for what it
 fails for there. One that ends, hangs or fills its process is found as there: tried alone, in two more.
@@ -8,16 +8,14 @@ fails for there. One that ends, hangs or fills its process is found as there: tr
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -103,13 +101,6 @@ def verify(
         failures=tuple(failed[row] for row in sorted(failed)),
         num_indexed_bad=len(bad),
     )
-
-
-def write_quarantine(path: str | Path, failures: Sequence[DataError]) -> None:
-    """Write failures as JSON Lines, for `DataLoader(quarantine=path)`. Raises OSError."""
-    names = ("shard", "key", "field", "reason")
-    lines = [json.dumps({name: getattr(failure, name) for name in names}) + "\n" for failure in failures]
-    Path(path).write_text("".join(lines), encoding="utf-8")
 
 
 def _checked(index: Index, recipe: Recipe, jobs: int, timeout: float) -> Iterator[tuple[int, list[DataError]]]:

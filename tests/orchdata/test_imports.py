@@ -44,7 +44,7 @@ loaders: required
 loaders: shards
 loaders: samples
 loaders: index
-orchdata: progress notices held_threads
+orchdata: progress notices held_threads quarantine yaml_file
 orchdata: order
 orchdata: planning
 orchdata: ranks

@@ -28,6 +28,9 @@ sources:
 """
 
 
+ALLOW = "--allow-recipes"
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     omni_shards(tmp_path, shards=2, samples=10)
@@ -45,7 +48,7 @@ def images(folder: Path) -> Path:
 
 
 def test_a_file_is_the_mixture_that_it_describes(folder: Path) -> None:
-    mixture = read_mixture(folder / "mix.yaml", RECIPE)
+    mixture = read_mixture(folder / "mix.yaml", RECIPE, allow_recipes=True)
     assert [leaf.name for leaf in mixture.leaves] == ["omni", "words/chat", "words/text"]
     assert [leaf.loss_weight for leaf in mixture.leaves] == [1.0, 1.0, 0.5]
     assert mixture.epoch_size == ("tokens", 20_000)
@@ -55,7 +58,7 @@ def test_a_file_is_the_mixture_that_it_describes(folder: Path) -> None:
 
 @pytest.mark.parametrize("size", [["--batch-size", "2"], ["--batch-tokens", "900"]])
 def test_profile_takes_a_mixture(folder: Path, size: list[str]) -> None:
-    result = CliRunner().invoke(app, ["profile", str(folder / "mix.yaml"), "--ranks", "2,8", "--json", *size])
+    result = CliRunner().invoke(app, ["profile", str(folder / "mix.yaml"), ALLOW, "--ranks", "2,8", "--json", *size])
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert found["samples"] == 20 + 9 + 7
@@ -63,15 +66,15 @@ def test_profile_takes_a_mixture(folder: Path, size: list[str]) -> None:
     assert shares["omni"] == pytest.approx(0.75, abs=0.05)
     assert shares["words/chat"] == pytest.approx(1 / 6, abs=0.05)
     assert found["sources"]["words/text"]["passes"] > 2
-    table = CliRunner().invoke(app, ["profile", str(folder / "mix.yaml"), "--ranks", "2", *size])
+    table = CliRunner().invoke(app, ["profile", str(folder / "mix.yaml"), ALLOW, "--ranks", "2", *size])
     assert "What sources give in an epoch" in table.stdout
 
 
 def test_a_source_may_be_filtered(folder: Path) -> None:
     file = folder / "mix.yaml"
     file.write_text(MIX.replace("weight: 3", 'filter: "image_parts > 0"', 1))
-    found = json.loads(CliRunner().invoke(app, ["profile", str(file), "--ranks", "2", "--json"]).stdout)
-    (omni,) = [leaf.dataset for leaf in read_mixture(file, RECIPE).leaves if leaf.name == "omni"]
+    found = json.loads(CliRunner().invoke(app, ["profile", str(file), ALLOW, "--ranks", "2", "--json"]).stdout)
+    (omni,) = [leaf.dataset for leaf in read_mixture(file, RECIPE, allow_recipes=True).leaves if leaf.name == "omni"]
     assert found["sources"]["omni"]["usable"] == len(omni) == 12  # three kinds of five have images
     assert (found["samples"], found["unchosen"]) == (12 + 9 + 7, 8)
     assert found["modalities"]["image"]["samples"] == 12
@@ -83,7 +86,7 @@ def test_a_source_may_be_filtered(folder: Path) -> None:
 def test_numbers_are_read_as_in_json(folder: Path) -> None:
     file = folder / "mix.yaml"
     file.write_text(MIX.replace("weight: 3", "weight: 3e-1").replace("weight: 2", "weight: +2.E-2"))
-    mixture = read_mixture(file, RECIPE)
+    mixture = read_mixture(file, RECIPE, allow_recipes=True)
     assert mixture.sources["omni"].weight == 0.3
     assert mixture.sources["words"].dataset.sources["chat"].weight == 0.02  # type: ignore[union-attr]
 
@@ -98,6 +101,28 @@ def test_a_source_of_records_names_the_folder_of_its_media(folder: Path, images:
     refused = CliRunner().invoke(app, ["profile", str(file), "--media-root", str(images)])
     assert refused.exit_code == 1
     assert "a `media_root:` each" in refused.output
+
+
+def test_recipes_of_a_file_are_imported_where_the_command_allows_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A module beside the working directory may be anybody's, as a file that came with a data set is."""
+    monkeypatch.chdir(folder)
+    lines = ("import pathlib", "pathlib.Path('was here').touch()", "from shard_factory import RECIPE as R")
+    (folder / "planted.py").write_text("\n".join(lines))
+    file = folder / "mix.yaml"
+    file.write_text(MIX.replace("shard_factory:RECIPE", "planted:R", 1))
+    for command in (["profile", "--ranks", "2"], ["show"]):
+        refused = CliRunner().invoke(app, [command[0], str(file), *command[1:]])
+        assert refused.exit_code == 1
+        assert "sources.omni.recipe 'planted:R' would import the module 'planted'" in refused.output
+        assert "give --allow-recipes if you trust" in refused.output
+        assert not (folder / "was here").exists()
+    with pytest.raises(ValueError, match="would import the module 'planted'"):
+        read_mixture(file, RECIPE)
+    allowed = CliRunner().invoke(app, ["show", str(file), ALLOW])
+    assert allowed.exit_code == 0, allowed.output
+    assert (folder / "was here").exists()
 
 
 @pytest.mark.parametrize(
@@ -120,6 +145,11 @@ def test_a_source_of_records_names_the_folder_of_its_media(folder: Path, images:
         ("weight: 2", "weight: -2", "sources.words.sources.chat: Source.weight must be a number of at least 0, got -2"),
         ("weight: 3", "media_root: 5", "sources.omni.media_root must be a folder, got 5"),
         ("weight: 3", "media_root: nowhere", "nowhere' is no folder"),
+        (
+            '"shard_factory:RECIPE"',
+            "5",
+            "sources.omni.recipe must be MODULE:NAME, such as my_project.data:recipe, got 5",
+        ),
         ("shard_factory:RECIPE", "shard_factory:NONE", "sources.omni.recipe shard_factory:NONE: AttributeError"),
         ("stop: repeat", "stop: repeat\nstages: [[0, {omni: 1}]]", "source 'omni' has a weight, and stages give"),
     ],
@@ -128,5 +158,5 @@ def test_what_is_no_mixture_is_named(folder: Path, old: str, new: str, words: st
     file = folder / "mix.yaml"
     file.write_text(MIX.replace(old, new, 1))
     with pytest.raises(ValueError, match="mix.yaml") as error:
-        read_mixture(file, RECIPE)
+        read_mixture(file, RECIPE, allow_recipes=True)
     assert words in str(error.value)

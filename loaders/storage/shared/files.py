@@ -1,4 +1,5 @@
-"""Files of a folder that other users may write to, as the cache folder is. Every file in it is opened here.
+"""Files of a folder that other users may write to, as the cache folder is. Every file in it is opened here; small files
+that a user names too, which may be links (`read_given`).
 
 Only a regular file counts. A link, a named pipe, a socket, a device or a folder in the place of a file is as good as
 not there: it is not followed, not waited for and not written to. The folder itself may be no link either.
@@ -51,6 +52,31 @@ def read_small(path: str | Path, most_bytes: int) -> bytes:
     if size > most_bytes:
         raise ValueError(f"{path} has more than {most_bytes} bytes")
     return b"".join(pieces)
+
+
+def read_given(path: str | os.PathLike[str], most_bytes: int) -> bytes:
+    """The content of a file that a user names, which may be a link.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is no regular file, or has more bytes.
+        OSError: it cannot be read now.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        _check_regular(path, os.fstat(fd))
+        with open(fd, "rb", closefd=False) as file:
+            content = file.read(most_bytes + 1)
+    finally:
+        os.close(fd)
+    if len(content) > most_bytes:
+        raise ValueError(f"{path} has more than {most_bytes:,} bytes, which no such file needs")
+    return content
+
+
+def check_given(path: str | os.PathLike[str]) -> None:
+    """Raise ValueError where a name that a user gives is not that of a regular file, OSError where there is none."""
+    _check_regular(path, os.stat(path))
 
 
 def status_of(path: str | Path) -> os.stat_result | None:
@@ -127,6 +153,11 @@ def _open(path: str | Path, flags: int) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def _check_regular(path: str | os.PathLike[str], status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError(f"{os.fspath(path)} is no regular file, but a folder, pipe or device: name a file")
 
 
 def _is_link(folder: str | Path) -> bool:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import base64
 import json
+import zlib
 
 import pytest
 
@@ -32,6 +34,11 @@ def test_mismatch_names_every_difference() -> None:
     assert "dataset" not in str(raised.value)
 
 
+def told(state: bytes) -> str:
+    """As a state tells that of a generator."""
+    return base64.b85encode(zlib.compress(state)).decode()
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -46,7 +53,15 @@ def test_mismatch_names_every_difference() -> None:
         ({"drawn": {"cut": "x"}}, "no cut"),
         ({"drawn": {"seed": "x"}}, "no draw"),
         ({"drawn": {"seed": 3}}, "no draw of this loader's order"),
+        ({"drawn": {"seed": 1 << 70}}, "from the seed 1180591620717411303424, which is none"),
+        ({"drawn": {"seed": True}}, "from the seed True, which is none"),
+        ({"drawn": {"state": told(bytes(8 << 20))}}, "no state of a generator: it is cut, or longer than 65536"),
+        ({"drawn": {"state": told(bytes(1 << 20))[:100]}}, "no state of a generator: it is cut, or longer than 65536"),
+        ({"drawn": {"state": "x" * 100_000}}, "no state of a generator"),
+        ({"drawn": {"state": "not one"}}, "no state of a generator"),
+        ({"drawn": {"state": ""}}, "no state of a generator"),
     ],
+    ids=str,
 )
 def test_impossible_states_are_refused(change: dict[str, object], reason: str) -> None:
     state = {**dump_state(Position(), FINGERPRINT, EPOCHS), **change}

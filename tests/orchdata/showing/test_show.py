@@ -114,8 +114,13 @@ def test_a_step_of_a_run_is_found_by_its_state(tmp_path: Path, monkeypatch: pyte
         damaged = run(path, "--recipe", name, "--step", 0, "--state", state)
         assert damaged.exit_code == 1
         assert damaged.stderr.startswith("orchdata: error: ")
-    state.write_text("{")
-    assert "not readable as JSON" in run(path, "--step", 0, "--state", state).stderr
+    for content in ("{", "[" * 100_000):
+        state.write_text(content)
+        assert "not readable as JSON" in run(path, "--step", 0, "--state", state).stderr
+    state.unlink()
+    os.mkfifo(state)
+    assert "state.json is no regular file" in run(path, "--step", 0, "--state", state).stderr
+    state.unlink()
     state.write_text(json.dumps(loader.state_dict()))
     other = write_shard(tmp_path / "other.tar", omni_samples(39))
     assert "belongs to another loader" in run(other, "--recipe", name, "--step", 0, "--state", state).stderr

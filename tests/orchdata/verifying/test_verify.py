@@ -19,7 +19,8 @@ from verified_samples import RECIPE
 import orchdata as od
 from orchdata.cli import app
 from orchdata.loaders.index.build import build_index
-from orchdata.verifying.verify import Verification, compare_shard, verify, write_quarantine
+from orchdata.quarantine import write_quarantine
+from orchdata.verifying.verify import Verification, compare_shard, verify
 
 Keys = list[tuple[str, str]]
 FEW_FIELDS = ("jpg", "png", "wav", "mp3", "txt", "json")
