@@ -13,11 +13,27 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-_locks: dict[int, tuple[threading.RLock, object]] = {}
+
+class Turn:
+    """A lock that one thread at a time holds in a block. Who waits for it waits in here, which `slow` looks for."""
+
+    __slots__ = ("_lock",)
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+_locks: dict[int, tuple[Turn, object]] = {}
 _making = threading.Lock()
 
 
-def lock_of(used: Any) -> threading.RLock:
+def lock_of(used: Any) -> Turn:
     """The lock of an object; a bound method's is that of the object behind it, a partial function's of its function.
 
     The thread that holds it may take it again.
@@ -36,7 +52,7 @@ def _behind(used: Any) -> Any:
     )  # a built-in function's owner is its module
 
 
-def _make(behind: Any) -> threading.RLock:
+def _make(behind: Any) -> Turn:
     with _making:
         if id(behind) not in _locks:
             held: object
@@ -45,7 +61,7 @@ def _make(behind: Any) -> threading.RLock:
                 held = weakref.ref(behind, partial(_forget, id(behind)))
             except TypeError:
                 held = behind  # kept for ever, as an object without weak references cannot say when it is gone
-            _locks[id(behind)] = (threading.RLock(), held)
+            _locks[id(behind)] = (Turn(), held)
         return _locks[id(behind)][0]
 
 

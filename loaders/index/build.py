@@ -43,6 +43,7 @@ from orchdata.loaders.shards.jsonl.shard import JsonLinesShard
 from orchdata.loaders.shards.open import open_shard
 from orchdata.loaders.shards.parquet.children import measuring
 from orchdata.loaders.shards.shard import Shard
+from orchdata.loaders.slow import here, watching
 from orchdata.loaders.storage.atomic import TEMPORARY_SUFFIX, remove
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.paths import media_root_of
@@ -164,7 +165,7 @@ def _in_parallel(
     crew = _Crew(builder, workers, patience)
     pool = ThreadPoolExecutor(workers, thread_name_prefix="orchdata-index")
     try:
-        with measuring(), _cancelled(pool, crew):
+        with measuring(), watching(), _cancelled(pool, crew):
             stretches = [urls[start : start + length] for start in range(0, len(urls), length)]
             while stretches:  # what other processes were at is looked at again, and waited for
                 for future in as_completed([pool.submit(crew.measure, stretch) for stretch in stretches]):
@@ -300,7 +301,7 @@ class _Builder:
         """
         limits, cache, root = self._recipe.limits, self._cache, media_root_of(url, self._media_root)
         path, access = self._path(url, root), self._accesses.of(url)
-        with ExitStack() as resources:
+        with ExitStack() as resources, here().at(url):
 
             @functools.cache
             def opened() -> Shard:

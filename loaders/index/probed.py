@@ -31,6 +31,7 @@ from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.facts_table import Facts, FactsTable
 from orchdata.loaders.shards.fields import RAW
 from orchdata.loaders.shards.shard import Shard
+from orchdata.loaders.slow import here
 from orchdata.loaders.storage.atomic import write_whole
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.sealed import read_sealed, seal
@@ -121,7 +122,11 @@ class Probes:
         missing = [row for row in rows if row not in kept]
         if missing:
             opened = shard()
-            kept |= {row: _probed(modality, facts, row, opened, self._recipe) for row in missing}
+            place = here()
+            for row in missing:
+                place.key = facts.table.key[row]
+                kept[row] = _probed(modality, facts, row, opened, self._recipe)
+            place.key = None
             self._cache.make("facts")
             write_whole(path, _sealed(kept, facts), access_of(facts.meta.url))
         return [kept[row] for row in rows]

@@ -33,6 +33,7 @@ from orchdata.loaders.samples.members import Member
 from orchdata.loaders.shards.facts_table import Facts, FactsMeta, FactsTable
 from orchdata.loaders.shards.fields import RAW
 from orchdata.loaders.shards.shard import ShardInfo
+from orchdata.loaders.slow import here
 from orchdata.loaders.storage.atomic import Buffer, write_whole
 from orchdata.loaders.storage.coalesce import Place, Run, read_run, runs_of
 from orchdata.loaders.storage.sealed import Damaged, read_sealed, seal
@@ -214,8 +215,11 @@ def cost_shard(facts: Facts, shard: Callable[[], Shard], recipe: Recipe, probes:
         texts: dict[int, _Text] = {}
         if any(sample.wanted for sample in chunk):
             texts = _read_texts(chunk, table, shard(), recipe.limits)
+        place = here()
         for sample in chunk:
+            place.key = sample.key
             _measure(sample, texts, recipe, rows, facts.meta.url)
+        place.key = None
     columns = rows.columns()
     fields = list(rows.field_numbers)
     totals = summarize(columns, recipe.kinds, {**_unscanned(facts), **rows.ignored})
@@ -346,19 +350,24 @@ def _read(shard: Shard, offset: int, member: Member, encoding: int) -> _Text:
     try:
         return shard.read(offset, member.size, encoding, member.field)
     except Exception as error:  # noqa: BLE001 - as in _measure
-        return as_field_error(error, "measured")
+        found = as_field_error(error, "measured")
+        return FieldError(found.field, found.reason)  # without the frames that it was raised through, which hold it
 
 
 def _measure(sample: _Sample, texts: Mapping[int, _Text], recipe: Recipe, rows: _Rows, url: str) -> None:
+    # What is known to be wrong is not raised: an exception that its own frame holds stays until garbage is collected.
+    payloads: dict[int, bytes | memoryview] = {}
+    bad = sample.error
+    for index in sample.wanted if bad is None else ():
+        payload = texts[sample.start + index]
+        if isinstance(payload, FieldError):
+            bad = payload
+            break
+        payloads[index] = payload
+    if bad is not None:
+        rows.add_bad(sample, bad)
+        return
     try:
-        if sample.error is not None:
-            raise sample.error
-        payloads = {}
-        for index in sample.wanted:
-            payload = texts[sample.start + index]
-            if isinstance(payload, FieldError):
-                raise payload
-            payloads[index] = payload
         rows.add(sample, measure(sample.members, payloads, recipe))
     except MemoryError as error:
         raise measured_at(error, url, sample.key, "*") from error
@@ -379,13 +388,14 @@ class _Rows:
         # Flat arrays of int64: tuples by the million would keep the garbage collector busy.
         self._rows = array("q")  # llm_tokens, loss_tokens, text_start, piece, cut_tokens, parts, members of each
         self._keys: list[str] = []
-        self._errors: list[FieldError | None] = []
+        self._errors: list[tuple[str, str] | None] = []  # (field, reason): an exception would hold texts of its chunk
         self._parts = array("q")  # as PARTS
         self._members = array("q")  # as MEMBERS
 
     def add(self, sample: _Sample, measured: Measured) -> None:
         header_width, extent_width = self._header_width, self._extent_width
         used, members = measured.used_members, sample.members
+        place_of = {index: place for place, index in enumerate(used)}
         numbers = self.field_numbers
         for _ in measured.pieces:  # each is made of all of them
             for index in used:
@@ -398,10 +408,10 @@ class _Rows:
         for name, index, (positions, tokens, rows, extent) in measured.parts:
             if len(extent) != extent_width:
                 extent = _filled(extent, extent_width)
-            self._parts.extend((self._codes[name], used.index(index), positions, tokens, rows, *extent))
+            self._parts.extend((self._codes[name], place_of[index], positions, tokens, rows, *extent))
         if len(used) < len(members):
             for index, member in enumerate(members):
-                if index not in used:
+                if index not in place_of:
                     self.ignored[member.field] += 1
         for piece, counts in enumerate(measured.pieces):
             self._rows.extend((*counts, piece, measured.cut_tokens, len(measured.parts), len(used)))
@@ -414,7 +424,7 @@ class _Rows:
                 self.ignored[member.field] += 1
         self._rows.extend((0, 0, 0, 0, 0, 0, 0))
         self._keys.append(sample.key)
-        self._errors.append(error)
+        self._errors.append((error.field, error.reason))
 
     def columns(self) -> Columns:
         """All rows as columns."""
@@ -440,7 +450,7 @@ class _Rows:
 
         errors = [error for error in self._errors if error is not None]
         arrays["bad_row"] = np.array([row for row, error in enumerate(self._errors) if error is not None], np.int64)
-        fields, reasons = [error.field for error in errors], [error.reason for error in errors]
+        fields, reasons = [field for field, _ in errors], [reason for _, reason in errors]
         for column_name, strings in (("key", self._keys), ("error_field", fields), ("error_reason", reasons)):
             encoded = [string.encode("utf-8", "backslashreplace") for string in strings]
             arrays[f"{column_name}_offsets"] = offsets_of([len(string) for string in encoded])

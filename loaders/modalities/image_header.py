@@ -38,6 +38,9 @@ _AVIF: Final = (b"ftypavif", b"ftypavis")
 _formats_lock = threading.Lock()
 _warnings_lock = threading.Lock()
 _PIXEL_BYTES: Final = 4
+_EXIF: Final = b"Exif\0\0"
+_MOST_EXIF: Final = 256
+"""Blocks of EXIF data in a JPEG: Pillow puts one behind another, and copies all of them each time."""
 
 
 class ImageFiles(Modality):
@@ -131,6 +134,11 @@ def probe_image(data: bytes, limits: Limits) -> Header:
     from PIL import ExifTags, Image, UnidentifiedImageError
 
     formats = load_formats()
+    blocks = data.count(_EXIF)
+    if blocks > _MOST_EXIF and data.startswith(b"\xff\xd8\xff"):
+        raise DecodeError(
+            f"a JPEG with {blocks} blocks of EXIF data, above {_MOST_EXIF}: `exiftool -all=` removes them"
+        )
     try:
         # Pillow warns of what it repairs (EXIF, TIFF tags) and of large images; the limit is ours. Filters are
         # process-wide: hold them shortly, one thread at a time, and for Pillow's own modules only.

@@ -5,7 +5,7 @@ The indexer and the decoder both go through here, so what the index says is what
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from orchdata.loaders.errors import DecodeError, FieldError
@@ -32,7 +32,7 @@ from orchdata.loaders.text.conversation import (
     split_placeholders,
     why_unread,
 )
-from orchdata.loaders.text.jinja import JinjaTemplate
+from orchdata.loaders.text.jinja import JinjaTemplate, Work
 from orchdata.loaders.text.messages import Chat, is_record
 from orchdata.loaders.text.preprocessor import TEXT_FIELDS, decode_utf8
 from orchdata.loaders.text.rendering import render_chat
@@ -145,7 +145,8 @@ def _segments(
         if chat is not None:
             used, document = [chat], documents[chat]
     if document is not None and document.is_chat:
-        beside = [index for index in held.beside if index not in used]
+        known = {*used}
+        beside = [index for index in held.beside if index not in known]
         _check_named(document.named, members, recipe, exactly=True)
         _check_places(document, members, held)
         if document.chat is not None:
@@ -254,7 +255,7 @@ def _check_beside(
     for index in beside:
         held[stem(members[index].field)] = _value(members[index], texts[index], recipe)
     try:
-        check_record(held, (), turns)
+        check_record(held, (), turns, Work())
     except DecodeError as error:
         raise error.at(", ".join(members[index].field for index in beside)) from None
 
@@ -279,8 +280,9 @@ def _check_unread(
         reason = why_unread(document.rest)
         if reason is not None:
             raise FieldError(members[index].field, reason)
+    json = {*held.json}
     for index in held.beside:
-        if index not in held.json and says(_value(members[index], texts[index], recipe)):
+        if index not in json and says(_value(members[index], texts[index], recipe)):
             raise FieldError(members[index].field, "belongs to a conversation, and the sample has none")
     unread = [members[index].field for index in held.others if _holds_words(members[index], texts[index], recipe)]
     if unread:
@@ -365,7 +367,8 @@ def _check_places(document: Document, members: Sequence[Member], held: Uses) -> 
             if len(own) < 2 or len(own) != len(names):
                 continue
             fields = [members[index].field.lower() for index in own]
-            found = [_own_field(name, fields) for name in names]
+            known = {*fields}
+            found = [_own_field(name, known) for name in names]
             if None not in found and found != fields:
                 raise FieldError(
                     modality,
@@ -374,7 +377,7 @@ def _check_places(document: Document, members: Sequence[Member], held: Uses) -> 
                 )
 
 
-def _own_field(name: str, fields: Sequence[str]) -> str | None:
+def _own_field(name: str, fields: Collection[str]) -> str | None:
     """The field that a name stands for: itself, its basename, or (as members are split) what follows its first dot."""
     base = name.lower().rpartition("/")[2]
     return next((field for field in (name.lower(), base, base.partition(".")[2]) if field in fields), None)

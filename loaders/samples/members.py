@@ -78,14 +78,16 @@ def uses_of(members: Sequence[Member], recipe: Recipe) -> Uses:
 
 def _uses(names: tuple[tuple[str, int], ...], recipe: Recipe) -> Uses:
     texts = _in_field_order(names, TEXT)
-    json = sorted(index for index in texts if _is_json(names[index][0]))
-    rest = [index for index in texts if index not in json]
+    is_json = {index: _is_json(names[index][0]) for index in texts}
+    json = sorted(index for index in texts if is_json[index])
+    rest = [index for index in texts if not is_json[index]]
     plain = _preferred([(index, _name(names[index][0])) for index in rest], recipe.text.fields)
     records = recipe.rules.words.records
     is_rendered = isinstance(recipe.text.template, JinjaTemplate)  # columns that make a chat go before text
-    named = tuple(index for index in sorted(texts) if names[index][0].lower().removesuffix(WORDS_SUFFIX) in records)
-    beside = tuple(i for i in sorted(texts) if i not in named and is_beside(stem(names[i][0])))
-    others = () if json or (plain and not is_rendered) else tuple(index for index in texts if index not in named)
+    is_named = {index: names[index][0].lower().removesuffix(WORDS_SUFFIX) in records for index in texts}
+    named = tuple(index for index in sorted(texts) if is_named[index])
+    beside = tuple(i for i in sorted(texts) if not is_named[i] and is_beside(stem(names[i][0])))
+    others = () if json or (plain and not is_rendered) else tuple(index for index in texts if not is_named[index])
     return Uses(
         json=tuple(json),
         plain=plain,

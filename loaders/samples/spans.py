@@ -8,6 +8,7 @@ written as one mark, and a token carries loss where its characters meet text tha
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Final, NamedTuple, Protocol
 
 import numpy as np
@@ -240,7 +241,7 @@ class WholeWriter:
         self._adds_special_tokens = adds_special_tokens
         self._plain = plain
         self._closed = closed
-        self._pieces: list[str] = []
+        self._pieces: list[str] = []  # of the text, which are joined when it is first asked for
         self._length = 0
         self._trained: list[list[int]] = []  # stretches of characters, ascending and apart
         self._runs: list[_Run] = []
@@ -280,7 +281,7 @@ class WholeWriter:
         for slot in self._beside:
             spans.slot(slot)
         spans.special(None if self._closed else pre.bos_token_id)
-        text = "".join(self._pieces)
+        text = self._text()
         if text or self._beside:
             added = self._adds_special_tokens(text)
             try:
@@ -295,7 +296,7 @@ class WholeWriter:
         """The spans of a piece, by its own text and a little beside it: those of `close`, unless the tokenizer looks
         further, which is for the caller to find out.
         """
-        pre, spans, text = self._recipe.text, _Spans(), "".join(self._pieces)
+        pre, spans, text = self._recipe.text, _Spans(), self._text()
         first, last = window.start == 0, window.stop is None
         around = (
             0 if self._closed else (first and pre.bos_token_id is not None) + (last and pre.eos_token_id is not None)
@@ -314,6 +315,11 @@ class WholeWriter:
         self._fill(spans, Encoded(encoded.ids[mine], encoded.starts[mine], encoded.ends[mine]), loss[mine])
         spans.special(None if self._closed or not last else pre.eos_token_id, spans.ends_with_loss())
         return spans.found
+
+    def _text(self) -> str:
+        if len(self._pieces) > 1:
+            self._pieces = ["".join(self._pieces)]
+        return self._pieces[0] if self._pieces else ""
 
     def _write(self, text: str) -> int:
         start = self._length
@@ -340,15 +346,21 @@ class WholeWriter:
         starts, ends = encoded.starts, encoded.ends
         if not self._trained:
             return np.zeros(len(starts), np.bool_)
-        trained = np.array(self._trained)
-        span = np.searchsorted(trained[:, 1], starts, side="right")  # the first that ends behind the token's start
-        found: NDArray[np.bool_] = np.append(trained[:, 0], self._length + 1)[span] < ends
+        begins, stops = self._stretches
+        span = np.searchsorted(stops, starts, side="right")  # the first that ends behind the token's start
+        found: NDArray[np.bool_] = begins[span] < ends
         if self._plain:
+            said = np.flatnonzero(ends > starts)
             for token in np.flatnonzero(starts == ends).tolist():
-                said = np.flatnonzero(ends > starts)
                 beside = said[:1] if token == 0 else np.array([token - 1])
                 found[token] = bool(beside.size and found[beside[0]])
         return found
+
+    @cached_property
+    def _stretches(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Where those that carry loss begin, and a place behind the text; where they stop. Once all text is there."""
+        trained = np.array(self._trained, np.int64)
+        return np.append(trained[:, 0], self._length + 1), trained[:, 1].copy()
 
     def _places(self, encoded: Encoded) -> list[int]:
         """The token of each run. Raises FieldError where the text holds such a token too."""

@@ -31,6 +31,7 @@ from orchdata.loaders.shards.tar_walk import (
     walk_any,
     walk_plain,
 )
+from orchdata.loaders.slow import here
 from orchdata.loaders.storage.coalesce import Run, read_run, runs_of
 from orchdata.loaders.storage.storage import Storage
 
@@ -166,7 +167,7 @@ def gunzip(data: Bytes, field: str, limits: Limits) -> bytes:
 
 def _runs(members: Sequence[tuple[int, int, int, str]], member_bytes: int) -> list[Run]:
     """Members to read together. Those that are stored in another way, or above the limit, are alone."""
-    alone = [i for i, (_, size, encoding, _) in enumerate(members) if encoding != RAW or size > member_bytes]
+    alone = {i: None for i, (_, size, encoding, _) in enumerate(members) if encoding != RAW or size > member_bytes}
     near = [i for i in range(len(members)) if i not in alone] if alone else range(len(members))
     found = runs_of([members[i][:2] for i in near], gap_bytes=COALESCE_GAP_BYTES)
     runs = [Run([near[i] for i in run.members], run.start, run.stop) for run in found]
@@ -302,14 +303,17 @@ class _Scan:
             if not mine.size:
                 continue
             found, rest = scan_heads(modality, batch.buffer, batch.places[taken[mine]])
+            place = here()
             for i in rest.tolist():
                 row = first_row + int(mine[i])
+                place.key = table.key[row]
                 try:
                     found[i] = self._read_header(modality, row)
                 except DecodeError as error:
                     table.errors[row] = error.reason
                 except MemoryError as error:
                     raise measured_at(error, self._file.url, table.key[row], table.field[row]) from error
+            place.key = None
             headers[mine, : modality.num_facts] = found
         table.extend_headers(headers)
 

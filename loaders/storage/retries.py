@@ -19,8 +19,8 @@ T = TypeVar("T")
 PAUSES_SECONDS: Final = (0.05, 0.2, 0.8)
 BUILD_SECONDS: Final = 60.0
 _LONGEST_PAUSE_SECONDS: Final = 8.0
-# What minutes of waiting do not mend either: the cache folder is taken, cannot be written, or may not hold as much.
-_LASTING: Final = OF_THE_FILE | {errno.EEXIST, errno.EROFS, errno.EFBIG}
+# What minutes of waiting do not mend either: the cache folder is taken, read-only or too small, or work takes too long.
+_LASTING: Final = OF_THE_FILE | {errno.EEXIST, errno.EROFS, errno.EFBIG, errno.ETIME}
 
 
 def tried(url: str, doing: str, call: Callable[[], T]) -> T:

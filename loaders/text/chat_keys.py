@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Final
 
 from orchdata.loaders.errors import DecodeError
+from orchdata.loaders.text.jinja import Work
 from orchdata.loaders.text.template import Turn
 
 # Words of keys, wherever they stand: reasoning_content, toolCalls, thinking_blocks, ...
@@ -76,6 +77,33 @@ def phrases(value: Any) -> Iterator[str]:
             pending.extend(held)
 
 
+class Spoken:
+    """Texts in which phrases are looked for.
+
+    Args:
+        work: of the chat: each search is a part of it.
+    """
+
+    def __init__(self, texts: Collection[str], work: Work) -> None:
+        self._texts = texts
+        self._work = work
+        self._known: dict[str, bool] = {}
+
+    def has(self, phrase: str) -> bool:
+        """Whether a phrase is all of a text, or a long one stands in it."""
+        if phrase in self._whole or len(phrase) < _PHRASE_CHARACTERS:
+            return phrase in self._whole
+        found = self._known.get(phrase)
+        if found is None:
+            self._work.add(sum(map(len, self._texts)))
+            found = self._known[phrase] = any(phrase in text for text in self._texts)
+        return found
+
+    @cached_property
+    def _whole(self) -> frozenset[str]:
+        return frozenset(text.strip() for text in self._texts)
+
+
 def check_turn(
     where: str,
     turn: Mapping[str, Any],
@@ -84,6 +112,7 @@ def check_turn(
     text: str,
     loss: bool,
     media: Collection[str],
+    work: Work,
 ) -> None:
     """Raise DecodeError for a key of a turn that would be lost.
 
@@ -92,7 +121,9 @@ def check_turn(
         own: keys that are read.
         text: what the turn says; loss: whether the template lets it carry loss.
         media: keys that name media.
+        work: what is done for the chat.
     """
+    said = Spoken((text, role), work)
     for key, value in turn.items():
         if value is None or key in own:
             continue
@@ -100,7 +131,7 @@ def check_turn(
         if words & _LOSS:
             _check_loss(where, key, value, loss, words)
         elif name in _OF_TURN or name in media or (words & _WORDS and not _is_flag(value)):
-            _check_said(where, key, value, [text, role])
+            _check_said(where, key, value, said)
 
 
 def speaks(key: str, value: Any, media: Collection[str]) -> bool:
@@ -142,7 +173,7 @@ def check_item(where: str, item: Mapping[str, Any], own: Collection[str], *, med
             continue
         words, name = _split(key[:_KEY_CHARACTERS])
         if (words & _WORDS and not _is_flag(value)) or (media and name in _OF_MEDIA):
-            _check_said(where, key, value, [])
+            _check_said(where, key, value, Spoken((), Work()))
 
 
 def check_whole(where: str, item: Mapping[str, Any]) -> None:
@@ -160,12 +191,12 @@ def is_beside(key: str) -> bool:
     return bool(words & _WORDS) or name in _OF_RECORD
 
 
-def check_record(record: Mapping[str, Any], own: Collection[str], turns: Sequence[Turn]) -> None:
+def check_record(record: Mapping[str, Any], own: Collection[str], turns: Sequence[Turn], work: Work) -> None:
     """Raise DecodeError for a key beside a conversation that would be lost."""
     beside = [key for key, value in record.items() if key not in own and value is not None and is_beside(key)]
     if not beside:
         return
-    said = [turn.text for turn in turns]
+    said = Spoken([turn.text for turn in turns], work)
     chosen = record.get("chosen")
     settled = _PREFERENCE if says(chosen) and _is_said(chosen, said) else ()  # the conversation is the one preferred
     for key in beside:
@@ -178,7 +209,7 @@ def shown(name: str) -> str:
     return repr(name if len(name) <= 60 else name[:60] + "...")
 
 
-def _check_said(where: str, key: str, value: Any, said: Collection[str]) -> None:
+def _check_said(where: str, key: str, value: Any, said: Spoken) -> None:
     if says(value) and not _is_said(value, said):
         raise DecodeError(f"{where} has {shown(key)}, which no template renders: {WAY_OUT}")
 
@@ -188,12 +219,8 @@ def _is_flag(value: Any) -> bool:
     return isinstance(value, str) and (value.strip().lower() in _FLAGS or value.strip().isdecimal())
 
 
-def _is_said(value: Any, said: Collection[str]) -> bool:
-    return all(
-        any(phrase == text.strip() or (len(phrase) >= _PHRASE_CHARACTERS and phrase in text) for text in said)
-        for phrase in phrases(value)
-        if phrase not in _ROLES
-    )
+def _is_said(value: Any, said: Spoken) -> bool:
+    return all(said.has(phrase) for phrase in phrases(value) if phrase not in _ROLES)
 
 
 def _check_loss(where: str, key: str, value: Any, loss: bool, words: frozenset[str]) -> None:

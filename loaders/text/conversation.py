@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple, cast
 
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.text.chat_keys import WAY_OUT, Repeating, check_item, check_record, check_turn, says, shown
-from orchdata.loaders.text.jinja import JinjaTemplate
+from orchdata.loaders.text.jinja import JinjaTemplate, Work
 from orchdata.loaders.text.media_words import MediaWords
 from orchdata.loaders.text.messages import (
     CONVERSATION_KEYS as _CONVERSATION_KEYS,
@@ -139,7 +139,7 @@ def _record(value: dict[str, Any], rules: Rules) -> Document:
         if rendered is not None:
             return rendered
     elif found is not None:
-        check_record(value, (*_READ_KEYS, *rules.words.records), found.turns or ())
+        check_record(value, (*_READ_KEYS, *rules.words.records), found.turns or (), Work())
         return found._replace(named=named_in(value, rules.words))
     texts = [text for key in _TEXT_KEYS if isinstance(text := value.get(key), str)]
     if not texts or _video_in(value) not in (None, *rules.words.records):
@@ -273,7 +273,8 @@ def _chat(value: list[Any], rules: Rules) -> Document:
         chat = chat_of_turns(value, rules.template, words)
         _check_order(value, words)
         return Document(chat=chat, placed=_placed(value, words))
-    turns = [_turn(number, item, rules, rules.template) for number, item in enumerate(value, 1)]
+    work = Work()
+    turns = [_turn(number, item, rules, rules.template, work) for number, item in enumerate(value, 1)]
     placed = {piece.modality for turn in turns for piece in turn.content if isinstance(piece, Placeholder)}
     names = _NONE
     if placed:  # media of such a modality have items of their own, so its marks in the text are text
@@ -314,8 +315,8 @@ def _media_items(turns: list[dict[str, Any]], words: MediaWords) -> Iterator[tup
                 yield number, kind, item
 
 
-def _turn(number: int, item: Any, rules: Rules, template: ChatTemplate) -> Turn:
-    return _plain_turn(item, template) or _checked_turn(f"turn {number}", item, rules, template)
+def _turn(number: int, item: Any, rules: Rules, template: ChatTemplate, work: Work) -> Turn:
+    return _plain_turn(item, template) or _checked_turn(f"turn {number}", item, rules, template, work)
 
 
 def _plain_turn(item: Any, template: ChatTemplate) -> Turn | None:
@@ -331,7 +332,7 @@ def _plain_turn(item: Any, template: ChatTemplate) -> Turn | None:
     return Turn(role, (content,)) if template.knows(role) else None
 
 
-def _checked_turn(where: str, item: Any, rules: Rules, template: ChatTemplate) -> Turn:
+def _checked_turn(where: str, item: Any, rules: Rules, template: ChatTemplate, work: Work) -> Turn:
     if not isinstance(item, dict):
         raise DecodeError(f"{where} is a {type(item).__name__}, not a dict with role and content")
     if isinstance(item, Repeating):
@@ -346,9 +347,8 @@ def _checked_turn(where: str, item: Any, rules: Rules, template: ChatTemplate) -
     content, loss = _first(item, _CONTENT_KEYS), template.carries_loss(role)
     turn = Turn(role, () if content is None else _content(where, content, rules.words))
     if len(item) > 2 or content is None:
-        check_turn(
-            f"{where} ({written})", item, (*_ROLE_KEYS, *_CONTENT_KEYS), role, turn.text, loss, rules.words.records
-        )
+        own, media = (*_ROLE_KEYS, *_CONTENT_KEYS), rules.words.records
+        check_turn(f"{where} ({written})", item, own, role, turn.text, loss, media, work)
         if _differ(item, _ROLE_KEYS) or _differ(item, _CONTENT_KEYS):
             raise DecodeError(f"{where} says one thing under role and content, another under from and value")
     if content is None:

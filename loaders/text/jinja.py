@@ -2,7 +2,8 @@
 
     messages --render--> text, and the spans of it that `{% generation %}` marks
 
-Compiled templates are kept by source and may be used by several threads at once.
+Compiled templates are kept by source and may be used by several threads at once. What rendering takes is counted, so
+that a chat that would take too much is refused, and is refused on every machine.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
@@ -24,11 +25,46 @@ REASONING: Final = ("reasoning_content", "thinking", "reasoning")
 """Names of a turn's reasoning. Templates are shown all of them where a turn has one, as by transformers."""
 
 _GENERATION: Final = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_MOST_WORK: Final = 1 << 31
+"""Characters that may be rendered or searched for one chat."""
+_MESSAGE_WORK: Final = 256
+"""What a template does with one turn beside writing its text, in characters."""
+_CHECKED_CHARACTERS: Final = 1 << 20
+"""Of one rendering, from which on they are counted before it ends."""
+_MOST_ITERATIONS: Final = 1 << 26
+"""Of all loops of a template, in one rendering."""
+_TOLD_CHARACTERS: Final = 400
 _RENDERED_WITH: Final = ("messages", "tools", "documents", "add_generation_prompt")
 _TELLS_TIME: Final = "strftime_now"
 
 Message = dict[str, Any]
 Spans = list[tuple[int, int]]
+
+
+class TooMuchWork(DecodeError):
+    """A chat that takes more work than is allowed."""
+
+
+class Work:
+    """Counts what is done for one chat."""
+
+    def __init__(self, most: int = _MOST_WORK) -> None:
+        self.done = 0
+        self._most = most
+
+    def add(self, characters: int) -> None:
+        """So many characters are rendered or searched. Raises TooMuchWork."""
+        self.done += characters
+        self.check(0)
+
+    def check(self, more: int) -> None:
+        """Raise TooMuchWork where so many more characters would be too many."""
+        if self.done + more > self._most:
+            raise TooMuchWork(
+                f"more than {self._most} characters are rendered or searched to tell what the chat says and which of "
+                "it is learned: split the chat, or leave it out (a chat template that marks what is learned by "
+                "{% generation %} saves most of that)"
+            )
 
 
 class Inputs(NamedTuple):
@@ -85,33 +121,46 @@ class JinjaTemplate:
         """Whether it says itself what carries loss."""
         return _GENERATION.search(self._source(inputs)) is not None
 
-    def render(self, messages: Sequence[Message], inputs: Inputs, *, prompt: bool = False) -> tuple[str, Spans]:
+    def render(
+        self, messages: Sequence[Message], inputs: Inputs, *, prompt: bool = False, work: Work | None = None
+    ) -> tuple[str, Spans]:
         """Text, and the spans of it that `{% generation %}` marks. Raises DecodeError.
 
         Args:
             messages: JSON values.
             prompt: end with what comes before an answer.
+            work: what is done for the same chat; None for one that is rendered once.
         """
+        work = work or Work()
+        work.add(_MESSAGE_WORK * len(messages))
         known: Mapping[str, Any] = _variables(self.variables)
         seen = {**known, **inputs.variables} if inputs.variables else known
         try:
             template, tracker = _compiled(self._source(inputs), self.date)
+            given = dict(  # raises where a sample's own variables have one of these names
+                messages=[_with_reasoning(message) for message in messages],
+                tools=inputs.tools,
+                documents=inputs.documents,
+                add_generation_prompt=prompt,
+                **seen,
+            )
             with tracker:
-                blocks = tracker.blocks
-                for block in template.generate(
-                    messages=[_with_reasoning(message) for message in messages],
-                    tools=inputs.tools,
-                    documents=inputs.documents,
-                    add_generation_prompt=prompt,
-                    **seen,
-                ):
+                blocks, written = tracker.blocks, 0
+                # Not `generate`, which words exceptions anew in frames that hold each other: each template that
+                # refuses a chat would leave all of the chat to the collector of garbage.
+                for block in template.root_render_func(template.new_context(given)):
                     blocks.append(block)
+                    written += len(block)
+                    if written > _CHECKED_CHARACTERS:
+                        work.check(written)
+                work.add(written)
                 return "".join(blocks), tracker.spans
         except DecodeError:
             raise
         except Exception as error:  # whatever a template makes of a sample is that sample's failure
             pass_trouble(error)
-            raise DecodeError(f"the chat template refuses it: {type(error).__name__}: {error}") from error
+            said = str(error)[:_TOLD_CHARACTERS]  # a template may say what the sample holds, and all of it
+            raise DecodeError(f"the chat template refuses it: {type(error).__name__}: {said}") from error
 
     def start(self) -> None:
         """Compile it, in this process. Raises ImportError without jinja."""
@@ -197,19 +246,52 @@ class _Tracker(threading.local):
     """What one thread has rendered so far, and the spans of it that are generated."""
 
     def __init__(self) -> None:
-        self.blocks: list[str] = []
-        self.spans: Spans = []
+        self._begin()
 
     def __enter__(self) -> None:
-        self.blocks, self.spans = [], []
+        self._begin()
 
     def __exit__(self, *_error: object) -> None:
         pass
 
+    def _begin(self) -> None:
+        self.blocks: list[str] = []
+        self.spans: Spans = []
+        self._measured = self._length = self._iterations = 0
+
     def generated(self, text: str) -> str:
-        start = sum(map(len, self.blocks))
-        self.spans.append((start, start + len(text)))
+        self._length += sum(map(len, self.blocks[self._measured :]))
+        self._measured = len(self.blocks)
+        self.spans.append((self._length, self._length + len(text)))
         return text
+
+    def looped(self, items: Any) -> Any:
+        """What a loop of the template goes over. Raises TooMuchWork where that is too much in all."""
+        if not hasattr(items, "__len__"):
+            return self._counted(items)
+        self._count(1 + len(items))
+        return items
+
+    def _counted(self, items: Iterable[Any]) -> Iterator[Any]:
+        for item in items:
+            self._count(1)
+            yield item
+
+    def _count(self, iterations: int) -> None:
+        self._iterations += iterations
+        if self._iterations > _MOST_ITERATIONS:
+            raise TooMuchWork(
+                f"the loops of the chat template go round more than {_MOST_ITERATIONS} times: split the chat, or leave "
+                "it out"
+            )
+
+
+class _Dict:
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args, **kwargs)
 
 
 @lru_cache(maxsize=64)
@@ -233,12 +315,8 @@ def _compiled(source: str, date: str | None) -> tuple[Any, _Tracker]:
         def _generated(self, caller: Any) -> str:
             return tracker.generated(caller())
 
-    class Dict:
-        def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-            return dict(*args, **kwargs)
-
-        def fromkeys(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-            return dict.fromkeys(*args, **kwargs)
+        def _looped(self, items: Any) -> Any:
+            return tracker.looped(items)
 
     class Namespace(jinja2.utils.Namespace):
         """Without names that reach into Python."""
@@ -274,5 +352,9 @@ def _compiled(source: str, date: str | None) -> tuple[Any, _Tracker]:
     )
     environment.filters["tojson"] = to_json
     environment.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
-    environment.globals |= {"dict": Dict(), "namespace": Namespace}
-    return environment.from_string(source), tracker
+    environment.globals |= {"dict": _Dict(), "namespace": Namespace}
+    tree, counter = environment.parse(source), environment.extensions[Generation.identifier]
+    loops: Iterator[Any] = tree.find_all(jinja2.nodes.For)
+    for loop in loops:
+        loop.iter = counter.call_method("_looped", [loop.iter], lineno=loop.lineno)
+    return environment.from_string(tree), tracker

@@ -4,22 +4,33 @@
                                                   +-- loss: `{% generation %}`, else by comparing prefixes
 
 Nothing is lost in silence: what a turn says and the template leaves out is an error, found by rendering the chat once
-more with a word of our own in everything that it says. All of it follows from template and sample alone.
+more with a word of our own in everything that it says. All of it follows from template and sample alone. What is
+rendered and searched for a chat is counted: one that would take too much is refused.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
-from itertools import accumulate
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import lru_cache, partial
+from itertools import accumulate, count
 from typing import Any, Final, NamedTuple
 
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.text.chat_keys import phrases, says, shown, speaks
-from orchdata.loaders.text.jinja import REASONING, TRAINED_ROLE, Inputs, JinjaTemplate, Message, Spans
+from orchdata.loaders.text.jinja import (
+    REASONING,
+    TRAINED_ROLE,
+    Inputs,
+    JinjaTemplate,
+    Message,
+    Spans,
+    TooMuchWork,
+    Work,
+)
 from orchdata.loaders.text.loss_spans import loss_spans
 from orchdata.loaders.text.media_words import MediaWords, holds_mark
 from orchdata.loaders.text.messages import Chat, items_of
@@ -33,7 +44,11 @@ _THOUGHT: Final = ("<think>", "</think>")
 _NAME: Final = "name"
 """Of a tool that answers: its call says it too."""
 _PHRASE_CHARACTERS: Final = 16
+_SHORT: Final = 64
+"""Turns of a chat whose frame is kept for others of its shape."""
 _NO_INPUTS: Final = Inputs()
+_BESIDE: Final = -1
+"""The turn of what stands beside all turns."""
 
 Slots = tuple[tuple[str, str], ...]
 """(modality, mark that stands for a part of it in the text)."""
@@ -65,15 +80,16 @@ def render_chat(chat: Chat, template: JinjaTemplate, words: MediaWords) -> list[
     _check_marks(chat, slots)
     forms = _forms(template, slots)
     messages = [_adapted(message, forms, words.slots) for message in chat.messages]
-    text, generated = template.render(messages, chat.inputs)
+    work = Work()
+    text, generated = template.render(messages, chat.inputs, work=work)
     marks = {mark: name for name, mark in slots}
     places = _places(text, marks)
     _check_places(Counter(chat.places), Counter(name for _, _, name in places), words.slots)
-    _check_rest(chat, template, text)
-    spans = _known_spans(chat, messages, template, slots, text)
+    _check_rest(chat, template, text, work)
+    spans = _known_spans(chat, messages, template, slots, text, work)
     if spans is None:
-        _check_said(chat, messages, template, slots, text, words.records)
-        spans = loss_spans(messages, chat.trained, template, chat.inputs, text, generated)
+        _check_said(chat, messages, template, slots, text, words.records, work)
+        spans = loss_spans(messages, chat.trained, template, chat.inputs, text, generated, work)
     return list(_segments(text, spans, places))
 
 
@@ -148,10 +164,14 @@ def _probed(template: JinjaTemplate, content: Any) -> str:
     return _rendered(template, [{"role": "user", "content": content}])
 
 
-def _rendered(template: JinjaTemplate, messages: Sequence[Message], inputs: Inputs = _NO_INPUTS) -> str:
+def _rendered(
+    template: JinjaTemplate, messages: Sequence[Message], inputs: Inputs = _NO_INPUTS, work: Work | None = None
+) -> str:
     """A rendering; "" where the template refuses it."""
     try:
-        return template.render(messages, inputs)[0]
+        return template.render(messages, inputs, work=work)[0]
+    except TooMuchWork:
+        raise
     except DecodeError:
         return ""
 
@@ -215,24 +235,44 @@ class _Leaf(NamedTuple):
     """A string of a chat.
 
     Attributes:
+        number: of all that say something, counted from 0.
         turn: of the message, -1 beside them.
         key: of the message, or beside.
-        path: to the string, from the message or from the inputs.
     """
 
+    number: int
     turn: int
     key: str
-    path: tuple[Any, ...]
     text: str
 
 
-def _check_rest(chat: Chat, template: JinjaTemplate, text: str) -> None:
+class _Said:
+    """What a text says.
+
+    Args:
+        work: of the chat: each search is a part of it.
+    """
+
+    def __init__(self, text: str, work: Work) -> None:
+        self._text = text
+        self._work = work
+        self._known: dict[str, bool] = {}
+
+    def __contains__(self, phrase: str) -> bool:
+        found = self._known.get(phrase)
+        if found is None:
+            self._work.add(len(self._text))
+            found = self._known[phrase] = _is_said(phrase, self._text)
+        return found
+
+
+def _check_rest(chat: Chat, template: JinjaTemplate, text: str, work: Work) -> None:
     """Raise DecodeError for what stands beside the turns and is not shown to the template."""
-    ignored = template.ignore_keys
-    if any(key == "chosen" and all(_is_said(phrase, text) for phrase in phrases(value)) for key, value in chat.rest):
+    ignored, said = template.ignore_keys, _Said(text, work)
+    if any(key == "chosen" and all(phrase in said for phrase in phrases(value)) for key, value in chat.rest):
         ignored = (*ignored, "chosen", "rejected")  # the chat is the one preferred
     for key, value in chat.rest:
-        if key not in ignored and not all(_is_said(phrase, text) for phrase in phrases(value)):
+        if key not in ignored and not all(phrase in said for phrase in phrases(value)):
             raise _lost("the conversation", key)
 
 
@@ -243,28 +283,52 @@ def _check_said(
     slots: Slots,
     text: str,
     records: Mapping[str, str],
+    work: Work,
 ) -> None:
-    ignored = template.ignore_keys
     _check_thoughts(chat, template, slots)
-    leaves = [leaf for leaf in _leaves(chat.inputs, messages, records) if leaf.key not in ignored]
-    number = next(n for n in range(len(text) + 2) if f"Zq{n}x" not in text)
-    told = [f"Zq{number}x{n}qZ" for n in range(len(leaves))]
-    found = _rendered(template, *_with_words(messages, chat.inputs, zip(leaves, told, strict=True)))
-    missing = [leaf for leaf, word in zip(leaves, told, strict=True) if word not in found]
-    tools = [leaf for leaf in leaves if leaf.key == "tools" and leaf.turn < 0]
-    shown_tools = any(leaf not in missing for leaf in tools)  # what a template shows of them is its own
+    number = _number_not_in(text)
+    leaves: list[_Leaf] = []
+
+    def word(leaf: _Leaf) -> str:
+        leaves.append(leaf)
+        return f"Zq{number}x{leaf.number}qZ"
+
+    ignored = template.ignore_keys
+    found = _rendered(template, *_with_words(messages, chat.inputs, records, ignored, word), work)
+    told = {int(each) for each in re.findall(rf"Zq{number}x([0-9]+)qZ", found)}
+    missing = [leaf for leaf in leaves if leaf.number not in told]
+    shows_tools = any(_is_of_tools(leaf) and leaf.number in told for leaf in leaves)
+    anywhere = _Said(text, work)
+    of_turns = {
+        turn: _Said(_text_of(chat.messages[turn]), work) for turn in {leaf.turn for leaf in missing} - {_BESIDE}
+    }
     for leaf in missing:
-        if shown_tools and leaf in tools:
+        if _is_of_tools(leaf) and shows_tools:  # what a template shows of them is its own
             continue
-        own = text if leaf.key == _NAME else _text_of(chat.messages[leaf.turn]) if leaf.turn >= 0 else ""
-        if leaf.key != "content" and _is_said(leaf.text.strip(), own):
+        own = anywhere if leaf.key == _NAME else of_turns.get(leaf.turn)
+        if own is not None and leaf.key != "content" and leaf.text.strip() in own:
             continue
         if leaf.key in REASONING and _renders_reasoning(template, slots):
             continue  # of earlier turns it is left out on purpose
-        alone = _rendered(template, *_with_words(messages, chat.inputs, [(leaf, told[0])]))
-        if alone == text:
+        alone = _with_words(messages, chat.inputs, records, ignored, partial(_word_of_one, leaf.number, number))
+        if _rendered(template, *alone, work) == text:
             where = "the conversation" if leaf.turn < 0 else f"turn {leaf.turn + 1} ({messages[leaf.turn]['role']})"
             raise _lost(where, leaf.key)
+
+
+def _word_of_one(told: int, number: int, leaf: _Leaf) -> str:
+    """The word for a string where the one numbered `told` alone gets one."""
+    return f"Zq{number}x0qZ" if leaf.number == told else ""
+
+
+def _is_of_tools(leaf: _Leaf) -> bool:
+    return leaf.key == "tools" and leaf.turn == _BESIDE
+
+
+def _number_not_in(text: str) -> int:
+    """A number by which words of ours are told from what a chat says."""
+    held = set(re.findall(r"Zq(\d+)x", text))
+    return next(number for number in range(len(held) + 1) if str(number) not in held)
 
 
 def _check_thoughts(chat: Chat, template: JinjaTemplate, slots: Slots) -> None:
@@ -306,7 +370,9 @@ def _text_of(message: Mapping[str, Any]) -> str:
 # Chats that hold nothing but words and media: one rendering tells all, where the frame around their words is known.
 
 
-def _known_spans(chat: Chat, messages: list[Message], template: JinjaTemplate, slots: Slots, text: str) -> Spans | None:
+def _known_spans(
+    chat: Chat, messages: list[Message], template: JinjaTemplate, slots: Slots, text: str, work: Work
+) -> Spans | None:
     """What of a rendering carries loss, where it is the frame of the chat's shape around all that the chat says."""
     if chat.inputs != _NO_INPUTS:
         return None
@@ -322,7 +388,10 @@ def _known_spans(chat: Chat, messages: list[Message], template: JinjaTemplate, s
         kinds = tuple(item.modality if word is None else bool(word) for item, word in zip(items, words, strict=True))
         shape.append((message["role"], isinstance(adapted.get("content"), list), kinds))
         said.extend(word for word in words if word)
-    frame = _frame(template, slots, tuple(shape), chat.trained)
+    if len(shape) > _SHORT:  # too long to be kept, and hardly another's shape
+        frame = _frame_of(template, slots, tuple(shape), chat.trained, work)
+    else:
+        frame = _frame(template, slots, tuple(shape), chat.trained)
     return None if frame is None else frame.spans_in(said, text)
 
 
@@ -352,6 +421,12 @@ class _Frame(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _frame(template: JinjaTemplate, slots: Slots, shape: Shape, trained: tuple[bool, ...]) -> _Frame | None:
+    return _frame_of(template, slots, shape, trained, Work())
+
+
+def _frame_of(
+    template: JinjaTemplate, slots: Slots, shape: Shape, trained: tuple[bool, ...], work: Work
+) -> _Frame | None:
     """The frame of chats of a shape; None where they are not rendered in full, or not told apart."""
     marks, forms = dict(slots), _forms(template, slots)
     messages: list[Message] = []
@@ -368,8 +443,10 @@ def _frame(template: JinjaTemplate, slots: Slots, shape: Shape, trained: tuple[b
         content = "".join(item["text"] for item in items) if one else items
         messages.append(_adapted({"role": role, "content": content}, forms, marks))
     try:
-        text, generated = template.render(messages, _NO_INPUTS)
-        spans = loss_spans(messages, trained, template, _NO_INPUTS, text, generated)
+        text, generated = template.render(messages, _NO_INPUTS, work=work)
+        spans = loss_spans(messages, trained, template, _NO_INPUTS, text, generated, work)
+    except TooMuchWork:
+        raise
     except DecodeError:
         return None
     words = list(re.finditer(r"Zw(\d+)wZ", text))
@@ -378,9 +455,11 @@ def _frame(template: JinjaTemplate, slots: Slots, shape: Shape, trained: tuple[b
         return None
     bounds = [0, *(end for word in words for end in word.span()), len(text)]
     pieces = list(zip(bounds[::2], bounds[1::2], strict=True))
+    ends = bounds[1::2]
 
     def place(at: int) -> tuple[int, int] | None:
-        return next(((number, at - start) for number, (start, end) in enumerate(pieces) if start <= at <= end), None)
+        number = bisect_left(ends, at)
+        return (number, at - pieces[number][0]) if number < len(pieces) and pieces[number][0] <= at else None
 
     found = [(place(start), place(end)) for start, end in spans]
     whole = tuple((begin, end) for begin, end in found if begin is not None and end is not None)
@@ -404,49 +483,53 @@ def _renders_thoughts(template: JinjaTemplate, slots: Slots) -> bool:
     return not text or _WORD in text
 
 
-def _leaves(inputs: Inputs, messages: list[Message], records: Mapping[str, str]) -> Iterator[_Leaf]:
-    """All strings that say something."""
-    for turn, message in enumerate(messages):
-        for key, value in message.items():
-            if key == "content" or (key != "role" and key not in _PLUMBING and speaks(key, value, records)):
-                yield from (_Leaf(turn, key, path, text) for path, text in _strings(value, (key,)))
-    for key in Inputs._fields:
-        for path, text in _strings(getattr(inputs, key), (key,)):
-            yield _Leaf(-1, str(path[1]) if key == "variables" else key, path, text)
+def _with_words(
+    messages: list[Message],
+    inputs: Inputs,
+    records: Mapping[str, str],
+    ignored: Collection[str],
+    word_for: Callable[[_Leaf], str],
+) -> tuple[list[Message], Inputs]:
+    """The chat with a word behind each of its strings that say something, those under ignored keys apart."""
+    numbers = count()
+
+    def marked(value: Any, turn: int, key: str) -> Any:
+        if key in ignored:
+            return value
+
+        def mark(text: str) -> str:
+            said = text.rstrip()
+            return said + word_for(_Leaf(next(numbers), turn, key, text)) + text[len(said) :]
+
+        return _marked(value, mark)
+
+    changed = [
+        {key: marked(value, turn, key) if _speaks(key, value, records) else value for key, value in message.items()}
+        for turn, message in enumerate(messages)
+    ]
+    tools, documents = marked(inputs.tools, _BESIDE, "tools"), marked(inputs.documents, _BESIDE, "documents")
+    variables = {
+        key: value if key in _PLUMBING else marked(value, _BESIDE, key) for key, value in inputs.variables.items()
+    }
+    return changed, Inputs(tools, documents, variables)
 
 
-def _strings(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], str]]:
+def _speaks(key: str, value: Any, records: Mapping[str, str]) -> bool:
+    return key == "content" or (key != "role" and key not in _PLUMBING and speaks(key, value, records))
+
+
+def _marked(value: Any, mark: Callable[[str], str]) -> Any:
+    """A copy of a JSON value whose strings that say something are marked, in order."""
     if isinstance(value, str):
-        if says(value):
-            yield path, value
-    elif isinstance(value, Mapping):
+        return mark(value) if says(value) else value
+    if isinstance(value, Mapping):
+        copied: dict[Any, Any] = {}
         for key, held in value.items():
-            if key not in _PLUMBING:
-                yield from _strings(held, (*path, key))
-    elif isinstance(value, list):
-        for index, held in enumerate(value):
-            yield from _strings(held, (*path, index))
-
-
-def _with_words(messages: list[Message], inputs: Inputs, told: Any) -> tuple[list[Message], Inputs]:
-    """The chat with words behind some of its strings."""
-    changed: list[Any] = list(messages)
-    beside: Any = inputs._asdict()
-    copied: dict[int, Any] = {}
-    for leaf, word in told:
-        text = leaf.text.rstrip()
-        if leaf.turn >= 0:
-            changed[leaf.turn] = _put(changed[leaf.turn], leaf.path, text + word + leaf.text[len(text) :], copied)
-        else:
-            beside = _put(beside, leaf.path, text + word + leaf.text[len(text) :], copied)
-    return changed, Inputs(**beside)
-
-
-def _put(value: Any, path: tuple[Any, ...], text: str, copied: dict[int, Any]) -> Any:
-    """A copy with another string at a path; what was copied before is changed in place."""
-    if not path:
-        return text
-    own = value if id(value) in copied else (dict(value) if isinstance(value, Mapping) else list(value))
-    copied[id(own)] = own
-    own[path[0]] = _put(own[path[0]], path[1:], text, copied)
-    return own
+            copied[key] = held if key in _PLUMBING else _marked(held, mark)
+        return copied
+    if isinstance(value, list):
+        items: list[Any] = []
+        for held in value:
+            items.append(_marked(held, mark))  # noqa: PERF401 - a comprehension is one more frame a level
+        return items
+    return value

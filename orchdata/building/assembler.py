@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,7 @@ from orchdata.loaders.storage.counted import ReadBytes
 from orchdata.planning.plan import Plan
 
 Task = Callable[[], None]
+_TOLD_FRAMES: Final = 8
 
 
 class Restores(Protocol):
@@ -27,6 +29,21 @@ class Restores(Protocol):
         """Give back what `held` said, before the first step, which is of `epoch`: the same, to go on behind it, or one
         behind it, to begin where that was over.
         """
+
+
+def kept(failure: DataError) -> DataError:
+    """A failure that is listed, as it was raised, but without the frames of itself and of what caused it.
+
+    Frames hold the bytes of the sample, and those that hold the failure too: all of it would stay in memory until
+    garbage is collected, and for as long as the failure is listed. A note tells where a cause was raised.
+    """
+    error: BaseException | None = failure
+    while error is not None:
+        if error is not failure and error.__traceback__ is not None and not hasattr(error, "__notes__"):
+            error.add_note("raised at\n" + "".join(traceback.format_tb(error.__traceback__, -_TOLD_FRAMES)))
+        error.__traceback__ = error.__context__ = None
+        error = error.__cause__
+    return failure
 
 
 class EndOfData(Exception):

@@ -17,7 +17,7 @@ import numpy as np
 from torch.utils.data import default_collate, default_convert
 
 from orchdata.batch.step_info import StepInfo
-from orchdata.building.assembler import Assembled, Restores, Share, Task
+from orchdata.building.assembler import Assembled, Restores, Share, Task, kept
 from orchdata.building.memory import Memory
 from orchdata.building.shortage import out_of_memory
 from orchdata.loaders.errors import NOT_DATA, DataError, FieldError, as_field_error, pass_broken_package
@@ -191,7 +191,7 @@ class SampleAssembly:
             try:
                 return self._assembler.load(row)
             except DataError as error:
-                failure = failure or error
+                failure = failure or kept(error)
         assert failure is not None
         raise failure
 
@@ -200,7 +200,7 @@ class SampleAssembly:
         try:
             self._samples[place] = self._assembler.load(row)
         except DataError as failure:
-            self._failures[place] = failure
+            self._failures[place] = kept(failure)
         else:
             self._seconds.append(time.perf_counter() - started)
 

@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.building.assembler import Assembled, Share, Task
+from orchdata.building.assembler import Assembled, Share, Task, kept
 from orchdata.building.collate import shard_loader, shard_refusal
 from orchdata.building.media_pages import MediaPages, PageSource
 from orchdata.building.memory import Memory
@@ -136,7 +136,7 @@ class PackedAssembly:
             try:
                 work()
             except Exception as error:  # noqa: BLE001 - whatever its bytes make a decoder raise is the sample's failure
-                failures.append(_located(error, sample))
+                failures.append(kept(_located(error, sample)))
                 undo()
 
         try:
@@ -145,7 +145,7 @@ class PackedAssembly:
             parts = [part for _, _, part in wanted.parts]
             payloads = sample.read(recipe, text=place is not None, parts=parts)
         except DataError as failure:
-            failures.append(failure)
+            failures.append(kept(failure))
             if place is not None:
                 pages.blank(place, sample)
             for media, number, _ in wanted.parts:

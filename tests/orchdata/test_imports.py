@@ -34,7 +34,7 @@ balancers: grid advice
 balancers: __init__
 loaders: environment limited_process
 loaders: memory
-loaders: errors versions locks recent scratch watch pace interrupts first_calls
+loaders: errors versions locks recent scratch watch pace slow interrupts first_calls
 loaders: limits resampling
 loaders: storage
 loaders: claims

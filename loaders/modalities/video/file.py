@@ -11,11 +11,11 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, suppress
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import av
-import av.sidedata.sidedata
 import numpy as np
+from av.sidedata.sidedata import SideDataContainer, Type
 from av.video.reformatter import VideoReformatter
 
 from orchdata.loaders.errors import DecodeError, pass_trouble
@@ -31,7 +31,7 @@ Pictures = Generator[Pixels]
 _SHOWN_VP8: Final = 0x10
 _SLANTED: Final = 1000
 """How many times larger than the others a matrix' numbers are that turn by quarters."""
-_MATRIX: Final = av.sidedata.sidedata.Type.DISPLAYMATRIX
+_MATRIX: Final = Type.DISPLAYMATRIX
 _HVCC_LAYERS: Final = 21
 _ATTACHED: Final = av.stream.Disposition.attached_pic
 """A picture of its cover, which players show beside it."""
@@ -100,26 +100,27 @@ class VideoFile(OpenedFile):
         last = None
         hides = self._codec.name in ("vp8", "libvpx")  # whose packets may hold a picture that is never shown
         try:
-            for packet in self._packets():
-                if not packet.size or (hides and not memoryview(packet)[0] & _SHOWN_VP8):
-                    continue
-                if packet.is_corrupt:
-                    raise DecodeError(f"damaged video: it is cut behind {len(ticks)} frames")
-                at, stands_alone = packet.pts, packet.is_keyframe
-                if stands_alone and not whole:
-                    ticks.clear()  # nothing leads to those before it
-                if len(whole) == 1 and not stands_alone and (at is None or at < whole[0]):
-                    continue  # shown before the first picture that stands alone, and made from one that was cut off
-                if at is None:
-                    raise DecodeError(
-                        "it does not say when its frames are shown: write it anew (`ffmpeg -fflags +genpts -i in.mkv "
-                        "out.mkv`)"
-                    )
-                whole += [at] * stands_alone
-                if not packet.is_discard:
-                    starts += [at] * stands_alone
-                    ticks.append(at)
-                    last = packet.duration
+            with closing(self._packets()) as packets:
+                for packet in packets:
+                    if not packet.size or (hides and not memoryview(packet)[0] & _SHOWN_VP8):
+                        continue
+                    if packet.is_corrupt:
+                        raise DecodeError(f"damaged video: it is cut behind {len(ticks)} frames")
+                    at, stands_alone = packet.pts, packet.is_keyframe
+                    if stands_alone and not whole:
+                        ticks.clear()  # nothing leads to those before it
+                    if len(whole) == 1 and not stands_alone and (at is None or at < whole[0]):
+                        continue  # shown before the first that stands alone, and made from one that was cut off
+                    if at is None:
+                        raise DecodeError(
+                            "it does not say when its frames are shown: write it anew (`ffmpeg -fflags +genpts -i "
+                            "in.mkv out.mkv`)"
+                        )
+                    whole += [at] * stands_alone
+                    if not packet.is_discard:
+                        starts += [at] * stands_alone
+                        ticks.append(at)
+                        last = packet.duration
         except av.FFmpegError as error:
             pass_trouble(error)
             raise DecodeError(f"damaged video: {said(error)}, behind {len(ticks)} frames") from None
@@ -187,14 +188,14 @@ class VideoFile(OpenedFile):
 
     def _all_from_here(self, begins: int, wanted: frozenset[int] | None) -> Generator[Any]:
         """Pictures; without those that nothing is made from, where only some are wanted."""
-        packets = self._container.demux(self._stream)
         frames: list[Any] | None = []
         self._led = False
         try:
-            while frames is not None:
-                with interrupts_held():
-                    frames = self._next_frames(packets, begins, wanted)
-                yield from frames or ()
+            with self._demuxed() as packets:
+                while frames is not None:
+                    with interrupts_held():
+                        frames = self._next_frames(packets, begins, wanted)
+                    yield from frames or ()
         except av.FFmpegError as error:
             pass_trouble(error)
             raise DecodeError(f"damaged video: {said(error)} {ANEW}") from None
@@ -243,7 +244,9 @@ def _turned(frame: Any) -> Callable[[Pixels], Pixels]:
     shown at a x + c y, b x + d y. Raises DecodeError for turns that are no quarters.
     """
     with interrupts_held():
-        held = frame.side_data.get(_MATRIX)
+        # Not `frame.side_data`, which the frame keeps and which holds the frame: its pixels would stay in memory until
+        # garbage is collected, and that may be many clips later.
+        held = cast(Any, SideDataContainer)(frame).get(_MATRIX)
     if held is None:
         return lambda pixels: pixels
     a, b, _, c, d = np.frombuffer(bytes(held), np.int32)[:5].tolist()

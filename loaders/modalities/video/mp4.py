@@ -29,6 +29,15 @@ _TURNS: Final[dict[tuple[int, ...], bool]] = {
 }
 _PLAIN_ENTRY: Final = frozenset((b"avc1", b"avc3", b"hvc1", b"hev1", b"mp4v", b"vp09", b"av01"))
 _MOST_FRAMES: Final = 1 << 24
+_HOLDERS: Final = frozenset(b"edts hoov mdia minf moof moov mvex stbl traf trak udta".split())
+"""Boxes of boxes."""
+_COUNTS: Final = {b"stsz": 8, b"stz2": 8, b"trun": 4}
+"""Boxes that tell of frames, and where in them their number stands."""
+_FRAMES_A_BYTE: Final = 2
+"""QuickTime's old sound has so many samples, each of which counts as a frame."""
+_FEW_EDITS: Final = 4
+_FREE_ENTRIES: Final = 1 << 20
+"""Entries of frames that files of any size may have, those of each edit counted."""
 
 
 class _NotPlain(Exception):
@@ -62,12 +71,35 @@ def plain_header(data: memoryview, size: int) -> tuple[int, Header]:
     if tables is None:
         return UNUSUAL, ()
     try:
-        return FOUND, _header(data, tables)
+        return FOUND, _header(data, tables, size)
     except (_NotPlain, DecodeError, LookupError, ValueError, StopIteration):
         return UNUSUAL, ()
 
 
-def _header(data: memoryview, tables: Box) -> Header:
+def check_tables(data: memoryview) -> None:
+    """Raise DecodeError for tables that tell of far more frames than the file has bytes, or of some again and again:
+    libav makes an entry of each before anything is read.
+    """
+    frames = edits = 0
+    pending = [(0, len(data))]
+    while pending:
+        for kind, start, end in boxes(data, *pending.pop()):
+            if kind in _HOLDERS:
+                pending.append((start, min(end, len(data))))
+            elif kind in _COUNTS:
+                at = start + _COUNTS[kind]
+                frames += int.from_bytes(data[at : at + 4], "big")
+            elif kind == b"elst":
+                edits = max(edits, min(int.from_bytes(data[start + 4 : start + 8], "big"), (end - start) // 12))
+    if frames > _FRAMES_A_BYTE * len(data):
+        raise DecodeError(f"damaged video: its tables tell of {frames} frames in {len(data)} bytes")
+    if edits > _FEW_EDITS and edits * frames > max(_FREE_ENTRIES, len(data)):
+        raise DecodeError(
+            f"a video of {edits} edits over {frames} frames in {len(data)} bytes: encode it anew as it is to be seen"
+        )
+
+
+def _header(data: memoryview, tables: Box, file_size: int) -> Header:
     held = _children(data, tables)
     if b"mvex" in held or b"mvhd" not in held:
         raise _NotPlain
@@ -89,7 +121,7 @@ def _header(data: memoryview, tables: Box) -> Header:
         raise _NotPlain
     media_header = _content(data, media[b"mdhd"][0])
     scale = _uint(media_header, 20 if media_header[0] == 1 else 12)
-    times = _times(data, table)
+    times = _times(data, table, file_size)
     _check_edits(data, track, times, scale, movie_scale)
     if not scale:
         raise _NotPlain
@@ -99,12 +131,12 @@ def _header(data: memoryview, tables: Box) -> Header:
     return width, height, line.frames, line.seconds.numerator, line.seconds.denominator
 
 
-def _times(data: memoryview, table: dict[bytes, list[Box]]) -> NDArray[np.int64]:
+def _times(data: memoryview, table: dict[bytes, list[Box]], file_size: int) -> NDArray[np.int64]:
     """When each frame is shown, int64 (frames,), as stored."""
     counts, deltas = _runs(data, table, b"stts", "i4")
     frames = int(counts.sum())
     sizes = _content(data, table[b"stsz"][0])
-    if not 0 < frames <= _MOST_FRAMES or _uint(sizes, 8) != frames or (deltas <= 0).any():
+    if not 0 < frames <= min(_MOST_FRAMES, file_size) or _uint(sizes, 8) != frames or (deltas <= 0).any():
         raise _NotPlain
     if not _uint(sizes, 4) and not np.frombuffer(sizes, ">u4", frames, 12).all():  # a frame without bytes
         raise _NotPlain

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from fractions import Fraction
 from itertools import islice
 from typing import Any, Final, TypeVar
@@ -22,6 +23,7 @@ from orchdata.loaders.errors import DecodeError, StorageError, pass_trouble
 from orchdata.loaders.interrupts import interrupts_held
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.video.containers import check_whole, format_of
+from orchdata.loaders.modalities.video.mp4 import check_tables
 
 TOGETHER: Final = 16
 """Packets that are taken before Ctrl-C is heard."""
@@ -43,6 +45,8 @@ class OpenedFile:
         self._limits = limits
         self._format = format_of(data)
         check_whole(memoryview(data), self._format)
+        if self._format == "mp4":
+            check_tables(memoryview(data))
         self._container: Any = None
         self._stream: Any = None
         with interrupts_held():
@@ -88,15 +92,25 @@ class OpenedFile:
         """Set `_stream`, and its decoder, which takes these options."""
         raise NotImplementedError
 
-    def _packets(self) -> Iterator[Any]:
-        """Of the stream, from here on, and an empty one that asks a decoder for what it has kept."""
+    @contextmanager
+    def _demuxed(self) -> Iterator[Iterator[Any]]:
+        """PyAV's packets of the stream, from here on. What it holds for them is freed only where it is told so."""
         packets = self._container.demux(self._stream)
-        while True:
+        try:
+            yield packets
+        finally:
             with interrupts_held():
-                some = list(islice(packets, TOGETHER))
-            yield from some
-            if len(some) < TOGETHER:
-                return
+                packets.close()
+
+    def _packets(self) -> Generator[Any]:
+        """Of the stream, from here on, and an empty one that asks a decoder for what it has kept. To be closed."""
+        with self._demuxed() as packets:
+            while True:
+                with interrupts_held():
+                    some = list(islice(packets, TOGETHER))
+                yield from some
+                if len(some) < TOGETHER:
+                    return
 
 
 def exact(told: Any) -> Fraction:

@@ -5,7 +5,8 @@ Imported late: it loads FFmpeg's libraries.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
+from contextlib import closing
 from fractions import Fraction
 from typing import Any, Final
 
@@ -66,14 +67,15 @@ class SoundTrack(OpenedFile):
         self.open()
         found = np.zeros(self.frames, np.float32)
         slack, at, came = int(TOLERANCE_SECONDS * self.rate), 0, 0
-        for first, block in self._blocks():
-            at = at if came and abs(first - at) <= slack else first  # times are rounded: what follows, follows
-            skipped = max(0, -at)
-            end = min(at + len(block), self.frames)
-            if end > at + skipped:
-                found[at + skipped : end] = block[skipped : end - at]
-                came += end - at - skipped
-            at += len(block)
+        with closing(self._blocks()) as blocks:
+            for first, block in blocks:
+                at = at if came and abs(first - at) <= slack else first  # times are rounded: what follows, follows
+                skipped = max(0, -at)
+                end = min(at + len(block), self.frames)
+                if end > at + skipped:
+                    found[at + skipped : end] = block[skipped : end - at]
+                    came += end - at - skipped
+                at += len(block)
         if not came:
             raise DecodeError("damaged sound: nothing of it can be decoded")
         if not np.isfinite(found).all():
@@ -86,13 +88,14 @@ class SoundTrack(OpenedFile):
             raise DecodeError(f"damaged sound: a rate of {rate} Hz")
         ends = last = None
         try:
-            for packet in self._packets():
-                if packet.size and packet.pts is not None and not packet.is_discard:
-                    if packet.is_corrupt:
-                        raise DecodeError("damaged sound: it is cut")
-                    end = packet.pts + (packet.duration or 0)
-                    if ends is None or end >= ends:
-                        ends, last = end, packet
+            with closing(self._packets()) as packets:
+                for packet in packets:
+                    if packet.size and packet.pts is not None and not packet.is_discard:
+                        if packet.is_corrupt:
+                            raise DecodeError("damaged sound: it is cut")
+                        end = packet.pts + (packet.duration or 0)
+                        if ends is None or end >= ends:
+                            ends, last = end, packet
             if last is not None and not last.duration:  # Matroska may not say how long one is
                 with interrupts_held():
                     samples = sum(frame.samples for frame in last.decode())
@@ -120,23 +123,24 @@ class SoundTrack(OpenedFile):
         place: int = round((frame.pts * exact(frame.time_base) - self._begins) * self.rate)
         return place
 
-    def _blocks(self) -> Iterator[tuple[int, Wave]]:
-        """(sample at which it begins, mean over its channels), one behind the other."""
+    def _blocks(self) -> Generator[tuple[int, Wave]]:
+        """(sample at which it begins, mean over its channels), one behind the other. To be closed."""
         resampler: Any = None
         expected = 0
         try:
-            for packet in self._packets():
-                with interrupts_held():
-                    frames = packet.decode()
-                    if frames and resampler is None:
-                        resampler = av.AudioResampler(format="fltp", layout=frames[0].layout, rate=self.rate)
-                    heard = [(self._place(frame), _plain(resampler, frame)) for frame in frames]
-                for place, blocks in heard:
-                    at = expected if place is None else place
-                    for block in blocks:
-                        yield at, block.mean(axis=0, dtype=np.float32) if len(block) > 1 else block[0]
-                        at += block.shape[1]
-                    expected = at
+            with closing(self._packets()) as packets:
+                for packet in packets:
+                    with interrupts_held():
+                        frames = packet.decode()
+                        if frames and resampler is None:
+                            resampler = av.AudioResampler(format="fltp", layout=frames[0].layout, rate=self.rate)
+                        heard = [(self._place(frame), _plain(resampler, frame)) for frame in frames]
+                    for place, blocks in heard:
+                        at = expected if place is None else place
+                        for block in blocks:
+                            yield at, block.mean(axis=0, dtype=np.float32) if len(block) > 1 else block[0]
+                            at += block.shape[1]
+                        expected = at
         except av.FFmpegError as error:
             pass_trouble(error)
             raise DecodeError(f"damaged sound: {said(error)}") from None

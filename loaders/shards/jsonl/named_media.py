@@ -31,7 +31,7 @@ _ITEM_NAMES: Final = ("path", "url", "base64")
 _CONTENTS: Final = ("content", "value")
 _LISTED: Final = "frames"
 _FILE_NAMES: Final = re.compile(r"(?:.*_)?file_names?")
-_BASE64: Final = re.compile(r"[A-Za-z0-9+/\s]{24,}=*\s*")
+_BASE64: Final = re.compile(r"[A-Za-z0-9+/\s]{24,}(?:=+\s*)?")  # linear: no blank can be matched by two parts of it
 _TAG: Final = re.compile(rf"<({'|'.join(('img', *BUILTINS))})>[^<>\n]+\.\w{{2,5}}</\1>")
 _PATHS: Final = re.compile(r"s?_?((file_?)?(path|name)|file)s?")
 _SNIFFED: Final = 24  # characters of base64: 18 bytes

@@ -25,6 +25,7 @@ from orchdata.loaders.shards.jsonl.media_files import STAMP_BITS, MediaFolder, j
 from orchdata.loaders.shards.jsonl.named_media import NamedMedia
 from orchdata.loaders.shards.jsonl.reading import RecordReader
 from orchdata.loaders.shards.jsonl.records import Record
+from orchdata.loaders.slow import here
 
 JSON_FIELD: Final = "json"
 _THREADS: Final = 8
@@ -136,10 +137,27 @@ def _names_itself(value: Any) -> bool:
 
 def _looked_at(reader: RecordReader, limits: Limits) -> Iterator[tuple[list[_Read], list[_LookedAt]]]:
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="orchdata-media") as pool:
+        place, number = here(), 0
+        shard = place.shard
+
+        def look(one: tuple[str, NamedMedia]) -> _LookedAt:
+            mine = here()  # of any of the threads
+            mine.shard, mine.key = shard, one[0]
+            try:
+                return _look_at(one[1], reader.folder, limits)
+            finally:
+                mine.key = None
+
         for records in _batches(reader.all(), _TOGETHER):
-            read = [_Read.of(record, reader, limits) for record in records]
-            media = [one for each in read for one in each.media]
-            yield read, mapped(pool, lambda one: _look_at(one, reader.folder, limits), media)
+            read = []
+            for record in records:
+                place.key = f"record {number}"
+                read.append(_Read.of(record, reader, limits))
+                number += 1
+            place.key = None
+            first = number - len(read)
+            media = [(each.key or f"record {first + at}", one) for at, each in enumerate(read) for one in each.media]
+            yield read, mapped(pool, look, media)
 
 
 def mapped(pool: Executor, function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:

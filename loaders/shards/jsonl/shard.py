@@ -49,6 +49,7 @@ class JsonLinesShard:
         self._limits = limits
         self._reads = reads
         self._reader = RecordReader(url, file, limits, media_root)
+        self._known: dict[int, dict[str, NamedMedia]] = {}  # of the record that `read` last looked at
 
     def checksum(self) -> str:
         """Of its whole content, without the media."""
@@ -112,8 +113,17 @@ class JsonLinesShard:
         return Facts(found.table, meta)
 
     def read(self, offset: int, size: int, encoding: int, field: str) -> bytes:
-        """One member. Raises FieldError."""
-        return self._read(offset, size, encoding, field, {})
+        """One member. Raises FieldError. A record that names many files is parsed once where they are read in turn."""
+        if encoding != NAMED:
+            return self._read(offset, size, encoding, field, {})
+        known = self._known
+        if offset >> STAMP_BITS in known:
+            self._file.check_unchanged()
+        else:
+            known = {}
+        data = self._read(offset, size, encoding, field, known)
+        self._known = known
+        return data
 
     def read_many(self, members: Sequence[tuple[int, int, int, str]]) -> list[bytes | memoryview]:
         """Members of one sample, whose record is parsed once. Raises FieldError."""

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -131,6 +132,14 @@ class Column:
         return by_path if by_path != OTHER else sniff(data)
 
 
+class Columns(list[Column]):
+    """Columns that are read, in the order of the file."""
+
+    @cached_property
+    def by_name(self) -> Mapping[str, Column]:
+        return {column.name: column for column in self}
+
+
 def read_cell(cell: Callable[[int, str], bytes | None], file: Storage, row: int, size: int, field: str) -> bytes:
     """What `cell` gives for `field` of a row of a file, of as many bytes as were indexed.
 
@@ -155,9 +164,7 @@ def read_cell(cell: Callable[[int, str], bytes | None], file: Storage, row: int,
         raise FieldError(field, reason) from error
 
 
-def place_of(
-    columns: Sequence[Column], starts: NDArray[np.int64], row: int, field: str
-) -> tuple[Column, int, int, int]:
+def place_of(columns: Columns, starts: NDArray[np.int64], row: int, field: str) -> tuple[Column, int, int, int]:
     """Where a cell is: its column, which item of its list, its group of rows, and its row in that. Raises FieldError.
 
     Args:
@@ -204,12 +211,12 @@ def _counted(array: pa.Array) -> tuple[int, int]:
     return 0, len(array)
 
 
-def plan_columns(schema: pa.Schema) -> tuple[list[Column], list[str], str | None]:
+def plan_columns(schema: pa.Schema) -> tuple[Columns, list[str], str | None]:
     """(columns to read, names of those ignored, name of the key column)."""
     names = set(schema.names)
     key = "__key__" if "__key__" in names else ("id" if "id" in names else None)
     features = _huggingface_features(schema)
-    used: list[Column] = []
+    used = Columns()
     ignored: list[str] = []
     for field in schema:
         column = None
@@ -229,9 +236,9 @@ def short(error: BaseException) -> str:
     return text[:300] if text else type(error).__name__
 
 
-def column_of(columns: Sequence[Column], field: str) -> tuple[Column, int] | None:
+def column_of(columns: Columns, field: str) -> tuple[Column, int] | None:
     """The column of a field, and which item of its lists it is (-1 where its cells are none); None where none is."""
-    known = {column.name: column for column in columns}
+    known = columns.by_name
     column = known.get(field) or known.get(field.removesuffix(WORDS_SUFFIX))
     if column is not None and not column.listed:
         return column, -1

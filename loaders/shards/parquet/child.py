@@ -12,7 +12,9 @@ import mmap
 import os
 import resource
 import signal
+import threading
 from collections import OrderedDict
+from contextlib import suppress
 from typing import Any
 
 import pyarrow as pa
@@ -26,14 +28,16 @@ from orchdata.loaders.shards.parquet.cells import short
 from orchdata.loaders.shards.parquet.file import ParquetReader, Refused
 from orchdata.loaders.shards.parquet.framing import Ended, receive, send, send_bytes
 from orchdata.loaders.shards.parquet.scan import scan
+from orchdata.loaders.slow import watching
 from orchdata.loaders.storage.content_digest import BLOCK_BYTES
 
 CPU_SECONDS = 60.0
 _KEPT_BLOCKS = 48
+_sending = threading.Lock()
 
 
 def cpu_seconds(size: int, rows: int) -> float:
-    """Processor time that a file may take: a hundred times what it does take."""
+    """Processor time after which a file is given up, and the build with it: a hundred times what it does take."""
     return CPU_SECONDS + size / (1 << 20) + rows / 1000
 
 
@@ -55,12 +59,26 @@ def main(window: int, life: int) -> None:
     replies = os.dup(1)
     os.dup2(2, 1)  # whatever prints here is no message
     shared = mmap.mmap(window, BLOCK_BYTES, access=mmap.ACCESS_READ)
-    send(replies, {"ready": True})
+    _send(replies, {"ready": True})
+
+    def tell(_: str, key: object, seconds: float) -> None:
+        with suppress(Ended):  # then the other thread ends too
+            _send(replies, {"slow": [str(key), seconds]})
+
     try:
-        while True:
-            _serve(receive(0), replies, shared)
+        with watching(tell):
+            while True:
+                _serve(receive(0), replies, shared)
     except Ended:
         pass
+
+
+def _send(replies: int, message: dict[str, Any], content: memoryview | None = None) -> None:
+    """A message, and bytes that follow it: whole, whichever thread sends. Raises Ended."""
+    with _sending:
+        send(replies, message)
+        if content is not None:
+            send_bytes(replies, content)
 
 
 def _serve(request: dict[str, Any], replies: int, shared: mmap.mmap) -> None:
@@ -70,7 +88,7 @@ def _serve(request: dict[str, Any], replies: int, shared: mmap.mmap) -> None:
     _allow_cpu(cpu_seconds(size, 0))
     try:
         reader = ParquetReader(_LentFile(size, replies, shared), limits)
-        send(replies, {"rows": reader.plausible_rows()})
+        _send(replies, {"rows": reader.plausible_rows()})
         _allow_cpu(cpu_seconds(size, min(reader.plausible_rows(), limits.shard_rows)))
         table, ignored = scan(reader, limits)
         facts = _serialized(table.arrow())
@@ -84,19 +102,18 @@ def _serve(request: dict[str, Any], replies: int, shared: mmap.mmap) -> None:
             f"takes more than {memory_bytes(limits)} bytes of memory to read "
             f"(four times Limits.member_bytes={limits.member_bytes} and 2 GiB)"
         )
-        send(replies, {"failure": reason})
+        _send(replies, {"failure": reason})
         raise Ended from None  # what is left of this process's memory is not known
     except Refused as error:
-        send(replies, {"failure": str(error)})
+        _send(replies, {"failure": str(error)})
     except Exception as error:  # noqa: BLE001 - pyarrow raises many kinds for damaged files
         found = failed_import(error)
         if found is None:
-            send(replies, {"failure": f"not a readable Parquet file: {short(error)}"})
+            _send(replies, {"failure": f"not a readable Parquet file: {short(error)}"})
         else:
-            send(replies, {"broken": package_error(found.cause, "reading Parquet", found.package).args})
+            _send(replies, {"broken": package_error(found.cause, "reading Parquet", found.package).args})
     else:
-        send(replies, {"facts": {"bytes": len(facts), "ignored": ignored}})
-        send_bytes(replies, memoryview(facts))
+        _send(replies, {"facts": {"bytes": len(facts), "ignored": ignored}}, memoryview(facts))
 
 
 def _serialized(table: pa.Table) -> pa.Buffer:
@@ -142,7 +159,7 @@ class _LentFile:
     def _block(self, number: int) -> bytes:
         held = self._blocks.get(number)
         if held is None:
-            send(self._replies, {"block": number})
+            _send(self._replies, {"block": number})
             held = self._shared[: int(receive(0)["got"])]
             self._blocks[number] = held
             if len(self._blocks) > _KEPT_BLOCKS:

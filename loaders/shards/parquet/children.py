@@ -4,11 +4,13 @@
     file --measure()--> facts or the reason why there are none, and the checksum of its content
 
 A child that dies is replaced. A file that ends two of them has failed; a child that something else killed is no word
-about the file. See `measuring_process` for one child, `parquet_child` for its own side.
+about the file. One that takes far too long ends the build: time makes no verdict. See `process` for one child, `child`
+for its own side.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Iterator
@@ -61,7 +63,8 @@ def measure(file: Storage, limits: Limits) -> Measurement:
     """Measure a Parquet file in a child process, one of its own outside a `measuring` block.
 
     Raises:
-        StorageError: no child can be started, or something ends them from outside; and what `file` raises.
+        StorageError: no child can be started, something ends them from outside, or the file takes far too long; and
+            what `file` raises.
     """
     digest = ContentDigest(file)
     for attempt in (1, 2):
@@ -74,9 +77,15 @@ def measure(file: Storage, limits: Limits) -> Measurement:
                 raise StorageError(file.url, "was not measured to the end: the build ended") from None
             if death.external and attempt == 2:
                 raise StorageError(file.url, f"the process that measures it {death}, twice: is memory short?") from None
+            if death.slow:
+                reason = (
+                    f"the Parquet library {death}, a hundred times as much as files of this size take. How long it "
+                    "takes makes no verdict, so none is kept: write the file anew, or leave it out"
+                )
+                raise StorageError(file.url, reason, errno.ETIME) from None
             if attempt == 2 and is_limited_below(memory_bytes(limits)):
                 raise measured_at(MemoryError(f"the process that measures it {death}"), file.url) from None
-            if death.certain or (attempt == 2 and not death.external):
+            if attempt == 2 and not death.external:
                 return _measurement(f"the Parquet library {death}", child.promised_rows, digest)
         except BaseException:
             _pool.discard(child)  # it still waits for an answer

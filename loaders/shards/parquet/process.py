@@ -24,6 +24,7 @@ from orchdata.loaders.memory import UnmeasuredError, measured_at
 from orchdata.loaders.shards.facts_table import SCHEMA, FactsTable
 from orchdata.loaders.shards.parquet.child import cpu_seconds
 from orchdata.loaders.shards.parquet.framing import Ended, Silent, receive, receive_bytes, send
+from orchdata.loaders.slow import log
 from orchdata.loaders.storage.content_digest import BLOCK_BYTES, ContentDigest
 from orchdata.loaders.storage.storage import Storage
 
@@ -51,13 +52,13 @@ class Died(Exception):
 
     Attributes:
         external: something other than the file may have ended it.
-        certain: the file did, without a second try.
+        slow: it took too long.
     """
 
-    def __init__(self, message: str, *, external: bool = False, certain: bool = False) -> None:
+    def __init__(self, message: str, *, external: bool = False, slow: bool = False) -> None:
         super().__init__(message)
         self.external = external
-        self.certain = certain
+        self.slow = slow
 
 
 class MeasuringProcess:
@@ -130,6 +131,8 @@ class MeasuringProcess:
                     self._lend(file, value, digest)
                 elif kind == "rows" and isinstance(value, int):
                     self.promised_rows = value
+                elif kind == "slow" and isinstance(value, list):
+                    log(file.url, str(value[0]), float(value[1]))
                 elif kind == "broken" and isinstance(value, list):
                     raise PackageError(*map(str, value))
                 elif kind == "short" and isinstance(value, list):
@@ -142,7 +145,7 @@ class MeasuringProcess:
                 else:
                     raise Died(f"left a message {kind!r} that means nothing")
         except Silent:
-            raise Died(f"gave no answer for {patience:.0f} s", certain=True) from None
+            raise Died(f"gave no answer for {patience:.0f} s", slow=True) from None
         except Ended:
             raise self._death() from None
 
@@ -159,7 +162,7 @@ class MeasuringProcess:
             return Died(f"ended the process with exit code {status}")
         number = -status
         if number == signal.SIGXCPU:
-            return Died("took too much processor time (SIGXCPU)", certain=True)
+            return Died("took too much processor time (SIGXCPU)", slow=True)
         name = signal.Signals(number).name
         if number in _EXTERNAL:
             return Died(f"was killed ({name})", external=True)

@@ -19,8 +19,9 @@ from orchdata.loaders.modalities.modality import Header
 from orchdata.loaders.modalities.probing import read_header
 from orchdata.loaders.shards.facts_table import NO_HEADER, FactsTable
 from orchdata.loaders.shards.fields import PARQUET
-from orchdata.loaders.shards.parquet.cells import Column, PathOnly, is_text, short, text_bytes
+from orchdata.loaders.shards.parquet.cells import Column, Columns, PathOnly, is_text, short, text_bytes
 from orchdata.loaders.shards.parquet.file import Refused
+from orchdata.loaders.slow import here
 
 # A day or a second beyond what Python counts is an ArithmeticError.
 _OF_A_CELL = (pa.ArrowException, ArithmeticError, ValueError, TypeError, LookupError, RecursionError)
@@ -30,7 +31,7 @@ class RowReader(Protocol):
     """What has rows in groups: a ParquetReader, or one of another format."""
 
     schema: pa.Schema
-    columns: list[Column]
+    columns: Columns
     ignored: list[str]
     key: str | None
     starts: Any
@@ -70,16 +71,21 @@ class _Scan:
         columns = reader.columns
         names = [column.name for column in columns] + ([key] if key is not None else [])
         number = 0
+        place = here()
         for group in range(len(reader.starts) - 1):
+            place.key = f"row {number}"
             for batch in reader.batches(group, names, scan=True):
                 cells = [batch.column(column.name) for column in columns]
                 keys = batch.column(key) if key is not None else None
                 for i in range(batch.num_rows):
                     named = _key(keys[i]) if keys is not None else None
-                    self._add_row(number, str(number) if named is None else named, columns, [cell[i] for cell in cells])
+                    place.key = called = str(number) if named is None else named
+                    self._add_row(number, called, columns, [cell[i] for cell in cells])
                     number += 1
+                place.key = f"row {number}"  # whose batch is decoded next
                 if len(self._table) > self._limits.shard_rows:
                     raise Refused(f"more than {self._limits.shard_rows} fields, above Limits.shard_rows")
+        place.key = None
         return self._table
 
     def _add_row(self, number: int, key: str, columns: list[Column], scalars: list[pa.Scalar]) -> None:

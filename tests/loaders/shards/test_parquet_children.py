@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import errno
 import os
 import select
 import shutil
@@ -144,16 +145,23 @@ def test_a_signal_of_the_childs_own_is_the_files_failure(
     assert errors(write(tmp_path / "a.parquet")) == [f"the Parquet library ended the process with {number.name}"]
 
 
-def test_a_file_that_never_ends_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_never_ends_ends_the_build_and_time_makes_no_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     patched(monkeypatch, "while True: pass")
-    assert errors(write(tmp_path / "a.parquet")) == ["the Parquet library took too much processor time (SIGXCPU)"]
+    with pytest.raises(
+        StorageError, match=r"a\.parquet: .*too much processor time \(SIGXCPU\).* leave it out"
+    ) as raised:
+        errors(write(tmp_path / "a.parquet"))
+    assert raised.value.errno == errno.ETIME
 
 
-def test_a_child_that_waits_for_ever_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_that_waits_for_ever_ends_the_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     patched(monkeypatch, "signal.pause()")
     monkeypatch.setattr(measuring_process, "_SILENT_SECONDS", 1.0)
     monkeypatch.setattr(measuring_process, "cpu_seconds", lambda size, rows: 0.0)
-    assert errors(write(tmp_path / "a.parquet")) == ["the Parquet library gave no answer for 1 s"]
+    with pytest.raises(StorageError, match="the Parquet library gave no answer for 1 s"):
+        errors(write(tmp_path / "a.parquet"))
     assert children() == []
 
 
