@@ -28,7 +28,7 @@ _GENERATION: Final = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _MOST_WORK: Final = 1 << 31
 """Characters that may be rendered or searched for one chat."""
 _MESSAGE_WORK: Final = 256
-"""What a template does with one turn beside writing its text, in characters."""
+"""What a template does with one turn, or tool, beside writing its text, in characters."""
 _CHECKED_CHARACTERS: Final = 1 << 20
 """Of one rendering, from which on they are counted before it ends."""
 _MOST_ITERATIONS: Final = 1 << 26
@@ -132,7 +132,7 @@ class JinjaTemplate:
             work: what is done for the same chat; None for one that is rendered once.
         """
         work = work or Work()
-        work.add(_MESSAGE_WORK * len(messages))
+        work.add(_MESSAGE_WORK * (len(messages) + len(inputs.tools or ()) + len(inputs.documents or ())))
         known: Mapping[str, Any] = _variables(self.variables)
         seen = {**known, **inputs.variables} if inputs.variables else known
         try:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, Final, NamedTuple
@@ -60,6 +60,13 @@ class _Template:
         plain, prompted = self.of([asked]) or "", self.of([asked], prompt=True) or ""
         answered = self.of([asked, {"role": TRAINED_ROLE, "content": _like([] if listed else "", _ANSWER)}]) or ""
         return prompted[len(plain) :] if prompted.startswith(plain) else "", answered.rpartition(_ANSWER)[2]
+
+    def ways(self) -> tuple[_Template, ...]:
+        """What stretches are rendered with: one of the tools and documents, which few of them show; then all."""
+        tools, documents, variables = self.inputs
+        if max(len(tools or ()), len(documents or ())) < 2:
+            return (self,)
+        return replace(self, inputs=Inputs(tools and tools[:1], documents and documents[:1], variables)), self
 
     def of(self, messages: Sequence[Message], *, prompt: bool = False) -> str | None:
         """A rendering of other turns, without the tail; None where the template refuses them."""
@@ -148,12 +155,13 @@ def _turn_spans(rendering: _Rendering, turns: Sequence[int]) -> Spans:
 def _by_stretches(rendering: _Rendering, turns: Sequence[int]) -> Spans | None:
     """Where these turns stand, as stretches of the chat tell it; None where their texts are not that of the chat."""
     chat, last = LongChat(rendering.messages), len(rendering.messages)
+    ways = rendering.by.ways()
     spans: Spans = []
     start = place = 0
     while start < last:
-        cuts = (_cut(rendering, chat.stretch(start, stop)) for stop in _stops(rendering.messages, start))
-        cut = next(filter(None, cuts), None)
-        if cut is None or not rendering.text.startswith(cut.text, place):
+        cuts = (_cut(way, chat.stretch(start, stop)) for way in ways for stop in _stops(rendering.messages, start))
+        cut = next((cut for cut in cuts if cut is not None and rendering.text.startswith(cut.text, place)), None)
+        if cut is None:
             return None
         stop, off = start + cut.stop - cut.start, place - cut.begin
         for turn in turns[bisect_left(turns, start) : bisect_left(turns, stop)]:
@@ -196,12 +204,12 @@ def _stops(messages: Sequence[Message], start: int) -> list[int]:
     return sorted(range(first, first + _STOPS), key=lambda stop: messages[stop]["role"] != TRAINED_ROLE)
 
 
-def _cut(rendering: _Rendering, stretch: Stretch) -> _Cut | None:
+def _cut(by: _Template, stretch: Stretch) -> _Cut | None:
     """The text of a stretch; None where that is not told by rendering what comes before it, and both."""
-    whole = rendering.by.rendered(stretch.messages)
+    whole = by.rendered(stretch.messages)
     if whole is None:
         return None
-    near = _Rendering(stretch.messages, whole, rendering.by)
+    near = _Rendering(stretch.messages, whole, by)
     begin, end = _beginning(near, stretch.start), _beginning(near, stretch.stop)
     return None if begin is None or end is None else _Cut(near, stretch.start, stretch.stop, begin, end)
 

@@ -15,7 +15,7 @@ import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from itertools import accumulate, count
 from typing import Any, Final, NamedTuple
 
@@ -44,8 +44,11 @@ _THOUGHT: Final = ("<think>", "</think>")
 _NAME: Final = "name"
 """Of a tool that answers: its call says it too."""
 _PHRASE_CHARACTERS: Final = 16
+_WORD_ALONE: Final = re.compile(r"\w+")
+_PATTERN_WORK: Final = 8
+"""A character that a pattern is looked for in, as against one of a plain search."""
 _SHORT: Final = 64
-"""Turns of a chat whose frame is kept for others of its shape."""
+"""Turns, and texts, of a chat whose outline is kept for others of its shape."""
 _NO_INPUTS: Final = Inputs()
 _BESIDE: Final = -1
 """The turn of what stands beside all turns."""
@@ -56,6 +59,9 @@ Slots = tuple[tuple[str, str], ...]
 
 Shape = tuple[tuple[str, bool, tuple[str | bool, ...]], ...]
 """Of each turn the role, whether its content is a list, and of each item a modality, or whether its text holds any."""
+
+Places = tuple[tuple[tuple[int, int], tuple[int, int]], ...]
+"""Where loss begins and ends, each as a piece of an outline and a place in it."""
 
 
 class Forms(NamedTuple):
@@ -261,9 +267,23 @@ class _Said:
     def __contains__(self, phrase: str) -> bool:
         found = self._known.get(phrase)
         if found is None:
-            self._work.add(len(self._text))
-            found = self._known[phrase] = _is_said(phrase, self._text)
+            found = self._known[phrase] = self._says(phrase)
         return found
+
+    def _says(self, phrase: str) -> bool:
+        """Whether a long phrase stands in the text, and a short one between what are no letters."""
+        if len(phrase) >= _PHRASE_CHARACTERS:
+            self._work.add(len(self._text))
+            return phrase in self._text
+        if _WORD_ALONE.fullmatch(phrase):
+            return phrase in self._words
+        self._work.add(_PATTERN_WORK * len(self._text))
+        return re.search(rf"(?<!\w){re.escape(phrase)}(?!\w)", self._text) is not None
+
+    @cached_property
+    def _words(self) -> frozenset[str]:
+        self._work.add(_PATTERN_WORK * len(self._text))
+        return frozenset(_WORD_ALONE.findall(self._text))
 
 
 def _check_rest(chat: Chat, template: JinjaTemplate, text: str, work: Work) -> None:
@@ -354,26 +374,18 @@ def _lost(where: str, key: str) -> DecodeError:
     )
 
 
-def _is_said(phrase: str, text: str) -> bool:
-    if phrase not in text:
-        return False
-    if len(phrase) >= _PHRASE_CHARACTERS:
-        return True
-    return re.search(rf"(?<!\w){re.escape(phrase)}(?!\w)", text) is not None
-
-
 def _text_of(message: Mapping[str, Any]) -> str:
     items = items_of(message.get("content"))
     return "".join(str(item.get("text", "")) for item in items if isinstance(item, dict))
 
 
-# Chats that hold nothing but words and media: one rendering tells all, where the frame around their words is known.
+# Chats that hold nothing but words and media: one rendering tells all, where the outline of their shape is known.
 
 
 def _known_spans(
     chat: Chat, messages: list[Message], template: JinjaTemplate, slots: Slots, text: str, work: Work
 ) -> Spans | None:
-    """What of a rendering carries loss, where it is the frame of the chat's shape around all that the chat says."""
+    """What of a rendering carries loss, where it is the outline of the chat's shape around all that the chat says."""
     if chat.inputs != _NO_INPUTS:
         return None
     shape: list[tuple[str, bool, tuple[str | bool, ...]]] = []
@@ -388,46 +400,74 @@ def _known_spans(
         kinds = tuple(item.modality if word is None else bool(word) for item, word in zip(items, words, strict=True))
         shape.append((message["role"], isinstance(adapted.get("content"), list), kinds))
         said.extend(word for word in words if word)
-    if len(shape) > _SHORT:  # too long to be kept, and hardly another's shape
-        frame = _frame_of(template, slots, tuple(shape), chat.trained, work)
-    else:
-        frame = _frame(template, slots, tuple(shape), chat.trained)
-    return None if frame is None else frame.spans_in(said, text)
+    is_kept = len(shape) <= _SHORT and len(said) <= _SHORT  # or it is hardly another's shape
+    key = template, slots, tuple(shape)
+    outline = _kept_outline(*key) if is_kept else _outline(*key, work)
+    starts = None if outline is None else outline.starts_in(said, text)
+    if outline is None or starts is None:
+        return None
+    spans = _kept_spans(*key, chat.trained) if is_kept else outline.spans(template, chat.trained, work)
+    return None if spans is None else [(starts[2 * a] + at, starts[2 * b] + to) for (a, at), (b, to) in spans]
 
 
-class _Frame(NamedTuple):
-    """What a template writes around the words of chats of one shape.
+class _Outline(NamedTuple):
+    """What a template writes around the words of chats of one shape, as seen around words of ours.
 
     Attributes:
-        pieces: before, between and behind the words.
+        messages, text, generated: a chat of that shape, and its rendering.
+        pieces: of the text, before, between and behind the words: where each begins and ends.
         order: of the words, as places among all of the chat.
-        spans: where loss begins and ends, each as a piece and a place in it.
     """
 
-    pieces: tuple[str, ...]
+    messages: list[Message]
+    text: str
+    generated: Spans
+    pieces: list[tuple[int, int]]
     order: tuple[int, ...]
-    spans: tuple[tuple[tuple[int, int], tuple[int, int]], ...]
 
-    def spans_in(self, said: list[str], text: str) -> Spans | None:
-        """Its spans in a rendering that is this frame around what a chat says, in full or without blanks around it."""
+    def starts_in(self, said: list[str], text: str) -> list[int] | None:
+        """Where pieces and words begin, by turns, in a rendering that has these pieces around what a chat says, in full
+        or without blanks around it; None in any other.
+        """
+        pieces = [self.text[start:end] for start, end in self.pieces]
         for words in (said, [word.strip() for word in said]):
             filled = [words[place] for place in self.order]
-            parts = [part for pair in zip(self.pieces, [*filled, ""], strict=True) for part in pair]
+            parts = [part for pair in zip(pieces, [*filled, ""], strict=True) for part in pair]
             if "".join(parts) == text:
-                starts = [0, *accumulate(map(len, parts))]
-                return [(starts[2 * a] + at, starts[2 * b] + to) for (a, at), (b, to) in self.spans]
+                return [0, *accumulate(map(len, parts))]
         return None
+
+    def spans(self, template: JinjaTemplate, trained: tuple[bool, ...], work: Work) -> Places | None:
+        """Where loss begins and ends; None where that cannot be told, or is inside of a word."""
+        try:
+            found = loss_spans(self.messages, trained, template, _NO_INPUTS, self.text, self.generated, work)
+        except TooMuchWork:
+            raise
+        except DecodeError:
+            return None
+        ends = [end for _, end in self.pieces]
+        places = [self._place(at, ends) for span in found for at in span]
+        known = [place for place in places if place is not None]
+        return tuple(zip(known[::2], known[1::2], strict=True)) if len(known) == len(places) else None
+
+    def _place(self, at: int, ends: list[int]) -> tuple[int, int] | None:
+        number = bisect_left(ends, at)
+        return (number, at - self.pieces[number][0]) if self.pieces[number][0] <= at else None
 
 
 @lru_cache(maxsize=4096)
-def _frame(template: JinjaTemplate, slots: Slots, shape: Shape, trained: tuple[bool, ...]) -> _Frame | None:
-    return _frame_of(template, slots, shape, trained, Work())
+def _kept_outline(template: JinjaTemplate, slots: Slots, shape: Shape) -> _Outline | None:
+    return _outline(template, slots, shape, Work())
 
 
-def _frame_of(
-    template: JinjaTemplate, slots: Slots, shape: Shape, trained: tuple[bool, ...], work: Work
-) -> _Frame | None:
-    """The frame of chats of a shape; None where they are not rendered in full, or not told apart."""
+@lru_cache(maxsize=4096)
+def _kept_spans(template: JinjaTemplate, slots: Slots, shape: Shape, trained: tuple[bool, ...]) -> Places | None:
+    outline = _kept_outline(template, slots, shape)
+    return None if outline is None else outline.spans(template, trained, Work())
+
+
+def _outline(template: JinjaTemplate, slots: Slots, shape: Shape, work: Work) -> _Outline | None:
+    """The outline of chats of a shape; None where the template does not render them in full."""
     marks, forms = dict(slots), _forms(template, slots)
     messages: list[Message] = []
     told = 0
@@ -444,7 +484,6 @@ def _frame_of(
         messages.append(_adapted({"role": role, "content": content}, forms, marks))
     try:
         text, generated = template.render(messages, _NO_INPUTS, work=work)
-        spans = loss_spans(messages, trained, template, _NO_INPUTS, text, generated, work)
     except TooMuchWork:
         raise
     except DecodeError:
@@ -454,16 +493,7 @@ def _frame_of(
     if sorted(order) != list(range(told)):
         return None
     bounds = [0, *(end for word in words for end in word.span()), len(text)]
-    pieces = list(zip(bounds[::2], bounds[1::2], strict=True))
-    ends = bounds[1::2]
-
-    def place(at: int) -> tuple[int, int] | None:
-        number = bisect_left(ends, at)
-        return (number, at - pieces[number][0]) if number < len(pieces) and pieces[number][0] <= at else None
-
-    found = [(place(start), place(end)) for start, end in spans]
-    whole = tuple((begin, end) for begin, end in found if begin is not None and end is not None)
-    return _Frame(tuple(text[a:b] for a, b in pieces), order, whole) if len(whole) == len(spans) else None
+    return _Outline(messages, text, generated, list(zip(bounds[::2], bounds[1::2], strict=True)), order)
 
 
 @lru_cache(maxsize=256)
