@@ -8,7 +8,7 @@ ARGS ?=
 # Whole files at a time, and more of the quick tests than there are cores: they wait for processes that they start.
 PYTEST := $(BIN)/python -m pytest -q --dist loadfile
 
-.PHONY: demo test test-slow test-torchvision test-wheel fuzz soak check format bench peers clean
+.PHONY: demo test test-slow test-torchvision test-wheel test-planted fuzz soak check format bench peers clean
 
 demo: $(STAMP)
 	$(BIN)/orchdata demo $(ARGS)
@@ -28,6 +28,10 @@ test-torchvision: $(VENV)/torchvision
 # Some 6 GB that are removed again; not tried, with a word, where there is no room.
 test-wheel:
 	$(PYTHON) scripts/try_wheel.py $(ARGS)
+
+# Faults that are planted in copies of the tree, one at a time: for each, a test must fail.
+test-planted: $(STAMP)
+	PYTHONPATH=tests/support $(BIN)/python tests/faults/plant.py $(ARGS)
 
 fuzz: $(STAMP)
 	PYTHONPATH=tests/support $(BIN)/python tests/fuzz/fuzz.py $(ARGS)

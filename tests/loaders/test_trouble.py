@@ -22,7 +22,7 @@ from orchdata.loaders.index import build as build_module
 from orchdata.loaders.index import shard_costs as costs_module
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.kept import open_index
-from orchdata.loaders.recipe import Recipe
+from orchdata.loaders.recipe import Recipe, TextPreprocessor
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.local import LocalFile
 from orchdata.loaders.storage.retries import Patience
@@ -233,11 +233,14 @@ def test_whatever_scanning_a_shard_raises_is_its_failure(texts: list[str], monke
             raise TypeError("odd")
         return facts(shard)
 
-    monkeypatch.setattr(TarShard, "facts", odd)
-    index = build_index(texts, Recipe())
+    with monkeypatch.context() as patch:
+        patch.setattr(TarShard, "facts", odd)
+        index = build_index(texts, Recipe())
     assert index.bad_rows().tolist() == [0]
     assert str(index.failure(0)) == f"{texts[0]}: cannot be scanned: TypeError: odd"
     assert len(index) == 101
+    again = build_index(texts, Recipe())  # nobody knows whether the reason lasts, so that a later build looks again
+    assert (len(again), again.bad_rows().size) == (200, 0)
 
 
 def zero(path: str, start: int = 0) -> None:
@@ -298,6 +301,26 @@ def test_a_shard_rewritten_between_scan_and_measuring_is_scanned_again(
         index = build_index(texts, Recipe(), num_threads=1)
     assert [index.key(row) for row in range(50)] == [f"new-{number:03d}" for number in range(50)]
     assert len(index) == 150
+
+
+def test_a_shard_rewritten_behind_facts_that_were_kept_is_scanned_again(
+    texts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build_index(texts, Recipe(), num_threads=1)
+    cost_shard, rewritten = build_module.cost_shard, []
+
+    def rewrite_first(facts: Any, open_shard: Any, *given: Any) -> Any:
+        if not rewritten:
+            size = Path(texts[0]).stat().st_size
+            rewritten.append(text_shard(Path(texts[0]), "x0-"))
+            assert Path(texts[0]).stat().st_size == size
+        return cost_shard(facts, open_shard, *given)
+
+    monkeypatch.setattr(build_module, "cost_shard", rewrite_first)
+    other = Recipe(text=TextPreprocessor(lambda text: [1] * len(text), id="characters"))
+    with pytest.warns(UserWarning, match=r"t0\.tar: was changed while it was indexed.*trying again"):
+        index = build_index(texts, other, num_threads=1)
+    assert [index.key(row) for row in range(100)] == [f"x0-{number:03d}" for number in range(100)]
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO, errno.EACCES])

@@ -25,7 +25,7 @@ import orchdata as od
 import orchdata.loaders.index.index
 import orchdata.loaders.index.kept
 from orchdata.loaders.errors import DataError, FieldError, MissingIndexError, StorageError
-from orchdata.loaders.index import build, facts, repeats
+from orchdata.loaders.index import build, facts, repeats, table
 from orchdata.loaders.index.build import BuildProgress, build_index
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.kept import index_path, open_index
@@ -361,6 +361,16 @@ def test_tables_beyond_what_is_held_are_read_again(shards: list[str], monkeypatc
     held = content(build_index(shards, Recipe(), force=True))
     monkeypatch.setattr(build, "_HELD_BYTES", 0)
     assert content(build_index(shards, Recipe(), force=True)) == held
+
+
+def test_an_index_that_is_written_in_several_turns_is_the_same(
+    tmp_path: Path, shards: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [{"__key__": "text", "txt": b"t"}, {"__key__": "broken", "jpg": b"no image"}]
+    urls = [write_shard(tmp_path / "texts.tar", texts), *shards]
+    at_once = build_index(urls, Recipe())
+    monkeypatch.setattr(table, "_FLUSH_BYTES", 0)
+    assert content(build_index(urls, Recipe(), force=True)) == content(at_once)
 
 
 def test_the_same_shard_under_two_paths_is_refused(tmp_path: Path, shards: list[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -247,6 +248,15 @@ def test_costs_of_another_shard_are_refused(tmp_path: Path) -> None:
     three_samples(0).write(path, "fake.tar", META)
     with pytest.raises(ValueError, match=r"it is that of fake\.tar"):
         CostTable.open(path, "other.tar", KINDS)
+
+
+def test_a_table_of_the_same_size_is_not_the_one_that_was_measured(tmp_path: Path) -> None:
+    path = str(tmp_path / "a.costs")
+    costs = three_samples(0)
+    table = costs.write(path, "fake.tar", META).let_go()
+    assert costs.write(path, "fake.tar", replace(META, version="2")).size == table.size
+    with pytest.raises(StaleIndexError, match="measured by another build, during this one: build again"):
+        table.body()
 
 
 def test_a_table_that_is_not_held_says_when_its_file_went(tmp_path: Path) -> None:

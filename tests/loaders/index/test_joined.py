@@ -68,6 +68,7 @@ def test_failures_names_and_totals_are_those_of_all(indexes: list[Index]) -> Non
     assert joined.totals["samples"] == len(joined)
     assert joined.totals["llm_tokens"] == int(joined.llm_tokens[np.arange(len(joined))].sum())
     assert joined.lost_samples().tolist() == [0] * 5
+    assert joined.sample_rows().tolist() == list(range(len(joined)))
     assert joined.build_id != JoinedIndex(indexes[:2]).build_id
     with pytest.raises(ValueError, match="row 35 of an index of 35"):
         joined.key(35)

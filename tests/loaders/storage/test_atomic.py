@@ -45,6 +45,25 @@ def test_a_small_file_is_written_again_where_the_system_refused_once(
         write_once(path, b"other")
 
 
+def test_what_the_system_writes_in_pieces_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: real(fd, bytes(data)[:3], offset))
+    write_once(tmp_path / "x", b"12345678")
+    assert (tmp_path / "x").read_bytes() == b"12345678"
+
+
+def test_a_large_file_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, sync, synced = tmp_path / "x", os.fsync, []
+
+    def noted(fd: int) -> None:
+        sync(fd)
+        synced.append((os.fstat(fd).st_size, path.exists()))
+
+    monkeypatch.setattr(os, "fsync", noted)
+    _replace(path)
+    assert synced == [(len(b"newer"), False)] and path.exists()
+
+
 @pytest.mark.parametrize("step", ["pwrite", "replace", "close"])
 def test_a_full_disk_is_a_storage_error_and_leaves_nothing(
     tmp_path: Path, no_pauses: None, monkeypatch: pytest.MonkeyPatch, step: str

@@ -88,6 +88,19 @@ def test_a_forgotten_file_is_opened_anew(path: Path, no_pauses: None, monkeypatc
     file.check_unchanged()
 
 
+def test_a_file_in_the_place_of_a_forgotten_one_is_not_read(
+    path: Path, no_pauses: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = LocalFile(path)
+    content = path.read_bytes()
+    path.unlink()
+    path.write_bytes(content)
+    os.utime(path, (1, 1))  # another file of the same size
+    monkeypatch.setattr(os, "pread", refusing(os.pread, 2, errno.ESTALE))
+    with pytest.raises(StaleIndexError, match="/data: was replaced while it was open"):
+        file.read(0, 3)
+
+
 @pytest.mark.parametrize("change", ["content", "size", "times"])
 def test_a_change_while_open_is_seen(path: Path, change: str) -> None:
     file = LocalFile(path)

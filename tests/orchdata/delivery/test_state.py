@@ -45,6 +45,7 @@ def told(state: bytes) -> str:
         ({"version": 99}, "version 99"),
         ({"step": 11}, "step 11"),
         ({"step": -1}, "step -1"),
+        ({"step": 5, "position": 119}, "step 5 of epoch 0 begins behind 119 samples in the state and 120 here"),
         ({"epoch": "x"}, "'x'"),
         ({"epoch": 10**30}, "damaged: its 'epoch'"),
         ({"fingerprint": None}, "damaged: its 'fingerprint' is None"),

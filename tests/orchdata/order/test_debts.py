@@ -159,6 +159,24 @@ def test_a_source_comes_in_stages_with_a_weight_alone() -> None:
         assert weights[min(at // 700, 29) % 5][taken]
 
 
+def test_a_source_stays_owed_where_another_leaves_or_joins() -> None:
+    """A fifth of 20,000 tokens are 4,000, to within two samples of 300 tokens; a stage has 100 of them."""
+    lengths = [np.full(600, 10), np.full(40, 300), np.full(600, 10)]
+    weights = [periods_of([0.8, 0.2, 0]), periods_of([0.7, 0.2, 0.1])]
+    stages = [Stage(500 * k, weights[k % 2]) for k in range(40)]
+    order = MixtureOrder(sources_of(lengths), stages, stop="repeat", epoch_size=("tokens", 20_000))
+    source, _ = order.rows(0, 0, order.length(0))
+    assert abs(300 * np.count_nonzero(source == 1) - 4_000) <= 600
+
+
+def test_stages_are_of_the_run_and_not_of_an_epoch() -> None:
+    """The first stage is over after 10 samples of 10 tokens, and an epoch has 90 and more."""
+    stages = [Stage(0, periods_of([1, 1])), Stage(100, periods_of([8, 1]))]
+    order = MixtureOrder(sources_of([np.full(90, 10), np.full(90, 10)]), stages, stop="first")
+    counts = [np.bincount(order.rows(epoch, 0, 10)[0], minlength=2).tolist() for epoch in range(2)]
+    assert counts[0] == [5, 5] and counts[1][1] <= 2
+
+
 @pytest.mark.parametrize("stop", ["first", "all"])
 def test_every_epoch_ends_in_the_same_place_however_it_is_found(stop: Any) -> None:
     rng = np.random.default_rng(3)

@@ -101,11 +101,14 @@ def test_a_draw_is_torchs_and_is_told_again(name: str, own: bool) -> None:
         assert list(again.items(again.tell(), again=False)) == expected[1]
 
 
-@pytest.mark.parametrize(("drop_last", "count", "last"), [(True, 3, (8, 12)), (False, 4, (12, 14))])
-def test_global_batches_cut_an_epoch(drop_last: bool, count: int, last: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("drop_last", "num_samples", "count", "last"),
+    [(True, 14, 3, (8, 12)), (False, 14, 4, (12, 14)), (False, 13, 4, (12, 13)), (False, 12, 3, (8, 12))],
+)
+def test_global_batches_cut_an_epoch(drop_last: bool, num_samples: int, count: int, last: tuple[int, int]) -> None:
     batches = GlobalBatches(size=4, drop_last=drop_last)
-    assert batches.count(14) == count
-    assert batches.bounds(count - 1, 14) == last
+    assert batches.count(num_samples) == count
+    assert batches.bounds(count - 1, num_samples) == last
     for step in (-1, count):
         with pytest.raises(IndexError, match=f"step {step} is outside the epoch of {count} steps"):
-            batches.bounds(step, 14)
+            batches.bounds(step, num_samples)

@@ -297,6 +297,23 @@ def test_steps_come_as_they_are_ready_and_each_once(shuffle: bool) -> None:
         assert sorted(given + after + list(again)) == [[number] for number in range(12)]
 
 
+def test_steps_that_were_left_stay_left_until_they_come() -> None:
+    def loader() -> Any:
+        return od.DataLoader(list(range(8)), collate_fn=list, batch_size=1)
+
+    one = loader()
+    steps = iter(one)
+    assert [next(steps) for _ in range(5)] == [[0], [1], [2], [3], [4]]
+    state = saved(one) | {"left": [0, 2, 3]}  # as if these had been overtaken
+    again = loader()
+    again.load_state_dict(state)
+    assert next(iter(again)) == [0]
+    second = saved(again)
+    assert second["left"] == [2, 3]
+    again.load_state_dict(second)
+    assert list(again) == [[2], [3], [5], [6], [7]]
+
+
 class HeldShares(Counted):
     """The first worker gives nothing before it is let go."""
 

@@ -1,0 +1,180 @@
+"""Planted faults, each of which some test must find: `make test-planted`, or `make test-planted ARGS="name name"`.
+
+    planted/*.patch --each applied to a copy of the tree--> its tests run there --> caught by ..., or SURVIVED
+
+First the tests of all patches run in a copy without a fault: one that fails or is skipped there would prove nothing. A
+fault is caught where a test fails. It is broken where nothing fails and something else ends: an import, a collection.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+from xml.etree import ElementTree
+
+from planted_faults import REPOSITORY, Fault, faults
+
+FIXTURES = REPOSITORY.parent / "shared" / "fixtures"
+_MAPPED = ("loaders", "balancers", "native")
+"""Folders beside `orchdata` that are rooms of it."""
+_LEFT_OUT = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "demo-out")
+_SECONDS = 900.0
+_FILES = (
+    "import importlib, sys; print(*(importlib.import_module(name).__file__ for name in ('orchdata', *sys.argv[1:])))"
+)
+
+
+class Outcome(NamedTuple):
+    """What the tests of one copy said: how many passed, names of those that failed, and of those that did not run to
+    their end, and pytest's words.
+    """
+
+    passed: int
+    failed: tuple[str, ...]
+    silent: tuple[str, ...]
+    words: str
+
+
+class Verdict(NamedTuple):
+    """What became of one fault."""
+
+    caught: bool
+    words: str
+
+
+def copy_of_tree(target: Path) -> Path:
+    """The tree without what is hidden or built, as a package that is imported from there. Compiled kernels come along:
+    they are known by the times of their sources, which a copy keeps.
+    """
+    shutil.copytree(REPOSITORY, target, symlinks=True, ignore=_LEFT_OUT)
+    for folder in _MAPPED:
+        (target / "orchdata" / folder).symlink_to(Path("..") / folder)
+    return target
+
+
+def environment_of(tree: Path) -> dict[str, str]:
+    """In which Python imports the package of a copy and not the installed one."""
+    environment = {"ORCHDATA_FIXTURES": str(FIXTURES), **os.environ, "PYTHONPATH": str(tree)}
+    environment.pop("NUMBA_CACHE_DIR", None)  # by the path of a source, of which each copy has another
+    return environment
+
+
+def check_import(tree: Path, fault: Fault) -> str:
+    """Why the copy, or a file that the fault changes, cannot be imported from there; empty where it can."""
+    modules = [_module_of(path) for path in fault.paths]
+    command = [sys.executable, "-c", _FILES, *modules]
+    ran = subprocess.run(command, cwd=tree, env=environment_of(tree), capture_output=True, text=True)
+    if ran.returncode:
+        return f"cannot be imported: {ran.stderr.strip().splitlines()[-1]}"
+    elsewhere = [file for file in ran.stdout.split() if not Path(file).is_relative_to(tree)]
+    return f"is imported from elsewhere: {elsewhere[0]}" if elsewhere else ""
+
+
+def _module_of(path: str) -> str:
+    dotted = path.removesuffix(".py").replace("/", ".")
+    return dotted if dotted.startswith("orchdata.") else f"orchdata.{dotted}"
+
+
+def run_tests(tree: Path, tests: Sequence[str], *options: str) -> Outcome:
+    """Run tests in a copy. Their report and temporary files lie beside it."""
+    report = tree.with_suffix(".xml")
+    command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", "-m", "slow or not slow"]
+    command += [f"--junitxml={report}", f"--basetemp={tree.with_suffix('.tmp')}", *options, *tests]
+    try:
+        ran = subprocess.run(
+            command, cwd=tree, env=environment_of(tree), capture_output=True, text=True, timeout=_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return Outcome(0, (), (), f"no end within {_SECONDS:g} s")
+    return read_report(report, ran.stdout + ran.stderr)
+
+
+def read_report(report: Path, words: str) -> Outcome:
+    """What pytest's report says; nothing was run where there is none."""
+    cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
+    failed, silent, passed = [], [], 0
+    for case in cases:
+        kinds = {child.tag for child in case}
+        name = case.get("name", "")
+        if "failure" in kinds:
+            failed.append(name)
+        elif kinds & {"error", "skipped"}:
+            silent.append(name)
+        else:
+            passed += 1
+    return Outcome(passed, tuple(failed), tuple(silent), words)
+
+
+def verdict_of(outcome: Outcome) -> Verdict:
+    if outcome.failed:
+        return Verdict(True, f"caught by {outcome.failed[0]}")
+    if outcome.silent or not outcome.passed:
+        return Verdict(False, f"BROKEN: no test failed, and not all ran\n{_tail(outcome.words)}")
+    return Verdict(False, "SURVIVED")
+
+
+def tried(fault: Fault, plain: Path) -> Verdict:
+    """Plant a fault in a copy of the plain copy, and run its tests."""
+    tree = plain.with_name(fault.name)
+    try:
+        shutil.copytree(plain, tree, symlinks=True)
+        fault.apply(tree)
+        broken = check_import(tree, fault)
+        return Verdict(False, f"BROKEN: {broken}") if broken else verdict_of(run_tests(tree, fault.tests, "-x"))
+    finally:
+        shutil.rmtree(tree, ignore_errors=True)
+        shutil.rmtree(tree.with_suffix(".tmp"), ignore_errors=True)
+
+
+def run(planted: Sequence[Fault], folder: Path, jobs: int) -> int:
+    """How many faults were not caught; all of them where their tests do not pass without a fault."""
+    plain = copy_of_tree(folder / "plain")
+    tests = list(dict.fromkeys(test for fault in planted for test in fault.tests))
+    started = time.monotonic()
+    outcome = run_tests(plain, tests, "-n", str(jobs), "--dist", "loadfile")
+    if outcome.failed or outcome.silent or not outcome.passed:
+        names = ", ".join((*outcome.failed, *outcome.silent))
+        print(f"the tests do not pass where no fault is planted: {names}\n{_tail(outcome.words)}")
+        return len(planted)
+    print(f"{outcome.passed} tests pass where no fault is planted ({time.monotonic() - started:.0f} s)", flush=True)
+
+    def tell(fault: Fault) -> Verdict:
+        began = time.monotonic()
+        verdict = tried(fault, plain)
+        print(f"{fault.name}: {verdict.words} ({time.monotonic() - began:.0f} s)", flush=True)
+        return verdict
+
+    with ThreadPoolExecutor(jobs) as pool:
+        return sum(not verdict.caught for verdict in pool.map(tell, planted))
+
+
+def _tail(words: str) -> str:
+    return "\n".join(words.splitlines()[-20:])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", help="of patches; default: all")
+    parser.add_argument("--jobs", type=int, default=2, help="faults at a time")
+    given = parser.parse_args()
+    known = {fault.name: fault for fault in faults()}
+    if unknown := [name for name in given.names if name not in known]:
+        parser.error(f"no patch is called {unknown[0]}: there are {', '.join(known)}")
+    planted = [known[name] for name in given.names or known]
+    with tempfile.TemporaryDirectory(prefix="orchdata-planted-") as folder:
+        left = run(planted, Path(folder).resolve(), given.jobs)
+    print(f"{len(planted) - left} of {len(planted)} faults were caught")
+    return int(bool(left))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
