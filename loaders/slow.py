@@ -125,21 +125,24 @@ class _Watch:
         self._lock = threading.Lock()
         self._users = 0
         self._ended = threading.Event()
+        self._thread = threading.current_thread()
 
     def enter(self, tell: Tell) -> None:
         with self._lock:
-            self._users += 1
-            if self._users == 1:
+            if not self._users:
                 self._ended = threading.Event()
-                threading.Thread(
-                    target=_run, args=(Watcher(tell), self._ended), name="orchdata-slow", daemon=True
-                ).start()
+                what = Watcher(tell), self._ended
+                self._thread = threading.Thread(target=_run, args=what, name="orchdata-slow", daemon=True)
+                self._thread.start()
+            self._users += 1
 
     def leave(self) -> None:
+        """The last one to leave waits until the thread has ended."""
         with self._lock:
             self._users -= 1
             if not self._users:
                 self._ended.set()
+                self._thread.join()
 
 
 def _run(watcher: Watcher, ended: threading.Event) -> None:
