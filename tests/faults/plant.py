@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
 
-from planted_faults import REPOSITORY, Fault, faults
+from planted_faults import REPOSITORY, Fault, PatchError, faults
 
 FIXTURES = REPOSITORY.parent / "shared" / "fixtures"
 _MAPPED = ("loaders", "balancers", "native")
@@ -130,6 +130,8 @@ def tried(fault: Fault, plain: Path) -> Verdict:
         fault.apply(tree)
         broken = check_import(tree, fault)
         return Verdict(False, f"BROKEN: {broken}") if broken else verdict_of(run_tests(tree, fault.tests, "-x"))
+    except PatchError as error:
+        return Verdict(False, f"BROKEN: {error}")
     finally:
         shutil.rmtree(tree, ignore_errors=True)
         shutil.rmtree(tree.with_suffix(".tmp"), ignore_errors=True)

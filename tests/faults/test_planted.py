@@ -113,19 +113,21 @@ def test_a_fault_is_caught_by_a_test_that_fails_and_by_nothing_else(tmp_path: Pa
 
 @pytest.mark.slow
 def test_what_is_harmless_survives_and_what_ends_otherwise_is_broken(tmp_path: Path, capfd: Any) -> None:
-    """All of it, with a fault that is caught, one that nobody can see, and one that cannot be imported."""
+    """All of it, with faults of which one is caught, and the others are none, cannot be imported, or do not fit."""
     test = HEAD.replace("test_own_orders.py::test_samples_come_in_the_order_of_an_array", "order/test_order.py")
     caught = next(fault for fault in FAULTS if fault.name == "order-excluded-sample-comes")
     made = [
         ("harmless", DIFF.replace("self._rows}", "self._digest}  # as ever")),
-        ("broken", DIFF.replace("        return super", "import nothing_of_that_name\n+        return super")),
+        ("broken", DIFF + "+import nothing_of_that_name\n"),
+        ("outdated", DIFF.replace("super()", "other()")),
     ]
     others = []
     for name, diff in made:
         path = tmp_path / f"{name}.patch"
         path.write_text(test + diff)
         others.append(read_fault(path))
-    assert plant.run([caught, *others], tmp_path / "work", jobs=2) == 2
+    assert plant.run([caught, *others], tmp_path / "work", jobs=2) == 3
     told = capfd.readouterr().out
     assert "order-excluded-sample-comes: caught by test_no_shuffle" in told
     assert "harmless: SURVIVED" in told and "broken: BROKEN: cannot be imported" in told
+    assert "outdated: BROKEN: 0 places of orchdata/order/listed.py have these lines" in told

@@ -230,7 +230,8 @@ class Job:
         grouped.set_epoch(int(odd))
         found["epoch in a group"] = message(lambda: next(iter(grouped)))
         found["failures"] = self.without_pickle()
-        own = [RankGroup(dist.group.WORLD, seconds)._gloo.options._timeout for seconds in (None, 7.0)]
+        connected = [RankGroup(dist.group.WORLD, seconds) for seconds in (None, 7.0)]  # none ends while others connect
+        own = [group._gloo.options._timeout for group in connected]
         own += [group_timeout(group) for seconds in (0.0, 7.0) for group in _groups(((0, 1),), seconds)]
         found["timeouts"] = [each.total_seconds() for each in own]
         found["alone"] = self.alone() if not odd else None  # from here on ranks have made other numbers of loaders

@@ -64,13 +64,12 @@ class Fault:
         for hunk in self.hunks:
             path = root / hunk.path
             if not path.is_file():
-                raise PatchError(f"{self.name}: there is no {hunk.path}: renew the patch")
+                raise PatchError(f"there is no {hunk.path}: renew the patch")
             text = texts.get(hunk.path) or "\n" + path.read_text()
             found = text.count("\n" + hunk.old)
             if found != 1:
                 raise PatchError(
-                    f"{self.name}: {found} places of {hunk.path} have these lines, and one should: renew the patch\n"
-                    + hunk.old
+                    f"{found} places of {hunk.path} have these lines, and one should: renew the patch\n" + hunk.old
                 )
             texts[hunk.path] = text.replace("\n" + hunk.old, "\n" + hunk.new)
         for changed, text in texts.items():
