@@ -346,7 +346,7 @@ class _Builder:
         content = content_fingerprint([table.shard for table in tables], self._fingerprint)
         access = Access.joined(table.access for table in tables if table.access is not None)
         restrict(path, access)
-        kept = _kept_index(path)
+        kept = _kept_index(path, [table.url for table in tables])
         if kept is not None and not self._force and kept.build_id == build_id and kept.fingerprint == content:
             return kept
         self._cache.make("index")
@@ -402,9 +402,11 @@ class _Builder:
             return cost_shard(Facts(facts.table.all_failed(reason), meta), shard, self._recipe, self._probes)
 
 
-def _kept_index(path: Path) -> Index | None:
+def _kept_index(path: Path, urls: Sequence[str]) -> Index | None:
     try:
-        return Index(path)
+        index = Index(path)
+        index.check_urls(urls)
+        return index
     except FileNotFoundError:
         return None
     except DamagedIndexError as error:

@@ -18,7 +18,7 @@ import json
 import mmap
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from orchdata.loaders.errors import DamagedIndexError, DataError, MissingIndexError
 from orchdata.loaders.index.checks.columns import check_columns
 from orchdata.loaders.index.checks.heads import check_index
-from orchdata.loaders.index.table import Columns, TableSize, views
+from orchdata.loaders.index.table import MOST_BYTES, Columns, TableSize, views
 from orchdata.loaders.index.totals import Totals
 from orchdata.loaders.modalities.modality import PartSize, outer_of
 from orchdata.loaders.samples.members import Member
@@ -133,6 +133,14 @@ class Index:
         self.member_offset = columns.member_offset
         self.member_size = columns.member_size
         self.member_header = columns.member_header
+
+    def check_urls(self, urls: Sequence[str]) -> None:
+        """Raise DamagedIndexError where it is not of the shards that its name says."""
+        for shard, url in zip(self.shards, urls, strict=False):
+            if shard.url != url:
+                raise self.damaged(f"it is said to be of the shard {shard.url!r:.200} in place of {url}")
+        if len(self.shards) != len(urls):
+            raise self.damaged(f"it is said to be of {len(self.shards)} shards in place of {len(urls)}")
 
     def check_unchanged(self) -> None:
         """Raise DamagedIndexError if the file was written to since it was opened; to be called after use.
@@ -273,6 +281,9 @@ class Index:
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() <= self.totals["max_llm_tokens"]:
             told = self.totals["max_llm_tokens"]
             raise self.damaged(f"a row is said to have {tokens.min()} or {tokens.max()} tokens, and all at most {told}")
+        empty = rows[tokens == 0]
+        if len(empty) and not np.isin(empty, self.bad_rows()).all():
+            raise self.damaged("a row without tokens is said to be good")
         return tokens
 
     def bad_rows(self) -> NDArray[np.int64]:
@@ -323,8 +334,9 @@ class Index:
         """(offset, size, encoding, field) of each member, as `Shard.read_many` takes them."""
         mine = self._member_slice(row)
         offsets, sizes = self.member_offset[mine].tolist(), self.member_size[mine].tolist()
-        if offsets and (min(offsets) < 0 or min(sizes) < 0):
-            raise self.damaged(f"a member of row {row} is said to lie at {min(offsets)} with {min(sizes)} bytes")
+        for told in (offsets, sizes):
+            if told and not 0 <= min(told) <= max(told) < MOST_BYTES:
+                raise self.damaged(f"members of row {row} are said to lie at {offsets!r:.80} with {sizes!r:.80} bytes")
         encodings = self.member_encoding[mine].tolist()
         names = [outer_of(name)[0] for name in self._field_names(row, mine)]
         return list(zip(offsets, sizes, encodings, names, strict=True))

@@ -30,9 +30,11 @@ def open_index(
         StorageError: it cannot be read now.
     """
     try:
-        return Index(index_path(urls, recipe.fingerprint(), cache or CacheFolder(), media_root))
+        index = Index(index_path(urls, recipe.fingerprint(), cache or CacheFolder(), media_root))
     except FileNotFoundError:
         return None
+    index.check_urls([absolute(url) for url in urls])
+    return index
 
 
 def index_path(

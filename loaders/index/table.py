@@ -70,6 +70,8 @@ OFFSETS: Final = {
     **{f"{name}_offsets": f"{name}_bytes" for name in STRINGS},
 }
 _ALIGNMENT = 8
+MOST_BYTES = 1 << 60
+"""More than any file has."""
 _FLUSH_BYTES = 32 << 20
 
 

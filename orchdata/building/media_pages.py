@@ -48,6 +48,13 @@ class PageSource:
         """What a sample is read by."""
         return recipe_of(self.index, self.recipe, self.of_sources, row)
 
+    def check_rows(self, name: str, sizes: Sequence[PartSize]) -> None:
+        """Raise DamagedIndexError for a part that takes more memory than any may that was indexed."""
+        most = max(recipe.limits.sample_decoded_bytes for recipe in self.of_sources or (self.recipe,))
+        row_bytes = self.recipe.row_bytes[name]
+        if sizes and (largest := max(size.num_rows for size in sizes)) * row_bytes > most:
+            raise self.index.damaged(f"a part of {name} is said to have {largest} rows of {row_bytes} bytes")
+
 
 def recipe_of(index: Index, recipe: Recipe, of_sources: Sequence[Recipe], row: int) -> Recipe:
     """The recipe of a sample: its source's in a mixture."""
@@ -133,6 +140,7 @@ class MediaPages:
         self._route = work.route
         modality = self._modality = source.recipe.modalities[name]
         self._sizes = source.index.sizes(work.encoded, source.recipe)
+        source.check_rows(name, self._sizes)
         self._tokens = source.index.part_tokens[work.encoded].astype(np.int64)
         self._valid = np.ones(len(self._sizes), np.bool_)
         self._written = np.zeros(len(self._sizes), np.bool_)

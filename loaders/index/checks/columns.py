@@ -14,15 +14,13 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.loaders.index.table import MEMBERS, OFFSETS, PARTS, STRINGS, Columns
+from orchdata.loaders.index.table import MEMBERS, MOST_BYTES, OFFSETS, PARTS, STRINGS, Columns
 from orchdata.loaders.index.totals import Totals, sum_totals, summarize
 from orchdata.loaders.modalities.builtin import UNUSED
 from orchdata.loaders.shards.fields import NAMED, RAW
 
 _ROWS_AT_A_TIME: Final = 1 << 18
-_COUNTS: Final = (
-    "llm_tokens loss_tokens piece cut_tokens part_positions part_tokens part_rows member_offset member_size"
-).split()
+_COUNTS: Final = ("llm_tokens loss_tokens piece cut_tokens part_positions part_tokens part_rows").split()
 
 
 def check_columns(
@@ -43,6 +41,8 @@ def check_columns(
         _expect(not (offsets[1:] < offsets[:-1]).any(), name, "go back")
     for name in _COUNTS:
         _expect_range(getattr(columns, name), 0, None, name)
+    for name in ("member_offset", "member_size"):
+        _expect_range(getattr(columns, name), 0, MOST_BYTES, name)
     _expect_range(columns.part_modality, 1, num_modalities, "part_modality")
     _expect_range(columns.part_member, 0, None, "part_member")
     _expect_range(columns.member_field, 0, num_fields, "member_field")
