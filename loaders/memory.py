@@ -119,28 +119,21 @@ def pass_said_shortage(error: BaseException) -> None:
 class UnmeasuredError(MemoryError):
     """There was too little memory to measure a sample.
 
-    Attributes:
-        shard: "" while it is not known.
-        key, field: "" of a whole shard.
-        reason: what was short of memory, and what can be done.
+    Its arguments are the shard ("" while it is not known), the key and the field ("" of a whole shard), and the reason:
+    what was short of memory, and what can be done.
     """
 
-    def __init__(self, shard: str, key: str, field: str, reason: str) -> None:
-        super().__init__(shard, key, field, reason)
-        self.shard = shard
-        self.key = key
-        self.field = field
-        self.reason = reason
-
     def __str__(self) -> str:
-        where = f": sample {self.key!r}, field {self.field!r}" if self.key or self.field else ""
-        return f"{self.shard}{where}: not enough memory to measure it: {self.reason}"
+        shard, key, field, reason = self.args
+        where = f": sample {key!r}, field {field!r}" if key or field else ""
+        return f"{shard}{where}: not enough memory to measure it: {reason}"
 
 
 def measured_at(error: MemoryError, shard: str, key: str = "", field: str = "") -> UnmeasuredError:
     """The error of a sample, or of a whole shard, that could not be measured for lack of memory."""
     if isinstance(error, UnmeasuredError):
-        return UnmeasuredError(error.shard or shard, error.key or key, error.field or field, error.reason)
+        known = zip(error.args, (shard, key, field, ""), strict=True)
+        return UnmeasuredError(*(told or given for told, given in known))
     limit = room()
     way_out = "lower Limits so that it is left out, or index where there is more memory"
     if limit is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,6 +51,16 @@ def fixtures_dir() -> Path:
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the system refuses is tried as often as ever, at once."""
     monkeypatch.setattr("orchdata.loaders.storage.retries.PAUSES_SECONDS", (0, 0, 0))
+
+
+@pytest.fixture
+def no_hang() -> Iterator[None]:
+    """What would go on for ever, or wait for what never comes, ends as a failure."""
+    before = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("does not end"))
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
 
 
 @pytest.fixture(autouse=True)

@@ -283,11 +283,11 @@ class _Builder:
         self._cache = cache
         self._force = force
         self._folder = cache.make("costs")
-        self._probes = Probes(recipe, cache, force=force)
+        self._accesses = Accesses()
+        self._probes = Probes(recipe, cache, force=force, accesses=self._accesses)
         self._lock = threading.Lock()
         self._room = _HELD_BYTES
         self.missing_media = MissingMedia()
-        self._accesses = Accesses()
         self.claims = Claims(cache.file("locks", "index"))
 
     def close(self) -> None:
@@ -305,9 +305,11 @@ class _Builder:
 
             @functools.cache
             def opened() -> Shard:
-                return resources.enter_context(closing(open_shard(url, limits=limits, cache=cache, media_root=root)))
-
-            resources.callback(lambda: self._note_media(opened) if opened.cache_info().currsize else None)
+                shard = open_shard(url, limits=limits, cache=cache, media_root=root)
+                resources.enter_context(closing(shard))
+                if isinstance(shard, JsonLinesShard) and shard.folder is not None:
+                    resources.callback(self.missing_media.add, shard.folder)  # once all has been looked for in it
+                return shard
 
             def kept() -> CostTable | None:
                 return None if self._force else self._kept(path, url, root, access, opened)
@@ -319,7 +321,9 @@ class _Builder:
                     return None
                 if (table := kept()) is not None:
                     return self._hold(table), False
-                facts = load_facts(url, opened, limits=limits, cache=cache, media_root=root, force=self._force)
+                facts = load_facts(
+                    url, opened, limits=limits, cache=cache, media_root=root, force=self._force, access=access
+                )
                 return self._hold(self._measured(facts, opened).write(path, url, facts.meta, root, access)), True
 
     def _kept(
@@ -334,11 +338,6 @@ class _Builder:
             return table if table.meta.checksum and is_fresh(table.meta, url, opened) else None
         except (OSError, ValueError):
             return None  # absent, damaged or of another version
-
-    def _note_media(self, opened: Callable[[], Shard]) -> None:
-        shard = opened()
-        if isinstance(shard, JsonLinesShard) and shard.folder is not None:
-            self.missing_media.add(shard.folder)
 
     def merged(self, path: Path, tables: Sequence[CostTable]) -> Index:
         """The index of these tables, which is made unless it is kept."""

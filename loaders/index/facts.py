@@ -20,7 +20,7 @@ from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.paths import suffix_of
 from orchdata.loaders.storage.retries import tried
 from orchdata.loaders.storage.sealed import read_sealed, seal
-from orchdata.loaders.storage.shared.access import access_of, restrict
+from orchdata.loaders.storage.shared.access import Access, access_of, restrict
 from orchdata.loaders.storage.shared.values import check_shape
 from orchdata.loaders.versions import FACTS_FORMAT, RULES
 
@@ -38,6 +38,7 @@ def load_facts(
     cache: CacheFolder,
     media_root: str | None = None,
     force: bool = False,
+    access: Access | None = None,
 ) -> Facts:
     """The facts of a shard.
 
@@ -48,6 +49,7 @@ def load_facts(
         cache: where they are kept.
         media_root: where the files lie that its records name.
         force: scan even where fresh facts are kept.
+        access: what the permissions of kept facts may allow at most; default: as `access_of` finds it.
 
     Raises:
         ValueError: unknown suffix.
@@ -56,7 +58,8 @@ def load_facts(
     """
     suffix_of(url)
     path = facts_path(url, limits=limits, cache=cache, media_root=media_root)
-    if not force and (kept := _kept(path, url, limits, opened)) is not None:
+    access = access or access_of(url)
+    if not force and (kept := _kept(path, url, limits, opened, access)) is not None:
         return kept
     try:
         facts = opened().facts()
@@ -69,7 +72,7 @@ def load_facts(
     # Scanning a few members of a plain tar again costs no more than reading their facts, and writing a file far more.
     if len(facts.table) > _FEW_ROWS or not url.endswith(".tar"):
         cache.make("facts")
-        _keep(path, facts)
+        _keep(path, facts, access)
     return facts
 
 
@@ -80,7 +83,7 @@ def facts_path(url: str, *, limits: Limits, cache: CacheFolder, media_root: str 
     return f"{cache.root}/facts/{hashlib.blake2b(identity, digest_size=16).hexdigest()}.facts"
 
 
-def _keep(path: str, facts: Facts) -> None:
+def _keep(path: str, facts: Facts, access: Access) -> None:
     """The table as one Arrow record batch, compressed where it is large; what it belongs to is the head."""
     batches = facts.table.arrow().to_batches()
     if len(batches) != 1:  # 2 GiB of strings do not fit in one: scanned again where another recipe needs them
@@ -90,13 +93,13 @@ def _keep(path: str, facts: Facts) -> None:
     if body.size > _COMPRESSED_BYTES:
         values["uncompressed_bytes"] = body.size
         body = pa.compress(body, codec="zstd")
-    write_whole(path, seal(KIND, FACTS_FORMAT, values, [body])[0], access_of(facts.meta.url))
+    write_whole(path, seal(KIND, FACTS_FORMAT, values, [body])[0], access)
 
 
-def _kept(path: str, url: str, limits: Limits, opened: Callable[[], Shard]) -> Facts | None:
+def _kept(path: str, url: str, limits: Limits, opened: Callable[[], Shard], access: Access) -> Facts | None:
     """The facts kept at `path` if they are those of the shard as it is now."""
+    restrict(path, access)
     try:
-        restrict(path, access_of(url))
         head, body = read_sealed(path, KIND, FACTS_FORMAT)
         values = dict(head.values)
         uncompressed_bytes = values.pop("uncompressed_bytes", None)

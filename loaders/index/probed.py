@@ -35,7 +35,7 @@ from orchdata.loaders.slow import here
 from orchdata.loaders.storage.atomic import write_whole
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.sealed import read_sealed, seal
-from orchdata.loaders.storage.shared.access import access_of, restrict
+from orchdata.loaders.storage.shared.access import Accesses, restrict
 from orchdata.loaders.storage.shared.values import check_shape
 from orchdata.loaders.versions import FACTS_FORMAT, RULES
 
@@ -64,12 +64,16 @@ class Probes:
         recipe: whose modalities ask.
         cache: where headers are kept.
         force: probe again even where fresh ones are kept.
+        accesses: who may read copies of shards; default: found anew.
     """
 
-    def __init__(self, recipe: Recipe, cache: CacheFolder, *, force: bool = False) -> None:
+    def __init__(
+        self, recipe: Recipe, cache: CacheFolder, *, force: bool = False, accesses: Accesses | None = None
+    ) -> None:
         self._recipe = recipe
         self._cache = cache
         self._force = force
+        self._accesses = accesses or Accesses()
         # The modalities whose headers are not in the facts, by kind; and those that count from bytes, and have none.
         self._own = dict(_own(recipe))
 
@@ -117,7 +121,8 @@ class Probes:
         self, facts: Facts, modality: Modality, rows: Sequence[int], shard: Callable[[], Shard]
     ) -> list[Header | str]:
         """Of each of `rows`, its header, or why there is none."""
-        path = self._path(facts, modality)
+        path, access = self._path(facts, modality), self._accesses.of(facts.meta.url)
+        restrict(path, access)
         kept = {} if self._force else _kept(path, facts, modality.num_facts)
         missing = [row for row in rows if row not in kept]
         if missing:
@@ -128,7 +133,7 @@ class Probes:
                 kept[row] = _probed(modality, facts, row, opened, self._recipe)
             place.key = None
             self._cache.make("facts")
-            write_whole(path, _sealed(kept, facts), access_of(facts.meta.url))
+            write_whole(path, _sealed(kept, facts), access)
         return [kept[row] for row in rows]
 
     def _path(self, facts: Facts, modality: Modality) -> str:
@@ -218,7 +223,6 @@ def _sealed(headers: dict[int, Header | str], facts: Facts) -> Any:
 def _kept(path: str, facts: Facts, num_facts: int) -> dict[int, Header | str]:
     """Headers kept at `path`, if they are those of the shard as it is now."""
     try:
-        restrict(path, access_of(facts.meta.url))
         head, _ = read_sealed(path, KIND, FACTS_FORMAT)
         row = range(len(facts.table))
         fact = range(-_BOUND, _BOUND)

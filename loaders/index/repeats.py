@@ -7,6 +7,7 @@ import stat
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from orchdata.loaders.storage.paths import status_at
 from orchdata.loaders.storage.retries import tried
 
 
@@ -21,7 +22,7 @@ def refuse_repeats(urls: Sequence[str], *, num_threads: int) -> None:
         StorageError: a shard cannot be looked at now.
     """
     with ThreadPoolExecutor(num_threads, thread_name_prefix="orchdata-stat") as pool:  # a network file system waits
-        shares = list(pool.map(lambda first: [_status(url) for url in urls[first::num_threads]], range(num_threads)))
+        shares = list(pool.map(lambda first: [status_at(url) for url in urls[first::num_threads]], range(num_threads)))
     seen: dict[tuple[int, int], list[str]] = {}
     for place, url in enumerate(urls):
         status = shares[place % num_threads][place // num_threads]
@@ -41,7 +42,7 @@ def _are_one(one: str, other: str, status: os.stat_result) -> str | None:
     real = _real_path(one)
     if real == _real_path(other):
         return f"both are {real}"
-    first = _status(one)
+    first = status_at(one)
     if first is None or min(first.st_nlink, status.st_nlink) < 2:
         return None
     same = (first.st_size, first.st_mtime_ns) == (status.st_size, status.st_mtime_ns)
@@ -51,13 +52,3 @@ def _are_one(one: str, other: str, status: os.stat_result) -> str | None:
 def _real_path(url: str) -> str:
     # Strict: else a folder that cannot be looked at for a moment is taken for one that is no link.
     return tried(url, "cannot be looked at", lambda: os.path.realpath(url, strict=True))
-
-
-def _status(url: str) -> os.stat_result | None:
-    def status() -> os.stat_result | None:
-        try:
-            return os.stat(url)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-
-    return tried(url, "cannot be looked at", status)

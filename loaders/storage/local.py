@@ -54,9 +54,9 @@ class LocalFile:
         fd = self._enter()
         try:
             try:
-                return _read(fd, offset, size)
+                return read_at(fd, offset, size)
             except OSError as error:
-                return self._again(offset, lambda: _read(fd, offset, size), error)
+                return self._again(offset, lambda: read_at(fd, offset, size), error)
         finally:
             self._leave()
 
@@ -138,7 +138,8 @@ class LocalFile:
                 self._finalizer()
 
 
-def _read(fd: int, offset: int, size: int) -> bytes:
+def read_at(fd: int, offset: int, size: int) -> bytes:
+    """Bytes of a file, fewer at its end. Raises OSError."""
     data = os.pread(fd, size, offset)
     if len(data) == size or not data:
         return data

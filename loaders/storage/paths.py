@@ -243,16 +243,18 @@ def _read_json(path: str) -> dict[str, object]:
 
 def is_there(path: str) -> bool:
     """Whether there is something at a path. Raises StorageError where the system does not say."""
-    return _status(path) is not None
+    return status_at(path) is not None
 
 
 def is_folder(path: str) -> bool:
     """Whether a folder is at a path. Raises StorageError where the system does not say."""
-    status = _status(path)
+    status = status_at(path)
     return status is not None and stat.S_ISDIR(status.st_mode)
 
 
-def _status(path: str) -> os.stat_result | None:
+def status_at(path: str) -> os.stat_result | None:
+    """The status of what is at a path, or None. Raises StorageError where the system does not say."""
+
     def status() -> os.stat_result | None:
         try:
             return os.stat(path)

@@ -15,8 +15,8 @@ from shard_factory import omni_shards
 
 from orchdata.synth.made_up_index import synthetic_index
 
-EPOCHS = 20
-WARM_EPOCHS = 5  # in which pools, caches and the allocator find their size
+EPOCHS = 40
+WARM_EPOCHS = 20  # in which pools, caches and the allocator find their size
 MIB = 2**20
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,15 +13,7 @@ from orchdata.loaders.recipe import Recipe
 from orchdata.synth.description import read_description
 from orchdata.yaml_file import read_yaml
 
-
-@pytest.fixture(autouse=True)
-def no_hang() -> Iterator[None]:
-    """What would go on for ever ends as a failure."""
-    before = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("does not end"))
-    signal.alarm(60)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
+pytestmark = pytest.mark.usefixtures("no_hang")
 
 
 @pytest.fixture

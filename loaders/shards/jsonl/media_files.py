@@ -13,6 +13,7 @@ from contextlib import closing, contextmanager
 from typing import Final
 
 from orchdata.loaders.errors import DecodeError, StorageError
+from orchdata.loaders.storage.local import read_at
 from orchdata.loaders.storage.retries import tried
 
 STAMP_BITS: Final = 23
@@ -60,7 +61,7 @@ class MediaFile:
 
     def _read(self, size: int) -> bytes:
         try:
-            return _read(self._fd, size)
+            return read_at(self._fd, 0, size)
         except OSError as error:
             if error.errno == errno.ESTALE:  # a network file system has forgotten it: it is there to be opened anew
                 self._reopen()
@@ -183,13 +184,6 @@ class MissingMedia:
                     "paths begin in as media_root=, or mount what belongs there"
                 )
                 raise StorageError(root, reason, errno.ENOENT)
-
-
-def _read(fd: int, size: int) -> bytes:
-    data = os.pread(fd, size, 0)
-    while 0 < len(data) < size and (more := os.pread(fd, size - len(data), len(data))):  # one gives at most 2 GiB
-        data += more
-    return data
 
 
 def checked_name(name: str) -> str:

@@ -69,12 +69,9 @@ class JsonLinesShard:
         media: dict[int, dict[str, NamedMedia]] = {}
         try:
             for offset, size, encoding, field in members:
-                place, stamp = offset >> STAMP_BITS, offset & _STAMP
                 if encoding != NAMED:
                     continue
-                if place not in media:
-                    media[place] = self._media(self._record(place), field)
-                named = media[place].get(field)
+                named, stamp = self._named_at(offset, field, media)
                 if named is None or not self._is_same(named, size, stamp):
                     return False
         except (DecodeError, FieldError, StaleIndexError):
@@ -147,10 +144,8 @@ class JsonLinesShard:
             raise FieldError(field, f"{size} bytes, above Limits.member_bytes={self._limits.member_bytes}")
         try:
             if encoding == NAMED:
-                place, stamp = offset >> STAMP_BITS, offset & _STAMP
-                if place not in media:
-                    media[place] = self._media(self._record(place), field)
-                return self._content(media[place].get(field), size, stamp)
+                named, stamp = self._named_at(offset, field, media)
+                return self._content(named, size, stamp)
             data = self._file.read(offset, size)
             if len(data) < size:
                 raise DecodeError(f"cut: {len(data)} of {size} bytes are in the file")
@@ -161,6 +156,15 @@ class JsonLinesShard:
         except DecodeError as error:
             self._file.check_unchanged()  # or it may be the change that looks like damage
             raise error.at(field) from error.__cause__
+
+    def _named_at(
+        self, offset: int, field: str, media: dict[int, dict[str, NamedMedia]]
+    ) -> tuple[NamedMedia | None, int]:
+        """What a member's record names it by, and its stamp; `media` are those of records known, which this adds to."""
+        place = offset >> STAMP_BITS
+        if place not in media:
+            media[place] = self._media(self._record(place), field)
+        return media[place].get(field), offset & _STAMP
 
     def _record(self, place: int) -> bytes:
         data = self._reader.at(place)

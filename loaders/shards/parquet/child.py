@@ -96,7 +96,7 @@ def _serve(request: dict[str, Any], replies: int, shared: mmap.mmap) -> None:
         raise
     except MemoryError as error:
         if is_limited_below(memory_bytes(limits)):
-            send(replies, {"short": measured_at(error, "").args})
+            _send(replies, {"short": measured_at(error, "").args})
             raise Ended from None
         reason = (
             f"takes more than {memory_bytes(limits)} bytes of memory to read "

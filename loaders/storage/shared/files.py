@@ -143,7 +143,8 @@ def _open(path: str | Path, flags: int) -> int:
     try:
         fd = os.open(path, flags | _FLAGS, 0o666)
     except OSError as error:
-        if error.errno in _NO_FILE:
+        # Storage in trouble may say the same of a regular file.
+        if error.errno in _NO_FILE and status_of(path) is None:
             raise _not_there(path) from error
         raise
     try:

@@ -413,7 +413,7 @@ def test_equal_inodes_alone_are_no_reason(shards: list[str], monkeypatch: pytest
         values[6], values[8] = 100, 0  # equal sizes and times are no rarity either
         return os.stat_result(values)
 
-    monkeypatch.setattr(repeats, "_status", with_inode)
+    monkeypatch.setattr(repeats, "status_at", with_inode)
     assert build_index(shards, Recipe()).num_samples == 30
 
 

@@ -7,12 +7,12 @@ import os
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
 import pytest
+from children import as_user, only_root
 
 from orchdata.loaders.errors import StorageError
 from orchdata.loaders.storage.cache import CacheFolder
@@ -95,17 +95,7 @@ def test_a_cap_below_one_byte_is_refused(tmp_path: Path) -> None:
 
 def as_nobody(work: Callable[[], None]) -> None:
     """Run in a child whose user owns nothing."""
-    child = os.fork()
-    if child == 0:
-        try:
-            os.setgid(65534)
-            os.setuid(65534)
-            work()
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    as_user(65534, work)
 
 
 @pytest.fixture
@@ -114,9 +104,6 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
         yield Path(folder)
-
-
-only_root = pytest.mark.skipif(os.geteuid() != 0, reason="takes another user's place, which only root can")
 
 
 @only_root

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import os
 import shutil
-import signal
 import socket
 import stat
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from children import as_user, only_root
 from shard_factory import omni_samples, write_shard
 
 import orchdata as od
@@ -28,7 +28,7 @@ from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.shared.access import Access, access_of, restrict
 from orchdata.loaders.storage.shared.files import open_lock, opened, read_small
 
-only_root = pytest.mark.skipif(os.geteuid() != 0, reason="takes another user's place, which only root can")
+pytestmark = pytest.mark.usefixtures("no_hang")
 ALICE, BOB, TEAM = 61_001, 61_002, 61_010
 
 
@@ -63,16 +63,6 @@ def another_name(path: Path, other: Path) -> None:
 
 
 THINGS = [a_link, a_dangling_link, a_pipe, a_socket, a_folder, another_name]
-
-
-@pytest.fixture(autouse=True)
-def no_hang() -> Iterator[None]:
-    """What waits for a pipe's writer ends as a failure."""
-    before = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("waits for what never comes"))
-    signal.alarm(60)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
 
 
 @pytest.fixture
@@ -119,6 +109,23 @@ def test_what_is_no_file_is_read_as_not_there(tmp_path: Path, other: Path, thing
     for read in (lambda: read_small(path, 100), lambda: opened(path).__enter__(), lambda: Index(path)):
         with pytest.raises(FileNotFoundError):
             read()
+
+
+@pytest.mark.parametrize("number", [errno.ENODEV, errno.ENXIO])
+def test_storage_in_trouble_is_not_taken_for_a_missing_file(
+    tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both also mean that no regular file has the name."""
+    path = tmp_path / "x"
+    path.write_bytes(b"content")
+
+    def refuse(*_: Any, **__: Any) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(OSError, match="device") as raised:
+        read_small(path, 100)
+    assert not isinstance(raised.value, FileNotFoundError)
 
 
 @pytest.mark.parametrize("thing", THINGS)
@@ -310,22 +317,14 @@ def test_the_default_folder_is_for_its_user_alone(tmp_path: Path, monkeypatch: p
 # --- other users
 
 
-def as_user(user: int, work: Callable[[], None]) -> None:
+def as_one_of_the_team(user: int, work: Callable[[], None]) -> None:
     """Run in a child of that user, who is in the team."""
-    child = os.fork()
-    if child == 0:
-        try:
-            signal.alarm(60)
-            os.setgroups([TEAM])
-            os.setgid(user)
-            os.setuid(user)
-            os.umask(0o002)
-            work()
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    def share() -> None:
+        os.umask(0o002)
+        work()
+
+    as_user(user, share, groups=[TEAM])
 
 
 @only_root
@@ -356,11 +355,11 @@ def test_two_users_of_a_team_share_a_folder(
         if folder_mode & stat.S_ISGID:  # else what Alice made belongs to her own group, which Bob is not in
             assert build_index(urls, od.Recipe(), retry_seconds=0).num_samples == 18
 
-    as_user(ALICE, use)
+    as_one_of_the_team(ALICE, use)
     made = {path: path.stat() for path in cache.rglob("*") if path.is_file() and path.suffix != ".used"}
     assert {status.st_uid for status in made.values()} == {ALICE}
-    as_user(BOB, use)
-    as_user(BOB, more)
+    as_one_of_the_team(BOB, use)
+    as_one_of_the_team(BOB, more)
     assert {path: path.stat().st_mtime_ns for path in made} == {path: was.st_mtime_ns for path, was in made.items()}
 
 
@@ -381,7 +380,7 @@ def test_files_of_another_user_are_never_touched(reached: Path, monkeypatch: pyt
     def use() -> None:
         assert len(samples_of([str(shard)])) == 9
 
-    as_user(ALICE, use)
+    as_one_of_the_team(ALICE, use)
     entries = [path.relative_to(cache) for path in cache.rglob("*.used")]
     shutil.rmtree(cache / "shards")
 
@@ -393,8 +392,8 @@ def test_files_of_another_user_are_never_touched(reached: Path, monkeypatch: pyt
             (cache / entry.with_suffix(".sum")).symlink_to(home / "planted too")
             os.mkfifo(cache / entry.with_suffix(".tar"))
 
-    as_user(BOB, prepare)
-    as_user(ALICE, use)
+    as_one_of_the_team(BOB, prepare)
+    as_one_of_the_team(ALICE, use)
     assert os.listdir(home) == ["a.tar.gz"]
     (copy,) = cache.rglob("*.tar")
     assert mode_of(copy) == 0o600 and copy.stat().st_uid == ALICE
