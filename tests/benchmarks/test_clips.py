@@ -11,6 +11,7 @@ from benchmarks.clips import ClipBench
 pytest.importorskip("av")
 
 
+@pytest.mark.slow
 def test_a_run_has_a_row_for_each_clip(monkeypatch: pytest.MonkeyPatch) -> None:
     small = ClipBench(seconds=1, fps=10, width=64, height=48, pictures=4, repeats=1)
     (table,) = clips.run(small)

@@ -7,6 +7,7 @@ import pytest
 from benchmarks import parquet, start
 
 
+@pytest.mark.slow
 def test_starting_a_loader() -> None:
     found = {
         result.name.strip(): result
@@ -19,6 +20,7 @@ def test_starting_a_loader() -> None:
         start.StartBench(ranks=4, samples_per_rank=8, samples=31)
 
 
+@pytest.mark.slow
 def test_measuring_parquet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parquet, "SMALL_FILES", 2)
     found = {result.name.strip(): result for result in parquet.run(parquet.ParquetBench(rows=30, repeats=1))}

@@ -73,10 +73,12 @@ def test_one_thread_makes_each_first_call_and_the_others_wait_for_it():
     "options",
     [
         "{}",
-        "{'num_threads': 2}",
         "{'num_workers': 1}",
-        "{'num_workers': 1, 'multiprocessing_context': 'fork'}",
-        "{'num_workers': 1, 'num_threads': 2, 'multiprocessing_context': 'spawn'}",
+        pytest.param("{'num_threads': 2}", marks=pytest.mark.slow),
+        pytest.param("{'num_workers': 1, 'multiprocessing_context': 'fork'}", marks=pytest.mark.slow),
+        pytest.param(
+            "{'num_workers': 1, 'num_threads': 2, 'multiprocessing_context': 'spawn'}", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_they_are_made_before_anything_is_loaded(options, tmp_path):

@@ -48,6 +48,7 @@ def steps_of(entry: dict[str, Any], lane: str) -> list[dict[str, dict[str, np.nd
     ]
 
 
+@pytest.mark.slow
 def test_the_report_says_what_was_run(report: dict[str, Any]) -> None:
     assert report["command"].startswith("python scripts/measure_gpu.py --tiny")
     assert [(entry["ranks"], entry["steps"]) for entry in report["plans"]] == [(2, 2), (4, 1)]
@@ -57,6 +58,7 @@ def test_the_report_says_what_was_run(report: dict[str, Any]) -> None:
     assert set(report["data"]["positions_per_sequence"]) == {"image", "llm"}
 
 
+@pytest.mark.slow
 def test_the_residual_is_that_of_the_reported_measurements(report: dict[str, Any]) -> None:
     for fit in report["fits"].values():
         cost = PhaseCost(**fit["seconds_per_sequence"])
@@ -67,6 +69,7 @@ def test_the_residual_is_that_of_the_reported_measurements(report: dict[str, Any
         assert fit["residual"] == pytest.approx(np.sqrt(np.mean(np.square(errors))))
 
 
+@pytest.mark.slow
 def test_all_lanes_run_the_same_samples(report: dict[str, Any]) -> None:
     for entry in report["plans"]:
         for phase in ("image", "llm"):
@@ -76,6 +79,7 @@ def test_all_lanes_run_the_same_samples(report: dict[str, Any]) -> None:
                 np.testing.assert_allclose(totals, [totals[0]] * 4, rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_step_times_follow_from_the_cells(report: dict[str, Any]) -> None:
     for entry in report["plans"]:
         for name, lane in entry["lanes"].items():

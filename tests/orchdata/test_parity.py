@@ -1,8 +1,8 @@
 """Training parity: balancing changes who computes what, and nothing else.
 
 A job of gloo ranks trains each suite (parity_job.py), and the tests look at what it found. Daily: two ranks,
-{DDP, FSDP2} x assignments x {packed, padded} x {one, several microbatches}, and every pair of all other values; slow:
-all of them, and three and four ranks. Steps are laid out so that each modality is missing on one rank, on all, and on
+{DDP, FSDP2} x assignments x {packed, padded}, and each value of every other option; slow: all combinations, and three
+and four ranks. Steps are laid out so that each modality is missing on one rank, on all, and on
 none.
 """
 

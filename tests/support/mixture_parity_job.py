@@ -14,7 +14,7 @@ import numpy as np
 import parity_job
 import torch
 import torch.distributed as dist
-from parity_job import WRAPPERS, cover_pairs, describe, distance, full_parameters, make_config, make_model, wrap
+from parity_job import WRAPPERS, cover, describe, distance, full_parameters, make_config, make_model, pairs_of, wrap
 from rank_jobs import run_rank
 from shard_factory import RECIPE
 from torch import Tensor
@@ -98,7 +98,7 @@ QUICK = [
     Case("ddp", layout="packed to lengths", data="omni", loss="rank"),
 ]
 WRONG = [case for case in QUICK if case.loss != "global"]
-PAIRS = cover_pairs([case for case in QUICK if case.loss == "global"], ALL)
+PAIRS = cover([case for case in QUICK if case.loss == "global"], ALL, pairs_of)
 SUITES = {"3 ranks": Suite(3, QUICK)} | {
     f"{size} ranks, all pairs": Suite(size, PAIRS + WRONG, slow=True) for size in (1, 3, 4)
 }

@@ -5,7 +5,7 @@ parity_job.py SHARDS_GLOB SUITE
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import astuple, dataclass, fields
 from itertools import combinations, product
 from typing import Any
@@ -65,19 +65,28 @@ class Case:
         return Case(None, layout=self.layout, frozen=self.frozen, scope="none")
 
 
+def values_of(case: Case) -> set[Any]:
+    """The values that make the case, each with its field."""
+    return set(enumerate(astuple(case)))
+
+
 def pairs_of(case: Case) -> set[Any]:
     """Every two of the values that make the case."""
     return set(combinations(enumerate(astuple(case)), 2))
 
 
-def cover_pairs(chosen: list[Case], cases: Iterable[Case]) -> list[Case]:
-    """`chosen`, and of `cases` those that bring the most pairs of values still missing, until none is."""
+def cover(chosen: list[Case], cases: Iterable[Case], of: Callable[[Case], set[Any]]) -> list[Case]:
+    """`chosen`, and of `cases` those that bring the most of what is still missing, until nothing is.
+
+    Args:
+        of: what of a case is to be covered: `values_of` or `pairs_of`.
+    """
     left = list(cases)
-    missing = set[Any]().union(*map(pairs_of, left)) - set[Any]().union(*map(pairs_of, chosen))
+    missing = set[Any]().union(*map(of, left)) - set[Any]().union(*map(of, chosen))
     chosen = list(chosen)
     while missing:
-        chosen.append(max(left, key=lambda case: len(missing & pairs_of(case))))
-        missing -= pairs_of(chosen[-1])
+        chosen.append(max(left, key=lambda case: len(missing & of(case))))
+        missing -= of(chosen[-1])
     return chosen
 
 
@@ -92,7 +101,11 @@ class Suite:
 
 BOTH = (False, True)
 ALL = [Case(*values) for values in product(WRAPPERS, ASSIGNMENTS, LAYOUTS, BOTH, BOTH, BOTH)]
-EVERY_DAY = cover_pairs([Case(*values) for values in product(WRAPPERS, ASSIGNMENTS, ("packed", "padded"))], ALL)
+BASIC = [
+    Case(*values, microbatched=(values[1] == "joint") == (values[2] == "padded"))
+    for values in product(WRAPPERS, ASSIGNMENTS, ("packed", "padded"))
+]
+EVERY_DAY = cover(BASIC, ALL, values_of)
 GUARDS = [case for wrapper in WRAPPERS for case in (Case(wrapper, scope="none"), Case(wrapper, loss="rank mean"))]
 GUARDS.append(Case("ddp", layout="packed to lengths", loss="padding too"))
 MORE_RANKS = [

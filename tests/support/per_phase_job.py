@@ -129,9 +129,7 @@ TWO = (
 THREE = ("global", "image cap", "intact", "broken", "intact, llm cap", "broken, llm cap")
 FOUR = ("global", "grouped", "grid", "intact", "broken")
 SUITES = {
-    "2 ranks": Suite(
-        2, (*TWO, "broken, by hand"), ("trained", "trained on broken", "refused", "resumed", "threads", "compiled")
-    ),
+    "2 ranks": Suite(2, (*TWO, "broken, by hand"), ("trained", "trained on broken", "refused", "resumed", "threads")),
     "3 ranks": Suite(3, THREE, ("trained", "refused", "budget", "subgroup")),
     "4 ranks": Suite(4, FOUR, ("mesh",)),
 }
