@@ -196,9 +196,9 @@ def pass_trouble(error: BaseException) -> None:
 
     Readers of data have bytes in memory, so that what the system refuses them (a module to load, a thread) is not the
     data's doing: a StorageError. Lack of memory is a MemoryError. Nor is an import that failed, whatever it raised: a
-    PackageError.
+    PackageError. Nor is a warning that a filter turned into an exception.
     """
-    if isinstance(error, NOT_DATA) and not is_of_libav(error):
+    if isinstance(error, (*NOT_DATA, Warning)) and not is_of_libav(error):
         raise error
     pass_said_shortage(error)
     if is_refusal(error):
@@ -229,8 +229,12 @@ def pass_broken_package(error: BaseException, needed_by: str = "", package: str 
         package: which one it is; "" for what the exception tells.
     """
     found = failed_import(error)
-    if found is not None:
-        raise package_error(found.cause, needed_by, package or found.package) from error
+    if found is None:
+        return
+    if isinstance(found.cause, RecursionError):  # of whoever called, many levels deep
+        raise found.cause
+    pass_said_shortage(found.cause)
+    raise package_error(found.cause, needed_by, package or found.package) from error
 
 
 def package_error(error: BaseException, needed_by: str, package: str) -> PackageError:

@@ -23,7 +23,7 @@ _OVERCOMMIT: Final = Path("/proc/sys/vm/overcommit_memory")
 _WORDS: Final = re.compile(
     r"out of memory|(not enough|insufficient|no more|lack of) memory"
     r"|(cannot|can't|could not|couldn't|unable to|failed to|error) (allocat|reserv)|malloc|bad_alloc"
-    r"|(memory|buffer) allocat|allocation (error|fail)",
+    r"|(memory|buffer) allocat|allocation (error|fail)|failed to map segment",
     re.IGNORECASE,
 )
 

@@ -5,9 +5,11 @@ that names it, and never a sample's failure.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
+from typing import Final
 
 from orchdata.loaders.environment import OWN
 from orchdata.loaders.errors import (
@@ -24,15 +26,20 @@ from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.storage.retries import tried
 from orchdata.loaders.text.preprocessor import TextPreprocessor
 
+_DEPTH: Final = 1_000
+
 
 def load_required(recipe: Recipe) -> None:
     """Import all that reading, measuring and decoding under a recipe need, in this process. Cheap where that was done.
 
     Raises:
+        ValueError: this process allows less recursion than Python does by default: nested JSON would look damaged.
         PackageError: something cannot be imported, or set up with what was imported, whatever that raises.
         StorageError: the system refuses it now (no file descriptors left), after some tries.
         TypeError: `required_modules` of a modality gives no tuple of names.
     """
+    if (depth := sys.getrecursionlimit()) < _DEPTH:
+        raise ValueError(f"sys.getrecursionlimit() is {depth}, below Python's default: sys.setrecursionlimit({_DEPTH})")
     _load(recipe.text, "the recipe's text")
     for name, modality in recipe.modalities.items():
         _load(modality, f"the recipe's {name}")

@@ -11,7 +11,6 @@ through libjpeg-turbo, all else through Pillow.
 from __future__ import annotations
 
 import io
-import struct
 import zlib
 from collections.abc import Callable
 from functools import lru_cache, partial
@@ -24,8 +23,8 @@ from PIL import Image, ImageFile, JpegImagePlugin
 
 from orchdata.loaders.errors import NOT_DATA, DecodeError, pass_trouble
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.modalities.checks import above_pixels, starts_with
-from orchdata.loaders.modalities.image_header import load_formats, pass_pillow, refuse_unsupported
+from orchdata.loaders.modalities.checks import above_pixels, described, starts_with
+from orchdata.loaders.modalities.image_header import open_image, pass_pillow, quiet_pillow, too_large
 from orchdata.loaders.modalities.jpeg import decode_jpeg, is_jpeg, jpeg_orientation, read_jpeg_header
 from orchdata.loaders.modalities.modality import as_tensor
 from orchdata.native.patchify import channel_table, patchify
@@ -124,18 +123,34 @@ def upright_pixels(
         colours: "RGB", or "RGBX" of plain JPEGs.
     """
     try:
+        return _upright_pixels(data, limits, convert, least_of, colours)
+    except Warning:  # a filter of the program's makes exceptions of Pillow's warnings, which are no damage
+        with quiet_pillow():
+            return _upright_pixels(data, limits, convert, least_of, colours)
+
+
+def _upright_pixels(
+    data: bytes | memoryview,
+    limits: Limits,
+    convert: Callable[[Image.Image], Image.Image],
+    least_of: Callable[[int, int], Size | None],
+    colours: str,
+) -> Pixels:
+    try:
         if is_jpeg(data):
             return _upright_jpeg(data, limits, convert, least_of, colours)
         data = bytes(data)
         if data.startswith(_PNG):
             _check_png(data)
         return _upright_other(open_image(data), limits, convert, least_of)
-    except (*NOT_DATA, DecodeError):
+    except (*NOT_DATA, DecodeError, Warning):
         raise
+    except Image.DecompressionBombError as error:
+        raise too_large(error, limits) from None
     except Exception as error:  # decoders raise almost anything for damaged bytes
         pass_trouble(error)
         pass_pillow(error)
-        raise DecodeError(f"damaged image: {_tidy(error)}") from error
+        raise DecodeError(f"damaged image: {described(error)}") from error
 
 
 def _check_png(data: bytes) -> None:
@@ -150,31 +165,6 @@ def _check_png(data: bytes) -> None:
         if needed and zlib.crc32(view[at + 4 : end]) != int.from_bytes(data[end : end + 4], "big"):
             raise DecodeError(f"damaged PNG image: chunk {starts_with(name)} at byte {at} does not fit its checksum")
         at = end + 4
-
-
-def open_image(data: bytes) -> ImageFile.ImageFile:
-    """Identify an image without decoding it. Raises DecodeError.
-
-    As Image.open, but for its check of the number of pixels against a process-wide setting: the limit is the recipe's.
-    """
-    if not data:
-        raise DecodeError("empty: 0 bytes")
-    reason = f"not an image: starts with {starts_with(data)}"
-    for name, factory, accept in _formats():
-        try:
-            accepted = accept is None or accept(data[:16])
-            if accepted and not isinstance(accepted, str):
-                return factory(io.BytesIO(data), "")
-        except (SyntaxError, IndexError, TypeError, KeyError, ValueError, OSError, struct.error) as error:
-            pass_trouble(error)
-            reason = f"damaged {name} image: {_tidy(error)}"
-    refuse_unsupported(data)
-    raise DecodeError(reason)
-
-
-@lru_cache(maxsize=1)
-def _formats() -> list[tuple[str, Callable[..., ImageFile.ImageFile], Callable[[bytes], bool | str] | None]]:
-    return [(name, *Image.OPEN[name]) for name in load_formats()]
 
 
 def _upright_jpeg(
@@ -362,8 +352,3 @@ def png_of(pictures: Pixels, seconds: float = 0.0) -> bytes:
 def byte_table(mean: tuple[float, ...], std: tuple[float, ...], dtype: str) -> NDArray[Any]:
     """As `channel_table`, kept."""
     return channel_table(mean, std, dtype)
-
-
-def _tidy(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return text[:200] or type(error).__name__

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import io
 import re
+import struct
 import threading
 import warnings
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from orchdata.loaders.environment import way_out
 from orchdata.loaders.errors import DecodeError, PackageError, package_error, pass_trouble
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.checks import above_pixels, described, starts_with
 from orchdata.loaders.modalities.modality import Header, Heads, Modality, PartSize
+
+if TYPE_CHECKING:
+    from PIL.ImageFile import ImageFile
 
 IMAGE_FORMATS: Final = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "JPEG2000", "AVIF")
 """Pillow's names of the formats that are read (JPEG includes MPO). Others run programs (EPS) or have no signature to
@@ -41,6 +46,12 @@ _PIXEL_BYTES: Final = 4
 _EXIF: Final = b"Exif\0\0"
 _MOST_EXIF: Final = 256
 """Blocks of EXIF data in a JPEG: Pillow puts one behind another, and copies all of them each time."""
+_MOST_STRAY: Final = 1 << 16
+"""Bytes between the segments of a JPEG's header: Pillow reads them one by one."""
+_MARKER: Final = re.compile(rb"\xff[^\x00\xff]", re.DOTALL)
+_SCAN: Final = 0xDA
+_ALONE: Final = frozenset({0x01, *range(0xD0, 0xDA)})
+"""Markers that no length follows."""
 
 
 class ImageFiles(Modality):
@@ -129,32 +140,98 @@ def refuse_unsupported(data: bytes) -> None:
         raise PackageError("PIL", reason, way_out("PIL"), "an image")
 
 
-def probe_image(data: bytes, limits: Limits) -> Header:
-    """(width, height) as displayed, by Pillow. Raises DecodeError."""
-    from PIL import ExifTags, Image, UnidentifiedImageError
+def open_image(data: bytes) -> ImageFile:
+    """Identify an image without decoding it. Raises DecodeError.
 
-    formats = load_formats()
+    As Image.open, but for its check of the number of pixels against a process-wide setting: the limit is the recipe's.
+    """
+    if not data:
+        raise DecodeError("empty: 0 bytes")
+    reason = f"not an image: starts with {starts_with(data)}"
+    for name, factory, accept in _openers():
+        accepted: bool | str = False
+        with suppress(Exception):  # of too few bytes some plugins raise whatever their parsing does
+            accepted = accept is None or accept(data[:16])
+        if not accepted or isinstance(accepted, str):
+            continue
+        try:
+            return factory(io.BytesIO(data), "")
+        except (SyntaxError, IndexError, TypeError, KeyError, ValueError, OSError, struct.error) as error:
+            pass_trouble(error)
+            reason = f"damaged {name} image: {described(error)}"
+    refuse_unsupported(data)
+    raise DecodeError(reason)
+
+
+@lru_cache(maxsize=1)
+def _openers() -> list[tuple[str, Callable[..., ImageFile], Callable[[bytes], bool | str] | None]]:
+    from PIL import Image
+
+    return [(name, *Image.OPEN[name]) for name in load_formats()]
+
+
+def too_large(error: Exception, limits: Limits) -> DecodeError:
+    """The failure of an image that Pillow refuses for its size. Raises PackageError where that is not the size that
+    the limits refuse, but a lower one, which the program has set for the whole process.
+    """
+    from PIL import Image
+
+    most = Image.MAX_IMAGE_PIXELS
+    if most is not None and 2 * most < limits.image_pixels:
+        reason = f"PIL.Image.MAX_IMAGE_PIXELS is {most}, and Limits.image_pixels allows {limits.image_pixels}"
+        raise PackageError("PIL", reason, "set it to None: the limit here is Limits.image_pixels", "an image")
+    return DecodeError(f"too large an image: {error}; see PIL.Image.MAX_IMAGE_PIXELS")
+
+
+@contextmanager
+def quiet_pillow() -> Iterator[None]:
+    """Pillow warns of what it repairs (EXIF, TIFF tags) and of large images; the limit is ours. Filters of warnings are
+    process-wide: hold them shortly, one thread at a time, and for Pillow and this library only.
+    """
+    with _warnings_lock, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"(PIL|orchdata)(\.|$)")
+        yield
+
+
+def _check_jpeg(data: bytes) -> None:
+    """Raise DecodeError for a JPEG whose header Pillow would take very long to read."""
     blocks = data.count(_EXIF)
-    if blocks > _MOST_EXIF and data.startswith(b"\xff\xd8\xff"):
+    if blocks > _MOST_EXIF:
         raise DecodeError(
             f"a JPEG with {blocks} blocks of EXIF data, above {_MOST_EXIF}: `exiftool -all=` removes them"
         )
+    at, stray = 2, 0
+    while at < len(data):
+        marker = _MARKER.search(data, at, at + _MOST_STRAY - stray + 2)
+        stray += (marker.start() if marker else len(data)) - at
+        if stray > _MOST_STRAY:
+            raise DecodeError(
+                f"a JPEG with more than {_MOST_STRAY} bytes before its picture that belong to nothing: write it anew"
+            )
+        if marker is None or marker[0][1] == _SCAN:
+            return
+        at = marker.start() + 2
+        if marker[0][1] not in _ALONE:
+            at += max(2, int.from_bytes(data[at : at + 2], "big"))
+
+
+def probe_image(data: bytes, limits: Limits) -> Header:
+    """(width, height) as displayed, by Pillow. Raises DecodeError."""
+    from PIL import ExifTags, Image
+
+    if data.startswith(b"\xff\xd8\xff"):
+        _check_jpeg(data)
     try:
-        # Pillow warns of what it repairs (EXIF, TIFF tags) and of large images; the limit is ours. Filters are
-        # process-wide: hold them shortly, one thread at a time, and for Pillow's own modules only.
-        with _warnings_lock, warnings.catch_warnings():
-            warnings.filterwarnings("ignore", module=r"PIL(\.|$)")
-            with Image.open(io.BytesIO(data), formats=formats) as image:
-                width, height = image.size
-                if width * height > limits.image_pixels:
-                    return width, height
-                # Pillow turns TIFF sizes itself.
-                orientation = 1 if image.format == "TIFF" else image.getexif().get(ExifTags.Base.Orientation, 1)
-    except UnidentifiedImageError:
-        refuse_unsupported(data)
-        raise DecodeError(f"not an image: starts with {starts_with(data)}") from None
+        with quiet_pillow(), open_image(data) as image:
+            width, height = image.size
+            if width * height > limits.image_pixels:
+                return width, height
+            # Pillow turns TIFF sizes itself.
+            orientation = 1 if image.format == "TIFF" else image.getexif().get(ExifTags.Base.Orientation, 1)
+    except DecodeError:
+        raise
     except Image.DecompressionBombError as error:
-        raise DecodeError(f"too large an image: {error}; see PIL.Image.MAX_IMAGE_PIXELS") from None
+        raise too_large(error, limits) from None
     except Exception as error:
         pass_trouble(error)
         pass_pillow(error)

@@ -16,6 +16,7 @@ import zstandard
 
 from orchdata.loaders.errors import ShardError, StorageError
 from orchdata.loaders.limits import Limits
+from orchdata.loaders.memory import says_memory
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.local import LocalFile
 from orchdata.loaders.storage.shared.access import access_of
@@ -148,6 +149,8 @@ def _unzstd(file: Storage) -> Iterator[tuple[int, bytes]]:
                 try:
                     piece = stream.decompress(window)
                 except zstandard.ZstdError as error:
+                    if says_memory(error):  # of a window that the format allows
+                        raise MemoryError(f"the zstd data cannot be decompressed: {error}") from error
                     raise _Damaged(f"zstd data damaged near byte {consumed}: {error}") from error
                 rest = stream.unused_data if stream.eof else b""
                 consumed += len(window) - len(rest)

@@ -230,12 +230,17 @@ def _arrow_files(path: str) -> list[str]:
 
 
 def _is_base(name: str) -> bool:
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:  # half a surrogate pair, which JSON may have
+        return False
     return name not in ("", ".", "..") and "/" not in name and "\0" not in name
 
 
 def _read_json(path: str) -> dict[str, object]:
+    content = tried(path, "cannot be read", lambda: read_given(path, _STATE_BYTES))
     try:
-        found = json.loads(tried(path, "cannot be read", lambda: read_given(path, _STATE_BYTES)))
+        found = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not valid JSON: {error}") from None
     return found if isinstance(found, dict) else {}

@@ -27,6 +27,8 @@ from orchdata.loaders.errors import StateError
 from orchdata.order.stateful import exhaust, give_back, held_by, is_stateful
 from orchdata.order.steps import GlobalBatches, StepTask, Told
 
+ENDED: Final = "ended"
+"""Key in what a sampler held: whether it had ended when it was asked."""
 _MOST_STATE_BYTES: Final = 64 << 10
 """Of a generator's state, and of its text; torch's of a CPU has 5,056 bytes."""
 
@@ -77,7 +79,16 @@ class Source(Protocol):
         """What it holds of its own, `items` drawn so far; None for nothing."""
 
     def items_behind(self, held: Any, *, is_over: bool) -> Iterator[Any]:
-        """What the sampler gives behind the place where it held that; where the epoch was over there, the next one."""
+        """What the sampler gives after the item at which it held that.
+
+        Args:
+            held: of `held`, with `ENDED` where the sampler had ended already.
+            is_over: whether that was the last item of its epoch: then the items of the next epoch.
+        """
+
+    @property
+    def batch_size(self) -> int | None:
+        """Items of each batch but the last one, where it gives batches that torch makes; else None."""
 
     def replays(self, told: Told | None) -> bool:
         """Whether `items` finds what came of `told`, and leaves every generator as it is."""
@@ -103,6 +114,10 @@ class TorchSampler:
 
     def __len__(self) -> int:
         return len(self.sampler)
+
+    @property
+    def batch_size(self) -> int | None:
+        return self.sampler.batch_size if type(self.sampler) is BatchSampler else None
 
     @property
     def _takes_seed(self) -> bool:
@@ -145,6 +160,8 @@ class TorchSampler:
 
     def items_behind(self, held: Any, *, is_over: bool) -> Iterator[Any]:
         give_back(held, sampler=self._asked)
+        if held.get(ENDED):  # what it held is what it begins the next epoch with
+            return iter(self.sampler) if is_over else iter(())
         items: Iterator[Any] = iter(self.sampler)
         give_back(held, iterator=items)
         if not is_over:
@@ -183,6 +200,8 @@ class TakenOver:
 
     def __init__(self, sampler: DistributedSampler[Any]) -> None:
         self.sampler = sampler
+
+    batch_size = None
 
     def __len__(self) -> int:
         total = len(cast("Any", self.sampler.dataset))
@@ -262,11 +281,15 @@ class Draws:
             items = self._source.items_behind(held, is_over=first == 0)
         # A batch may be a list that its sampler uses again.
         chunks: Iterable[list[Any]] = map(list, items) if self._batched else iter(lambda: [*islice(items, size)], [])
+        full = self._source.batch_size if self._batched else size
         for step, chunk in enumerate(chunks, begin):
             if self._batches.drop_last and len(chunk) < size:
                 return
             if step >= first:
-                yield StepTask(epoch, step, self._rows(chunk), held=self._source.held(items))
+                now = self._source.held(items)
+                if now is not None and full is not None and len(chunk) < full:
+                    now[ENDED] = True  # the sampler was asked for one item more, and said that there is none
+                yield StepTask(epoch, step, self._rows(chunk), held=now)
 
     def again(self, epoch: int, step: int, told: Told | None) -> StepTask:
         if not self._source.replays(told):

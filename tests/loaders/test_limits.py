@@ -402,7 +402,11 @@ def test_memory_that_runs_out_in_a_decoder_is_no_bad_sample(
 
 
 @pytest.mark.parametrize(
-    ("field", "target"), [("webp", "PIL.Image.open"), ("mp3", "orchdata.loaders.modalities.audio_header.Sound")]
+    ("field", "target"),
+    [
+        ("webp", "orchdata.loaders.modalities.image_header.open_image"),
+        ("mp3", "orchdata.loaders.modalities.audio_header.Sound"),
+    ],
 )
 def test_memory_that_runs_out_in_a_header_is_no_bad_sample(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str, target: str

@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple, Protocol
 
-from orchdata.loaders.errors import DecodeError
+from orchdata.loaders.errors import DecodeError, PackageError
 from orchdata.loaders.shards.fields import RAW, TABLE_ROW
 from orchdata.loaders.storage.content_digest import BLOCK_BYTES
 from orchdata.loaders.storage.storage import Storage
@@ -21,6 +21,8 @@ from orchdata.loaders.storage.storage import Storage
 _BOM: Final = codecs.BOM_UTF8
 _FIRST_BYTES: Final = 1 << 14
 _SPACE: Final = " \t\r\n"
+_CELL_CHARACTERS: Final = 131_072
+"""Of a cell of CSV, at most: what the csv module allows unless a program sets another limit, for the whole process."""
 # Only where a value ends is asked of it: no digits are made a number.
 _ENDS: Final = json.JSONDecoder(parse_int=len, parse_float=len, parse_constant=len)
 
@@ -238,15 +240,26 @@ def _rows(lines: Iterator[tuple[int, int, bytes | None]]) -> Iterator[tuple[int,
             taken.append((offset, size, line))
             yield line.decode("utf-8", "surrogateescape")
 
+    _check_csv()
     try:
-        for _ in csv.reader(texts(), strict=True):
+        for cells in csv.reader(texts(), strict=True):
+            if max(map(len, cells), default=0) > _CELL_CHARACTERS:
+                raise csv.Error(f"field larger than field limit ({_CELL_CHARACTERS})")
             yield taken[0][0], sum(size for _, size, _ in taken), b"".join(line for _, _, line in taken)
             taken.clear()
     except csv.Error as error:
         raise DecodeError(f"not valid CSV: {error}: the rest is not read") from None
 
 
+def _check_csv() -> None:
+    """Raise PackageError where a setting of the whole process would make good rows look damaged."""
+    if (most := csv.field_size_limit()) < _CELL_CHARACTERS:
+        reason = f"csv.field_size_limit() is {most}"
+        raise PackageError("csv", reason, f"call csv.field_size_limit({_CELL_CHARACTERS}), its default", "reading CSV")
+
+
 def _cells(row: bytes) -> list[str]:
+    _check_csv()
     try:
         return next(csv.reader(io.StringIO(row.decode(), newline="\n"), strict=True), [])
     except (csv.Error, UnicodeDecodeError) as error:

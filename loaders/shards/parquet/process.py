@@ -32,7 +32,17 @@ Scanned = tuple[FactsTable, dict[str, int]]
 
 _START_SECONDS = 300.0
 _SILENT_SECONDS = 600.0
-_EXTERNAL = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_OF_A_LIBRARY = (
+    signal.SIGSEGV,
+    signal.SIGBUS,
+    signal.SIGABRT,
+    signal.SIGILL,
+    signal.SIGFPE,
+    signal.SIGSYS,
+    signal.SIGTRAP,
+)
+"""Signals that a process brings on itself. Others come from outside: a batch system's SIGUSR1, SIGKILL for want of
+memory."""
 _NOT_STARTED = "the process that measures Parquet files cannot be started"
 _PROGRAM = (
     "import json, sys; given = json.loads(sys.argv[1]); sys.path[:] = given['path']; "
@@ -158,15 +168,17 @@ class MeasuringProcess:
 
     def _death(self) -> Died:
         status = self._process.wait()
-        if status >= 0:
+        if not status:  # also where nobody knows, because the parent ignores SIGCHLD
+            return Died("ended in a way that is not known (where SIGCHLD is ignored)", external=True)
+        if status > 0:
             return Died(f"ended the process with exit code {status}")
         number = -status
         if number == signal.SIGXCPU:
             return Died("took too much processor time (SIGXCPU)", slow=True)
-        name = signal.Signals(number).name
-        if number in _EXTERNAL:
-            return Died(f"was killed ({name})", external=True)
-        return Died(f"ended the process with {name}")
+        name = next((known.name for known in signal.Signals if known == number), f"signal {number}")
+        if number in _OF_A_LIBRARY:
+            return Died(f"ended the process with {name}")
+        return Died(f"was killed ({name})", external=True)
 
     def kill(self) -> None:
         """End it while another thread may be waiting for it, which then closes it."""

@@ -108,6 +108,7 @@ def test_several_splits_are_named(tmp_path: Path) -> None:
     ("state", "wanted"),
     [
         ({"_data_files": [{"filename": "../x.arrow"}]}, "does not say"),
+        ({"_data_files": [{"filename": "\ud800.arrow"}]}, "does not say"),
         ({"_data_files": []}, "does not say"),
         ({"_data_files": 3}, "does not say"),
         ({"_data_files": [{"filename": "a.arrow"}], "_indices_data_files": [{"filename": "i.arrow"}]}, "save the data"),

@@ -13,7 +13,9 @@ import pytest
 import zstandard
 
 from orchdata.loaders.errors import ShardError, StorageError
+from orchdata.loaders.index.build import build_index
 from orchdata.loaders.limits import Limits
+from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.open import open_shard
 from orchdata.loaders.storage.cache import CacheFolder
 
@@ -145,3 +147,20 @@ def test_golden_zstd_files_decompress_or_fail_cleanly(fixtures_dir: Path, tmp_pa
         assert sound, source
         assert len(shard.facts().table) == 1
         shard.close()
+
+
+def test_lack_of_memory_for_a_large_window_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Short:
+        def decompressobj(self) -> Short:
+            return self
+
+        def decompress(self, _: bytes) -> bytes:
+            raise zstandard.ZstdError("zstd decompressor error: Allocation error : not enough memory")
+
+    path = tmp_path / "a.tar.zst"
+    path.write_bytes(zstd(archive(1_000)))
+    with monkeypatch.context() as patch:
+        patch.setattr(zstandard, "ZstdDecompressor", lambda **_: Short())
+        with pytest.raises(MemoryError, match="a.tar.zst: not enough memory.*Allocation error"):
+            build_index([str(path)], Recipe())
+    assert len(build_index([str(path)], Recipe()).bad_rows()) == 0

@@ -188,12 +188,25 @@ def test_a_child_that_was_killed_from_outside_is_no_word_about_the_file(tmp_path
         assert errors(path) == []
 
 
-def test_children_that_are_killed_again_and_again_end_the_build_unrecorded(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGUSR1, signal.SIGALRM, signal.SIGRTMIN + 1])
+def test_children_that_are_killed_again_and_again_end_the_build_unrecorded(tmp_path: Path, number: int) -> None:
     path = write(tmp_path / "a.parquet")
-    opened = ParquetShard(str(path), Hooked(path, lambda: os.kill(busy_child(), signal.SIGKILL)), limits=Limits())
-    with measuring(), pytest.raises(StorageError, match=r"was killed \(SIGKILL\), twice"):
+    opened = ParquetShard(str(path), Hooked(path, lambda: os.kill(busy_child(), number)), limits=Limits())
+    with measuring(), pytest.raises(StorageError, match=r"was killed \(.*\), twice"):
         opened.facts()
     assert children() == []
+
+
+def test_a_child_of_which_nobody_knows_how_it_ended_is_no_word_about_the_file(tmp_path: Path) -> None:
+    """Where a program ignores SIGCHLD, the system keeps no status."""
+    path = write(tmp_path / "a.parquet")
+    opened = ParquetShard(str(path), Hooked(path, lambda: os.kill(busy_child(), signal.SIGKILL)), limits=Limits())
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        with measuring(), pytest.raises(StorageError, match="in a way that is not known .*SIGCHLD"):
+            opened.facts()
+    finally:
+        signal.signal(signal.SIGCHLD, before)
 
 
 def test_children_that_cannot_start_are_no_word_about_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -235,17 +235,20 @@ class PairsIterator:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("size", [2, 4])  # the last batch of six items is whole, or a short one
 @pytest.mark.parametrize(
     "options",
     [
-        lambda: {"sampler": Upwards(), "batch_size": 2},
-        lambda: {"batch_sampler": BatchSampler(Upwards(), 2, drop_last=False)},
-        lambda: {"sampler": Pairs(), "batch_size": 2},
+        lambda size: {"sampler": Upwards(), "batch_size": size},
+        lambda size: {"sampler": Upwards(), "batch_size": size, "drop_last": True},
+        lambda size: {"batch_sampler": BatchSampler(Upwards(), size, drop_last=False)},
+        lambda size: {"batch_sampler": BatchSampler(Upwards(), size, drop_last=True)},
+        lambda size: {"sampler": Pairs(), "batch_size": size},
     ],
 )
-def test_a_sampler_goes_on_where_it_held(options: Any, workers: int) -> None:
+def test_a_sampler_goes_on_where_it_held(options: Any, size: int, workers: int) -> None:
     numbers = list(range(12))
-    one = od.DataLoader(numbers, collate_fn=list, num_workers=workers, **options())
+    one = od.DataLoader(numbers, collate_fn=list, num_workers=workers, **options(size))
     steps, states, given = iter(one), [], []
     for batch in steps:
         given.append(batch)
@@ -253,7 +256,7 @@ def test_a_sampler_goes_on_where_it_held(options: Any, workers: int) -> None:
     states.append(saved(one))
     following = list(one)
     for place, state in enumerate(states):
-        again = od.DataLoader(numbers, collate_fn=list, num_workers=workers, **options())
+        again = od.DataLoader(numbers, collate_fn=list, num_workers=workers, **options(size))
         again.load_state_dict(state)
         assert list(again) == (given[place + 1 :] if place < len(given) else following)
 
