@@ -25,6 +25,8 @@ from __future__ import annotations
 
 import errno
 import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TypeGuard
 
@@ -183,6 +185,25 @@ class FieldError(Exception):
         return DataError(shard, key, self.field, self.reason)
 
 
+class DecodeError(Exception):
+    """Bytes that cannot be decoded as the recipe and the index say. Never reaches the user.
+
+    Whoever knows the field turns it into a FieldError with `at`.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+    def at(self, field: str) -> FieldError:
+        """Raises PackageError where it was raised from an import that failed."""
+        pass_broken_package(self)
+        return FieldError(field, self.reason)
+
+
+FAILURES = (DataError, FieldError, DecodeError)
+"""Failures of data that have a reason already."""
+
 _TOLD_CHARACTERS = 400
 OF_THE_FILE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG})
 """What the system says of a name, or of what lies there. Whatever else it says may pass."""
@@ -257,6 +278,37 @@ def broken_package(error: Exception) -> PackageError | None:
     return package_error(found.cause, OWN, found.package)
 
 
+def one_line(error: BaseException, most: int = 300) -> str:
+    """The message of an exception on one line, at most `most` characters; its class where it has no message."""
+    text = " ".join(str(error).split())
+    return text[:most] if text else type(error).__name__
+
+
+@contextmanager
+def as_failure(
+    make: Callable[[str], Exception],
+    doing: str,
+    *,
+    before: Callable[[Exception], None] = pass_trouble,
+) -> Iterator[None]:
+    """Turn an exception of the block into a failure of the data that it reads: `make("doing: message")`.
+
+    Failures that the block makes itself pass, and so does what says nothing about the data.
+
+    Args:
+        make: the class of the failure, or a function of its reason.
+        doing: how the reason begins, as "damaged audio".
+        before: called first; it may raise something else.
+    """
+    try:
+        yield
+    except (*NOT_DATA, *FAILURES):
+        raise
+    except Exception as error:
+        before(error)
+        raise make(f"{doing}: {one_line(error)}") from error
+
+
 def as_field_error(error: Exception, doing: str, field: str = "*") -> FieldError:
     """What an exception that nobody expected says of a sample, or a field of it, that could not be `doing` ("measured",
     "decoded").
@@ -266,7 +318,8 @@ def as_field_error(error: Exception, doing: str, field: str = "*") -> FieldError
     if isinstance(error, FieldError):
         return error
     pass_trouble(error)
-    return FieldError(field, f"cannot be {doing}: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
+    said = " ".join(str(error).split())[:200]
+    return FieldError(field, f"cannot be {doing}: {type(error).__name__}: {said}")
 
 
 def reason_kind(reason: str) -> str:
@@ -276,19 +329,3 @@ def reason_kind(reason: str) -> str:
 
 _QUOTED = re.compile(r"'[^']*'(, '[^']*')*")
 _NUMBER = re.compile(r"(?<![A-Z\d])(?<![A-Z]-)\d+(\.\d+)?")
-
-
-class DecodeError(Exception):
-    """Bytes that cannot be decoded as the recipe and the index say. Never reaches the user.
-
-    Whoever knows the field turns it into a FieldError with `at`.
-    """
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
-
-    def at(self, field: str) -> FieldError:
-        """Raises PackageError where it was raised from an import that failed."""
-        pass_broken_package(self)
-        return FieldError(field, self.reason)

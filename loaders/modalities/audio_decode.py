@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.loaders.errors import NOT_DATA, DecodeError, pass_trouble
+from orchdata.loaders.errors import DecodeError, as_failure
 from orchdata.loaders.first_calls import settle_first_calls
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.audio_header import mp3_reason
@@ -95,6 +95,7 @@ def wav_of(data: bytes | memoryview, sample_rate: int, num_samples: int, limits:
     return file.getvalue()
 
 
+@as_failure(DecodeError, "damaged audio")
 def read_mono(data: bytes | memoryview, limits: Limits) -> tuple[Wave, int]:
     """The mean over channels, (num_frames,), and the rate in Hz. Raises DecodeError."""
     import soundfile
@@ -125,14 +126,9 @@ def read_mono(data: bytes | memoryview, limits: Limits) -> tuple[Wave, int]:
         if reason is not None:
             raise DecodeError(reason)
         return wave, rate
-    except (*NOT_DATA, DecodeError):
-        raise
     except soundfile.LibsndfileError as error:
         refuse_unsupported(data)
         raise DecodeError(f"not readable audio: {error.error_string.strip()}") from None
-    except Exception as error:
-        pass_trouble(error)
-        raise DecodeError(f"damaged audio: {' '.join(str(error).split()) or type(error).__name__}") from error
 
 
 def _read_blocks(sound: Any, rate: int, limits: Limits) -> Wave:

@@ -14,10 +14,10 @@ import numpy as np
 import soundfile
 
 from orchdata.loaders.environment import way_out
-from orchdata.loaders.errors import NOT_DATA, DecodeError, PackageError, pass_broken_package, pass_trouble
+from orchdata.loaders.errors import DecodeError, PackageError, as_failure, pass_broken_package
 from orchdata.loaders.interrupts import interrupts_held
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.modalities.checks import described, starts_with
+from orchdata.loaders.modalities.checks import starts_with
 from orchdata.loaders.modalities.cut_audio import cut_reason, flac_reason, lacks, mp3_stream_bytes, unclosed_wav
 from orchdata.loaders.modalities.modality import Header
 from orchdata.loaders.modalities.video.containers import holds_tracks
@@ -65,6 +65,7 @@ class Sound(soundfile.SoundFile):  # type: ignore[misc]
         self._close_memory()
 
 
+@as_failure(DecodeError, "damaged audio")
 def probe_audio(data: bytes, limits: Limits) -> Header:
     """(frames of a channel, rate in Hz), by soundfile; of a file with pictures those of its track, (0, 0) without one.
 
@@ -84,16 +85,11 @@ def probe_audio(data: bytes, limits: Limits) -> Header:
                 frames = _mp3_frames(data, frames)
             if frames < 0 or frames >= UNKNOWN_FRAMES or (is_mp3 and frames == 0):
                 frames = _count_frames(sound, int(limits.audio_seconds * rate))
-    except (*NOT_DATA, DecodeError):
-        raise
     except soundfile.LibsndfileError as error:
         refuse_unsupported(data)
         if _looks_like_audio(data):
             raise DecodeError(f"damaged audio: {error.error_string.strip()}") from None
         raise DecodeError(f"not audio: starts with {starts_with(data)}") from None
-    except Exception as error:
-        pass_trouble(error)
-        raise DecodeError(f"damaged audio: {described(error)}") from error
     if frames < 1:
         raise DecodeError("audio without a single frame")
     reason = cut_reason(data, frames, rate) or flac_reason(data, frames)

@@ -42,12 +42,6 @@ def starts_with(data: bytes) -> str:
     return repr(head.decode("ascii")) if head.isascii() and head.decode("ascii").isprintable() else repr(head)[1:]
 
 
-def described(error: Exception) -> str:
-    """What a decoder says, in one line of bounded length."""
-    text = " ".join(str(error).split())
-    return text[:200] if text else type(error).__name__
-
-
 def check_at_least_one(owner: str, name: str, value: object) -> None:
     if not isinstance(value, int) or value < 1:
         raise ValueError(f"{owner}.{name} must be an int of at least 1, got {value!r}")

@@ -21,9 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageFile, JpegImagePlugin
 
-from orchdata.loaders.errors import NOT_DATA, DecodeError, pass_trouble
+from orchdata.loaders.errors import DecodeError, as_failure
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.modalities.checks import above_pixels, described, starts_with
+from orchdata.loaders.modalities.checks import above_pixels, starts_with
 from orchdata.loaders.modalities.image_header import open_image, pass_pillow, quiet_pillow, too_large
 from orchdata.loaders.modalities.jpeg import decode_jpeg, is_jpeg, jpeg_orientation, read_jpeg_header
 from orchdata.loaders.modalities.modality import as_tensor
@@ -129,6 +129,7 @@ def upright_pixels(
             return _upright_pixels(data, limits, convert, least_of, colours)
 
 
+@as_failure(DecodeError, "damaged image", before=pass_pillow)
 def _upright_pixels(
     data: bytes | memoryview,
     limits: Limits,
@@ -143,14 +144,8 @@ def _upright_pixels(
         if data.startswith(_PNG):
             _check_png(data)
         return _upright_other(open_image(data), limits, convert, least_of)
-    except (*NOT_DATA, DecodeError, Warning):
-        raise
     except Image.DecompressionBombError as error:
         raise too_large(error, limits) from None
-    except Exception as error:  # decoders raise almost anything for damaged bytes
-        pass_trouble(error)
-        pass_pillow(error)
-        raise DecodeError(f"damaged image: {described(error)}") from error
 
 
 def _check_png(data: bytes) -> None:

@@ -15,9 +15,9 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
 from orchdata.loaders.environment import way_out
-from orchdata.loaders.errors import DecodeError, PackageError, package_error, pass_trouble
+from orchdata.loaders.errors import DecodeError, PackageError, as_failure, one_line, package_error, pass_trouble
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.modalities.checks import above_pixels, described, starts_with
+from orchdata.loaders.modalities.checks import above_pixels, starts_with
 from orchdata.loaders.modalities.modality import Header, Heads, Modality, PartSize
 
 if TYPE_CHECKING:
@@ -117,8 +117,9 @@ def load_formats() -> tuple[str, ...]:
     return tuple(name for name in IMAGE_FORMATS if name in Image.OPEN)
 
 
-def pass_pillow(error: BaseException) -> None:
-    """Raise PackageError where an image cannot be decoded because this Pillow was built without the decoder."""
+def pass_pillow(error: Exception) -> None:
+    """`pass_trouble`, and PackageError where this Pillow was built without the decoder of an image."""
+    pass_trouble(error)
     if isinstance(error, OSError) and _LACKS_DECODER.fullmatch(str(error)):
         raise package_error(error, "an image", "PIL") from error
 
@@ -158,7 +159,7 @@ def open_image(data: bytes) -> ImageFile:
             return factory(io.BytesIO(data), "")
         except (SyntaxError, IndexError, TypeError, KeyError, ValueError, OSError, struct.error) as error:
             pass_trouble(error)
-            reason = f"damaged {name} image: {described(error)}"
+            reason = f"damaged {name} image: {one_line(error)}"
     refuse_unsupported(data)
     raise DecodeError(reason)
 
@@ -215,6 +216,7 @@ def _check_jpeg(data: bytes) -> None:
             at += max(2, int.from_bytes(data[at : at + 2], "big"))
 
 
+@as_failure(DecodeError, "damaged image", before=pass_pillow)
 def probe_image(data: bytes, limits: Limits) -> Header:
     """(width, height) as displayed, by Pillow. Raises DecodeError."""
     from PIL import ExifTags, Image
@@ -228,14 +230,8 @@ def probe_image(data: bytes, limits: Limits) -> Header:
                 return width, height
             # Pillow turns TIFF sizes itself.
             orientation = 1 if image.format == "TIFF" else image.getexif().get(ExifTags.Base.Orientation, 1)
-    except DecodeError:
-        raise
     except Image.DecompressionBombError as error:
         raise too_large(error, limits) from None
-    except Exception as error:
-        pass_trouble(error)
-        pass_pillow(error)
-        raise DecodeError(f"damaged image: {described(error)}") from error
     if width < 1 or height < 1:
         raise DecodeError(f"image of {width}x{height} pixels")
     if orientation in (5, 6, 7, 8):

@@ -16,7 +16,7 @@ from typing import IO, Any, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.loaders.errors import NOT_DATA, pass_trouble
+from orchdata.loaders.errors import NOT_DATA, one_line, pass_trouble
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.shards.fields import RAW, SPARSE, printable
 from orchdata.loaders.storage.storage import Storage
@@ -195,7 +195,7 @@ def walk_any(file: Storage, digest: hashlib.blake2b) -> Iterator[TarBatch]:
         raise
     except Exception as error:  # damaged headers make tarfile raise several kinds
         pass_trouble(error)
-        raise NotATar(_reason(error)) from error
+        raise NotATar(one_line(error)) from error
     ended = False
     files: dict[str, _Member] = {}
     while not ended:
@@ -262,7 +262,7 @@ def _next_member(file: Storage, archive: tarfile.TarFile) -> tuple[tarfile.TarIn
         raise
     except Exception as error:  # noqa: BLE001 - damaged headers make tarfile raise several kinds
         pass_trouble(error)
-        return None, f"damaged at byte {archive.offset}: {_reason(error)}"
+        return None, f"damaged at byte {archive.offset}: {one_line(error)}"
     archive.members = []  # type: ignore[attr-defined]  # it keeps all
     defaults = archive.pax_headers  # which it copies for each member
     if len(defaults) > _GLOBAL_RECORDS or sum(len(k) + len(v) for k, v in defaults.items()) > _GLOBAL_BYTES:
@@ -319,7 +319,7 @@ def read_sparse(file: Storage, offset: int, size: int, *, limits: Limits, count:
     try:
         info: Any = open_tarfile(file, limit=EXTENDED_HEADER_LIMIT, position=offset).next()
     except (tarfile.TarError, ValueError, OSError) as error:
-        raise SparseError(f"damaged sparse member: {_reason(error)}") from error
+        raise SparseError(f"damaged sparse member: {one_line(error)}") from error
     if info is None or info.size != size or info.sparse is None:
         raise SparseError("damaged sparse member: another one than was indexed")
     reason = limits.size_error(size, is_text=False) or _map_error(info.sparse, size, limits)
@@ -351,8 +351,3 @@ def _map_error(stretches: Sequence[tuple[int, int]], size: int, limits: Limits) 
             f"Limits.decompression_ratio={limits.decompression_ratio:g}"
         )
     return None
-
-
-def _reason(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return text or type(error).__name__

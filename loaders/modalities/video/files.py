@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any, Final
 
-from orchdata.loaders.errors import NOT_DATA, DecodeError, pass_trouble
+from orchdata.loaders.errors import DecodeError, as_failure
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.modalities.checks import above_pixels, described
+from orchdata.loaders.modalities.checks import above_pixels
 from orchdata.loaders.modalities.image_header import READS_IMAGES, load_formats
 from orchdata.loaders.modalities.modality import Header, Heads, Modality, PartSize
 from orchdata.loaders.modalities.video.containers import is_video
@@ -56,14 +56,8 @@ class VideoFiles(Modality):
     def probe(cls, data: bytes, limits: Limits) -> Header:
         from orchdata.loaders.modalities.video.decode import header_of, open_video
 
-        try:
-            with open_video(data, limits) as video:
-                return header_of(video, video.size())
-        except (*NOT_DATA, DecodeError):
-            raise
-        except Exception as error:
-            pass_trouble(error)
-            raise DecodeError(f"damaged video: {described(error)}") from error
+        with as_failure(DecodeError, "damaged video"), open_video(data, limits) as video:
+            return header_of(video, video.size())
 
     @staticmethod
     def joined(files: Sequence[bytes], told: Mapping[str, Any]) -> bytes:

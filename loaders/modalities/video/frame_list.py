@@ -17,9 +17,8 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, Final
 
-from orchdata.loaders.errors import NOT_DATA, DecodeError, pass_trouble
+from orchdata.loaders.errors import NOT_DATA, DecodeError, as_failure, one_line
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.modalities.checks import described
 from orchdata.loaders.modalities.image_decode import Pixels, to_rgb, upright_pixels
 from orchdata.loaders.modalities.image_header import ImageFiles
 from orchdata.loaders.modalities.probing import read_header
@@ -85,7 +84,7 @@ class FrameList:
         try:
             held: Any = json.loads(bytes(data).removeprefix(codecs.BOM_UTF8))
         except (ValueError, RecursionError) as error:
-            raise DecodeError(f"not a list of frames: {described(error)}") from None
+            raise DecodeError(f"not a list of frames: {one_line(error)}") from None
         told = held if isinstance(held, dict) else {}
         frames = next((told[key] for key in _FRAMES if key in told), None) if told else held
         if not isinstance(frames, list) or not all(isinstance(frame, str) for frame in frames):
@@ -121,12 +120,10 @@ class FrameList:
     def _size_of(self, number: int) -> tuple[int, int]:
         data = self._bytes(number)
         try:
-            width, height = read_header(ImageFiles, len(data), lambda count: data[:count], self._limits)
+            with as_failure(DecodeError, "damaged image"):
+                width, height = read_header(ImageFiles, len(data), lambda count: data[:count], self._limits)
         except DecodeError as error:
             raise DecodeError(f"frame {number}: {error.reason}") from error.__cause__
-        except Exception as error:
-            pass_trouble(error)
-            raise DecodeError(f"frame {number}: {described(error)}") from error
         return width, height
 
     def _bytes(self, number: int) -> bytes:

@@ -10,9 +10,8 @@ from typing import Final
 
 import pyarrow as pa
 
-from orchdata.loaders.errors import pass_trouble
+from orchdata.loaders.errors import one_line, pass_trouble
 from orchdata.loaders.shards.arrow.flatbuffer import Table
-from orchdata.loaders.shards.parquet.cells import short
 from orchdata.loaders.shards.parquet.file import Refused
 
 _FIELD_BYTES: Final = 16
@@ -41,7 +40,7 @@ def read_schema(message: bytes, header: Table) -> pa.Schema:
         return pa.ipc.read_schema(pa.py_buffer(message))
     except Exception as error:  # noqa: BLE001 - types that extend Arrow are made by code of others
         pass_trouble(error)
-        raise Refused(f"its schema cannot be read: {short(error)}") from None
+        raise Refused(f"its schema cannot be read: {one_line(error)}") from None
 
 
 class _Described:

@@ -8,18 +8,19 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Final
 
 import numpy as np
 import pyarrow as pa
 
-from orchdata.loaders.errors import NOT_DATA, ShardError, pass_trouble
+from orchdata.loaders.errors import NOT_DATA, ShardError, as_failure, one_line, pass_trouble
 from orchdata.loaders.limits import Limits, limits_fingerprint
 from orchdata.loaders.shards.arrow.layout import read_layout
 from orchdata.loaders.shards.arrow.rows import RowsReader, TooLarge
 from orchdata.loaders.shards.arrow.shapes import shape_of
 from orchdata.loaders.shards.facts_table import Facts, FactsMeta, shard_failure
-from orchdata.loaders.shards.parquet.cells import place_of, plan_columns, read_cell, short
+from orchdata.loaders.shards.parquet.cells import place_of, plan_columns, read_cell
 from orchdata.loaders.shards.parquet.file import INDEX_BYTES_OF_A_ROW, Refused
 from orchdata.loaders.shards.parquet.scan import scan
 from orchdata.loaders.storage.content_digest import ContentDigest
@@ -78,7 +79,7 @@ class ArrowReader:
                 if isinstance(error, TooLarge) and length > 1:
                     most = length // 2
                     continue
-                raise Refused(f"batch {group}, rows {start} to {start + length}: {short(error)}") from None
+                raise Refused(f"batch {group}, rows {start} to {start + length}: {one_line(error)}") from None
             yield pa.RecordBatch.from_arrays(arrays, names=list(names))
             start += length
             most = min(_SCAN_ROWS, 2 * most)
@@ -116,7 +117,7 @@ class ArrowShard:
             table, lost = shard_failure(str(error)), max(1, self.size)
         except (pa.ArrowException, ValueError, RecursionError) as error:
             pass_trouble(error)
-            table, lost = shard_failure(f"not a readable Arrow stream: {short(error)}"), max(1, self.size)
+            table, lost = shard_failure(f"not a readable Arrow stream: {one_line(error)}"), max(1, self.size)
         checksum = self.checksum()
         self._file.check_unchanged()
         meta = FactsMeta(
@@ -151,11 +152,6 @@ class ArrowShard:
     def _open(self) -> ArrowReader:
         with self._lock:
             if self._reader is None:
-                try:
+                with as_failure(partial(ShardError, self.url), "not a readable Arrow stream"):
                     self._reader = ArrowReader(self._file, self._limits)
-                except NOT_DATA:
-                    raise
-                except Exception as error:
-                    pass_trouble(error)
-                    raise ShardError(self.url, f"not a readable Arrow stream: {short(error)}") from error
             return self._reader

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from orchdata.loaders.errors import NOT_DATA, FieldError, ShardError, pass_trouble
+from orchdata.loaders.errors import NOT_DATA, FieldError, ShardError, one_line, pass_trouble
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.builtin import BUILTINS, OTHER, TEXT
 from orchdata.loaders.shards.fields import classify
@@ -160,7 +160,7 @@ def read_cell(cell: Callable[[int, str], bytes | None], file: Storage, row: int,
         file.check_unchanged()  # or it may be the change that looks like damage
         if isinstance(error, ShardError | FieldError):
             raise
-        reason = str(error) if isinstance(error, PathOnly) else f"cannot be read: {short(error)}"
+        reason = str(error) if isinstance(error, PathOnly) else f"cannot be read: {one_line(error)}"
         raise FieldError(field, reason) from error
 
 
@@ -228,12 +228,6 @@ def plan_columns(schema: pa.Schema) -> tuple[Columns, list[str], str | None]:
         else:
             used.append(column)
     return used, ignored, key
-
-
-def short(error: BaseException) -> str:
-    """What an error says, on one line."""
-    text = " ".join(str(error).split())
-    return text[:300] if text else type(error).__name__
 
 
 def column_of(columns: Columns, field: str) -> tuple[Column, int] | None:

@@ -20,11 +20,10 @@ from typing import Any
 import pyarrow as pa
 
 from orchdata.loaders.environment import failed_import
-from orchdata.loaders.errors import package_error
+from orchdata.loaders.errors import one_line, package_error
 from orchdata.loaders.limited_process import die_with_parent, lower_limit
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.memory import is_limited_below, measured_at
-from orchdata.loaders.shards.parquet.cells import short
 from orchdata.loaders.shards.parquet.file import ParquetReader, Refused
 from orchdata.loaders.shards.parquet.framing import Ended, receive, send, send_bytes
 from orchdata.loaders.shards.parquet.scan import scan
@@ -109,7 +108,7 @@ def _serve(request: dict[str, Any], replies: int, shared: mmap.mmap) -> None:
     except Exception as error:  # noqa: BLE001 - pyarrow raises many kinds for damaged files
         found = failed_import(error)
         if found is None:
-            _send(replies, {"failure": f"not a readable Parquet file: {short(error)}"})
+            _send(replies, {"failure": f"not a readable Parquet file: {one_line(error)}"})
         else:
             _send(replies, {"broken": package_error(found.cause, "reading Parquet", found.package).args})
     else:

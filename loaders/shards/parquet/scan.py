@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 
-from orchdata.loaders.errors import NOT_DATA, DecodeError, pass_trouble
+from orchdata.loaders.errors import NOT_DATA, DecodeError, one_line, pass_trouble
 from orchdata.loaders.limits import Limits, shortened
 from orchdata.loaders.memory import measured_at
 from orchdata.loaders.modalities.builtin import BUILTINS, KINDS, OTHER, TEXT
@@ -19,7 +19,7 @@ from orchdata.loaders.modalities.modality import Header
 from orchdata.loaders.modalities.probing import read_header
 from orchdata.loaders.shards.facts_table import NO_HEADER, FactsTable
 from orchdata.loaders.shards.fields import PARQUET
-from orchdata.loaders.shards.parquet.cells import Column, Columns, PathOnly, is_text, short, text_bytes
+from orchdata.loaders.shards.parquet.cells import Column, Columns, PathOnly, is_text, text_bytes
 from orchdata.loaders.shards.parquet.file import Refused
 from orchdata.loaders.slow import here
 
@@ -104,7 +104,7 @@ class _Scan:
                 raise
             except _OF_A_CELL as error:  # one cell that cannot be had says nothing about the others
                 pass_trouble(error)
-                self._append(number, key, column.name, column.kind, 0, f"cannot be read: {short(error)}")
+                self._append(number, key, column.name, column.kind, 0, f"cannot be read: {one_line(error)}")
         if len(table) == first:
             self._append(number, key, "", OTHER, 0, None)
         earlier = self._first_row.setdefault(key, first)

@@ -10,14 +10,15 @@ import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
 
-from orchdata.loaders.errors import NOT_DATA, ShardError, pass_trouble
+from orchdata.loaders.errors import ShardError, as_failure
 from orchdata.loaders.limits import Limits, limits_fingerprint
 from orchdata.loaders.shards.facts_table import Facts, FactsMeta, shard_failure
-from orchdata.loaders.shards.parquet.cells import place_of, read_cell, short
+from orchdata.loaders.shards.parquet.cells import place_of, read_cell
 from orchdata.loaders.shards.parquet.children import measure
 from orchdata.loaders.shards.parquet.file import ParquetReader
 from orchdata.loaders.storage.content_digest import ContentDigest
@@ -164,14 +165,9 @@ class ParquetShard:
     def _open(self) -> ParquetReader:
         with self._lock:
             if self._reader is None:
-                try:
+                with as_failure(partial(ShardError, self.url), "not a readable Parquet file"):
                     self._reader = ParquetReader(self._file, self._limits)
                     self._file.check_unchanged()
-                except NOT_DATA:
-                    raise
-                except Exception as error:
-                    pass_trouble(error)
-                    raise ShardError(self.url, f"not a readable Parquet file: {short(error)}") from error
             return self._reader
 
 
