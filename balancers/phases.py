@@ -129,13 +129,13 @@ def balance_phases(
         if sizes is not None and max_size is not None:
             columns = checked_sizes(sizes, costs.shape[1])
             caps = checked_caps(max_size, columns.shape[1])
+        apart = objective == "barrier"
         rank = assign_jointly(
-            costs,
+            costs if apart else costs.sum(axis=0)[None, :],
             np.array([num_ranks]),
-            objective=objective,
             equal_count=equal_count,
             max_samples=max_samples,
-            primary=names.index(primary),
+            primary=names.index(primary) if apart else 0,
             sizes=columns,
             caps=caps,
             effort=effort,
@@ -174,7 +174,6 @@ def assign_jointly(
     group_sizes: NDArray[np.int64],
     *,
     group: NDArray[np.int64] | None = None,
-    objective: str,
     equal_count: bool,
     max_samples: int | None,
     primary: int,
@@ -202,8 +201,6 @@ def assign_jointly(
     if max_samples is not None:
         for held, ranks in zip(counts.tolist(), group_sizes.tolist(), strict=True):
             checked_max_samples(max_samples, held, ranks)
-    if objective == "sum" and not len(caps):
-        costs, primary = together[None, :], 0
     first = np.repeat(np.cumsum(group_sizes) - group_sizes, counts).astype(np.int32)
     offsets = np.concatenate([[0], np.cumsum(counts)])
     by_sample, weights = np.ascontiguousarray(costs.T[order]), np.ascontiguousarray(sizes[order])

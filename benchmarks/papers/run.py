@@ -17,7 +17,6 @@ from orchdata.order.order import Order, Shuffle
 from orchdata.order.steps import GlobalBatches, StepTask
 from orchdata.planning.balance import Balance
 from orchdata.planning.make_plan import PlanSpec, make_plan
-from orchdata.planning.price import step_cost
 
 METHODS = ("none", "LLM only", "joint", "per phase", "grouped", "grid", "perfect")
 SMALL_RANKS = 16
@@ -110,7 +109,7 @@ def _planned(case: Case, kind: tuple[Samples, Balance], size: int, config: Paper
         num_ranks=case.ranks,
     )
     plans = [make_plan(spec, StepTask(0, step)) for step in range(config.steps)]
-    cost = sum(step_cost(plan, balance.objective, samples.phases) for plan in plans)
+    cost = sum(plan.cost(balance.price, samples.phases) for plan in plans)
     return cost, sum(plan.num_microbatches for plan in plans)
 
 

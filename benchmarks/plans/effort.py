@@ -14,7 +14,6 @@ from orchdata.balancers import balance_phases
 from orchdata.bench.distributions import omni_phases
 from orchdata.bench.harness import Result, WideTable
 from orchdata.planning.balance import Balance
-from orchdata.planning.price import step_cost
 
 # Ranks, samples a rank, and at effort 1: sum of largest loads over that of lower bounds, milliseconds.
 SIZES = ((64, 64, 1.0015, 150.0), (2_560, 16, None, None), (2_560, 64, None, None))
@@ -56,7 +55,7 @@ def plans_by_effort(scale: Scale, max_tokens: int) -> WideTable:
                 found = plans_of(samples, balance, num_ranks, size, scale)
                 milliseconds.append(1e3 * (time.thread_time() - started) / scale.repeats)
                 mean = sum(int(column.sum()) for plan in found for column in plan.costs.values()) / num_ranks
-                waits.append(sum(step_cost(plan, "barrier", samples.phases) for plan in found) / mean)
+                waits.append(sum(plan.cost(balance.price, samples.phases) for plan in found) / mean)
             words = f"at most {cap:,} tokens" if cap else "one microbatch"
             rows.append((f"{name}, {num_ranks:,} x {samples_per_rank}, {words}", *waits, *milliseconds))
     return WideTable(
@@ -92,7 +91,7 @@ def large_plans(scale: Scale, max_tokens: int) -> WideTable:
                     taken.append(1e3 * (time.thread_time() - started))
                 milliseconds[way] = statistics.median(taken)
                 mean = sum(int(column.sum()) for column in plan.costs.values()) / num_ranks
-                waits[way] = step_cost(plan, "barrier", samples.phases) / mean
+                waits[way] = plan.cost(balance.price, samples.phases) / mean
                 micro_steps = str(plan.num_microbatches)
             figures = [each.get(way) for each in (waits, milliseconds) for way in ("joint", "effort 4", "grid")]
             rows.append((f"{name}, {num_ranks:,} x {samples_per_rank}", micro_steps, *figures))

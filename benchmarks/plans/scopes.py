@@ -19,8 +19,7 @@ from orchdata.planning.assign import assign
 from orchdata.planning.balance import Balance
 from orchdata.planning.make_plan import PlanSpec, make_plan
 from orchdata.planning.plan import Plan
-from orchdata.planning.price import step_cost, step_lower_bound
-from orchdata.planning.shares import cells, price, split
+from orchdata.planning.shares import cells, split
 
 Ints = NDArray[np.int64]
 
@@ -114,7 +113,7 @@ def _planned(
     plans = {way: plans_of(of, each, num_ranks, size, scale) for way, (of, each) in ways.items()}
     found = {
         way: Found(
-            sum(step_cost(plan, "barrier", samples.phases) for plan in each),
+            sum(plan.cost(balance.price, samples.phases) for plan in each),
             sum(plan.num_microbatches for plan in each),
         )
         for way, each in plans.items()
@@ -126,7 +125,7 @@ def _planned(
         found["joint"].micro_steps,
     )
     total = sum(int(column.sum()) for plan in joint for column in plan.costs.values())
-    return found, sum(step_lower_bound(plan, "barrier", samples.phases) for plan in joint), total / num_ranks
+    return found, sum(plan.cost_bound(balance.price, samples.phases) for plan in joint), total / num_ranks
 
 
 def plans_of(samples: Samples, balance: Balance, num_ranks: int, size: int, scale: Scale) -> list[Plan]:
@@ -147,7 +146,7 @@ def _by_sums(plans: list[Plan], balance: Balance) -> Found:
         rank = assign(plan.costs, balance, plan.num_ranks, plan.stream_rank)
         sizes = {"llm": plan.llm_positions} if balance.caps else {}
         shares = split(np.sum(list(plan.costs.values()), axis=0), sizes, rank, plan.num_ranks, balance)
-        cost += price(cells(plan.costs, shares, plan.num_ranks), balance)
+        cost += balance.price.of(cells(plan.costs, shares, plan.num_ranks))
         micro_steps += shares.num_microbatches
     return Found(cost, micro_steps)
 

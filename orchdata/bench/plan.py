@@ -22,7 +22,6 @@ from orchdata.planning.balance import Balance
 from orchdata.planning.costs import IndexCosts
 from orchdata.planning.make_plan import PlanSpec, make_plan
 from orchdata.planning.plan import Plan
-from orchdata.planning.price import step_cost
 from orchdata.synth.made_up_index import synthetic_index
 
 # Ranks, samples a rank, in a grid of 8 ranks a node.
@@ -151,7 +150,7 @@ def _planning_large(index: Index, config: PlanBench) -> list[Result]:
             made.append(make_plan(spec, StepTask(0, turn % spec.num_steps)))
             seconds.append(time.thread_time() - started)
         waits = [
-            step_cost(plan, "barrier", plan.phases)
+            plan.cost(spec.balance.price, plan.phases)
             * plan.num_ranks
             / sum(int(column.sum()) for column in plan.costs.values())
             for plan in made[1:]

@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 from orchdata.planning.costs import IndexCosts
 from orchdata.planning.make_plan import PlanSpec
 from orchdata.planning.plan import Plan
-from orchdata.planning.price import waits_inside
-from orchdata.planning.shares import cost_of_cells
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +28,7 @@ class StepFigures:
         feature_rows: encoder phase -> `Plan.feature_rows`, where parts are assigned apart.
         loads: phase -> largest load unbalanced and balanced, lower bound, mean load, and what ranks wait for where they
             meet in each micro-step, float64 (5,).
-        cost: of the step under its objective, and of a perfectly even one, float64 (2,).
+        cost: of the step under `Balance.price`, and of a perfectly even one, float64 (2,).
         num_microbatches: of each rank.
         overflow: of the rank's share, whole samples by their first piece: samples truncated, LLM tokens that they lost,
             samples split, and pieces, int64 (4,).
@@ -55,14 +53,15 @@ class StepFigures:
 def step_figures(spec: PlanSpec, plan: Plan, rank: int) -> StepFigures:
     """The figures of a plan made from `spec`, seen from a rank: milliseconds at thousands of ranks."""
     alone = plan.num_ranks == plan.num_microbatches == 1 and plan.padded is None and not plan.parts
+    alone = alone and spec.balance.price.num_stages is None
     return _figures_alone(spec, plan) if alone else _figures(spec, plan, rank)
 
 
 def _figures(spec: PlanSpec, plan: Plan, rank: int) -> StepFigures:
-    balanced, in_step = spec.costs.balanced, waits_inside(plan, spec.balance.objective)
+    balanced, price = spec.costs.balanced, spec.balance.price
     cells = {phase: plan.cells(phase) for phase in plan.phases}
-    cost = cost_of_cells([cells[phase] for phase in balanced], in_step=in_step)
-    mean = sum(_mean(plan, phase) for phase in balanced)
+    cost = price.of([cells[phase] for phase in balanced])
+    even = price.of_even([_mean(plan, phase) for phase in balanced], plan.num_microbatches)
     mine = plan.places(rank)
     lengths = plan.llm_positions[mine]
     microbatches = plan.microbatch[mine]
@@ -79,7 +78,7 @@ def _figures(spec: PlanSpec, plan: Plan, rank: int) -> StepFigures:
         own_streams=plan.own_streams(rank),
         feature_rows={phase: plan.feature_rows(phase) for phase in plan.parts},
         loads={phase: _loads(plan, phase, of_phase) for phase, of_phase in cells.items()},
-        cost=np.array([cost, mean], np.float64),
+        cost=np.array([cost, even], np.float64),
         num_microbatches=plan.num_microbatches,
         overflow=_overflow(spec, plan.row[mine]),
         sources=_sources(plan),
@@ -131,7 +130,7 @@ def _sources(plan: Plan) -> NDArray[np.int64]:
 
 def _loads(plan: Plan, phase: str, cells: NDArray[np.int64]) -> NDArray[Any]:
     largest = plan.loads_unbalanced(phase).max(), cells.sum(axis=1).max()
-    in_micro_steps = cost_of_cells([cells], in_step=True)
+    in_micro_steps = cells.max(axis=0).sum()
     return np.array([*largest, plan.lower_bound(phase), _mean(plan, phase), in_micro_steps], np.float64)
 
 

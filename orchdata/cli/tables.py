@@ -101,7 +101,7 @@ def _phase_table(profile: Profile) -> Table:
 
 
 def _scale_table(profile: Profile) -> Table:
-    counted = " and micro-steps" if profile.caps and profile.objective == "barrier" else ""
+    counted = " and micro-steps" if profile.caps and profile.meets_in_micro_steps else ""
     title = f"\nImbalance, max/mean over ranks{counted}: unbalanced -> balanced (1.00 is perfect)"
     gpus = ("GPUs",) if profile.model_parallel > 1 else ()
     micro_steps = ("micro-steps",) if profile.caps else ()
@@ -171,7 +171,7 @@ def _per_phase_speedup(profile: Profile, speedup: float) -> str:
 
 def _notes(profile: Profile) -> list[str]:
     waiting = "after each" if profile.caps is None else "after each in each micro-step"
-    if profile.objective == "sum":
+    if not profile.meets_in_micro_steps:
         waiting = "at its end only"
     notes = [
         f"step: the cost model's phases, ranks waiting for each other {waiting}; speedup: an estimate from costs",

@@ -99,7 +99,8 @@ class Stats:
         where a step is one microbatch.
         `microbatches`: of a rank in a step, mean over steps.
         `step_imbalance`: cost of the step over that of a perfectly even one, of the phases that are balanced, by what
-        ranks wait for under the objective: what `orchdata profile` calls the step.
+        ranks wait for (`Balance.price`): what `orchdata profile` calls the step. In a pipeline it is the makespan of
+        the slowest one over that of one with equal microbatches.
         `padding`: share of LLM positions that would be padding, had this rank's microbatches been padded.
         `fill`: under od.Packed(length=...), tokens of samples over those of all ranks' microbatches; else None.
         `own_streams`: where ranks are grouped, the share of this rank's samples drawn from its group's streams, mean

@@ -6,7 +6,7 @@ grouped  anew inside each group of ranks          inside each group; anew where 
 grid     inside each group, then among the ranks of the same place in all groups
 global   anew over all ranks                      over all ranks; anew where counts are limited
 
-Every scope lowers what `Balance.objective` says: the sum over phases of the largest load, or the largest sum.
+Every scope lowers what `Balance.price` says: the sum over phases of the largest load, or the largest sum.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ def assign(
         owner: int32 (num_items,), who holds each item; where none is loaded yet, whose stream it is drawn from.
         sizes: int64 (num_items,), of items that are held, what moving each takes; None where none is loaded yet.
         ranks_per_node: of items that are held, consecutive ranks among which they rather move.
-        limits: caps that are kept, of items that are not held, under "barrier", scope "grouped" or "global".
+        limits: caps that are kept, of items that are not held, scope "grouped" or "global"; phases are then levelled
+            apart, whatever ranks wait for.
 
     Returns:
         int32 (num_items,); `owner` itself where held items stay.
@@ -97,14 +98,14 @@ def assign(
     held, group_size = sizes is not None, balance.group_size or num_ranks
     if balance.scope == "none" or num_ranks == 1:
         return owner if held else dealt(len(owner), num_ranks)
+    if limits is None and not balance.price.levels_each_phase:
+        costs = {"llm": np.sum(list(costs.values()), axis=0)}
     if limits is not None and balance.scope == "global":
         return _within(costs, balance, num_ranks, owner, limits)
     counted = balance.equal_count or balance.max_samples is not None
     if balance.scope != "grid" and (counted or not held):
         return _anew(costs, balance, num_ranks, owner, sizes, ranks_per_node or 1, limits)
-    shared: Mapping[str, Ints] | Ints = costs
-    if balance.objective == "sum" or len(costs) == 1:
-        shared = np.sum(list(costs.values()), axis=0)
+    shared = costs if len(costs) > 1 else next(iter(costs.values()))
     if balance.scope == "grid":
         return balance_grid(shared, owner, num_ranks, group_size).rank
     if balance.scope == "grouped":
@@ -137,7 +138,6 @@ def _anew(
         np.stack(list(costs.values())),
         np.array([len(ranks) for ranks in groups]),
         group=group,
-        objective=balance.objective,
         equal_count=balance.equal_count,
         max_samples=balance.max_samples,
         primary=len(costs) - 1,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from orchdata.balancers.checks import MAX_TOTAL, checked_count, checked_effort
+from orchdata.planning.price import StepPrice
 
 Scope = Literal["none", "grouped", "grid", "global"]
 AssignmentKind = Literal["joint", "per_phase"]
@@ -91,6 +92,17 @@ class Balance:
             raise ValueError(
                 f"Balance.order and num_stages go together, got order={self.order!r}, num_stages={self.num_stages}"
             )
+
+    @property
+    def price(self) -> StepPrice:
+        """What ranks wait for. Per phase they meet in every exchange."""
+        each_phase = self.assignment == "per_phase" or self.objective == "barrier"
+        meets = self.assignment == "per_phase" or (each_phase and self.order is None)
+        return StepPrice(
+            levels_each_phase=each_phase,
+            meets_in_micro_steps=meets,
+            num_stages=None if meets else self.num_stages,
+        )
 
     @property
     def caps(self) -> dict[str, int]:

@@ -22,7 +22,7 @@ from orchdata.balancers.assignment import cells_of, loads_of
 from orchdata.native.costs import Coefficients, sequence_costs
 from orchdata.planning.assign import counted_groups, dealt
 from orchdata.planning.balance import Balance
-from orchdata.planning.shares import Shares, balanced_inside, cells, counts_kept, near_streams, price, share_out_packed
+from orchdata.planning.shares import Shares, balanced_inside, cells, counts_kept, near_streams, share_out_packed
 
 Ints = NDArray[np.int64]
 Ranks = NDArray[np.int32]
@@ -121,7 +121,7 @@ def share_out_fixed(
             raise ValueError(f"the samples do not fit into {num_microbatches} microbatches of {fixed.length} tokens")
     fewest = min(one.num_microbatches for one in found)
     fewest_found = [one for one in found if one.num_microbatches == fewest]
-    return min(fewest_found, key=lambda one: price(fixed_cells_of(costs, one, num_ranks, positions, fixed), balance))
+    return min(fewest_found, key=lambda one: balance.price.of(fixed_cells_of(costs, one, num_ranks, positions, fixed)))
 
 
 def fixed_cells_of(

@@ -25,7 +25,7 @@ from orchdata.planning.fixed import FixedCost, fixed_cells_of, share_out_fixed
 from orchdata.planning.padded import PaddedCost, padded_cells_of, share_out_padded
 from orchdata.planning.parts import Parts, fit_parts, share_out_parts
 from orchdata.planning.plan import Plan
-from orchdata.planning.shares import Shares, cells, price, share_out_packed
+from orchdata.planning.shares import Shares, cells, share_out_packed
 
 Ints = NDArray[np.int64]
 
@@ -181,8 +181,6 @@ class _GlobalBatch:
             num_microbatches: by default the fewest.
         """
         spec, balance = self.spec, self.spec.balance
-        if balance.assignment == "per_phase":  # Ranks meet in every exchange.
-            balance = replace(balance, objective="barrier")
         costs = {phase: self.costs[phase] for phase in phases or spec.costs.balanced}
         sizes = {phase: self.positions[phase] for phase in (balance.caps if caps is None else caps)}
         arguments = (costs, sizes, spec.num_ranks, balance, self.stream_rank, num_microbatches)
@@ -241,7 +239,7 @@ class _GlobalBatch:
             for phase, of in parts.items()
             if phase in spec.costs.balanced
         ]
-        return price([*encoders, *own], spec.balance)
+        return spec.balance.price.of([*encoders, *own])
 
     def _fit(self, found: Mapping[str, Parts], shares: Shares, *, or_home: bool = False) -> dict[str, Parts]:
         """Who encodes which part; without the phases whose cap cannot be kept, unless parts may stay at home."""

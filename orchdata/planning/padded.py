@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from orchdata.balancers import PhaseCost, balance_padded
 from orchdata.planning.assign import assign, dealt
 from orchdata.planning.balance import Balance
-from orchdata.planning.shares import Shares, cells, counts_kept, in_step, price
+from orchdata.planning.shares import Shares, cells, counts_kept
 
 Ints = NDArray[np.int64]
 Ranks = NDArray[np.int32]
@@ -70,14 +70,16 @@ def share_out_padded(
         ranks.append(assign_padded(positions, num_ranks, padded.cost, padded.multiple_of, balance.max_samples))
     shares = [split_padded(rank, num_ranks, sizes, balance) for rank in ranks]
     most = num_microbatches or shares[0].num_microbatches
-    if anywhere and sizes and in_step(balance):
+    if anywhere and sizes and balance.price.meets_in_micro_steps:
         shares += _in_blocks(costs["llm"], sizes, num_ranks, balance, most, num_microbatches)
     allowed = [one for one in shares if one.num_microbatches == num_microbatches]
     allowed = allowed or [one for one in shares if one.num_microbatches <= most] or shares[:1]
     if len(allowed) == 1:
         return allowed[0]
     # The first of equals: what packed balancing chose keeps samples where they were.
-    return min(allowed, key=lambda one: (price(padded_cells_of(costs, one, num_ranks), balance), one.num_microbatches))
+    return min(
+        allowed, key=lambda one: (balance.price.of(padded_cells_of(costs, one, num_ranks)), one.num_microbatches)
+    )
 
 
 def assign_padded(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -23,6 +23,7 @@ from orchdata.planning.padded import (
     padded_lower_bound,
 )
 from orchdata.planning.parts import OwnParts, Parts, own_parts
+from orchdata.planning.price import StepPrice
 from orchdata.planning.route import Route, grouped_route
 from orchdata.planning.shares import Shares
 
@@ -188,6 +189,19 @@ class Plan:
         if phase == "llm" and isinstance(self.padded, PaddedCost) and self.num_microbatches == 1:
             return padded_lower_bound(self.costs[phase], self.llm_positions, self.num_ranks, self.padded)
         return int(lower_bound(self.costs[phase], self.num_ranks))
+
+    def cost(self, price: StepPrice, phases: Sequence[str]) -> int:
+        """Cost of the step.
+
+        Args:
+            phases: those that count, `SampleCosts.balanced`: others of the plan are in units of their own.
+        """
+        return price.of([self.cells(phase) for phase in phases])
+
+    def cost_bound(self, price: StepPrice, phases: Sequence[str]) -> int:
+        """No assignment of whole samples, or of parts where they are apart, has a smaller `cost`."""
+        bounds = [self.lower_bound(phase) for phase in phases]
+        return price.lower_bound([self.costs[phase] for phase in phases], bounds, self.num_ranks)
 
     @property
     def filled(self) -> tuple[int, int] | None:

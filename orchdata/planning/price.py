@@ -1,46 +1,84 @@
-"""The price of a plan: what its step costs, by what ranks wait for.
+"""The price of a step: what its ranks wait for.
 
-    plan --cells (num_ranks, num_microbatches) of each phase--> cost_of_cells --> step_cost
+    Balance --price--> StepPrice; cells (num_ranks, num_microbatches) of each phase --StepPrice.of--> cost
 
-Under "barrier" ranks wait for each other after each phase of each micro-step (the m-th microbatch of all ranks), so a
-step takes the sum over both of the largest cell. Under "sum" they meet at its end, and it takes the largest rank's
-total. Where encoders are balanced apart, ranks meet in every exchange: that is a barrier whatever the objective.
+Plans, `stats()`, profiles and benchmarks ask the same value, so a figure follows what the plan follows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.balancers import lower_bound
-from orchdata.planning.balance import Objective
-from orchdata.planning.plan import Plan
-from orchdata.planning.shares import cost_of_cells
+from orchdata.native.microbatches.pipeline import slowest
 
 Ints = NDArray[np.int64]
 
 
-def step_cost(plan: Plan, objective: Objective, phases: Sequence[str]) -> int:
-    """Cost of a step in the unit of its costs.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepPrice:
+    """What a step costs, in the unit of its costs.
 
-    Args:
-        phases: those that count: `SampleCosts.balanced`, as others of the plan are in units of their own.
+    A micro-step is the m-th microbatch of all ranks. Where ranks wait for each other after each phase of it, a step
+    costs the sum over micro-steps and phases of the largest cell. Where they meet at its end, it costs the largest
+    total of a rank, or the makespan of the slowest pipeline. In a pipeline the first stage has all encoders, every
+    stage has an equal part of the LLM, and backward takes twice the forward.
+
+    Attributes:
+        levels_each_phase: each phase is balanced for itself; else their sum.
+        meets_in_micro_steps: ranks wait for each other after each phase of each micro-step.
+        num_stages: of the pipeline whose makespan counts; None where none does.
     """
-    return cost_of_cells([plan.cells(phase) for phase in phases], in_step=waits_inside(plan, objective))
+
+    levels_each_phase: bool
+    meets_in_micro_steps: bool
+    num_stages: int | None
+
+    def of(self, cells: Sequence[Ints]) -> int:
+        """Cost of a step.
+
+        Args:
+            cells: of each phase that counts, the encoders before `llm`: int64 (num_ranks, num_microbatches).
+        """
+        if self.meets_in_micro_steps:
+            return sum(int(of_phase.max(axis=0).sum()) for of_phase in cells)
+        if self.num_stages is None:
+            return int(np.sum([of_phase.sum(axis=1) for of_phase in cells], axis=0).max())
+        return int(slowest(*_stages(cells, self.num_stages), self.num_stages))
+
+    def of_even(self, means: Sequence[float], num_microbatches: int) -> float:
+        """Cost of a step of which all cells of a phase are equal.
+
+        A pipeline can be a little cheaper than that: small microbatches at both ends fill it sooner.
+
+        Args:
+            means: of each phase, as of `of`, the mean load of a rank.
+        """
+        if self.num_stages is None:
+            return sum(means)
+        cells = [np.full((1, num_microbatches), mean / num_microbatches) for mean in means]
+        return float(slowest(*_stages(cells, self.num_stages), self.num_stages))
+
+    def lower_bound(self, costs: Sequence[Ints], bounds: Sequence[int], num_ranks: int) -> int:
+        """No assignment of whole samples costs less, in any number of micro-steps.
+
+        Args:
+            costs: of each phase, as of `of`, int64 (num_samples,).
+            bounds: of each phase, on its largest load.
+        """
+        if self.meets_in_micro_steps:
+            return sum(bounds)
+        if self.num_stages is None:
+            return max(*bounds, int(lower_bound(np.sum(costs, axis=0), num_ranks)))
+        # The first stage does all of its work, forward and twice that backward.
+        return 3 * int(lower_bound(self.num_stages * np.sum(costs[:-1], axis=0, dtype=np.int64) + costs[-1], num_ranks))
 
 
-def waits_inside(plan: Plan, objective: Objective) -> bool:
-    """Whether ranks wait for each other in each micro-step."""
-    return objective == "barrier" or bool(plan.parts)
-
-
-def step_lower_bound(plan: Plan, objective: Objective, phases: Sequence[str]) -> int:
-    """No assignment of whole samples, or of parts where they are apart, has a smaller `step_cost`, whatever the number
-    of micro-steps.
-    """
-    bounds = [plan.lower_bound(phase) for phase in phases]
-    if waits_inside(plan, objective):
-        return sum(bounds)
-    return max(*bounds, lower_bound(np.sum([plan.costs[phase] for phase in phases], axis=0), plan.num_ranks))
+def _stages(cells: Sequence[NDArray[np.generic]], num_stages: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Times of forwards on the first stage, and on each other one: float64, of the shape of a phase's cells."""
+    work = cells[-1].astype(np.float64)
+    return work + num_stages * np.sum([np.zeros_like(work), *cells[:-1]], axis=0), work

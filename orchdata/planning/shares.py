@@ -26,7 +26,6 @@ from orchdata.balancers.checks import MAX_TOTAL
 from orchdata.balancers.phases import assign_jointly
 from orchdata.native.assign.phases import above_caps, sum_of_peaks
 from orchdata.native.microbatches.micro_steps import bins_cost, deal_cells
-from orchdata.native.microbatches.pipeline import slowest
 from orchdata.native.microbatches.rough_peaks import bin_bound, fits_alone
 from orchdata.native.microbatches.within_caps import looked_peaks
 from orchdata.native.sorting import descending_order
@@ -55,42 +54,8 @@ class Shares:
     num_microbatches: int
 
 
-def in_step(balance: Balance) -> bool:
-    """Whether ranks wait for each other in each micro-step."""
-    return balance.assignment == "per_phase" or (balance.objective == "barrier" and balance.order is None)
-
-
-def cost_of_cells(cells: Sequence[Ints], *, in_step: bool) -> int:
-    """What ranks wait for, of one or several phases.
-
-    Args:
-        cells: of each phase int64 (num_ranks, num_microbatches).
-        in_step: ranks wait after each phase of each micro-step; else at the end only.
-    """
-    if in_step:
-        return sum(int(of_phase.max(axis=0).sum()) for of_phase in cells)
-    return int(np.sum([of_phase.sum(axis=1) for of_phase in cells], axis=0).max())
-
-
-def price(cells: Sequence[Ints], balance: Balance) -> int:
-    """What a step costs, by what its ranks wait for.
-
-    Args:
-        cells: of each phase, the encoders before `llm`: int64 (num_ranks, num_microbatches).
-
-    Returns:
-        The sum over micro-steps and phases of the largest cell, the largest total of a rank, or the makespan of the
-        slowest pipeline, its first stage with all encoders.
-    """
-    if balance.num_stages is None or in_step(balance):
-        return cost_of_cells(cells, in_step=in_step(balance))
-    work = cells[-1].astype(np.float64)
-    first = work + balance.num_stages * np.sum([np.zeros_like(work), *cells[:-1]], axis=0)
-    return int(slowest(first, work, balance.num_stages))
-
-
 def _prices(costs: Mapping[str, Ints], found: Sequence[Shares], num_ranks: int, balance: Balance) -> list[int]:
-    return [price(cells(costs, shares, num_ranks), balance) for shares in found]
+    return [balance.price.of(cells(costs, shares, num_ranks)) for shares in found]
 
 
 def share_out_packed(
@@ -139,7 +104,8 @@ def _cheapest(
     """`share_out_packed`, whose micro-steps may be empty."""
     if num_ranks == 1 and not sizes and num_microbatches is None:
         return Shares(np.zeros(len(stream_rank), np.int32), np.zeros(len(stream_rank), np.int32), 1)
-    together_in_steps = in_step(balance) and bool(sizes) and num_ranks > 1
+    meets = balance.price.meets_in_micro_steps
+    together_in_steps = meets and bool(sizes) and num_ranks > 1
     anywhere = replace(balance, scope="global", group_size=None) if balance.scope == "grid" else balance
     chosen = None
     if num_microbatches is None and len(stream_rank) > _HUGE and together_in_steps:
@@ -148,7 +114,7 @@ def _cheapest(
         return _in_scope(costs, sizes, chosen, num_ranks, balance, stream_rank)
     rank = assign(costs, balance, num_ranks, stream_rank)
     # Of whole steps of all ranks, the joint search has looked at the backbone alone.
-    looked_at = balance.scope == "global" and balance.objective == "barrier" and balance.num_stages is None
+    looked_at = balance.scope == "global" and balance.price.levels_each_phase and balance.num_stages is None
     if not sizes and num_microbatches is None and (looked_at or balance.scope == "none" or len(costs) == 1):
         return Shares(rank, np.zeros(len(rank), np.int32), 1)
     together = np.sum(list(costs.values()), axis=0)
@@ -163,8 +129,8 @@ def _cheapest(
     if balance.scope != "none":
         if together_in_steps and (most > 1 or not found):
             found += _dealt_ways(costs, sizes, num_ranks, balance, stream_rank, found, most, num_microbatches is None)
-        if not in_step(balance) and balance.objective == "barrier":  # Pipelines: only what a rank does in all counts.
-            level = assign(costs, replace(balance, objective="sum"), num_ranks, stream_rank)
+        if not meets and balance.price.levels_each_phase:  # Pipelines: only what a rank does in all counts.
+            level = assign({"llm": together}, balance, num_ranks, stream_rank)
             shares = split(together, sizes, level, num_ranks, balance)
             found += _in_so_many(shares, together, sizes, num_ranks, balance, num_microbatches)
     prices = _prices(costs, found, num_ranks, balance)
@@ -199,7 +165,7 @@ def _dealt_ways(
     while or_fewer and _may_hold(sizes, balance, num_ranks, fewer):
         dealt = dealt_shares(costs, sizes, num_ranks, balance, stream_rank, fewer)
         found, fewer = found + dealt, fewer - 1 if dealt else 0
-    prices = {price(cells(costs, one, num_ranks), balance): one.num_microbatches for one in (*known, *found)}
+    prices = {balance.price.of(cells(costs, one, num_ranks)): one.num_microbatches for one in (*known, *found)}
     if balance.scope == "global" and prices and prices[min(prices)] > 1:
         number = prices[min(prices)]
         found += sorted_and_cut(costs, sizes, num_ranks, balance, stream_rank, number, min(prices))
@@ -275,7 +241,7 @@ def _rough_split(
     used = {phase: some[phase] for phase in by or some}
     rank = assign(used, anywhere, few, stream_rank[mine])
     shares = split(np.sum(list(used.values()), axis=0), held, rank, few, balance)
-    return price(cells(some, shares, few), balance), shares.num_microbatches
+    return balance.price.of(cells(some, shares, few)), shares.num_microbatches
 
 
 def _by_the_backbone(
@@ -293,7 +259,13 @@ def _by_the_backbone(
     """
     alone = {"llm": costs["llm"]}
     found: list[Shares] = []
-    if in_step(balance) and prices and sizes and num_ranks > 1 and (in_micro_steps or num_microbatches):
+    if (
+        balance.price.meets_in_micro_steps
+        and prices
+        and sizes
+        and num_ranks > 1
+        and (in_micro_steps or num_microbatches)
+    ):
         if len(stream_rank) <= _HUGE and balance.scope == "global":
             with suppress(ValueError):  # It may need more microbatches.
                 found = [share_out_packed(alone, sizes, num_ranks, balance, stream_rank, num_microbatches)]
@@ -301,9 +273,9 @@ def _by_the_backbone(
             below = min(prices)
             found = dealt_shares(alone, sizes, num_ranks, balance, stream_rank, num_microbatches, below, priced=costs)
     rank = assign(alone, balance, num_ranks, stream_rank)
-    if in_step(balance) and prices:
+    if balance.price.meets_in_micro_steps and prices:
         # Microbatches only add to what ranks wait for in the whole step.
-        whole = price(cells(costs, Shares(rank, np.zeros(len(rank), np.int32), 1), num_ranks), balance)
+        whole = balance.price.of(cells(costs, Shares(rank, np.zeros(len(rank), np.int32), 1), num_ranks))
         if whole >= min(prices):
             return found
     shares = split(alone["llm"], sizes, rank, num_ranks, balance)
@@ -363,7 +335,7 @@ def split(
         max_size=np.array([balance.caps[phase] for phase in sizes] or [MAX_TOTAL], np.int64),
         num_microbatches=num_microbatches,
         oversize="own" if balance.oversize == "own" else "error",
-        in_step=in_step(balance),
+        in_step=balance.price.meets_in_micro_steps,
     )
     return Shares(rank, microbatch, number)
 
@@ -428,7 +400,7 @@ class _Tries:
         )
         if inside is None or not counts_kept(inside.rank, self.num_ranks, self.balance):
             return None
-        taken = price(cells(self.priced or self.costs, inside, self.num_ranks), self.balance)
+        taken = self.balance.price.of(cells(self.priced or self.costs, inside, self.num_ranks))
         return (inside, taken) if below is None or taken < below else None
 
 
@@ -488,7 +460,7 @@ def sorted_and_cut(
             found, below = [*found, inside[0]], inside[1]
         anew = _anew_inside(by_sample, columns, caps, cut, order, num_ranks, balance, bounds, below)
         if anew is not None:
-            found, below = [*found, anew], price(cells(costs, anew, num_ranks), balance)
+            found, below = [*found, anew], balance.price.of(cells(costs, anew, num_ranks))
     return found
 
 
@@ -544,7 +516,6 @@ def _anew_inside(
         rank[mine] = assign_jointly(
             np.ascontiguousarray(by_sample[mine].T),
             np.array([num_ranks]),
-            objective="barrier",
             equal_count=False,
             max_samples=None,
             primary=by_sample.shape[1] - 1,
@@ -597,7 +568,7 @@ def near_streams(
                 mine, limits.within, stream_rank[members], num_ranks, balance, limits
             )
     found = replace(shares, rank=near)
-    if in_step(balance):
+    if balance.price.meets_in_micro_steps:
         taken = _prices(costs, (found, shares), num_ranks, balance)
         return found if taken[0] >= taken[1] else replace(shares, rank=named)
     return found

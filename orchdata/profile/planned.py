@@ -18,8 +18,6 @@ from orchdata.order.steps import Batches, GlobalBatches, StepTask, Sums, TokenBa
 from orchdata.order.token_sums import TokenCounts, TokenSums
 from orchdata.planning.balance import Balance
 from orchdata.planning.make_plan import PlanSpec, SampleCosts, make_plan
-from orchdata.planning.price import step_lower_bound, waits_inside
-from orchdata.planning.shares import cost_of_cells
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,17 +82,16 @@ class PlannedSteps:
 
 
 def plan_steps(spec: PlanSpec, steps: Sequence[int]) -> PlannedSteps:
-    """Plan these steps of epoch 0, and price them under the objective of `spec.balance`."""
-    phases, balanced, objective = spec.costs.phases, spec.costs.balanced, spec.balance.objective
+    """Plan these steps of epoch 0, and price them by `spec.balance.price`."""
+    phases, balanced, price = spec.costs.phases, spec.costs.balanced, spec.balance.price
     costs, bounds, microbatches, samples, filled = [], [], [], [], []
     rows: dict[str, NDArray[np.int64]] = {}
     by_phase: dict[str, list[tuple[int, int, int]]] = {phase: [] for phase in phases}
     for step in steps:
         plan = make_plan(spec, StepTask(0, step))
-        in_step = waits_inside(plan, objective)
         cells = {phase: plan.cells(phase) for phase in phases}
-        costs.append(cost_of_cells([cells[phase] for phase in balanced], in_step=in_step))
-        bounds.append(step_lower_bound(plan, objective, balanced))
+        costs.append(price.of([cells[phase] for phase in balanced]))
+        bounds.append(plan.cost_bound(price, balanced))
         microbatches.append(plan.num_microbatches)
         samples.append(len(plan.row))
         filled += [] if plan.filled is None else [plan.filled]
@@ -102,8 +99,7 @@ def plan_steps(spec: PlanSpec, steps: Sequence[int]) -> PlannedSteps:
             rows[phase] = rows.get(phase, np.zeros(3, np.int64)) + plan.feature_rows(phase)
         for phase, found in by_phase.items():
             total = int(plan.costs[phase].sum())
-            cost = cost_of_cells([cells[phase]], in_step=in_step)
-            found.append((cost, plan.lower_bound(phase), total))
+            found.append((price.of([cells[phase]]), plan.lower_bound(phase), total))
     columns = {phase: tuple(zip(*found, strict=True)) for phase, found in by_phase.items()}
     return PlannedSteps(
         num_ranks=spec.num_ranks,

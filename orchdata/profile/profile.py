@@ -184,6 +184,11 @@ class Profile:
     sources: Mapping[str, SourceShare]
     scales: tuple[Scale, ...]
 
+    @property
+    def meets_in_micro_steps(self) -> bool:
+        """Whether ranks wait for each other in each micro-step, in joint assignment."""
+        return Balance(objective=self.objective).price.meets_in_micro_steps
+
     def to_dict(self) -> dict[str, Any]:
         """JSON-safe: plain dicts, lists, strings and finite numbers."""
         plain: dict[str, Any] = json.loads(json.dumps(asdict(self), allow_nan=False))

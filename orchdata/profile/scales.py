@@ -31,7 +31,7 @@ SCOPES: tuple[Scope, ...] = get_args(Scope)
 class PhaseImbalance:
     """What ranks wait for over the mean load, where 1 is perfect: the time lost in a phase is 1 - 1/this.
 
-    That is max/mean of rank loads, or of each micro-step where `objective` is "barrier" and caps make several.
+    That is max/mean of rank loads, or of each micro-step where ranks meet in each and caps make several.
 
     Attributes:
         unbalanced: samples dealt out in turn, as a plain sampler does, within the same caps.

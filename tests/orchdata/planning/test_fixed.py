@@ -15,7 +15,7 @@ from orchdata.balancers.assignment import cells_of
 from orchdata.bench.distributions import OMNI_COST, image_patches, text_lengths
 from orchdata.planning.balance import Balance, Scope
 from orchdata.planning.fixed import FixedCost, fixed_cells_of, share_out_fixed
-from orchdata.planning.shares import Shares, price, share_out_packed
+from orchdata.planning.shares import Shares, share_out_packed
 
 # The first call of a kernel compiles or loads it.
 settings.register_profile("kernels", deadline=None)
@@ -35,7 +35,7 @@ def shared(
     fixed = FixedCost(length, model.coefficients("llm"))
     found = share_out_fixed(costs, sizes, num_ranks, balance, streams, None, tokens, fixed)
     packed = share_out_packed(costs, sizes, num_ranks, balance, streams)
-    prices = [price(fixed_cells_of(costs, one, num_ranks, tokens, fixed), balance) for one in (found, packed)]
+    prices = [balance.price.of(fixed_cells_of(costs, one, num_ranks, tokens, fixed)) for one in (found, packed)]
     return found, packed, prices[0], prices[1]
 
 

@@ -23,7 +23,6 @@ from orchdata.planning.costs import IndexCosts
 from orchdata.planning.make_plan import PlanSpec, make_plan
 from orchdata.planning.padded import PaddedCost
 from orchdata.planning.plan import Plan
-from orchdata.planning.price import step_cost
 from orchdata.planning.route import make_route
 
 PHASES = ("image", "llm")
@@ -76,7 +75,7 @@ def test_a_plan_that_moves_nothing_is_taken_where_it_costs_about_the_same(
     assert plan.hash == plan_of(Album(**options), num_ranks, balance).hash
     whole = plan_of(Album(**options), num_ranks, joint(balance))
     apart = plan_of(Album(**options, balanced=("llm",)), num_ranks, balance)  # Where there is nothing to weigh.
-    price, price_whole, price_apart = (step_cost(one, "barrier", PHASES) for one in (plan, whole, apart))
+    price, price_whole, price_apart = (one.cost(Balance().price, PHASES) for one in (plan, whole, apart))
     assert plan.num_microbatches == min(whole.num_microbatches, apart.num_microbatches)
     if whole.num_microbatches < apart.num_microbatches:
         assert price <= price_whole
@@ -173,7 +172,7 @@ def test_parts_of_one_crowded_sample_leave_it() -> None:
     )
     assert not at_home(plan)
     assert plan.loads("image").tolist() == [4 * 80] * 4  # Of 16 images, four each.
-    assert step_cost(plan, "barrier", PHASES) < step_cost(whole, "barrier", PHASES) - 8 * 80
+    assert plan.cost(Balance().price, PHASES) < whole.cost(Balance().price, PHASES) - 8 * 80
 
 
 def test_an_encoder_cap_takes_no_more_micro_steps_than_parts_at_home() -> None:

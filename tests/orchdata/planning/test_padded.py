@@ -24,7 +24,7 @@ from orchdata.planning.padded import (
     share_out_padded,
     split_padded,
 )
-from orchdata.planning.shares import Shares, price
+from orchdata.planning.shares import Shares
 
 TOKENS = PaddedCost(PhaseCost(1.0))
 LINEAR = PaddedCost(PhaseCost(4.0, 0.001))  # As `global_batches` has it.
@@ -170,7 +170,7 @@ def test_micro_steps_of_neighbours_in_length_cost_less() -> None:
     costs, balance = {"llm": positions}, Balance(max_tokens=4096)
     first = split_padded(assign(costs, balance, 8, np.zeros(400, np.int32)), 8, costs, balance)
     found = shared_out(costs, 8, balance, costs)
-    taken = [price(padded_cells_of(costs, shares, 8), balance) for shares in (found, first)]
+    taken = [balance.price.of(padded_cells_of(costs, shares, 8)) for shares in (found, first)]
     assert found.num_microbatches <= first.num_microbatches
     assert taken[0] < 0.97 * taken[1]
 
@@ -198,7 +198,7 @@ def test_a_step_is_within_its_limits_and_no_dearer_than_the_packed_plan_in_this_
         return cells
 
     found = waits(held(shares), balance)
-    assert found == price(padded_cells_of(batch.costs, shares, batch.num_ranks), balance)
+    assert found == balance.price.of(padded_cells_of(batch.costs, shares, batch.num_ranks))
     packed, backbone = (
         split_padded(assign(costs, balance, batch.num_ranks, batch.stream_rank), batch.num_ranks, sizes, balance)
         for costs in (batch.costs, {"llm": batch.costs["llm"]})
@@ -233,5 +233,5 @@ def test_no_candidate_is_left_out_for_another() -> None:
         for rank in (assign(costs, balance, 4, streams), assign({"llm": positions}, balance, 4, streams)):
             other = split_padded(rank, 4, sizes, balance)
             if other.num_microbatches <= found.num_microbatches:
-                limit = price(padded_cells_of(costs, other, 4), balance)
-                assert price(padded_cells_of(costs, found, 4), balance) <= limit
+                limit = balance.price.of(padded_cells_of(costs, other, 4))
+                assert balance.price.of(padded_cells_of(costs, found, 4)) <= limit

@@ -6,11 +6,15 @@ from dataclasses import replace
 
 import numpy as np
 
+from orchdata.balancers import order_after_disttrain, simulate_1f1b
+from orchdata.planning.balance import Balance
 from orchdata.planning.parts import Parts
 from orchdata.planning.plan import Plan
-from orchdata.planning.price import step_cost, step_lower_bound
 
 PHASES = ("image", "llm")
+BARRIER = Balance().price
+SUM = Balance(objective="sum").price
+PIPELINE = Balance(order="1f1b", num_stages=2).price
 
 
 def plan() -> Plan:
@@ -35,14 +39,33 @@ def plan() -> Plan:
 
 
 def test_under_a_barrier_every_phase_of_every_micro_step_is_waited_for() -> None:
-    assert step_cost(plan(), "barrier", ("image",)) == 5 + 4
-    assert step_cost(plan(), "barrier", ("llm",)) == 3 + 6
-    assert step_cost(plan(), "barrier", PHASES) == 9 + 9
+    assert plan().cost(BARRIER, ("image",)) == 5 + 4
+    assert plan().cost(BARRIER, ("llm",)) == 3 + 6
+    assert plan().cost(BARRIER, PHASES) == 9 + 9
 
 
 def test_under_sum_the_largest_rank_counts() -> None:
-    assert step_cost(plan(), "sum", ("image",)) == 5
-    assert step_cost(plan(), "sum", PHASES) == 5 + 0 + 2 + 6  # rank 1 has 1 + 4 + 3 + 1
+    assert plan().cost(SUM, ("image",)) == 5
+    assert plan().cost(SUM, PHASES) == 5 + 0 + 2 + 6  # rank 1 has 1 + 4 + 3 + 1
+
+
+def test_in_a_pipeline_the_slowest_makespan_counts() -> None:
+    # Of two stages the first one has the encoders: their cost counts twice beside half of the LLM's.
+    makespans = []
+    for image, llm in (((5, 0), (2, 6)), ((1, 4), (3, 1))):
+        forward = np.array([[2 * image[0] + llm[0], 2 * image[1] + llm[1]], llm], float)
+        makespans.append(simulate_1f1b(forward, 2 * forward, order_after_disttrain(forward, 2 * forward)))
+    assert plan().cost(PIPELINE, PHASES) == max(makespans)
+
+
+def test_an_even_step_costs_its_means_and_in_a_pipeline_also_what_fills_it() -> None:
+    assert BARRIER.of_even([5.0, 6.0], 2) == SUM.of_even([5.0, 6.0], 2) == 5 + 6
+    # Two microbatches of 5/2 and 6/2 on two stages: forwards of 2 * 2.5 + 3 and 3, then twice as long back.
+    forward = np.array([[8.0, 8.0], [3.0, 3.0]])
+    assert PIPELINE.of_even([5.0, 6.0], 2) == simulate_1f1b(forward, 2 * forward) > 3 * (8 + 8)
+    even = [np.full((2, 2), 5), np.full((2, 2), 6)]
+    for price in (BARRIER, SUM, PIPELINE):
+        assert price.of(even) == price.of_even([10.0, 12.0], 2)
 
 
 def test_where_encoders_are_apart_ranks_meet_in_every_exchange() -> None:
@@ -55,10 +78,18 @@ def test_where_encoders_are_apart_ranks_meet_in_every_exchange() -> None:
         rank=np.array([1, 1, 0], np.int32),
     )
     apart = replace(plan(), parts={"image": parts})
-    assert step_cost(apart, "sum", PHASES) == step_cost(apart, "barrier", PHASES) == (6 + 4) + (3 + 6)
+    for balance in (
+        Balance(assignment="per_phase"),
+        Balance(assignment="per_phase", objective="sum"),
+        Balance(assignment="per_phase", order="1f1b", num_stages=2),
+    ):
+        assert balance.price == BARRIER
+        assert apart.cost(balance.price, PHASES) == (6 + 4) + (3 + 6)
 
 
-def test_the_bound_is_below_both_prices() -> None:
+def test_the_bound_is_below_all_prices() -> None:
     # image: 5 is the largest of a total of 10, llm: 6 of 12; together 22 on two ranks.
-    assert step_lower_bound(plan(), "barrier", PHASES) == 5 + 6
-    assert step_lower_bound(plan(), "sum", PHASES) == 11
+    assert plan().cost_bound(BARRIER, PHASES) == 5 + 6
+    assert plan().cost_bound(SUM, PHASES) == 11
+    # On the first stage samples cost 12, 6, 5 and 9, together 32 on two ranks; backward takes twice that.
+    assert plan().cost_bound(PIPELINE, PHASES) == 3 * 16 <= plan().cost(PIPELINE, PHASES)

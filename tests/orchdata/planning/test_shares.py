@@ -19,7 +19,7 @@ from orchdata.balancers import balance_phases, split_microbatches
 from orchdata.bench.distributions import omni_phases
 from orchdata.planning.assign import assign, stream_ranks
 from orchdata.planning.balance import Balance
-from orchdata.planning.shares import Shares, dealt_shares, in_step, price, share_out_packed
+from orchdata.planning.shares import Shares, dealt_shares, share_out_packed
 from orchdata.planning.shares import cells as cells_of_shares
 
 Ints = NDArray[np.int64]
@@ -42,7 +42,7 @@ def split(batch: GlobalBatch, phases: list[str], balance: Balance) -> Shares:
         sizes=np.stack(columns, axis=1),
         max_size=np.array([*balance.caps.values()] or [1]),
         oversize="own",
-        in_step=in_step(balance),
+        in_step=balance.price.meets_in_micro_steps,
     )
     return Shares(rank, microbatch, count)
 
@@ -61,10 +61,15 @@ def check_not_dearer(batch: GlobalBatch, shares: Shares, balance: Balance) -> No
     A grid in micro-steps: than all ranks at once, but for 2 % at most, and never below these.
     """
     found = waits(cells(batch, shares), balance)
-    assert found == price(cells_of_shares(batch.costs, shares, batch.num_ranks), balance)
+    assert found == balance.price.of(cells_of_shares(batch.costs, shares, batch.num_ranks))
     by_sums, backbone = split(batch, list(batch.costs), balance), split(batch, ["llm"], balance)
     assert shares.num_microbatches <= by_sums.num_microbatches
-    if balance.scope == "grid" and in_step(balance) and balance.caps and by_sums.num_microbatches > 1 < batch.num_ranks:
+    if (
+        balance.scope == "grid"
+        and balance.price.meets_in_micro_steps
+        and balance.caps
+        and by_sums.num_microbatches > 1 < batch.num_ranks
+    ):
         anywhere = replace(balance, scope="global", group_size=None)
         everywhere = shared_out(batch, anywhere)
         if everywhere.num_microbatches <= by_sums.num_microbatches:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from orchdata.balancers import balance_phases
 from orchdata.planning.assign import assign, stream_ranks
 from orchdata.planning.balance import Balance
-from orchdata.planning.shares import Shares, cells, price, share_out_packed, split
+from orchdata.planning.shares import Shares, cells, share_out_packed, split
 
 Ints = NDArray[np.int64]
 CAP = 4096
@@ -63,7 +63,7 @@ def test_no_simpler_plan_costs_less(seed: int, num_samples: int, num_ranks: int)
     sizes = batch.sizes(balance)
 
     def taken(shares: Shares) -> int:
-        return price(cells(batch.costs, shares, num_ranks), balance)
+        return balance.price.of(cells(batch.costs, shares, num_ranks))
 
     shares = share_out_packed(batch.costs, sizes, num_ranks, balance, batch.stream_rank)
     found, micro_steps = taken(shares), shares.num_microbatches
@@ -91,5 +91,5 @@ def test_what_was_planned_before_micro_steps_were_dealt_is_dearer_than_simpler_p
         keys = (*batch.costs.values(), together)
         simple = [sorted_cut_and_balanced(batch, by, by_sums.num_microbatches) for by in keys]
         least = min((each for each in simple if each is not None), default=None)
-        dearer += least is not None and least < price(cells(batch.costs, by_sums, num_ranks), balance)
+        dearer += least is not None and least < balance.price.of(cells(batch.costs, by_sums, num_ranks))
     assert dearer >= 3

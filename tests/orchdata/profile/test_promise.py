@@ -15,7 +15,6 @@ from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.index import Index
 from orchdata.planning.layout import Layout
 from orchdata.planning.plan import Plan
-from orchdata.planning.price import step_cost
 from orchdata.profile.profile import profile
 from orchdata.profile.scales import Scale
 
@@ -112,7 +111,7 @@ def test_a_loader_reports_what_its_profile_said(dataset: od.ShardDataset, balanc
 def test_the_speedup_is_over_samples_dealt_out_within_the_same_caps(dataset: od.ShardDataset) -> None:
     scale = look(dataset, CAPPED, od.Packed())
     planned, dealt = (
-        sum(step_cost(plan, "barrier", COST.phases) for plan in train(dataset, balance, od.Packed())[0])
+        sum(plan.cost(balance.price, COST.phases) for plan in train(dataset, balance, od.Packed())[0])
         for balance in (CAPPED, replace(CAPPED, scope="none"))
     )
     assert scale.speedup == pytest.approx(dealt / planned)
