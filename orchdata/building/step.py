@@ -13,8 +13,8 @@ from functools import cached_property
 from typing import Any
 
 from orchdata.building.assembler import Assembler, Restores, Share, Task
+from orchdata.building.figures import step_figures
 from orchdata.building.memory import BufferPool, Memory
-from orchdata.building.step_stats import StepFigures, step_figures
 from orchdata.loaders.errors import DataError
 from orchdata.loaders.storage.counted import ReadBytes
 from orchdata.order.steps import StepTask
@@ -24,7 +24,8 @@ from orchdata.planning.plan import Plan
 
 @dataclass
 class BuiltStep:
-    """A rank's share of one optimizer step: its microbatches, plan, failures, busy seconds by stage, and figures.
+    """A rank's share of one optimizer step: its microbatches, plan, failures, busy seconds by stage, and figures
+    (`orchdata.building.figures`).
 
     Attributes:
         worker: process that has built it, 0 for this one.
@@ -35,7 +36,7 @@ class BuiltStep:
     batches: list[Any]
     failures: list[DataError]
     seconds: dict[str, float]
-    figures: StepFigures
+    figures: dict[str, Any]
     worker: int = 0
     held: Callable[[], dict[str, Any]] | None = None
 
@@ -124,7 +125,8 @@ class StartedStep:
                 seconds[stage] = seconds.get(stage, 0.0) + spent
         failures = [failure for assembled in made for failure in assembled.failures]
         batches = [assembled.batch for assembled in made]
-        return BuiltStep(self.plan, batches, failures, seconds, step_figures(self._spec, self.plan, self._rank))
+        figures = step_figures(self._spec, self.plan, self._rank, len(failures))
+        return BuiltStep(self.plan, batches, failures, seconds, figures)
 
 
 def _microbatch_order(spec: PlanSpec, plan: Plan, rank: int) -> list[int]:

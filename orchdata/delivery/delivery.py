@@ -128,7 +128,8 @@ class Delivery:
             self._pace.add(started, waited)
         if not self._receives:  # whoever reads them counts them
             self._budget.count(built.failures)
-            self._delivered += max(0, built.figures.samples - len(built.failures))
+            lost = len(built.failures) if built.plan.parts else 0
+            self._delivered += max(0, built.figures["samples"] - lost)
             self._failed += built.failures if len(self._failed) < _MANY else ()
         self._stats.add_step(built, waited)
         return built

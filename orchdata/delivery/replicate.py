@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from orchdata.building.figures import step_figures
 from orchdata.building.memory import BufferPool
 from orchdata.building.spec import BuildSpec, ShardContent
 from orchdata.building.step import BuiltStep
-from orchdata.building.step_stats import step_figures
 from orchdata.engines.engine import PlainEngine
 from orchdata.engines.processes.message import plain, revive
 from orchdata.loaders.errors import DataError
@@ -159,9 +159,8 @@ class ReceivingEngine(PlainEngine):
             plan = make_plan(self._spec.plan, task)
             seconds = {"planning": time.perf_counter() - started}
             batches, failures = self._channel.receive(plan)
-            future.set_result(
-                BuiltStep(plan, batches, failures, seconds, step_figures(self._spec.plan, plan, self._spec.rank))
-            )
+            figures = step_figures(self._spec.plan, plan, self._spec.rank, len(failures))
+            future.set_result(BuiltStep(plan, batches, failures, seconds, figures))
         except Exception as error:  # noqa: BLE001 - it is passed on
             future.set_exception(error)
         return future

@@ -22,7 +22,6 @@ from orchdata.balancers.costs.phase import PhaseCost
 from orchdata.batch.batch import Batch
 from orchdata.batch.tensors import LLMBatch, MediaBatch, TextBatch
 from orchdata.building.step import BuiltStep
-from orchdata.building.step_stats import StepFigures
 from orchdata.engines.pickling import described, what_does_not_pickle
 from orchdata.loaders.errors import DataError
 from orchdata.planning.fixed import FixedCost
@@ -38,7 +37,7 @@ _CLASS = "<class>"  # marks a dict that was a dataclass; no modality is called s
 _PLAN = "the step's"
 _BATCHES: dict[str, type[Any]] = {kind.__name__: kind for kind in (Batch, TextBatch, MediaBatch, LLMBatch, Route)}
 _STEPS: dict[str, type[Any]] = _BATCHES | {
-    kind.__name__: kind for kind in (Plan, Parts, PaddedCost, FixedCost, PhaseCost, StepFigures)
+    kind.__name__: kind for kind in (Plan, Parts, PaddedCost, FixedCost, PhaseCost)
 }
 _NAMES = {kind: name for name, kind in _STEPS.items()}
 _LEAVES = frozenset({type(None), bool, int, float, str, np.ndarray, torch.Tensor})
@@ -64,7 +63,7 @@ def describe_step(built: BuiltStep) -> list[Unit]:
         "batches": [plain(batch, built.plan) if own else None for batch, own in zip(built.batches, ours, strict=True)],
         "failures": [list(failure.args) for failure in built.failures],
         "seconds": built.seconds,
-        "figures": plain(built.figures),
+        "figures": built.figures,
     }
     theirs = [describe_value(batch) for batch, own in zip(built.batches, ours, strict=True) if not own]
     return [_wired(frame), *theirs]
@@ -78,7 +77,7 @@ def read_step(units: Iterable[Unit]) -> BuiltStep:
     plan = Plan(**held | {"row": unpack_rows(held["row"])})
     batches = [read_value(next(theirs)) if held is None else revive(held, plan) for held in frame["batches"]]
     failures = [DataError(*args) for args in frame["failures"]]
-    return BuiltStep(plan, batches, failures, frame["seconds"], revive(frame["figures"]))
+    return BuiltStep(plan, batches, failures, frame["seconds"], frame["figures"])
 
 
 def pack_rows(rows: NDArray[Any] | None) -> Any:

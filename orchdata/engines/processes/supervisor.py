@@ -319,7 +319,7 @@ class Supervisor(threading.Thread):
         built.worker = process.number
         if "held" in message:
             built.held = partial(unpacked, message["held"])
-        built.seconds["handing over"] = time.monotonic() - message["finished"]
+        built.seconds["handing_over"] = time.monotonic() - message["finished"]
         job.future.set_result(built)
 
     def _note(self, number: int, message: dict[str, Any]) -> None:

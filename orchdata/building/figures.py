@@ -1,0 +1,281 @@
+"""Figures of `stats()`: each is declared here once, measured where a step is built, and added where it is delivered.
+
+    PlannedShare --measure--> step_figures: name -> numbers --added--> name -> sum --show--> stats()[name]
+
+The docstring of what measures a figure says what `stats()` shows. Numbers travel from worker processes as they are.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchdata.planning.costs import IndexCosts
+from orchdata.planning.make_plan import PlanSpec
+from orchdata.planning.plan import Plan
+
+Add = Callable[[Any, Any], Any]
+Measure = Callable[["PlannedShare"], Any]
+Show = Callable[[Any, int], Any]
+
+STAGES = ("planning", "reading", "decoding", "packing", "handing_over")
+"""Of `BuiltStep.seconds`: what `stats()["milliseconds"]` shows per step."""
+
+
+class PlannedShare:
+    """A plan made from `spec`, seen from one rank: what figures are measured from.
+
+    Attributes:
+        price: of the plan.
+        num_failures: samples and parts of the rank's share that failed.
+        is_alone: one rank has everything at once, so all loads are sums.
+    """
+
+    def __init__(self, spec: PlanSpec, plan: Plan, rank: int, num_failures: int = 0) -> None:
+        self.spec = spec
+        self.plan = plan
+        self.rank = rank
+        self.num_failures = num_failures
+        alone = plan.num_ranks == plan.num_microbatches == 1 and plan.padded is None and not plan.parts
+        self.price = spec.balance.price
+        self.is_alone = alone and self.price.num_stages is None
+
+    @cached_property
+    def mine(self) -> NDArray[np.int64] | slice:
+        """Which samples of the global batch the rank has: an index into its columns."""
+        return slice(None) if self.is_alone else self.plan.places(self.rank)
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int64]:
+        """LLM positions of each of the rank's samples, int64 (num_samples,)."""
+        return self.plan.llm_positions[self.mine]
+
+    @cached_property
+    def cells(self) -> dict[str, NDArray[np.int64]]:
+        return {phase: self.plan.cells(phase) for phase in self.plan.phases}
+
+    @cached_property
+    def totals(self) -> dict[str, int]:
+        return {phase: int(costs.sum()) for phase, costs in self.plan.costs.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A figure of `stats()`.
+
+    Attributes:
+        name: its key.
+        measure: its numbers in a step: a number, a tuple of them, or a mapping of those by name. None adds nothing.
+        show: (sum, number of steps) -> plain value.
+        start: the sum before the first step.
+        add: adds a number to a sum; or one such for each number of a tuple.
+    """
+
+    name: str
+    measure: Measure
+    show: Show
+    start: Any
+    add: Add | tuple[Add, ...]
+
+    def added(self, total: Any, numbers: Any) -> Any:
+        """The sum with the numbers of one more step."""
+        if numbers is None:
+            return total
+        if isinstance(numbers, dict):
+            return total | {name: self.added(total.get(name), each) for name, each in numbers.items()}
+        if total is None:
+            return numbers
+        if isinstance(self.add, tuple):
+            return tuple(add(one, other) for add, one, other in zip(self.add, total, numbers, strict=True))
+        return tuple(map(self.add, total, numbers)) if isinstance(numbers, tuple) else self.add(total, numbers)
+
+
+FIGURES: list[Figure] = []
+"""In the order of `stats()`."""
+
+
+def step_figures(spec: PlanSpec, plan: Plan, rank: int, num_failures: int) -> dict[str, Any]:
+    """The numbers of every figure in a step, by name: milliseconds at thousands of ranks."""
+    share = PlannedShare(spec, plan, rank, num_failures)
+    return {figure.name: figure.measure(share) for figure in FIGURES}
+
+
+def _sum(total: Any, _: int) -> Any:
+    return total
+
+
+def _mean(total: Any, num_steps: int) -> float | None:
+    return None if total is None else total / num_steps
+
+
+def _named(*names: str) -> Show:
+    return lambda total, num_steps: dict(zip(names, total, strict=True))
+
+
+def _each(show: Show) -> Show:
+    return lambda total, num_steps: {name: show(each, num_steps) for name, each in total.items()}
+
+
+def _figure(
+    show: Show = _sum, *, start: Any = 0, add: Add | tuple[Add, ...] = operator.add
+) -> Callable[[Measure], Measure]:
+    """Declare the figure that the function below measures; its name is the key."""
+
+    def declare(measure: Measure) -> Measure:
+        FIGURES.append(Figure(measure.__name__, measure, show, start, add))
+        return measure
+
+    return declare
+
+
+@_figure()
+def samples(share: PlannedShare) -> int:
+    """Samples delivered to this rank; the pieces of a sample that is split count one by one.
+
+    Per phase a sample that lost parts stays, without loss.
+    """
+    return len(share.lengths) - (0 if share.plan.parts else share.num_failures)
+
+
+@_figure()
+def loss_tokens(share: PlannedShare) -> int:
+    """Planned loss tokens over all ranks."""
+    return share.plan.loss_tokens
+
+
+@_figure(_named("truncated", "cut_tokens", "split", "pieces"), start=(0, 0, 0, 0))
+def overflow(share: PlannedShare) -> tuple[int, ...]:
+    """What `TextPreprocessor.overflow` did to samples planned for this rank.
+
+    Samples `truncated`, `cut_tokens` that they lost, samples `split` (counted with their first piece), and their
+    `pieces`. They may be added up over ranks.
+    """
+    costs = share.spec.costs
+    index = costs.index if isinstance(costs, IndexCosts) else None
+    if index is None or not any(index.totals["overflow"].values()):
+        return 0, 0, 0, 0
+    rows = share.plan.row[share.mine]
+    cut, piece = index.cut_tokens[rows], index.piece[rows]
+    following = rows + 1
+    continued = np.zeros(len(rows), np.bool_)
+    inside = following < index.num_rows
+    continued[inside] = index.piece[following[inside]] > 0
+    split, pieces = (piece == 0) & continued, (piece > 0) | continued
+    return tuple(int(each.sum()) for each in (cut != 0, cut, split, pieces))
+
+
+def _ratios(sums: tuple[float, ...], _: int) -> dict[str, float]:
+    unbalanced, balanced, bound, mean, in_micro_steps = sums
+    mean = mean or 1.0
+    return {
+        "imbalance_unbalanced": unbalanced / mean or 1.0,
+        "imbalance": balanced / mean or 1.0,
+        "imbalance_in_micro_steps": in_micro_steps / mean or 1.0,
+        "lower_bound_over_mean": bound / mean or 1.0,
+    }
+
+
+@_figure(_each(_ratios), start={})
+def phases(share: PlannedShare) -> dict[str, tuple[float, ...]]:
+    """By phase, over the mean load of a rank: `imbalance_unbalanced` and `imbalance` (the largest load, had samples
+    been dealt out in turn, and as planned), `lower_bound_over_mean` (what no assignment can beat).
+
+    Under od.Padded the loads of `llm` count padding and the mean does not, so that it shows in all three; dealt out
+    means cut into as many microbatches as the plan has. `imbalance_in_micro_steps`: the largest load of each micro-step
+    (the same microbatch of all ranks) over the mean of all, where ranks wait for each other in each; equal to
+    `imbalance` where a step is one microbatch.
+    """
+    if share.is_alone:
+        return {phase: (float(total),) * 5 for phase, total in share.totals.items()}
+    plan = share.plan
+    return {
+        phase: (
+            float(plan.loads_unbalanced(phase).max()),
+            float(cells.sum(axis=1).max()),
+            float(plan.lower_bound(phase)),
+            share.totals[phase] / plan.num_ranks,
+            float(cells.max(axis=0).sum()),
+        )
+        for phase, cells in share.cells.items()
+    }
+
+
+@_figure(_mean)
+def microbatches(share: PlannedShare) -> int:
+    """Of a rank in a step, mean over steps."""
+    return share.plan.num_microbatches
+
+
+@_figure(lambda total, num_steps: total[0] / total[1] if total[1] else 1.0, start=(0.0, 0.0))
+def step_imbalance(share: PlannedShare) -> tuple[float, float]:
+    """Cost of the step over that of a perfectly even one, of the phases that are balanced, by what ranks wait for
+    (`Balance.price`): what `orchdata profile` calls the step. In a pipeline it is the makespan of the slowest one over
+    that of one with equal microbatches.
+    """
+    balanced, price, num_ranks = share.spec.costs.balanced, share.price, share.plan.num_ranks
+    even = price.of_even([share.totals[phase] / num_ranks for phase in balanced], share.plan.num_microbatches)
+    return even if share.is_alone else float(price.of([share.cells[phase] for phase in balanced])), even
+
+
+@_figure(lambda total, num_steps: 1 - total[0] / total[1] if total[1] else 0.0, start=(0, 0))
+def padding(share: PlannedShare) -> tuple[int, int]:
+    """Share of LLM positions that would be padding, had this rank's microbatches been padded."""
+    lengths, number = share.lengths, share.plan.num_microbatches
+    groups = [lengths]
+    if number > 1:
+        microbatch = share.plan.microbatch[share.mine]
+        groups = [lengths[microbatch == each] for each in range(number)]
+    return int(lengths.sum()), sum(int(inside.max(initial=0)) * len(inside) for inside in groups)
+
+
+@_figure(lambda total, num_steps: total and total[0] / total[1], start=None)
+def fill(share: PlannedShare) -> tuple[int, int] | None:
+    """Under od.Packed(length=...), tokens of samples over those of all ranks' microbatches; else None."""
+    return share.plan.filled
+
+
+@_figure(_mean, start=None)
+def own_streams(share: PlannedShare) -> float | None:
+    """Share of this rank's samples drawn from its group's streams, mean over steps; None where there are no groups."""
+    return share.plan.own_streams(share.rank)
+
+
+def _ways(rows: tuple[int, ...], num_steps: int) -> dict[str, float]:
+    total = max(1, sum(rows))
+    return {"rows": sum(rows) / num_steps, "within_nodes": rows[1] / total, "between_nodes": rows[2] / total}
+
+
+@_figure(_each(_ways), start={})
+def features(share: PlannedShare) -> dict[str, tuple[int, ...]]:
+    """By encoder phase, where parts are assigned apart: `rows` that the encoder yields over all ranks, per step, and
+    the shares of them that move `within_nodes` and `between_nodes`; the rest stay on their rank.
+
+    A row is as many bytes as the encoder's output has. Where ranks per node are not known each rank counts as a node.
+    """
+    return {phase: tuple(share.plan.feature_rows(phase).tolist()) for phase in share.plan.parts}
+
+
+@_figure(
+    _each(_named("samples", "tokens", "loss_tokens", "passes")),
+    start={},
+    add=(operator.add, operator.add, operator.add, max),
+)
+def sources(share: PlannedShare) -> dict[str, tuple[int, ...]]:
+    """By source of a mixture, over all ranks and as planned: `samples`, `tokens` (LLM positions), `loss_tokens`, and
+    `passes` through it that have begun.
+    """
+    plan = share.plan
+    if plan.passes is None or plan.source_loss_tokens is None:
+        return {}
+    found = np.zeros((len(plan.sources), 4), np.int64)
+    np.add.at(found[:, 0], plan.dataset_id, 1)
+    np.add.at(found[:, 1], plan.dataset_id, plan.llm_positions)
+    found[:, 2] = plan.source_loss_tokens
+    np.maximum.at(found[:, 3], plan.dataset_id, plan.passes + 1)
+    return dict(zip(plan.sources, map(tuple, found.tolist()), strict=True))
