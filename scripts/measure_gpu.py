@@ -95,10 +95,9 @@ class Data:
     def made_up(cls, path: Path, options: argparse.Namespace) -> Data:
         index = synthetic_index(path, options.samples, options.seed)
         source, rows = IndexCosts(index), np.arange(options.samples)
-        dataset_id = np.zeros(len(rows), np.int32)
-        patches, tokens, audio = (source.positions(phase, dataset_id, rows) for phase in ("image", "llm", "audio"))
+        patches, tokens, audio = (source.positions(phase, rows) for phase in ("image", "llm", "audio"))
         kept = (audio == 0) & (patches <= options.longest_image) & (tokens <= options.longest_llm)
-        images = source.parts("image", dataset_id[kept], rows[kept]).positions
+        images = source.parts("image", rows[kept]).positions
         return cls(
             index=index,
             order=Order(len(rows), shuffle=Shuffle(), seed=options.seed, excluded=np.flatnonzero(~kept)),
@@ -184,7 +183,7 @@ def sequences(plan: Plan, index: Index, phase: str, rank: int, microbatch: int) 
     mine = plan.places(rank, microbatch)
     if phase == "llm":
         return plan.llm_positions[mine].tolist()
-    return IndexCosts(index).parts(phase, plan.dataset_id[mine], plan.row[mine]).positions.tolist()
+    return IndexCosts(index).parts(phase, plan.row[mine]).positions.tolist()
 
 
 def measure_step(

@@ -132,26 +132,26 @@ class Samples:
     def phases(self) -> tuple[str, ...]:
         return self.model.phases
 
-    def costs(self, phase: str, dataset_id: NDArray[np.int32], row: Ints) -> Ints:
+    def costs(self, phase: str, row: Ints) -> Ints:
         if phase == "llm":
             return self.model.sequence_costs("llm", self.llm[row])
-        parts = self.parts(phase, dataset_id, row)
+        parts = self.parts(phase, row)
         costs = np.zeros(len(row), np.int64)
         np.add.at(costs, parts.sample, parts.costs)
         return costs
 
-    def positions(self, phase: str, dataset_id: NDArray[np.int32], row: Ints) -> Ints:
+    def positions(self, phase: str, row: Ints) -> Ints:
         if phase == "llm":
             return self.llm[row]
-        parts = self.parts(phase, dataset_id, row)
+        parts = self.parts(phase, row)
         positions = np.zeros(len(row), np.int64)
         np.add.at(positions, parts.sample, parts.positions)
         return positions
 
-    def loss_tokens(self, dataset_id: NDArray[np.int32], row: Ints) -> Ints:
+    def loss_tokens(self, row: Ints) -> Ints:
         return self.llm[row]
 
-    def parts(self, phase: str, dataset_id: NDArray[np.int32], row: Ints) -> Parts:
+    def parts(self, phase: str, row: Ints) -> Parts:
         columns = self.media[phase]
         counts = columns.offsets[row + 1] - columns.offsets[row]
         sample = np.repeat(np.arange(len(row)), counts)

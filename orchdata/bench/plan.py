@@ -98,10 +98,10 @@ def _planning(index: Index, config: PlanBench) -> list[Result]:
         return lambda: make_plan(spec, StepTask(0, next(turn)))
 
     def look_up(step: int) -> dict[str, np.ndarray]:
-        dataset_id, row = plain.order.rows(0, *plain.batches.bounds(step, plain.order.num_samples))
-        found = {phase: plain.costs.costs(phase, dataset_id, row) for phase in plain.costs.phases}
-        plain.costs.positions("llm", dataset_id, row)
-        plain.costs.loss_tokens(dataset_id, row)
+        _, row = plain.order.rows(0, *plain.batches.bounds(step, plain.order.num_samples))
+        found = {phase: plain.costs.costs(phase, row) for phase in plain.costs.phases}
+        plain.costs.positions("llm", row)
+        plain.costs.loss_tokens(row)
         return found
 
     turn, costs = iter(steps), look_up(steps[0])

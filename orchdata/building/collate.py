@@ -103,7 +103,7 @@ class SampleAssembler:
 
     def _step_info(self, share: Share, kept: list[int]) -> StepInfo:
         plan = share.plan
-        dataset_ids = plan.dataset_id[plan.places(share.rank, share.microbatch)[kept]] if plan.sources else ()
+        numbers = plan.source[plan.places(share.rank, share.microbatch)[kept]] if plan.sources else ()
         return StepInfo(
             epoch=plan.epoch,
             step=plan.step,
@@ -112,7 +112,7 @@ class SampleAssembler:
             dp_size=plan.num_ranks,
             loss_tokens=plan.global_loss_tokens,
             loss_scale=plan.num_ranks / ((len(plan.row) if self.num_map_rows else plan.global_loss_tokens) or 1),
-            sources=tuple(plan.sources[number] for number in dataset_ids),
+            sources=tuple(plan.sources[number] for number in numbers),
         )
 
 

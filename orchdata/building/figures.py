@@ -274,8 +274,8 @@ def sources(share: PlannedShare) -> dict[str, tuple[int, ...]]:
     if plan.passes is None or plan.source_loss_tokens is None:
         return {}
     found = np.zeros((len(plan.sources), 4), np.int64)
-    np.add.at(found[:, 0], plan.dataset_id, 1)
-    np.add.at(found[:, 1], plan.dataset_id, plan.llm_positions)
+    np.add.at(found[:, 0], plan.source, 1)
+    np.add.at(found[:, 1], plan.source, plan.llm_positions)
     found[:, 2] = plan.source_loss_tokens
-    np.maximum.at(found[:, 3], plan.dataset_id, plan.passes + 1)
+    np.maximum.at(found[:, 3], plan.source, plan.passes + 1)
     return dict(zip(plan.sources, map(tuple, found.tolist()), strict=True))

@@ -161,7 +161,7 @@ class Pages:
             loss_tokens=int((self._arrays.labels != IGNORE).sum()),
             global_loss_tokens=plan.global_loss_tokens,
             routes=routes,
-            sources=torch.from_numpy(plan.dataset_id[places]) if plan.sources else None,
+            sources=torch.from_numpy(plan.source[places]) if plan.sources else None,
         )
 
     def _llm(self, *, per_phase: bool) -> LLMBatch:

@@ -97,7 +97,7 @@ def mixture_order(
             shuffle=shuffle,
             seed=_seed_of(seed, leaf.name),
             excluded=left_out,
-            dataset_id=number,
+            source=number,
         )
         if not order.num_samples:
             raise ValueError(f"source {leaf.name!r} has no usable sample: leave it out of the mixture")
@@ -118,8 +118,8 @@ def _longest(source: MixedSource) -> int:
     """Tokens of the longest sample that comes."""
     size, most = source.order.num_samples, 0
     for start in range(0, size, _CHUNK_ROWS):
-        rows = source.order.located(np.arange(start, min(start + _CHUNK_ROWS, size)))
-        most = max(most, int(source.counts(*rows).max()))
+        _, rows = source.order.located(np.arange(start, min(start + _CHUNK_ROWS, size)))
+        most = max(most, int(source.counts(rows).max()))
     return most
 
 

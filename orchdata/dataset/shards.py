@@ -391,7 +391,7 @@ def _rows_above(index: Index, size_of: TokenCounts, limit: int, excluded: Ints) 
     for start in range(0, index.num_rows, 1 << 20):
         row = np.arange(start, min(start + (1 << 20), index.num_rows))
         row = row[~np.isin(row, excluded)]
-        sizes = size_of(np.zeros(len(row), np.int32), row)
+        sizes = size_of(row)
         found.append(row[sizes > limit])
         if len(row) and int(sizes.max()) > largest:
             largest, worst = int(sizes.max()), int(row[sizes.argmax()])

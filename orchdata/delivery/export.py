@@ -93,16 +93,16 @@ def _of_step(plan: Plan, spec: BuildSpec) -> pa.RecordBatch:
     columns = [
         np.full(count, plan.epoch),
         np.full(count, plan.step),
-        pa.DictionaryArray.from_arrays(pa.array(plan.dataset_id), names),
+        pa.DictionaryArray.from_arrays(pa.array(plan.source), names),
         np.full(count, plan.epoch, np.int32) if plan.passes is None else plan.passes,
-        plan.row - first_rows[plan.dataset_id],
+        plan.row - first_rows[plan.source],
         pa.array([index.shard_of(row).url for row in rows], pa.string()),
         pa.array([index.key(row) for row in rows], pa.string()),
         index.piece[plan.row],
         plan.rank,
         plan.microbatch,
         plan.llm_positions,
-        spec.plan.costs.loss_tokens(plan.dataset_id, plan.row),
+        spec.plan.costs.loss_tokens(plan.row),
         _parts_of(plan, spec, index),
     ]
     return pa.RecordBatch.from_arrays([pa.array(column) for column in columns], schema=_SCHEMA)
@@ -111,7 +111,7 @@ def _of_step(plan: Plan, spec: BuildSpec) -> pa.RecordBatch:
 def _parts_of(plan: Plan, spec: BuildSpec, index: Index) -> pa.ListArray:
     """The parts of each sample by their place in it, with the rank that encodes them: its own, or per phase another."""
     encoders = list(plan.phases[:-1])
-    found = [plan.parts.get(phase) or spec.plan.costs.parts(phase, plan.dataset_id, plan.row) for phase in encoders]
+    found = [plan.parts.get(phase) or spec.plan.costs.parts(phase, plan.row) for phase in encoders]
     sample = np.concatenate([np.zeros(0, np.int64), *(parts.sample for parts in found)])
     part = np.concatenate([np.zeros(0, np.int64), *(parts.part for parts in found)])
     in_turn = np.lexsort((part, sample))

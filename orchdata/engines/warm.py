@@ -149,12 +149,12 @@ def _warm_plans(spec: PlanSpec) -> None:
 
     samples = Order(len(_COSTS), shuffle=Shuffle(), seed=0)
     if spec.order.num_samples:
-        first = np.zeros(1, np.int32), np.zeros(1, np.int64)
+        first = np.zeros(1, np.int64)
         for phase in spec.costs.phases:
-            spec.costs.costs(phase, *first)
-            spec.costs.positions(phase, *first)
+            spec.costs.costs(phase, first)
+            spec.costs.positions(phase, first)
             if spec.balance.assignment == "per_phase" and phase != "llm":
-                spec.costs.parts(phase, *first)
+                spec.costs.parts(phase, first)
     num_ranks = min(spec.num_ranks, _RANKS)
     balance = replace(
         spec.balance,
@@ -194,19 +194,19 @@ class _MadeUp:
     balanced: tuple[str, ...]
     padded: Any
 
-    def costs(self, phase: str, dataset_id: NDArray[np.int32], row: Ints) -> Ints:
+    def costs(self, phase: str, row: Ints) -> Ints:
         return np.roll(_COSTS, self.phases.index(phase))[row]
 
-    def positions(self, phase: str, dataset_id: NDArray[np.int32], row: Ints) -> Ints:
-        return self.costs(phase, dataset_id, row)
+    def positions(self, phase: str, row: Ints) -> Ints:
+        return self.costs(phase, row)
 
-    def loss_tokens(self, dataset_id: NDArray[np.int32], row: Ints) -> Ints:
+    def loss_tokens(self, row: Ints) -> Ints:
         return row
 
-    def parts(self, phase: str, dataset_id: NDArray[np.int32], row: Ints) -> Any:
+    def parts(self, phase: str, row: Ints) -> Any:
         from orchdata.planning.parts import Parts
 
-        costs = self.costs(phase, dataset_id, row)
+        costs = self.costs(phase, row)
         nobody = np.full(len(row), -1, np.int32)
         return Parts(sample=np.arange(len(row)), part=row, positions=costs, tokens=costs, costs=costs, rank=nobody)
 

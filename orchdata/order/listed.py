@@ -24,8 +24,8 @@ class ListedOrder(Order):
         self._digest = hashlib.blake2b(np.ascontiguousarray(rows).tobytes(), digest_size=8).hexdigest()
 
     def located(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        dataset_id, places = super().located(samples)
-        return dataset_id, self._rows.array[places]
+        source, places = super().located(samples)
+        return source, self._rows.array[places]
 
     def describe(self) -> dict[str, object]:
         return super().describe() | {"rows": self._digest}

@@ -43,7 +43,7 @@ class Resumed(NamedTuple):
 class MixtureOrder:
     """The sequence of samples of every epoch of a mixture, and the tokens along it: `SampleOrder` and `Sums` in one.
 
-    Rows are those of all sources behind one another, `dataset_id` is the number of the source. It pickles.
+    Rows are those of all sources behind one another, `source` is the number of the source. It pickles.
 
     Args:
         sources: sorted by name; none is empty.
@@ -138,7 +138,7 @@ class MixtureOrder:
         return found.lap.ending_within(wanted) - found.start.position
 
     def rows(self, epoch: int, start: int, stop: int) -> tuple[NDArray[np.int32], Ints]:
-        """The samples at positions [start, stop) of an epoch: (dataset_id, row), each (stop - start,), new.
+        """The samples at positions [start, stop) of an epoch: (source, row), each (stop - start,), new.
 
         Raises:
             ValueError: positions outside the epoch, or a negative epoch.

@@ -74,7 +74,7 @@ class Order:
         shuffle: None for the order of the dataset itself.
         seed: any integer; another seed is another sequence.
         excluded: rows to leave out, sorted and distinct, int64 (num_excluded,). They are out before shuffling.
-        dataset_id: what `rows` reports for every sample; mixtures tell their datasets apart by it.
+        source: what `rows` reports for every sample; mixtures tell their datasets apart by it.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Order:
         shuffle: Shuffle | None,
         seed: int,
         excluded: NDArray[np.int64] | None = None,
-        dataset_id: int = 0,
+        source: int = 0,
     ) -> None:
         if num_samples < 0:
             raise ValueError(f"num_samples must be at least 0, got {num_samples}")
@@ -95,7 +95,7 @@ class Order:
         self.num_samples = num_samples - rows.size
         self.shuffle = shuffle
         self.seed = seed
-        self.dataset_id = dataset_id
+        self.source = source
         self._excluded_digest = hashlib.blake2b(rows.tobytes(), digest_size=8).hexdigest()
         # Usable samples that come before each excluded row: sample k lies behind every one with at most k before it.
         self._before = MappedArray(rows - np.arange(rows.size))
@@ -110,7 +110,7 @@ class Order:
         return self.num_samples
 
     def rows(self, epoch: int, start: int, stop: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """The samples at positions [start, stop) of an epoch: (dataset_id, row), each (stop - start,), new.
+        """The samples at positions [start, stop) of an epoch: (source, row), each (stop - start,), new.
 
         Work and memory are O(stop - start), wherever the positions lie.
 
@@ -129,11 +129,11 @@ class Order:
         return np.arange(start, stop) % self.streams
 
     def located(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """(dataset_id, row) of usable samples by their number, from 0 to num_samples; `samples` is changed."""
+        """(source, row) of usable samples by their number, from 0 to num_samples; `samples` is changed."""
         before = self._before.array
         if before.size:
             samples += np.searchsorted(before, samples, side="right")
-        return np.full(len(samples), self.dataset_id, np.int32), samples
+        return np.full(len(samples), self.source, np.int32), samples
 
     def streams_of(self) -> list[tuple[int, int]]:
         """Of each stream, its usable samples [start, stop), by number."""

@@ -135,10 +135,10 @@ class Supply:
         while start < stop:
             number, at = divmod(start, size) if self.endless else (self._number, start)
             end = min(at + stop - start, size)
-            dataset_id, row = mine.order.rows(number, at, end)
+            numbers, row = mine.order.rows(number, at, end)
             passes = np.full(len(row), number, np.int32)
-            tokens, stream = mine.counts(dataset_id, row), mine.order.drawn_from(number, at, end)
-            found.append(Samples(dataset_id, passes, row + mine.first_row, tokens, stream))
+            tokens, stream = mine.counts(row), mine.order.drawn_from(number, at, end)
+            found.append(Samples(numbers, passes, row + mine.first_row, tokens, stream))
             start += end - at
         return Samples.joined(found)
 

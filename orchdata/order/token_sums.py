@@ -27,7 +27,7 @@ _EPOCHS_KEPT = 2
 class TokenCounts(Protocol):
     """Tokens of samples: int32 (n,), int64 (n,) -> int64 (n,), of each at least 1."""
 
-    def __call__(self, dataset_id: NDArray[np.int32], row: Ints) -> Ints: ...
+    def __call__(self, row: Ints) -> Ints: ...
 
 
 class TokenSums:
@@ -96,7 +96,7 @@ class TokenSums:
         begins = np.array([starts[window] for starts, window in zip(found.starts, windows, strict=True)])
         base = sum(int(sums[window]) for sums, window in zip(found.sums, windows, strict=True))
         start, stop = int(begins.min()) * streams, min(last * streams, order.num_samples)
-        tokens = self._counts(*order.rows(epoch, start, stop))
+        tokens = self._counts(order.rows(epoch, start, stop)[1])
         head = first * streams - start  # of it what comes before the first point
         place = np.arange(start, start + head)
         base += int(tokens[:head][place // streams >= begins[place % streams]].sum())
@@ -162,6 +162,6 @@ def _add_up(order: Order, counts: TokenCounts) -> Ints:
         mine = bounds[first : first + _BLOCKS_AT_ONCE]
         after = first + _BLOCKS_AT_ONCE
         stop = int(bounds[after]) if after < len(bounds) else order.num_samples
-        tokens = counts(*order.located(np.arange(mine[0], stop)))
+        tokens = counts(order.located(np.arange(mine[0], stop))[1])
         found[first : first + len(mine)] = np.add.reduceat(tokens, mine - mine[0])
     return found

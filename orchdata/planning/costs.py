@@ -73,16 +73,16 @@ class IndexCosts:
         found = [name for name in self.index.modalities[1:] if name in self.balanced or totals[name]["parts"]]
         return (*found, "llm")
 
-    def costs(self, phase: str, dataset_id: NDArray[np.int32], row: Ints) -> Ints:
+    def costs(self, phase: str, row: Ints) -> Ints:
         return self._evaluate(phase, row, self._coefficients(phase))
 
-    def positions(self, phase: str, dataset_id: NDArray[np.int32], row: Ints) -> Ints:
+    def positions(self, phase: str, row: Ints) -> Ints:
         return self._evaluate(phase, row, _ONE_A_POSITION)
 
-    def loss_tokens(self, dataset_id: NDArray[np.int32], row: Ints) -> Ints:
+    def loss_tokens(self, row: Ints) -> Ints:
         return self.index.loss_tokens[row].astype(np.int64)
 
-    def parts(self, phase: str, dataset_id: NDArray[np.int32], row: Ints) -> Parts:
+    def parts(self, phase: str, row: Ints) -> Parts:
         part, sample = self.index.parts_of(row, phase)
         positions = self.index.part_positions[part].astype(np.int64)
         return Parts(
@@ -125,7 +125,7 @@ class IndexTokens:
     index: Index
     multiple_of: int = 1
 
-    def __call__(self, dataset_id: NDArray[np.int32], row: Ints) -> Ints:
+    def __call__(self, row: Ints) -> Ints:
         self.index.check_unchanged()
         tokens = np.maximum(self.index.tokens_of(row), 1)
         return tokens if self.multiple_of == 1 else -(-tokens // self.multiple_of) * self.multiple_of
@@ -139,15 +139,15 @@ class EqualCosts:
     balanced: tuple[str, ...] = ("llm",)
     padded: PaddedCost | FixedCost | None = None
 
-    def costs(self, phase: str, dataset_id: NDArray[np.int32], row: Ints) -> Ints:
+    def costs(self, phase: str, row: Ints) -> Ints:
         return np.ones(len(row), np.int64)
 
     positions = costs
 
-    def loss_tokens(self, dataset_id: NDArray[np.int32], row: Ints) -> Ints:
+    def loss_tokens(self, row: Ints) -> Ints:
         return np.zeros(len(row), np.int64)
 
-    def parts(self, phase: str, dataset_id: NDArray[np.int32], row: Ints) -> Parts:
+    def parts(self, phase: str, row: Ints) -> Parts:
         raise ValueError(f"one cost a sample says nothing of its parts in phase {phase!r}")
 
 
@@ -164,16 +164,16 @@ class ArrayCosts:
     def __reduce__(self) -> tuple[Any, ...]:
         return _array_costs, (MappedArray(self.values),)
 
-    def costs(self, phase: str, dataset_id: NDArray[np.int32], row: Ints) -> Ints:
+    def costs(self, phase: str, row: Ints) -> Ints:
         return np.maximum(self.values[row], 1)
 
-    def positions(self, phase: str, dataset_id: NDArray[np.int32], row: Ints) -> Ints:
+    def positions(self, phase: str, row: Ints) -> Ints:
         return self.values[row]
 
-    def loss_tokens(self, dataset_id: NDArray[np.int32], row: Ints) -> Ints:
+    def loss_tokens(self, row: Ints) -> Ints:
         return np.zeros(len(row), np.int64)
 
-    def parts(self, phase: str, dataset_id: NDArray[np.int32], row: Ints) -> Parts:
+    def parts(self, phase: str, row: Ints) -> Parts:
         raise ValueError(f"one cost a sample says nothing of its parts in phase {phase!r}")
 
 

@@ -36,7 +36,7 @@ _STAY = 200  # Parts stay with their samples where that costs at most this part 
 class SampleCosts(Protocol):
     """What a plan needs to know of samples, without decoding any.
 
-    All methods take `dataset_id` int32 (n,) and `row` int64 (n,) and return int64 (n,).
+    All methods take `row` int64 (n,), rows of the index, and return int64 (n,).
     """
 
     @property
@@ -53,13 +53,13 @@ class SampleCosts(Protocol):
         where they are packed.
         """
 
-    def costs(self, phase: str, dataset_id: NDArray[np.int32], row: Ints) -> Ints: ...
+    def costs(self, phase: str, row: Ints) -> Ints: ...
 
-    def positions(self, phase: str, dataset_id: NDArray[np.int32], row: Ints) -> Ints: ...
+    def positions(self, phase: str, row: Ints) -> Ints: ...
 
-    def loss_tokens(self, dataset_id: NDArray[np.int32], row: Ints) -> Ints: ...
+    def loss_tokens(self, row: Ints) -> Ints: ...
 
-    def parts(self, phase: str, dataset_id: NDArray[np.int32], row: Ints) -> Parts:
+    def parts(self, phase: str, row: Ints) -> Parts:
         """The parts of an encoder phase, each with the place of its sample in `row`; nobody encodes them yet."""
 
 
@@ -107,23 +107,21 @@ def make_plan(spec: PlanSpec, task: StepTask) -> Plan:
     """The plan of one step. Raises IndexError for a step outside the epoch."""
     if task.rows is None:
         start, stop = spec.batches.bounds(task.step, spec.order.length(task.epoch), task.epoch, task.begin)
-        dataset_id, row = spec.order.rows(task.epoch, start, stop)
+        source, row = spec.order.rows(task.epoch, start, stop)
     else:
-        start, stop, dataset_id, row = 0, len(task.rows), np.zeros(len(task.rows), np.int32), task.rows
-    costs = {phase: spec.costs.costs(phase, dataset_id, row) for phase in spec.costs.phases}
-    loss_tokens = spec.costs.loss_tokens(dataset_id, row)
+        start, stop, source, row = 0, len(task.rows), np.zeros(len(task.rows), np.int32), task.rows
+    costs = {phase: spec.costs.costs(phase, row) for phase in spec.costs.phases}
+    loss_tokens = spec.costs.loss_tokens(row)
     stream_rank = stream_ranks(spec.order.drawn_from(task.epoch, start, stop), spec.num_ranks)
-    positions = {
-        phase: spec.costs.positions(phase, dataset_id, row) for phase in dict.fromkeys(("llm", *spec.balance.caps))
-    }
-    batch = _GlobalBatch(spec, dataset_id, row, costs, positions, stream_rank)
+    positions = {phase: spec.costs.positions(phase, row) for phase in dict.fromkeys(("llm", *spec.balance.caps))}
+    batch = _GlobalBatch(spec, row, costs, positions, stream_rank)
     shares, parts = (batch.share_out(), {}) if spec.balance.assignment == "joint" else batch.share_out_per_phase()
     return Plan(
         epoch=task.epoch,
         step=task.step,
         num_ranks=spec.num_ranks,
         num_microbatches=shares.num_microbatches,
-        dataset_id=dataset_id,
+        source=source,
         row=row,
         rank=shares.rank,
         microbatch=shares.microbatch,
@@ -135,21 +133,21 @@ def make_plan(spec: PlanSpec, task: StepTask) -> Plan:
         group_size=spec.balance.group_size,
         ranks_per_node=spec.ranks_per_node,
         parts=parts,
-        **_of_sources(spec.order, task, start, dataset_id, loss_tokens),
+        **_of_sources(spec.order, task, start, source, loss_tokens),
     )
 
 
 def _of_sources(
-    order: SampleOrder, task: StepTask, start: int, dataset_id: NDArray[np.int32], loss_tokens: Ints
+    order: SampleOrder, task: StepTask, start: int, source: NDArray[np.int32], loss_tokens: Ints
 ) -> dict[str, Any]:
     """What a plan says of the sources of a mixture."""
     if not isinstance(order, MixtureOrder):
         return {}
     by_source = np.zeros(len(order.sources), np.int64)
-    np.add.at(by_source, dataset_id, loss_tokens)
+    np.add.at(by_source, source, loss_tokens)
     return {
         "sources": tuple(source.name for source in order.sources),
-        "passes": order.passes(task.epoch, start, start + len(dataset_id)),
+        "passes": order.passes(task.epoch, start, start + len(source)),
         "source_loss_tokens": by_source,
         # As float32, which is what losses of tokens are multiplied by: sums and denominators agree.
         "loss_weights": tuple(float(np.float32(source.loss_weight)) for source in order.sources),
@@ -161,7 +159,6 @@ class _GlobalBatch:
     """The samples of one step, what they cost in every phase, and their positions in `llm` and capped phases."""
 
     spec: PlanSpec
-    dataset_id: NDArray[np.int32]
     row: Ints
     costs: Mapping[str, Ints]
     positions: Mapping[str, Ints]
@@ -198,7 +195,7 @@ class _GlobalBatch:
         where that moves nothing and costs about the same.
         """
         spec = self.spec
-        found = {phase: spec.costs.parts(phase, self.dataset_id, self.row) for phase in spec.costs.phases[:-1]}
+        found = {phase: spec.costs.parts(phase, self.row) for phase in spec.costs.phases[:-1]}
         shares, parts = self._apart(found)
         if len(spec.costs.balanced) > 1:
             whole = self.share_out()

@@ -39,7 +39,7 @@ class Plan:
     no caller does.
 
     Attributes:
-        dataset_id, row: the global batch, int32 (n,) and int64 (n,), in the order's sequence.
+        source, row: the global batch, int32 (n,) and int64 (n,), in the order's sequence.
         rank, microbatch: int32 (n,). Within a rank and microbatch samples keep the order's sequence.
         costs: phase -> int64 (n,), 0 where the sample lacks the phase.
         llm_positions: int64 (n,).
@@ -48,7 +48,7 @@ class Plan:
         group_size: ranks of a group; None where ranks are not grouped.
         ranks_per_node: consecutive ranks of a node; None where that is not known.
         padded: what the padding of `llm` batches costs; None where they have none.
-        sources: names of a mixture's sources by `dataset_id`; empty where there is none.
+        sources: names of a mixture's sources by `source`; empty where there is none.
         passes: which pass through its source each sample is of, int32 (n,); None where there are no sources.
         source_loss_tokens: planned loss tokens of each source in the step, int64 (num_sources,); else None.
         loss_weights: what a loss token of each source counts.
@@ -60,7 +60,7 @@ class Plan:
     step: int
     num_ranks: int
     num_microbatches: int
-    dataset_id: NDArray[np.int32]
+    source: NDArray[np.int32]
     row: Ints
     rank: NDArray[np.int32]
     microbatch: NDArray[np.int32]
@@ -235,7 +235,7 @@ class Plan:
         digest = hashlib.blake2b(digest_size=16)
         sizes = (self.epoch, self.step, self.num_ranks, self.num_microbatches, self.loss_tokens)
         digest.update(np.array(sizes, "<i8").tobytes())
-        columns: list[NDArray[Any]] = [self.dataset_id, self.row, self.rank, self.microbatch]
+        columns: list[NDArray[Any]] = [self.source, self.row, self.rank, self.microbatch]
         for column in [*columns, *(parts.rank for parts in self.parts.values())]:
             digest.update(column.astype(column.dtype.newbyteorder("<"), copy=False).tobytes())
         return digest.hexdigest()

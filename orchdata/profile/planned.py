@@ -147,7 +147,7 @@ def epoch_spec(
         if total < size.amount:
             some = -(-steps * size.amount * order.length(0) // max(1, total))
             drawn = Draws(order, seed, some + some // 4)
-            sums = ListedSums(np.cumsum(size.counts(*drawn.rows(0, 0, drawn.num_samples))))
+            sums = ListedSums(np.cumsum(size.counts(drawn.rows(0, 0, drawn.num_samples)[1])))
         batches = TokenBatches(sums=sums, budgets=((0, size.amount),), drop_last=True)
     return PlanSpec(costs=source, order=drawn, batches=batches, balance=balance, num_ranks=num_ranks)
 
@@ -192,8 +192,8 @@ class Draws:
 
     def rows(self, epoch: int, start: int, stop: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         picks = self._picks(epoch)[start:stop]
-        dataset_id, row = self.order.rows(epoch, 0, self.order.length(epoch))
-        return dataset_id[picks], row[picks]
+        source, row = self.order.rows(epoch, 0, self.order.length(epoch))
+        return source[picks], row[picks]
 
     def drawn_from(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
         streams: NDArray[np.int64] = self.order.drawn_from(epoch, 0, self.order.length(epoch))

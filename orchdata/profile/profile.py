@@ -390,7 +390,7 @@ def _modality(counts: Mapping[str, int], num_samples: int) -> Modality:
 
 
 def _phase(source: IndexCosts, phase: str, rows: NDArray[np.int64]) -> Phase:
-    positions = source.positions(phase, np.zeros(len(rows), np.int32), rows)
+    positions = source.positions(phase, rows)
     positions = positions[positions > 0]
     percentiles: dict[str, int] = {}
     if len(positions):

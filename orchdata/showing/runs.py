@@ -105,7 +105,7 @@ def shown_step(shards: IndexedShards, plan: Plan, rank: int, model: CostModel | 
             "cost": {phase: int(costs[rank]) for phase, costs in cells.items()},
             "largest_cost": {phase: int(costs.max()) for phase, costs in cells.items()},
         }
-        sources = [plan.sources[number] if plan.sources else "" for number in plan.dataset_id[places].tolist()]
+        sources = [plan.sources[number] if plan.sources else "" for number in plan.source[places].tolist()]
         samples = shown_rows(shards, plan.row[places].tolist(), model, sources)
         groups.append(ShownGroup(about=about, samples=samples))
     return groups

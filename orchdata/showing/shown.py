@@ -122,7 +122,7 @@ def _costs(shards: IndexedShards, rows: NDArray[np.int64], model: CostModel | No
     if model is None:
         return {}
     costs = IndexCosts(shards.index, model)
-    return {phase: costs.costs(phase, np.zeros(len(rows), np.int32), rows) for phase in costs.phases}
+    return {phase: costs.costs(phase, rows) for phase in costs.phases}
 
 
 def _shown(shards: IndexedShards, opened: OpenShards, row: int, costs: dict[str, int], source: str) -> ShownSample:

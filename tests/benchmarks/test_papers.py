@@ -58,13 +58,12 @@ def test_made_up_samples_worked_out_by_hand() -> None:
     model = CostModel(image=PhaseCost(1.0, 1.0), llm=PhaseCost(1.0))
     samples = mix.draw(0, 400, model)
     rows = np.array([7, 3, 399, 3])
-    where = np.zeros(4, np.int32)
-    parts = samples.parts("image", where, rows)
+    parts = samples.parts("image", rows)
     counts = np.bincount(parts.sample, minlength=4)
     assert counts.max() <= 3
     assert 0.4 < np.mean(samples.media["image"].offsets[1:] > samples.media["image"].offsets[:-1]) < 0.6
     assert parts.positions.tolist() == [64] * counts.sum()
-    assert samples.positions("llm", where, rows).tolist() == (100 + 16 * counts).tolist()
-    assert samples.positions("image", where, rows).tolist() == (64 * counts).tolist()
+    assert samples.positions("llm", rows).tolist() == (100 + 16 * counts).tolist()
+    assert samples.positions("image", rows).tolist() == (64 * counts).tolist()
     scale = int(model.sequence_costs("llm", np.array([1]))[0])
-    assert samples.costs("image", where, rows).tolist() == (scale * (64 + 64 * 64) * counts).tolist()
+    assert samples.costs("image", rows).tolist() == (scale * (64 + 64 * 64) * counts).tolist()

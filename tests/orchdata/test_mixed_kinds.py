@@ -80,7 +80,7 @@ class Stretch:
 
 def taken(plan: Plan) -> Taken:
     assert plan.passes is not None
-    return list(zip(plan.dataset_id.tolist(), plan.passes.tolist(), plan.row.tolist(), strict=True))
+    return list(zip(plan.source.tolist(), plan.passes.tolist(), plan.row.tolist(), strict=True))
 
 
 def run(dataset: od.Mixture, stretches: list[Stretch], **options: Any) -> list[tuple[int, int, Taken]]:
@@ -227,9 +227,7 @@ def test_groups_read_their_own_streams_of_every_source(tmp_path: Path, scope: An
 def _own_quarter(plans: list[Plan], sizes: list[int]) -> float:
     """How many of a group's samples lie in its quarter of their source."""
     first = np.concatenate([[0], np.cumsum(sizes)])
-    mine = [
-        (plan.row - first[plan.dataset_id]) * 4 // np.array(sizes)[plan.dataset_id] == plan.rank // 2 for plan in plans
-    ]
+    mine = [(plan.row - first[plan.source]) * 4 // np.array(sizes)[plan.source] == plan.rank // 2 for plan in plans]
     return float(np.mean(np.concatenate(mine)))
 
 

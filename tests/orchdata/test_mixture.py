@@ -126,7 +126,7 @@ def test_per_phase_and_padded_batches_tell_their_sources(data: dict[str, od.Shar
         for step in steps:
             names = Counter(batch.plan.sources[each] for share in step for batch in share for each in batch.sources)
             plan = step[0][0].plan
-            assert names == Counter(plan.sources[each] for each in plan.dataset_id)
+            assert names == Counter(plan.sources[each] for each in plan.source)
             loss = Counter[str]()
             for share in step:
                 for batch in share:
@@ -229,7 +229,7 @@ def test_stages_follow_each_other(data: dict[str, od.ShardDataset]) -> None:
     at, seen = 0, []
     for step in steps_of([loader]):
         plan = step[0][0].plan
-        for source, tokens in zip(plan.dataset_id.tolist(), plan.llm_positions.tolist(), strict=True):
+        for source, tokens in zip(plan.source.tolist(), plan.llm_positions.tolist(), strict=True):
             seen.append((at, plan.sources[source]))
             at += tokens
     for place, name in seen:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -31,16 +29,16 @@ class Album:
         self.image = random.integers(4, 200, int(self.starts[-1]))
         self.text = random.integers(1, 300, num_samples)
 
-    def costs(self, phase: str, dataset_id: Any, row: NDArray[np.int64]) -> NDArray[np.int64]:
+    def costs(self, phase: str, row: NDArray[np.int64]) -> NDArray[np.int64]:
         sums = np.array([self.image[self.starts[r] : self.starts[r + 1]].sum() for r in row], np.int64)
         return sums if phase == "image" else sums // 4 + self.text[row]
 
     positions = costs
 
-    def loss_tokens(self, dataset_id: Any, row: NDArray[np.int64]) -> NDArray[np.int64]:
+    def loss_tokens(self, row: NDArray[np.int64]) -> NDArray[np.int64]:
         return self.text[row]
 
-    def parts(self, phase: str, dataset_id: Any, row: NDArray[np.int64]) -> Parts:
+    def parts(self, phase: str, row: NDArray[np.int64]) -> Parts:
         spans = [np.arange(self.starts[r], self.starts[r + 1]) for r in row]
         part = np.concatenate([np.zeros(0, np.int64), *spans])
         sizes = self.image[part]

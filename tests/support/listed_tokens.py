@@ -17,6 +17,6 @@ class Listed:
     tokens: Ints
     asked: int = 0
 
-    def __call__(self, dataset_id: NDArray[np.int32], row: Ints) -> Ints:
+    def __call__(self, row: Ints) -> Ints:
         self.asked += len(row)
         return self.tokens[row]

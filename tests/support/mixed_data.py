@@ -48,6 +48,6 @@ def mixture(data: dict[str, od.ShardDataset], weights: Sequence[float] = (5, 3, 
 def planned(step: Sequence[Any]) -> list[tuple[int, int, int]]:
     """(source, pass, row) of a step's samples, as every rank planned them."""
     plans = [batch.plan for share in step for batch in share]
-    columns = [np.stack([plan.dataset_id, plan.passes, plan.row], 1) for plan in plans]
+    columns = [np.stack([plan.source, plan.passes, plan.row], 1) for plan in plans]
     assert all(np.array_equal(columns[0], column) for column in columns)
     return [tuple(row) for row in columns[0].tolist()]

@@ -21,7 +21,7 @@ def sources_of(lengths: list[Ints], shuffle: Shuffle | None = None) -> list[Mixe
     """One source for each list of lengths, with a seed of its own."""
     found, first = [], 0
     for number, tokens in enumerate(lengths):
-        order = Order(len(tokens), shuffle=shuffle, seed=number, dataset_id=number)
+        order = Order(len(tokens), shuffle=shuffle, seed=number, source=number)
         counts = Listed(tokens)
         found.append(MixedSource(f"s{number}", order, counts, TokenSums(order, counts), first))
         first += len(tokens)

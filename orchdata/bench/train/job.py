@@ -92,7 +92,7 @@ def _lane(task: Task, spec: LaneSpec, index: Index, cost: od.CostModel) -> Lane:
     whole = IndexCosts(index, cost)
 
     def weigh(plan: od.Plan) -> Loads:
-        by_phase = {phase: whole.costs(phase, plan.dataset_id, plan.row) for phase in whole.phases}
+        by_phase = {phase: whole.costs(phase, plan.row) for phase in whole.phases}
         return {phase: loads_of(values, plan.rank, plan.num_ranks) for phase, values in by_phase.items()}
 
     return make_lane(task, spec.balance, cost=partial, weigh=weigh)

@@ -224,7 +224,7 @@ def _plan(index: Index, rows: NDArray[np.int64]) -> Plan:
         step=0,
         num_ranks=1,
         num_microbatches=1,
-        dataset_id=none,
+        source=none,
         row=rows,
         rank=none,
         microbatch=none,

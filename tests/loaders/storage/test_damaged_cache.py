@@ -110,8 +110,8 @@ def use(index: Index) -> None:
     rows = np.arange(len(index))
     for phase in ("image", "audio", "llm"):
         costs = IndexCosts(index)
-        costs.positions(phase, np.zeros(len(rows), np.int32), rows)
-        costs.parts(phase, np.zeros(len(rows), np.int32), rows) if phase != "llm" else None
+        costs.positions(phase, rows)
+        costs.parts(phase, rows) if phase != "llm" else None
     for row in index.bad_rows().tolist():
         index.failure(row)
     shards = OpenShards(limits=RECIPE.limits, cache=CacheFolder())
@@ -180,7 +180,7 @@ def test_rows_outside_are_refused(shards: list[str]) -> None:
         with pytest.raises(ValueError, match="of an index of 12 rows"):
             index.parts_of(np.array([0, row]), IMAGE)
         with pytest.raises(ValueError, match="of an index of 12 rows"):
-            IndexCosts(index).positions("image", np.zeros(2, np.int32), np.array([0, row]))
+            IndexCosts(index).positions("image", np.array([0, row]))
     with pytest.raises(ValueError, match="row 0 is no bad sample"):
         index.failure(0)
 

@@ -97,4 +97,4 @@ def test_what_is_as_long_as_the_data_set_stays_out_of_the_pickle(tmp_path: Path)
     assert again.order.num_samples == 2500
     rows = np.sort(again.order.rows(0, 0, 2500)[1])
     assert rows.tolist() == list(range(1, 5000, 2))
-    assert again.costs.positions("llm", np.zeros(2500, np.int32), rows).tolist() == [1 + row % 9 for row in rows]
+    assert again.costs.positions("llm", rows).tolist() == [1 + row % 9 for row in rows]

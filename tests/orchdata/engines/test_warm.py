@@ -100,9 +100,7 @@ def test_families_are_those_that_a_loader_needs() -> None:
 def test_a_step_is_planned_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     planned: list[int] = []
     counted = IndexCosts.loss_tokens
-    monkeypatch.setattr(
-        IndexCosts, "loss_tokens", lambda self, ids, row: planned.append(len(row)) or counted(self, ids, row)
-    )
+    monkeypatch.setattr(IndexCosts, "loss_tokens", lambda self, row: planned.append(len(row)) or counted(self, row))
     dataset = od.ShardDataset(omni_shards(tmp_path, shards=1, samples=12), recipe=RECIPE)
     dataset.index()
     loader = od.DataLoader(dataset, batch_size=2, dp=(0, 2))

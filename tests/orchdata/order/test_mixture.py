@@ -27,7 +27,7 @@ Ints = NDArray[np.int64]
 def sources_of(lengths: list[Ints], shuffle: Shuffle | None = None) -> list[MixedSource]:
     found, first = [], 0
     for number, tokens in enumerate(lengths):
-        order = Order(len(tokens), shuffle=shuffle, seed=number, dataset_id=number)
+        order = Order(len(tokens), shuffle=shuffle, seed=number, source=number)
         counts = Listed(tokens)
         found.append(MixedSource(f"s{number}", order, counts, TokenSums(order, counts), first))
         first += len(tokens)
@@ -97,11 +97,11 @@ def plain_delays(order: MixtureOrder, periods: tuple[int, ...]) -> list[int]:
 
 def plain_source(source: MixedSource, number: int, endless: bool) -> Iterator[Taken]:
     while True:
-        dataset_id, rows = source.order.rows(number, 0, source.order.num_samples)
-        tokens = source.counts(dataset_id, rows)
+        _, rows = source.order.rows(number, 0, source.order.num_samples)
+        tokens = source.counts(rows)
         for place, (row, count) in enumerate(zip(rows.tolist(), tokens.tolist(), strict=True)):
             stream = place % source.order.streams
-            yield Taken(source.order.dataset_id, number, source.first_row + row, count, stream)
+            yield Taken(source.order.source, number, source.first_row + row, count, stream)
         if not endless:
             return
         number += 1

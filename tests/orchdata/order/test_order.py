@@ -30,7 +30,7 @@ def test_any_slice_equals_the_same_slice_of_the_epoch(data: st.DataObject) -> No
         st.none() | st.builds(Shuffle, window=st.integers(1, 9), streams=st.integers(1, 9) | st.just(num_rows + 3))
     )
     excluded = np.array(sorted(data.draw(st.sets(st.integers(0, num_rows - 1), max_size=20))), np.int64)
-    order = Order(num_rows, shuffle=shuffle, seed=data.draw(st.integers(-5, 1 << 70)), excluded=excluded, dataset_id=3)
+    order = Order(num_rows, shuffle=shuffle, seed=data.draw(st.integers(-5, 1 << 70)), excluded=excluded, source=3)
     epoch = data.draw(st.integers(0, 5))
     start = data.draw(st.integers(0, order.num_samples))
     stop = data.draw(st.integers(start, order.num_samples))

@@ -32,7 +32,7 @@ def mixed(lengths: Sequence[Ints], weights: Sequence[float], by: By, stop: Any, 
     mixture = od.Mixture(sources, by=by, stop=stop, **options)
     found, first = [], 0
     for number, (name, tokens) in enumerate(zip(names, lengths, strict=True)):
-        order = Order(len(tokens), shuffle=Shuffle(window=2), seed=number, dataset_id=number)
+        order = Order(len(tokens), shuffle=Shuffle(window=2), seed=number, source=number)
         found.append(MixedSource(name, order, Listed(tokens), TokenSums(order, Listed(tokens)), first))
         first += len(tokens)
     return MixtureOrder(found, mixture.quantised(), by=by, stop=stop, epoch_size=mixture.epoch_size)

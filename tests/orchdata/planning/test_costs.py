@@ -26,13 +26,13 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> od.ShardDataset:
 
 def test_every_part_and_sequence_costs_what_its_phase_says(dataset: od.ShardDataset) -> None:
     costs = IndexCosts(dataset.index(), WINDOWS)
-    rows, ids = np.arange(12), np.zeros(12, np.int32)
-    parts = costs.parts("image", ids, rows)
+    rows = np.arange(12)
+    parts = costs.parts("image", rows)
     patches = parts.positions
     assert patches.min() == 16 < 40 < patches.max()
     by_hand = patches + 2 * patches**2 + 3 * patches * np.minimum(patches, 16) + 5 * patches * np.minimum(patches, 40)
     assert parts.costs.tolist() == by_hand.tolist()
-    assert costs.costs("image", ids, rows).tolist() == np.bincount(parts.sample, by_hand, minlength=12).tolist()
-    tokens = costs.positions("llm", ids, rows)
+    assert costs.costs("image", rows).tolist() == np.bincount(parts.sample, by_hand, minlength=12).tolist()
+    tokens = costs.positions("llm", rows)
     by_hand = 7 * tokens + 11 + 13 * tokens * np.minimum(tokens, 20)
-    assert costs.costs("llm", ids, rows).tolist() == by_hand.tolist()
+    assert costs.costs("llm", rows).tolist() == by_hand.tolist()

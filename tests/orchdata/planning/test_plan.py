@@ -27,13 +27,13 @@ class Table:
     phases: tuple[str, ...] = field(default=("image", "llm"))
     padded: None = None
 
-    def costs(self, phase: str, dataset_id: NDArray[np.int32], row: Ints) -> Ints:
+    def costs(self, phase: str, row: Ints) -> Ints:
         return self.columns[phase][row]
 
-    def positions(self, phase: str, dataset_id: NDArray[np.int32], row: Ints) -> Ints:
+    def positions(self, phase: str, row: Ints) -> Ints:
         return self.columns[phase][row]
 
-    def loss_tokens(self, dataset_id: NDArray[np.int32], row: Ints) -> Ints:
+    def loss_tokens(self, row: Ints) -> Ints:
         return self.columns["llm"][row] - 1
 
 

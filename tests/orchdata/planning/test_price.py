@@ -27,7 +27,7 @@ def plan() -> Plan:
         step=0,
         num_ranks=2,
         num_microbatches=2,
-        dataset_id=np.zeros(4, np.int32),
+        source=np.zeros(4, np.int32),
         row=np.arange(4),
         rank=np.array([0, 0, 1, 1], np.int32),
         microbatch=np.array([0, 1, 0, 1], np.int32),
