@@ -113,7 +113,7 @@ def test_what_is_listed_is_what_an_epoch_refuses(tmp_path: Path, fixtures_dir: P
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2400)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_every_hostile_file(tmp_path: Path, fixtures_dir: Path) -> None:
     shards = hostile_shard(tmp_path, fixtures_dir, 1)
