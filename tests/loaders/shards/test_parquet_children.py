@@ -188,11 +188,21 @@ def test_a_child_that_was_killed_from_outside_is_no_word_about_the_file(tmp_path
         assert errors(path) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGUSR1, signal.SIGALRM, signal.SIGRTMIN + 1])
-def test_children_that_are_killed_again_and_again_end_the_build_unrecorded(tmp_path: Path, number: int) -> None:
+@pytest.mark.parametrize(
+    ("number", "name"),
+    [
+        (signal.SIGKILL, "SIGKILL"),
+        (signal.SIGUSR1, "SIGUSR1"),
+        (signal.SIGALRM, "SIGALRM"),
+        (signal.SIGRTMIN + 1, f"signal {signal.SIGRTMIN + 1}"),
+    ],
+)
+def test_children_that_are_killed_again_and_again_end_the_build_unrecorded(
+    tmp_path: Path, number: int, name: str
+) -> None:
     path = write(tmp_path / "a.parquet")
     opened = ParquetShard(str(path), Hooked(path, lambda: os.kill(busy_child(), number)), limits=Limits())
-    with measuring(), pytest.raises(StorageError, match=r"was killed \(.*\), twice"):
+    with measuring(), pytest.raises(StorageError, match=rf"was killed \({name}\), twice"):
         opened.facts()
     assert children() == []
 
