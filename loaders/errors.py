@@ -278,10 +278,10 @@ def broken_package(error: Exception) -> PackageError | None:
     return package_error(found.cause, OWN, found.package)
 
 
-def one_line(error: BaseException, most: int = 300) -> str:
-    """The message of an exception on one line, at most `most` characters; its class where it has no message."""
+def one_line(error: BaseException) -> str:
+    """The message of an exception on one line, at most 200 characters; its class where it has no message."""
     text = " ".join(str(error).split())
-    return text[:most] if text else type(error).__name__
+    return text[:200] if text else type(error).__name__
 
 
 @contextmanager
