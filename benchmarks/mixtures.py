@@ -18,7 +18,7 @@ import orchdata as od
 from benchmarks.command import run_command
 from orchdata.bench.harness import Result, work_folder
 from orchdata.bench.indexed_shards import IndexedShards
-from orchdata.delivery.state import Position
+from orchdata.loop.position import Position
 from orchdata.order.steps import StepTask
 from orchdata.planning.make_plan import make_plan
 from orchdata.synth.made_up_index import synthetic_index
@@ -76,7 +76,7 @@ def _measure(paths: list[Path], stop: str, config: MixtureBench) -> list[Result]
         loader: od.DataLoader = od.DataLoader(
             mixture, global_batch_tokens=config.batch_tokens, shuffle=True, dp=(0, config.ranks), balance="none"
         )
-        plan = loader._prepared.spec.plan
+        plan = loader._runtime.prepared.spec.plan
         make_plan(plan, StepTask(0, 0))
         starts.append(time.perf_counter() - began)
     order, batches, length = plan.order, plan.batches, plan.order.length(0)
@@ -112,7 +112,7 @@ def _measure_stages(paths: list[Path], count: int, config: MixtureBench) -> list
     mixture = od.Mixture(sources, stages=stages, stop="repeat", epoch_tokens=total)
     options: dict[str, Any] = {"global_batch_tokens": config.batch_tokens, "shuffle": True, "balance": "none"}
     loader: od.DataLoader = od.DataLoader(mixture, dp=(0, config.ranks), **options)
-    loader._cursor.restore(Position(0, 200))  # as after 200 steps, without reading a sample
+    loader._progress.load(Position(0, 200))  # as after 200 steps, without reading a sample
     state = loader.state_dict()
     resumed: od.DataLoader = od.DataLoader(mixture, dp=(0, config.ranks), **options)
     resumed.load_state_dict(state)

@@ -26,7 +26,7 @@ def main(path: Path, num_ranks: int, batch_size: int) -> dict[str, float]:
     loader = DataLoader(
         IndexedShards(path), batch_size=batch_size, shuffle=True, drop_last=True, cost=OMNI_COST, dp=(0, num_ranks)
     )
-    spec = loader._prepared.spec.plan
+    spec = loader._runtime.prepared.spec.plan
     make_plan(spec, StepTask(0, 0))
     started_in = {
         "seconds": time.perf_counter() - started,
@@ -38,7 +38,7 @@ def main(path: Path, num_ranks: int, batch_size: int) -> dict[str, float]:
 
     def resume(step: int) -> float:
         began = time.thread_time()
-        loader.load_state_dict({**state, "step": step, **loader._prepared.epochs.place(0, step, None)})
+        loader.load_state_dict({**state, "step": step, **loader._runtime.prepared.steps.location(0, step, None)})
         make_plan(spec, StepTask(0, step))
         return time.thread_time() - began
 

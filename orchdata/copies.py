@@ -17,7 +17,7 @@ import numpy as np
 from orchdata.dataset.mixed import restore
 from orchdata.dataset.mixture import Mixture
 from orchdata.dataset.shard_dataset import ShardDataset
-from orchdata.delivery.cursor import Cursor
+from orchdata.loop.position import Progress
 
 
 def changed_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -32,14 +32,14 @@ class Standing:
 
     Attributes:
         rank: number of its data-parallel rank, and how many there are.
-        cursor: its place.
-        later_seeds: the generator of seeds of workers that persistent ones are replaced by.
+        progress: where it stands.
+        later_seeds: what the seeds of persistent workers follow from.
         state: of a mixture's loader, whose stages may have changed since it was made.
         attributes: that the user, or a subclass, added.
     """
 
     rank: tuple[int, int]
-    cursor: Cursor[Any]
+    progress: Progress
     later_seeds: Any
     state: Mapping[str, Any] | None
     attributes: Mapping[str, Any]
@@ -47,7 +47,7 @@ class Standing:
 
 def standing_of(loader: Any) -> Standing:
     """Raises TypeError for a loader over a process group, and for an argument that can be read only once."""
-    rank, given = loader._rank, loader._given
+    rank, given = loader._runtime.rank, loader._given
     consumed = [name for name, value in given.items() if isinstance(value, Iterator)]
     if consumed:
         raise TypeError(
@@ -61,8 +61,8 @@ def standing_of(loader: Any) -> Standing:
         )
     return Standing(
         rank=(rank.rank, rank.size),
-        cursor=copy.deepcopy(loader._cursor),
-        later_seeds=copy.deepcopy(loader._later_seeds),
+        progress=copy.deepcopy(loader._progress),
+        later_seeds=copy.deepcopy(loader._runtime.seeds.later),
         state=loader.state_dict() if isinstance(loader.dataset, Mixture) else None,
         attributes={name: value for name, value in vars(loader).items() if name not in loader._own_names},
     )
@@ -73,18 +73,20 @@ def stand(loader: Any, standing: Standing) -> None:
 
     Raises ValueError in a process that is another rank: it would get the samples of that rank, or all of them.
     """
-    rank = loader._rank.rank, loader._rank.size
+    runtime = loader._runtime
+    rank = runtime.rank.rank, runtime.rank.size
     if rank != standing.rank:
         raise ValueError(
             f"this DataLoader was copied on rank {standing.rank[0]} of {standing.rank[1]}, and this process is rank "
             f"{rank[0]} of {rank[1]}: make the loader here, or make the one that is copied with dp=(rank, size)"
         )
     if standing.state is not None:
-        prepared, _ = restore(loader._prepared, standing.state, (), loader.num_workers)
-        if prepared is not loader._prepared:
-            loader._install(prepared)
-    vars(loader._cursor).update(vars(standing.cursor))
-    vars(loader).update(standing.attributes, _later_seeds=standing.later_seeds)
+        prepared, _ = restore(runtime.prepared, standing.state, (), loader.num_workers)
+        if prepared is not runtime.prepared:
+            runtime.install(prepared)
+    vars(loader._progress).update(vars(standing.progress))
+    vars(loader).update(standing.attributes)
+    runtime.seeds.later = standing.later_seeds
 
 
 def loader_text(loader: Any) -> str:
@@ -94,9 +96,9 @@ def loader_text(loader: Any) -> str:
     shown += [f"{name}={_shown(value)}" for name, value in given.items() if name not in ("dataset", "dp")]
     if not {"batch_size", "global_batch_size", "global_batch_tokens", "batch_sampler"} & given.keys():
         shown.insert(1, f"batch_size={loader.batch_size}")
-    rank, place = loader._rank, loader._cursor.delivered
-    position = f"epoch {place.epoch}, step {place.step}"
-    return f"{type(loader).__name__}({', '.join(shown)}; rank {rank.rank} of {rank.size}; {position})"
+    rank, position = loader._runtime.rank, loader._progress.position
+    where = f"epoch {position.epoch}, step {position.step}"
+    return f"{type(loader).__name__}({', '.join(shown)}; rank {rank.rank} of {rank.size}; {where})"
 
 
 def _shown_dataset(dataset: Any) -> str:

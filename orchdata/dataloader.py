@@ -1,11 +1,13 @@
-"""DataLoader: the running thing. It plans, keeps steps under way, hands them out and knows where it stands."""
+"""DataLoader: a face. It checks arguments, says where the loader stands, and iterates.
+
+DataLoader --iter--> LoaderIterator (loop/loop.py) <-- EpochLoop: where it starts <-- Stream: the steps (runtime.py)
+"""
 
 from __future__ import annotations
 
 import copyreg
 import inspect
-import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from typing import Any, Generic
@@ -18,54 +20,31 @@ from typing_extensions import TypeVar
 from orchdata.balancers import CostModel
 from orchdata.balancers.checks import checked_epoch
 from orchdata.batch.batch import ModelInputs
-from orchdata.building.step import Builder
 from orchdata.copies import Standing, changed_arguments, loader_text, stand, standing_of
-from orchdata.dataset.describe import describe_loader
-from orchdata.dataset.iterable import say_longer
-from orchdata.dataset.map_style import say_shared
+from orchdata.dataset.arguments import Arguments
+from orchdata.dataset.map_style import warn_shared
 from orchdata.dataset.mixed import restore
-from orchdata.dataset.mixture import Mixture
-from orchdata.dataset.options import (
-    DEFAULT_BATCH_SIZE,
-    IndexUse,
-    LoaderOptions,
-    PreparedDataset,
-    as_shuffle,
-    batch_sizes,
-    check_functions,
-    checked_index,
-    chosen_seed,
-    listed_rows,
-    rank_balance,
-)
-from orchdata.dataset.prepare import prepare
-from orchdata.dataset.shard_dataset import ShardDataset
+from orchdata.dataset.options import DEFAULT_BATCH_SIZE, IndexUse
 from orchdata.dataset.shards import Quarantine
-from orchdata.dataset.torch_arguments import base_seed, check_combination, check_workers
-from orchdata.delivery.cursor import Cursor, EpochOfTrainer, Failed, Iteration, Steps
-from orchdata.delivery.delivery import Delivery
 from orchdata.delivery.export import export_plan
-from orchdata.delivery.pin import PinningEngine, can_pin
-from orchdata.delivery.policy import ErrorPolicy, FailureBudget, as_policy
+from orchdata.delivery.policy import ErrorPolicy
 from orchdata.delivery.replay import build_again, plan_again
-from orchdata.delivery.running import Course, Left, Running
-from orchdata.delivery.state import Held, Position, check_allowed, dump_state, known_count
-from orchdata.delivery.stats import Stats
-from orchdata.delivery.steps import OptimizerSteps, Stepping
-from orchdata.engines.choice import DEFAULT_PREFETCH, choose_engine
-from orchdata.engines.engine import Engine, Resumed
-from orchdata.engines.warm import Warming, kernel_families
+from orchdata.engines.choice import DEFAULT_PREFETCH
 from orchdata.loaders.errors import DataError, StateError
-from orchdata.notices import calling_place, calling_trainer, warn_once
+from orchdata.loop.loop import LoaderIterator
+from orchdata.loop.position import Progress
+from orchdata.loop.state import check_allowed, dump_state
+from orchdata.notices import calling_place, calling_trainer, warn_once, warn_user
 from orchdata.order.order import Shuffle
-from orchdata.order.stateful import is_place
 from orchdata.planning.balance import Balance
-from orchdata.planning.layout import Packed, Padded, layout_of
+from orchdata.planning.layout import Packed, Padded
 from orchdata.planning.plan import Plan
-from orchdata.ranks.comparing import Agreement, tells_others
+from orchdata.ranks.comparing import Agreement
 from orchdata.ranks.gathering import gather_json
 from orchdata.ranks.parallel import check_still_alone, resolve_rank
-from orchdata.trainers import check_accumulation, known_to_accelerate
+from orchdata.runtime import Runtime
+from orchdata.steps import OptimizerSteps
+from orchdata.trainers import AccelerateEnd, TrainerEpochs, check_accumulation
 
 T_co = TypeVar("T_co", covariant=True, default=Any)  # as torch's, for `DataLoader[int]`
 
@@ -146,7 +125,6 @@ class DataLoader(Generic[T_co]):
         MissingIndexError: more than one rank and no index, without a process group or with index="require".
     """
 
-    @tells_others
     def __init__(
         self,
         dataset: Any,
@@ -179,152 +157,51 @@ class DataLoader(Generic[T_co]):
         quarantine: Quarantine | None = None,
         index: IndexUse = "build",
     ) -> None:
-        self._given = changed_arguments(DataLoader.__init__, locals())
-        self._rank = resolve_rank(dp)
-        self._is_default_rank = dp is None
-        self._agreement = Agreement(self._rank)
-        check_workers(num_workers, timeout, multiprocessing_context)
-        check_functions(collate_fn=collate_fn, worker_init_fn=worker_init_fn)
-        in_shards = self._in_shards = isinstance(dataset, ShardDataset | Mixture)
-        listed = listed_rows(shuffle, in_shards=in_shards)
-        if not in_shards:
-            check_combination(
-                dataset,
-                batch_size=batch_size,
-                default_batch_size=DEFAULT_BATCH_SIZE,
-                shuffle=shuffle,
-                sampler=sampler,
-                batch_sampler=batch_sampler,
-                drop_last=drop_last,
-                num_threads=num_threads,
-            )
-        self._is_alone = not in_shards and self._rank.size == 1  # so that a state may hold what is this rank's alone
-        self._engine_choice = choose_engine(
-            dataset,
-            in_shards=in_shards,
-            num_workers=num_workers,
-            num_threads=num_threads,
-            prefetch_factor=prefetch_factor,
-            persistent_workers=persistent_workers,
-            timeout=timeout,
-            worker_init_fn=worker_init_fn,
-            multiprocessing_context=multiprocessing_context,
-            worker_memory=worker_memory,
-            in_order=in_order or not self._is_alone,
-        )
-        self._blamed: dict[int, str] = {}
-        self._keeps_threads = persistent_workers
-        policy = as_policy(on_error)
-        self.batch_size, batches = batch_sizes(
-            batch_size,
-            global_batch_size,
-            global_batch_tokens,
-            num_ranks=self._rank.size,
-            in_shards=in_shards,
-            has_batch_sampler=batch_sampler is not None,
-            drop_last=drop_last,
-        )
-        self.drop_last = drop_last
-        self.dataset = dataset
-        self.generator = generator
-        options = LoaderOptions(
-            rank=self._rank,
-            batches=batches,
-            shuffle=as_shuffle(shuffle),
-            listed=listed,
-            seed=chosen_seed(seed, generator),
-            drawn=seed is None
-            and not isinstance(shuffle, Shuffle)
-            and (self._rank.size == 1 or self._agreement.reaches_all),
-            generator=generator,
-            balance=rank_balance(balance, self._rank, equal_count=not in_shards),
-            policy=policy,
-            collate_fn=collate_fn,
-            index=checked_index(index),
-            batched=self.batch_size is not None
-            or global_batch_size is not None
-            or global_batch_tokens is not None
-            or batch_sampler is not None,
-            cost=cost,
-        )
-        self._pins = pin_memory and can_pin()
-        self._warming = Warming(
-            kernel_families(
-                options.balance,
-                self._rank.size,
-                phases=cost.phases if isinstance(cost, CostModel) else ("llm",),
-                padded=isinstance(layout_of(collate_fn), Padded),
-                fixed=getattr(layout_of(collate_fn), "length", None) is not None,
-                in_shards=in_shards,
-            )
-        )
+        arguments = Arguments(**{name: value for name, value in locals().items() if name != "self"})
+        self._given = changed_arguments(DataLoader.__init__, vars(arguments))
+        rank = resolve_rank(dp)
+        agreement = Agreement(rank)
+        with agreement.telling_others():
+            self._runtime = Runtime(arguments, rank, agreement)
+            self._progress = Progress()
+            self._iterated_at: object = None
+            self._set_attributes(arguments)
+            self._own_names = frozenset((*vars(self), "_own_names"))
+            if dp is None and not arguments.in_shards and sampler is None and batch_sampler is None:
+                warn_shared(dataset, rank)
+            self._warn_if_empty()
 
-        def make() -> tuple[PreparedDataset, Builder]:
-            prepared = prepare(dataset, options, sampler=sampler, batch_sampler=batch_sampler, quarantine=quarantine)
-            return prepared, prepared.spec.open()
+    dataset: Any
+    num_workers: int
+    prefetch_factor: int | None
+    drop_last: bool
 
-        self._prepared, self._builder = self._agreement.make(
-            make, lambda made: describe_loader(dataset, made[0], options, dp)
-        )
-        size = self._prepared.spec.plan.batches.describe()
-        self.global_batch_size, self.global_batch_tokens = (
-            size.get("global_batch_size"),
-            size.get("global_batch_tokens"),
-        )
-        self._told_length: int | None = None
-        self._cursor: Cursor[Left] = Cursor()
-        self.sampler, self.batch_sampler = self._prepared.sampler, self._prepared.batch_sampler
+    def _set_attributes(self, arguments: Arguments) -> None:
+        """The attributes that torch's loader has: arguments, with defaults filled in."""
+        prepared = self._runtime.prepared
+        size = prepared.spec.plan.batches.describe()
+        vars(self).update({name: value for name, value in vars(arguments).items() if name in _AS_GIVEN})
+        self.batch_size = self._runtime.batch_size
+        self.global_batch_size = size.get("global_batch_size")
+        self.global_batch_tokens = size.get("global_batch_tokens")
+        self.sampler, self.batch_sampler = prepared.sampler, prepared.batch_sampler
         if self.sampler is None and self.batch_sampler is None:
-            self.sampler = EpochOfTrainer(self._cursor)
-        self.num_workers, self.prefetch_factor = num_workers, prefetch_factor
-        if num_workers and prefetch_factor is None:
+            self.sampler = TrainerEpochs(self._progress)
+        self.collate_fn = arguments.collate_fn or prepared.collate_fn
+        if self.num_workers and self.prefetch_factor is None:
             self.prefetch_factor = DEFAULT_PREFETCH
-        self.collate_fn = collate_fn or self._prepared.collate_fn
-        self.pin_memory, self.pin_memory_device = pin_memory, pin_memory_device
-        self.timeout, self.worker_init_fn, self.generator = timeout, worker_init_fn, generator
-        self.persistent_workers, self.multiprocessing_context = persistent_workers, multiprocessing_context
-        self.in_order = in_order
-        self._stats = Stats(self._builder.reads)
-        budget = FailureBudget(policy, self._stats, self._prepared.num_indexed + self._prepared.num_lost)
-        self._delivery = Delivery(
-            self._prepared.spec, self._rank, policy=policy, budget=budget, stats=self._stats, timeout=timeout
-        )
-        self._course = Course(
-            epochs=self._prepared.epochs,
-            rank=self._rank,
-            agreement=self._agreement,
-            delivery=self._delivery,
-            iterated=self._prepared.iterated,
-            goes_on=self._is_alone,
-            in_order=in_order or not (num_workers and self._is_alone) or self._prepared.iterated,
-            num_workers=max(1, num_workers),
-            goes_over=not num_workers or persistent_workers,
-        )
-        if not (in_order or self._is_alone) and num_workers:
-            warn_once("in_order=False of planned steps", _IN_ORDER)
-        self._inputs = collate_fn if isinstance(collate_fn, ModelInputs) else None
-        self._raises = policy.action == "raise"
-        self._has_microbatches = bool(self._prepared.spec.plan.balance.caps)
-        self._scales_loss = self._has_microbatches or (in_shards and not callable(collate_fn))
-        self._ends_accumulation = False
-        self._iterated_at: object = None
-        self._idle_engine: Engine | None = None
-        self._later_seeds: torch.Generator | None = None
-        self._idle_epoch = -1
-        self._opened: Builder | None = None  # for the next iteration, of an iterable that was asked for its state
-        self._own_names = frozenset((*vars(self), "_own_names"))
-        budget.count(self._prepared.failures, lost=self._prepared.num_lost)
-        if dp is None and not in_shards and sampler is None and batch_sampler is None:
-            say_shared(dataset, self._rank)
-        if self._known_steps() == 0:
-            warnings.warn(
-                f"no step to make: {self._prepared.num_samples} usable rows of {self._prepared.num_indexed} samples, "
-                f"{', '.join(f'{name}={value}' for name, value in size.items())}, drop_last={drop_last}",
-                stacklevel=2,
+
+    def _warn_if_empty(self) -> None:
+        prepared = self._runtime.prepared
+        if self._runtime.known_count(self._progress.start.position) == 0:
+            size = prepared.spec.plan.batches.describe()
+            warn_user(
+                f"no step to make: {prepared.num_samples} usable rows of {prepared.num_indexed} samples, "
+                f"{', '.join(f'{name}={value}' for name, value in size.items())}, drop_last={self.drop_last}"
             )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _ARGUMENTS and "_stats" in self.__dict__:
+        if name in _ARGUMENTS and "_own_names" in self.__dict__:
             raise ValueError(
                 f"{name} attribute should not be set after DataLoader is initialized: "
                 f"{name} of a loader is given when it is made, and changes nothing later: make another loader"
@@ -357,11 +234,12 @@ class DataLoader(Generic[T_co]):
     def __len__(self) -> int:
         """Optimizer steps of an epoch, equal on every rank; under `Balance.max_tokens` there are more microbatches.
 
-        Raises ValueError where a trainer asks that takes it for the number of microbatches.
+        Raises ValueError if a trainer asks that takes it for the number of microbatches.
         """
         # list(loader) asks too, for a hint, at the very place where it has begun to iterate.
-        num_steps = self._count(self._cursor.begin)
-        if self._has_microbatches and self._iterated_at != calling_place():
+        self._follow_sampler()
+        num_steps = self._runtime.count(self._progress.start.position)
+        if self._runtime.has_microbatches and self._iterated_at != calling_place():
             if trainer := calling_trainer():
                 raise ValueError(
                     f"{trainer} takes len() of a loader for the number of items, and this one's are microbatches, of "
@@ -379,49 +257,35 @@ class DataLoader(Generic[T_co]):
         return num_steps
 
     def __iter__(self) -> Iterator[Any]:
-        """Microbatches from where the loader stands to the end of the epoch. The next `iter()` begins the next epoch,
-        after `break` too, once a batch was delivered; after an error of the loader's own it goes on with the step that
-        failed.
+        """Microbatches from where the loader stands to the end of the epoch. The next `iter()` starts the next epoch,
+        after `break` too, once a batch was delivered; after an error of the loader's own it continues with the step
+        that failed.
         """
         self._iterated_at = calling_place()
-        iteration = self._begin()
-        return Steps(self._known_to_trainer(self._microbatches(iteration), iteration), as_torch=self._course.goes_on)
+        return self._iterate(whole_steps=False)
 
     def steps(self) -> OptimizerSteps:
-        """Optimizer steps, each the list of its microbatches: an iterable that begins and goes on as `iter()`, whose
+        """Optimizer steps, each the list of its microbatches: an iterable that starts and continues as `iter()`, whose
         `len()` is the number of its items, and which has this loader's state; for trainers that count.
         """
-        return OptimizerSteps(
-            self,
-            Stepping(
-                cursor=self._cursor,
-                begin=self._begin,
-                run=lambda iteration: self._known_to_trainer(self._whole_steps(iteration), iteration),
-                count=self._count,
-                is_known=not self._prepared.iterated,
-                goes_over=self._course.goes_over,
-                as_torch=self._course.goes_on,
-                scales_loss=self._scales_loss,
-                num_samples=self._prepared.num_samples,
-                num_ranks=self._rank.size,
-            ),
-        )
+        return OptimizerSteps(self, self._runtime, self._progress, lambda: self._iterate(whole_steps=True))
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loader stands: JSON-safe, the same on all ranks. Delivered steps count, prefetched ones do not;
         inside a step it points at the step's start.
 
-        On one rank, what a map-style data set, an iterable, its iterator or a sampler with `state_dict` and
-        `load_state_dict` holds of its own is in it, as they give it. Between two epochs, the random draws that the
-        next one depends on are made now.
+        On one rank, it has the own state of a map-style data set, an iterable, its iterator or a sampler, if they have
+        `state_dict` and `load_state_dict`. Between two epochs, the random draws that the next one depends on are made
+        now.
         """
-        position = self._cursor.delivered
-        if self._is_alone:
-            position = self._cursor.draw(self._base_seed, self._prepared.epochs.tell)
-            if self._builds_here and not position.held:
-                position = replace(position, held=self._held_here())
-        prepared = self._prepared
-        state = dump_state(position, prepared.fingerprint, prepared.epochs)
+        runtime, prepared = self._runtime, self._runtime.prepared
+        position = self._progress.position
+        if runtime.is_single_rank:
+            self._follow_sampler()
+            position = self._progress.promised(runtime.seeds.draw, prepared.steps.draw)
+            if not position.workers:
+                position = replace(position, workers=runtime.state_before())
+        state = dump_state(position, prepared.fingerprint, prepared.steps)
         return state | prepared.state_of_order(state)
 
     def load_state_dict(self, state: dict[str, Any], *, allow: Sequence[str] = ()) -> None:
@@ -430,26 +294,26 @@ class DataLoader(Generic[T_co]):
         Args:
             state: of `state_dict`, of any rank of any number of them.
             allow: what may differ from what the state was taken with: "global_batch_size" and "global_batch_tokens",
-                and the "weights" of a mixture. What is left of the epoch is then cut anew, from the state's place on;
-                other weights are a stage that begins there, which later states tell.
+                and the "weights" of a mixture. What is left of the epoch is then cut again, from the state's position
+                on; other weights are a stage that begins there, which later states store.
 
-        Raises StateError, naming the difference, where it belongs to another data set, recipe, order or size,
-        or where the data set of each worker has a state of its own to another number of workers.
+        Raises StateError, naming the difference, if it belongs to another data set, recipe, order or size, or if the
+        data set of each worker has a state of its own and the number of workers differs.
         """
         check_allowed(allow)
-        prepared, position = restore(self._prepared, state, allow, self.num_workers)
-        if prepared.iterated and position.step and not position.held:
+        runtime = self._runtime
+        prepared, position = restore(runtime.prepared, state, allow, self.num_workers)
+        if prepared.is_iterable and position.step and not position.workers:
             raise StateError("the state does not say how far each worker has iterated the data set")
-        if prepared is not self._prepared:
-            self._install(prepared)
-        self._cursor.restore(position, by_trainer=calling_trainer() is not None)
-        if self._is_alone:
-            self.close()  # workers that are kept have gone on
-            self._opened = None
+        if prepared is not runtime.prepared:
+            runtime.install(prepared)
+        self._progress.load(position, by_trainer=calling_trainer() is not None)
+        if runtime.is_single_rank:
+            runtime.close()  # workers that are kept have gone on
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin `epoch` at the next iteration: at its start, or where a state of this epoch was loaded."""
-        self._cursor.set_epoch(checked_epoch(epoch))
+        """Start `epoch` at the next iteration: at its start, or where a state of this epoch was loaded."""
+        self._progress.set_epoch(checked_epoch(epoch))
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
 
@@ -457,8 +321,8 @@ class DataLoader(Generic[T_co]):
         """Who gets what in any step: nothing is read or decoded, and the loader stays where it is. Raises as `step_at`,
         but for DataError.
         """
-        prepared = self._prepared
-        return plan_again(prepared.spec, prepared.epochs, self._cursor.told_of(epoch), epoch=epoch, step=step)
+        prepared = self._runtime.prepared
+        return plan_again(prepared.spec, prepared.steps, self._progress.draw_of(epoch), epoch=epoch, step=step)
 
     def step_at(self, epoch: int, step: int, *, rank: int | None = None) -> list[Any]:
         """The microbatches of any step, as `steps()` gives them, built here and now; the loader stays where it is.
@@ -478,12 +342,12 @@ class DataLoader(Generic[T_co]):
             ValueError: samples that come in turn alone: of an IterableDataset, of a sampler of the user's.
             DataError: of the first sample that cannot be loaded, under on_error="raise".
         """
-        rank = self._rank.rank if rank is None else rank
-        prepared, told = self._prepared, self._cursor.told_of(epoch)
-        built = build_again(prepared.spec, prepared.epochs, told, epoch=epoch, step=step, rank=rank)
-        if built.failures and self._raises:
+        runtime, draw = self._runtime, self._progress.draw_of(epoch)
+        rank = runtime.rank.rank if rank is None else rank
+        built = build_again(runtime.prepared.spec, runtime.prepared.steps, draw, epoch=epoch, step=step, rank=rank)
+        if built.failures and runtime.raises:
             raise built.failures[0]
-        return self._named(built.batches)
+        return runtime.context.delivery.named(built.batches)
 
     def export_plan(
         self, path: str | PathLike[str], *, epochs: Iterable[int] = (0,), steps: range | None = None
@@ -501,18 +365,18 @@ class DataLoader(Generic[T_co]):
         Raises:
             ValueError: epochs or steps that are none, or a data set without an index; nothing is written then.
         """
-        prepared = self._prepared
-        return export_plan(path, prepared.spec, prepared.epochs, prepared.fingerprint, of_epochs=epochs, steps=steps)
+        prepared = self._runtime.prepared
+        return export_plan(path, prepared.spec, prepared.steps, prepared.fingerprint, of_epochs=epochs, steps=steps)
 
     def stats(self) -> dict[str, Any]:
         """Balance, milliseconds by stage and failures of the delivered steps, as `Stats.as_dict` says."""
-        return self._stats.as_dict()
+        return self._runtime.stats.as_dict()
 
     def gather_failures(self, group: Any = None) -> list[DataError]:
         """The listed failures of all ranks, each once, sorted by shard and key. A collective over `group`, where
         torch.distributed is initialised; without it this loader's own.
         """
-        listed = [list(failure.args) for failure in self._stats.failures]
+        listed = [list(failure.args) for failure in self._runtime.stats.failures]
         by_rank = [listed]
         if dist.is_available() and dist.is_initialized():
             by_rank = gather_json(listed, dist.group.WORLD if group is None else group)
@@ -520,156 +384,40 @@ class DataLoader(Generic[T_co]):
         return sorted(found, key=lambda failure: failure.args)
 
     def close(self) -> None:
-        """Stop the threads that `persistent_workers` keeps."""
-        if self._idle_engine is not None:
-            self._idle_engine.close()
-            self._idle_engine = None
+        """Stop the workers, or threads, that `persistent_workers` keeps."""
+        self._runtime.close()
 
-    def _install(self, prepared: PreparedDataset) -> None:
-        """Go on with another order of the same data set."""
-        self.close()  # workers that are kept would go on with theirs
-        self._prepared = prepared
-        self._builder = self._builder.planned_by(prepared.spec.plan)
-        self._delivery.follow(prepared.spec)
-        self._course = replace(self._course, epochs=prepared.epochs)
-
-    def _count(self, position: Position) -> int:
-        """Optimizer steps of its epoch. Raises TypeError where nobody knows before the end."""
-        num_steps = self._prepared.epochs.count(position.epoch, position.told)
-        if self._prepared.iterated:
-            self._told_length = num_steps
-        return num_steps
-
-    def _known_steps(self) -> int | None:
-        """Optimizer steps of an epoch; None where nobody knows before the end."""
-        return known_count(self._prepared.epochs, self._cursor.begin.epoch, self._cursor.begin.told)
-
-    def _begin(self) -> Iteration[Left]:
-        if self._is_default_rank:
-            check_still_alone(self._rank)
-        self._ends_accumulation = check_accumulation(
-            scales_loss=self._scales_loss, knows_end=lambda: self._known_steps() is not None
+    def _iterate(self, *, whole_steps: bool) -> LoaderIterator:
+        runtime, progress = self._runtime, self._progress
+        if self._given.get("dp") is None:
+            check_still_alone(runtime.rank)
+        self._follow_sampler()
+        ends_accumulation = check_accumulation(
+            scales_loss=runtime.scales_loss,
+            knows_end=lambda: runtime.known_count(progress.start.position) is not None,
         )
-        iteration = Iteration(self._cursor, is_alone=self._is_alone)
-        if self._is_alone:
-            origin = iteration.origin
-            # Workers that hold nothing are not to draw for later steps what they drew for the first ones.
-            again = origin.is_drawn and (not origin.step or origin.held or self._prepared.iterated)
-            kept = origin.base_seed if again else None
-            iteration.base_seed = self._base_seed() if kept is None else self._later_seeds_from(kept)
-            self._cursor.seed(iteration.base_seed)
-        elif not self._in_shards:
-            iteration.base_seed = self._base_seed()
-        return iteration
+        loop = runtime.begin(progress)
+        watcher = AccelerateEnd(lambda: loop.num_left(runtime.count(loop.origin))) if ends_accumulation else None
+        return LoaderIterator(loop, whole_steps=whole_steps, as_torch=runtime.is_single_rank, watcher=watcher)
 
-    def _base_seed(self) -> int:
-        """Of workers that an iteration starts. Torch's loader draws one at each `iter()`, but for kept workers at the
-        first alone: those that are started later, after an error or for a state, have seeds that follow from it.
-        """
-        if self._later_seeds is not None:
-            return base_seed(self._later_seeds)
-        return self._later_seeds_from(base_seed(self.generator))
-
-    def _later_seeds_from(self, first: int) -> int:
-        if self._later_seeds is None and self.persistent_workers and self.num_workers:
-            self._later_seeds = torch.Generator().manual_seed(first)
-        return first
-
-    @property
-    def _builds_here(self) -> bool:
-        """Whether steps are built in this process, by one thread."""
-        return self._engine_choice.workers is None and not self._engine_choice.num_threads
-
-    def _held_here(self) -> tuple[Held, ...]:
-        """What a data set holds before its first step."""
-        if self._prepared.iterated and self._opened is None:
-            self._opened = self._prepared.spec.open()
-        restores = (self._opened or self._builder).restores
-        return () if restores is None or is_place(restores.held()) else (restores.held,)
-
-    def _known_to_trainer(
-        self, items: Generator[Any, None, None], iteration: Iteration[Left]
-    ) -> Generator[Any, None, None]:
-        """The items of an iteration, of which Accelerate is told the last where it accumulates gradients."""
-        if not self._ends_accumulation:
-            return items
-        return known_to_accelerate(items, lambda: iteration.num_left(self._count(iteration.origin)))
-
-    def _microbatches(self, iteration: Iteration[Left]) -> Generator[Any, None, None]:
-        for batches in self._run(iteration):
-            if isinstance(batches, Failed):
-                yield batches
-                continue
-            batches.reverse()
-            while batches:
-                if len(batches) == 1:
-                    iteration.deliver()
-                yield batches.pop()  # kept by nobody here, so that the caller decides how long it lives
-
-    def _whole_steps(self, iteration: Iteration[Left]) -> Generator[Any, None, None]:
-        for batches in self._run(iteration):
-            if not isinstance(batches, Failed):
-                iteration.deliver()
-            yield batches
-
-    def _run(self, iteration: Iteration[Left]) -> Iterator[list[Any] | Failed]:
-        """Each step's microbatches, up to the end of the epoch."""
-        iteration.go()
-        if self._prepared.iterated and iteration.epoch == self._idle_epoch:
-            self.close()  # its workers are at the end of this very epoch
-        engine, self._idle_engine = self._idle_engine or self._make_engine(iteration), None
-        # As torch's, kept workers finish what `break` leaves under way, and draw for it. What a data set holds of its
-        # own would not be that of any state.
-        goes_on = self._keeps_threads and self._is_alone and self._builder.restores is None
-        try:
-            for step, made in Running(self._course, iteration, engine).steps():
-                if self._told_length is not None and step >= self._told_length:
-                    say_longer(self.dataset, self._told_length, step + 1, self.num_workers)
-                if not isinstance(made, Failed):
-                    made = self._named(made)
-                yield made
-                del made  # or the last step would live on while the next is waited for
-        except GeneratorExit:
-            self._leave(engine, iteration.epoch, keep=goes_on)
-            raise
-        except BaseException:
-            engine.close()
-            raise
-        self._leave(engine, iteration.epoch, keep=self._keeps_threads)
-
-    def _named(self, batches: list[Any]) -> list[Any]:
-        """With the names that the model has for what is in them."""
-        if self._inputs is None:
-            return batches
-        return [replace(batch, inputs=self._inputs) for batch in batches]
-
-    def _leave(self, engine: Engine, epoch: int, *, keep: bool) -> None:
-        """For the next iteration, or end its workers."""
-        if keep and self._idle_engine is None:
-            self._idle_engine, self._idle_epoch = engine, epoch
-        else:
-            engine.close()
-
-    def _make_engine(self, iteration: Iteration[Left]) -> Engine:
-        spec = self._prepared.spec
-        if self._engine_choice.wants_kernels:
-            self._warming.finish(spec)  # kernels are compiled on first use, which `timeout` is not for
-        else:
-            self._warming.wait()
-        builder, self._opened = self._opened or (spec.open() if self._prepared.iterated else self._builder), None
-        origin = iteration.origin
-        resumed = None
-        if iteration.is_resumed and origin.held:
-            held = tuple(None if ask is None else ask() for ask in origin.held)
-            resumed = Resumed(iteration.epoch, held, origin.worker)
-        engine = self._delivery.receiving_engine() or self._engine_choice.make(
-            spec, builder, base_seed=iteration.base_seed, blamed=self._blamed, resumed=resumed
-        )
-        return PinningEngine(engine) if self._pins else engine
+    def _follow_sampler(self) -> None:
+        """The user's sampler may have been replaced, by `object.__setattr__`, as trainers do."""
+        self._runtime.follow(self.sampler if self.batch_sampler is None else self.batch_sampler)
 
 
-_IN_ORDER = (
-    "in_order=False: batches come in order all the same, for their steps are planned over ranks, or of shards, and a "
-    "state of them is a position"
-)
 _ARGUMENTS = frozenset(inspect.signature(DataLoader.__init__).parameters)
+_AS_GIVEN = (
+    "dataset",
+    "drop_last",
+    "generator",
+    "num_workers",
+    "prefetch_factor",
+    "pin_memory",
+    "pin_memory_device",
+    "timeout",
+    "worker_init_fn",
+    "persistent_workers",
+    "multiprocessing_context",
+    "in_order",
+)
+"""Arguments that are attributes of a loader, as of torch's."""

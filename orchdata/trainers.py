@@ -1,22 +1,60 @@
-"""What a trainer around a loader must know while it iterates.
+"""What a trainer around a loader does, and must know.
+
+Lightning sets the epoch of a loader's sampler before each of its own epochs: `TrainerEpochs` is that sampler for a
+loader with an order of its own.
 
 Accelerate synchronizes gradients at every n-th batch and at the last batch of an epoch. It finds the last batch only of
-loaders that register themselves: `known_to_accelerate` registers ours.
+loaders that register themselves: `AccelerateEnd` registers ours.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any
 
-from orchdata.delivery.cursor import Failed
+from orchdata.loaders.errors import StateError
+from orchdata.loop.position import Progress
+
+
+class TrainerEpochs:
+    """What Lightning takes for the sampler of a loader with an order of its own.
+
+    Of a checkpoint that was written at the end of an epoch Lightning does not load the loader's state: the loader would
+    start with epoch 0 again. After `limit_train_batches` it would continue inside an epoch that is over for Lightning.
+    """
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._ahead = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Move to the trainer's epoch if the loader is before it, even if an iterator exists that has not started.
+
+        A loader may be ahead of the trainer: a state was loaded as a training began, or the loader is one of several
+        and restarts inside the trainer's epochs. It stays ahead by as many epochs. Raises StateError if a state was
+        loaded, not by the trainer, and the trainer resumes at a later epoch.
+        """
+        start = self._progress.start
+        if start.is_loaded:
+            if start.ended is not None and epoch == start.ended.epoch:
+                return
+            self._ahead = max(0, start.position.epoch - epoch)
+            if self._ahead and epoch and not start.by_trainer:
+                raise StateError(
+                    f"a state of epoch {start.position.epoch} was loaded, and the trainer continues at epoch {epoch} "
+                    "without the loader's state in its own checkpoint, so that the loader's epoch is not known: load a "
+                    "state only where a training begins"
+                )
+        if epoch + self._ahead > start.position.epoch:
+            self._progress.set_epoch(epoch + self._ahead)
+            self._progress.start.by_trainers_epoch = True
 
 
 def accelerate_accumulation() -> tuple[int, bool]:
     """Over how many batches Accelerate accumulates gradients, and whether the count ends with a loader's epoch.
 
-    (1, False) where no program of this process has imported Accelerate.
+    (1, False) if no program of this process has imported Accelerate.
     """
     module = sys.modules.get("accelerate.state")
     if module is None or not hasattr(module, "GradientState"):  # it is being imported
@@ -26,7 +64,7 @@ def accelerate_accumulation() -> tuple[int, bool]:
 
 
 def check_accumulation(*, scales_loss: bool, knows_end: Callable[[], bool]) -> bool:
-    """Whether Accelerate must be told of the last batch of an epoch.
+    """Whether Accelerate must know the last batch of an epoch.
 
     Args:
         scales_loss: whether batches carry a `loss_scale` that covers the whole optimizer step.
@@ -60,44 +98,54 @@ def check_accumulation(*, scales_loss: bool, knows_end: Callable[[], bool]) -> b
     return ends_with_epoch
 
 
-def known_to_accelerate(
-    items: Generator[Any, None, None], num_items_left: Callable[[], int]
-) -> Generator[Any, None, None]:
-    """The items, with the loader registered in Accelerate's gradient state while it iterates.
+class AccelerateEnd:
+    """Registers an iteration in Accelerate's gradient state, and tells it when a batch is the last one.
 
     Args:
-        items: batches of one epoch.
-        num_items_left: how many come after the item that was yielded last.
-
-    Raises:
-        RuntimeError: the epoch ended elsewhere than the length said, so that gradients of one epoch would be added to
-            those of the next.
+        num_left: returns how many items come after the one yielded last.
     """
-    from accelerate.data_loader import DataLoaderStateMixin
-    from accelerate.state import GradientState
 
-    class Registered(DataLoaderStateMixin):  # type: ignore[misc]
-        gradient_state = GradientState()
+    def __init__(self, num_left: Callable[[], int]) -> None:
+        self._num_left = num_left
+        self._registered: Any = None
+        self._is_last = False
+        self._has_failed = False
 
-    registered, is_last, has_failed = Registered(), False, False
-    registered.begin()
-    try:
-        for item in items:
-            if isinstance(item, Failed):
-                has_failed = True
-                yield item
-                continue
-            if is_last:
-                raise RuntimeError(_OTHER_LENGTH.format("more"))
-            is_last = registered.end_of_dataloader = num_items_left() == 0
-            held = [item]
-            del item  # the caller decides how long it lives
-            yield held.pop()
-        if not (is_last or has_failed):
+    def begin(self) -> None:
+        """The first item is asked for."""
+        from accelerate.data_loader import DataLoaderStateMixin
+        from accelerate.state import GradientState
+
+        class Registered(DataLoaderStateMixin):  # type: ignore[misc]
+            gradient_state = GradientState()
+
+        self._registered = Registered()
+        self._registered.begin()
+
+    def item(self) -> None:
+        """An item is yielded. Raises RuntimeError if the one before was said to be the last."""
+        if self._is_last:
+            raise RuntimeError(_OTHER_LENGTH.format("more"))
+        self._is_last = self._registered.end_of_dataloader = self._num_left() == 0
+
+    def failed(self) -> None:
+        """A step failed, and the iteration continues after it."""
+        self._has_failed = True
+
+    def end(self) -> None:
+        """The epoch is over. Raises RuntimeError if its last item was not said to be the last.
+
+        Gradients of one epoch would be added to those of the next.
+        """
+        self.close()
+        if not (self._is_last or self._has_failed):
             raise RuntimeError(_OTHER_LENGTH.format("fewer"))
-    finally:
-        registered.end()
-        items.close()
+
+    def close(self) -> None:
+        """The iteration is over."""
+        if self._registered is not None:
+            self._registered.end()
+            self._registered = None
 
 
 _OTHER_LENGTH = (

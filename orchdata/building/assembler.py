@@ -19,16 +19,14 @@ Task = Callable[[], None]
 _TOLD_FRAMES: Final = 8
 
 
-class Restores(Protocol):
-    """An assembler whose data set may hold a state of its own, as torchdata's loader asks for it."""
+class StatefulSource(Protocol):
+    """An assembler whose data set has a state of its own, by torchdata's convention."""
 
-    def held(self) -> dict[str, Any]:
-        """What the data set holds behind the last step that was made; empty for nothing."""
+    def state(self) -> dict[str, Any]:
+        """The data set's state after the last step that was built."""
 
-    def restore(self, held: Mapping[str, Any], epoch: int) -> None:
-        """Give back what `held` said, before the first step, which is of `epoch`: the same, to go on behind it, or one
-        behind it, to begin where that was over.
-        """
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Load what `state` returned, before the first step."""
 
 
 def kept(failure: DataError) -> DataError:
@@ -44,10 +42,6 @@ def kept(failure: DataError) -> DataError:
         error.__traceback__ = error.__context__ = None
         error = error.__cause__
     return failure
-
-
-class EndOfData(Exception):
-    """A data set that is iterated has no batch any more: the epoch ends before this step."""
 
 
 @dataclass
@@ -112,5 +106,5 @@ class Assembler(Protocol):
         """Load one sample, and drop it. Raises what loading it raises."""
 
     @property
-    def restores(self) -> Restores | None:
-        """Itself, where its data set may hold a state; else None."""
+    def stateful(self) -> StatefulSource | None:
+        """Itself, if its data set has a state; else None."""

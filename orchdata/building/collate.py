@@ -17,7 +17,7 @@ import numpy as np
 from torch.utils.data import default_collate, default_convert
 
 from orchdata.batch.step_info import StepInfo
-from orchdata.building.assembler import Assembled, Restores, Share, Task, kept
+from orchdata.building.assembler import Assembled, Share, StatefulSource, Task, kept
 from orchdata.building.memory import Memory
 from orchdata.building.shortage import out_of_memory
 from orchdata.loaders.errors import NOT_DATA, DataError, FieldError, as_field_error, pass_broken_package
@@ -29,7 +29,7 @@ from orchdata.loaders.samples.sample import Sample
 from orchdata.loaders.shards.open import OpenShards
 from orchdata.loaders.storage.counted import ReadBytes
 from orchdata.loaders.watch import Watch
-from orchdata.order.stateful import give_back, held_by, is_stateful
+from orchdata.order.stateful import is_stateful, restore_states, states_of
 
 Load = Callable[[int], Any]
 
@@ -90,7 +90,7 @@ class SampleAssembler:
         self.load(row)
 
     @property
-    def restores(self) -> Restores | None:
+    def stateful(self) -> StatefulSource | None:
         return None
 
     def collated(self, samples: dict[int, Any], share: Share, together: Any = None) -> Any:
@@ -117,7 +117,7 @@ class SampleAssembler:
 
 
 class MapAssembler(SampleAssembler):
-    """The items of a map-style data set, which may hold a state of its own.
+    """The items of a map-style data set, which may have a state of its own.
 
     Args:
         dataset: it.
@@ -129,14 +129,26 @@ class MapAssembler(SampleAssembler):
         self._dataset = dataset
 
     @property
-    def restores(self) -> Restores | None:
-        return self if is_stateful(self._dataset) else None
+    def stateful(self) -> StatefulSource | None:
+        return stateful_source(self._dataset)
 
-    def held(self) -> dict[str, Any]:
-        return held_by(dataset=self._dataset)
 
-    def restore(self, held: Mapping[str, Any], epoch: int) -> None:
-        give_back(held, dataset=self._dataset)
+class StatefulDataset:
+    """A map-style data set that has a state of its own."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def state(self) -> dict[str, Any]:
+        return states_of(dataset=self._dataset)
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        restore_states(state, dataset=self._dataset)
+
+
+def stateful_source(dataset: Any) -> StatefulSource | None:
+    """What returns and restores the state of a map-style data set, if it has one."""
+    return StatefulDataset(dataset) if is_stateful(dataset) else None
 
 
 def takes_step(collate_fn: Callable[..., Any]) -> bool:

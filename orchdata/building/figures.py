@@ -106,6 +106,19 @@ def step_figures(spec: PlanSpec, plan: Plan, rank: int, num_failures: int) -> di
     return {figure.name: figure.measure(share) for figure in FIGURES}
 
 
+def plain_figures(num_steps: int, num_samples: int) -> dict[str, Any]:
+    """The sums of every figure over steps of one rank that no plan is made for: all samples cost the same."""
+    even = float(num_samples), float(num_samples)
+    return {
+        **{figure.name: figure.start for figure in FIGURES},
+        "samples": num_samples,
+        "phases": {"llm": (float(num_samples),) * 5},
+        "microbatches": num_steps,
+        "step_imbalance": even,
+        "padding": (num_samples, num_samples),
+    }
+
+
 def _sum(total: Any, _: int) -> Any:
     return total
 

@@ -44,7 +44,7 @@ class PackedAssembler:
             return PackedAssembly(self, share, places, work)
         return self.begin_with(share, places)
 
-    restores = None
+    stateful = None
 
     def load_alone(self, row: int) -> None:
         index = self.source.index

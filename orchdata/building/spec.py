@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from torch.utils.data import default_collate, default_convert
 
-from orchdata.building.assembler import Assembler
+from orchdata.building.assembler import Assembler, StatefulSource
 from orchdata.building.collate import (
     MapAssembler,
     SampleAssembler,
@@ -22,6 +22,7 @@ from orchdata.building.collate import (
     map_refusal,
     shard_loader,
     shard_refusal,
+    stateful_source,
 )
 from orchdata.building.media_pages import PageSource, recipe_of
 from orchdata.building.memory import Memory
@@ -175,6 +176,11 @@ class MapContent:
     collate_fn: Callable[..., Any] | None
     batched: bool
     skip_errors: bool
+
+    @property
+    def stateful(self) -> StatefulSource | None:
+        """What returns and restores the data set's own state, if it has one."""
+        return stateful_source(self.dataset)
 
     def open(self, watch: Watch) -> Assembler:
         return MapAssembler(

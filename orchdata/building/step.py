@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from orchdata.building.assembler import Assembler, Restores, Share, Task
+from orchdata.building.assembler import Assembler, Share, StatefulSource, Task
 from orchdata.building.figures import step_figures
 from orchdata.building.memory import BufferPool, Memory
 from orchdata.loaders.errors import DataError
 from orchdata.loaders.storage.counted import ReadBytes
+from orchdata.order.stateful import StateGetter
 from orchdata.order.steps import StepTask
 from orchdata.planning.make_plan import PlanSpec, make_plan
 from orchdata.planning.plan import Plan
@@ -29,7 +30,7 @@ class BuiltStep:
 
     Attributes:
         worker: process that has built it, 0 for this one.
-        held: what the data set of that process held of its own behind it; None for nothing.
+        dataset_state: returns the state of the data set in that process after the step; None if it has none.
     """
 
     plan: Plan
@@ -38,7 +39,7 @@ class BuiltStep:
     seconds: dict[str, float]
     figures: dict[str, Any]
     worker: int = 0
-    held: Callable[[], dict[str, Any]] | None = None
+    dataset_state: StateGetter | None = None
 
 
 class Builder:
@@ -65,9 +66,9 @@ class Builder:
         return self._assembler.reads
 
     @property
-    def restores(self) -> Restores | None:
-        """Where a data set with a state of its own is asked for it."""
-        return self._assembler.restores
+    def stateful(self) -> StatefulSource | None:
+        """What returns and restores the data set's state, if it has one."""
+        return self._assembler.stateful
 
     def start(self, task: StepTask) -> StartedStep:
         """Plan a step. Raises IndexError for one outside the epoch."""

@@ -122,7 +122,7 @@ def show(
             model = load_object(cost, CostModel, "--cost") if cost is not None else None
             shards = shards_of(dataset, index)
         else:
-            shards, model = inside_of(made._prepared.spec)
+            shards, model = inside_of(made._runtime.prepared.spec)
             dataset, index = made.dataset, shards.index
         if step is None:
             rows = _rows(index, unchosen_rows(dataset, index), key, shard)

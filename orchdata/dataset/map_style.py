@@ -20,14 +20,14 @@ from torch.utils.data import (
 )
 
 from orchdata.balancers import CostModel
-from orchdata.building.collate import map_loader
+from orchdata.building.collate import map_loader, takes_step
 from orchdata.building.spec import MapContent
 from orchdata.dataset.options import LoaderOptions, PreparedDataset, refuse_parts
 from orchdata.loaders.errors import DataError
 from orchdata.notices import warn_once
 from orchdata.order.order import Order
-from orchdata.order.sampler import Draws, SamplerOrder, Source, TakenOver, TorchSampler
-from orchdata.order.steps import Epochs, GlobalBatches, OrderedEpochs
+from orchdata.order.sampler import SamplerOrder, SamplerSteps, Source, TakenOver, TorchSampler
+from orchdata.order.steps import GlobalBatches, OrderedSteps, Steps
 from orchdata.planning.costs import ArrayCosts, EqualCosts
 from orchdata.planning.layout import layout_of
 from orchdata.ranks.parallel import Rank
@@ -47,32 +47,35 @@ def prepare_map_style(dataset: Any, options: LoaderOptions, *, sampler: Any, bat
     batches = options.sample_batches
     own = sampler is None and batch_sampler is None and (options.shuffle is not None) and not options.drawn
     order: Order | SamplerOrder
-    epochs: Epochs
+    steps: Steps
     if own:
         excluded = None if usable is None else np.setdiff1d(np.arange(num_indexed), usable)
         order = Order(num_indexed, shuffle=options.shuffle, seed=options.seed, excluded=excluded)
         check = partial(_check_size, dataset, num_indexed)
-        epochs = OrderedEpochs(batches=batches, length=order.length, check=check)
+        steps = OrderedSteps(batches=batches, length=order.length, check=check)
     else:
         if sampler is None and batch_sampler is None:
             data = dataset if usable is None else range(len(usable))
             shuffled = options.shuffle is not None
             sampler = RandomSampler(data, generator=options.generator) if shuffled else SequentialSampler(data)
+        chosen = sampler if batch_sampler is None else batch_sampler
+        is_single = options.rank.size == 1
+        if is_single and batch_sampler is None and options.batched:
+            batch_sampler = BatchSampler(sampler, batches.size, batches.drop_last)
+        elif is_single and batch_sampler is not None:
+            sampler = SequentialSampler(dataset)
         source, size = _source(sampler, batch_sampler, dataset, options.rank)
         if size:
             batches = GlobalBatches(size=size * options.rank.size, drop_last=batch_sampler.drop_last)
-        draws = Draws(
+            sampler = batch_sampler.sampler
+        steps = SamplerSteps(
             source,
             batched=batch_sampler is not None and not size,
             batches=batches,
             usable=usable,
-            integers=values is not None or options.rank.size > 1,
+            integers=values is not None or not is_single,
         )
-        order, epochs = draws.order, draws
-        if batch_sampler is None and options.batched and options.rank.size == 1:
-            batch_sampler = BatchSampler(sampler, batches.size, batches.drop_last)
-        elif batch_sampler is not None:
-            sampler = batch_sampler.sampler if size else SequentialSampler(dataset)
+        order = SamplerOrder.of(chosen if is_single else source.sampler, chosen if is_single else source)
     content = MapContent(
         dataset=dataset,
         num_rows=num_indexed,
@@ -81,6 +84,7 @@ def prepare_map_style(dataset: Any, options: LoaderOptions, *, sampler: Any, bat
         skip_errors=skip_errors,
     )
     costs = EqualCosts() if values is None else ArrayCosts(values)
+    own_step = callable(options.collate_fn) and takes_step(options.collate_fn)
     return PreparedDataset(
         collate_fn=default_collate if options.batched else default_convert,
         spec=options.build_spec(costs, order, batches, content),
@@ -95,7 +99,8 @@ def prepare_map_style(dataset: Any, options: LoaderOptions, *, sampler: Any, bat
         },
         failures=failures,
         num_indexed=num_indexed,
-        epochs=epochs,
+        steps=steps,
+        is_torchs=options.is_inline and options.rank.size == 1 and not skip_errors and values is None and not own_step,
         sampler=sampler,
         batch_sampler=batch_sampler,
     )
@@ -110,7 +115,7 @@ def check_layout(options: LoaderOptions) -> None:
         raise ValueError("Balance.max_tokens is for a ShardDataset: a map-style data set gives one batch a step")
 
 
-def say_shared(dataset: Any, rank: Rank) -> None:
+def warn_shared(dataset: Any, rank: Rank) -> None:
     """Tell once, on rank 0, that a map-style data set is shared out over ranks, where nobody has asked for it."""
     if rank.size == 1 or rank.rank:
         return

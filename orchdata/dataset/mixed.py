@@ -13,11 +13,12 @@ from numpy.typing import NDArray
 from orchdata.dataset.mixed_state import ToldPlace, read_place
 from orchdata.dataset.mixture import Leaf, Mixture
 from orchdata.dataset.options import PreparedDataset
-from orchdata.delivery.state import Position, has_weights, is_of_mixture, load_state
 from orchdata.loaders.errors import StateError
 from orchdata.loaders.index.index import Index, content_fingerprint
 from orchdata.loaders.index.joined import JoinedIndex
 from orchdata.loaders.recipe import Recipe
+from orchdata.loop.position import Position
+from orchdata.loop.state import has_weights, is_of_mixture, load_state
 from orchdata.order.before_debts import OrderBeforeDebts
 from orchdata.order.merge import MixedSource, Reached, Stage
 from orchdata.order.mixture import MixtureOrder, joined_stages
@@ -156,9 +157,9 @@ def restore(
     """
     order = prepared.spec.plan.order
     if not isinstance(order, MixtureOrder):
-        return prepared, load_state(state, prepared.fingerprint, prepared.epochs, allow, num_workers)
+        return prepared, load_state(state, prepared.fingerprint, prepared.steps, allow, num_workers)
     if not is_of_mixture(state, prepared.fingerprint):  # refused there, by name
-        return prepared, load_state(state, prepared.fingerprint, prepared.epochs, allow, num_workers)
+        return prepared, load_state(state, prepared.fingerprint, prepared.steps, allow, num_workers)
     if "given" in state:
         return _restore_given(prepared, order, state, allow, num_workers)
     raw = _read_stages(state.get("stages"), order)
@@ -166,7 +167,7 @@ def restore(
     if len(stages) > 1:
         return _translate(prepared, OrderBeforeDebts.of(order, raw), state, allow, num_workers)
     begun = prepared if stages == order.stages else prepared.with_order(order.restaged(stages))
-    position = load_state(state, prepared.fingerprint, begun.epochs, allow, num_workers)
+    position = load_state(state, prepared.fingerprint, begun.steps, allow, num_workers)
     if has_weights(state, prepared.fingerprint):
         return begun, position
     there = begun.spec.plan.order
@@ -187,11 +188,11 @@ def _restore_given(
         if found is None:
             raise StateError("the state is damaged: its mixture had not given there what it says")
         begun = prepared.with_order(found)
-        return begun, load_state(state, prepared.fingerprint, begun.epochs, allow, num_workers)
+        return begun, load_state(state, prepared.fingerprint, begun.steps, allow, num_workers)
     # All that is needed of the weights before is what the state tells.
     changed = told.resumed._replace(reached=told.now, is_changed=True)
     there = prepared.with_order(order.restaged(order.stages, changed if any(told.now.place.counts) else told.resumed))
-    position = load_state(state, prepared.fingerprint, there.epochs, allow, num_workers, check=False)
+    position = load_state(state, prepared.fingerprint, there.steps, allow, num_workers, check=False)
     return _with_weights(prepared, order, told, state), position
 
 
@@ -243,7 +244,7 @@ def _translate(
     order = prepared.spec.plan.order
     assert isinstance(order, MixtureOrder)
     there = prepared.with_order(before)
-    position = load_state(state, prepared.fingerprint, there.epochs, allow, num_workers, cut=True)
+    position = load_state(state, prepared.fingerprint, there.steps, allow, num_workers, cut=True)
     resumed = before.translated(position.epoch, _place_of(state, before))
     return prepared.with_order(order.restaged(order.stages, resumed)), position
 

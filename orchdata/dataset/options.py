@@ -20,7 +20,7 @@ from orchdata.delivery.policy import ErrorPolicy
 from orchdata.loaders.errors import DataError
 from orchdata.order.mixture import MixtureOrder
 from orchdata.order.order import SampleOrder, Shuffle
-from orchdata.order.steps import Batches, Epochs, GlobalBatches, OrderedEpochs, Sums, TokenBatches
+from orchdata.order.steps import Batches, GlobalBatches, OrderedSteps, Steps, StreamSteps, Sums, TokenBatches
 from orchdata.planning.balance import Balance, as_balance
 from orchdata.planning.layout import Packed, Padded, layout_of
 from orchdata.planning.make_plan import PlanSpec, SampleCosts
@@ -61,6 +61,7 @@ class LoaderOptions:
         listed: rows of shards in an order of the user's own, int64 (num_samples,).
         index: what several ranks do where there is no index.
         drawn: whether torch's generator, or the one given, shuffles map-style data: `shuffle=True` and no seed.
+        is_inline: whether the thread that iterates builds each step when it is asked for.
     """
 
     rank: Rank
@@ -76,6 +77,7 @@ class LoaderOptions:
     index: IndexUse
     batched: bool
     cost: Any
+    is_inline: bool
 
     @property
     def sample_batches(self) -> GlobalBatches:
@@ -117,23 +119,27 @@ class PreparedDataset:
         failures: samples known to be bad before anything is decoded; they are out of the order.
         num_indexed: samples of the data set, bad ones included.
         num_lost: samples of damaged shards that are not even indexed, as far as can be told.
-        epochs: which steps there are.
-        iterated: whether the data set is iterated: each iteration then builds with a builder of its own, from its first
-            step on, and `EndOfData` is its end.
-        sampler, batch_sampler, collate_fn: as torch's loader has them where none is given; None for an order, or a
-            layout, of our own.
+        steps: which steps an epoch has.
+        is_torchs: whether torch's own loader reads the data set, and no step is planned.
+        sampler, batch_sampler, collate_fn: the defaults that torch's loader has; None for an order, or a layout, of our
+            own.
     """
 
     spec: BuildSpec
     fingerprint: Mapping[str, Any]
     failures: Sequence[DataError]
     num_indexed: int
-    epochs: Epochs
+    steps: Steps
     num_lost: int = 0
-    iterated: bool = False
+    is_torchs: bool = False
     sampler: Any = None
     batch_sampler: Any = None
     collate_fn: Any = None
+
+    @property
+    def is_iterable(self) -> bool:
+        """Whether the data set can only be iterated."""
+        return isinstance(self.steps, StreamSteps)
 
     @property
     def num_samples(self) -> int:
@@ -146,7 +152,7 @@ class PreparedDataset:
         if isinstance(batches, TokenBatches):
             batches = replace(batches, sums=order)
         spec = replace(self.spec, plan=replace(self.spec.plan, order=order, batches=batches))
-        return replace(self, spec=spec, epochs=OrderedEpochs(batches=batches, length=order.length))
+        return replace(self, spec=spec, steps=OrderedSteps(batches=batches, length=order.length))
 
     def state_of_order(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """What a state that stands somewhere tells of the order, next to the fingerprint."""

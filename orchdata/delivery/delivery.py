@@ -13,6 +13,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import replace
 from typing import Any
 
+from orchdata.batch.batch import ModelInputs
 from orchdata.building.spec import BuildSpec
 from orchdata.building.step import BuiltStep
 from orchdata.delivery.failed_parts import FailedParts
@@ -38,17 +39,27 @@ class Delivery:
         policy, budget: whether failures are skipped, and how many.
         stats: delivered steps are added to them.
         timeout: seconds to wait for a step; 0 without limit.
+        inputs: names of what is in a batch, as a model has them.
 
     Raises ValueError where peers are to receive what a collate_fn makes.
     """
 
     def __init__(
-        self, spec: BuildSpec, rank: Rank, *, policy: ErrorPolicy, budget: FailureBudget, stats: Stats, timeout: float
+        self,
+        spec: BuildSpec,
+        rank: Rank,
+        *,
+        policy: ErrorPolicy,
+        budget: FailureBudget,
+        stats: Stats,
+        timeout: float,
+        inputs: ModelInputs | None = None,
     ) -> None:
         self._spec = spec
         self._budget = budget
         self._stats = stats
         self._timeout = timeout
+        self._inputs = inputs
         self._replication = Replication(rank, spec, timeout) if rank.shared else None
         self._pace = _Pace()
         self._delivered = 0
@@ -58,6 +69,11 @@ class Delivery:
         per_phase = spec.plan.balance.assignment == "per_phase" and policy.action == "skip"
         if per_phase and not self._receives and (rank.size == 1 or rank.dp_groups):
             self._failed_parts = FailedParts(rank.dp_groups if rank.size > 1 else ())
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether ranks take part in the delivery of each other's steps."""
+        return self._replication is not None or self._failed_parts is not None
 
     @property
     def _receives(self) -> bool:
@@ -80,14 +96,18 @@ class Delivery:
         Raises what building it did, RuntimeError after the timeout (the engine is closed then), and as `FailureBudget`.
         """
         if self._replication is None or self._receives:
-            return self._masked(engine, future, task).batches
+            return self.named(self._masked(engine, future, task).batches)
         try:
             built = self._masked(engine, future, task)
         except Exception as error:
             self._replication.send_error(error)
             raise
         self._replication.send(built)
-        return built.batches
+        return self.named(built.batches)
+
+    def named(self, batches: list[Any]) -> list[Any]:
+        """The batches, with the model's names for what is in them."""
+        return batches if self._inputs is None else [replace(batch, inputs=self._inputs) for batch in batches]
 
     def end_epoch(self, epoch: int) -> None:
         """Raise TooManyFailures where all samples of this rank in the epoch failed, if they are many."""

@@ -1,7 +1,7 @@
 """The plans of a loader as a table: which sample is in which step, on which rank, in which microbatch, and who encodes
 its parts.
 
-BuildSpec, epochs --make_plan, a step at a time--> record batches --> Arrow IPC file
+BuildSpec, steps --make_plan, a step at a time--> record batches --> Arrow IPC file
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from orchdata.balancers.checks import checked_epoch
 from orchdata.building.spec import BuildSpec, SampleContent, ShardContent
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.joined import JoinedIndex
-from orchdata.order.steps import Epochs
+from orchdata.order.steps import Steps
 from orchdata.planning.make_plan import make_plan
 from orchdata.planning.plan import Plan
 
@@ -52,7 +52,7 @@ _SCHEMA = pa.schema(
 def export_plan(
     path: str | PathLike[str],
     spec: BuildSpec,
-    epochs: Epochs,
+    steps_of: Steps,
     fingerprint: Mapping[str, Any],
     *,
     of_epochs: Iterable[int],
@@ -68,8 +68,8 @@ def export_plan(
     written = 0
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, _SCHEMA.with_metadata(about)) as writer:
         for epoch in numbers:
-            wanted = steps if steps is not None else range(epochs.count(epoch))
-            for task in epochs.tasks(epoch, wanted.start, None, again=False):
+            wanted = steps if steps is not None else range(steps_of.count(epoch))
+            for task in steps_of.tasks(epoch, wanted.start, None, again=False):
                 if task.step >= wanted.stop:
                     break
                 if task.step in wanted:

@@ -5,7 +5,6 @@ Neither the build, which may be in another process, nor the thread that trains w
 
 from __future__ import annotations
 
-import warnings
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -17,6 +16,7 @@ from orchdata.building.step import BuiltStep
 from orchdata.engines.engine import Engine
 from orchdata.engines.thread_pool import ThreadPool
 from orchdata.engines.threads import passed_on, prepare_thread
+from orchdata.notices import warn_user
 from orchdata.order.steps import StepTask
 
 
@@ -59,7 +59,7 @@ def can_pin() -> bool:
     """Whether there is an accelerator to pin for; a warning where there is none."""
     if torch.accelerator.is_available():
         return True
-    warnings.warn("pin_memory has no effect: torch finds no accelerator", stacklevel=4)
+    warn_user("pin_memory has no effect: torch finds no accelerator")
     return False
 
 

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from orchdata.building.figures import FIGURES, STAGES
+from orchdata.building.figures import FIGURES, STAGES, plain_figures
 from orchdata.building.step import BuiltStep
 from orchdata.loaders.errors import DataError, reason_kind
 from orchdata.loaders.storage.counted import ReadBytes
 
 _LISTED_FAILURES = 1000
+
+
+@dataclass
+class TorchCounts:
+    """What is counted of steps that torch's loader makes, which have no plan."""
+
+    steps: int = 0
+    samples: int = 0
+    waiting_seconds: float = 0.0
 
 
 class Stats:
@@ -24,6 +34,7 @@ class Stats:
 
     def __init__(self, reads: ReadBytes | None = None) -> None:
         self._reads = reads
+        self.torch = TorchCounts()
         self._steps = 0
         self._waiting_seconds = 0.0
         self._seconds: Counter[str] = Counter()
@@ -70,14 +81,18 @@ class Stats:
         step. `failures`: `count`, `by_reason`, the first of them in `samples`, and in
         `lost` how many samples damaged shards hide beside those, estimated from their bytes where they do not tell.
         """
-        steps = max(1, self._steps)
+        torch, num_steps = self.torch, self._steps + self.torch.steps
+        steps, totals = max(1, num_steps), self._totals
+        if torch.steps:
+            plain = plain_figures(torch.steps, torch.samples)
+            totals = {figure.name: figure.added(totals[figure.name], plain[figure.name]) for figure in FIGURES}
         return {
-            "steps": self._steps,
-            **{figure.name: figure.show(self._totals[figure.name], steps) for figure in FIGURES},
+            "steps": num_steps,
+            **{figure.name: figure.show(totals[figure.name], steps) for figure in FIGURES},
             "read_amplification": None if self._reads is None else self._reads.amplification,
             "reads": None if self._reads is None else self._reads.as_dict(),
             "milliseconds": {
-                "waiting": 1000 * self._waiting_seconds / steps,
+                "waiting": 1000 * (self._waiting_seconds + torch.waiting_seconds) / steps,
                 **{stage: 1000 * self._seconds[stage] / steps for stage in STAGES},
             },
             "failures": {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import BaseContext
 from typing import Any
@@ -13,10 +13,9 @@ from torch.utils.data import IterableDataset
 from orchdata.balancers.checks import checked_count
 from orchdata.building.spec import BuildSpec
 from orchdata.building.step import Builder
-from orchdata.engines.engine import Engine, Resumed
+from orchdata.engines.engine import Engine
 from orchdata.engines.inline import InlineEngine
 from orchdata.engines.processes.engine import ProcessEngine, Workers, start_server
-from orchdata.engines.processes.streams import StreamEngine
 from orchdata.engines.processes.worker import WorkerOptions
 from orchdata.engines.threads import ThreadEngine
 
@@ -32,13 +31,16 @@ class EngineChoice:
         num_threads: threads of this process; 0 for none.
         depth: steps under way in them.
         workers: worker processes; None for none.
-        in_order: whether what those give that iterate a copy each comes in turn; else as it is ready.
     """
 
     num_threads: int
     depth: int
     workers: Workers | None = None
-    in_order: bool = True
+
+    @property
+    def is_inline(self) -> bool:
+        """Whether the thread that iterates builds each step when it is asked for."""
+        return self.workers is None and not self.num_threads
 
     @property
     def wants_kernels(self) -> bool:
@@ -52,7 +54,7 @@ class EngineChoice:
         *,
         base_seed: int,
         blamed: dict[int, str],
-        resumed: Resumed | None = None,
+        states: Sequence[dict[str, Any] | None] = (),
     ) -> Engine:
         """What builds the steps of `spec`.
 
@@ -60,23 +62,20 @@ class EngineChoice:
             builder: of the spec, in this process.
             base_seed: of the random states of worker processes.
             blamed: row -> why it is not to be loaded, as worker processes find out.
-            resumed: what data sets are given back first.
+            states: by worker, the state that its data set starts with; None for its own.
         """
         if self.workers is not None:
-            engine = ProcessEngine(
+            return ProcessEngine(
                 spec,
                 self.workers,
                 base_seed=base_seed,
                 reads=builder.reads,
                 name_of=spec.content.name_of,
                 blamed=blamed,
-                resumed=resumed,
+                states=states,
             )
-            if not self.workers.remember:
-                return engine
-            return StreamEngine(engine, self.workers.options.num_workers, in_order=self.in_order, resumed=resumed)
         if not self.num_threads:
-            return InlineEngine(builder, resumed)
+            return InlineEngine(builder, states)
         return ThreadEngine(builder, num_threads=self.num_threads, depth=self.depth)
 
 
@@ -122,12 +121,12 @@ def choose_engine(
             ),
             timeout=timeout,
             in_turn=not in_shards and in_order,
-            remember=iterated,
+            persistent=persistent_workers,
         )
         # A loader that a new process is handed (mp.spawn) starts the server when it iterates.
         if not getattr(multiprocessing.current_process(), "_inheriting", False):
             start_server(workers.context)
-        return EngineChoice(num_threads=0, depth=0, workers=workers, in_order=in_order)
+        return EngineChoice(num_threads=0, depth=0, workers=workers)
     for name, given in (("multiprocessing_context", multiprocessing_context), ("worker_memory", worker_memory)):
         if given is not None:
             raise ValueError(f"{name} is for worker processes: leave it out, or give num_workers")

@@ -2,36 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any, Protocol
-
-import numpy as np
+from typing import Protocol
 
 from orchdata.building.step import BuiltStep
-from orchdata.order.stateful import steps_to_skip
 from orchdata.order.steps import StepTask
-
-
-@dataclass(frozen=True, slots=True)
-class Resumed:
-    """What data sets held where an iteration goes on.
-
-    Attributes:
-        epoch: of its first step.
-        held: by worker, of its data set behind its last delivered step; None for one that had none.
-        worker: of the last step that was delivered.
-    """
-
-    epoch: int
-    held: tuple[dict[str, Any] | None, ...]
-    worker: int
-
-    def skipped(self, worker: int) -> Iterator[StepTask]:
-        """Steps of a worker that are built for nothing, to get behind what it had iterated."""
-        count = steps_to_skip(self.held[worker] or {}, self.epoch)
-        return (StepTask(self.epoch, step, np.zeros(1, np.int64)) for step in range(count))
 
 
 class Engine(Protocol):

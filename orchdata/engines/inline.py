@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
+from collections.abc import Sequence
 from concurrent.futures import Future
+from typing import Any
 
-from orchdata.building.assembler import EndOfData
 from orchdata.building.step import Builder, BuiltStep
-from orchdata.engines.engine import PlainEngine, Resumed
+from orchdata.engines.engine import PlainEngine
 from orchdata.order.steps import StepTask
 
 
@@ -15,24 +15,22 @@ class InlineEngine(PlainEngine):
     """Builds a step in the calling thread, when it is asked for.
 
     Args:
-        resumed: what the data set is given back first.
+        states: the state that the data set starts with, alone; none for its own.
     """
 
-    def __init__(self, builder: Builder, resumed: Resumed | None = None) -> None:
+    def __init__(self, builder: Builder, states: Sequence[dict[str, Any] | None] = ()) -> None:
         self.depth = 0
         self._builder = builder
-        self._held = None if builder.restores is None else builder.restores.held
-        if resumed is not None and builder.restores is not None:
-            builder.restores.restore(resumed.held[0] or {}, resumed.epoch)
-            with contextlib.suppress(EndOfData):
-                for task in resumed.skipped(0):
-                    builder.build(task)
+        self._stateful = builder.stateful
+        if states and self._stateful is not None:
+            self._stateful.restore(states[0] or {})
 
     def submit(self, task: StepTask) -> Future[BuiltStep]:
         future: Future[BuiltStep] = Future()
         try:
             built = self._builder.build(task)
-            built.held = self._held
+            if self._stateful is not None:
+                built.dataset_state = self._stateful.state
             future.set_result(built)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - it is passed on
             future.set_exception(error)

@@ -1,9 +1,9 @@
-"""torch's samplers as an order: drawn lazily by the process that iterates; a step's rows go into its task.
+"""torch's samplers as an order: drawn lazily in the process that iterates; a step's rows go into its task.
 
-    tell() -> what the next draw depends on -> tasks(...) -> StepTask, StepTask, ... until the sampler ends
+    draw() -> what the epoch depends on -> tasks(...) -> StepTask, StepTask, ... until the sampler ends
 
-What a draw depends on is JSON-safe: rank 0 tells it to the others, and a state holds it. So one draw is the same on
-every rank, and again after a restart.
+A draw is JSON-safe: rank 0 sends it to the others, and states store it. So an epoch is the same on every rank, and
+after a restart.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import base64
 import operator
 import sys
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import islice
@@ -24,27 +24,36 @@ from numpy.typing import NDArray
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 
 from orchdata.loaders.errors import StateError
-from orchdata.order.stateful import exhaust, give_back, held_by, is_stateful
-from orchdata.order.steps import GlobalBatches, StepTask, Told
+from orchdata.order.stateful import exhaust, is_stateful, restore_states, states_of
+from orchdata.order.steps import Draw, GlobalBatches, StepTask
 
 ENDED: Final = "ended"
-"""Key in what a sampler held: whether it had ended when it was asked."""
+"""Key in a sampler's state: whether it had ended when the state was taken."""
 _MOST_STATE_BYTES: Final = 64 << 10
-"""Of a generator's state, and of its text; torch's of a CPU has 5,056 bytes."""
+"""Of a generator's state, and of its text; torch's CPU generator has 5,056 bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplerOrder:
-    """What a plan knows of a sampler. It is not asked for rows: those of a step come in its `StepTask`.
+    """What a plan knows of a sampler. The rows of a step come in its `StepTask`.
 
     Attributes:
         sampler: name of its class.
         num_samples: items of an epoch (indices, or whole batches of them) when the loader was made; `sys.maxsize`
-            where nobody knows.
+            if only the end of an epoch will tell.
     """
 
     sampler: str
     num_samples: int
+
+    @classmethod
+    def of(cls, sampler: Any, num_samples: Any) -> SamplerOrder:
+        """Of a sampler, and something that has its length, if it has one."""
+        try:
+            length = len(num_samples)
+        except (TypeError, NotImplementedError):
+            length = sys.maxsize
+        return cls(sampler=type(sampler).__name__, num_samples=length)
 
     def length(self, epoch: int) -> int:
         return self.num_samples
@@ -61,47 +70,47 @@ class SamplerOrder:
 
 
 class Source(Protocol):
-    """A sampler, drawn again where it is told what a draw depended on."""
+    """A sampler whose draw can be replayed."""
 
     @property
     def sampler(self) -> Any: ...
 
     def __len__(self) -> int:
-        """Items of an epoch. Raises TypeError where nobody knows before the end."""
+        """Items of an epoch. Raises TypeError if only its end will tell."""
 
-    def tell(self) -> Told | None:
-        """What the next draw depends on, None for nothing; whatever it takes from a generator is taken."""
+    def draw(self) -> Draw | None:
+        """Draw what the next epoch depends on, from the generator that the sampler uses. None for nothing."""
 
-    def items(self, told: Told | None, *, again: bool) -> Iterator[Any]:
-        """What the sampler gives then, drawn as it is asked for; `again` where `told` is not of this very moment."""
+    def items(self, draw: Draw | None, *, again: bool) -> Iterator[Any]:
+        """Iterate the sampler lazily; `again=True` replays an earlier draw."""
 
-    def held(self, items: Iterator[Any]) -> Any:
-        """What it holds of its own, `items` drawn so far; None for nothing."""
+    def state(self, items: Iterator[Any]) -> Any:
+        """The sampler's own state after the items drawn so far; None if it has none."""
 
-    def items_behind(self, held: Any, *, is_over: bool) -> Iterator[Any]:
-        """What the sampler gives after the item at which it held that.
+    def items_after(self, state: Any, *, is_over: bool) -> Iterator[Any]:
+        """The items after the one at which `state` was taken.
 
         Args:
-            held: of `held`, with `ENDED` where the sampler had ended already.
-            is_over: whether that was the last item of its epoch: then the items of the next epoch.
+            state: of `state()`, with `ENDED` if the sampler had ended already.
+            is_over: whether that was the last item of its epoch: the items are then those of the next epoch.
         """
 
     @property
     def batch_size(self) -> int | None:
-        """Items of each batch but the last one, where it gives batches that torch makes; else None."""
+        """Items of each batch but the last, if the sampler's items are batches that torch makes; else None."""
 
-    def replays(self, told: Told | None) -> bool:
-        """Whether `items` finds what came of `told`, and leaves every generator as it is."""
+    def replays(self, draw: Draw | None) -> bool:
+        """Whether `items` can replay a draw and leaves every generator as it is."""
 
 
 class TorchSampler:
-    """A sampler as torch's loader draws it: from its own generator, else from torch's default one, at the first item.
+    """A sampler, drawn as torch's loader draws it: at the first item, from its own generator or torch's default.
 
-    The default generator tells a RandomSampler one seed; for any other sampler, the state of the generator it may draw
-    from stands for the draw. One that draws elsewhere (Python's `random`), or later, is not drawn the same again.
+    For a RandomSampler without a generator the draw is one seed. For any other sampler it is the state of the generator
+    that the sampler may use. A sampler that draws elsewhere (Python's `random`), or later, cannot be replayed.
 
     Args:
-        sampler: gives indices, or whole batches of them.
+        sampler: yields indices, or whole batches of them.
     """
 
     def __init__(self, sampler: Any) -> None:
@@ -110,7 +119,7 @@ class TorchSampler:
         while type(inner) is BatchSampler:
             inner = inner.sampler
         self._inner = inner
-        self._asked = sampler if is_stateful(sampler) else inner
+        self._stateful = sampler if is_stateful(sampler) else inner
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -125,57 +134,63 @@ class TorchSampler:
 
     @property
     def _generator(self) -> torch.Generator | None:
-        found = getattr(self._inner, "generator", None)
-        return found if isinstance(found, torch.Generator) else None
+        generator = getattr(self._inner, "generator", None)
+        return generator if isinstance(generator, torch.Generator) else None
 
     @property
     def _is_plain(self) -> bool:
         return type(self._inner) in (SequentialSampler, list, tuple, range)
 
-    def tell(self) -> Told | None:
+    def draw(self) -> Draw | None:
         if self._takes_seed:
-            # Exactly what RandomSampler.__iter__ would draw, and in its place.
+            # The same call as in RandomSampler.__iter__, which then does not draw.
             return {"seed": int(torch.empty((), dtype=torch.int64).random_().item())}
         if self._is_plain:
             return None
         return {"state": _text(torch.get_rng_state() if self._generator is None else self._generator.get_state())}
 
-    def items(self, told: Told | None, *, again: bool) -> Iterator[Any]:
-        if told is not None and "seed" in told:
-            return self._drawn_from(torch.Generator().manual_seed(int(told["seed"])))
-        if told is None or not again:
-            return iter(self.sampler)
+    def items(self, draw: Draw | None, *, again: bool) -> Iterator[Any]:
+        if draw is not None and "seed" in draw:
+            return self._drawn_from(torch.Generator().manual_seed(int(draw["seed"])))
+        if draw is None or not again:
+            return self._iterate()
         generator = self._generator or torch.Generator()
         try:
-            generator.set_state(generator_state(told["state"]))
+            generator.set_state(generator_state(draw["state"]))
         except (ValueError, RuntimeError) as error:
             raise StateError(
                 f"the state says that its epoch was drawn from no state of a generator: {error}"
             ) from error
-        return iter(self.sampler) if generator is self._generator else self._drawn_from(generator)
+        return self._iterate() if generator is self._generator else self._drawn_from(generator)
 
-    def held(self, items: Iterator[Any]) -> Any:
-        held = held_by(sampler=self._asked, iterator=items)
-        return deepcopy(held) if held else None
+    def state(self, items: Iterator[Any]) -> Any:
+        state = states_of(sampler=self._stateful, iterator=items.items if isinstance(items, _Batches) else items)
+        return deepcopy(state) if state else None
 
-    def items_behind(self, held: Any, *, is_over: bool) -> Iterator[Any]:
-        give_back(held, sampler=self._asked)
-        if held.get(ENDED):  # what it held is what it begins the next epoch with
-            return iter(self.sampler) if is_over else iter(())
-        items: Iterator[Any] = iter(self.sampler)
-        give_back(held, iterator=items)
+    def items_after(self, state: Any, *, is_over: bool) -> Iterator[Any]:
+        restore_states(state, sampler=self._stateful)
+        if state.get(ENDED):  # with this state the sampler begins its next epoch
+            return self._iterate() if is_over else iter(())
+        items = self._iterate()
+        restore_states(state, iterator=items.items if isinstance(items, _Batches) else items)
         if not is_over:
             return items
-        exhaust(items)  # it had drawn its last item, and not heard yet that there is none
-        following: Iterator[Any] = iter(self.sampler)
-        return following
+        exhaust(items)  # it has yielded its last item, and does not know yet that there is none
+        return self._iterate()
 
-    def replays(self, told: Told | None) -> bool:
-        return self._is_plain if told is None else self._takes_seed and "seed" in told
+    def replays(self, draw: Draw | None) -> bool:
+        return self._is_plain if draw is None else self._takes_seed and "seed" in draw
+
+    def _iterate(self) -> Iterator[Any]:
+        """One pass of the sampler. A sampler of the user's may have iterators with a state: they are kept in reach."""
+        sampler, inner = self.sampler, self._inner
+        if type(sampler) is BatchSampler and sampler.sampler is inner and not _is_torchs(inner):
+            return _Batches(sampler)
+        return iter(sampler)
 
     def _drawn_from(self, generator: torch.Generator) -> Iterator[Any]:
-        """As if the default generator stood there. Those of torch have one of their own, read at the first item."""
-        items = iter(self.sampler)
+        """One pass as if torch's default generator were this one. Samplers use it at their first item at the latest."""
+        items = self._iterate()
         with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(generator.get_state())
             if not hasattr(self._inner, "generator"):
@@ -191,11 +206,35 @@ class TorchSampler:
         yield from items
 
 
-class TakenOver:
-    """A DistributedSampler whose ranks are this loader's: its permutation, shared out by the loader.
+class _Batches:
+    """The batches of a torch BatchSampler, with the iterator of its sampler in reach."""
 
-    It gives the samples of all ranks, in its order; without what it would repeat to make the shares equal, and without
-    the remainder that it drops.
+    def __init__(self, batch_sampler: BatchSampler) -> None:
+        self._batch_sampler = batch_sampler
+        self._size = batch_sampler.batch_size
+        self.items = iter(batch_sampler.sampler)
+
+    def __iter__(self) -> _Batches:
+        return self
+
+    def __next__(self) -> list[Any]:
+        size = self._size if self._batch_sampler.drop_last else self._batch_sampler.batch_size
+        batch = list(islice(self.items, size))
+        if not batch or (self._batch_sampler.drop_last and len(batch) < size):
+            raise StopIteration
+        return batch
+
+
+def _is_torchs(sampler: Any) -> bool:
+    """Whether its iterator surely has no state."""
+    return type(sampler) in (list, tuple, range) or type(sampler).__module__.partition(".")[0] == "torch"
+
+
+class TakenOver:
+    """A DistributedSampler whose ranks are this loader's: its permutation, which the loader shares out over ranks.
+
+    It yields the samples of all ranks in the permutation's order, without those that a DistributedSampler repeats to
+    make shares equal, and without the remainder that it drops.
     """
 
     def __init__(self, sampler: DistributedSampler[Any]) -> None:
@@ -207,35 +246,35 @@ class TakenOver:
         total = len(cast("Any", self.sampler.dataset))
         return total - total % self.sampler.num_replicas if self.sampler.drop_last else total
 
-    def tell(self) -> Told | None:
+    def draw(self) -> Draw | None:
         return {"seed": self.sampler.seed + self.sampler.epoch} if self.sampler.shuffle else None
 
-    def items(self, told: Told | None, *, again: bool) -> Iterator[int]:
+    def items(self, draw: Draw | None, *, again: bool) -> Iterator[int]:
         total = len(cast("Any", self.sampler.dataset))
-        if told is None:
+        if draw is None:
             return iter(range(len(self)))
-        permuted = torch.randperm(total, generator=torch.Generator().manual_seed(int(told["seed"])))
+        permuted = torch.randperm(total, generator=torch.Generator().manual_seed(int(draw["seed"])))
         return iter(permuted[: len(self)].tolist())
 
-    def held(self, items: Iterator[Any]) -> Any:
+    def state(self, items: Iterator[Any]) -> Any:
         return None
 
-    def items_behind(self, held: Any, *, is_over: bool) -> Iterator[Any]:
-        raise ValueError("a DistributedSampler that is taken over holds nothing of its own")
+    def items_after(self, state: Any, *, is_over: bool) -> Iterator[Any]:
+        raise ValueError("a DistributedSampler that is shared over ranks has no state of its own")
 
-    def replays(self, told: Told | None) -> bool:
-        return told is not None or not self.sampler.shuffle
+    def replays(self, draw: Draw | None) -> bool:
+        return draw is not None or not self.sampler.shuffle
 
 
-class Draws:
-    """The steps that a sampler makes: as many as it gives items for, and no length unless it has one.
+class SamplerSteps:
+    """The steps of a sampler: as many as it yields items for. They have a length only if the sampler has one.
 
     Args:
         source: the sampler.
-        batched: whether each item is the batch of a step; else as many items as the global batches hold are.
+        batched: whether each item is the batch of a step; otherwise a step takes as many items as a global batch has.
         batches: of the loader.
-        usable: rows that the items are places in, int64 (num_usable,); None where they are rows themselves.
-        integers: whether only integers will do, as costs need.
+        usable: rows that the items are indices into, int64 (num_usable,); None if items are rows.
+        integers: whether items must be integers, as costs require.
     """
 
     def __init__(
@@ -253,53 +292,66 @@ class Draws:
         self._usable = usable
         self._integers = integers
 
-    @property
-    def order(self) -> SamplerOrder:
-        """As the plan knows it."""
-        try:
-            length = len(self._source)
-        except (TypeError, NotImplementedError):
-            length = sys.maxsize
-        return SamplerOrder(sampler=type(self._source.sampler).__name__, num_samples=length)
+    def follow(self, sampler: Any) -> None:
+        """Draw from this sampler from now on, where the user has replaced the loader's."""
+        if isinstance(self._source, TorchSampler) and sampler is not self._source.sampler:
+            self._source = TorchSampler(sampler)
 
-    def count(self, epoch: int, told: Told | None = None) -> int:
-        return self._batches.count(len(self._source))
+    def count(self, epoch: int, draw: Draw | None = None) -> int:
+        return len(self._source) if self._batched else self._batches.count(len(self._source))
 
-    def place(self, epoch: int, step: int, told: Told | None) -> dict[str, int]:
+    def location(self, epoch: int, step: int, draw: Draw | None) -> dict[str, int]:
         return {}
 
-    def tell(self) -> Told | None:
-        return self._source.tell()
+    def draw(self) -> Draw | None:
+        return self._source.draw()
+
+    def items(
+        self, first: int, draw: Draw | None, *, again: bool, sampler_state: Any = None
+    ) -> tuple[Iterator[list[Any]], Iterator[Any]]:
+        """Items of each step from step `first` on, and the sampler's iterator that they come from.
+
+        Arguments as of `Steps.tasks`.
+        """
+        if sampler_state is None:
+            items, skipped = self._source.items(draw, again=again), first
+        else:
+            items, skipped = self._source.items_after(sampler_state, is_over=first == 0), 0
+        size, drop_last = self._batches.size, self._batches.drop_last
+        batches: Iterable[Any] = items
+        if not self._batched:
+            batches = iter(lambda: [*islice(items, size)], [])
+            if drop_last:
+                batches = (batch for batch in batches if len(batch) == size)
+        return islice(batches, skipped, None) if skipped else iter(batches), items
+
+    def state(self, items: Iterator[Any], num_items: int) -> Any:
+        """The sampler's state after a step of `num_items` items was taken from its iterator `items`."""
+        state = self._source.state(items)
+        full = self._source.batch_size if self._batched else self._batches.size
+        if state is not None and full is not None and num_items < full:
+            state[ENDED] = True  # the sampler was asked for one more item and has none
+        return state
 
     def tasks(
-        self, epoch: int, first: int, told: Mapping[str, Any] | None, *, again: bool, held: Any = None
+        self, epoch: int, first: int, draw: Draw | None, *, again: bool, sampler_state: Any = None
     ) -> Iterator[StepTask]:
-        size, begin = self._batches.size, 0 if held is None else first
-        if held is None:
-            items = self._source.items(told, again=again)
-        else:
-            items = self._source.items_behind(held, is_over=first == 0)
-        # A batch may be a list that its sampler uses again.
-        chunks: Iterable[list[Any]] = map(list, items) if self._batched else iter(lambda: [*islice(items, size)], [])
-        full = self._source.batch_size if self._batched else size
-        for step, chunk in enumerate(chunks, begin):
-            if self._batches.drop_last and len(chunk) < size:
-                return
-            if step >= first:
-                now = self._source.held(items)
-                if now is not None and full is not None and len(chunk) < full:
-                    now[ENDED] = True  # the sampler was asked for one item more, and said that there is none
-                yield StepTask(epoch, step, self._rows(chunk), held=now)
+        batches, items = self.items(first, draw, again=again, sampler_state=sampler_state)
+        for step, batch in enumerate(batches, first):
+            rows = self._rows(list(batch))  # a copy: the sampler may use its list again
+            yield StepTask(epoch, step, rows, sampler_state=self.state(items, len(rows)))
 
-    def again(self, epoch: int, step: int, told: Told | None) -> StepTask:
-        if not self._source.replays(told):
+    def again(self, epoch: int, step: int, draw: Draw | None) -> StepTask:
+        if not self._source.replays(draw):
+            sampler = self._source.sampler
+            sampler = sampler.sampler if type(sampler) is BatchSampler else sampler
             raise ValueError(
-                f"what {type(self._source.sampler).__name__} gave in epoch {epoch} is not known: give a seed, as "
-                "DataLoader(shuffle=True, seed=0), or load a state of that epoch, which tells what a RandomSampler was "
-                "seeded with"
+                f"what {type(sampler).__name__} gave in epoch {epoch} is not known: give a seed, as "
+                "DataLoader(shuffle=True, seed=0), or load a state of that epoch, which stores the seed of a "
+                "RandomSampler"
             )
-        for task in self.tasks(epoch, step, told, again=True):
-            return task._replace(held=None)
+        for task in self.tasks(epoch, step, draw, again=True):
+            return task._replace(sampler_state=None)
         raise IndexError(f"step {step} is outside epoch {epoch}")
 
     def _rows(self, items: list[Any]) -> NDArray[Any]:
@@ -308,10 +360,10 @@ class Draws:
             return rows if self._usable is None else self._usable[rows]
         if all(type(item) is int and -(1 << 63) <= item < 1 << 63 for item in items):
             return np.array(items, np.int64)
-        found = np.empty(len(items), object)  # any object that the data set takes, as it is
-        for place, item in enumerate(items):
-            found[place] = item
-        return found
+        rows = np.empty(len(items), object)  # any object that the data set takes
+        for number, item in enumerate(items):
+            rows[number] = item
+        return rows
 
 
 def _index(item: Any) -> int:
@@ -329,7 +381,7 @@ def _text(state: torch.Tensor) -> str:
 
 
 def generator_state(text: str) -> torch.Tensor:
-    """The state of a generator that `Samplers.tell` told. Raises ValueError for what is none."""
+    """The state of a generator, from its text in a draw. Raises ValueError for any other text."""
     try:
         inflating = zlib.decompressobj()
         state = inflating.decompress(base64.b85decode(text[:_MOST_STATE_BYTES]), _MOST_STATE_BYTES)

@@ -1,40 +1,38 @@
-"""torchdata's convention: what has `state_dict` and `load_state_dict` is asked what it holds, and given it back."""
+"""States of the user's data sets and samplers, by torchdata's convention: `state_dict` and `load_state_dict`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
+
+StateGetter = Callable[[], dict[str, Any]]
+"""Returns the state of a data set after the step that it came with."""
 
 
 def is_stateful(owner: Any) -> bool:
-    """Whether a data set, sampler, or an iterator of one says where it stands."""
+    """Whether a data set, a sampler, or an iterator of one has a state."""
     return callable(getattr(owner, "state_dict", None)) and callable(getattr(owner, "load_state_dict", None))
 
 
-def held_by(**owners: Any) -> dict[str, Any]:
-    """name -> state of each that has one."""
+def states_of(**owners: Any) -> dict[str, Any]:
+    """Name -> state of each owner that has one."""
     return {name: owner.state_dict() for name, owner in owners.items() if is_stateful(owner)}
 
 
-def give_back(held: Any, **owners: Any) -> None:
-    """Load what `held_by` found of the same owners."""
+def restore_states(states: Any, **owners: Any) -> None:
+    """Load what `states_of` returned for the same owners."""
     for name, owner in owners.items():
-        if name in held and is_stateful(owner):
-            owner.load_state_dict(held[name])
+        if name in states and is_stateful(owner):
+            owner.load_state_dict(states[name])
 
 
 def exhaust(items: Iterator[Any]) -> None:
-    """Have an iterator give what is left, without `iter()` of it, which may begin anew."""
+    """Take all items that are left, without `iter()`, which may start from the beginning."""
     end = object()
     while next(items, end) is not end:
         pass
 
 
-def is_place(held: Any) -> bool:
-    """Whether nothing of the data set's own is in what it held: only where its iteration stood."""
-    return not held.keys() - {"epoch", "steps", "ended"}
-
-
-def steps_to_skip(held: Any, epoch: int) -> int:
-    """Steps of an iteration that are built for nothing, to get behind what was held."""
-    return int(held["steps"]) if "steps" in held and is_place(held) and held["epoch"] == epoch else 0
+def has_own_state(state: Any) -> bool:
+    """Whether a data set's state holds more than how far it was iterated."""
+    return bool(state.keys() - {"epoch", "steps", "ended"})

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 from numpy.typing import NDArray
 
-Told = Mapping[str, Any]
+Draw = Mapping[str, Any]
+"""What the samples of an epoch depend on besides its number, such as a seed: JSON-safe."""
 
 
 class StepTask(NamedTuple):
@@ -20,14 +20,14 @@ class StepTask(NamedTuple):
         rows: its samples, where a torch sampler drew them, (num_samples,): int64, or the objects that a sampler of
             other indices gave. None where the order finds them.
         begin: where cuts of this size began, in an epoch that had another before; None for its start.
-        held: what the sampler held of its own when it had drawn them; it does not travel to worker processes.
+        sampler_state: the sampler's state after it drew them; it is not sent to worker processes.
     """
 
     epoch: int
     step: int
     rows: NDArray[Any] | None = None
     begin: Begin | None = None
-    held: Any = None
+    sampler_state: Any = None
 
 
 class Begin(NamedTuple):
@@ -173,58 +173,61 @@ def _check_step(step: int, first: int, count: int) -> None:
         )
 
 
-class Epochs(Protocol):
-    """Which steps an epoch has."""
+class Steps(Protocol):
+    """The steps of each epoch."""
 
-    def count(self, epoch: int, told: Told | None = None) -> int:
-        """How many, as far as is known now. Raises TypeError where nobody knows before the end."""
+    def count(self, epoch: int, draw: Draw | None = None) -> int:
+        """Number of steps of an epoch, as far as it is known now. Raises TypeError if only its end will tell."""
 
-    def tell(self) -> Told | None:
-        """What the next epoch's samples depend on beside its number, JSON-safe: what rank 0 tells the others, and a
-        state holds. None for nothing.
+    def draw(self) -> Draw | None:
+        """Draw what the next epoch's samples depend on: rank 0 sends it to the others, and states store it.
+
+        None if they depend on nothing random.
         """
 
-    def place(self, epoch: int, step: int, told: Told | None) -> dict[str, int]:
-        """What a state says of where a step begins, the one behind the last too: "position", samples of the epoch that
-        come before it, where they can be counted; "tokens", where steps are measured so.
+    def location(self, epoch: int, step: int, draw: Draw | None) -> dict[str, int]:
+        """Where a step begins, for a state: "position", samples of the epoch before it, and "tokens" likewise.
+
+        `step` may be the number of steps, for the end of the epoch. Empty where samples cannot be counted.
         """
 
-    def tasks(self, epoch: int, first: int, told: Told | None, *, again: bool, held: Any = None) -> Iterator[StepTask]:
-        """The steps of an epoch from its step `first` on, found as they are asked for.
+    def tasks(
+        self, epoch: int, first: int, draw: Draw | None, *, again: bool, sampler_state: Any = None
+    ) -> Iterator[StepTask]:
+        """The steps of an epoch from step `first` on, computed as they are asked for.
 
         Args:
-            told: what `tell` said.
-            again: whether that was on another rank, or in another iteration.
-            held: what the sampler held behind the step before `first`, in a loader that stood there; the last step of
-                the epoch before where `first` is 0.
+            draw: what `draw()` returned.
+            again: whether it was drawn on another rank or in another iteration, and is now replayed.
+            sampler_state: the sampler's state after step `first - 1`; after the epoch before if `first` is 0.
         """
 
-    def again(self, epoch: int, step: int, told: Told | None) -> StepTask:
-        """One step of an epoch that `told` is known of, found without a draw or a change of anything.
+    def again(self, epoch: int, step: int, draw: Draw | None) -> StepTask:
+        """One step of an epoch with a known draw. Draws nothing and changes nothing.
 
-        Raises IndexError outside the epoch, and ValueError where steps are only found in turn.
+        Raises IndexError outside the epoch, and ValueError where steps can only be found in turn.
         """
 
 
 @dataclass(frozen=True, kw_only=True)
-class OrderedEpochs:
-    """Steps of an order that finds the samples of any position alone.
+class OrderedSteps:
+    """Steps of an order that computes the samples at any position alone.
 
     Attributes:
-        batches: how they are cut.
-        length: samples of an epoch.
-        check: raises where the data set is no longer what it was.
+        batches: how an epoch is cut into steps.
+        length: epoch -> number of samples.
+        check: raises an exception if the data set has changed since.
     """
 
     batches: Batches
     length: Callable[[int], int]
     check: Callable[[], None] | None = None
 
-    def count(self, epoch: int, told: Told | None = None) -> int:
-        return self.batches.count(self.length(epoch), epoch, _begin_of(told))
+    def count(self, epoch: int, draw: Draw | None = None) -> int:
+        return self.batches.count(self.length(epoch), epoch, _begin_of(draw))
 
-    def place(self, epoch: int, step: int, told: Told | None) -> dict[str, int]:
-        begin = _begin_of(told)
+    def location(self, epoch: int, step: int, draw: Draw | None) -> dict[str, int]:
+        begin = _begin_of(draw)
         first, position = begin or _START
         if step > first:
             position = self.batches.bounds(step - 1, self.length(epoch), epoch, begin)[1]
@@ -232,65 +235,72 @@ class OrderedEpochs:
             return {"position": position}
         return {"position": position, "tokens": self.batches.sums.before(epoch, position)}
 
-    def tell(self) -> Told | None:
+    def bounds(self, step: int, length: int, epoch: int, draw: Draw | None) -> tuple[int, int]:
+        """First position of a step, and the one after its last; `length` is that of the epoch."""
+        return self.batches.bounds(step, length, epoch, _begin_of(draw))
+
+    def draw(self) -> Draw | None:
         return None
 
-    def tasks(self, epoch: int, first: int, told: Told | None, *, again: bool, held: Any = None) -> Iterator[StepTask]:
+    def tasks(
+        self, epoch: int, first: int, draw: Draw | None, *, again: bool, sampler_state: Any = None
+    ) -> Iterator[StepTask]:
         if self.check is not None:
             self.check()
-        begin = _begin_of(told)
-        return (StepTask(epoch, step, begin=begin) for step in range(first, self.count(epoch, told)))
+        begin = _begin_of(draw)
+        return (StepTask(epoch, step, begin=begin) for step in range(first, self.count(epoch, draw)))
 
-    def again(self, epoch: int, step: int, told: Told | None) -> StepTask:
+    def again(self, epoch: int, step: int, draw: Draw | None) -> StepTask:
         if self.check is not None:
             self.check()
-        task = StepTask(epoch, step, begin=_begin_of(told))
+        task = StepTask(epoch, step, begin=_begin_of(draw))
         self.batches.bounds(step, self.length(epoch), epoch, task.begin)
         return task
 
 
-def told_begin(begin: Begin) -> Told:
-    """What a state holds of an epoch whose cuts begin in its middle."""
+def draw_of_cut(begin: Begin) -> Draw:
+    """What a state stores of an epoch that is cut in another way from its middle on."""
     return {"cut": list(begin)}
 
 
 def is_begin(value: Any) -> bool:
-    """Whether `told_begin` can have said it."""
+    """Whether it can be the value of a `draw_of_cut`."""
     return (
         isinstance(value, list | tuple) and len(value) == 2 and all(type(item) is int and item >= 0 for item in value)
     )
 
 
-def _begin_of(told: Told | None) -> Begin | None:
-    return None if told is None else Begin(*told["cut"])
+def _begin_of(draw: Draw | None) -> Begin | None:
+    return None if draw is None else Begin(*draw["cut"])
 
 
-@dataclass(frozen=True, kw_only=True)
-class EndlessEpochs:
-    """Steps of a data set that is iterated: they end where it does. Their rows are places in its sequence.
+@dataclass(kw_only=True)
+class StreamSteps:
+    """Steps of a data set that is iterated: they end where it ends.
 
     Attributes:
-        length: the data set's own, asked for at each call of `count`; raises TypeError where it has none.
-        batches: how they are cut.
+        length: returns the data set's length, at each call of `count`; raises TypeError if it has none.
+        batches: how an epoch is cut into steps.
+        asked_length: number of steps that the user was given as the length; None if it was not asked for.
     """
 
     length: Callable[[], int]
     batches: GlobalBatches
+    asked_length: int | None = None
 
-    def count(self, epoch: int, told: Told | None = None) -> int:
+    def count(self, epoch: int, draw: Draw | None = None) -> int:
         return self.batches.count(self.length())
 
-    def place(self, epoch: int, step: int, told: Told | None) -> dict[str, int]:
+    def location(self, epoch: int, step: int, draw: Draw | None) -> dict[str, int]:
         return {}
 
-    def tell(self) -> Told | None:
+    def draw(self) -> Draw | None:
         return None
 
-    def tasks(self, epoch: int, first: int, told: Told | None, *, again: bool, held: Any = None) -> Iterator[StepTask]:
-        size, step = self.batches.size, first
-        while True:
-            yield StepTask(epoch, step, np.arange(step * size, (step + 1) * size))
-            step += 1
+    def tasks(
+        self, epoch: int, first: int, draw: Draw | None, *, again: bool, sampler_state: Any = None
+    ) -> Iterator[StepTask]:
+        raise ValueError("an IterableDataset is iterated: its steps are not planned")
 
-    def again(self, epoch: int, step: int, told: Told | None) -> StepTask:
-        raise ValueError("an IterableDataset gives its samples in turn, so that no step of it is found alone")
+    def again(self, epoch: int, step: int, draw: Draw | None) -> StepTask:
+        raise ValueError("an IterableDataset yields its samples in turn, so that no step of it can be found alone")

@@ -12,10 +12,9 @@ import hashlib
 import json
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -25,7 +24,6 @@ from orchdata.ranks.gathering import gather
 from orchdata.ranks.parallel import Rank, group_timeout
 from orchdata.ranks.posting import JobStore, Round, job_store, name_job
 
-P = ParamSpec("P")
 T = TypeVar("T")
 Late = Callable[[str, str], str]
 Refuse = Callable[[Mapping[int, Mapping[str, Any]]], None]
@@ -74,6 +72,15 @@ class Agreement:
             elif self._compared is not None:
                 self._compared.describe(failure_account(error))
 
+    @contextlib.contextmanager
+    def telling_others(self) -> Iterator[None]:
+        """A block whose exception, which makes no loader, is reported to the other ranks."""
+        try:
+            yield
+        except Exception as error:
+            self.fail(error)
+            raise
+
     @property
     def reaches_all(self) -> bool:
         """Whether ranks can tell each other anything."""
@@ -88,22 +95,6 @@ class Agreement:
         if failed is not None and not failed.refused:
             return failed
         return Beginning(self._compared, {"epoch": epoch, "step": step}, self._groups)
-
-
-def tells_others(init: Callable[P, None]) -> Callable[P, None]:
-    """A constructor whose error reaches the other ranks, once its object has an `_agreement`."""
-
-    @wraps(init)
-    def run(*arguments: P.args, **options: P.kwargs) -> None:
-        try:
-            init(*arguments, **options)
-        except Exception as error:
-            agreement = getattr(arguments[0], "_agreement", None)
-            if agreement is not None:
-                agreement.fail(error)
-            raise
-
-    return run
 
 
 def _comparison(group: Any, ranks: Sequence[int], scope: str) -> Comparison | None:
@@ -325,8 +316,8 @@ class Beginning:
             self.refused = True
             raise
 
-    def tell(self, said: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-        """What the first of the ranks says, on all of them, once in the iteration. Called by every rank.
+    def share(self, said: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+        """Return what the first of the ranks says, on all of them, once in the iteration. Called by every rank.
 
         Raises RuntimeError where that rank says nothing within the process group's timeout.
         """

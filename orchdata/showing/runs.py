@@ -12,10 +12,10 @@ from orchdata.balancers import CostModel
 from orchdata.building.spec import BuildSpec, IndexedShards, SampleContent, ShardContent
 from orchdata.dataset.mixture import Mixture
 from orchdata.dataset.shard_dataset import ShardDataset
-from orchdata.delivery.state import SIZES
 from orchdata.loaders.errors import StateError
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.index.joined import JoinedIndex
+from orchdata.loop.state import SIZES
 from orchdata.order.order import Shuffle
 from orchdata.planning.costs import IndexCosts
 from orchdata.planning.plan import Plan

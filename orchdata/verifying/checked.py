@@ -48,7 +48,7 @@ class CheckedContent:
 class Checker:
     """An assembler that builds each sample's step by what builds a loader's."""
 
-    restores = None
+    stateful = None
 
     def __init__(self, content: CheckedContent, watch: Watch) -> None:
         shards = self._shards = content.shards

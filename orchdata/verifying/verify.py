@@ -129,7 +129,7 @@ def _checked(index: Index, recipe: Recipe, jobs: int, timeout: float) -> Iterato
         options=options,
         in_turn=False,
         timeout=timeout,
-        remember=False,
+        persistent=False,
     )
     spec = BuildSpec(plan=plan, rank=0, content=CheckedContent(plan=plan, shards=shards))
     with closing(ProcessEngine(spec, workers)) as engine, closing(_stretches(index, recipe, jobs)) as stretches:

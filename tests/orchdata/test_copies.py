@@ -122,7 +122,7 @@ def test_what_runs_stays_with_the_original() -> None:
     iterator = iter(loader)
     next(iterator)
     other = copy.deepcopy(loader)
-    assert len(other._idle_engine.processes() if other._idle_engine else []) == 0
+    assert len(other._runtime._engines.idle.processes() if other._runtime._engines.idle else []) == 0
     assert other.stats()["steps"] == 0 and loader.stats()["steps"] == 1
     assert next(batch["number"].tolist() for batch in iterator) == [4, 5, 6, 7]
     assert contents(other, 1)[0] == [0, 1, 2, 3]
@@ -159,7 +159,7 @@ def test_copies_that_would_be_wrong_are_refused(dataset: od.ShardDataset) -> Non
     with pytest.raises(TypeError, match="iterator for sampler="):
         copy.deepcopy(od.DataLoader(Numbers(8), sampler=iter(range(8))))
     loader = od.DataLoader(dataset, global_batch_size=8, num_threads=0, dp=(1, 2))
-    assert copy.deepcopy(loader)._rank.rank == 1
+    assert copy.deepcopy(loader)._runtime.rank.rank == 1
     loader._given["dp"] = object()  # as of a process group
     with pytest.raises(TypeError, match="over a process group or mesh cannot be copied"):
         copy.deepcopy(loader)

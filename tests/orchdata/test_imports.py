@@ -52,9 +52,11 @@ orchdata: batch
 orchdata: building
 orchdata: engines
 orchdata: delivery
+orchdata: loop
 orchdata: trainers
 orchdata: dataset
-orchdata: copies
+orchdata: runtime
+orchdata: copies steps
 orchdata: dataloader profile post_balancing verifying showing
 orchdata: hf torchtitan
 orchdata: synth reference

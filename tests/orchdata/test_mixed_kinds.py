@@ -193,8 +193,8 @@ def test_global_batches_hold_the_same_bits_on_any_ranks(data: dict[str, od.Shard
 
 
 def plans_of(loader: od.DataLoader, epoch: int = 0) -> list[Plan]:
-    spec = loader._prepared.spec.plan
-    return [make_plan(spec, StepTask(epoch, step)) for step in range(loader._prepared.epochs.count(epoch))]
+    spec = loader._runtime.prepared.spec.plan
+    return [make_plan(spec, StepTask(epoch, step)) for step in range(loader._runtime.prepared.steps.count(epoch))]
 
 
 @pytest.mark.parametrize("scope", ["grouped", "grid"])

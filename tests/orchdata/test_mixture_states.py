@@ -46,7 +46,7 @@ def test_a_state_of_before_goes_on_with_each_sample_exactly_once(
     mixed = mixture_of(name, data)
     (fresh,) = loaders(mixed, 1)
     state = deepcopy(STATES[name]["state"])
-    state["fingerprint"]["sources"] = fresh._prepared.fingerprint["sources"]  # they say where the shards lie
+    state["fingerprint"]["sources"] = fresh._runtime.prepared.fingerprint["sources"]  # they say where the shards lie
     ours = loaders(mixed, 3, state)
     rest = [planned(step) for step in steps_of(ours)]
     if name.startswith("all") and state["epoch"]:
@@ -71,7 +71,7 @@ def test_a_translated_run_is_resumed_anywhere(data: dict[str, od.ShardDataset]) 
     name = "repeat, after 6 steps"
     mixed = mixture_of(name, data)
     state = deepcopy(STATES[name]["state"])
-    state["fingerprint"]["sources"] = loaders(mixed, 1)[0]._prepared.fingerprint["sources"]
+    state["fingerprint"]["sources"] = loaders(mixed, 1)[0]._runtime.prepared.fingerprint["sources"]
     expected = [planned(step) for step in steps_of(loaders(mixed, 1, state))]
     ours = loaders(mixed, 2, state)
     first = [planned(step) for step in steps_of(ours, 4)]

@@ -289,7 +289,7 @@ def test_a_loader_knows_nodes_from_the_launcher_and_tells_what_crosses_them(
     loader(dataset, 0, 3)  # Three ranks are not on nodes of two,
     loader(dataset, 0, 4, balance="global")  # and nothing else depends on nodes.
     assert told == [None, 2, None, None]
-    assert paired._prepared.spec.plan.ranks_per_node == 2
+    assert paired._runtime.prepared.spec.plan.ranks_per_node == 2
 
     steps = iter(paired)
     next(steps)

@@ -120,7 +120,7 @@ def test_a_state_of_other_tokens_is_refused(dataset: od.ShardDataset) -> None:
     ours = loaders(dataset, 1)
     steps_of(ours, 2)
     state = ours[0].state_dict()
-    with pytest.raises(od.StateError, match=f"behind 7 tokens in the state and {state['tokens']} here"):
+    with pytest.raises(od.StateError, match=f"after 7 tokens in the state and {state['tokens']} here"):
         loaders(dataset, 1, state | {"tokens": 7})
 
 

@@ -6,7 +6,7 @@ import atexit
 import multiprocessing
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +16,6 @@ from multiprocessing.context import BaseContext
 from typing import Any
 
 from orchdata.building.step import BuiltStep
-from orchdata.engines.engine import Resumed
 from orchdata.engines.pickling import explain_pickling
 from orchdata.engines.processes.behind import packed
 from orchdata.engines.processes.supervisor import Job, Supervisor
@@ -34,14 +33,15 @@ class Workers:
     """What worker processes are, and how they are started and watched: see `Supervisor`.
 
     Attributes:
-        in_turn: whether a step's worker is step % num_workers; else whichever has the least to do.
+        in_turn: whether a step's worker is step % num_workers; else the one that has the least to do.
+        persistent: whether they are kept from one iteration to the next.
     """
 
     context: BaseContext
     options: WorkerOptions
     in_turn: bool
     timeout: float
-    remember: bool
+    persistent: bool
 
 
 class ProcessEngine:
@@ -53,7 +53,7 @@ class ProcessEngine:
         reads: what workers read of shards is added to it.
         name_of: row -> how messages name a sample.
         blamed: row -> why its sample is not to be loaded; what is found so is added.
-        resumed: what the workers' data sets are given back first.
+        states: by worker, the state that its data set starts with; None for its own.
 
     Raises:
         TypeError: the spec has to be pickled, and does not.
@@ -68,7 +68,7 @@ class ProcessEngine:
         reads: ReadBytes | None = None,
         name_of: Callable[[int], str] = str,
         blamed: dict[int, str] | None = None,
-        resumed: Resumed | None = None,
+        states: Sequence[dict[str, Any] | None] = (),
     ) -> None:
         start_server(workers.context)
         options = workers.options
@@ -81,9 +81,8 @@ class ProcessEngine:
         try:
             self._supervisor = Supervisor(
                 workers.context,
-                [_worker(first, number, resumed) for number in range(options.num_workers)],
+                [_worker(first, number, states) for number in range(options.num_workers)],
                 timeout=workers.timeout,
-                remember=workers.remember,
                 reads=reads,
                 name_of=name_of,
                 blamed={} if blamed is None else blamed,
@@ -99,7 +98,7 @@ class ProcessEngine:
     keeps_time = True
 
     def submit(self, task: StepTask, worker: int | None = None) -> Future[BuiltStep]:
-        """Have a step built, by that worker where one is named."""
+        """Have a step built, by that worker if one is named."""
         if worker is None and self._in_turn:
             worker = task.step % self._options.num_workers
         job = Job(next(self._numbers), task, Future(), worker)
@@ -121,11 +120,9 @@ class ProcessEngine:
         self._supervisor.stop(polite=self._options.as_torch)
 
 
-def _worker(first: WorkerSpec, number: int, resumed: Resumed | None) -> WorkerSpec:
-    held = None if resumed is None else resumed.held[number]
-    if resumed is None or held is None:
-        return replace(first, number=number)
-    return replace(first, number=number, held=packed(held), epoch=resumed.epoch)
+def _worker(first: WorkerSpec, number: int, states: Sequence[dict[str, Any] | None]) -> WorkerSpec:
+    state = states[number] if states else None
+    return replace(first, number=number, state=None if state is None else packed(state))
 
 
 def _forget(jobs: dict[Future[BuiltStep], Job], future: Future[BuiltStep]) -> None:

@@ -83,7 +83,6 @@ class Supervisor(threading.Thread):
         context: starts processes.
         workers: what each of them is.
         timeout: seconds that the caller waits for a step before the process that has it is replaced; 0 without limit.
-        remember: whether what a worker gives depends on what it gave before, so that nothing of it can be built again.
         reads: what workers read of shards is added to it.
         name_of: row -> how a sample is named.
         blamed: row -> why it is not to be loaded: those that are known, and those that are found.
@@ -95,7 +94,6 @@ class Supervisor(threading.Thread):
         workers: list[WorkerSpec],
         *,
         timeout: float,
-        remember: bool,
         reads: ReadBytes | None,
         name_of: Callable[[int], str],
         blamed: dict[int, str],
@@ -105,7 +103,6 @@ class Supervisor(threading.Thread):
         self._context = context
         self._specs = workers
         self._timeout = timeout
-        self._remember = remember
         self._reads = reads
         self._name_of = name_of
         self._blamed = blamed
@@ -317,8 +314,8 @@ class Supervisor(threading.Thread):
             job.future.set_exception(error)
             return
         built.worker = process.number
-        if "held" in message:
-            built.held = partial(unpacked, message["held"])
+        if "state" in message:
+            built.dataset_state = partial(unpacked, message["state"])
         built.seconds["handing_over"] = time.monotonic() - message["finished"]
         job.future.set_result(built)
 
@@ -326,8 +323,8 @@ class Supervisor(threading.Thread):
         """What a process that replaces this one begins with."""
         behind = self._behind[number]
         behind["drawn"] = behind.get("drawn", {}) | message.get("drawn", {})
-        if "held" in message:
-            behind["held"], behind["epoch"] = message["held"], self._specs[number].epoch
+        if "state" in message:
+            behind["state"] = message["state"]
 
     def _take_arrived(self) -> None:
         while True:
@@ -467,11 +464,7 @@ class Supervisor(threading.Thread):
             if self._failed_starts[kind] >= _MAX_FAILED_STARTS[kind]:
                 told = _NOT_STARTED if kind == "ended" and self._context.get_start_method() != "fork" else ""
                 return f"worker processes do not start: DataLoader worker (pid(s) {process.pid}) {how}{told}"
-        if not self._remember:
-            return ""
-        if kind == "hung":
-            return f"DataLoader timed out after {self._timeout:g} seconds: worker process {process.number} {how}"
-        return f"{_exited(process)}: it {how}"
+        return ""
 
     def _ending(self, process: Process) -> str:
         """End one that is overdue; what to say of it."""
@@ -482,8 +475,7 @@ class Supervisor(threading.Thread):
             return f"did not run within {FORK_SECONDS:g} seconds of its fork"
         if not process.is_ready:
             return f"did not start (worker_init_fn, or making its data set) within {START_SECONDS:g} seconds"
-        replaced = "" if self._remember else ", and was replaced"
-        return f"did not return within {self._timeout:g} seconds{replaced} ({doing})"
+        return f"did not return within {self._timeout:g} seconds, and was replaced ({doing})"
 
     def _give_up(self, job: Job, process: Process, kind: str, how: str) -> None:
         del self._jobs[job.number]

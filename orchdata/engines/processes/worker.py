@@ -7,7 +7,6 @@ import gc
 import mmap
 import os
 import pickle
-import random
 import resource
 import signal
 import socket
@@ -36,6 +35,7 @@ from orchdata.engines.processes.channel import Channel
 from orchdata.engines.processes.life import end_with
 from orchdata.engines.processes.message import Unit, describe_step, describe_value, read_value, unpack_rows
 from orchdata.engines.processes.slabs import Slabs, StepMemory
+from orchdata.engines.seeds import seed_process
 from orchdata.engines.threads import ThreadEngine, passed_on
 from orchdata.loaders.errors import OrchdataError, StorageError
 from orchdata.loaders.limited_process import lower_limit, taken_bytes
@@ -87,7 +87,7 @@ class WorkerSpec:
         number: which of them it is.
         base_seed: torch's of an iteration; the worker's is `base_seed + number`.
         environ: of the training process.
-        held, epoch: what its data set is given back first, pickled, and the epoch of its first step.
+        state: the data set's state that it starts with, pickled.
         drawn: random states that it begins with in place of its own, as `RandomStates` tells them.
     """
 
@@ -96,8 +96,7 @@ class WorkerSpec:
     options: WorkerOptions
     base_seed: int
     environ: Mapping[str, str]
-    held: bytes | None = None
-    epoch: int = 0
+    state: bytes | None = None
     drawn: Mapping[str, bytes] = field(default_factory=dict)
 
     @property
@@ -177,8 +176,8 @@ class _Running:
             if worker.options.worker_init_fn is not None:
                 worker.options.worker_init_fn(worker.number)
             builder = self._builder = worker.spec.open(watch=self._watch, lend=self._lend)
-            if worker.held is not None and builder.restores is not None:
-                builder.restores.restore(unpacked(worker.held), worker.epoch)
+            if worker.state is not None and builder.stateful is not None:
+                builder.stateful.restore(unpacked(worker.state))
             if self._random is not None:
                 self._random.begin(worker.drawn)
         except Exception as error:  # noqa: BLE001 - it is passed on
@@ -229,7 +228,7 @@ class _Running:
             if isinstance(error, MemoryError):
                 self._end_out_of_memory(error)
             memory.drop()
-            self._send_error({"kind": "failed", "job": job} | self._behind(held=False), passed_on(error))
+            self._send_error({"kind": "failed", "job": job} | self._behind(with_state=False), passed_on(error))
 
     def _end_out_of_memory(self, error: MemoryError) -> None:
         """End this process, where its memory is limited; what the error says is told first."""
@@ -239,14 +238,14 @@ class _Running:
             self._send({"kind": "out of memory", "why": str(error)[:_TOLD_CHARACTERS]})
         os._exit(OUT_OF_MEMORY)
 
-    def _behind(self, *, held: bool = True) -> dict[str, Any]:
+    def _behind(self, *, with_state: bool = True) -> dict[str, Any]:
         """What there is, behind a step, to go on with in another process."""
         found: dict[str, Any] = {}
         if self._random is not None:
             found["drawn"] = self._random.changed()
-            restores = self._builder and self._builder.restores
-            if restores and held:
-                found["held"] = packed(restores.held())
+            stateful = self._builder and self._builder.stateful
+            if stateful and with_state:
+                found["state"] = packed(stateful.state())
         return found
 
     def _load_alone(self, builder: Builder, row: int) -> None:
@@ -297,10 +296,7 @@ def _placed(unit: Unit, memory: StepMemory) -> list[Any]:
 
 def _seed(worker: WorkerSpec) -> None:
     """Random states as torch's workers have them."""
-    seed = worker.base_seed + worker.number
-    random.seed(seed)
-    torch.manual_seed(seed)
-    np.random.seed(torch_worker._generate_state(worker.base_seed, worker.number))  # noqa: NPY002
+    seed = seed_process(worker.base_seed, worker.number)
     torch_worker._worker_info = torch_worker.WorkerInfo(
         id=worker.number, num_workers=worker.options.num_workers, seed=seed, dataset=worker.options.dataset
     )

@@ -13,7 +13,7 @@ from typing import Any
 
 from orchdata.batch.batch import Batch
 from orchdata.dataloader import DataLoader
-from orchdata.delivery.steps import OptimizerSteps
+from orchdata.steps import OptimizerSteps
 
 
 class Prepared:

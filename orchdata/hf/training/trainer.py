@@ -26,11 +26,11 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from orchdata.batch.batch import Batch
 from orchdata.dataloader import DataLoader
-from orchdata.delivery.steps import OptimizerSteps
 from orchdata.hf.inputs import Inputs, as_rows
 from orchdata.hf.scaled_loss import loss as scaled_loss
 from orchdata.hf.towers import encode
 from orchdata.loaders.errors import StateError
+from orchdata.steps import OptimizerSteps
 
 if TYPE_CHECKING:
     _Base = Trainer

@@ -28,7 +28,7 @@ def test_figures_of_one_rank_alone_are_those_worked_out_in_full(kind: str, tmp_p
         "empty": (Numbers(12), {}),
     }[kind]
     arguments: dict[str, Any] = options  # type: ignore[assignment]
-    spec = od.DataLoader(data, batch_size=5, dp=(0, 1), **arguments)._prepared.spec.plan
+    spec = od.DataLoader(data, batch_size=5, dp=(0, 1), **arguments)._runtime.prepared.spec.plan
     rows = {"equal": np.arange(5), "empty": np.arange(0), "costs": np.array([3, 0, 11])}.get(kind)
     plan = make_plan(spec, StepTask(0, 0, rows))
     alone, full = PlannedShare(spec, plan, 0), PlannedShare(spec, plan, 0)

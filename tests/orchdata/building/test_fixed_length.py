@@ -156,7 +156,7 @@ def test_engines_yield_the_same(dataset: od.ShardDataset, assignment: Any) -> No
 def test_a_plan_has_as_few_micro_steps_as_bins_allow(dataset: od.ShardDataset, length: int) -> None:
     layout = od.Packed(length=length)
     loader = loader_of(dataset, 0, RANKS, global_batch_size=40, collate_fn=layout)
-    plan = loader._prepared.spec.open().start(StepTask(0, 0)).plan
+    plan = loader._runtime.prepared.spec.open().start(StepTask(0, 0)).plan
     tokens = int(dataset.index().llm_tokens.sum())
     assert plan.num_microbatches == -(-tokens // (RANKS * (length - 2)))  # 2 for dummies
     assert plan.filled == (tokens, RANKS * plan.num_microbatches * length)
@@ -208,7 +208,7 @@ def test_refused_as_a_value(layout: Any, message: str) -> None:
 
 
 def test_the_cap_of_llm_may_be_named_where_it_is_the_length(dataset: od.ShardDataset) -> None:
-    assert loader_of(dataset, balance=od.Balance(max_tokens=LENGTH))._prepared.spec.plan.num_steps == 3
+    assert loader_of(dataset, balance=od.Balance(max_tokens=LENGTH))._runtime.prepared.spec.plan.num_steps == 3
     assert od.Packed(length=8, encoder_lengths={"image": [4, 8]}) == od.Packed(
         length=8, encoder_lengths={"image": (4, 8)}
     )

@@ -78,7 +78,7 @@ def spec_of(shards: list[str], rank: int = 0, num_ranks: int = 1, **options: Any
     dataset = od.ShardDataset(shards, recipe=RECIPE)
     dataset.index()
     given = {"global_batch_size": 12, "seed": 3, "shuffle": True} | options
-    return od.DataLoader(dataset, dp=(rank, num_ranks), **given)._prepared.spec
+    return od.DataLoader(dataset, dp=(rank, num_ranks), **given)._runtime.prepared.spec
 
 
 def built(spec: BuildSpec, content: int, step: int = 0) -> tuple[BuiltStep, Filled]:

@@ -48,7 +48,7 @@ def pinned(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pinned]:
 def test_batches_of_shards_arrive_pinned_by_a_thread_of_their_own(pinned: Pinned, tmp_path: Path, threads: int) -> None:
     dataset = od.ShardDataset(omni_shards(tmp_path, shards=1, samples=10), recipe=RECIPE)
     loader = od.DataLoader(dataset, batch_size=5, num_threads=threads, pin_memory=True)
-    loader._builder.build(StepTask(0, 0))
+    loader._runtime.builder.build(StepTask(0, 0))
     assert not pinned.tensors  # not in the build
     kept = list(loader)
     for batch in kept:

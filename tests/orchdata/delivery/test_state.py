@@ -6,13 +6,14 @@ import zlib
 
 import pytest
 
-from orchdata.delivery.state import Position, check_allowed, dump_state, load_state
 from orchdata.loaders.errors import StateError
-from orchdata.order.steps import Begin, GlobalBatches, OrderedEpochs, told_begin
+from orchdata.loop.position import Position
+from orchdata.loop.state import check_allowed, dump_state, load_state
+from orchdata.order.steps import Begin, GlobalBatches, OrderedSteps, draw_of_cut
 
 FINGERPRINT = {"dataset": "abc", "order": {"seed": 3, "shuffle": {"window": 64, "streams": 1}}, "global_batch_size": 24}
 
-EPOCHS = OrderedEpochs(batches=GlobalBatches(size=24), length=lambda _: 240)
+EPOCHS = OrderedSteps(batches=GlobalBatches(size=24), length=lambda _: 240)
 
 
 def test_state_survives_json() -> None:
@@ -45,7 +46,7 @@ def told(state: bytes) -> str:
         ({"version": 99}, "version 99"),
         ({"step": 11}, "step 11"),
         ({"step": -1}, "step -1"),
-        ({"step": 5, "position": 119}, "step 5 of epoch 0 begins behind 119 samples in the state and 120 here"),
+        ({"step": 5, "position": 119}, "step 5 of epoch 0 begins after 119 samples in the state and 120 here"),
         ({"epoch": "x"}, "'x'"),
         ({"epoch": 10**30}, "damaged: its 'epoch'"),
         ({"fingerprint": None}, "damaged: its 'fingerprint' is None"),
@@ -77,16 +78,16 @@ def test_a_foreign_dict_is_refused() -> None:
 
 def test_another_size_cuts_the_rest_anew_where_that_is_allowed() -> None:
     state = dump_state(Position(2, 5), FINGERPRINT, EPOCHS)
-    other = OrderedEpochs(batches=GlobalBatches(size=50), length=lambda _: 240)
+    other = OrderedSteps(batches=GlobalBatches(size=50), length=lambda _: 240)
     fingerprint = FINGERPRINT | {"global_batch_size": 50}
     with pytest.raises(StateError, match=r"allow=\('global_batch_size',\)"):
         load_state(state, fingerprint, other)
     found = load_state(state, fingerprint, other, ("global_batch_size",))
-    assert found == Position(2, 5, told_begin(Begin(5, 120)))
-    steps = [other.batches.bounds(task.step, 240, 2, task.begin) for task in other.tasks(2, 5, found.told, again=True)]
+    assert found == Position(2, 5, draw_of_cut(Begin(5, 120)))
+    steps = [other.batches.bounds(task.step, 240, 2, task.begin) for task in other.tasks(2, 5, found.draw, again=True)]
     assert steps == [(120, 170), (170, 220), (220, 240)]
-    later = dump_state(Position(2, 6, found.told), fingerprint, other)
-    assert load_state(json.loads(json.dumps(later)), fingerprint, other) == Position(2, 6, found.told)
+    later = dump_state(Position(2, 6, found.draw), fingerprint, other)
+    assert load_state(json.loads(json.dumps(later)), fingerprint, other) == Position(2, 6, found.draw)
 
 
 def test_what_may_never_differ_cannot_be_allowed() -> None:

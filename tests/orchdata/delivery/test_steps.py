@@ -233,7 +233,7 @@ def test_what_distributed_checkpoint_drops_of_a_state_is_missed(dataset: od.Shar
     next(iter(larger.steps()))
     assert "drawn" in larger.state_dict()
     dcp.save({"loader": larger}, checkpoint_id=tmp_path)
-    with pytest.raises(od.StateError, match="step 2 of epoch 0 begins behind 22 samples in the state and 24 here"):
+    with pytest.raises(od.StateError, match="step 2 of epoch 0 begins after 22 samples in the state and 24 here"):
         dcp.load({"loader": make(dataset, global_batch_size=12)}, checkpoint_id=tmp_path)
     whole = make(dataset, global_batch_size=12)
     whole.load_state_dict(json.loads(json.dumps(larger.state_dict())))
@@ -285,7 +285,7 @@ def test_a_loader_that_is_ahead_of_its_trainer_stays_ahead(dataset: od.ShardData
         assert place(next(iter(begun))) == (5 + epoch, 0 if epoch else 1)
     resumed = make(dataset).steps()
     resumed.load_state_dict(state)
-    with pytest.raises(od.StateError, match="a state of epoch 5 was loaded, and the trainer goes on at epoch 2"):
+    with pytest.raises(od.StateError, match="a state of epoch 5 was loaded, and the trainer continues at epoch 2"):
         resumed.sampler.set_epoch(2)
     asked: dict[str, Any] = {"__name__": "lightning.pytorch"}
     exec("def load(steps, state): steps.load_state_dict(state)", asked)

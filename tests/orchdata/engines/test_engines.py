@@ -112,10 +112,10 @@ def specs(tmp_path_factory: pytest.TempPathFactory, module_cache: Path) -> Specs
             dataset.index()
         for leaf in getattr(data, "leaves", ()):
             leaf.dataset.index()
-        prepared = od.DataLoader(dataset, dp=rank, **common | options)._prepared
+        prepared = od.DataLoader(dataset, dp=rank, **common | options)._runtime.prepared
         made[name] = (
             prepared.spec,
-            [task for epoch in (0, 1) for task in islice(prepared.epochs.tasks(epoch, 0, None, again=False), 2)],
+            [task for epoch in (0, 1) for task in islice(prepared.steps.tasks(epoch, 0, None, again=False), 2)],
         )
     return made
 
@@ -164,7 +164,7 @@ def workers(method: str, count: int, threads: int, *, as_torch: bool) -> Workers
         memory=None,
     )
     context = multiprocessing.get_context(method)
-    return Workers(context=context, options=options, in_turn=as_torch, timeout=0, remember=False)
+    return Workers(context=context, options=options, in_turn=as_torch, timeout=0, persistent=False)
 
 
 def test_a_fresh_process_builds_the_same_batches_of_every_spec(

@@ -29,7 +29,7 @@ def shards(tmp_path: Path) -> list[str]:
 
 def spec_of(data: Any, recipe: od.Recipe = RECIPE, **options: Any) -> BuildSpec:
     dataset = od.ShardDataset(data, recipe=recipe) if options.pop("shards", False) else data
-    return od.DataLoader(dataset, **options)._prepared.spec
+    return od.DataLoader(dataset, **options)._runtime.prepared.spec
 
 
 def with_lambda(shards: list[str]) -> BuildSpec:

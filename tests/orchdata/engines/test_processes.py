@@ -313,9 +313,11 @@ class Stuck(torch.utils.data.IterableDataset[int]):
 def test_an_iterable_that_hangs_is_told_of_as_timed_out() -> None:
     iterator = iter(od.DataLoader(Stuck(), num_workers=1, timeout=0.5))
     next(iterator)
-    with pytest.raises(RuntimeError, match=r"DataLoader timed out after 0.5 seconds: worker process 0") as caught:
+    with pytest.raises(RuntimeError, match=r"DataLoader timed out after 0.5 seconds"):
         next(iterator)
-    assert "replaced" not in str(caught.value) and "exited" not in str(caught.value)
+    del iterator
+    gc.collect()  # what is left of the exception holds the iteration, and its worker
+    assert no_children()
 
 
 @pytest.mark.parametrize("ending", ["break", "del", "error", "thread", "two"])

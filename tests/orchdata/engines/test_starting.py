@@ -22,10 +22,10 @@ import torch
 from shard_factory import RECIPE, omni_shards
 
 import orchdata as od
-from orchdata.delivery.cursor import Steps
 from orchdata.engines.processes import supervisor
 from orchdata.engines.processes.trial import Trial
 from orchdata.loaders.interrupts import interrupts_held, interrupts_later
+from orchdata.loop.planned import PlannedStream
 
 
 class Plain:
@@ -179,17 +179,12 @@ def interrupt() -> None:
 
 
 @pytest.mark.usefixtures("ctrl_c")
-def test_an_interrupt_while_break_ends_an_iteration_is_not_lost() -> None:
-    def made() -> Iterator[int]:
-        try:
-            yield 1
-            yield 2
-        finally:
-            interrupt()
-
+def test_an_interrupt_while_break_ends_an_iteration_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = od.DataLoader(list(range(4)), num_threads=1)
+    monkeypatch.setattr(PlannedStream, "close", lambda stream, **_: interrupt())
     with warnings.catch_warnings(), pytest.raises(KeyboardInterrupt):
         warnings.simplefilter("error")  # what is raised in a finalizer is an unraisable one
-        for _ in Steps(made()):  # type: ignore[arg-type]
+        for _ in loader:
             break
         threading.Event().wait(30)
 

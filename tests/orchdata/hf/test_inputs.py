@@ -181,4 +181,4 @@ def test_loss_and_encode_refuse_batches_of_another_layout(dataset: od.ShardDatas
 
 def test_a_loader_of_them_can_be_sent_to_another_process(dataset: od.ShardDataset) -> None:
     loader = od.DataLoader(dataset, batch_size=2, collate_fn=od.hf.Inputs(llama()), num_threads=0)
-    assert len(pickle.dumps(loader._prepared.spec)) < 20_000
+    assert len(pickle.dumps(loader._runtime.prepared.spec)) < 20_000

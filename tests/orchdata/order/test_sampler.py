@@ -52,9 +52,9 @@ def test_a_sampler_is_drawn_once_an_epoch_and_not_before_it_begins() -> None:
 
 def test_another_process_gets_the_rows_and_never_the_sampler() -> None:
     loader = od.DataLoader(Numbers(9), batch_size=2, sampler=Counting())
-    spec = pickle_spec(loader._prepared.spec)
+    spec = pickle_spec(loader._runtime.prepared.spec)
     assert b"Counting" in spec and b"draws" not in spec  # its name, for errors
-    task = next(loader._prepared.epochs.tasks(0, 1, None, again=False))
+    task = next(loader._runtime.prepared.steps.tasks(0, 1, None, again=False))
     assert task.step == 1 and task.rows is not None and task.rows.tolist() == [3, 4]
     builder = pickle.loads(spec).open()
     assert builder.build(pickle.loads(pickle.dumps(task))).batches[0]["number"].tolist() == [3, 4]
@@ -75,7 +75,7 @@ SAMPLERS: dict[str, Callable[[torch.Generator | None], Any]] = {
 
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_a_draw_is_torchs_and_is_told_again(name: str, own: bool) -> None:
+def test_a_draw_is_torchs_and_is_replayed(name: str, own: bool) -> None:
     def source() -> TorchSampler:
         return TorchSampler(SAMPLERS[name](torch.Generator().manual_seed(5) if own else None))
 
@@ -86,19 +86,19 @@ def test_a_draw_is_torchs_and_is_told_again(name: str, own: bool) -> None:
 
     torch.manual_seed(1)
     one = source()
-    told = []
+    draws = []
     for epoch in range(2):
-        told.append(json.loads(json.dumps(one.tell())))
-        assert list(one.items(told[-1], again=False)) == expected[epoch]
+        draws.append(json.loads(json.dumps(one.draw())))
+        assert list(one.items(draws[-1], again=False)) == expected[epoch]
     assert torch.equal(torch.get_rng_state(), after)
-    assert told[0] != told[1] or name == "sequential"
+    assert draws[0] != draws[1] or name == "sequential"
 
     again = source()  # in another process: its generators stand elsewhere
     torch.manual_seed(99)
-    assert list(again.items(told[1], again=True)) == expected[1]
-    assert list(again.items(told[0], again=True)) == expected[0]
+    assert list(again.items(draws[1], again=True)) == expected[1]
+    assert list(again.items(draws[0], again=True)) == expected[0]
     if own:  # what comes next follows, too
-        assert list(again.items(again.tell(), again=False)) == expected[1]
+        assert list(again.items(again.draw(), again=False)) == expected[1]
 
 
 @pytest.mark.parametrize(

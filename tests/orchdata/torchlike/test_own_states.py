@@ -184,7 +184,7 @@ def test_states_of_workers_are_for_as_many() -> None:
     one = od.DataLoader(Counted(), num_workers=3, collate_fn=list)
     next(iter(one))
     state = one.state_dict()
-    with pytest.raises(StateError, match=r"data set of each of 3 workers.*this loader has 0.*give num_workers=3"):
+    with pytest.raises(StateError, match=r"state in each of 3 workers.*this loader has 0.*give num_workers=3"):
         od.DataLoader(Counted(), collate_fn=list).load_state_dict(state)
 
 
@@ -348,7 +348,7 @@ def test_workers_of_an_iterable_do_not_wait_for_each_other() -> None:
 
 def test_where_order_is_kept_a_word_says_so() -> None:
     numbers = list(range(12))
-    with pytest.warns(UserWarning, match=r"in_order=False: batches come in order all the same, for the sampler holds"):
+    with pytest.warns(UserWarning, match=r"in_order=False: batches come in order all the same, for the sampler has"):
         given = list(
             od.DataLoader(numbers, sampler=Upwards(), num_workers=2, in_order=False, collate_fn=list, batch_size=2)
         )

@@ -1,95 +1,57 @@
-"""The state of a loader: where in which epoch it stands, and of what.
+"""The state of a loader: its position in which epoch, and the fingerprint of what it loads.
 
-Small, JSON-safe, versioned and the same on every rank, so rank 0's loads everywhere. Version 1 told of a mixture all
-stages instead of what its sources have given; `dataset/mixed.py` translates that.
+Small, JSON-safe, versioned, and the same on every rank: rank 0's loads everywhere. Version 1 stored all stages of a
+mixture instead of what its sources have yielded; `dataset/mixed.py` translates it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from orchdata.loaders.errors import StateError
+from orchdata.loop.position import Position, stored
 from orchdata.order.mixture import weights_of
 from orchdata.order.sampler import generator_state
-from orchdata.order.steps import Begin, Epochs, Told, is_begin, told_begin
+from orchdata.order.steps import Begin, Draw, Steps, draw_of_cut, is_begin
 
 VERSION = 2
 READ = (1, VERSION)
 SIZES = ("global_batch_size", "global_batch_tokens")  # which may differ where `allow` names them
 WEIGHTS = "weights"  # of a mixture, which may too
-_MOST_BYTES = 8192  # of a fingerprint of a mixture; a larger one is told by digests
+_MOST_BYTES = 8192  # of a mixture's fingerprint; a larger one is stored as digests
 _MEASURES = frozenset((*SIZES, "tokens_multiple_of"))
 _KINDS: dict[str, type[Any] | tuple[type[Any], ...]] = {
     **dict.fromkeys(("epoch", "step", "position", "tokens", "base_seed", "worker"), int),
     **dict.fromkeys(("fingerprint", "drawn"), Mapping),
     **dict.fromkeys(("left", "workers"), (list, tuple)),
 }
-_DRAWS: dict[str, type[Any]] = {"seed": int, "state": str, "cut": object}  # what an epoch may be drawn from
+_DRAWS: dict[str, type[Any]] = {"seed": int, "state": str, "cut": object}  # keys of a draw
 _LARGEST = 1 << 63
 
-Held = Callable[[], dict[str, Any]]
 
-
-@dataclass(frozen=True)
-class Position:
-    """A place between two optimizer steps: the steps of `epoch` below `step` were delivered, but for those `left`.
-
-    Attributes:
-        told: what the samples of the epoch depend on beside its number (`Epochs.tell`), once that is known.
-        base_seed: of the workers' random states, where this loader is alone.
-        is_drawn: whether both are known, and what the epoch will be or is.
-        left: steps that others have overtaken, where they come as they are ready.
-        sampler: what it held of its own behind step `step - 1`, at an epoch's start behind the last one of that before.
-        held: by worker, asks for what its data set held behind the last step that was delivered of it; None for
-            one that nothing was delivered of.
-        worker: of the step delivered last.
+def dump_state(position: Position, fingerprint: Mapping[str, Any], steps: Steps) -> dict[str, Any]:
+    """A state that shares nothing with the loader: torch.distributed.checkpoint loads into what it is given. Raises
+    what `state_dict` of a data set in this process raises.
     """
-
-    epoch: int = 0
-    step: int = 0
-    told: Told | None = None
-    base_seed: int | None = None
-    is_drawn: bool = False
-    left: tuple[int, ...] = ()
-    sampler: Any = None
-    held: tuple[Held | None, ...] = ()
-    worker: int = -1
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For a copy: what the data sets hold now, in place of functions that ask the running workers for it."""
-        held = tuple(None if ask is None else partial(_itself, deepcopy(ask())) for ask in self.held)
-        return {**vars(self), "held": held}
-
-    def following(self, *, held: bool) -> Position:
-        """The start of the next epoch, from the end of this one; whether data sets go on with what they hold."""
-        return Position(self.epoch + 1, sampler=self.sampler, held=self.held if held else ())
-
-
-def dump_state(position: Position, fingerprint: Mapping[str, Any], epochs: Epochs) -> dict[str, Any]:
-    """A state that shares nothing with the loader, for torch.distributed.checkpoint loads into what it is given. Raises
-    what asking a data set of this process for its state does.
-    """
-    held = {
-        "drawn": None if position.told is None else deepcopy(dict(position.told)),
+    optional = {
+        "drawn": None if position.draw is None else deepcopy(dict(position.draw)),
         "base_seed": position.base_seed if position.is_drawn else None,
         "left": list(position.left) or None,
         "sampler": deepcopy(position.sampler),
-        "workers": [None if ask is None else deepcopy(ask()) for ask in position.held] or None,
+        "workers": [None if get is None else deepcopy(get()) for get in position.workers] or None,
     }
-    if position.held and position.step:
-        held["worker"] = position.worker
+    if position.workers and position.step:
+        optional["worker"] = position.worker
     return {
         "version": VERSION,
         "epoch": position.epoch,
         "step": position.step,
-        **epochs.place(position.epoch, position.step, position.told),
-        **{name: value for name, value in held.items() if value is not None},
+        **steps.location(position.epoch, position.step, position.draw),
+        **{name: value for name, value in optional.items() if value is not None},
         "fingerprint": _small(fingerprint),
     }
 
@@ -97,22 +59,22 @@ def dump_state(position: Position, fingerprint: Mapping[str, Any], epochs: Epoch
 def load_state(
     state: Mapping[str, Any],
     fingerprint: Mapping[str, Any],
-    epochs: Epochs,
+    steps: Steps,
     allow: Sequence[str] = (),
     num_workers: int = 0,
     *,
     cut: bool = False,
     check: bool = True,
 ) -> Position:
-    """The position of `state`. Raises StateError, naming each difference, if it belongs to something else.
+    """The position of `state`. Raises StateError, naming each difference, if it belongs to another loader.
 
     Args:
-        epochs: of the loader that goes on; of a mixture, in the stages that the state tells.
-        allow: names of SIZES, or WEIGHTS, that may differ: the rest of the epoch is then cut anew, from the state's
-            place on.
-        num_workers: of the loader.
-        cut: whether the rest of the epoch is cut anew in any case.
-        check: whether `epochs` find the steps before the state's place, which is then compared.
+        steps: of this loader; of a mixture, in the stages that the state stores.
+        allow: names of SIZES, or WEIGHTS, that may differ: the rest of the epoch is then cut again, from the state's
+            position on.
+        num_workers: of this loader.
+        cut: whether the rest of the epoch is cut again in any case.
+        check: whether `steps` can locate the state's step, to compare it with the state.
     """
     if not isinstance(state, Mapping) or "version" not in state:
         raise StateError("this is not a state of an orchdata DataLoader: it has no 'version'")
@@ -129,17 +91,17 @@ def load_state(
         differences.append(other_size[1])
     other_weights = bool(theirs.keys() & fingerprint.keys() & {WEIGHTS}) and theirs[WEIGHTS] != fingerprint[WEIGHTS]
     if other_weights and WEIGHTS not in allow:
-        how = f"load_state_dict(state, allow=({WEIGHTS!r},)) goes on with the weights here"
+        how = f"load_state_dict(state, allow=({WEIGHTS!r},)) continues with the weights here"
         differences.append(f"weights are {theirs[WEIGHTS]} in the state and {fingerprint[WEIGHTS]} here ({how})")
     if differences:
         raise StateError("the state belongs to another loader: " + "; ".join(differences))
     position = _position(state, num_workers)
     if other_size is None:
         if check:
-            _check_place(state, position, epochs)
+            _check_location(state, position, steps)
         if not other_weights and not cut:
             return position
-    return _cut_anew(state, position, epochs)
+    return _cut_again(state, position, steps)
 
 
 def is_of_mixture(state: Any, fingerprint: Mapping[str, Any]) -> bool:
@@ -157,14 +119,14 @@ def has_weights(state: Mapping[str, Any], fingerprint: Mapping[str, Any]) -> boo
 
 
 def _with_present_weights(fingerprint: Any) -> Any:
-    """A fingerprint with its weights as they are told now: of version 1 it has all stages."""
+    """A fingerprint with its weights in the present form: in version 1 it has all stages."""
     if not (isinstance(fingerprint, Mapping) and isinstance(fingerprint.get(WEIGHTS), list)):
         return fingerprint
     return {**fingerprint, WEIGHTS: weights_of(fingerprint[WEIGHTS])}
 
 
 def _small(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
-    """A fingerprint as a state holds it: of a mixture of many sources by digests."""
+    """A fingerprint as a state stores it: digests for a mixture of many sources."""
     if "mixture" in fingerprint and len(json.dumps(fingerprint)) > _MOST_BYTES:
         return _digested(fingerprint)
     return deepcopy(dict(fingerprint))
@@ -215,20 +177,15 @@ def _check_kinds(state: Mapping[str, Any]) -> None:
 
 
 def _position(state: Mapping[str, Any], num_workers: int) -> Position:
-    epoch, step, drawn = state.get("epoch"), state.get("step"), state.get("drawn")
+    epoch, step, draw = state.get("epoch"), state.get("step"), state.get("drawn")
     if not (isinstance(epoch, int) and epoch >= 0 and isinstance(step, int) and step >= 0):
         raise StateError(f"the state points at epoch {epoch!r}, step {step!r}")
-    told = {} if drawn is None else {name: drawn[name] for name in _DRAWS if name in drawn}
-    if drawn is not None and not (told and all(isinstance(each, _DRAWS[name]) for name, each in told.items())):
-        raise StateError(f"the state says that its epoch was drawn from {drawn!r}, which is no draw")
-    _check_draw(told)
-    if drawn is not None and "cut" in drawn and not is_begin(drawn["cut"]):
-        raise StateError(f"the state says that its epoch was cut anew from {drawn['cut']!r}, which is no cut")
+    _check_draw(draw)
     workers = state.get("workers", [])
     if workers and len(workers) != max(1, num_workers):
         raise StateError(
-            f"the state holds what the data set of each of {len(workers)} workers held, and this loader has "
-            f"{num_workers}: samples of such a data set are its workers', so give num_workers={len(workers)}"
+            f"the state has the data set's state in each of {len(workers)} workers, and this loader has {num_workers}: "
+            f"samples of such a data set belong to its workers, so give num_workers={len(workers)}"
             f"{', or 0' if len(workers) == 1 else ''}"
         )
     base_seed, left = state.get("base_seed"), tuple(state.get("left", ()))
@@ -237,70 +194,74 @@ def _position(state: Mapping[str, Any], num_workers: int) -> Position:
     return Position(
         epoch,
         step,
-        drawn,
+        draw,
         base_seed=base_seed,
         is_drawn=base_seed is not None,
         left=left,
         sampler=state.get("sampler"),
-        held=tuple(None if each is None else partial(_itself, each) for each in workers),
+        workers=tuple(None if each is None else stored(each) for each in workers),
         worker=state.get("worker", -1),
     )
 
 
-def _check_draw(told: Mapping[str, Any]) -> None:
-    """Raise StateError for what no generator starts from."""
-    seed = told.get("seed", 0)
+def _check_draw(draw: Mapping[str, Any] | None) -> None:
+    """Raise StateError for what no epoch can be drawn from."""
+    if draw is None:
+        return
+    known = {name: draw[name] for name in _DRAWS if name in draw}
+    if not (known and all(isinstance(each, _DRAWS[name]) for name, each in known.items())):
+        raise StateError(f"the state says that its epoch was drawn from {draw!r}, which is no draw")
+    seed = known.get("seed", 0)
     if isinstance(seed, bool) or not -_LARGEST <= seed < 2 * _LARGEST:
         raise StateError(f"the state says that its epoch was drawn from the seed {seed!r:.40}, which is none")
-    if "state" in told:
+    if "state" in known:
         try:
-            generator_state(told["state"])
+            generator_state(known["state"])
         except ValueError as error:
             reason = f"the state says that its epoch was drawn from no state of a generator: {error}"
             raise StateError(reason) from error
+    if "cut" in known and not is_begin(known["cut"]):
+        raise StateError(f"the state is damaged: invalid 'cut' value {known['cut']!r:.80}, which is no cut of an epoch")
 
 
-def _itself(held: dict[str, Any]) -> dict[str, Any]:
-    return deepcopy(held)  # the data set may go on in it
-
-
-def _check_place(state: Mapping[str, Any], position: Position, epochs: Epochs) -> None:
-    """Raise StateError where the loader has no such step, or has it elsewhere."""
-    epoch, step, told = position.epoch, position.step, position.told
+def _check_location(state: Mapping[str, Any], position: Position, steps: Steps) -> None:
+    """Raise StateError if the loader has no such step, or has it elsewhere."""
+    epoch, step, draw = position.epoch, position.step, position.draw
     try:
-        num_steps = known_count(epochs, epoch, told)
-        here = {} if num_steps is not None and step > num_steps else epochs.place(epoch, step, told)
+        num_steps = known_count(steps, epoch, draw)
+        here = {} if num_steps is not None and step > num_steps else steps.location(epoch, step, draw)
     except (LookupError, ValueError) as error:
-        reason = f"the state says that its epoch was drawn from {told!r}, which is no draw of this loader's order"
+        reason = f"the state says that its epoch was drawn from {draw!r}, which is no draw of this loader's order"
         raise StateError(reason) from error
     if num_steps is not None and step > num_steps:
         raise StateError(f"the state points at epoch {epoch}, step {step}; an epoch has {num_steps} steps")
     for name, unit in (("tokens", "tokens"), ("position", "samples")):
         if name in here and state.get(name, here[name]) != here[name]:
             raise StateError(
-                f"step {step} of epoch {epoch} begins behind {state[name]} {unit} in the state and {here[name]} here"
+                f"step {step} of epoch {epoch} begins after {state[name]} {unit} in the state and {here[name]} here"
             )
 
 
-def _cut_anew(state: Mapping[str, Any], position: Position, epochs: Epochs) -> Position:
-    place = state.get("position")
-    if not isinstance(place, int) or place < 0:
+def _cut_again(state: Mapping[str, Any], position: Position, steps: Steps) -> Position:
+    """The same position, with the rest of the epoch cut by this loader's size."""
+    num_delivered = state.get("position")
+    if not isinstance(num_delivered, int) or num_delivered < 0:
         raise StateError(
-            "the state does not say how many samples were delivered, which a loader of another global batch size goes "
-            "on from: only orders of our own tell, as those of a ShardDataset, or of map-style data with a seed"
+            "the state does not say how many samples were delivered, which a loader of another global batch size "
+            "continues from: only states of a ShardDataset, or of map-style data with a seed, do"
         )
-    if not place:
+    if not num_delivered:
         return Position(position.epoch)
-    told = told_begin(Begin(position.step, place))
-    if "position" not in epochs.place(position.epoch, position.step, told):
-        raise StateError("samples that torch draws go on with the global batch size that they were drawn with")
-    return Position(position.epoch, position.step, told)
+    draw = draw_of_cut(Begin(position.step, num_delivered))
+    if "position" not in steps.location(position.epoch, position.step, draw):
+        raise StateError("samples that torch draws continue with the global batch size that they were drawn with")
+    return Position(position.epoch, position.step, draw)
 
 
-def known_count(epochs: Epochs, epoch: int, told: Told | None) -> int | None:
-    """Optimizer steps of an epoch; None where nobody knows before the end."""
+def known_count(steps: Steps, epoch: int, draw: Draw | None) -> int | None:
+    """Optimizer steps of an epoch; None if only its end will tell."""
     try:
-        return epochs.count(epoch, told)
+        return steps.count(epoch, draw)
     except (TypeError, NotImplementedError):
         return None
 
@@ -318,11 +279,11 @@ def _other_size(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> tuple[str
     if there == here:
         return None
     name = next(name for name in SIZES if name in here)
-    how = f"load_state_dict(state, allow=({name!r},)) cuts what is left of the epoch anew"
+    how = f"load_state_dict(state, allow=({name!r},)) cuts what is left of the epoch again"
     if there.keys() == here.keys() == {name}:
         return name, f"{name} is {there[name]} in the state and {here[name]} here ({how})"
-    told = [", ".join(f"{key}={size[key]}" for key in sorted(size)) for size in (there, here)]
-    return name, f"a step has {told[0]} in the state and {told[1]} here ({how})"
+    sizes = [", ".join(f"{key}={size[key]}" for key in sorted(size)) for size in (there, here)]
+    return name, f"a step has {sizes[0]} in the state and {sizes[1]} here ({how})"
 
 
 def _differences(theirs: Any, ours: Any, path: str) -> list[str]:

@@ -1,46 +1,90 @@
-"""Arguments of a DataLoader that torch's has, checked as torch checks them: the same errors, in the same words."""
+"""The arguments of a DataLoader as a value, and the checks of those that torch has: its errors, in its words."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from multiprocessing.context import BaseContext
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch.utils.data import IterableDataset
 
+from orchdata.balancers import CostModel
+from orchdata.batch.batch import ModelInputs
+from orchdata.dataset.mixture import Mixture
+from orchdata.dataset.options import DEFAULT_BATCH_SIZE, IndexUse
+from orchdata.dataset.shard_dataset import ShardDataset
+from orchdata.dataset.shards import Quarantine
+from orchdata.delivery.policy import ErrorPolicy
+from orchdata.notices import warn_user
+from orchdata.order.order import Shuffle
+from orchdata.planning.balance import Balance
+from orchdata.planning.layout import Packed, Padded
 
-def check_combination(
-    dataset: Any,
-    *,
-    batch_size: Any,
-    default_batch_size: int,
-    shuffle: Any,
-    sampler: Any,
-    batch_sampler: Any,
-    drop_last: Any,
-    num_threads: int | None,
-) -> None:
-    """Raise ValueError for arguments that exclude each other."""
-    if isinstance(dataset, IterableDataset):
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Arguments:
+    """The arguments of a `DataLoader`, by name: its docstring says what they are."""
+
+    dataset: Any
+    batch_size: int | None
+    shuffle: bool | Shuffle | NDArray[Any] | None
+    sampler: Any
+    batch_sampler: Any
+    num_workers: int
+    collate_fn: Packed | Padded | ModelInputs | Callable[[list[Any]], Any] | None
+    pin_memory: bool
+    drop_last: bool
+    timeout: float
+    worker_init_fn: Callable[[int], None] | None
+    multiprocessing_context: Any
+    generator: torch.Generator | None
+    prefetch_factor: int | None
+    persistent_workers: bool
+    pin_memory_device: str
+    in_order: bool
+    num_threads: int | None
+    worker_memory: int | None
+    global_batch_size: int | None
+    global_batch_tokens: int | Sequence[tuple[int, int]] | None
+    seed: int | None
+    cost: CostModel | Callable[[Any], int] | Sequence[int] | None
+    balance: str | Balance
+    dp: Any
+    on_error: str | ErrorPolicy
+    quarantine: Quarantine | None
+    index: IndexUse
+
+    @property
+    def in_shards(self) -> bool:
+        """Whether samples are in shards, which an index knows."""
+        return isinstance(self.dataset, ShardDataset | Mixture)
+
+
+def check_combination(arguments: Arguments) -> None:
+    """Raise ValueError for arguments of a data set of torch's that exclude each other."""
+    shuffle, sampler, batch_sampler = arguments.shuffle, arguments.sampler, arguments.batch_sampler
+    if isinstance(arguments.dataset, IterableDataset):
         for name, given in (("shuffle", shuffle or None), ("sampler", sampler), ("batch_sampler", batch_sampler)):
             if given is not None:
                 raise ValueError(
                     f"DataLoader with IterableDataset: expected unspecified {name} option, but got {name}={given}"
                 )
-        if num_threads:
+        if arguments.num_threads:
             raise ValueError("num_threads load several samples at once, and an IterableDataset gives one after another")
     if sampler is not None and shuffle:
         raise ValueError("sampler option is mutually exclusive with shuffle")
     if batch_sampler is not None:
         # batch_size=1 is what a caller passes who copies torch's default.
-        if batch_size != default_batch_size or shuffle or sampler is not None or drop_last:
+        if arguments.batch_size != DEFAULT_BATCH_SIZE or shuffle or sampler is not None or arguments.drop_last:
             raise ValueError(
                 "batch_sampler option is mutually exclusive with batch_size, shuffle, sampler, and drop_last"
             )
-    elif batch_size is None and drop_last:
+    elif arguments.batch_size is None and arguments.drop_last:
         raise ValueError(
             "batch_size=None option disables auto-batching and is mutually exclusive with drop_last: there is no "
             "remainder to drop"
@@ -63,10 +107,9 @@ def check_workers(num_workers: Any, timeout: Any, multiprocessing_context: Any) 
     _check_context(multiprocessing_context, num_workers)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if isinstance(num_workers, int) and num_workers > cores:
-        warnings.warn(
+        warn_user(
             f"This DataLoader will create {num_workers} worker processes, and this process has {cores} cores: "
-            "excessive worker creation might get DataLoader running slow or even freeze; lower num_workers",
-            stacklevel=4,
+            "excessive worker creation might get DataLoader running slow or even freeze; lower num_workers"
         )
 
 
@@ -89,8 +132,3 @@ def _check_context(context: Any, num_workers: Any) -> None:
             "multiprocessing_context option should be a valid context object or a string specifying the start method, "
             f"but got multiprocessing_context={context}"
         )
-
-
-def base_seed(generator: torch.Generator | None) -> int:
-    """What torch's loader draws at each `iter()`, with or without workers: worker k is seeded with this, plus k."""
-    return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())

@@ -1,0 +1,276 @@
+"""The batches of an IterableDataset, made where torch's own loader iterates it: here, or in worker processes.
+
+    BatchStream (a data set for torch's loader) --in each worker--> Taken(batch, worker, state) --> this process
+
+Each worker iterates a copy of its own: worker k of n learns from `get_worker_info()` which share is its.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, default_collate, default_convert, get_worker_info
+
+from orchdata.batch.step_info import StepInfo
+from orchdata.building.collate import takes_step
+from orchdata.engines.pickling import explain_pickling
+from orchdata.engines.processes.behind import packed, unpacked
+from orchdata.engines.processes.engine import Workers
+from orchdata.engines.seeds import seed_process
+from orchdata.loaders.limited_process import lower_limit, taken_bytes
+from orchdata.order.stateful import exhaust, has_own_state, restore_states, states_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class IterableContent:
+    """What a `collate_fn`, by default torch's, makes of an IterableDataset's samples.
+
+    Attributes:
+        batch_size: samples of a batch; None passes samples to collate_fn one by one.
+        drop_last: whether the last batch of each copy is dropped if it is smaller.
+    """
+
+    dataset: Any
+    batch_size: int | None
+    drop_last: bool
+    collate_fn: Callable[..., Any] | None
+
+    @property
+    def collate(self) -> Callable[..., Any]:
+        """Makes a batch of a list of samples, or of one."""
+        return self.collate_fn or (default_convert if self.batch_size is None else default_collate)
+
+    @property
+    def takes_step(self) -> bool:
+        """Whether collate_fn has a parameter `step`: it is then called in this process, where steps are counted."""
+        return self.collate_fn is not None and takes_step(self.collate_fn)
+
+    def collated_at(self, samples: list[Any], epoch: int, step: int) -> Any:
+        """The batch of a step, by a collate_fn that has a parameter `step`."""
+        info = StepInfo(
+            epoch=epoch,
+            step=step,
+            microbatch=0,
+            num_microbatches=1,
+            dp_size=1,
+            loss_tokens=0,
+            loss_scale=1 / len(samples),
+        )
+        return self.collate(samples[0] if self.batch_size is None else samples, step=info)
+
+    def open(self, watch: Any) -> NoReturn:
+        raise ValueError(f"{self.name_of(0)} has no row: an IterableDataset is iterated")
+
+    def name_of(self, row: int) -> str:
+        return f"an item of {type(self.dataset).__name__}"
+
+
+class Taken(NamedTuple):
+    """A batch as it comes from a worker.
+
+    Attributes:
+        batch: what collate_fn made, or the samples, if that is called later.
+        num_samples: in the batch; 0 says that this is no batch (see `BatchStream`).
+        steps: batches that the worker has taken.
+        is_last: whether the data set has ended.
+        state: the data set's own state, pickled; None if it has none, or is in this process.
+    """
+
+    batch: Any
+    num_samples: int
+    worker: int = 0
+    steps: int = 0
+    is_last: bool = False
+    state: bytes | None = None
+
+    def progress(self, epoch: int) -> dict[str, Any]:
+        """The state of the worker's data set after this batch."""
+        progress = {"epoch": epoch, "steps": self.steps, "ended": self.is_last}
+        return progress if self.state is None else progress | unpacked(self.state)
+
+
+class Batches:
+    """The batches of one pass through a data set, in the process that iterates it.
+
+    It is no generator, so that after an error the next batch can be taken, as with torch's loader.
+
+    Args:
+        worker: number of this process among the workers; 0 for the process that trains.
+        waits: whether it begins with a `Taken` of no sample.
+    """
+
+    def __init__(self, content: IterableContent, worker: int = 0, *, waits: bool = False) -> None:
+        self._content = content
+        self._worker = worker
+        self._waits = waits
+        self._items: Iterator[Any] | None = None
+        self._skipped = 0  # batches that are yet to be taken for nothing
+        self.steps = 0
+        self.is_last = False
+
+    def __iter__(self) -> Batches:
+        return self
+
+    def __next__(self) -> Taken:
+        while self._skipped:
+            self._skipped -= 1
+            with suppress(StopIteration):
+                self._collated(self._take())
+        if self._waits:
+            self._waits = False
+            return Taken(None, 0, self._worker)
+        samples = self._take()
+        batch = samples if self._content.takes_step else self._collated(samples)
+        state = None
+        if get_worker_info() is not None and (own := self._own_state()):
+            state = packed(own)
+        return Taken(batch, len(samples), self._worker, self.steps, self.is_last, state)
+
+    def state(self, epoch: int | None) -> dict[str, Any]:
+        """The data set's state now."""
+        return {"epoch": epoch, "steps": self.steps, "ended": self.is_last} | self._own_state()
+
+    def restore(self, state: Mapping[str, Any], epoch: int) -> None:
+        """Continue in `epoch` after a state, or start the epoch if the state is of the end of the one before."""
+        if not has_own_state(state):
+            self._skipped = int(state["steps"]) if state.get("epoch") == epoch else 0
+            return
+        restore_states(state, dataset=self._content.dataset)
+        self.steps, self.is_last = state["steps"], state["ended"]
+        if "iterator" in state or not self.is_last:
+            restore_states(state, iterator=self._iterator())
+        if state["epoch"] not in (None, epoch):
+            if not self.is_last:
+                exhaust(self._iterator())  # it has yielded its last item, and does not know yet that there is none
+            self._items, self.is_last, self.steps = None, False, 0
+
+    def _own_state(self) -> dict[str, Any]:
+        dataset, items = self._content.dataset, self._iterator()
+        return states_of(iterator=items) if items is dataset else states_of(dataset=dataset, iterator=items)
+
+    def _iterator(self) -> Iterator[Any]:
+        if self._items is None:
+            self._items = iter(self._content.dataset)
+        return self._items
+
+    def _take(self) -> list[Any]:
+        """The samples of the next batch. Raises StopIteration at the end, and what the data set raises."""
+        if self.is_last:
+            raise StopIteration
+        size, items = self._content.batch_size or 1, self._iterator()
+        samples: list[Any] = []
+        with suppress(StopIteration):
+            while len(samples) < size:
+                samples.append(next(items))  # not islice: a data set that is its own iterator may restart at `iter()`
+        self.is_last = len(samples) < size
+        if not samples or (self.is_last and self._content.drop_last):
+            raise StopIteration
+        self.steps += 1
+        return samples
+
+    def _collated(self, samples: list[Any]) -> Any:
+        content = self._content
+        try:
+            return content.collate(samples[0] if content.batch_size is None else samples)
+        except StopIteration as error:  # it would look like the end of the data set
+            raise RuntimeError("collate_fn raised StopIteration") from error
+
+
+class BatchStream(IterableDataset[Taken]):
+    """What torch's loader iterates in place of the data set: its batches.
+
+    A pass that resumes inside an epoch must begin with the worker after the one that delivered last, and torch's loader
+    begins with the first: the workers up to that one begin with a `Taken` of no sample.
+
+    Args:
+        states: by worker, the state that its data set starts with; None for its own.
+        epoch: of the first step.
+        last: worker that delivered the last step before; -1 for none.
+        first: batches of the first pass, if they were begun already, in this process.
+    """
+
+    def __init__(
+        self,
+        content: IterableContent,
+        states: Sequence[Mapping[str, Any] | None],
+        *,
+        epoch: int,
+        last: int,
+        first: Batches | None = None,
+    ) -> None:
+        self.content = content
+        self.first = first
+        self._states = states
+        self._epoch = epoch
+        self._last = last
+
+    def __iter__(self) -> Batches:
+        info = get_worker_info()
+        worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
+        waits = worker <= self._last < num_workers - 1
+        batches = self.first or Batches(self.content, worker, waits=waits)
+        state = self._states[worker] if self._states else None
+        if state is not None:
+            batches.restore(state, self._epoch)
+        self._states, self._last, self.first = (), -1, None  # a later pass of this process is of another epoch
+        if info is None:
+            self.first = batches  # in reach of the process that asks for its state
+        return batches
+
+
+def torch_loader(
+    stream: BatchStream, workers: Workers | None, *, base_seed: int, in_order: bool, pin_memory: bool
+) -> DataLoader[Taken]:
+    """torch's loader over a stream; workers are started at its `iter()`."""
+    # Its own draw of a base seed is not used: the draw is the loader's, and a state may have stored it.
+    common: dict[str, Any] = {"batch_size": None, "collate_fn": _same, "pin_memory": pin_memory}
+    common["generator"] = torch.Generator()
+    if workers is None:
+        return DataLoader(stream, **common)
+    options = workers.options
+    return DataLoader(
+        stream,
+        num_workers=options.num_workers,
+        prefetch_factor=options.max_jobs,
+        timeout=workers.timeout,
+        multiprocessing_context=workers.context,
+        worker_init_fn=partial(_begin_worker, base_seed, options.memory, options.worker_init_fn),
+        persistent_workers=workers.persistent,
+        in_order=in_order,
+        **common,
+    )
+
+
+def iterate(loader: DataLoader[Taken]) -> Iterator[Taken]:
+    """`iter(loader)`. Raises TypeError, naming it, for what cannot be sent to a worker."""
+    try:
+        return iter(loader)
+    except Exception as error:
+        if isinstance(loader.dataset, BatchStream):
+            explain_pickling(loader.dataset.content, error)
+        raise
+
+
+def _begin_worker(
+    base_seed: int, memory: int | None, worker_init_fn: Callable[[int], None] | None, worker: int
+) -> None:
+    """In a worker: its seeds, its limit of memory, and the data set that `get_worker_info()` returns."""
+    if memory is not None:
+        lower_limit(resource.RLIMIT_DATA, taken_bytes() + memory)
+    info = get_worker_info()
+    if info is not None and isinstance(info.dataset, BatchStream):
+        # The class does not let its attributes be set.
+        object.__setattr__(info, "seed", seed_process(base_seed, worker))
+        object.__setattr__(info, "dataset", info.dataset.content.dataset)
+    if worker_init_fn is not None:
+        worker_init_fn(worker)
+
+
+def _same(batch: Taken) -> Taken:
+    return batch

@@ -1,0 +1,264 @@
+"""The loop: what `iter(loader)` returns.
+
+    stream (builds steps ahead) --next--> a step's microbatches, and the position after it --> the caller
+
+It is no generator: a generator that has raised is finished, and the next `next()` would look like the end of the epoch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from os import getpid
+from typing import Any, Protocol
+
+from orchdata.loaders.interrupts import interrupts_later
+from orchdata.loop.position import Position, Positioned, Progress, Start
+
+
+class Stream(Protocol):
+    """The steps of one epoch, from where its iteration starts; iterating yields the microbatches of each, a list.
+
+    Attributes:
+        position: after the step yielded last.
+        next_step: number of the step that comes next, if none is under way.
+    """
+
+    @property
+    def position(self) -> Position: ...
+
+    @property
+    def next_step(self) -> int: ...
+
+    @property
+    def delivered(self) -> Position | Positioned:
+        """What knows the position after the step yielded last."""
+
+    @property
+    def undelivered(self) -> list[int]:
+        """Steps that were drawn and not yielded, in their order."""
+
+    def __next__(self) -> list[Any]:
+        """Raises StopIteration at the end of the epoch, and what building a step raises."""
+
+    def leave(self, error: BaseException) -> Any:
+        """After an error: what the next iteration needs to try the failed step, the first undelivered one, again."""
+
+    def skip_failed(self, error: BaseException) -> bool:
+        """After `leave`: go past the failed step. False if this stream cannot continue."""
+
+    def close(self, *, is_over: bool = False, has_failed: bool = False) -> None:
+        """Stop what builds steps, or keep it for the next iteration."""
+
+
+class EpochLoop:
+    """One iteration of a loader: where it starts, and how it moves the loader's progress.
+
+    Args:
+        open_stream: (loop) -> its steps; called when the first one is asked for.
+        keep_dataset_state: whether data sets start the next epoch with the state that they have at the end of one.
+        base_seed: of the workers' random states, as torch draws it.
+    """
+
+    def __init__(
+        self,
+        progress: Progress,
+        open_stream: Callable[[EpochLoop], Stream],
+        *,
+        keep_dataset_state: bool,
+        base_seed: int = 0,
+    ) -> None:
+        self.progress = progress
+        self.start = self._own = progress.start
+        self.base_seed = base_seed
+        self.stream: Stream | None = None
+        self._open_stream = open_stream
+        self._keep_dataset_state = keep_dataset_state
+        self._has_ended = False
+
+    @property
+    def position(self) -> Position:
+        """After the step yielded last; before the first one, where the iteration starts."""
+        return self.start.position if self.stream is None else self.stream.position
+
+    @property
+    def origin(self) -> Position:
+        """Where the iteration starts, with its random inputs if they are known."""
+        return self.progress.known(self.start)
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether it has not ended, and the next one starts where it leads: no state was loaded, and no epoch set."""
+        return not self._has_ended and self.progress.start is self._own
+
+    def num_left(self, num_steps: int) -> int:
+        """Steps of an epoch of `num_steps` that come after the step yielded last."""
+        position = self.position
+        return max(0, num_steps - position.step) + len(position.left)
+
+    def begin(self) -> Stream:
+        """The first step is asked for. A trainer may have set its epoch since this iteration was made."""
+        if self.progress.start.by_trainers_epoch:
+            self.start = self._own = self.progress.start
+        self.stream = self._open_stream(self)
+        return self.stream
+
+    def advance(self) -> None:
+        """A step was yielded for the first time: the next iteration starts the next epoch."""
+        self._own = self.progress.lead(self._own, Start(Position(self.position.epoch + 1)))
+
+    def deliver(self) -> None:
+        """All microbatches of the step yielded last were taken."""
+        assert self.stream is not None
+        self.progress.delivered = self.stream.delivered
+
+    def fail(self, stream: Stream, error: BaseException) -> None:
+        """A step could not be built: the next iteration tries it again."""
+        position, undelivered, left = stream.position, stream.undelivered, stream.leave(error)
+        step = undelivered[0] if undelivered else stream.next_step
+        start = self.start.position
+        if step == start.step and position.draw == start.draw:
+            if self.progress.start is self._own:
+                self._own.interrupted = left
+        else:
+            position = position.reaching(step, (*position.left, *undelivered))
+            self._own = self.progress.lead(self._own, Start(position, restores=True, interrupted=left))
+
+    def end(self) -> None:
+        """All steps of the epoch were delivered."""
+        self._has_ended = True
+        following = self.position.next_epoch(keep_dataset_state=self._keep_dataset_state)
+        self._own = self.progress.lead(self._own, Start(following))
+        self.progress.delivered = self.progress.start.position
+
+
+class LoaderIterator:
+    """What `iter(loader)` returns: the microbatches of an epoch one by one, or its steps.
+
+    Args:
+        loop: the iteration.
+        whole_steps: whether each item is a step, the list of its microbatches.
+        as_torch: whether the iteration is over after an error that it cannot continue after, as with torch's loader.
+        watcher: is called before each item, and at the end of the epoch; see `trainers.AccelerateEnd`.
+    """
+
+    _process = -1  # of one that an interrupt has kept from being made
+
+    def __init__(self, loop: EpochLoop, *, whole_steps: bool, as_torch: bool, watcher: Any = None) -> None:
+        self.loop = loop
+        self._whole_steps = whole_steps
+        self._as_torch = as_torch
+        self._watcher = watcher
+        self._is_plain = not whole_steps and watcher is None
+        self._progress = loop.progress
+        self._process = getpid()
+        self._stream: Stream | None = None
+        self._rest: list[Any] = []  # of the step yielded last, the last microbatch first
+        self._is_closed = False
+        self._has_advanced = False
+        self._error: BaseException | None = None
+
+    def __iter__(self) -> LoaderIterator:
+        return self
+
+    def __next__(self) -> Any:
+        if getpid() != self._process:
+            raise RuntimeError("this iteration belongs to the process that forked this one: begin a fresh iter() here")
+        if not self._rest:
+            stream = self._stream or self._begin()
+            try:
+                batches = next(stream)
+            except StopIteration:
+                self._end(stream)
+                raise
+            except BaseException as error:
+                self._handle(stream, error)
+                del self, stream  # or whoever keeps the error would keep the iteration, and what runs for it
+                raise
+            if not self._has_advanced:
+                self._has_advanced = True
+                self.loop.advance()
+            if self._is_plain and len(batches) == 1:
+                self._progress.delivered = stream.delivered
+                return batches.pop()  # not kept here: the caller decides how long it lives
+            batches.reverse()
+            self._rest = batches
+        if self._watcher is not None:
+            self._watch()
+        # The microbatches of a step come one by one. With the last one the step counts as delivered.
+        if self._whole_steps:
+            step, self._rest = self._rest, []
+            step.reverse()
+            self.loop.deliver()
+            return step
+        if len(self._rest) == 1:
+            self.loop.deliver()
+        return self._rest.pop()
+
+    def _begin(self) -> Stream:
+        """The stream, opened when the first step is asked for."""
+        if self._error is not None and not (self._as_torch and isinstance(self._error, Exception)):
+            raise RuntimeError(
+                f"this iteration ended with {self._error!r}; a fresh iter() of the loader goes on at the step that "
+                "failed"
+            ) from self._error
+        if self._is_closed:
+            raise StopIteration
+        try:
+            if self._watcher is not None:
+                self._watcher.begin()
+            self._stream = self.loop.begin()
+        except BaseException as error:
+            self._finish(error)
+            raise
+        return self._stream
+
+    def _watch(self) -> None:
+        try:
+            self._watcher.item()
+        except BaseException as error:
+            self._finish(error)
+            raise
+
+    def _end(self, stream: Stream) -> None:
+        """The epoch is over."""
+        self._stream, self._is_closed = None, True
+        try:
+            stream.close(is_over=True)
+            self.loop.end()
+            if self._watcher is not None:
+                self._watcher.end()
+        except BaseException as error:
+            self._error = error
+            raise
+
+    def _handle(self, stream: Stream, error: BaseException) -> None:
+        """After an item's error, and after Ctrl-C, the iteration continues, as torch's does."""
+        if isinstance(error, Exception | SystemExit):
+            self._has_advanced = False
+            self.loop.fail(stream, error)
+        if not stream.skip_failed(error):
+            self._finish(error)
+        elif self._watcher is not None:
+            self._watcher.failed()
+
+    def _finish(self, error: BaseException | None = None) -> None:
+        """Stop what runs for this iteration, which has ended with an error, or is left by the caller."""
+        self._error = error
+        self._is_closed = True
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.close(has_failed=error is not None)
+        if self._watcher is not None:
+            self._watcher.close()
+
+    def close(self) -> None:
+        """End the iteration here, as `break` does."""
+        if not self._is_closed:
+            self._finish()
+
+    def __del__(self, ends: Callable[[], bool] = sys.is_finalizing, process: Callable[[], int] = getpid) -> None:
+        # What a finalizer raises is lost: a Ctrl-C that comes while `break` ends the workers is raised later.
+        if not ends() and process() == self._process:
+            with interrupts_later():
+                self.close()

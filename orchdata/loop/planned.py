@@ -1,0 +1,227 @@
+"""Planned steps: drawn in this process, built ahead by an engine, delivered in order.
+
+tasks --ahead--> engine --under way--> delivery (waits, counts, masks, sends to peers) --> microbatches
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, NamedTuple
+
+from orchdata.building.step import BuiltStep
+from orchdata.delivery.delivery import Delivery
+from orchdata.engines.engine import Engine
+from orchdata.loop.loop import EpochLoop
+from orchdata.loop.position import Position
+from orchdata.notices import warn_once
+from orchdata.order.steps import Steps, StepTask
+from orchdata.ranks.agreement import check_plans, fail_check
+from orchdata.ranks.comparing import Agreement, Beginning
+from orchdata.ranks.parallel import Rank
+
+
+class Interrupted(NamedTuple):
+    """What an iteration with an error leaves for the one that continues it.
+
+    Attributes:
+        begun: for the other ranks, which had no error, it is the same iteration.
+        tasks: its steps from the failed one on, if they were drawn.
+    """
+
+    begun: Beginning
+    tasks: Iterator[StepTask] | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoopContext:
+    """What all iterations of a loader share.
+
+    Attributes:
+        is_single_rank: the loader has a rank of its own and no shards: it continues after a step that failed.
+        in_order: steps come in their order; else as they are ready.
+        num_workers: that build steps; 1 where this process builds them.
+    """
+
+    steps: Steps
+    rank: Rank
+    agreement: Agreement
+    delivery: Delivery
+    is_single_rank: bool
+    in_order: bool
+    num_workers: int
+
+
+class PlannedStream:
+    """The steps of one iteration, built by an engine of its own.
+
+    Args:
+        engine: builds them; `close` closes it, or keeps it for the next iteration.
+    """
+
+    def __init__(self, context: LoopContext, loop: EpochLoop, engine: Engine, close: Any) -> None:
+        self.position = loop.start.position
+        self._context = context
+        self._loop = loop
+        self._start = loop.start
+        self._engine = engine
+        self._close = close
+        self.next_step = self.position.step
+        self._tasks: Iterator[StepTask] | None = None
+        self._ahead: deque[StepTask] = deque()  # drawn, and not yet under way
+        self._under_way: deque[tuple[StepTask, Future[BuiltStep]]] = deque()
+        self._is_delivering = False
+        self._interrupted: Interrupted | None = self._start.take_interrupted()
+        begun = self._interrupted and self._interrupted.begun
+        self._begun = context.agreement.begin(self.position.epoch, self.next_step, begun)
+
+    @property
+    def delivered(self) -> Position:
+        return self.position
+
+    @property
+    def undelivered(self) -> list[int]:
+        return [*(task.step for task, _ in self._under_way), *(task.step for task in self._ahead)]
+
+    def __next__(self) -> list[Any]:
+        # Ranks compare where they begin, and share what rank 0 has drawn.
+        self._begun.compare()
+        if self._tasks is None:
+            self._tasks = self._draw()
+
+        # As many steps are under way as the engine wants, and the first of them is awaited.
+        self._submit(max(1, self._engine.depth))
+        step = self.next_step
+        is_checked = self._is_checked(step)
+        if not self._under_way:
+            if is_checked and step == self._start.position.step:
+                check_plans(self.position.epoch, step, None, self._context.rank.groups)  # there is no step to plan
+            raise StopIteration
+        self._bring_forward()
+        task, future = self._under_way[0]
+        try:
+            self._is_delivering = True
+            batches = self._context.delivery.deliver(self._engine, future, task)
+            self._is_delivering = False
+            self._submit(self._engine.depth + 1)  # this one is still among them
+        except Exception as error:
+            if is_checked:
+                fail_check(error, self._context.rank.groups)
+            if isinstance(error, StopIteration):  # it would look like the end of the epoch
+                raise RuntimeError("the data set, or collate_fn, raised StopIteration") from error
+            raise
+
+        # A step whose plan other ranks do not have stays under way: it is tried again.
+        built = future.result()
+        if is_checked:
+            check_plans(self.position.epoch, step, built.plan.hash, self._context.rank.groups)
+        self._under_way.popleft()
+        self.next_step += 1
+        self.position = self.position.after(
+            task.step,
+            self.undelivered,
+            sampler=task.sampler_state,
+            state=built.dataset_state,
+            worker=built.worker,
+            num_workers=self._context.num_workers,
+        )
+        return batches
+
+    def leave(self, error: BaseException) -> Interrupted:
+        undelivered = [*(task for task, _ in self._under_way), *self._ahead]
+        tasks = None if self._tasks is None else chain(undelivered, self._tasks)
+        return Interrupted(self._begun, tasks)
+
+    def skip_failed(self, error: BaseException) -> bool:
+        was_delivering, self._is_delivering = self._is_delivering, False
+        context = self._context
+        if isinstance(error, KeyboardInterrupt):
+            # The step is still under way, and awaited again. Other ranks may wait in a collective for this one's part.
+            return self._tasks is not None and not (context.delivery.is_collective or context.rank.check_plan_every)
+        is_built = was_delivering and self._under_way[0][1].done()
+        # A warning that is an error here says nothing about the step.
+        if not context.is_single_rank or not is_built or isinstance(error, Warning):
+            return False
+        self._under_way.popleft()
+        self.next_step += 1
+        return True
+
+    def close(self, *, is_over: bool = False, has_failed: bool = False) -> None:
+        try:
+            if is_over:
+                self._context.delivery.end_epoch(self.position.epoch)
+        except BaseException:
+            has_failed = True
+            raise
+        finally:
+            self._close(self._engine, is_over=is_over, has_failed=has_failed)
+
+    def _draw(self) -> Iterator[StepTask]:
+        """The steps of the epoch from here on, once all ranks know what its samples depend on."""
+        context, start, origin = self._context, self._start, self._loop.origin
+        base_seed = self._loop.base_seed if context.is_single_rank else None
+        left, self._interrupted = self._interrupted, None
+        if left is not None and left.tasks is not None:
+            self._know(origin.draw, base_seed)
+            return left.tasks
+        draw = self._begun.share(origin.draw or context.steps.draw())
+        if origin.draw is not None and draw != origin.draw:
+            raise ValueError("ranks go on from different states: give load_state_dict the same on every rank")
+        self._know(draw, base_seed)
+        first = min((*origin.left, origin.step))
+        tasks = context.steps.tasks(
+            origin.epoch,
+            first,
+            draw,
+            again=origin.draw is not None or context.rank.rank > 0,
+            sampler_state=origin.sampler if start.restores else None,
+        )
+        if first == origin.step:
+            return tasks
+        return (task for task in tasks if task.step >= origin.step or task.step in origin.left)
+
+    def _know(self, draw: Any, base_seed: int | None) -> None:
+        self.position = self.position.drawn(draw, base_seed)
+        self._loop.progress.delivered = self.position
+
+    def _is_checked(self, step: int) -> bool:
+        every = self._context.rank.check_plan_every
+        return bool(every) and (step - self._begun.step) % every == 0
+
+    def _bring_forward(self) -> None:
+        """Where steps come as they are ready, put the first that is ready before the others."""
+        if self._context.in_order:
+            return
+        if self._under_way[0][0].sampler_state is not None:
+            warn_once(
+                "a sampler with a state keeps order",
+                "in_order=False: batches come in order all the same, for the sampler has a state of its own, which "
+                "does not say which of its batches others have overtaken",
+            )
+            return
+        self._engine.expect(self._under_way[0][1])
+        wait([future for _, future in self._under_way], return_when=FIRST_COMPLETED)
+        number = next(number for number, (_, future) in enumerate(self._under_way) if future.done())
+        ready = self._under_way[number]
+        del self._under_way[number]
+        self._under_way.appendleft(ready)
+
+    def _submit(self, depth: int) -> None:
+        while len(self._under_way) < depth and self._next_task() is not None:
+            task = self._ahead[0]
+            self._under_way.append((task, self._engine.submit(task)))
+            self._ahead.popleft()
+
+    def _next_task(self) -> StepTask | None:
+        if not self._ahead and self._tasks is not None:
+            try:
+                task = next(self._tasks, None)
+            except BaseException:
+                self._tasks = None  # it is over: whoever continues draws again
+                raise
+            if task is not None:
+                self._ahead.append(task)
+        return self._ahead[0] if self._ahead else None

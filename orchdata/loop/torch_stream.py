@@ -1,0 +1,295 @@
+"""Steps that torch's own loader makes: map-style data in this process, and IterableDatasets.
+
+Nothing is planned: this rank gets every batch, and torch's loader costs less per batch than a plan does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from orchdata.building.spec import MapContent
+from orchdata.delivery.stats import TorchCounts
+from orchdata.engines.iterables import Batches, BatchStream, IterableContent, Taken, iterate, torch_loader
+from orchdata.engines.processes.engine import Workers
+from orchdata.loop.loop import EpochLoop
+from orchdata.loop.position import Position
+from orchdata.notices import warn_user
+from orchdata.order.sampler import SamplerSteps
+from orchdata.order.stateful import StateGetter, has_own_state
+from orchdata.order.steps import Draw, OrderedSteps, StreamSteps
+from orchdata.planning.make_plan import PlanSpec
+
+_BLOCK_STEPS = 64  # of an order, whose rows are computed together
+_STOP_ITERATION = "the data set, or collate_fn, raised StopIteration"
+
+
+class Rows:
+    """The rows of steps, as torch's loader asks for them: a batch sampler, or a sampler of single indices.
+
+    Attributes:
+        current: of the step that is being read; None while they are asked for.
+        items: the iterator of the sampler that they come from; None for an order.
+    """
+
+    def __init__(self, steps: Iterator[list[Any]], items: Iterator[Any] | None, *, batched: bool) -> None:
+        self.current: list[Any] | None = None
+        self.items = items
+        self._steps = steps
+        self._batched = batched
+
+    def __iter__(self) -> Rows:
+        return self
+
+    def __next__(self) -> Any:
+        self.current = None
+        self.current = rows = next(self._steps)
+        return rows if self._batched else rows[0]
+
+    def again(self) -> Rows:
+        """The same from the current step on."""
+        steps = self._steps if self.current is None else chain([self.current], self._steps)
+        return Rows(steps, self.items, batched=self._batched)
+
+
+class MapStream:
+    """The steps of one iteration over a map-style data set, read in this process.
+
+    The position is computed when it is asked for: all that a step costs here, besides torch's loader, is in `__next__`.
+    """
+
+    def __init__(
+        self,
+        content: MapContent,
+        plan: PlanSpec,
+        steps: SamplerSteps | OrderedSteps,
+        loop: EpochLoop,
+        counts: TorchCounts,
+        *,
+        pin_memory: bool,
+    ) -> None:
+        # What the samples of the epoch depend on is drawn, unless a state or an interrupted iteration says it.
+        start, origin, rows = loop.start, loop.origin, loop.start.take_interrupted()
+        draw = steps.draw() if rows is None and origin.draw is None else origin.draw
+        if rows is None:
+            sampler_state = origin.sampler if start.restores else None
+            again = origin.draw is not None
+            if isinstance(steps, OrderedSteps):
+                rows = Rows(_ordered(plan, steps, origin, draw), None, batched=content.batched)
+            else:
+                lists, items = steps.items(origin.step, draw, again=again, sampler_state=sampler_state)
+                rows = Rows(lists, items, batched=content.batched)
+
+        # The data set continues with its own state.
+        self._stateful = content.stateful
+        if self._stateful is not None and start.restores and origin.workers:
+            self._stateful.restore((origin.workers[0] or dict)())
+
+        self.undelivered: list[int] = []  # the failed step is the next one
+        self._steps = steps
+        self._rows = rows
+        self._counts = counts
+        self._start = loop.progress.delivered = start.position.drawn(draw, loop.base_seed)
+        self.next_step = self._yielded = self._start.step
+        self._sampler_state = self._start.sampler
+        self._has_sampler_state = self._state_of_sampler() is not None
+        # Its own draw of a base seed is not used: the draw is the loader's, and a state may have stored it.
+        options: dict[str, Any] = {"pin_memory": pin_memory, "generator": torch.Generator()}
+        options |= {"batch_sampler": rows} if content.batched else {"batch_size": None, "sampler": rows}
+        self._batches = iter(DataLoader(content.dataset, collate_fn=content.collate_fn, **options))
+
+    def __next__(self) -> list[Any]:
+        started = time.perf_counter()
+        rows = self._rows
+        try:
+            batch = next(self._batches)
+        except StopIteration as error:
+            if rows.current is None:
+                raise
+            raise RuntimeError(_STOP_ITERATION) from error
+        counts = self._counts
+        counts.steps += 1
+        counts.samples += len(rows.current)
+        counts.waiting_seconds += time.perf_counter() - started
+        self._yielded = self.next_step = self.next_step + 1
+        if self._has_sampler_state:
+            self._sampler_state = self._state_of_sampler()
+        return [batch]
+
+    @property
+    def position(self) -> Position:
+        if self._yielded == self._start.step:
+            return self._start
+        return self._start.after(
+            self._yielded - 1,
+            sampler=self._sampler_state,
+            state=None if self._stateful is None else self._stateful.state,
+        )
+
+    @property
+    def delivered(self) -> MapStream:
+        return self
+
+    def leave(self, error: BaseException) -> Rows | None:
+        return None if self._rows.current is None else self._rows.again()
+
+    def skip_failed(self, error: BaseException) -> bool:
+        if self._rows.current is None:  # the sampler raised it, and is over
+            return False
+        self.next_step += 1
+        return True
+
+    def close(self, *, is_over: bool = False, has_failed: bool = False) -> None:
+        pass
+
+    def _state_of_sampler(self) -> Any:
+        if isinstance(self._steps, OrderedSteps) or self._rows.items is None:
+            return None
+        return self._steps.state(self._rows.items, len(self._rows.current or ()))
+
+
+def _ordered(plan: PlanSpec, steps: OrderedSteps, position: Position, draw: Draw | None) -> Iterator[list[int]]:
+    """The rows of each step of an order, from a position on."""
+    if steps.check is not None:
+        steps.check()
+    epoch = position.epoch
+    count, length = steps.count(epoch, draw), steps.length(epoch)
+    for first in range(position.step, count, _BLOCK_STEPS):
+        bounds = [steps.bounds(step, length, epoch, draw) for step in range(first, min(first + _BLOCK_STEPS, count))]
+        begin = bounds[0][0]
+        rows = plan.order.rows(epoch, begin, bounds[-1][1])[1].tolist()
+        for start, stop in bounds:
+            yield rows[start - begin : stop - begin]
+
+
+class IterableSource:
+    """An IterableDataset, and the workers that are kept from one iteration to the next.
+
+    Args:
+        workers: that iterate copies; None for this process.
+        in_order: whether workers take turns; else batches come as they are ready.
+    """
+
+    def __init__(self, content: IterableContent, workers: Workers | None, *, in_order: bool, pin_memory: bool) -> None:
+        self.content = content
+        self.has_workers = workers is not None
+        self.num_workers = 1 if workers is None else workers.options.num_workers
+        self._workers = workers
+        self._in_order = in_order
+        self._pin_memory = pin_memory
+        self._begun: Batches | None = None
+        self._kept: tuple[int, DataLoader[Taken]] | None = None
+
+    def open(self, loop: EpochLoop) -> tuple[BatchStream, DataLoader[Taken]]:
+        """What the next iteration iterates."""
+        origin = loop.origin
+        (ended, loader), self._kept = self._kept or (-1, None), None
+        if loader is not None and ended != origin.epoch and isinstance(loader.dataset, BatchStream):
+            return loader.dataset, loader
+        states = origin.workers if loop.start.restores else ()
+        first, self._begun = self._begun, None
+        stream = BatchStream(
+            self.content,
+            [None if get is None else get() for get in states],
+            epoch=origin.epoch,
+            last=origin.worker if states and origin.step else -1,
+            first=first,
+        )
+        return stream, torch_loader(
+            stream,
+            self._workers,
+            base_seed=loop.base_seed,
+            in_order=self._in_order,
+            pin_memory=self._pin_memory,
+        )
+
+    def keep(self, epoch: int, loader: DataLoader[Taken]) -> None:
+        """The workers are at the end of this epoch."""
+        if self._workers is not None and self._workers.persistent:
+            self._kept = epoch, loader
+
+    def state_before(self) -> tuple[StateGetter, ...]:
+        """The data set's own state before the first step; empty if it has none, or workers iterate copies."""
+        if self._workers is not None:
+            return ()
+        self._begun = self._begun or Batches(self.content)
+        getter = partial(self._begun.state, None)
+        return (getter,) if has_own_state(getter()) else ()
+
+    def close(self) -> None:
+        """Stop workers that are kept."""
+        self._begun = self._kept = None
+
+
+class IterableStream:
+    """The steps of one iteration over an IterableDataset."""
+
+    def __init__(self, source: IterableSource, steps: StreamSteps, loop: EpochLoop, counts: TorchCounts) -> None:
+        self.position = loop.progress.delivered = loop.start.position.drawn(None, loop.base_seed)
+        self.undelivered: list[int] = []
+        self.next_step = self.position.step
+        self._source = source
+        self._steps = steps
+        self._counts = counts
+        self._stream, self._loader = source.open(loop)
+        self._batches = iterate(self._loader)
+
+    def __next__(self) -> list[Any]:
+        started = time.perf_counter()
+        taken = next(self._batches)
+        while not taken.num_samples:  # of a worker that is behind the one whose turn it is
+            taken = next(self._batches)
+        self._counts.steps += 1
+        self._counts.samples += taken.num_samples
+        self._counts.waiting_seconds += time.perf_counter() - started
+
+        step, source, epoch = self.next_step, self._source, self.position.epoch
+        if self._steps.asked_length is not None and step >= self._steps.asked_length:
+            _warn_longer(source.content.dataset, self._steps.asked_length, step + 1, source.has_workers)
+        batches = self._stream.first
+        self.position = self.position.after(
+            step,
+            state=partial(taken.progress, epoch) if batches is None else partial(batches.state, epoch),
+            worker=taken.worker,
+            num_workers=source.num_workers,
+        )
+        self.next_step += 1
+        if not source.content.takes_step:
+            return [taken.batch]
+        return [source.content.collated_at(taken.batch, epoch, step)]
+
+    @property
+    def delivered(self) -> Position:
+        return self.position
+
+    def leave(self, error: BaseException) -> None:
+        """The next iteration resumes at the failed step by the states of the workers."""
+
+    def skip_failed(self, error: BaseException) -> bool:
+        if not isinstance(error, KeyboardInterrupt):
+            self.next_step += 1
+        return True
+
+    def close(self, *, is_over: bool = False, has_failed: bool = False) -> None:
+        if is_over and not has_failed:
+            self._source.keep(self.position.epoch, self._loader)
+        del self._batches, self._loader  # its workers end with it
+
+
+def _warn_longer(dataset: Any, length: int, count: int, has_workers: bool) -> None:
+    """Warn, as torch does, if an iterable yields more batches than its length, once that was asked for."""
+    workers = (
+        "For multiprocessing data-loading, this could be caused by not properly configuring the "
+        "IterableDataset replica at each worker. Please see "
+        "https://pytorch.org/docs/stable/data.html#torch.utils.data.IterableDataset for examples."
+    )
+    warn_user(
+        f"Length of IterableDataset {dataset} was reported to be {length} (when accessing "
+        f"len(dataloader)), but {count} samples have been fetched. {workers if has_workers else ''}"
+    )

@@ -1,0 +1,286 @@
+"""Runtime: what runs for a loader, apart from where it stands.
+
+Arguments --checked--> LoaderOptions --data set--> PreparedDataset --> Runtime --(an iteration)--> Stream
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from orchdata.balancers import CostModel
+from orchdata.batch.batch import ModelInputs
+from orchdata.building.spec import MapContent
+from orchdata.building.step import Builder
+from orchdata.dataset.arguments import Arguments, check_combination, check_workers
+from orchdata.dataset.describe import describe_loader
+from orchdata.dataset.options import (
+    LoaderOptions,
+    PreparedDataset,
+    as_shuffle,
+    batch_sizes,
+    check_functions,
+    checked_index,
+    chosen_seed,
+    listed_rows,
+    rank_balance,
+)
+from orchdata.dataset.prepare import prepare
+from orchdata.delivery.delivery import Delivery
+from orchdata.delivery.pin import can_pin
+from orchdata.delivery.policy import FailureBudget, as_policy
+from orchdata.delivery.stats import Stats
+from orchdata.engines.choice import EngineChoice, choose_engine
+from orchdata.engines.iterables import IterableContent
+from orchdata.engines.seeds import WorkerSeeds
+from orchdata.engines.warm import Warming, kernel_families
+from orchdata.loop.engines import Engines
+from orchdata.loop.loop import EpochLoop, Stream
+from orchdata.loop.planned import Interrupted, LoopContext, PlannedStream
+from orchdata.loop.position import Position, Progress
+from orchdata.loop.state import known_count
+from orchdata.loop.torch_stream import IterableSource, IterableStream, MapStream
+from orchdata.notices import warn_once
+from orchdata.order.order import Shuffle
+from orchdata.order.sampler import SamplerSteps
+from orchdata.order.stateful import StateGetter
+from orchdata.order.steps import OrderedSteps, StreamSteps
+from orchdata.planning.layout import Padded, layout_of
+from orchdata.ranks.comparing import Agreement
+from orchdata.ranks.parallel import Rank
+
+_IN_ORDER = (
+    "in_order=False: batches come in order all the same, because their steps are planned over ranks, or are of shards, "
+    "and a state of them is a position"
+)
+
+
+class Runtime:
+    """What runs for a loader.
+
+    Args:
+        rank: of this process among the data-parallel ranks.
+        agreement: with the loaders of the other ranks.
+
+    Attributes:
+        prepared: the data set.
+        batch_size: samples of this rank in a step; None if that is not what was given.
+        is_single_rank: a data set of torch's on one rank: states may store what is this rank's alone, and an iteration
+            continues after a step that failed.
+    """
+
+    def __init__(self, arguments: Arguments, rank: Rank, agreement: Agreement) -> None:
+        # All arguments are checked before the data set is looked at.
+        check_workers(arguments.num_workers, arguments.timeout, arguments.multiprocessing_context)
+        check_functions(collate_fn=arguments.collate_fn, worker_init_fn=arguments.worker_init_fn)
+        listed = listed_rows(arguments.shuffle, in_shards=arguments.in_shards)
+        if not arguments.in_shards:
+            check_combination(arguments)
+        self.rank = rank
+        self.agreement = agreement
+        self.is_single_rank = not arguments.in_shards and rank.size == 1
+        choice = _engine_choice(arguments, in_order=arguments.in_order or not self.is_single_rank)
+        self.batch_size, options = _options(arguments, rank, agreement, listed, is_inline=choice.is_inline)
+        pin_memory = arguments.pin_memory and can_pin()
+        warming = _warming(arguments, options)
+
+        # Ranks that would plan other steps raise an error.
+        def make() -> tuple[PreparedDataset, Builder | None]:
+            prepared = prepare(arguments, options)
+            return prepared, None if prepared.is_iterable else prepared.spec.open()
+
+        self.prepared, self.builder = agreement.make(
+            make, lambda made: describe_loader(arguments.dataset, made[0], options, arguments.dp)
+        )
+
+        # What runs, once a step is asked for.
+        self.seeds = WorkerSeeds(
+            arguments.generator, persistent=arguments.persistent_workers and bool(arguments.num_workers)
+        )
+        self.stats = Stats(None if self.builder is None else self.builder.reads)
+        budget = FailureBudget(options.policy, self.stats, self.prepared.num_indexed + self.prepared.num_lost)
+        delivery = Delivery(
+            self.prepared.spec,
+            rank,
+            policy=options.policy,
+            budget=budget,
+            stats=self.stats,
+            timeout=arguments.timeout,
+            inputs=arguments.collate_fn if isinstance(arguments.collate_fn, ModelInputs) else None,
+        )
+        self.context = LoopContext(
+            steps=self.prepared.steps,
+            rank=rank,
+            agreement=agreement,
+            delivery=delivery,
+            is_single_rank=self.is_single_rank,
+            in_order=arguments.in_order or not (arguments.num_workers and self.is_single_rank),
+            num_workers=max(1, arguments.num_workers),
+        )
+        self._engines = Engines(
+            choice,
+            warming,
+            pin_memory=pin_memory,
+            persistent=arguments.persistent_workers,
+            keeps_after_break=self.is_single_rank and (self.builder is None or self.builder.stateful is None),
+        )
+        self._iterable: IterableSource | None = None
+        if isinstance(self.prepared.spec.content, IterableContent):
+            self._iterable = IterableSource(
+                self.prepared.spec.content, choice.workers, in_order=arguments.in_order, pin_memory=pin_memory
+            )
+        self._is_inline = choice.is_inline
+        self._pin_memory = pin_memory
+        self._in_shards = arguments.in_shards
+        self._scales_loss = arguments.in_shards and not callable(arguments.collate_fn)
+        self.raises = options.policy.action == "raise"
+        self.keep_dataset_state = not arguments.num_workers or arguments.persistent_workers
+        if not (arguments.in_order or self.is_single_rank) and arguments.num_workers:
+            warn_once("in_order=False of planned steps", _IN_ORDER)
+        budget.count(self.prepared.failures, lost=self.prepared.num_lost)
+
+    @property
+    def has_microbatches(self) -> bool:
+        """Whether a step may have several microbatches."""
+        return bool(self.prepared.spec.plan.balance.caps)
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether batches carry a `loss_scale` that covers the whole optimizer step."""
+        return self.has_microbatches or self._scales_loss
+
+    def begin(self, progress: Progress) -> EpochLoop:
+        """An iteration from where the loader stands."""
+        loop = EpochLoop(progress, self._open_stream, keep_dataset_state=self.keep_dataset_state)
+        if self.is_single_rank:
+            origin = loop.origin
+            # Workers without a state must not draw for later steps what they drew for the first ones.
+            again = origin.is_drawn and (not origin.step or origin.workers or self.prepared.is_iterable)
+            known = origin.base_seed if again else None
+            loop.base_seed = self.seeds.draw() if known is None else self.seeds.follow(known)
+            progress.seed(loop.base_seed)
+        elif not self._in_shards:
+            loop.base_seed = self.seeds.draw()
+        return loop
+
+    def follow(self, sampler: Any) -> None:
+        """Draw from this sampler, or batch sampler, from now on: the user may have replaced the loader's."""
+        if self.is_single_rank and isinstance(self.prepared.steps, SamplerSteps):
+            self.prepared.steps.follow(sampler)
+
+    def count(self, position: Position) -> int:
+        """Optimizer steps of its epoch, for the user. Raises TypeError if only its end will tell."""
+        steps = self.prepared.steps
+        num_steps = steps.count(position.epoch, position.draw)
+        if isinstance(steps, StreamSteps):
+            steps.asked_length = num_steps
+        return num_steps
+
+    def known_count(self, position: Position) -> int | None:
+        """Optimizer steps of its epoch; None if only its end will tell."""
+        return known_count(self.prepared.steps, position.epoch, position.draw)
+
+    def state_before(self) -> tuple[StateGetter, ...]:
+        """The data set's own state before its first step, if it is read in this process and has one."""
+        if self._iterable is not None:
+            return self._iterable.state_before()
+        if not self._is_inline or self.builder is None or self.builder.stateful is None:
+            return ()
+        return (self.builder.stateful.state,)
+
+    def install(self, prepared: PreparedDataset) -> None:
+        """Continue with another order of the same data set."""
+        assert self.builder is not None
+        self.close()  # workers that are kept would continue with theirs
+        self.prepared = prepared
+        self.builder = self.builder.planned_by(prepared.spec.plan)
+        self.context.delivery.follow(prepared.spec)
+        self.context = replace(self.context, steps=prepared.steps)
+
+    def close(self) -> None:
+        """Stop workers, or threads, that are kept."""
+        self._engines.close()
+        if self._iterable is not None:
+            self._iterable.close()
+
+    def _open_stream(self, loop: EpochLoop) -> Stream:
+        """The steps of one iteration: from torch's own loader where nothing is planned, else from an engine."""
+        steps, spec, origin = self.prepared.steps, self.prepared.spec, loop.origin
+        if self._iterable is not None and isinstance(steps, StreamSteps):
+            return IterableStream(self._iterable, steps, loop, self.stats.torch)
+        by_torch = self.prepared.is_torchs and not origin.left and not isinstance(loop.start.interrupted, Interrupted)
+        if by_torch and isinstance(spec.content, MapContent) and isinstance(steps, SamplerSteps | OrderedSteps):
+            return MapStream(spec.content, spec.plan, steps, loop, self.stats.torch, pin_memory=self._pin_memory)
+        assert self.builder is not None
+        states = origin.workers if loop.start.restores else ()
+        engine = self._engines.open(
+            spec,
+            self.builder,
+            self.context.delivery,
+            base_seed=loop.base_seed,
+            states=[None if get is None else get() for get in states],
+        )
+        return PlannedStream(self.context, loop, engine, self._engines.leave)
+
+
+def _engine_choice(arguments: Arguments, *, in_order: bool) -> EngineChoice:
+    return choose_engine(
+        arguments.dataset,
+        in_shards=arguments.in_shards,
+        num_workers=arguments.num_workers,
+        num_threads=arguments.num_threads,
+        prefetch_factor=arguments.prefetch_factor,
+        persistent_workers=arguments.persistent_workers,
+        timeout=arguments.timeout,
+        worker_init_fn=arguments.worker_init_fn,
+        multiprocessing_context=arguments.multiprocessing_context,
+        worker_memory=arguments.worker_memory,
+        in_order=in_order,
+    )
+
+
+def _options(
+    arguments: Arguments, rank: Rank, agreement: Agreement, listed: Any, *, is_inline: bool
+) -> tuple[int | None, LoaderOptions]:
+    """Samples of a rank in a step, and the options of steps."""
+    in_shards, shuffle = arguments.in_shards, arguments.shuffle
+    sizes = arguments.global_batch_size, arguments.global_batch_tokens
+    has_batch_sampler = arguments.batch_sampler is not None
+    batch_size, batches = batch_sizes(
+        arguments.batch_size,
+        *sizes,
+        num_ranks=rank.size,
+        in_shards=in_shards,
+        has_batch_sampler=has_batch_sampler,
+        drop_last=arguments.drop_last,
+    )
+    return batch_size, LoaderOptions(
+        rank=rank,
+        batches=batches,
+        shuffle=as_shuffle(shuffle),
+        listed=listed,
+        seed=chosen_seed(arguments.seed, arguments.generator),
+        drawn=arguments.seed is None and not isinstance(shuffle, Shuffle) and (rank.size == 1 or agreement.reaches_all),
+        generator=arguments.generator,
+        balance=rank_balance(arguments.balance, rank, equal_count=not in_shards),
+        policy=as_policy(arguments.on_error),
+        collate_fn=arguments.collate_fn,
+        index=checked_index(arguments.index),
+        batched=batch_size is not None or any(size is not None for size in sizes) or has_batch_sampler,
+        cost=arguments.cost,
+        is_inline=is_inline,
+    )
+
+
+def _warming(arguments: Arguments, options: LoaderOptions) -> Warming:
+    layout = layout_of(arguments.collate_fn)
+    return Warming(
+        kernel_families(
+            options.balance,
+            options.rank.size,
+            phases=arguments.cost.phases if isinstance(arguments.cost, CostModel) else ("llm",),
+            padded=isinstance(layout, Padded),
+            fixed=getattr(layout, "length", None) is not None,
+            in_shards=arguments.in_shards,
+        )
+    )
