@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 LINKS := .typing/orchdata
 ARGS ?=
+# What codespell reads. Folders are added as soon as they are free of the words in docs/words.txt.
+SPELLED := datasets orchdata/demo tests/cpus
 # Whole files at a time, and more of the quick tests than there are cores: they wait for processes that they start.
 PYTEST := $(BIN)/python -m pytest -q --dist loadfile
 
@@ -42,6 +44,7 @@ soak: $(STAMP)
 check: $(STAMP) typing
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/codespell $(SPELLED)
 	MYPYPATH=.typing $(BIN)/mypy -p orchdata -p benchmarks
 
 format: $(STAMP)

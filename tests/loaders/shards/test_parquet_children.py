@@ -138,7 +138,7 @@ def test_the_verdict_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS])
-def test_a_signal_of_the_childs_own_is_the_files_failure(
+def test_a_signal_of_the_child_itself_is_the_files_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
     patched(monkeypatch, f"os.kill(os.getpid(), {int(number)})")
@@ -165,7 +165,7 @@ def test_a_child_that_waits_for_ever_ends_the_build(tmp_path: Path, monkeypatch:
     assert children() == []
 
 
-def test_memory_above_the_childs_limit_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_above_the_limit_of_a_child_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     patched(monkeypatch, "return bytearray(4 << 30)")
     (error,) = errors(write(tmp_path / "a.parquet"), Limits(member_bytes=1 << 20))
     # 2 GiB and four times a MiB
