@@ -1,6 +1,6 @@
-"""Who of several processes does what: locks on bytes of one file, which end with their process.
+"""Divides work among processes: locks on bytes of one file, which end with their process.
 
-Each name is one byte of the file, which stays empty, so that nothing is left of however many names.
+Each name is one byte of the file. The file stays empty, so any number of names takes no space.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from pathlib import Path
 from orchdata.loaders.storage.shared.files import open_lock
 
 _POLL_SECONDS = 0.02
-_FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux, with a pid of 0, as F_OFD_SETLK wants it
+_FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux, with a pid of 0, as F_OFD_SETLK requires
 _BUSY = (errno.EACCES, errno.EAGAIN)
 
 
 class Claims:
-    """The claims of one piece of work, whose threads never claim the same name. Where the file system has no locks, or
-    the file is not to be had, nothing is ever another's: work may then be done twice.
+    """The claims of one piece of work; its threads never claim the same name. Where the file system has no locks, or
+    the
+    file cannot be opened, every claim succeeds: work may then be done twice.
 
     Args:
-        path: of the file; made where it is missing. Raises StorageError where something else has its name.
+        path: of the file; created if missing. Raises StorageError if something else has its name.
     """
 
     def __init__(self, path: Path) -> None:
@@ -38,35 +39,35 @@ class Claims:
     def close(self) -> None:
         file, self._file = self._file, None
         if file is not None:
-            with contextlib.suppress(OSError):  # it is closed whatever is said of it
+            with contextlib.suppress(OSError):  # it is closed even if this fails
                 os.close(file)
 
     @contextlib.contextmanager
     def claim(self, name: str, go_on: Callable[[], bool] = lambda: False) -> Iterator[bool]:
-        """Whether the name is ours, for as long as the block runs.
+        """Yield whether the name is ours for the duration of the block.
 
         Args:
-            go_on: asked while it is another's: whether to wait for him.
+            go_on: called while another process has it: whether to keep waiting.
         """
-        place = int.from_bytes(blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest(), "big") >> 2
-        ours = self._take(place)
+        offset = int.from_bytes(blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest(), "big") >> 2
+        ours = self._take(offset)
         while not ours and go_on():
             time.sleep(_POLL_SECONDS)
-            ours = self._take(place)
+            ours = self._take(offset)
         try:
             yield ours
         finally:
             if ours:
                 with contextlib.suppress(OSError):  # it ends with the file
-                    self._set(fcntl.F_UNLCK, place)
+                    self._set(fcntl.F_UNLCK, offset)
 
-    def _take(self, place: int) -> bool:
+    def _take(self, offset: int) -> bool:
         try:
-            self._set(fcntl.F_WRLCK, place)
+            self._set(fcntl.F_WRLCK, offset)
         except OSError as error:
             return error.errno not in _BUSY
         return True
 
-    def _set(self, kind: int, place: int) -> None:
+    def _set(self, kind: int, offset: int) -> None:
         if self._file is not None:
-            fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, place, 1, 0))
+            fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, offset, 1, 0))

@@ -1,7 +1,7 @@
-"""The Python environment: which package an exception is about, and what to do where one is missing or broken.
+"""The Python environment: finds the package that an exception comes from, and the fix for a missing or broken one.
 
-Python cuts the frames of its import machinery out of most tracebacks, so that an exception is known as one of an import
-by what is left: a frame that stands at an `import` statement, the body of a module, or `importlib.import_module`.
+Python removes the frames of its import machinery from most tracebacks. So an exception of an import is recognized by
+the remaining frames: one at an `import` statement, the body of a module, or `importlib.import_module`.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _MOST_CAUSES: Final = 16
 
 
 class FailedImport(NamedTuple):
-    """An import that failed: the package, as it is imported, "" where that is not known; and what it raised."""
+    """A failed import: the import name of the package ("" if unknown) and the exception."""
 
     package: str
     cause: BaseException
 
 
 def failed_import(error: BaseException) -> FailedImport | None:
-    """The import that failed, where an exception, or what it was raised from, says so; else None."""
+    """Return the import that failed if an exception, or one of its causes, comes from one; else None."""
     cause: BaseException | None = error
     for _ in range(_MOST_CAUSES):
         if cause is None:
@@ -44,9 +44,9 @@ def failed_import(error: BaseException) -> FailedImport | None:
 
 
 def _of_lost_module(error: BaseException) -> BaseException | None:
-    """What importing a module raised, where another thread was importing it at the same time; else None.
+    """Return the exception of importing a module that another thread was importing at the same time; else None.
 
-    A thread that waits for an import of another one goes on with the module even if that import fails (CPython 3.11 to
+    A thread that waits for another thread's import continues with the module even if that import fails (CPython 3.11 to
     3.13). It then misses an attribute of a module that `sys.modules` no longer has. The import is tried once more here,
     because only its error says what is wrong.
     """
@@ -55,13 +55,13 @@ def _of_lost_module(error: BaseException) -> BaseException | None:
         return None
     try:
         importlib.import_module(module.__name__)
-    except Exception as failed:  # noqa: BLE001 - whatever a module raises
+    except Exception as failed:  # noqa: BLE001 - a module may raise anything
         return failed
     return ImportError(f"{module.__name__} could not be imported at first: {error}", name=module.__name__)
 
 
 def _at_fault(error: BaseException, imported: list[str]) -> str:
-    """The first package on the way that is not this one: what it lacks itself, the error says."""
+    """Return the first package in the chain that is not this one; its error names any package that it lacks."""
     theirs = next((name for name in imported if name not in ("", OWN)), "")
     return theirs or _package(getattr(error, "name", None)) or (imported[0] if imported else "")
 
@@ -71,7 +71,7 @@ def _package(module: str | None) -> str:
 
 
 def _imports(error: BaseException) -> Iterator[str]:
-    """Modules that were being imported when an exception was raised, from the outside in; "" for an unknown one."""
+    """Yield the modules that were being imported when an exception was raised, outermost first; "" if unknown."""
     traceback = error.__traceback__
     while traceback is not None:
         yield from _imported_by(traceback.tb_frame, traceback.tb_lasti)
@@ -79,37 +79,37 @@ def _imports(error: BaseException) -> Iterator[str]:
 
 
 def _imported_by(frame: FrameType, at: int) -> Iterator[str]:
-    """The module that a frame is the body of, and the one that it imports by its instruction `at`."""
+    """Yield the module of which a frame is the body, and the one that its instruction `at` imports."""
     code, known = frame.f_code, frame.f_globals
     if code.co_filename.startswith(_BOOTSTRAP) or code is importlib.import_module.__code__:
         yield str(frame.f_locals.get("name", ""))
     if code.co_name == "<module>" and known.get("__spec__") is not None and known.get("__name__") != "__main__":
         yield str(known["__name__"])
     if 0 <= at < len(code.co_code) and code.co_code[at] in _IMPORTS:
-        found = next((each for each in dis.get_instructions(code) if each.offset == at), None)
-        is_absolute = found is not None and found.opname == "IMPORT_NAME" and found.argval
-        yield str(found.argval) if is_absolute and found else str(known.get("__package__") or "")
+        instruction = next((each for each in dis.get_instructions(code) if each.offset == at), None)
+        is_absolute = instruction is not None and instruction.opname == "IMPORT_NAME" and instruction.argval
+        yield str(instruction.argval) if is_absolute and instruction else str(known.get("__package__") or "")
 
 
 def requirements(extra: str = "") -> dict[str, str]:
-    """What an extra of this library requires, or "" itself: distribution -> it with its bounds, "pillow<14,>=10.3"."""
+    """Return the requirements of an extra, or of "" itself: distribution -> requirement, "pillow<14,>=10.3"."""
     try:
         lines = requires(OWN) or []
-    except PackageNotFoundError:  # on sys.path, and not installed
+    except PackageNotFoundError:  # on sys.path, but not installed
         return {}
-    found = {}
+    required = {}
     for line in lines:
         wanted, _, marker = (part.strip() for part in line.partition(";"))
         of_extra = re.search(r"extra == ['\"]([^'\"]+)", marker)
         if (of_extra[1] if of_extra else "") == extra:
-            found[re.split(r"[<>=!~\[ ]", wanted)[0]] = wanted
-    return found
+            required[re.split(r"[<>=!~\[ ]", wanted)[0]] = wanted
+    return required
 
 
 def distribution_of(package: str) -> str | None:
-    """What pip calls a package that is imported by this name, "pillow" for "PIL"; None if pip installed none."""
-    found = _DISTRIBUTIONS.get(package) or next(iter(packages_distributions().get(package, ())), None)
-    return None if found is None else re.sub(r"[-_.]+", "-", found).lower()
+    """Return the pip name of a package, "pillow" for "PIL"; None if it was not installed with pip."""
+    name = _DISTRIBUTIONS.get(package) or next(iter(packages_distributions().get(package, ())), None)
+    return None if name is None else re.sub(r"[-_.]+", "-", name).lower()
 
 
 _DISTRIBUTIONS: Final = {"PIL": "pillow", "yaml": "pyyaml"}
@@ -117,18 +117,18 @@ _EXTRAS: Final = ("hf", "video")
 
 
 def is_installed(package: str) -> bool:
-    """Whether there is something to import by this name."""
+    """Whether a module of this name can be imported."""
     try:
         return find_spec(package) is not None
-    except (ImportError, ValueError, AttributeError):  # it is there, and no plain module
+    except (ImportError, ValueError, AttributeError):  # it exists, but is no plain module
         return True
 
 
 def way_out(package: str, error: BaseException | None = None) -> str:
-    """A command that gets a package which is missing, gets one again that is broken, or shows what is wrong with it.
+    """Return a command that installs a missing package, reinstalls a broken one, or shows what is wrong with it.
 
     Args:
-        error: what importing it raised.
+        error: the exception of its import.
     """
     if not package:
         return "`orchdata doctor` tries each package"
@@ -142,5 +142,5 @@ def way_out(package: str, error: BaseException | None = None) -> str:
         return f"pip install '{lacks}'"
     if distribution is None:
         return f'`python -c "import {package}"` shows what is wrong with it'
-    alone = "" if lacks else "--no-deps "  # a part that is missing may be another distribution's
+    alone = "" if lacks else "--no-deps "  # a missing module may belong to another distribution
     return f"pip install --force-reinstall {alone}'{wanted or distribution}'"

@@ -1,24 +1,24 @@
-"""Every error of our own, in one tree; arguments of the wrong kind are plain ValueError or TypeError.
+"""All errors of this library, in one tree; wrong arguments are plain ValueError or TypeError.
 
 OrchdataError
 ├── DataError          one sample cannot be used: shard, key, field, reason
-├── ShardError         a shard cannot be read at all (as a value it is a DataError with an empty key)
+├── ShardError         a shard cannot be read at all (stored as a value, it is a DataError with an empty key)
 │   └── StaleIndexError  a shard is not the one that was indexed
 ├── MissingIndexError  more than one rank, and no index to plan from
-│   └── DamagedIndexError  the file of the index is not what was written
-├── StorageError       bytes could not be read, or kept in the cache, now: a full disk, a lost mount; no fault of data
-├── PackageError       a package that is needed is missing or cannot be imported; an ImportError too; no fault of data
+│   └── DamagedIndexError  the index file was changed after it was written
+├── StorageError       bytes cannot be read, or stored in the cache, now: full disk, lost mount; says nothing about data
+├── PackageError       a required package is missing or broken; also an ImportError; says nothing about data
 ├── StateError         a state that belongs to another dataset, recipe or order
 ├── TooManyFailures    the failure budget of an ErrorPolicy is spent
-└── StepError          no rank can go on with a step of post_balance; a RuntimeError too
+└── StepError          no rank can continue with a step of post_balance; also a RuntimeError
 
-WireError, of what another rank sent, and LaunchError, of ranks that a command started, derive from OrchdataError too,
-and are in no public list: they lie in `ranks.wire` and `reference.launch`.
+WireError (about bytes from another rank) and LaunchError (about ranks that a command started) derive from OrchdataError
+too. They are not public: see `ranks.wire` and `reference.launch`.
 
-`FieldError` is the inner form of a DataError, raised where shard and key are not known;
-whoever knows them turns it into a DataError with `FieldError.at`.
+`FieldError` is the inner form of a DataError, raised where shard and key are not known; the caller that knows them
+turns it into a DataError with `FieldError.at`.
 
-Whoever makes any exception over data a failure of those data lets `NOT_DATA` through first.
+Code that turns arbitrary exceptions into data failures lets `NOT_DATA` through first.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from orchdata.native import jit
 
 
 class OrchdataError(Exception):
-    """Base of all errors of our own."""
+    """Base of all errors of this library."""
 
 
 class DataError(OrchdataError):
-    """One sample that cannot be used. Picklable, comparable by its four fields."""
+    """One sample that cannot be used. Pickles; compares by its four fields."""
 
     def __init__(self, shard: str, key: str, field: str, reason: str) -> None:
         super().__init__(shard, key, field, reason)
@@ -78,7 +78,7 @@ class MissingIndexError(OrchdataError):
 
 
 class DamagedIndexError(MissingIndexError):
-    """The file of the index is cut, altered, or of another format. A single process makes it again, with a warning.
+    """The index file is cut, altered, or of another format. A single process builds it again, with a warning.
 
     Attributes:
         path: the file.
@@ -99,13 +99,13 @@ class StaleIndexError(ShardError):
 
 
 class StorageError(OrchdataError):
-    """Bytes that could not be read, or written to the cache folder, now, however often it was tried.
+    """Bytes cannot be read, or written to the cache folder, now, even after retries.
 
-    Whether the data are good is not known: it is never counted as a failure of a sample, and never written to an index.
+    It is not known whether the data are good: never counted as a failure of a sample, never written to an index.
 
     Attributes:
-        url: the file it is about.
-        reason: what the system said, and of what.
+        url: the file.
+        reason: the system's message, and what it is about.
         errno: the system's number, or None.
     """
 
@@ -122,13 +122,13 @@ class StorageError(OrchdataError):
 class PackageError(OrchdataError, ImportError):
     """A package that reading, measuring or decoding needs is missing or broken.
 
-    It says nothing about the data: it is never counted as a failure of a sample, and never written to an index.
+    It says nothing about the data: never counted as a failure of a sample, never written to an index.
 
     Attributes:
-        package: as it is imported; "" where that is not known.
+        package: its import name; "" if unknown.
         reason: what the import raised.
         hint: what to do.
-        needed_by: what needs it; "" where that is not known.
+        needed_by: what needs it; "" if unknown.
     """
 
     def __init__(self, package: str, reason: str, hint: str, needed_by: str = "") -> None:
@@ -153,11 +153,11 @@ class TooManyFailures(OrchdataError):
 
 
 class StepError(OrchdataError, RuntimeError):
-    """No rank can go on with a step of post_balance.
+    """No rank can continue with a step of post_balance.
 
     Attributes:
-        step: that could not be made.
-        rank: of the group, where it is known which one caused it, else None.
+        step: the step that failed.
+        rank: rank in the group that caused it, or None if unknown.
     """
 
     def __init__(self, message: str, step: int, rank: int | None) -> None:
@@ -170,11 +170,11 @@ class StepError(OrchdataError, RuntimeError):
 
 
 NOT_DATA = (StorageError, StaleIndexError, DamagedIndexError, MemoryError, PackageError)
-"""What says nothing about the data it was met in."""
+"""Errors that say nothing about the data that was being read."""
 
 
 class FieldError(Exception):
-    """A field that cannot be used, before its shard and key are known. Never reaches the user."""
+    """A field that cannot be used, before its shard and key are known. Internal."""
 
     def __init__(self, field: str, reason: str) -> None:
         super().__init__(field, reason)
@@ -186,9 +186,9 @@ class FieldError(Exception):
 
 
 class DecodeError(Exception):
-    """Bytes that cannot be decoded as the recipe and the index say. Never reaches the user.
+    """Bytes that cannot be decoded as the recipe and the index say. Internal.
 
-    Whoever knows the field turns it into a FieldError with `at`.
+    The caller that knows the field turns it into a FieldError with `at`.
     """
 
     def __init__(self, reason: str) -> None:
@@ -196,28 +196,29 @@ class DecodeError(Exception):
         self.reason = reason
 
     def at(self, field: str) -> FieldError:
-        """Raises PackageError where it was raised from an import that failed."""
+        """Raises PackageError if this was raised from a failed import."""
         pass_broken_package(self)
         return FieldError(field, self.reason)
 
 
 FAILURES = (DataError, FieldError, DecodeError)
-"""Failures of data that have a reason already."""
+"""Failures of data, with a reason."""
 
-_TOLD_CHARACTERS = 400
+_MESSAGE_CHARACTERS = 400
 OF_THE_FILE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG})
-"""What the system says of a name, or of what lies there. Whatever else it says may pass."""
+"""System errors about a path or the file there. Any other system error may pass."""
 _OF_LIBAV = frozenset({errno.EMFILE, errno.ENFILE})
-"""What libav says of the system: its other numbers are words about the data."""
+"""Numbers that libav takes from the system: its other numbers are about the data."""
 _NO_THREAD = "can't start new thread"
 
 
 def pass_trouble(error: BaseException) -> None:
-    """Raise what says nothing about the data: for whoever makes any other exception a failure of theirs.
+    """Raise if an exception says nothing about the data; return if it may be a failure of the data.
 
-    Readers of data have bytes in memory, so that what the system refuses them (a module to load, a thread) is not the
-    data's doing: a StorageError. Lack of memory is a MemoryError. Nor is an import that failed, whatever it raised: a
-    PackageError. Nor is a warning that a filter turned into an exception.
+    Readers of data have the bytes in memory. So an error of the system (while loading a module, starting a thread) is
+    not
+    a failure of the data: it becomes a StorageError. Lack of memory becomes a MemoryError. A failed import becomes a
+    PackageError, with any exception. A warning that a filter turned into an exception passes unchanged.
     """
     if isinstance(error, (*NOT_DATA, Warning)) and not is_of_libav(error):
         raise error
@@ -226,12 +227,12 @@ def pass_trouble(error: BaseException) -> None:
         what = "a decoder" if error.filename is None else str(error.filename)
         raise StorageError(what, f"cannot be used: {error.strerror}", error.errno) from error
     if isinstance(error, RuntimeError) and str(error) == _NO_THREAD:
-        raise StorageError("a thread", "cannot be started: they are too many", errno.EAGAIN) from error
+        raise StorageError("a thread", "cannot be started: there are too many", errno.EAGAIN) from error
     pass_broken_package(error)
 
 
 def is_refusal(error: BaseException) -> TypeGuard[OSError]:
-    """Whether it is one of the system, which may be asked again.
+    """Whether this is an error of the system, which a retry may avoid.
 
     Decoders raise OSError for damaged data too: Pillow, pyarrow and gzip without a number, libav with one.
     """
@@ -243,26 +244,26 @@ def is_refusal(error: BaseException) -> TypeGuard[OSError]:
 
 
 def pass_broken_package(error: BaseException, needed_by: str = "", package: str = "") -> None:
-    """Raise a PackageError where an exception, or what it was raised from, is of an import.
+    """Raise a PackageError if an exception, or one of its causes, comes from an import.
 
     Args:
         needed_by: what needs the package.
-        package: which one it is; "" for what the exception tells.
+        package: its name; "" to take it from the exception.
     """
-    found = failed_import(error)
-    if found is None:
+    failed = failed_import(error)
+    if failed is None:
         return
-    if isinstance(found.cause, RecursionError):  # of whoever called, many levels deep
-        raise found.cause
-    pass_said_shortage(found.cause)
-    raise package_error(found.cause, needed_by, package or found.package) from error
+    if isinstance(failed.cause, RecursionError):  # the caller's, many levels deep
+        raise failed.cause
+    pass_said_shortage(failed.cause)
+    raise package_error(failed.cause, needed_by, package or failed.package) from error
 
 
 def package_error(error: BaseException, needed_by: str, package: str) -> PackageError:
-    """The error that an exception is, of a package that could not be imported."""
+    """Return the PackageError for an exception of an import."""
     if isinstance(error, PackageError):
         return error
-    said = " ".join(str(error).split())[:_TOLD_CHARACTERS]
+    said = " ".join(str(error).split())[:_MESSAGE_CHARACTERS]
     reason = f"{type(error).__name__}: {said}" if said else type(error).__name__
     return PackageError(package, reason, way_out(package, error), needed_by)
 
@@ -271,15 +272,15 @@ jit.broken = partial(package_error, needed_by="planning", package="numba")
 
 
 def broken_package(error: Exception) -> PackageError | None:
-    """What an exception is that importing this library raised: None unless another package is missing or broken."""
-    found = failed_import(error)
-    if found is None or found.package in ("", OWN):
+    """Return the error for a failed import of this library: None unless another package is missing or broken."""
+    failed = failed_import(error)
+    if failed is None or failed.package in ("", OWN):
         return None
-    return package_error(found.cause, OWN, found.package)
+    return package_error(failed.cause, OWN, failed.package)
 
 
 def one_line(error: BaseException) -> str:
-    """The message of an exception on one line, at most 200 characters; its class where it has no message."""
+    """The message of an exception on one line, at most 200 characters; its class name if it has no message."""
     text = " ".join(str(error).split())
     return text[:200] if text else type(error).__name__
 
@@ -291,13 +292,13 @@ def as_failure(
     *,
     before: Callable[[Exception], None] = pass_trouble,
 ) -> Iterator[None]:
-    """Turn an exception of the block into a failure of the data that it reads: `make("doing: message")`.
+    """Turn an exception of the block into a failure of the data: `make("doing: message")`.
 
-    Failures that the block makes itself pass, and so does what says nothing about the data.
+    Failures that the block raises itself pass unchanged, and so do errors that say nothing about the data.
 
     Args:
         make: the class of the failure, or a function of its reason.
-        doing: how the reason begins, as "damaged audio".
+        doing: start of the reason, for example "damaged audio".
         before: called first; it may raise something else.
     """
     try:
@@ -310,8 +311,7 @@ def as_failure(
 
 
 def as_field_error(error: Exception, doing: str, field: str = "*") -> FieldError:
-    """What an exception that nobody expected says of a sample, or a field of it, that could not be `doing` ("measured",
-    "decoded").
+    """Return the failure of a sample, or of a field, for an unexpected exception. `doing` is "measured" or "decoded".
 
     Raises as `pass_trouble`.
     """
@@ -323,7 +323,7 @@ def as_field_error(error: Exception, doing: str, field: str = "*") -> FieldError
 
 
 def reason_kind(reason: str) -> str:
-    """What reasons of one kind have in common: without quoted names and numbers (`UTF-8` and `MP3` are none)."""
+    """A reason without quoted names and numbers (`UTF-8` and `MP3` are no numbers), to group reasons of one kind."""
     return _NUMBER.sub("N", _QUOTED.sub("'...'", reason))
 
 

@@ -1,9 +1,9 @@
-"""The first calls of a process to Intel's vector math: made by one thread, before any two can make them together.
+"""The first calls of a process to Intel's vector math, done by one thread before several threads can do them together.
 
-torch hands cos, exp, log10, sqrt and their like to MKL, which settles at the first call of each which kernel it takes.
-Threads that make that call at the same moment may get one of a quarter of the digits instead: errors of 1e-4, in one
-result, and nothing said (pytorch/pytorch#188792; oneMKL 2024.2, which torch's wheels hold). A window or a kernel that
-is computed then and kept is wrong for as long as its process lives.
+torch passes cos, exp, log10, sqrt and the like to MKL, which chooses a kernel at the first call of each. Threads that
+make that call at the same moment may get a kernel with a quarter of the digits: errors of 1e-4, in one result, without
+a message (pytorch/pytorch#188792; oneMKL 2024.2, which is in torch's wheels). A window or kernel that is computed then
+and kept stays wrong until the process ends.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from typing import Final
 
-# Those that torch has vector math for, or that it makes of one that it has.
+# Functions for which torch has vector math, or which it builds on one of these.
 _FUNCTIONS: Final = (
     *("acos", "asin", "atan", "cos", "cosh", "erf", "erfc", "erfinv", "exp", "exp2", "expm1", "lgamma", "log"),
     *("log10", "log1p", "log2", "rsqrt", "sigmoid", "sin", "sinh", "sqrt", "tan", "tanh", "trunc"),
@@ -23,7 +23,7 @@ _is_settled = False
 
 
 def settle_first_calls() -> None:
-    """Make them, unless that was done in this process or the one that it was forked off. Takes some milliseconds."""
+    """Make these calls, once per process; a fork inherits the result. Takes some milliseconds."""
     global _is_settled
     if _is_settled:
         return

@@ -1,7 +1,7 @@
-"""Ctrl-C that comes where nobody would hear of it is kept for a moment later.
+"""Ctrl-C at a moment when the exception would be lost is delivered a moment later.
 
-Python raises KeyboardInterrupt in the main thread wherever it is; in a finalizer, or in what the interpreter calls
-around a fork, it is written to stderr and forgotten.
+Python raises KeyboardInterrupt in the main thread at any point. In a finalizer, or in the interpreter's own calls
+around a fork, the exception is only written to stderr.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from typing import Any
 _SOON_SECONDS = 0.02
 
 
-def interrupts_held() -> AbstractContextManager[None]:
-    """Ctrl-C in the block counts behind it: for what must not be interrupted, and takes a moment."""
+def interrupts_deferred() -> AbstractContextManager[None]:
+    """Deliver a Ctrl-C of the block after it: for short code that must not be interrupted."""
     return _then(lambda previous, came: previous(*came))
 
 
 def interrupts_later() -> AbstractContextManager[None]:
-    """The same in a finalizer, out of which nothing can be raised: it counts as soon as that is over."""
+    """The same for a finalizer, which cannot raise: the Ctrl-C is delivered as soon as the finalizer has ended."""
     return _then(_again_soon)
 
 
 def _again_soon(*_: object) -> None:
-    """A signal, as Ctrl-C is: what the main thread waits for by then ends."""
+    """Send SIGINT again as a signal, so that it also ends a wait of the main thread."""
     later = threading.Timer(_SOON_SECONDS, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
     later.daemon = True
     later.start()
 
 
 @contextmanager
-def _then(heard: Callable[[Callable[..., Any], tuple[Any, ...]], None]) -> Iterator[None]:
-    """Behind the block, where Ctrl-C came in it: `heard(what would have been called, with what)`.
+def _then(deliver: Callable[[Callable[..., Any], tuple[Any, ...]], None]) -> Iterator[None]:
+    """Call `deliver(previous handler, its arguments)` after the block if Ctrl-C came during it.
 
-    Nothing is held where nobody of Python's own would hear of it: in another thread, where it is ignored or left to
-    the system, and in a subinterpreter.
+    Does nothing where no Python handler would run: in another thread, where SIGINT is ignored or left to the system,
+    and in a subinterpreter.
     """
     came: list[tuple[Any, ...]] = []
     previous = signal.getsignal(signal.SIGINT)
@@ -54,4 +54,4 @@ def _then(heard: Callable[[Callable[..., Any], tuple[Any, ...]], None]) -> Itera
     finally:
         signal.signal(signal.SIGINT, previous)
         if came:
-            heard(previous, came[0])
+            deliver(previous, came[0])

@@ -1,4 +1,4 @@
-"""Limits that hold while reading: what may be larger is an error, never an out-of-memory kill."""
+"""Limits that apply while reading: larger data are an error, never an out-of-memory kill."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from functools import lru_cache
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """Upper limits on what one shard or sample may hold. They are part of the recipe's fingerprint.
+    """Upper limits on the size of one shard or sample. They are part of the recipe's fingerprint.
 
     Attributes:
-        member_bytes: one member of a shard, as stored; of a sparse one, as read.
+        member_bytes: one member of a shard, as stored; a sparse one, as read.
         sample_bytes: all members of one sample together.
         sample_parts: images and clips of one sample, items of one list, turns of one chat.
-        sample_tokens: LLM tokens of one sample, those of images and audio included; of what `TextPreprocessor.overflow`
-            leaves of it.
-        sample_decoded_bytes: memory that decoding the media of one sample takes: patches, audio features, the decoded
-            waves, and the pixels of the largest image.
+        sample_tokens: LLM tokens of one sample, including those of images and audio, after
+            `TextPreprocessor.overflow`.
+        sample_decoded_bytes: memory for decoding the media of one sample: patches, audio features, decoded waves, and
+            the pixels of the largest image.
         shard_rows: members of one tar, rows or fields of one Parquet file.
-        column_bytes: one column of a Parquet row group, decoded; more only within `decompression_ratio` of the file. Of
-            an Arrow file, one column of the rows that are read together, which is one row at least.
-        decompressed_bytes: a .tar.gz or .tar.zst once decompressed.
+        column_bytes: one column of a Parquet row group, decoded; more only within `decompression_ratio` of the file. In
+            an Arrow file, one column of the rows that are read together (at least one row).
+        decompressed_bytes: a .tar.gz or .tar.zst, decompressed.
         decompression_ratio: decompressed to compressed size, beyond the first MiB (`column_bytes` of a Parquet column);
-            what a sparse member reads as to what is stored of it; memory of the index to bytes of a Parquet file.
+            size of a sparse member as read to its stored size; memory of the index to bytes of a Parquet file.
         key_bytes: a sample's key, or the name of a field, as UTF-8.
         image_pixels: width times height of an image, or of a video's pictures, before any resizing.
         audio_seconds: length of one clip, or video.
-        text_bytes: one text or JSON member, after decompression; also all of one sample together. Values of one cell of
-            lists and structs, nulls included, are as many at most.
+        text_bytes: one text or JSON member, after decompression; also all text of one sample together. It also limits
+            the number of values in one cell of lists and structs, nulls included.
     """
 
     member_bytes: int = 1 << 30
@@ -54,17 +54,17 @@ class Limits:
 
     @property
     def short_name(self) -> int:
-        """Characters up to which no name is refused, whatever they are."""
+        """Any name of at most this many characters is within the limit."""
         return self.key_bytes // 4
 
     def name_error(self, what: str, name: str) -> str | None:
-        """Why a name is refused, or None."""
+        """Return why a name is too long, or None."""
         if len(name) <= self.short_name or (size := len(name.encode())) <= self.key_bytes:
             return None
         return f"a {what} of {size} bytes, above Limits.key_bytes={self.key_bytes}"
 
     def size_error(self, size: int, *, is_text: bool) -> str | None:
-        """Why a member of this size is refused, or None."""
+        """Return why a member of this size is too large, or None."""
         if size > self.member_bytes:
             return f"{size} bytes, above Limits.member_bytes={self.member_bytes}"
         if is_text and size > self.text_bytes:
@@ -73,12 +73,12 @@ class Limits:
 
 
 def shortened(name: str) -> str:
-    """A name that is above the limit, to be shown."""
+    """Return the start of a name that is above the limit, for a message."""
     return name[:64] + "..."
 
 
 @lru_cache(maxsize=64)
 def limits_fingerprint(limits: Limits) -> str:
-    """The limits that facts depend on, in a form to compare."""
+    """Return a hash of the limits that facts depend on."""
     values = {name: float(getattr(limits, name)) for name in Limits.__dataclass_fields__}
     return hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=8).hexdigest()

@@ -1,7 +1,7 @@
 """One lock for each object that must not be used by two threads at once, such as a tokenizer.
 
-The lock belongs to the object and not to whoever holds it: two recipes with the same tokenizer take turns, and a recipe
-stays a frozen value that pickles.
+The lock belongs to the object and not to its owner: two recipes with the same tokenizer take turns, and a recipe stays
+a frozen value that pickles.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 
 class Turn:
-    """A lock that one thread at a time holds in a block. Who waits for it waits in here, which `slow` looks for."""
+    """A lock for one thread at a time. Waiting threads wait in this module, which `slow` looks for."""
 
     __slots__ = ("_lock",)
 
@@ -34,49 +34,47 @@ _making = threading.Lock()
 
 
 def lock_of(used: Any) -> Turn:
-    """The lock of an object; a bound method's is that of the object behind it, a partial function's of its function.
+    """Return the lock of an object: for a bound method that of its object, for a partial function that of its function.
 
-    The thread that holds it may take it again.
+    The thread that has it may take it again.
     """
-    behind = _behind(used)
-    found = _locks.get(id(behind))
-    return found[0] if found is not None else _make(behind)
+    target = _target(used)
+    entry = _locks.get(id(target))
+    return entry[0] if entry is not None else _make(target)
 
 
-def _behind(used: Any) -> Any:
+def _target(used: Any) -> Any:
     while isinstance(used, partial):
         used = used.func
-    owner = getattr(used, "__self__", None)
-    return (
-        used if owner is None or isinstance(owner, ModuleType) else owner
-    )  # a built-in function's owner is its module
+    owner = getattr(used, "__self__", None)  # a built-in function's is its module
+    return used if owner is None or isinstance(owner, ModuleType) else owner
 
 
-def _make(behind: Any) -> Turn:
+def _make(target: Any) -> Turn:
     with _making:
-        if id(behind) not in _locks:
-            held: object
+        if id(target) not in _locks:
+            reference: object
             try:
-                # Its id may be another's once it is gone.
-                held = weakref.ref(behind, partial(_forget, id(behind)))
+                # Another object may get its id once it is gone.
+                reference = weakref.ref(target, partial(_forget, id(target)))
             except TypeError:
-                held = behind  # kept for ever, as an object without weak references cannot say when it is gone
-            _locks[id(behind)] = (Turn(), held)
-        return _locks[id(behind)][0]
+                reference = target  # kept for ever: an object without weak references cannot say when it is gone
+            _locks[id(target)] = (Turn(), reference)
+        return _locks[id(target)][0]
 
 
 def _forget(identity: int, reference: object) -> None:
-    found = _locks.get(identity)
-    if found is not None and found[1] is reference:
+    entry = _locks.get(identity)
+    if entry is not None and entry[1] is reference:
         del _locks[identity]
 
 
-def _begin_anew() -> None:
-    """In a forked child, nobody is left to release what other threads of the parent held."""
+def _reset() -> None:
+    """In a forked child, drop the locks: those of the parent's other threads would never be released."""
     global _making
     _making = threading.Lock()
     _locks.clear()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_begin_anew)
+    os.register_at_fork(after_in_child=_reset)

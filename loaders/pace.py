@@ -1,8 +1,8 @@
-"""As many threads at work as go fastest together.
+"""Keeps as many threads at work as are fastest together.
 
-Threads that wait for storage should be many. Where storage is fast (the page cache) the same threads hinder one
-another: each of their short system calls hands the interpreter's lock over, and two take twice the time of one. Which
-it is shows in how much gets done, so that is what is looked at, while it is done.
+Many threads help when they wait for storage. Where storage is fast (the page cache), they slow one another down: each
+short system call hands over the interpreter's lock, and two calls take twice the time of one. The throughput shows
+which is the case, so it is measured during the work.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
-_WINDOW_SECONDS: Final = 0.15  # A rate is that of so long,
-_WINDOW_JOBS: Final = 4  # ... and of so many jobs of each thread.
-_GAIN: Final = 1.1  # More threads must be faster by so much; fewer need only be as fast.
-_REST_SECONDS: Final = 15.0  # After neither more nor fewer were faster; storage may change meanwhile.
-_SHORT_SECONDS: Final = 1.0  # Whoever takes longer waits, or has large jobs: he is not counted.
+_WINDOW_SECONDS: Final = 0.15  # A rate is measured over at least this time,
+_WINDOW_JOBS: Final = 4  # ... and over at least this number of jobs per thread.
+_GAIN: Final = 1.1  # More threads must be faster by this factor; fewer need only be as fast.
+_REST_SECONDS: Final = 15.0  # Pause after neither more nor fewer were faster; storage may change meanwhile.
+_SHORT_SECONDS: Final = 1.0  # A thread that takes longer waits, or has large jobs: it is not counted.
 
 
 class Pace:
-    """Finds by trial how many of `most` threads get most done: it halves or doubles them while that is faster.
+    """Finds by trial how many of `most` threads are fastest: it halves or doubles them while that helps.
 
     Attributes:
-        at_work: how many may be at work now.
+        at_work: how many threads may work now.
     """
 
     def __init__(self, most: int, now: float) -> None:
@@ -37,7 +37,7 @@ class Pace:
         self._open(now)
 
     def done(self, amount: float, now: float) -> None:
-        """A job of so much is done; times in seconds."""
+        """Record a job: its amount of work, and the time in seconds."""
         if self._settling:  # jobs that began before the last change
             self._settling -= 1
             if not self._settling:
@@ -66,15 +66,15 @@ class Pace:
             self._turn_around(now)
 
     def _try_next(self, now: float) -> None:
-        """Half as many as are best, or twice as many."""
+        """Try half the best number, or twice the best."""
         tried = max(1, self._best // 2) if self._downwards else min(self._most, 2 * self._best)
-        if tried == self._best:  # there are no fewer, or no more
+        if tried == self._best:  # the minimum or maximum is reached
             self._turn_around(now)
         else:
             self._change(tried)
 
     def _turn_around(self, now: float) -> None:
-        """Fewer were tried, and more are next, or the other way about; then rest."""
+        """Try the other direction next: more after fewer, fewer after more; then rest."""
         self._rest_until = now if self._downwards and self._best < self._most else now + _REST_SECONDS
         self._downwards = not self._downwards
 
@@ -84,10 +84,10 @@ class Pace:
 
 
 class Turns:
-    """Lets as many threads into its block at once as `Pace` says; those inside for long are not counted.
+    """Limits the threads in its block to the number that `Pace` gives; long turns are not counted.
 
     Attributes:
-        ended: nobody is to begin anything any more.
+        ended: no thread may begin anything any more.
     """
 
     def __init__(self, most: int) -> None:
@@ -99,7 +99,7 @@ class Turns:
 
     @contextmanager
     def turn(self) -> Iterator[Callable[[float], None]]:
-        """Wait until it is this thread's turn; tell what is given how much was done."""
+        """Wait for this thread's turn; call the yielded function with the amount of work done."""
         self._enter()
         amounts: list[float] = []
         try:
@@ -113,7 +113,7 @@ class Turns:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Wait until no thread has a turn, and let none begin one meanwhile."""
+        """Wait until no thread has a turn, and let none begin one during the block."""
         with self._changed:
             while self._is_alone and not self.ended:
                 self._changed.wait()
@@ -141,7 +141,7 @@ class Turns:
             self._begun[threading.get_ident()] = time.monotonic()
 
     def end(self) -> None:
-        """Let nobody wait any longer."""
+        """End all waits."""
         with self._changed:
             self.ended = True
             self._changed.notify_all()

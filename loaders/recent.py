@@ -1,4 +1,4 @@
-"""Values that were made last, kept while there is room: what is made again and again of one thing."""
+"""A cache of the most recently used values."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ Value = TypeVar("Value")
 
 
 class Recent(Generic[Value]):
-    """Values by name, shared by threads; the least recently used are let go. It makes each value in one thread only.
+    """Values by name, shared by threads; the least recently used are dropped. Each value is created in one thread only.
 
     Args:
-        room: bytes that the values kept may take together. One that takes more is not kept.
+        room: bytes that all cached values may take. A larger value is not cached.
     """
 
     def __init__(self, room: int) -> None:
         self._room = room
         self._lock = threading.Lock()
-        self._held: OrderedDict[Hashable, tuple[Value, int]] = OrderedDict()
+        self._entries: OrderedDict[Hashable, tuple[Value, int]] = OrderedDict()
         self._making: dict[Hashable, threading.Lock] = {}
 
     def get(self, name: Hashable) -> Value | None:
-        """The value, if it is kept."""
+        """Return the value if it is cached."""
         with self._lock:
-            found = self._held.get(name)
-            if found is None:
+            entry = self._entries.get(name)
+            if entry is None:
                 return None
-            self._held.move_to_end(name)
-            return found[0]
+            self._entries.move_to_end(name)
+            return entry[0]
 
     def made(self, name: Hashable, make: Callable[[], tuple[Value, int]]) -> Value:
-        """The value; where it is not kept, `make` gives it and its bytes. What that raises passes."""
+        """Return the value; if it is not cached, `make` returns it with its size. Exceptions of `make` pass."""
         with self._lock:
             making = self._making.setdefault(name, threading.Lock())
         with making:
-            if (found := self.get(name)) is not None:
-                return found
+            if (cached := self.get(name)) is not None:
+                return cached
             try:
                 value, size = make()
                 self._keep(name, value, size)
@@ -51,8 +51,8 @@ class Recent(Generic[Value]):
         with self._lock:
             if size > self._room:
                 return
-            self._held[name] = value, size
-            taken = sum(each for _, each in self._held.values())
+            self._entries[name] = value, size
+            taken = sum(each for _, each in self._entries.values())
             while taken > self._room:
-                _, (_, let_go) = self._held.popitem(last=False)
-                taken -= let_go
+                _, (_, dropped) = self._entries.popitem(last=False)
+                taken -= dropped

@@ -35,7 +35,7 @@ __all__ = [
 # Part of every fingerprint: raise it when the same recipe starts to give other counts or values.
 _RULES_VERSION: Final = 2
 _NAME: Final = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
-# What batches, samples and phases call something else.
+# Names with another meaning in batches, samples and phases.
 _TAKEN: Final = frozenset(("text", "llm", "limits", "keep", "step"))
 _LONGEST_NAME: Final = 256
 _NUMBER: Final = re.compile(r"^\d+\.|\.\d+$")
@@ -49,22 +49,20 @@ class Recipe:
 
     Args:
         text: tokens, templates and placeholders.
-        image, audio: None leaves that modality's members alone: they are ignored, and a placeholder for one is an
-            error of the sample.
-        video: an `od.VideoPreprocessor`; None leaves video files alone, and GIFs are images.
-        limits: what may be larger is an error.
-        keep: fields whose bytes a collate_fn of your own gets with each sample, in `Sample.fields`: suffixes ("cls") or
-            whole names ("meta.json"), numbers apart.
+        image, audio: None ignores that modality's members; a placeholder for one is an error of the sample.
+        video: an `od.VideoPreprocessor`; None ignores video files, and GIFs are images.
+        limits: upper limits on sizes; larger data are an error.
+        keep: fields that a collate_fn of your own gets as bytes with each sample, in `Sample.fields`: suffixes ("cls")
+            or whole names ("meta.json"), without numbers.
         modalities: more of them, by name.
 
     Attributes:
-        modalities: name -> Modality, in order; `recipe.points` and the like read it, `recipe.image`, `recipe.audio` and
-            `recipe.video` are None where there is none.
+        modalities: name -> Modality, in order. `recipe.points` and the like read it; `recipe.image`, `recipe.audio` and
+            `recipe.video` are None if there is none.
 
     Raises:
-        TypeError: what is no modality.
-        ValueError: a name that means something else, or two modalities that claim the same field, mark, type of item or
-            input of a model.
+        TypeError: a value is no modality.
+        ValueError: a name is taken, or two modalities claim the same field, mark, type of item or input of a model.
     """
 
     text: TextPreprocessor
@@ -87,7 +85,7 @@ class Recipe:
         given = {"image": image, "audio": audio, **{name: modalities[name] for name in sorted(modalities)}}
         for name, value in given.items():
             if name in _TAKEN or not _NAME.fullmatch(name):
-                raise ValueError(f"a modality cannot be called {name!r}: use a lower-case word that means nothing else")
+                raise ValueError(f"a modality cannot be called {name!r}: use a lower-case word without another meaning")
             others = tuple(kind for other, kind in BUILTINS.items() if name in BUILTINS and other != name)
             if value is not None and (not isinstance(value, Modality) or isinstance(value, others)):
                 wanted = BUILTINS[name].__name__ if name in BUILTINS else "an od.Modality"
@@ -95,9 +93,9 @@ class Recipe:
         for name in modalities.keys() - BUILTINS.keys():
             if modalities[name] is None:
                 raise TypeError(f"the recipe has no {name!r} to leave out; only {', '.join(BUILTINS)} may be None")
-        for name, held, kind in (("text", text, TextPreprocessor), ("limits", limits, Limits)):
-            if not isinstance(held, kind):
-                raise TypeError(f"Recipe.{name} must be {kind.__name__}, got {type(held).__name__}")
+        for name, part, kind in (("text", text, TextPreprocessor), ("limits", limits, Limits)):
+            if not isinstance(part, kind):
+                raise TypeError(f"Recipe.{name} must be {kind.__name__}, got {type(part).__name__}")
         if isinstance(keep, str) or not all(isinstance(name, str) for name in keep):
             raise ValueError(f"Recipe.keep must be a tuple of names, got {keep!r}")
         vars(self).update(
@@ -108,7 +106,7 @@ class Recipe:
         )
         for name, modality in self.modalities.items():
             check_words(name, modality)
-        _ = self._claims, self.rules  # refuse what contradicts itself
+        _ = self._claims, self.rules  # raise on contradictions
         check_arrays(self.modalities)
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -116,17 +114,17 @@ class Recipe:
 
     @property
     def image(self) -> Any:
-        """How images are prepared; None where they are left alone."""
+        """How images are prepared; None if they are ignored."""
         return self.modalities.get("image")
 
     @property
     def audio(self) -> Any:
-        """How audio is prepared; None where it is left alone."""
+        """How audio is prepared; None if it is ignored."""
         return self.modalities.get("audio")
 
     @property
     def video(self) -> Any:
-        """How videos are prepared; None where they are left alone."""
+        """How videos are prepared; None if they are ignored."""
         return self.modalities.get("video")
 
     def __getattr__(self, name: str) -> Modality:
@@ -140,17 +138,17 @@ class Recipe:
 
     @property
     def __dataclass_fields__(self) -> dict[str, Field[Any]]:
-        """What `dataclasses.replace(recipe, limits=...)` and `asdict` copy: own modalities too."""
+        """Fields that `dataclasses.replace(recipe, limits=...)` and `asdict` copy, including the modalities."""
         names = ("text", "limits", "keep", *self._given)
         fields: dict[str, Field[Any]] = vars(make_dataclass("Recipe", names))["__dataclass_fields__"]
         return fields
 
     def __repr__(self) -> str:
-        held = {"text": self.text, "limits": self.limits, "keep": self.keep, **self._given}
-        return f"Recipe({', '.join(f'{name}={value!r}' for name, value in held.items())})"
+        parts = {"text": self.text, "limits": self.limits, "keep": self.keep, **self._given}
+        return f"Recipe({', '.join(f'{name}={value!r}' for name, value in parts.items())})"
 
     def __eq__(self, other: object) -> bool:
-        """By what it describes: parameters may be of any type."""
+        """Compare `describe()`: parameters may be of any type."""
         if self is other:
             return True
         return type(self) is type(other) and self.text == other.text and self.describe() == other.describe()
@@ -167,22 +165,22 @@ class Recipe:
 
     @cached_property
     def uses(self) -> dict[Any, Any]:
-        """What `samples.members` has found of samples alike under this recipe."""
+        """Cache of `samples.members`, for samples with the same fields."""
         return {}
 
     @cached_property
     def kinds(self) -> tuple[str, ...]:
-        """Names by the codes of members and parts under this recipe, text first."""
+        """Kind codes of members and parts -> names under this recipe, text first."""
         return ("text", *self.modalities)
 
     @cached_property
     def num_facts(self) -> int:
-        """Numbers of the longest header."""
+        """Length of the longest header."""
         return max((modality.num_facts for modality in self.modalities.values()), default=0)
 
     @cached_property
     def num_extents(self) -> int:
-        """Numbers of the longest extent."""
+        """Length of the longest extent."""
         return max((modality.num_extents for modality in self.modalities.values()), default=0)
 
     @cached_property
@@ -191,18 +189,18 @@ class Recipe:
         return {name: modality.row_bytes() for name, modality in self.modalities.items()}
 
     def modality(self, kind: int) -> Modality | None:
-        """The modality of a kind; None for text and what is none."""
+        """The modality of a kind; None for text and for no modality."""
         return self.modalities[self.kinds[kind]] if TEXT < kind < len(self.kinds) else None
 
     def kind_of(self, field: str, kind: int) -> int:
-        """What a member is under this recipe: a code, UNUSED or OTHER.
+        """Return the kind of a member under this recipe: a code, UNUSED or OTHER.
 
         Args:
             field: its name.
-            kind: in the facts.
+            kind: its kind in the facts.
         """
         outer, inner = outer_of(field)
-        if inner in self.inside(outer):
+        if inner in self.embedded_modalities(outer):
             return self.kinds.index(inner)
         claimed = next((self._claims[name] for name in names_of(field) if name in self._claims), None)
         if claimed is not None:
@@ -210,34 +208,34 @@ class Recipe:
         if kind == OTHER:
             return OTHER
         name = KINDS[kind]
-        theirs = name == "text" or (name in self.modalities and self.modalities[name].fields == BUILTINS[name].fields)
-        return self.kinds.index(name) if theirs else UNUSED
+        is_ours = name == "text" or (name in self.modalities and self.modalities[name].fields == BUILTINS[name].fields)
+        return self.kinds.index(name) if is_ours else UNUSED
 
-    def inside(self, field: str) -> tuple[str, ...]:
-        """The modalities that may have a part inside of a member of another."""
-        asked = [name for name, modality in self.modalities.items() if modality.inside]
-        return tuple(name for name in asked if not set(names_of(field)).isdisjoint(self.modalities[name].inside))
+    def embedded_modalities(self, field: str) -> tuple[str, ...]:
+        """Return the modalities that may have a part inside a member of another modality."""
+        hosts = {name: modality.embedded_in for name, modality in self.modalities.items() if modality.embedded_in}
+        return tuple(name for name, fields in hosts.items() if not set(names_of(field)).isdisjoint(fields))
 
     def asks_for(self, field: str) -> bool:
         """Whether a member is claimed by name, or kept."""
         return self.keeps(field) or any(name in self._claims for name in names_of(field))
 
     def keeps(self, field: str) -> bool:
-        """Whether a member's bytes go with the sample."""
+        """Whether a member's bytes are kept in the sample."""
         names = (*names_of(field), *names_of(field.removesuffix(".gz")))
         return any(name in self.keep for name in names)
 
     @cached_property
     def _claims(self) -> dict[str, str]:
-        """Field -> the modality that asks for it; what the facts tell by themselves is not here."""
+        """Field -> the modality that claims it by name, without the built-in kinds, which facts contain already."""
         claims: dict[str, str] = {}
-        told = {
+        known = {
             modality.fields: name
             for name, modality in self.modalities.items()
             if name in BUILTINS and modality.fields == BUILTINS[name].fields
         }
         for name, modality in self.modalities.items():
-            other = told.get(modality.fields)
+            other = known.get(modality.fields)
             if other == name:
                 continue
             if other is not None:
@@ -253,7 +251,7 @@ class Recipe:
 
     @cached_property
     def slots(self) -> dict[str, Slot]:
-        """What stands in text for a part of each modality, and of the built-in ones that are left out."""
+        """The slot of each modality in text, including built-in ones that are left out."""
         slots = {name: modality.slot for name, modality in self.modalities.items()}
         for name in BUILTINS:
             if name in slots and slots[name] != Slot():
@@ -264,15 +262,15 @@ class Recipe:
 
     @cached_property
     def mark_tokens(self) -> dict[str, int]:
-        """Modality -> the token that its mark is, where a fast tokenizer has one for it."""
+        """Modality -> token of its mark, if a fast tokenizer has one for it."""
         slots = {name: self.slots[name] for name, modality in self.modalities.items() if modality.places}
         marks = {name: slot for name, slot in slots.items() if self.text.whole and slot.mark}
         return {name: slot.token_id for name, slot in marks.items() if self.text.token_id(slot.mark) == slot.token_id}
 
     @cached_property
     def rules(self) -> Rules:
-        """How conversations are read, and which words stand for media: of the built-in ones too where they are left
-        out, so that they are missed and not taken for text.
+        """How conversations are read, and which words stand for media. Words of built-in modalities that are left out
+        count too, so that a missing medium is noticed and its word is not taken for text.
         """
         names = dict.fromkeys((*BUILTINS, *self.modalities))
         words = {name: (self.modalities.get(name) or BUILTINS[name]).words for name in names}
@@ -282,12 +280,12 @@ class Recipe:
             if mark and marks.setdefault(mark, name) != name:
                 raise ValueError(f"the marks of {marks[mark]} and {name} are both {mark!r}")
         slots = {name: self._placeholder(name) or mark for mark, name in marks.items()}
-        if self.text.whole:  # texts are written for any model: "<image>" too, where this one's mark is another
+        if self.text.whole:  # texts are written for any model: accept "<image>" if this model's mark differs
             for name in slots:
                 marks.setdefault(f"<{name}>", name)
         items = {word: name for name in BUILTINS for word in (name, *words[name])}
         claimed: dict[str, str] = {}
-        for name in self.modalities:  # a word of one that is left out may be another's
+        for name in self.modalities:  # may claim a word of a built-in one that is left out
             for word in (name, *words[name]):
                 if claimed.setdefault(word, name) != name:
                     raise ValueError(f"{claimed[word]} and {name} both claim items of type {word!r}")
@@ -299,10 +297,10 @@ class Recipe:
         return self.modalities[name].placeholder if name in self.modalities else ""
 
     def describe(self) -> dict[str, Any]:
-        """All that costs and values depend on, JSON-safe: compare two to name what differs.
+        """Return all that costs and values depend on, JSON-safe; compare two of these to name a difference.
 
         Raises:
-            TypeError: a modality whose fields have no JSON form.
+            TypeError: a field of a modality has no JSON form.
         """
         described = {
             "rules_version": _RULES_VERSION,
@@ -313,7 +311,7 @@ class Recipe:
         return described | ({"keep": list(self.keep)} if self.keep else {})
 
     def fingerprint(self) -> str:
-        """A hex string, equal for equal recipes in every process and on every machine."""
+        """Return a hex string, the same for equal recipes in every process and on every machine."""
         text = json.dumps(self.describe(), sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -323,7 +321,7 @@ def _make(kind: type[Recipe], given: dict[str, Any]) -> Recipe:
 
 
 def _described(name: str, modality: Modality | None) -> dict[str, Any] | None:
-    """A built-in modality by its parameters, any other by its class too."""
+    """Describe a built-in modality by its parameters, any other by its class too."""
     if modality is None:
         return None
     return modality.parameters() if type(modality) is BUILTINS.get(name) else modality.describe()
@@ -334,10 +332,10 @@ def plain_fields(limits: Limits) -> dict[str, Any]:
 
 
 def names_of(field: str) -> Iterator[str]:
-    """What a field may be asked for as, the longest first: "0.depth.png" is "depth.png" and "png" too, and the item
-    "cloud.3" of a Parquet list "cloud".
+    """Yield the names that may claim a field, the longest first: "0.depth.png" gives "depth.png" and "png" too, and the
+    item "cloud.3" of a Parquet list gives "cloud".
     """
-    name = field.lower()[-_LONGEST_NAME:]  # names may be a MiB long, and have as many dots
+    name = field.lower()[-_LONGEST_NAME:]  # a name may be a MiB long, with as many dots
     while name:
         yield name
         stripped = _NUMBER.sub("", name, count=1)

@@ -1,5 +1,5 @@
-"""What a recipe needs of the Python environment, loaded before the first sample: what is missing or broken is one error
-that names it, and never a sample's failure.
+"""Loads the Python packages that a recipe needs, before the first sample. A missing or broken package is one error that
+names it, and never a sample's failure.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _DEPTH: Final = 1_000
 
 
 def load_required(recipe: Recipe) -> None:
-    """Import all that reading, measuring and decoding under a recipe need, in this process. Cheap where that was done.
+    """Import everything that a recipe needs for reading, measuring and decoding. Repeated calls are cheap.
 
     Raises:
-        ValueError: this process allows less recursion than Python does by default: nested JSON would look damaged.
-        PackageError: something cannot be imported, or set up with what was imported, whatever that raises.
-        StorageError: the system refuses it now (no file descriptors left), after some tries.
-        TypeError: `required_modules` of a modality gives no tuple of names.
+        ValueError: the recursion limit is below Python's default: nested JSON would look damaged.
+        PackageError: an import failed, or a set-up with an imported package, with any exception.
+        StorageError: the system cannot do it now (no file descriptors left), even after retries.
+        TypeError: `required_modules` of a modality does not return a tuple of names.
     """
     if (depth := sys.getrecursionlimit()) < _DEPTH:
         raise ValueError(f"sys.getrecursionlimit() is {depth}, below Python's default: sys.setrecursionlimit({_DEPTH})")
@@ -46,31 +46,31 @@ def load_required(recipe: Recipe) -> None:
 
 
 def load_for_scanning(recipe: Recipe) -> None:
-    """`load_required`, and what reads the headers of media that the recipe leaves out: facts of shards have these too.
-    What is broken there is an error where such a header is met.
+    """`load_required`, and also the readers of headers of media that the recipe leaves out: facts of shards contain
+    these too. A broken one of these is an error only when such a header is met.
     """
     load_required(recipe)
     load_built_in()
 
 
 def load_built_in() -> None:
-    """Import what reads images and audio, as far as it can be imported. Raises StorageError."""
+    """Import the readers of images and audio, as far as that succeeds. Raises StorageError."""
     for name, kind in BUILTINS.items():
         with contextlib.suppress(PackageError):
             _load(kind(), name)
 
 
-def _load(held: TextPreprocessor | Modality, needed_by: str) -> None:
-    modules = held.required_modules()
+def _load(user: TextPreprocessor | Modality, needed_by: str) -> None:
+    modules = user.required_modules()
     if not isinstance(modules, tuple | list) or not all(isinstance(name, str) for name in modules):
-        raise TypeError(f"{type(held).__name__}.required_modules() must give a tuple of names, got {modules!r}")
+        raise TypeError(f"{type(user).__name__}.required_modules() must return a tuple of names, got {modules!r}")
     for module in modules:
         _call(partial(import_module, module), needed_by, module.partition(".")[0])
-    _call(held.set_up_process, needed_by, modules[0].partition(".")[0] if modules else "")
+    _call(user.set_up_process, needed_by, modules[0].partition(".")[0] if modules else "")
 
 
 def _call(call: Callable[[], object], needed_by: str, package: str) -> None:
-    """Call it, again while the system refuses it; whatever else it raises is the package's, where one is known."""
+    """Call it, with retries for errors of the system; any other exception is the package's, if one is known."""
 
     def attempt() -> None:
         try:
@@ -82,7 +82,7 @@ def _call(call: Callable[[], object], needed_by: str, package: str) -> None:
                 raise
             known = package if package != OWN else ""
             pass_broken_package(error, needed_by, known)
-            if not package:  # a user's own `set_up_process` says itself what is wrong
+            if not package:  # a user's own `set_up_process`: its exception says what is wrong
                 raise
             raise package_error(error, needed_by, known) from error
 

@@ -1,9 +1,9 @@
-"""Sound at another rate, by windowed sinc interpolation.
+"""Resampling of sound, by windowed sinc interpolation.
 
-    wave --pieces, each with what the filter sees on both sides--> torchaudio, or the same here --> wave at the new rate
+    wave --pieces, each with the filter's context on both sides--> torchaudio or SincResampler --> wave at the new rate
 
-torchaudio's wheels hold libraries that fit one torch and one CUDA, so that importing it may fail beside a torch that
-does all else. Nothing here needs them: where it cannot be imported, `SincResampler` takes its place, which is its
+torchaudio's wheels contain libraries for one torch and one CUDA, so importing it may fail with a torch that otherwise
+works. These libraries are not needed here: if the import fails, `SincResampler` is used. It repeats torchaudio's
 `transforms.Resample` with default arguments, operation by operation, and gives the same values to the bit.
 """
 
@@ -27,26 +27,26 @@ if TYPE_CHECKING:
 
 Wave = NDArray[np.float32]
 
-# The filter: zero crossings to each side, and where it begins to cut, as a share of the lower rate's band.
+# The filter: zero crossings on each side, and its cutoff as a share of the lower rate's band.
 _CROSSINGS: Final = 6
 _ROLLOFF: Final = 0.99
-# Most values of a kernel: odd rates (44,099 Hz) would need gigabytes.
+# Maximum size of a kernel: odd rates (44,099 Hz) would need gigabytes.
 _KERNEL_VALUES: Final = 1 << 22
-# Longer waves than this are resampled in pieces, in input frames: the convolution unfolds its input.
+# Longer waves are resampled in pieces of this number of input frames: the convolution unfolds its input.
 _PIECE_FRAMES: Final = 1 << 21
 
 _build_lock = threading.Lock()
 
 
 def resample(wave: Wave, rate: int, new_rate: int) -> Wave:
-    """`wave` (num_frames,) at `new_rate` Hz."""
+    """Return `wave` (num_frames,) at `new_rate` Hz."""
     if rate == new_rate:
         return wave
     import torch
 
     ratio = kernel_ratio(rate, new_rate)
     new, orig = ratio.numerator, ratio.denominator
-    if new == orig:  # rates that differ by less than the ratio is rounded
+    if new == orig:  # the rates differ by less than the rounding of the ratio
         return wave
     resampler = _resampler(orig, new, torch.get_default_dtype() == torch.float32)
     context = ceil(half_width(ratio) / orig) * orig
@@ -63,7 +63,7 @@ def resample(wave: Wave, rate: int, new_rate: int) -> Wave:
 
 
 def kernel_ratio(rate: int, new_rate: int) -> Fraction:
-    """new_rate / rate; rounded, by less than 0.03 %, to a simpler fraction where that needs too large a kernel."""
+    """Return new_rate / rate, rounded by less than 0.03 % to a simpler fraction if its kernel would be too large."""
     exact = ratio = Fraction(new_rate, rate)
     largest = max(exact.numerator, exact.denominator)
     while _kernel_values(ratio) > _KERNEL_VALUES and min(ratio.numerator, ratio.denominator) > 1:
@@ -73,21 +73,21 @@ def kernel_ratio(rate: int, new_rate: int) -> Fraction:
 
 
 def _kernel_values(ratio: Fraction) -> int:
-    """A filter for each new frame of a period: the original frames of a period, and the half width to each side."""
+    """Size of the kernel: one filter per new frame of a period, over its original frames and both half widths."""
     return ratio.numerator * (ratio.denominator + 2 * half_width(ratio))
 
 
 def half_width(ratio: Fraction) -> int:
-    """Original frames that the filter sees to each side."""
+    """Original frames that the filter covers on each side."""
     return ceil(_CROSSINGS * ratio.denominator / (_ROLLOFF * min(ratio.denominator, ratio.numerator)))
 
 
 @lru_cache(maxsize=1)
 def torchaudio_transforms() -> ModuleType | None:
-    """`torchaudio.transforms`; None where importing it fails, in whatever way."""
+    """`torchaudio.transforms`; None if importing it fails, with any exception."""
     try:
         import torchaudio.transforms
-    except Exception:  # noqa: BLE001 - a missing library, two versions of CUDA, a torch that it was not made for
+    except Exception:  # noqa: BLE001 - a missing library, two versions of CUDA, a torch that it was not built for
         return None
     module: ModuleType = torchaudio.transforms
     return module
@@ -95,27 +95,27 @@ def torchaudio_transforms() -> ModuleType | None:
 
 @lru_cache(maxsize=32)
 def _resampler(orig: int, new: int, as_torchaudio: bool) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Its kernel is computed once and only read afterwards, by any thread.
+    """Return the resampler. Its kernel is computed once; any thread may use it afterwards.
 
     Args:
-        as_torchaudio: whether torchaudio may compute it, which it does in the precision of torch's default dtype.
+        as_torchaudio: whether torchaudio may compute the kernel, in the precision of torch's default dtype.
     """
     settle_first_calls()
     with _build_lock:
         transforms = torchaudio_transforms() if as_torchaudio else None
         if transforms is None:
             return SincResampler(orig, new)
-        found: Callable[[torch.Tensor], torch.Tensor] = transforms.Resample(orig, new)
-        return found
+        resampler: Callable[[torch.Tensor], torch.Tensor] = transforms.Resample(orig, new)
+        return resampler
 
 
 class SincResampler:
-    """Bandlimited interpolation (J. O. Smith, Digital Audio Resampling, https://ccrma.stanford.edu/~jos/resample/) with
-    a Hann window, as in torchaudio.functional (`_get_sinc_resample_kernel` and `_apply_sinc_resample_kernel`, method
-    "sinc_interp_hann"; BSD 2-Clause, https://github.com/pytorch/audio).
+    """Band-limited interpolation (J. O. Smith, Digital Audio Resampling, https://ccrma.stanford.edu/~jos/resample/)
+    with a Hann window, as in torchaudio.functional (`_get_sinc_resample_kernel` and `_apply_sinc_resample_kernel`,
+    method "sinc_interp_hann"; BSD 2-Clause, https://github.com/pytorch/audio).
 
     Args:
-        orig, new: rates, without a common divisor: `orig` frames become `new`.
+        orig, new: rates without a common divisor: `orig` frames become `new`.
     """
 
     def __init__(self, orig: int, new: int) -> None:
@@ -135,11 +135,11 @@ class SincResampler:
         self._kernels = kernels.to(torch.float32)
 
     def __call__(self, wave: torch.Tensor) -> torch.Tensor:
-        """`wave`, float32 (num_frames,), at the new rate: ceil(num_frames * new / orig) frames."""
+        """Return `wave`, float32 (num_frames,), at the new rate: ceil(num_frames * new / orig) frames."""
         import torch
 
         padded = torch.nn.functional.pad(wave[None], (self._width, self._width + self._orig))
-        found = torch.nn.functional.conv1d(padded[:, None], self._kernels, stride=self._orig)
-        # Its length is rounded to float32, as in torchaudio.
+        resampled = torch.nn.functional.conv1d(padded[:, None], self._kernels, stride=self._orig)
+        # The length is rounded to float32, as in torchaudio.
         length = ceil(float(np.float32(self._new * len(wave) / self._orig)))
-        return found.transpose(1, 2).reshape(-1)[:length]
+        return resampled.transpose(1, 2).reshape(-1)[:length]

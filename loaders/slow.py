@@ -1,10 +1,10 @@
-"""Samples that take long while shards are indexed: a line in the log names the shard and the sample.
+"""Logs a warning with shard and key for samples that take long while shards are indexed.
 
-    thread that indexes --notes what it is at--> Place <--looks once a second-- watcher --after 30 s--> log
+    indexing thread --notes its sample--> ThreadProgress <--looks once a second-- watcher --after 30 s--> log
 
-Nothing else comes of it. How much work a sample may be is counted (`Limits`, `text.jinja.Work`), so that every machine
-gives the same verdict; time never makes one. Seconds in which a thread waits for storage, or for its turn with a
-tokenizer, do not count: its stack tells, when it is looked at.
+There is no other effect. The work for a sample is limited by counts (`Limits`, `text.jinja.Work`), so that every
+machine gives the same result; time never decides. Time in which a thread waits for storage, or for its turn with a
+tokenizer, does not count: the watcher sees that in the thread's stack.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ _WAITING: Final = (
 )
 """Modules whose functions wait for storage, or for another thread."""
 
-Tell = Callable[[str, object, float], None]
-"""Is given the shard, the key of the sample, and the seconds that it has taken so far."""
+Report = Callable[[str, object, float], None]
+"""Called with the shard, the key of the sample, and the seconds that it has taken so far."""
 
 _logger = logging.getLogger("orchdata")
 
 
-class Place:
-    """What a thread is at.
+class ThreadProgress:
+    """The sample that a thread is indexing.
 
     Attributes:
-        shard: its path.
-        key: of the sample; None between samples.
+        shard: path of the shard.
+        key: key of the sample; None between samples.
     """
 
     __slots__ = ("__weakref__", "key", "shard")
@@ -52,7 +52,7 @@ class Place:
 
     @contextmanager
     def at(self, shard: str) -> Iterator[None]:
-        """In the block the thread is at this shard."""
+        """Note that the thread indexes this shard during the block."""
         before, self.shard = self.shard, shard
         try:
             yield
@@ -62,23 +62,23 @@ class Place:
 
 class _Here(threading.local):
     def __init__(self) -> None:
-        self.place = _places[threading.get_ident()] = Place()
+        self.progress = _threads[threading.get_ident()] = ThreadProgress()
 
 
-_places: WeakValueDictionary[int, Place] = WeakValueDictionary()
+_threads: WeakValueDictionary[int, ThreadProgress] = WeakValueDictionary()
 _here = _Here()
 
 
-def here() -> Place:
-    """This thread's place, to note in it what the thread is at."""
-    return _here.place
+def here() -> ThreadProgress:
+    """Return the notes of this thread."""
+    return _here.progress
 
 
 def log(shard: str, key: object, seconds: float) -> None:
-    """Say that a sample takes long."""
+    """Warn that a sample takes long."""
     _logger.warning(
-        "%s: sample %r has taken %.0f s so far, without waiting for storage. It is not given up: how long a sample "
-        "takes makes no verdict. If it takes too long, leave it out of the data",
+        "%s: sample %r has taken %.0f s so far, without waiting for storage. Indexing continues: no sample "
+        "fails because of the time it takes. If it takes too long, leave it out of the data",
         shard,
         key,
         seconds,
@@ -86,18 +86,18 @@ def log(shard: str, key: object, seconds: float) -> None:
 
 
 class Watcher:
-    """Looks at what threads are at, and tells of each sample once that takes long."""
+    """Looks at all threads, and reports each slow sample once."""
 
-    def __init__(self, tell: Tell) -> None:
-        self._tell = tell
-        self._seen: dict[int, tuple[object, float]] = {}  # of each thread the sample, and how long it has taken
+    def __init__(self, report: Report) -> None:
+        self._report = report
+        self._seen: dict[int, tuple[object, float]] = {}  # thread -> its sample, and the seconds so far
 
     def look(self, seconds: float) -> None:
-        """Look at all threads, so many seconds after the last time."""
+        """Look at all threads, `seconds` after the last time."""
         frames = sys._current_frames()
         seen: dict[int, tuple[object, float]] = {}
-        for thread, place in list(_places.items()):
-            key = place.key
+        for thread, progress in list(_threads.items()):
+            key = progress.key
             if key is None:
                 continue
             known, before = self._seen.get(thread, (None, 0.0))
@@ -105,7 +105,7 @@ class Watcher:
                 before = 0.0
             taken = before + (seconds if known is key and not _is_waiting(frames.get(thread)) else 0.0)
             if before < AFTER_SECONDS <= taken:
-                self._tell(place.shard, key, taken)
+                self._report(progress.shard, key, taken)
             seen[thread] = key, taken
         self._seen = seen
 
@@ -119,7 +119,7 @@ def _is_waiting(frame: FrameType | None) -> bool:
 
 
 class _Watch:
-    """The thread that looks, while anybody wants it to."""
+    """The watcher's thread. It runs while there are users."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -127,17 +127,17 @@ class _Watch:
         self._ended = threading.Event()
         self._thread = threading.current_thread()
 
-    def enter(self, tell: Tell) -> None:
+    def enter(self, report: Report) -> None:
         with self._lock:
             if not self._users:
                 self._ended = threading.Event()
-                what = Watcher(tell), self._ended
+                what = Watcher(report), self._ended
                 self._thread = threading.Thread(target=_run, args=what, name="orchdata-slow", daemon=True)
                 self._thread.start()
             self._users += 1
 
     def leave(self) -> None:
-        """The last one to leave waits until the thread has ended."""
+        """The last user waits until the thread has ended."""
         with self._lock:
             self._users -= 1
             if not self._users:
@@ -149,7 +149,7 @@ def _run(watcher: Watcher, ended: threading.Event) -> None:
     last = time.monotonic()
     while not ended.wait(_LOOK_SECONDS):
         now = time.monotonic()
-        watcher.look(min(now - last, 2 * _LOOK_SECONDS))  # a process that was stopped was not at work
+        watcher.look(min(now - last, 2 * _LOOK_SECONDS))  # a stopped process was not working
         last = now
 
 
@@ -157,9 +157,9 @@ _watch = _Watch()
 
 
 @contextmanager
-def watching(tell: Tell = log) -> Iterator[None]:
-    """In the block, samples that take long are told of. Blocks may overlap: all are told in the way of the first."""
-    _watch.enter(tell)
+def watching(report: Report = log) -> Iterator[None]:
+    """Report slow samples during the block. Blocks may overlap: the first block's `report` is used for all."""
+    _watch.enter(report)
     try:
         yield
     finally:
@@ -167,11 +167,11 @@ def watching(tell: Tell = log) -> Iterator[None]:
 
 
 def _forget() -> None:
-    """In a fork: the thread that looks is the parent's, and so is what was at work."""
+    """In a fork: the watcher's thread and the samples are the parent's."""
     global _watch
     _watch = _Watch()
-    for place in list(_places.values()):
-        place.key = None
+    for progress in list(_threads.values()):
+        progress.key = None
 
 
 os.register_at_fork(after_in_child=_forget)

@@ -1,11 +1,11 @@
-"""Versions of what is kept: raising one makes everything of the version before be made again."""
+"""Versions of stored files: after an increase, everything of an older version is built again."""
 
 FACTS_FORMAT = 3
-"""How facts files are laid out: their head and their table."""
+"""Layout of facts files: their head and their table."""
 
 TABLE_FORMAT = 4
-"""How tables of costs and the merged index are laid out."""
+"""Layout of cost tables and of the merged index."""
 
 RULES = 9
-"""How verdicts are reached: raised with whatever makes the same shard, under the same recipe, yield other facts, other
-costs or other errors. It is in everything kept, and in the identity of a dataset that states carry."""
+"""How samples are judged: increased by each change after which the same shard, under the same recipe, has other facts,
+costs or errors. It is stored in every file, and in the identity of a dataset in states."""

@@ -1,7 +1,7 @@
-"""Which samples are at work, and which are not to be: what a process tells whoever watches over it.
+"""Which rows threads are loading, and which rows must not be loaded: notes of a process for its supervisor.
 
-A sample that ends its process, or never returns, can only be told by the one next door. So each thread notes the row
-it is about to load where the supervisor of the process can read it, and a row that was found to do so is refused.
+A sample that ends its process, or never returns, can only be detected from outside. So each thread notes the row that
+it is about to load where the supervisor can read it. Rows that are known to do so are not loaded.
 """
 
 from __future__ import annotations
@@ -19,52 +19,52 @@ IDLE = -1
 T = TypeVar("T")
 
 
-_BEYOND = 1 << 63  # no row of an index is
+_BEYOND = 1 << 63  # above any row of an index
 
 
 class Watch:
     """Notes of one process.
 
     Args:
-        rows: int64 (num_threads,), where each thread notes its row, IDLE for none; threads beyond are not noted. None
-            where nobody looks.
+        rows: int64 (num_threads,), where each thread notes its row, IDLE for none; further threads are not noted. None
+            if there is no supervisor.
 
     Attributes:
-        blamed: row -> why it is refused.
+        known_bad_rows: row -> why it is not loaded.
     """
 
     def __init__(self, rows: NDArray[np.int64] | None = None) -> None:
-        self.blamed: dict[int, str] = {}
+        self.known_bad_rows: dict[int, str] = {}
         self._rows = rows
-        self._places = count()
+        self._slots = count()
         self._own = threading.local()
 
     def begin(self, row: int) -> str | None:
-        """This thread is about to load `row`; why it must not, where it is blamed."""
+        """Note that this thread is about to load `row`; return why it must not if the row is known bad."""
         if self._rows is not None:
             self._note(self._rows, row)
-        return self.blamed.get(row) if self.blamed and isinstance(row, int) else None
+        return self.known_bad_rows.get(row) if self.known_bad_rows and isinstance(row, int) else None
 
     def end(self) -> None:
-        """The row is done with. Not called where the process is about to be given up with it."""
+        """Note that the row is done. Not called if the process is about to be given up because of it."""
         if self._rows is not None:
             self._note(self._rows, IDLE)
 
     def _note(self, rows: NDArray[np.int64], row: int) -> None:
-        place = getattr(self._own, "place", None)
-        if place is None:
-            place = self._own.place = next(self._places)
-        if place < len(rows) and isinstance(row, int) and -_BEYOND <= row < _BEYOND:  # samplers give anything
-            rows[place] = row
+        slot = getattr(self._own, "slot", None)
+        if slot is None:
+            slot = self._own.slot = next(self._slots)
+        if slot < len(rows) and isinstance(row, int) and -_BEYOND <= row < _BEYOND:  # samplers give anything
+            rows[slot] = row
 
     def load(self, row: int, load: Callable[[int], T], refuse: Callable[[int, str], Exception]) -> T:
-        """`load(row)`, noted; where the row is blamed, what `refuse` makes of the reason is raised."""
-        if self._rows is None and not self.blamed:
+        """Note the row and return `load(row)`; if the row is known bad, raise `refuse(row, reason)`."""
+        if self._rows is None and not self.known_bad_rows:
             return load(row)
-        blamed = self.begin(row)
-        if blamed is not None:
+        reason = self.begin(row)
+        if reason is not None:
             self.end()
-            raise refuse(row, blamed)
+            raise refuse(row, reason)
         try:
             loaded = load(row)
         except MemoryError:  # which may end this process

@@ -110,7 +110,7 @@ class Probes:
                     for row, header in zip(rows, self._headers(facts, modality, rows, shard), strict=True):
                         if isinstance(header, str):
                             errors[row] = header
-                        elif modality.inside and outer_of(fields[row])[1] and not any(header):
+                        elif modality.embedded_in and outer_of(fields[row])[1] and not any(header):
                             kinds[row] = UNUSED  # nothing of it is inside
                         else:
                             headers[row] = header
@@ -147,7 +147,7 @@ def with_inner(facts: Facts, recipe: Recipe) -> Facts:
     """The facts with a row for each part that may be inside of a member of another modality, as sound of a clip: behind
     it, "0.mp4" and "0.mp4 (audio)", with the same bytes. Whether it is there its probe says.
     """
-    if not any(modality.inside for modality in recipe.modalities.values()):
+    if not any(modality.embedded_in for modality in recipe.modalities.values()):
         return facts
     given, table = facts.table, FactsTable()
     known: dict[str, tuple[str, ...]] = {}
@@ -163,7 +163,7 @@ def with_inner(facts: Facts, recipe: Recipe) -> Facts:
         )
         inside = known.get(field)
         if inside is None:
-            inside = known[field] = recipe.inside(field)
+            inside = known[field] = recipe.embedded_modalities(field)
         for name in inside if error is None else ():
             table.append(sample, key, inner_field(field, name), offset=offset, size=size, encoding=encoding)
     return facts._replace(table=table)
@@ -174,7 +174,7 @@ def _own(recipe: Recipe) -> Iterator[tuple[int, Modality]]:
     for kind, (name, modality) in enumerate(recipe.modalities.items(), TEXT + 1):
         theirs = BUILTINS.get(name)
         told = theirs is not None and keeps_headers_of(type(modality), theirs) and modality.fields == theirs.fields
-        if not told or not counts_from_header(modality) or modality.inside:
+        if not told or not counts_from_header(modality) or modality.embedded_in:
             yield kind, modality
 
 

@@ -24,10 +24,10 @@ _WAVE_BYTES: Final = 4
 
 
 class Clips(Modality):
-    """Sound files: how they are called, known and measured. A header is (frames of a channel, rate in Hz).
+    """Sound files: their names, signatures and sizes. A header is (frames of a channel, rate in Hz).
 
     Attributes:
-        tracks: whether the track of sound of a clip is a part of its own.
+        tracks: whether the sound track of a video clip is a part too.
     """
 
     fields = tuple("wav wave flac mp3 mp2 ogg oga opus aif aiff aifc au snd caf w64 rf64".split())
@@ -40,11 +40,11 @@ class Clips(Modality):
     tracks = False
 
     @property
-    def inside(self) -> tuple[str, ...]:  # type: ignore[override] # constant, once the value is made
+    def embedded_in(self) -> tuple[str, ...]:  # type: ignore[override] # constant for each value
         return TRACK_FIELDS if self.tracks else ()
 
     def parameters(self) -> dict[str, Any]:
-        """Without tracks where there are none."""
+        """Without `tracks` if it is False."""
         return {name: value for name, value in super().parameters().items() if name != "tracks" or value}
 
     def required_modules(self) -> tuple[str, ...]:
@@ -52,7 +52,7 @@ class Clips(Modality):
         return ("soundfile", "orchdata.loaders.modalities.audio_decode", *tracks)
 
     def set_up_process(self) -> None:
-        """Settle who resamples: torchaudio is not needed, and takes long to import or to fail."""
+        """Decide how to resample: torchaudio is not required, and takes long to import or to fail."""
         from orchdata.loaders.resampling import torchaudio_transforms
 
         torchaudio_transforms()
@@ -71,13 +71,13 @@ class Clips(Modality):
         return probe_audio(data, limits)
 
     @classmethod
-    def knows(cls, head: bytes) -> bool:
+    def matches_magic(cls, head: bytes) -> bool:
         named = (b"RIFF", b"fLaC", b"OggS", b"ID3", b"FORM", b".snd", b"RF64", b"riff", b"caff")
         return head.startswith(named) or head[:2] in (b"\xff\xfb", b"\xff\xf3", b"\xff\xf2")
 
     @staticmethod
     def checked_header(header: Header, limits: Limits) -> tuple[int, int]:
-        """(frames of a channel, rate in Hz), of a clip that may be decoded. Raises DecodeError for others."""
+        """Return (frames of a channel, rate in Hz) of a clip that may be decoded. Raises DecodeError for others."""
         frames, rate = header
         reason = above_seconds(frames, rate, limits)
         if reason is not None:
@@ -87,12 +87,12 @@ class Clips(Modality):
         return frames, rate
 
     def decoding_bytes(self, parts: Sequence[tuple[Header, PartSize]]) -> int:
-        """Waves of all clips, as stored and resampled; the first number of an extent counts the latter."""
+        """Waves of all clips, as stored and resampled; the first number of an extent is the length of the latter."""
         return _WAVE_BYTES * sum([frames + size.extent[0] for (frames, _), size in parts])
 
 
 class WindowSize(NamedTuple):
-    """What becomes of up to a window of sound: rows of its arrays, those of them that are the clip's own frames or
+    """Sizes for the sound of one window at most: rows of its arrays, rows that are filled by the clip's own frames or
     samples, positions and tokens.
     """
 
@@ -104,7 +104,7 @@ class WindowSize(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class AudioPreprocessor(Clips):
-    """Audio as mono log-mel frames, as Whisper makes them, or as the samples themselves.
+    """Audio as mono log-mel frames, as in Whisper, or as the samples themselves.
 
     A token is sample_rate / (tokens_per_second * hop_length) frames, and `conv_stride` frames become one position of
     the encoder; both divisions must be exact.
@@ -112,21 +112,21 @@ class AudioPreprocessor(Clips):
     Attributes:
         sample_rate: Hz; clips of other rates are resampled.
         num_mels: mel bands.
-        hop_length, n_fft: step and length of the analysis window, in samples; of a waveform, step and receptive field
+        hop_length, n_fft: step and length of the analysis window, in samples; for a waveform, step and receptive field
             of the encoder's convolutions (wav2vec 2.0: 320 and 400).
         conv_stride: frames per position entering attention.
         tokens_per_second: LLM tokens per second of audio.
-        features: "log_mel"; "waveform", whose rows are samples; "normalized_waveform", of mean 0 and variance 1 over
+        features: "log_mel"; "waveform", with samples as rows; "normalized_waveform", of mean 0 and variance 1 over
             each clip or window.
-        fill: silence behind a clip. "token": up to whole tokens, of which there are
-            max(1, ceil(n * tokens_per_second / sample_rate)) for n samples. "none": no silence; what does not fill a
-            last token has none, as in Qwen2-Audio and Qwen2.5-Omni. "window": up to the whole window, whose positions
-            all count; rows of its arrays are windows, tokens those of "none".
-        window_seconds: the longest clip that the encoder takes; None for any.
-        long_clips: those above it are "error"s of their sample; "cut" leaves out what is behind; "split" makes as many
-            windows of a clip as it needs, one behind the other in one part.
-        dtype: what features are stored as.
-        tracks: whether the first track of sound of a clip (MP4, MOV, WebM, Matroska) is a part too, from the clip's
+        fill: silence after a clip. "token": up to whole tokens: max(1, ceil(n * tokens_per_second / sample_rate)) for n
+            samples. "none": no silence; an incomplete last token is dropped, as in Qwen2-Audio and Qwen2.5-Omni.
+            "window": up to the whole window; all its positions count, rows of its arrays are windows, tokens are those
+            of "none".
+        window_seconds: the longest clip that the encoder takes; None for no limit.
+        long_clips: longer clips are "error"s of their sample; "cut" drops the rest; "split" makes several windows of a
+            clip, one after the other in one part.
+        dtype: dtype of the stored features.
+        tracks: whether the first sound track of a video clip (MP4, MOV, WebM, Matroska) is a part too, from the clip's
             start on, called "0.mp4 (audio)". Needs PyAV: `pip install 'orchdata[video]'`.
     """
 
@@ -157,7 +157,7 @@ class AudioPreprocessor(Clips):
         if self.window_seconds is not None:
             check_at_least_one(owner, "window_seconds", self.window_seconds)
         elif self.fill == "window" or self.long_clips != "error":
-            raise ValueError(f"fill={self.fill!r} and long_clips={self.long_clips!r} need window_seconds, as 30")
+            raise ValueError(f"fill={self.fill!r} and long_clips={self.long_clips!r} need window_seconds, such as 30")
         if self.sample_rate % (self.tokens_per_second * self.hop_length):
             raise ValueError(
                 f"a token must be a whole number of mel frames: sample_rate={self.sample_rate} is not divisible by "
@@ -186,11 +186,11 @@ class AudioPreprocessor(Clips):
         return sum(self.window_size(stop - start).tokens for start, stop in self.windows(num_samples))
 
     def mel_frames(self, num_samples: int) -> int:
-        """Mel frames of a clip of `num_samples` at `sample_rate`, silence behind it not counted under "window"."""
+        """Mel frames of a clip of `num_samples` at `sample_rate`, without the silence after it under "window"."""
         return sum(self.window_size(stop - start).filled for start, stop in self.windows(num_samples))
 
     def windows(self, num_samples: int) -> Iterator[tuple[int, int]]:
-        """Where the windows of a clip start and end, in samples; a last one that is too short for a token is none."""
+        """Yield start and end of a clip's windows, in samples, without a last one that is too short for a token."""
         longest = self.window_samples
         if longest is None or num_samples <= longest:
             yield 0, num_samples
@@ -203,7 +203,7 @@ class AudioPreprocessor(Clips):
                     yield start, stop
 
     def window_size(self, num_samples: int) -> WindowSize:
-        """What becomes of so many samples, of one window at most."""
+        """Return the sizes for this number of samples, one window at most."""
         is_mel = self.features == "log_mel"
         if self.fill == "token":
             tokens = max(1, -(-num_samples * self.tokens_per_second // self.sample_rate))
@@ -218,7 +218,7 @@ class AudioPreprocessor(Clips):
         return WindowSize(filled, filled, positions, tokens)
 
     def _frames(self, num_samples: int) -> tuple[int, int]:
-        """Frames, and positions made of them."""
+        """Return frames, and positions computed from them."""
         if self.features == "log_mel":
             frames = -(-num_samples // self.hop_length)
         else:
@@ -230,7 +230,7 @@ class AudioPreprocessor(Clips):
 
     @property
     def row_shape(self) -> tuple[int, ...]:
-        """Of a row of `features`: a frame, a sample, or a window of them."""
+        """Shape of a row of `features`: a frame, a sample, or a window of them."""
         row = (self.num_mels,) if self.features == "log_mel" else ()
         if self.fill != "window" or self.window_samples is None:
             return row
@@ -264,19 +264,19 @@ class AudioPreprocessor(Clips):
     def to_file(
         self, data: bytes | memoryview, size: PartSize, arrays: Mapping[str, NDArray[Any]], limits: Limits
     ) -> tuple[str, bytes]:
-        """What the features are computed from: one channel at `sample_rate`, windows not yet filled up."""
+        """The input of the features: one channel at `sample_rate`, windows not yet filled up."""
         from orchdata.loaders.modalities.audio_decode import wav_of
 
         return "wav", wav_of(data, self.sample_rate, size.extent[0], limits)
 
     def extras(self, sizes: Sequence[PartSize]) -> Mapping[str, NDArray[Any]]:
-        """Where clips have windows, `window_lengths`, int64 (num_windows,): rows, or under fill="window" frames or
-        samples of each, that are no silence behind it.
+        """If clips have windows, `window_lengths`, int64 (num_windows,): rows of each window without the silence after
+        the clip; under fill="window", frames or samples.
         """
         return {} if self.window_seconds is None else {"window_lengths": self.window_lengths(sizes)}
 
     def window_lengths(self, sizes: Sequence[PartSize]) -> NDArray[np.int64]:
-        """What each window of these parts is filled with, int64 (num_windows,)."""
+        """Filled length of each window of these parts, int64 (num_windows,)."""
         windows = [window for size in sizes for window in self.windows(size.extent[0])]
         return np.array([self._sized(window).filled for window in windows], np.int64)
 
@@ -284,18 +284,18 @@ class AudioPreprocessor(Clips):
         return self._shortest(1)
 
     def padding(self, positions: int) -> PartSize | None:
-        """One clip; None where clips have windows."""
+        """One clip; None if clips have windows."""
         least = self.dummy()
         if self.window_seconds is not None or positions % least.positions:
             return None
         return self._shortest(positions // least.positions)
 
     def _shortest(self, tokens: int) -> PartSize:
-        """The shortest clip that has so many tokens, of a window at most."""
+        """Return the shortest clip with this number of tokens, one window at most."""
         per_token = self.mel_frames_per_token
         if self.fill == "token":
             num_samples = (tokens - 1) * per_token * self.hop_length + 1
-        else:  # one more than all positions but the last need
+        else:  # one sample more than all positions but the last need
             frames = (tokens * per_token // self.conv_stride - 1) * self.conv_stride
             num_samples = frames * self.hop_length + (1 if self.features == "log_mel" else self.n_fft)
         rows, filled, positions, tokens = self.window_size(num_samples)

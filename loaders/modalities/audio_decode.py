@@ -3,12 +3,12 @@
     bytes --soundfile--> mono float32 --resampling--> the recipe's rate --fit--> the indexed length --mel--> out
 
 Features are Whisper's: power spectrogram (Hann window), Slaney mel bands, log10 above 1e-10, cut 8 below the highest
-value, (x + 4) / 4, each window by itself: the operations of Hugging Face's WhisperFeatureExtractor in their order. On
-many processors values equal its to the bit; with other vector units, sums over other numbers of frames may differ
-within the bound that docs/reliability.md states. After a clip comes silence, whose frames are not computed one by one.
+value, (x + 4) / 4, each window by itself: the operations of Hugging Face's WhisperFeatureExtractor in the same order.
+On many processors values are equal to the bit; with other vector units, sums over other numbers of frames may differ
+within the bound in docs/reliability.md. The silence after a clip is not computed frame by frame.
 
-torch runs operations on as many CPU threads as `torch.get_num_threads()` says, in every thread that decodes: where
-there are several of these, each first calls `torch_threads.use_one_thread`.
+torch runs operations on `torch.get_num_threads()` CPU threads, in every thread that decodes: with several of these,
+each first calls `torch_threads.use_one_thread`.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
     from orchdata.loaders.modalities.audio import AudioPreprocessor
 
 _LOUDEST: Final = 1e15
-"""Samples are within +-1; the power of such as these is not finite in float32."""
+"""Samples are within +-1; the power of samples above this is not finite in float32."""
 _BLOCK_FRAMES: Final = 1 << 16
 _LEAST_FRAMES: Final = 1 << 10
-# Longer clips than this are worked on in pieces, in frames of a spectrogram.
+# Longer clips are processed in pieces of this number of spectrogram frames.
 _MEL_FRAMES: Final = 1 << 15
 _MOST_LANES: Final = 64
 
@@ -54,9 +54,9 @@ def decode_audio(
     """Decode one clip into its features.
 
     Args:
-        out: (rows, *pre.row_shape), written in whole: float32 or uint16 (bfloat16 bits), as `pre.dtype` says.
-        num_samples: the clip's length at `pre.sample_rate`, as the index says; the clip is cut or padded with zeros
-            to it when within 1 % or 50 ms.
+        out: (rows, *pre.row_shape), fully overwritten: float32 or uint16 (bfloat16 bits), according to `pre.dtype`.
+        num_samples: the clip's length at `pre.sample_rate` in the index; the clip is cut or padded with zeros to it if
+            the difference is within 1 % or 50 ms.
 
     Raises:
         DecodeError: not audio, damaged, above a limit, or of another length than the index says.
@@ -69,7 +69,7 @@ def decode_audio(
 
 
 def write_features(wave: Wave, pre: AudioPreprocessor, out: NDArray[Any]) -> None:
-    """The features of a clip at `pre.sample_rate`, window by window, into `out`, as `decode_audio` has it."""
+    """Write the features of a clip at `pre.sample_rate`, window by window, into `out`, see `decode_audio`."""
     row = 0
     for start, stop in pre.windows(len(wave)):
         num_rows = pre.window_size(stop - start).rows
@@ -80,13 +80,13 @@ def write_features(wave: Wave, pre: AudioPreprocessor, out: NDArray[Any]) -> Non
 
 
 def decode_wave(data: bytes | memoryview, sample_rate: int, num_samples: int, limits: Limits) -> Wave:
-    """A clip as mono samples (num_samples,) at `sample_rate` Hz. Raises DecodeError, as `decode_audio`."""
+    """Return a clip as mono samples (num_samples,) at `sample_rate` Hz. Raises DecodeError, as `decode_audio`."""
     wave, rate = read_mono(data, limits)
     return fit(resample(wave, rate, sample_rate), num_samples, sample_rate)
 
 
 def wav_of(data: bytes | memoryview, sample_rate: int, num_samples: int, limits: Limits) -> bytes:
-    """What a clip's features are computed from, as a WAV of floats. Raises DecodeError, as `decode_audio`."""
+    """Return the input of a clip's features as a WAV of floats. Raises DecodeError, as `decode_audio`."""
     import soundfile
 
     file = io.BytesIO()
@@ -97,7 +97,7 @@ def wav_of(data: bytes | memoryview, sample_rate: int, num_samples: int, limits:
 
 @as_failure(DecodeError, "damaged audio")
 def read_mono(data: bytes | memoryview, limits: Limits) -> tuple[Wave, int]:
-    """The mean over channels, (num_frames,), and the rate in Hz. Raises DecodeError."""
+    """Return the mean over channels, (num_frames,), and the rate in Hz. Raises DecodeError."""
     import soundfile
 
     from orchdata.loaders.modalities.audio_header import Sound, open_track, refuse_unsupported
@@ -132,18 +132,18 @@ def read_mono(data: bytes | memoryview, limits: Limits) -> tuple[Wave, int]:
 
 
 def _read_blocks(sound: Any, rate: int, limits: Limits) -> Wave:
-    """Block by block, so that neither a header's length nor many channels decide how much memory is taken."""
+    """Read block by block, so that neither a header's length nor many channels decide how much memory is allocated."""
     longest = _BLOCK_FRAMES // max(1, sound.channels // 8)
     pieces: list[Wave] = []
     total = 0
-    told = int(sound.frames) if sound.format == "FLAC" else 0
+    header_frames = int(sound.frames) if sound.format == "FLAC" else 0
     while True:
         block = np.empty((min(longest, max(int(sound.frames) - total, _LEAST_FRAMES)), sound.channels), np.float32)
-        got = _read_block(sound, block, told - total)
+        got = _read_block(sound, block, header_frames - total)
         if not len(got):
             break
-        if not (got.max() < _LOUDEST and got.min() > -_LOUDEST):  # neither is so of NaN
-            raise DecodeError("the audio holds NaN or infinite values, or such as no spectrum is finite of")
+        if not (got.max() < _LOUDEST and got.min() > -_LOUDEST):  # false for NaN too
+            raise DecodeError("the audio holds NaN or infinite values, or values too large for a finite spectrum")
         pieces.append(_mean(got))
         total += len(got)
         reason = above_seconds(total, rate, limits)
@@ -160,8 +160,8 @@ def _mean(samples: NDArray[np.float32]) -> Wave:
 
 
 def _read_block(sound: Any, block: NDArray[np.float32], left: int) -> NDArray[np.float32]:
-    """The next frames. Of a FLAC, `left` are those that its header tells, and an error behind them is none of its own:
-    a tag that other programs put there.
+    """Read the next frames. For a FLAC, `left` is the number of frames still expected from its header. An error after
+    these is not in the sound: other programs append a tag there.
     """
     import soundfile
 
@@ -176,7 +176,7 @@ def _read_block(sound: Any, block: NDArray[np.float32], left: int) -> NDArray[np
 
 
 def fit(wave: Wave, num_samples: int, rate: int) -> Wave:
-    """`wave` cut or padded with zeros to `num_samples`. Raises DecodeError where they differ by more than tolerated."""
+    """Return `wave` cut or padded with zeros to `num_samples`. Raises DecodeError if the difference is too large."""
     difference = abs(len(wave) - num_samples)
     if difference > max(TOLERANCE_SHARE * num_samples, TOLERANCE_SECONDS * rate):
         raise DecodeError(
@@ -188,7 +188,7 @@ def fit(wave: Wave, num_samples: int, rate: int) -> Wave:
 
 
 def _write_wave(wave: Wave, pre: AudioPreprocessor, out: NDArray[Any]) -> None:
-    """The samples, with zeros behind them."""
+    """Write the samples, followed by zeros."""
     import torch
 
     if pre.features == "normalized_waveform":  # as Wav2Vec2FeatureExtractor
@@ -205,7 +205,7 @@ def _write_log_mel(wave: Wave, pre: AudioPreprocessor, out: NDArray[Any]) -> Non
         mel = log_mel(wave, pre)
         target, num_frames = _tensor(out, pre), min(len(out), mel.shape[1])
         target[:num_frames] = mel.T[:num_frames]
-        target[num_frames:] = mel[:, -1]  # the last frame is silence, where there are more
+        target[num_frames:] = mel[:, -1]  # if there are more, the last frame is silence
 
 
 def _tensor(out: NDArray[Any], pre: AudioPreprocessor) -> torch.Tensor:
@@ -216,9 +216,9 @@ def _tensor(out: NDArray[Any], pre: AudioPreprocessor) -> torch.Tensor:
 
 
 def log_mel(wave: Wave, pre: AudioPreprocessor) -> torch.Tensor:
-    """Log-mel frames (num_mels, num_frames) of a clip and the beginning of the silence behind it, which ends with the
-    recipe's window, and is mirrored there as the clip's start is. The last frame is silence unless the window is full.
-    The memory belongs to this thread and is overwritten by its next clip.
+    """Return log-mel frames (num_mels, num_frames) of a clip and the start of the silence after it. The silence ends
+    with the recipe's window; there it is mirrored, as at the clip's start. The last frame is silence unless the window
+    is full. The memory belongs to this thread; its next clip overwrites it.
     """
     num_samples = -(-(len(wave) + pre.n_fft) // pre.hop_length) * pre.hop_length
     if pre.window_samples is not None:
@@ -234,42 +234,42 @@ def log_mel(wave: Wave, pre: AudioPreprocessor) -> torch.Tensor:
 
 
 def _mel_power(padded: Wave, pre: AudioPreprocessor, num_frames: int) -> torch.Tensor:
-    """Mel power of the first frames, (num_mels, num_frames); long clips piece by piece, as spectra are large."""
+    """Return the mel power of the first frames, (num_mels, num_frames). Long clips are split, as spectra are large."""
     import torch
 
     window, filters = _mel(pre.num_mels, pre.n_fft, pre.sample_rate)
-    found = torch.from_numpy(_bands.floats(pre.num_mels, num_frames))
+    mel = torch.from_numpy(_bands.floats(pre.num_mels, num_frames))
     for start in range(0, num_frames, _MEL_FRAMES):
         stop = min(start + _MEL_FRAMES, num_frames)
         piece = torch.from_numpy(padded[start * pre.hop_length : (stop - 1) * pre.hop_length + pre.n_fft])
         spectrum = torch.stft(piece, pre.n_fft, pre.hop_length, window=window, center=False, return_complex=True)
         power = _magnitudes(spectrum.T).pow_(2).T
         if stop - start == num_frames:
-            torch.matmul(filters.T, power, out=found)
+            torch.matmul(filters.T, power, out=mel)
         else:
-            found[:, start:stop] = filters.T @ power
-    return found
+            mel[:, start:stop] = filters.T @ power
+    return mel
 
 
 def _magnitudes(spectrum: torch.Tensor) -> torch.Tensor:
-    """`spectrum.abs()` of complex64 (num_frames, num_bins) in a third of the time, to the bit on most processors."""
+    """Return `spectrum.abs()` of complex64 (num_frames, num_bins), three times as fast, mostly equal to the bit."""
     import torch
 
     values = torch.view_as_real(spectrum.contiguous()).view(-1)
     count = len(values) // 2
     real, imaginary = _parts.floats(2, count)
     split_complex(values.numpy(), real, imaginary)
-    found = torch.from_numpy(real)
-    # torch takes what fills no vector one by one, which rounds otherwise in rare cases: let that be the same numbers.
+    magnitudes = torch.from_numpy(real)
+    # torch handles a remainder that fills no vector one by one, with other rounding in rare cases: do the same here.
     whole = count - count % _MOST_LANES
-    torch.hypot(found[:whole], torch.from_numpy(imaginary[:whole]), out=found[:whole])
-    torch.abs(spectrum.reshape(-1)[whole:], out=found[whole:])
-    return found.view(spectrum.shape)
+    torch.hypot(magnitudes[:whole], torch.from_numpy(imaginary[:whole]), out=magnitudes[:whole])
+    torch.abs(spectrum.reshape(-1)[whole:], out=magnitudes[whole:])
+    return magnitudes.view(spectrum.shape)
 
 
 @lru_cache(maxsize=8)
 def _mel(num_mels: int, n_fft: int, sample_rate: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The Hann window (n_fft,) and the mel bands (1 + n_fft // 2, num_mels), only read afterwards, by any thread."""
+    """Return the Hann window (n_fft,) and the mel bands (1 + n_fft // 2, num_mels). Any thread may read them."""
     import torch
 
     settle_first_calls()
@@ -277,8 +277,8 @@ def _mel(num_mels: int, n_fft: int, sample_rate: int) -> tuple[torch.Tensor, tor
 
 
 def mel_bands(num_mels: int, n_fft: int, sample_rate: int) -> NDArray[np.float64]:
-    """Slaney's mel bands, triangles of equal area up to half the rate: float64 (1 + n_fft // 2, num_mels), computed as
-    transformers.audio_utils.mel_filter_bank does, within rounding of float64.
+    """Return Slaney's mel bands, triangles of equal area up to half the rate: float64 (1 + n_fft // 2, num_mels), as
+    from transformers.audio_utils.mel_filter_bank, within rounding of float64.
     """
     step = np.log(6.4) / 27.0  # linear below 1 kHz, which is 15 mel, logarithmic above
     top = sample_rate / 2
@@ -288,5 +288,5 @@ def mel_bands(num_mels: int, n_fft: int, sample_rate: int) -> NDArray[np.float64
     slopes = hertz[None] - np.linspace(0, sample_rate // 2, 1 + n_fft // 2)[:, None]
     widths = np.diff(hertz)
     bands = np.maximum(0.0, np.minimum(-slopes[:, :-2] / widths[:-1], slopes[:, 2:] / widths[1:]))
-    found: NDArray[np.float64] = bands * (2.0 / (hertz[2:] - hertz[:-2]))
-    return found
+    scaled: NDArray[np.float64] = bands * (2.0 / (hertz[2:] - hertz[:-2]))
+    return scaled

@@ -1,4 +1,4 @@
-"""Audio files -> their length, for whatever the scan of plain headers leaves to soundfile; cut ones are refused.
+"""Audio files -> their length from soundfile, for files that the scan of plain headers cannot handle; cut ones fail.
 
 Imported late: it loads libsndfile.
 """
@@ -15,7 +15,7 @@ import soundfile
 
 from orchdata.loaders.environment import way_out
 from orchdata.loaders.errors import DecodeError, PackageError, as_failure, pass_broken_package
-from orchdata.loaders.interrupts import interrupts_held
+from orchdata.loaders.interrupts import interrupts_deferred
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.checks import starts_with
 from orchdata.loaders.modalities.cut_audio import cut_reason, flac_reason, lacks, mp3_stream_bytes, unclosed_wav
@@ -31,18 +31,18 @@ _ID3V1_BYTES = 128
 
 
 UNKNOWN_FRAMES = 1 << 48
-"""libsndfile says about 2**63 frames where the header tells none (a FLAC that was streamed out)."""
+"""libsndfile returns about 2**63 frames if the header contains no length (a FLAC that was streamed out)."""
 
 
 class Sound(soundfile.SoundFile):  # type: ignore[misc]
     """A SoundFile over bytes that is only read forward. Raises soundfile.LibsndfileError.
 
-    soundfile seeks after each read, which fails where the header tells no length (a FLAC streamed out) or a wrong one.
-    libsndfile reads a file without a name, and not the bytes by way of Python: what a signal raises in a function that
-    C calls is forgotten there, and the clip would have a gap.
+    soundfile seeks after each read, which fails if the header contains no length (a FLAC streamed out) or a wrong one.
+    libsndfile reads a memory file directly, not bytes through Python callbacks: an exception of a signal handler in a
+    function that C calls would be lost there, and the clip would have a gap.
     """
 
-    _close_memory: Callable[[], object] = staticmethod(lambda: None)  # of one that an interrupt has kept from opening
+    _close_memory: Callable[[], object] = staticmethod(lambda: None)  # if an interrupt came before it was opened
 
     def __init__(self, data: bytes | memoryview) -> None:
         memory = os.memfd_create("orchdata-audio", os.MFD_CLOEXEC)
@@ -50,7 +50,7 @@ class Sound(soundfile.SoundFile):  # type: ignore[misc]
         with open(memory, "wb", closefd=False) as file:
             file.write(data)
             start = unclosed_wav(data)
-            if start:  # libsndfile takes a size of 0 at its word
+            if start:  # libsndfile would read a size of 0 as an empty clip
                 file.seek(start - 4)
                 file.write((len(data) - start).to_bytes(4, "little"))
             file.seek(0)
@@ -60,14 +60,15 @@ class Sound(soundfile.SoundFile):  # type: ignore[misc]
         return False
 
     def close(self) -> None:
-        with interrupts_held():  # or one that comes between its steps would have it closed twice
+        with interrupts_deferred():  # an interrupt between its steps would close it twice
             super().close()
         self._close_memory()
 
 
 @as_failure(DecodeError, "damaged audio")
 def probe_audio(data: bytes, limits: Limits) -> Header:
-    """(frames of a channel, rate in Hz), by soundfile; of a file with pictures those of its track, (0, 0) without one.
+    """Return (frames of a channel, rate in Hz), from soundfile. For a file with pictures, those of its sound track, or
+    (0, 0) without one.
 
     Raises DecodeError.
     """
@@ -111,7 +112,7 @@ def refuse_unsupported(data: bytes | memoryview) -> None:
 
 
 def open_track(data: bytes | memoryview, limits: Limits) -> SoundTrack:
-    """The track of sound of a file with pictures; a context manager. Raises DecodeError, PackageError without PyAV."""
+    """Return the sound track of a file with pictures, a context manager. DecodeError; PackageError without PyAV."""
     try:
         from orchdata.loaders.modalities.video.track import SoundTrack
     except Exception as error:
@@ -120,22 +121,22 @@ def open_track(data: bytes | memoryview, limits: Limits) -> SoundTrack:
     return SoundTrack(data, limits)
 
 
-def _mp3_frames(data: bytes, told: int) -> int:
-    """Frames of an MP3 that decoding gives, or -1 where only decoding can tell."""
+def _mp3_frames(data: bytes, header_frames: int) -> int:
+    """Return the number of frames that decoding an MP3 gives, or -1 if only decoding can find it."""
     frames, samples, tagged = scan_mp3(np.frombuffer(data, np.uint8))
     if frames < 0:
         return -1
-    # With a Xing/Info tag that fits, libsndfile knows the length less the encoder's delay. Without, it guesses by the
-    # bit rate of the first frame, and stops there even where more follows.
-    return told if tagged else min(told, int(frames * samples))
+    # With a Xing/Info tag that fits, libsndfile knows the length without the encoder's delay. Without one, it guesses
+    # from the bit rate of the first frame, and stops there even if more follows.
+    return header_frames if tagged else min(header_frames, int(frames * samples))
 
 
 def mp3_reason(data: bytes | memoryview, frames: int, rate: int) -> str | None:
-    """Why libsndfile does not deliver all of an MP3, or None.
+    """Return why libsndfile does not decode all of an MP3, or None.
 
     Args:
         data: the whole file.
-        frames: that decoding gives, per channel; rate: in Hz.
+        frames: number of decoded frames per channel; rate: in Hz.
     """
     end = mp3_stream_bytes(data)
     if end is None:
@@ -149,7 +150,7 @@ def mp3_reason(data: bytes | memoryview, frames: int, rate: int) -> str | None:
         return None
     rest = bytes(data[end:])
     if len(rest) > _ID3V1_BYTES and lacks(frames, frames + _frames_of(rest), rate):
-        return "several MP3 streams behind one another, of which only the first would be read: join or split them"
+        return "several MP3 streams after one another, of which only the first would be read: join or split them"
     return None
 
 
@@ -163,7 +164,7 @@ def _frames_of(data: bytes) -> int:
 
 
 def _count_frames(sound: Sound, limit: int) -> int:
-    """Decode and count, up to just above `limit` frames."""
+    """Decode and count frames, up to just above `limit`."""
     block = np.empty((_BLOCK_FRAMES // max(1, sound.channels // 8), sound.channels), np.float32)
     count = 0
     while count <= limit:

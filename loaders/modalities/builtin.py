@@ -11,20 +11,20 @@ from orchdata.loaders.modalities.modality import Modality
 from orchdata.loaders.modalities.video.files import VideoFiles
 
 BUILTINS: Final = MappingProxyType[str, type[Modality]]({"image": ImagePreprocessor, "audio": AudioPreprocessor})
-"""Name -> class. Facts of shards keep their headers, whatever the recipe."""
+"""Name -> class. Facts of shards store their headers under every recipe."""
 
 ON_REQUEST: Final = MappingProxyType[str, type[Modality]]({"video": VideoFiles})
-"""Name -> class of what a recipe has to ask for: facts keep no header of it, but records may name its files."""
+"""Name -> class of modalities that a recipe must name: facts store no header, but records may name their files."""
 
 KINDS: Final = ("text", *BUILTINS)
-"""Kinds of members in the facts of a shard, by their codes there."""
+"""Kinds of members in the facts of a shard; the index is the code."""
 
 TEXT: Final = 0
 
 UNUSED: Final = 254
-"""Kind, under a recipe, of a member that it leaves alone."""
+"""Kind, under a recipe, of a member that it ignores."""
 
 OTHER: Final = 255
-"""Kind of a member that is neither text nor what a modality reads; under a recipe, of none of its own."""
+"""Kind of a member that is neither text nor read by a modality; under a recipe, by none of its modalities."""
 
 NUM_FACTS: Final = max(kind.num_facts for kind in BUILTINS.values())

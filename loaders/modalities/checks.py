@@ -1,4 +1,4 @@
-"""Checks that modalities share: of their parameters, and of headers against limits."""
+"""Checks that modalities share: of parameters, and of headers against limits."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.modality import ArraySpec, Modality, stored_dtype
 
 _INT32_MAX: Final = 2**31 - 1
-# What a batch's inputs of a model are called, whatever the recipe; and what stands there beside a modality's arrays.
+# Names of a batch's model inputs under every recipe, and of a modality's further inputs next to its arrays.
 _INPUTS: Final = frozenset("input_ids position_ids labels cu_seqlens max_seqlen attention_mask".split())
-_BESIDE: Final = ("cu_seqlens", "max_seqlen", "mask", "token_places", "positions", "route")
-# Attributes of what holds a modality's arrays, in batches and samples.
+_COMPANIONS: Final = ("cu_seqlens", "max_seqlen", "mask", "token_places", "positions", "route")
+# Attributes of the objects with a modality's arrays, in batches and samples.
 _ATTRIBUTES: Final = frozenset("arrays num_tokens valid map modality dtypes extras tensor".split())
 
 LONGEST_SIDE: Final = 1 << 25
-"""Pillow's resizing counts what it needs for a longer one in 32 bits, and then reports a lack of memory."""
+"""For a longer side, Pillow's resizing overflows 32 bits and reports a lack of memory."""
 
 
 def above_pixels(width: int, height: int, limits: Limits, kind: str = "image") -> str | None:
-    """Why a picture of this size is refused, or None."""
+    """Return why a picture of this size is too large, or None."""
     if width * height > limits.image_pixels:
         size = f"{width}x{height} = {width * height} pixels"
         return f"{kind} of {size}, above Limits.image_pixels={limits.image_pixels}"
@@ -30,14 +30,14 @@ def above_pixels(width: int, height: int, limits: Limits, kind: str = "image") -
 
 
 def above_seconds(frames: int, rate: int, limits: Limits) -> str | None:
-    """Why a clip of this length is refused, or None."""
+    """Return why a clip of this length is too long, or None."""
     if rate and frames > limits.audio_seconds * rate:
         return f"audio of {frames / rate:.0f} s, above Limits.audio_seconds={limits.audio_seconds:g}"
     return None
 
 
 def starts_with(data: bytes) -> str:
-    """The first eight bytes, to show in an error: as text where they are printable."""
+    """The first eight bytes, for an error: as text if they are printable."""
     head = data[:8]
     return repr(head.decode("ascii")) if head.isascii() and head.decode("ascii").isprintable() else repr(head)[1:]
 
@@ -53,11 +53,11 @@ def check_choice(owner: str, name: str, value: object, choices: tuple[object, ..
 
 
 def check_words(name: str, modality: Modality) -> None:
-    """Check what members and texts call a modality, and what stands for it. Raises ValueError."""
+    """Check the names of a modality in members and texts, and its slot. Raises ValueError."""
     for kind in ("fields", "words"):
-        held = getattr(modality, kind)
-        if isinstance(held, str) or not all(isinstance(word, str) and word for word in held):
-            raise ValueError(f"{kind} of {name} must be a tuple of names, got {held!r}")
+        names = getattr(modality, kind)
+        if isinstance(names, str) or not all(isinstance(word, str) and word for word in names):
+            raise ValueError(f"{kind} of {name} must be a tuple of names, got {names!r}")
     for field in modality.fields:
         if field.startswith("."):
             raise ValueError(f"a field of {name} must be called {field.lstrip('.')!r}, without its dot, got {field!r}")
@@ -72,21 +72,21 @@ def check_words(name: str, modality: Modality) -> None:
 
 
 def check_arrays(modalities: Mapping[str, Modality]) -> None:
-    """Check what modalities fill: each array must be one, and have a name of its own wherever a batch gives it.
+    """Check the arrays of modalities: each must be valid, and have a unique name in a batch.
 
-    Raises TypeError for a dtype that tensors do not have, ValueError else.
+    Raises TypeError for a dtype that tensors do not have, otherwise ValueError.
     """
     owners = dict.fromkeys(_INPUTS, "every batch")
     for name, modality in modalities.items():
         specs = modality.arrays()
         for array, spec in specs.items():
-            if not array.isidentifier() or array in _ATTRIBUTES or array in _BESIDE:
-                raise ValueError(f"an array of {name} cannot be called {array!r}: batches call something else so")
+            if not array.isidentifier() or array in _ATTRIBUTES or array in _COMPANIONS:
+                raise ValueError(f"an array of {name} cannot be called {array!r}: batches use that name")
             _check_spec(f"{name}.{array}", spec)
-        for told in (*specs, *_BESIDE):
-            owner = owners.setdefault(f"{name}_{told}", name)
+        for suffix in (*specs, *_COMPANIONS):
+            owner = owners.setdefault(f"{name}_{suffix}", name)
             if owner != name:
-                raise ValueError(f"{owner} and {name} both have an input called {name}_{told}: rename one of them")
+                raise ValueError(f"{owner} and {name} both have an input called {name}_{suffix}: rename one of them")
 
 
 def _check_spec(name: str, spec: ArraySpec) -> None:

@@ -1,7 +1,7 @@
-"""Cut audio: what a file declares against what is there, to which libsndfile shortens the clip without a word.
+"""Detects cut audio: compares what a file declares with what it contains. libsndfile shortens such a clip silently.
 
-Read are the sizes of RIFF (WAV), RF64, W64, AIFF, AIFC, AU and SPHERE, the pages of Ogg, and an MP3's Xing, Info or
-VBRI tag. Writers to a pipe leave placeholders for sizes: those declare nothing.
+It reads the sizes of RIFF (WAV), RF64, W64, AIFF, AIFC, AU and SPHERE, the pages of Ogg, and an MP3's Xing, Info or
+VBRI tag. Programs that write to a pipe leave placeholders for sizes: those declare nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 TOLERANCE_SECONDS: Final = 0.05
 TOLERANCE_SHARE: Final = 0.01
-"""A clip may lack so much of what it declares, whichever is more."""
+"""A clip may lack this much of what it declares, the larger of the two."""
 
 _MOST_CHUNKS: Final = 10_000
 _MP3_SEARCH_BYTES: Final = 4096
@@ -27,22 +27,22 @@ _Order: TypeAlias = Literal["little", "big"]
 
 
 class Extent(NamedTuple):
-    """How much sound a file declares and how much of it is there, both in the same unit: bytes, or frames."""
+    """The declared and the actual amount of sound in a file, both in the same unit: bytes, or frames."""
 
     declared: int
     present: int
 
 
 class PlainWav(NamedTuple):
-    """The samples of a WAV where they lie in the file, int16 (num_frames, num_channels), and their rate in Hz."""
+    """The samples of a WAV as a view of the file, int16 (num_frames, num_channels), and their rate in Hz."""
 
     samples: NDArray[np.int16]
     rate: int
 
 
 def plain_wav(data: Payload) -> PlainWav | None:
-    """The samples of a WAV of 16 bits that ends with them, as most writers make it: its format first, then at most one
-    chunk before the samples. None of any other, which is left to libsndfile.
+    """Return the samples of a plain 16-bit WAV, as most programs write it: its format first, then at most one chunk
+    before the samples, then the samples to the end. None for any other, which libsndfile reads.
     """
     if bytes(data[:4]) != b"RIFF" or bytes(data[8:16]) != b"WAVEfmt " or len(data) < 44:
         return None
@@ -64,39 +64,39 @@ def plain_wav(data: Payload) -> PlainWav | None:
 
 
 def cut_reason(data: Payload, frames: int, rate: int) -> str | None:
-    """Why a clip is not whole, or None.
+    """Return why a clip is not complete, or None.
 
     Args:
         data: the whole file.
-        frames: per channel, as many as there are; rate: in Hz.
+        frames: number of frames per channel in the file; rate: in Hz.
     """
     head = bytes(data[:16])
     if head[:4] == b"OggS":
-        found = _ogg(bytes(data))
-        if isinstance(found, str):
-            return found
+        extent = _ogg(bytes(data))
+        if isinstance(extent, str):
+            return extent
     else:
-        found = _mp3(data, frames) if _is_mp3(head) else _container(head, data)
-    if found is None or found.present >= found.declared:
+        extent = _mp3(data, frames) if _is_mp3(head) else _container(head, data)
+    if extent is None or extent.present >= extent.declared:
         return None
     seconds = frames / rate
-    declared_seconds = seconds * found.declared / max(1, found.present)
+    declared_seconds = seconds * extent.declared / max(1, extent.present)
     if declared_seconds - seconds <= max(TOLERANCE_SECONDS, TOLERANCE_SHARE * declared_seconds):
         return None
-    share = max(0, found.present) / found.declared
+    share = max(0, extent.present) / extent.declared
     return f"cut: {seconds:.3f} of {declared_seconds:.3f} s of sound are there, {share:.0%} of what the header declares"
 
 
 def flac_reason(data: Payload, frames: int) -> str | None:
-    """Why a FLAC cannot hold the frames that its header tells, or None. Cuts behind that show when it is decoded."""
+    """Return why a FLAC cannot contain the frames in its header, or None. Smaller cuts show when it is decoded."""
     least = least_flac_bytes(data, frames)
-    return (
-        f"cut: {len(data)} bytes cannot hold the {frames} frames that its header tells" if len(data) < least else None
-    )
+    if len(data) >= least:
+        return None
+    return f"cut: {len(data)} bytes cannot hold the {frames} frames that its header tells"
 
 
 def least_flac_bytes(data: Payload, frames: int) -> int:
-    """Bytes that a FLAC of so many frames has at least: blocks of the largest size, each of the smallest bytes."""
+    """Return the minimum size of a FLAC with this number of frames: the largest blocks, each of the smallest size."""
     if bytes(data[:4]) != b"fLaC":
         return 0
     largest_block = max(1, int.from_bytes(data[10:12], "big"))
@@ -121,12 +121,12 @@ def _container(head: bytes, data: Payload) -> Extent | None:
 
 
 def _is_placeholder(size: int) -> bool:
-    """What stands for a size that was not known when it was written: 0, or about the most that 31 or 32 bits hold."""
+    """Whether a size is a placeholder for an unknown one: 0, or about the maximum of 31 or 32 bits."""
     return size == 0 or 0x7FFF0000 <= size <= 0x80000000 or size >= 0xFFFF0000
 
 
 def _chunk(data: Payload, order: _Order) -> tuple[int, int]:
-    """(bytes that the chunk of sound declares, where they start) of a RIFF or IFF file; (0, 0) without such a chunk."""
+    """Return (declared bytes, start) of the sound chunk of a RIFF or IFF file; (0, 0) without such a chunk."""
     at = 12
     for _ in range(_MOST_CHUNKS):
         if at + 8 > len(data):
@@ -141,13 +141,13 @@ def _chunk(data: Payload, order: _Order) -> tuple[int, int]:
 
 
 def unclosed_wav(data: Payload) -> int:
-    """Where the sound starts in a WAV that went to a pipe with sizes of 0; 0 for any other file."""
+    """Return the start of the sound in a WAV that was piped out with sizes of 0; 0 for any other file."""
     size, start = _chunk(data, "little") if bytes(data[:4]) == b"RIFF" else (0, 0)
     if size or not start or start == len(data):
         return 0
     next_name, next_size = bytes(data[start : start + 4]), int.from_bytes(data[start + 4 : start + 8], "little")
     is_chunk = next_name.isascii() and next_name.decode().isprintable() and start + 8 + next_size <= len(data)
-    return 0 if is_chunk else start  # a clip that is empty indeed may have chunks behind it
+    return 0 if is_chunk else start  # a clip that is really empty may have chunks after it
 
 
 def _rf64(data: Payload) -> Extent | None:
@@ -171,17 +171,17 @@ def _w64(data: Payload) -> Extent | None:
 
 def _sphere(data: Payload) -> Extent | None:
     head = bytes(data[:1024])
-    told = dict(re.findall(rb"\n(sample_count|channel_count|sample_n_bytes) -(?:i|s\d+) (\d{1,12})(?=\n)", head))
+    values = dict(re.findall(rb"\n(sample_count|channel_count|sample_n_bytes) -(?:i|s\d+) (\d{1,12})(?=\n)", head))
     if re.search(rb"\nsample_coding -s\d+ (?:ulaw|alaw|mu-law)", head):
-        told.setdefault(b"sample_n_bytes", b"1")
+        values.setdefault(b"sample_n_bytes", b"1")
     start = re.match(rb"NIST_1A\n\s*(\d{1,6})\n", head)
-    if start is None or len(told) < 3:
+    if start is None or len(values) < 3:
         return None
-    return Extent(prod(map(int, told.values())), len(data) - int(start[1]))
+    return Extent(prod(map(int, values.values())), len(data) - int(start[1]))
 
 
 def _ogg(data: bytes) -> Extent | str | None:
-    """What the pages say: the reason where sound is missing for certain, or how far a cut last page would have gone."""
+    """Return a reason if sound is certainly missing according to the pages, or the extent if the last page is cut."""
     at, granule = 0, 0
     open_streams: set[int] = set()
     sound_begun = unfinished = False
@@ -195,7 +195,7 @@ def _ogg(data: bytes) -> Extent | str | None:
             continue
         if at + 27 > len(data) or end > len(data):
             if not open_streams:
-                break  # what follows the end of the sound
+                break  # data after the end of the sound
             last = int.from_bytes(data[at + 6 : at + 14], "little")
             if flags & 4 and granule < last < 1 << 62:
                 return Extent(last, granule)
@@ -203,14 +203,14 @@ def _ogg(data: bytes) -> Extent | str | None:
         if flags & 2:
             if sound_begun:
                 return (
-                    "several Ogg streams behind one another, of which only the first would be read: join or split them"
+                    "several Ogg streams after one another, of which only the first would be read: join or split them"
                 )
             open_streams.add(serial)
         else:
             sound_begun = True
             unfinished = not flags & 4 and segments > 0 and data[header - 1] == 255
-            found = int.from_bytes(data[at + 6 : at + 14], "little")
-            granule = found if found < 1 << 62 else granule
+            position = int.from_bytes(data[at + 6 : at + 14], "little")
+            granule = position if position < 1 << 62 else granule
         if flags & 4:
             open_streams.discard(serial)
         at = end
@@ -222,35 +222,35 @@ def _is_mp3(head: bytes) -> bool:
 
 
 def _mp3(data: Payload, frames: int) -> Extent | None:
-    """What a Xing, Info or VBRI tag declares; None without one."""
-    found = _mp3_first_frame(data)
-    if found is None:
+    """Return what a Xing, Info or VBRI tag declares; None without one."""
+    first = _mp3_first_frame(data)
+    if first is None:
         return None
-    at, samples, side = found
+    at, samples, side = first
     tag = at + 4 + side
     name = bytes(data[tag : tag + 4])
     if name in (b"Xing", b"Info"):
         flags = int.from_bytes(data[tag + 4 : tag + 8], "big")
         if not flags & 1:
             return None
-        told = int.from_bytes(data[tag + 8 : tag + 12], "big") * samples
-        # Behind the fields that the flags name LAME's: 21 bytes on, what encoder and last frame added.
+        declared = int.from_bytes(data[tag + 8 : tag + 12], "big") * samples
+        # LAME's fields follow those that the flags name: 21 bytes on, the padding by the encoder and the last frame.
         added = tag + 12 + 4 * (flags >> 1 & 1) + 100 * (flags >> 2 & 1) + 4 * (flags >> 3 & 1) + 21
         delay = int.from_bytes(data[added : added + 3], "big")
-        told -= (delay >> 12) + (delay & 0xFFF)
+        declared -= (delay >> 12) + (delay & 0xFFF)
     elif bytes(data[at + 36 : at + 40]) == b"VBRI":
-        told = int.from_bytes(data[at + 50 : at + 54], "big") * samples
+        declared = int.from_bytes(data[at + 50 : at + 54], "big") * samples
     else:
         return None
-    return Extent(told - samples, frames)  # encoders disagree whether the tag's own frame counts
+    return Extent(declared - samples, frames)  # encoders disagree whether the tag's own frame counts
 
 
 def mp3_stream_bytes(data: Payload) -> int | None:
-    """Where the stream ends that an MP3's tag declares: None without one, the file's end where it does not tell."""
-    found = _mp3_first_frame(data)
-    if found is None:
+    """Return the end of the stream by an MP3's tag: None without a tag, the file's end if the tag does not say it."""
+    first = _mp3_first_frame(data)
+    if first is None:
         return None
-    at, _, side = found
+    at, _, side = first
     tag = at + 4 + side
     if bytes(data[tag : tag + 4]) not in (b"Xing", b"Info"):
         return len(data) if bytes(data[at + 36 : at + 40]) == b"VBRI" else None
@@ -262,12 +262,12 @@ def mp3_stream_bytes(data: Payload) -> int | None:
 
 
 def lacks(frames: int, declared: int, rate: int) -> bool:
-    """Whether a clip lacks more of what there should be than is tolerated."""
+    """Whether a clip lacks more of its declared length than is tolerated."""
     return declared - frames > max(TOLERANCE_SECONDS * rate, TOLERANCE_SHARE * declared)
 
 
 def _mp3_first_frame(data: Payload) -> tuple[int, int, int] | None:
-    """(place, samples, bytes of side information) of the first frame."""
+    """Return (offset, samples, bytes of side information) of the first frame."""
     at = 0
     while bytes(data[at : at + 3]) == b"ID3" and at + 10 <= len(data):
         size = 0

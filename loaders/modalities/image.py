@@ -44,20 +44,20 @@ class ImagePreprocessor(ImageFiles):
     Attributes:
         patch_size: side of a patch in pixels.
         merge: side of a merged token in patches.
-        min_tokens, max_tokens: merged tokens of one image; by rule "budget" respected whatever the aspect ratio.
-        rule: how a size becomes a grid: "budget", in integers (`image_grid`), or "qwen2_vl", Hugging Face's
-            `smart_resize` exactly: it refuses aspect ratios above 200, and very flat images may exceed the budget.
-        min_pixels, max_pixels: of one image, under "qwen2_vl" in place of min_tokens and max_tokens.
-        temporal_patch_size: times that a patch holds its picture (Qwen-VL: 2); values are ordered (channel, time, row,
-            column).
+        min_tokens, max_tokens: merged tokens of one image; rule "budget" respects them for every aspect ratio.
+        rule: how a size becomes a grid: "budget", in integers (`image_grid`), or "qwen2_vl", exactly Hugging Face's
+            `smart_resize`: it rejects aspect ratios above 200, and very flat images may exceed the budget.
+        min_pixels, max_pixels: limits of one image under "qwen2_vl", instead of min_tokens and max_tokens.
+        temporal_patch_size: number of copies of the picture in a patch (Qwen-VL: 2); values are ordered (channel, time,
+            row, column).
         mean, std: normalisation of channels in [0, 1] (default: CLIP's); unused with dtype "uint8".
-        resizer: "torchvision" (its resizing of uint8 tensors with antialiasing, to the bit), or "pillow", several times
-            slower; few values differ, at sharp edges by up to 21/255.
-        resample: "bicubic", "bilinear" or "lanczos"; the last with "torchvision" only of torch 2.12 and later.
+        resizer: "torchvision" (equal to the bit to its resizing of uint8 tensors with antialiasing), or "pillow",
+            several times slower; few values differ, at sharp edges by up to 21/255.
+        resample: "bicubic", "bilinear" or "lanczos"; "lanczos" with "torchvision" needs torch 2.12.
         draft: whether a JPEG at least twice as large as needed is scaled while it is decoded, which takes less time and
             gives other values.
-        alpha: what transparent images become: "white", composited onto it, or "drop", their colours as stored.
-        dtype: what patches are stored as; "uint8" holds raw values, to normalise on the device.
+        alpha: how to treat transparent images: "white" composites them onto white, "drop" keeps their stored colours.
+        dtype: dtype of the stored patches; "uint8" keeps raw values, to normalise on the device.
     """
 
     num_extents = 2
@@ -78,7 +78,7 @@ class ImagePreprocessor(ImageFiles):
     alpha: Literal["white", "drop"] = "white"
     dtype: Literal["bfloat16", "float32", "uint8"] = "bfloat16"
 
-    free = frozenset(
+    may_differ_in_mixture = frozenset(
         ("min_tokens", "max_tokens", "min_pixels", "max_pixels", "rule", "resizer", "resample", "draft", "alpha")
     )
 
@@ -91,7 +91,7 @@ class ImagePreprocessor(ImageFiles):
                 f"got {self.max_tokens!r}"
             )
         if str(self.resizer) == "torch":
-            raise ValueError('ImagePreprocessor.resizer "torch" is called "torchvision", whose values it gives')
+            raise ValueError('ImagePreprocessor.resizer "torch" is now called "torchvision": use that name')
         for name, choices in _CHOICES.items():
             check_choice("ImagePreprocessor", name, getattr(self, name), choices)
         if self.resizer == "torchvision" and self.resample == "lanczos" and _torch_version() < _LANCZOS_SINCE:
@@ -113,15 +113,15 @@ class ImagePreprocessor(ImageFiles):
                 check_at_least_one("ImagePreprocessor", name, getattr(self, name))
                 if self.rule == "budget":
                     raise ValueError(
-                        f"ImagePreprocessor.{name} is of rule='qwen2_vl'; by rule 'budget' an image is limited by "
-                        "min_tokens and max_tokens"
+                        f"ImagePreprocessor.{name} belongs to rule='qwen2_vl'; under rule 'budget' min_tokens and "
+                        "max_tokens limit an image"
                     )
         if least > most:
             raise ValueError(f"ImagePreprocessor.min_pixels={least} is above max_pixels={most}")
 
     @property
     def pixel_limits(self) -> tuple[int, int]:
-        """Fewest and most pixels of one image, once resized."""
+        """Minimum and maximum number of pixels of one image after resizing."""
         token = (self.patch_size * self.merge) ** 2
         least = self.min_tokens * token if self.min_pixels is None else self.min_pixels
         return least, self.max_tokens * token if self.max_pixels is None else self.max_pixels
@@ -132,7 +132,7 @@ class ImagePreprocessor(ImageFiles):
         return 3 * self.temporal_patch_size * self.patch_size * self.patch_size
 
     def parameters(self) -> dict[str, Any]:
-        """With what the installed Pillow makes of them, where it resizes."""
+        """With the pass order of the installed Pillow, if it resizes."""
         if self.resizer != "pillow":
             return super().parameters()
         from orchdata.loaders.modalities.image_decode import pass_order
@@ -170,13 +170,13 @@ class ImagePreprocessor(ImageFiles):
     def to_file(
         self, data: bytes | memoryview, size: PartSize, arrays: Mapping[str, NDArray[Any]], limits: Limits
     ) -> tuple[str, bytes]:
-        """The picture that the patches hold, of 8 bits a channel."""
+        """The picture in the patches, with 8 bits per channel."""
         from orchdata.loaders.modalities.image_decode import pictures_of_patches, png_of
 
         return "png", png_of(pictures_of_patches(arrays["patches"], self, (size.extent[0], size.extent[1]))[:1])
 
     def rope(self, size: PartSize) -> NDArray[np.int64]:
-        """After Qwen2-VL: one moment, the merged grid along height and width."""
+        """As in Qwen2-VL: one moment, the merged grid along height and width."""
         height, width = (side // self.merge for side in size.extent)
         return grid_positions(np.zeros(1, np.int64), height, width)
 
@@ -190,19 +190,19 @@ class ImagePreprocessor(ImageFiles):
 
 
 def grid_positions(moments: NDArray[np.int64], high: int, wide: int) -> NDArray[np.int64]:
-    """(3, len(moments) * high * wide): moment, row and column of the cells of grids that follow one another."""
+    """Return (3, len(moments) * high * wide): moment, row and column of the cells of consecutive grids."""
     rows, cols = np.divmod(np.arange(high * wide), wide)
     times = len(moments)
     return np.stack([np.repeat(moments, high * wide), np.tile(rows, times), np.tile(cols, times)])
 
 
 def image_grid(width: int, height: int, pre: ImagePreprocessor) -> tuple[int, int]:
-    """The patches (grid_h, grid_w) an image of `width` x `height` pixels is resized to; both multiples of `merge`.
+    """Return the grid of patches (grid_h, grid_w) for an image of `width` x `height` pixels; both multiples of `merge`.
 
-    By rule "qwen2_vl" as Hugging Face, see `smart_resize`. By rule "budget" much alike: each side rounds to a whole
+    By rule "qwen2_vl" as Hugging Face, see `smart_resize`. Rule "budget" is similar: each side is rounded to a whole
     number of merged tokens (half to even); above `max_tokens` (below `min_tokens`) both shrink (grow) by one factor,
-    rounded down (up). But sides never fall below one token, the product is held in both limits even for extreme aspect
-    ratios, and all of it is arithmetic of integers.
+    rounded down (up). But sides never fall below one token, the product stays within both limits even for extreme
+    aspect ratios, and all arithmetic is in integers.
     """
     if width < 1 or height < 1:
         raise ValueError(f"an image must have at least one pixel, got {width} x {height}")
@@ -223,10 +223,10 @@ def image_grid(width: int, height: int, pre: ImagePreprocessor) -> tuple[int, in
 
 
 def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
-    """The pixels (height, width) that Qwen-VL's image processors of Hugging Face resize an image to, to the bit.
+    """Return the pixels (height, width) to which Qwen-VL's image processors of Hugging Face resize an image.
 
-    In floats, as theirs: these operations are rounded alike on every machine. Raises ValueError for an aspect ratio
-    above 200.
+    In floats, with equal results: these operations are rounded in the same way on every machine. Raises ValueError for
+    an aspect ratio above 200.
     """
     ratio = max(height, width) / min(height, width)
     if ratio > 200:
@@ -249,11 +249,11 @@ def _torch_version() -> tuple[int, int]:
 
 
 def _within(rows: int, cols: int, low: int, high: int) -> tuple[int, int]:
-    """The sides nearest to (rows, cols), the shorter one kept if it can be, whose product is in [low, high]."""
+    """Return the sides nearest to (rows, cols) with a product in [low, high]; the shorter one is kept if possible."""
     short, long = min(rows, cols), max(rows, cols)
     for side in range(min(short, isqrt(high)), 0, -1):
         least, most = -(-low // side), high // side
-        if least <= most:  # always so for a side of 1
+        if least <= most:  # true for a side of 1
             short, long = side, min(max(long, least), most)
             break
     return (short, long) if rows <= cols else (long, short)
@@ -265,5 +265,5 @@ def _round_half_even(value: int, step: int) -> int:
 
 
 def _ceil_sqrt(numerator: int, denominator: int) -> int:
-    """The smallest k with k * k >= numerator / denominator > 0."""
+    """Return the smallest k with k * k >= numerator / denominator > 0."""
     return isqrt(-(-numerator // denominator) - 1) + 1

@@ -2,10 +2,10 @@
 
     bytes --decode--> uint8 RGB --orient--> upright --resize--> the grid's size --patchify--> out
 
-What is read: the formats of `image_header.IMAGE_FORMATS`, the first frame of an animation. EXIF orientation is applied;
-palettes, CMYK and other colour modes become RGB as Pillow converts them (colour profiles are not applied); 16 bits
-keep their upper byte, floats in [0, 1] become bytes; transparency is composited onto white or dropped. JPEG goes
-through libjpeg-turbo, all else through Pillow.
+It reads the formats of `image_header.IMAGE_FORMATS`, and the first frame of an animation. EXIF orientation is applied;
+palettes, CMYK and other colour modes become RGB as in Pillow (colour profiles are not applied); 16 bits keep their
+upper byte, floats in [0, 1] become bytes; transparency is composited onto white or dropped. libjpeg-turbo decodes JPEG,
+Pillow everything else.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
     from orchdata.loaders.modalities.image import ImagePreprocessor
 
 Pixels = NDArray[np.uint8]
-Size = tuple[int, int]  # (width, height), as Pillow has it
+Size = tuple[int, int]  # (width, height), as in Pillow
 
 _PNG: Final = b"\x89PNG\r\n\x1a\n"
 _ORIENTATION: Final = 0x0112
 _SIXTEEN_BIT: Final = ("I;16", "I;16L", "I;16B", "I;16N")
 _WHITE: Final = (255, 255, 255, 255)
 
-# How stored pixels (height, width, channels) are turned upright, by EXIF orientation.
+# How to turn stored pixels (height, width, channels) upright, by EXIF orientation.
 _UPRIGHT: Final[dict[int, Callable[[Pixels], Pixels]]] = {
     2: lambda pixels: pixels[:, ::-1],
     3: lambda pixels: pixels[::-1, ::-1],
@@ -58,9 +58,9 @@ def decode_image(
     """Decode, resize and cut one image into patches.
 
     Args:
-        out: (grid_h * grid_w, pre.patch_dim), C-contiguous, written in whole: float32, uint16 (bfloat16 bits) or
-            uint8, as `pre.dtype` says. Rows and values are ordered as `native.patchify` says.
-        grid: patches (grid_h, grid_w) that the index found from the header.
+        out: (grid_h * grid_w, pre.patch_dim), C-contiguous, fully overwritten: float32, uint16 (bfloat16 bits) or
+            uint8, according to `pre.dtype`. Rows and values are ordered as in `native.patchify`.
+        grid: patches (grid_h, grid_w) in the index, from the header.
 
     Raises:
         DecodeError: not an image, damaged, above a limit, or of another size than the index says.
@@ -71,17 +71,17 @@ def decode_image(
 
 
 def load_pixels(data: bytes | memoryview, pre: ImagePreprocessor, limits: Limits, grid: tuple[int, int]) -> Pixels:
-    """Upright pixels (height, width, 3 or 4) of the grid's size, C-contiguous; channels past the third mean nothing.
+    """Return upright pixels (height, width, 3 or 4) of the grid's size, C-contiguous; a fourth channel is undefined.
 
-    The memory may be this thread's scratch, overwritten by its next image. Raises DecodeError.
+    The memory may be this thread's scratch; its next image overwrites it. Raises DecodeError.
     """
     target = (grid[1] * pre.patch_size, grid[0] * pre.patch_size)
 
     def least_of(width: int, height: int) -> Size | None:
-        found = pre.count_header((width, height), limits).extent
-        if found != tuple(grid):
+        extent = pre.count_header((width, height), limits).extent
+        if extent != tuple(grid):
             raise DecodeError(
-                f"decoded to {width} x {height} pixels, {found[0]} x {found[1]} patches; the index says "
+                f"decoded to {width} x {height} pixels, {extent[0]} x {extent[1]} patches; the index says "
                 f"{grid[0]} x {grid[1]} patches: index again"
             )
         return target if pre.draft else None
@@ -91,18 +91,18 @@ def load_pixels(data: bytes | memoryview, pre: ImagePreprocessor, limits: Limits
 
 
 def load_rgb(data: bytes | memoryview, limits: Limits) -> tuple[Pixels, object]:
-    """Upright pixels (height, width, 3) as Hugging Face's `load_image` has them: Pillow's own `convert("RGB")` drops
-    alpha and cuts 16 bits off at 255. And the colour, or None, that Pillow goes on calling transparent, which their
-    processors may look at. Memory and errors as of `load_pixels`.
+    """Return upright pixels (height, width, 3) as from Hugging Face's `load_image`: Pillow's own `convert("RGB")` drops
+    alpha and clips 16 bits at 255. Also return the colour, or None, that Pillow still calls transparent: their
+    processors may use it. Memory and errors as in `load_pixels`.
     """
     transparency: list[object] = [None]
 
     def convert(image: Image.Image) -> Image.Image:
         if isinstance(image.info.get("transparency"), bytes):
-            del image.info["transparency"]  # Pillow leaves it out too, with a warning
-        found = image.convert("RGB")
-        transparency[0] = found.info.get("transparency")
-        return found
+            del image.info["transparency"]  # Pillow drops it too, with a warning
+        converted = image.convert("RGB")
+        transparency[0] = converted.info.get("transparency")
+        return converted
 
     return upright_pixels(data, limits, convert), transparency[0]
 
@@ -114,17 +114,17 @@ def upright_pixels(
     least_of: Callable[[int, int], Size | None] = lambda *_: None,
     colours: str = "RGB",
 ) -> Pixels:
-    """Upright pixels (height, width, channels), C-contiguous; memory and errors as of `load_pixels`.
+    """Return upright pixels (height, width, channels), C-contiguous; memory and errors as in `load_pixels`.
 
     Args:
-        convert: makes RGB of what is not a plain JPEG.
-        least_of: told the size (width, height) as displayed, says below which a JPEG is not scaled while it is decoded;
-            None for no scaling.
-        colours: "RGB", or "RGBX" of plain JPEGs.
+        convert: converts anything but a plain JPEG to RGB.
+        least_of: takes the size (width, height) as displayed, and returns the size below which a JPEG is not scaled
+            while it is decoded; None for no scaling.
+        colours: "RGB", or "RGBX" for plain JPEGs.
     """
     try:
         return _upright_pixels(data, limits, convert, least_of, colours)
-    except Warning:  # a filter of the program's makes exceptions of Pillow's warnings, which are no damage
+    except Warning:  # a filter of the program turns Pillow's warnings into exceptions; they are no damage
         with quiet_pillow():
             return _upright_pixels(data, limits, convert, least_of, colours)
 
@@ -149,13 +149,13 @@ def _upright_pixels(
 
 
 def _check_png(data: bytes) -> None:
-    """Raise DecodeError where a chunk that pixels come from is damaged: Pillow skips the checksums of pixels."""
+    """Raise DecodeError if a chunk with pixel data is damaged: Pillow skips the checksums of pixels."""
     at, view = len(_PNG), memoryview(data)
     while at + 12 <= len(data):
         end = at + 8 + int.from_bytes(data[at : at + 4], "big")
         name = data[at + 4 : at + 8]
         if name == b"IEND" or end + 4 > len(data):
-            return  # what is cut Pillow finds
+            return  # Pillow finds a cut
         needed = not name[0] & 0x20 or name == b"tRNS"  # a small first letter: pixels do without it
         if needed and zlib.crc32(view[at + 4 : end]) != int.from_bytes(data[end : end + 4], "big"):
             raise DecodeError(f"damaged PNG image: chunk {starts_with(name)} at byte {at} does not fit its checksum")
@@ -187,8 +187,8 @@ def _upright_other(
     convert: Callable[[Image.Image], Image.Image],
     least_of: Callable[[int, int], Size | None],
 ) -> Pixels:
-    """Through Pillow."""
-    # Before decoding: size limits. Pillow gives TIFF sizes as displayed, others as stored.
+    """Decode with Pillow."""
+    # Check the size limits before decoding. Pillow gives TIFF sizes as displayed, others as stored.
     _check_limits(image.width, image.height, limits)
     image.load()
     orientation = image.getexif().get(_ORIENTATION, 1)
@@ -199,7 +199,7 @@ def _upright_other(
 def _displayed(
     stored: Size, orientation: int, limits: Limits, least_of: Callable[[int, int], Size | None]
 ) -> Size | None:
-    """The size, as stored, to which it may be scaled while decoding; None where it may not."""
+    """Return the size, as stored, to which it may be scaled while decoding; None for no scaling."""
     turned = orientation in (5, 6, 7, 8)
     width, height = reversed(stored) if turned else stored
     _check_limits(width, height, limits)
@@ -216,7 +216,7 @@ def _check_limits(width: int, height: int, limits: Limits) -> None:
 
 
 def to_rgb(image: Image.Image, alpha: str) -> Image.Image:
-    """RGB of any mode; see the top of this file. Raises DecodeError."""
+    """Convert an image of any mode to RGB; see the top of this file. Raises DecodeError."""
     if image.mode in (*_SIXTEEN_BIT, "I", "F"):
         return Image.fromarray(_to_bytes(image)).convert("RGB")
     if alpha == "white" and image.has_transparency_data:
@@ -227,13 +227,13 @@ def to_rgb(image: Image.Image, alpha: str) -> Image.Image:
 
 
 def _to_bytes(image: Image.Image) -> Pixels:
-    """Grey of 16 or 32 bits a pixel -> uint8 (height, width)."""
+    """Grey with 16 or 32 bits per pixel -> uint8 (height, width)."""
     values = np.asarray(image)
     low, high = values.min(), values.max()
     if image.mode == "F":
         if not np.isfinite(low) or not np.isfinite(high):
             raise DecodeError("the image holds NaN or infinite values")
-        # Floats are fractions; where some are above 1 they can only be byte values already.
+        # Floats are fractions; if some are above 1, they can only be byte values already.
         scale = 255.0 if high <= 1 else 1.0
         _check_range(low, high, 255 / scale)
         return np.rint(values * np.float32(scale)).astype(np.uint8)
@@ -247,7 +247,7 @@ def _check_range(low: float, high: float, most: float) -> None:
 
 
 def resized(pixels: Pixels, target: Size, resizer: str, resample: str) -> Pixels:
-    """Pixels (height, width, 3 or 4) at `target` (width, height), by ImagePreprocessor.resizer and `resample`."""
+    """Return pixels (height, width, 3 or 4) at `target` (width, height), see ImagePreprocessor.resizer, `resample`."""
     height, width = pixels.shape[:2]
     if (width, height) == target:
         return pixels
@@ -263,18 +263,18 @@ def _resized_as_torchvision(pixels: Pixels, target: Size, resample: str) -> Pixe
     from torch.nn.functional import interpolate
 
     with torch.no_grad():
-        # Batch axis first: torch then sees channels-last memory, keeps it so, and nothing is copied around.
+        # Batch axis first: torch then sees channels-last memory, keeps that layout, and copies nothing.
         image = torch.from_numpy(np.require(pixels, requirements="W"))[None].permute(0, 3, 1, 2)
-        # As torchvision does: where uint8 has no bilinear kernel of its own, through floats.
+        # As torchvision: if uint8 has no bilinear kernel, resize floats.
         through_floats = resample == "bilinear" and not _has_bilinear_bytes()
-        found = interpolate(image.float() if through_floats else image, target[::-1], mode=resample, antialias=True)
+        scaled = interpolate(image.float() if through_floats else image, target[::-1], mode=resample, antialias=True)
         if through_floats:
-            found = found.round_().to(torch.uint8)
-    return np.ascontiguousarray(found.permute(0, 2, 3, 1)[0].numpy())
+            scaled = scaled.round_().to(torch.uint8)
+    return np.ascontiguousarray(scaled.permute(0, 2, 3, 1)[0].numpy())
 
 
 def _colours(resizer: str) -> str:
-    """Of a plain JPEG that is resized next: vectors take four bytes a pixel faster, but torch's for ARM three alone."""
+    """Colours of a plain JPEG to be resized: vectors handle four bytes per pixel faster, torch on ARM only three."""
     return "RGBX" if resizer == "pillow" or _is_avx() else "RGB"
 
 
@@ -291,9 +291,9 @@ def _has_bilinear_bytes() -> bool:
 
 @lru_cache(maxsize=1)
 def pass_order() -> str:
-    """In which order the installed Pillow resizes the axes, which shows in the pixels: each pass rounds to bytes.
+    """Return in which order the installed Pillow resizes the axes. It changes pixels: each pass rounds to bytes.
 
-    "horizontal-first", as Pillow did before 13, or "by-work": the axis first that leaves less to do for the other.
+    "horizontal-first", as before Pillow 13, or "by-work": first the axis that leaves less work for the other.
     """
     image = Image.linear_gradient("L").resize((60, 40)).rotate(30)
     target, steps = (58, 10), Image.Resampling.BICUBIC
@@ -308,10 +308,10 @@ def _upright(pixels: Pixels, orientation: int) -> Pixels:
 
 
 def pictures_of_patches(patches: NDArray[Any], pre: ImagePreprocessor, grid: tuple[int, int]) -> Pixels:
-    """The pictures that were cut into patches, from their values: `decode_image` backwards.
+    """Return the pictures of these patches, from their values: the inverse of `decode_image`.
 
     Args:
-        patches: (grid_h * grid_w, pre.patch_dim), as it has written them.
+        patches: (grid_h * grid_w, pre.patch_dim), as written by `decode_image`.
 
     Returns uint8 (pre.temporal_patch_size, height, width, 3).
     """
@@ -322,21 +322,21 @@ def pictures_of_patches(patches: NDArray[Any], pre: ImagePreprocessor, grid: tup
 
 
 def laid_out(patches: NDArray[Any], side: int, merge: int, grid: tuple[int, int]) -> NDArray[Any]:
-    """Patches (grid_h * grid_w, 3 * times * side * side) in their places: (times, height, width, 3)."""
+    """Rearrange patches (grid_h * grid_w, 3 * times * side * side) into pictures (times, height, width, 3)."""
     blocks = patches.reshape(grid[0] // merge, grid[1] // merge, merge, merge, 3, -1, side, side)
     return blocks.transpose(5, 0, 2, 6, 1, 3, 7, 4).reshape(-1, grid[0] * side, grid[1] * side, 3)
 
 
 def nearest_bytes(values: NDArray[np.float32], table: NDArray[np.float32]) -> Pixels:
-    """The bytes whose values in a table (3, 256) are the nearest; channels are the last axis."""
-    found = np.empty(values.shape, np.uint8)
+    """Return the bytes with the nearest values in a table (3, 256); channels are the last axis."""
+    nearest = np.empty(values.shape, np.uint8)
     for channel, levels in enumerate(table):
-        found[..., channel] = np.searchsorted((levels[1:] + levels[:-1]) / 2, values[..., channel])
-    return found
+        nearest[..., channel] = np.searchsorted((levels[1:] + levels[:-1]) / 2, values[..., channel])
+    return nearest
 
 
 def png_of(pictures: Pixels, seconds: float = 0.0) -> bytes:
-    """Pictures (n, height, width, 3) as a PNG; several as an animated one, each for so many seconds."""
+    """Encode pictures (n, height, width, 3) as a PNG; several as an animated one, each shown for `seconds`."""
     first, *others = map(Image.fromarray, pictures)
     file = io.BytesIO()
     first.save(file, "PNG", save_all=bool(others), append_images=others, duration=1000 * seconds, default_image=False)
@@ -345,5 +345,5 @@ def png_of(pictures: Pixels, seconds: float = 0.0) -> bytes:
 
 @lru_cache(maxsize=8)
 def byte_table(mean: tuple[float, ...], std: tuple[float, ...], dtype: str) -> NDArray[Any]:
-    """As `channel_table`, kept."""
+    """`channel_table`, cached."""
     return channel_table(mean, std, dtype)

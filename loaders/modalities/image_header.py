@@ -1,4 +1,4 @@
-"""Image files -> their size, without decoding: what all modalities that are read from them share."""
+"""Image files -> their size, without decoding: shared by all modalities that are read from image files."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from PIL.ImageFile import ImageFile
 
 IMAGE_FORMATS: Final = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "JPEG2000", "AVIF")
-"""Pillow's names of the formats that are read (JPEG includes MPO). Others run programs (EPS) or have no signature to
-tell them by (TGA)."""
+"""Pillow's names of the formats that are read (JPEG includes MPO). Of the others, some run programs (EPS) or have no
+signature (TGA)."""
 
 READS_IMAGES: Final = ("PIL.Image", "simplejpeg", "orchdata.loaders.modalities.image_decode")
 """Modules that reading image files imports."""
 
-# Which module of Pillow's reads each format, where that is loaded on request.
+# Pillow's module for each format that is loaded on demand.
 _PLUGINS: Final = {
     **{name: f"{name.title()}ImagePlugin" for name in ("JPEG", "PNG", "GIF", "BMP", "TIFF", "PPM", "AVIF")},
     "DIB": "BmpImagePlugin",
@@ -45,13 +45,13 @@ _warnings_lock = threading.Lock()
 _PIXEL_BYTES: Final = 4
 _EXIF: Final = b"Exif\0\0"
 _MOST_EXIF: Final = 256
-"""Blocks of EXIF data in a JPEG: Pillow puts one behind another, and copies all of them each time."""
+"""Maximum number of EXIF blocks in a JPEG: Pillow concatenates them, and copies all of them each time."""
 _MOST_STRAY: Final = 1 << 16
-"""Bytes between the segments of a JPEG's header: Pillow reads them one by one."""
+"""Maximum number of bytes between the segments of a JPEG's header: Pillow reads them one by one."""
 _MARKER: Final = re.compile(rb"\xff[^\x00\xff]", re.DOTALL)
 _SCAN: Final = 0xDA
 _ALONE: Final = frozenset({0x01, *range(0xD0, 0xDA)})
-"""Markers that no length follows."""
+"""Markers without a length."""
 
 
 class ImageFiles(Modality):
@@ -81,7 +81,7 @@ class ImageFiles(Modality):
         return probe_image(data, limits)
 
     @classmethod
-    def knows(cls, head: bytes) -> bool:
+    def matches_magic(cls, head: bytes) -> bool:
         if head.startswith((b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF87a", b"GIF89a", b"BM", b"II*\0", b"MM\0*")):
             return True
         if head[:4] == b"RIFF":
@@ -94,7 +94,7 @@ class ImageFiles(Modality):
 
 
 def check_size(width: int, height: int, limits: Limits) -> None:
-    """Raise DecodeError for a size that no image is decoded at."""
+    """Raise DecodeError for a size that cannot be decoded."""
     reason = above_pixels(width, height, limits)
     if reason is not None:
         raise DecodeError(reason)
@@ -103,8 +103,8 @@ def check_size(width: int, height: int, limits: Limits) -> None:
 
 
 def load_formats() -> tuple[str, ...]:
-    """Load Pillow's readers of `IMAGE_FORMATS`: the formats that it has. Raises what importing one raises, which Pillow
-    itself ignores: all images of that format would look damaged.
+    """Load Pillow's readers of `IMAGE_FORMATS`, and return the formats that it has. Exceptions of an import pass;
+    Pillow itself ignores them, and all images of that format would look damaged.
     """
     from PIL import Image
 
@@ -118,7 +118,7 @@ def load_formats() -> tuple[str, ...]:
 
 
 def pass_pillow(error: Exception) -> None:
-    """`pass_trouble`, and PackageError where this Pillow was built without the decoder of an image."""
+    """Call `pass_trouble`, and raise PackageError if this Pillow was built without the decoder of an image."""
     pass_trouble(error)
     if isinstance(error, OSError) and _LACKS_DECODER.fullmatch(str(error)):
         raise package_error(error, "an image", "PIL") from error
@@ -131,7 +131,7 @@ def refuse_unsupported(data: bytes) -> None:
     reason = None
     for name in load_formats():
         accept = Image.OPEN[name][1]
-        # Of too few bytes some plugins raise whatever their parsing does: then it is none of their format.
+        # With too few bytes some plugins raise any exception: then it is not their format.
         with suppress(Exception):
             said = accept(data[:16]) if accept is not None else None
             reason = said if reason is None and isinstance(said, str) else reason
@@ -144,14 +144,15 @@ def refuse_unsupported(data: bytes) -> None:
 def open_image(data: bytes) -> ImageFile:
     """Identify an image without decoding it. Raises DecodeError.
 
-    As Image.open, but for its check of the number of pixels against a process-wide setting: the limit is the recipe's.
+    Like Image.open, but without its check of the number of pixels against a process-wide setting: the recipe has a
+    limit.
     """
     if not data:
         raise DecodeError("empty: 0 bytes")
     reason = f"not an image: starts with {starts_with(data)}"
     for name, factory, accept in _openers():
         accepted: bool | str = False
-        with suppress(Exception):  # of too few bytes some plugins raise whatever their parsing does
+        with suppress(Exception):  # with too few bytes some plugins raise any exception
             accepted = accept is None or accept(data[:16])
         if not accepted or isinstance(accepted, str):
             continue
@@ -172,8 +173,8 @@ def _openers() -> list[tuple[str, Callable[..., ImageFile], Callable[[bytes], bo
 
 
 def too_large(error: Exception, limits: Limits) -> DecodeError:
-    """The failure of an image that Pillow refuses for its size. Raises PackageError where that is not the size that
-    the limits refuse, but a lower one, which the program has set for the whole process.
+    """Return the failure of an image that Pillow rejects for its size. Raises PackageError if Pillow's limit is lower
+    than the recipe's because the program has set it for the whole process.
     """
     from PIL import Image
 
@@ -186,8 +187,8 @@ def too_large(error: Exception, limits: Limits) -> DecodeError:
 
 @contextmanager
 def quiet_pillow() -> Iterator[None]:
-    """Pillow warns of what it repairs (EXIF, TIFF tags) and of large images; the limit is ours. Filters of warnings are
-    process-wide: hold them shortly, one thread at a time, and for Pillow and this library only.
+    """Silence Pillow's warnings about repairs (EXIF, TIFF tags) and large images; the limit is ours. Warning filters
+    are process-wide: set them briefly, in one thread at a time, and only for Pillow and this library.
     """
     with _warnings_lock, warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"(PIL|orchdata)(\.|$)")
@@ -195,7 +196,7 @@ def quiet_pillow() -> Iterator[None]:
 
 
 def _check_jpeg(data: bytes) -> None:
-    """Raise DecodeError for a JPEG whose header Pillow would take very long to read."""
+    """Raise DecodeError for a JPEG with a header that Pillow would take very long to read."""
     blocks = data.count(_EXIF)
     if blocks > _MOST_EXIF:
         raise DecodeError(
@@ -207,7 +208,7 @@ def _check_jpeg(data: bytes) -> None:
         stray += (marker.start() if marker else len(data)) - at
         if stray > _MOST_STRAY:
             raise DecodeError(
-                f"a JPEG with more than {_MOST_STRAY} bytes before its picture that belong to nothing: write it anew"
+                f"a JPEG with more than {_MOST_STRAY} bytes before its picture that belong to nothing: write it again"
             )
         if marker is None or marker[0][1] == _SCAN:
             return
@@ -218,7 +219,7 @@ def _check_jpeg(data: bytes) -> None:
 
 @as_failure(DecodeError, "damaged image", before=pass_pillow)
 def probe_image(data: bytes, limits: Limits) -> Header:
-    """(width, height) as displayed, by Pillow. Raises DecodeError."""
+    """Return (width, height) as displayed, from Pillow. Raises DecodeError."""
     from PIL import ExifTags, Image
 
     if data.startswith(b"\xff\xd8\xff"):

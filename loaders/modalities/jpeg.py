@@ -1,6 +1,6 @@
-"""JPEG -> pixels through libjpeg-turbo (simplejpeg): into reused memory, strict, and scaled while decoding where asked.
+"""JPEG -> pixels through libjpeg-turbo (simplejpeg): into reused memory, strict, and scaled while decoding on request.
 
-Pillow decodes the same values, but passes damaged data off as grey; here any damage to the picture is an error.
+Pillow decodes the same values, but shows damaged data as grey; here any damage to the picture is an error.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from orchdata.loaders.scratch import Scratch
 
 _ORIENTATION: Final = 0x0112
 _ORIENTATION_MARKS: Final = (b"Exif\0\0", b"tiff:Orientation")
-# libjpeg's warnings about what stands before the scan; the picture itself can still be whole.
+# libjpeg's warnings about data before the scan; the picture itself may still be intact.
 _HEADER_WARNING: Final = re.compile(r"bad ICC marker|extraneous bytes before marker 0x(?!d[0-9])")
 _TRAILING: Final = re.compile("extraneous bytes before marker 0xd9")
 _END: Final = b"\xff\xd9"
 # Segments that decoding needs: frame, Huffman and quantisation tables, restart interval, Adobe's colour transform.
 _NEEDED: Final = frozenset({*range(0xC0, 0xD0), 0xDB, 0xDD, 0xEE, 0xE0})
 _START_OF_SCAN: Final = 0xDA
-# Markers that a length follows: all but those of a beginning, an end and restarts.
+# Markers followed by a length: all but start, end and restarts.
 _SEGMENTS: Final = frozenset({*range(0xC0, 0xD0), *range(0xDA, 0xFF)})
 
 _scratch = Scratch()
@@ -35,7 +35,7 @@ _scratch = Scratch()
 
 @dataclass(frozen=True, slots=True)
 class JpegHeader:
-    """Size in pixels as stored, and the colours it is stored in."""
+    """Size in pixels and colour space, both as stored."""
 
     width: int
     height: int
@@ -51,7 +51,7 @@ def is_jpeg(data: bytes | memoryview) -> bool:
 
 
 def read_jpeg_header(data: bytes | memoryview) -> JpegHeader | None:
-    """The header, or None where libjpeg-turbo cannot read it (arithmetic coding, 12 bits, damage): ask Pillow."""
+    """Return the header, or None if libjpeg-turbo cannot read it (arithmetic coding, 12 bits, damage): use Pillow."""
     try:
         height, width, colours, _ = simplejpeg.decode_jpeg_header(data, strict=False)
     except (ValueError, KeyError):
@@ -60,7 +60,7 @@ def read_jpeg_header(data: bytes | memoryview) -> JpegHeader | None:
 
 
 def jpeg_orientation(data: bytes | memoryview) -> int:
-    """EXIF orientation, as Pillow reads it; 1 without any."""
+    """Return the EXIF orientation, as Pillow reads it; 1 if there is none."""
     head = bytes(data[: _first_scan(data)])
     if not any(mark in head for mark in _ORIENTATION_MARKS):
         return 1
@@ -70,7 +70,7 @@ def jpeg_orientation(data: bytes | memoryview) -> int:
 
 
 def _first_scan(data: bytes | memoryview) -> int:
-    """Where the first scan starts; the end of the data where anything but segments stands before it."""
+    """Return where the first scan starts; the end of the data if anything but segments comes before it."""
     at = 2
     while at + 4 <= len(data) and data[at] == 0xFF and data[at + 1] in _SEGMENTS:
         if data[at + 1] == _START_OF_SCAN:
@@ -82,12 +82,12 @@ def _first_scan(data: bytes | memoryview) -> int:
 def decode_jpeg(
     data: bytes | memoryview, header: JpegHeader, colours: str, least: tuple[int, int] | None
 ) -> NDArray[np.uint8]:
-    """Pixels (height, width, channels); scaled down while decoding, but not below `least` (width, height), unless None.
+    """Return pixels (height, width, channels), scaled while decoding, to at least `least` (width, height), unless None.
 
-    The memory belongs to this thread and is overwritten by its next call.
+    The memory belongs to this thread; its next call overwrites it.
 
     Args:
-        colours: "RGB", "RGBX" or "CMYK" (only of a CMYK picture; Adobe's inversion is undone).
+        colours: "RGB", "RGBX" or "CMYK" (only for a CMYK picture; Adobe's inversion is undone).
 
     Raises:
         DecodeError: the picture is damaged.
@@ -97,7 +97,7 @@ def decode_jpeg(
     except ValueError as error:
         warning = str(error)
     data = bytes(data)
-    # A flaw around the scan hides those in it: decode again, as strictly, without the bytes that have it.
+    # A flaw around the scan hides those in it: decode again, just as strictly, without the bytes with the flaw.
     try:
         if _HEADER_WARNING.search(warning) is not None:
             return _decode(without_extras(data), header, colours, least)
@@ -111,7 +111,7 @@ def decode_jpeg(
 def _decode(
     data: bytes | memoryview, header: JpegHeader, colours: str, least: tuple[int, int] | None
 ) -> NDArray[np.uint8]:
-    # Halvings only: other scales of n/8 take longer than decoding in full.
+    # Halvings only: other scales of n/8 take longer than full decoding.
     wide, high = least or (header.width, header.height)
     scale = next((n for n in (8, 4, 2) if header.width >= n * wide and header.height >= n * high), 1)
     width, height = -(-header.width // scale), -(-header.height // scale)
@@ -123,13 +123,13 @@ def _decode(
         min_height=height if scale > 1 else 0,
         buffer=_scratch.take(height * width * channels),
     )
-    if colours == "CMYK":  # Adobe's files, which all CMYK ones are taken for, store ink inverted
+    if colours == "CMYK":  # Adobe's files store ink inverted; all CMYK files are treated as such
         np.bitwise_not(pixels, out=pixels)
     return pixels
 
 
 def without_extras(data: bytes) -> bytes:
-    """The JPEG without anything before its first scan that decoding does not need. Raises ValueError if cut."""
+    """Return the JPEG without the data before its first scan that decoding does not need. Raises ValueError if cut."""
     kept = [b"\xff\xd8"]
     at = 2
     while at + 4 <= len(data):
@@ -146,9 +146,9 @@ def without_extras(data: bytes) -> bytes:
 
 
 def without_padding(data: bytes) -> bytes:
-    """The JPEG without zeros before its end marker, which some writers pad with.
+    """Return the JPEG without zeros before its end marker: some programs pad with these.
 
-    Other bytes left over there are what a damaged scan looks like: they stay.
+    Other left-over bytes there are a sign of a damaged scan: they stay.
     """
     end = data.rfind(_END)
     return data[:end].rstrip(b"\0") + data[end:] if end > 0 else data

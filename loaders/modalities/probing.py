@@ -1,6 +1,6 @@
-"""Headers of members: by a scan of their first bytes where they are plain, else by a probe of the whole member.
+"""Headers of members: from a scan of their first bytes if they are plain, else from a probe of the whole member.
 
-A prefix gives decoders silently wrong lengths, so that whatever a scan leaves is read in full.
+From a prefix, decoders return wrong lengths silently, so a member that the scan cannot handle is read in full.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from orchdata.loaders.modalities.modality import Header, Heads, Modality
 from orchdata.native.scan.status import FOUND, MORE
 
 HEAD_BYTES: Final = 1 << 16
-"""What is read of a member before it is read in full."""
+"""Number of bytes that are read before a member is read in full."""
 
 
 def read_header(kind: type[Modality], size: int, read: Callable[[int], bytes], limits: Limits) -> Header:
-    """The header of one member.
+    """Return the header of one member.
 
     Args:
-        kind: what it is.
+        kind: its modality.
         size: bytes in the member.
-        read: gives the first n bytes of the member.
-        limits: for the probe; what is above them is for `count_header` to say.
+        read: returns the first n bytes of the member.
+        limits: for the probe; `count_header` checks the header against them.
 
     Raises:
-        DecodeError: not what its name says, or damaged.
-        MemoryError: or there may have been too little memory for the probe.
+        DecodeError: another format than its name says, or damaged.
+        MemoryError: there may have been too little memory for the probe.
     """
     if size == 0:
         raise DecodeError("empty: 0 bytes")
@@ -56,22 +56,22 @@ def read_header(kind: type[Modality], size: int, read: Callable[[int], bytes], l
 
 
 def scan_heads(
-    kind: type[Modality], buffer: NDArray[np.uint8], places: NDArray[np.int64]
+    kind: type[Modality], buffer: NDArray[np.uint8], ranges: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Headers of many members whose first bytes are in a buffer.
+    """Scan headers of many members with their first bytes in a buffer.
 
     Args:
         buffer: uint8.
-        places: int64 (n, 3): where each member's content starts, how many of its bytes are there, and its size.
+        ranges: int64 (n, 3): start of each member's content, number of its bytes there, and its full size.
 
     Returns:
-        facts, int64 (n, num_facts), zeros where nothing was found; and the places where `read_header` has to look.
+        facts, int64 (n, num_facts), zeros where the scan failed; and the indices of those, for `read_header`.
     """
-    facts = np.zeros((len(places), kind.num_facts), np.int64)
-    status = np.empty(len(places), np.uint8)
-    starts, available, sizes = np.ascontiguousarray(places.T)
+    facts = np.zeros((len(ranges), kind.num_facts), np.int64)
+    status = np.empty(len(ranges), np.uint8)
+    starts, available, sizes = np.ascontiguousarray(ranges.T)
     view = buffer.view()
-    view.flags.writeable = False  # numba takes writable arrays for another type, and would compile twice
+    view.flags.writeable = False  # for numba, writable arrays are another type, and it would compile twice
     kind.scan(Heads(view, starts, available, sizes, status, facts))
     rest = np.flatnonzero(status != FOUND)
     facts[rest] = 0
@@ -79,7 +79,7 @@ def scan_heads(
 
 
 def _scan_one(kind: type[Modality], size: int, data: bytes) -> tuple[int, Header]:
-    """Status and header of a member that begins with `data`."""
+    """Return status and header of a member that begins with `data`."""
     facts, rest = np.zeros((1, kind.num_facts), np.int64), np.empty(1, np.uint8)
     view: NDArray[np.uint8] = np.frombuffer(data, np.uint8)
     one = np.array([0, len(data), size], np.int64)

@@ -1,6 +1,6 @@
 """Members and texts of a sample -> its spans in order: text with token ids, and slots of media.
 
-The indexer and the decoder both go through here, so what the index says is what decoding yields.
+The indexer and the decoder both use this module, so decoding yields what the index says.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from orchdata.loaders.samples.spans import (
     WholeWriter,
     Window,
 )
-from orchdata.loaders.text.chat_keys import check_record, is_beside, says, shown
+from orchdata.loaders.text.chat_keys import check_record, is_chat_context, says, shown
 from orchdata.loaders.text.conversation import (
     Document,
     document_of_fields,
@@ -53,22 +53,22 @@ __all__ = [
 
 
 def text_members(members: Sequence[Member], recipe: Recipe) -> list[int]:
-    """Indices of the members whose bytes `compose` needs: JSON, the preferred plain text, what belongs to a chat."""
+    """Indices of the members with bytes that `compose` needs: JSON, the preferred plain text, the context of a chat."""
     return list(uses_of(members, recipe).texts)
 
 
 def compose(
     members: Sequence[Member], texts: Mapping[int, bytes | memoryview], recipe: Recipe, size_of: SizeOf
 ) -> list[Span]:
-    """The spans of a sample in order.
+    """Return the spans of a sample in order.
 
     A conversation in JSON goes before plain text, plain text before a JSON "text" or "caption"; other JSON is
-    metadata. Media take the places of their placeholders in field order, numbered fields by number; without any
-    placeholder of their modality they come first, in the recipe's order.
+    metadata. Media fill their placeholders in field order, numbered fields by number. Media of a modality without any
+    placeholder come first, in the recipe's order.
 
     Args:
         texts: payloads of `text_members`.
-        size_of: asked once for each part.
+        size_of: called once for each part.
 
     Raises:
         FieldError: no usable field, text that cannot be read, media that do not match their placeholders.
@@ -79,7 +79,7 @@ def compose(
 def compose_with_source(
     members: Sequence[Member], texts: Mapping[int, bytes | memoryview], recipe: Recipe, size_of: SizeOf
 ) -> tuple[list[Span], list[int]]:
-    """`compose`, and the text members the spans come from."""
+    """`compose`, and the text members that the spans come from."""
     writer, used = written(members, texts, recipe, size_of)
     return writer.close(), used
 
@@ -87,7 +87,7 @@ def compose_with_source(
 def compose_piece(
     members: Sequence[Member], texts: Mapping[int, bytes | memoryview], recipe: Recipe, size_of: SizeOf, window: Window
 ) -> list[Span]:
-    """The spans of a piece of a sample that can be tokenized alone, as `measure` has found. Raises as `compose`."""
+    """Return the spans of a piece that can be tokenized alone, according to `measure`. Raises as `compose`."""
     writer, _ = written(members, texts, recipe, size_of)
     assert isinstance(writer, WholeWriter)
     return writer.window(window)
@@ -96,10 +96,10 @@ def compose_piece(
 def written(
     members: Sequence[Member], texts: Mapping[int, bytes | memoryview], recipe: Recipe, size_of: SizeOf
 ) -> tuple[SpanWriter, list[int]]:
-    """A writer that was given the sample's text and media, and the text members that these come from."""
-    held = uses_of(members, recipe)
-    media = held.media
-    used, segments, is_chat = _segments(members, held, texts, recipe)
+    """Return a writer with the sample's text and media, and the text members that these come from."""
+    uses = uses_of(members, recipe)
+    media = uses.media
+    used, segments, is_chat = _segments(members, uses, texts, recipe)
     if not used and not any(media.values()):
         raise FieldError("*", _nothing_usable(members, recipe))
     where = members[used[0]].field if used else "*"
@@ -108,7 +108,7 @@ def written(
     for modality in leading:
         for member in media[modality]:
             writer.media(modality, member)
-    queues = {modality: iter(found) for modality, found in media.items() if modality not in leading}
+    queues = {modality: iter(indices) for modality, indices in media.items() if modality not in leading}
     for segment in segments:
         if isinstance(segment, Placeholder):
             writer.media(segment.modality, next(queues[segment.modality]))
@@ -123,49 +123,52 @@ def _writer(recipe: Recipe, where: str, size_of: SizeOf, *, is_chat: bool) -> Sp
         return StretchWriter(recipe, where, size_of)
     if not is_chat:
         return WholeWriter(recipe, where, size_of, lambda _: text.add_special_tokens, plain=True)
-    if isinstance(text.template, JinjaTemplate):  # which says itself how a chat begins and ends
+    if isinstance(text.template, JinjaTemplate):  # it writes the start and the end of a chat itself
         return WholeWriter(recipe, where, size_of, text.template.adds_special_tokens, plain=False, closed=True)
     return WholeWriter(recipe, where, size_of, lambda _: False, plain=False)
 
 
 def _segments(
-    members: Sequence[Member], held: Uses, texts: Mapping[int, bytes | memoryview], recipe: Recipe
+    members: Sequence[Member], uses: Uses, texts: Mapping[int, bytes | memoryview], recipe: Recipe
 ) -> tuple[list[int], list[Segment], bool]:
-    """The sample's text: the members it is from (none: no text), its segments, and whether it is a chat."""
+    """Return the members that the sample's text is from (none: no text), its segments, and whether it is a chat."""
     rules = recipe.rules
-    if held.named:
-        _check_named_columns(held.named, members, texts, recipe)
+    if uses.media_paths:
+        _check_named_columns(uses.media_paths, members, texts, recipe)
+    # A conversation: in fields of the sample together, or in one of its members.
     documents: dict[int, Document] = {}
-    used, document = _record_of_fields(held, members, texts, recipe)
-    if document is None and (held.json or held.others):
-        documents = {index: _document(members[index], texts[index], recipe) for index in held.json}
-        for index in held.others:
+    used, document = _record_of_fields(uses, members, texts, recipe)
+    if document is None and (uses.json or uses.other_text):
+        documents = {index: _document(members[index], texts[index], recipe) for index in uses.json}
+        for index in uses.other_text:
             documents[index] = _chat_only(members[index], texts[index], recipe)
         chat = _conversation(documents, members)
         if chat is not None:
             used, document = [chat], documents[chat]
     if document is not None and document.is_chat:
         known = {*used}
-        beside = [index for index in held.beside if index not in known]
+        context = [index for index in uses.chat_context if index not in known]
         _check_named(document.named, members, recipe, exactly=True)
-        _check_places(document, members, held)
+        _check_media_order(document, members, uses)
         if document.chat is not None:
-            return [*used, *beside], _rendered(document.chat, used, beside, held, members, texts, recipe), True
+            return [*used, *context], _rendered(document.chat, used, context, uses, members, texts, recipe), True
         turns = document.turns or []
-        if beside:
-            _check_beside(turns, beside, members, texts, recipe)
+        if context:
+            _check_context(turns, context, members, texts, recipe)
         return used, list(render(turns, cast(ChatTemplate, rules.template))), True
+    # A prompt with its completion.
     if document is None:
         completions = [index for index, each in documents.items() if each.completion is not None]
         used, document = (completions[:1], documents[completions[0]]) if completions else ([], None)
     if document is not None and document.completion is not None:
         stretches = zip(document.completion, (False, True), strict=True)
         return used, [part for text, loss in stretches for part in _split(text, loss, recipe)], False
-    chosen = [(index, _plain(members[index], texts[index], recipe)) for index in held.plain]
+    # Plain text, or the text in a JSON record.
+    chosen = [(index, _plain(members[index], texts[index], recipe)) for index in uses.plain]
     if not chosen:
         chosen = _caption(documents, members, recipe)
     if not chosen:
-        _check_unread(documents, held, members, texts, recipe)
+        _check_unread(documents, uses, members, texts, recipe)
     if chosen and isinstance(rules.template, JinjaTemplate) and rules.template.pairs:
         raise FieldError(
             members[chosen[0][0]].field,
@@ -183,35 +186,35 @@ def _split(text: str, loss: bool, recipe: Recipe) -> list[Segment]:
 def _rendered(
     chat: Chat,
     used: Sequence[int],
-    beside: Sequence[int],
-    held: Uses,
+    context: Sequence[int],
+    uses: Uses,
     members: Sequence[Member],
     texts: Mapping[int, bytes | memoryview],
     recipe: Recipe,
 ) -> list[Segment]:
-    """A chat under a jinja template, which is shown what stands in fields beside it."""
+    """Render a chat under a jinja template, which gets the fields of its context."""
     rules = recipe.rules
-    fields = [members[index].field for index in (*used, *beside)]
+    fields = [members[index].field for index in (*used, *context)]
     try:
-        chat = chat.beside(
-            {stem(members[index].field): _value(members[index], texts[index], recipe) for index in beside}
+        chat = chat.with_context(
+            {stem(members[index].field): _value(members[index], texts[index], recipe) for index in context}
         )
         chat = chat.without({name for name, modality in recipe.modalities.items() if not modality.places})
-        unplaced = [name for name in held.media if name in rules.words.slots and recipe.modalities[name].places]
-        placed = chat.places
-        chat = chat.leading(name for name in unplaced if name not in placed for _ in held.media[name])
+        unplaced = [name for name in uses.media if name in rules.words.slots and recipe.modalities[name].places]
+        placed = chat.placeholders
+        chat = chat.leading(name for name in unplaced if name not in placed for _ in uses.media[name])
         return render_chat(chat, cast(JinjaTemplate, rules.template), rules.words)
     except DecodeError as error:
         raise error.at(", ".join(fields)) from error.__cause__
 
 
 def _record_of_fields(
-    held: Uses, members: Sequence[Member], texts: Mapping[int, bytes | memoryview], recipe: Recipe
+    uses: Uses, members: Sequence[Member], texts: Mapping[int, bytes | memoryview], recipe: Recipe
 ) -> tuple[list[int], Document | None]:
-    """A record whose keys are fields, as the columns of a row are: alpaca, or prompt and completion."""
-    if not isinstance(recipe.text.template, JinjaTemplate) or held.json:
+    """Read a record with fields as keys, such as the columns of a row: alpaca, or prompt and completion."""
+    if not isinstance(recipe.text.template, JinjaTemplate) or uses.json:
         return [], None
-    names = {stem(members[index].field): index for index in (*held.others, *held.beside)}
+    names = {stem(members[index].field): index for index in (*uses.other_text, *uses.chat_context)}
     if not is_record(names):
         return [], None
     record: dict[str, Any] = {name: _plain(members[at], texts[at], recipe) for name, at in names.items()}
@@ -223,41 +226,41 @@ def _record_of_fields(
 
 
 def _conversation(documents: Mapping[int, Document], members: Sequence[Member]) -> int | None:
-    """The member that holds the sample's conversation."""
+    """Return the member with the sample's conversation, or None."""
     chats = [index for index, document in documents.items() if document.is_chat]
     for other in chats[1:]:
         mine, theirs = documents[chats[0]], documents[other]
         if (mine.turns, mine.chat) != (theirs.turns, theirs.chat):
-            raise FieldError(members[other].field, f"a second conversation, beside that of {members[chats[0]].field}")
+            raise FieldError(members[other].field, f"a second conversation, besides that of {members[chats[0]].field}")
     return chats[0] if chats else None
 
 
 def _caption(documents: Mapping[int, Document], members: Sequence[Member], recipe: Recipe) -> list[tuple[int, str]]:
-    """The text that JSON holds where nothing goes before it: (member, text) of at most one."""
-    found = [(index, document.text) for index, document in documents.items() if document.text is not None]
-    for index, text in found[1:]:
-        if text != found[0][1]:
-            raise FieldError(members[index].field, f"a second text, beside that of {members[found[0][0]].field}")
-    for index, _ in found[:1]:
+    """Return the text in JSON, if no other text has precedence: at most one (member, text)."""
+    chosen = [(index, document.text) for index, document in documents.items() if document.text is not None]
+    for index, text in chosen[1:]:
+        if text != chosen[0][1]:
+            raise FieldError(members[index].field, f"a second text, besides that of {members[chosen[0][0]].field}")
+    for index, _ in chosen[:1]:
         _check_named(documents[index].named, members, recipe, exactly=False)
-    return found[:1]
+    return chosen[:1]
 
 
-def _check_beside(
+def _check_context(
     turns: Sequence[Turn],
-    beside: Iterable[int],
+    context: Iterable[int],
     members: Sequence[Member],
     texts: Mapping[int, bytes | memoryview],
     recipe: Recipe,
 ) -> None:
-    """Fields beside the conversation's that belong to it (a column of tools) must not say more than its turns do."""
-    held: dict[str, Any] = {}
-    for index in beside:
-        held[stem(members[index].field)] = _value(members[index], texts[index], recipe)
+    """Raise FieldError if fields that belong to the conversation (a column of tools) say more than its turns."""
+    record: dict[str, Any] = {}
+    for index in context:
+        record[stem(members[index].field)] = _value(members[index], texts[index], recipe)
     try:
-        check_record(held, (), turns, Work())
+        check_record(record, (), turns, Work())
     except DecodeError as error:
-        raise error.at(", ".join(members[index].field for index in beside)) from None
+        raise error.at(", ".join(members[index].field for index in context)) from None
 
 
 def _value(member: Member, payload: bytes | memoryview, recipe: Recipe) -> Any:
@@ -270,28 +273,28 @@ def _value(member: Member, payload: bytes | memoryview, recipe: Recipe) -> Any:
 
 def _check_unread(
     documents: Mapping[int, Document],
-    held: Uses,
+    uses: Uses,
     members: Sequence[Member],
     texts: Mapping[int, bytes | memoryview],
     recipe: Recipe,
 ) -> None:
-    """Words that are not read must not be missed in silence where the sample has no others."""
+    """Raise FieldError if a sample without text has words in members that are not read."""
     for index, document in documents.items():
         reason = why_unread(document.rest)
         if reason is not None:
             raise FieldError(members[index].field, reason)
-    json = {*held.json}
-    for index in held.beside:
+    json = {*uses.json}
+    for index in uses.chat_context:
         if index not in json and says(_value(members[index], texts[index], recipe)):
             raise FieldError(members[index].field, "belongs to a conversation, and the sample has none")
-    unread = [members[index].field for index in held.others if _holds_words(members[index], texts[index], recipe)]
+    unread = [members[index].field for index in uses.other_text if _has_words(members[index], texts[index], recipe)]
     if unread:
         field, *more = (name.removesuffix(WORDS_SUFFIX) for name in unread)
-        raise FieldError(field, f"holds the sample's only words and is not read: {_way_out(unread[0], more)}")
+        raise FieldError(field, f"has the sample's only words and is not read: {_way_out(unread[0], more)}")
 
 
-def _holds_words(member: Member, payload: bytes | memoryview, recipe: Recipe) -> bool:
-    """Text of a field that the recipe does not read; what it reads unless told otherwise was left out on purpose."""
+def _has_words(member: Member, payload: bytes | memoryview, recipe: Recipe) -> bool:
+    """Whether an unread field contains words. Default text fields do not count: the recipe left them out on purpose."""
     name = stem(member.field)
     if name.endswith(WORDS_SUFFIX):
         return says(_value(member, payload, recipe))
@@ -301,7 +304,7 @@ def _holds_words(member: Member, payload: bytes | memoryview, recipe: Recipe) ->
 
 
 def _way_out(field: str, more: Sequence[str]) -> str:
-    """How words of a field are read, or those of several, of which plain text would be the first alone."""
+    """Say how to read the words of a field, or of several fields."""
     if more:
         return (
             f"{', '.join(map(repr, more))} too: write them as one chat, a list of turns under messages; leave them out "
@@ -313,25 +316,25 @@ def _way_out(field: str, more: Sequence[str]) -> str:
 
 
 def _match(media: Mapping[str, tuple[int, ...]], segments: Iterable[Segment], where: str, recipe: Recipe) -> list[str]:
-    """Check media against placeholders; the modalities that have none of them, whose media come first."""
+    """Check media against placeholders. Return the modalities without placeholders: their media come first."""
     marks = [segment.modality for segment in segments if isinstance(segment, Placeholder)]
     if not marks:
-        return [name for name, found in media.items() if found]
+        return [name for name, indices in media.items() if indices]
     for name in sorted(set(marks)):
         mark = recipe.slots[name].mark
         if name not in media:
             raise FieldError(where, f"{mark} placeholder, but the recipe has no {name} preprocessor")
-        found, wanted = len(media[name]), marks.count(name)
-        if found < wanted:
+        count, wanted = len(media[name]), marks.count(name)
+        if count < wanted:
             way_out = f"where the mark is text, {_unmarked(name)}"
             if isinstance(recipe.text.template, JinjaTemplate):
                 way_out = "its bytes are a field or column of the sample, as no URL or path is opened"
             raise FieldError(
-                where, f"{mark} placeholder {found + 1} of {wanted} has no {name}: the sample holds {found}; {way_out}"
+                where, f"{mark} placeholder {count + 1} of {wanted} has no {name}: the sample holds {count}; {way_out}"
             )
-        if found > wanted:
-            raise FieldError(where, f"{found} {_plural(name, recipe)} but {wanted} {mark} placeholders")
-    return [name for name, found in media.items() if found and name not in marks]
+        if count > wanted:
+            raise FieldError(where, f"{count} {_plural(name, recipe)} but {wanted} {mark} placeholders")
+    return [name for name, indices in media.items() if indices and name not in marks]
 
 
 def _check_named(named: Mapping[str, list[str]], members: Sequence[Member], recipe: Recipe, *, exactly: bool) -> None:
@@ -339,37 +342,37 @@ def _check_named(named: Mapping[str, list[str]], members: Sequence[Member], reci
         if modality not in recipe.modalities:
             continue
         kind = recipe.kinds.index(modality)
-        found = sum(member.kind == kind for member in members)
-        if found < len(names) or (exactly and found > len(names)):
-            held = f"holds {found}" if found else "holds none"
+        count = sum(member.kind == kind for member in members)
+        if count < len(names) or (exactly and count > len(names)):
             what = "conversation" if exactly else "record"
             raise FieldError(
                 modality,
-                f"the {what} names {len(names)} ({', '.join(map(shown, names[:3]))}), the sample {held}",
+                f"the {what} names {len(names)} ({', '.join(map(shown, names[:3]))}), the sample holds "
+                f"{count or 'none'}",
             )
 
 
 def _check_named_columns(
     named: Iterable[int], members: Sequence[Member], texts: Mapping[int, bytes | memoryview], recipe: Recipe
 ) -> None:
-    """Columns of paths: media are the row's own cells, and no path is opened."""
+    """Check columns of paths: media are the row's own cells, and no path is opened."""
     for index in named:
         name = members[index].field.lower().removesuffix(WORDS_SUFFIX)
         value = {name: _value(members[index], texts[index], recipe)}
         _check_named(named_in(value, recipe.rules.words), members, recipe, exactly=False)
 
 
-def _check_places(document: Document, members: Sequence[Member], held: Uses) -> None:
-    """Where a conversation names the sample's own members, it must name them in the order in which they fill places."""
+def _check_media_order(document: Document, members: Sequence[Member], uses: Uses) -> None:
+    """Raise FieldError if a conversation names the sample's own members in another order than that of their slots."""
     for said in (document.named, document.placed):
         for modality, names in said.items():
-            own = held.media.get(modality, ())
+            own = uses.media.get(modality, ())
             if len(own) < 2 or len(own) != len(names):
                 continue
             fields = [members[index].field.lower() for index in own]
             known = {*fields}
-            found = [_own_field(name, known) for name in names]
-            if None not in found and found != fields:
+            named = [_own_field(name, known) for name in names]
+            if None not in named and named != fields:
                 raise FieldError(
                     modality,
                     f"the conversation names {', '.join(map(shown, names[:3]))}, and media fill their places in the "
@@ -378,7 +381,7 @@ def _check_places(document: Document, members: Sequence[Member], held: Uses) -> 
 
 
 def _own_field(name: str, fields: Collection[str]) -> str | None:
-    """The field that a name stands for: itself, its basename, or (as members are split) what follows its first dot."""
+    """The field of a name: the name itself, its basename, or (as members are split) the part after its first dot."""
     base = name.lower().rpartition("/")[2]
     return next((field for field in (name.lower(), base, base.partition(".")[2]) if field in fields), None)
 
@@ -392,9 +395,9 @@ def _document(member: Member, payload: bytes | memoryview, recipe: Recipe) -> Do
 
 
 def _chat_only(member: Member, payload: bytes | memoryview, recipe: Recipe) -> Document:
-    """What a text under any name says if it is a chat, else nothing."""
+    """Return the document of a text under any name if it is a chat, else an empty one."""
     document = Document()
-    if member.error is None and not is_beside(stem(member.field)) and bytes(payload[:1]) in (b"[", b"{"):
+    if member.error is None and not is_chat_context(stem(member.field)) and bytes(payload[:1]) in (b"[", b"{"):
         try:
             parse_json(payload)
         except DecodeError:
@@ -420,10 +423,10 @@ def _check_text(member: Member, payload: bytes | memoryview, recipe: Recipe) -> 
 
 
 def _nothing_usable(members: Sequence[Member], recipe: Recipe) -> str:
-    held = ", ".join(member.field for member in members) or "none"
+    fields = ", ".join(member.field for member in members) or "none"
     texts = ", ".join(("json", *recipe.text.fields))
     return (
-        f"no usable field among: {held}; the recipe asks for {', '.join([*recipe.modalities, 'text'])} (fields {texts})"
+        f"no usable field among: {fields}; the recipe reads {', '.join([*recipe.modalities, 'text'])} (fields {texts})"
     )
 
 
@@ -432,7 +435,7 @@ def _plural(name: str, recipe: Recipe) -> str:
 
 
 def _unmarked(name: str) -> str:
-    """How its mark becomes plain text."""
+    """Say how to turn its mark into plain text."""
     return (
         f'TextPreprocessor({name}_placeholder="")' if name in BUILTINS else 'give the modality slot = od.Slot(mark="")'
     )

@@ -1,4 +1,4 @@
-"""Bytes of a sample -> its parts. The only place where a modality decodes.
+"""Bytes of a sample -> its parts. All calls of a modality's decoder are here.
 
 members, texts --compose--> text spans and media slots --measure--> sizes (the index)
 --decode---> arrays (the batch)
@@ -23,7 +23,7 @@ from orchdata.loaders.samples.sample import MediaPart, Part, TextPart
 from orchdata.loaders.samples.spans import SizeOf, SizesInTurn
 
 _LEAST_BYTES: Final = 1 << 26
-"""What a decoder may take whatever the size of what it decodes."""
+"""Memory that a decoder may take for data of any size."""
 
 
 def decode_part(
@@ -34,27 +34,28 @@ def decode_part(
     recipe: Recipe,
     field: str,
 ) -> None:
-    """Decode one part of the modality `name` into given arrays, as `Modality.decode_into`.
+    """Decode one part of the modality `name` into the given arrays, as `Modality.decode_into`.
 
-    Raises FieldError; MemoryError for lack of memory, and for what may be that in a process that limits itself.
+    Raises FieldError. Raises MemoryError for lack of memory, and for any failure that may be that in a process with its
+    own memory limit.
     """
     modality = recipe.modalities[name]
     try:
         modality.decode_into(data, size, out, recipe.limits)
     except DecodeError as error:
         doubt = _doubt(error, modality, data, size, recipe)
-        found = error.at(field)
-        raise FieldError(field, found.reason + doubt) from error.__cause__
-    except Exception as error:  # whatever its bytes make a decoder raise is that part's failure
+        failure = error.at(field)
+        raise FieldError(field, failure.reason + doubt) from error.__cause__
+    except Exception as error:  # any exception of a decoder is a failure of its part
         doubt = _doubt(error, modality, data, size, recipe)
-        found = as_field_error(error, "decoded", field)
-        raise FieldError(found.field, found.reason + doubt) from error
+        failure = as_field_error(error, "decoded", field)
+        raise FieldError(failure.field, failure.reason + doubt) from error
 
 
 def _doubt(error: Exception, modality: Modality, data: bytes | memoryview, size: PartSize, recipe: Recipe) -> str:
-    """What to say where less memory is left than a decoder may need for a part of this size; "" where enough is.
+    """Return a remark if less memory is left than a decoder may need for a part of this size; else "".
 
-    Raises MemoryError in a process that has set itself a limit: the sample is tried alone in others.
+    Raises MemoryError in a process with its own memory limit: other processes then decode the sample alone.
     """
     left = room()
     if left is None:
@@ -66,7 +67,7 @@ def _doubt(error: Exception, modality: Modality, data: bytes | memoryview, size:
             need_bytes = _LEAST_BYTES + 4 * modality.decoding_bytes(((header, size),))
         except MemoryError:
             raise
-        except Exception:  # noqa: BLE001, S110 - what it failed for is told already
+        except Exception:  # noqa: BLE001, S110 - `error` is reported already
             pass
     if left.is_own:
         pass_shortage(error, need_bytes)
@@ -82,12 +83,12 @@ def decode_sample(
     recipe: Recipe,
     spans_of: Callable[[SizeOf], Sequence[Span]] | None = None,
 ) -> tuple[Part, ...]:
-    """Decode a sample's parts into memory of their own.
+    """Decode a sample's parts into newly allocated memory.
 
     Args:
         payloads: bytes by index in `members`, of text_members() and of every member with a part.
-        sizes: of its parts, as `measure` found them, in the order of their slots.
-        spans_of: gives the spans of what is decoded; default: all that `compose` finds.
+        sizes: sizes of its parts from `measure`, in the order of their slots.
+        spans_of: returns the spans to decode; default: all spans from `compose`.
 
     Raises:
         FieldError: as `compose`, or media that cannot be decoded.
@@ -105,7 +106,7 @@ def decode_sample(
 
 
 def decode_media(name: str, data: bytes | memoryview, size: PartSize, recipe: Recipe, field: str) -> MediaPart:
-    """Decode one part of the modality `name` into memory of its own. Raises FieldError."""
+    """Decode one part of the modality `name` into newly allocated memory. Raises FieldError."""
     modality = recipe.modalities[name]
     specs = modality.arrays()
     out = {
@@ -118,6 +119,6 @@ def decode_media(name: str, data: bytes | memoryview, size: PartSize, recipe: Re
 
 
 def _plain(rows: list[Any]) -> Any:
-    """What follows from a part's size: a number, or a tuple of them; a tuple of these where it has several rows."""
+    """Values that follow from a part's size: a number or a tuple of numbers; a tuple of these for several rows."""
     plain = [tuple(row) if isinstance(row, list) else row for row in rows]
     return plain[0] if len(plain) == 1 else tuple(plain)

@@ -20,17 +20,17 @@ from orchdata.loaders.samples.spans import SpanWriter, WholeWriter
 
 _INT32_MAX: Final = 2**31 - 1
 _OURS: Final = frozenset(BUILTINS.values())
-"""Counts of these need no check."""
+"""Counts of these are not checked."""
 
 
 class Counts(NamedTuple):
-    """Of a row.
+    """Counts of a row.
 
     Attributes:
         llm_tokens: its length, tokens of media included.
-        loss_tokens: how many of them carry loss.
-        text_start: of a piece, where its text begins, as `overflow.packed` tells it; below 0 where it cannot be
-            tokenized without the rest of its sample. 0 where the sample is not split.
+        loss_tokens: number of tokens with loss.
+        text_start: start of a piece in the text, as `overflow.packed` encodes it; negative if the piece cannot be
+            tokenized without the rest of its sample. 0 if the sample is not split.
     """
 
     llm_tokens: int
@@ -51,10 +51,10 @@ class Measured:
     """Counts of one sample.
 
     Attributes:
-        pieces: of each row that the sample is: one, or several where it is split.
+        pieces: counts of each row of the sample: one row, or several if it is split.
         parts: in the order of their slots.
-        used_members: those the sample is made of, and those to keep, ascending; others are ignored.
-        cut_tokens: that it lost by being truncated.
+        used_members: members that the sample uses or keeps, ascending; others are ignored.
+        cut_tokens: number of tokens lost by truncation.
     """
 
     pieces: list[Counts]
@@ -74,7 +74,7 @@ class Measured:
 
 
 def members_to_read(members: Sequence[Member], recipe: Recipe) -> list[int]:
-    """Indices of the members whose bytes `measure` needs: text, and media that no header tells the size of."""
+    """Indices of the members with bytes that `measure` needs: text, and media with a size that no header contains."""
     wanted = text_members(members, recipe)
     for name, modality in recipe.modalities.items():
         if not counts_from_header(modality):
@@ -83,14 +83,15 @@ def members_to_read(members: Sequence[Member], recipe: Recipe) -> list[int]:
 
 
 def measure(members: Sequence[Member], payloads: Mapping[int, bytes | memoryview], recipe: Recipe) -> Measured:
-    """Counts of a sample, without decoding media.
+    """Count the tokens and parts of a sample, without decoding media.
 
     Args:
         payloads: of `members_to_read`.
 
     Raises:
-        FieldError: as `compose` and `divided`, and where a limit is exceeded.
+        FieldError: as `compose` and `divided`, or a limit is exceeded.
     """
+    # Compose the spans; each part is measured on the way.
     parts: list[MeasuredPart] = []
     media = uses_of(members, recipe).media
 
@@ -133,17 +134,20 @@ def measure(members: Sequence[Member], payloads: Mapping[int, bytes | memoryview
 
 
 def _text_starts(writer: SpanWriter, pieces: Sequence[Sequence[Span]]) -> list[int]:
-    """`Counts.text_start` of pieces: each is tokenized alone once, to see whether the same comes of it."""
-    found = windows(pieces) if isinstance(writer, WholeWriter) else []
-    if not isinstance(writer, WholeWriter) or not found or packed(found[-1], alone=True) > _INT32_MAX:
+    """Return `Counts.text_start` of pieces. Each is tokenized alone once, to see whether the result is the same."""
+    pieces_in_text = windows(pieces) if isinstance(writer, WholeWriter) else []
+    if not isinstance(writer, WholeWriter) or not pieces_in_text:
+        return [-1] * len(pieces)
+    if packed(pieces_in_text[-1], alone=True) > _INT32_MAX:
         return [-1] * len(pieces)
     return [
-        packed(window, alone=is_same(writer.window(window), piece)) for window, piece in zip(found, pieces, strict=True)
+        packed(window, alone=is_same(writer.window(window), piece))
+        for window, piece in zip(pieces_in_text, pieces, strict=True)
     ]
 
 
 def measure_part(name: str, member: Member, payload: bytes | memoryview | None, recipe: Recipe) -> PartSize:
-    """Size of one part. Raises FieldError where its header, its bytes or a limit forbid it."""
+    """Return the size of one part. Raises FieldError for a bad header, bad bytes or an exceeded limit."""
     if member.error is not None:
         raise FieldError(member.field, member.error)
     modality = recipe.modalities[name]
@@ -155,7 +159,7 @@ def measure_part(name: str, member: Member, payload: bytes | memoryview | None, 
         return size if type(modality) in _OURS else _checked(size, name, modality)
     except DecodeError as error:
         raise error.at(member.field) from error.__cause__
-    except Exception as error:  # whatever its bytes make a modality raise is that part's failure
+    except Exception as error:  # any exception of a modality is a failure of its part
         raise as_field_error(error, "measured", member.field) from error
 
 
@@ -168,7 +172,7 @@ def _counted(modality: Modality, payload: bytes | memoryview, recipe: Recipe) ->
 
 
 def _checked(size: PartSize, name: str, modality: Modality) -> PartSize:
-    """A size of integers, as the index holds them. Raises DecodeError."""
+    """Return the size as integers, as the index stores them. Raises DecodeError."""
     positions, tokens, rows = as_int(size.positions), as_int(size.tokens), as_int(size.num_rows)
     extent = tuple(map(as_int, size.extent))
     has_tokens = tokens >= 1 if modality.places else tokens == 0
@@ -218,19 +222,10 @@ def _above(what: str, count: int, limit: str, limits: Limits) -> FieldError:
 
 
 def decoded_bytes(parts: Sequence[MeasuredPart], members: Sequence[Member], recipe: Recipe) -> int:
-    """Memory that decoding these parts takes: their arrays, and what their modalities need beside."""
-    if len(parts) == 1:
-        ((name, index, size),) = parts
-        modality = recipe.modalities[name]
-        beside = modality.decoding_bytes(((members[index].header[: modality.num_facts], size),))
-        return recipe.row_bytes[name] * size.rows + beside
-    found: dict[str, list[tuple[Header, PartSize]]] = {}
+    """Return the memory that decoding these parts takes: their arrays, and the working memory of their modalities."""
+    headers: dict[str, list[tuple[Header, PartSize]]] = {}
     row_bytes, total = recipe.row_bytes, 0
     for name, index, size in parts:
         total += row_bytes[name] * size.rows
-        sized = members[index].header[: recipe.modalities[name].num_facts], size
-        if name in found:
-            found[name].append(sized)
-        else:
-            found[name] = [sized]
-    return total + sum([recipe.modalities[name].decoding_bytes(sizes) for name, sizes in found.items()])
+        headers.setdefault(name, []).append((members[index].header[: recipe.modalities[name].num_facts], size))
+    return total + sum([recipe.modalities[name].decoding_bytes(sizes) for name, sizes in headers.items()])

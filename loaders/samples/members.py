@@ -1,4 +1,4 @@
-"""The members of a sample: what the index knows of each, and which of them text and media are read from."""
+"""The members of a sample: their facts in the index, and which of them text and media are read from."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 from orchdata.loaders.modalities.builtin import TEXT
 from orchdata.loaders.modalities.modality import Header
 from orchdata.loaders.recipe import Recipe
-from orchdata.loaders.text.chat_keys import is_beside
+from orchdata.loaders.text.chat_keys import is_chat_context
 from orchdata.loaders.text.jinja import JinjaTemplate
 from orchdata.loaders.text.words import WORDS_SUFFIX
 
@@ -21,14 +21,14 @@ _TEXT_SUFFIXES: Final = re.compile(r"\.(json|jsn|jsonl|txt|text)$")
 
 
 class Member(NamedTuple):
-    """What the index knows of one field of a sample, from headers.
+    """One field of a sample as the index knows it, from headers.
 
     Attributes:
-        field: lower-cased, as "0.jpg" or "json".
+        field: lower-cased, for example "0.jpg" or "json".
         kind: its code under the recipe, UNUSED or OTHER.
-        header: what its modality's probe says, perhaps with zeros behind it.
+        header: result of its modality's probe, possibly padded with zeros.
         size: bytes of payload.
-        error: why the field is bad; raised only when the field is used.
+        error: why the field is bad; raised only if the field is used.
     """
 
     field: str
@@ -45,35 +45,35 @@ class Uses(NamedTuple):
         json: JSON, in the order of the shard.
         plain: the preferred plain text, numbered fields by number.
         media: modality -> its parts, numbered fields by number; in the recipe's order.
-        beside: text whose name says that it belongs to a conversation (`tools`, `system.txt`), in the order of the
-            shard; perhaps among `json` or `plain` too.
-        others: where there is neither JSON nor plain text, text under other names: a Parquet column of chats may have
-            any name. Under a jinja template beside plain text too, and with it.
-        named: text that names media by path: Parquet columns `image`, `images`, `audio`, `audios` without bytes.
-        kept: what goes with the sample as bytes.
-        texts: all that text is read from, ascending.
+        chat_context: text with a name that belongs to a conversation (`tools`, `system.txt`), in the order of the
+            shard; it may be in `json` or `plain` too.
+        other_text: text under other names, if there is neither JSON nor plain text: a Parquet column of chats may have
+            any name. Under a jinja template, text under all names.
+        media_paths: text that names media by path: Parquet columns `image`, `images`, `audio`, `audios` without bytes.
+        kept: members that go with the sample as bytes.
+        texts: all members from which text is read, ascending.
     """
 
     json: tuple[int, ...]
     plain: tuple[int, ...]
     media: Mapping[str, tuple[int, ...]]
-    beside: tuple[int, ...]
-    others: tuple[int, ...]
-    named: tuple[int, ...]
+    chat_context: tuple[int, ...]
+    other_text: tuple[int, ...]
+    media_paths: tuple[int, ...]
     kept: tuple[int, ...]
     texts: tuple[int, ...]
 
 
 def uses_of(members: Sequence[Member], recipe: Recipe) -> Uses:
-    """Sort members by use; of plain text the recipe's first field that is there, whole names before extensions."""
+    """Sort members by use. Plain text is the recipe's first field that exists, whole names before extensions."""
     names = tuple([member[:2] for member in members])
-    known = recipe.uses  # samples of a data set are alike
-    found: Uses | None = known.get(names)
-    if found is None:
+    known = recipe.uses  # most samples of a data set have the same fields
+    uses: Uses | None = known.get(names)
+    if uses is None:
         if len(known) >= _MOST_KNOWN:
             known.clear()
-        found = known[names] = _uses(names, recipe)
-    return found
+        uses = known[names] = _uses(names, recipe)
+    return uses
 
 
 def _uses(names: tuple[tuple[str, int], ...], recipe: Recipe) -> Uses:
@@ -83,20 +83,20 @@ def _uses(names: tuple[tuple[str, int], ...], recipe: Recipe) -> Uses:
     rest = [index for index in texts if not is_json[index]]
     plain = _preferred([(index, _name(names[index][0])) for index in rest], recipe.text.fields)
     records = recipe.rules.words.records
-    is_rendered = isinstance(recipe.text.template, JinjaTemplate)  # columns that make a chat go before text
-    is_named = {index: names[index][0].lower().removesuffix(WORDS_SUFFIX) in records for index in texts}
-    named = tuple(index for index in sorted(texts) if is_named[index])
-    beside = tuple(i for i in sorted(texts) if not is_named[i] and is_beside(stem(names[i][0])))
-    others = () if json or (plain and not is_rendered) else tuple(index for index in texts if not is_named[index])
+    is_rendered = isinstance(recipe.text.template, JinjaTemplate)  # columns that form a chat go before text
+    is_path = {index: names[index][0].lower().removesuffix(WORDS_SUFFIX) in records for index in texts}
+    media_paths = tuple(index for index in sorted(texts) if is_path[index])
+    chat_context = tuple(i for i in sorted(texts) if not is_path[i] and is_chat_context(stem(names[i][0])))
+    other_text = () if json or (plain and not is_rendered) else tuple(index for index in texts if not is_path[index])
     return Uses(
         json=tuple(json),
         plain=plain,
         media={name: tuple(_in_field_order(names, kind)) for kind, name in enumerate(recipe.kinds) if kind != TEXT},
-        beside=beside,
-        others=others,
-        named=named,
+        chat_context=chat_context,
+        other_text=other_text,
+        media_paths=media_paths,
         kept=tuple(index for index, (name, _) in enumerate(names) if recipe.keeps(name)),
-        texts=tuple(sorted({*json, *plain, *beside, *others, *named})),
+        texts=tuple(sorted({*json, *plain, *chat_context, *other_text, *media_paths})),
     )
 
 
@@ -110,12 +110,12 @@ def _preferred(candidates: Sequence[tuple[int, str]], text_fields: Iterable[str]
 
 
 def _in_field_order(names: Sequence[tuple[str, int]], kind: int) -> list[int]:
-    found = [index for index, (_, its_kind) in enumerate(names) if its_kind == kind]
-    return sorted(found, key=lambda index: (_number(names[index][0]), index))
+    indices = [index for index, (_, its_kind) in enumerate(names) if its_kind == kind]
+    return sorted(indices, key=lambda index: (_number(names[index][0]), index))
 
 
 def _number(name: str) -> tuple[int, str]:
-    """Sorts as the leading number does, those without one first. Not as an int: it may have thousands of digits."""
+    """Sort key of the leading number; names without one come first. Not an int: it may have thousands of digits."""
     match = _LEADING_NUMBER.match(name)
     if match is None:
         return -1, ""
@@ -124,14 +124,14 @@ def _number(name: str) -> tuple[int, str]:
 
 
 def _name(name: str) -> str:
-    """A field's name in lower case (columns of Parquet files keep theirs), without its leading number and `.gz`."""
+    """A field's name without its leading number and `.gz`, in lower case (Parquet columns keep their case)."""
     name = name.lower().removesuffix(".gz")
     match = _LEADING_NUMBER.match(name)
     return name if match is None else name[match.end() :]
 
 
 def stem(name: str) -> str:
-    """A field's name without number and suffixes of text."""
+    """A field's name without its number and text suffixes."""
     return _TEXT_SUFFIXES.sub("", _name(name))
 
 

@@ -1,8 +1,8 @@
-"""Samples above `TextPreprocessor.max_tokens`: refused, truncated, or split into pieces.
+"""Samples above `TextPreprocessor.max_tokens`: they fail, are truncated, or are split into pieces.
 
     spans of a sample --divided--> spans of each of its rows
 
-Counting and decoding both go through here, so that a row's tokens are those that the index counted.
+Counting and decoding both use this module, so a row has the tokens that the index counted.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.samples.spans import MediaSlot, Span, TextSpan, Window
 
 _MOST_SHARED: Final = 16
-"""A piece that begins inside a character of as many tokens is not tokenized alone."""
+"""A piece that begins inside a character with this number of tokens is not tokenized alone."""
 
 
 def divided(spans: list[Span], recipe: Recipe) -> list[list[Span]]:
-    """The spans of each row that a sample is: all of them in one, those left of a truncated sample, or its pieces.
+    """Return the spans of each row of a sample: all spans in one row, the rest of a truncated sample, or its pieces.
 
-    Every piece but the last has `max_tokens` tokens. The first token of each leads, as that of a sample does.
+    Every piece but the last has `max_tokens` tokens. The first token of each leads, like that of a sample.
 
     Raises:
-        FieldError: the sample has more tokens than `max_tokens`, and may not be cut, or not there.
+        FieldError: the sample has more tokens than `max_tokens`, and may not be cut, or not at this token.
     """
     limit = recipe.text.max_tokens
     if limit is None or (tokens := num_tokens(spans)) <= limit:
@@ -51,7 +51,7 @@ def divided(spans: list[Span], recipe: Recipe) -> list[list[Span]]:
 
 
 def windows(pieces: Sequence[Sequence[Span]]) -> list[Window]:
-    """Where the text of each piece lies; nothing where the tokens do not tell it."""
+    """Return the range of each piece in the text; nothing if the tokens have no offsets."""
     begins = [(0, 0)]
     for before, piece in pairwise(pieces):
         first, last = piece[0], before[-1]
@@ -68,13 +68,13 @@ def windows(pieces: Sequence[Sequence[Span]]) -> list[Window]:
 
 
 def packed(window: Window, *, alone: bool) -> int:
-    """Where a window begins as one number, below 0 where its piece cannot be tokenized alone; `unpacked` reads it."""
+    """Encode the start of a window as one number, negative if its piece cannot be tokenized alone; see `unpacked`."""
     begin = window.start * _MOST_SHARED + window.skipped
     return begin if alone and window.skipped < _MOST_SHARED else -1 - begin
 
 
 def unpacked(number: int) -> tuple[int, int]:
-    """`Window.start` and `Window.skipped`."""
+    """Return `Window.start` and `Window.skipped`."""
     return divmod(number if number >= 0 else -1 - number, _MOST_SHARED)
 
 
@@ -91,12 +91,12 @@ def is_same(one: Sequence[Span], other: Sequence[Span]) -> bool:
 
 
 def num_tokens(spans: Sequence[Span]) -> int:
-    """Length of the sequence that spans are."""
+    """Length of the sequence of these spans."""
     return sum([span.tokens if isinstance(span, MediaSlot) else len(span.token_ids) for span in spans])
 
 
 def _pieces(spans: Sequence[Span], limit: int) -> list[list[Span]]:
-    """Text in pieces of `limit` tokens, and what is left."""
+    """Cut text into pieces of `limit` tokens; the last has the rest."""
     pieces: list[list[Span]] = []
     room = 0
     for span in spans:
@@ -116,7 +116,7 @@ def _pieces(spans: Sequence[Span], limit: int) -> list[list[Span]]:
 
 
 def _truncated(spans: Sequence[Span], limit: int, above: str, recipe: Recipe) -> list[Span]:
-    """The first `limit` tokens, and all parts that have no place among tokens."""
+    """Return the first `limit` tokens, and all parts without tokens."""
     kept: list[Span] = []
     at = 0
     for number, span in enumerate(spans):
@@ -138,17 +138,17 @@ def _truncated(spans: Sequence[Span], limit: int, above: str, recipe: Recipe) ->
     if _has_loss(spans) and not _has_loss(kept):
         raise FieldError(
             "*",
-            f"{above}, and overflow='truncate' would leave no token with loss: raise max_tokens, shorten what stands "
+            f"{above}, and overflow='truncate' would leave no token with loss: raise max_tokens, shorten the text "
             "before the first such token, or leave the sample out",
         )
     return kept
 
 
-def _closed_by(slot: MediaSlot, spans: Sequence[Span], place: int, recipe: Recipe) -> int:
-    """Tokens that close a part behind its last: 1 where its modality has an end token."""
+def _closed_by(slot: MediaSlot, spans: Sequence[Span], number: int, recipe: Recipe) -> int:
+    """Number of tokens that close a part after its last: 1 if its modality has an end token."""
     closing = recipe.slots[slot.modality].end_id
-    behind = spans[place + 1] if place + 1 < len(spans) else None
-    return int(closing is not None and isinstance(behind, TextSpan) and int(behind.token_ids[0]) == closing)
+    after = spans[number + 1] if number + 1 < len(spans) else None
+    return int(closing is not None and isinstance(after, TextSpan) and int(after.token_ids[0]) == closing)
 
 
 def _has_loss(spans: Sequence[Span]) -> bool:

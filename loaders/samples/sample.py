@@ -21,7 +21,7 @@ class TextPart:
 
     Attributes:
         token_ids: int32 (num_tokens,).
-        loss: bool (num_tokens,), which of them carry loss; never the sample's first token.
+        loss: bool (num_tokens,), whether each token carries loss; always False for the sample's first token.
     """
 
     token_ids: NDArray[np.int32]
@@ -35,14 +35,14 @@ class TextPart:
 class MediaPart:
     """A part of any other modality.
 
-    Its arrays are attributes too: `part.patches` of an image, whose `part.grid_hw` are its patches along height and
-    width; `part.features` of a clip.
+    Its arrays are attributes too: `part.patches` and `part.grid_hw` (patches along height and width) of an image,
+    `part.features` of a clip.
 
     Attributes:
         modality: its name in the recipe.
-        arrays: name -> (rows, *row_shape), as the modality says; bfloat16 as uint16 bits.
-        dtypes: of the arrays, as the modality says.
-        extras: what follows from its size, by name.
+        arrays: name -> (rows, *row_shape), as the modality defines them; bfloat16 as uint16 bits.
+        dtypes: dtypes of the arrays, as the modality defines them.
+        extras: values that follow from its size, by name.
     """
 
     modality: str
@@ -56,14 +56,14 @@ class MediaPart:
         return f"MediaPart({self.modality}, {', '.join(arrays + extras)})"
 
     def __getattr__(self, name: str) -> Any:
-        held = vars(self)
+        own = vars(self)
         for values in ("arrays", "extras"):
-            if name in held.get(values, ()):
-                return held[values][name]
-        raise AttributeError(f"a part of {held.get('modality')} has no {name!r}")
+            if name in own.get(values, ()):
+                return own[values][name]
+        raise AttributeError(f"a part of {own.get('modality')} has no {name!r}")
 
     def tensor(self, name: str | None = None) -> torch.Tensor:
-        """One of its arrays, the only one where it has no other, as a tensor that shares memory."""
+        """One of its arrays as a tensor that shares memory; the name may be left out if there is only one array."""
         if name is None:
             if len(self.arrays) != 1:
                 raise ValueError(f"name one of the arrays of {self.modality}: {', '.join(self.arrays)}")
@@ -77,13 +77,13 @@ Part = TextPart | MediaPart
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """One training example, decoded: what a custom collate_fn receives.
+    """One decoded training example: the input of a custom collate_fn.
 
     Attributes:
         shard, key: its identity.
-        parts: text and media, in the order the model sees them.
-        fields: name -> bytes, of the fields that `Recipe.keep` names and the sample has; gzipped text decompressed.
-        piece: which piece of the sample this is, from 0, where `TextPreprocessor.overflow` splits it; else 0.
+        parts: text and media, in the order in which the model sees them.
+        fields: name -> bytes of the fields that `Recipe.keep` names and the sample has; gzipped text is decompressed.
+        piece: number of the piece, from 0, if `TextPreprocessor.overflow` splits the sample; else 0.
     """
 
     shard: str

@@ -1,8 +1,8 @@
-"""What a sample's sequence is made of, and how text and places become it.
+"""The spans of a sample's sequence, and how text and media become spans.
 
-Text is tokenized in stretches of equal loss between media, so that the loss mask is exact whatever the tokenizer
-merges. A fast tokenizer gets all of it at once, as Hugging Face's processors do it: each run of a part's tokens is
-written as one mark, and a token carries loss where its characters meet text that does.
+Text is tokenized in stretches of equal loss between media, so the loss mask is exact for every tokenizer. A fast
+tokenizer gets all text in one call, as in Hugging Face's processors: each run of a part's tokens is written as one
+mark, and a token carries loss if its characters overlap text that does.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from orchdata.loaders.text.template import TextSegment
 class TextSpan(NamedTuple):
     """Token ids int32 (num_tokens,), at least one, and whether they carry loss.
 
-    The first token of a sample never does: nothing before it predicts it. `leads` says that this span has it.
+    The first token of a sample carries no loss: nothing before it predicts it. `leads`: this span contains it.
 
     Attributes:
-        starts: where each token begins in the text that was tokenized at once, in characters, int64 (num_tokens,); None
-            where that is not known.
+        starts: start of each token in the text that was tokenized in one call, in characters, int64 (num_tokens,); None
+            if unknown.
     """
 
     token_ids: NDArray[np.int32]
@@ -43,20 +43,20 @@ class TextSpan(NamedTuple):
         return len(self.token_ids) - self.leads if self.loss else 0
 
     def loss_mask(self) -> NDArray[np.bool_]:
-        """Which tokens carry loss, bool (num_tokens,)."""
+        """Whether each token carries loss, bool (num_tokens,)."""
         mask = np.full(len(self.token_ids), self.loss)
         mask[: self.leads] = False
         return mask
 
 
 class MediaSlot(NamedTuple):
-    """The place of a part, or of a piece of it where text goes between its tokens.
+    """The slot of a part, or of a piece of it if there is text between its tokens.
 
     Attributes:
         modality: its name.
         member: its index in the sample's members.
-        first: of its tokens, the first that stands here; a part's first piece has 0.
-        tokens: how many stand here.
+        first: number of its first token here; a part's first piece has 0.
+        tokens: number of its tokens here.
     """
 
     modality: str
@@ -68,14 +68,14 @@ class MediaSlot(NamedTuple):
 Span = TextSpan | MediaSlot
 
 SizeOf = Callable[[str, int], PartSize]
-"""The size of a part, by its modality and its index in the sample's members."""
+"""Returns the size of a part, by its modality and its index in the sample's members."""
 
 
 class SizesInTurn:
-    """Sizes of a sample's parts as the index has them, given out in the order of their slots: a `SizeOf`.
+    """Sizes of a sample's parts from the index, returned in the order of their slots: a `SizeOf`.
 
     Attributes:
-        by_member: those given out so far.
+        by_member: sizes that were returned so far.
     """
 
     def __init__(self, sizes: Sequence[PartSize]) -> None:
@@ -91,7 +91,7 @@ class SizesInTurn:
         return size
 
     def check_none_left(self) -> None:
-        """Raise FieldError where the text asked for fewer parts."""
+        """Raise FieldError if the text has fewer parts."""
         if next(self._left, None) is not None:
             raise self._differs("fewer")
 
@@ -101,7 +101,7 @@ class SizesInTurn:
 
 
 class SpanWriter(Protocol):
-    """Takes a sample's text and media in order, and gives its spans."""
+    """Takes a sample's text and media in order, and returns its spans."""
 
     def text(self, segment: TextSegment) -> None: ...
     def media(self, modality: str, member: int) -> None: ...
@@ -109,15 +109,15 @@ class SpanWriter(Protocol):
 
 
 class _Spans:
-    """Spans so far; the first token among them is marked."""
+    """The spans so far. The first token is marked."""
 
     def __init__(self) -> None:
-        self.found: list[Span] = []
+        self.spans: list[Span] = []
         self._leads = True
 
     def ids(self, token_ids: NDArray[np.int32], loss: bool, starts: NDArray[np.int64] | None = None) -> None:
         if len(token_ids):
-            self.found.append(TextSpan(token_ids, loss, self._leads, starts))
+            self.spans.append(TextSpan(token_ids, loss, self._leads, starts))
             self._leads = False
 
     def special(self, token_id: int | None, loss: bool = False) -> None:
@@ -125,11 +125,11 @@ class _Spans:
             self.ids(np.array([token_id], np.int32), loss)
 
     def slot(self, slot: MediaSlot) -> None:
-        self.found.append(slot)
+        self.spans.append(slot)
         self._leads = self._leads and slot.tokens == 0
 
     def ends_with_loss(self) -> bool:
-        last = self.found[-1] if self.found else None
+        last = self.spans[-1] if self.spans else None
         return isinstance(last, TextSpan) and last.loss
 
 
@@ -173,7 +173,7 @@ class StretchWriter:
     def close(self) -> list[Span]:
         self._flush()
         self._spans.special(self._pre.eos_token_id, self._spans.ends_with_loss())
-        return self._spans.found
+        return self._spans.spans
 
     def _flush(self) -> None:
         if not self._pending:
@@ -191,9 +191,9 @@ class Window(NamedTuple):
     """A piece of a sample without media, to be tokenized without the rest of the text.
 
     Attributes:
-        start, stop: characters where its tokens begin, and where those of the next piece do; None for the last.
-        skipped: tokens of its first character that the piece before has: a character may be several.
-        tokens: how many it has.
+        start, stop: characters where its tokens and those of the next piece begin; None for the last piece.
+        skipped: tokens of its first character that belong to the previous piece: a character may be several tokens.
+        tokens: number of its tokens.
     """
 
     start: int
@@ -202,12 +202,12 @@ class Window(NamedTuple):
     tokens: int
 
 
-_BESIDE_WINDOW: Final = 256
-"""Characters that are tokenized on both sides of a piece, so that its own fall out as in the whole text."""
+_CONTEXT: Final = 256
+"""Characters that are tokenized on both sides of a piece, so that its own tokens come out as in the whole text."""
 
 
 class _Run(NamedTuple):
-    """A run of a part's tokens: where its mark stands in the text, and what goes around it."""
+    """A run of a part's tokens: position of its mark in the text, and the tokens around it."""
 
     start: int
     end: int
@@ -217,12 +217,12 @@ class _Run(NamedTuple):
 
 
 class WholeWriter:
-    """Tokenizes all text at once.
+    """Tokenizes all text in one call.
 
     Args:
         adds_special_tokens: whether the tokenizer's special tokens go around a text.
-        plain: whether it is no chat: then special tokens carry loss as what stands beside them does.
-        closed: whether it begins and ends by itself, without the recipe's `bos_token_id` and `eos_token_id`.
+        plain: whether the text is no chat: then special tokens carry loss as their neighbours do.
+        closed: whether the text has its own start and end, without the recipe's `bos_token_id` and `eos_token_id`.
     """
 
     def __init__(
@@ -241,11 +241,11 @@ class WholeWriter:
         self._adds_special_tokens = adds_special_tokens
         self._plain = plain
         self._closed = closed
-        self._pieces: list[str] = []  # of the text, which are joined when it is first asked for
+        self._pieces: list[str] = []  # of the text, joined at its first use
         self._length = 0
-        self._trained: list[list[int]] = []  # stretches of characters, ascending and apart
+        self._trained: list[list[int]] = []  # ranges of characters, ascending and disjoint
         self._runs: list[_Run] = []
-        self._beside: list[MediaSlot] = []  # parts that have no tokens
+        self._without_tokens: list[MediaSlot] = []  # parts that have no tokens
 
     def text(self, segment: TextSegment) -> None:
         start = self._write(segment.text)
@@ -264,7 +264,7 @@ class WholeWriter:
             if isinstance(piece, str):
                 self._write(piece)
             elif piece == 0:
-                self._beside.append(MediaSlot(modality, member, 0, 0))
+                self._without_tokens.append(MediaSlot(modality, member, 0, 0))
             elif modality not in self._recipe.mark_tokens:
                 raise FieldError(
                     self._where,
@@ -278,11 +278,11 @@ class WholeWriter:
 
     def close(self) -> list[Span]:
         pre, spans = self._recipe.text, _Spans()
-        for slot in self._beside:
+        for slot in self._without_tokens:
             spans.slot(slot)
         spans.special(None if self._closed else pre.bos_token_id)
         text = self._text()
-        if text or self._beside:
+        if text or self._without_tokens:
             added = self._adds_special_tokens(text)
             try:
                 encoded = pre.encode_whole(text, add_special_tokens=added)
@@ -290,19 +290,19 @@ class WholeWriter:
                 raise error.at(self._where) from error.__cause__
             self._fill(spans, encoded, self._loss(encoded))
         spans.special(None if self._closed else pre.eos_token_id, spans.ends_with_loss())
-        return spans.found
+        return spans.spans
 
     def window(self, window: Window) -> list[Span]:
-        """The spans of a piece, by its own text and a little beside it: those of `close`, unless the tokenizer looks
-        further, which is for the caller to find out.
+        """Return the spans of a piece, tokenized from its own text with some context. They are those of `close`, unless
+        the tokenizer depends on more context, which the caller must check.
         """
         pre, spans, text = self._recipe.text, _Spans(), self._text()
         first, last = window.start == 0, window.stop is None
         around = (
             0 if self._closed else (first and pre.bos_token_id is not None) + (last and pre.eos_token_id is not None)
         )
-        begin = max(0, window.start - _BESIDE_WINDOW)
-        near = text[begin : None if window.stop is None else window.stop + _BESIDE_WINDOW]
+        begin = max(0, window.start - _CONTEXT)
+        near = text[begin : None if window.stop is None else window.stop + _CONTEXT]
         try:
             encoded = pre.encode_whole(near, add_special_tokens=self._adds_special_tokens(text))
         except DecodeError as error:
@@ -314,7 +314,7 @@ class WholeWriter:
         spans.special(None if self._closed or not first else pre.bos_token_id)
         self._fill(spans, Encoded(encoded.ids[mine], encoded.starts[mine], encoded.ends[mine]), loss[mine])
         spans.special(None if self._closed or not last else pre.eos_token_id, spans.ends_with_loss())
-        return spans.found
+        return spans.spans
 
     def _text(self) -> str:
         if len(self._pieces) > 1:
@@ -329,9 +329,9 @@ class WholeWriter:
 
     def _fill(self, spans: _Spans, encoded: Encoded, loss: NDArray[np.bool_]) -> None:
         ids = encoded.ids
-        places = self._places(encoded)
-        for number, cut in enumerate([*places, len(ids)]):
-            start = places[number - 1] + 1 if number else 0
+        at_runs = self._tokens_of_runs(encoded)
+        for number, cut in enumerate([*at_runs, len(ids)]):
+            start = at_runs[number - 1] + 1 if number else 0
             changes = np.flatnonzero(loss[start + 1 : cut] != loss[start : cut - 1]) + start + 1 if cut > start else ()
             for begin, end in zip([start, *changes], [*changes, cut], strict=True):
                 spans.ids(ids[begin:end], bool(begin < len(loss) and loss[begin]), encoded.starts[begin:end])
@@ -342,43 +342,43 @@ class WholeWriter:
                 spans.special(run.closes)
 
     def _loss(self, encoded: Encoded) -> NDArray[np.bool_]:
-        """Which tokens carry loss."""
+        """Return whether each token carries loss."""
         starts, ends = encoded.starts, encoded.ends
         if not self._trained:
             return np.zeros(len(starts), np.bool_)
         begins, stops = self._stretches
-        span = np.searchsorted(stops, starts, side="right")  # the first that ends behind the token's start
-        found: NDArray[np.bool_] = begins[span] < ends
+        span = np.searchsorted(stops, starts, side="right")  # the first that ends after the token's start
+        mask: NDArray[np.bool_] = begins[span] < ends
         if self._plain:
             said = np.flatnonzero(ends > starts)
             for token in np.flatnonzero(starts == ends).tolist():
-                beside = said[:1] if token == 0 else np.array([token - 1])
-                found[token] = bool(beside.size and found[beside[0]])
-        return found
+                neighbour = said[:1] if token == 0 else np.array([token - 1])
+                mask[token] = bool(neighbour.size and mask[neighbour[0]])
+        return mask
 
     @cached_property
     def _stretches(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Where those that carry loss begin, and a place behind the text; where they stop. Once all text is there."""
+        """Starts of the ranges with loss, and a position after the text; stops of these ranges. Call after all text."""
         trained = np.array(self._trained, np.int64)
         return np.append(trained[:, 0], self._length + 1), trained[:, 1].copy()
 
-    def _places(self, encoded: Encoded) -> list[int]:
-        """The token of each run. Raises FieldError where the text holds such a token too."""
+    def _tokens_of_runs(self, encoded: Encoded) -> list[int]:
+        """Return the index of the token of each run. Raises FieldError if the text contains such a token itself."""
         tokens = self._recipe.mark_tokens
-        places: list[int] = np.flatnonzero(np.isin(encoded.ids, list(tokens.values()))).tolist()
+        indices: list[int] = np.flatnonzero(np.isin(encoded.ids, list(tokens.values()))).tolist()
         runs = iter(self._runs)
-        for place in places:
+        for index in indices:
             run = next(runs, None)
-            if run is None or not (encoded.starts[place] < run.end and run.start < encoded.ends[place]):
-                name = next(name for name, token in tokens.items() if token == encoded.ids[place])
+            if run is None or not (encoded.starts[index] < run.end and run.start < encoded.ends[index]):
+                name = next(name for name, token in tokens.items() if token == encoded.ids[index])
                 raise FieldError(self._where, holds_mark(name, self._recipe.slots[name].mark))
-        if len(places) != len(self._runs):
-            raise FieldError(self._where, f"{len(self._runs)} marks of media became {len(places)} tokens")
-        return places
+        if len(indices) != len(self._runs):
+            raise FieldError(self._where, f"{len(self._runs)} marks of media became {len(indices)} tokens")
+        return indices
 
 
 class _Expansion(NamedTuple):
-    """What stands for a part; `bare` where it is its tokens alone, between `start_id` and `end_id`."""
+    """What stands for a part; `bare` if it is only its tokens, between `start_id` and `end_id`."""
 
     pieces: tuple[str | int, ...]
     bare: bool
@@ -388,7 +388,7 @@ def _expansion(recipe: Recipe, modality: str, size: PartSize) -> _Expansion:
     pieces = recipe.modalities[modality].expand(size)
     if pieces is None:
         return _Expansion((size.tokens,), True)
-    found = sum(piece for piece in pieces if isinstance(piece, int))
-    if found != size.tokens or (0 in pieces and size.tokens):
-        raise FieldError(modality, f"expand() of {modality} gives {found} tokens, its part has {size.tokens}")
+    tokens = sum(piece for piece in pieces if isinstance(piece, int))
+    if tokens != size.tokens or (0 in pieces and size.tokens):
+        raise FieldError(modality, f"expand() of {modality} gives {tokens} tokens, its part has {size.tokens}")
     return _Expansion(pieces, False)

@@ -1,10 +1,10 @@
-"""Keys of chats that say what no template renders: a sample that has one is refused rather than read without it.
+"""Keys of chats with content that no template renders: a sample with one fails, because it would be read without it.
 
-Three kinds of keys beside a turn's role and content, or beside a conversation:
+There are three kinds of keys next to a turn's role and content, or next to a conversation:
 
-    words        tool calls, reasoning, a system prompt, ... refused where the value says something that no turn says
-    loss flags   weight, train, loss, mask of a turn; refused where the value is not what the template does
-    all others   ids, sources, scores, times, ...: metadata, never looked at
+    words        tool calls, reasoning, a system prompt, ...: an error if the value says something that no turn says
+    loss flags   weight, train, loss, mask of a turn: an error if the value differs from what the template does
+    all others   ids, sources, scores, times, ...: metadata, never inspected
 
 Null, blank and empty values say nothing: `datasets` fills the fields of a struct with them.
 """
@@ -20,12 +20,12 @@ from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.text.jinja import Work
 from orchdata.loaders.text.template import Turn
 
-# Words of keys, wherever they stand: reasoning_content, toolCalls, thinking_blocks, ...
+# Words of keys, in any position: reasoning_content, toolCalls, thinking_blocks, ...
 _WORDS: Final = frozenset(
     "tool tools toolcall toolcalls function functions functioncall reasoning think thinking thought thoughts rationale "
     "refusal".split()
 )
-# Whole keys, in lower case and without anything but letters.
+# Whole keys, in lower case, letters only.
 _OF_TURN: Final = frozenset(
     "name text video videos parts documents attachments files system prompt response "
     "completion chosen rejected channel recipient".split()
@@ -43,7 +43,7 @@ _OFF: Final = ("0", "0.0", "false")
 _BLANK: Final = frozenset(("", "[]", "{}", "null", "none", "nan"))
 _FLAGS: Final = frozenset("on off yes no true false minimal low medium high auto default".split())
 _ROLES: Final = frozenset("user assistant system human gpt".split())
-# A phrase so long that stands in a turn is what that turn says; a shorter one must be all of it.
+# A phrase of this length counts as said if a turn contains it; a shorter one must be all of a turn.
 _PHRASE_CHARACTERS: Final = 16
 _KEY_CHARACTERS: Final = 64
 
@@ -53,35 +53,35 @@ WAY_OUT: Final = (
 
 
 class Repeating(dict[str, Any]):
-    """An object of JSON in which a key comes twice: one of the values is lost."""
+    """A JSON object with a duplicate key: one of its values is lost."""
 
 
 def says(value: Any) -> bool:
-    """Whether a JSON value holds words."""
+    """Whether a JSON value contains words."""
     if isinstance(value, str):
         return value.strip().lower() not in _BLANK
     return isinstance(value, (dict, list)) and any(True for _ in phrases(value))
 
 
 def phrases(value: Any) -> Iterator[str]:
-    """The strings in a JSON value that say something, without keys."""
-    pending = [value]  # no recursion: data decide how deep it goes
+    """Yield the strings in a JSON value that say something, without keys."""
+    pending = [value]  # no recursion: the depth depends on the data
     while pending:
-        held = pending.pop()
-        if isinstance(held, str):
-            if held.strip().lower() not in _BLANK:
-                yield held.strip()
-        elif isinstance(held, dict):
-            pending.extend(held.values())
-        elif isinstance(held, list):
-            pending.extend(held)
+        item = pending.pop()
+        if isinstance(item, str):
+            if item.strip().lower() not in _BLANK:
+                yield item.strip()
+        elif isinstance(item, dict):
+            pending.extend(item.values())
+        elif isinstance(item, list):
+            pending.extend(item)
 
 
 class Spoken:
-    """Texts in which phrases are looked for.
+    """Texts that are searched for phrases.
 
     Args:
-        work: of the chat: each search is a part of it.
+        work: counts the work for the chat, searches included.
     """
 
     def __init__(self, texts: Collection[str], work: Work) -> None:
@@ -90,14 +90,14 @@ class Spoken:
         self._known: dict[str, bool] = {}
 
     def has(self, phrase: str) -> bool:
-        """Whether a phrase is all of a text, or a long one stands in it."""
+        """Whether a phrase is all of a text, or a long one is contained in it."""
         if phrase in self._whole or len(phrase) < _PHRASE_CHARACTERS:
             return phrase in self._whole
-        found = self._known.get(phrase)
-        if found is None:
+        known = self._known.get(phrase)
+        if known is None:
             self._work.add(sum(map(len, self._texts)))
-            found = self._known[phrase] = any(phrase in text for text in self._texts)
-        return found
+            known = self._known[phrase] = any(phrase in text for text in self._texts)
+        return known
 
     @cached_property
     def _whole(self) -> frozenset[str]:
@@ -119,9 +119,9 @@ def check_turn(
     Args:
         where: names the turn in the error.
         own: keys that are read.
-        text: what the turn says; loss: whether the template lets it carry loss.
+        text: the text of the turn; loss: whether the template lets it carry loss.
         media: keys that name media.
-        work: what is done for the chat.
+        work: counts the work for the chat.
     """
     said = Spoken((text, role), work)
     for key, value in turn.items():
@@ -135,7 +135,7 @@ def check_turn(
 
 
 def speaks(key: str, value: Any, media: Collection[str]) -> bool:
-    """Whether a key of a turn, beside role and content, says something that belongs to the chat."""
+    """Whether a key of a turn, besides role and content, says something that belongs to the chat."""
     words, name = _split(key[:_KEY_CHARACTERS])
     if words & _LOSS or not says(value):
         return False
@@ -143,21 +143,21 @@ def speaks(key: str, value: Any, media: Collection[str]) -> bool:
 
 
 def trains(where: str, turn: Mapping[str, Any], own: Collection[str], loss: bool) -> bool:
-    """Whether a turn carries loss by its own flags, which may only take it away.
+    """Whether a turn carries loss by its own flags, which may only remove it.
 
     Args:
         loss: whether turns of its role carry loss.
 
     Raises:
-        DecodeError: a flag that asks for loss elsewhere, or for a part of it.
+        DecodeError: a flag that requests loss for another role, or for a part of a turn.
     """
     trained = loss
     for key, value in turn.items():
         words, _ = _split(key[:_KEY_CHARACTERS])
         if value is None or key in own or not words & _LOSS:
             continue
-        found = str(value).strip().lower() if isinstance(value, str | int | float) else "?"
-        if loss and ("mask" not in words or "loss" in words) and found in (_ON if "masked" in words else _OFF):
+        flag = str(value).strip().lower() if isinstance(value, str | int | float) else "?"
+        if loss and ("mask" not in words or "loss" in words) and flag in (_ON if "masked" in words else _OFF):
             trained = False
         else:
             _check_loss(where, key, value, loss, words)
@@ -177,7 +177,7 @@ def check_item(where: str, item: Mapping[str, Any], own: Collection[str], *, med
 
 
 def check_whole(where: str, item: Mapping[str, Any]) -> None:
-    """Raise DecodeError for an item that stands for a part of its file."""
+    """Raise DecodeError for an item that selects a part of its file."""
     for key, value in item.items():
         if value and _split(key[:_KEY_CHARACTERS])[1] in _PART_OF_MEDIA:
             raise DecodeError(
@@ -185,27 +185,27 @@ def check_whole(where: str, item: Mapping[str, Any]) -> None:
             )
 
 
-def is_beside(key: str) -> bool:
-    """Whether a key, or a field beside that of the conversation, says something that belongs to it."""
+def is_chat_context(key: str) -> bool:
+    """Whether a key, or a field, next to the conversation says something that belongs to it."""
     words, name = _split(key[:_KEY_CHARACTERS])
     return bool(words & _WORDS) or name in _OF_RECORD
 
 
 def check_record(record: Mapping[str, Any], own: Collection[str], turns: Sequence[Turn], work: Work) -> None:
-    """Raise DecodeError for a key beside a conversation that would be lost."""
-    beside = [key for key, value in record.items() if key not in own and value is not None and is_beside(key)]
-    if not beside:
+    """Raise DecodeError for a key next to a conversation that would be lost."""
+    context = [key for key, value in record.items() if key not in own and value is not None and is_chat_context(key)]
+    if not context:
         return
     said = Spoken([turn.text for turn in turns], work)
     chosen = record.get("chosen")
-    settled = _PREFERENCE if says(chosen) and _is_said(chosen, said) else ()  # the conversation is the one preferred
-    for key in beside:
+    settled = _PREFERENCE if says(chosen) and _is_said(chosen, said) else ()  # the conversation is the preferred one
+    for key in context:
         if key not in settled and not (_is_flag(record[key]) and _split(key[:_KEY_CHARACTERS])[0] & _WORDS):
             _check_said("the conversation", key, record[key], said)
 
 
 def shown(name: str) -> str:
-    """A string from the data in an error."""
+    """A string from the data, shortened for an error."""
     return repr(name if len(name) <= 60 else name[:60] + "...")
 
 
@@ -215,7 +215,7 @@ def _check_said(where: str, key: str, value: Any, said: Spoken) -> None:
 
 
 def _is_flag(value: Any) -> bool:
-    """Whether a value sets how words came about, and is none: `reasoning: "on"`, `thinking_budget: "1024"`."""
+    """Whether a value is a setting of a generation and has no content: `reasoning: "on"`, `thinking_budget: "1024"`."""
     return isinstance(value, str) and (value.strip().lower() in _FLAGS or value.strip().isdecimal())
 
 
@@ -224,22 +224,23 @@ def _is_said(value: Any, said: Spoken) -> bool:
 
 
 def _check_loss(where: str, key: str, value: Any, loss: bool, words: frozenset[str]) -> None:
-    """A flag must say what the template does anyway."""
-    found = str(value).strip().lower() if isinstance(value, str | int | float) else "?"
+    """Raise DecodeError for a loss flag that differs from what the template does."""
+    flag = str(value).strip().lower() if isinstance(value, str | int | float) else "?"
     if "masked" in words:
-        agrees = found in (_OFF if loss else _ON)
+        agrees = flag in (_OFF if loss else _ON)
     else:  # a mask that is no loss mask can mean either
-        agrees = found in (_ON if loss else _OFF) and ("mask" not in words or "loss" in words)
-    if found in _BLANK or agrees:
+        agrees = flag in (_ON if loss else _OFF) and ("mask" not in words or "loss" in words)
+    if flag in _BLANK or agrees:
         return
-    told = "carries" if loss else "carries no"
+    carries = "carries" if loss else "carries no"
     raise DecodeError(
-        f"{where} has {shown(key)}, a loss flag, which is not followed: by the template a turn of its role {told} loss"
+        f"{where} has {shown(key)}, a loss flag, which is not followed: by the template a turn of its role "
+        f"{carries} loss"
     )
 
 
 @lru_cache(maxsize=4096)
 def _split(key: str) -> tuple[frozenset[str], str]:
-    """(words of a key, its letters), in lower case: "toolCalls" is tool, calls and toolcalls."""
+    """Return (words of a key, its letters), in lower case: "toolCalls" is tool, calls and toolcalls."""
     words = [word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", key)]
     return frozenset(words), "".join(words)

@@ -1,10 +1,11 @@
-"""JSON -> what it says of a sample: a conversation, a text, or nothing but metadata.
+"""JSON -> the content of a sample: a conversation, a text, or only metadata.
 
-Read are: a list of turns, a turn, or a dict with a list of them under "messages", "conversations" or "conversation"; a
-turn is {"role", "content"} (OpenAI, Qwen; content a string or a list of {"type": "text" | "image" | "audio", ...}) or
-{"from", "value"} (LLaVA, ShareGPT; human and gpt are user and assistant). Else a dict's "text" or "caption".
+It reads a list of turns, a turn, or a dict with a list of them under "messages", "conversations" or "conversation".
+A turn is {"role", "content"} (OpenAI, Qwen; content is a string or a list of {"type": "text" | "image" | "audio", ...})
+or {"from", "value"} (LLaVA, ShareGPT; human and gpt are user and assistant). Otherwise it reads a dict's "text" or
+"caption".
 
-What belongs to a conversation and would be lost is an error, see `chat_keys`.
+Content that belongs to a conversation and would be lost is an error, see `chat_keys`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _TEXT_KEYS: Final = ("text", "caption")
 _READ_KEYS: Final = (*_CONVERSATION_KEYS, *_TEXT_KEYS)
 _ROLE_KEYS: Final = ("role", "from")
 _CONTENT_KEYS: Final = ("content", "value")
-_INT_DIGITS: Final = 640  # Python's limit can be set no lower
+_INT_DIGITS: Final = 640  # the minimum of Python's limit
 _VIDEO_KEYS: Final = ("video", "videos")
 
 Content = tuple[str | Placeholder, ...]
@@ -42,16 +43,16 @@ _NONE: Final[Mapping[str, list[str]]] = MappingProxyType({})
 
 
 class Document(NamedTuple):
-    """What one JSON member says.
+    """The content of one JSON member.
 
     Attributes:
         turns: a conversation, or None.
         chat: a conversation for a jinja template, or None.
-        completion: a prompt, and what completes it, as plain text; or None.
+        completion: a prompt and its completion, as plain text; or None.
         text: a plain text, or None.
-        named: modality -> names of media it says belong to the sample.
+        named: modality -> names of media that belong to the sample.
         placed: modality -> names of media in the items of its turns, in their order.
-        rest: the value where it is neither, or names a video beside its text; for `why_unread`.
+        rest: the value if it is none of these, or names a video next to its text; for `why_unread`.
     """
 
     turns: list[Turn] | None = None
@@ -68,16 +69,16 @@ class Document(NamedTuple):
 
 
 class Rules(NamedTuple):
-    """What conversations are read by: the template, whose roles they may have, and how they speak of media."""
+    """How to read conversations: the template, with its roles, and the words for media."""
 
     template: ChatTemplate | JinjaTemplate
     words: MediaWords
 
 
 def read_document(payload: bytes | memoryview, rules: Rules, *, lines: bool = False) -> Document:
-    """Parse one JSON member; with `lines` each line is JSON, and several of them are a list.
+    """Parse one JSON member; with `lines` each line is JSON, and several lines are a list.
 
-    Raises DecodeError for broken JSON or a conversation that cannot be read, or not in full.
+    Raises DecodeError for broken JSON, or a conversation that cannot be read completely.
     """
     value = parse_json(payload, lines=lines)
     if isinstance(value, dict):
@@ -90,7 +91,7 @@ def read_document(payload: bytes | memoryview, rules: Rules, *, lines: bool = Fa
 
 
 def parse_json(payload: bytes | memoryview, *, lines: bool = False) -> Any:
-    """The value of a JSON payload. Raises DecodeError."""
+    """Return the value of a JSON payload. Raises DecodeError."""
     text = decode_utf8(payload)
     try:
         if not lines:
@@ -108,7 +109,7 @@ def _loads(text: str) -> Any:
         if text.startswith("\ufeff"):
             raise ValueError("it begins with two byte order marks") from None
         raise
-    except ValueError:  # a number of more digits than Python makes an int of
+    except ValueError:  # a number with more digits than Python parses as int
         return json.loads(text, object_pairs_hook=_object, parse_int=_number)
 
 
@@ -117,8 +118,8 @@ def _number(digits: str) -> int | float:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    return found if len(found) == len(pairs) else Repeating(pairs)
+    parsed = dict(pairs)
+    return parsed if len(parsed) == len(pairs) else Repeating(pairs)
 
 
 _DECODER: Final = json.JSONDecoder(object_pairs_hook=_object)
@@ -127,20 +128,20 @@ _DECODER: Final = json.JSONDecoder(object_pairs_hook=_object)
 def _record(value: dict[str, Any], rules: Rules) -> Document:
     if isinstance(value, Repeating) and not value.keys().isdisjoint(_READ_KEYS):
         raise DecodeError("a key comes twice in the record")
-    found: Document | None = None
+    document: Document | None = None
     for key in _CONVERSATION_KEYS:
         if key in value and isinstance(turns := value[key], list) and turns:
             chat = _chat(turns, rules)
-            if found is not None and (found.turns, found.chat) != (chat.turns, chat.chat):
+            if document is not None and (document.turns, document.chat) != (chat.turns, chat.chat):
                 raise DecodeError(f"two conversations that differ, the second under {key!r}")
-            found = chat
+            document = chat
     if isinstance(rules.template, JinjaTemplate):
-        rendered = _rendered_record(value, found, rules.template, rules.words)
+        rendered = _rendered_record(value, document, rules.template, rules.words)
         if rendered is not None:
             return rendered
-    elif found is not None:
-        check_record(value, (*_READ_KEYS, *rules.words.records), found.turns or (), Work())
-        return found._replace(named=named_in(value, rules.words))
+    elif document is not None:
+        check_record(value, (*_READ_KEYS, *rules.words.records), document.turns or (), Work())
+        return document._replace(named=named_in(value, rules.words))
     texts = [text for key in _TEXT_KEYS if isinstance(text := value.get(key), str)]
     if not texts or _video_in(value) not in (None, *rules.words.records):
         return Document(rest=value)
@@ -148,44 +149,44 @@ def _record(value: dict[str, Any], rules: Rules) -> Document:
 
 
 def document_of_fields(record: dict[str, Any], rules: Rules) -> Document | None:
-    """A record of text fields, as the columns of a row, under a jinja template; what of it is JSON is read as such."""
+    """Read the text fields of a record, such as columns of a row, under a jinja template; JSON in them is parsed."""
     known: dict[str, Any] = {}
     for key, text in record.items():
         known[key] = text
         if key not in ("instruction", "input", "output") and text[:1] in ("[", "{"):
             try:
-                held = parse_json(text.encode())
+                parsed = parse_json(text.encode())
             except (DecodeError, UnicodeEncodeError):
                 continue
-            if key not in ("prompt", "completion") or (isinstance(held, list) and any(map(_is_turn, held))):
-                known[key] = held
+            if key not in ("prompt", "completion") or (isinstance(parsed, list) and any(map(_is_turn, parsed))):
+                known[key] = parsed
     return _rendered_record(known, None, cast(JinjaTemplate, rules.template), rules.words)
 
 
 def _rendered_record(
-    value: dict[str, Any], found: Document | None, template: JinjaTemplate, words: MediaWords
+    record: dict[str, Any], document: Document | None, template: JinjaTemplate, words: MediaWords
 ) -> Document | None:
-    """A record under a jinja template, which is shown what stands beside the turns; None without any."""
-    named = named_in(value, words)
-    if found is not None and found.chat is not None:
-        beside = {key: held for key, held in value.items() if key not in (*_READ_KEYS, *words.records)}
-        return found._replace(chat=found.chat.beside(beside), named=named)
-    chat = chat_of_record(value, template, words)
+    """Read a record under a jinja template, which gets the context of the turns; None if the record has no turns."""
+    named = named_in(record, words)
+    if document is not None and document.chat is not None:
+        context = {key: value for key, value in record.items() if key not in (*_READ_KEYS, *words.records)}
+        return document._replace(chat=document.chat.with_context(context), named=named)
+    chat = chat_of_record(record, template, words)
     if chat is not None:
         return Document(chat=chat, named=named)
-    completion = completion_of(value)
+    completion = completion_of(record)
     return None if completion is None else Document(completion=completion, named=named)
 
 
 def _video_in(value: Mapping[str, Any]) -> str | None:
-    """The key under which a record names a video."""
-    if value.keys().isdisjoint(_VIDEO_KEYS):  # most do not, and this is the fastest way to know
+    """Return the key with which a record names a video."""
+    if value.keys().isdisjoint(_VIDEO_KEYS):  # most records, and the fastest check
         return None
     return next((key for key in _VIDEO_KEYS if says(value.get(key))), None)
 
 
 def why_unread(rest: Any) -> str | None:
-    """Why a value that is neither a conversation nor a text is more than metadata, or None."""
+    """Return why a value that is neither a conversation nor a text is more than metadata, or None."""
     if isinstance(rest, dict):
         return _unread(rest)
     if isinstance(rest, list):
@@ -193,34 +194,34 @@ def why_unread(rest: Any) -> str | None:
     return "a bare string, not a record" if says(rest) else None
 
 
-def _unread(value: Mapping[str, Any]) -> str | None:
-    """Why a record without a conversation or text is more than metadata, or None."""
-    video = _video_in(value)
-    if video is not None and any(isinstance(value.get(key), str) for key in _TEXT_KEYS):
+def _unread(record: Mapping[str, Any]) -> str | None:
+    """Return why a record without a conversation or text is more than metadata, or None."""
+    video = _video_in(record)
+    if video is not None and any(isinstance(record.get(key), str) for key in _TEXT_KEYS):
         return f"it names a video under {video!r}, which is not read: {WAY_OUT}"
     for key in _READ_KEYS:
-        held = value.get(key)
-        if key in _CONVERSATION_KEYS and held == []:
+        value = record.get(key)
+        if key in _CONVERSATION_KEYS and value == []:
             return "the conversation has no turns"
-        if says(held):
+        if says(value):
             wanted = "a list of turns" if key in _CONVERSATION_KEYS else "a string"
-            return f"{key!r} is a {type(held).__name__}, not {wanted}"
-    if says(value.get("role")) and says(value.get("content")):
+            return f"{key!r} is a {type(value).__name__}, not {wanted}"
+    if says(record.get("role")) and says(record.get("content")):
         return "role and content are no turn"
-    for key, held in value.items():
-        if not says(held):
+    for key, value in record.items():
+        if not says(value):
             continue
         if names_words(key):
             return f"its words are under {shown(key)}, which is not read; known are {', '.join(_READ_KEYS)}"
-        if isinstance(held, list) and any(map(_is_turn, held)):
+        if isinstance(value, list) and any(map(_is_turn, value)):
             return f"its turns are under {shown(key)}, which is not read; known are {', '.join(_CONVERSATION_KEYS)}"
-        if isinstance(held, list) and _unread_records(held):
+        if isinstance(value, list) and _unread_records(value):
             return f"its words are in the records under {shown(key)}, which are not read"
     return None
 
 
 def _unread_list(value: list[Any]) -> str | None:
-    """Why a list without a turn is more than metadata, or None."""
+    """Return why a list without a turn is more than metadata, or None."""
     if _unread_records(value):
         return "a list of records: a sample is one of them"
     return (
@@ -233,7 +234,7 @@ def _unread_records(value: list[Any]) -> bool:
 
 
 def split_placeholders(text: str, words: MediaWords, placed: Collection[str] = ()) -> Content:
-    """`text` cut at its marks, but those of the modalities in `placed`; empty stretches are left out."""
+    """Return `text` cut at its marks, except those of the modalities in `placed`, without empty stretches."""
     marks = words.marks
     if placed:
         marks = tuple((mark, name) for mark, name in marks if name not in placed)
@@ -250,7 +251,7 @@ def split_placeholders(text: str, words: MediaWords, placed: Collection[str] = (
 @lru_cache(maxsize=16)
 def _pattern(marks: tuple[tuple[str, str], ...]) -> tuple[re.Pattern[str], dict[str, str]]:
     name_of = dict(marks)
-    # Longest first: one mark may begin with the other.
+    # Longest first: a mark may begin with another one.
     longest = sorted(name_of, key=len, reverse=True)
     return re.compile(f"({'|'.join(map(re.escape, longest))})"), name_of
 
@@ -267,7 +268,7 @@ def _knows(turn: Mapping[str, Any], template: ChatTemplate | JinjaTemplate) -> b
 
 
 def _chat(value: list[Any], rules: Rules) -> Document:
-    """A conversation, and where the items of its turns place media."""
+    """Read a conversation, and the names of media in the items of its turns."""
     words = rules.words
     if isinstance(rules.template, JinjaTemplate):
         chat = chat_of_turns(value, rules.template, words)
@@ -277,7 +278,7 @@ def _chat(value: list[Any], rules: Rules) -> Document:
     turns = [_turn(number, item, rules, rules.template, work) for number, item in enumerate(value, 1)]
     placed = {piece.modality for turn in turns for piece in turn.content if isinstance(piece, Placeholder)}
     names = _NONE
-    if placed:  # media of such a modality have items of their own, so its marks in the text are text
+    if placed:  # such a modality has items, so its marks in the text are plain text
         _check_order(value, words)
         names = _placed(value, words)
     if any(name not in placed for _, name in words.marks):
@@ -296,17 +297,17 @@ def _split_all(content: Content, words: MediaWords, placed: Collection[str]) -> 
 
 
 def _placed(turns: list[dict[str, Any]], words: MediaWords) -> dict[str, list[str]]:
-    """The names that items of media give, by modality, in order; none of a modality where one item gives none."""
+    """Return modality -> names in its items of media, in order; no entry if one of its items has no name."""
     named: dict[str, list[str]] = {}
     for _, kind, item in _media_items(turns, words):
-        held = item.get(kind)
-        held = held.get("url") if isinstance(held, dict) else held
-        named.setdefault(words.items[kind], []).append(held if isinstance(held, str) else "")
+        value = item.get(kind)
+        name = value.get("url") if isinstance(value, dict) else value
+        named.setdefault(words.items[kind], []).append(name if isinstance(name, str) else "")
     return {modality: names for modality, names in named.items() if all(names)}
 
 
 def _media_items(turns: list[dict[str, Any]], words: MediaWords) -> Iterator[tuple[int, str, dict[str, Any]]]:
-    """(number of the turn, type, item) of each item of media."""
+    """Yield (number of the turn, type, item) of each item of media."""
     for number, turn in enumerate(turns, 1):
         content = _first(turn, _CONTENT_KEYS)
         for item in content if isinstance(content, list) else ():
@@ -320,7 +321,7 @@ def _turn(number: int, item: Any, rules: Rules, template: ChatTemplate, work: Wo
 
 
 def _plain_turn(item: Any, template: ChatTemplate) -> Turn | None:
-    """A turn of a known role and a string that says something, and of nothing else: most are."""
+    """Return the turn if it has only a known role and a string with content, as most do; else None."""
     if type(item) is not dict or len(item) != 2:
         return None
     role, content = item.get("role"), item.get("content")
@@ -363,16 +364,16 @@ def _keys(item: Mapping[str, Any]) -> str:
 
 
 def _first(item: Mapping[str, Any], keys: tuple[str, str]) -> Any:
-    """The first of the keys that is not null: `datasets` fills the fields of a struct with nulls."""
-    held = item.get(keys[0])
-    return item.get(keys[1]) if held is None else held
+    """Return the first value that is not null: `datasets` fills the fields of a struct with nulls."""
+    value = item.get(keys[0])
+    return item.get(keys[1]) if value is None else value
 
 
 def _differ(item: Mapping[str, Any], keys: tuple[str, ...]) -> bool:
-    held = [item[key] for key in keys if item.get(key) is not None]
-    if len(held) < 2:
+    values = [item[key] for key in keys if item.get(key) is not None]
+    if len(values) < 2:
         return False
-    return not all(isinstance(one, str) for one in held) or len({SPEAKERS.get(one, one) for one in held}) > 1
+    return not all(isinstance(one, str) for one in values) or len({SPEAKERS.get(one, one) for one in values}) > 1
 
 
 def _content(where: str, content: Any, words: MediaWords) -> Content:
@@ -391,12 +392,12 @@ def _item(where: str, item: Any, words: MediaWords) -> str | Placeholder:
     if isinstance(item, Repeating):
         raise DecodeError(f"{where} has an item with a key twice")
     kind, keys = _kind(item, words), ("text", *words.items)
-    held = [key for key in keys if says(item.get(key))]
+    used = [key for key in keys if says(item.get(key))]
     if kind != "text" and (not isinstance(kind, str) or kind not in words.items):
         known = ", ".join(keys)
-        found = shown(kind) if isinstance(kind, str) else f"a {type(kind).__name__}"
-        raise DecodeError(f"{where} has an item of type {found}; known are {known}")
-    lost = [key for key in held if key != kind and (kind == "text" or words.items.get(key) != words.items[kind])]
+        given = shown(kind) if isinstance(kind, str) else f"a {type(kind).__name__}"
+        raise DecodeError(f"{where} has an item of type {given}; known are {known}")
+    lost = [key for key in used if key != kind and (kind == "text" or words.items.get(key) != words.items[kind])]
     if lost:
         raise DecodeError(f"{where} has an item of type {kind!r} that holds {lost[0]!r} too: give each its own item")
     check_item(f"{where}, in an item of type {kind!r},", item, ("type", *keys), media=kind != "text")
@@ -409,14 +410,14 @@ def _item(where: str, item: Any, words: MediaWords) -> str | Placeholder:
 
 
 def _kind(item: Mapping[str, Any], words: MediaWords) -> Any:
-    """The type of an item. Qwen-VL's older form has none: {"image": ...} or {"text": ...}."""
+    """Return the type of an item. Qwen-VL's older form has none: {"image": ...} or {"text": ...}."""
     kind = item.get("type")
     keys = ("text", *words.items)
     return next((key for key in keys if item.get(key) is not None), None) if kind is None else kind
 
 
 def _check_order(turns: list[dict[str, Any]], words: MediaWords) -> None:
-    """Where items of media say the number of theirs (`index`), they must count on: places are filled in order."""
+    """Check that the `index` in items of media, if any, counts up: placeholders are filled in order."""
     counts = dict.fromkeys(words.items.values(), 0)
     for number, kind, item in _media_items(turns, words):
         index, modality = item.get("index"), words.items[kind]
@@ -428,16 +429,16 @@ def _check_order(turns: list[dict[str, Any]], words: MediaWords) -> None:
         counts[modality] += 1
 
 
-def named_in(value: Mapping[str, Any], words: MediaWords) -> dict[str, list[str]]:
-    """Media that a LLaVA-style record names. Names are never opened: media are the sample's own members."""
+def named_in(record: Mapping[str, Any], words: MediaWords) -> dict[str, list[str]]:
+    """Return modality -> media that a LLaVA-style record names. No name is opened: media are the sample's members."""
     named: dict[str, list[str]] = {}
-    if value.keys().isdisjoint(words.records):
+    if record.keys().isdisjoint(words.records):
         return named
     for key, modality in words.records.items():
-        held = value.get(key)
-        if isinstance(held, (list, str)):
-            held = held if isinstance(held, list) else [held]
-            names = [name if isinstance(name, str) else type(name).__name__ for name in held if says(name)]
+        value = record.get(key)
+        if isinstance(value, (list, str)):
+            value = value if isinstance(value, list) else [value]
+            names = [name if isinstance(name, str) else type(name).__name__ for name in value if says(name)]
             if names:
                 named[modality] = names
     return named

@@ -1,4 +1,4 @@
-"""Hugging Face's fast tokenizers, as they are given: a value that knows its content, and tokenizes with offsets."""
+"""Hugging Face's fast tokenizers: a value that is compared by content, and tokenizes with offsets."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Encoded(NamedTuple):
 
     Attributes:
         ids: int32 (num_tokens,).
-        starts, ends: int64 (num_tokens,), the characters of each; equal for tokens that stand for none.
+        starts, ends: int64 (num_tokens,), characters of each; equal for tokens without characters.
     """
 
     ids: NDArray[np.int32]
@@ -33,10 +33,10 @@ class Encoded(NamedTuple):
 
 @dataclass(frozen=True)
 class FastTokenizer:
-    """A tokenizer by its content: equal where that is, in every process. Several threads may use it at once.
+    """A tokenizer, compared by content in every process. Several threads may use it at the same time.
 
     Attributes:
-        json: what `tokenizers.Tokenizer.to_str` says, without truncation and padding.
+        json: `tokenizers.Tokenizer.to_str`, without truncation and padding.
         special_tokens: (name, token) as in `special_tokens_map`.
     """
 
@@ -51,10 +51,10 @@ class FastTokenizer:
         return digest.hexdigest()
 
     def encode(self, text: str, *, add_special_tokens: bool) -> Encoded:
-        """Tokens of `text`; with `add_special_tokens` those too that the tokenizer puts around every text."""
-        found = self._running.encode(text, add_special_tokens=add_special_tokens)
-        ids = np.array(found.ids, np.int32)
-        offsets = np.fromiter(chain.from_iterable(found.offsets), np.int64, 2 * len(ids)).reshape(-1, 2)
+        """Tokens of `text`, including those around every text if `add_special_tokens`."""
+        encoding = self._running.encode(text, add_special_tokens=add_special_tokens)
+        ids = np.array(encoding.ids, np.int32)
+        offsets = np.fromiter(chain.from_iterable(encoding.offsets), np.int64, 2 * len(ids)).reshape(-1, 2)
         return Encoded(ids, offsets[:, 0], offsets[:, 1])
 
     def decode(self, token_ids: list[int]) -> str:
@@ -63,16 +63,16 @@ class FastTokenizer:
         return text
 
     def token_id(self, text: str) -> int | None:
-        """The id of a text that is a token by itself, else None."""
-        found: int | None = self._running.token_to_id(text)
-        return found if found is not None and self(text).count(found) == 1 else None
+        """The id of a text that is one token, else None."""
+        token: int | None = self._running.token_to_id(text)
+        return token if token is not None and self(text).count(token) == 1 else None
 
     def __call__(self, text: str) -> list[int]:
         ids: list[int] = self._running.encode(text, add_special_tokens=False).ids
         return ids
 
     def start(self) -> None:
-        """Make what tokenizes, in this process. Raises ImportError, and what another version of tokenizers refuses."""
+        """Build the tokenizer in this process. Raises ImportError, and errors of another version of tokenizers."""
         _ = self._running
 
     @cached_property
@@ -86,10 +86,10 @@ class FastTokenizer:
 
 
 def fast_tokenizer(given: Any) -> FastTokenizer | None:
-    """The value of a `tokenizers.Tokenizer`, or of a tokenizer of transformers that has one behind it; else None.
+    """Return the value of a `tokenizers.Tokenizer`, or of a fast tokenizer of transformers; else None.
 
     Raises:
-        ValueError: one of transformers' that has none, or gives other ids than what is behind it; one that splits
+        ValueError: a slow tokenizer of transformers, one that gives other ids than its backend, or one that splits
             special tokens.
     """
     if given is None or isinstance(given, FastTokenizer):
@@ -98,22 +98,22 @@ def fast_tokenizer(given: Any) -> FastTokenizer | None:
     backend: Any = getattr(given, "backend_tokenizer", None) if of_transformers else given
     if not all(callable(getattr(backend, name, None)) for name in ("to_str", "encode", "no_truncation")):
         if of_transformers:
-            raise ValueError(f"{_name(given)} tells no offsets, as it is no fast tokenizer: {_WAY_OUT}")
+            raise ValueError(f"{_name(given)} has no offsets, as it is no fast tokenizer: {_WAY_OUT}")
         return None
     if getattr(given, "split_special_tokens", False) if of_transformers else backend.encode_special_tokens:
         raise ValueError(
-            f"{_name(given)} splits special tokens into pieces ({_SPLITS}), which its JSON does not tell: {_WAY_OUT}"
+            f"{_name(given)} splits special tokens into pieces ({_SPLITS}), which its JSON does not contain: {_WAY_OUT}"
         )
     running = type(backend).from_str(backend.to_str())
     running.no_truncation()
     running.no_padding()
     special_tokens = tuple(sorted(given.special_tokens_map.items())) if of_transformers else ()
-    found = FastTokenizer(running.to_str(), special_tokens)
+    fast = FastTokenizer(running.to_str(), special_tokens)
     if of_transformers:
         ids = given(_PROBE, truncation=False, padding=False)["input_ids"]
-        if list(ids) != found.encode(_PROBE, add_special_tokens=True).ids.tolist():
-            raise ValueError(f"{_name(given)} gives other ids than the tokenizer behind it: {_WAY_OUT}")
-    return found
+        if list(ids) != fast.encode(_PROBE, add_special_tokens=True).ids.tolist():
+            raise ValueError(f"{_name(given)} gives other ids than its backend tokenizer: {_WAY_OUT}")
+    return fast
 
 
 def _name(given: Any) -> str:

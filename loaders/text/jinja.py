@@ -1,9 +1,9 @@
-"""A model's own chat template, as a value: jinja as transformers renders it, without transformers.
+"""A model's own chat template, as a value: rendered as transformers does, without transformers.
 
     messages --render--> text, and the spans of it that `{% generation %}` marks
 
-Compiled templates are kept by source and may be used by several threads at once. What rendering takes is counted, so
-that a chat that would take too much is refused, and is refused on every machine.
+Compiled templates are cached by source; several threads may use them at the same time. The work of rendering is
+counted, so that a chat with too much work fails, and fails on every machine.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from orchdata.loaders.errors import DecodeError, pass_trouble
 ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function", "observation")
 TRAINED_ROLE: Final = "assistant"
 REASONING: Final = ("reasoning_content", "thinking", "reasoning")
-"""Names of a turn's reasoning. Templates are shown all of them where a turn has one, as by transformers."""
+"""Names of a turn's reasoning. A template gets it under all of these names, as in transformers."""
 
 _GENERATION: Final = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _MOST_WORK: Final = 1 << 31
 """Characters that may be rendered or searched for one chat."""
 _MESSAGE_WORK: Final = 256
-"""What a template does with one turn, or tool, beside writing its text, in characters."""
+"""Work of a template for one turn, or tool, in addition to writing its text, in characters."""
 _CHECKED_CHARACTERS: Final = 1 << 20
-"""Of one rendering, from which on they are counted before it ends."""
+"""A longer rendering is counted before it ends."""
 _MOST_ITERATIONS: Final = 1 << 26
-"""Of all loops of a template, in one rendering."""
-_TOLD_CHARACTERS: Final = 400
+"""Of all loops of a template together, in one rendering."""
+_MESSAGE_CHARACTERS: Final = 400
 _RENDERED_WITH: Final = ("messages", "tools", "documents", "add_generation_prompt")
 _TELLS_TIME: Final = "strftime_now"
 
@@ -46,29 +46,29 @@ class TooMuchWork(DecodeError):
 
 
 class Work:
-    """Counts what is done for one chat."""
+    """Counts the work for one chat."""
 
     def __init__(self, most: int = _MOST_WORK) -> None:
         self.done = 0
         self._most = most
 
     def add(self, characters: int) -> None:
-        """So many characters are rendered or searched. Raises TooMuchWork."""
+        """Count characters that are rendered or searched. Raises TooMuchWork."""
         self.done += characters
         self.check(0)
 
     def check(self, more: int) -> None:
-        """Raise TooMuchWork where so many more characters would be too many."""
+        """Raise TooMuchWork if `more` further characters would be too many."""
         if self.done + more > self._most:
             raise TooMuchWork(
-                f"more than {self._most} characters are rendered or searched to tell what the chat says and which of "
+                f"more than {self._most} characters are rendered or searched to find what the chat says and which of "
                 "it is learned: split the chat, or leave it out (a chat template that marks what is learned by "
                 "{% generation %} saves most of that)"
             )
 
 
 class Inputs(NamedTuple):
-    """What a template sees of a sample beside its turns: JSON values, None where there are none."""
+    """Inputs of a template in addition to the turns: JSON values, None if a sample has none."""
 
     tools: list[Any] | None = None
     documents: list[Any] | None = None
@@ -77,19 +77,19 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JinjaTemplate:
-    """A chat template in jinja, with all that its rendering depends on. Made by `ChatTemplate.from_jinja`.
+    """A chat template in jinja, with everything its rendering depends on. Created by `ChatTemplate.from_jinja`.
 
     Attributes:
         source: its text.
-        tool_source: the text of another that takes its place where a sample has tools.
-        variables: what it sees beside turns, tools and documents, as JSON.
-        date: what day it is told.
+        tool_source: the text of another template for samples with tools.
+        variables: further variables of the template, besides turns, tools and documents, as JSON.
+        date: the current date for the template.
         ignore_keys: keys that may be lost.
-        roles: those that turns may have.
+        roles: roles that turns may have.
         add_special_tokens: whether the tokenizer's special tokens go around a rendering that does not begin with
-            `bos_token`. transformers adds them in a processor's `apply_chat_template`, and none in a tokenizer's.
-        pairs: whether a prompt and its completion, as strings, are rendered as a question and its answer; else they are
-            plain text.
+            `bos_token`. transformers adds them in a processor's `apply_chat_template`, but not in a tokenizer's.
+        pairs: whether a prompt and its completion, as strings, are rendered as a question and its answer; otherwise
+            they are plain text.
     """
 
     source: str
@@ -114,22 +114,22 @@ class JinjaTemplate:
 
     @property
     def eos_token(self) -> str:
-        """What it is told that ends a text; "" where it is told nothing."""
+        """The end token that the template knows; "" for none."""
         return str(_variables(self.variables).get("eos_token") or "")
 
     def marks_loss(self, inputs: Inputs) -> bool:
-        """Whether it says itself what carries loss."""
+        """Whether the template marks what carries loss."""
         return _GENERATION.search(self._source(inputs)) is not None
 
     def render(
         self, messages: Sequence[Message], inputs: Inputs, *, prompt: bool = False, work: Work | None = None
     ) -> tuple[str, Spans]:
-        """Text, and the spans of it that `{% generation %}` marks. Raises DecodeError.
+        """Return the text, and its spans that `{% generation %}` marks. Raises DecodeError.
 
         Args:
             messages: JSON values.
-            prompt: end with what comes before an answer.
-            work: what is done for the same chat; None for one that is rendered once.
+            prompt: end with the text before an answer.
+            work: counts the work for the chat; None for a chat that is rendered once.
         """
         work = work or Work()
         work.add(_MESSAGE_WORK * (len(messages) + len(inputs.tools or ()) + len(inputs.documents or ())))
@@ -137,7 +137,7 @@ class JinjaTemplate:
         seen = {**known, **inputs.variables} if inputs.variables else known
         try:
             template, tracker = _compiled(self._source(inputs), self.date)
-            given = dict(  # raises where a sample's own variables have one of these names
+            given = dict(  # raises if a sample's own variables have one of these names
                 messages=[_with_reasoning(message) for message in messages],
                 tools=inputs.tools,
                 documents=inputs.documents,
@@ -146,8 +146,8 @@ class JinjaTemplate:
             )
             with tracker:
                 blocks, written = tracker.blocks, 0
-                # Not `generate`, which words exceptions anew in frames that hold each other: each template that
-                # refuses a chat would leave all of the chat to the collector of garbage.
+                # Not `generate`: it raises exceptions again in frames that reference each other, so that all of a chat
+                # stays in memory until a garbage collection if the template rejects it.
                 for block in template.root_render_func(template.new_context(given)):
                     blocks.append(block)
                     written += len(block)
@@ -157,13 +157,13 @@ class JinjaTemplate:
                 return "".join(blocks), tracker.spans
         except DecodeError:
             raise
-        except Exception as error:  # whatever a template makes of a sample is that sample's failure
+        except Exception as error:  # any exception of a template is a failure of the sample
             pass_trouble(error)
-            said = str(error)[:_TOLD_CHARACTERS]  # a template may say what the sample holds, and all of it
+            said = str(error)[:_MESSAGE_CHARACTERS]  # a template may quote the sample, and all of it
             raise DecodeError(f"the chat template refuses it: {type(error).__name__}: {said}") from error
 
     def start(self) -> None:
-        """Compile it, in this process. Raises ImportError without jinja."""
+        """Compile it in this process. Raises ImportError without jinja."""
         for source in filter(None, (self.source, self.tool_source)):
             _compiled(source, self.date)
 
@@ -189,13 +189,13 @@ def jinja_template(
     try:
         as_json = json.dumps(seen, sort_keys=True, ensure_ascii=False, allow_nan=False)
         if json.loads(as_json) != seen:
-            raise TypeError("it would not be read back as it is")
+            raise TypeError("they do not survive a round trip through JSON")
     except (TypeError, ValueError) as error:
         raise TypeError(f"variables of a chat template must be JSON values: {error}") from None
     tells_time = any(_TELLS_TIME in each for each in (text, tool_text or ""))
     if date is not None:
         datetime.fromisoformat(date)
-    made = JinjaTemplate(
+    template = JinjaTemplate(
         source=text,
         tool_source=tool_text,
         variables=as_json,
@@ -206,26 +206,26 @@ def jinja_template(
     )
     for each in filter(None, (text, tool_text)):
         try:
-            _compiled(each, made.date)
+            _compiled(each, template.date)
         except Exception as error:
             pass_trouble(error)
             raise ValueError(f"no chat template: {error}") from error
-    return made
+    return template
 
 
 def _sources(source: Any) -> tuple[str, str | None]:
-    """(template, that for samples with tools), as transformers chooses among several."""
-    held = source
+    """Return (template, template for samples with tools), as transformers chooses among several."""
+    text = source
     if not isinstance(source, str | Mapping):
-        held = getattr(source, "chat_template", None) or getattr(
+        text = getattr(source, "chat_template", None) or getattr(
             getattr(source, "tokenizer", None), "chat_template", None
         )
-    if isinstance(held, str):
-        return held, None
-    if isinstance(held, Mapping) and "default" in held:
-        return str(held["default"]), held.get("tool_use")
-    found = f"none is called 'default' of {sorted(held)}" if isinstance(held, Mapping) else "it has none"
-    raise ValueError(f"no chat template in {type(source).__name__}: {found}; give the text of one")
+    if isinstance(text, str):
+        return text, None
+    if isinstance(text, Mapping) and "default" in text:
+        return str(text["default"]), text.get("tool_use")
+    reason = f"none is called 'default' of {sorted(text)}" if isinstance(text, Mapping) else "it has none"
+    raise ValueError(f"no chat template in {type(source).__name__}: {reason}; give the text of one")
 
 
 def _with_reasoning(message: Message) -> Message:
@@ -237,13 +237,13 @@ def _with_reasoning(message: Message) -> Message:
 
 
 @lru_cache(maxsize=64)
-def _variables(held: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(held)
-    return found
+def _variables(as_json: str) -> dict[str, Any]:
+    variables: dict[str, Any] = json.loads(as_json)
+    return variables
 
 
 class _Tracker(threading.local):
-    """What one thread has rendered so far, and the spans of it that are generated."""
+    """What one thread has rendered so far, and which spans of it are generated."""
 
     def __init__(self) -> None:
         self._begin()
@@ -266,7 +266,7 @@ class _Tracker(threading.local):
         return text
 
     def looped(self, items: Any) -> Any:
-        """What a loop of the template goes over. Raises TooMuchWork where that is too much in all."""
+        """Return the items of a loop. Raises TooMuchWork if all loops together have too many."""
         if not hasattr(items, "__len__"):
             return self._counted(items)
         self._count(1 + len(items))
@@ -281,7 +281,7 @@ class _Tracker(threading.local):
         self._iterations += iterations
         if self._iterations > _MOST_ITERATIONS:
             raise TooMuchWork(
-                f"the loops of the chat template go round more than {_MOST_ITERATIONS} times: split the chat, or leave "
+                f"the loops of the chat template run more than {_MOST_ITERATIONS} times: split the chat, or leave "
                 "it out"
             )
 
@@ -296,7 +296,7 @@ class _Dict:
 
 @lru_cache(maxsize=64)
 def _compiled(source: str, date: str | None) -> tuple[Any, _Tracker]:
-    """The environment is that of transformers' `render_jinja_template`."""
+    """Compile a template in the environment of transformers' `render_jinja_template`."""
     import jinja2
     import jinja2.ext
     import jinja2.sandbox
@@ -304,7 +304,7 @@ def _compiled(source: str, date: str | None) -> tuple[Any, _Tracker]:
     tracker = _Tracker()
 
     class Generation(jinja2.ext.Extension):
-        tags = {"generation"}  # noqa: RUF012 - as jinja has it
+        tags = {"generation"}  # noqa: RUF012 - jinja defines it so
 
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno
@@ -323,10 +323,10 @@ def _compiled(source: str, date: str | None) -> tuple[Any, _Tracker]:
 
         def __init__(*args: Any, **kwargs: Any) -> None:
             self, *given = args
-            held = dict(*given, **kwargs)
-            for name in held:
+            values = dict(*given, **kwargs)
+            for name in values:
                 refuse_hidden(name)
-            jinja2.utils.Namespace.__init__(self, held)
+            jinja2.utils.Namespace.__init__(self, values)
 
         def __setitem__(self, name: str, value: Any) -> None:
             refuse_hidden(name)

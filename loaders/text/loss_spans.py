@@ -1,12 +1,12 @@
-"""What of a rendered chat carries loss.
+"""Finds what of a rendered chat carries loss.
 
-Templates with `{% generation %}` say it themselves. Of others, a turn of the assistant is what its rendering adds to
-that of the turns before it with the prompt for an answer: to its end mark, which is learned, but not to the blanks
-behind that. Where a template renders earlier turns otherwise than the last one (it leaves out their reasoning), the
-turn is found by rendering the whole chat with a word in its place.
+Templates with `{% generation %}` mark it. For others, the text of an assistant turn is what its rendering adds to that
+of the turns before it with the prompt for an answer: up to and including its end mark, but without the blanks after
+that. If a template renders earlier turns differently from the last one (it leaves out their reasoning), the turn is
+located by rendering the whole chat with a marker word instead of it.
 
-In a long chat each of its stretches is looked at in place of the whole chat (`stretches`). Their texts one after
-another must be that of the whole chat, or the whole chat is looked at after all. What that takes is counted (`Work`).
+In a long chat, stretches are searched instead of the whole chat (`stretches`). Their concatenated texts must equal that
+of the whole chat, or else the whole chat is searched. The work is counted (`Work`).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from orchdata.loaders.text.stretches import STRETCH, LongChat, Stretch
 _ANSWER: Final = "Zq8qZ"
 _BEFORE: Final = "Zq9qZ"
 _SHORT: Final = 64
-"""Turns of a chat that is looked at as a whole."""
+"""Maximum number of turns of a chat that is searched as a whole."""
 _STOPS: Final = 6
-"""Places that are tried for the end of a stretch."""
+"""Turns that are tried as the end of a stretch."""
 
 
 @dataclass(frozen=True)
 class _Template:
-    """A template with all that it sees of a chat beside its turns.
+    """A template with its further inputs from a chat, besides the turns.
 
     Attributes:
         listed: whether the content of any turn is a list.
@@ -45,7 +45,7 @@ class _Template:
 
     @cached_property
     def tail(self) -> str:
-        """`eos_token` where it ends chats in which no answer is asked for, whoever spoke last; else ""."""
+        """`eos_token` if it ends chats without a prompt for an answer, after any role; else ""."""
         asked = [{"role": "user", "content": _like([] if self.listed else "", _BEFORE)}]
         eos, plain, prompted = self.template.eos_token, self.rendered(asked), self.rendered(asked, prompt=True)
         if not eos or plain is None or prompted is None or not plain.endswith(eos) or prompted.startswith(plain):
@@ -54,7 +54,7 @@ class _Template:
 
     @cached_property
     def around(self) -> tuple[str, str]:
-        """What comes before an answer, and what ends it where it is the last."""
+        """The text before an answer, and the text that ends it if it is the last turn."""
         listed = self.listed
         asked = {"role": "user", "content": _like([] if listed else "", _BEFORE)}
         plain, prompted = self.of([asked]) or "", self.of([asked], prompt=True) or ""
@@ -62,19 +62,19 @@ class _Template:
         return prompted[len(plain) :] if prompted.startswith(plain) else "", answered.rpartition(_ANSWER)[2]
 
     def ways(self) -> tuple[_Template, ...]:
-        """What stretches are rendered with: one of the tools and documents, which few of them show; then all."""
+        """Templates for stretches: first with one tool and document, as few stretches show them; then with all."""
         tools, documents, variables = self.inputs
         if max(len(tools or ()), len(documents or ())) < 2:
             return (self,)
         return replace(self, inputs=Inputs(tools and tools[:1], documents and documents[:1], variables)), self
 
     def of(self, messages: Sequence[Message], *, prompt: bool = False) -> str | None:
-        """A rendering of other turns, without the tail; None where the template refuses them."""
-        found = self.rendered(messages, prompt=prompt)
-        return found if found is None or prompt else found.removesuffix(self.tail)
+        """Return a rendering of other turns, without the tail; None if the template rejects them."""
+        text = self.rendered(messages, prompt=prompt)
+        return text if text is None or prompt else text.removesuffix(self.tail)
 
     def rendered(self, messages: Sequence[Message], *, prompt: bool = False) -> str | None:
-        """A rendering of other turns; None where the template refuses them."""
+        """Return a rendering of other turns; None if the template rejects them."""
         try:
             return self.template.render(messages, self.inputs, prompt=prompt, work=self.work)[0]
         except TooMuchWork:
@@ -85,7 +85,7 @@ class _Template:
 
 @dataclass(frozen=True)
 class _Rendering:
-    """Turns, and what the template makes of them."""
+    """Turns with their rendering."""
 
     messages: Sequence[Message]
     whole: str
@@ -106,15 +106,15 @@ def loss_spans(
     generated: Spans,
     work: Work,
 ) -> Spans:
-    """(start, end) of the stretches of `text` that carry loss, ascending and apart.
+    """Return (start, end) of the spans of `text` that carry loss, ascending and disjoint.
 
     Args:
-        trained: of each turn, whether it carries loss.
-        generated: what the template marks.
-        work: what is done for the chat.
+        trained: for each turn, whether it carries loss.
+        generated: spans that the template marks.
+        work: counts the work for the chat.
 
     Raises:
-        DecodeError: a turn that should carry loss and cannot be told from the rest.
+        DecodeError: a turn that should carry loss cannot be located.
     """
     answers = [n for n, message in enumerate(messages) if message["role"] == TRAINED_ROLE]
     wanted = [n for n in answers if trained[n]]
@@ -139,31 +139,31 @@ def loss_spans(
 
 
 def _apart(spans: Spans, others: Spans) -> Spans:
-    """Those that have no characters in common with any of others."""
+    """Return the spans that do not overlap any of the others."""
     others = sorted(others)
     starts = [start for start, _ in others]
-    ends = [0, *accumulate((end for _, end in others), max)]  # the last end of so many of them
+    ends = [0, *accumulate((end for _, end in others), max)]  # ends[n]: the last end of the first n
     return [(start, end) for start, end in spans if ends[bisect_left(starts, end)] <= start]
 
 
 def _turn_spans(rendering: _Rendering, turns: Sequence[int]) -> Spans:
-    """Where these turns stand in a chat. Raises DecodeError."""
-    found = _by_stretches(rendering, turns) if len(rendering.messages) > _SHORT else None
-    return [_turn_span(rendering, turn) for turn in turns] if found is None else found
+    """Return the spans of these turns in a chat. Raises DecodeError."""
+    spans = _by_stretches(rendering, turns) if len(rendering.messages) > _SHORT else None
+    return [_turn_span(rendering, turn) for turn in turns] if spans is None else spans
 
 
 def _by_stretches(rendering: _Rendering, turns: Sequence[int]) -> Spans | None:
-    """Where these turns stand, as stretches of the chat tell it; None where their texts are not that of the chat."""
+    """Return the spans of these turns, located in stretches; None if the stretches' texts are not that of the chat."""
     chat, last = LongChat(rendering.messages), len(rendering.messages)
     ways = rendering.by.ways()
     spans: Spans = []
-    start = place = 0
+    start = offset = 0
     while start < last:
         cuts = (_cut(way, chat.stretch(start, stop)) for way in ways for stop in _stops(rendering.messages, start))
-        cut = next((cut for cut in cuts if cut is not None and rendering.text.startswith(cut.text, place)), None)
+        cut = next((cut for cut in cuts if cut is not None and rendering.text.startswith(cut.text, offset)), None)
         if cut is None:
             return None
-        stop, off = start + cut.stop - cut.start, place - cut.begin
+        stop, off = start + cut.stop - cut.start, offset - cut.begin
         for turn in turns[bisect_left(turns, start) : bisect_left(turns, stop)]:
             span = _span(cut.near, cut.start + turn - start)
             if span is None:
@@ -172,17 +172,17 @@ def _by_stretches(rendering: _Rendering, turns: Sequence[int]) -> Spans | None:
                 spans.append((span[0] + off, span[1] + off))
             else:
                 return None
-        start, place = stop, place + len(cut.text)
-    return spans if place == len(rendering.text) else None
+        start, offset = stop, offset + len(cut.text)
+    return spans if offset == len(rendering.text) else None
 
 
 class _Cut(NamedTuple):
     """A stretch, and its text.
 
     Attributes:
-        near: it and the turns that are rendered with it.
-        start, stop: the stretch among these.
-        begin, end: its characters in their text.
+        near: the stretch and its context, rendered together.
+        start, stop: range of the stretch among these turns.
+        begin, end: range of its characters in their text.
     """
 
     near: _Rendering
@@ -197,7 +197,7 @@ class _Cut(NamedTuple):
 
 
 def _stops(messages: Sequence[Message], start: int) -> list[int]:
-    """Where a stretch may end, those places first at which an answer follows."""
+    """Return turns at which a stretch may end, first those before an answer."""
     first = start + STRETCH
     if first + _STOPS >= len(messages):
         return [len(messages)]
@@ -205,7 +205,7 @@ def _stops(messages: Sequence[Message], start: int) -> list[int]:
 
 
 def _cut(by: _Template, stretch: Stretch) -> _Cut | None:
-    """The text of a stretch; None where that is not told by rendering what comes before it, and both."""
+    """Return a stretch with its text; None if renderings with and without the turns before it do not locate it."""
     whole = by.rendered(stretch.messages)
     if whole is None:
         return None
@@ -215,7 +215,7 @@ def _cut(by: _Template, stretch: Stretch) -> _Cut | None:
 
 
 def _beginning(rendering: _Rendering, turn: int) -> int | None:
-    """Where the text of a turn begins."""
+    """Return where the text of a turn begins; None if unknown."""
     if turn in (0, len(rendering.messages)):
         return len(rendering.text) if turn else 0
     before = rendering.by.of(rendering.messages[:turn])
@@ -226,9 +226,9 @@ def _turn_span(rendering: _Rendering, turn: int) -> tuple[int, int]:
     span = _span(rendering, turn)
     if span is None:
         raise DecodeError(
-            f"turn {turn + 1} (assistant) cannot be told in what the chat template renders, as it renders the turns "
-            "before it otherwise when more follow: mark what is learned by {% generation %} in the template, or split "
-            "the chat there"
+            f"turn {turn + 1} (assistant) cannot be located in the rendered chat, as the chat template renders the "
+            "turns before it differently when more follow: mark what is learned by {% generation %} in the template, "
+            "or split the chat there"
         )
     return span
 
@@ -239,7 +239,7 @@ def _span(rendering: _Rendering, turn: int) -> tuple[int, int] | None:
 
 
 def _added(rendering: _Rendering, turn: int) -> tuple[int, int] | None:
-    """What a turn adds to what comes before it, where that is how the whole chat begins."""
+    """Return what a turn adds to the turns before it, if the whole chat begins with that."""
     messages, text = rendering.messages, rendering.text
     last = turn + 1 == len(messages)
     through = text if last else rendering.by.of(messages[: turn + 1])
@@ -250,37 +250,37 @@ def _added(rendering: _Rendering, turn: int) -> tuple[int, int] | None:
         return None
     end = through.rstrip()
     said = _last_text(messages[turn])
-    # Blanks behind an end mark are the template's; where there is none, they are what ends the turn, or the tail is.
+    # Blanks after an end mark belong to the template. Without a mark, the blanks (or the tail) end the turn.
     ended = not (said and end.endswith(said))
     return len(before), max(len(end), len(before)) if ended else len(rendering.whole if last else through)
 
 
 def _replaced(rendering: _Rendering, turn: int) -> tuple[int, int] | None:
-    """Where a turn stands, seen by putting a word in its place."""
+    """Return where a turn is, located by rendering a marker word instead of it."""
     messages, text = rendering.messages, rendering.text
     answer = {"role": TRAINED_ROLE, "content": _like(messages[turn].get("content"), _ANSWER)}
-    found = rendering.by.of([*_up_to(messages, turn), answer, *messages[turn + 1 :]])
-    if found is None or found.count(_ANSWER) != 1:
+    marked = rendering.by.of([*_up_to(messages, turn), answer, *messages[turn + 1 :]])
+    if marked is None or marked.count(_ANSWER) != 1:
         return None
-    before, behind = found.split(_ANSWER)
+    before, after = marked.split(_ANSWER)
     prompt, ending = rendering.by.around
     if before.count(_BEFORE) != bool(turn) or _BEFORE in ending:
         return None
     header = before.rpartition(_BEFORE)[2]
     before = before.replace(_BEFORE, "")
-    start, end = _common(before, text), len(text) - len(behind)
-    mark = ending.rstrip() or ending[: _common(ending, behind)]
-    if start < len(before) - len(header) or end < start or not text.endswith(behind) or not behind.startswith(mark):
+    start, end = _common(before, text), len(text) - len(after)
+    mark = ending.rstrip() or ending[: _common(ending, after)]
+    if start < len(before) - len(header) or end < start or not text.endswith(after) or not after.startswith(mark):
         return None
-    # What the template itself writes behind the prompt for an answer (an empty thought) is learned.
-    held = next((size for size in range(len(prompt), 0, -1) if prompt[:size] in header), 0)
-    if prompt.strip().partition("\n")[0] in prompt[:held]:
-        start = min(start, len(before) - len(header) + header.rindex(prompt[:held]) + held)
+    # What the template itself writes after the prompt for an answer (an empty thought) is learned.
+    shared = next((size for size in range(len(prompt), 0, -1) if prompt[:size] in header), 0)
+    if prompt.strip().partition("\n")[0] in prompt[:shared]:
+        start = min(start, len(before) - len(header) + header.rindex(prompt[:shared]) + shared)
     return start, end + len(mark)
 
 
 def _up_to(messages: Sequence[Message], turn: int) -> Iterator[Message]:
-    """The turns before one, with a word at the end of the last."""
+    """Yield the turns before one, with a marker word at the end of the last."""
     yield from messages[: max(0, turn - 1)]
     if turn:
         last = messages[turn - 1]
@@ -293,7 +293,7 @@ def _up_to(messages: Sequence[Message], turn: int) -> Iterator[Message]:
 
 
 def _common(one: str, other: str) -> int:
-    """How many characters two texts begin with alike."""
+    """Return the length of the common prefix of two texts."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2

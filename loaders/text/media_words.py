@@ -1,4 +1,4 @@
-"""How text speaks of media: a table that the recipe fills, so that nothing here knows which modalities there are."""
+"""How texts refer to media: a table that the recipe fills, so that this package knows no modality by name."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from orchdata.loaders.errors import DecodeError
 
 
 class MediaWords(NamedTuple):
-    """What stands for media in texts, chats and records, and for which modality, by name.
+    """Words that stand for media in texts, chats and records, with the name of their modality.
 
     Attributes:
-        marks: (text, modality): where the text stands, a part goes.
+        marks: (text, modality): a part goes where the text is.
         items: type of an item in a turn's content -> modality.
         records: key of a record, and column of text, that names media by path -> modality.
-        slots: modality -> what stands for a part in the text that a model reads.
-        listed: modalities of which an item may list the files that a part is made of.
+        slots: modality -> mark of a part in the text that a model reads.
+        listed: modalities of which an item may list the files that form one part.
     """
 
     marks: tuple[tuple[str, str], ...]
@@ -27,18 +27,18 @@ class MediaWords(NamedTuple):
 
     def check_single(self, where: str, kind: str, item: Mapping[str, Any]) -> None:
         """Raise DecodeError for an item of a turn that stands for several parts."""
-        held = item.get(kind)
-        if isinstance(held, list) and len(held) > 1 and self.items[kind] not in self.listed:
-            raise DecodeError(f"{where} has an item of type {kind!r} that holds {len(held)}: give each its own item")
+        value = item.get(kind)
+        if isinstance(value, list) and len(value) > 1 and self.items[kind] not in self.listed:
+            raise DecodeError(f"{where} has an item of type {kind!r} that holds {len(value)}: give each its own item")
 
 
 def record_keys(names: Iterable[str]) -> dict[str, str]:
-    """Keys under which records name media of these modalities: `image`, `images`."""
+    """Keys with which records name media of these modalities: `image`, `images`."""
     return {key: name for name in names for key in (name, f"{name}s")}
 
 
 def holds_mark(name: str, mark: str | None) -> str:
-    """Why a text that holds the mark of a modality is refused."""
+    """The error for a text that contains the mark of a modality."""
     return (
         f"its text holds {mark}, which stands for a part of {name}: write <{name}>, or an item of type {name!r}, where "
         "one goes, and no mark anywhere else"

@@ -1,9 +1,9 @@
-"""JSON -> a chat for a jinja template: its turns as such templates have them, with all that stands in and beside.
+"""JSON -> a chat for a jinja template: its turns in the form of such templates, with their context.
 
-Read are, beside the forms of `conversation`: ShareGPT with tools (from: function_call, observation), alpaca
-(instruction, input, output, history), and prompt with completion, as lists of turns or as strings. What stands
-beside the turns (`system`, `tools`, `documents`, `chat_template_kwargs`) goes to the template. Whether all of it was
-rendered is seen afterwards, in `rendering`.
+Besides the forms of `conversation`, it reads ShareGPT with tools (from: function_call, observation), alpaca
+(instruction, input, output, history), and prompt with completion, as lists of turns or as strings. The context of the
+turns (`system`, `tools`, `documents`, `chat_template_kwargs`) goes to the template. `rendering` checks afterwards that
+all of it was rendered.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from orchdata.loaders.errors import DecodeError
-from orchdata.loaders.text.chat_keys import Repeating, check_whole, is_beside, says, shown, trains
+from orchdata.loaders.text.chat_keys import Repeating, check_whole, is_chat_context, says, shown, trains
 from orchdata.loaders.text.jinja import REASONING, Inputs, JinjaTemplate
 from orchdata.loaders.text.media_words import MediaWords
 from orchdata.loaders.text.template import Placeholder
 
 CONVERSATION_KEYS: Final = ("messages", "conversations", "conversation")
 SPEAKERS: Final = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
-"""Roles as ShareGPT has them, and what templates call them."""
+"""Roles of ShareGPT -> roles of templates."""
 _ROLES: Final = SPEAKERS | {
     "model": "assistant",
     "observation": "tool",
@@ -33,12 +33,12 @@ _NAMES: Final = {"from": "role", "value": "content"}
 _CALL: Final = "function_call"
 _PREFERENCE: Final = ("chosen", "rejected")
 _SYSTEM: Final = ("system", "system_prompt", "system_message", "system_instruction")
-_BESIDE: Final = (*_SYSTEM, "tools", "documents", "chat_template_kwargs")
+_CONTEXT: Final = (*_SYSTEM, "tools", "documents", "chat_template_kwargs")
 _ALPACA: Final = ("instruction", "output")
 _PAIR: Final = ("prompt", "completion")
 _VIDEO: Final = ("video", "video_url", "input_video")
 _SAYS: Final = ("tool_calls", "function_call", *REASONING)
-"""Keys by which a turn without content says something."""
+"""Keys with which a turn without content says something."""
 
 Content = str | list[dict[str, Any] | Placeholder]
 
@@ -48,11 +48,11 @@ class Chat:
     """One conversation.
 
     Attributes:
-        messages: turns as a template has them, with the role, the content (a string, or a list of items of text and
-            places of media) and what else they hold.
-        trained: of each, whether it carries loss where the template lets it.
-        inputs: what else the template sees.
-        rest: what else stands beside the turns and belongs to them.
+        messages: turns in the form of a template, with the role, the content (a string, or a list of items of text and
+            placeholders of media) and other keys.
+        trained: for each turn, whether it carries loss if the template permits it.
+        inputs: further inputs of the template.
+        rest: further content next to the turns that belongs to them.
     """
 
     messages: tuple[Mapping[str, Any], ...]
@@ -61,8 +61,8 @@ class Chat:
     rest: tuple[tuple[str, Any], ...] = ()
 
     @property
-    def places(self) -> list[str]:
-        """The modalities of its places, in order."""
+    def placeholders(self) -> list[str]:
+        """The modalities of its placeholders, in order."""
         return [
             item.modality
             for message in self.messages
@@ -71,7 +71,7 @@ class Chat:
         ]
 
     def leading(self, modalities: Iterable[str]) -> Chat:
-        """With more places, at the beginning of what the user says first. Raises DecodeError."""
+        """Return the chat with further placeholders, at the start of the user's first turn. Raises DecodeError."""
         names = list(modalities)
         if not names:
             return self
@@ -83,8 +83,8 @@ class Chat:
         return replace(self, messages=(*self.messages[:at], message, *self.messages[at + 1 :]))
 
     def without(self, modalities: Collection[str]) -> Chat:
-        """Without the places of modalities that have none in a text."""
-        if not modalities or not any(name in modalities for name in self.places):
+        """Return the chat without the placeholders of these modalities."""
+        if not modalities or not any(name in modalities for name in self.placeholders):
             return self
         messages = []
         for message in self.messages:
@@ -95,66 +95,66 @@ class Chat:
             messages.append(message)
         return replace(self, messages=tuple(messages))
 
-    def beside(self, record: Mapping[str, Any]) -> Chat:
-        """With what stands beside it. Raises DecodeError."""
+    def with_context(self, record: Mapping[str, Any]) -> Chat:
+        """Return the chat with the context in its record. Raises DecodeError."""
         chat = self
         system = next((value for key in _SYSTEM if says(value := record.get(key))), None)
         if system is not None:
             if not isinstance(system, str):
-                raise DecodeError("'system' beside the turns is no string")
-            held = self.messages[0] if self.messages and self.messages[0]["role"] == "system" else None
-            if held is None:
+                raise DecodeError("'system' next to the turns is no string")
+            first = self.messages[0] if self.messages and self.messages[0]["role"] == "system" else None
+            if first is None:
                 turn = {"role": "system", "content": system}
                 chat = replace(chat, messages=(turn, *self.messages), trained=(False, *self.trained))
-            elif held.get("content") != system:
-                raise DecodeError("two system prompts that differ, one of them beside the turns")
+            elif first.get("content") != system:
+                raise DecodeError("two system prompts that differ, one of them next to the turns")
         inputs = chat.inputs
         tools, documents = (
-            _same(key, held, _listed(key, record.get(key)))
-            for key, held in (("tools", inputs.tools), ("documents", inputs.documents))
+            _same(key, known, _listed(key, record.get(key)))
+            for key, known in (("tools", inputs.tools), ("documents", inputs.documents))
         )
         inputs = Inputs(tools, documents, inputs.variables)
         variables = record.get("chat_template_kwargs")
         if isinstance(variables, Mapping):
             known = {key: value for key, value in variables.items() if value is not None}
             inputs = inputs._replace(variables={**inputs.variables, **known})
-        rest = [(key, value) for key, value in record.items() if key not in _BESIDE and value is not None]
-        more = tuple((key, value) for key, value in rest if is_beside(key) and says(value))
+        rest = [(key, value) for key, value in record.items() if key not in _CONTEXT and value is not None]
+        more = tuple((key, value) for key, value in rest if is_chat_context(key) and says(value))
         return replace(chat, inputs=inputs, rest=(*self.rest, *more))
 
 
 def items_of(content: Any) -> list[Any]:
-    """The items of a turn's content; a string is one of text."""
+    """Return the items of a turn's content; a string is one item of text."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}] if content else []
     return content if isinstance(content, list) else []
 
 
-def _same(key: str, held: list[Any] | None, other: list[Any] | None) -> list[Any] | None:
-    if held is not None and other not in (None, held):
-        raise DecodeError(f"two {key} that differ, one of them beside the turns")
-    return other if held is None else held
+def _same(key: str, known: list[Any] | None, other: list[Any] | None) -> list[Any] | None:
+    if known is not None and other not in (None, known):
+        raise DecodeError(f"two {key} that differ, one of them next to the turns")
+    return other if known is None else known
 
 
 def _listed(key: str, value: Any) -> list[Any] | None:
-    """A list, perhaps as JSON in a string. Raises DecodeError."""
+    """Return a list, which may be JSON in a string. Raises DecodeError."""
     if not says(value):
         return None
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except (ValueError, RecursionError):
-            raise DecodeError(f"{key!r} beside the turns is a string that is no JSON") from None
+            raise DecodeError(f"{key!r} next to the turns is a string that is no JSON") from None
     value = [value] if isinstance(value, dict) else value
     if not isinstance(value, list):
-        raise DecodeError(f"{key!r} beside the turns is a {type(value).__name__}, not a list")
+        raise DecodeError(f"{key!r} next to the turns is a {type(value).__name__}, not a list")
     return value or None
 
 
 def chat_of_turns(value: list[Any], template: JinjaTemplate, words: MediaWords) -> Chat:
-    """A list of turns. Raises DecodeError."""
+    """Return the chat of a list of turns. Raises DecodeError."""
     turns = [_turn(number, item, template, words) for number, item in enumerate(value, 1)]
-    placed = {item.modality for turn, _ in turns for item in items_of(turn.get("content")) if is_place(item)}
+    placed = {item.modality for turn, _ in turns for item in items_of(turn.get("content")) if is_placeholder(item)}
     marks = {f"<{name}>": name for name in words.slots if name not in placed}
     if marks:
         pattern = re.compile(f"({'|'.join(map(re.escape, sorted(marks, key=len, reverse=True)))})")
@@ -165,14 +165,14 @@ def chat_of_turns(value: list[Any], template: JinjaTemplate, words: MediaWords) 
     return Chat(tuple(turn for turn, _ in turns), tuple(trained for _, trained in turns))
 
 
-def is_place(item: Any) -> bool:
+def is_placeholder(item: Any) -> bool:
     return isinstance(item, Placeholder)
 
 
 def chat_of_record(value: Mapping[str, Any], template: JinjaTemplate, words: MediaWords) -> Chat | None:
-    """A record whose turns are under keys of their own: alpaca, or prompt and completion; None where there are none.
+    """Return the chat of a record with turns under other keys: alpaca, or prompt and completion; None for others.
 
-    Raises DecodeError, for pairs of answers too.
+    Raises DecodeError, also for a pair of preferred and rejected answers.
     """
     if any(says(value.get(key)) for key in _PREFERENCE):
         raise DecodeError(
@@ -185,28 +185,28 @@ def chat_of_record(value: Mapping[str, Any], template: JinjaTemplate, words: Med
     prompt, completion = (value.get(key) for key in _PAIR)
     if template.pairs and isinstance(prompt, str) and isinstance(completion, str):
         turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
-        return chat_of_turns(turns, template, words).beside(_without(value, *_PAIR))
+        return chat_of_turns(turns, template, words).with_context(_without(value, *_PAIR))
     if isinstance(prompt, list) and isinstance(completion, list):
         chat = chat_of_turns([*prompt, *completion], template, words)
         asked = (False,) * len(prompt)
-        return replace(chat, trained=(*asked, *chat.trained[len(prompt) :])).beside(_without(value, *_PAIR))
+        return replace(chat, trained=(*asked, *chat.trained[len(prompt) :])).with_context(_without(value, *_PAIR))
     return None
 
 
 def is_record(names: Collection[str]) -> bool:
-    """Whether keys, or fields of a sample, are those of such a record."""
+    """Whether these keys, or fields of a sample, form such a record."""
     return any(wanted <= {*names} for wanted in ({*_ALPACA}, {*_PAIR}, {*_PREFERENCE}))
 
 
 def completion_of(value: Mapping[str, Any]) -> tuple[str, str] | None:
-    """A prompt and its completion as plain text."""
+    """Return a prompt and its completion as plain text."""
     prompt, completion = (value.get(key) for key in _PAIR)
     return (prompt, completion) if isinstance(prompt, str) and isinstance(completion, str) else None
 
 
 def _alpaca(value: Mapping[str, Any], template: JinjaTemplate, words: MediaWords) -> Chat:
     asked = "\n".join(
-        held for key in ("instruction", "input") if says(held := value.get(key)) and isinstance(held, str)
+        text for key in ("instruction", "input") if says(text := value.get(key)) and isinstance(text, str)
     )
     turns = [asked, value["output"]]
     history = value.get("history")
@@ -219,11 +219,12 @@ def _alpaca(value: Mapping[str, Any], template: JinjaTemplate, words: MediaWords
             raise DecodeError("'history' is no list of pairs of strings")
         turns = [one for pair in history or () for one in pair] + turns
     messages = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(turns)]
-    return chat_of_turns(messages, template, words).beside(_without(value, *_ALPACA, "input", "history", "text"))
+    rest = _without(value, *_ALPACA, "input", "history", "text")
+    return chat_of_turns(messages, template, words).with_context(rest)
 
 
-def _without(value: Mapping[str, Any], *keys: str) -> dict[str, Any]:
-    return {key: held for key, held in value.items() if key not in keys}
+def _without(record: Mapping[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in record.items() if key not in keys}
 
 
 def _turn(number: int, item: Any, template: JinjaTemplate, words: MediaWords) -> tuple[dict[str, Any], bool]:
@@ -251,13 +252,13 @@ def _turn(number: int, item: Any, template: JinjaTemplate, words: MediaWords) ->
         read |= {"content": "", "tool_calls": _calls(where, content)}
     elif content is not None:
         read["content"] = _content(where, content, words)
-    # In the order of the data, which a template may show.
+    # In the order of the data: a template may show it.
     names = (key for key, value in item.items() if value is not None)
-    made = dict.fromkeys(_NAMES.get(name, name) for name in names) | turn | read
+    ordered = dict.fromkeys(_NAMES.get(name, name) for name in names) | turn | read
     trained = trains(f"{where} ({written})", turn, (), template.carries_loss(role))
-    if trained and not _says(made):
+    if trained and not _says(ordered):
         raise DecodeError(f"{where} ({written}) says nothing: it would be learned as an empty answer")
-    return made, trained
+    return ordered, trained
 
 
 def _says(turn: Mapping[str, Any]) -> bool:
@@ -267,12 +268,12 @@ def _says(turn: Mapping[str, Any]) -> bool:
 
 
 def _calls(where: str, text: str) -> list[dict[str, Any]]:
-    """Calls of functions, as ShareGPT has them: JSON of one, or of a list."""
+    """Return the function calls in ShareGPT's JSON, which is one call or a list."""
     try:
-        held = json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError):
         raise DecodeError(f"{where} (function_call) is no JSON") from None
-    calls = held if isinstance(held, list) else [held]
+    calls = value if isinstance(value, list) else [value]
     if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
         raise DecodeError(f"{where} (function_call) names no function")
     return [{"type": "function", "function": call} for call in calls]
@@ -320,22 +321,22 @@ def _item(where: str, given: Any, words: MediaWords) -> dict[str, Any] | Placeho
 
 
 def _split(content: Any, pattern: re.Pattern[str], marks: Mapping[str, str]) -> Any:
-    """Content with places where marks stand."""
-    held = [content] if isinstance(content, str) else content
-    if not isinstance(held, list) or not any(pattern.search(_text(item)) for item in held):
+    """Return the content with placeholders in place of marks."""
+    items = [content] if isinstance(content, str) else content
+    if not isinstance(items, list) or not any(pattern.search(_text(item)) for item in items):
         return content
-    found: list[dict[str, Any] | Placeholder] = []
-    for item in held:
+    split: list[dict[str, Any] | Placeholder] = []
+    for item in items:
         if not _text(item):
-            found.append(item)
+            split.append(item)
             continue
         pieces = pattern.split(_text(item))
         for index, piece in enumerate(pieces):
             if index % 2:
-                found.append(Placeholder(marks[piece]))
+                split.append(Placeholder(marks[piece]))
             elif piece:
-                found.append({"type": "text", "text": piece})
-    return found
+                split.append({"type": "text", "text": piece})
+    return split
 
 
 def _text(item: Any) -> str:

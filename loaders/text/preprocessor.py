@@ -1,4 +1,4 @@
-"""Text -> token ids: any callable tokenizer, Hugging Face's fast ones as they are, or the UTF-8 bytes themselves."""
+"""Text -> token ids: any callable tokenizer, Hugging Face's fast tokenizers, or the UTF-8 bytes themselves."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _AUTOMATIC: Final = -1
 _INT32_MAX: Final = 2**31 - 1
 
 WHY_COUNTS_DIFFER: Final = (
-    "its bytes or the tokenizer behind the recipe's id changed (index again), or the tokenizer gives other ids while "
-    "several threads use it (leave TextPreprocessor.thread_safe out, and use it nowhere else meanwhile)"
+    "its bytes or the tokenizer of the recipe's id changed (index again), or the tokenizer gives other ids while "
+    "several threads use it (leave TextPreprocessor.thread_safe out, and use it nowhere else at the same time)"
 )
 
-# Names under which data sets keep their text, in order of preference; chat JSON goes before all of them.
+# Field names that data sets use for their text, in order of preference; chat JSON has precedence over all of them.
 TEXT_FIELDS: Final = ("txt", "text", "caption", "transcript", "transcription", "sentence")
 
 
@@ -40,32 +40,30 @@ class TextPreprocessor:
     Text must be valid UTF-8; a byte order mark is dropped.
 
     Attributes:
-        tokenizer: any callable str -> list[int]; None takes the UTF-8 bytes, ids 0..255. It is called once per
-            stretch of text with equal loss between media, by one thread at a time: calls of the same object take turns
-            in all recipes that hold it, of a bound method by the object behind it. A fast tokenizer of Hugging Face
-            (a `tokenizers.Tokenizer`, or one of transformers) is given as it is, and kept as a `FastTokenizer`: the
-            text of a sample is then tokenized at once, as Hugging Face does, by any number of threads.
-        id: names the tokenizer in the fingerprint of the index: change it whenever the tokenizer changes. Required
-            with a tokenizer; of a fast one it is a hash of its content, whatever is given.
+        tokenizer: any callable str -> list[int]; None takes the UTF-8 bytes, ids 0..255. It is called once per stretch
+            of text with equal loss between media, by one thread at a time: calls of the same object take turns in all
+            recipes with it, calls of a bound method in all uses of its object. A fast tokenizer of Hugging Face (a
+            `tokenizers.Tokenizer`, or one of transformers) is kept as a `FastTokenizer`: all text of a sample is then
+            tokenized in one call, as Hugging Face does, by any number of threads.
+        id: name of the tokenizer in the fingerprint of the index: change it whenever the tokenizer changes. Required
+            with a tokenizer. For a fast one it is always a hash of its content.
         template: what surrounds the turns of a conversation; `ChatTemplate.from_jinja` takes that of a model.
-        bos_token_id, eos_token_id: put at the start and end of every sample. The last carries loss where what
-            precedes it does.
+        bos_token_id, eos_token_id: put at the start and end of every sample. The last carries loss if the token before
+            it does.
         image_token_id, audio_token_id: stand in `input_ids` where features go. Default: 256 and 257 for bytes, 0
             with a tokenizer. Never carry loss.
         image_start_id, image_end_id, audio_start_id, audio_end_id: put around every image or clip. No loss.
-        image_placeholder, audio_placeholder: text that marks where a part goes; "" finds none.
-        add_special_tokens: whether plain text gets what a fast tokenizer puts around every text; they carry loss as
-            the text does. For chats the template says it.
-        thread_safe: let several threads call the tokenizer at once. It is no part of the fingerprint: results may not
-            depend on it.
-        fields: names of plain-text fields, first found wins: the whole field or its last extension, numbers and
-            ".gz" apart ("txt" is found in `0.txt`, `en.txt.gz`). JSON members are always looked into.
-        max_tokens: most tokens of a sample's LLM sequence, those of media and special ids included; None for any
-            number.
-        overflow: what becomes of a sample above it: an "error" of that sample; "truncate" keeps its first `max_tokens`
-            tokens, and is an error of the sample where media would be cut or no token with loss is left; "split" makes
-            pieces of up to `max_tokens` tokens, each a row of its own, whose first token carries no loss, and is an
-            error of samples with media.
+        image_placeholder, audio_placeholder: text that marks where a part goes; "" for no such text.
+        add_special_tokens: whether plain text gets the tokens that a fast tokenizer puts around every text; they carry
+            loss as the text does. For chats the template decides.
+        thread_safe: let several threads call the tokenizer at the same time. It is not part of the fingerprint:
+            results may not depend on it.
+        fields: names of plain-text fields, the first match wins: the whole field or its last extension, without numbers
+            and ".gz" ("txt" matches `0.txt`, `en.txt.gz`). JSON members are always inspected.
+        max_tokens: maximum of a sample's LLM sequence in tokens, including media and special ids; None for no maximum.
+        overflow: how to treat a longer sample. "error": the sample fails. "truncate": keep its first `max_tokens`
+            tokens; the sample fails if media would be cut or no token with loss is left. "split": make pieces of up to
+            `max_tokens` tokens, each a row of its own with a first token without loss; samples with media fail.
     """
 
     tokenizer: Tokenizer | None = field(default=None, kw_only=False)
@@ -135,13 +133,13 @@ class TextPreprocessor:
             )
 
     def required_modules(self) -> tuple[str, ...]:
-        """Modules that reading text imports, as `Modality.required_modules` has it."""
+        """Modules that reading text imports; see `Modality.required_modules`."""
         tokenizes = ("tokenizers",) if isinstance(self.tokenizer, FastTokenizer) else ()
         renders = ("jinja2", "jinja2.sandbox") if isinstance(self.template, JinjaTemplate) else ()
         return (*tokenizes, *renders)
 
     def set_up_process(self) -> None:
-        """As `Modality.set_up_process` has it."""
+        """See `Modality.set_up_process`."""
         for running in (self.tokenizer, self.template):
             if isinstance(running, FastTokenizer | JinjaTemplate):
                 running.start()
@@ -153,14 +151,14 @@ class TextPreprocessor:
 
     @property
     def vocab_size(self) -> int:
-        """Ids that byte text can hold: 256 bytes and the special ids. Raises ValueError with a tokenizer."""
+        """Number of ids in byte text: 256 bytes and the special ids. Raises ValueError with a tokenizer."""
         if self.tokenizer is not None:
             raise ValueError(f"the vocabulary of tokenizer {self.id!r} is not known here: ask the tokenizer")
         return max(255, *(getattr(self, name) or 0 for name in _SPECIAL_IDS)) + 1
 
     @property
     def whole(self) -> bool:
-        """Whether the text of a sample is tokenized at once: a fast tokenizer tells where its tokens are."""
+        """Whether all text of a sample is tokenized in one call: a fast tokenizer gives offsets."""
         return isinstance(self.tokenizer, FastTokenizer)
 
     def token_id(self, text: str | None) -> int | None:
@@ -168,7 +166,7 @@ class TextPreprocessor:
         return self.tokenizer.token_id(text) if isinstance(self.tokenizer, FastTokenizer) and text else None
 
     def encode_whole(self, text: str, *, add_special_tokens: bool) -> Encoded:
-        """Tokens of all text of a sample, and where they are. Raises DecodeError."""
+        """Tokens of all text of a sample, with their offsets. Raises DecodeError."""
         if not isinstance(self.tokenizer, FastTokenizer):
             raise TypeError("encode_whole needs a fast tokenizer")
         try:
@@ -180,8 +178,8 @@ class TextPreprocessor:
     def encode(self, text: str) -> NDArray[np.int32]:
         """Token ids of `text`, (num_tokens,).
 
-        Raises DecodeError where the tokenizer fails or returns no ids; what says nothing about the text, as a
-        MemoryError, passes.
+        Raises DecodeError if the tokenizer fails or returns no ids. An exception that says nothing about the text, such
+        as a MemoryError, passes.
         """
         if self.tokenizer is None:
             try:
@@ -191,7 +189,7 @@ class TextPreprocessor:
         try:
             if self.thread_safe or self.whole:
                 return _checked_ids(self.tokenizer(text), self.id)
-            with lock_of(self.tokenizer):  # until the ids are copied: they may lie in memory that the next call reuses
+            with lock_of(self.tokenizer):  # until the ids are copied: the next call may reuse their memory
                 return _checked_ids(self.tokenizer(text), self.id)
         except DecodeError:
             raise
@@ -200,9 +198,9 @@ class TextPreprocessor:
             raise DecodeError(f"tokenizer {self.id!r} failed: {error!r}") from error
 
     def decode(self, token_ids: NDArray[np.int32]) -> str | None:
-        """The text of token ids, to be read by people; None where the tokenizer has no way back.
+        """The text of token ids, for people to read; None if the tokenizer cannot decode.
 
-        One that is a method, as `tokenizer.encode`, is asked for the `decode` of its object.
+        For a tokenizer that is a method, such as `tokenizer.encode`, the `decode` of its object is used.
         """
         ids = token_ids.tolist()
         if self.tokenizer is None:
@@ -217,13 +215,13 @@ class TextPreprocessor:
         try:
             with lock_of(self.tokenizer):
                 text = decode(ids)
-        except Exception as error:  # noqa: BLE001 - an id of the recipe's own, that it does not know
+        except Exception as error:  # noqa: BLE001 - a special id of the recipe that the tokenizer does not know
             pass_trouble(error)
             return None
         return text if isinstance(text, str) else None
 
     def describe(self) -> dict[str, Any]:
-        """All that token ids depend on, JSON-safe; the tokenizer by its id."""
+        """All that token ids depend on, JSON-safe; the tokenizer is represented by its id."""
         described: dict[str, Any] = {"tokenizer": self.id, "fields": list(self.fields)}
         described["template"] = _described(self.template)
         for name in (*_SPECIAL_IDS, "image_placeholder", "audio_placeholder"):
@@ -240,9 +238,9 @@ class TextPreprocessor:
 
 
 def _described(template: ChatTemplate | JinjaTemplate) -> dict[str, Any]:
-    """A template by its fields; one of a class of the user's by that too."""
-    held = {each.name: getattr(template, each.name) for each in dataclass_fields(template)}
-    described = {name: list(value) if isinstance(value, tuple) else value for name, value in held.items()}
+    """A template by its fields, and by its class unless it is a ChatTemplate."""
+    values = {each.name: getattr(template, each.name) for each in dataclass_fields(template)}
+    described = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
     if type(template) is not ChatTemplate:
         described["class"] = f"{type(template).__module__}.{type(template).__qualname__}"
     return described
@@ -262,31 +260,31 @@ _SPECIAL_IDS: Final = (
 
 
 def decode_utf8(payload: bytes | memoryview) -> str:
-    """Text of a UTF-8 payload, without byte order mark. Raises DecodeError."""
+    """Text of a UTF-8 payload, without a byte order mark. Raises DecodeError."""
     try:
         return str(payload, "utf-8-sig")
     except UnicodeDecodeError as error:
         raise DecodeError(f"not valid UTF-8: {error.reason} at byte {error.start}") from None
 
 
-def _checked_ids(found: object, name: str | None) -> NDArray[np.int32]:
-    if type(found) is list and found and type(found[0]) is int:
+def _checked_ids(returned: object, name: str | None) -> NDArray[np.int32]:
+    if type(returned) is list and returned and type(returned[0]) is int:
         try:
-            fast = array("i", found)  # several times faster than NumPy where all is well; else NumPy says what is not
+            fast = array("i", returned)  # several times faster than NumPy, which is only needed to explain an error
         except (TypeError, OverflowError):
             pass
         else:
-            if min(found) >= 0:
+            if min(returned) >= 0:
                 return np.frombuffer(fast, np.int32)
     try:
-        ids = np.asarray(found)
+        ids = np.asarray(returned)
     except (ValueError, OverflowError):
         ids = np.asarray(None)
     if ids.size == 0 and ids.ndim == 1:
         return np.zeros(0, np.int32)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise DecodeError(
-            f"tokenizer {name!r} returned {_shortly(found)}, not a list of ints; "
+            f"tokenizer {name!r} returned {_shortly(returned)}, not a list of ints; "
             "wrap it, as in lambda text: tokenizer.encode(text).ids"
         )
     low, high = ids.min(), ids.max()

@@ -1,11 +1,12 @@
-"""A chat under a model's own template -> its segments: text, each stretch with or without loss, and places of media.
+"""A chat under a model's own template -> its segments: stretches of text with or without loss, and placeholders of
+media.
 
-    chat --adapt--> messages --template--> text --+-- places: where the marks of media stand
+    chat --adapt--> messages --template--> text --+-- media: where their marks are
                                                   +-- loss: `{% generation %}`, else by comparing prefixes
 
-Nothing is lost in silence: what a turn says and the template leaves out is an error, found by rendering the chat once
-more with a word of our own in everything that it says. All of it follows from template and sample alone. What is
-rendered and searched for a chat is counted: one that would take too much is refused.
+Nothing is lost silently: if the template leaves out something that a turn says, the sample fails. To find this, the
+chat is rendered once more with a marker word in everything that it says. The result depends on template and sample
+alone. The rendered and searched characters of a chat are counted: a chat that needs too much work fails.
 """
 
 from __future__ import annotations
@@ -38,40 +39,41 @@ from orchdata.loaders.text.template import Placeholder, Segment, TextSegment
 
 _WORD: Final = "Zq0qZ"
 _PLUMBING: Final = frozenset("id type index tool_call_id call_id".split())
-"""Strings under these keys tie a chat together and say nothing."""
+"""Strings under these keys link the parts of a chat and say nothing."""
 _THOUGHT: Final = ("<think>", "</think>")
-"""Around reasoning that stands in the content, where some templates cut it out."""
+"""Around reasoning inside the content; some templates cut it out."""
 _NAME: Final = "name"
-"""Of a tool that answers: its call says it too."""
+"""Key of the name of a tool that answers: its call contains the name too."""
 _PHRASE_CHARACTERS: Final = 16
 _WORD_ALONE: Final = re.compile(r"\w+")
 _PATTERN_WORK: Final = 8
-"""A character that a pattern is looked for in, as against one of a plain search."""
+"""Cost of searching one character with a pattern, relative to a plain search."""
 _SHORT: Final = 64
-"""Turns, and texts, of a chat whose outline is kept for others of its shape."""
+"""Maximum number of turns, and of texts, of a chat with an outline that is cached for chats of its shape."""
 _NO_INPUTS: Final = Inputs()
-_BESIDE: Final = -1
-"""The turn of what stands beside all turns."""
+_CONTEXT: Final = -1
+"""Turn number of content next to the turns."""
 
 Slots = tuple[tuple[str, str], ...]
-"""(modality, mark that stands for a part of it in the text)."""
+"""(modality, mark of a part of it in the text)."""
 
 
 Shape = tuple[tuple[str, bool, tuple[str | bool, ...]], ...]
-"""Of each turn the role, whether its content is a list, and of each item a modality, or whether its text holds any."""
+"""For each turn: its role, whether its content is a list, and for each item its modality or whether its text is empty.
+"""
 
-Places = tuple[tuple[tuple[int, int], tuple[int, int]], ...]
-"""Where loss begins and ends, each as a piece of an outline and a place in it."""
+Bounds = tuple[tuple[tuple[int, int], tuple[int, int]], ...]
+"""Start and end of each span with loss, as a piece of an outline and an offset in it."""
 
 
 class Forms(NamedTuple):
-    """What a template makes of content.
+    """How a template renders content.
 
     Attributes:
         strings, typed: whether it takes strings, and lists of items.
         items: modality -> the item that it renders as the modality's mark.
-        reads_arguments: whether it writes arguments of calls that are strings as they are; otherwise JSON in a string
-            is given to it as the object.
+        reads_arguments: whether it writes call arguments that are strings unchanged; otherwise JSON in a string is
+            parsed into an object for it.
     """
 
     strings: bool
@@ -81,30 +83,32 @@ class Forms(NamedTuple):
 
 
 def render_chat(chat: Chat, template: JinjaTemplate, words: MediaWords) -> list[Segment]:
-    """The segments of a chat, in order. Raises DecodeError for one that the template does not render in full."""
+    """Return the segments of a chat, in order. Raises DecodeError if the template does not render all of it."""
     slots = tuple(words.slots.items())
+    # Render the chat, and check that all its media are in the text.
     _check_marks(chat, slots)
     forms = _forms(template, slots)
     messages = [_adapted(message, forms, words.slots) for message in chat.messages]
     work = Work()
     text, generated = template.render(messages, chat.inputs, work=work)
     marks = {mark: name for name, mark in slots}
-    places = _places(text, marks)
-    _check_places(Counter(chat.places), Counter(name for _, _, name in places), words.slots)
+    media = _find_media(text, marks)
+    _check_media(Counter(chat.placeholders), Counter(name for _, _, name in media), words.slots)
     _check_rest(chat, template, text, work)
+    # Find the spans with loss: by a cached outline, or else after a check that nothing is lost.
     spans = _known_spans(chat, messages, template, slots, text, work)
     if spans is None:
         _check_said(chat, messages, template, slots, text, words.records, work)
         spans = loss_spans(messages, chat.trained, template, chat.inputs, text, generated, work)
-    return list(_segments(text, spans, places))
+    return list(_segments(text, spans, media))
 
 
-def _segments(text: str, spans: Spans, places: list[tuple[int, int, str]]) -> Iterator[Segment]:
-    """Text cut at its places and where loss begins and ends."""
+def _segments(text: str, spans: Spans, media: list[tuple[int, int, str]]) -> Iterator[Segment]:
+    """Cut the text at its media, and where loss begins and ends."""
     changes = iter([*((end, index % 2 == 0) for index, end in enumerate(at for span in spans for at in span))])
     cursor, loss = 0, False
     upcoming = next(changes, None)
-    for start, end, name in [*places, (len(text), len(text), "")]:
+    for start, end, name in [*media, (len(text), len(text), "")]:
         while upcoming is not None and upcoming[0] <= start:
             if upcoming[0] > cursor:
                 yield TextSegment(text[cursor : upcoming[0]], loss)
@@ -118,34 +122,34 @@ def _segments(text: str, spans: Spans, places: list[tuple[int, int, str]]) -> It
         cursor = end
 
 
-def _places(text: str, marks: Mapping[str, str]) -> list[tuple[int, int, str]]:
-    """(start, end, modality) of each mark in a rendering."""
+def _find_media(text: str, marks: Mapping[str, str]) -> list[tuple[int, int, str]]:
+    """Return (start, end, modality) of each mark in a rendering."""
     if not any(mark in text for mark in marks):
         return []
     pattern = "|".join(map(re.escape, sorted(marks, key=len, reverse=True)))
-    return [(*found.span(), marks[found[0]]) for found in re.finditer(pattern, text)]
+    return [(*match.span(), marks[match[0]]) for match in re.finditer(pattern, text)]
 
 
 def _check_marks(chat: Chat, slots: Slots) -> None:
-    held: list[Any] = [chat.inputs.tools, chat.inputs.documents, dict(chat.inputs.variables)]
+    values: list[Any] = [chat.inputs.tools, chat.inputs.documents, dict(chat.inputs.variables)]
     for message in chat.messages:
-        held.extend(message.values())
-    for phrase in phrases(held):
+        values.extend(message.values())
+    for phrase in phrases(values):
         for name, mark in slots:
             if mark in phrase:
                 raise DecodeError(holds_mark(name, mark))
 
 
-def _check_places(wanted: Counter[str], found: Counter[str], marks: Mapping[str, str]) -> None:
-    for name in sorted(wanted.keys() | found.keys()):
-        if wanted[name] != found[name]:
+def _check_media(wanted: Counter[str], rendered: Counter[str], marks: Mapping[str, str]) -> None:
+    for name in sorted(wanted.keys() | rendered.keys()):
+        if wanted[name] != rendered[name]:
             mark = marks.get(name, f"<{name}>")
             raise DecodeError(
-                f"the chat places {wanted[name]} of {name}, and its chat template renders {mark} {found[name]} times"
+                f"the chat places {wanted[name]} of {name}, and its chat template renders {mark} {rendered[name]} times"
             )
 
 
-# How a template wants content.
+# The form of content that a template takes.
 
 
 @lru_cache(maxsize=256)
@@ -173,7 +177,7 @@ def _probed(template: JinjaTemplate, content: Any) -> str:
 def _rendered(
     template: JinjaTemplate, messages: Sequence[Message], inputs: Inputs = _NO_INPUTS, work: Work | None = None
 ) -> str:
-    """A rendering; "" where the template refuses it."""
+    """Return a rendering; "" if the template rejects the chat."""
     try:
         return template.render(messages, inputs, work=work)[0]
     except TooMuchWork:
@@ -183,22 +187,22 @@ def _rendered(
 
 
 def _shows_items(text: str) -> int:
-    """How often a rendering shows an item itself, as a template does that takes strings only."""
+    """Count the items that a rendering shows as JSON, as a template for strings does with a list."""
     return text.count("'type'") + text.count('"type"')
 
 
 def _adapted(message: Mapping[str, Any], forms: Forms, marks: Mapping[str, str]) -> Message:
-    """A turn as the template wants it."""
-    found = dict(message)
-    content = found.get("content")
+    """Return a turn in the form that the template takes."""
+    adapted = dict(message)
+    content = adapted.get("content")
     if isinstance(content, str):
-        found["content"] = content if forms.strings else [{"type": "text", "text": content}]
+        adapted["content"] = content if forms.strings else [{"type": "text", "text": content}]
     elif content is not None:
-        found["content"] = _adapted_items(content, forms, marks)
-    calls = found.get("tool_calls")
+        adapted["content"] = _adapted_items(content, forms, marks)
+    calls = adapted.get("tool_calls")
     if isinstance(calls, list) and not forms.reads_arguments:
-        found["tool_calls"] = [_parsed(call) for call in calls]
-    return found
+        adapted["tool_calls"] = [_parsed(call) for call in calls]
+    return adapted
 
 
 def _adapted_items(content: list[Any], forms: Forms, marks: Mapping[str, str]) -> Any:
@@ -218,7 +222,7 @@ def _adapted_items(content: list[Any], forms: Forms, marks: Mapping[str, str]) -
 
 
 def _parsed(call: Any) -> Any:
-    """A call whose arguments are an object, where they are one in a string."""
+    """Return a call with arguments as an object, if they are JSON of one in a string."""
     if not isinstance(call, dict):
         return call
     inner = call.get("function")
@@ -227,23 +231,23 @@ def _parsed(call: Any) -> Any:
     arguments = call.get("arguments")
     if isinstance(arguments, str):
         try:
-            found = json.loads(arguments)
+            parsed = json.loads(arguments)
         except (ValueError, RecursionError):
             return call
-        return {**call, "arguments": found} if isinstance(found, dict) else call
+        return {**call, "arguments": parsed} if isinstance(parsed, dict) else call
     return call
 
 
-# Whether everything that is said is rendered.
+# Checks that all content is rendered.
 
 
 class _Leaf(NamedTuple):
     """A string of a chat.
 
     Attributes:
-        number: of all that say something, counted from 0.
-        turn: of the message, -1 beside them.
-        key: of the message, or beside.
+        number: its number among strings with words, from 0.
+        turn: index of the message, -1 for content next to the turns.
+        key: key of the message, or of the content next to the turns.
     """
 
     number: int
@@ -253,10 +257,10 @@ class _Leaf(NamedTuple):
 
 
 class _Said:
-    """What a text says.
+    """The phrases in a text.
 
     Args:
-        work: of the chat: each search is a part of it.
+        work: counts the work for the chat, searches included.
     """
 
     def __init__(self, text: str, work: Work) -> None:
@@ -265,13 +269,13 @@ class _Said:
         self._known: dict[str, bool] = {}
 
     def __contains__(self, phrase: str) -> bool:
-        found = self._known.get(phrase)
-        if found is None:
-            found = self._known[phrase] = self._says(phrase)
-        return found
+        known = self._known.get(phrase)
+        if known is None:
+            known = self._known[phrase] = self._says(phrase)
+        return known
 
     def _says(self, phrase: str) -> bool:
-        """Whether a long phrase stands in the text, and a short one between what are no letters."""
+        """Whether the text contains a long phrase, or a short one as whole words."""
         if len(phrase) >= _PHRASE_CHARACTERS:
             self._work.add(len(self._text))
             return phrase in self._text
@@ -287,10 +291,10 @@ class _Said:
 
 
 def _check_rest(chat: Chat, template: JinjaTemplate, text: str, work: Work) -> None:
-    """Raise DecodeError for what stands beside the turns and is not shown to the template."""
+    """Raise DecodeError for content next to the turns that is not given to the template."""
     ignored, said = template.ignore_keys, _Said(text, work)
     if any(key == "chosen" and all(phrase in said for phrase in phrases(value)) for key, value in chat.rest):
-        ignored = (*ignored, "chosen", "rejected")  # the chat is the one preferred
+        ignored = (*ignored, "chosen", "rejected")  # the chat is the preferred one
     for key, value in chat.rest:
         if key not in ignored and not all(phrase in said for phrase in phrases(value)):
             raise _lost("the conversation", key)
@@ -305,7 +309,9 @@ def _check_said(
     records: Mapping[str, str],
     work: Work,
 ) -> None:
+    """Raise DecodeError for content that the template does not render."""
     _check_thoughts(chat, template, slots)
+    # Render the chat once more, with a numbered word after each string.
     number = _number_not_in(text)
     leaves: list[_Leaf] = []
 
@@ -314,51 +320,52 @@ def _check_said(
         return f"Zq{number}x{leaf.number}qZ"
 
     ignored = template.ignore_keys
-    found = _rendered(template, *_with_words(messages, chat.inputs, records, ignored, word), work)
-    told = {int(each) for each in re.findall(rf"Zq{number}x([0-9]+)qZ", found)}
-    missing = [leaf for leaf in leaves if leaf.number not in told]
-    shows_tools = any(_is_of_tools(leaf) and leaf.number in told for leaf in leaves)
+    rendering = _rendered(template, *_with_words(messages, chat.inputs, records, ignored, word), work)
+    rendered = {int(each) for each in re.findall(rf"Zq{number}x([0-9]+)qZ", rendering)}
+    missing = [leaf for leaf in leaves if leaf.number not in rendered]
+    shows_tools = any(_is_of_tools(leaf) and leaf.number in rendered for leaf in leaves)
+    # A string without its word is lost, unless the text contains it elsewhere or depends on it.
     anywhere = _Said(text, work)
     of_turns = {
-        turn: _Said(_text_of(chat.messages[turn]), work) for turn in {leaf.turn for leaf in missing} - {_BESIDE}
+        turn: _Said(_text_of(chat.messages[turn]), work) for turn in {leaf.turn for leaf in missing} - {_CONTEXT}
     }
     for leaf in missing:
-        if _is_of_tools(leaf) and shows_tools:  # what a template shows of them is its own
+        if _is_of_tools(leaf) and shows_tools:  # the template decides how much of them it shows
             continue
         own = anywhere if leaf.key == _NAME else of_turns.get(leaf.turn)
         if own is not None and leaf.key != "content" and leaf.text.strip() in own:
             continue
         if leaf.key in REASONING and _renders_reasoning(template, slots):
-            continue  # of earlier turns it is left out on purpose
+            continue  # templates leave out that of earlier turns on purpose
         alone = _with_words(messages, chat.inputs, records, ignored, partial(_word_of_one, leaf.number, number))
         if _rendered(template, *alone, work) == text:
             where = "the conversation" if leaf.turn < 0 else f"turn {leaf.turn + 1} ({messages[leaf.turn]['role']})"
             raise _lost(where, leaf.key)
 
 
-def _word_of_one(told: int, number: int, leaf: _Leaf) -> str:
-    """The word for a string where the one numbered `told` alone gets one."""
-    return f"Zq{number}x0qZ" if leaf.number == told else ""
+def _word_of_one(only: int, number: int, leaf: _Leaf) -> str:
+    """The word for a string if only the string numbered `only` gets one."""
+    return f"Zq{number}x0qZ" if leaf.number == only else ""
 
 
 def _is_of_tools(leaf: _Leaf) -> bool:
-    return leaf.key == "tools" and leaf.turn == _BESIDE
+    return leaf.key == "tools" and leaf.turn == _CONTEXT
 
 
 def _number_not_in(text: str) -> int:
-    """A number by which words of ours are told from what a chat says."""
-    held = set(re.findall(r"Zq(\d+)x", text))
-    return next(number for number in range(len(held) + 1) if str(number) not in held)
+    """Return a number for marker words that are not in the chat."""
+    used = set(re.findall(r"Zq(\d+)x", text))
+    return next(number for number in range(len(used) + 1) if str(number) not in used)
 
 
 def _check_thoughts(chat: Chat, template: JinjaTemplate, slots: Slots) -> None:
-    """Raise DecodeError for reasoning in an answer's content that the template renders of no answer."""
+    """Raise DecodeError for reasoning in an answer's content if the template renders it for no answer."""
     start, end = _THOUGHT
     if start in template.ignore_keys:
         return
     for turn, message in enumerate(chat.messages):
-        thought, found, _ = _text_of(message).rpartition(end)
-        if message["role"] == TRAINED_ROLE and found and says(thought.replace(start, "")):
+        thought, mark, _ = _text_of(message).rpartition(end)
+        if message["role"] == TRAINED_ROLE and mark and says(thought.replace(start, "")):
             if not _renders_thoughts(template, slots):
                 raise _lost(f"turn {turn + 1} ({message['role']})", start)
             return
@@ -366,7 +373,7 @@ def _check_thoughts(chat: Chat, template: JinjaTemplate, slots: Slots) -> None:
 
 def _lost(where: str, key: str) -> DecodeError:
     way_out = f"or allow that with ChatTemplate.from_jinja(..., ignore_keys=({shown(key)},))"
-    if key in ("content", "value"):  # to allow that would be to lose any of it
+    if key in ("content", "value"):  # to ignore this key would lose all content
         way_out = "or give the text of a template that renders it"
     return DecodeError(
         f"{where} has {shown(key)}, which the chat template does not render: leave it out of the data if the model "
@@ -379,13 +386,13 @@ def _text_of(message: Mapping[str, Any]) -> str:
     return "".join(str(item.get("text", "")) for item in items if isinstance(item, dict))
 
 
-# Chats that hold nothing but words and media: one rendering tells all, where the outline of their shape is known.
+# Chats of text and media alone: one rendering is enough if the outline of their shape is cached.
 
 
 def _known_spans(
     chat: Chat, messages: list[Message], template: JinjaTemplate, slots: Slots, text: str, work: Work
 ) -> Spans | None:
-    """What of a rendering carries loss, where it is the outline of the chat's shape around all that the chat says."""
+    """Return the spans with loss if the rendering is the outline of the chat's shape, filled with the chat's texts."""
     if chat.inputs != _NO_INPUTS:
         return None
     shape: list[tuple[str, bool, tuple[str | bool, ...]]] = []
@@ -400,7 +407,7 @@ def _known_spans(
         kinds = tuple(item.modality if word is None else bool(word) for item, word in zip(items, words, strict=True))
         shape.append((message["role"], isinstance(adapted.get("content"), list), kinds))
         said.extend(word for word in words if word)
-    is_kept = len(shape) <= _SHORT and len(said) <= _SHORT  # or it is hardly another's shape
+    is_kept = len(shape) <= _SHORT and len(said) <= _SHORT  # other chats hardly share a longer shape
     key = template, slots, tuple(shape)
     outline = _kept_outline(*key) if is_kept else _outline(*key, work)
     starts = None if outline is None else outline.starts_in(said, text)
@@ -411,12 +418,12 @@ def _known_spans(
 
 
 class _Outline(NamedTuple):
-    """What a template writes around the words of chats of one shape, as seen around words of ours.
+    """What a template writes around the texts of chats of one shape, measured with placeholder words.
 
     Attributes:
         messages, text, generated: a chat of that shape, and its rendering.
-        pieces: of the text, before, between and behind the words: where each begins and ends.
-        order: of the words, as places among all of the chat.
+        pieces: start and end of the text before, between and after the words.
+        order: index in the chat of each word of the rendering.
     """
 
     messages: list[Message]
@@ -426,31 +433,31 @@ class _Outline(NamedTuple):
     order: tuple[int, ...]
 
     def starts_in(self, said: list[str], text: str) -> list[int] | None:
-        """Where pieces and words begin, by turns, in a rendering that has these pieces around what a chat says, in full
-        or without blanks around it; None in any other.
+        """Return the starts of pieces and words, in turns, in a rendering of a chat with the texts `said`, whole or
+        stripped of blanks; None if the rendering is not these pieces around these texts.
         """
         pieces = [self.text[start:end] for start, end in self.pieces]
         for words in (said, [word.strip() for word in said]):
-            filled = [words[place] for place in self.order]
+            filled = [words[index] for index in self.order]
             parts = [part for pair in zip(pieces, [*filled, ""], strict=True) for part in pair]
             if "".join(parts) == text:
                 return [0, *accumulate(map(len, parts))]
         return None
 
-    def spans(self, template: JinjaTemplate, trained: tuple[bool, ...], work: Work) -> Places | None:
-        """Where loss begins and ends; None where that cannot be told, or is inside of a word."""
+    def spans(self, template: JinjaTemplate, trained: tuple[bool, ...], work: Work) -> Bounds | None:
+        """Return where loss begins and ends; None if that is not known, or is inside a word."""
         try:
-            found = loss_spans(self.messages, trained, template, _NO_INPUTS, self.text, self.generated, work)
+            spans = loss_spans(self.messages, trained, template, _NO_INPUTS, self.text, self.generated, work)
         except TooMuchWork:
             raise
         except DecodeError:
             return None
         ends = [end for _, end in self.pieces]
-        places = [self._place(at, ends) for span in found for at in span]
-        known = [place for place in places if place is not None]
-        return tuple(zip(known[::2], known[1::2], strict=True)) if len(known) == len(places) else None
+        bounds = [self._bound(at, ends) for span in spans for at in span]
+        known = [bound for bound in bounds if bound is not None]
+        return tuple(zip(known[::2], known[1::2], strict=True)) if len(known) == len(bounds) else None
 
-    def _place(self, at: int, ends: list[int]) -> tuple[int, int] | None:
+    def _bound(self, at: int, ends: list[int]) -> tuple[int, int] | None:
         number = bisect_left(ends, at)
         return (number, at - self.pieces[number][0]) if self.pieces[number][0] <= at else None
 
@@ -461,24 +468,24 @@ def _kept_outline(template: JinjaTemplate, slots: Slots, shape: Shape) -> _Outli
 
 
 @lru_cache(maxsize=4096)
-def _kept_spans(template: JinjaTemplate, slots: Slots, shape: Shape, trained: tuple[bool, ...]) -> Places | None:
+def _kept_spans(template: JinjaTemplate, slots: Slots, shape: Shape, trained: tuple[bool, ...]) -> Bounds | None:
     outline = _kept_outline(template, slots, shape)
     return None if outline is None else outline.spans(template, trained, Work())
 
 
 def _outline(template: JinjaTemplate, slots: Slots, shape: Shape, work: Work) -> _Outline | None:
-    """The outline of chats of a shape; None where the template does not render them in full."""
+    """Return the outline of chats of a shape; None if the template does not render all of them."""
     marks, forms = dict(slots), _forms(template, slots)
     messages: list[Message] = []
-    told = 0
+    num_texts = 0
     for role, listed, kinds in shape:
         items: list[Any] = []
         for kind in kinds:
             if isinstance(kind, str):
                 items.append(Placeholder(kind))
             elif kind:
-                items.append({"type": "text", "text": f"Zw{told}wZ"})
-                told += 1
+                items.append({"type": "text", "text": f"Zw{num_texts}wZ"})
+                num_texts += 1
         one = not listed and all(isinstance(item, dict) for item in items)
         content = "".join(item["text"] for item in items) if one else items
         messages.append(_adapted({"role": role, "content": content}, forms, marks))
@@ -490,7 +497,7 @@ def _outline(template: JinjaTemplate, slots: Slots, shape: Shape, work: Work) ->
         return None
     words = list(re.finditer(r"Zw(\d+)wZ", text))
     order = tuple(int(word[1]) for word in words)
-    if sorted(order) != list(range(told)):
+    if sorted(order) != list(range(num_texts)):
         return None
     bounds = [0, *(end for word in words for end in word.span()), len(text)]
     return _Outline(messages, text, generated, list(zip(bounds[::2], bounds[1::2], strict=True)), order)
@@ -520,7 +527,7 @@ def _with_words(
     ignored: Collection[str],
     word_for: Callable[[_Leaf], str],
 ) -> tuple[list[Message], Inputs]:
-    """The chat with a word behind each of its strings that say something, those under ignored keys apart."""
+    """Return the chat with a word after each of its strings with content, except under ignored keys."""
     numbers = count()
 
     def marked(value: Any, turn: int, key: str) -> Any:
@@ -537,9 +544,9 @@ def _with_words(
         {key: marked(value, turn, key) if _speaks(key, value, records) else value for key, value in message.items()}
         for turn, message in enumerate(messages)
     ]
-    tools, documents = marked(inputs.tools, _BESIDE, "tools"), marked(inputs.documents, _BESIDE, "documents")
+    tools, documents = marked(inputs.tools, _CONTEXT, "tools"), marked(inputs.documents, _CONTEXT, "documents")
     variables = {
-        key: value if key in _PLUMBING else marked(value, _BESIDE, key) for key, value in inputs.variables.items()
+        key: value if key in _PLUMBING else marked(value, _CONTEXT, key) for key, value in inputs.variables.items()
     }
     return changed, Inputs(tools, documents, variables)
 
@@ -549,17 +556,17 @@ def _speaks(key: str, value: Any, records: Mapping[str, str]) -> bool:
 
 
 def _marked(value: Any, mark: Callable[[str], str]) -> Any:
-    """A copy of a JSON value whose strings that say something are marked, in order."""
+    """Return a copy of a JSON value in which the strings with content are marked, in order."""
     if isinstance(value, str):
         return mark(value) if says(value) else value
     if isinstance(value, Mapping):
         copied: dict[Any, Any] = {}
-        for key, held in value.items():
-            copied[key] = held if key in _PLUMBING else _marked(held, mark)
+        for key, inner in value.items():
+            copied[key] = inner if key in _PLUMBING else _marked(inner, mark)
         return copied
     if isinstance(value, list):
         items: list[Any] = []
-        for held in value:
-            items.append(_marked(held, mark))  # noqa: PERF401 - a comprehension is one more frame a level
+        for inner in value:
+            items.append(_marked(inner, mark))  # noqa: PERF401 - a comprehension is one more frame per level
         return items
     return value

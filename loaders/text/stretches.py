@@ -1,10 +1,10 @@
-"""Long chats a stretch of turns at a time: which turns are rendered with a stretch, in place of the whole chat.
+"""Long chats are cut into stretches of turns: which turns are rendered with a stretch instead of the whole chat.
 
-To tell an answer from the rest of a chat takes two renderings, or three. In a chat of n turns these would be n
-renderings of n turns. So a long chat is cut into stretches. Each is rendered with the turns beside it, with the first
-and the last turns of the chat, and with its last question, as templates look at these. Turns are left out only where
-two turns come to stand side by side as two of the same kinds do in the chat itself: a template that refuses two
-questions in a row sees no more of these than the chat has.
+To separate an answer from the rest of a chat takes two or three renderings. For a chat of n turns these would be n
+renderings of n turns. So a long chat is cut into stretches. Each is rendered with the turns next to it, with the first
+and last turns of the chat, and with its last question, because templates look at these. Turns are left out only if the
+two turns that become neighbours are of the same kinds as two neighbours in the chat itself. So a template that rejects
+two questions in a row rejects a stretch only if the chat has these too.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 STRETCH: Final = 24
-"""Turns of a stretch."""
+"""Turns per stretch."""
 _ENDS: Final = 6
 """Turns at the start and at the end of a chat that are always rendered."""
-_BESIDE: Final = 4
+_NEIGHBOURS: Final = 4
 """Turns before and after a stretch that are rendered with it."""
 _LOOK: Final = 16
-"""Turns among which a place is looked for from which or to which others are left out."""
+"""Number of turns that are searched for a turn after which, or before which, others are left out."""
 _ASKS: Final = "user"
 _KEPT_CHARACTERS: Final = 128
-"""Of a text beside the stretch, at its start and at its end, where templates look for what it is."""
+"""Kept at the start and the end of a text outside the stretch, where templates look for its form."""
 
 Message = dict[str, Any]
 
@@ -31,8 +31,8 @@ class Stretch(NamedTuple):
     """Turns that are rendered together.
 
     Attributes:
-        messages: the turns of the stretch, and what is rendered with them.
-        start, stop: where the stretch begins and ends among `messages`.
+        messages: the turns of the stretch and its context.
+        start, stop: the range of the stretch in `messages`.
     """
 
     messages: list[Message]
@@ -49,10 +49,10 @@ class LongChat:
         self._asked = max((turn for turn, message in enumerate(messages) if message["role"] == _ASKS), default=0)
 
     def stretch(self, start: int, stop: int) -> Stretch:
-        """The turns from `start` to `stop`, which is behind the last of them."""
+        """Return the stretch of turns `start` to `stop` (exclusive) with its context."""
         last = len(self._messages)
-        taken = self._through([*range(min(_ENDS, start))], start - _BESIDE)
-        taken += range(taken[-1] + 1 if taken else 0, min(stop + _BESIDE, last))
+        taken = self._through([*range(min(_ENDS, start))], start - _NEIGHBOURS)
+        taken += range(taken[-1] + 1 if taken else 0, min(stop + _NEIGHBOURS, last))
         for turn in (self._asked, last - _ENDS, last - 1):
             taken = self._through(taken, turn)
         near = range(start - 1, stop + 1)
@@ -61,7 +61,7 @@ class LongChat:
         return Stretch(messages, at, at + stop - start)
 
     def _through(self, taken: list[int], target: int) -> list[int]:
-        """Turns that were taken, and more through `target`, without those between that may be left out."""
+        """Return `taken`, extended through `target`, without the turns between that may be left out."""
         at = taken[-1] + 1 if taken else 0
         if target < at:
             return taken
@@ -77,7 +77,7 @@ class LongChat:
 
 
 def _kind(message: Message) -> tuple[str, frozenset[str], type]:
-    """What a template may tell turns apart by."""
+    """What a template may distinguish turns by."""
     return message["role"], frozenset(message), type(message.get("content"))
 
 

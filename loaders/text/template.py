@@ -1,7 +1,7 @@
 """The chat template: turns of a conversation -> text segments, each with or without loss.
 
-Segments are tokenized separately (neighbours of equal loss as one), so that the loss mask is exact whatever the
-tokenizer merges: a token never spans what the model is told and what it must say.
+Segments are tokenized separately (neighbours of equal loss as one), so the loss mask is exact for every tokenizer: no
+token covers both what the model reads and what it must write.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ class ChatTemplate:
 
     Attributes:
         prefix: before a turn's content; `{role}` is replaced by the role. Never carries loss.
-        suffix: after it; carries loss where the content does, so that the model learns to stop.
-        loss_roles: roles whose turns carry loss.
-        roles: the others that a conversation may have. Any other role is an error: a misspelt "Assistant" would go
-            without loss.
+        suffix: after it; carries loss if the content does, so that the model learns to stop.
+        loss_roles: roles of turns that carry loss.
+        roles: other roles that a conversation may have. Any further role is an error: a misspelt "Assistant" would
+            carry no loss.
     """
 
     prefix: str = "<|im_start|>{role}\n"
@@ -50,18 +50,18 @@ class ChatTemplate:
         """The chat template of a model, as transformers renders it: system prompts, tools, reasoning, media.
 
         Args:
-            source: a tokenizer or processor of transformers that has a template, or the text of one.
-            ignore_keys: keys of turns and records that may be lost where the template does not render them.
-            roles: more roles that turns may have.
-            add_special_tokens: whether the tokenizer's special tokens go around what is rendered without `bos_token` at
-                its beginning. None does as transformers: they do for a processor, not for a tokenizer or a text.
-            date: what day the template is told that it is (`strftime_now`), in ISO form; default: today, where it asks.
-            variables: what else the template sees: `bos_token` and the like (default: those of the source), and its
-                own switches, as `enable_thinking=False` or `add_vision_id=True`.
+            source: a tokenizer or processor of transformers with a template, or the text of a template.
+            ignore_keys: keys of turns and records that may be lost if the template does not render them.
+            roles: further roles that turns may have.
+            add_special_tokens: whether the tokenizer's special tokens go around a rendering that does not begin with
+                `bos_token`. None does as transformers: yes for a processor, no for a tokenizer or a text.
+            date: the current date for the template (`strftime_now`), in ISO form; default: today, if it uses a date.
+            variables: further variables of the template: `bos_token` and the like (default: those of the source), and
+                its own switches, for example `enable_thinking=False` or `add_vision_id=True`.
 
         Raises:
-            ValueError: no template, or one that is none; a variable that is each sample's own (`messages`, `tools`).
-            TypeError: a variable that has no JSON form.
+            ValueError: no template, or an invalid one; a variable that each sample defines (`messages`, `tools`).
+            TypeError: a variable without a JSON form.
         """
         for name, given in (("ignore_keys", ignore_keys), ("roles", roles)):
             if isinstance(given, str):
@@ -89,7 +89,7 @@ class TextSegment(NamedTuple):
 
 
 class Placeholder(NamedTuple):
-    """The place of the next part of a modality, by name."""
+    """A slot for the next part of a modality, by name."""
 
     modality: str
 
@@ -98,7 +98,7 @@ Segment = TextSegment | Placeholder
 
 
 class Turn(NamedTuple):
-    """One turn: its role and the content, in order; whether content carries loss is the template's to say."""
+    """One turn: its role and its content, in order. The template decides whether content carries loss."""
 
     role: str
     content: tuple[str | Placeholder, ...]
@@ -109,8 +109,8 @@ class Turn(NamedTuple):
 
 
 def render(turns: list[Turn], template: ChatTemplate) -> Iterator[Segment]:
-    """The segments of a conversation, in order."""
-    around: dict[str, tuple[TextSegment, TextSegment]] = {}  # of each role
+    """Yield the segments of a conversation, in order."""
+    around: dict[str, tuple[TextSegment, TextSegment]] = {}  # by role
     for role, content in turns:
         if role not in around:
             loss = template.carries_loss(role)

@@ -1,4 +1,4 @@
-"""Keys and columns whose names say that they hold a sample's words."""
+"""Keys and columns with names for a sample's words."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any, Final
 
 WORDS_SUFFIX: Final = ".words"
-"""Behind the name of a Parquet column of lists or structs with words: JSON that is no chat, and only looked at."""
+"""After the name of a Parquet column of lists or structs with words: JSON that is no chat, and is only inspected."""
 
 _NOUNS: Final = (
     "text caption transcript transcription sentence utterance question answer instruction output prompt completion "
@@ -25,13 +25,13 @@ _KEY_CHARACTERS: Final = 64
 @lru_cache(maxsize=4096)
 def names_words(key: str) -> bool:
     """Whether a key names words: `question`, `TEXT`, `raw_transcription`, `text_list`; not `text_id`, `class_text`."""
-    found = [word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", key[:_KEY_CHARACTERS])]
-    if found[1:] and found[-1] in ("list", "raw"):
-        found.pop()
-    return bool(found) and found[-1] in _LAST and not (found[1:] and found[0] in _OF_LABELS)
+    parts = [word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", key[:_KEY_CHARACTERS])]
+    if parts[1:] and parts[-1] in ("list", "raw"):
+        parts.pop()
+    return bool(parts) and parts[-1] in _LAST and not (parts[1:] and parts[0] in _OF_LABELS)
 
 
 def key_of_words(record: Mapping[str, Any]) -> str | None:
-    """The first key of a record that names words, or the pair of The Cauldron's turns."""
-    found = next((key for key, value in record.items() if value is not None and names_words(key)), None)
-    return _PAIR[1] if found is None and all(isinstance(record.get(key), str) for key in _PAIR) else found
+    """Return the first key of a record that names words, or a key of the pair of The Cauldron's turns."""
+    first = next((key for key, value in record.items() if value is not None and names_words(key)), None)
+    return _PAIR[1] if first is None and all(isinstance(record.get(key), str) for key in _PAIR) else first

@@ -62,7 +62,11 @@ def _of_tensors(recipe: Recipe) -> dict[str, Any]:
     }
     for name, modality in recipe.modalities.items():
         parameters = modality.describe()
-        found |= {f"{name}.{field}": value for field, value in _plain(parameters).items() if field not in modality.free}
+        found |= {
+            f"{name}.{field}": value
+            for field, value in _plain(parameters).items()
+            if field not in modality.may_differ_in_mixture
+        }
         found[f"{name}.arrays"] = {array: str(spec) for array, spec in modality.arrays().items()}
         found[f"ids of {name}"] = list(recipe.slots[name]._replace(mark=None))
     return found

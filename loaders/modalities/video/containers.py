@@ -1,6 +1,6 @@
-"""What kind of file a clip is, by its first bytes, and whether the file is all there: no decoder is asked.
+"""The format of a clip, from its first bytes, and whether the file is complete, without a decoder.
 
-A decoder reads a file that was cut as far as it goes, and says nothing.
+A decoder reads a cut file as far as possible, and reports nothing.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ _SEGMENT: Final = b"\x18\x53\x80\x67"
 _CLUSTER: Final = b"\x1f\x43\xb6\x75"
 _GIF: Final = (b"GIF87a", b"GIF89a")
 _NAMES: Final = re.compile(rb"[\x20-\x7e\xa9]{4}")
-"""Types of boxes."""
+"""Valid types of boxes."""
 _BOXES: Final = (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"styp", b"pnot")
 _NO_VIDEO: Final = (b"avif", b"avis", b"heic", b"heix", b"heif", b"mif1", b"msf1", b"M4A ", b"M4B ", b"jxl ")
-"""Brands of still pictures, and of sound alone."""
+"""Brands of still pictures, and of sound only."""
 TRACK_FIELDS: Final = tuple("video mp4 m4v mov 3gp webm mkv".split())
-"""Names of members that may hold sound beside pictures."""
+"""Names of members that may contain sound as well as pictures."""
 _GIF_EXTENSION, _GIF_IMAGE, _GIF_END = 0x21, 0x2C, 0x3B
 
 
 class Box(NamedTuple):
-    """One box of an MP4: its type, and where its content starts and ends."""
+    """One box of an MP4: its type, and start and end of its content."""
 
     kind: bytes
     start: int
@@ -35,8 +35,8 @@ class Box(NamedTuple):
 
 
 def format_of(data: bytes | memoryview) -> str:
-    """FFmpeg's name of what reads it: "mp4", "matroska" or "gif". Nothing else is tried, as formats that name other
-    files would be. Raises DecodeError.
+    """Return FFmpeg's name of the demuxer: "mp4", "matroska" or "gif". No other format is tried: some of them open
+    other files by name. Raises DecodeError.
     """
     head = bytes(data[:12])
     if head.startswith(_EBML):
@@ -47,24 +47,24 @@ def format_of(data: bytes | memoryview) -> str:
         return "mp4"
     raise DecodeError(
         f"not a video that is read: starts with {starts_with(head)}; read are MP4 and MOV, WebM and Matroska, and GIF. "
-        "Write others anew: `ffmpeg -i in.avi out.mp4`"
+        "Write others again: `ffmpeg -i in.avi out.mp4`"
     )
 
 
 def holds_tracks(data: bytes | memoryview) -> bool:
-    """Whether bytes are those of a file that may hold sound beside pictures."""
+    """Whether bytes are a file that may contain sound as well as pictures."""
     head = bytes(data[:12])
     return head.startswith(_EBML) or head[4:8] in _BOXES
 
 
 def is_video(head: bytes) -> bool:
-    """Whether the first bytes of a file are those of a video, and of no picture or sound."""
+    """Whether the first bytes of a file are those of a video, not of a picture or of sound."""
     return head.startswith(_EBML) or (head[4:8] == b"ftyp" and head[8:12] not in _NO_VIDEO)
 
 
 def boxes(data: memoryview, start: int, end: int) -> Iterator[Box]:
-    """The boxes between two places. One that reaches behind `end` comes last, with the end that it says it has; bytes
-    that are no box are left.
+    """Yield the boxes between two offsets. A box that extends past `end` comes last, with its declared end. Bytes that
+    are no box end the iteration.
     """
     at = start
     while at + 8 <= end:
@@ -80,7 +80,7 @@ def boxes(data: memoryview, start: int, end: int) -> Iterator[Box]:
 
 
 def check_whole(data: memoryview, kind: str) -> None:
-    """Raise DecodeError for a file that is not all there, as far as its own lengths tell."""
+    """Raise DecodeError for an incomplete file, according to its own lengths."""
     ends = {"mp4": _mp4_end, "matroska": _matroska_end, "gif": _gif_end}[kind](data)
     if ends > len(data):
         raise DecodeError(f"the file is cut: it has {len(data)} bytes, and says that there are at least {ends}")
@@ -88,8 +88,8 @@ def check_whole(data: memoryview, kind: str) -> None:
 
 def _nothing_at(at: int, what: str) -> DecodeError:
     return DecodeError(
-        f"damaged video: at byte {at} stands no {what}. Bytes are lost, or others stand behind the file; what can be "
-        "read is kept by `ffmpeg -i in -c copy out`"
+        f"damaged video: there is no {what} at byte {at}. Bytes are lost, or the file is followed by others; "
+        "`ffmpeg -i in -c copy out` keeps what can be read"
     )
 
 
@@ -108,16 +108,16 @@ def _mp4_end(data: memoryview) -> int:
 
 
 def _indexed_bytes(content: memoryview) -> int:
-    """How far the pieces reach that a segment index is of (ISO/IEC 14496-12, 8.16.3)."""
+    """Return the end of the pieces in a segment index (ISO/IEC 14496-12, 8.16.3)."""
     at = 28 if content[0] else 20
     first = int.from_bytes(content[at - 8 : at] if content[0] else content[at - 4 : at], "big")
     count = int.from_bytes(content[at + 2 : at + 4], "big")
-    places = range(at + 4, min(len(content), at + 4 + 12 * count), 12)
-    return first + sum(int.from_bytes(content[place : place + 4], "big") & 0x7FFFFFFF for place in places)
+    offsets = range(at + 4, min(len(content), at + 4 + 12 * count), 12)
+    return first + sum(int.from_bytes(content[offset : offset + 4], "big") & 0x7FFFFFFF for offset in offsets)
 
 
 def _matroska_end(data: memoryview) -> int:
-    """Where its segment ends; 0 where it does not say, as one that was streamed out. Its elements are gone through."""
+    """Return the end of its segment; 0 if it has no length, because it was streamed out. All elements are checked."""
     size, at = _length(data, 4)
     if size is None:
         return 0
@@ -147,7 +147,7 @@ def _matroska_end(data: memoryview) -> int:
 
 
 def _length(data: memoryview, at: int) -> tuple[int | None, int]:
-    """The length of an EBML element, None where it is left open, and where its content starts."""
+    """Return the length of an EBML element, None if unknown, and the start of its content."""
     first = data[at] if at < len(data) else 0
     width = 9 - first.bit_length()
     if width > 8 or at + width > len(data):
@@ -157,10 +157,10 @@ def _length(data: memoryview, at: int) -> tuple[int | None, int]:
 
 
 def _gif_end(data: memoryview) -> int:
-    """Where its blocks end, or one byte behind the data where they go on."""
-    behind = len(data) + 1
+    """Return the end of its blocks, or one byte after the data if they continue."""
+    cut = len(data) + 1
     if len(data) < 13:
-        return behind
+        return cut
     at = 13 + _palette(data[10])
     while at < len(data):
         kind = data[at]
@@ -170,18 +170,18 @@ def _gif_end(data: memoryview) -> int:
             at += 2
         elif kind == _GIF_IMAGE:
             if at + 10 >= len(data):
-                return behind
+                return cut
             at += 11 + _palette(data[at + 9])
         else:
             raise _nothing_at(at, "block of a GIF")
         while True:
             if at >= len(data):
-                return behind
+                return cut
             size = data[at]
             at += 1 + size
             if size == 0:
                 break
-    return behind
+    return cut
 
 
 def _palette(flags: int) -> int:

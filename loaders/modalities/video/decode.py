@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from orchdata.loaders.modalities.video.preprocessor import VideoPreprocessor
 
 _APART: Final = Fraction(1, 20)
-"""Seconds by which tables and packets of a file may differ."""
+"""Maximum difference in seconds between tables and packets of a file."""
 
 
 def open_video(data: bytes | memoryview, limits: Limits) -> VideoFile | FrameList:
-    """A clip whose pictures can be asked for; a context manager. Raises DecodeError, and ImportError without PyAV."""
+    """Open a clip to read its pictures; a context manager. Raises DecodeError, and ImportError without PyAV."""
     if is_frame_list(data):
         return FrameList(data, limits)
     from orchdata.loaders.modalities.video.file import VideoFile
@@ -39,7 +39,7 @@ def open_video(data: bytes | memoryview, limits: Limits) -> VideoFile | FrameLis
 
 
 def header_of(video: VideoFile | FrameList, size: tuple[int, int]) -> Header:
-    """(width, height, frames, numerator and denominator of seconds) of a clip whose pictures have this size."""
+    """Return (width, height, frames, numerator and denominator of seconds) of a clip with pictures of this size."""
     seconds = video.timeline.seconds
     return *size, video.timeline.frames, seconds.numerator, seconds.denominator
 
@@ -47,15 +47,15 @@ def header_of(video: VideoFile | FrameList, size: tuple[int, int]) -> Header:
 def decode_video(
     data: bytes | memoryview, pre: VideoPreprocessor, size: PartSize, limits: Limits, out: NDArray[Any]
 ) -> None:
-    """Decode, resize and cut the pictures of a clip that are taken into patches.
+    """Decode and resize the pictures of a clip that are used, and cut them into patches.
 
     Args:
-        size: as the index has it.
-        out: (grid_t * grid_h * grid_w, pre.patch_dim), C-contiguous, written in whole: float32, uint16 (bfloat16 bits)
-            or uint8, as `pre.dtype` says. Rows and values are ordered as `native.patchify` says.
+        size: its size in the index.
+        out: (grid_t * grid_h * grid_w, pre.patch_dim), C-contiguous, fully overwritten: float32, uint16 (bfloat16 bits)
+            or uint8, according to `pre.dtype`. Rows and values are ordered as in `native.patchify`.
 
     Raises:
-        DecodeError: not a video, damaged, above a limit, or of another length or size than the index says.
+        DecodeError: not a video, damaged, above a limit, or of another length or size than in the index.
     """
     table = byte_table(pre.mean, pre.std, pre.dtype)
     cut = Cut(pre.patch_size, pre.merge, pre.temporal_patch_size, table, pre.resizer, pre.resample)
@@ -71,21 +71,21 @@ def taken_pictures(
     limits: Limits,
     numbers_of: Callable[[Timeline], Sequence[int]],
 ) -> Iterator[Iterator[Pixels]]:
-    """Pictures (height, width, 3 or 4) of a clip that are taken, each valid until the next is asked for.
+    """Yield the pictures (height, width, 3 or 4) of a clip that are used, each valid until the next.
 
     Args:
         modality: counts a clip.
-        size: as the index has it; its extent ends with frames, and the numerator and denominator of seconds.
-        numbers_of: which pictures of a timeline are taken.
+        size: its size in the index; the extent ends with frames, and the numerator and denominator of seconds.
+        numbers_of: returns which pictures of a timeline are used.
 
     Raises:
-        DecodeError: as of `decode_video`, the pictures too.
+        DecodeError: as in `decode_video`, also while iterating.
     """
     with open_video(data, limits) as video:
 
         def check(width: int, height: int) -> None:
-            found = modality.count_header((width, height, *size.extent[-3:]), limits)
-            if found.extent != tuple(size.extent):
+            counted = modality.count_header((width, height, *size.extent[-3:]), limits)
+            if counted.extent != tuple(size.extent):
                 raise DecodeError(_differs(video, (width, height)))
 
         frames, seconds = size.extent[-3], Fraction(*size.extent[-2:])
@@ -96,20 +96,20 @@ def taken_pictures(
 
 
 def _differs(video: VideoFile | FrameList, size: tuple[int, int] | None = None) -> str:
-    """Why a clip is refused whose counts are not those of the index."""
+    """The error for a clip with other counts than in the index."""
     line = video.timeline
     shown = f"{line.frames} frames in {float(line.seconds):.3f} s"
     shown += "" if size is None else f" of {size[0]} x {size[1]} pixels"
     return (
-        f"decoded to {shown}, the index says otherwise: it was changed and has to be indexed again, or its header "
-        "tells other than it holds, which writing it anew mends (`ffmpeg -i in.mp4 out.mp4`)"
+        f"decoded to {shown}, the index says otherwise: it was changed and has to be indexed again, or its header is "
+        "wrong, which writing it again repairs (`ffmpeg -i in.mp4 out.mp4`)"
     )
 
 
 def _of_one_size(
     video: VideoFile | FrameList, numbers: Sequence[int], check: Callable[[int, int], None]
 ) -> Generator[Pixels]:
-    """Pictures, whose size `check` is told once: width, height. To be closed."""
+    """Yield pictures; `check` is called once with their width and height. Must be closed."""
     first: tuple[int, int] | None = None
     with closing(video.frames(numbers)) as frames:
         for number, pixels in zip(numbers, frames, strict=True):
@@ -120,7 +120,7 @@ def _of_one_size(
             if first != (width, height):
                 raise DecodeError(
                     f"frame {number} has {width} x {height} pixels, those before it {first[0]} x {first[1]}: encode "
-                    "the video anew, all frames at one size"
+                    "the video again, all frames at one size"
                 )
             yield pixels
 
@@ -131,8 +131,8 @@ class Cut(NamedTuple):
     Attributes:
         patch, merge: side of a patch in pixels, of a merged token in patches.
         times: pictures of a patch.
-        table: as of `patchify`.
-        resizer, resample: as of `resized`.
+        table: see `patchify`.
+        resizer, resample: see `resized`.
     """
 
     patch: int
@@ -144,10 +144,10 @@ class Cut(NamedTuple):
 
 
 def write_patches(pictures: Iterator[Pixels], size: PartSize, cut: Cut, out: NDArray[Any]) -> None:
-    """Pictures as patches; the last one stands for those that its patch lacks.
+    """Cut pictures into patches; an incomplete last patch repeats the last picture.
 
     Args:
-        size: whose extent begins with the grid in time, height and width, and the number of pictures.
+        size: its extent begins with the grid in time, height and width, and the number of pictures.
         out: (grid_t * grid_h * grid_w, values of a patch), of the table's dtype.
     """
     grid_t, grid_h, grid_w, count = size.extent[:4]

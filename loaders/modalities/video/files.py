@@ -1,4 +1,4 @@
-"""Video files -> their header, without decoding them: what all modalities that are read from them share."""
+"""Video files -> their header, without decoding them: shared by all modalities that are read from video files."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from orchdata.loaders.modalities.video.mp4 import plain_header
 from orchdata.native.scan.status import FOUND
 
 UNREAD: Final = tuple("avi wmv flv mpg mpeg m2ts mts ogv".split())
-"""Videos all the same, whose error says what to do: a sample without its clip would be learned as text alone."""
+"""Videos too; their error says what to do, because a sample without its clip would be learned as text only."""
 _PIXEL_BYTES: Final = 32
-"""Of a picture as decoded and as RGB, and of up to sixteen that a decoder keeps to make others of."""
+"""For a picture as decoded and as RGB, and for up to sixteen that a decoder keeps as references."""
 
 
 class VideoFiles(Modality):
     """A modality read from video files and lists of frames.
 
-    A header is (width, height, frames, numerator and denominator of seconds), as displayed. Tables of a plain MP4 tell
-    it, and of all other files a scan of packets.
+    A header is (width, height, frames, numerator and denominator of seconds), as displayed. It comes from the tables of
+    a plain MP4, and for all other files from a scan of packets.
     """
 
     fields = tuple("mp4 m4v mov 3gp webm mkv gif frames.json video.json".split()) + UNREAD
@@ -40,13 +40,13 @@ class VideoFiles(Modality):
         return (*READS_IMAGES, "av", "orchdata.loaders.modalities.video.file")
 
     def set_up_process(self) -> None:
-        load_formats()  # of frames that a record lists
+        load_formats()  # for frames that a record lists
 
     @staticmethod
     def scan(heads: Heads) -> None:
         data = heads.buffer.data
-        places = zip(heads.starts.tolist(), heads.available.tolist(), heads.sizes.tolist(), strict=True)
-        for number, (start, available, size) in enumerate(places):
+        heads_of = zip(heads.starts.tolist(), heads.available.tolist(), heads.sizes.tolist(), strict=True)
+        for number, (start, available, size) in enumerate(heads_of):
             status, header = plain_header(data[start : start + available], size)
             heads.status[number] = status
             if status == FOUND:
@@ -60,18 +60,18 @@ class VideoFiles(Modality):
             return header_of(video, video.size())
 
     @staticmethod
-    def joined(files: Sequence[bytes], told: Mapping[str, Any]) -> bytes:
-        from orchdata.loaders.modalities.video.frame_list import written
+    def from_frames(files: Sequence[bytes], metadata: Mapping[str, Any]) -> bytes:
+        from orchdata.loaders.modalities.video.frame_list import frame_list
 
-        return written(files, told)
+        return frame_list(files, metadata)
 
     @classmethod
-    def knows(cls, head: bytes) -> bool:
+    def matches_magic(cls, head: bytes) -> bool:
         return is_video(head)
 
     @staticmethod
     def checked_header(header: Header, limits: Limits) -> tuple[int, int, int, Fraction]:
-        """(width, height, frames, seconds), of a clip that may be decoded. Raises DecodeError for others."""
+        """Return (width, height, frames, seconds) of a clip that may be decoded. Raises DecodeError for others."""
         width, height, frames, numerator, denominator = header
         if min(header) < 1:
             raise DecodeError(
@@ -87,5 +87,5 @@ class VideoFiles(Modality):
         return width, height, frames, seconds
 
     def decoding_bytes(self, parts: Sequence[tuple[Header, PartSize]]) -> int:
-        """What a decoder takes for the largest of them: they are decoded one after the other."""
+        """Memory of a decoder for the largest of them: they are decoded one after the other."""
         return _PIXEL_BYTES * max([header[0] * header[1] for header, _ in parts])

@@ -1,7 +1,7 @@
 """A clip as a list of pictures in JSON, in base64 or as `data:` URLs, already taken from a video:
 
-{"fps": 2.0, "frames": ["data:image/jpeg;base64,...", ...]}, with "timestamps" in seconds in place of a rate, or the
-list alone
+{"fps": 2.0, "frames": ["data:image/jpeg;base64,...", ...]}, with "timestamps" in seconds instead of a rate, or only the
+list
 """
 
 from __future__ import annotations
@@ -27,40 +27,40 @@ from orchdata.loaders.modalities.video.timeline import Timeline
 _FRAMES: Final = ("frames", "video", "images")
 _RATES: Final = ("fps", "sample_fps")
 _TIMES: Final = "timestamps"
-_BESIDE: Final = re.compile(r"fps|rate|stamp|time|start|end|second|duration|trim|clip|total|indices", re.IGNORECASE)
-"""Keys that say when frames are shown, or which of them."""
+_TIMING: Final = re.compile(r"fps|rate|stamp|time|start|end|second|duration|trim|clip|total|indices", re.IGNORECASE)
+"""Keys about when frames are shown, or about which frames."""
 _OF_SOURCE: Final = ("raw_fps", "total_num_frames", "frames_indices", "duration", "video_duration")
-"""What frames were taken of: said beside a rate, or times."""
+"""Keys about the source of the frames: permitted next to a rate, or times."""
 _DEFAULT_FPS: Final = 2.0
-"""Of a list that does not say, as Qwen's own tools have it."""
+"""For a list without a rate, as in Qwen's own tools."""
 _FINEST: Final = 1_000_000
 _DATA_URL: Final = re.compile(r"data:[^,]{0,256};base64,", re.IGNORECASE)
 
 
-def written(frames: Sequence[bytes], told: Mapping[str, Any]) -> bytes:
-    """Files of pictures as a list of frames; `told` of them, as JSON has it."""
-    return json.dumps({**told, _FRAMES[0]: [base64.b64encode(frame).decode() for frame in frames]}).encode()
+def frame_list(frames: Sequence[bytes], metadata: Mapping[str, Any]) -> bytes:
+    """Return files of pictures as a list of frames, with their metadata."""
+    return json.dumps({**metadata, _FRAMES[0]: [base64.b64encode(frame).decode() for frame in frames]}).encode()
 
 
 def is_frame_list(data: bytes | memoryview) -> bool:
-    """Whether bytes are JSON, which no video file is."""
+    """Whether bytes are JSON: no video file is."""
     return bytes(data[:64]).removeprefix(codecs.BOM_UTF8).lstrip()[:1] in (b"{", b"[")
 
 
-def _timeline(told: Mapping[str, Any], count: int) -> Timeline:
-    """When frames are shown, as the list says it. Raises DecodeError, for what it says otherwise too."""
-    rates = [key for key in _RATES if told.get(key) is not None]
-    says = bool(rates) or told.get(_TIMES) is not None
-    for key, value in told.items():
+def _timeline(metadata: Mapping[str, Any], count: int) -> Timeline:
+    """Return when frames are shown, according to the list. Raises DecodeError, also for unknown keys about this."""
+    rates = [key for key in _RATES if metadata.get(key) is not None]
+    says = bool(rates) or metadata.get(_TIMES) is not None
+    for key, value in metadata.items():
         known = key in (*_FRAMES, *_RATES, _TIMES) or (says and key in _OF_SOURCE)
-        if not known and value is not None and _BESIDE.search(key) and not key.endswith("pixels"):
+        if not known and value is not None and _TIMING.search(key) and not key.endswith("pixels"):
             raise DecodeError(
                 f"a list of frames with {key[:40]!r}, which is not read: give {_RATES[0]!r}, pictures a second, or "
                 f"{_TIMES!r}, seconds"
             )
-    if told.get(_TIMES) is not None:
-        return _timed(told[_TIMES], count)
-    fps = told[rates[0]] if rates else _DEFAULT_FPS
+    if metadata.get(_TIMES) is not None:
+        return _timed(metadata[_TIMES], count)
+    fps = metadata[rates[0]] if rates else _DEFAULT_FPS
     if isinstance(fps, bool) or not isinstance(fps, int | float) or not 1 / _FINEST <= fps <= _FINEST:
         raise DecodeError(f"a list of frames at fps={repr(fps)[:40]}: that is a number of pictures a second, above 0")
     return Timeline.of(list(range(count)), 1 / Fraction(fps).limit_denominator(_FINEST), last=1)
@@ -77,20 +77,20 @@ def _timed(times: Any, count: int) -> Timeline:
 
 
 class FrameList:
-    """Pictures of a list, with the face of `VideoFile`. Raises DecodeError."""
+    """Pictures of a list, with the interface of `VideoFile`. Raises DecodeError."""
 
     def __init__(self, data: bytes | memoryview, limits: Limits) -> None:
         self._limits = limits
         try:
-            held: Any = json.loads(bytes(data).removeprefix(codecs.BOM_UTF8))
+            value: Any = json.loads(bytes(data).removeprefix(codecs.BOM_UTF8))
         except (ValueError, RecursionError) as error:
             raise DecodeError(f"not a list of frames: {one_line(error)}") from None
-        told = held if isinstance(held, dict) else {}
-        frames = next((told[key] for key in _FRAMES if key in told), None) if told else held
+        metadata = value if isinstance(value, dict) else {}
+        frames = next((metadata[key] for key in _FRAMES if key in metadata), None) if metadata else value
         if not isinstance(frames, list) or not all(isinstance(frame, str) for frame in frames):
             raise DecodeError('not a list of frames: write {"fps": 2.0, "frames": ["data:image/jpeg;base64,...", ...]}')
         self._frames: list[str] = frames
-        self.timeline = _timeline(told, len(frames))
+        self.timeline = _timeline(metadata, len(frames))
 
     def __enter__(self) -> FrameList:
         return self
@@ -108,7 +108,7 @@ class FrameList:
         return sizes[0]
 
     def frames(self, numbers: Sequence[int]) -> Generator[Pixels]:
-        """Frames (height, width, 3), each valid until the next is asked for."""
+        """Yield frames (height, width, 3), each valid until the next."""
         for number in numbers:
             try:
                 yield upright_pixels(self._bytes(number), self._limits, partial(to_rgb, alpha="white"))

@@ -1,6 +1,6 @@
-"""MP4 and MOV -> a clip's header from its tables, where they tell it plainly: nothing of the pictures is read.
+"""MP4 and MOV -> a clip's header from its tables, if they are plain: no picture is read.
 
-What is not plain (fragments, several tracks or edits, cropping, encryption) is left to a scan of packets.
+Other files (fragments, several tracks or edits, cropping, encryption) are left to a scan of packets.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from orchdata.native.scan.status import FOUND, MORE, UNUSUAL
 _FIRST_BOX: Final = b"ftyp"
 _ONE: Final = 1 << 16
 _UNIT: Final = 1 << 30
-# How a track's matrix turns its pictures: whether width and height change places.
+# How a track's matrix turns its pictures: whether width and height are exchanged.
 _TURNS: Final[dict[tuple[int, ...], bool]] = {
     (_ONE, 0, 0, _ONE): False,
     (-_ONE, 0, 0, -_ONE): False,
@@ -30,22 +30,23 @@ _TURNS: Final[dict[tuple[int, ...], bool]] = {
 _PLAIN_ENTRY: Final = frozenset((b"avc1", b"avc3", b"hvc1", b"hev1", b"mp4v", b"vp09", b"av01"))
 _MOST_FRAMES: Final = 1 << 24
 _HOLDERS: Final = frozenset(b"edts hoov mdia minf moof moov mvex stbl traf trak udta".split())
-"""Boxes of boxes."""
+"""Boxes that contain boxes."""
 _COUNTS: Final = {b"stsz": 8, b"stz2": 8, b"trun": 4}
-"""Boxes that tell of frames, and where in them their number stands."""
+"""Boxes with a number of frames, and the offset of that number in them."""
 _FRAMES_A_BYTE: Final = 2
-"""QuickTime's old sound has so many samples, each of which counts as a frame."""
+"""QuickTime's old sound has this number of samples per byte, and each counts as a frame."""
 _FEW_EDITS: Final = 4
 _FREE_ENTRIES: Final = 1 << 20
-"""Entries of frames that files of any size may have, those of each edit counted."""
+"""Number of frame entries, counted once per edit, that files of any size may have."""
 
 
 class _NotPlain(Exception):
-    """Something that a scan of packets has to say."""
+    """The tables are not plain: a scan of packets has to decide."""
 
 
 def plain_header(data: memoryview, size: int) -> tuple[int, Header]:
-    """Status, as `native.scan.status` has it, and the header: (width, height, frames, seconds' numerator, denominator).
+    """Return a status of `native.scan.status`, and the header: (width, height, frames, seconds as numerator,
+    denominator).
 
     Args:
         data: the first bytes of a file.
@@ -77,8 +78,8 @@ def plain_header(data: memoryview, size: int) -> tuple[int, Header]:
 
 
 def check_tables(data: memoryview) -> None:
-    """Raise DecodeError for tables that tell of far more frames than the file has bytes, or of some again and again:
-    libav makes an entry of each before anything is read.
+    """Raise DecodeError for tables with far more frames than the file has bytes, or with many edits of the same frames:
+    libav allocates an entry for each before anything is read.
     """
     frames = edits = 0
     pending = [(0, len(data))]
@@ -92,23 +93,23 @@ def check_tables(data: memoryview) -> None:
             elif kind == b"elst":
                 edits = max(edits, min(int.from_bytes(data[start + 4 : start + 8], "big"), (end - start) // 12))
     if frames > _FRAMES_A_BYTE * len(data):
-        raise DecodeError(f"damaged video: its tables tell of {frames} frames in {len(data)} bytes")
+        raise DecodeError(f"damaged video: its tables list {frames} frames in {len(data)} bytes")
     if edits > _FEW_EDITS and edits * frames > max(_FREE_ENTRIES, len(data)):
         raise DecodeError(
-            f"a video of {edits} edits over {frames} frames in {len(data)} bytes: encode it anew as it is to be seen"
+            f"a video of {edits} edits over {frames} frames in {len(data)} bytes: encode it again as it is to be seen"
         )
 
 
 def _header(data: memoryview, tables: Box, file_size: int) -> Header:
-    held = _children(data, tables)
-    if b"mvex" in held or b"mvhd" not in held:
+    children = _children(data, tables)
+    if b"mvex" in children or b"mvhd" not in children:
         raise _NotPlain
-    movie = _content(data, held[b"mvhd"][0])
+    movie = _content(data, children[b"mvhd"][0])
     at = 32 if movie[0] == 1 else 20
     movie_scale = _uint(movie, 20 if movie[0] == 1 else 12)
     if _matrix(movie, at + 16) != (_ONE, 0, 0, _ONE):
         raise _NotPlain
-    tracks = [_children(data, box) for box in held.get(b"trak", ())]
+    tracks = [_children(data, box) for box in children.get(b"trak", ())]
     shown = [track for track in tracks if _handler(data, track) == b"vide"]
     if len(shown) != 1:
         raise _NotPlain
@@ -132,7 +133,7 @@ def _header(data: memoryview, tables: Box, file_size: int) -> Header:
 
 
 def _times(data: memoryview, table: dict[bytes, list[Box]], file_size: int) -> NDArray[np.int64]:
-    """When each frame is shown, int64 (frames,), as stored."""
+    """Return when each frame is shown, int64 (frames,), in stored order."""
     counts, deltas = _runs(data, table, b"stts", "i4")
     frames = int(counts.sum())
     sizes = _content(data, table[b"stsz"][0])
@@ -150,14 +151,14 @@ def _times(data: memoryview, table: dict[bytes, list[Box]], file_size: int) -> N
     if b"stss" in table:
         content = _content(data, table[b"stss"][0])
         if not _uint(content, 4) or _uint(content, 8) != 1 or times[0] != times.min():
-            raise _NotPlain  # frames are shown before the first that stands alone
+            raise _NotPlain  # frames are shown before the first keyframe
     return times
 
 
 def _runs(
     data: memoryview, table: dict[bytes, list[Box]], kind: bytes, dtype: str
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Pairs of (how often, what)."""
+    """Return pairs of (number of repetitions, value)."""
     content = _content(data, table[kind][0])
     count = _uint(content, 4)
     pairs = np.frombuffer(content, f">{dtype}", 2 * count, 8).reshape(count, 2).astype(np.int64)
@@ -169,11 +170,11 @@ def _runs(
 def _check_edits(
     data: memoryview, track: dict[bytes, list[Box]], times: NDArray[np.int64], scale: int, movie_scale: int
 ) -> None:
-    """Raise _NotPlain where an edit leaves frames out: at most one is left as it is, that shows all of them."""
+    """Raise _NotPlain if an edit leaves frames out: only a single edit that shows all of them is plain."""
     if b"edts" not in track:
         return
-    held = _children(data, track[b"edts"][0])
-    content = _content(data, held[b"elst"][0])
+    children = _children(data, track[b"edts"][0])
+    content = _content(data, children[b"elst"][0])
     wide = content[0] == 1
     if _uint(content, 4) != 1:
         raise _NotPlain
@@ -188,7 +189,7 @@ def _check_edits(
 
 
 def _size(data: memoryview, table: dict[bytes, list[Box]]) -> tuple[int, int]:
-    """Width and height of the frames, as stored."""
+    """Return width and height of the frames, as stored."""
     content = _content(data, table[b"stsd"][0])
     start = table[b"stsd"][0].start
     if _uint(content, 4) != 1:
@@ -224,13 +225,13 @@ def _handler(data: memoryview, track: dict[bytes, list[Box]]) -> bytes:
 
 
 def _children(data: memoryview, parent: Box) -> dict[bytes, list[Box]]:
-    """The boxes in a box, by type."""
-    found: dict[bytes, list[Box]] = {}
+    """Return the boxes in a box, by type."""
+    children: dict[bytes, list[Box]] = {}
     for box in boxes(data, parent.start, parent.end):
         if box.end > parent.end:
             raise _NotPlain
-        found.setdefault(box.kind, []).append(box)
-    return found
+        children.setdefault(box.kind, []).append(box)
+    return children
 
 
 def _content(data: memoryview, box: Box) -> memoryview:

@@ -1,8 +1,8 @@
 """A file with pictures and sound, in memory and opened by PyAV.
 
-libav reads a file without a name, and not the bytes by way of Python: what a signal raises in a function that C calls
-is forgotten there. So it is where PyAV raises, as at the end of a file: its wheels run a little Python to write a
-traceback, and forget what is raised in that. Each file is decoded by the thread that asks, without threads of libav's.
+libav reads a memory file directly, not bytes through Python callbacks: an exception of a signal handler in a function
+that C calls would be lost. The same happens where PyAV raises, for example at the end of a file: its wheels run some
+Python to build a traceback. Each file is decoded by the thread that uses it, without threads of libav.
 
 Imported late: it loads FFmpeg's libraries.
 """
@@ -20,23 +20,23 @@ from typing import Any, Final, TypeVar
 import av
 
 from orchdata.loaders.errors import DecodeError, StorageError, pass_trouble
-from orchdata.loaders.interrupts import interrupts_held
+from orchdata.loaders.interrupts import interrupts_deferred
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.video.containers import check_whole, format_of
 from orchdata.loaders.modalities.video.mp4 import check_tables
 
 TOGETHER: Final = 16
-"""Packets that are taken before Ctrl-C is heard."""
+"""Number of packets that are read before Ctrl-C is handled."""
 _AS_BYTES: Final[dict[str, Any]] = {"metadata_errors": "replace"} if int(av.__version__.split(".")[0]) < 19 else {}
-"""Titles and the like are in any encoding; of PyAV 19 on they are never decoded."""
+"""Titles and the like may have any encoding; PyAV 19 and later never decodes them."""
 SAYS_DAMAGE: Final = {"err_detect": "crccheck+explode"}
-"""Of decoders, which else make up what is damaged and do not say so."""
+"""Decoding is strict: otherwise decoders fill in damaged data without an error."""
 
 Self = TypeVar("Self", bound="OpenedFile")
 
 
 class OpenedFile:
-    """To be closed; a context manager. Subclasses choose their stream in `choose`, whenever it is opened.
+    """An open file, to be closed; a context manager. Subclasses choose their stream in `choose` each time it is opened.
 
     Raises DecodeError.
     """
@@ -49,7 +49,7 @@ class OpenedFile:
             check_tables(memoryview(data))
         self._container: Any = None
         self._stream: Any = None
-        with interrupts_held():
+        with interrupts_deferred():
             self._memory = os.memfd_create("orchdata-video", os.MFD_CLOEXEC)
             self._close_memory = weakref.finalize(self, os.close, self._memory)
         try:
@@ -73,49 +73,49 @@ class OpenedFile:
         self._close_memory()
 
     def open(self) -> None:
-        """At its start, also where it is open."""
+        """Open the file at its start, even if it is open."""
         if self._container is not None:
             self._container.close()
         path = f"/proc/self/fd/{self._memory}"
         options = {"max_pixels": str(self._limits.image_pixels)}
         try:
-            with interrupts_held():
+            with interrupts_deferred():
                 self._container = av.open(path, format=self._format, options=options, **_AS_BYTES)
-        except (FileNotFoundError, PermissionError) as error:  # of /proc: a file of ours is always there
-            raise StorageError(path, f"cannot be opened, and video is read by way of it: {error.strerror}") from error
+        except (FileNotFoundError, PermissionError) as error:  # from /proc: the memory file always exists
+            raise StorageError(path, f"cannot be opened, and video is read through it: {error.strerror}") from error
         except av.FFmpegError as error:
             pass_trouble(error)
             raise DecodeError(f"not a readable video: {said(error)}") from None
         self.choose(options | SAYS_DAMAGE)
 
     def choose(self, options: dict[str, str]) -> None:
-        """Set `_stream`, and its decoder, which takes these options."""
+        """Set `_stream`, and its decoder with these options."""
         raise NotImplementedError
 
     @contextmanager
     def _demuxed(self) -> Iterator[Iterator[Any]]:
-        """PyAV's packets of the stream, from here on. What it holds for them is freed only where it is told so."""
+        """Yield PyAV's packets of the stream, from here on. Their memory is freed only by an explicit close."""
         packets = self._container.demux(self._stream)
         try:
             yield packets
         finally:
-            with interrupts_held():
+            with interrupts_deferred():
                 packets.close()
 
     def _packets(self) -> Generator[Any]:
-        """Of the stream, from here on, and an empty one that asks a decoder for what it has kept. To be closed."""
+        """Yield packets of the stream from here on, and an empty one that flushes a decoder. Must be closed."""
         with self._demuxed() as packets:
             while True:
-                with interrupts_held():
+                with interrupts_deferred():
                     some = list(islice(packets, TOGETHER))
                 yield from some
                 if len(some) < TOGETHER:
                     return
 
 
-def exact(told: Any) -> Fraction:
-    """A rational number of PyAV's; 0 where the file does not tell it."""
-    return Fraction(told.numerator, told.denominator) if told else Fraction(0)
+def exact(rational: Any) -> Fraction:
+    """A rational number of PyAV; 0 if the file does not contain it."""
+    return Fraction(rational.numerator, rational.denominator) if rational else Fraction(0)
 
 
 def said(error: Any) -> str:

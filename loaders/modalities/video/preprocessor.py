@@ -1,6 +1,6 @@
-"""Videos: which pictures of a clip are taken, and how they become patches, as a value.
+"""Videos: which pictures of a clip are used, and how they become patches, as a value.
 
-    (width, height, frames, seconds) -> pictures taken -> grid of patches in time, height and width -> merged tokens
+    (width, height, frames, seconds) -> pictures to use -> grid of patches in time, height and width -> merged tokens
 
 All counts follow from headers, in integers and fractions.
 """
@@ -32,20 +32,21 @@ class VideoPreprocessor(VideoFiles):
     """Clips as patches of some of their pictures, within a token budget. Needs PyAV: `pip install 'orchdata[video]'`.
 
     A patch is `patch_size` pixels square and `temporal_patch_size` pictures long; `merge` x `merge` neighbouring
-    patches become one LLM token. Pictures are those shown at equal distances from the clip's start on: at a constant
-    rate picture i * frames // n of n, at a variable one what is shown at i / n of its length, by its times.
+    patches become one LLM token. Pictures are taken at equal distances from the clip's start: at a constant rate,
+    picture i * frames // n for i < n; at a variable rate, the one shown at i / n of its length.
 
     Attributes:
-        fps: pictures taken of a second.
-        min_frames, max_frames: of a clip; never more than it has, and whole temporal patches where it has that many.
+        fps: pictures per second to use.
+        min_frames, max_frames: limits for a clip; never more than it has, and whole temporal patches if it has that
+            many.
         patch_size: side of a patch in pixels.
         merge: side of a merged token in patches.
-        temporal_patch_size: pictures of a patch; where a clip has fewer, the last one is repeated.
+        temporal_patch_size: pictures per patch; if a clip has fewer, the last one is repeated.
         min_tokens, max_tokens: merged tokens of one temporal patch.
-        total_tokens: most merged tokens of a clip: pictures are made smaller, down to `min_tokens`, then fewer.
-        positions_per_second: of rotary positions in time; None counts temporal patches, as Qwen2-VL.
+        total_tokens: maximum of merged tokens of a clip: pictures get smaller, down to `min_tokens`, then fewer.
+        positions_per_second: rotary positions in time per second; None counts temporal patches, as Qwen2-VL.
         mean, std: normalisation of channels in [0, 1] (default: CLIP's); unused with dtype "uint8".
-        resizer, resample, dtype: as `ImagePreprocessor` has them.
+        resizer, resample, dtype: see `ImagePreprocessor`.
         slot: what stands in text for a clip.
     """
 
@@ -68,7 +69,9 @@ class VideoPreprocessor(VideoFiles):
     dtype: Literal["bfloat16", "float32", "uint8"] = "bfloat16"
     slot: Slot = Slot(token_id=258)
 
-    free = frozenset("fps min_frames max_frames min_tokens max_tokens total_tokens resizer resample".split())
+    may_differ_in_mixture = frozenset(
+        "fps min_frames max_frames min_tokens max_tokens total_tokens resizer resample".split()
+    )
 
     def __post_init__(self) -> None:
         for name in ("min_frames", "max_frames", "temporal_patch_size"):
@@ -80,7 +83,7 @@ class VideoPreprocessor(VideoFiles):
         rate = self.positions_per_second
         if rate is not None and (not _is_number(rate) or not 0 < rate <= _FINEST):
             raise ValueError(f"VideoPreprocessor.positions_per_second must be None or above 0, got {rate!r}")
-        picture = _picture(self, self.max_tokens)  # refuses what it has in common with images
+        picture = _picture(self, self.max_tokens)  # checks the parameters that images have too
         object.__setattr__(self, "mean", picture.mean)
         object.__setattr__(self, "std", picture.std)
         if not isinstance(self.total_tokens, int) or self.total_tokens < self.min_tokens:
@@ -95,7 +98,7 @@ class VideoPreprocessor(VideoFiles):
         return 3 * self.temporal_patch_size * self.patch_size * self.patch_size
 
     def parameters(self) -> dict[str, Any]:
-        """With what the installed Pillow makes of them, where it resizes."""
+        """With the pass order of the installed Pillow, if it resizes."""
         picture = _picture(self, self.max_tokens).parameters()
         return {**super().parameters(), **{name: picture[name] for name in picture.keys() & {"pass_order"}}}
 
@@ -103,7 +106,7 @@ class VideoPreprocessor(VideoFiles):
         return {"patches": ArraySpec((self.patch_dim,), self.dtype)}
 
     def count_header(self, header: Header, limits: Limits) -> PartSize:
-        """An extent is (grid in time, height, width; pictures taken; frames; numerator and denominator of seconds)."""
+        """The extent is (grid in time, height, width; pictures used; frames; numerator and denominator of seconds)."""
         width, height, frames, seconds = self.checked_header(header, limits)
         fps = Fraction(self.fps).limit_denominator(_FINEST)
         times = self.temporal_patch_size
@@ -129,7 +132,7 @@ class VideoPreprocessor(VideoFiles):
     def to_file(
         self, data: bytes | memoryview, size: PartSize, arrays: Mapping[str, NDArray[Any]], limits: Limits
     ) -> tuple[str, bytes]:
-        """The pictures that the patches hold, as an animated PNG."""
+        """The pictures in the patches, as an animated PNG."""
         from orchdata.loaders.modalities.image_decode import pictures_of_patches, png_of
 
         grid_t, grid_h, grid_w, count = size.extent[:4]
@@ -139,10 +142,10 @@ class VideoPreprocessor(VideoFiles):
         return "png", png_of(pictures[:count], float(self._interval(size)))
 
     def extras(self, sizes: Sequence[PartSize]) -> Mapping[str, NDArray[Any]]:
-        """What follows from the sizes of clips.
+        """Return arrays that follow from the sizes of clips.
 
         grid_thw: int32 (num_videos, 3), patches along time, height and width.
-        seconds_per_grid: float32 (num_videos,), from one temporal patch to the next.
+        seconds_per_grid: float32 (num_videos,), distance of consecutive temporal patches.
         timestamps: float32 (sum of grid_t,), seconds: the middle of a temporal patch's first and last picture.
         """
         intervals = [self._interval(size) for size in sizes]
@@ -154,7 +157,7 @@ class VideoPreprocessor(VideoFiles):
         }
 
     def _interval(self, size: PartSize) -> Fraction:
-        """Seconds from one picture to the next."""
+        """Seconds between consecutive pictures."""
         count, _, numerator, denominator = size.extent[3:]
         return Fraction(numerator, denominator * count)
 
@@ -165,7 +168,7 @@ class VideoPreprocessor(VideoFiles):
         return [interval * (first + last) / 2 for first, last in ends]
 
     def rope(self, size: PartSize) -> NDArray[np.int64]:
-        """After Qwen-VL: temporal patches counted, or by their time; the merged grid along height and width."""
+        """As in Qwen-VL: the number or the time of temporal patches; the merged grid along height and width."""
         grid_t, grid_h, grid_w = size.extent[:3]
         high, wide = grid_h // self.merge, grid_w // self.merge
         moments = np.arange(grid_t)
@@ -193,7 +196,7 @@ def _is_number(value: Any) -> bool:
 
 @lru_cache(maxsize=256)
 def _picture(pre: VideoPreprocessor, max_tokens: int) -> ImagePreprocessor:
-    """How one picture of a clip is prepared, within so many tokens."""
+    """Return how one picture of a clip is prepared, within `max_tokens`."""
     try:
         return ImagePreprocessor(
             patch_size=pre.patch_size,

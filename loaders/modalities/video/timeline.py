@@ -1,7 +1,7 @@
-"""When the pictures of a clip are shown, and which of them are taken: all in integers and fractions.
+"""When the pictures of a clip are shown, and which of them are used: all in integers and fractions.
 
-times of its pictures --Timeline--> their number and seconds (the header) --sampled--> how many are taken
-                               how many --pictures--> which
+times of its pictures --Timeline--> their number and seconds (the header) --sampled--> how many to use
+                                                                 this count --pictures--> which to use
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from numpy.typing import NDArray
 
 from orchdata.loaders.errors import DecodeError
 
-ANEW: Final = "(`ffmpeg -i in.mp4 out.mp4` encodes anew what can be made of it)"
-"""The way out for a clip that players show somehow."""
+ENCODE_AGAIN: Final = "(`ffmpeg -i in.mp4 out.mp4` encodes again what can be recovered)"
+"""The way out for a clip that players can show partly."""
 _INT32_MAX: Final = 2**31 - 1
 _FINEST: Final = 1_000_000
 _DEFAULT_RATE: Final = 25
-"""Pictures a second of a clip of one."""
+"""Pictures per second of a clip with one picture."""
 _MOST_TICKS: Final = 2**62
 _SIMPLE: Final = 100
-"""The largest denominator of a rate that is believed."""
+"""The largest denominator of a plausible rate."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Timeline:
     """The pictures of a clip in the order in which they are shown.
 
     Attributes:
-        ticks: int64 (frames,), when each is shown, ascending, in units of the file.
-        seconds: how long the clip is; its numerator and denominator are below 2**31.
-        is_constant: whether every picture is within half of one of its place at a constant rate.
+        ticks: int64 (frames,), time of each picture, ascending, in units of the file.
+        seconds: length of the clip; its numerator and denominator are below 2**31.
+        is_constant: whether every picture is within half a step of its time at a constant rate.
     """
 
     ticks: NDArray[np.int64]
@@ -46,50 +46,49 @@ class Timeline:
         return len(self.ticks)
 
     def pictures(self, count: int) -> list[int]:
-        """`count` of the pictures, ascending: those that are shown at 0, 1/count, 2/count, ... of the clip.
+        """Return `count` of the pictures, ascending: those that are shown at 0, 1/count, 2/count, ... of the clip.
 
-        At a constant rate picture i of n is shown from i/n on, whatever rounding of times the file has. At a variable
-        one a picture that is shown for long may be taken several times.
+        At a constant rate picture i of n is shown from i/n on, however the file rounds its times. At a variable rate a
+        picture that is shown for long may be used several times.
         """
         if self.is_constant:
             return [number * self.frames // count for number in range(count)]
         first, span = int(self.ticks[0]), self._span
         moments = [first + span * number / count for number in range(count)]
-        # A tick is whole: the last one at or before a moment is at or before its whole part.
+        # A tick is an integer: the last one at or before a moment is at or before its integer part.
         whole = np.array([moment.numerator // moment.denominator for moment in moments], np.int64)
-        found: list[int] = (np.searchsorted(self.ticks, whole, side="right") - 1).tolist()
-        return found
+        pictures: list[int] = (np.searchsorted(self.ticks, whole, side="right") - 1).tolist()
+        return pictures
 
     @property
     def _span(self) -> Fraction:
-        """Ticks of the whole clip, as its seconds have it."""
+        """Length of the clip in ticks, from its seconds."""
         return self.seconds / self._tick
 
     _tick: Fraction = Fraction(1)
 
     @classmethod
     def of(cls, ticks: list[int], tick: Fraction, last: int | None = None) -> Timeline:
-        """From times in any order. Where these are a steady rate's, rounded to ticks, it is that rate's.
+        """Build a timeline from times in any order. Rounded times of a steady rate give that rate exactly.
 
         Args:
             ticks: when each picture is shown.
             tick: seconds.
-            last: ticks that the last picture is shown for; None: as long as one is in the mean, as what files say of it
-                is mostly a guess of whatever wrote them.
+            last: duration of the last picture in ticks; None: the mean duration, as most files only guess the last.
 
         Raises:
-            DecodeError: no picture, or two at one time.
+            DecodeError: no picture, or two pictures at the same time.
         """
         if not ticks:
             raise DecodeError("video without a single frame")
         if not (tick > 0 and min(ticks) > -_MOST_TICKS and max(ticks) < _MOST_TICKS):
-            raise DecodeError("damaged video: it shows its frames at no time that a clock has")
+            raise DecodeError("damaged video: it shows its frames at impossible times")
         at = np.sort(np.array(ticks, np.int64))
         spread, count = int(at[-1]) - int(at[0]), len(at)
         if count == 1:
             return cls(at, _bounded(last * tick) if last else Fraction(1, _DEFAULT_RATE), True, tick)
         if not (np.diff(at) > 0).all():
-            raise DecodeError(f"damaged video: it shows two frames at one time {ANEW}")
+            raise DecodeError(f"damaged video: it shows two frames at one time {ENCODE_AGAIN}")
         is_constant = _is_even(at, spread)
         seconds = (spread + last) * tick if last else Fraction(spread * count, count - 1) * tick
         if is_constant and not last:
@@ -106,8 +105,9 @@ def _is_even(at: NDArray[np.int64], spread: int) -> bool:
 
 
 def _steady(at: NDArray[np.int64], seconds: Fraction, tick: Fraction) -> Fraction:
-    """How long a clip of a steady rate is, where its times, each rounded to a tick, are those of a usual one: a whole
-    number of pictures a second, that by 1.001, or a simple fraction. Else as measured, and so where nothing is rounded.
+    """Return the exact length of a clip with a usual rate, if its times are those of the rate, each rounded to a tick.
+    A usual rate is a whole number of pictures per second, that divided by 1.001, or a simple fraction. Otherwise, and
+    if nothing is rounded, return the measured length.
     """
     gaps, count = np.diff(at), len(at)
     if (gaps == gaps[0]).all():
@@ -115,13 +115,13 @@ def _steady(at: NDArray[np.int64], seconds: Fraction, tick: Fraction) -> Fractio
     measured = count / seconds
     thousandths = round(measured * 1001 / 1000)
     usual = (Fraction(round(measured)), Fraction(1000 * thousandths, 1001), measured.limit_denominator(_SIMPLE))
-    found = [(_off(at, 1 / (rate * tick)), count / rate) for rate in usual if rate]
-    off, best = min(found, key=lambda each: each[0], default=(2.0, seconds))
+    candidates = [(_off(at, 1 / (rate * tick)), count / rate) for rate in usual if rate]
+    off, best = min(candidates, key=lambda each: each[0], default=(2.0, seconds))
     return best if off <= 1 else seconds
 
 
 def _off(at: NDArray[np.int64], step: Fraction) -> float:
-    """By how much times are off those at steps of so many ticks: less than a tick in all where they are rounded."""
+    """Return how far times differ from steps of `step` ticks: less than a tick in all if they are rounded."""
     past, up, down = at - at[0], step.numerator, step.denominator
     if max(len(at) * up, (int(past[-1]) + 1) * down) >= _MOST_TICKS:
         return math.inf
@@ -129,7 +129,7 @@ def _off(at: NDArray[np.int64], step: Fraction) -> float:
 
 
 def _bounded(seconds: Fraction) -> Fraction:
-    """The same, or next to it, with a numerator and denominator of 31 bits, as the index holds them."""
+    """Return the same value, or one near it, with a numerator and denominator of 31 bits, as in the index."""
     if max(seconds.numerator, seconds.denominator) <= _INT32_MAX:
         return seconds
     most = _INT32_MAX // (int(seconds) + 1)
@@ -137,8 +137,8 @@ def _bounded(seconds: Fraction) -> Fraction:
 
 
 def sampled(frames: int, seconds: Fraction, fps: Fraction, least: int, most: int, multiple: int) -> int:
-    """How many pictures of a clip are taken: `fps` a second, between `least` and `most`, never more than there are, and
-    a whole number of `multiple`s where there are that many.
+    """Return how many pictures of a clip to use: `fps` per second, between `least` and `most`, never more than
+    `frames`, and a whole number of `multiple`s if there are that many.
     """
     wanted = seconds * fps
     count = min(max(wanted.numerator // wanted.denominator, least, 1), most, frames)

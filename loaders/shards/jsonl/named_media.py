@@ -65,7 +65,7 @@ class NamedMedia(NamedTuple):
 
     def joined(self, contents: Sequence[bytes]) -> bytes:
         """The files that are listed as one of its modality."""
-        return _CLASSES[self.field.partition(".")[0]].joined(contents, self.told)
+        return _CLASSES[self.field.partition(".")[0]].from_frames(contents, self.told)
 
     def decoded_size(self) -> int:
         """Bytes of what is encoded, at most."""
@@ -227,4 +227,4 @@ def _is_base64(held: str, modality: str) -> bool:
     if len(held) < _SNIFFED or not _BASE64.fullmatch(held, 0, _SNIFFED):
         return False
     head = base64.b64decode(held[:_SNIFFED].encode(), validate=False)
-    return bool(_CLASSES[modality].knows(head[:16])) and _BASE64.fullmatch(held) is not None
+    return bool(_CLASSES[modality].matches_magic(head[:16])) and _BASE64.fullmatch(held) is not None

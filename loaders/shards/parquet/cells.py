@@ -18,7 +18,7 @@ from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.builtin import BUILTINS, OTHER, TEXT
 from orchdata.loaders.shards.fields import classify
 from orchdata.loaders.storage.storage import Storage
-from orchdata.loaders.text.chat_keys import is_beside
+from orchdata.loaders.text.chat_keys import is_chat_context
 from orchdata.loaders.text.media_words import record_keys
 from orchdata.loaders.text.words import WORDS_SUFFIX, names_words
 
@@ -245,7 +245,7 @@ def column_of(columns: Columns, field: str) -> tuple[Column, int] | None:
 def sniff(data: bytes | memoryview) -> int:
     """The kind that the first bytes tell, else OTHER."""
     head = bytes(data[:16])
-    return next((code for code, kind in enumerate(BUILTINS.values(), TEXT + 1) if kind.knows(head)), OTHER)
+    return next((code for code, kind in enumerate(BUILTINS.values(), TEXT + 1) if kind.matches_magic(head)), OTHER)
 
 
 def _plan_column(name: str, type_: pa.DataType, feature: object) -> Column | None:
@@ -266,7 +266,9 @@ def _plan_column(name: str, type_: pa.DataType, feature: object) -> Column | Non
         fields = {item.field(i).name: item.field(i).type for i in range(item.num_fields)}
         if "bytes" in fields and _is_binary(fields["bytes"]):
             return Column(name, "struct", listed, _declared_kind(name, feature))
-    if (listed or pa.types.is_struct(type_)) and is_beside(name):  # tools beside a chat: whether they say anything
+    if (listed or pa.types.is_struct(type_)) and is_chat_context(
+        name
+    ):  # tools beside a chat: whether they say anything
         return Column(name, "chat", False, TEXT)
     if _holds_words(name, type_) or (is_text(item) and name.lower() in _NAMED):
         return Column(name, "words", False, TEXT)

@@ -19,7 +19,7 @@ from orchdata.engines.processes.life import keep_from_children, reading_end
 from orchdata.engines.processes.message import Unit, pack_rows, read_value
 from orchdata.engines.processes.slabs import MappedSlabs
 from orchdata.engines.processes.worker import OUT_OF_MEMORY, UNGUARDED, Sealed, WorkerSpec, run_worker
-from orchdata.loaders.interrupts import interrupts_held
+from orchdata.loaders.interrupts import interrupts_deferred
 from orchdata.loaders.watch import IDLE
 from orchdata.order.steps import StepTask
 
@@ -60,7 +60,7 @@ class Process:
                 daemon=True,
                 name=f"orchdata worker {worker.number}",
             )
-            with interrupts_held():  # in what Python calls around a fork they are forgotten
+            with interrupts_deferred():  # in what Python calls around a fork they are forgotten
                 process.start()
             self._process = process
             self._channel = Channel(ours)

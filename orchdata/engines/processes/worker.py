@@ -193,7 +193,7 @@ class _Running:
             message, _ = received
             if message["kind"] == "stop":
                 return
-            self._watch.blamed.update(message["blamed"])
+            self._watch.known_bad_rows.update(message["blamed"])
             self._slabs.give_back(message["returned"])
             if message["kind"] == "alone":
                 self._load_alone(builder, message["row"])

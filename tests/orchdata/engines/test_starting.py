@@ -24,7 +24,7 @@ from shard_factory import RECIPE, omni_shards
 import orchdata as od
 from orchdata.engines.processes import supervisor
 from orchdata.engines.processes.trial import Trial
-from orchdata.loaders.interrupts import interrupts_held, interrupts_later
+from orchdata.loaders.interrupts import interrupts_deferred, interrupts_later
 from orchdata.loop.planned import PlannedStream
 
 
@@ -192,7 +192,7 @@ def test_an_interrupt_while_break_ends_an_iteration_is_not_lost(monkeypatch: pyt
 @pytest.mark.usefixtures("ctrl_c")
 def test_interrupts_are_held_or_left_until_later() -> None:
     done = []
-    with pytest.raises(KeyboardInterrupt), interrupts_held():
+    with pytest.raises(KeyboardInterrupt), interrupts_deferred():
         interrupt()
         done.append("held")
     with pytest.raises(KeyboardInterrupt):
@@ -202,7 +202,7 @@ def test_interrupts_are_held_or_left_until_later() -> None:
         threading.Event().wait(30)
     assert done == ["held", "later"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    elsewhere = threading.Thread(target=lambda: interrupts_held().__enter__())
+    elsewhere = threading.Thread(target=lambda: interrupts_deferred().__enter__())
     elsewhere.start()
     elsewhere.join()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
