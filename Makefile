@@ -6,7 +6,8 @@ STAMP := $(VENV)/.installed
 LINKS := .typing/orchdata
 ARGS ?=
 # What codespell reads. Folders are added as soon as they are free of the words in docs/words.txt.
-SPELLED := datasets loaders/*.py loaders/modalities loaders/samples loaders/text orchdata/demo tests/cpus
+SPELLED := datasets loaders/*.py loaders/modalities loaders/samples loaders/text orchdata/demo tests/cpus \
+	tests/loaders/modalities tests/loaders/samples tests/loaders/text
 # Whole files at a time, and more of the quick tests than there are cores: they wait for processes that they start.
 PYTEST := $(BIN)/python -m pytest -q --dist loadfile
 

@@ -287,10 +287,7 @@ def one_line(error: BaseException) -> str:
 
 @contextmanager
 def as_failure(
-    make: Callable[[str], Exception],
-    doing: str,
-    *,
-    before: Callable[[Exception], None] = pass_trouble,
+    make: Callable[[str], Exception], doing: str, *, before: Callable[[Exception], None] = pass_trouble
 ) -> Iterator[None]:
     """Turn an exception of the block into a failure of the data: `make("doing: message")`.
 

@@ -81,6 +81,7 @@ class Recipe:
         keep: tuple[str, ...] = (),
         **modalities: Modality | None,
     ) -> None:
+        # Check the types and names of all arguments.
         modalities |= {} if video is None else {"video": video}
         given = {"image": image, "audio": audio, **{name: modalities[name] for name in sorted(modalities)}}
         for name, value in given.items():
@@ -98,6 +99,7 @@ class Recipe:
                 raise TypeError(f"Recipe.{name} must be {kind.__name__}, got {type(part).__name__}")
         if isinstance(keep, str) or not all(isinstance(name, str) for name in keep):
             raise ValueError(f"Recipe.keep must be a tuple of names, got {keep!r}")
+        # Set the attributes past `__setattr__`, then check them against each other.
         vars(self).update(
             text=text,
             limits=limits,

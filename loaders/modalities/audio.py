@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.modalities.checks import above_seconds, check_at_least_one, check_choice
+from orchdata.loaders.modalities.checks import check_at_least_one, check_choice, check_seconds
 from orchdata.loaders.modalities.modality import ArraySpec, Header, Heads, Modality, PartSize
 from orchdata.loaders.modalities.video.containers import TRACK_FIELDS
 
@@ -79,9 +79,7 @@ class Clips(Modality):
     def checked_header(header: Header, limits: Limits) -> tuple[int, int]:
         """Return (frames of a channel, rate in Hz) of a clip that may be decoded. Raises DecodeError for others."""
         frames, rate = header
-        reason = above_seconds(frames, rate, limits)
-        if reason is not None:
-            raise DecodeError(reason)
+        check_seconds(frames, rate, limits)
         if frames < 1 or rate < 1:
             raise DecodeError(f"no audio: its header says {frames} frames at {rate} Hz")
         return frames, rate

@@ -24,7 +24,7 @@ from orchdata.loaders.errors import DecodeError, as_failure
 from orchdata.loaders.first_calls import settle_first_calls
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.audio_header import mp3_reason
-from orchdata.loaders.modalities.checks import above_seconds
+from orchdata.loaders.modalities.checks import check_seconds
 from orchdata.loaders.modalities.cut_audio import TOLERANCE_SECONDS, TOLERANCE_SHARE, cut_reason, plain_wav
 from orchdata.loaders.modalities.video.containers import holds_tracks
 from orchdata.loaders.resampling import resample
@@ -107,14 +107,13 @@ def read_mono(data: bytes | memoryview, limits: Limits) -> tuple[Wave, int]:
             if not track.rate:
                 raise DecodeError("no track of sound in it")
             return track.wave(), track.rate
+    # Decode: plain WAVs are a view of the file.
     try:
         is_mp3, plain = False, plain_wav(data)
         if plain is not None:
             rate = plain.rate
             wave = _mean(plain.samples * np.float32(1 / 32768))
-            reason = above_seconds(len(wave), rate, limits)
-            if reason is not None:
-                raise DecodeError(reason)
+            check_seconds(len(wave), rate, limits)
         else:
             with Sound(data) as sound:
                 rate = int(sound.samplerate)
@@ -122,6 +121,7 @@ def read_mono(data: bytes | memoryview, limits: Limits) -> tuple[Wave, int]:
                     raise DecodeError(f"damaged audio: a rate of {rate} Hz")
                 wave = _read_blocks(sound, rate, limits)
                 is_mp3 = sound.format == "MP3"
+        # A decoder may have stopped early.
         reason = cut_reason(data, len(wave), rate) or (mp3_reason(data, len(wave), rate) if is_mp3 else None)
         if reason is not None:
             raise DecodeError(reason)
@@ -146,9 +146,7 @@ def _read_blocks(sound: Any, rate: int, limits: Limits) -> Wave:
             raise DecodeError("the audio holds NaN or infinite values, or values too large for a finite spectrum")
         pieces.append(_mean(got))
         total += len(got)
-        reason = above_seconds(total, rate, limits)
-        if reason is not None:
-            raise DecodeError(reason)
+        check_seconds(total, rate, limits)
     if not total:
         raise DecodeError("the audio has no frames")
     return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)

@@ -72,6 +72,7 @@ def probe_audio(data: bytes, limits: Limits) -> Header:
 
     Raises DecodeError.
     """
+    # Read the length with PyAV, or with soundfile.
     if holds_tracks(data):
         with open_track(data, limits) as track:
             return track.frames, track.rate
@@ -91,6 +92,7 @@ def probe_audio(data: bytes, limits: Limits) -> Header:
         if _looks_like_audio(data):
             raise DecodeError(f"damaged audio: {error.error_string.strip()}") from None
         raise DecodeError(f"not audio: starts with {starts_with(data)}") from None
+    # Compare it with what the file declares.
     if frames < 1:
         raise DecodeError("audio without a single frame")
     reason = cut_reason(data, frames, rate) or flac_reason(data, frames)

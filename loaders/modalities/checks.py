@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.modality import ArraySpec, Modality, stored_dtype
 
@@ -19,21 +20,19 @@ LONGEST_SIDE: Final = 1 << 25
 """For a longer side, Pillow's resizing overflows 32 bits and reports a lack of memory."""
 
 
-def above_pixels(width: int, height: int, limits: Limits, kind: str = "image") -> str | None:
-    """Return why a picture of this size is too large, or None."""
+def check_pixels(width: int, height: int, limits: Limits, kind: str = "image") -> None:
+    """Raise DecodeError for a picture that is too large."""
     if width * height > limits.image_pixels:
         size = f"{width}x{height} = {width * height} pixels"
-        return f"{kind} of {size}, above Limits.image_pixels={limits.image_pixels}"
+        raise DecodeError(f"{kind} of {size}, above Limits.image_pixels={limits.image_pixels}")
     if max(width, height) > LONGEST_SIDE:
-        return f"{kind} of {width}x{height} pixels: no side above {LONGEST_SIDE} can be resized"
-    return None
+        raise DecodeError(f"{kind} of {width}x{height} pixels: no side above {LONGEST_SIDE} can be resized")
 
 
-def above_seconds(frames: int, rate: int, limits: Limits) -> str | None:
-    """Return why a clip of this length is too long, or None."""
+def check_seconds(frames: int, rate: int, limits: Limits) -> None:
+    """Raise DecodeError for a clip that is too long."""
     if rate and frames > limits.audio_seconds * rate:
-        return f"audio of {frames / rate:.0f} s, above Limits.audio_seconds={limits.audio_seconds:g}"
-    return None
+        raise DecodeError(f"audio of {frames / rate:.0f} s, above Limits.audio_seconds={limits.audio_seconds:g}")
 
 
 def starts_with(data: bytes) -> str:

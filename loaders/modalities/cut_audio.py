@@ -193,6 +193,7 @@ def _ogg(data: bytes) -> Extent | str | None:
         if at + 18 <= len(data) and (data[at + 4] or flags > 7 or (not flags & 2 and serial not in open_streams)):
             at += 4  # no page
             continue
+        # The last page is cut.
         if at + 27 > len(data) or end > len(data):
             if not open_streams:
                 break  # data after the end of the sound
@@ -200,6 +201,7 @@ def _ogg(data: bytes) -> Extent | str | None:
             if flags & 4 and granule < last < 1 << 62:
                 return Extent(last, granule)
             return "cut: it ends inside an Ogg page"
+        # A page that begins a stream, or continues one.
         if flags & 2:
             if sound_begun:
                 return (

@@ -23,7 +23,7 @@ from PIL import Image, ImageFile, JpegImagePlugin
 
 from orchdata.loaders.errors import DecodeError, as_failure
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.modalities.checks import above_pixels, starts_with
+from orchdata.loaders.modalities.checks import check_pixels, starts_with
 from orchdata.loaders.modalities.image_header import open_image, pass_pillow, quiet_pillow, too_large
 from orchdata.loaders.modalities.jpeg import decode_jpeg, is_jpeg, jpeg_orientation, read_jpeg_header
 from orchdata.loaders.modalities.modality import as_tensor
@@ -189,7 +189,7 @@ def _upright_other(
 ) -> Pixels:
     """Decode with Pillow."""
     # Check the size limits before decoding. Pillow gives TIFF sizes as displayed, others as stored.
-    _check_limits(image.width, image.height, limits)
+    check_pixels(image.width, image.height, limits)
     image.load()
     orientation = image.getexif().get(_ORIENTATION, 1)
     _displayed(image.size, orientation, limits, least_of)
@@ -202,17 +202,11 @@ def _displayed(
     """Return the size, as stored, to which it may be scaled while decoding; None for no scaling."""
     turned = orientation in (5, 6, 7, 8)
     width, height = reversed(stored) if turned else stored
-    _check_limits(width, height, limits)
+    check_pixels(width, height, limits)
     if width < 1 or height < 1:
         raise DecodeError(f"damaged image: {width} x {height} pixels")
     least = least_of(width, height)
     return (least[1], least[0]) if least is not None and turned else least
-
-
-def _check_limits(width: int, height: int, limits: Limits) -> None:
-    reason = above_pixels(width, height, limits)
-    if reason is not None:
-        raise DecodeError(reason)
 
 
 def to_rgb(image: Image.Image, alpha: str) -> Image.Image:

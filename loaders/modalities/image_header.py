@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 from orchdata.loaders.environment import way_out
 from orchdata.loaders.errors import DecodeError, PackageError, as_failure, one_line, package_error, pass_trouble
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.modalities.checks import above_pixels, starts_with
+from orchdata.loaders.modalities.checks import check_pixels, starts_with
 from orchdata.loaders.modalities.modality import Header, Heads, Modality, PartSize
 
 if TYPE_CHECKING:
@@ -95,9 +95,7 @@ class ImageFiles(Modality):
 
 def check_size(width: int, height: int, limits: Limits) -> None:
     """Raise DecodeError for a size that cannot be decoded."""
-    reason = above_pixels(width, height, limits)
-    if reason is not None:
-        raise DecodeError(reason)
+    check_pixels(width, height, limits)
     if width < 1 or height < 1:
         raise DecodeError(f"not a readable image: its header says {width} x {height} pixels")
 

@@ -27,12 +27,7 @@ _LEAST_BYTES: Final = 1 << 26
 
 
 def decode_part(
-    name: str,
-    data: bytes | memoryview,
-    size: PartSize,
-    out: Mapping[str, NDArray[Any]],
-    recipe: Recipe,
-    field: str,
+    name: str, data: bytes | memoryview, size: PartSize, out: Mapping[str, NDArray[Any]], recipe: Recipe, field: str
 ) -> None:
     """Decode one part of the modality `name` into the given arrays, as `Modality.decode_into`.
 

@@ -115,6 +115,7 @@ def measure(members: Sequence[Member], payloads: Mapping[int, bytes | memoryview
     used = {*text_used}
     if recipe.keep:
         used.update(uses_of(members, recipe).kept)
+    # Count the tokens of each row.
     counts: list[Counts] = []
     for piece in pieces:
         llm_tokens = loss_tokens = 0
@@ -135,15 +136,10 @@ def measure(members: Sequence[Member], payloads: Mapping[int, bytes | memoryview
 
 def _text_starts(writer: SpanWriter, pieces: Sequence[Sequence[Span]]) -> list[int]:
     """Return `Counts.text_start` of pieces. Each is tokenized alone once, to see whether the result is the same."""
-    pieces_in_text = windows(pieces) if isinstance(writer, WholeWriter) else []
-    if not isinstance(writer, WholeWriter) or not pieces_in_text:
+    ranges = windows(pieces) if isinstance(writer, WholeWriter) else []
+    if not isinstance(writer, WholeWriter) or not ranges or packed(ranges[-1], alone=True) > _INT32_MAX:
         return [-1] * len(pieces)
-    if packed(pieces_in_text[-1], alone=True) > _INT32_MAX:
-        return [-1] * len(pieces)
-    return [
-        packed(window, alone=is_same(writer.window(window), piece))
-        for window, piece in zip(pieces_in_text, pieces, strict=True)
-    ]
+    return [packed(each, alone=is_same(writer.window(each), piece)) for each, piece in zip(ranges, pieces, strict=True)]
 
 
 def measure_part(name: str, member: Member, payload: bytes | memoryview | None, recipe: Recipe) -> PartSize:
@@ -186,6 +182,7 @@ def _checked(size: PartSize, name: str, modality: Modality) -> PartSize:
 
 
 def _check_sample(measured: Measured, members: Sequence[Member], recipe: Recipe) -> None:
+    # Check the bytes of members and the tokens of rows.
     limits = recipe.limits
     member_bytes = limits.member_bytes
     total_bytes = 0
@@ -201,6 +198,7 @@ def _check_sample(measured: Measured, members: Sequence[Member], recipe: Recipe)
         raise _above("bytes", total_bytes, "sample_bytes", limits)
     if llm_tokens > limits.sample_tokens:
         raise _above("LLM tokens", llm_tokens, "sample_tokens", limits)
+    # Check the decoded size, and that all counts fit the index.
     largest = llm_tokens
     if measured.parts:
         decoded = decoded_bytes(measured.parts, members, recipe)

@@ -21,16 +21,13 @@ from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.text.chat_keys import WAY_OUT, Repeating, check_item, check_record, check_turn, says, shown
 from orchdata.loaders.text.jinja import JinjaTemplate, Work
 from orchdata.loaders.text.media_words import MediaWords
-from orchdata.loaders.text.messages import (
-    CONVERSATION_KEYS as _CONVERSATION_KEYS,
-)
-from orchdata.loaders.text.messages import SPEAKERS, Chat, chat_of_record, chat_of_turns, completion_of
+from orchdata.loaders.text.messages import CHAT_KEYS, SPEAKERS, Chat, chat_of_record, chat_of_turns, completion_of
 from orchdata.loaders.text.preprocessor import decode_utf8
 from orchdata.loaders.text.template import ChatTemplate, Placeholder, Turn
 from orchdata.loaders.text.words import key_of_words, names_words
 
 _TEXT_KEYS: Final = ("text", "caption")
-_READ_KEYS: Final = (*_CONVERSATION_KEYS, *_TEXT_KEYS)
+_READ_KEYS: Final = (*CHAT_KEYS, *_TEXT_KEYS)
 _ROLE_KEYS: Final = ("role", "from")
 _CONTENT_KEYS: Final = ("content", "value")
 _INT_DIGITS: Final = 640  # the minimum of Python's limit
@@ -129,7 +126,7 @@ def _record(value: dict[str, Any], rules: Rules) -> Document:
     if isinstance(value, Repeating) and not value.keys().isdisjoint(_READ_KEYS):
         raise DecodeError("a key comes twice in the record")
     document: Document | None = None
-    for key in _CONVERSATION_KEYS:
+    for key in CHAT_KEYS:
         if key in value and isinstance(turns := value[key], list) and turns:
             chat = _chat(turns, rules)
             if document is not None and (document.turns, document.chat) != (chat.turns, chat.chat):
@@ -201,10 +198,10 @@ def _unread(record: Mapping[str, Any]) -> str | None:
         return f"it names a video under {video!r}, which is not read: {WAY_OUT}"
     for key in _READ_KEYS:
         value = record.get(key)
-        if key in _CONVERSATION_KEYS and value == []:
+        if key in CHAT_KEYS and value == []:
             return "the conversation has no turns"
         if says(value):
-            wanted = "a list of turns" if key in _CONVERSATION_KEYS else "a string"
+            wanted = "a list of turns" if key in CHAT_KEYS else "a string"
             return f"{key!r} is a {type(value).__name__}, not {wanted}"
     if says(record.get("role")) and says(record.get("content")):
         return "role and content are no turn"
@@ -214,7 +211,7 @@ def _unread(record: Mapping[str, Any]) -> str | None:
         if names_words(key):
             return f"its words are under {shown(key)}, which is not read; known are {', '.join(_READ_KEYS)}"
         if isinstance(value, list) and any(map(_is_turn, value)):
-            return f"its turns are under {shown(key)}, which is not read; known are {', '.join(_CONVERSATION_KEYS)}"
+            return f"its turns are under {shown(key)}, which is not read; known are {', '.join(CHAT_KEYS)}"
         if isinstance(value, list) and _unread_records(value):
             return f"its words are in the records under {shown(key)}, which are not read"
     return None

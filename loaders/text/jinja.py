@@ -184,6 +184,7 @@ def jinja_template(
     taken = next((name for name in _RENDERED_WITH if name in variables), None)
     if taken is not None:
         raise ValueError(f"a chat template has {taken!r} from each sample: it cannot be one of its variables")
+    # Variables are those of the source and the arguments, as JSON.
     inner = getattr(source, "tokenizer", source)
     seen = {**getattr(inner, "special_tokens_map", {}), **variables}
     try:
@@ -192,6 +193,7 @@ def jinja_template(
             raise TypeError("they do not survive a round trip through JSON")
     except (TypeError, ValueError) as error:
         raise TypeError(f"variables of a chat template must be JSON values: {error}") from None
+    # The date is fixed now, so that later renderings give the same text.
     tells_time = any(_TELLS_TIME in each for each in (text, tool_text or ""))
     if date is not None:
         datetime.fromisoformat(date)
@@ -303,6 +305,7 @@ def _compiled(source: str, date: str | None) -> tuple[Any, _Tracker]:
 
     tracker = _Tracker()
 
+    # `{% generation %}` records the span of its body.
     class Generation(jinja2.ext.Extension):
         tags = {"generation"}  # noqa: RUF012 - jinja defines it so
 
@@ -353,6 +356,7 @@ def _compiled(source: str, date: str | None) -> tuple[Any, _Tracker]:
     environment.filters["tojson"] = to_json
     environment.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
     environment.globals |= {"dict": _Dict(), "namespace": Namespace}
+    # Wrap the items of every loop, to count its iterations.
     tree, counter = environment.parse(source), environment.extensions[Generation.identifier]
     loops: Iterator[Any] = tree.find_all(jinja2.nodes.For)
     for loop in loops:

@@ -20,7 +20,7 @@ from orchdata.loaders.text.jinja import REASONING, Inputs, JinjaTemplate
 from orchdata.loaders.text.media_words import MediaWords
 from orchdata.loaders.text.template import Placeholder
 
-CONVERSATION_KEYS: Final = ("messages", "conversations", "conversation")
+CHAT_KEYS: Final = ("messages", "conversations", "conversation")
 SPEAKERS: Final = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
 """Roles of ShareGPT -> roles of templates."""
 _ROLES: Final = SPEAKERS | {
@@ -233,6 +233,7 @@ def _turn(number: int, item: Any, template: JinjaTemplate, words: MediaWords) ->
         raise DecodeError(f"{where} is a {type(item).__name__}, not a dict with role and content")
     if isinstance(item, Repeating):
         raise DecodeError(f"{where} has a key twice")
+    # Find the role and the content, under either pair of names.
     turn = {key: value for key, value in item.items() if value is not None}
     theirs, spoken = turn.pop("from", None), turn.pop("value", None)
     written = turn.pop("role", theirs)
@@ -244,6 +245,7 @@ def _turn(number: int, item: Any, template: JinjaTemplate, words: MediaWords) ->
         raise DecodeError(
             f"{where} has the role {shown(written)}; known are {known}: see `roles` of ChatTemplate.from_jinja"
         )
+    # Read the content, and the calls of functions.
     content = turn.pop("content", spoken)
     if (theirs not in (None, written) and _ROLES.get(str(theirs), theirs) != role) or spoken not in (None, content):
         raise DecodeError(f"{where} says one thing under role and content, another under from and value")
@@ -300,6 +302,7 @@ def _item(where: str, given: Any, words: MediaWords) -> dict[str, Any] | Placeho
     kind = item.get("type")
     if kind is None:  # Qwen-VL's older form
         kind = next((key for key in ("text", *words.items) if key in item), None)
+    # An item of media stands for one whole part.
     if isinstance(kind, str) and kind in words.items:
         words.check_single(where, kind, item)
         check_whole(f"{where}, in an item of type {kind!r},", item)
@@ -308,6 +311,7 @@ def _item(where: str, given: Any, words: MediaWords) -> dict[str, Any] | Placeho
         return Placeholder(words.items[kind])
     if isinstance(kind, str) and kind in _VIDEO:
         raise DecodeError(f"{where} has an item of type {kind!r}, and videos are not read: leave such samples out")
+    # An item of text; other items go to the template unchanged.
     if kind == "text":
         if not isinstance(item.get("text"), str):
             raise DecodeError(f"{where} has a text item without text")

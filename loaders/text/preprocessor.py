@@ -86,6 +86,7 @@ class TextPreprocessor:
     overflow: Overflow = "error"
 
     def __post_init__(self) -> None:
+        # Check the tokenizer and its id.
         fast = fast_tokenizer(self.tokenizer)
         if fast is not None:
             object.__setattr__(self, "tokenizer", fast)
@@ -103,6 +104,7 @@ class TextPreprocessor:
             raise ValueError(f"TextPreprocessor.fields must be a tuple of names, got the string {self.fields!r}")
         if self.image_placeholder and self.image_placeholder == self.audio_placeholder:
             raise ValueError(f"image_placeholder and audio_placeholder are both {self.image_placeholder!r}")
+        # Resolve the defaults that depend on the tokenizer.
         resolved = {
             "id": self.id or BYTES_ID,
             "image_token_id": self._placeholder_id(self.image_token_id, 256),
@@ -247,16 +249,8 @@ def _described(template: ChatTemplate | JinjaTemplate) -> dict[str, Any]:
 
 
 _OWN_FIELDS: Final = frozenset(each.name for each in dataclass_fields(TextPreprocessor))
-_SPECIAL_IDS: Final = (
-    "bos_token_id",
-    "eos_token_id",
-    "image_token_id",
-    "audio_token_id",
-    "image_start_id",
-    "image_end_id",
-    "audio_start_id",
-    "audio_end_id",
-)
+_SPECIAL: Final = "bos_token eos_token image_token audio_token image_start image_end audio_start audio_end"
+_SPECIAL_IDS: Final = tuple(f"{name}_id" for name in _SPECIAL.split())
 
 
 def decode_utf8(payload: bytes | memoryview) -> str:

@@ -476,6 +476,7 @@ def _kept_spans(template: JinjaTemplate, slots: Slots, shape: Shape, trained: tu
 def _outline(template: JinjaTemplate, slots: Slots, shape: Shape, work: Work) -> _Outline | None:
     """Return the outline of chats of a shape; None if the template does not render all of them."""
     marks, forms = dict(slots), _forms(template, slots)
+    # Build a chat of this shape with a numbered word as each text.
     messages: list[Message] = []
     num_texts = 0
     for role, listed, kinds in shape:
@@ -495,6 +496,7 @@ def _outline(template: JinjaTemplate, slots: Slots, shape: Shape, work: Work) ->
         raise
     except DecodeError:
         return None
+    # Locate the words in its rendering: each must come once.
     words = list(re.finditer(r"Zw(\d+)wZ", text))
     order = tuple(int(word[1]) for word in words)
     if sorted(order) != list(range(num_texts)):

@@ -68,17 +68,17 @@ def raised(call: Callable[[], None]) -> Exception:
 
 @pytest.mark.parametrize("call", [by_statement, by_name, by_function, by_builtin])
 @pytest.mark.parametrize("kind", RAISES)
-def test_whatever_an_import_raises_is_no_fault_of_data(
+def test_no_exception_of_an_import_is_a_fault_of_data(
     plant: Callable[[str], None], kind: str, call: Callable[[], None]
 ) -> None:
     source, reason = RAISES[kind]
     plant(source)
     error = raised(call)
-    with pytest.raises(PackageError) as found:
+    with pytest.raises(PackageError) as caught:
         as_field_error(error, "decoded")
-    assert (found.value.package, found.value.reason) == ("planted", reason)
-    assert found.value.__cause__ is error
-    assert isinstance(found.value, ImportError)
+    assert (caught.value.package, caught.value.reason) == ("planted", reason)
+    assert caught.value.__cause__ is error
+    assert isinstance(caught.value, ImportError)
 
 
 def test_an_error_raised_from_one_of_an_import_is_that(plant: Callable[[str], None]) -> None:
@@ -118,8 +118,8 @@ def test_a_thread_that_waited_for_an_import_that_failed_does_not_blame_data(
         go_on.set()
         errors = [first.result(), second.result()]
     for error in errors:
-        found = failed_import(error)
-        assert found is not None and found.package == "planted_slow" and str(found.cause) == "planted.so"
+        failed = failed_import(error)
+        assert failed is not None and failed.package == "planted_slow" and str(failed.cause) == "planted.so"
     # The control: a module that was imported is there, and what misses an attribute of it is no import.
     assert failed_import(raised(lambda: sys.no_such_name)) is None  # type: ignore[attr-defined]
 
@@ -143,8 +143,8 @@ def test_data_are_still_blamed_for_what_happens_after_an_import(plant: Callable[
     error = raised(decode)
     assert isinstance(error.__context__, ImportError)
     assert failed_import(error) is None
-    found = as_field_error(error, "decoded", "wav")
-    assert isinstance(found, FieldError) and found.reason == "cannot be decoded: ValueError: cut at 3"
+    failure = as_field_error(error, "decoded", "wav")
+    assert isinstance(failure, FieldError) and failure.reason == "cannot be decoded: ValueError: cut at 3"
 
 
 @pytest.mark.parametrize("error", [ValueError("x"), OSError("x"), KeyError("x"), DataError("s", "k", "f", "r")])

@@ -46,8 +46,8 @@ IMAGE, AUDIO = 1, 2
 
 
 def measured(members: Sequence[Member], limits: Limits, text: bytes = b"hello", **recipe: Any) -> Measured:
-    held = [*members, Member("txt", TEXT, size=len(text))]
-    return measure(held, {len(members): text}, Recipe(limits=limits, **recipe))
+    all_members = [*members, Member("txt", TEXT, size=len(text))]
+    return measure(all_members, {len(members): text}, Recipe(limits=limits, **recipe))
 
 
 def test_tokens_of_a_sample() -> None:
@@ -211,13 +211,13 @@ def test_list_items_and_turns_of_a_cell(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "hi"}] * 3
     pq.write_table(pa.table({"images": [[b"x"] * 2, [None] * 3], "messages": [chat, chat[:2]]}), tmp_path / "a.parquet")
     over = "a list of 3 items, above Limits.sample_parts=2"
-    found = (
+    rows = (
         ParquetShard("a", LocalFile(tmp_path / "a.parquet"), limits=Limits(sample_parts=2))
         .facts()
         .table.arrow()
         .to_pylist()
     )
-    assert [(row["sample"], row["field"]) for row in found if row["error"] == over] == [(0, "messages"), (1, "images")]
+    assert [(row["sample"], row["field"]) for row in rows if row["error"] == over] == [(0, "messages"), (1, "images")]
     assert not any("items" in (error or "") for error in parquet_errors(tmp_path / "a.parquet", Limits(sample_parts=3)))
 
 
@@ -327,7 +327,7 @@ def test_the_headers_of_many_members_are_not_held_together(tmp_path: Path) -> No
     gc.collect()
     walk = walk_any(LocalFile(path), hashlib.blake2b())
     assert len(next(walk).names) == 20
-    assert sum(type(held) is tarfile.TarInfo for held in gc.get_objects()) < 5
+    assert sum(type(each) is tarfile.TarInfo for each in gc.get_objects()) < 5
 
 
 @pytest.mark.parametrize("name", ["0.txt", "0" * 150 + ".txt"])
@@ -350,16 +350,16 @@ def test_keys_and_names_of_fields(tmp_path: Path) -> None:
     limits = Limits(key_bytes=80)
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"id": ["k" * 80, "k" * 81, "k" * 82], "text": ["a"] * 3}), path)
-    found = ParquetShard(str(path), LocalFile(path), limits=limits).facts().table.arrow().to_pylist()
+    rows = ParquetShard(str(path), LocalFile(path), limits=limits).facts().table.arrow().to_pylist()
     of_81 = "a key of 81 bytes, above Limits.key_bytes=80"
-    assert [row["error"] for row in found] == [None, of_81, of_81.replace("81", "82")]
-    assert found[1]["key"] == "k" * 64 + "..."
+    assert [row["error"] for row in rows] == [None, of_81, of_81.replace("81", "82")]
+    assert rows[1]["key"] == "k" * 64 + "..."
     names = ["k" * 80 + ".txt", "k" * 81 + ".txt", "k" * 82 + ".txt", "a." + "f" * 81]
     tar = tar_of(tmp_path / "a.tar", [(name, b"x") for name in names])
-    found = sparse_rows(str(tar), limits)
+    rows = sparse_rows(str(tar), limits)
     of_field = "a field's name of 81 bytes, above Limits.key_bytes=80"
-    assert [row["error"] for row in found] == [None, of_81, of_81.replace("81", "82"), of_field]
-    assert max(len(row["key"]) for row in found) == 80
+    assert [row["error"] for row in rows] == [None, of_81, of_81.replace("81", "82"), of_field]
+    assert max(len(row["key"]) for row in rows) == 80
 
 
 def test_a_step_without_memory_names_its_largest_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

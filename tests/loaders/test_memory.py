@@ -156,7 +156,7 @@ def bmp(number: int) -> bytes:
     return stream.getvalue()
 
 
-def test_alone_means_that_nobody_else_is_at_work() -> None:
+def test_alone_means_that_no_other_thread_is_at_work() -> None:
     turns, inside, begun, events = Turns(2), threading.Event(), threading.Event(), []
 
     def other() -> None:

@@ -11,14 +11,14 @@ from orchdata.loaders import pace
 from orchdata.loaders.pace import Pace, Turns
 
 
-def worked(found: Pace, rate_of: Callable[[int, float], float], seconds: float) -> dict[int, float]:
+def worked(pace: Pace, rate_of: Callable[[int, float], float], seconds: float) -> dict[int, float]:
     """Seconds at each number of threads, where so many of them do `rate_of(threads, now)` jobs a second."""
     now, spent = 0.0, dict.fromkeys(range(1, 65), 0.0)
     while now < seconds:
-        step = 1 / rate_of(found.at_work, now)
-        spent[found.at_work] += step
+        step = 1 / rate_of(pace.at_work, now)
+        spent[pace.at_work] += step
         now += step
-        found.done(1.0, now)
+        pace.done(1.0, now)
     return spent
 
 
@@ -51,7 +51,7 @@ def test_few_large_jobs_are_not_slowed_down_by_trials() -> None:
     assert spent[8] == sum(spent.values())
 
 
-def test_threads_that_hang_take_nobody_s_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_that_hang_take_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are not at work: the others go on one at a time, and wait for nothing."""
     monkeypatch.setattr(pace, "_SHORT_SECONDS", 0.0)
     turns, hangs, inside = Turns(3), threading.Event(), threading.Semaphore(0)

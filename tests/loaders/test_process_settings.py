@@ -54,13 +54,13 @@ def test_a_low_limit_of_cells_is_refused_and_not_recorded(table: Path) -> None:
 
 
 def test_a_high_limit_of_cells_changes_no_verdict(tmp_path: Path) -> None:
-    found = []
+    results = []
     for number, most in enumerate((131_072, 1 << 20)):
         path = tmp_path / f"{number}.csv"
         path.write_text("id,text\n1," + "w" * 131_072 + "\n2," + "w" * 131_073 + "\n3,b\n")
         with cells_of(most):
-            found.append(failures(path))
-    assert found[0] == found[1] and "field larger than field limit (131072)" in found[0][0]
+            results.append(failures(path))
+    assert results[0] == results[1] and "field larger than field limit (131072)" in results[0][0]
 
 
 def test_little_recursion_is_refused(tmp_path: Path) -> None:

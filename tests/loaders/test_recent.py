@@ -35,7 +35,7 @@ def test_a_value_is_made_by_one_thread_while_others_wait() -> None:
     with ThreadPoolExecutor(4) as pool:
         futures = [pool.submit(recent.made, "name", make) for _ in range(4)]
         assert begun.wait(30)
-        assert recent.made("other", lambda: (7, 1)) == 7, "another name waits for nobody"
+        assert recent.made("other", lambda: (7, 1)) == 7, "another name does not wait"
         go_on.set()
         assert [future.result(30) for future in futures] == [0] * 4
     assert made == [0]

@@ -43,8 +43,8 @@ def test_ours_equals_torchaudios_to_the_bit(rate: int, new_rate: int) -> None:
 def test_another_filter_would_be_seen(monkeypatch: pytest.MonkeyPatch, change: str) -> None:
     monkeypatch.setattr(resampling, change, {"_ROLLOFF": 0.98, "_CROSSINGS": 7}[change])
     ours, theirs = both(48_000, 16_000)
-    found, expected = ours(noise(4_800)), theirs(noise(4_800))
-    assert found.shape == expected.shape and not torch.equal(found, expected)
+    resampled, expected = ours(noise(4_800)), theirs(noise(4_800))
+    assert resampled.shape == expected.shape and not torch.equal(resampled, expected)
 
 
 @pytest.mark.parametrize("num_frames", [2_000_003, 8_388_609])
@@ -55,15 +55,15 @@ def test_lengths_are_torchaudios_where_float32_cannot_tell_them(num_frames: int)
 
 def test_torchaudio_resamples_where_it_imports_and_we_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     wave = noise(44_100).numpy()
-    found = {}
+    resampled = {}
     for name, transforms in (("theirs", torchaudio().transforms), ("ours", None)):
         resampling._resampler.cache_clear()
         monkeypatch.setattr(resampling, "torchaudio_transforms", lambda transforms=transforms: transforms)
-        found[name] = resample(wave, 44_100, 16_000)
+        resampled[name] = resample(wave, 44_100, 16_000)
         used = type(resampling._resampler(441, 160, True)).__name__
         assert used == {"theirs": "Resample", "ours": "SincResampler"}[name]
     resampling._resampler.cache_clear()
-    np.testing.assert_array_equal(found["ours"], found["theirs"])
+    np.testing.assert_array_equal(resampled["ours"], resampled["theirs"])
 
 
 def test_another_default_dtype_changes_no_value() -> None:
@@ -91,15 +91,15 @@ from orchdata.loaders import resampling
 resampling.torchaudio_transforms = lambda: None
 rates = [8_000, 11_025, 22_050, 24_000, 32_000, 44_100, 48_000, 96_000]
 wave = np.random.default_rng(0).normal(size=20_000).astype(np.float32)
-found, gate = {}, threading.Barrier(len(rates))
+resampled, gate = {}, threading.Barrier(len(rates))
 def work(rate):
     gate.wait()
-    found[rate] = resampling.resample(wave, rate, 16_000)
+    resampled[rate] = resampling.resample(wave, rate, 16_000)
 threads = [threading.Thread(target=work, args=(rate,)) for rate in rates]
 for thread in threads: thread.start()
 for thread in threads: thread.join()
 resampling._resampler.cache_clear()
-print(all(np.array_equal(found[rate], resampling.resample(wave, rate, 16_000)) for rate in rates))
+print(all(np.array_equal(resampled[rate], resampling.resample(wave, rate, 16_000)) for rate in rates))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "True"

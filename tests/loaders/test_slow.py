@@ -1,4 +1,4 @@
-"""Samples that take long are told of, and judged by work that is counted: never by a clock."""
+"""Samples that take long are reported of, and judged by work that is counted: never by a clock."""
 
 from __future__ import annotations
 
@@ -54,26 +54,26 @@ def at_work(key: str, *, waits: bool = False) -> Iterator[None]:
         thread.join()
 
 
-def test_a_sample_that_takes_long_is_told_of_once_by_shard_and_key(caplog: pytest.LogCaptureFixture) -> None:
-    told: list[Any] = []
-    watcher = Watcher(lambda *what: told.append(what))
+def test_a_slow_sample_is_reported_once_by_shard_and_key(caplog: pytest.LogCaptureFixture) -> None:
+    reports: list[Any] = []
+    watcher = Watcher(lambda *what: reports.append(what))
     with at_work("slow"):
         watcher.look(1.0)  # it is seen for the first time
         for _ in range(4):
             watcher.look(AFTER_SECONDS / 2)
-    assert told == [("a.tar", "slow", AFTER_SECONDS)]
+    assert reports == [("a.tar", "slow", AFTER_SECONDS)]
     with caplog.at_level(logging.WARNING, "orchdata"):
-        slow.log(*told[0])
+        slow.log(*reports[0])
     assert "a.tar: sample 'slow' has taken 30 s" in caplog.text
 
 
 def test_waiting_for_storage_counts_for_nothing() -> None:
-    told: list[Any] = []
-    watcher = Watcher(lambda *what: told.append(what))
+    reports: list[Any] = []
+    watcher = Watcher(lambda *what: reports.append(what))
     with at_work("waits", waits=True):
         for _ in range(9):
             watcher.look(AFTER_SECONDS)
-    assert told == []
+    assert reports == []
 
 
 def test_megabytes_of_blanks_where_base64_may_stand_take_no_time() -> None:
@@ -131,8 +131,8 @@ def test_clips_leave_no_garbage(name: str) -> None:
     try:
         for _ in range(5):
             decode()
-        found = gc.collect()
+        collected = gc.collect()
     finally:
         gc.enable()
-    assert found == 0, f"{found} objects are left by 5 clips"
+    assert collected == 0, f"{collected} objects are left by 5 clips"
     assert sys.getrefcount(data) < 5

@@ -35,7 +35,7 @@ def no_space(*_: object, **__: object) -> None:
 
 
 class Trouble:
-    """Refuses calls that concern one file, until told to stop."""
+    """Refuses calls that concern one file, until it is stopped."""
 
     def __init__(self, name: str, number: int, times: float = float("inf")) -> None:
         self.name = name
@@ -158,8 +158,8 @@ def test_an_index_that_is_not_there_is_none_after_a_moment_of_trouble_too(
 
 
 def test_patience_is_for_the_whole_build_and_not_for_each_shard() -> None:
-    told: list[Exception] = []
-    patience = Patience(0.2, told.append)
+    warnings: list[Exception] = []
+    patience = Patience(0.2, warnings.append)
 
     def fail() -> None:
         raise StorageError("x", "no", errno.EIO)
@@ -181,19 +181,19 @@ def test_patience_is_for_the_whole_build_and_not_for_each_shard() -> None:
 
     with pytest.raises(StorageError):
         patience.keep_trying(count, StorageError)
-    assert len(told) == 1
+    assert len(warnings) == 1
     assert len(calls) == 1  # what the others waited is spent
 
 
 def test_a_shard_that_does_not_exist_is_not_waited_for() -> None:
-    told: list[Exception] = []
+    warnings: list[Exception] = []
     with pytest.raises(StorageError):
-        Patience(60, told.append).keep_trying(lambda: LocalFile("/nowhere/a.tar"), StorageError)
-    assert not told
+        Patience(60, warnings.append).keep_trying(lambda: LocalFile("/nowhere/a.tar"), StorageError)
+    assert not warnings
 
 
 @pytest.mark.parametrize("error", [TypeError("odd"), ValueError("int of 5000 digits"), RecursionError(), KeyError("x")])
-def test_whatever_measuring_a_sample_raises_is_its_failure(
+def test_an_exception_while_measuring_a_sample_fails_the_sample(
     texts: list[str], monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     measure, seen = costs_module.measure, [0]
@@ -223,7 +223,7 @@ def test_what_says_nothing_about_the_data_ends_the_build(
     assert open_index(texts, Recipe()) is None
 
 
-def test_whatever_scanning_a_shard_raises_is_its_failure(texts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_while_scanning_a_shard_fails_the_shard(texts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from orchdata.loaders.shards.tar import TarShard
 
     facts = TarShard.facts
@@ -239,7 +239,7 @@ def test_whatever_scanning_a_shard_raises_is_its_failure(texts: list[str], monke
     assert index.bad_rows().tolist() == [0]
     assert str(index.failure(0)) == f"{texts[0]}: cannot be scanned: TypeError: odd"
     assert len(index) == 101
-    again = build_index(texts, Recipe())  # nobody knows whether the reason lasts, so that a later build looks again
+    again = build_index(texts, Recipe())  # the reason may pass, so a later build reads it again
     assert (len(again), again.bad_rows().size) == (200, 0)
 
 
@@ -260,7 +260,7 @@ def test_a_damaged_shard_counts_by_its_samples(texts: list[str]) -> None:
         od.DataLoader(od.ShardDataset(texts), batch_size=10, on_error=policy)
 
 
-def test_what_lies_behind_damage_counts_too(texts: list[str]) -> None:
+def test_what_comes_after_damage_counts_too(texts: list[str]) -> None:
     member = os.path.getsize(texts[0]) // 100 // 512 * 512
     zero(texts[0], start=40 * member)
     with pytest.warns(UserWarning, match="damaged"):
@@ -303,7 +303,7 @@ def test_a_shard_rewritten_between_scan_and_measuring_is_scanned_again(
     assert len(index) == 150
 
 
-def test_a_shard_rewritten_behind_facts_that_were_kept_is_scanned_again(
+def test_a_shard_rewritten_after_its_facts_were_stored_is_scanned_again(
     texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build_index(texts, Recipe(), num_threads=1)

@@ -121,7 +121,7 @@ def test_text_that_yields_other_counts_than_the_index_names_the_sample(
     with pytest.raises(od.DataError) as raised:
         list(one)
     said = str(raised.value)
-    for part in ("sample 'a', field 'txt'", f"the index says {expected}", "tokenizer behind the recipe's id changed"):
+    for part in ("sample 'a', field 'txt'", f"the index says {expected}", "tokenizer of the recipe's id changed"):
         assert part in said
     assert "several threads use it" in said
 

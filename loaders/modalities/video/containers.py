@@ -118,6 +118,7 @@ def _indexed_bytes(content: memoryview) -> int:
 
 def _matroska_end(data: memoryview) -> int:
     """Return the end of its segment; 0 if it has no length, because it was streamed out. All elements are checked."""
+    # The head comes first, then the segment.
     size, at = _length(data, 4)
     if size is None:
         return 0
@@ -128,6 +129,7 @@ def _matroska_end(data: memoryview) -> int:
     end = len(data) if size is None else at + size
     if end > len(data):
         return end
+    # Walk over the elements of the segment.
     while at < end:
         width = 9 - data[at].bit_length()  # of its name
         if width > 4:

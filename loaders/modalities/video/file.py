@@ -21,7 +21,7 @@ from av.video.reformatter import VideoReformatter
 from orchdata.loaders.errors import DecodeError, pass_trouble
 from orchdata.loaders.interrupts import interrupts_deferred
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.modalities.checks import above_pixels
+from orchdata.loaders.modalities.checks import check_pixels
 from orchdata.loaders.modalities.image_decode import Pixels
 from orchdata.loaders.modalities.video.opened import TOGETHER, OpenedFile, exact, said
 from orchdata.loaders.modalities.video.timeline import ENCODE_AGAIN, Timeline
@@ -85,9 +85,7 @@ class VideoFile(OpenedFile):
         self._codec = self._stream.codec_context
         if self._codec is None:
             raise DecodeError("a video whose codec the installed FFmpeg libraries cannot decode: encode it again")
-        reason = above_pixels(self._codec.width, self._codec.height, self._limits, "video")
-        if reason is not None:
-            raise DecodeError(reason)
+        check_pixels(self._codec.width, self._codec.height, self._limits, "video")
         self._codec.options = options
         self._codec.thread_count = 1
         self._reformatter = VideoReformatter()
@@ -124,6 +122,7 @@ class VideoFile(OpenedFile):
         except av.FFmpegError as error:
             pass_trouble(error)
             raise DecodeError(f"damaged video: {said(error)}, after {len(ticks)} frames") from None
+        # Build the timeline from the times.
         self._begins = keyframes[0] if keyframes else 0
         last_ticks = last if self._format == "gif" else None  # a GIF has only delays
         self.timeline = Timeline.of(ticks, exact(self._stream.time_base), last_ticks)
@@ -226,9 +225,7 @@ class VideoFile(OpenedFile):
         return []
 
     def _upright(self, frame: Any) -> Pixels:
-        reason = above_pixels(frame.width, frame.height, self._limits, "video")
-        if reason is not None:
-            raise DecodeError(reason)
+        check_pixels(frame.width, frame.height, self._limits, "video")
         turned = _turned(frame)
         try:
             plain = self._reformatter.reformat(frame, format="rgb24", threads=1)

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from orchdata.loaders.errors import DecodeError, as_failure
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.modalities.checks import above_pixels
+from orchdata.loaders.modalities.checks import check_pixels
 from orchdata.loaders.modalities.image_header import READS_IMAGES, load_formats
 from orchdata.loaders.modalities.modality import Header, Heads, Modality, PartSize
 from orchdata.loaders.modalities.video.containers import is_video
@@ -78,9 +78,7 @@ class VideoFiles(Modality):
                 f"not a readable video: its header says {frames} frames of {width} x {height} pixels in "
                 f"{numerator} / {denominator} s"
             )
-        reason = above_pixels(width, height, limits, "video")
-        if reason is not None:
-            raise DecodeError(reason)
+        check_pixels(width, height, limits, "video")
         seconds = Fraction(numerator, denominator)
         if seconds > limits.audio_seconds:
             raise DecodeError(f"video of {float(seconds):.0f} s, above Limits.audio_seconds={limits.audio_seconds:g}")

@@ -104,6 +104,7 @@ def _header(data: memoryview, tables: Box, file_size: int) -> Header:
     children = _children(data, tables)
     if b"mvex" in children or b"mvhd" not in children:
         raise _NotPlain
+    # The movie must not be turned; only its one track may.
     movie = _content(data, children[b"mvhd"][0])
     at = 32 if movie[0] == 1 else 20
     movie_scale = _uint(movie, 20 if movie[0] == 1 else 12)
@@ -122,6 +123,7 @@ def _header(data: memoryview, tables: Box, file_size: int) -> Header:
         raise _NotPlain
     media_header = _content(data, media[b"mdhd"][0])
     scale = _uint(media_header, 20 if media_header[0] == 1 else 12)
+    # Times come from the tables, if an edit shows all frames.
     times = _times(data, table, file_size)
     _check_edits(data, track, times, scale, movie_scale)
     if not scale:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from orchdata.loaders.errors import DecodeError, pass_trouble
 from orchdata.loaders.interrupts import interrupts_deferred
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.modalities.checks import above_seconds
+from orchdata.loaders.modalities.checks import check_seconds
 from orchdata.loaders.modalities.cut_audio import TOLERANCE_SECONDS
 from orchdata.loaders.modalities.video.opened import OpenedFile, exact, said
 
@@ -86,6 +86,7 @@ class SoundTrack(OpenedFile):
         rate = int(self._codec.sample_rate or 0)
         if rate < 1:
             raise DecodeError(f"damaged sound: a rate of {rate} Hz")
+        # Find the end of the last packet.
         ends = last = None
         try:
             with closing(self._packets()) as packets:
@@ -105,11 +106,10 @@ class SoundTrack(OpenedFile):
             raise DecodeError(f"damaged sound: {said(error)}") from None
         if ends is None:
             raise DecodeError("a track of sound without any")
+        # Convert it to samples.
         seconds = ends * self._tick - self._begins
         frames = round(seconds * rate)
-        reason = above_seconds(frames, rate, self._limits)
-        if reason is not None:
-            raise DecodeError(reason)
+        check_seconds(frames, rate, self._limits)
         if frames < 1:
             raise DecodeError("a track of sound without any")
         self.rate, self.frames = rate, frames

@@ -81,7 +81,9 @@ def test_channels_are_averaged(channels):
 
 
 def riff(*chunks: tuple[bytes, bytes]) -> bytes:
-    body = b"".join(name + len(held).to_bytes(4, "little") + held + b"\0" * (len(held) % 2) for name, held in chunks)
+    body = b"".join(
+        name + len(content).to_bytes(4, "little") + content + b"\0" * (len(content) % 2) for name, content in chunks
+    )
     return b"RIFF" + (4 + len(body)).to_bytes(4, "little") + b"WAVE" + body
 
 
@@ -99,11 +101,11 @@ def test_samples_of_a_plain_wav_are_libsndfiles(channels, between):
 def test_any_other_wav_is_left_to_libsndfile():
     plain = encoded(tone(800, 16_000), 16_000, subtype="PCM_16")
     assert plain_wav(plain) is not None
-    behind = riff((b"fmt ", plain[20:36]), (b"data", plain[44:]), (b"LIST", b"INFO"))
+    chunk_after = riff((b"fmt ", plain[20:36]), (b"data", plain[44:]), (b"LIST", b"INFO"))
     unclosed = plain[:40] + bytes(4) + plain[44:]
     two_before = riff((b"fmt ", plain[20:36]), (b"LIST", b"INFO"), (b"fact", bytes(4)), (b"data", plain[44:]))
     others = [encoded(tone(800, 16_000), 16_000, subtype=kind) for kind in ("PCM_24", "PCM_U8", "FLOAT", "ALAW")]
-    for data in (behind, unclosed, two_before, plain[:-2], plain[:30], *others):
+    for data in (chunk_after, unclosed, two_before, plain[:-2], plain[:30], *others):
         assert plain_wav(data) is None
 
 
@@ -146,7 +148,7 @@ def test_no_rate_needs_a_huge_kernel(rate, new_rate):
     values = new * (orig + 2 * math.ceil(6 * orig / (0.99 * min(orig, new))))
     assert values <= 1 << 22 or min(new, orig) == 1
     assert math.isclose(float(ratio), new_rate / rate, rel_tol=1e-3)
-    if rate <= 192_000:  # a speed nobody hears; the length is cut or padded to the indexed one
+    if rate <= 192_000:  # an inaudible change of speed; the length is cut or padded to the indexed one
         assert math.isclose(float(ratio), new_rate / rate, rel_tol=3e-4)
 
 

@@ -191,8 +191,8 @@ def test_costs_count_the_padded_window_and_tokens_the_clip(tmp_path):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beside(od.AudioPreprocessor):
-    """Audio beside the text, of which `wrong` counts a token."""
+class WithoutTokens(od.AudioPreprocessor):
+    """Audio without tokens in the text; `wrong` counts one."""
 
     places = False
     slot = od.Slot(mark="")
@@ -205,12 +205,12 @@ class Beside(od.AudioPreprocessor):
 def test_a_part_without_a_place_takes_none(tmp_path):
     samples = [{"__key__": f"{n}", "wav": audio(0.5), "txt": b"word"} for n in range(2)]
     path = write_shard(tmp_path / "clips.tar", samples)
-    dataset = od.ShardDataset(path, recipe=od.Recipe(image=None, audio=Beside(num_mels=40)))
+    dataset = od.ShardDataset(path, recipe=od.Recipe(image=None, audio=WithoutTokens(num_mels=40)))
     (batch,) = od.DataLoader(dataset, batch_size=2, num_threads=0)
     assert batch.llm.input_ids.tolist() == [*b"wordword"]
     assert (batch.llm.labels == -100).tolist() == [True, False, False, False] * 2  # as without the clip
     assert batch.audio.num_tokens == 0
     assert batch.audio.features.shape == (2 * 52, 40)
-    wrong = od.ShardDataset(path, recipe=od.Recipe(image=None, audio=Beside(num_mels=40, wrong=True)))
+    wrong = od.ShardDataset(path, recipe=od.Recipe(image=None, audio=WithoutTokens(num_mels=40, wrong=True)))
     with pytest.raises(od.DataError, match="tokens are 0, as places=False says"):
         od.DataLoader(wrong, batch_size=2, num_threads=0)

@@ -58,7 +58,7 @@ class Worded(Points):
 
 
 @pytest.mark.parametrize(
-    ("held", "message"),
+    ("modalities", "message"),
     [
         ({"points": Points(), "clouds": Clouds()}, "clouds and points both claim the field 'npy'"),
         ({"points": Points(), "npy": Tracks()}, "npy and points both claim the field 'npy'"),
@@ -68,9 +68,9 @@ class Worded(Points):
         ({"worded": Worded()}, "image and worded both claim items of type 'image_url'"),
     ],
 )
-def test_claims_that_collide_are_refused(held: dict[str, od.Modality], message: str) -> None:
+def test_claims_that_collide_are_refused(modalities: dict[str, od.Modality], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        od.Recipe(**held)
+        od.Recipe(**modalities)
 
 
 def test_what_is_left_out_may_be_claimed_and_a_users_claim_goes_before_a_default() -> None:
@@ -86,7 +86,7 @@ def test_names_that_mean_something_else_are_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("held", "message"),
+    ("modalities", "message"),
     [
         ({"points": 3}, "Recipe.points must be an od.Modality, got int"),
         ({"points": Points}, "Recipe.points must be an od.Modality, got type"),
@@ -94,9 +94,9 @@ def test_names_that_mean_something_else_are_refused(name: str) -> None:
         ({"image": od.AudioPreprocessor()}, "Recipe.image must be ImagePreprocessor, got AudioPreprocessor"),
     ],
 )
-def test_what_is_no_modality_is_refused(held: dict[str, Any], message: str) -> None:
+def test_what_is_no_modality_is_refused(modalities: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError, match=message):
-        od.Recipe(**held)
+        od.Recipe(**modalities)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +111,7 @@ class Arrays(Points):
 
 
 @pytest.mark.parametrize(
-    ("held", "error", "message"),
+    ("modalities", "error", "message"),
     [
         ({"points": Arrays(name="positions")}, ValueError, "an array of points cannot be called 'positions'"),
         ({"points": Arrays(name="mask")}, ValueError, "'mask'"),
@@ -124,9 +124,11 @@ class Arrays(Points):
         ({"points": Arrays(dtype="float99")}, TypeError, "float99"),
     ],
 )
-def test_arrays_that_no_batch_can_hold_are_refused(held: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_arrays_that_no_batch_can_hold_are_refused(
+    modalities: dict[str, Any], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
-        od.Recipe(**held)
+        od.Recipe(**modalities)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,5 +176,5 @@ def test_a_modality_without_methods_says_which_it_lacks(tmp_path: Path) -> None:
 
     with pytest.raises(NotImplementedError, match=r"Nothing must define arrays\(\)"):
         od.Recipe(nothing=Nothing())
-    found = reasons(indexed(one_shard(tmp_path, {"nothing": b"data"}), od.Recipe(nothing=Uncounted())))
-    assert "must define count(), or probe() and count_header()" in found["s0"][1]
+    errors = reasons(indexed(one_shard(tmp_path, {"nothing": b"data"}), od.Recipe(nothing=Uncounted())))
+    assert "must define count(), or probe() and count_header()" in errors["s0"][1]

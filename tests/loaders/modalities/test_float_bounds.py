@@ -39,9 +39,9 @@ def test_float32_is_within_half_the_bound_of_float64() -> None:
 def test_an_error_of_ten_times_the_bound_is_found_wherever_it_is(times: int) -> None:
     exact = log_mel(torch.float32)
     bound = log_mel_bound(exact, -1)
-    for place in (np.unravel_index(at, exact.shape) for at in (exact.argmax(), exact.argmin(), 1234)):
+    for index in (np.unravel_index(at, exact.shape) for at in (exact.argmax(), exact.argmin(), 1234)):
         wrong = exact.copy()
-        wrong[place] += times * bound[place]
+        wrong[index] += times * bound[index]
         with pytest.raises(AssertionError, match=r"times the bound"):
             assert_log_mel_close(wrong, exact)
 

@@ -22,7 +22,7 @@ from orchdata.loaders.limits import Limits
 from orchdata.loaders.modalities.audio import AudioPreprocessor
 from orchdata.loaders.modalities.audio_decode import read_mono
 from orchdata.loaders.modalities.audio_header import Sound
-from orchdata.loaders.modalities.checks import above_pixels
+from orchdata.loaders.modalities.checks import check_pixels
 from orchdata.loaders.modalities.cut_audio import cut_reason
 from orchdata.loaders.modalities.image import ImagePreprocessor
 from orchdata.loaders.modalities.modality import Modality
@@ -48,9 +48,9 @@ class Length(NamedTuple):
 
 def header(kind: type[Modality], data: bytes, limits: Limits | None = None) -> Any:
     limits = limits or Limits()
-    found = read_header(kind, len(data), lambda count: data[:count], limits)
-    kind().count_header(found, limits)  # which holds it against the limits
-    return (Size if kind is IMAGE else Length)(*found)
+    facts = read_header(kind, len(data), lambda count: data[:count], limits)
+    kind().count_header(facts, limits)  # which holds it against the limits
+    return (Size if kind is IMAGE else Length)(*facts)
 
 
 def displayed_size(data: bytes) -> tuple[int, int] | None:
@@ -85,9 +85,9 @@ def test_image_sizes_equal_pillows(fixtures_dir: Path, folder: str) -> None:
         data = path.read_bytes()
         expected = displayed_size(data)
         if expected is None:
-            continue  # sound headers over damaged pixels: found when decoded
-        found = header(IMAGE, data)
-        assert (found.width, found.height) == expected, path
+            continue  # sound headers over damaged pixels: size when decoded
+        size = header(IMAGE, data)
+        assert (size.width, size.height) == expected, path
         compared += 1
     assert compared > 10
 
@@ -99,8 +99,8 @@ def test_audio_lengths_equal_what_soundfile_decodes(fixtures_dir: Path, folder: 
         if path.suffix.lower() not in AUDIO_SUFFIXES:
             continue
         data = path.read_bytes()
-        found = header(AUDIO, data)
-        assert (found.frames, found.rate) == decoded_frames(data), path
+        length = header(AUDIO, data)
+        assert (length.frames, length.rate) == decoded_frames(data), path
         compared += 1
     assert compared > 1
 
@@ -117,22 +117,25 @@ print(check_hostile(Path({folder!r}), {kind}))
 
 def check_hostile(folder: Path, kind: type[Modality]) -> int:
     """Compare every file with the oracle; returns how many have a header."""
-    found = 0
+    count = 0
     for path in sorted(folder.rglob("*")):
         if not path.is_file():
             continue
         data = path.read_bytes()
         expected = decoded_frames(data) if kind == AUDIO else displayed_size(data)
         try:
-            told = header(kind, data)
+            scanned = header(kind, data)
         except DecodeError as error:
             nothing_in_it = expected is None or (kind == AUDIO and expected[0] == 0)
             known = path.suffix in SKIPPED or path.name in CUT
             assert nothing_in_it or "above Limits" in str(error) or known, (path, error)
             continue
-        assert expected in (None, (told.frames, told.rate) if kind == AUDIO else (told.width, told.height)), path
-        found += 1
-    return found
+        assert expected in (
+            None,
+            (scanned.frames, scanned.rate) if kind == AUDIO else (scanned.width, scanned.height),
+        ), path
+        count += 1
+    return count
 
 
 SKIPPED = {
@@ -175,8 +178,8 @@ def test_sizes_are_as_displayed(form: str, orientation: int) -> None:
     exif = Image.Exif()
     exif[0x0112] = orientation
     data = encoded(Image.new("RGB", (40, 20)), form, exif=exif)
-    found = header(IMAGE, data)
-    assert (found.width, found.height) == ((20, 40) if orientation >= 5 else (40, 20)) == displayed_size(data)
+    size = header(IMAGE, data)
+    assert (size.width, size.height) == ((20, 40) if orientation >= 5 else (40, 20)) == displayed_size(data)
 
 
 def test_orientation_in_xmp_and_in_text_chunks() -> None:
@@ -186,8 +189,8 @@ def test_orientation_in_xmp_and_in_text_chunks() -> None:
     text.add_itxt("XML:com.adobe.xmp", xmp.decode())
     png = encoded(Image.new("RGB", (40, 20)), "PNG", pnginfo=text)
     for data in (jpeg, png):
-        found = header(IMAGE, data)
-        assert (found.width, found.height) == displayed_size(data) == (20, 40)
+        size = header(IMAGE, data)
+        assert (size.width, size.height) == displayed_size(data) == (20, 40)
 
 
 def test_a_size_that_lies_deep_is_found() -> None:
@@ -225,8 +228,8 @@ def sound(form: str, subtype: str, frames: int = 5_000, rate: int = 16_000, chan
 @pytest.mark.parametrize("channels", [1, 2])
 def test_audio_of_every_kind(form: str, subtype: str, channels: int) -> None:
     data = sound(form, subtype, rate=16_000, channels=channels)
-    found = header(AUDIO, data)
-    assert (found.frames, found.rate) == decoded_frames(data)
+    length = header(AUDIO, data)
+    assert (length.frames, length.rate) == decoded_frames(data)
 
 
 def test_odd_wav_sizes_are_what_soundfile_makes_of_them() -> None:
@@ -240,8 +243,8 @@ def test_odd_wav_sizes_are_what_soundfile_makes_of_them() -> None:
             with pytest.raises(DecodeError):
                 header(AUDIO, bytes(changed))
         else:
-            found = header(AUDIO, bytes(changed))
-            assert (found.frames, found.rate) == expected, size
+            length = header(AUDIO, bytes(changed))
+            assert (length.frames, length.rate) == expected, size
 
 
 def test_flac_without_a_total_is_counted() -> None:
@@ -351,7 +354,7 @@ def test_a_wav_written_to_a_pipe_declares_nothing(size: int) -> None:
     assert len(read_mono(bytes(data), Limits())[0]) == 8_000
 
 
-def test_an_empty_wav_with_chunks_behind_is_empty() -> None:
+def test_an_empty_wav_followed_by_chunks_is_empty() -> None:
     data = bytearray(noise("WAV", "PCM_16", 8_000)[:44])
     data[40:44] = bytes(4)
     with pytest.raises(DecodeError, match="without a single frame"):
@@ -393,7 +396,7 @@ def test_an_ogg_that_ends_with_a_whole_page_passes_and_joined_ones_do_not(subtyp
     assert header(AUDIO, data + b"OggS\0\0").frames == 80_000
     with pytest.raises(DecodeError, match="it ends inside an Ogg page"):
         header(AUDIO, b"".join(pages[:5]) + b"OggS\0\0")
-    with pytest.raises(DecodeError, match="several Ogg streams behind one another"):
+    with pytest.raises(DecodeError, match="several Ogg streams after one another"):
         header(AUDIO, data + data)
     assert whole or refused
 
@@ -412,11 +415,11 @@ def test_a_flac_header_alone_is_refused() -> None:
     data = noise("FLAC", "PCM_16")
     with pytest.raises(DecodeError, match=r"cut: \d+ bytes cannot hold the 80000 frames"):
         header(AUDIO, data[: len(data) // 5])
-    told = bytearray(data[:42])
-    told[12:18] = bytes(6)  # the sizes of frames are not told
-    told[21:26] = (told[21] & 0xF0 << 32 | 1 << 34).to_bytes(5)
+    head = bytearray(data[:42])
+    head[12:18] = bytes(6)  # without the sizes of frames
+    head[21:26] = (head[21] & 0xF0 << 32 | 1 << 34).to_bytes(5)
     with pytest.raises(DecodeError, match="cannot hold|damaged audio"):
-        header(AUDIO, bytes(told) + bytes(1_000))
+        header(AUDIO, bytes(head) + bytes(1_000))
 
 
 @given(st.binary(max_size=400), st.sampled_from(WHOLE_OR_CUT), st.integers(0, 3_000))
@@ -454,19 +457,19 @@ def test_a_vbr_mp3_without_a_tag_is_refused_where_the_decoder_stops_early() -> N
         read_mono(untagged, Limits())
 
 
-def test_mp3s_behind_one_another_are_refused_and_tags_are_not() -> None:
+def test_consecutive_mp3s_are_an_error_and_tags_are_not() -> None:
     first, second = mp3(2), mp3(3)
     for joined in (first + second, first + b"ID3\x04\0\0\0\0\0\x0a" + bytes(10) + second):
-        with pytest.raises(DecodeError, match="several MP3 streams behind one another"):
+        with pytest.raises(DecodeError, match="several MP3 streams after one another"):
             header(AUDIO, joined)
-        with pytest.raises(DecodeError, match="several MP3 streams behind one another"):
+        with pytest.raises(DecodeError, match="several MP3 streams after one another"):
             read_mono(joined, Limits())
     tagged = first + b"APETAGEX" + bytes(400) + b"TAG" + bytes(125)
     assert header(AUDIO, tagged).frames == 2 * 16_000
     assert len(read_mono(tagged, Limits())[0]) == 2 * 16_000
 
 
-def test_a_flac_with_a_tag_behind_it_is_read_to_the_length_its_header_tells() -> None:
+def test_a_flac_followed_by_a_tag_is_read_to_the_length_in_its_header() -> None:
     data = noise("FLAC", "PCM_16")
     frames = header(AUDIO, data).frames
     for tail in (b"TAG" + bytes(125), b"TAG" + b"\xff" * 125):
@@ -477,10 +480,10 @@ def test_a_flac_with_a_tag_behind_it_is_read_to_the_length_its_header_tells() ->
 
 
 @pytest.mark.parametrize("subtype", ["ULAW", "ALAW", "PCM_16"])
-@pytest.mark.parametrize("told", [True, False])
-def test_a_cut_sphere_is_refused(subtype: str, told: bool) -> None:
+@pytest.mark.parametrize("has_size", [True, False])
+def test_a_cut_sphere_is_refused(subtype: str, has_size: bool) -> None:
     data = noise("NIST", subtype)
-    if not told and subtype != "PCM_16":
+    if not has_size and subtype != "PCM_16":
         data = data.replace(b"sample_n_bytes", b"sample_x_bytes")
     whole = header(AUDIO, data).frames
     assert whole > 16_000
@@ -489,9 +492,9 @@ def test_a_cut_sphere_is_refused(subtype: str, told: bool) -> None:
 
 
 def test_a_side_that_no_resizer_takes_is_refused_and_not_taken_for_a_lack_of_memory() -> None:
-    assert above_pixels(1 << 25, 1, Limits()) is None
-    reason = above_pixels((1 << 25) + 1, 1, Limits())
-    assert reason == "image of 33554433x1 pixels: no side above 33554432 can be resized"
+    check_pixels(1 << 25, 1, Limits())
+    with pytest.raises(DecodeError, match="image of 33554433x1 pixels: no side above 33554432 can be resized"):
+        check_pixels((1 << 25) + 1, 1, Limits())
 
 
 def test_no_function_of_pythons_is_called_out_of_libsndfile() -> None:
@@ -509,7 +512,7 @@ def test_no_function_of_pythons_is_called_out_of_libsndfile() -> None:
     assert "close" in called and not [name for name in called if name.startswith("vio")]
 
 
-def test_an_interrupt_while_a_clip_is_closed_counts_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_while_a_clip_is_closed_is_delivered_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
     opened = Sound(sound("FLAC", "PCM_16"))
     monkeypatch.setattr(soundfile.SoundFile, "flush", lambda _: signal.raise_signal(signal.SIGINT))
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it

@@ -64,11 +64,11 @@ def test_zeros_before_the_end_marker_do_not_matter():
 def test_flaws_before_the_scan_do_not_matter():
     clean = jpeg()
     expected = pixels_of(clean, (320, 240))
-    junk = clean[:20] + b"\x00\x01junk" + clean[20:]  # behind the JFIF segment
+    junk = clean[:20] + b"\x00\x01junk" + clean[20:]  # after the JFIF segment
     profile = clean[:2] + b"\xff\xe2" + struct.pack(">H", 2 + 14) + b"ICC_PROFILE\0\x09\x02" + clean[2:]
     for flawed in (junk, profile):
         np.testing.assert_array_equal(pixels_of(flawed, (320, 240)), expected)
-        with pytest.raises(DecodeError, match="damaged JPEG"):  # but damage behind them does
+        with pytest.raises(DecodeError, match="damaged JPEG"):  # but damage after them does
             pixels_of(flipped(flawed), (320, 240))
 
 
@@ -125,10 +125,10 @@ def test_a_cut_image_is_refused_or_whole(name: str, tokens: int) -> None:
     whole = indexed_and_decoded(data, pre)
     for share in (0.2, 0.5, 0.95):
         try:
-            found = indexed_and_decoded(data[: int(len(data) * share)], pre)
+            decoded = indexed_and_decoded(data[: int(len(data) * share)], pre)
         except DecodeError:
             continue
-        np.testing.assert_array_equal(found, whole)
+        np.testing.assert_array_equal(decoded, whole)
 
 
 @pytest.mark.parametrize("name", sorted(CUT_CASES.keys() - BLIND))

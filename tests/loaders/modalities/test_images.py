@@ -173,8 +173,8 @@ def resized_by(resizer: str, upright: Image.Image, target: tuple[int, int], resa
     tensor = torch.from_numpy(np.array(upright)).permute(2, 0, 1).contiguous()[None]
     if resample == "bilinear" and not image_decode._has_bilinear_bytes():
         tensor = tensor.float()
-    found = torch.nn.functional.interpolate(tensor, target[::-1], mode=resample, align_corners=False, antialias=True)
-    return found[0].permute(1, 2, 0).numpy()
+    resized = torch.nn.functional.interpolate(tensor, target[::-1], mode=resample, align_corners=False, antialias=True)
+    return resized[0].permute(1, 2, 0).numpy()
 
 
 @pytest.mark.parametrize("resizer", ["pillow", "torchvision"])
@@ -290,7 +290,7 @@ def test_pass_order_is_that_of_the_installed_pillow():
         ({"resizer": "torch"}, 'is called "torchvision"'),
         ({"resample": "nearest"}, "resample must be one of"),
         ({"alpha": "black"}, "alpha must be one of"),
-        ({"max_pixels": 10_000}, "is of rule='qwen2_vl'"),
+        ({"max_pixels": 10_000}, "belongs to rule='qwen2_vl'"),
         ({"rule": "qwen2_vl", "min_pixels": 10**9}, "above max_pixels"),
         ({"rule": "qwen2_vl", "max_pixels": 0}, "at least 1"),
         ({"temporal_patch_size": 0}, "at least 1"),

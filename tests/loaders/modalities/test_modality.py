@@ -44,20 +44,20 @@ def test_an_index_holds_what_counting_by_hand_gives(tmp_path: Path) -> None:
         assert sizes["tracks"] == [od.PartSize(n, -(-n // 2), n, (n,)) for n in lengths]
     for name in NAMES[1:]:
         sizes = parts_of(index, name)
-        told = index.totals["modalities"][name]
-        assert told["parts"] == len(sizes) > 0
-        assert told["positions"] == sum(size.positions for size in sizes)
-        assert told["tokens"] == sum(size.tokens for size in sizes)
-        assert told["max_positions"] == max(size.positions for size in sizes)
-    media = sum(told["tokens"] for told in index.totals["modalities"].values())
+        totals = index.totals["modalities"][name]
+        assert totals["parts"] == len(sizes) > 0
+        assert totals["positions"] == sum(size.positions for size in sizes)
+        assert totals["tokens"] == sum(size.tokens for size in sizes)
+        assert totals["max_positions"] == max(size.positions for size in sizes)
+    media = sum(totals["tokens"] for totals in index.totals["modalities"].values())
     assert index.totals["llm_tokens"] == media  # text's tokens are in it
 
 
 def test_each_modality_gets_an_extent_of_its_own_width(tmp_path: Path) -> None:
     recipe = recipe_of(tracks=Tracks(), wide=Wide())
     index = indexed(one_shard(tmp_path, {"jpg": jpeg(64, 32), "track": track(6), "wide": track(5)}), recipe)
-    found = {name: parts_of(index, name, recipe)[0].extent for name in ("image", "tracks", "wide")}
-    assert found == {"image": (4, 8), "tracks": (6,), "wide": (5, 7, 9)}
+    extents = {name: parts_of(index, name, recipe)[0].extent for name in ("image", "tracks", "wide")}
+    assert extents == {"image": (4, 8), "tracks": (6,), "wide": (5, 7, 9)}
 
 
 # Sizes that are none
@@ -94,12 +94,12 @@ def test_what_is_no_size_fails_its_sample_alone(tmp_path: Path) -> None:
     samples = [{"odd": data} for kind in kinds for data in (kind, b"NumPy")]
     recipe = recipe_of(odd=Odd())
     index = indexed(one_shard(tmp_path, *samples), recipe)
-    found = reasons(index)
-    assert list(found) == [f"s{2 * place}" for place in range(len(kinds))]
-    assert {field for field, _ in found.values()} <= {"odd", "*"}
-    assert found["s0"] == ("odd", "cannot be measured: TypeError: 'float' object cannot be interpreted as an integer")
-    assert found["s14"] == ("odd", "cannot be measured: RuntimeError: no idea")
-    # What the failed ones would have left behind would be found here.
+    errors = reasons(index)
+    assert list(errors) == [f"s{2 * number}" for number in range(len(kinds))]
+    assert {field for field, _ in errors.values()} <= {"odd", "*"}
+    assert errors["s0"] == ("odd", "cannot be measured: TypeError: 'float' object cannot be interpreted as an integer")
+    assert errors["s14"] == ("odd", "cannot be measured: RuntimeError: no idea")
+    # What the failed ones would have left would show here.
     assert parts_of(index, "odd", recipe) == [od.PartSize(4, 1, 4, (2,))] * len(kinds)
 
 
@@ -125,9 +125,9 @@ class FromHeader(Numbers):
 
 
 def test_a_header_that_no_column_holds_fails_its_sample_alone(tmp_path: Path) -> None:
-    told = [b"5", str(2**63).encode(), b"6", b"1 2", b"7", b"1.5", str(2**63 - 1).encode(), b"word"]
+    contents = [b"5", str(2**63).encode(), b"6", b"1 2", b"7", b"1.5", str(2**63 - 1).encode(), b"word"]
     recipe = recipe_of(odd=FromHeader())
-    index = indexed(one_shard(tmp_path, *[{"odd": data} for data in told]), recipe)
+    index = indexed(one_shard(tmp_path, *[{"odd": data} for data in contents]), recipe)
     assert list(reasons(index)) == ["s1", "s3", "s5", "s7"]
     assert reasons(index)["s1"][1] == f"probe() gave ({2**63},), not num_facts=1 integers of 64 bits"
     assert index.member_header[:, 0].tolist() == [5, 6, 7, 2**63 - 1]
@@ -138,7 +138,7 @@ def test_a_header_that_no_column_holds_fails_its_sample_alone(tmp_path: Path) ->
 
 @dataclass(frozen=True, kw_only=True)
 class Video(Tracks):
-    """Named as what conversations of today name beside their text."""
+    """Named as what conversations of today name next to their text."""
 
     fields = ("mp4",)
     words = ("video_url",)
@@ -168,9 +168,9 @@ def test_records_may_name_a_users_modality(tmp_path: Path, record: Any) -> None:
 
 
 def test_a_mark_without_its_part_is_refused(tmp_path: Path) -> None:
-    found = reasons(indexed(one_shard(tmp_path, {"txt": b"a <points> of view"}, {"npy": cloud(3), "txt": b"<track>"})))
-    assert found["s0"][1].endswith('where the mark is text, give the modality slot = od.Slot(mark="")')
-    assert found["s1"][1].startswith("<track> placeholder 1 of 1 has no tracks")
+    errors = reasons(indexed(one_shard(tmp_path, {"txt": b"a <points> of view"}, {"npy": cloud(3), "txt": b"<track>"})))
+    assert errors["s0"][1].endswith('where the mark is text, give the modality slot = od.Slot(mark="")')
+    assert errors["s1"][1].startswith("<track> placeholder 1 of 1 has no tracks")
     unmarked = indexed(one_shard(tmp_path, {"txt": b"a <clouds> of view"}), recipe_of(clouds=Clouds()))
     assert reasons(unmarked) == {}
 
@@ -272,17 +272,17 @@ def test_parts_counted_from_bytes_are_no_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("held", "error", "message"),
+    ("modalities", "error", "message"),
     [
         ({"thumb": od.ImagePreprocessor()}, ValueError, "thumb and image both claim jpg, jpeg, jpe, ...: give thumb"),
         ({"audoi": None}, TypeError, "the recipe has no 'audoi' to leave out"),
     ],
 )
 def test_keywords_that_take_over_or_do_nothing_are_refused(
-    held: dict[str, Any], error: type[Exception], message: str
+    modalities: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        od.Recipe(**held)
+        od.Recipe(**modalities)
 
 
 class OwnImage(Points):

@@ -74,7 +74,7 @@ def probed(tmp_path: Path) -> Any:
     return run
 
 
-def test_headers_are_kept_for_a_probe_and_its_version_whatever_its_parameters(probed: Any) -> None:
+def test_headers_are_kept_for_a_probe_and_its_version_under_all_parameters(probed: Any) -> None:
     assert probed(Counted(stride=2)) == 6
     assert probed(Counted(stride=3)) == 0  # the failed one is not tried again either
     assert probed(Same()) == 6  # its class attributes may be what the probe reads
@@ -114,8 +114,8 @@ def test_damaged_headers_are_probed_again(probed: Any, private_cache: Path, dama
 
 def test_headers_of_another_width_are_not_taken_for_its_own(probed: Any) -> None:
     assert probed(Counted()) == 6
-    found = reasons(indexed(probed.shard, recipe_of(tracks=TwoFacts())))
-    assert found["s0"] == ("track", "probe() gave (3,), not num_facts=2 integers of 64 bits")
+    errors = reasons(indexed(probed.shard, recipe_of(tracks=TwoFacts())))
+    assert errors["s0"] == ("track", "probe() gave (3,), not num_facts=2 integers of 64 bits")
 
 
 def test_a_changed_shard_is_probed_again(probed: Any) -> None:

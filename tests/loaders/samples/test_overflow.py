@@ -24,7 +24,7 @@ def texts(*lengths: int, loss: bool = True) -> list[Span]:
     """Text of these lengths, every second one without loss, whose ids count from 0."""
     ends = np.cumsum(lengths).tolist()
     spans = [np.arange(end - length, end, dtype=np.int32) for end, length in zip(ends, lengths, strict=True)]
-    return [TextSpan(ids, loss and place % 2 == 0, leads=place == 0) for place, ids in enumerate(spans)]
+    return [TextSpan(ids, loss and index % 2 == 0, leads=index == 0) for index, ids in enumerate(spans)]
 
 
 def image(tokens: int, member: int = 0) -> MediaSlot:
@@ -33,8 +33,10 @@ def image(tokens: int, member: int = 0) -> MediaSlot:
 
 def sequence(spans: list[Span]) -> tuple[list[int], list[bool]]:
     """Ids and loss of text."""
-    held = [span for span in spans if isinstance(span, TextSpan)]
-    return [id for span in held for id in span.token_ids.tolist()], [x for span in held for x in span.loss_mask()]
+    texts_only = [span for span in spans if isinstance(span, TextSpan)]
+    return [id for span in texts_only for id in span.token_ids.tolist()], [
+        x for span in texts_only for x in span.loss_mask()
+    ]
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(2, 50))
@@ -46,7 +48,7 @@ def test_pieces_are_the_sample_in_turn(lengths: list[int], limit: int) -> None:
     assert [id for piece in pieces for id in sequence(piece)[0]] == ids
     assert sizes == [limit] * (len(sizes) - 1) + [len(ids) - limit * (len(sizes) - 1)]
     assert 1 <= sizes[-1] <= limit
-    expected = [carries and place % limit != 0 for place, carries in enumerate(loss)]
+    expected = [carries and index % limit != 0 for index, carries in enumerate(loss)]
     assert [carries for piece in pieces for carries in sequence(piece)[1]] == expected
     if len(ids) <= limit:
         assert pieces[0] is spans

@@ -171,7 +171,7 @@ def test_a_recipe_without_images_leaves_them_alone_but_for_placeholders():
     assert measure(members, texts, recipe).used_members == [1]
     with pytest.raises(FieldError, match="recipe has no image preprocessor"):
         composed(*sample(recipe, jpg=None, txt="<image>"), recipe)
-    with pytest.raises(FieldError, match=r"no usable field among: jpg; the recipe asks for audio, text"):
+    with pytest.raises(FieldError, match=r"no usable field among: jpg; the recipe reads audio, text"):
         composed(*sample(recipe, jpg=None), recipe)
 
 

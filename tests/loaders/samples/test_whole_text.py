@@ -66,7 +66,7 @@ class Between(od.Modality):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beside(Between):
+class WithoutTokens(Between):
     """Parts without tokens."""
 
     fields = ("sound",)
@@ -80,7 +80,7 @@ class Beside(Between):
 def recipe_of(template: object = None, tokenizer: object = None, **options: object) -> Recipe:
     given = {"template": template} if template is not None else {}
     text = od.TextPreprocessor(tokenizer or trained(), **given, **options)
-    return Recipe(image=Marked(), clip=Between(), sound=Beside(), audio=None, text=text)
+    return Recipe(image=Marked(), clip=Between(), sound=WithoutTokens(), audio=None, text=text)
 
 
 SIZES = {"image": PartSize(2, 4), "clip": PartSize(3, 3), "sound": PartSize(3, 0)}
@@ -216,7 +216,7 @@ def test_a_text_that_holds_a_mark_is_refused_and_never_shifts_a_part(fields, mes
     assert message in caught.value.reason
 
 
-def test_a_mark_beside_items_is_refused_under_a_plain_template_too():
+def test_a_mark_next_to_items_is_an_error_under_a_plain_template_too():
     items = [{"type": "image"}, {"type": "text", "text": f"the mark {PAD}"}]
     with pytest.raises(FieldError, match="its text holds"):
         composed(recipe_of(), image=None, json=[{"role": "user", "content": items}, ANSWER])

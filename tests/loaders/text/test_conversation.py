@@ -116,14 +116,14 @@ def test_a_turn_that_would_lose_something_is_refused_by_its_key(turn, message):
         ({"conversations": [ASK, {"role": "assistant", "content": "It snows."}]}, "two conversations that differ"),
     ],
 )
-def test_a_conversation_that_would_lose_what_stands_beside_it_is_refused_by_its_key(record, message):
+def test_a_conversation_that_would_lose_its_context_fails_and_names_the_key(record, message):
     with pytest.raises(DecodeError) as caught:
         said({"messages": [ASK, ANSWER], **record})
     assert message in caught.value.reason
 
 
 @pytest.mark.parametrize(
-    "beside",
+    "context",
     [
         {"tools": [], "functions": None, "system": "", "documents": {}, "chosen": None},
         {"tools": "[]", "system_prompt": " "},
@@ -155,10 +155,10 @@ def test_a_conversation_that_would_lose_what_stands_beside_it_is_refused_by_its_
         {"tokens": [1, 2], "scores": {"helpful": 3}, "thinking_tokens": 120},
     ],
 )
-def test_metadata_nulls_and_what_is_said_anyway_pass(beside, keys):
+def test_metadata_nulls_and_what_is_said_anyway_pass(context, keys):
     user = {**ASK, "weight": 0, "train": False, "id": 1}
-    found = said({"messages": [user, {**ANSWER, **keys}], **beside})
-    assert found == [("user", ASK["content"]), ("assistant", "It rains.")]
+    turns = said({"messages": [user, {**ANSWER, **keys}], **context})
+    assert turns == [("user", ASK["content"]), ("assistant", "It rains.")]
 
 
 @pytest.mark.parametrize("role", ["Assistant", "ASSISTANT", "asistant", "function_call", "model", "prompter", ""])
@@ -239,7 +239,7 @@ def test_words_that_are_not_read_are_refused_where_the_sample_has_no_others(valu
 @pytest.mark.parametrize(
     "value", [{"width": 5}, {"exif": {"text": "x"}}, [1, 2], [], 7, None, {"prompt": None}, {"class_text": "cat"}]
 )
-def test_metadata_beside_an_image_passes(value):
+def test_metadata_next_to_an_image_passes(value):
     assert measured(images=1, json=json.dumps(value).encode()).llm_tokens == 4  # 56 x 56 at patch 14, merged 2 x 2
 
 
@@ -287,7 +287,7 @@ CAULDRON = [{"user": "q", "assistant": "a", "source": "x"}]
         ("utterance", "x"),
     ],
 )
-def test_a_parquet_column_of_words_beside_media_is_read_or_refused(tmp_path: Path, column: str, cell: object):
+def test_a_parquet_column_of_words_next_to_media_is_read_or_an_error(tmp_path: Path, column: str, cell: object):
     pixels = io.BytesIO()
     Image.new("RGB", (56, 56)).save(pixels, "PNG")
     columns = {"key": ["words", "empty"], "image": [{"bytes": pixels.getvalue()}] * 2, "label": ["cat"] * 2}
@@ -303,7 +303,7 @@ def test_a_parquet_column_of_words_beside_media_is_read_or_refused(tmp_path: Pat
 def test_columns_of_a_question_and_its_answer_are_named_together(tmp_path: Path):
     pq.write_table(pa.table({"question": ["What?"], "answer": ["That."]}), tmp_path / "a.parquet")
     dataset = od.ShardDataset(str(tmp_path / "a.parquet"))
-    with pytest.raises(od.DataError, match="'question': holds the sample's only words and is not read: 'answer' too:"):
+    with pytest.raises(od.DataError, match="'question': has the sample's only words and is not read: 'answer' too:"):
         list(od.DataLoader(dataset, batch_size=1, num_threads=0))
 
 
@@ -365,17 +365,17 @@ def test_an_empty_conversation_gives_way_to_text():
 
 def test_two_json_members_must_not_say_two_things():
     other = {"messages": [ANSWER, ANSWER]}
-    with pytest.raises(FieldError, match=r"a second conversation, beside that of a\.json") as caught:
+    with pytest.raises(FieldError, match=r"a second conversation, besides that of a\.json") as caught:
         measured(a_json=[ANSWER], b_json=other)
     assert caught.value.field == "b.json"
-    with pytest.raises(FieldError, match=r"a second text, beside that of a\.json"):
+    with pytest.raises(FieldError, match=r"a second text, besides that of a\.json"):
         measured(a_json={"text": "one"}, b_json={"text": "other"})
     assert measured(a_json=[ANSWER], b_json={"messages": [ANSWER]}).llm_tokens == len("[assistant]It rains.;")
     assert measured(a_json=[ANSWER], b_json={"width": 3}, c_json={"text": "a caption"}).used_members == [0]
 
 
 @pytest.mark.parametrize("field", ["tools", "tools_json", "system", "system_txt", "reasoning", "1_tools_json"])
-def test_a_field_beside_the_chats_must_not_be_lost(field):
+def test_a_field_next_to_the_chat_must_not_be_lost(field):
     with pytest.raises(FieldError, match=f"has '{field.split('_')[-2 if field[0] == '1' else 0]}', which no template"):
         measured(json=[ASK, ANSWER], **{field: TOOLS if "tools" in field else "You are a weatherman."})
     assert measured(json=[ASK, ANSWER], **{field: "[]"}).used_members == [0]
@@ -447,12 +447,12 @@ TURNS = st.lists(
 @given(value=ANY_JSON | TURNS | st.dictionaries(KEYS, TURNS | ANY_JSON), images=st.integers(0, 2), field=st.booleans())
 def test_any_json_is_counted_or_refused_with_field_and_reason(value, images, field):
     try:
-        found = measured(images=images, **{"json" if field else "tools": json.dumps(value).encode()})
+        counts = measured(images=images, **{"json" if field else "tools": json.dumps(value).encode()})
     except FieldError as error:
         assert error.field and error.reason
         assert len(error.reason) < 1000
     else:
-        assert found.llm_tokens > 0
+        assert counts.llm_tokens > 0
 
 
 @pytest.mark.parametrize(

@@ -66,9 +66,9 @@ def test_a_tokenizer_of_transformers_is_taken_as_it_is():
     pre = od.TextPreprocessor(tokenizer)
     text = "A cat \U0001f600 on\n\nthe mat.<|im_end|>"
     expected = tokenizer(text, return_offsets_mapping=True)
-    found = pre.encode_whole(text, add_special_tokens=True)
-    assert found.ids.tolist() == expected["input_ids"] and found.ids.dtype == np.int32
-    assert list(zip(found.starts.tolist(), found.ends.tolist(), strict=True)) == expected["offset_mapping"]
+    encoded = pre.encode_whole(text, add_special_tokens=True)
+    assert encoded.ids.tolist() == expected["input_ids"] and encoded.ids.dtype == np.int32
+    assert list(zip(encoded.starts.tolist(), encoded.ends.tolist(), strict=True)) == expected["offset_mapping"]
     assert pre.id != od.TextPreprocessor(hf_tokenizer(bos="<bos>")).id
     with pytest.raises(DecodeError, match="failed"):
         pre.encode_whole("\ud800", add_special_tokens=True)
@@ -82,11 +82,11 @@ def test_a_tokenizer_that_tells_no_offsets_is_refused_with_the_way_out():
         def __call__(self, text: str) -> list[int]:
             return []
 
-    with pytest.raises(ValueError, match=r"Slow tells no offsets.*wrap it, as in TextPreprocessor\(lambda text"):
+    with pytest.raises(ValueError, match=r"Slow has no offsets.*wrap it, as in TextPreprocessor\(lambda text"):
         od.TextPreprocessor(Slow())
 
 
-def test_a_tokenizer_unlike_what_is_behind_it_is_refused():
+def test_a_tokenizer_that_differs_from_its_backend_is_an_error():
     pytest.importorskip("transformers")
     tokenizer = hf_tokenizer()
 
@@ -95,7 +95,7 @@ def test_a_tokenizer_unlike_what_is_behind_it_is_refused():
             return {"input_ids": [1, 2, 3]}
 
     tokenizer.__class__ = Other
-    with pytest.raises(ValueError, match="gives other ids than the tokenizer behind it"):
+    with pytest.raises(ValueError, match="gives other ids than its backend tokenizer"):
         od.TextPreprocessor(tokenizer)
 
 

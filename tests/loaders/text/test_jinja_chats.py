@@ -1,4 +1,4 @@
-"""Chats under models' own templates: ids and masks are those of transformers, whatever the chat holds."""
+"""Chats under models' own templates: ids and masks are those of transformers, for every chat."""
 
 from __future__ import annotations
 
@@ -101,10 +101,10 @@ def test_a_known_frame_tells_what_rendering_again_tells(name, monkeypatch):
         images = 2 * (name in ("qwen2-vl", "vicuna"))
         turns = [turn for _ in range(1 + seed % 3) for turn in plain_chat(draw, system=False)]
         chat = media_chat(draw, images) if images else turns
-        found = composed(recipe, chat, images)
+        tokens = composed(recipe, chat, images)
         with monkeypatch.context() as patch:
             patch.setattr(rendering, "_known_spans", without)
-            assert composed(recipe, chat, images) == found
+            assert composed(recipe, chat, images) == tokens
     assert sum(spans is not None for spans in used) >= 15
 
 
@@ -112,8 +112,8 @@ def test_a_known_frame_tells_what_rendering_again_tells(name, monkeypatch):
 def test_a_tokenizer_that_writes_blanks_into_words_gives_the_same(name):
     tokenizer, template, mark = like_llama2(), NAMED[name], "<|image_pad|>"
     rendered = od.ChatTemplate.from_jinja(template, **tokenizer.special_tokens_map)
-    places = {"image_placeholder": mark, "image_token_id": tokenizer.convert_tokens_to_ids(mark)}
-    recipe = Recipe(text=od.TextPreprocessor(tokenizer, template=rendered, **places))
+    marks = {"image_placeholder": mark, "image_token_id": tokenizer.convert_tokens_to_ids(mark)}
+    recipe = Recipe(text=od.TextPreprocessor(tokenizer, template=rendered, **marks))
     for seed in range(20):
         draw = random.Random(seed)
         images = draw.randint(0, 3) * (name == "qwen2-vl")
@@ -173,7 +173,7 @@ def test_a_template_of_items_alone_gets_items():
     assert composed(recipe, chat, 1) == expected
 
 
-def test_the_end_mark_is_learned_and_the_blank_behind_it_is_not():
+def test_the_end_mark_is_learned_and_the_blank_after_it_is_not():
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     assert decoded(recipe_of(untagged(CHATML)), chat)[1] == "b<|im_end|>"
     assert decoded(recipe_of(untagged(NAMED["gemma"]), "<bos>"), chat)[1] == "b<end_of_turn>"
@@ -219,8 +219,8 @@ def test_sharegpt_with_tools_is_openai_with_tools():
     expected = composed(recipe, openai())
     assert composed(recipe, sharegpt()) == expected
     record = sharegpt()
-    beside = {name: record.pop(name) for name in ("tools", "system")}
-    assert composed(recipe, record, **beside) == expected  # columns of a row
+    columns = {name: record.pop(name) for name in ("tools", "system")}
+    assert composed(recipe, record, **columns) == expected  # columns of a row
     tagged = TAGGED["qwen3"]
     assert expected == reference(hf_tokenizer(), tagged, openai()["messages"], tools=[TOOL])
 
@@ -262,7 +262,7 @@ def test_of_prompt_and_completion_only_the_completion_is_learned():
 
 
 @pytest.mark.parametrize("end", ["<|im_end|>", ""])
-def test_an_eos_behind_the_chat_is_no_answers(end):
+def test_an_eos_after_the_chat_belongs_to_no_answer(end):
     turn = "{% for m in messages %}{{ '<' + m.role + '>\\n' + m.content + '" + end + "\\n' }}{% endfor %}"
     template = turn + "{% if add_generation_prompt %}{{ '<assistant>\\n' }}{% else %}{{ eos_token }}{% endif %}"
     expected = ["A.<|im_end|>", "B.<|im_end|>"] if end else ["A.\n", "B.\n</s>"]  # where it is all that ends an answer
@@ -286,10 +286,10 @@ def test_a_chat_whose_answers_are_all_masked_has_no_loss():
         # Nothing is generated, by its own account.
         ("{% for m in messages %}{{ m.content }}{% endfor %}{% generation %}{% endgeneration %}", "marks nothing"),
         # It says an answer twice.
-        ("{% for m in messages %}{{ m.content }}\n{% endfor %}{{ messages[1].content }}", "cannot be told"),
+        ("{% for m in messages %}{{ m.content }}\n{% endfor %}{{ messages[1].content }}", "cannot be located"),
     ],
 )
-def test_an_answer_that_cannot_be_told_is_refused(template, message):
+def test_an_answer_that_cannot_be_located_is_an_error(template, message):
     with pytest.raises(FieldError) as caught:
         composed(recipe_of(template), [ASK, ANSWER, ASK, ANSWER])
     assert message in caught.value.reason
@@ -354,9 +354,9 @@ def test_blanks_that_a_tokenizer_trims_from_offsets_mask_no_later_answer():
     tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
     recipe = Recipe(text=od.TextPreprocessor(tokenizer, template=od.ChatTemplate.from_jinja(tokenizer)))
     chat = [ASK, {**ANSWER, "content": " It rains.\n\nStill."}, ASK, ANSWER]
-    found = composed(recipe, chat)
-    assert found == reference(tokenizer, CHATML, chat, masked=(9,))  # none of its two answers
-    assert sum(reference(tokenizer, CHATML, chat).loss) in (0, sum(found.loss)) and sum(found.loss) > 0
+    tokens = composed(recipe, chat)
+    assert tokens == reference(tokenizer, CHATML, chat, masked=(9,))  # none of its two answers
+    assert sum(reference(tokenizer, CHATML, chat).loss) in (0, sum(tokens.loss)) and sum(tokens.loss) > 0
 
 
 def odd(draw: random.Random, depth: int = 0) -> Any:

@@ -50,7 +50,7 @@ CALLS_OR_TEXT = "{% for m in messages %}{{ (m.tool_calls | tojson) if m.tool_cal
             "turn 2 (assistant) has '<think>'",
         ),
         (NAMED["gemma"], [{"role": "system", "content": "Be brief."}, ASK, ANSWER], "No system role"),
-        (QWEN3, {"messages": [ASK, ANSWER], "system": 1.5, "system_prompt": ["a"]}, "'system' beside the turns"),
+        (QWEN3, {"messages": [ASK, ANSWER], "system": 1.5, "system_prompt": ["a"]}, "'system' next to the turns"),
         (QWEN3, {"messages": [{"role": "system", "content": "A."}, ASK, ANSWER], "system": "B."}, "two system prompts"),
         (QWEN3, {"messages": [ASK, ANSWER], "tools": "weather"}, "a string that is no JSON"),
         (QWEN3, {"prompt": "q", "chosen": "a", "rejected": "b"}, "a pair of answers, 'chosen' and 'rejected'"),
@@ -81,9 +81,9 @@ def test_documents_and_variables_of_a_sample_are_shown_to_the_template():
         composed(recipe_of(titles + untagged(CHATML)), record)
     quiet = {"messages": [ASK, ANSWER, ASK, ANSWER], "chat_template_kwargs": {"enable_thinking": False}}
     tagged = reference(hf_tokenizer(), TAGGED["qwen3"], quiet["messages"], enable_thinking=False)
-    found = composed(recipe_of(QWEN3), quiet)
-    assert found.ids == tagged.ids
-    assert sum(tagged.loss) - sum(found.loss) > 0  # with its prompt, the template writes the empty thought itself
+    plain = composed(recipe_of(QWEN3), quiet)
+    assert plain.ids == tagged.ids
+    assert sum(tagged.loss) - sum(plain.loss) > 0  # with its prompt, the template writes the empty thought itself
 
 
 def test_ignored_keys_may_be_lost():

@@ -30,12 +30,12 @@ def test_a_constant_rate_is_seen_through_rounded_times() -> None:
     "rate", [Fraction(30_000, 1001), Fraction(24_000, 1001), Fraction(60_000, 1001), Fraction(15, 2), 24, 25]
 )
 @pytest.mark.parametrize("rounding", [round, math.floor])
-def test_a_usual_rate_is_found_whatever_the_clock(tick: Fraction, rate: Fraction, rounding: Any) -> None:
+def test_a_usual_rate_is_found_with_every_clock(tick: Fraction, rate: Fraction, rounding: Any) -> None:
     for count in (2, 7, 90, 901):
         times = [rounding(at / Fraction(rate) / tick) for at in range(count)]
-        found = Timeline.of(times, tick).seconds
+        seconds = Timeline.of(times, tick).seconds
         # The times of few pictures may be those of a whole rate as well.
-        assert found == count / Fraction(rate) or (count < 901 and abs(found - count / Fraction(rate)) <= 2 * tick)
+        assert seconds == count / Fraction(rate) or (count < 901 and abs(seconds - count / Fraction(rate)) <= 2 * tick)
 
 
 def test_what_is_not_rounded_is_as_measured() -> None:
@@ -80,11 +80,11 @@ def test_what_is_no_timeline(ticks: list[int], tick: Fraction, message: str) -> 
 def test_pictures_are_those_shown_at_equal_distances(gaps: list[int], tick: Fraction, count: int) -> None:
     ticks = np.cumsum([0, *gaps]).tolist()
     line = Timeline.of(ticks, tick)
-    found = line.pictures(count)
-    assert len(found) == count and found == sorted(found) and found[0] == 0 and found[-1] < line.frames
+    pictures = line.pictures(count)
+    assert len(pictures) == count and pictures == sorted(pictures) and pictures[0] == 0 and pictures[-1] < line.frames
     assert max(line.seconds.numerator, line.seconds.denominator) < 2**31
     if line.seconds == Fraction(ticks[-1] * line.frames, line.frames - 1) * tick and not line.is_constant:
-        for number, at in enumerate(found):
+        for number, at in enumerate(pictures):
             moment = line.seconds * number / count
             assert ticks[at] * tick <= moment
             assert at + 1 == line.frames or moment < ticks[at + 1] * tick

@@ -70,8 +70,8 @@ def test_the_sound_of_a_clip_is_what_was_put_in(made: tuple[str, str, str], exac
     data = clip(codec, container, audio=sound)
     frames, rate = header_of(data)
     assert rate == (48_000 if sound == "libopus" else 16_000) and abs(frames / rate - 1) < 0.08
-    wave, found = read_mono(data, LIMITS)
-    assert (len(wave), found, wave.dtype) == (frames, rate, np.float32)
+    wave, decoded_rate = read_mono(data, LIMITS)
+    assert (len(wave), decoded_rate, wave.dtype) == (frames, rate, np.float32)
     expected = tone(rate)
     if exact:
         assert np.abs(wave[: len(expected)] - expected).max() < 1e-4 and not wave[len(expected) :].any()
@@ -141,20 +141,20 @@ def shard(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_tracks_are_parts_of_their_own(shard: str) -> None:
     dataset = od.ShardDataset(shard, recipe=RECIPE)
     index = dataset.index()
-    assert [(found.key, found.field) for found in map(index.failure, index.bad_rows().tolist())] == [
+    assert [(error.key, error.field) for error in map(index.failure, index.bad_rows().tolist())] == [
         ("broken", "mp4 (audio)")
     ]
     fields = [[member.field for member in index.members(row) if member.kind == 1] for row in range(4)]
     assert fields == [["mp4 (audio)"], ["webm (audio)"], [], ["0.mkv (audio)", "1.wav"]]
     batch = batch_of(dataset, on_error="skip")
-    held, one = batch.media["audio"], [dataset[number] for number in range(4)]
-    assert held.num_tokens == int(index.part_tokens[index.part_modality == 1].sum()) > 75
+    clips, one = batch.media["audio"], [dataset[number] for number in range(4)]
+    assert clips.num_tokens == int(index.part_tokens[index.part_modality == 1].sum()) > 75
     apart = [part for sample in one for part in sample.parts if getattr(part, "modality", "") == "audio"]
     assert len(apart) == 4
     features = np.concatenate([part.arrays["features"] for part in apart])
-    assert torch.equal(held.features, torch.from_numpy(features))
+    assert torch.equal(clips.features, torch.from_numpy(features))
     again = batch_of(dataset, on_error="skip", num_workers=1, num_threads=None)
-    assert torch.equal(again.media["audio"].features, held.features)
+    assert torch.equal(again.media["audio"].features, clips.features)
     assert torch.equal(again.media["video"].patches, batch.media["video"].patches)
     assert torch.equal(again.llm.input_ids, batch.llm.input_ids)
 

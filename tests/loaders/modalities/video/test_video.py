@@ -133,8 +133,8 @@ def test_only_the_pictures_that_are_taken_come_and_in_their_places(name: str) ->
         taken = video.timeline.pictures(count)
     if "variable" not in name:
         assert taken == [number * frames // count for number in range(count)]
-    found = [number_of(pixels) for pixels in pictures_of(size, out)]
-    assert found == taken + [taken[-1]] * (grid_t * 2 - count)
+    numbers = [number_of(pixels) for pixels in pictures_of(size, out)]
+    assert numbers == taken + [taken[-1]] * (grid_t * 2 - count)
     assert count == min(max(int(Fraction(numerator, denominator) * 6), 2), frames) // 2 * 2 or count == frames == 1
 
 
@@ -183,8 +183,8 @@ def test_turned_clips_are_upright(degrees: int) -> None:
     assert status == FOUND
     assert VideoFiles.probe(data, LIMITS) == header_of(data)
     size, out = decoded(data)
-    found = [number_of(np.rot90(pixels, degrees // 90)) for pixels in pictures_of(size, out)]
-    assert found == [number * frames // size.extent[3] for number in range(size.extent[3])]
+    numbers = [number_of(np.rot90(pixels, degrees // 90)) for pixels in pictures_of(size, out)]
+    assert numbers == [number * frames // size.extent[3] for number in range(size.extent[3])]
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_a_slant_is_refused() -> None:
 
 @pytest.mark.parametrize("clock", [600, 1_000, 48_000, 90_000])
 @pytest.mark.parametrize("rate", [Fraction(24_000, 1001), Fraction(30_000, 1001), Fraction(60_000, 1001), 30])
-def test_tables_and_packets_agree_whatever_the_clock(clock: int, rate: Fraction) -> None:
+def test_tables_and_packets_agree_with_every_clock(clock: int, rate: Fraction) -> None:
     data = clip("h264", frames=61, rate=rate, options=(("video_track_timescale", str(clock)),))
     status, header = mp4.plain_header(memoryview(data), len(data))
     assert status == FOUND and header == VideoFiles.probe(data, LIMITS)
@@ -259,7 +259,7 @@ def test_what_led_to_the_first_whole_picture_may_be_lacking(container: str) -> N
         assert [number_of(pixels) for pixels in video.frames(range(frames))] == list(range(40 - frames, 40))
 
 
-def test_what_is_made_from_a_damaged_picture_behind_the_first_is_refused() -> None:
+def test_a_picture_made_from_a_damaged_one_after_the_first_is_an_error() -> None:
     import av
 
     data, random = without_first_group(noise(40, OPEN_H264), "matroska", leading=False), np.random.default_rng(3)
@@ -305,9 +305,9 @@ def test_pictures_that_nothing_is_made_from_are_not_decoded(
 
             def counted(*arguments: Any, plain: Any = plain) -> Any:
                 nonlocal came
-                found = plain(*arguments)
-                came += len(found or ())
-                return found
+                frames = plain(*arguments)
+                came += len(frames or ())
+                return frames
 
             video._next_frames = counted  # type: ignore[method-assign]
             shown = list(video.frames(numbers))
@@ -329,8 +329,8 @@ def frame(number: int, width: int = 64, height: int = 48) -> str:
 def test_lists_of_frames_are_clips() -> None:
     frames = [frame(number) for number in range(9)]
     urls = [f"data:image/png;base64,{each}" for each in frames]
-    for held, seconds in (({"fps": 3, "frames": frames}, 3), ({"sample_fps": 1.5, "video": urls}, 6), (urls, 4.5)):
-        data = json.dumps(held).encode()
+    for listed, seconds in (({"fps": 3, "frames": frames}, 3), ({"sample_fps": 1.5, "video": urls}, 6), (urls, 4.5)):
+        data = json.dumps(listed).encode()
         assert header_of(data)[:3] == (64, 48, 9)
         assert Fraction(*header_of(data)[3:]) == seconds
         size, out = decoded(data)
@@ -349,7 +349,7 @@ def test_frames_may_come_with_their_times() -> None:
 
 
 @pytest.mark.parametrize(
-    ("held", "message"),
+    ("listed", "message"),
     [
         ({"timestamps": [0, 1], "frames": ["aaaa"]}, "1 frames whose timestamps are not as many"),
         ({"timestamps": [0, "1"], "frames": ["aaaa"] * 2}, "numbers of seconds"),
@@ -365,9 +365,9 @@ def test_frames_may_come_with_their_times() -> None:
         ([frame(0), "AAAA" * 40], "frame 1: not an image"),
     ],
 )
-def test_lists_that_are_none(held: Any, message: str) -> None:
+def test_lists_that_are_none(listed: Any, message: str) -> None:
     with pytest.raises(DecodeError, match=message):
-        header_of(json.dumps(held).encode())
+        header_of(json.dumps(listed).encode())
 
 
 # What is wrong with files
@@ -411,7 +411,7 @@ def test_pieces_that_an_index_in_the_file_names_must_be_there() -> None:
     for at in moofs[1:]:
         with pytest.raises(DecodeError, match="the file is cut"):
             header_of(data[:at])
-    with pytest.raises(DecodeError, match="stands no box"):
+    with pytest.raises(DecodeError, match="there is no box"):
         header_of(data + bytes(1000))
     assert header_of(data + bytes(3)) == header_of(data)
 
@@ -474,10 +474,10 @@ def test_pictures_made_of_damaged_ones_are_refused(monkeypatch: pytest.MonkeyPat
             assert "damaged video" in error.reason
             return True
 
-    found = sum(map(refused, damaged))
+    num_refused = sum(map(refused, damaged))
     monkeypatch.setattr(opened, "SAYS_DAMAGE", {})
     made_up = len(damaged) - sum(map(refused, damaged))
-    assert found >= 6 and made_up > len(damaged) - found
+    assert num_refused >= 6 and made_up > len(damaged) - num_refused
 
 
 @pytest.mark.parametrize("name", CLIPS)
@@ -530,8 +530,8 @@ def test_threads_decode_at_once() -> None:
     expected = [decoded(data)[1] for data in clips]
     with ThreadPoolExecutor(4) as pool:
         for _ in range(3):
-            found = list(pool.map(lambda data: decoded(data)[1], clips))
-            assert all(np.array_equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+            pixels = list(pool.map(lambda data: decoded(data)[1], clips))
+            assert all(np.array_equal(ours, theirs) for ours, theirs in zip(pixels, expected, strict=True))
 
 
 def test_limits_hold() -> None:
@@ -570,7 +570,7 @@ def test_counts_and_positions_are_those_of_the_docs() -> None:
 
 @pytest.mark.parametrize("frames", [1, 2, 3, 7, 100, 10_000])
 @pytest.mark.parametrize("budget", [(4, 16, 64), (1, 1, 1), (4, 768, 16_384), (16, 64, 40)])
-def test_budgets_hold_whatever_the_clip(frames: int, budget: tuple[int, int, int]) -> None:
+def test_budgets_hold_for_every_clip(frames: int, budget: tuple[int, int, int]) -> None:
     low, high, total = budget
     pre = od.VideoPreprocessor(min_tokens=low, max_tokens=high, total_tokens=total, max_frames=64)
     for width, height in ((640, 360), (20, 3000), (14, 14)):
