@@ -287,7 +287,7 @@ def test_pass_order_is_that_of_the_installed_pillow():
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ({"resizer": "torch"}, 'is called "torchvision"'),
+        ({"resizer": "torch"}, 'is now called "torchvision"'),
         ({"resample": "nearest"}, "resample must be one of"),
         ({"alpha": "black"}, "alpha must be one of"),
         ({"max_pixels": 10_000}, "belongs to rule='qwen2_vl'"),

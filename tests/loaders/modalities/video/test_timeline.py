@@ -64,7 +64,7 @@ def test_one_picture() -> None:
     [
         ([], MILLI, "without a single frame"),
         ([0, 5, 5], MILLI, "two frames at one time"),
-        ([1, 2], Fraction(0), "no time"),
+        ([1, 2], Fraction(0), "impossible times"),
     ],
 )
 def test_what_is_no_timeline(ticks: list[int], tick: Fraction, message: str) -> None:

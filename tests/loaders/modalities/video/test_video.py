@@ -400,7 +400,7 @@ def zeroed(data: bytes, start: float, stop: float) -> bytes:
     "name", ["vp9 webm", "h264 mkv, streamed out", "h264 mkv", "h264 mp4, a fragment a frame", "gif"]
 )
 def test_a_file_with_a_hole_is_refused(name: str, start: float, stop: float) -> None:
-    with pytest.raises(DecodeError, match="stands no|damaged|cut"):
+    with pytest.raises(DecodeError, match="there is no|damaged|cut"):
         header_of(zeroed(CLIPS[name](), start, stop))
 
 
