@@ -2,9 +2,8 @@
 
     shard --load_facts (kept)--> facts --cost_shard (kept)--> costs --merge_tables--> one file
 
-Every layer is written atomically and says what it was made of, so builders may run at the same time, and one that is
-killed costs the next only what it had not finished. What is kept is verified before it is used, and made again
-where it is not what was written.
+Every layer is written atomically, and records what it was made from, so builders may run at the same time, and after a
+killed one the next only repeats unfinished work. Cached files are verified before use, damaged ones are built again.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from orchdata.loaders.claims import Claims
 from orchdata.loaders.errors import DamagedIndexError, StaleIndexError, StorageError, pass_trouble
 from orchdata.loaders.index.facts import is_fresh, load_facts
 from orchdata.loaders.index.index import Index, absolute, content_fingerprint, digest
-from orchdata.loaders.index.kept import index_path, is_outdated
+from orchdata.loaders.index.locations import index_path, is_outdated
 from orchdata.loaders.index.merge import RecipeIdentity, merge_tables
 from orchdata.loaders.index.probed import Probes
 from orchdata.loaders.index.repeats import refuse_repeats
@@ -55,23 +54,23 @@ from orchdata.loaders.versions import RULES, TABLE_FORMAT
 
 _KEEP_SECONDS = 24 * 3600
 _KEEP_NOTES_SECONDS = 30 * _KEEP_SECONDS
-_STRETCH = 16
-"""Shards that a thread takes at a time, where there are very many; those in trouble are tried again at its end."""
+_CHUNK_SHARDS = 16
+"""Shards that a thread takes together if there are very many; it retries those with errors at the end of the chunk."""
 _SHARD_WORK = 5
-"""What a shard costs beside its samples, in samples; to look at one whose costs are kept is 1."""
-_HELD_BYTES = 256 << 20
-"""Tables of costs up to this much in all are held until they are merged; others are read again."""
+"""Work of measuring a shard besides its samples, in samples; checking one with cached costs is 1."""
+_IN_MEMORY_BYTES = 256 << 20
+"""Cost tables up to this total size stay in memory until they are merged; the others are read again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuildProgress:
-    """One more shard is done.
+    """A shard is done.
 
     Attributes:
         url: of the shard.
-        measured: whether it was measured now; else its kept costs were still right.
-        samples, bad: in the shard.
-        done, total: shards so far, and all.
+        measured: whether it was measured now; otherwise its cached costs were still valid.
+        samples, bad: numbers of samples in the shard.
+        done, total: numbers of shards.
     """
 
     url: str
@@ -94,61 +93,64 @@ def build_index(
     share: tuple[int, int] = (0, 1),
     retry_seconds: float = BUILD_SECONDS,
 ) -> Index:
-    """Make or refresh the index of shards under a recipe, and open it.
+    """Build or refresh the index of shards under a recipe, and open it.
 
-    Several processes may build the same at once: what one is at, no other begins, and each ends with all of it. What
-    one that is killed was at, another does.
+    Several processes may build the same index together: each shard is measured by one of them, and each process ends
+    with the whole index. If a process is killed, another one measures its shards.
 
-    A bad sample or shard is a row of the index with an error, never an exception. What cannot be read or written now is
-    no bad sample: it is tried again, with a warning, and ends the build if it lasts.
+    A bad sample or shard becomes a row of the index with an error, never an exception. A failed read or write does not
+    make a sample bad: it is retried, with a warning, and ends the build if it keeps failing.
 
     Args:
         urls: paths of the shards, expanded, in order; at least one.
-        recipe: what to measure under. Its tokenizer is called from several threads.
-        cache: where facts, costs and indexes are kept; default: the folder that the environment names.
-        media_root: folder that the files lie below which records of JSON name; part of what the index is found by.
-        num_threads: shards at a time, at most: fewer where fewer are faster; default: one per CPU, at most 8.
+        recipe: defines the costs. Its tokenizer is called from several threads.
+        cache: stores facts, costs and indexes; default: the folder that the environment names.
+        media_root: folder of the files that JSON records name; part of the identity of the index.
+        num_threads: most shards at a time (fewer if that is faster); default: one per CPU, at most 8.
         progress: called in this thread after each shard.
-        share: (number, how many) of the processes that build it: each begins elsewhere.
-        force: scan and measure every shard again, and merge again, whatever is kept.
-        retry_seconds: how long trouble is borne, over the whole build. A shard that does not exist ends it at once.
+        share: (number, number of processes): each of the processes that build it begins at another shard.
+        force: scan and measure every shard again, and merge again, without the cache.
+        retry_seconds: the time for retries over the whole build. A shard that does not exist ends it immediately.
 
     Raises:
         ValueError: no shards, an unknown suffix, or two paths of one file.
-        StorageError: a shard cannot be read, or the cache cannot be written; or none of the files is there that records
-            name below a media_root.
-        MemoryError: a sample cannot be measured under the limit of memory that there is, also alone. Nothing is kept of
-            its shard.
+        StorageError: a shard cannot be read, or the cache cannot be written; or none of the files that records name
+            below a media_root exists.
+        MemoryError: a sample cannot be measured under the memory limit, even alone. Nothing of its shard is stored.
         PackageError: a package that the recipe or a shard needs is missing or broken.
-        StaleIndexError: a shard goes on changing while it is read.
+        StaleIndexError: a shard keeps changing while it is read.
     """
     if not urls:
         raise ValueError("no shards to index")
     workers = min(8, os.cpu_count() or 1) if num_threads is None else num_threads
     if workers < 1:
         raise ValueError(f"num_threads must be at least 1, got {num_threads}")
+
+    # Packages are imported, and the folder, old formats and duplicate paths checked, before any shard is read.
     load_for_scanning(recipe)
     cache = cache or CacheFolder()
     fingerprint = recipe.fingerprint()
-    patience = Patience(retry_seconds, lambda error: _warn_of(error, retry_seconds))
+    patience = Patience(retry_seconds, lambda error: _warn_of_retries(error, retry_seconds))
     builder = patience.keep_trying(lambda: _Builder(recipe, fingerprint, cache, media_root, force), StorageError)
     path = index_path(urls, fingerprint, cache, media_root)
     if patience.keep_trying(lambda: is_outdated(urls, recipe, cache=cache, media_root=media_root), StorageError):
-        warnings.warn("the index of these shards is of an earlier format: it is made again", stacklevel=2)
+        warnings.warn("the index of these shards has an earlier format: it is built again", stacklevel=2)
     paths = [absolute(url) for url in urls]
     refuse_repeats(paths, num_threads=workers)
+
+    # Measure the shards, then merge their tables in the given order.
     first = len(paths) * share[0] // share[1]
     with closing(builder):
         measured = _in_parallel(builder, paths[first:] + paths[:first], workers, progress, patience)
         builder.missing_media.check()
         tables = [measured[path] for path in paths]
-        with builder.claims.claim(str(path), go_on=lambda: True):  # another may be merging the same
+        with builder.claims.claim(str(path), go_on=lambda: True):  # another process may be merging the same index
             index = patience.keep_trying(lambda: builder.merged(path, tables), StorageError)
-    _forget_left(cache)
+    _remove_leftovers(cache)
     return index
 
 
-def _warn_of(error: Exception, seconds: float) -> None:
+def _warn_of_retries(error: Exception, seconds: float) -> None:
     warnings.warn(f"{error}; trying again for up to {seconds:g} s of waiting in this build", stacklevel=2)
 
 
@@ -159,16 +161,16 @@ def _in_parallel(
     progress: Callable[[BuildProgress], None] | None,
     patience: Patience,
 ) -> dict[str, CostTable]:
-    # Handing over one small shard at a time takes a fifth of the time that measuring it does.
-    length = max(1, min(_STRETCH, len(urls) // (64 * workers)))
+    # A task per small shard would take a fifth of the time of measuring it.
+    length = max(1, min(_CHUNK_SHARDS, len(urls) // (64 * workers)))
     tables: dict[str, CostTable] = {}
     crew = _Crew(builder, workers, patience)
     pool = ThreadPoolExecutor(workers, thread_name_prefix="orchdata-index")
     try:
         with measuring(), watching(), _cancelled(pool, crew):
-            stretches = [urls[start : start + length] for start in range(0, len(urls), length)]
-            while stretches:  # what other processes were at is looked at again, and waited for
-                for future in as_completed([pool.submit(crew.measure, stretch) for stretch in stretches]):
+            chunks = [urls[start : start + length] for start in range(0, len(urls), length)]
+            while chunks:  # shards that other processes are measuring are checked again, and waited for
+                for future in as_completed([pool.submit(crew.measure, chunk) for chunk in chunks]):
                     for url, table, measured in future.result():
                         tables[url] = table
                         if progress is not None:
@@ -177,15 +179,15 @@ def _in_parallel(
                                 url=url, measured=measured, done=len(tables), total=len(urls), **counts
                             )
                             progress(done)
-                stretches = [[url] for url in crew.take_others()]
+                chunks = [[url] for url in crew.take_others()]
     finally:
-        pool.shutdown()  # after an error or Ctrl-C: shards under way end
+        pool.shutdown()  # after an error or Ctrl-C, wait for the shards that are being measured
     return tables
 
 
 @contextmanager
 def _cancelled(pool: ThreadPoolExecutor, crew: _Crew) -> Iterator[None]:
-    """After an error in the block what has not begun never does, and what waits to be tried again is not."""
+    """After an error in the block, cancel the shards that have not begun, and all retries."""
     try:
         yield
     except BaseException:
@@ -195,7 +197,7 @@ def _cancelled(pool: ThreadPoolExecutor, crew: _Crew) -> Iterator[None]:
 
 
 class _Crew:
-    """The threads of a build: who may be at work, and what is tried again."""
+    """The threads of a build: how many may work, and which shards are retried."""
 
     def __init__(self, builder: _Builder, workers: int, patience: Patience) -> None:
         self._builder = builder
@@ -205,65 +207,69 @@ class _Crew:
         self._waits = False
 
     def take_others(self) -> list[str]:
-        """Shards that other processes were at; they are waited for from now on."""
+        """Return the shards that other processes are measuring; from now on these are waited for."""
         others, self._others, self._waits = self._others, [], True
         return others
 
     def _go_on(self) -> bool:
         return self._waits and not self._turns.ended
 
-    def measure(self, stretch: Sequence[str]) -> list[tuple[str, CostTable, bool]]:
-        """(url, costs, whether they were measured now) of these shards; fewer after `end`."""
+    def measure(self, urls: Sequence[str]) -> list[tuple[str, CostTable, bool]]:
+        """Return (url, costs, whether they were measured now) of these shards; fewer after `end`."""
         done: list[tuple[str, CostTable, bool]] = []
-        troubled: list[tuple[str, StorageError | StaleIndexError]] = []
+        failed: list[tuple[str, StorageError | StaleIndexError]] = []
         short: list[str] = []
-        with self._turns.turn() as tell:
-            for url in stretch:
+        with self._turns.turn() as report_work:
+            for url in urls:
                 if self._turns.ended:
                     return done
                 try:
-                    found = self._builder.costs(url, self._go_on)
-                except (StorageError, StaleIndexError) as trouble:
-                    troubled.append((url, trouble))
+                    costs = self._builder.costs(url, self._go_on)
+                except (StorageError, StaleIndexError) as error:
+                    failed.append((url, error))
                     continue
                 except MemoryError:
                     short.append(url)
                     continue
-                if found is None:
+                if costs is None:
                     self._others.append(url)
                 else:
-                    table, measured = found
+                    table, measured = costs
                     done.append((url, table, measured))
-                    tell(_SHARD_WORK + table.size.rows if measured else 1)
-        for url, error in troubled:  # others have their turn while these wait
-            again = functools.partial(self._again, url, error)
+                    report_work(_SHARD_WORK + table.size.rows if measured else 1)
+
+        # Retries, outside of this thread's turn; then the shards that need more memory, one at a time.
+        for url, first_error in failed:
+            retry = functools.partial(self._retry, url, first_error)
             try:
-                done.append((url, *self._patience.keep_trying(again, StorageError, StaleIndexError, failed=error)))
+                done.append(
+                    (url, *self._patience.keep_trying(retry, StorageError, StaleIndexError, failed=first_error))
+                )
             except MemoryError:
                 short.append(url)
         done += [(url, *self._alone(url)) for url in short]
         return done
 
     def _alone(self, url: str) -> tuple[CostTable, bool]:
-        """Measure a shard for which there was too little memory, while no other is measured."""
+        """Measure a shard again after a MemoryError, while no other shard is measured."""
         with self._turns.alone():
             gc.collect()
             try:
-                found = None if self._turns.ended else self._builder.costs(url, lambda: not self._turns.ended)
+                costs = None if self._turns.ended else self._builder.costs(url, lambda: not self._turns.ended)
             except MemoryError as error:
                 raise measured_at(error, url) from error
-        if found is None:
+        if costs is None:
             raise MemoryError(f"{url}: was not measured to the end: the build ended")
-        return found
+        return costs
 
-    def _again(self, url: str, error: Exception) -> tuple[CostTable, bool]:
+    def _retry(self, url: str, error: Exception) -> tuple[CostTable, bool]:
         with self._turns.turn():
             if self._turns.ended:
                 raise error
-            found = self._builder.costs(url, lambda: not self._turns.ended)
-            if found is None:
+            costs = self._builder.costs(url, lambda: not self._turns.ended)
+            if costs is None:
                 raise error
-            return found
+            return costs
 
     def end(self) -> None:
         self._patience.end()
@@ -271,7 +277,7 @@ class _Crew:
 
 
 class _Builder:
-    """What is the same for all shards of a build."""
+    """Measures the shards of a build, and merges their tables."""
 
     def __init__(
         self, recipe: Recipe, fingerprint: str, cache: CacheFolder, media_root: str | None, force: bool
@@ -286,7 +292,7 @@ class _Builder:
         self._accesses = Accesses()
         self._probes = Probes(recipe, cache, force=force, accesses=self._accesses)
         self._lock = threading.Lock()
-        self._room = _HELD_BYTES
+        self._free_bytes = _IN_MEMORY_BYTES
         self.missing_media = MissingMedia()
         self.claims = Claims(cache.file("locks", "index"))
 
@@ -294,10 +300,10 @@ class _Builder:
         self.claims.close()
 
     def costs(self, url: str, go_on: Callable[[], bool]) -> tuple[CostTable, bool] | None:
-        """The costs of a shard, and whether they were measured now.
+        """Return the costs of a shard, and whether they were measured now.
 
         Args:
-            go_on: whether to wait while another process measures them; else None.
+            go_on: whether to keep waiting while another process measures them; if not, the result is None.
         """
         limits, cache, root = self._recipe.limits, self._cache, media_root_of(url, self._media_root)
         path, access = self._path(url, root), self._accesses.of(url)
@@ -308,46 +314,47 @@ class _Builder:
                 shard = open_shard(url, limits=limits, cache=cache, media_root=root)
                 resources.enter_context(closing(shard))
                 if isinstance(shard, JsonLinesShard) and shard.folder is not None:
-                    resources.callback(self.missing_media.add, shard.folder)  # once all has been looked for in it
+                    resources.callback(self.missing_media.add, shard.folder)  # after all its files were looked up
                 return shard
 
-            def kept() -> CostTable | None:
-                return None if self._force else self._kept(path, url, root, access, opened)
+            def cached() -> CostTable | None:
+                return None if self._force else self._cached(path, url, root, access, opened)
 
-            if (table := kept()) is not None:
-                return self._hold(table), False
+            if (table := cached()) is not None:
+                return self._kept_in_memory(table), False
             with self.claims.claim(path, go_on) as ours:
                 if not ours:
                     return None
-                if (table := kept()) is not None:
-                    return self._hold(table), False
+                if (table := cached()) is not None:  # another process has measured it
+                    return self._kept_in_memory(table), False
                 facts = load_facts(
                     url, opened, limits=limits, cache=cache, media_root=root, force=self._force, access=access
                 )
-                return self._hold(self._measured(facts, opened).write(path, url, facts.meta, root, access)), True
+                table = self._measured(facts, opened).write(path, url, facts.meta, root, access)
+                return self._kept_in_memory(table), True
 
-    def _kept(
+    def _cached(
         self, path: str, url: str, media_root: str | None, access: Access, opened: Callable[[], Shard]
     ) -> CostTable | None:
-        """The costs kept of a shard, if they are of the shard, and the files that it names, as they are now."""
+        """Return the cached costs of a shard if the shard, and the files that it names, have not changed."""
         restrict(path, access)
         try:
             table = CostTable.open(path, url, self._recipe.kinds, media_root or "", access)
-            # Without a checksum the shard could not be opened, for a reason that may pass. The time of change counts
-            # too: text edited in place may leave size and headers as they were.
+            # Without a checksum the shard could not be opened, for a reason that may be temporary. The modification
+            # time counts too: editing text in place may not change size and headers.
             return table if table.meta.checksum and is_fresh(table.meta, url, opened) else None
         except (OSError, ValueError):
             return None  # absent, damaged or of another version
 
     def merged(self, path: Path, tables: Sequence[CostTable]) -> Index:
-        """The index of these tables, which is made unless it is kept."""
+        """Return the index of these tables: the existing one if it is valid, else a new one."""
         build_id = digest([table.digest for table in tables])
         content = content_fingerprint([table.shard for table in tables], self._fingerprint)
         access = Access.joined(table.access for table in tables if table.access is not None)
         restrict(path, access)
-        kept = _kept_index(path, [table.url for table in tables])
-        if kept is not None and not self._force and kept.build_id == build_id and kept.fingerprint == content:
-            return kept
+        index = _existing_index(path, [table.url for table in tables])
+        if index is not None and not self._force and (index.build_id, index.fingerprint) == (build_id, content):
+            return index
         self._cache.make("index")
         identity = RecipeIdentity(self._fingerprint, self._recipe.kinds, self._recipe.describe())
         try:
@@ -361,47 +368,47 @@ class _Builder:
         return self.merged(path, sound)
 
     def _sound(self, table: CostTable) -> CostTable:
-        """The table, measured again where its columns are not what a build writes."""
+        """Return the table; measure the shard again if its columns have impossible values."""
         if table.is_sound():
             return table
         remove(table.path)
-        found = self.costs(table.url, lambda: True)
-        assert found is not None  # as it waits for other processes
-        return found[0]
+        costs = self.costs(table.url, lambda: True)
+        assert costs is not None  # because it waits for other processes
+        return costs[0]
 
     def _path(self, url: str, media_root: str | None) -> str:
         name = self._identity.copy()
         name.update((url if media_root is None else f"{url}\0{media_root}").encode("utf-8", "surrogateescape"))
         return f"{self._folder}/{name.hexdigest()}.costs"
 
-    def _hold(self, table: CostTable) -> CostTable:
-        """The table, held in memory while there is room."""
+    def _kept_in_memory(self, table: CostTable) -> CostTable:
+        """Return the table, without its columns if all tables together would take too much memory."""
         with self._lock:
             length = body_bytes(table.size)
-            if length > self._room:
-                return table.let_go()
-            self._room -= length
+            if length > self._free_bytes:
+                return table.without_body()
+            self._free_bytes -= length
             return table
 
     def _measured(self, facts: Facts, opened: Callable[[], Shard]) -> ShardCosts:
         meta = facts.meta
 
         def shard() -> Shard:
-            # What is read is what was scanned: a Parquet file is decoded here only after a child has decoded it.
-            found = opened()
-            if (found.size, found.version) != (meta.size, meta.version):
-                raise StaleIndexError(found.url, "was changed while it was indexed")
-            return found
+            # Only read the file that was scanned: this process decodes a Parquet file only after a child has done it.
+            current = opened()
+            if (current.size, current.version) != (meta.size, meta.version):
+                raise StaleIndexError(current.url, "was changed while it was indexed")
+            return current
 
         try:
             return cost_shard(facts, shard, self._recipe, self._probes)
-        except Exception as error:  # noqa: BLE001 - whatever a shard makes a reader raise is that shard's failure
+        except Exception as error:  # noqa: BLE001 - an exception while reading a shard fails that shard
             pass_trouble(error)
             reason = f"the shard cannot be measured: {type(error).__name__}: {error}"
             return cost_shard(Facts(facts.table.all_failed(reason), meta), shard, self._recipe, self._probes)
 
 
-def _kept_index(path: Path, urls: Sequence[str]) -> Index | None:
+def _existing_index(path: Path, urls: Sequence[str]) -> Index | None:
     try:
         index = Index(path)
         index.check_urls(urls)
@@ -409,24 +416,24 @@ def _kept_index(path: Path, urls: Sequence[str]) -> Index | None:
     except FileNotFoundError:
         return None
     except DamagedIndexError as error:
-        warnings.warn(f"the index {path} is damaged: {error.reason}; it is made again", RuntimeWarning, stacklevel=3)
+        warnings.warn(f"the index {path} is damaged: {error.reason}; it is built again", RuntimeWarning, stacklevel=3)
         return None
 
 
-def _forget_left(cache: CacheFolder) -> None:
-    """Remove what killed builders left a day ago, and notes of verified files a month old: of machines long gone.
+def _remove_leftovers(cache: CacheFolder) -> None:
+    """Remove day-old temporary files of killed builders, and month-old notes of verified files (of other machines).
 
-    Best effort: what is another user's stays.
+    Best effort: other users' files stay.
     """
     for kind in ("facts", "costs", "index", "shards"):
         with contextlib.suppress(OSError):
             for name in names_in(cache.root / kind):
                 if name.endswith((TEMPORARY_SUFFIX, NOTE_SUFFIX)):
                     with contextlib.suppress(OSError):
-                        _forget_old(cache.root / kind / name)
+                        _remove_old(cache.root / kind / name)
 
 
-def _forget_old(path: Path) -> None:
+def _remove_old(path: Path) -> None:
     kept_seconds = _KEEP_NOTES_SECONDS if path.name.endswith(NOTE_SUFFIX) else _KEEP_SECONDS
     if time.time() - path.lstat().st_mtime > kept_seconds:
         path.unlink()

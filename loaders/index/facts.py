@@ -1,4 +1,4 @@
-"""Facts kept: shard -> its facts, from the sealed file kept for it while that is fresh, else from a new scan."""
+"""Cached facts: shard -> its facts, from its sealed file in the cache if that is fresh, else from a new scan."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from orchdata.loaders.versions import FACTS_FORMAT, RULES
 KIND = b"fact"
 _COMPRESSED_BYTES = 64 << 10
 _FEW_ROWS = 8
-_UNCOMPRESSED = range(_COMPRESSED_BYTES, 4 << 30)  # offsets of strings are of 32 bits: more does not fit in one batch
+_UNCOMPRESSED = range(_COMPRESSED_BYTES, 4 << 30)  # offsets of strings have 32 bits: more does not fit in one batch
 
 
 def load_facts(
@@ -40,20 +40,20 @@ def load_facts(
     force: bool = False,
     access: Access | None = None,
 ) -> Facts:
-    """The facts of a shard.
+    """Return the facts of a shard.
 
     Args:
         url: path of the shard.
-        opened: opens the shard; called where it has to be scanned.
-        limits: held while scanning; facts found under other limits are not fresh.
-        cache: where they are kept.
-        media_root: where the files lie that its records name.
-        force: scan even where fresh facts are kept.
-        access: what the permissions of kept facts may allow at most; default: as `access_of` finds it.
+        opened: opens the shard; called if it has to be scanned.
+        limits: applied while scanning; facts scanned under other limits are not fresh.
+        cache: stores the facts.
+        media_root: folder of the files that its records name.
+        force: scan even if the cache has fresh facts.
+        access: the most that the permissions of stored facts may allow; default: from `access_of`.
 
     Raises:
         ValueError: unknown suffix.
-        StorageError: the file cannot be read, or the facts cannot be kept, now. Damage to the file is in the facts.
+        StorageError: the file cannot be read, or the facts cannot be stored, now. Damage to the file is in the facts.
         StaleIndexError: it changes while it is read.
     """
     suffix_of(url)
@@ -65,11 +65,11 @@ def load_facts(
         facts = opened().facts()
     except ShardError as error:
         return _unopened(url, error, limits)
-    except Exception as error:  # noqa: BLE001 - whatever a shard makes a reader raise is that shard's failure
+    except Exception as error:  # noqa: BLE001 - an exception while reading a shard fails that shard
         pass_trouble(error)
         reason = f"cannot be scanned: {type(error).__name__}: {error}"
         return _unopened(url, ShardError(url, reason), limits)
-    # Scanning a few members of a plain tar again costs no more than reading their facts, and writing a file far more.
+    # Scanning a few members of a plain tar again is as fast as reading stored facts; writing a file is much slower.
     if len(facts.table) > _FEW_ROWS or not url.endswith(".tar"):
         cache.make("facts")
         _keep(path, facts, access)
@@ -77,16 +77,16 @@ def load_facts(
 
 
 def facts_path(url: str, *, limits: Limits, cache: CacheFolder, media_root: str | None = None) -> str:
-    """Where the facts of a shard are kept."""
-    named = [os.path.abspath(url), limits_fingerprint(limits), *([] if media_root is None else [media_root])]
-    identity = "\0".join(named).encode("utf-8", "surrogateescape")
+    """Return the path of the stored facts of a shard."""
+    names = [os.path.abspath(url), limits_fingerprint(limits), *([] if media_root is None else [media_root])]
+    identity = "\0".join(names).encode("utf-8", "surrogateescape")
     return f"{cache.root}/facts/{hashlib.blake2b(identity, digest_size=16).hexdigest()}.facts"
 
 
 def _keep(path: str, facts: Facts, access: Access) -> None:
-    """The table as one Arrow record batch, compressed where it is large; what it belongs to is the head."""
+    """Store the table as one Arrow record batch, compressed if it is large; the head has the metadata."""
     batches = facts.table.arrow().to_batches()
-    if len(batches) != 1:  # 2 GiB of strings do not fit in one: scanned again where another recipe needs them
+    if len(batches) != 1:  # 2 GiB of strings do not fit in one batch: another recipe scans the shard again
         return
     body = batches[0].serialize()
     values = facts.meta.as_dict()
@@ -97,7 +97,7 @@ def _keep(path: str, facts: Facts, access: Access) -> None:
 
 
 def _kept(path: str, url: str, limits: Limits, opened: Callable[[], Shard], access: Access) -> Facts | None:
-    """The facts kept at `path` if they are those of the shard as it is now."""
+    """Return the facts stored at `path`, or None if they are not those of the current shard."""
     restrict(path, access)
     try:
         head, body = read_sealed(path, KIND, FACTS_FORMAT)
@@ -111,20 +111,20 @@ def _kept(path: str, url: str, limits: Limits, opened: Callable[[], Shard], acce
             check_shape(uncompressed_bytes, _UNCOMPRESSED, "uncompressed_bytes")
             body = pa.decompress(pa.py_buffer(body), uncompressed_bytes, codec="zstd")
         batch = pa.ipc.read_record_batch(pa.py_buffer(body), SCHEMA)
-        batch.validate(full=True)  # before any value is asked for: lengths and offsets may lead anywhere
+        batch.validate(full=True)  # before any value is used: lengths and offsets may be wrong
         table = FactsTable.of_arrow(pa.Table.from_batches([batch]))
         table.check()
         if meta.lost_bytes and not table.errors:
-            raise ValueError("damage is in no sample")
+            raise ValueError("the shard is damaged, but no sample has an error")
         return Facts(table, meta)
     except (OSError, ValueError, EOFError, pa.ArrowException):
         return None  # absent, damaged or of another version: scan again
 
 
 def is_fresh(meta: FactsMeta, url: str, opened: Callable[[], Shard]) -> bool:
-    """Whether a shard has the size and the time of change that it had, and the files that it names too.
+    """Return whether a shard, and the files that it names, still have the same sizes and modification times.
 
-    Raises OSError where it is not there.
+    Raises OSError if it does not exist.
     """
     status = os.stat(url)
     if (meta.size, meta.version) != (status.st_size, str(status.st_mtime_ns)):
@@ -136,7 +136,7 @@ def is_fresh(meta: FactsMeta, url: str, opened: Callable[[], Shard]) -> bool:
 
 
 def _unopened(url: str, error: ShardError, limits: Limits) -> Facts:
-    """Facts of a shard that is there and cannot be opened or scanned (a damaged .tar.gz): not kept."""
+    """Build the facts of a shard that cannot be opened or scanned (a damaged .tar.gz); they are not stored."""
     status = tried(url, "cannot be looked at", lambda: Path(url).stat())
     meta = FactsMeta(
         url=url,

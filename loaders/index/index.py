@@ -1,13 +1,13 @@
-"""The dataset index: what every sample costs and where its bytes are, as columns of one mapped file.
+"""The dataset index: the cost of every sample and the location of its bytes, as columns of one mapped file.
 
     recipe + shard paths --name of the file--> mapped columns --row--> members to read, parts to decode
 
-Opening reads no shard, and the columns once a machine, to verify them: their checksums, and that they can be what an
-index holds. A plan touches only the rows of its step.
-Nothing is kept per sample in Python, so worker processes share the pages instead of copying them.
+Opening reads no shard, and reads the columns once per machine to verify them: their checksums, and that their values
+are possible in an index. A plan touches only the rows of its step.
+There is no Python object per sample, so worker processes share the pages instead of copying them.
 
-Numbers that say where something is are checked where they are used: what lies outside is a DamagedIndexError, never a
-wrong text or a crash.
+Offsets and other positions are checked when they are used: one that points outside raises DamagedIndexError, and never
+gives a wrong text or a crash.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from orchdata.loaders.modalities.modality import PartSize, outer_of
 from orchdata.loaders.samples.members import Member
 from orchdata.loaders.shards.shard import ShardInfo
 from orchdata.loaders.storage.paths import SUFFIXES
-from orchdata.loaders.storage.retries import again, tried
+from orchdata.loaders.storage.retries import retry, tried
 from orchdata.loaders.storage.sealed import head_of, verify_body
 from orchdata.loaders.storage.shared.files import opened
 from orchdata.loaders.storage.verified import forget, is_noted, note
@@ -50,49 +50,49 @@ class Index:
     """A mapped index; pickles as its path.
 
     n rows in the order of their shards, p parts, m members; every array is a read-only view of the file. A sample is
-    one row, or, where it is split, as many as it has pieces, one behind the other. Bad samples have a row too: no
-    tokens, parts or members, but an error.
+    one row or, if it is split, one row per piece, in order. Bad samples have a row too: no tokens, parts or members,
+    but an error.
 
     Attributes:
         path: the file.
         fingerprint: identity of the content: recipe, and name, size and header checksum of every shard. Directories
             do not count, so that a state resumes after the data has moved.
-        build_id: identity of the tables it was merged from; changes whenever a shard was measured anew.
+        build_id: identity of the tables it was merged from; changes whenever a shard was measured again.
         num_rows: n.
-        num_samples: bad ones included.
+        num_samples: number of samples, bad ones included.
         shards: in order; the samples of one are the rows shard_rows[s] to shard_rows[s + 1].
         shard: shard of each row, int32 (n,).
         llm_tokens: merged media tokens plus text, int32 (n,).
         loss_tokens: labels other than -100, int32 (n,).
-        piece: which piece of its sample a row is, from 0; 0 where the sample is not split, int32 (n,).
-        cut_tokens: LLM tokens that its sample lost by being truncated, int32 (n,).
-        text_start: of a piece, where its text begins, as `overflow.packed` tells it; below 0 where it cannot be
-            tokenized without the rest of its sample. 0 where the sample is not split, int32 (n,).
+        piece: number of the piece in its sample, from 0; 0 if the sample is not split, int32 (n,).
+        cut_tokens: LLM tokens that its sample lost by truncation, int32 (n,).
+        text_start: start of the text of a piece, encoded by `overflow.packed`; below 0 if it cannot be tokenized
+            without the rest of its sample; 0 if the sample is not split, int32 (n,).
         part_offsets: the parts of row i are [part_offsets[i], part_offsets[i + 1]), int64 (n + 1,).
-        modalities: names by their codes here, text first.
+        modalities: names by their codes in this index, text first.
         part_modality: uint8 (p,), a code; text has no parts.
-        part_member: which of the sample's members, int32 (p,).
-        part_positions: what enters the encoder, int32 (p,).
+        part_member: index of the sample's member, int32 (p,).
+        part_positions: positions entering the encoder, int32 (p,).
         part_tokens: merged tokens, int32 (p,).
-        part_rows: of its arrays, int32 (p,).
-        part_extent: `PartSize.extent`, int32 (p, E); zeros behind those of modalities that have fewer.
+        part_rows: rows of its arrays, int32 (p,).
+        part_extent: `PartSize.extent`, int32 (p, E); filled with zeros for modalities that have fewer.
         member_offsets: as part_offsets, for the members that the sample uses, int64 (n + 1,).
         member_field: index into `fields`, int32 (m,).
-        member_kind: a code, or one of a member that is none of them, uint8 (m,).
+        member_kind: code of a modality, or a code for a member of none, uint8 (m,).
         member_encoding: as in the facts, uint8 (m,).
-        member_offset, member_size: where the bytes are, int64 (m,).
-        member_header: what the modality's probe said, int64 (m, H); zeros behind those that say less.
+        member_offset, member_size: location of the bytes, int64 (m,).
+        member_header: result of the modality's probe, int64 (m, H); filled with zeros if it has fewer numbers.
         fields: names of all fields in use.
-        totals: see `loaders.totals.summarize`.
+        totals: see `totals.summarize`.
         recipe: `Recipe.describe()` of the recipe that the costs belong to.
     """
 
     def __init__(self, path: str | Path) -> None:
-        """Map the file. It is read in full, and checked, once a machine; see `loaders.verified`.
+        """Map the file. It is read completely, and checked, once per machine; see `storage.verified`.
 
         Raises:
             FileNotFoundError: no such file.
-            DamagedIndexError: not an index of this format, or not what was written.
+            DamagedIndexError: not an index of this format, or changed since it was written.
             StorageError: it cannot be read now.
         """
         self.path = Path(path)
@@ -135,36 +135,36 @@ class Index:
         self.member_header = columns.member_header
 
     def check_urls(self, urls: Sequence[str]) -> None:
-        """Raise DamagedIndexError where it is not of the shards that its name says."""
+        """Raise DamagedIndexError if it is not the index of these shards, which its file name promises."""
         for shard, url in zip(self.shards, urls, strict=False):
             if shard.url != url:
-                raise self.damaged(f"it is said to be of the shard {shard.url!r:.200} in place of {url}")
+                raise self.damaged(f"it is said to be of the shard {shard.url!r:.200} instead of {url}")
         if len(self.shards) != len(urls):
-            raise self.damaged(f"it is said to be of {len(self.shards)} shards in place of {len(urls)}")
+            raise self.damaged(f"it is said to be of {len(self.shards)} shards instead of {len(urls)}")
 
     def check_unchanged(self) -> None:
-        """Raise DamagedIndexError if the file was written to since it was opened; to be called after use.
+        """Raise DamagedIndexError if the file was written to since it was opened; call it after use.
 
-        Builders put a new file in its place, and leave this one as it is.
+        Builders write a new file under the name, and do not touch this one.
         """
         try:
             now = os.fstat(self._fd)
         except OSError as error:
-            now = again(str(self.path), "cannot be looked at", lambda: os.fstat(self._fd), error)
+            now = retry(str(self.path), "cannot be looked at", lambda: os.fstat(self._fd), error)
         if (now.st_size, now.st_mtime_ns) != (self._opened.st_size, self._opened.st_mtime_ns):
             raise self.damaged("it was changed while it was open")
 
     def _mapped(self) -> tuple[dict[str, Any], Columns, int, os.stat_result]:
-        def mapped_if_there() -> tuple[dict[str, Any], Columns, int, os.stat_result] | None:
+        def map_if_there() -> tuple[dict[str, Any], Columns, int, os.stat_result] | None:
             try:
                 return _map(self.path)
             except FileNotFoundError:
                 return None
 
-        found = tried(str(self.path), "cannot be read", mapped_if_there)
-        if found is None:
+        mapped = tried(str(self.path), "cannot be read", map_if_there)
+        if mapped is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
-        return found
+        return mapped
 
     def __len__(self) -> int:
         return self.num_samples
@@ -176,7 +176,7 @@ class Index:
         return _opened_again, (self.path,)
 
     def damaged(self, reason: str) -> DamagedIndexError:
-        """The error for values that cannot be: to be raised. The file will be read in full when it is next opened."""
+        """Return the error to raise for impossible values. The file will be verified again when it is next opened."""
         forget(self.path)
         return DamagedIndexError(str(self.path), reason)
 
@@ -185,21 +185,21 @@ class Index:
         return self._text("key", row)
 
     def called(self, row: int) -> str:
-        """What messages call a row: its sample, and which piece of it where it is split."""
-        name, of = f"sample {self.key(row)!r}", self.rows_of_sample(row)
-        return name if len(of) == 1 else f"piece {row - of.start} of {len(of)} of {name}"
+        """Return the name of a row for messages: its sample, and the piece if the sample is split."""
+        name, rows = f"sample {self.key(row)!r}", self.rows_of_sample(row)
+        return name if len(rows) == 1 else f"piece {row - rows.start} of {len(rows)} of {name}"
 
     @property
     def is_split(self) -> bool:
-        """Whether any sample is several rows."""
+        """Whether any sample has several rows."""
         return self.num_rows > self.num_samples
 
     def sample_rows(self) -> NDArray[np.int64]:
-        """The first row of each sample, ascending, int64 (num_samples,)."""
+        """Return the first row of each sample, ascending, int64 (num_samples,)."""
         return np.flatnonzero(self.piece == 0) if self.is_split else np.arange(self.num_rows)
 
     def rows_of_sample(self, row: int) -> range:
-        """All rows of the sample that a row is a piece of."""
+        """Return all rows of the sample of a row."""
         self._check_row(row)
         if not self.is_split:
             return range(row, row + 1)
@@ -211,7 +211,7 @@ class Index:
         return range(start, stop)
 
     def shard_of(self, row: int) -> ShardInfo:
-        """The shard that a sample lies in."""
+        """Return the shard of a sample."""
         self._check_row(row)
         number = int(self.shard[row])
         if not 0 <= number < len(self.shards) or not self.shard_rows[number] <= row < self.shard_rows[number + 1]:
@@ -219,102 +219,102 @@ class Index:
         return self.shards[number]
 
     def part_range(self, row: int) -> range:
-        """The numbers of a sample's parts."""
+        """Return the range of a sample's parts."""
         return self._range("part", row, self.part_modality.size)
 
     def member_of(self, part: int, num_members: int) -> int:
-        """Which of its sample's `num_members` members a part is."""
+        """Return the index of a part's member among the `num_members` members of its sample."""
         member = int(self.part_member[part])
         if not 0 <= member < num_members:
             raise self.damaged(f"part {part} is said to be member {member} of {num_members}")
         return member
 
     def code(self, modality: str) -> int:
-        """The code of a modality here. Raises ValueError for one that the recipe did not have."""
+        """Return the code of a modality in this index. Raises ValueError if the recipe did not have it."""
         return self.modalities.index(modality)
 
     def modality_of(self, part: int) -> str:
-        """The modality of a part."""
+        """Return the modality of a part."""
         code = int(self.part_modality[part])
         if not 0 < code < len(self.modalities):
             raise self.damaged(f"part {part} is said to be of modality {code} of {len(self.modalities)}")
         return self.modalities[code]
 
     def sizes(self, parts: NDArray[np.int64] | range, recipe: Recipe) -> list[PartSize]:
-        """The sizes of parts, as their modality counted them.
+        """Return the sizes of parts, as counted by their modality.
 
         Args:
-            recipe: what the index belongs to: an extent here is as wide as the widest, that of a part is its own.
+            recipe: of the index: gives the width of each modality's extents, which are stored at the largest width.
         """
         columns = (self.part_modality, self.part_positions, self.part_tokens, self.part_rows, self.part_extent)
         wanted = slice(parts.start, parts.stop) if isinstance(parts, range) else parts
-        found = [column[wanted].tolist() for column in columns]
-        codes = set(found[0])
+        values = [column[wanted].tolist() for column in columns]
+        codes = set(values[0])
         if codes and not 0 < min(codes) <= max(codes) < len(self.modalities):
             raise self.damaged(f"parts are said to be of modality {max(codes)} of {len(self.modalities)}")
-        if codes and min(map(min, found[1:4])) < 0:
-            raise self.damaged(f"a part is said to have {min(map(min, found[1:4]))} positions, tokens or rows")
+        if codes and min(map(min, values[1:4])) < 0:
+            raise self.damaged(f"a part is said to have {min(map(min, values[1:4]))} positions, tokens or rows")
         widths = {code: recipe.modalities[self.modalities[code]].num_extents for code in codes}
         return [
             PartSize(positions, tokens, rows, tuple(extent[: widths[code]]))
-            for code, positions, tokens, rows, extent in zip(*found, strict=True)
+            for code, positions, tokens, rows, extent in zip(*values, strict=True)
         ]
 
     def parts_of(self, rows: NDArray[np.int64], modality: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The parts of one modality in `rows`, in order, and the place in `rows` of each one's sample: int64, int64."""
+        """Return the parts of one modality in `rows`, in order, and the position of each in `rows`: int64, int64."""
         first, counts = self._part_spans(rows)
         parts = np.repeat(first - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
         mine = self.part_modality[parts] == self.code(modality)
         return parts[mine], np.repeat(np.arange(len(rows)), counts)[mine]
 
     def split(self, rows: NDArray[np.int64]) -> Iterator[tuple[Index, Any, NDArray[np.int64]]]:
-        """The index of each row: of those joined here, where in `rows` its own are, and what it calls them."""
+        """Yield (index, the positions of its rows in `rows`, its own row numbers) for each joined index."""
         yield self, slice(None), rows
 
     def check_parts(self, rows: NDArray[np.int64]) -> None:
-        """Check that `rows` are rows, and where their parts are. Raises ValueError, or DamagedIndexError."""
+        """Check that `rows` are rows, and the range of their parts. Raises ValueError, or DamagedIndexError."""
         self._part_spans(rows)
 
     def tokens_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """LLM tokens of rows, int64. Raises DamagedIndexError for numbers that no row has."""
+        """Return the LLM tokens of rows, int64. Raises DamagedIndexError for impossible numbers."""
         tokens: NDArray[np.int64] = self.llm_tokens[rows].astype(np.int64)
-        if len(tokens) and not 0 <= tokens.min() <= tokens.max() <= self.totals["max_llm_tokens"]:
-            told = self.totals["max_llm_tokens"]
-            raise self.damaged(f"a row is said to have {tokens.min()} or {tokens.max()} tokens, and all at most {told}")
+        most = self.totals["max_llm_tokens"]
+        if len(tokens) and not 0 <= tokens.min() <= tokens.max() <= most:
+            raise self.damaged(f"a row is said to have {tokens.min()} or {tokens.max()} tokens, and all at most {most}")
         empty = rows[tokens == 0]
         if len(empty) and not np.isin(empty, self.bad_rows()).all():
             raise self.damaged("a row without tokens is said to be good")
         return tokens
 
     def bad_rows(self) -> NDArray[np.int64]:
-        """Samples that cannot be used, ascending, int64."""
+        """Return the samples that cannot be used, ascending, int64."""
         return self._columns.bad_row
 
     def failure(self, row: int) -> DataError:
-        """Why a bad sample is bad."""
-        place = int(np.searchsorted(self._columns.bad_row, row))
-        if place == self._columns.bad_row.size or self._columns.bad_row[place] != row:
-            raise ValueError(f"row {row} is no bad sample")
-        field, reason = self._text("error_field", place), self._text("error_reason", place)
+        """Return the error of a bad sample."""
+        number = int(np.searchsorted(self._columns.bad_row, row))
+        if number == self._columns.bad_row.size or self._columns.bad_row[number] != row:
+            raise ValueError(f"row {row} is not a bad sample")
+        field, reason = self._text("error_field", number), self._text("error_reason", number)
         return DataError(self.shard_of(row).url, self.key(row), field, reason)
 
     def rows_of(self, shard: int) -> NDArray[np.int64]:
-        """The rows of one shard, int64."""
+        """Return the rows of one shard, int64."""
         return np.arange(self.shard_rows[shard], self.shard_rows[shard + 1])
 
     def lost_samples(self) -> NDArray[np.int64]:
-        """How many samples damage hides in each shard, beside those that have a row: int64 (num_shards,).
+        """Return the number of samples of each shard that are lost to damage and have no row, int64 (num_shards,).
 
-        What a shard does not tell is estimated: from its bytes, at as many a sample as readable shards of its format
-        take, or as what a sound shard of the data set has and this one lacks, whichever is more.
+        If a shard does not record it, it is the larger of two estimates: its lost bytes times the samples per byte in
+        shards of its format, and the samples that it lacks compared with an undamaged shard.
         """
         rows = np.diff(np.searchsorted(self.sample_rows(), self.shard_rows))
-        size, lost_bytes, told = (
+        size, lost_bytes, recorded = (
             np.array([getattr(shard, name) for shard in self.shards], np.int64)
             for name in ("size", "lost_bytes", "lost_samples")
         )
         damaged = lost_bytes > 0
-        # A shard that cannot be read at all has one row, without a key, which stands for one of its samples.
+        # A shard that cannot be read at all has one row without a key, which stands for one of its samples.
         stands = np.zeros(len(self.shards), np.int64)
         for number in np.flatnonzero(damaged & (rows == 1)).tolist():
             stands[number] = not self.key(int(self.shard_rows[number]))
@@ -327,58 +327,57 @@ class Index:
             per_byte = int(known[alike].sum()) / max(1, int((size - lost_bytes)[alike].sum()))
             by_bytes = np.rint(lost_bytes * per_byte).astype(np.int64)
             estimated = np.where(alike, np.maximum(estimated, by_bytes), estimated)
-        lost: NDArray[np.int64] = np.maximum(0, np.where(told > 0, told, estimated) - stands)
+        lost: NDArray[np.int64] = np.maximum(0, np.where(recorded > 0, recorded, estimated) - stands)
         return lost
 
     def read_spec(self, row: int) -> list[tuple[int, int, int, str]]:
-        """(offset, size, encoding, field) of each member, as `Shard.read_many` takes them."""
+        """Return (offset, size, encoding, field) of each member, the arguments of `Shard.read_many`."""
         mine = self._member_slice(row)
         offsets, sizes = self.member_offset[mine].tolist(), self.member_size[mine].tolist()
-        for told in (offsets, sizes):
-            if told and not 0 <= min(told) <= max(told) < MOST_BYTES:
-                raise self.damaged(f"members of row {row} are said to lie at {offsets!r:.80} with {sizes!r:.80} bytes")
+        for numbers in (offsets, sizes):
+            if numbers and not 0 <= min(numbers) <= max(numbers) < MOST_BYTES:
+                raise self.damaged(f"members of row {row} are said to be at {offsets!r:.80} with {sizes!r:.80} bytes")
         encodings = self.member_encoding[mine].tolist()
         names = [outer_of(name)[0] for name in self._field_names(row, mine)]
         return list(zip(offsets, sizes, encodings, names, strict=True))
 
     def members(self, row: int) -> list[Member]:
-        """The members that a sample uses, as `compose` takes them."""
+        """Return the members that a sample uses, as arguments of `compose`."""
         mine = self._member_slice(row)
         kinds, names = self.member_kind[mine].tolist(), self._field_names(row, mine)
         headers, sizes = self.member_header[mine].tolist(), self.member_size[mine].tolist()
         return list(map(Member, names, kinds, map(tuple, headers), sizes))
 
     def find(self, shard: str, key: str) -> int | None:
-        """The first row of `find_all`, or None."""
+        """Return the first row of `find_all`, or None."""
         return next(iter(self.find_all(shard, key)), None)
 
     def find_all(self, shard: str | None, key: str) -> list[int]:
-        """The rows of a sample: of all its pieces, and more where its key comes back in its shard. `shard` is a url as
-        in `shards`, or its last component; None: all rows of that key, whatever shards they are in.
+        """Return the rows of a sample: of all its pieces, and more if its key comes back in its shard. Only the keys of
+        that shard are read.
 
-        Reads the keys of that shard only.
+        Args:
+            shard: a url as in `shards`, or its last component; None: all rows of that key, in any shard.
 
         Raises:
-            ValueError: several shards of that name hold the key.
+            ValueError: several shards with that name have the key.
         """
         if shard is None:
             return [row for number in range(len(self.shards)) for row in self._rows_of(number, key)]
         numbers = [number for number, info in enumerate(self.shards) if info.url == shard]
         numbers = numbers or [number for number, info in enumerate(self.shards) if basename(info.url) == shard]
-        found = [rows for number in numbers if (rows := self._rows_of(number, key))]
-        if len(found) > 1:
-            urls = ", ".join(self.shards[int(self.shard[rows[0]])].url for rows in found)
+        matches = [rows for number in numbers if (rows := self._rows_of(number, key))]
+        if len(matches) > 1:
+            urls = ", ".join(self.shards[int(self.shard[rows[0]])].url for rows in matches)
             raise ValueError(f"sample {key!r} is in several shards called {shard!r}, name one of {urls}")
-        return found[0] if found else []
+        return matches[0] if matches else []
 
     def keys(self, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
-        """The keys of the rows from start to stop: where each begins and the last ends, int64 (stop - start + 1,), and
-        their UTF-8 bytes.
-        """
+        """Return the keys of the rows from start to stop: their offsets, int64 (stop - start + 1,), and UTF-8 bytes."""
         offsets = self._columns.key_offsets[start : stop + 1]
         first, last = int(offsets[0]), int(offsets[-1])
         if not 0 <= first <= last <= self._columns.key_bytes.size or np.diff(offsets).min(initial=0) < 0:
-            raise self.damaged(f"the keys of rows {start} to {stop} are said to lie outside of all keys")
+            raise self.damaged(f"the keys of rows {start} to {stop} are said to be outside of all keys")
         return offsets - first, self._columns.key_bytes[first:last]
 
     def _rows_of(self, number: int, key: str) -> list[int]:
@@ -386,17 +385,17 @@ class Index:
         wanted = key.encode()
         offsets, data = self.keys(start, stop)
         rows = np.flatnonzero(np.diff(offsets) == len(wanted))
-        places = offsets[rows][:, None] + np.arange(len(wanted))
-        same = (data[places] == np.frombuffer(wanted, np.uint8)).all(axis=1)
+        positions = offsets[rows][:, None] + np.arange(len(wanted))
+        same = (data[positions] == np.frombuffer(wanted, np.uint8)).all(axis=1)
         return [int(row) for row in start + rows[same]]
 
     def _check_row(self, row: int) -> None:
         if not 0 <= row < self.num_rows:
             raise ValueError(f"row {row} of an index of {self.num_rows} rows")
 
-    def _text(self, column: str, place: int) -> str:
+    def _text(self, column: str, number: int) -> str:
         try:
-            return self._columns.text(column, place)
+            return self._columns.text(column, number)
         except ValueError as error:
             raise self.damaged(str(error)) from error
 
@@ -418,7 +417,7 @@ class Index:
         return [self.fields[number] for number in numbers]
 
     def _part_spans(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """First part and number of parts of each of `rows`."""
+        """Return the first part and the number of parts of each of `rows`."""
         if len(rows) and (rows.min() < 0 or rows.max() >= self.num_rows):
             raise ValueError(f"rows {rows.min()} to {rows.max()} of an index of {self.num_rows} rows")
         first, stop = self.part_offsets[rows], self.part_offsets[rows + 1]
@@ -430,15 +429,15 @@ class Index:
 
 
 def _opened_again(path: Path) -> Index:
-    """The index of another process. Raises MissingIndexError where it is not there any more."""
+    """Open the index of another process. Raises MissingIndexError if it was removed."""
     try:
         return Index(path)
     except FileNotFoundError:
-        raise MissingIndexError(f"the index {path} is not there any more: run `orchdata index` again") from None
+        raise MissingIndexError(f"the index {path} was removed: run `orchdata index` again") from None
 
 
 def _map(path: Path) -> tuple[dict[str, Any], Columns, int, os.stat_result]:
-    """Head and mapped columns of an index, verified, a descriptor, and its status. Raises ValueError or OSError."""
+    """Return verified head and mapped columns of an index, a descriptor, and its status. Raises ValueError, OSError."""
     with opened(path) as fd:
         status = os.fstat(fd)
         head = head_of(fd, KIND, TABLE_FORMAT)
@@ -478,26 +477,26 @@ def _unchanged(one: os.stat_result, other: os.stat_result) -> bool:
 
 
 def absolute(url: str) -> str:
-    """A path that means the same in every working directory; other URLs as they are."""
+    """Return an absolute path; other URLs unchanged."""
     return url if "://" in url else os.path.abspath(url)
 
 
 def _format_of(url: str) -> str:
-    """Shards of one format take about as many bytes a sample."""
+    """Return the suffix of a shard: shards of one format take about the same number of bytes per sample."""
     return next((suffix for suffix in sorted(SUFFIXES, key=len, reverse=True) if url.lower().endswith(suffix)), "")
 
 
 def basename(url: str) -> str:
-    """Last component of a path or URL."""
+    """Return the last component of a path or URL."""
     return url.rstrip("/").rsplit("/", 1)[-1]
 
 
 def content_fingerprint(shards: Iterable[ShardInfo], recipe: str) -> str:
-    """Identity of what an index of these shards under the recipe fingerprint holds, wherever the shards lie."""
+    """Return the identity of an index of these shards under the recipe fingerprint; their folders do not count."""
     parts = [[basename(shard.url), shard.size, shard.checksum] for shard in shards]
     return digest([RULES, recipe, parts])
 
 
 def digest(value: object) -> str:
-    """32 hex digits of a JSON-safe value."""
+    """Return a digest of a JSON-safe value, 32 hex digits."""
     return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).hexdigest()

@@ -1,6 +1,6 @@
-"""Several indexes seen as one: their rows, parts and shards behind one another, nothing copied.
+"""Several indexes as one: their rows, parts and shards are concatenated, without copies.
 
-row of all --where its source begins--> (source, row of its own) --> what that index says
+joined row --first row of its source--> (source, row in that index) --> values of that index
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Ints = NDArray[np.int64]
 
 
 class JoinedIndex(Index):
-    """Indexes of recipes with the same modalities; what is asked of a row, its own index answers. Pickles as these.
+    """Indexes of recipes with the same modalities as one index; pickles as the list of them.
 
     Args:
-        indexes: of at least one data set; one may be there several times.
+        indexes: at least one; the same index may come several times.
     """
 
     def __init__(self, indexes: Sequence[Index]) -> None:
@@ -60,19 +60,19 @@ class JoinedIndex(Index):
         return f"JoinedIndex({self.num_samples} samples of {len(self.indexes)} sources)"
 
     def source_of(self, row: int) -> int:
-        """The number of the index that a row is of."""
+        """Return the number of the index of a row."""
         self._check_row(row)
         return _number(self.first_rows, row)
 
     def split(self, rows: Ints) -> Iterator[tuple[Index, Any, Ints]]:
-        yield from ((self.indexes[number], places, own) for number, places, own in _split(self.first_rows, rows))
+        yield from ((self.indexes[number], positions, own) for number, positions, own in _split(self.first_rows, rows))
 
     def check_unchanged(self) -> None:
         for index in self._distinct:
             index.check_unchanged()
 
     def damaged(self, reason: str) -> DamagedIndexError:
-        """The error for values that cannot be, of whichever index."""
+        """Return the error to raise for impossible values of any of the indexes."""
         return self.indexes[0].damaged(reason)
 
     def key(self, row: int) -> str:
@@ -86,8 +86,8 @@ class JoinedIndex(Index):
 
     def part_range(self, row: int) -> range:
         number, own = self._own_number(row)
-        found, first = self.indexes[number].part_range(own), int(self._first_parts[number])
-        return range(found.start + first, found.stop + first)
+        parts, first = self.indexes[number].part_range(own), int(self._first_parts[number])
+        return range(parts.start + first, parts.stop + first)
 
     def member_of(self, part: int, num_members: int) -> int:
         index, own = self._own_part(part)
@@ -99,18 +99,18 @@ class JoinedIndex(Index):
 
     def sizes(self, parts: Ints | range, recipe: Recipe) -> list[PartSize]:
         numbers = np.arange(parts.start, parts.stop) if isinstance(parts, range) else parts
-        found: list[Any] = [None] * len(numbers)
-        for number, places, own in _split(self._first_parts, numbers):
-            for place, size in zip(places.tolist(), self.indexes[number].sizes(own, recipe), strict=True):
-                found[place] = size
-        return found
+        sizes: list[Any] = [None] * len(numbers)
+        for number, positions, own in _split(self._first_parts, numbers):
+            for position, size in zip(positions.tolist(), self.indexes[number].sizes(own, recipe), strict=True):
+                sizes[position] = size
+        return sizes
 
     def parts_of(self, rows: Ints, modality: str) -> tuple[Ints, Ints]:
         parts, owners = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-        for number, places, own in _split(self.first_rows, rows):
-            found, owner = self.indexes[number].parts_of(own, modality)
-            parts.append(found + self._first_parts[number])
-            owners.append(places[owner])
+        for number, positions, own in _split(self.first_rows, rows):
+            own_parts, owner = self.indexes[number].parts_of(own, modality)
+            parts.append(own_parts + self._first_parts[number])
+            owners.append(positions[owner])
         owner = np.concatenate(owners)
         in_turn = np.argsort(owner, kind="stable")
         return np.concatenate(parts)[in_turn], owner[in_turn]
@@ -141,13 +141,13 @@ class JoinedIndex(Index):
         for number, index in enumerate(self.indexes):
             first, end = (int(row) for row in self.first_rows[number : number + 2])
             if (low := max(start, first)) < (high := min(stop, end)):
-                found, held = index.keys(low - first, high - first)
-                offsets.append(found[1:] + offsets[-1][-1])
-                data.append(held)
+                own_offsets, own_data = index.keys(low - first, high - first)
+                offsets.append(own_offsets[1:] + offsets[-1][-1])
+                data.append(own_data)
         return np.concatenate(offsets), np.concatenate(data)
 
     def find_all(self, shard: str | None, key: str) -> list[int]:
-        """The rows of a sample, in all sources that have it."""
+        """Return the rows of a sample in all sources that have it."""
         return [
             row + int(first)
             for index, first in zip(self.indexes, self.first_rows, strict=False)
@@ -168,11 +168,11 @@ class JoinedIndex(Index):
 
 
 class _Column:
-    """A column of all indexes, looked up where it is asked for: by a number, a slice or an array of numbers.
+    """A column over all indexes; its values are looked up by a number, a slice or an array of numbers.
 
     Args:
-        first: where each one's part begins, and the end.
-        added: to the values of each.
+        first: first number of each index, and the end.
+        added: a number to add to the values of each index.
     """
 
     def __init__(self, first: Ints, columns: Sequence[NDArray[Any]], added: Ints | None = None) -> None:
@@ -185,33 +185,33 @@ class _Column:
     def __len__(self) -> int:
         return self.size
 
-    def __getitem__(self, places: Any) -> Any:
-        if isinstance(places, slice):
-            places = np.arange(*places.indices(self.size))
-        if not isinstance(places, np.ndarray):
-            number = _number(self._first, int(places))
-            return self._of(number, int(places) - int(self._first[number]))
-        out = np.empty(len(places), self.dtype)
-        for number, where, own in _split(self._first, places):
-            out[where] = self._of(number, own)
+    def __getitem__(self, rows: Any) -> Any:
+        if isinstance(rows, slice):
+            rows = np.arange(*rows.indices(self.size))
+        if not isinstance(rows, np.ndarray):
+            number = _number(self._first, int(rows))
+            return self._of(number, int(rows) - int(self._first[number]))
+        out = np.empty(len(rows), self.dtype)
+        for number, positions, own in _split(self._first, rows):
+            out[positions] = self._of(number, own)
         return out
 
     def _of(self, number: int, own: Any) -> Any:
-        found = self._columns[number][own]
-        return found if self._added is None else found + self._added[number].astype(self.dtype)
+        values = self._columns[number][own]
+        return values if self._added is None else values + self._added[number].astype(self.dtype)
 
 
 def _starts(sizes: Sequence[int]) -> Ints:
     return np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
 
 
-def _number(first: Ints, place: int) -> int:
-    return int(np.searchsorted(first, place, side="right")) - 1
+def _number(first: Ints, row: int) -> int:
+    return int(np.searchsorted(first, row, side="right")) - 1
 
 
-def _split(first: Ints, places: Ints) -> Iterator[tuple[int, Ints, Ints]]:
-    """Of each index that has any: its number, where in `places` they are, and what they are called there."""
-    numbers = np.searchsorted(first, places, side="right") - 1
+def _split(first: Ints, rows: Ints) -> Iterator[tuple[int, Ints, Ints]]:
+    """Yield (number of the index, positions of its rows in `rows`, its own row numbers) for each index with rows."""
+    numbers = np.searchsorted(first, rows, side="right") - 1
     for number in np.unique(numbers).tolist():
-        where = np.flatnonzero(numbers == number)
-        yield number, where, places[where] - first[number]
+        positions = np.flatnonzero(numbers == number)
+        yield number, positions, rows[positions] - first[number]

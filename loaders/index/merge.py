@@ -1,7 +1,7 @@
-"""Many tables -> one index file: sizes first, then one table after another is written behind the one before.
+"""Many tables -> one index file: allocated by their sizes, then written one table after another.
 
-Memory is bounded by one table and a few dozen MiB, whatever the number of samples. The file appears under its name when
-it is whole; an interrupted build leaves the older one in place.
+Memory is bounded by one table and a few dozen MiB for any number of samples. The file gets its name when it is
+complete; an interrupted build keeps the older index.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from orchdata.loaders.versions import TABLE_FORMAT
 
 
 class TableSource(Protocol):
-    """The costs of one shard: what is needed to allocate, and the packed columns when their turn comes."""
+    """The costs of one shard: sizes for the allocation, and the packed columns when they are written."""
 
     @property
     def shard(self) -> ShardInfo: ...
@@ -37,7 +37,7 @@ class TableSource(Protocol):
 
 
 class RecipeIdentity(NamedTuple):
-    """What an index keeps of a recipe: `modalities` are names by their codes, text first."""
+    """The part of a recipe that an index stores; `modalities` are names by their codes, text first."""
 
     fingerprint: str
     modalities: tuple[str, ...]
@@ -55,11 +55,11 @@ def merge_tables(
     """Write the index of `sources`, in their order, to `path`.
 
     Args:
-        path: where.
-        sources: one table a shard.
-        recipe: kept in the index.
-        build_id: kept in the index, to tell whether it was made from the same tables.
-        access: what its permissions may allow at most.
+        path: of the index.
+        sources: one table per shard.
+        recipe: stored in the index.
+        build_id: stored in the index, to recognize whether it was made from the same tables.
+        access: the most that its permissions may allow.
 
     Raises:
         StorageError: the disk is full, or not writable.

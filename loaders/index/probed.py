@@ -1,7 +1,7 @@
-"""Facts of a shard as a recipe sees them: what each member is under it, and headers that only its own modalities know.
+"""Facts of a shard under a recipe: the modality of each member, and headers of the user's own modalities.
 
-The facts hold the headers of the library's modalities. Those of a user's are probed here, and kept in a file of their
-own for each shard and probe, whatever its parameters: another recipe with the same probe reads no member again.
+The facts contain the headers of built-in modalities. Those of a user's modality are probed here, and stored in a
+separate file per shard and probe, independent of its parameters: another recipe with the same probe reads no member.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ KIND = b"head"
 _BOUND: Final = 1 << 63
 
 
-class Seen(NamedTuple):
-    """Columns of a facts table under a recipe, one item a row.
+class RecipeColumns(NamedTuple):
+    """Columns of a facts table under a recipe, one item per row.
 
     Attributes:
         kinds: codes of the recipe.
         headers: of the modality that a row is read as.
-        errors: row -> what is wrong with it.
+        errors: row -> its error.
     """
 
     kinds: list[int]
@@ -58,13 +58,13 @@ class Seen(NamedTuple):
 
 
 class Probes:
-    """What shards are under a recipe; safe to use from several threads.
+    """The facts of shards under a recipe; safe to use from several threads.
 
     Args:
-        recipe: whose modalities ask.
-        cache: where headers are kept.
-        force: probe again even where fresh ones are kept.
-        accesses: who may read copies of shards; default: found anew.
+        recipe: with the modalities to probe.
+        cache: stores headers.
+        force: probe again even if the cache has fresh headers.
+        accesses: who may read copies of shards; default: computed here.
     """
 
     def __init__(
@@ -74,78 +74,81 @@ class Probes:
         self._cache = cache
         self._force = force
         self._accesses = accesses or Accesses()
-        # The modalities whose headers are not in the facts, by kind; and those that count from bytes, and have none.
+        # By kind: the modalities with headers that are not in the facts, or that count from bytes and have no headers.
         self._own = dict(_own(recipe))
 
-    def under_recipe(self, facts: Facts, fields: Sequence[str], shard: Callable[[], Shard]) -> Seen:
-        """The columns of a shard's facts. Raises as `cost_shard`.
+    def under_recipe(self, facts: Facts, fields: Sequence[str], shard: Callable[[], Shard]) -> RecipeColumns:
+        """Return the columns of a shard's facts. Raises as `cost_shard`.
 
         Args:
             fields: the names in the facts.
-            shard: gives the open shard; called if something has to be probed.
+            shard: returns the open shard; called if something has to be probed.
         """
+        # The kind of each row under the recipe. An error of a whole sample stays, for any modality.
         table, recipe = facts.table, self._recipe
         known: dict[tuple[str, int], int] = {}
         kinds: list[int] = []
-        for asked in zip(fields, table.kind, strict=True):
-            kind = known.get(asked)
-            kinds.append(known.setdefault(asked, recipe.kind_of(*asked)) if kind is None else kind)
-        told = zip(table.header0, table.header1, strict=True)  # one at a time: a collector of garbage looks at them all
+        for field_kind in zip(fields, table.kind, strict=True):
+            kind = known.get(field_kind)
+            kinds.append(known.setdefault(field_kind, recipe.kind_of(*field_kind)) if kind is None else kind)
+        stored = zip(table.header0, table.header1, strict=True)  # lazily: a list would slow the garbage collector
         errors = table.errors
-        if errors:  # what is wrong with a whole sample stays so, whoever reads the field
+        if errors:
             structural = {row for row in errors if table.kind[row] == OTHER}
             kinds = [OTHER if row in structural else kind for row, kind in enumerate(kinds)] if structural else kinds
+
+        # Headers of the user's own modalities.
         if self._own:
-            headers: list[Header] = list(told)
+            headers: list[Header] = list(stored)
             errors = dict(errors)
             for kind, modality in self._own.items():
                 rows = [
                     row
-                    for row, found in enumerate(kinds)
-                    if found == kind and not _told_by_facts(modality, table.kind[row])
+                    for row, row_kind in enumerate(kinds)
+                    if row_kind == kind and not _is_in_facts(modality, table.kind[row])
                 ]
                 for row in rows:
-                    errors.pop(row, None)  # what the facts' own probe made of it
+                    errors.pop(row, None)  # the error of the built-in probe
                 if rows and counts_from_header(modality):
                     for row, header in zip(rows, self._headers(facts, modality, rows, shard), strict=True):
                         if isinstance(header, str):
                             errors[row] = header
                         elif modality.embedded_in and outer_of(fields[row])[1] and not any(header):
-                            kinds[row] = UNUSED  # nothing of it is inside
+                            kinds[row] = UNUSED  # the member has no part of this modality
                         else:
                             headers[row] = header
-            return Seen(kinds, headers, errors)
-        return Seen(kinds, told, errors)
+            return RecipeColumns(kinds, headers, errors)
+        return RecipeColumns(kinds, stored, errors)
 
     def _headers(
         self, facts: Facts, modality: Modality, rows: Sequence[int], shard: Callable[[], Shard]
     ) -> list[Header | str]:
-        """Of each of `rows`, its header, or why there is none."""
+        """Return the header of each of `rows`, or the reason why there is none."""
         path, access = self._path(facts, modality), self._accesses.of(facts.meta.url)
         restrict(path, access)
-        kept = {} if self._force else _kept(path, facts, modality.num_facts)
-        missing = [row for row in rows if row not in kept]
+        headers = {} if self._force else _cached(path, facts, modality.num_facts)
+        missing = [row for row in rows if row not in headers]
         if missing:
             opened = shard()
-            place = here()
+            current = here()
             for row in missing:
-                place.key = facts.table.key[row]
-                kept[row] = _probed(modality, facts, row, opened, self._recipe)
-            place.key = None
+                current.key = facts.table.key[row]
+                headers[row] = _probed(modality, facts, row, opened, self._recipe)
+            current.key = None
             self._cache.make("facts")
-            write_whole(path, _sealed(kept, facts), access)
-        return [kept[row] for row in rows]
+            write_whole(path, _sealed(headers, facts), access)
+        return [headers[row] for row in rows]
 
     def _path(self, facts: Facts, modality: Modality) -> str:
-        named = [os.path.abspath(facts.meta.url), limits_fingerprint(self._recipe.limits), probe_id(modality)]
-        named.append(str(len(facts.table)))  # rows may have been put in for parts inside of members
-        name = hashlib.blake2b(json.dumps(named).encode(), digest_size=16).hexdigest()
+        identity = [os.path.abspath(facts.meta.url), limits_fingerprint(self._recipe.limits), probe_id(modality)]
+        identity.append(str(len(facts.table)))  # `with_inner` may have added rows
+        name = hashlib.blake2b(json.dumps(identity).encode(), digest_size=16).hexdigest()
         return f"{self._cache.root}/facts/{name}.headers"
 
 
 def with_inner(facts: Facts, recipe: Recipe) -> Facts:
-    """The facts with a row for each part that may be inside of a member of another modality, as sound of a clip: behind
-    it, "0.mp4" and "0.mp4 (audio)", with the same bytes. Whether it is there its probe says.
+    """Add a row for each part that may be inside a member of another modality, such as the sound of a clip: "0.mp4" is
+    followed by "0.mp4 (audio)", with the same bytes. Its probe finds out whether the part exists.
     """
     if not any(modality.embedded_in for modality in recipe.modalities.values()):
         return facts
@@ -153,11 +156,10 @@ def with_inner(facts: Facts, recipe: Recipe) -> Facts:
     known: dict[str, tuple[str, ...]] = {}
     columns = (given.sample, given.key, given.field, given.kind, given.offset, given.size, given.encoding)
     headers = zip(given.header0, given.header1, strict=True)
-    for row, ((sample, key, field, kind, *place), header) in enumerate(
+    for row, ((sample, key, field, kind, offset, size, encoding), header) in enumerate(
         zip(zip(*columns, strict=True), headers, strict=True)
     ):
         error = given.errors.get(row)
-        offset, size, encoding = place
         table.append(
             sample, key, field, kind=kind, offset=offset, size=size, encoding=encoding, header=header, error=error
         )
@@ -170,16 +172,16 @@ def with_inner(facts: Facts, recipe: Recipe) -> Facts:
 
 
 def _own(recipe: Recipe) -> Iterator[tuple[int, Modality]]:
-    """The modalities that the facts do not tell all of, by kind."""
+    """Yield (kind, modality) of the modalities with headers that are not all in the facts."""
     for kind, (name, modality) in enumerate(recipe.modalities.items(), TEXT + 1):
-        theirs = BUILTINS.get(name)
-        told = theirs is not None and keeps_headers_of(type(modality), theirs) and modality.fields == theirs.fields
-        if not told or not counts_from_header(modality) or modality.embedded_in:
+        builtin = BUILTINS.get(name)
+        same = builtin is not None and keeps_headers_of(type(modality), builtin) and modality.fields == builtin.fields
+        if not same or not counts_from_header(modality) or modality.embedded_in:
             yield kind, modality
 
 
-def _told_by_facts(modality: Modality, kind: int) -> bool:
-    """Whether a member of this kind in the facts has the header there that the modality would find."""
+def _is_in_facts(modality: Modality, kind: int) -> bool:
+    """Return whether the facts of a member of this kind have the header that the modality's probe would find."""
     if kind in (TEXT, OTHER) or not counts_from_header(modality):
         return False
     return keeps_headers_of(type(modality), BUILTINS[KINDS[kind]])
@@ -191,37 +193,37 @@ def _probed(modality: Modality, facts: Facts, row: int, shard: Shard, recipe: Re
     field, _ = outer_of(table.field[row])
 
     def read(count: int) -> bytes:
-        # A part of a member can only be had where it is stored as it is.
+        # The first bytes can only be read alone if the member is stored unencoded.
         return bytes(shard.read(offset, count if encoding == RAW else size, encoding, field))
 
     reason = recipe.limits.size_error(size, is_text=False)
     if reason is not None:
         return reason
     try:
-        found = read_header(type(modality), size, read, recipe.limits)
-        header = tuple(map(as_int, found))
+        result = read_header(type(modality), size, read, recipe.limits)
+        header = tuple(map(as_int, result))
         if len(header) != modality.num_facts or not all(-_BOUND <= fact < _BOUND for fact in header):
-            raise DecodeError(f"probe() gave {found!r}, not num_facts={modality.num_facts} integers of 64 bits")
+            raise DecodeError(f"probe() returned {result!r}, not num_facts={modality.num_facts} integers of 64 bits")
         return header
     except DecodeError as error:
         return error.at(field).reason
     except MemoryError as error:
         raise measured_at(error, shard.url, table.key[row], field) from error
-    except Exception as error:  # noqa: BLE001 - whatever its bytes make a probe raise is that member's failure
+    except Exception as error:  # noqa: BLE001 - an exception of a probe fails that member
         return as_field_error(error, "probed").reason
 
 
 def _sealed(headers: dict[int, Header | str], facts: Facts) -> Any:
     values = {
         "meta": _identity(facts),
-        "headers": [[row, list(held)] for row, held in headers.items() if not isinstance(held, str)],
-        "errors": [[row, held] for row, held in headers.items() if isinstance(held, str)],
+        "headers": [[row, list(header)] for row, header in headers.items() if not isinstance(header, str)],
+        "errors": [[row, header] for row, header in headers.items() if isinstance(header, str)],
     }
     return seal(KIND, FACTS_FORMAT, values, [])[0]
 
 
-def _kept(path: str, facts: Facts, num_facts: int) -> dict[int, Header | str]:
-    """Headers kept at `path`, if they are those of the shard as it is now."""
+def _cached(path: str, facts: Facts, num_facts: int) -> dict[int, Header | str]:
+    """Return the headers stored at `path`, if they are those of the current shard."""
     try:
         head, _ = read_sealed(path, KIND, FACTS_FORMAT)
         row = range(len(facts.table))
@@ -229,8 +231,8 @@ def _kept(path: str, facts: Facts, num_facts: int) -> dict[int, Header | str]:
         check_shape(head.values, {"meta": list, "headers": [(row, (fact,) * num_facts)], "errors": [(row, str)]}, "it")
         if head.values["meta"] != _identity(facts):
             return {}
-        found: dict[int, Header | str] = {row: tuple(held) for row, held in head.values["headers"]}
-        return found | dict(head.values["errors"])
+        headers: dict[int, Header | str] = {row: tuple(header) for row, header in head.values["headers"]}
+        return headers | dict(head.values["errors"])
     except (OSError, ValueError):
         return {}  # absent, damaged or of another version: probe again
 

@@ -1,4 +1,4 @@
-"""The same shard under two paths: refused, since every sample of it would come twice."""
+"""Refusing the same shard under two paths: every sample of it would come twice."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from orchdata.loaders.storage.retries import tried
 
 
 def refuse_repeats(urls: Sequence[str], *, num_threads: int) -> None:
-    """Refuse shards that are one file: by a symbolic link, or by a hard link.
+    """Refuse shards that are the same file, by a symbolic link or a hard link.
 
-    Files of equal device and inode are looked at closer, as network file systems repeat inodes: they are one file where
-    their real path is one, or where the file has several links and size and time of change are equal too.
+    Network file systems reuse inodes, so an equal device and inode is not enough: the real paths must be equal too, or
+    the file must have several links, and size and modification time be equal.
 
     Raises:
-        ValueError: naming both paths. Shards that are not there are left to whoever opens them.
-        StorageError: a shard cannot be looked at now.
+        ValueError: naming both paths. Missing shards are ignored: opening them raises the error.
+        StorageError: a shard cannot be checked now.
     """
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="orchdata-stat") as pool:  # a network file system waits
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="orchdata-stat") as pool:  # for slow network file systems
         shares = list(pool.map(lambda first: [status_at(url) for url in urls[first::num_threads]], range(num_threads)))
     seen: dict[tuple[int, int], list[str]] = {}
-    for place, url in enumerate(urls):
-        status = shares[place % num_threads][place // num_threads]
+    for number, url in enumerate(urls):
+        status = shares[number % num_threads][number // num_threads]
         if status is None or not stat.S_ISREG(status.st_mode):
             continue
         same_inode = seen.setdefault((status.st_dev, status.st_ino), [])
@@ -38,7 +38,7 @@ def refuse_repeats(urls: Sequence[str], *, num_threads: int) -> None:
 
 
 def _are_one(one: str, other: str, status: os.stat_result) -> str | None:
-    """How two paths of equal device and inode are one file; None where they are not known to be."""
+    """Return why two paths of equal device and inode are the same file; None if they may be different files."""
     real = _real_path(one)
     if real == _real_path(other):
         return f"both are {real}"
@@ -50,5 +50,5 @@ def _are_one(one: str, other: str, status: os.stat_result) -> str | None:
 
 
 def _real_path(url: str) -> str:
-    # Strict: else a folder that cannot be looked at for a moment is taken for one that is no link.
+    # Strict: otherwise a link that cannot be read for a moment would be taken for a plain folder.
     return tried(url, "cannot be looked at", lambda: os.path.realpath(url, strict=True))

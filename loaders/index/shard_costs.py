@@ -1,9 +1,9 @@
-"""Costs of one shard under a recipe: facts + text bytes -> a table of the index, kept in the cache.
+"""Costs of one shard under a recipe: facts + text bytes -> a table of the index, stored in the cache.
 
     facts --group by sample--> members --read text only--> measure() --> columns, or the error of that sample
 
-Facts are turned to lists once, and texts are read ahead in long sequential stretches, so that the time goes to the
-tokenizer.
+Facts are converted to lists once, and texts are read ahead in large sequential reads, so that most of the time is spent
+in the tokenizer.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from orchdata.loaders.shards.fields import RAW
 from orchdata.loaders.shards.shard import ShardInfo
 from orchdata.loaders.slow import here
 from orchdata.loaders.storage.atomic import Buffer, write_whole
-from orchdata.loaders.storage.coalesce import Place, Run, read_run, runs_of
+from orchdata.loaders.storage.coalesce import Extent, Run, read_run, runs_of
 from orchdata.loaders.storage.sealed import Damaged, read_sealed, seal
 from orchdata.loaders.storage.shared.access import Access
 from orchdata.loaders.versions import TABLE_FORMAT
@@ -47,12 +47,12 @@ KIND = b"cost"
 _CHUNK_SAMPLES = 1024  # read ahead at most this many samples
 _CHUNK_BYTES = 16 << 20  # ... or this much text
 _RUN_BYTES = 1 << 20  # one read
-_GZIP_RATIO = 1032  # no gzip member decompresses further
+_GZIP_RATIO = 1032  # the largest possible ratio of gzip
 _NOT_BYTES = (
-    "the recipe asks for this column, which holds neither bytes nor text and is not read: write its values as bytes or "
-    "strings, or do not ask for it"
+    "the recipe requests this column, but it has neither bytes nor text, and is not read: write its values as bytes or "
+    "strings, or do not request it"
 )
-_GAP_BYTES = 16 << 10  # reading over a gap is cheaper than another call up to about here
+_GAP_BYTES = 16 << 10  # reading over a gap of this size costs about as much as another call
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +63,12 @@ class CostTable:
         path: the file.
         meta: of the facts that they were measured from.
         url: of the shard.
-        media_root: where the files lie that its records name; empty for shards that hold their media.
+        media_root: folder of the files that its records name; empty for shards that contain their media.
         size, fields, totals: as in the index.
         digest: of the whole content.
         kinds: modalities of the recipe by their codes, text first.
-        held: its columns, packed; where they are not held they are read and verified again when they are asked for.
-        access: what permissions of an index that it goes into may allow at most.
+        packed: its columns; if None, `body` reads and verifies them again.
+        access: the most that permissions of an index with this table may allow.
     """
 
     path: str
@@ -79,7 +79,7 @@ class CostTable:
     totals: Totals
     digest: str
     kinds: Sequence[str]
-    held: Buffer | None = field(repr=False, compare=False)
+    packed: Buffer | None = field(repr=False, compare=False)
     media_root: str = ""
     access: Access | None = None
 
@@ -87,9 +87,9 @@ class CostTable:
     def open(
         cls, path: str, url: str, kinds: Sequence[str], media_root: str = "", access: Access | None = None
     ) -> CostTable:
-        """Read and verify the file, and hold it. Raises OSError, or ValueError for what is not what was written.
+        """Read and verify the file, with its columns. Raises OSError, or ValueError if it has changed.
 
-        What its columns hold is checked when an index is made of them, with those of all other tables together.
+        The values in its columns are checked when an index is made of all tables.
 
         Args:
             kinds: modalities of the recipe by their codes, text first.
@@ -97,7 +97,7 @@ class CostTable:
         head, body = read_sealed(path, KIND, TABLE_FORMAT)
         check_costs(head.values, kinds)
         if (head.values["url"], head.values["media_root"]) != (url, media_root):
-            raise Damaged(f"it is that of {head.values['url']}")
+            raise Damaged(f"it belongs to {head.values['url']}")
         return cls.of(path, head.values, head.digest, body, kinds, access)
 
     @classmethod
@@ -122,12 +122,12 @@ class CostTable:
         lost = meta.lost_samples, meta.lost_bytes
         return ShardInfo(self.url, meta.size, meta.checksum, meta.version, *lost, self.media_root)
 
-    def let_go(self) -> CostTable:
-        """The same table, not held."""
-        return replace(self, held=None)
+    def without_body(self) -> CostTable:
+        """Return the same table without its columns in memory."""
+        return replace(self, packed=None)
 
     def is_sound(self) -> bool:
-        """Whether its columns are what a build writes. Raises as `body`."""
+        """Return whether its columns have values that a build can write. Raises as `body`."""
         try:
             check_columns(
                 views(self.body(), self.size),
@@ -141,22 +141,20 @@ class CostTable:
         return not self.meta.lost_bytes or bool(self.size.bad)
 
     def body(self) -> Buffer:
-        """Raises StorageError where the file, not held, is not there now; StaleIndexError where it is another."""
-        if self.held is not None:
-            return self.held
+        """Return its packed columns. Raises StorageError if the file was removed, StaleIndexError if replaced."""
+        if self.packed is not None:
+            return self.packed
         try:
-            again = CostTable.open(self.path, self.url, self.kinds, self.media_root)
+            table = CostTable.open(self.path, self.url, self.kinds, self.media_root)
         except (OSError, ValueError) as error:
-            raise StorageError(str(self.path), f"was there and is not any more: {error}") from error
-        if again.digest != self.digest:
+            raise StorageError(str(self.path), f"was removed or damaged during the build: {error}") from error
+        if table.digest != self.digest:
             raise StaleIndexError(self.url, "was changed, and measured by another build, during this one: build again")
-        return again.body()
+        return table.body()
 
 
 class ShardCosts(NamedTuple):
-    """The costs of one shard, in memory: its columns, the names that `member_field` counts in, its totals, and the
-    modalities by their codes.
-    """
+    """The costs of one shard in memory: columns, field names for `member_field`, totals, modalities by code."""
 
     columns: Columns
     fields: list[str]
@@ -166,7 +164,7 @@ class ShardCosts(NamedTuple):
     def write(
         self, path: str, url: str, meta: FactsMeta, media_root: str | None = None, access: Access | None = None
     ) -> CostTable:
-        """Write them where `CostTable.open` finds them; the file appears when it is whole. Raises StorageError."""
+        """Write them to a file for `CostTable.open`, which appears when it is complete. Raises StorageError."""
         values = {
             "url": url,
             "meta": meta.as_dict(),
@@ -188,25 +186,24 @@ class _Sample:
     key: str
     start: int
     members: list[Member]
-    wanted: list[int]  # members whose bytes are needed
+    wanted: list[int]  # members to read
     error: FieldError | None
 
 
 def cost_shard(facts: Facts, shard: Callable[[], Shard], recipe: Recipe, probes: Probes) -> ShardCosts:
     """Measure every sample of a shard.
 
-    A sample that cannot be used becomes a row with an error; nothing is raised for it. One that is split becomes
-    several rows.
+    A sample that cannot be used becomes a row with an error, without an exception. A split sample becomes several rows.
 
     Args:
         facts: of the shard.
-        shard: gives the open shard; called if there is something to read.
-        recipe: what to measure under.
-        probes: headers that only the recipe's own modalities know.
+        shard: returns the open shard; called if there is something to read.
+        recipe: defines the costs.
+        probes: headers of the recipe's own modalities.
 
     Raises:
-        ShardError: the shard cannot be opened any more.
-        StorageError, StaleIndexError, MemoryError: nothing that the samples did.
+        ShardError: the shard can no longer be opened.
+        StorageError, StaleIndexError, MemoryError: for reasons outside of the samples.
     """
     facts = with_inner(facts, recipe)
     table = facts.table
@@ -215,11 +212,11 @@ def cost_shard(facts: Facts, shard: Callable[[], Shard], recipe: Recipe, probes:
         texts: dict[int, _Text] = {}
         if any(sample.wanted for sample in chunk):
             texts = _read_texts(chunk, table, shard(), recipe.limits)
-        place = here()
+        current = here()
         for sample in chunk:
-            place.key = sample.key
+            current.key = sample.key
             _measure(sample, texts, recipe, rows, facts.meta.url)
-        place.key = None
+        current.key = None
     columns = rows.columns()
     fields = list(rows.field_numbers)
     totals = summarize(columns, recipe.kinds, {**_unscanned(facts), **rows.ignored})
@@ -227,7 +224,7 @@ def cost_shard(facts: Facts, shard: Callable[[], Shard], recipe: Recipe, probes:
 
 
 def _unscanned(facts: Facts) -> dict[str, int]:
-    """Columns of Parquet without rows in the facts, and how many values each has."""
+    """Return the Parquet columns without rows in the facts, with the number of values of each."""
     ignored = facts.meta.ignored
     return {name: ignored[name] for name in ignored.keys() - set(facts.table.field)} if ignored else {}
 
@@ -236,12 +233,12 @@ def _samples(facts: Facts, shard: Callable[[], Shard], recipe: Recipe, probes: P
     table = facts.table
     ordinals, errors = table.sample, table.errors
     fields, keys = _shared_strings(table.field), table.key
-    seen = probes.under_recipe(facts, fields, shard)
-    kinds, errors = seen.kinds, seen.errors
-    of_rows = repeat(None) if not errors else map(errors.get, range(len(ordinals)))
-    members = map(Member, fields, kinds, seen.headers, table.size, of_rows)
+    columns = probes.under_recipe(facts, fields, shard)
+    kinds, errors = columns.kinds, columns.errors
+    row_errors = repeat(None) if not errors else map(errors.get, range(len(ordinals)))
+    members = map(Member, fields, kinds, columns.headers, table.size, row_errors)
     lost = next((name for name in sorted(_unscanned(facts)) if recipe.asks_for(name)), None)
-    wanted_of: dict[tuple[Any, ...], list[int]] = {}  # samples are alike
+    wanted_by_layout: dict[tuple[Any, ...], list[int]] = {}  # most samples have the same layout
     start = 0
     for _, ordinal in groupby(ordinals):
         mine = list(islice(members, sum(1 for _ in ordinal)))
@@ -252,11 +249,11 @@ def _samples(facts: Facts, shard: Callable[[], Shard], recipe: Recipe, probes: P
         if error is not None:
             yield _Sample(keys[first], first, mine, [], error)
             continue
-        alike = (*fields[first:start], *kinds[first:start])
-        wanted = wanted_of.get(alike)
+        layout = (*fields[first:start], *kinds[first:start])
+        wanted = wanted_by_layout.get(layout)
         if wanted is None:
             try:
-                wanted = wanted_of[alike] = members_to_read(mine, recipe)
+                wanted = wanted_by_layout[layout] = members_to_read(mine, recipe)
             except Exception as problem:  # noqa: BLE001 - as in _measure
                 yield _Sample(keys[first], first, mine, [], as_field_error(problem, "measured"))
                 continue
@@ -264,13 +261,13 @@ def _samples(facts: Facts, shard: Callable[[], Shard], recipe: Recipe, probes: P
 
 
 def _shared_strings(strings: list[str]) -> list[str]:
-    """A list of few distinct strings that holds each of them once."""
+    """Return the list with equal strings as one object, to save memory."""
     shared: dict[str, str] = {}
     return [shared.setdefault(string, string) for string in strings]
 
 
 def _shard_error(members: Sequence[Member]) -> FieldError | None:
-    """What is wrong with a whole sample, as against one field, which matters only when it is used."""
+    """Return the error of a whole sample; the error of one field only matters if the field is used."""
     for member in members:
         if member.error is not None and member.kind == OTHER:
             return FieldError(member.field, member.error)
@@ -278,17 +275,17 @@ def _shard_error(members: Sequence[Member]) -> FieldError | None:
 
 
 def _chunks(samples: Iterable[_Sample], text_bytes: int) -> Iterator[list[_Sample]]:
-    """Stretches of samples whose texts are read together."""
+    """Group samples into chunks; the texts of a chunk are read together."""
     chunk: list[_Sample] = []
-    held = 0
+    num_bytes = 0
     for sample in samples:
         chunk.append(sample)
         for index in sample.wanted:
             member = sample.members[index]
-            held += min(_GZIP_RATIO * member.size, text_bytes) if member.field.endswith(".gz") else member.size
-        if len(chunk) >= _CHUNK_SAMPLES or held >= _CHUNK_BYTES:
+            num_bytes += min(_GZIP_RATIO * member.size, text_bytes) if member.field.endswith(".gz") else member.size
+        if len(chunk) >= _CHUNK_SAMPLES or num_bytes >= _CHUNK_BYTES:
             yield chunk
-            chunk, held = [], 0
+            chunk, num_bytes = [], 0
     if chunk:
         yield chunk
 
@@ -297,65 +294,63 @@ _Text = bytes | memoryview | FieldError
 
 
 def _read_texts(chunk: Sequence[_Sample], table: FactsTable, shard: Shard, limits: Limits) -> dict[int, _Text]:
-    """Payload, or what is wrong with it, of every wanted member of the chunk, by row of the facts."""
+    """Read every wanted member of the chunk. Return its content or its error, by row of the facts."""
     offsets, encodings = table.offset, table.encoding
     texts: dict[int, _Text] = {}
     raw: list[tuple[int, Member]] = []
     for sample in chunk:
-        held = 0
+        text_bytes = 0
         for index in sample.wanted:
             row, member = sample.start + index, sample.members[index]
             if member.error is not None:
-                texts[row] = b""  # never looked at: the error comes first
+                texts[row] = b""  # not used: the error comes first
                 continue
             if member.kind == TEXT:
-                held += member.size
-            if held > limits.text_bytes:
+                text_bytes += member.size
+            if text_bytes > limits.text_bytes:
                 texts[row] = FieldError(
-                    "*", f"the sample has {held} bytes of text, above Limits.text_bytes={limits.text_bytes}"
+                    "*", f"the sample has {text_bytes} bytes of text, above Limits.text_bytes={limits.text_bytes}"
                 )
             elif encodings[row] != RAW:
                 text = texts[row] = _read(shard, offsets[row], member, encodings[row])
-                held += 0 if isinstance(text, FieldError) or member.kind != TEXT else len(text) - member.size
+                text_bytes += 0 if isinstance(text, FieldError) or member.kind != TEXT else len(text) - member.size
             else:
                 raw.append((row, member))
-    places = [(offsets[row], member.size) for row, member in raw]
-    for run in runs_of(places, gap_bytes=_GAP_BYTES, run_bytes=_RUN_BYTES):
-        _read_run(shard, run, places, raw, texts)
+
+    # Raw members that are neighbours are read with one call.
+    extents = [(offsets[row], member.size) for row, member in raw]
+    for run in runs_of(extents, gap_bytes=_GAP_BYTES, run_bytes=_RUN_BYTES):
+        _read_run(shard, run, extents, raw, texts)
     return texts
 
 
 def _read_run(
-    shard: Shard,
-    run: Run,
-    places: Sequence[Place],
-    raw: Sequence[tuple[int, Member]],
-    texts: dict[int, _Text],
+    shard: Shard, run: Run, extents: Sequence[Extent], raw: Sequence[tuple[int, Member]], texts: dict[int, _Text]
 ) -> None:
-    """Read raw members that are neighbours with one call; each on its own where that fails."""
+    """Read neighbouring raw members with one call; if that fails, one by one."""
     mine = [raw[index] for index in run.members]
     if len(mine) > 1:
         try:
-            contents = read_run(lambda offset, size: shard.read(offset, size, RAW, mine[0][1].field), run, places)
-        except Exception as error:  # noqa: BLE001 - each is read on its own, and says what is wrong
+            contents = read_run(lambda offset, size: shard.read(offset, size, RAW, mine[0][1].field), run, extents)
+        except Exception as error:  # noqa: BLE001 - each is then read alone, and gets its own error
             pass_trouble(error)
         else:
             texts |= {row: content for (row, _), content in zip(mine, contents, strict=True)}
             return
     for (row, member), index in zip(mine, run.members, strict=True):
-        texts[row] = _read(shard, places[index][0], member, RAW)
+        texts[row] = _read(shard, extents[index][0], member, RAW)
 
 
 def _read(shard: Shard, offset: int, member: Member, encoding: int) -> _Text:
     try:
         return shard.read(offset, member.size, encoding, member.field)
     except Exception as error:  # noqa: BLE001 - as in _measure
-        found = as_field_error(error, "measured")
-        return FieldError(found.field, found.reason)  # without the frames that it was raised through, which hold it
+        field_error = as_field_error(error, "measured")
+        return FieldError(field_error.field, field_error.reason)  # a copy without the traceback, which refers to it
 
 
 def _measure(sample: _Sample, texts: Mapping[int, _Text], recipe: Recipe, rows: _Rows, url: str) -> None:
-    # What is known to be wrong is not raised: an exception that its own frame holds stays until garbage is collected.
+    # Known errors are not raised: an exception that its own frame refers to stays until the garbage collector runs.
     payloads: dict[int, bytes | memoryview] = {}
     bad = sample.error
     for index in sample.wanted if bad is None else ():
@@ -371,7 +366,7 @@ def _measure(sample: _Sample, texts: Mapping[int, _Text], recipe: Recipe, rows: 
         rows.add(sample, measure(sample.members, payloads, recipe))
     except MemoryError as error:
         raise measured_at(error, url, sample.key, "*") from error
-    except Exception as error:  # noqa: BLE001 - whatever a sample makes its measuring raise is that sample's failure
+    except Exception as error:  # noqa: BLE001 - an exception while measuring a sample fails that sample
         rows.add_bad(sample, as_field_error(error, "measured"))
 
 
@@ -385,19 +380,19 @@ class _Rows:
         self._encodings = table.encoding
         self.field_numbers: dict[str, int] = {}
         self.ignored: Counter[str] = Counter()
-        # Flat arrays of int64: tuples by the million would keep the garbage collector busy.
+        # Flat arrays of int64: millions of tuples would slow the garbage collector.
         self._rows = array("q")  # llm_tokens, loss_tokens, text_start, piece, cut_tokens, parts, members of each
         self._keys: list[str] = []
-        self._errors: list[tuple[str, str] | None] = []  # (field, reason): an exception would hold texts of its chunk
+        self._errors: list[tuple[str, str] | None] = []  # (field, reason): an exception would keep texts in memory
         self._parts = array("q")  # as PARTS
         self._members = array("q")  # as MEMBERS
 
     def add(self, sample: _Sample, measured: Measured) -> None:
         header_width, extent_width = self._header_width, self._extent_width
         used, members = measured.used_members, sample.members
-        place_of = {index: place for place, index in enumerate(used)}
+        position_of = {index: position for position, index in enumerate(used)}
         numbers = self.field_numbers
-        for _ in measured.pieces:  # each is made of all of them
+        for _ in measured.pieces:  # each piece lists all members
             for index in used:
                 row = sample.start + index
                 name, kind, header, size, _ = members[index]
@@ -408,10 +403,10 @@ class _Rows:
         for name, index, (positions, tokens, rows, extent) in measured.parts:
             if len(extent) != extent_width:
                 extent = _filled(extent, extent_width)
-            self._parts.extend((self._codes[name], place_of[index], positions, tokens, rows, *extent))
+            self._parts.extend((self._codes[name], position_of[index], positions, tokens, rows, *extent))
         if len(used) < len(members):
             for index, member in enumerate(members):
-                if index not in place_of:
+                if index not in position_of:
                     self.ignored[member.field] += 1
         for piece, counts in enumerate(measured.pieces):
             self._rows.extend((*counts, piece, measured.cut_tokens, len(measured.parts), len(used)))
@@ -427,7 +422,7 @@ class _Rows:
         self._errors.append((error.field, error.reason))
 
     def columns(self) -> Columns:
-        """All rows as columns."""
+        """Return all rows as columns."""
         rows = _rows_of(self._rows, 7, np.int32)
         llm_tokens, loss_tokens, text_start, piece, cut_tokens, num_parts, num_members = rows
         arrays: dict[str, Any] = {
@@ -441,9 +436,9 @@ class _Rows:
             "member_offsets": offsets_of(num_members),
         }
         widths = {"part": self._extent_width, "member": self._header_width}
-        for kind, layout, found in (("part", PARTS, self._parts), ("member", MEMBERS, self._members)):
-            *names, listed = layout  # the list is the last
-            rows = _rows_of(found, len(names) + widths[kind], np.int32 if kind == "part" else np.int64)
+        for kind, layout, numbers in (("part", PARTS, self._parts), ("member", MEMBERS, self._members)):
+            *names, listed = layout  # the list comes last
+            rows = _rows_of(numbers, len(names) + widths[kind], np.int32 if kind == "part" else np.int64)
             for row, name in zip(rows, names, strict=False):
                 arrays[f"{kind}_{name}"] = row.astype(layout[name], copy=False)
             arrays[f"{kind}_{listed}"] = np.ascontiguousarray(rows[len(names) :].T, layout[listed])
@@ -459,10 +454,10 @@ class _Rows:
 
 
 def _filled(numbers: tuple[int, ...], width: int) -> tuple[int, ...]:
-    """Cut or filled with zeros to a width: headers of the facts may be wider than the recipe needs."""
+    """Cut to a width, or fill with zeros: headers of the facts may be wider than the recipe needs."""
     return numbers if len(numbers) == width else (*numbers[:width], *(0,) * (width - len(numbers)))
 
 
-def _rows_of(found: array[int], width: int, dtype: Any) -> NDArray[Any]:
-    """Records of `width` numbers as `width` contiguous columns."""
-    return np.frombuffer(found, np.int64).reshape(-1, width).T.astype(dtype, order="C")
+def _rows_of(numbers: array[int], width: int, dtype: Any) -> NDArray[Any]:
+    """Convert records of `width` numbers to `width` contiguous columns."""
+    return np.frombuffer(numbers, np.int64).reshape(-1, width).T.astype(dtype, order="C")

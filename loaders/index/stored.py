@@ -1,8 +1,7 @@
-"""A sample where it is stored: one row of the index, with its bytes in reach.
+"""A stored sample: one row of the index, with access to its bytes.
 
-A piece of a sample that is split is tokenized alone where the index says that it can be. Else the whole text is, and it
-is kept with the open shards while there is room, so that pieces that follow soon need it neither read nor tokenized
-again.
+A piece of a split sample is tokenized alone if the index allows it. Otherwise the whole text is tokenized, and cached
+with the open shards, so that later pieces need not read and tokenize it again.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ from orchdata.loaders.shards.open import OpenShards
 from orchdata.loaders.text.preprocessor import WHY_COUNTS_DIFFER
 
 _SPAN_BYTES: Final = 256
-"""What a span takes beside its token ids."""
+"""Memory of a span without its token ids."""
 
 
 class StoredSample:
-    """One row of the index, with its bytes in reach.
+    """One row of the index, with access to its bytes.
 
     Args:
-        whole: whether all of its sample is meant: the row is then the first of its pieces.
+        whole: use the whole sample; the row is then the first of its pieces.
     """
 
     def __init__(self, index: Index, shards: OpenShards, row: int, *, whole: bool = False) -> None:
@@ -51,11 +50,11 @@ class StoredSample:
         self._shards = shards
         self._name = (index.fingerprint, index.build_id, self._rows.start)
         self._window = None if self._is_undivided else self._find_window()
-        looks_around = not self._is_undivided and self._window is None
-        self._kept: list[list[Span]] | None = shards.texts.get(self._name) if looks_around else None
+        needs_whole_text = not self._is_undivided and self._window is None
+        self._cached: list[list[Span]] | None = shards.texts.get(self._name) if needs_whole_text else None
 
     def _find_window(self) -> Window | None:
-        """Where the piece's text lies; None where it cannot be tokenized alone."""
+        """Return the range of the piece's text; None if it cannot be tokenized alone."""
         begins = self._index.text_start
         if begins[self.row] < 0:
             return None
@@ -69,7 +68,7 @@ class StoredSample:
 
     @property
     def piece(self) -> int:
-        """Which piece of its sample this is, from 0."""
+        """The number of the piece in its sample, from 0."""
         return self.row - self._rows.start
 
     @cached_property
@@ -77,55 +76,55 @@ class StoredSample:
         return self._index.key(self.row)
 
     def member_of(self, part: int) -> int:
-        """Which of the sample's members a part is."""
+        """Return the index of a part's member in the sample."""
         return self._index.member_of(part, len(self.members))
 
     def read(
         self, recipe: Recipe, *, text: bool = True, parts: Iterable[int] | None = None, kept: bool = False
     ) -> dict[int, bytes | memoryview]:
-        """Payloads by member, of the members the recipe uses. Raises DataError.
+        """Read the members that the recipe uses. Return payloads by member. Raises DataError.
 
         Args:
-            text: whether those of its text are wanted, which `spans` takes where they are not kept.
-            parts: which of its parts are wanted; default: all.
-            kept: whether the fields that the recipe keeps are wanted.
+            text: whether to read those of its text, for `spans`; cached texts are not read.
+            parts: the parts to read; default: all.
+            kept: whether to read the fields that the recipe keeps.
         """
         wanted = {self.member_of(part) for part in (self.parts if parts is None else parts)}
         if kept:
             wanted.update(uses_of(self.members, recipe).kept)
-        needed = sorted(wanted.union(text_members(self.members, recipe) if text and self._kept is None else ()))
+        needed = sorted(wanted.union(text_members(self.members, recipe) if text and self._cached is None else ()))
         specs = self._index.read_spec(self.row)
-        places = list(dict.fromkeys(specs[member] for member in needed))  # some share their bytes
+        distinct = list(dict.fromkeys(specs[member] for member in needed))  # some members share their bytes
         self._index.check_unchanged()
         try:
-            payloads = self._shards.get(self.shard, self._info).read_many(places)
+            contents = self._shards.get(self.shard, self._info).read_many(distinct)
         except FieldError as error:
             raise error.at(self.shard, self.key) from error.__cause__
-        self._shards.reads.used.add(sum(size for _, size, _, _ in places))
-        held = dict(zip(places, payloads, strict=True))
-        return {member: held[specs[member]] for member in needed}
+        self._shards.reads.used.add(sum(size for _, size, _, _ in distinct))
+        payloads = dict(zip(distinct, contents, strict=True))
+        return {member: payloads[specs[member]] for member in needed}
 
     def spans(self, recipe: Recipe, payloads: Mapping[int, bytes | memoryview], size_of: SizeOf) -> list[Span]:
-        """What the row's sequence is made of. Raises FieldError as `compose` and `divided`, and for all pieces of a
-        sample where any has other counts than the index says.
+        """Return the spans of the row's sequence. Raises FieldError as `compose` and `divided`, and for all pieces of a
+        sample if the counts of any piece differ from the index.
 
         Args:
-            payloads: of `read`.
-            size_of: as of `compose`.
+            payloads: from `read`.
+            size_of: as in `compose`.
         """
         if self._is_undivided:
             spans = compose(self.members, payloads, recipe, size_of)
             return spans if len(self._rows) > 1 else divided(spans, recipe)[0]
         if self._window is not None:
             return compose_piece(self.members, payloads, recipe, size_of, self._window)
-        pieces = self._kept
+        pieces = self._cached
         if pieces is None:
             pieces = self._shards.texts.made(self._name, partial(self._pieces, recipe, payloads, size_of))
         return pieces[self.piece]
 
     def look(self, recipe: Recipe) -> tuple[list[Span], dict[int, PartSize]]:
-        """The spans of the row, and the size of each part by its member, with nothing of media read. Raises DataError,
-        or FieldError, where decoding it would for its text.
+        """Return the spans of the row, and the size of each part by its member, without reading media. Raises DataError
+        or FieldError if decoding would raise it for the text.
         """
         sizes = SizesInTurn(self._index.sizes(self.parts, recipe))
         spans = self.spans(recipe, self.read(recipe, parts=()), sizes)
@@ -136,7 +135,7 @@ class StoredSample:
     def _pieces(
         self, recipe: Recipe, payloads: Mapping[int, bytes | memoryview], size_of: SizeOf
     ) -> tuple[list[list[Span]], int]:
-        """The spans of all pieces, and what they take."""
+        """Return the spans of all pieces, and the bytes that they take."""
         pieces = divided(compose(self.members, payloads, recipe, size_of), recipe)
         texts = [[span for span in piece if isinstance(span, TextSpan)] for piece in pieces]
         mine = slice(self._rows.start, self._rows.stop)
@@ -148,17 +147,17 @@ class StoredSample:
         return pieces, sum(span.token_ids.nbytes + _SPAN_BYTES for piece in texts for span in piece)
 
     def text_field(self, recipe: Recipe) -> str:
-        """What errors of its text name."""
-        where = text_members(self.members, recipe)
-        return self.members[where[0]].field if where else "*"
+        """Return the field that errors of its text name."""
+        texts = text_members(self.members, recipe)
+        return self.members[texts[0]].field if texts else "*"
 
     def decode(self, recipe: Recipe) -> Sample:
-        """The sample with all its parts, or the piece of it. Raises DataError, or FieldError."""
+        """Decode the sample, or the piece, with all its parts. Raises DataError, or FieldError."""
         payloads = self.read(recipe, kept=True)
         sizes = self._index.sizes(self.parts, recipe)
         parts = decode_sample(self.members, payloads, sizes, recipe, partial(self.spans, recipe, payloads))
         self._check_counts([part.loss for part in parts if isinstance(part, TextPart)], recipe)
-        if not self._is_undivided:  # ids that are kept for other pieces are not given away
+        if not self._is_undivided:  # copy the ids that are cached for other pieces
             parts = tuple(
                 replace(part, token_ids=part.token_ids.copy()) for part in parts if isinstance(part, TextPart)
             )
@@ -167,10 +166,10 @@ class StoredSample:
         return Sample(self.shard, self.key, parts, fields, self.piece)
 
     def _check_counts(self, losses: Sequence[NDArray[np.bool_]], recipe: Recipe) -> None:
-        """Raise FieldError where the text yields other counts than the index has, by which steps are planned.
+        """Raise FieldError if the text yields other counts than the index, by which steps are planned.
 
         Args:
-            losses: which tokens of its text carry loss.
+            losses: masks of the text tokens that carry loss.
         """
         rows = self._rows if self._whole else range(self.row, self.row + 1)
         llm_tokens, indexed_loss = (
@@ -180,7 +179,7 @@ class StoredSample:
         media_tokens = int(self._index.part_tokens[self.parts.start : self.parts.stop].sum())
         loss = np.concatenate([np.zeros(0, np.bool_), *losses])
         self._expect("tokens", len(loss) + media_tokens, int(llm_tokens.sum()), recipe)
-        if len(rows) > 1:  # the first token of a piece carries none
+        if len(rows) > 1:  # the first token of a piece carries no loss
             loss[np.cumsum(llm_tokens)[:-1]] = False
         self._expect("loss tokens", int(loss.sum()), int(indexed_loss.sum()), recipe)
 

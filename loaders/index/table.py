@@ -1,12 +1,12 @@
-"""The columns of an index on disk: the body of a sealed file, whose layout follows from nine numbers.
+"""The columns of an index on disk: the body of a sealed file, with a layout that follows from nine numbers.
 
     columns of a row --offsets--> its parts, its members, its key (flat columns over all rows)
 
-A row is a sample, or one of the pieces that it is split into, which follow each other.
+A row is a sample, or one piece of a split sample; pieces follow each other.
 
-Nothing in the body says where anything is, so nothing in it can send a reader outside; offsets into other columns are
-checked where they are used. `views` makes arrays of a body in memory or mapped; `TableWriter` fills one of any size,
-table by table, in bounded memory.
+The body does not contain positions of its columns, so no value can make a reader leave it; offsets into other columns
+are checked when they are used. `views` makes arrays of a body in memory or mapped; `TableWriter` writes one of any
+size, table by table, in bounded memory.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ MEMBERS: Final[dict[str, Any]] = {
     "header": np.int64,
 }
 WIDTHS: Final = {"part_extent": "extent_width", "member_header": "header_width"}
-"""Columns of fixed-width lists, each the last of its kind, and the number of TableSize that is their width."""
+"""Columns of fixed-width lists, each the last of its kind, and the field of TableSize with their width."""
 
 STRINGS: Final = {"key": "rows", "error_field": "bad", "error_reason": "bad"}
-"""String columns, as offsets and bytes, and of what there is one each."""
+"""String columns, stored as offsets and bytes, and the field of TableSize with their number of strings."""
 
-# Column -> its dtype, the length of TableSize it has, and how many more.
+# Column -> its dtype, the field of TableSize with its length, and the number of additional values.
 LAYOUT: Final[dict[str, tuple[Any, str, int]]] = {
     "shard": (np.int32, "rows", 0),
     "llm_tokens": (np.int32, "rows", 0),
@@ -63,7 +63,7 @@ for _name, _of in STRINGS.items():
     LAYOUT[f"{_name}_offsets"] = (np.int64, _of, 1)
     LAYOUT[f"{_name}_bytes"] = (np.uint8, f"{_name}_bytes", 0)
 
-# Offsets -> the column whose elements they count.
+# Offsets -> the column of the counted elements.
 OFFSETS: Final = {
     "part_offsets": "part_modality",
     "member_offsets": "member_field",
@@ -71,14 +71,14 @@ OFFSETS: Final = {
 }
 _ALIGNMENT = 8
 MOST_BYTES = 1 << 60
-"""More than any file has."""
+"""Larger than any file."""
 _FLUSH_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableSize:
-    """Lengths of all columns: n rows, p parts, m members, bad samples, and UTF-8 bytes of each string column; and
-    the widths of those that hold lists, which the recipe decides.
+    """Lengths of all columns: n rows, p parts, m members, bad samples, and UTF-8 bytes of each string column; and the
+    widths of the list columns, which depend on the recipe.
     """
 
     rows: int
@@ -96,12 +96,12 @@ class TableSize:
 
     @staticmethod
     def sum(sizes: Sequence[TableSize]) -> TableSize:
-        """Of all together; their widths are the same."""
+        """Return the size of all tables together; their widths are the same."""
         total = {name: sum(getattr(size, name) for size in sizes) for name in TableSize.__slots__}
         return TableSize(**total | {name: getattr(sizes[0], name) for name in WIDTHS.values()})
 
     def items(self, column: str) -> int:
-        """Numbers that a column of this table holds."""
+        """Return the number of values in a column of this table."""
         _, of, more = LAYOUT[column]
         width = WIDTHS.get(column)
         return (int(getattr(self, of)) + more) * (1 if width is None else int(getattr(self, width)))
@@ -157,21 +157,21 @@ class Columns:
             header_width=self.member_header.shape[1],
         )
 
-    def text(self, column: str, place: int) -> str:
-        """One value of a string column: of a row for `key`, of a place in `bad_row` for errors.
+    def text(self, column: str, number: int) -> str:
+        """Return one value of a string column; `number` is a row for `key`, an index in `bad_row` for errors.
 
         Raises:
-            ValueError: its offsets lie outside the column, or its bytes are no UTF-8.
+            ValueError: its offsets are outside the column, or its bytes are not UTF-8.
         """
         offsets: NDArray[np.int64] = getattr(self, f"{column}_offsets")
         values: NDArray[np.uint8] = getattr(self, f"{column}_bytes")
-        start, stop = offsets[place : place + 2].tolist()
+        start, stop = offsets[number : number + 2].tolist()
         if not 0 <= start <= stop <= values.size:
-            raise ValueError(f"the {column} of row {place} is said to lie at {start} to {stop} of {values.size} bytes")
+            raise ValueError(f"the {column} of row {number} is said to be at {start} to {stop} of {values.size} bytes")
         return values[start:stop].tobytes().decode()
 
     def check_ends(self) -> None:
-        """Check the first and last of all offsets, and which rows are bad: what can be checked without a full pass.
+        """Check the first and last of all offsets, and the order of bad rows, without a full pass.
 
         Raises ValueError, naming the column.
         """
@@ -185,7 +185,7 @@ class Columns:
 
 
 def pack(columns: Columns) -> bytes:
-    """The body of a table that fits in memory."""
+    """Return the body of a table that fits in memory."""
     pieces: list[Buffer] = []
     for name, (dtype, _, _) in LAYOUT.items():
         values = np.ascontiguousarray(getattr(columns, name), dtype)
@@ -196,15 +196,15 @@ def pack(columns: Columns) -> bytes:
 
 
 def body_bytes(size: TableSize) -> int:
-    """How long the body of a table of this size is."""
+    """Return the length of the body of a table of this size."""
     return _positions(size)[1]
 
 
 def views(body: Buffer, size: TableSize) -> Columns:
-    """The columns of a body: read-only where it is.
+    """Return the columns of a body, read-only if the body is.
 
     Raises:
-        ValueError: it is not as long as a table of this size.
+        ValueError: its length is not that of a table of this size.
     """
     positions, total = _positions(size)
     if memoryview(body).nbytes != total:
@@ -218,12 +218,12 @@ def views(body: Buffer, size: TableSize) -> Columns:
 
 
 class TableWriter:
-    """Writes the body of one table, piece by piece, each behind the one before.
+    """Writes the body of one table, piece by piece, in order.
 
     Args:
-        fd: where; written by position, so that a full disk is an error and not a signal.
-        start: position of the body.
-        size: of the whole.
+        fd: of the file; written with pwrite, so that a full disk raises an error, and no signal kills the process.
+        start: offset of the body in the file.
+        size: of the whole table.
     """
 
     def __init__(self, fd: int, start: int, size: TableSize) -> None:
@@ -231,33 +231,35 @@ class TableWriter:
         self._fd = fd
         self._at = {name: start + position for name, position in positions.items()}
         self._waiting: list[tuple[memoryview, TableSize, int, Sequence[int]]] = []
-        self._held = 0
+        self._waiting_bytes = 0
         self._done = dict.fromkeys(("rows", *OFFSETS.values()), 0)
         os.ftruncate(fd, start + total)
         for name in OFFSETS:
             self._write(name, np.zeros(1, np.int64))
 
     def append(self, body: Buffer, size: TableSize, shard: int, field_numbers: Sequence[int]) -> None:
-        """One more table, packed: the rows of `shard`, whose fields are numbered anew."""
+        """Append a packed table: the rows of `shard`, with `field_numbers` as the new numbers of its fields."""
         view = memoryview(body)
         self._waiting.append((view, size, shard, field_numbers))
-        self._held += view.nbytes
-        if self._held > _FLUSH_BYTES:
+        self._waiting_bytes += view.nbytes
+        if self._waiting_bytes > _FLUSH_BYTES:
             self.flush()
 
     def flush(self) -> None:
-        """Write what waits; to be called at the end."""
+        """Write the waiting tables; call it at the end."""
         if not self._waiting:
             return
         bodies, sizes, shards, numbers = zip(*self._waiting, strict=True)
-        places = [_places(size) for size in sizes]
+        slices = [_slices(size) for size in sizes]
         rows = self._shift("rows", [size.rows for size in sizes])
         for name, (dtype, of, _) in LAYOUT.items():
             counts = [getattr(size, of) for size in sizes]
             if name == "shard":
                 self._write(name, np.repeat(np.array(shards, dtype), counts))
                 continue
-            pieces = [body[place[name]] for body, place in zip(bodies, places, strict=True)]
+
+            # Join the column of all tables, and check that its values stay inside of their table.
+            pieces = [body[each[name]] for body, each in zip(bodies, slices, strict=True)]
             joined: NDArray[Any] = np.frombuffer(b"".join(pieces), dtype)
             if name in OFFSETS:
                 self._check_last(name, joined, counts, [getattr(size, LAYOUT[OFFSETS[name]][1]) for size in sizes])
@@ -265,6 +267,8 @@ class TableWriter:
                 below = list(map(len, numbers)) if name == "member_field" else [size.rows for size in sizes]
                 if (joined < 0).any() or (joined >= np.repeat(below, counts)).any():
                     raise ValueError(f"{name} of a table leads outside of it")
+
+            # Shift its values to the numbers of the whole.
             if name == "member_field":
                 bases = np.cumsum([0, *map(len, numbers[:-1])])
                 joined = np.array([*chain(*numbers)], dtype)[joined + np.repeat(bases, counts)]
@@ -276,17 +280,17 @@ class TableWriter:
                     self._shift(OFFSETS[name], [getattr(size, target) for size in sizes]), counts
                 )
             self._write(name, joined)
-        self._waiting, self._held = [], 0
+        self._waiting, self._waiting_bytes = [], 0
 
     def _check_last(self, name: str, joined: NDArray[np.int64], counts: Sequence[int], lengths: Sequence[int]) -> None:
-        """Raise ValueError where the offsets of a table do not end where its column does, but in the next table's."""
+        """Raise ValueError if the offsets of a table do not end at the end of its column."""
         has_rows = np.array(counts) > 0
         last = joined[np.cumsum(counts)[has_rows] - 1]
         if (last != np.array(lengths)[has_rows]).any():
             raise ValueError(f"{name} of a table do not end with it")
 
     def _shift(self, column: str, lengths: Sequence[int]) -> NDArray[np.int64]:
-        """Where each table's part of a column begins in the whole."""
+        """Return the position in the whole column where each table begins."""
         ends = self._done[column] + np.cumsum(lengths, dtype=np.int64)
         self._done[column] = int(ends[-1])
         return ends - np.array(lengths, np.int64)
@@ -297,7 +301,7 @@ class TableWriter:
 
 
 def offsets_of(lengths: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
-    """Running sums from 0: where each of `lengths` begins, and the end, int64 (len(lengths) + 1,)."""
+    """Return running sums from 0: the start of each of `lengths`, and the end, int64 (len(lengths) + 1,)."""
     offsets = np.zeros(len(lengths) + 1, np.int64)
     np.add.accumulate(lengths, out=offsets[1:], dtype=np.int64)
     return offsets
@@ -308,20 +312,20 @@ def _itemsize(dtype: Any) -> int:
     return int(np.dtype(dtype).itemsize)
 
 
-@lru_cache(maxsize=1024)  # small shards are alike
-def _places(size: TableSize) -> dict[str, slice]:
-    """Where each column is in the body; of offsets, all but the first, which is 0."""
-    places: dict[str, slice] = {}
+@lru_cache(maxsize=1024)  # many small shards have the same size
+def _slices(size: TableSize) -> dict[str, slice]:
+    """Return the slice of each column in the body; for offsets without the first, which is 0."""
+    slices: dict[str, slice] = {}
     for name, start in _positions(size)[0].items():
         dtype, _, more = LAYOUT[name]
         stop = start + size.items(name) * _itemsize(dtype)
-        places[name] = slice(start + more * _itemsize(dtype), stop)
-    return places
+        slices[name] = slice(start + more * _itemsize(dtype), stop)
+    return slices
 
 
 @lru_cache(maxsize=1024)
 def _positions(size: TableSize) -> tuple[dict[str, int], int]:
-    """Where each column begins in the body, and how long it is."""
+    """Return the offset of each column in the body, and the length of the body."""
     positions: dict[str, int] = {}
     end = 0
     for name, (dtype, _, _) in LAYOUT.items():

@@ -1,6 +1,6 @@
-"""What a table holds in all: counts over its samples, as a JSON-safe value that adds up over shards.
+"""Totals of a table: counts over its samples, as a JSON-safe value that can be summed over shards.
 
-A sample that is split counts once, whatever the number of its pieces.
+A split sample counts once, for any number of pieces.
 
 Every number is a sum, except those called `max_...`.
 """
@@ -27,13 +27,13 @@ def summarize(columns: Columns, modalities: Sequence[str], ignored_fields: Mappi
     Args:
         columns: of a table without unused members.
         modalities: their names by code, text first.
-        ignored_fields: field -> members that nobody asked for.
+        ignored_fields: field -> number of members that the recipe does not use.
 
     Returns:
         samples (bad ones included), bad, bytes and members (of the usable samples), llm_tokens, loss_tokens,
-        without_loss (usable samples without a token that carries loss), max_llm_tokens (of a row), overflow, as
-        `overflow_of` counts it, ignored_fields, and for each modality: samples that have it, parts, positions, tokens,
-        max_positions. Text has no positions or parts; its tokens are those no encoder fills.
+        without_loss (usable samples without a token that carries loss), max_llm_tokens (of a row), overflow (see
+        `overflow_of`), ignored_fields, and for each modality: samples that have it, parts, positions, tokens,
+        max_positions. Text has no positions or parts; its tokens are those that no encoder fills.
     """
     starts = offsets_of(columns.part_tokens)[columns.part_offsets]
     text_tokens = columns.llm_tokens - (starts[1:] - starts[:-1])
@@ -43,10 +43,10 @@ def summarize(columns: Columns, modalities: Sequence[str], ignored_fields: Mappi
         loss_tokens = np.add.reduceat(loss_tokens, np.flatnonzero(is_first), dtype=np.int64)
         member_size = member_size[np.repeat(is_first, np.diff(columns.member_offsets))]
     with_text = int(np.count_nonzero(text_tokens[is_first]))
-    found: Totals = {"text": {"samples": with_text, "tokens": _sum(text_tokens)}}
+    by_modality: Totals = {"text": {"samples": with_text, "tokens": _sum(text_tokens)}}
     for code, name in enumerate(modalities[1:], 1):
         mine = (columns.part_modality == code).nonzero()[0]
-        found[name] = _summarize_parts(mine, columns) if mine.size else dict(_NO_PARTS)
+        by_modality[name] = _summarize_parts(mine, columns) if mine.size else dict(_NO_PARTS)
     return {
         "samples": loss_tokens.size,
         "bad": columns.bad_row.size,
@@ -58,15 +58,16 @@ def summarize(columns: Columns, modalities: Sequence[str], ignored_fields: Mappi
         "max_llm_tokens": int(np.maximum.reduce(columns.llm_tokens, initial=0)),
         "overflow": overflow_of(columns.piece, columns.cut_tokens),
         "ignored_fields": dict(ignored_fields),
-        "modalities": found,
+        "modalities": by_modality,
     }
 
 
 def overflow_of(piece: NDArray[np.int32], cut_tokens: NDArray[np.int32]) -> dict[str, int]:
-    """What `TextPreprocessor.overflow` did to samples, by their columns of an index, all rows in order.
+    """Count the samples that `TextPreprocessor.overflow` changed, by their columns of an index, all rows in order.
 
     Returns:
-        truncated: samples, and cut_tokens: LLM tokens that they lost; split: samples, and pieces: rows that they are.
+        truncated: number of samples, and cut_tokens: LLM tokens that they lost; split: number of samples, and pieces:
+        number of their rows.
     """
     continued = piece > 0
     split = int(np.count_nonzero(continued[1:] & ~continued[:-1]))
@@ -98,7 +99,7 @@ def _sum(values: NDArray[Any]) -> int:
 
 
 def sum_totals(totals: Sequence[Totals]) -> Totals:
-    """The totals of all together; names that only some have are kept."""
+    """Return the sum of several totals, with all names that any of them has."""
     result: Totals = {}
     for name in dict.fromkeys(name for one in totals for name in one):
         values = [one[name] for one in totals if name in one]

@@ -1,8 +1,8 @@
-"""Which shards are no longer those that were indexed: by size and time of change, then by their headers.
+"""Finding shards that changed since they were indexed: by size and modification time, then by their headers.
 
 shards of the index --stat--> same size and time: unchanged
                           --> another size: changed
-                          --> same size, another time: a copy, or changed; the headers' checksum tells
+                          --> same size, another time: a copy, or changed: compare the checksum of the headers
 """
 
 from __future__ import annotations
@@ -11,31 +11,32 @@ import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from itertools import chain
 from typing import NamedTuple
 
 from orchdata.loaders.errors import ShardError
 from orchdata.loaders.limits import Limits
-from orchdata.loaders.shards.open import open_shard, tells_apart
+from orchdata.loaders.shards.open import describe_change, open_shard
 from orchdata.loaders.shards.shard import ShardInfo
 from orchdata.loaders.storage.cache import CacheFolder
 
 _THREADS = 16
-"""Network file systems answer many at once."""
-_STRETCH = 1000
-"""Shards that a thread looks at in one go: handing over one costs more than a stat of a local file."""
+"""Network file systems answer many requests at the same time."""
+_SHARDS_PER_TASK = 1000
+"""Shards that a thread checks in one task: a task per shard costs more than a stat of a local file."""
 MOST_SHARDS = 1024
-"""Whose headers are compared at most: a data set that was copied whole is not read whole before training starts."""
+"""Most shards with compared headers: a data set that was copied is not read completely before training starts."""
 MOST_BYTES = 4 << 30
-"""Of files without headers of their own, of which all bytes are compared."""
+"""Most bytes read from files without separate headers, which are compared completely."""
 
 
 class Changes(NamedTuple):
-    """What became of the shards of an index.
+    """The shards of an index that changed.
 
     Attributes:
         changed: urls of shards that must be measured again.
-        unsure: number of shards with the same size and another time of change that were not compared: each is checked
-            when it is opened.
+        unsure: number of shards with the same size and another modification time that were not compared: each is
+            checked when it is opened.
     """
 
     changed: list[str]
@@ -43,17 +44,17 @@ class Changes(NamedTuple):
 
 
 def find_changes(shards: Sequence[ShardInfo], *, limits: Limits, cache: CacheFolder) -> Changes:
-    """Look at each local shard of an index once. A shard that cannot be looked at now counts as unchanged.
+    """Check each local shard of an index once. A shard that cannot be checked now counts as unchanged.
 
     Args:
         shards: as the index lists them.
-        limits, cache: for opening shards of which the headers are compared.
+        limits, cache: for opening the shards that are compared by their headers.
     """
-    stretches = [shards[start : start + _STRETCH] for start in range(0, len(shards), _STRETCH)]
-    with ThreadPoolExecutor(min(_THREADS, len(stretches) or 1), thread_name_prefix="orchdata-changes") as pool:
-        touched = [shard for found in pool.map(lambda stretch: list(_touched(stretch)), stretches) for shard in found]
+    tasks = [shards[start : start + _SHARDS_PER_TASK] for start in range(0, len(shards), _SHARDS_PER_TASK)]
+    with ThreadPoolExecutor(min(_THREADS, len(tasks) or 1), thread_name_prefix="orchdata-changes") as pool:
+        touched = list(chain.from_iterable(pool.map(lambda task: list(_touched(task)), tasks)))
 
-        # Another size is a change for certain; of the rest, as many are compared as are read in reasonable time.
+        # Another size is certainly a change. Of the others, compare as many as can be read in reasonable time.
         changed = [shard for shard, size in touched if size != shard.size]
         unknown = [shard for shard, size in touched if size == shard.size]
         compared = list(_affordable(unknown))
@@ -63,12 +64,12 @@ def find_changes(shards: Sequence[ShardInfo], *, limits: Limits, cache: CacheFol
 
 
 def _touched(shards: Sequence[ShardInfo]) -> Iterator[tuple[ShardInfo, int]]:
-    """Shards with another size or time of change than the index says, and their size now."""
+    """Yield each shard with another size or modification time than in the index, and its size now."""
     for shard in shards:
         try:
             now = os.stat(shard.url)
         except OSError:
-            continue  # whoever opens it says what is wrong
+            continue  # opening it later raises the error
         if (now.st_size, str(now.st_mtime_ns)) != (shard.size, shard.version):
             yield shard, now.st_size
 
@@ -86,6 +87,6 @@ def _differs(indexed: ShardInfo, limits: Limits, cache: CacheFolder) -> bool:
         with closing(
             open_shard(indexed.url, limits=limits, cache=cache, media_root=indexed.media_root or None)
         ) as shard:
-            return tells_apart(shard, indexed) is not None
+            return describe_change(shard, indexed) is not None
     except ShardError:
         return True  # it could be read when it was indexed: the build records what is wrong

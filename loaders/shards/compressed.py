@@ -1,6 +1,6 @@
-"""Compressed tars: .tar.gz and .tar.zst -> a plain tar in the cache folder, made once, limits held while decompressing.
+"""Compressed tars: .tar.gz and .tar.zst -> a plain tar in the cache folder, made once, with limits on decompression.
 
-Any framing: gzip with several members, zstd with several or skippable frames, with or without content sizes.
+Any framing is read: gzip with several members, zstd with several or skippable frames, with or without content sizes.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 
 _READ_BYTES = 1 << 20
 _OUT_BYTES = 1 << 20
-# zstandard gives all that an input decompresses to at once: a kilobyte can hold 32 MiB (blocks of 128 KiB in 4 bytes).
+# zstandard returns the whole output of an input together: 1 KiB can contain 32 MiB (blocks of 128 KiB in 4 bytes).
 _ZSTD_IN_BYTES = 1 << 10
 _RATIO_FREE_BYTES = 1 << 20
 
 
 class _Damaged(Exception):
-    """The compressed stream is not sound; the message is the reason."""
+    """The compressed stream is damaged; the message is the reason."""
 
 
 def compression(head: bytes) -> str | None:
-    """What the first four bytes show: "gzip", "zstd" or None. What a file is named says little."""
+    """Return "gzip", "zstd" or None by the first four bytes. File names are often wrong about it."""
     if head.startswith(GZIP_MAGIC):
         return "gzip"
     skippable = len(head) >= 4 and head[1:4] == b"\x2a\x4d\x18" and head[0] & 0xF0 == 0x50
@@ -45,15 +45,15 @@ def compression(head: bytes) -> str | None:
 
 
 def open_decompressed(file: Storage, *, limits: Limits, cache: CacheFolder) -> LocalFile:
-    """The decompressed content of a .tar.gz or .tar.zst as a file in the cache.
+    """Return the decompressed content of a .tar.gz or .tar.zst as a file in the cache.
 
     The entry belongs to (url, size, version): a shard that changes is decompressed again.
 
     Raises:
         ShardError: the stream is damaged, cut, or above Limits.decompressed_bytes or Limits.decompression_ratio;
-            nothing is left in the cache.
-        StorageError: it cannot be read, or the cache cannot be written, or may not hold as much.
-        StaleIndexError: it changed meanwhile.
+            the cache keeps nothing of it.
+        StorageError: it cannot be read, or the cache cannot be written or is too small for it.
+        StaleIndexError: it changed while it was read.
     """
     identity = "\0".join((str(Path(file.url).absolute()), str(file.size), file.version))
     name = hashlib.blake2b(identity.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
@@ -69,14 +69,14 @@ def open_decompressed(file: Storage, *, limits: Limits, cache: CacheFolder) -> L
         except _Damaged as error:
             raise ShardError(file.url, f"cannot be decompressed: {error}") from error
         finally:
-            file.check_unchanged()  # or it may be the change that looks like damage
+            file.check_unchanged()  # a change of the file can look like damage
 
     while True:
         path = cache.entry(name, make, access_of(file.url))
         try:
             return LocalFile(path, url=file.url, follow=False)
         except StorageError as error:
-            if error.errno not in (errno.ENOENT, errno.ELOOP):  # else evicted just now, or replaced by a link
+            if error.errno not in (errno.ENOENT, errno.ELOOP):  # these: evicted just now, or replaced by a link
                 raise
 
 
@@ -84,7 +84,7 @@ def _check(file: Storage, written: int, consumed: int, limits: Limits, cap: int)
     if written > limits.decompressed_bytes:
         raise ShardError(file.url, f"decompresses to more than Limits.decompressed_bytes={limits.decompressed_bytes}")
     if written > cap:
-        reason = f"decompresses to more than the cache folder may hold, {cap} bytes (CacheFolder.max_bytes)"
+        reason = f"decompresses to more than the cache folder may contain, {cap} bytes (CacheFolder.max_bytes)"
         raise StorageError(file.url, reason, errno.EFBIG)
     if written - _RATIO_FREE_BYTES > limits.decompression_ratio * consumed:
         ratio = written / max(1, consumed)
@@ -102,14 +102,14 @@ def _chunks(file: Storage, size: int) -> Iterator[bytes]:
 
 
 def _gunzip(file: Storage) -> Iterator[tuple[int, bytes]]:
-    """(bytes consumed so far, decompressed piece of at most _OUT_BYTES), over all members."""
+    """Yield (bytes consumed so far, decompressed piece of at most _OUT_BYTES) over all members."""
     consumed = 0
     stream = zlib.decompressobj(wbits=31)
     fresh = True  # between two members
     for data in _chunks(file, _READ_BYTES):
         while data:
             if fresh:
-                data = data.lstrip(b"\0")  # padding, as tape tools leave it
+                data = data.lstrip(b"\0")  # padding of tape tools
                 if not data:
                     break
                 stream, fresh = zlib.decompressobj(wbits=31), False
@@ -122,7 +122,7 @@ def _gunzip(file: Storage) -> Iterator[tuple[int, bytes]]:
             yield consumed, piece
             fresh = stream.eof
             if not fresh and not rest and len(piece) == _OUT_BYTES:
-                # All input is taken, more output may wait inside.
+                # All input is consumed, but zlib may still have output.
                 while piece := stream.decompress(b"", _OUT_BYTES):
                     yield consumed, piece
                 fresh = stream.eof
@@ -132,7 +132,7 @@ def _gunzip(file: Storage) -> Iterator[tuple[int, bytes]]:
 
 
 def _unzstd(file: Storage) -> Iterator[tuple[int, bytes]]:
-    """(bytes consumed so far, decompressed piece), over all frames."""
+    """Yield (bytes consumed so far, decompressed piece) over all frames."""
     consumed = 0
     pending = b""
     decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)  # as `zstd --long=31` writes
@@ -149,7 +149,7 @@ def _unzstd(file: Storage) -> Iterator[tuple[int, bytes]]:
                 try:
                     piece = stream.decompress(window)
                 except zstandard.ZstdError as error:
-                    if says_memory(error):  # of a window that the format allows
+                    if says_memory(error):  # for a window size that the format allows
                         raise MemoryError(f"the zstd data cannot be decompressed: {error}") from error
                     raise _Damaged(f"zstd data damaged near byte {consumed}: {error}") from error
                 rest = stream.unused_data if stream.eof else b""

@@ -1,11 +1,11 @@
 """The facts table: one row per member of a shard, in shard order. Filled by the readers, read by the index.
 
-Columns: `sample` (ordinal in the shard), `key`, `field`, `kind` (a code of `modalities.builtin.KINDS`, 255 for what is
-none), `offset` and `size` of the content (Parquet: row number, bytes), `encoding`, `header0` and `header1` (what the
-kind's probe says; 0 where it has none), `error`.
+Columns: `sample` (ordinal in the shard), `key`, `field`, `kind` (a code of `modalities.builtin.KINDS`, 255 for any
+other field), `offset` and `size` of the content (Parquet: row number, bytes), `encoding`, `header0` and `header1` (from
+the probe of the kind; 0 if it has no probe), `error`.
 
-An error on a row of kind 255 is structural (a field given twice, a key that comes back, damage to the archive): it
-makes the sample bad whatever a recipe asks for. An error on a row of another kind concerns that field alone.
+An error on a row of kind 255 is structural (a duplicate field, a key that comes back, a damaged archive): it makes the
+sample bad under every recipe. An error on a row of another kind concerns only that field.
 A shard that cannot be read at all has one row: sample 0, key and field "", kind 255, and the reason.
 """
 
@@ -48,19 +48,19 @@ NO_HEADER: Header = (0,) * NUM_FACTS
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FactsMeta:
-    """What the facts of a shard belong to.
+    """The shard that facts belong to, and how it was scanned.
 
     Attributes:
         url: as given by the user.
-        size: bytes of the shard as stored (compressed, where it is).
+        size: bytes of the shard as stored (a compressed shard: compressed).
         version: of its content, as `Storage.version`.
         checksum: of its size and its headers, hex.
-        ignored: how many members of each ignored field.
-        lost_samples: that damage hides, beside those that have a row, where the shard tells how many it had.
-        lost_bytes: of the shard as stored, behind damage: what they held is not known.
-        media: state of other files that its records name, as `JsonLinesShard.media_state`; empty without any.
-        limits: fingerprint of the limits that were held.
-        rules: RULES that it was scanned under.
+        ignored: number of members of each ignored field.
+        lost_samples: number of samples lost to damage that have no row, if the shard records its total.
+        lost_bytes: bytes of the stored shard after damage; their content is unknown.
+        media: state of the media files that its records name, as `JsonLinesShard.media_state`; empty if there are none.
+        limits: fingerprint of the limits that were applied.
+        rules: the RULES version that it was scanned under.
     """
 
     url: str
@@ -75,17 +75,17 @@ class FactsMeta:
     rules: int = RULES
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-safe; the same as arguments make the same again."""
+        """Return a JSON-safe dict: `FactsMeta(**values)` is equal to this one."""
         return {name: getattr(self, name) for name in FactsMeta.__slots__}
 
 
 @dataclass(slots=True)
 class FactsTable:
-    """Rows of facts, as one list a column: plain Python, since most shards of a large data set may be tiny.
+    """Rows of facts, one Python list per column: lists are faster than arrays for the many tiny shards of a data set.
 
     Attributes:
-        sample, key, ... header1: as in SCHEMA, all of one length.
-        errors: row -> what is wrong with it.
+        sample, key, ... header1: as in SCHEMA, all of the same length.
+        errors: row -> its error.
     """
 
     sample: list[int] = dataclasses.field(default_factory=list)
@@ -115,7 +115,7 @@ class FactsTable:
         header: Header = NO_HEADER,
         error: str | None = None,
     ) -> None:
-        """One row."""
+        """Append one row."""
         if error is not None:
             self.errors[len(self.sample)] = error
         for name, value in zip(_ROW, (sample, key, field, kind, offset, size, encoding), strict=True):
@@ -124,28 +124,28 @@ class FactsTable:
             getattr(self, name).append(value)
 
     def extend(self, rows: Sequence[tuple[int, str, str, int, int, int, int]]) -> None:
-        """Rows of (sample, key, field, kind, offset, size, encoding); `extend_headers` has to follow."""
+        """Append rows of (sample, key, field, kind, offset, size, encoding); call `extend_headers` afterwards."""
         if rows:
             for name, values in zip(_ROW, zip(*rows, strict=True), strict=True):
                 getattr(self, name).extend(values)
 
     def extend_headers(self, headers: NDArray[np.int64]) -> None:
-        """Of the rows added since the last call, int64 (n, NUM_FACTS)."""
+        """Append the headers of the rows added since the last call, int64 (n, NUM_FACTS)."""
         for name, values in zip(HEADERS, headers.T.tolist(), strict=True):
             getattr(self, name).extend(values)
 
     def fail_structure(self, row: int, reason: str) -> None:
-        """Make the sample of `row` bad whatever a recipe asks for; the first reason stays."""
+        """Make the sample of `row` bad under every recipe. A reason that is already recorded stays."""
         self.kind[row] = OTHER
         self.errors.setdefault(row, reason)
 
     def all_failed(self, reason: str) -> FactsTable:
-        """The same rows, every sample bad for the same reason."""
+        """Return a copy of the rows in which every sample is bad for this reason."""
         rows = range(len(self))
         return replace(self, kind=[OTHER for _ in rows], errors=dict.fromkeys(rows, reason))
 
     def ignored(self) -> dict[str, int]:
-        """How many rows without error each ignored field has."""
+        """Count the rows without error of each ignored field."""
         if OTHER not in self.kind:
             return {}
         errors = self.errors
@@ -154,24 +154,24 @@ class FactsTable:
         return dict(sorted(counts.items()))
 
     def arrow(self) -> pa.Table:
-        """As a table of SCHEMA."""
+        """Return an Arrow table of SCHEMA."""
         columns = [pa.array(getattr(self, field.name), field.type) for field in list(SCHEMA)[:-1]]
         errors = pa.array([self.errors.get(row) for row in range(len(self))], SCHEMA.field("error").type)
         return pa.Table.from_arrays([*columns, errors], schema=SCHEMA)
 
     def check(self) -> None:
-        """Raise ValueError for what no reader finds: it may come from a file that somebody else wrote."""
+        """Raise ValueError for values that no reader produces: someone else may have written the file of the table."""
         samples, kinds, encodings = self.sample, set(self.kind), set(self.encoding)
         if samples and (samples[0] < 0 or any(map(int.__gt__, samples, samples[1:]))):
             raise ValueError("samples are not in order")
         if not kinds <= {*range(len(KINDS)), OTHER} or not encodings <= set(range(RAW, NAMED + 1)):
             raise ValueError(f"members are of kinds {sorted(kinds)} and encodings {sorted(encodings)}")
         if samples and (min(self.offset) < 0 or min(self.size) < 0):
-            raise ValueError(f"a member lies at {min(self.offset)}, or has {min(self.size)} bytes")
+            raise ValueError(f"a member is at offset {min(self.offset)}, or has {min(self.size)} bytes")
 
     @staticmethod
     def of_arrow(table: pa.Table) -> FactsTable:
-        """The rows of a table of SCHEMA."""
+        """Build the rows from a table of SCHEMA."""
         columns = {name: table.column(name).to_numpy().tolist() for name in _NUMBERS}
         columns |= {name: table.column(name).to_pylist() for name in _STRINGS}
         errors: dict[int, str] = {}
@@ -181,14 +181,14 @@ class FactsTable:
 
 
 class Facts(NamedTuple):
-    """The facts of a shard, and what they belong to."""
+    """The facts of a shard, with their metadata."""
 
     table: FactsTable
     meta: FactsMeta
 
 
 def shard_failure(reason: str) -> FactsTable:
-    """The facts of a shard that cannot be read at all."""
+    """Build the facts of a shard that cannot be read at all."""
     table = FactsTable()
     table.append(0, "", "", error=reason)
     return table

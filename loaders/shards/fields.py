@@ -1,4 +1,4 @@
-"""Names of members: path -> (key, field) by WebDataset's conventions, field -> modality and encoding."""
+"""Names of members: path -> (key, field) by WebDataset's conventions; field -> modality and encoding."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import re
 from orchdata.loaders.modalities.builtin import BUILTINS, OTHER, TEXT
 
 RAW, GZIP, SPARSE, PARQUET, TABLE_ROW, NAMED = range(6)
-"""How a member's bytes are stored: as they are, gzipped, in a sparse tar member, in a cell of a Parquet or Arrow file,
-as a row of CSV, where a record says (in another file, or encoded in the record)."""
+"""How a member's bytes are stored: plain, gzipped, in a sparse tar member, in a cell of a Parquet or Arrow file, as a
+row of CSV, or named by a record (in another file, or encoded in the record)."""
 
 TEXT_SUFFIXES = frozenset("txt text transcript transcription caption json jsn jsonl".split())
 
@@ -16,30 +16,30 @@ _SUFFIXES = dict.fromkeys(TEXT_SUFFIXES, TEXT) | {
     suffix: code for code, kind in enumerate(BUILTINS.values(), TEXT + 1) for suffix in kind.fields
 }
 
-# webdataset's own expressions (tariterators.base_plus_ext and tar_file_iterator), so that no name is split otherwise.
+# The expressions of webdataset (tariterators.base_plus_ext and tar_file_iterator): names are split as it splits them.
 _SPLIT = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")
 _META = re.compile(r"__[^/]*__($|/)")
 _LONG_NAME = 256
 
 
 def split_name(name: str) -> tuple[str, str] | None:
-    """(key, lower-cased field) of a member; None for `__meta__` names and names without a dot: no part of a sample."""
+    """Return (key, lower-case field) of a member; None for names outside of samples: `__meta__` or without a dot."""
     if name[:2] == "__" and _META.match(name):
         return None
-    if len(name) > _LONG_NAME:  # the expression's time grows with the square of the length, and names may be a MiB long
+    if len(name) > _LONG_NAME:  # the expression takes quadratic time, and names may be 1 MiB long
         return _split_long(name)
     match = _SPLIT.match(name)
     return None if match is None else (match[1], match[2].lower())
 
 
 def _split_long(name: str) -> tuple[str, str] | None:
-    """As `_SPLIT` splits."""
+    """Split as `_SPLIT` does, in linear time."""
     slash = name.rfind("/")
     dot = name.find(".", slash + 1)
     if dot < 0:
         return None
-    # The key ends with a part without a dot: it begins behind the last slash, or the one before where the basename has
-    # a leading dot; `.*/` does not reach over a newline.
+    # The last part of the key has no dot. It begins after the last slash, or after the slash before it if the basename
+    # starts with a dot; `.*/` does not match across a newline.
     newline = name.find("\n", 0, slash + 1)
     start = (slash if newline < 0 else name.rfind("/", 0, newline)) + 1
     if start == dot:
@@ -50,7 +50,7 @@ def _split_long(name: str) -> tuple[str, str] | None:
 
 
 def classify(field: str) -> tuple[int, int]:
-    """(kind, encoding) of a field by its last suffix: "0.jpg" is an image, "txt.gz" gzipped text, "audio.pth" other."""
+    """Return (kind, encoding) by the last suffix: "0.jpg" is an image, "txt.gz" gzipped text, "audio.pth" other."""
     suffix = field.rpartition(".")[2]
     kind = _SUFFIXES.get(suffix)
     if kind is not None:
@@ -61,7 +61,7 @@ def classify(field: str) -> tuple[int, int]:
 
 
 def printable(name: str) -> str:
-    """A name as valid Unicode: bytes that are not UTF-8 (surrogates, as tarfile decodes them) become escapes."""
+    """Return a name as valid Unicode: bytes that are not UTF-8 (surrogates, as tarfile decodes them) become escapes."""
     if name.isascii():
         return name
     try:

@@ -1,4 +1,4 @@
-"""Shards: path -> what can list its members and read them at random. Open shards are shared and bounded."""
+"""Opening shards: path -> a shard that lists its members and reads them by position. Open shards are shared and few."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _TEXT_BYTES: Final = 64 << 20
 def open_shard(
     url: str, *, limits: Limits, cache: CacheFolder, media_root: str | None = None, reads: ReadBytes | None = None
 ) -> Shard:
-    """Open a shard by its suffix; compressed tars are decompressed into the cache first, once.
+    """Open a shard by its suffix. A compressed tar is first decompressed into the cache, once.
 
-    What is read of it, then and later, is counted in `reads`; files that it names below `media_root` too.
+    `reads` counts all bytes read from it, now and later, and from the files below `media_root` that it names.
 
     Raises:
         ValueError: unknown suffix.
-        ShardError: it cannot be opened, or not decompressed within the limits.
+        ShardError: it cannot be opened, or cannot be decompressed within the limits.
     """
     suffix = suffix_of(url)
     file: Storage = LocalFile(url)
@@ -45,7 +45,7 @@ def open_shard(
         return ArrowShard(url, file, limits=limits)
     if suffix in RECORD_SUFFIXES:
         return JsonLinesShard(url, file, limits=limits, media_root=media_root_of(url, media_root), reads=reads)
-    # By content: webdataset reads a gzipped .tar too, and a plain .tar.gz.
+    # Decide by content: webdataset also reads a gzipped .tar, and a plain .tar.gz.
     if compression(file.read(0, 4)) is None:
         return TarShard(url, file, limits=limits)
     try:
@@ -60,10 +60,10 @@ def open_shard(
 def open_indexed(
     url: str, indexed: ShardInfo, *, limits: Limits, cache: CacheFolder, reads: ReadBytes | None = None
 ) -> Shard:
-    """`open_shard` of one that was measured before. Raises StaleIndexError too: it is not the one that was."""
+    """Open a shard that was indexed before. Raises StaleIndexError if it has changed, and as `open_shard`."""
     shard = open_shard(url, limits=limits, cache=cache, media_root=indexed.media_root or None, reads=reads)
     try:
-        difference = tells_apart(shard, indexed)
+        difference = describe_change(shard, indexed)
         if difference is not None:
             raise StaleIndexError(url, f"{difference}: run `orchdata index` again")
     except BaseException:
@@ -73,17 +73,17 @@ def open_indexed(
 
 
 class OpenShards:
-    """Open shards, shared by threads; the least recently used are let go.
+    """Open shards, shared by threads; the least recently used are dropped.
 
-    A shard let go while a thread still reads it closes when that thread is done with it.
+    A dropped shard closes when the last thread that reads it is done.
 
     Args:
         limits, cache: for opening.
-        capacity: how many stay open.
+        capacity: the number of shards that stay open.
 
     Attributes:
-        reads: what was read of all of them; `used` is for whoever asks for members to add to.
-        texts: what was made last of texts that are used several times, for whoever reads them.
+        reads: bytes read from all of them; callers that read members add to its `used`.
+        texts: results that callers computed recently from texts that are used several times.
     """
 
     def __init__(self, *, limits: Limits, cache: CacheFolder, capacity: int = 64) -> None:
@@ -99,17 +99,17 @@ class OpenShards:
         self._opening: dict[str, threading.Lock] = {}
 
     def get(self, url: str, indexed: ShardInfo | None = None) -> Shard:
-        """The open shard. `indexed` is what the index says of it, checked when it is opened.
+        """Return the open shard. When it is opened, it is compared with `indexed`, its entry in the index.
 
         Raises:
-            StaleIndexError: it is not the shard that was indexed.
+            StaleIndexError: it has changed since it was indexed.
             ShardError, ValueError: as `open_shard`.
         """
         if (shard := self._find(url)) is not None:
             return shard
         with self._lock:
             opening = self._opening.setdefault(url, threading.Lock())
-        with opening:  # opening may decompress for minutes: others of the same shard wait, the rest does not
+        with opening:  # opening may decompress for minutes: only threads that want the same shard wait
             try:
                 return self._find(url) or self._open(url, indexed)
             finally:
@@ -117,7 +117,7 @@ class OpenShards:
                     self._opening.pop(url, None)
 
     def close(self) -> None:
-        """Close all. Shards asked for later are opened anew."""
+        """Close all. Shards requested later are opened again."""
         with self._lock:
             shards = list(self._shards.values())
             self._shards.clear()
@@ -132,7 +132,7 @@ class OpenShards:
         with self._lock:
             self._shards[url] = shard
             while len(self._shards) > self._capacity:
-                self._shards.popitem(last=False)  # no close: others may be reading it
+                self._shards.popitem(last=False)  # without close: other threads may be reading it
         return shard
 
     def _find(self, url: str) -> Shard | None:
@@ -143,12 +143,12 @@ class OpenShards:
             return shard
 
 
-def tells_apart(shard: Shard, indexed: ShardInfo) -> str | None:
-    """What tells the shard from the one that was indexed, in words; None if it is the same. May read all headers."""
+def describe_change(shard: Shard, indexed: ShardInfo) -> str | None:
+    """Describe how the shard differs from the indexed one; None if it is the same. May read all headers."""
     if shard.size != indexed.size:
         return f"has {shard.size} bytes, {indexed.size} when it was indexed"
-    # A copy of the same data has another time of change; its headers tell whether it is one. Parquet pages are decoded
-    # by a library that a damaged one can end, so of these all bytes are compared.
+    # A copy of the same data has another modification time; equal headers show that it is a copy. For Parquet all bytes
+    # are compared: a damaged page can crash the library that decodes it.
     if shard.version != indexed.version and shard.checksum() != indexed.checksum:
-        return "was written anew since it was indexed, with the same size and other content"
+        return "was rewritten since it was indexed, with the same size and other content"
     return None

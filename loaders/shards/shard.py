@@ -1,4 +1,4 @@
-"""A shard: what every container of samples answers, and what the index keeps of it."""
+"""The interface of an open shard, and the entry that the index stores for each shard."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from orchdata.loaders.shards.facts_table import Facts
 
 @dataclass(frozen=True, slots=True)
 class ShardInfo:
-    """A shard as it was indexed.
+    """A shard at the time it was indexed.
 
     Attributes:
         size: bytes as stored.
         checksum: of size and headers.
         version: `Storage.version`.
-        lost_samples: that damage hides, where the shard tells how many it had; they have no row.
-        lost_bytes: behind damage, whose samples are not known.
-        media_root: folder that the files lie below which its records name; empty for shards that hold their media.
+        lost_samples: number of samples lost to damage, if the shard records its total; they have no row.
+        lost_bytes: bytes after damage; the samples in them are unknown.
+        media_root: folder of the media files that its records name; empty for shards that contain their media.
     """
 
     url: str
@@ -31,7 +31,7 @@ class ShardInfo:
     media_root: str = ""
 
     def as_list(self) -> list[Any]:
-        """JSON-safe; the same as arguments make the same again."""
+        """Return JSON-safe values: `ShardInfo(*values)` is equal to this one."""
         return [getattr(self, name) for name in ShardInfo.__slots__]
 
 
@@ -49,21 +49,21 @@ class Shard(Protocol):
     version: str
 
     def facts(self) -> Facts:
-        """Its facts, from a full pass. Bad data are rows with an error, never an exception."""
+        """Read the whole shard and return its facts. Bad data become rows with an error, never an exception."""
         ...
 
     def checksum(self) -> str:
-        """Of its size and headers (Parquet: its whole content), as in its facts."""
+        """Return the checksum of its size and headers (Parquet: of its whole content), as in its facts."""
         ...
 
     def read(self, offset: int, size: int, encoding: int, field: str) -> bytes | memoryview:
-        """Content of one member, found where its row of the facts says. Raises FieldError(field, reason)."""
+        """Read one member at the position given in its row of the facts. Raises FieldError(field, reason)."""
         ...
 
     def read_many(self, members: Sequence[tuple[int, int, int, str]]) -> list[bytes | memoryview]:
-        """Members (offset, size, encoding, field) of one sample, in the order given. Raises FieldError."""
+        """Read members (offset, size, encoding, field) of one sample, in the order given. Raises FieldError."""
         ...
 
     def close(self) -> None:
-        """Give its file back, once reads under way have ended. Reading afterwards is a ValueError."""
+        """Close its file after running reads have finished. Later reads raise ValueError."""
         ...

@@ -1,4 +1,4 @@
-"""Tar shards: facts of every member from its headers, and members read by position."""
+"""Tar shards: facts of every member from its headers, and reading members by position."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Bytes = bytes | memoryview
 T = TypeVar("T")
 
 COALESCE_GAP_BYTES = 8192
-"""Members of a sample closer than this are read in one go, headers between them included."""
+"""Members of a sample with smaller gaps are read with one call, including the headers between them."""
 
 
 class TarShard:
@@ -48,8 +48,8 @@ class TarShard:
     Args:
         url: as the user gave it, for errors and facts.
         file: the readable archive.
-        limits: held by `facts` and `read`.
-        size, version: of the shard as stored, where that is another file (a compressed one).
+        limits: applied by `facts` and `read`.
+        size, version: of the shard as stored, if that is another file (a compressed one).
     """
 
     def __init__(
@@ -62,19 +62,19 @@ class TarShard:
         self._limits = limits
 
     def checksum(self) -> str:
-        """Of size and headers, as in the facts; looks at nothing else."""
+        """Return the checksum of size and headers, as in the facts; reads nothing else."""
         try:
             return self._walked(lambda batches: deque(batches, maxlen=0))[1]
         except NotATar:
             return self._digest(hashlib.blake2b(digest_size=16))
 
     def facts(self) -> Facts:
-        """Walk the archive and read the media headers. Bad data are rows with an error, never an exception."""
+        """Walk the archive and read the media headers. Bad data become rows with an error, never an exception."""
         lost_bytes = max(1, self.size)
         try:
             scan, checksum = self._walked(lambda batches: _Scan(self._file, self._limits).run(batches))
             table = scan.table
-            # Counted in the shard as stored: of a compressed one it is an estimate.
+            # Scaled to bytes of the stored shard: an estimate for a compressed one.
             lost_bytes = -(-scan.lost_bytes * self.size // self._file.size)
         except NotATar as error:
             head = self._file.read(0, 8)
@@ -92,7 +92,7 @@ class TarShard:
         return Facts(table, meta)
 
     def _walked(self, consume: Callable[[Iterator[TarBatch]], T]) -> tuple[T, str]:
-        """What `consume` makes of the members, and the checksum. Raises NotATar."""
+        """Pass all members to `consume`; return its result and the checksum. Raises NotATar."""
         if self._file.size == 0:
             raise NotATar("empty file")
         digest = hashlib.blake2b(digest_size=16)
@@ -102,7 +102,7 @@ class TarShard:
             digest = hashlib.blake2b(digest_size=16)
             result = consume(walk_any(self._file, digest))
         finally:
-            self._file.check_unchanged()  # or it may be the change that looks like damage
+            self._file.check_unchanged()  # a change of the file can look like damage
         return result, self._digest(digest)
 
     def _digest(self, headers: hashlib.blake2b) -> str:
@@ -110,7 +110,7 @@ class TarShard:
         return headers.hexdigest()
 
     def read(self, offset: int, size: int, encoding: int, field: str) -> Bytes:
-        """The content of one member, as `facts` describes it; gzipped text comes decompressed.
+        """Read one member, as described in the facts; gzipped text is decompressed.
 
         Raises FieldError for content that is damaged, cut or above a limit.
         """
@@ -120,7 +120,7 @@ class TarShard:
             try:
                 data: Bytes = read_sparse(self._file, offset, size, limits=self._limits)
             except SparseError as error:
-                self._file.check_unchanged()  # or it may be the change that looks like damage
+                self._file.check_unchanged()  # a change of the file can look like damage
                 raise FieldError(field, str(error)) from error
         else:
             data = self._file.read(offset, size)
@@ -130,17 +130,17 @@ class TarShard:
         return gunzip(data, field, self._limits) if encoding == GZIP else data
 
     def read_many(self, members: Sequence[tuple[int, int, int, str]]) -> list[Bytes]:
-        """The members (offset, size, encoding, field) of one sample; neighbours are read in one go.
+        """Read the members (offset, size, encoding, field) of one sample; neighbours are read with one call.
 
         Views of one read share its memory. Raises FieldError as `read` does.
         """
         results: list[Bytes | None] = [None] * len(members)
-        places = [(offset, size) for offset, size, _, _ in members]
+        spans = [(offset, size) for offset, size, _, _ in members]
         for run in _runs(members, self._limits.member_bytes):
             if len(run.members) == 1:
                 results[run.members[0]] = self.read(*members[run.members[0]])
                 continue
-            contents = read_run(self._file.read, run, places)
+            contents = read_run(self._file.read, run, spans)
             self._file.check_unchanged()
             for i, content in zip(run.members, contents, strict=True):
                 _, size, _, field = members[i]
@@ -166,22 +166,24 @@ def gunzip(data: Bytes, field: str, limits: Limits) -> bytes:
 
 
 def _runs(members: Sequence[tuple[int, int, int, str]], member_bytes: int) -> list[Run]:
-    """Members to read together. Those that are stored in another way, or above the limit, are alone."""
+    """Group members to read together. A member that is not RAW, or above the limit, is a run of its own."""
     alone = {i: None for i, (_, size, encoding, _) in enumerate(members) if encoding != RAW or size > member_bytes}
     near = [i for i in range(len(members)) if i not in alone] if alone else range(len(members))
-    found = runs_of([members[i][:2] for i in near], gap_bytes=COALESCE_GAP_BYTES)
-    runs = [Run([near[i] for i in run.members], run.start, run.stop) for run in found]
+    runs = [
+        Run([near[i] for i in run.members], run.start, run.stop)
+        for run in runs_of([members[i][:2] for i in near], gap_bytes=COALESCE_GAP_BYTES)
+    ]
     return runs + [Run([i], members[i][0], members[i][0] + members[i][1]) for i in alone]
 
 
 def bytes_read_together(members: Sequence[tuple[int, int, int, str]]) -> int:
-    """What `TarShard.read_many` reads of the archive for members of one sample: theirs, and gaps between neighbours."""
+    """Return the bytes that `TarShard.read_many` reads for members of one sample: the members and gaps between them."""
     largest = max((size for _, size, _, _ in members), default=0)
     return sum(run.stop - run.start for run in _runs(members, largest))
 
 
 class _Scanned(NamedTuple):
-    """Facts of an archive, and how many of its bytes lie behind damage, so that nobody knows what they hold."""
+    """Facts of an archive, and the number of bytes after damage; their content is unknown."""
 
     table: FactsTable
     lost_bytes: int
@@ -197,7 +199,7 @@ class _Scan:
         self._key: str | None = None
         self._key_error: str | None = None
         self._fields: set[str] = set()
-        self._first_row: dict[str, int] = {}  # of each key
+        self._first_row: dict[str, int] = {}  # by key
         self._sample = -1
         self._classes: dict[str, tuple[int, int]] = {}
         self._nameless: list[str] = []
@@ -218,13 +220,13 @@ class _Scan:
                 end = max(end, batch.offsets[-1] + batch.sizes[-1])  # a link's content is further ahead
         table = self._table
         if damage is not None and len(table):
-            # The archive ends inside this sample, or right after it: it is not known to be whole, whatever else it is.
+            # The archive ends inside this sample or right after it, so the sample may be incomplete.
             table.errors.pop(len(table) - 1, None)
             table.fail_structure(len(table) - 1, damage)
         if not len(table):
             lost_bytes = 0 if damage is None else self._file.size
             return _Scanned(shard_failure(damage or self._no_samples()), lost_bytes)
-        # Of an archive that ends too early nobody knows how much is missing: one byte says that something is.
+        # It is unknown how much is missing from an archive that ends early: at least one byte marks it as damaged.
         return _Scanned(table, 0 if damage is None else max(1, self._file.size - end))
 
     def _no_samples(self) -> str:
@@ -235,13 +237,13 @@ class _Scan:
         return f"no samples: no member is named key.field ({shown}{more})"
 
     def _group(self, batch: TarBatch) -> NDArray[np.int64]:
-        """Append the members of a batch that belong to samples; returns their indices in it."""
-        found: list[tuple[int, str, str, int, int, int, int]] = []
+        """Append the members of a batch that belong to samples; return their indices in the batch."""
+        rows: list[tuple[int, str, str, int, int, int, int]] = []
         taken: list[int] = []
         structural: list[tuple[int, str]] = []
         first_row = len(self._table)
         limits, classes, unread = self._limits, self._classes, batch.unread
-        # What most members are not, told without a call.
+        # Most members pass these checks without a function call.
         largest, short = min(limits.member_bytes, limits.text_bytes), limits.short_name
         offsets, sizes, encodings = batch.offsets, batch.sizes, batch.encodings
         for i, name in enumerate(batch.names):
@@ -250,15 +252,19 @@ class _Scan:
                 continue
             key, field = split
             row = first_row + len(taken)
+
+            # A new key begins a new sample.
             if key != self._key:
                 self._key = key
                 self._sample += 1
-                self._fields = {"__key__", "__url__"}  # webdataset's own: a member cannot take them
+                self._fields = {"__key__", "__url__"}  # reserved by webdataset: not allowed as fields
                 self._key_error = limits.name_error("key", key) if len(key) > short else None
                 earlier = row if self._key_error else self._first_row.setdefault(key, row)
                 if earlier != row:
                     reason = f"key {key!r} comes back after other keys: a sample's members must be consecutive"
                     structural += [(earlier, reason), (row, reason)]
+
+            # Errors of its names, and duplicates.
             if self._key_error is not None or len(field) > short:
                 too_long = self._key_error or limits.name_error("field's name", field)
                 if too_long is not None:
@@ -267,15 +273,17 @@ class _Scan:
             if field in self._fields:
                 structural.append((row, f"field {field!r} comes twice in sample {key!r}"))
             self._fields.add(field)
+
+            # Its kind and size.
             kind, encoding = classes.get(field) or classes.setdefault(field, classify(field))
             size = sizes[i]
             if unread and i in unread:
                 structural.append((row, unread[i]))
             if size > largest:
                 self._too_large(row, kind, size)
-            found.append((self._sample, key, field, kind, offsets[i], size, encodings[i] or encoding))
+            rows.append((self._sample, key, field, kind, offsets[i], size, encodings[i] or encoding))
             taken.append(i)
-        self._table.extend(found)
+        self._table.extend(rows)
         for row, reason in structural:
             self._table.fail_structure(row, reason)
         if not len(self._table):
@@ -292,7 +300,7 @@ class _Scan:
         self._nameless += [printable(name) for name in names[: 3 - len(self._nameless)]]
 
     def _scan_headers(self, batch: TarBatch, taken: NDArray[np.int64], first_row: int) -> None:
-        """Headers of the rows from `first_row` on, which are the members `taken` of the batch."""
+        """Add the headers of the rows from `first_row` on, which are the members `taken` of the batch."""
         table = self._table
         kinds = np.array(table.kind[first_row:], np.uint8)
         if table.errors:
@@ -302,18 +310,18 @@ class _Scan:
             mine = np.flatnonzero(kinds == code)
             if not mine.size:
                 continue
-            found, rest = scan_heads(modality, batch.buffer, batch.places[taken[mine]])
-            place = here()
-            for i in rest.tolist():
+            found, rest = scan_heads(modality, batch.buffer, batch.heads[taken[mine]])
+            current = here()
+            for i in rest.tolist():  # the first bytes were not enough
                 row = first_row + int(mine[i])
-                place.key = table.key[row]
+                current.key = table.key[row]
                 try:
                     found[i] = self._read_header(modality, row)
                 except DecodeError as error:
                     table.errors[row] = error.reason
                 except MemoryError as error:
                     raise measured_at(error, self._file.url, table.key[row], table.field[row]) from error
-            place.key = None
+            current.key = None
             headers[mine, : modality.num_facts] = found
         table.extend_headers(headers)
 

@@ -1,7 +1,7 @@
-"""Files that appear whole or not at all: written beside their place, then moved into it.
+"""Files that appear completely or not at all: written under a temporary name in the same folder, then renamed.
 
-Writers of the same path do not disturb each other: the last one wins. A link in that place is replaced and never
-followed. Permissions follow the umask, and for a copy those of its source too.
+Writers of the same path do not disturb each other: the last one wins. A link with the name is replaced, and never
+followed. Permissions follow the umask; those of a copy also follow its source.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ TEMPORARY_SUFFIX = ".tmp"
 
 @contextmanager
 def new_file(path: str | Path, *, sync: bool = False, access: Access | None = None) -> Iterator[int]:
-    """A descriptor of a new file that takes the place of `path` when the block ends without an error.
+    """Open a new file that replaces `path` when the block ends without an error; yields its descriptor.
 
     Args:
-        path: where; its folder is there.
-        sync: have it on the disk before it takes its place.
-        access: what its permissions may allow at most.
+        path: of the file; its folder exists.
+        sync: write it to the disk before the renaming.
+        access: the most that its permissions may allow.
 
     Raises OSError.
     """
-    fd, temporary = create_beside(path, TEMPORARY_SUFFIX, access)
+    fd, temporary = create_temporary(path, TEMPORARY_SUFFIX, access)
     try:
         try:
             yield fd
             if sync:
                 os.fsync(fd)
         finally:
-            os.close(fd)  # where network file systems say that the disk is full
+            os.close(fd)  # network file systems may raise here that the disk is full
         move(temporary, path)
     except BaseException:
         remove(temporary)
@@ -47,7 +47,7 @@ def new_file(path: str | Path, *, sync: bool = False, access: Access | None = No
 
 @contextmanager
 def replaced(path: str | Path, access: Access | None = None) -> Iterator[int]:
-    """`new_file` for a large file, on the disk when it appears. Raises StorageError where it cannot be written."""
+    """Open a large file as `new_file` does, synced before it appears. Raises StorageError if it cannot be written."""
     try:
         with new_file(path, sync=True, access=access) as fd:
             yield fd
@@ -56,7 +56,7 @@ def replaced(path: str | Path, access: Access | None = None) -> Iterator[int]:
 
 
 def write_whole(path: str | Path, data: Buffer, access: Access | None = None) -> None:
-    """Write a small file, again where the system refuses. Raises StorageError where it goes on refusing."""
+    """Write a small file, with some attempts. Raises StorageError if all of them fail."""
     tried(str(path), "cannot be written", lambda: write_once(path, data, access))
 
 
@@ -76,22 +76,22 @@ def write_at(fd: int, data: Buffer, offset: int) -> None:
         view, offset = view[written:], offset + written
 
 
-def create_beside(path: str | Path, suffix: str, access: Access | None = None) -> tuple[int, str]:
-    """A new hidden file in the folder of `path`: its descriptor, to read and write, and its name. Raises OSError."""
+def create_temporary(path: str | Path, suffix: str, access: Access | None = None) -> tuple[int, str]:
+    """Create a hidden file in the folder of `path`; return its descriptor (read, write) and name. Raises OSError."""
     folder, name = os.path.split(path)
     temporary = os.path.join(folder, f".{name}.{os.urandom(8).hex()}{suffix}")
     return create(temporary, access), temporary
 
 
 def move(temporary: str | Path, path: str | Path) -> None:
-    """Give a file its name, in place of what has it. Raises OSError."""
+    """Rename a file, replacing any file with that name. Raises OSError."""
     try:
         os.replace(temporary, path)
     except IsADirectoryError:
-        raise OSError(errno.EISDIR, f"a folder is in the place of {path}: remove it") from None
+        raise OSError(errno.EISDIR, f"a folder has the name {path}: remove it") from None
 
 
 def remove(path: str | Path) -> None:
-    """Remove a file, if it is there and may be removed."""
+    """Remove a file if it exists; best effort."""
     with suppress(OSError):
         os.unlink(path)

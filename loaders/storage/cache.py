@@ -1,10 +1,10 @@
 """The cache folder: decompressed shards within a size cap, and files of other kinds. Safe for concurrent processes.
 
-Everything appears by rename, so a reader sees a whole file or none. Makers of the same entry wait for one another on a
-file lock that the kernel drops with its process: nothing left behind can block a later run.
+Every file appears by renaming, so a reader sees a whole file or none. Processes that write the same entry wait for one
+another on a file lock, which the kernel releases when a process ends: no old lock can block a later run.
 
-Other users may write to the folder too: `shared.files` says what counts as a file of it, and `shared.access` who may
-read a copy.
+Other users may write to the folder too: `shared.files` defines which files are used, and `shared.access` who may read a
+copy.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, NamedTuple, cast
 
-from orchdata.loaders.storage.atomic import create_beside, move, remove, write_once
+from orchdata.loaders.storage.atomic import create_temporary, move, remove, write_once
 from orchdata.loaders.storage.retries import tried
 from orchdata.loaders.storage.shared.access import Access, restrict
 from orchdata.loaders.storage.shared.files import make_folder, names_in, open_lock, opened, read_small, status_of
@@ -36,12 +36,12 @@ _BLOCK_BYTES = 1 << 20
 
 
 class CacheFolder:
-    """A folder for what can be made again.
+    """A folder for files that can be created again.
 
     Args:
-        root: the folder; default: $ORCHDATA_CACHE, else ~/.cache/orchdata, which is made for this user alone. Made when
-            first written to; permissions of one that is named follow the umask, so that several users can share it.
-        max_bytes: cap on the decompressed shards in it, all together. The least recently opened go first.
+        root: the folder; default: $ORCHDATA_CACHE, else ~/.cache/orchdata, which only this user can access. It is
+            created at the first write; a given folder gets the permissions of the umask, so that users can share it.
+        max_bytes: cap on all decompressed shards in it together. The least recently opened are removed first.
     """
 
     def __init__(self, root: str | os.PathLike[str] | None = None, *, max_bytes: int = 256 << 30) -> None:
@@ -57,35 +57,35 @@ class CacheFolder:
         self.max_bytes = max_bytes
 
     def make(self, kind: str) -> Path:
-        """The folder of files of some kind, made. Nothing evicts them.
+        """Create the folder for files of one kind, and return it. These files are never evicted.
 
-        Raises StorageError where it cannot be made.
+        Raises StorageError if it cannot be created.
         """
         folder = self.make_root() / kind
-        tried(str(folder), "cannot be made", lambda: make_folder(folder))
+        tried(str(folder), "cannot be created", lambda: make_folder(folder))
         return folder
 
     def make_root(self) -> Path:
-        """The folder itself, made. Raises as `make`."""
+        """Create the folder itself, and return it. Raises as `make`."""
         if not tried(str(self.root), "cannot be looked at", self.root.is_dir):
             make = partial(self.root.mkdir, self._mode, parents=True, exist_ok=True)
-            tried(str(self.root), "cannot be made", make)
+            tried(str(self.root), "cannot be created", make)
         return self.root
 
     def file(self, kind: str, name: str) -> Path:
-        """Path of a file of some kind, its folder made. Raises as `make`."""
+        """Return the path of a file of one kind, and create its folder. Raises as `make`."""
         return self.make(kind) / name
 
     def entry(self, name: str, make: Callable[[IO[bytes], int], None], access: Access | None = None) -> Path:
-        """Path of a decompressed shard, made by `make(file, limit)` if it is not there. The path is never a link's.
+        """Return the path of a decompressed shard; `make(file, limit)` writes it if it is missing. It is never a link.
 
-        `access` is what its permissions may allow at most: those of the shard.
-        `limit` is the cap on its size. What `make` raises is passed on, and leaves nothing; what the system refuses is
-        tried again, from the start.
-        Another process may evict the entry before it is opened: then ask again. One that is there is only looked at: a
-        complete cache may be read-only, and another user's.
+        Another process may evict the entry before it is opened: then call again. An existing entry is only read, so a
+        complete cache may be read-only, and belong to another user.
 
-        Raises StorageError where the cache cannot be written.
+        Errors of `make` are passed on, and nothing stays in the cache; after a failed system call it is called again
+        from the start. `limit` is the cap on the size, `access` the most that the permissions may allow: the shard's.
+
+        Raises StorageError if the cache cannot be written.
         """
         path = self.root / "shards" / (name + _ENTRY_SUFFIX)
         if not tried(str(path), "cannot be read", lambda: _is_whole(path)):
@@ -98,13 +98,13 @@ class CacheFolder:
 
     def _make(self, name: str, path: Path, make: Callable[[IO[bytes], int], None], access: Access | None) -> None:
         with self._lock(name):
-            if _is_whole(path):  # made while we waited
+            if _is_whole(path):  # written while this process waited
                 return
             self._remove_partials(path.parent)
-            descriptor, partial = create_beside(path, _PARTIAL_SUFFIX, access)
+            descriptor, partial = create_temporary(path, _PARTIAL_SUFFIX, access)
             try:
                 with os.fdopen(descriptor, "wb") as file:
-                    fcntl.flock(file, fcntl.LOCK_EX)  # tells others that its maker lives
+                    fcntl.flock(file, fcntl.LOCK_EX)  # shows other processes that its writer is alive
                     summed = _Summed(file)
                     make(cast("IO[bytes]", summed), self.max_bytes)
                     file.flush()
@@ -122,9 +122,9 @@ class CacheFolder:
                 raise
 
     def _mark_used(self, path: Path) -> None:
-        """Best effort. A file beside the entry, whose own times tell that it is what was opened.
+        """Record the time of use as the mtime of a file next to the entry; best effort.
 
-        It is made anew each time: to change the times of one that is there could change those of another's file.
+        That file is written again each time: changing its times in place could change another user's file.
         """
         mark = path.with_suffix(_USED_SUFFIX)
         with contextlib.suppress(OSError):
@@ -142,25 +142,25 @@ class CacheFolder:
             os.close(descriptor)
 
     def _evict(self, folder: Path, needed: int) -> None:
-        """Make room for `needed` bytes below the cap; what may not be removed, being another user's, stays."""
+        """Make room for `needed` bytes below the cap; files of other users that cannot be removed stay."""
         entries: list[tuple[float, int, Path]] = []
         for path in _files_in(folder, _ENTRY_SUFFIX):
             status = status_of(path)
             if status is not None:
                 entries.append((_last_used(path, status), status.st_size, path))
-        held = sum(size for _, size, _ in entries)
+        total = sum(size for _, size, _ in entries)
         for _, size, path in sorted(entries):
-            if held + needed <= self.max_bytes:
+            if total + needed <= self.max_bytes:
                 break
-            remove(path)  # whoever has it open keeps it until closed
+            remove(path)  # processes that have it open can still read it
             for suffix in (_USED_SUFFIX, _SUM_SUFFIX):
                 remove(path.with_suffix(suffix))
             forget(path)
             if not os.path.lexists(path):
-                held -= size
+                total -= size
 
     def _remove_partials(self, folder: Path) -> None:
-        """Remove what makers that were killed left behind: nobody holds a lock on it."""
+        """Remove the partial files of killed writers: these are not locked."""
         for path in _files_in(folder, _PARTIAL_SUFFIX):
             with contextlib.suppress(OSError), opened(path) as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -170,7 +170,7 @@ class CacheFolder:
 
 
 class _Sum(NamedTuple):
-    """What an entry was when it was made; kept beside it."""
+    """Size, checksum and mtime of an entry when it was written; stored next to it."""
 
     size: int
     crc32: int
@@ -181,7 +181,7 @@ class _Sum(NamedTuple):
 
 
 class _Summed:
-    """A file that is written once, from start to end, and summed up on the way."""
+    """Writes a file from start to end, and computes its checksum."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.crc32 = 0
@@ -193,7 +193,7 @@ class _Summed:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether an entry is there, and is what was made. Its bytes are read once a machine, see `verified`."""
+    """Return whether an entry exists, and has not changed. Its bytes are read once per machine, see `verified`."""
     try:
         kept = _Sum(*map(int, read_small(path.with_suffix(_SUM_SUFFIX), _SUM_BYTES).split()))
         with opened(path) as file:
@@ -201,7 +201,7 @@ def _is_whole(path: Path) -> bool:
             if status.st_size != kept.size or is_noted(path, status):
                 return status.st_size == kept.size
             if status.st_mtime_ns == kept.mtime_ns and not os.access(path.parent, os.W_OK):
-                return True  # no note can be kept here, and to read all of it at each opening would be dear
+                return True  # no note can be written here, and reading all of it at each opening would be slow
             crc32 = 0
             while data := os.read(file, _BLOCK_BYTES):
                 crc32 = zlib.crc32(data, crc32)

@@ -1,4 +1,4 @@
-"""Members that lie near each other in a file, read with one call: reading over a small gap costs less than another."""
+"""Reading neighbouring members of a file with one call: reading over a small gap costs less than another call."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 Bytes = bytes | memoryview
-Place = tuple[int, int]
+Extent = tuple[int, int]
 """Offset and size."""
 
 
 class Run(NamedTuple):
-    """Neighbours: the indices of their places in order of offset, and what of the file they span."""
+    """Neighbouring members: their indices in order of offset, and the range of the file that they span."""
 
     members: list[int]
     start: int
     stop: int
 
 
-def runs_of(places: Sequence[Place], *, gap_bytes: int, run_bytes: int | None = None) -> list[Run]:
-    """All places, as runs in order of offset.
+def runs_of(extents: Sequence[Extent], *, gap_bytes: int, run_bytes: int | None = None) -> list[Run]:
+    """Group members into runs in order of offset.
 
     Args:
-        places: of members; those that overlap are in different runs.
-        gap_bytes: between neighbours, at most.
-        run_bytes: of a run of several, at most.
+        extents: of the members; those that overlap are in different runs.
+        gap_bytes: largest gap between neighbours.
+        run_bytes: largest size of a run of several members.
     """
     runs: list[Run] = []
-    for index in sorted(range(len(places)), key=places.__getitem__):
-        offset, size = places[index]
+    for index in sorted(range(len(extents)), key=extents.__getitem__):
+        offset, size = extents[index]
         if runs:
             members, start, stop = runs[-1]
             if 0 <= offset - stop <= gap_bytes and (run_bytes is None or offset + size - start <= run_bytes):
@@ -39,10 +39,8 @@ def runs_of(places: Sequence[Place], *, gap_bytes: int, run_bytes: int | None = 
     return runs
 
 
-def read_run(read: Callable[[int, int], Bytes], run: Run, places: Sequence[Place]) -> list[Bytes]:
-    """The content of each member of a run, as views of what one call of `read(offset, size)` gives; shorter than its
-    size where the file ends.
-    """
+def read_run(read: Callable[[int, int], Bytes], run: Run, extents: Sequence[Extent]) -> list[Bytes]:
+    """Read a run with one `read(offset, size)`. Return a view of each member, shorter at the end of the file."""
     view = memoryview(read(run.start, run.stop - run.start))
-    starts = [places[index][0] - run.start for index in run.members]
-    return [view[start : start + places[index][1]] for start, index in zip(starts, run.members, strict=True)]
+    starts = [extents[index][0] - run.start for index in run.members]
+    return [view[start : start + extents[index][1]] for start, index in zip(starts, run.members, strict=True)]

@@ -1,4 +1,4 @@
-"""The checksum of a whole file, from blocks that are read in any order."""
+"""The checksum of a whole file, from blocks read in any order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ BLOCK_BYTES = 1 << 20
 
 
 class ContentDigest:
-    """Collects the blocks that somebody reads anyway; the rest is read at the end."""
+    """Collects the digests of blocks that are read anyway, and reads the other blocks at the end."""
 
     def __init__(self, file: Storage) -> None:
         self._file = file
@@ -21,12 +21,12 @@ class ContentDigest:
         return -(-self._file.size // BLOCK_BYTES)
 
     def note(self, block: int, data: bytes | memoryview) -> None:
-        """All bytes of a block."""
+        """Add all bytes of a block."""
         if block not in self._blocks:
             self._blocks[block] = hashlib.blake2b(data, digest_size=16).digest()
 
     def hexdigest(self) -> str:
-        """Of size and content. Raises what the storage raises."""
+        """Return the checksum of size and content. Raises the errors of the storage."""
         digest = hashlib.blake2b(str(self._file.size).encode(), digest_size=16)
         for block in range(self.num_blocks):
             if block not in self._blocks:

@@ -1,4 +1,4 @@
-"""What reading takes: bytes counted where they are read, by any thread, against the bytes that samples needed."""
+"""Counting bytes: those read, by any thread, and those that samples needed."""
 
 from __future__ import annotations
 
@@ -20,14 +20,13 @@ class ByteCount:
 
 
 class ReadBytes:
-    """Bytes read so far, all of them sums: those of several ranks add up.
+    """Bytes read so far; all are sums, so those of several ranks can be added.
 
     Attributes:
-        storage: from shards as they are stored: ranges with the gaps between members read together, footers and column
-            chunks of Parquet files, compressed tars from end to end, headers where a shard is checked.
+        storage: from shards as stored: members with the gaps between them, footers and column chunks of Parquet files,
+            whole compressed tars, headers when a shard is checked.
         cache: from decompressed copies in the cache folder, on this machine.
-        used: sizes of the members that were wanted, as the index has them: of a compressed shard or column,
-            decompressed.
+        used: sizes of the requested members, as in the index; decompressed for a compressed shard or column.
     """
 
     def __init__(self) -> None:
@@ -37,7 +36,7 @@ class ReadBytes:
 
     @property
     def amplification(self) -> float | None:
-        """Bytes from storage for each byte used; None where nothing was used."""
+        """Bytes read from storage per byte used; None if nothing was used."""
         used = self.used.value
         return self.storage.value / used if used else None
 
@@ -50,7 +49,7 @@ class ReadBytes:
 
 
 class CountedFile:
-    """A storage whose reads are counted."""
+    """A storage with counted reads."""
 
     def __init__(self, file: Storage, count: ByteCount) -> None:
         self.url = file.url

@@ -12,25 +12,25 @@ from pathlib import Path
 from typing import TypeVar
 
 from orchdata.loaders.errors import ShardError, StaleIndexError
-from orchdata.loaders.storage.retries import again, tried
+from orchdata.loaders.storage.retries import retry, tried
 
 T = TypeVar("T")
 
 
 class LocalFile:
-    """A local file. No mmap: a file truncated under a mapping kills the process (SIGBUS).
+    """A local file. It is not mapped: truncating a mapped file kills the process (SIGBUS).
 
-    Reads under way in other threads keep the descriptor open, so `close` can never let them read a file that got its
-    number next. Without `close` the descriptor goes with the object.
+    Running reads of other threads keep the descriptor open, so that after `close` they never read another file that got
+    the same descriptor number. Without `close` the descriptor is closed with the object.
 
     Args:
         path: of the file.
-        url: what errors call it; default: the path.
+        url: its name in errors; default: the path.
         follow: whether the path may be a link.
 
     Raises:
         StorageError: it cannot be opened now.
-        ShardError: it is no regular file.
+        ShardError: it is not a regular file.
     """
 
     def __init__(self, path: str | Path, *, url: str | None = None, follow: bool = True) -> None:
@@ -56,7 +56,7 @@ class LocalFile:
             try:
                 return read_at(fd, offset, size)
             except OSError as error:
-                return self._again(offset, lambda: read_at(fd, offset, size), error)
+                return self._retry(offset, lambda: read_at(fd, offset, size), error)
         finally:
             self._leave()
 
@@ -64,9 +64,9 @@ class LocalFile:
         fd = self._enter()
         try:
             try:
-                return _read_into(fd, offset, buffer)
+                return read_into_at(fd, offset, buffer)
             except OSError as error:
-                return self._again(offset, lambda: _read_into(fd, offset, buffer), error)
+                return self._retry(offset, lambda: read_into_at(fd, offset, buffer), error)
         finally:
             self._leave()
 
@@ -75,18 +75,18 @@ class LocalFile:
         try:
             now = os.fstat(fd)
         except OSError as error:
-            now = again(self.url, "cannot be looked at", lambda: os.fstat(fd), error)
+            now = retry(self.url, "cannot be looked at", lambda: os.fstat(fd), error)
         finally:
             self._leave()
         then = self._opened
         same = now.st_size == then.st_size and now.st_mtime_ns == then.st_mtime_ns
-        # To be removed is a change of the inode too (ctime), and leaves the content to those who have it open.
+        # Removing a file changes its ctime too, but its content stays readable through open descriptors.
         if not same or (now.st_ctime_ns != then.st_ctime_ns and now.st_nlink):
             raise StaleIndexError(
                 self.url,
-                f"was changed while it was open (size {then.st_size} to {now.st_size}, time of change "
-                f"{_seconds(then)} to {_seconds(now)}): run `orchdata index` again, or, if it is the same file still, "
-                "start again from the last checkpoint",
+                f"was changed while it was open (size {then.st_size} to {now.st_size}, modification time "
+                f"{_seconds(then)} to {_seconds(now)}): run `orchdata index` again, or, if it is still the same file, "
+                "restart from the last checkpoint",
             )
 
     def close(self) -> None:
@@ -96,11 +96,11 @@ class LocalFile:
                 self._finalizer()
 
     def _open(self) -> int:
-        # Not blocking: the open of a named pipe would wait for its writer.
+        # Without O_NONBLOCK, opening a named pipe would wait for a writer.
         links = 0 if self._follow else os.O_NOFOLLOW
         return os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | links)
 
-    def _again(self, offset: int, read: Callable[[], T], error: OSError) -> T:
+    def _retry(self, offset: int, read: Callable[[], T], error: OSError) -> T:
         def reopened() -> T:
             try:
                 return read()
@@ -110,10 +110,10 @@ class LocalFile:
             self._reopen()
             return read()
 
-        return again(self.url, f"cannot be read at {offset}", reopened, error)
+        return retry(self.url, f"cannot be read at {offset}", reopened, error)
 
     def _reopen(self) -> None:
-        """A network file system has forgotten the file: the same number, opened anew."""
+        """Open the file again under the same descriptor, after a network file system dropped its handle."""
         fresh = self._open()
         try:
             status = os.fstat(fresh)
@@ -139,11 +139,11 @@ class LocalFile:
 
 
 def read_at(fd: int, offset: int, size: int) -> bytes:
-    """Bytes of a file, fewer at its end. Raises OSError."""
+    """Read bytes of a file, fewer at its end. Raises OSError."""
     data = os.pread(fd, size, offset)
     if len(data) == size or not data:
         return data
-    pieces = [data]  # one pread gives at most 2 GiB, and may be interrupted
+    pieces = [data]  # one pread returns at most 2 GiB, and may be interrupted
     got = len(data)
     while got < size and (data := os.pread(fd, size - got, offset + got)):
         pieces.append(data)
@@ -151,7 +151,8 @@ def read_at(fd: int, offset: int, size: int) -> bytes:
     return b"".join(pieces)
 
 
-def _read_into(fd: int, offset: int, buffer: memoryview) -> int:
+def read_into_at(fd: int, offset: int, buffer: memoryview) -> int:
+    """Fill a buffer from a file. Return the number of bytes read, fewer at the end of the file. Raises OSError."""
     got = os.preadv(fd, [buffer], offset)
     while 0 < got < len(buffer):
         more = os.preadv(fd, [buffer[got:]], offset + got)

@@ -1,8 +1,8 @@
-"""An array that does not travel in a pickle: it is a file of the cache folder, which every process maps.
+"""An array that is pickled as the path of a file in the cache folder, which every process maps.
 
     array --pickled--> file named by its digest --unpickled--> the same bytes, checked and mapped read-only
 
-Written when it is first pickled, so that nothing is kept of what never leaves its process.
+The file is written when the array is first pickled, so that arrays which stay in their process leave no files.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ KIND = "arrays"
 class MappedArray:
     """A one-dimensional int64 array, not to be written to; pickles as the path of a file with its content.
 
-    Pickling raises StorageError where the cache folder cannot be written, unpickling where the file is gone or is not
-    what was written.
+    Pickling raises StorageError if the cache folder cannot be written, unpickling if the file is gone or changed.
     """
 
     def __init__(self, array: NDArray[np.int64]) -> None:
@@ -41,24 +40,24 @@ class MappedArray:
         data = np.ascontiguousarray(self.array).data.cast("B")
         digest = hashlib.blake2b(data, digest_size=16).hexdigest()
         path = CacheFolder().file(KIND, f"{digest}.int64")
-        if tried(str(path), "cannot be read", lambda: _found(path, digest)) is None:
+        if tried(str(path), "cannot be read", lambda: _map_verified(path, digest)) is None:
             write_whole(path, data)
         return _mapped, (str(path), digest)
 
 
 def _mapped(path: str, digest: str) -> MappedArray:
-    found = tried(path, "cannot be read", lambda: _found(Path(path), digest))
-    if found is None:
-        raise StorageError(path, "is gone, or not what was written: make the loader again")
-    return MappedArray(np.frombuffer(found, np.int64))
+    mapped = tried(path, "cannot be read", lambda: _map_verified(Path(path), digest))
+    if mapped is None:
+        raise StorageError(path, "is gone, or its content has changed: create the loader again")
+    return MappedArray(np.frombuffer(mapped, np.int64))
 
 
-def _found(path: Path, digest: str) -> mmap.mmap | None:
-    """The file, mapped; None where it is not there with the content that its name says."""
+def _map_verified(path: Path, digest: str) -> mmap.mmap | None:
+    """Map the file; None if it does not exist with the content of this digest."""
     try:
         with opened(path) as fd:
             with open(fd, "rb", closefd=False) as file:
-                held = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-            return mmap.mmap(fd, os.fstat(fd).st_size, access=mmap.ACCESS_READ) if held == digest else None
+                actual = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+            return mmap.mmap(fd, os.fstat(fd).st_size, access=mmap.ACCESS_READ) if actual == digest else None
     except FileNotFoundError:
         return None

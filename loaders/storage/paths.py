@@ -1,4 +1,4 @@
-"""Paths as users give them -> one path per shard: braces, globs, folders and lists expanded, checked, in order."""
+"""Paths given by users -> one path per shard: braces, globs, folders and lists are expanded and checked, in order."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ RECORD_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv")
 SUFFIXES = TAR_SUFFIXES + PARQUET_SUFFIXES + ARROW_SUFFIXES + RECORD_SUFFIXES
 
 MEDIA_TABLES = ("metadata.jsonl", "metadata.csv")
-"""Tables that name the files of the folder they lie in."""
+"""Tables that name the media files in their own folder."""
 
 _STATE_BYTES = 16 << 20
 _MOST_PATHS = 1_000_000
 _MOST_CHARACTERS = 1 << 30
 _MOST_LEVELS = 8
 _MOST_DIGITS = 60
-# As of `braceexpand`, whose `$` lets a newline follow.
+# As in `braceexpand`, where `$` also matches before a final newline.
 _NUMBERS = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.-?(\d+))?\n?")
 _LETTERS = re.compile(r"[A-Za-z]\.\.[A-Za-z](\.\.-?\d+)?\n?")
 
@@ -43,20 +43,20 @@ def expand_paths(paths: Paths, *, check: bool = True) -> list[str]:
     Paths may be `file:` URLs.
 
     Args:
-        paths: what the user gave; a list keeps its order.
-        check: look whether each shard exists. Without, only globs touch the file system.
+        paths: from the user; a list keeps its order.
+        check: check that each shard exists. Without it, only globs touch the file system.
 
     Raises:
         FileNotFoundError: a path does not exist, or a pattern matches nothing; it is named.
-        StorageError: a folder cannot be listed, so that nobody knows what a pattern matches.
-        ValueError: an unknown suffix, a folder that is neither a data set of Hugging Face's `datasets` on disk nor one
-            of media with a table, a command (`pipe:`), a remote URL, unbalanced braces, a shard given twice, or no path
-            at all.
+        StorageError: a folder cannot be listed, so the matches of a pattern are unknown.
+        ValueError: an unknown suffix, a folder that is neither a data set saved by Hugging Face's `datasets` nor a
+            media folder with a table, a command (`pipe:`), a remote URL, unbalanced braces, a shard given twice, or no
+            path at all.
     """
     given: list[str | os.PathLike[str]] = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     if not given:
         raise ValueError("no shards: the list of paths is empty")
-    found: list[str] = []
+    shards: list[str] = []
     source: dict[str, str] = {}
     for entry in given:
         for pattern in _texts(entry):
@@ -68,12 +68,12 @@ def expand_paths(paths: Paths, *, check: bool = True) -> list[str]:
                     )
                 source[name] = pattern
                 suffix_of(path)
-                found.append(path)
-    return found
+                shards.append(path)
+    return shards
 
 
 def suffix_of(path: str) -> str:
-    """The known suffix of a shard's path, in lower case. ValueError for another."""
+    """Return the suffix of a shard's path, in lower case. Raises ValueError for an unknown suffix."""
     name = path.lower()
     suffix = max((suffix for suffix in SUFFIXES if name.endswith(suffix)), key=len, default=None)
     if suffix is None:
@@ -82,19 +82,19 @@ def suffix_of(path: str) -> str:
 
 
 def is_media_table(path: str) -> bool:
-    """Whether a file is the table of the media in its folder."""
+    """Return whether a file is the table of the media in its folder."""
     return os.path.basename(path) in MEDIA_TABLES
 
 
 def media_root_of(path: str, media_root: str | None) -> str | None:
-    """The folder that names in a file of records are relative to: as given, or its own for the table of a folder."""
+    """Return the folder for names in a file of records: `media_root`, or by default a media table's own folder."""
     if media_root is None and is_media_table(path):
         return os.path.dirname(os.path.abspath(path))
     return media_root if path.lower().endswith(RECORD_SUFFIXES) else None
 
 
 def _texts(entry: object) -> list[str]:
-    """The patterns of an entry, several where `::` stands between them, as webdataset has it."""
+    """Split an entry into its patterns at `::`, as webdataset does."""
     if not isinstance(entry, str | os.PathLike):
         raise TypeError(f"a path must be a str or PathLike, got {type(entry).__name__}: {entry!r}")
     path = os.fspath(entry)
@@ -110,7 +110,7 @@ def _text(path: str) -> str:
         raise ValueError("a path is empty")
     if path.startswith("pipe:"):
         raise ValueError(
-            f"{path!r}: commands are never run; give the files, mount the storage they are read from, or download them "
+            f"{path!r}: commands are never run; give the files, mount the storage that they are on, or download them "
             "first"
         )
     scheme, separator, rest = path.partition("://")
@@ -153,26 +153,26 @@ def _expand(pattern: str, *, literal: bool, check: bool) -> Iterator[str]:
 
 
 def _num_expanded(pattern: str, levels: int = 0) -> int:
-    """How many paths braces stand for, as far as it is no more than _MOST_PATHS. Walks as `braceexpand` does.
+    """Count the paths that braces stand for, up to _MOST_PATHS + 1. Parses as `braceexpand` does.
 
-    Raises ValueError where they are nested too deeply.
+    Raises ValueError if they are nested too deeply.
     """
     if levels > _MOST_LEVELS:
         raise ValueError(f"{pattern[:80]!r}: braces are nested deeper than {_MOST_LEVELS} levels")
     count, start, depth = 1, 0, 0
-    for place, character in _outside_escapes(pattern):
+    for position, character in _outside_escapes(pattern):
         if character == "{":
-            start = place if depth == 0 else start
+            start = position if depth == 0 else start
             depth += 1
         elif character == "}":
             depth -= 1
             if depth == 0:
-                count = min(count * _num_in_braces(pattern[start + 1 : place], levels), _MOST_PATHS + 1)
+                count = min(count * _num_in_braces(pattern[start + 1 : position], levels), _MOST_PATHS + 1)
     return count
 
 
 def _num_in_braces(text: str, levels: int) -> int:
-    """How many paths the text between two braces stands for."""
+    """Count the paths that the text between two braces stands for."""
     if (numbers := _NUMBERS.fullmatch(text)) is not None:
         if len(text) > _MOST_DIGITS:
             return _MOST_PATHS + 1
@@ -181,26 +181,26 @@ def _num_in_braces(text: str, levels: int) -> int:
     if _LETTERS.fullmatch(text):
         return 52
     begins, depth = [0], 0
-    for place, character in _outside_escapes(text):
+    for position, character in _outside_escapes(text):
         depth += {"{": 1, "}": -1}.get(character, 0)
         if character == "," and depth == 0:
-            begins.append(place + 1)
+            begins.append(position + 1)
     ends = [*(begin - 1 for begin in begins[1:]), len(text)]
     return sum(_num_expanded(text[begin:end], levels + 1) for begin, end in zip(begins, ends, strict=True))
 
 
 def _outside_escapes(text: str) -> Iterator[tuple[int, str]]:
-    place = 0
-    while place < len(text):
-        if text[place] == "\\":
-            place += 2
+    position = 0
+    while position < len(text):
+        if text[position] == "\\":
+            position += 2
             continue
-        yield place, text[place]
-        place += 1
+        yield position, text[position]
+        position += 1
 
 
 def _shards_of_folder(path: str, named: str) -> list[str]:
-    """The shards of a folder that says which they are."""
+    """Return the shards of a folder that lists them."""
     folder = path.rstrip("/")
     tables = [f"{folder}/{name}" for name in MEDIA_TABLES if is_there(f"{folder}/{name}")]
     if len(tables) > 1:
@@ -210,14 +210,14 @@ def _shards_of_folder(path: str, named: str) -> list[str]:
     if is_there(f"{folder}/dataset_dict.json"):
         splits = _read_json(f"{folder}/dataset_dict.json").get("splits")
         shown = ", ".join(f"{folder}/{split}" for split in splits) if isinstance(splits, list) else "a folder in it"
-        raise ValueError(f"{named} holds several splits; give one of them: {shown}")
+        raise ValueError(f"{named} has several splits; give one of them: {shown}")
     if is_there(f"{folder}/state.json"):
         return [f"{folder}/{name}" for name in _arrow_files(f"{folder}/state.json")]
     raise ValueError(f"{named} is a folder; give its shards, for example '{folder}/*.tar'")
 
 
 def _arrow_files(path: str) -> list[str]:
-    """The files that `datasets` says a data set on disk is made of."""
+    """Return the files of a data set on disk, as listed by `datasets`."""
     state = _read_json(path)
     if state.get("_indices_data_files") or state.get("_indices_files"):
         raise ValueError(f"{path}: rows were selected without writing them (an old format): save the data set again")
@@ -225,14 +225,14 @@ def _arrow_files(path: str) -> list[str]:
     listed = files if isinstance(files, list) else []
     names = [file.get("filename") if isinstance(file, dict) else None for file in listed]
     if not names or not all(isinstance(name, str) and _is_base(name) for name in names):
-        raise ValueError(f"{path}: it does not say which files the data set is made of (_data_files)")
+        raise ValueError(f"{path}: it does not list the files of the data set (_data_files)")
     return [str(name) for name in names]
 
 
 def _is_base(name: str) -> bool:
     try:
         os.fsencode(name)
-    except UnicodeEncodeError:  # half a surrogate pair, which JSON may have
+    except UnicodeEncodeError:  # half a surrogate pair, which JSON allows
         return False
     return name not in ("", ".", "..") and "/" not in name and "\0" not in name
 
@@ -240,25 +240,25 @@ def _is_base(name: str) -> bool:
 def _read_json(path: str) -> dict[str, object]:
     content = tried(path, "cannot be read", lambda: read_given(path, _STATE_BYTES))
     try:
-        found = json.loads(content)
+        value = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not valid JSON: {error}") from None
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def is_there(path: str) -> bool:
-    """Whether there is something at a path. Raises StorageError where the system does not say."""
+    """Return whether a path exists. Raises StorageError if the system cannot tell."""
     return status_at(path) is not None
 
 
 def is_folder(path: str) -> bool:
-    """Whether a folder is at a path. Raises StorageError where the system does not say."""
+    """Return whether a path is a folder. Raises StorageError if the system cannot tell."""
     status = status_at(path)
     return status is not None and stat.S_ISDIR(status.st_mode)
 
 
 def status_at(path: str) -> os.stat_result | None:
-    """The status of what is at a path, or None. Raises StorageError where the system does not say."""
+    """Return the status of a path, or None if it does not exist. Raises StorageError if the system cannot tell."""
 
     def status() -> os.stat_result | None:
         try:
@@ -272,25 +272,25 @@ def status_at(path: str) -> os.stat_result | None:
 
 
 def _matches(pattern: Path) -> set[str]:
-    """Paths that match a glob, `**` included. Unlike the standard library's it never leaves out what it cannot list."""
-    found = {Path(pattern.anchor)}
+    """Return the paths that match a glob, `**` included. Unlike `glob.glob` it raises if a folder cannot be listed."""
+    paths = {Path(pattern.anchor)}
     parts = pattern.parts[bool(pattern.anchor) :]
-    for place, part in enumerate(parts):
+    for number, part in enumerate(parts, 1):
         if part == "**":
-            found = {path for folder in found for path in _below(folder, ())}
-            if place == len(parts) - 1:
-                found |= {folder / name for folder in found for name in _names(folder) if not name.startswith(".")}
+            paths = {path for folder in paths for path in _below(folder, ())}
+            if number == len(parts):
+                paths |= {folder / name for folder in paths for name in _names(folder) if not name.startswith(".")}
         elif glob.has_magic(part):
-            found = {
-                folder / name for folder in found for name in fnmatch.filter(_names(folder), part) if _fits(name, part)
+            paths = {
+                folder / name for folder in paths for name in fnmatch.filter(_names(folder), part) if _fits(name, part)
             }
         else:
-            found = {folder / part for folder in found}
-    return {str(path) for path in found if is_there(str(path))}
+            paths = {folder / part for folder in paths}
+    return {str(path) for path in paths if is_there(str(path))}
 
 
 def _below(folder: Path, above: tuple[str, ...]) -> Iterator[Path]:
-    """A folder and all folders below it, hidden ones left out; links are followed, but into no folder they lie in."""
+    """Yield a folder and all folders below it, except hidden ones; links to a folder above are not followed."""
     real = tried(str(folder), "cannot be looked at", lambda: _real(folder))
     if real is None or real in above:
         return
@@ -310,12 +310,12 @@ def _real(folder: Path) -> str | None:
 
 
 def _fits(name: str, pattern: str) -> bool:
-    """Hidden files match patterns that begin with a dot only."""
+    """Return whether a name is not hidden, or the pattern begins with a dot too."""
     return pattern.startswith(".") or not name.startswith(".")
 
 
 def _names(folder: Path) -> list[str]:
-    """What is in a folder; nothing where it is none."""
+    """Return the names in a folder; none if it is not a folder."""
 
     def names() -> list[str]:
         try:

@@ -1,7 +1,7 @@
-"""Trouble that may pass: a call that the system refused is made again, a shard that could not be read is read again.
+"""Retries after temporary errors: of a system call that failed, and of a shard that could not be read.
 
-A call is made again after each of PAUSES_SECONDS. A build bears trouble for BUILD_SECONDS in all. What lasts longer is
-a StorageError: it is never taken for bad data.
+A call is repeated after each of PAUSES_SECONDS. A build waits up to BUILD_SECONDS in total. An error that lasts longer
+is a StorageError, and is never taken for bad data.
 """
 
 from __future__ import annotations
@@ -19,48 +19,48 @@ T = TypeVar("T")
 PAUSES_SECONDS: Final = (0.05, 0.2, 0.8)
 BUILD_SECONDS: Final = 60.0
 _LONGEST_PAUSE_SECONDS: Final = 8.0
-# What minutes of waiting do not mend either: the cache folder is taken, read-only or too small, or work takes too long.
+# Waiting does not help against these: the cache folder's name is taken, it is read-only or too small, or slow work.
 _LASTING: Final = OF_THE_FILE | {errno.EEXIST, errno.EROFS, errno.EFBIG, errno.ETIME}
 
 
 def tried(url: str, doing: str, call: Callable[[], T]) -> T:
-    """What `call` returns, called again after each of PAUSES_SECONDS while the system refuses it (OSError).
+    """Return `call()`; after an OSError call it again after each of PAUSES_SECONDS.
 
     Args:
-        url, doing: of the error: which file, and what could not be done ("cannot be opened").
+        url, doing: for the error: the file, and the failed action ("cannot be opened").
 
     Raises:
-        StorageError: it was refused every time, or for a reason that does not pass.
+        StorageError: it failed every time, or for a permanent reason.
     """
     try:
         return call()
     except OSError as error:
-        return again(url, doing, call, error)
+        return retry(url, doing, call, error)
 
 
-def again(url: str, doing: str, call: Callable[[], T], error: OSError) -> T:
-    """`tried`, where the first call was refused with `error`."""
+def retry(url: str, doing: str, call: Callable[[], T], error: OSError) -> T:
+    """Continue as `tried` does after the first call failed with `error`."""
     for pause in PAUSES_SECONDS:
         if error.errno in OF_THE_FILE:
             break
         time.sleep(pause)
         try:
             return call()
-        except OSError as refused:
-            error = refused
+        except OSError as latest:
+            error = latest
     raise storage_error(url, doing, error) from error
 
 
 def storage_error(url: str, doing: str, error: OSError) -> StorageError:
-    """The error with the file it is about: a write to a full disk does not say, and a temporary file means nothing."""
+    """Build the error for a file: a write to a full disk does not name it, or names a temporary file."""
     return StorageError(url, f"{doing}: {error.strerror or error}", error.errno)
 
 
 class Patience:
-    """How long a build bears trouble: the seconds in which at least one of its shards waits to be tried again.
+    """The time that a build may wait: the seconds in which at least one of its shards waits for a retry.
 
     Args:
-        seconds: in all, over the whole build.
+        seconds: in total, over the whole build.
         on_trouble: called with the first error, before the first wait.
     """
 
@@ -69,16 +69,16 @@ class Patience:
             raise ValueError(f"retry_seconds must be at least 0, got {seconds}")
         self._left = seconds
         self._on_trouble = on_trouble
-        self._told = False
+        self._is_reported = False
         self._waiting = 0
         self._since = 0.0
         self._lock = threading.Lock()
         self._over = threading.Event()
 
     def keep_trying(self, call: Callable[[], T], *errors: type[Exception], failed: Exception | None = None) -> T:
-        """What `call` returns, called again while it raises one of `errors` and patience lasts.
+        """Return `call()`; call it again while it raises one of `errors` and time is left.
 
-        `failed` is what it raised already, if it was called before.
+        `failed` is the error of an earlier call, if there was one.
         """
         pause = 0.25
         while True:
@@ -92,11 +92,11 @@ class Patience:
                 failed = error
 
     def end(self) -> None:
-        """Let nobody wait any longer."""
+        """End all waits."""
         self._over.set()
 
     def _wait(self, error: Exception, pause: float) -> bool:
-        """Pause; False where there is no patience left, or the error is one that lasts."""
+        """Pause. Return False if no time is left, or the error is permanent."""
         if isinstance(error, StorageError) and error.errno in _LASTING:
             return False
         with self._lock:
@@ -105,10 +105,10 @@ class Patience:
             left = self._left - (time.monotonic() - self._since)
             if left <= 0 or self._over.is_set():
                 return False
-            told, self._told = self._told, True
+            is_reported, self._is_reported = self._is_reported, True
             self._waiting += 1
         try:
-            if not told:
+            if not is_reported:
                 self._on_trouble(error)
             return not self._over.wait(min(pause, left))
         finally:

@@ -2,12 +2,12 @@
 
     magic, kind, format, lengths, crc32 of the head | head: JSON, crc32 of each MiB of the body | body
 
-Nobody parses what does not fit its checksum: a file that was cut, zeroed, altered in any byte, or written in another
-format is `Damaged`, and whoever kept it makes it again. A crash can therefore leave nothing that is believed, so files
-that are cheap to make again are not synced.
+Nothing is parsed before its checksum is verified: a file that was cut, zeroed, altered in any byte, or written in
+another format is `Damaged`, and its owner writes it again. So no file left by a crash is ever used, and files that are
+cheap to write again are not synced.
 
-crc32 finds every change within 32 neighbouring bits, and any other but one in 4 billion. Measured against blake2b,
-sha256 and adler32, it is the fastest of the standard library, and it runs without the interpreter's lock.
+crc32 detects every change within 32 neighbouring bits, and all but one in 4 billion other changes. In measurements it
+was faster than blake2b, sha256 and adler32, and it runs without the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from orchdata.loaders.storage.atomic import Buffer, write_at
+from orchdata.loaders.storage.local import read_into_at
 from orchdata.loaders.storage.shared.files import opened
 
 BLOCK_BYTES = 1 << 20
@@ -33,11 +34,11 @@ _FIXED = struct.Struct("<8s4sIQQQ")  # magic, kind, format; bytes of the JSON, o
 _CRC = struct.Struct("<I")
 _PREFIX_BYTES = _FIXED.size + _CRC.size
 _READ_BYTES = 16 << 10
-"""Read at first: most files of one sample a shard are no longer."""
+"""Bytes of the first read: most files of a shard with one sample are shorter."""
 
 
 class Damaged(ValueError):
-    """A file that is not what was written, or not of this kind and format; the message says why."""
+    """The file has changed since it was written, or has another kind or format; the message is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +47,9 @@ class Head:
 
     Attributes:
         values: the JSON.
-        start, size: where the body is, bytes.
+        start, size: offset and size of the body in bytes.
         crcs: crc32 of each block of the body.
-        digest: of the head, hex; as the head holds the checksums of the body, of the whole content.
+        digest: of the head, hex, and so of the whole content: the head contains the checksums of the body.
     """
 
     values: dict[str, Any]
@@ -59,22 +60,22 @@ class Head:
 
 
 def seal(kind: bytes, format: int, values: Mapping[str, Any], body: Sequence[Buffer]) -> tuple[bytes, str]:
-    """A whole file, and its digest as in `Head`."""
+    """Return the bytes of a whole file, and its digest as in `Head`."""
     joined = b"".join(body)
     head, digest = _head(kind, format, values, len(joined), _crcs_of(joined))
     return head + joined, digest
 
 
 def body_start(values: Mapping[str, Any], size: int) -> int:
-    """Where the body of `size` bytes begins in a file with this head."""
+    """Return the offset of a body of `size` bytes in a file with this head."""
     return len(_head(b"none", 0, values, size, [0] * -(-size // BLOCK_BYTES))[0])
 
 
 def read_sealed(path: str | Path, kind: bytes, format: int) -> tuple[Head, memoryview]:
-    """Head and body of a file, both verified; read, never mapped, so that no change to the file reaches them.
+    """Return head and body of a file, both verified; they are read, not mapped, so later changes do not reach them.
 
     Raises:
-        Damaged: as `head_of`, or the body is not what was written.
+        Damaged: as `head_of`, or the body has changed.
         OSError: it cannot be read.
     """
     with opened(path) as fd:
@@ -87,10 +88,10 @@ def read_sealed(path: str | Path, kind: bytes, format: int) -> tuple[Head, memor
 
 
 def head_of(fd: int, kind: bytes, format: int) -> Head:
-    """The verified head of an open file; of the body, only that it is as long as it was.
+    """Return the verified head of an open file; of the body only the length is checked.
 
     Raises:
-        Damaged: not a file of this kind and format, cut, or its head is not what was written.
+        Damaged: not a file of this kind and format, cut, or its head has changed.
         OSError: it cannot be read.
     """
     return _read_head(fd, kind, format, os.pread(fd, _READ_BYTES, 0))
@@ -98,15 +99,15 @@ def head_of(fd: int, kind: bytes, format: int) -> Head:
 
 def verify_body(fd: int, head: Head) -> None:
     """Read and check a large body, a block at a time on all CPUs. Raises Damaged, or OSError."""
-    found = _crcs_in(fd, head.start, head.size)
-    for number, (is_now, was) in enumerate(zip(found, head.crcs, strict=True)):
-        if is_now != was:
-            place = head.start + number * BLOCK_BYTES
-            raise Damaged(f"bytes {place} to {place + BLOCK_BYTES} are not what was written")
+    actual = _crcs_in(fd, head.start, head.size)
+    for number, (crc, expected) in enumerate(zip(actual, head.crcs, strict=True)):
+        if crc != expected:
+            offset = head.start + number * BLOCK_BYTES
+            raise Damaged(f"bytes {offset} to {offset + BLOCK_BYTES} are not what was written")
 
 
 def finish(fd: int, kind: bytes, format: int, values: Mapping[str, Any], start: int, size: int) -> None:
-    """Seal a file whose body lies at `start`, the `body_start` of its `size`: read it back, and write the head."""
+    """Seal a file with a body of `size` bytes at `start`, its `body_start`: read it back, and write the head."""
     head, _ = _head(kind, format, values, size, _crcs_in(fd, start, size))
     write_at(fd, head, 0)
 
@@ -114,7 +115,7 @@ def finish(fd: int, kind: bytes, format: int, values: Mapping[str, Any], start: 
 def _head(kind: bytes, format: int, values: Mapping[str, Any], size: int, crcs: Sequence[int]) -> tuple[bytes, str]:
     text = json.dumps(values, sort_keys=True).encode()
     checksums = struct.pack(f"<{len(crcs)}I", *crcs)
-    # Filled with spaces, which JSON ignores and the checksum covers.
+    # Padded with spaces, which JSON ignores and the checksum covers.
     text += b" " * (-(_PREFIX_BYTES + len(text) + len(checksums)) % ALIGNMENT)
     content = text + checksums
     fixed = _FIXED.pack(_MAGIC, kind, format, len(text), len(content), size)
@@ -126,15 +127,15 @@ def _read_head(fd: int, kind: bytes, format: int, first: bytes) -> Head:
     if not first:
         raise Damaged("it is empty")
     if len(first) < _PREFIX_BYTES or first[: len(_MAGIC)] != _MAGIC:
-        raise Damaged("it does not begin as such a file does")
+        raise Damaged("it does not begin like such a file")
     fixed = first[: _FIXED.size]
     _, its_kind, its_format, json_bytes, head_bytes, size = _FIXED.unpack(fixed)
     if (its_kind, its_format) != (kind, format):
         raise Damaged(f"it is of kind {its_kind!r} and format {its_format}, not of {kind!r} and {format}")
-    start, there = _PREFIX_BYTES + head_bytes, os.fstat(fd).st_size
-    # Before anything is read, so that no more memory is asked for than the file is long.
-    if start + size != there:
-        raise Damaged(f"it has {there} bytes, and should have {start + size}")
+    start, file_bytes = _PREFIX_BYTES + head_bytes, os.fstat(fd).st_size
+    # Checked before anything is read, so that no more memory is allocated than the file is long.
+    if start + size != file_bytes:
+        raise Damaged(f"it has {file_bytes} bytes, and should have {start + size}")
     content = bytes(_pread(fd, _PREFIX_BYTES, head_bytes, first))
     crc = _CRC.unpack_from(first, _FIXED.size)[0]
     blocks = -(-size // BLOCK_BYTES)
@@ -153,24 +154,21 @@ def _values(text: bytes) -> dict[str, Any]:
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise Damaged(f"its head is no JSON: {error}") from None
+        raise Damaged(f"its head is not JSON: {error}") from None
     if not isinstance(values, dict):
         raise Damaged("its head has no fields")
     return values
 
 
 def _pread(fd: int, offset: int, size: int, first: bytes) -> Buffer:
-    """`size` bytes from `offset`, fewer where the file ends; `first` are its first bytes."""
+    """Read `size` bytes from `offset`, fewer at the end of the file; `first` are its first bytes."""
     if offset + size <= len(first):
-        return first[offset : offset + size]  # a copy, so that what is kept of it keeps no more
+        return first[offset : offset + size]  # a copy, which does not keep all of `first` in memory
     try:
-        data = bytearray(size)
-    except MemoryError:  # a file with holes may be longer than any memory
-        raise Damaged(f"{size} bytes are to be read at once, and there is no memory for them") from None
-    view, got = memoryview(data), 0
-    while got < size and (more := os.preadv(fd, [view[got:]], offset + got)):
-        got += more
-    return view[:got]
+        view = memoryview(bytearray(size))
+    except MemoryError:  # a sparse file may be longer than the memory
+        raise Damaged(f"{size} bytes are to be read together, and there is no memory for them") from None
+    return view[: read_into_at(fd, offset, view)]
 
 
 def _crcs_of(body: Buffer) -> list[int]:
@@ -181,21 +179,15 @@ def _crcs_of(body: Buffer) -> list[int]:
 
 
 def _crcs_in(fd: int, start: int, size: int) -> list[int]:
-    """crc32 of each block of a large body. By read and not by mapping: a lost disk is an error, not a signal."""
-    blocks = range(start, start + size, BLOCK_BYTES)
+    """Return the crc32 of each block of a large body. It is read, not mapped: a lost disk is an error, not a signal."""
+    stop = start + size
+    blocks = range(start, stop, BLOCK_BYTES)
     workers = max(1, min(8, os.cpu_count() or 1, len(blocks)))
 
     def share(number: int) -> list[int]:
         buffer = memoryview(bytearray(BLOCK_BYTES))
-        return [zlib.crc32(buffer[: _fill(fd, buffer, at, start + size)]) for at in blocks[number::workers]]
+        return [zlib.crc32(buffer[: read_into_at(fd, at, buffer[: stop - at])]) for at in blocks[number::workers]]
 
     with ThreadPoolExecutor(workers, thread_name_prefix="orchdata-verify") as pool:
         shares = list(pool.map(share, range(workers)))
     return [shares[number % workers][number // workers] for number in range(len(blocks))]
-
-
-def _fill(fd: int, buffer: memoryview, offset: int, stop: int) -> int:
-    wanted, got = min(len(buffer), stop - offset), 0
-    while got < wanted and (more := os.preadv(fd, [buffer[got:wanted]], offset + got)):
-        got += more
-    return got

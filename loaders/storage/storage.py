@@ -1,4 +1,4 @@
-"""Where shard bytes come from: positional reads, safe from many threads. Remote storage takes the same seam."""
+"""The source of shard bytes: positional reads, safe from many threads. Remote storage can use the same interface."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import Protocol
 
 
 class Storage(Protocol):
-    """Bytes that can be read at any position by many threads at once.
+    """Bytes that many threads can read at any position at the same time.
 
-    What cannot be read now is a StorageError, after some tries; no reader of data takes it for bad data.
+    A failed read raises StorageError after some attempts; readers never treat it as bad data.
 
     Attributes:
-        url: the name to show in errors.
+        url: the name in errors.
         size: bytes in it.
-        version: changes when the content does: mtime in ns here, an etag elsewhere.
+        version: changes with the content: for files the mtime in ns; a remote storage may use an etag.
     """
 
     @property
@@ -24,20 +24,20 @@ class Storage(Protocol):
     def version(self) -> str: ...
 
     def read(self, offset: int, size: int) -> bytes:
-        """`size` bytes from `offset`; fewer only where the file ends."""
+        """Read `size` bytes from `offset`; fewer only at the end of the file."""
         ...
 
     def read_into(self, offset: int, buffer: memoryview) -> int:
-        """Fill `buffer` from `offset`; returns the bytes written, fewer only where the file ends."""
+        """Fill `buffer` from `offset`. Return the number of bytes read, fewer only at the end of the file."""
         ...
 
     def check_unchanged(self) -> None:
         """Raise StaleIndexError if the content may have changed since it was opened.
 
-        What was read before the call is then not known to be what was indexed; to be called after reading.
+        Call it after reading: bytes read before may then differ from the indexed ones.
         """
         ...
 
     def close(self) -> None:
-        """Give the resources back, once reads under way have ended."""
+        """Release the resources after running reads have finished."""
         ...

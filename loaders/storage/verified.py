@@ -1,7 +1,7 @@
-"""Notes that a large file was verified on this machine since it started, so that it is read in full only once.
+"""Notes that a large file was verified on this machine since it booted, so that it is read completely only once.
 
-A note names the very file: path, inode, size, times of change. It lies beside it, hidden, one a machine and start;
-where it cannot be written the file is verified each time.
+A note identifies the file by path, inode, size, mtime and ctime. It is a hidden file in the same folder, one per
+machine and boot; if it cannot be written, the file is verified each time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def is_noted(path: Path, status: os.stat_result) -> bool:
-    """Whether a note says that the file, which has this status now, was verified."""
+    """Return whether a note says that the file, with this status, was verified."""
     try:
         return bool(_boot_id()) and read_small(_note(path), _MOST_BYTES) == _identity(path, status)
     except (OSError, ValueError):
@@ -30,7 +30,7 @@ def is_noted(path: Path, status: os.stat_result) -> bool:
 
 
 def note(path: Path, status: os.stat_result) -> None:
-    """Keep that the file, which had this status before and after, was verified; best effort."""
+    """Note that the file was verified, with this status before and after; best effort."""
     if not _boot_id():
         return
     with contextlib.suppress(OSError):
@@ -38,12 +38,12 @@ def note(path: Path, status: os.stat_result) -> None:
 
 
 def forget(path: Path) -> None:
-    """The file is to be verified at its next use; best effort."""
+    """Remove the note, so that the file is verified at its next use; best effort."""
     remove(_note(path))
 
 
 def _identity(path: Path, status: os.stat_result) -> bytes:
-    told = {
+    identity = {
         "path": os.path.abspath(path),
         "size": status.st_size,
         "mtime_ns": status.st_mtime_ns,
@@ -51,7 +51,7 @@ def _identity(path: Path, status: os.stat_result) -> bytes:
         "inode": status.st_ino,
         "boot_id": _boot_id(),
     }
-    return json.dumps(told).encode()
+    return json.dumps(identity).encode()
 
 
 def _note(path: Path) -> Path:
@@ -61,7 +61,7 @@ def _note(path: Path) -> Path:
 
 @cache
 def _boot_id() -> str:
-    """Another one after each start of the machine; empty where the system gives none."""
+    """Return the id of this boot of the machine; "" if the system has none."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:

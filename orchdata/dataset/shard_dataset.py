@@ -20,14 +20,14 @@ from orchdata.dataset.selection import Filter, Selection, Split, left_out
 from orchdata.loaders.errors import DamagedIndexError, FieldError, MissingIndexError
 from orchdata.loaders.index.build import BuildProgress, build_index
 from orchdata.loaders.index.index import Index, absolute
-from orchdata.loaders.index.kept import is_outdated, open_index
+from orchdata.loaders.index.locations import is_outdated, open_index
 from orchdata.loaders.index.stored import StoredSample
 from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.required import load_required
 from orchdata.loaders.samples.sample import Sample
 from orchdata.loaders.shards.changes import find_changes
 from orchdata.loaders.shards.fields import printable
-from orchdata.loaders.shards.jsonl.again import changed_media
+from orchdata.loaders.shards.jsonl.media_changes import changed_media
 from orchdata.loaders.shards.open import OpenShards
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.paths import expand_paths, is_folder

@@ -21,7 +21,7 @@ from orchdata.loaders.errors import FieldError, StorageError, TooManyFailures
 from orchdata.loaders.index import build as build_module
 from orchdata.loaders.index import shard_costs as costs_module
 from orchdata.loaders.index.build import build_index
-from orchdata.loaders.index.kept import open_index
+from orchdata.loaders.index.locations import open_index
 from orchdata.loaders.recipe import Recipe, TextPreprocessor
 from orchdata.loaders.storage.cache import CacheFolder
 from orchdata.loaders.storage.local import LocalFile
@@ -109,7 +109,7 @@ def test_under_skip_too_trouble_in_training_ends_the_run(
     assert loader.stats()["failures"]["count"] == 0
 
 
-@pytest.mark.parametrize("name", ["orchdata.loaders.storage.cache.create_beside", "os.fsync"])
+@pytest.mark.parametrize("name", ["orchdata.loaders.storage.cache.create_temporary", "os.fsync"])
 def test_a_full_cache_ends_a_build_and_records_nothing(
     shards: list[str], no_pauses: None, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -65,7 +65,7 @@ def test_kept_columns_of_parquet(tmp_path: Path) -> None:
         "a": {"embedding": b"\0\1", "url": b"x.com", "points": cloud(4)},
         "b": {"url": b"y.com", "points": cloud(5)},
     }
-    with pytest.raises(od.DataError, match="field 'label': the recipe asks for this column, which holds neither bytes"):
+    with pytest.raises(od.DataError, match="field 'label': the recipe requests this column, but it has neither bytes"):
         fields_of(path, od.Recipe(**OWN, keep=("label",)))
 
 

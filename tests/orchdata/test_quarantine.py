@@ -106,9 +106,9 @@ def test_what_is_no_file_is_refused_before_the_work(tmp_path: Path, make: object
     path = tmp_path / "bad.jsonl"
     make(path)  # type: ignore[operator]
     for use in (lambda: read_quarantine(path), lambda: write_quarantine(path, FAILURES)):
-        with pytest.raises(ValueError, match=r"bad\.jsonl is no regular file"):
+        with pytest.raises(ValueError, match=r"bad\.jsonl is not a regular file"):
             use()
     shard = write_shard(tmp_path / "a.tar", omni_samples(2))
     result = CliRunner().invoke(app, ["verify", shard, "--out", str(path)])
-    assert result.exit_code == 1 and "is no regular file" in result.output
+    assert result.exit_code == 1 and "is not a regular file" in result.output
     assert not list(Path(os.environ["ORCHDATA_CACHE"]).rglob("*.index"))

@@ -107,7 +107,7 @@ def test_names_are_compared_in_time_that_grows_with_their_number(file: Path) -> 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
 def test_what_is_no_file_is_refused(file: Path, make: object) -> None:
     make(file)  # type: ignore[operator]
-    with pytest.raises(ValueError, match=r"a\.yaml is no regular file"):
+    with pytest.raises(ValueError, match=r"a\.yaml is not a regular file"):
         read_yaml(file)
     with pytest.raises(FileNotFoundError):
         read_yaml(file.with_name("absent.yaml"))

@@ -1,8 +1,8 @@
-"""Whether the columns of a table can be what an index holds: no offset, number or code leads elsewhere, no count is
+"""Checks that the columns of a table can belong to an index: every offset, number and code is in range, no count is
 negative, and all of them add up to the totals.
 
-A checksum only says that the bytes are those that somebody wrote. This is looked at once, when a table is loaded or an
-index is verified, so that nothing later meets numbers that no build writes.
+A checksum only shows that the bytes have not changed since they were written. These checks run once, when a table is
+loaded or an index is verified, so that later code never meets values that no build writes.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ _COUNTS: Final = ("llm_tokens loss_tokens piece cut_tokens part_positions part_t
 def check_columns(
     columns: Columns, *, modalities: Sequence[str], num_fields: int, shard_rows: NDArray[np.int64], totals: Totals
 ) -> None:
-    """Raise ValueError, naming the column, for what no build writes.
+    """Raise ValueError, naming the column, for values that no build writes.
 
     Args:
         modalities: their names by code, text first.
-        num_fields: names that `member_field` counts in.
+        num_fields: number of field names, which `member_field` indexes.
         shard_rows: the first row of each shard, and the end.
-        totals: what the columns add up to.
+        totals: of the columns.
     """
+    # Offsets, codes and counts are in range.
     num_modalities = len(modalities)
     columns.check_ends()
     for name in OFFSETS:
@@ -51,16 +52,20 @@ def check_columns(
     _expect(not ((kinds >= num_modalities) & (kinds < UNUSED)).any(), "member_kind", "are of no modality")
     for name in STRINGS:
         _check_strings(getattr(columns, f"{name}_offsets"), getattr(columns, f"{name}_bytes"), name)
+
+    # Rows follow their shards; bad rows are empty.
     _check_shards(columns, shard_rows)
     bad = columns.bad_row
     for name in ("part_offsets", "member_offsets"):
         offsets = getattr(columns, name)
-        _expect(bool((offsets[bad] == offsets[bad + 1]).all()), name, "give bad rows something")
-    found: list[Totals] = []
-    for some in _stretches(columns):
-        _check_rows(some)
-        found.append(summarize(some, modalities, {}))
-    counted = sum_totals(found) | {"ignored_fields": totals["ignored_fields"]}  # these have no row
+        _expect(bool((offsets[bad] == offsets[bad + 1]).all()), name, "give bad rows parts or members")
+
+    # Columns agree with each other and with the totals; ignored fields have no rows.
+    sums: list[Totals] = []
+    for chunk in _chunks(columns):
+        _check_rows(chunk)
+        sums.append(summarize(chunk, modalities, {}))
+    counted = sum_totals(sums) | {"ignored_fields": totals["ignored_fields"]}
     if counted != totals:
         wrong = next(name for name in counted if counted[name] != totals[name])
         raise ValueError(f"{wrong} add up to {counted[wrong]!r:.80}, and the totals say {totals[wrong]!r:.80}")
@@ -74,7 +79,7 @@ def _check_strings(offsets: NDArray[np.int64], data: NDArray[np.uint8], name: st
         try:
             data[first:last].tobytes().decode()
         except UnicodeDecodeError as error:
-            raise ValueError(f"the values of {name} are no text: {error}") from None
+            raise ValueError(f"the values of {name} are not text: {error}") from None
 
 
 def _check_shards(columns: Columns, shard_rows: NDArray[np.int64]) -> None:
@@ -88,17 +93,19 @@ def _check_shards(columns: Columns, shard_rows: NDArray[np.int64]) -> None:
 
 
 def _check_rows(columns: Columns) -> None:
-    """What one column says of another; the first row is no later piece of a sample."""
+    """Check columns against each other; the first row must begin a sample."""
     _expect(bool((columns.loss_tokens <= columns.llm_tokens).all()), "loss_tokens", "exceed llm_tokens")
     piece = columns.piece
     counts_on = (piece[1:] == 0) | (piece[1:] == piece[:-1] + 1)
     _expect(bool(counts_on.all()) and not piece[:1].any(), "piece", "do not count the pieces of a sample")
-    of_each = np.repeat(np.diff(columns.member_offsets), np.diff(columns.part_offsets))
-    _expect(bool((columns.part_member < of_each).all()), "part_member", "are members that their samples do not have")
+    num_members = np.repeat(np.diff(columns.member_offsets), np.diff(columns.part_offsets))
+    _expect(
+        bool((columns.part_member < num_members).all()), "part_member", "are members that their samples do not have"
+    )
 
 
-def _stretches(columns: Columns) -> Iterator[Columns]:
-    """All rows, some at a time, so that memory is bounded; the pieces of a sample stay together."""
+def _chunks(columns: Columns) -> Iterator[Columns]:
+    """Yield all rows in chunks, so that memory is bounded; the pieces of a sample stay together."""
     start, num_rows = 0, columns.shard.size
     if num_rows <= _ROWS_AT_A_TIME:
         yield columns
@@ -112,17 +119,17 @@ def _stretches(columns: Columns) -> Iterator[Columns]:
 
 
 def _rows(columns: Columns, start: int, stop: int) -> Columns:
-    """The rows from start to stop, without keys and reasons."""
-    found: dict[str, Any] = {}
+    """Return the rows from start to stop, without keys and reasons."""
+    arrays: dict[str, Any] = {}
     for name in ("shard", "llm_tokens", "loss_tokens", "piece", "cut_tokens", "text_start"):
-        found[name] = getattr(columns, name)[start:stop]
+        arrays[name] = getattr(columns, name)[start:stop]
     for kind, names in (("part", PARTS), ("member", MEMBERS)):
         offsets = getattr(columns, f"{kind}_offsets")[start : stop + 1]
-        found[f"{kind}_offsets"] = offsets - offsets[0]
+        arrays[f"{kind}_offsets"] = offsets - offsets[0]
         for name in names:
-            found[f"{kind}_{name}"] = getattr(columns, f"{kind}_{name}")[offsets[0] : offsets[-1]]
+            arrays[f"{kind}_{name}"] = getattr(columns, f"{kind}_{name}")[offsets[0] : offsets[-1]]
     first, last = np.searchsorted(columns.bad_row, (start, stop))
-    return replace(columns, **found, bad_row=columns.bad_row[first:last] - start)
+    return replace(columns, **arrays, bad_row=columns.bad_row[first:last] - start)
 
 
 def _expect_range(values: NDArray[Any], start: int, stop: int | None, name: str) -> None:

@@ -1,4 +1,4 @@
-"""The shapes of the heads of kept files, see `storage.shared.values`."""
+"""The shapes of the heads of cached files, see `storage.shared.values`."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ _INDEX: Final = {
 
 
 def check_facts(values: Mapping[str, Any]) -> None:
-    """Raise ValueError where the head of kept facts is none."""
+    """Raise ValueError if the head of stored facts is malformed."""
     _check_facts(values, "the head")
 
 
 def check_costs(values: Mapping[str, Any], modalities: Sequence[str]) -> None:
-    """Raise ValueError where the head of kept costs under these modalities is none."""
+    """Raise ValueError if the head of stored costs under these modalities is malformed."""
     _check_costs(values, "the head")
     _check_of_totals(tuple(modalities))(values["totals"], "totals")
 
 
 def check_index(values: Mapping[str, Any]) -> None:
-    """Raise ValueError where the head of an index is none."""
+    """Raise ValueError if the head of an index is malformed."""
     _check_index(values, "the head")
     rows, modalities = values["shard_rows"], values["modalities"]
     starts = [0, *rows[:-1]] if rows else []
@@ -63,7 +63,7 @@ def check_index(values: Mapping[str, Any]) -> None:
     if rows[-1] != values["size"]["rows"]:
         raise ValueError(f"the shards have {rows[-1]} rows, and the columns {values['size']['rows']}")
     if modalities[:1] != ["text"] or len(set(modalities)) != len(modalities):
-        raise ValueError(f"the modalities are {modalities!r:.80}, and text is the first of all")
+        raise ValueError(f"the modalities are {modalities!r:.80}: text must be the first, and none may come twice")
     _check_of_totals(tuple(modalities))(values["totals"], "totals")
     if values["totals"]["samples"] > values["size"]["rows"]:
         raise ValueError(f"{values['totals']['samples']} samples have {values['size']['rows']} rows")

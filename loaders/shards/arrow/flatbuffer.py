@@ -1,4 +1,4 @@
-"""Tables of a flatbuffer, read by position. Every place is checked: the bytes may say anything."""
+"""Tables of a flatbuffer, read by position. Every offset is checked: the bytes may be hostile."""
 
 from __future__ import annotations
 
@@ -10,57 +10,57 @@ from orchdata.loaders.shards.parquet.file import Refused
 
 
 class Table:
-    """One table of a flatbuffer: fields by their number in the schema of the format.
+    """One table of a flatbuffer; fields are given by their number in the schema of the format.
 
     Args:
         data: the whole flatbuffer.
-        at: where the table begins; None for the root.
+        at: offset of the table; None for the root.
     """
 
     def __init__(self, data: bytes, at: int | None = None) -> None:
-        """Raises Refused, as all methods do, where a place lies outside of the data."""
+        """Read the table's header. Raises Refused, like all methods, if an offset is outside of the data."""
         self._data = data
         self._at: int = self._unpack("<I", 0) if at is None else at
         self._fields: int = self._at - self._unpack("<i", self._at)
         self._fields_size: int = self._unpack("<H", self._fields)
 
     def number(self, field: int, form: str) -> int:
-        """A number, in a form of `struct`; 0 where the table does not hold it."""
-        place = self._place(field)
-        return 0 if place is None else int(self._unpack(form, place))
+        """Return a number, in a format of `struct`; 0 if the table does not have the field."""
+        offset = self._offset(field)
+        return 0 if offset is None else int(self._unpack(form, offset))
 
     def table(self, field: int) -> Table | None:
-        """A table; None where there is none."""
-        place = self._place(field)
-        return None if place is None else Table(self._data, place + self._unpack("<I", place))
+        """Return a table, or None if there is none."""
+        offset = self._offset(field)
+        return None if offset is None else Table(self._data, offset + self._unpack("<I", offset))
 
     def tables(self, field: int) -> Iterator[Table]:
-        """The tables of a vector; none where there is no vector."""
+        """Yield the tables of a vector; none if there is no vector."""
         start, count = self._vector(field, 4)
         for at in range(start, start + 4 * count, 4):
             yield Table(self._data, at + self._unpack("<I", at))
 
     def items(self, field: int, form: str) -> Iterator[tuple[Any, ...]]:
-        """The items of a vector, each in a form of `struct`; none where there is no vector."""
+        """Return the items of a vector, each in a format of `struct`; none if there is no vector."""
         size = struct.calcsize(form)
         start, count = self._vector(field, size)
         return struct.iter_unpack(form, memoryview(self._data)[start : start + size * count])
 
     def size(self, field: int, item_bytes: int = 1) -> int:
-        """Bytes of a vector or string; 0 where there is none."""
+        """Return the bytes of a vector or string; 0 if there is none."""
         return item_bytes * self._vector(field, item_bytes)[1]
 
     def _vector(self, field: int, item_bytes: int) -> tuple[int, int]:
-        """Where the items of a vector begin, and how many there are."""
-        place = self._place(field)
-        if place is None:
+        """Return the offset of the items of a vector, and their number."""
+        offset = self._offset(field)
+        if offset is None:
             return 0, 0
-        start = place + self._unpack("<I", place)
+        start = offset + self._unpack("<I", offset)
         count = self._unpack("<I", start)
         self._check(start + 4, item_bytes * count)
         return start + 4, count
 
-    def _place(self, field: int) -> int | None:
+    def _offset(self, field: int) -> int | None:
         entry = 4 + 2 * field
         offset = self._unpack("<H", self._fields + entry) if entry + 2 <= self._fields_size else 0
         return self._at + offset if offset else None

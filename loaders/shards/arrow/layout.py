@@ -1,8 +1,8 @@
-"""Where columns of an Arrow stream lie, without reading them: file -> record batches -> buffers at places in the file.
+"""The layout of an Arrow stream, without reading its columns: file -> record batches -> offsets of buffers in the file.
 
-A batch's description says how many values each array has, and where its buffers lie in the bytes that follow. Nothing
-of it is believed: each length and each place is held against those bytes here, before anybody uses it. pyarrow sees
-no batch: it reads the schema.
+The description of a batch gives the number of values of each array, and the offsets of its buffers in the bytes that
+follow. Each length and each offset is checked against those bytes here, before it is used. pyarrow only reads the
+schema, and never a batch.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ _V4, _V5 = 3, 4
 _MOST_ROWS: Final = int(np.iinfo(np.int64).max)
 _ALIGNMENT: Final = 8
 _OLD_COMPRESSION: Final = b"ARROW:experimental_compression"
-"""How pyarrow 0.17 said so."""
+"""How pyarrow 0.17 marked compressed buffers."""
 
 
 class Span(NamedTuple):
-    """Bytes of the file."""
+    """A range of bytes of the file."""
 
     offset: int
     size: int
 
 
 class Node(NamedTuple):
-    """One array of a batch, whose buffers hold as many values as it has.
+    """One array of a batch; its buffers are long enough for its values.
 
     Attributes:
         shape: of its type.
-        length: its values.
-        validity: bits; None where all are valid.
-        buffers: the others: offsets, values.
+        length: number of values.
+        validity: bits; None if all values are valid.
+        buffers: the other buffers: offsets, values.
         children: of lists and structs.
     """
 
@@ -59,20 +59,20 @@ class Node(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """One record batch: those of its columns that can be read, by name."""
+    """One record batch: its readable columns, by name."""
 
     num_rows: int
     columns: dict[str, Node]
 
 
 class _Message(NamedTuple):
-    """A message, as the file says.
+    """A message, as described in the file.
 
     Attributes:
         offset: of its prefix.
         data: prefix and description.
         version: of the format.
-        kind, header: what it is, and the description of that.
+        kind, header: its type, and the description for that type.
         body: the bytes that follow, all of them inside of the file.
     """
 
@@ -85,10 +85,10 @@ class _Message(NamedTuple):
 
 
 def read_layout(file: Storage) -> tuple[pa.Schema, list[Batch]]:
-    """The schema of a stream or file, and where its batches lie.
+    """Return the schema of a stream or file, and the layout of its batches.
 
     Raises:
-        Refused: it is none, cut, of a kind that is not read by position, or a description makes no sense.
+        Refused: it is not an Arrow file, cut, of a kind that cannot be read by position, or malformed.
     """
     schema: pa.Schema | None = None
     shapes: list[Shape] = []
@@ -107,7 +107,7 @@ def read_layout(file: Storage) -> tuple[pa.Schema, list[Batch]]:
             if num_rows > _MOST_ROWS:
                 raise Refused(f"its batches claim {num_rows} rows")
         elif message.kind == _DICTIONARY:
-            raise Refused("its columns are dictionary-encoded, which are not read: write them as plain values")
+            raise Refused("its columns are dictionary-encoded, which is not supported: write them as plain values")
         else:
             raise Refused(f"a message of kind {message.kind} at byte {message.offset}, where a batch should be")
     if schema is None:
@@ -131,13 +131,15 @@ def _messages(file: Storage) -> Iterator[_Message]:
             return
         start = offset + 8
         if not 0 < length <= min(_DESCRIPTION_BYTES, file.size - start):
-            raise Refused(f"the message at byte {offset} is described in {length} bytes, of {file.size - start}")
+            raise Refused(
+                f"the message at byte {offset} claims {length} bytes of description, {file.size - start} are left"
+            )
         data = prefix + file.read(start, length)
         description = Table(data[8:])
         header, size = description.table(2), description.number(3, "<q")
         body = Span(start + length, size)
         if header is None or not 0 <= size <= file.size - body.offset:
-            raise Refused(f"cut: the message at byte {offset} has {size} bytes, and the file ends before")
+            raise Refused(f"cut: the message at byte {offset} has {size} bytes, and the file ends before its end")
         yield _Message(offset, data, description.number(0, "<h"), description.number(1, "<B"), header, body)
         offset = body.offset + size
 
@@ -151,11 +153,7 @@ def _schema(message: _Message) -> pa.Schema:
 
 
 class _Arrays:
-    """The arrays of a batch, in the order in which its description lists them: schema order, parents first.
-
-    Args:
-        message: of the batch.
-    """
+    """The arrays of the batch of a message, in the order of its description: schema order, parents first."""
 
     def __init__(self, message: _Message) -> None:
         batch = message.header
@@ -166,10 +164,10 @@ class _Arrays:
         self._nodes = batch.items(1, "<qq")
         self._buffers = batch.items(2, "<qq")
         self._more = batch.items(4, "<q")
-        self._end = 0  # of the buffers taken
+        self._end = 0  # of the last buffer
 
     def batch(self, names: Sequence[str], shapes: Sequence[Shape]) -> Batch:
-        """Its columns. Raises Refused where any length or place cannot be."""
+        """Return the columns. Raises Refused if any length or offset is impossible."""
         columns: dict[str, Node] = {}
         for name, shape in zip(names, shapes, strict=True):
             try:
@@ -182,11 +180,11 @@ class _Arrays:
                 columns[name] = node
         arrays, buffers = length_hint(self._nodes), length_hint(self._buffers)
         if arrays or buffers:
-            raise Refused(f"{arrays} arrays and {buffers} buffers more than its columns have")
+            raise Refused(f"it has {arrays} arrays and {buffers} buffers more than its columns")
         return Batch(self._num_rows, columns)
 
     def _node(self, shape: Shape, least: int) -> Node:
-        """The next array, of so many values at least."""
+        """Return the next array, of at least `least` values."""
         length, nulls = self._next(self._nodes, "array")
         if length < max(0, least):
             raise Refused(f"an array of {length} values, {least} are needed")
@@ -204,31 +202,31 @@ class _Arrays:
         return Node(shape, length, validity, tuple(buffers), children)
 
     def _validity(self, length: int, nulls: int) -> Span | None:
-        found = self._buffer(0)
-        if nulls == 0 or (nulls < 0 and not found.size):
+        bits = self._buffer(0)
+        if nulls == 0 or (nulls < 0 and not bits.size):
             return None
-        if found.size < -(-length // 8):
-            raise Refused(f"{found.size} bytes say which of {length} values are null")
-        return found
+        if bits.size < -(-length // 8):
+            raise Refused(f"a validity buffer of {bits.size} bytes for {length} values")
+        return bits
 
     def _buffer(self, least: int) -> Span:
-        """The next buffer, of so many bytes at least, where it lies in the file."""
+        """Return the next buffer, of at least `least` bytes, as a range of the file."""
         offset, size = self._next(self._buffers, "buffer")
         if size < least:
             raise Refused(f"a buffer of {size} bytes, {least} are needed")
         if size == 0:
             return Span(self._body.offset, 0)
-        # One after another: buffers that share bytes would take more memory than the file has.
+        # Buffers must follow one another: if they shared bytes, they would take more memory than the file has.
         if not self._end <= offset <= self._body.size - size or offset % _ALIGNMENT:
             raise Refused(
                 f"a buffer at bytes {offset} to {offset + size} of {self._body.size}: it must begin at a multiple of "
-                f"{_ALIGNMENT}, and behind the one before, which ends at {self._end}"
+                f"{_ALIGNMENT}, and after the previous one, which ends at {self._end}"
             )
         self._end = offset + size
         return Span(self._body.offset + offset, size)
 
     def _num_more(self) -> int:
-        """How many further buffers the next array of views has."""
+        """Return the number of additional buffers of the next array of views."""
         (count,) = self._next(self._more, "number of buffers of views")
         left = length_hint(self._buffers)
         if not 0 <= count <= left:
@@ -236,7 +234,7 @@ class _Arrays:
         return int(count)
 
     def _next(self, items: Iterator[tuple[Any, ...]], what: str) -> tuple[Any, ...]:
-        found = next(items, None)
-        if found is None:
-            raise Refused(f"the batch describes no such {what}")
-        return found
+        item = next(items, None)
+        if item is None:
+            raise Refused(f"the batch describes too few items: no {what} is left")
+        return item

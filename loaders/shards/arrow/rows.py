@@ -1,6 +1,6 @@
-"""Rows of a column of a batch: the bytes of those rows alone, checked, as an array of their own.
+"""Reading rows of a column of a batch: only the bytes of those rows, checked, as a new array.
 
-What the layout does not say is checked here, with the rows it is about: that offsets ascend, and where they end.
+The offsets of the rows are checked here: they must ascend, and end inside the buffer.
 """
 
 from __future__ import annotations
@@ -14,37 +14,26 @@ from orchdata.loaders.storage.storage import Storage
 
 
 class TooLarge(ValueError):
-    """Rows that take more memory together than is allowed: fewer may take less."""
+    """The rows take more memory than allowed: fewer rows may fit."""
 
 
 class RowsReader:
-    """Rows of columns of a file.
+    """Reads rows of one column of a file.
 
     Args:
-        file: it.
-        most_bytes: that all buffers of what is asked for may take together.
+        file: the Arrow file.
+        most_bytes: most bytes of all buffers that this reader reads.
     """
-
-    def __init__(self, file: Storage, most_bytes: int) -> None:
-        self._file = file
-        self._most_bytes = most_bytes
-
-    def take(self, node: Node, start: int, length: int) -> pa.Array:
-        """Values start to start + length. Raises ValueError where its numbers point outside of its buffers."""
-        return _Taking(self._file, self._most_bytes).take(node, start, length)
-
-
-class _Taking:
-    """What is taken once: it counts the bytes."""
 
     def __init__(self, file: Storage, most_bytes: int) -> None:
         self._file = file
         self._most_bytes = self._left = most_bytes
 
     def take(self, node: Node, start: int, length: int) -> pa.Array:
+        """Read values start to start + length. Raises ValueError if its offsets point outside of its buffers."""
         if not 0 <= start <= start + length <= node.length:
             raise ValueError(f"values {start} to {start + length} of {node.length}")
-        if length > self._most_bytes:  # of a type that takes no bytes, or bits
+        if length > self._most_bytes:  # for types of no bytes, or of bits
             raise TooLarge(f"{length} values, above Limits.column_bytes={self._most_bytes}")
         shape = node.shape
         if shape.is_null:
@@ -73,7 +62,7 @@ class _Taking:
             return np.zeros(1, dtype)
         data = self._read(node.buffers[0], start * dtype.itemsize, (length + 1) * dtype.itemsize)
         offsets = np.frombuffer(data, dtype)
-        # Not by differences: they overflow.
+        # Compare, because differences can overflow.
         if int(offsets[0]) < 0 or (offsets[1:] < offsets[:-1]).any():
             raise ValueError("offsets that go backwards")
         return offsets

@@ -1,7 +1,7 @@
-"""The schema of an Arrow stream: its description -> pyarrow's schema, once it is known to take no more than it should.
+"""The schema of an Arrow stream: its description -> pyarrow's schema, after a check of the memory that it takes.
 
-pyarrow checks that each part of a description lies inside of it, and not that it is named once: a field, a name or a
-note that is listed a million times would be made as often.
+pyarrow checks that each part of a description is inside of it, but not that it is referenced only once: a field, a name
+or a metadata entry that is listed a million times would be created a million times.
 """
 
 from __future__ import annotations
@@ -15,42 +15,42 @@ from orchdata.loaders.shards.arrow.flatbuffer import Table
 from orchdata.loaders.shards.parquet.file import Refused
 
 _FIELD_BYTES: Final = 16
-"""Less than any field takes in a description."""
+"""A lower bound of the bytes of a field in a description."""
 _NOTE_BYTES: Final = 8
 _DEPTH: Final = 100
 _TIMESTAMP, _UNION = 10, 14
-_OF_TYPES: Final = {_TIMESTAMP: 1, _UNION: 4}
-"""Bytes of an item of what types of any length hold in their field 1: the name of a zone, codes."""
+_ITEM_BYTES: Final = {_TIMESTAMP: 1, _UNION: 4}
+"""Bytes per item of the vector in field 1 of these types: the name of a time zone, codes."""
 
 
 def read_schema(message: bytes, header: Table) -> pa.Schema:
-    """The schema that a message describes.
+    """Read the schema that a message describes.
 
     Args:
-        message: all of it.
+        message: the whole message.
         header: the description of the schema in it.
 
     Raises:
-        Refused: it makes no sense, or repeats itself.
+        Refused: it is malformed, or references parts of itself repeatedly.
     """
     if header.number(0, "<h"):
         raise Refused("its numbers are big-endian: write it on a little-endian machine")
     _Described(len(message)).add_fields(header, 1, 0)
     try:
         return pa.ipc.read_schema(pa.py_buffer(message))
-    except Exception as error:  # noqa: BLE001 - types that extend Arrow are made by code of others
+    except Exception as error:  # noqa: BLE001 - extension types run code of other packages
         pass_trouble(error)
         raise Refused(f"its schema cannot be read: {one_line(error)}") from None
 
 
 class _Described:
-    """What a schema describes, each part as often as it is named, held against the bytes in which it does."""
+    """Counts the bytes that a schema describes, each part as often as it is referenced, up to those of its message."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = self._left = most_bytes
 
     def add_fields(self, table: Table, field: int, depth: int) -> None:
-        """The fields of a schema, or below a field, and what is noted of either."""
+        """Count the fields of a schema, or below a field, and their metadata."""
         if depth > _DEPTH:
             raise Refused(f"its types are nested more than {_DEPTH} deep")
         for note in table.tables(field + 1):
@@ -59,11 +59,13 @@ class _Described:
             self._add(_FIELD_BYTES + child.size(0))
             type_ = child.table(3)
             kind = child.number(2, "<B")
-            if type_ is not None and kind in _OF_TYPES:
-                self._add(type_.size(1, _OF_TYPES[kind]))
+            if type_ is not None and kind in _ITEM_BYTES:
+                self._add(type_.size(1, _ITEM_BYTES[kind]))
             self.add_fields(child, 5, depth + 1)
 
     def _add(self, size: int) -> None:
         self._left -= size
         if self._left < 0:
-            raise Refused(f"its schema describes more than {self._most_bytes} bytes can, by naming parts of it again")
+            raise Refused(
+                f"its schema describes more than fits in its {self._most_bytes} bytes, by repeated references"
+            )

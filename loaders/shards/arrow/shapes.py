@@ -1,4 +1,4 @@
-"""How the arrays of a type lie in a batch: type -> which buffers, how long, and which arrays below."""
+"""The layout of arrays of a type in a batch: type -> its buffers, their lengths, and its child arrays."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _OFFSETS: Final = {True: (64, 1), False: (32, 1)}
 
 
 class Shape(NamedTuple):
-    """What a batch holds for an array of a type.
+    """The parts of an array of a type in a batch.
 
     Attributes:
         type: of its values.
-        has_validity: whether its first buffer says which values are null.
-        buffers: the others: bits of a value, and how many more values than the array has.
-        has_more: whether any number of further buffers follows, as the batch counts them.
-        children: arrays below it, and how many values each has at least for one of its own.
-        is_read: whether values can be had by position.
+        has_validity: whether its first buffer marks the values that are null.
+        buffers: the others: bits per value, and the number of values more than the array has.
+        has_more: whether additional buffers follow; the batch gives their number.
+        children: child arrays, and the least number of values of each per value of the array.
+        is_read: whether values can be read by position.
     """
 
     type: pa.DataType
@@ -32,23 +32,23 @@ class Shape(NamedTuple):
 
     @property
     def is_null(self) -> bool:
-        """Whether all values are null, and no buffer holds any."""
+        """Whether all values are null, without any buffer."""
         return bool(pa.types.is_null(self.type))
 
     @property
     def has_offsets(self) -> bool:
-        """Whether offsets say where each value begins, in bytes or in an array below."""
+        """Whether the first buffer has the offset of each value, in bytes or in a child array."""
         return bool(self.buffers) and self.buffers[0][1] > 0
 
 
 def shape_of(type_: pa.DataType, *, old_unions: bool = False) -> Shape:
-    """The shape of a type.
+    """Return the shape of a type.
 
     Args:
-        old_unions: whether unions have a validity buffer, as they had before version 5 of the format.
+        old_unions: whether unions have a validity buffer, as before version 5 of the format.
 
     Raises:
-        Refused: nobody knows how it lies.
+        Refused: its layout is unknown.
     """
     kinds = pa.types
 
@@ -103,11 +103,11 @@ def _is_any(type_: pa.DataType, *kinds: str) -> bool:
 
 
 def _bits(type_: pa.DataType) -> int:
-    """Of one value. Raises Refused where values are not all as long."""
+    """Return the bits of one value. Raises Refused if values have different lengths."""
     try:
         bits = int(type_.bit_width)
     except ValueError:
         bits = -1
     if bits < 0:
-        raise Refused(f"a column is {str(type_)[:100]}, which is not known: leave it out")
+        raise Refused(f"a column is {str(type_)[:100]}, which is not supported: leave it out")
     return bits

@@ -1,6 +1,6 @@
-"""Arrow shards, as Hugging Face's `datasets` keeps them on disk: one sample a row, read by its number.
+"""Arrow shards, as Hugging Face's `datasets` saves them on disk: one sample per row, read by row number.
 
-Columns are what they are in Parquet files; of a row only its own bytes are read.
+Columns are used as in Parquet files; reading a row reads only its own bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from orchdata.loaders.shards.arrow.layout import read_layout
 from orchdata.loaders.shards.arrow.rows import RowsReader, TooLarge
 from orchdata.loaders.shards.arrow.shapes import shape_of
 from orchdata.loaders.shards.facts_table import Facts, FactsMeta, shard_failure
-from orchdata.loaders.shards.parquet.cells import place_of, plan_columns, read_cell
+from orchdata.loaders.shards.parquet.cells import locate_cell, plan_columns, read_cell
 from orchdata.loaders.shards.parquet.file import INDEX_BYTES_OF_A_ROW, Refused
 from orchdata.loaders.shards.parquet.scan import scan
 from orchdata.loaders.storage.content_digest import ContentDigest
@@ -31,44 +31,43 @@ _FREE_ROWS: Final = 1 << 16
 
 
 class ArrowReader:
-    """An Arrow file whose batches are known. Safe from many threads.
+    """An Arrow file with a checked layout. Safe from many threads.
 
     Attributes:
         schema, columns, ignored, key, starts, promised_rows: as of a ParquetReader; a batch is a row group.
     """
 
     def __init__(self, file: Storage, limits: Limits) -> None:
-        """Find its batches. Raises Refused, or pyarrow's own errors."""
+        """Read its layout. Raises Refused, or pyarrow's own errors."""
         self._limits = limits
-        self._size = file.size
-        self._rows = RowsReader(file, limits.column_bytes)
+        self._file = file
         self.schema, self._batches = read_layout(file)
         self.columns, self.ignored, self.key = plan_columns(self.schema)
         counts = Counter(self.schema.names)
         for name in (*(column.name for column in self.columns), *(() if self.key is None else (self.key,))):
             if counts[name] > 1:
-                raise Refused(f"two columns are called {name!r}: give each a name of its own")
+                raise Refused(f"two columns are called {name!r}: give each a different name")
             type_ = self.schema.field(name).type
             if not shape_of(type_).is_read:
                 raise Refused(
-                    f"column {name!r} is {str(type_)[:100]}, which is not read by position: write it as plain strings, "
-                    "bytes and lists, as `save_to_disk` does, or leave it out"
+                    f"column {name!r} is {str(type_)[:100]}, which cannot be read by position: write it as plain "
+                    "strings, bytes and lists, as `save_to_disk` does, or leave it out"
                 )
         self.starts = np.cumsum([0, *(batch.num_rows for batch in self._batches)], dtype=np.int64)
         self.promised_rows = int(self.starts[-1])
 
     def check(self) -> None:
-        """Raises Refused where there are too many rows, or none."""
+        """Raise Refused if there are too many rows, or none."""
         limits, rows = self._limits, self.promised_rows
         if rows == 0:
             raise Refused("no samples: the file has no rows")
         if rows > limits.shard_rows:
             raise Refused(f"{rows} rows, above Limits.shard_rows={limits.shard_rows}")
-        if rows > max(_FREE_ROWS, limits.decompression_ratio * self._size / INDEX_BYTES_OF_A_ROW):
-            raise Refused(f"{rows} rows in a file of {self._size} bytes, above Limits.decompression_ratio")
+        if rows > max(_FREE_ROWS, limits.decompression_ratio * self._file.size / INDEX_BYTES_OF_A_ROW):
+            raise Refused(f"{rows} rows in a file of {self._file.size} bytes, above Limits.decompression_ratio")
 
     def batches(self, group: int, names: Sequence[str], *, scan: bool = False) -> Iterator[pa.RecordBatch]:
-        """Rows of a batch, some at a time. Raises Refused where its numbers point outside of it."""
+        """Yield the rows of a batch, a few at a time. Raises Refused if its offsets point outside of it."""
         rows = self._batches[group].num_rows
         start, most = 0, _SCAN_ROWS
         while start < rows:
@@ -85,8 +84,9 @@ class ArrowReader:
             most = min(_SCAN_ROWS, 2 * most)
 
     def take(self, group: int, name: str, start: int, length: int) -> pa.Array:
-        """Rows of one column of a batch."""
-        return self._rows.take(self._batches[group].columns[name], start, length)
+        """Read rows of one column of a batch."""
+        reader = RowsReader(self._file, self._limits.column_bytes)
+        return reader.take(self._batches[group].columns[name], start, length)
 
 
 class ArrowShard:
@@ -102,11 +102,11 @@ class ArrowShard:
         self._reader: ArrowReader | None = None
 
     def checksum(self) -> str:
-        """Of the whole content."""
+        """Return the checksum of the whole content."""
         return ContentDigest(self._file).hexdigest()
 
     def facts(self) -> Facts:
-        """Read all cells of the columns with media or text. Bad data are rows with an error."""
+        """Read all cells of the columns with media or text. Bad data become rows with an error."""
         ignored: dict[str, int] = {}
         lost = 0
         try:
@@ -132,11 +132,11 @@ class ArrowShard:
         return Facts(table, meta)
 
     def read(self, offset: int, size: int, encoding: int, field: str) -> bytes:
-        """The cell `field` of row `offset`; lists by item ("images.0"). Raises FieldError; ShardError for the file."""
+        """Read `field` ("images.0": an item of a list) of row `offset`. Raises FieldError; ShardError for the file."""
         return read_cell(self._cell, self._file, offset, size, field)
 
     def read_many(self, members: Sequence[tuple[int, int, int, str]]) -> list[bytes | memoryview]:
-        """Cells (row, size, encoding, field) of one sample. Raises as `read` does."""
+        """Read cells (row, size, encoding, field) of one sample. Raises as `read` does."""
         return [self.read(*member) for member in members]
 
     def close(self) -> None:
@@ -144,8 +144,8 @@ class ArrowShard:
 
     def _cell(self, row: int, field: str) -> bytes | None:
         reader = self._open()
-        column, item, group, place = place_of(reader.columns, reader.starts, row, field)
-        data = column.item(reader.take(group, column.name, place, 1)[0], item, self._limits)
+        column, item, group, group_row = locate_cell(reader.columns, reader.starts, row, field)
+        data = column.item(reader.take(group, column.name, group_row, 1)[0], item, self._limits)
         self._file.check_unchanged()
         return data
 

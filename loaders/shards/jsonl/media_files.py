@@ -1,4 +1,4 @@
-"""Files below a folder, by names that data give: opened where they lie inside of it, and nothing else is touched."""
+"""Opening files by names that come from data: only files inside one folder are opened, and nothing else is touched."""
 
 from __future__ import annotations
 
@@ -19,26 +19,27 @@ from orchdata.loaders.storage.retries import tried
 STAMP_BITS: Final = 23
 _SCHEME: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:(//)?")
 MISSING: Final = "no such file"
-_OF_THE_NAME: Final = {
+# The texts of these errors are part of `state`, and so of the digest in kept facts: a change measures shards again.
+_NAME_ERRORS: Final = {
     errno.ENOENT: MISSING,
     errno.ENOTDIR: f"{MISSING}: a part of its path is none",
     errno.ELOOP: "its links go round in a circle",
     errno.ENAMETOOLONG: "too long for the name of a file; base64 is read where its first bytes are those of its media",
 }
 _EMPTY: Final = (
-    "media_root is an empty folder, so that no file that records name can be found: mount the file system that belongs "
-    "there, or give the folder that the files lie below as media_root="
+    "media_root is an empty folder, so none of the files that records name exists: mount the file system that belongs "
+    "there, or pass the folder of the files as media_root="
 )
-_NOTED: Final = 10
-"""Names that are kept of files that are not there."""
+_MISSING_NAMES: Final = 10
+"""Number of names of missing files that are kept for an error."""
 
 
 class MediaFile:
-    """An open file, and what tells it from another.
+    """An open file, with the size and stamp by which a change is noticed.
 
     Attributes:
         size: bytes, when it was opened.
-        stamp: of its time of change, STAMP_BITS bits.
+        stamp: of its modification time, STAMP_BITS bits.
     """
 
     def __init__(self, folder: MediaFolder, name: str) -> None:
@@ -50,9 +51,9 @@ class MediaFile:
         self.stamp = stamp_of(status)
 
     def read(self, size: int) -> bytes:
-        """The first `size` bytes; fewer where the file is shorter now.
+        """Read the first `size` bytes; fewer if the file is shorter now.
 
-        Raises StorageError; DecodeError where another file has taken its place.
+        Raises StorageError; DecodeError if it was replaced by another file.
         """
         return tried(self._path, "cannot be read", lambda: self._read(size))
 
@@ -63,7 +64,7 @@ class MediaFile:
         try:
             return read_at(self._fd, 0, size)
         except OSError as error:
-            if error.errno == errno.ESTALE:  # a network file system has forgotten it: it is there to be opened anew
+            if error.errno == errno.ESTALE:  # a network file system dropped the handle: open the file again
                 self._reopen()
             raise
 
@@ -78,34 +79,34 @@ class MediaFile:
 
 
 class MediaFolder:
-    """A folder that names from data are looked up in. Safe from many threads.
+    """A folder in which names from data are looked up. Safe from many threads.
 
-    Links inside of it are followed while they stay in it.
+    Links are followed as long as they stay inside it.
 
     Attributes:
-        missing: names that led nowhere, some of them.
-        any_found: whether a name led to a file.
+        missing: some of the names without a file.
+        has_files: whether any name had a file.
     """
 
     def __init__(self, root: str) -> None:
         self.root = root
         self.missing: list[str] = []
-        self.any_found = False
+        self.has_files = False
         self._real: str | None = None
 
     @contextmanager
     def open(self, name: str) -> Iterator[MediaFile]:
-        """The file of that name.
+        """Open the file with this name.
 
         Raises:
-            DecodeError: the name leads nowhere, out of the folder, or to what is no regular file.
-            StorageError: it cannot be opened now, or the folder is not there.
+            DecodeError: there is no such file, it is outside the folder, or not a regular file.
+            StorageError: it cannot be opened now, or the folder does not exist.
         """
         with closing(MediaFile(self, checked_name(name))) as file:
             yield file
 
     def state(self, name: str) -> str:
-        """What of a file tells whether it is the same still; why it cannot be had, where it cannot."""
+        """Return size and stamp of a file as text, by which a change is noticed; the reason if it cannot be opened."""
         try:
             with self.open(name) as file:
                 return f"{file.size} {file.stamp}"
@@ -113,42 +114,42 @@ class MediaFolder:
             return error.reason
 
     def opened(self, name: str) -> tuple[int, os.stat_result]:
-        """A descriptor of a file to read, and its status, in one try. Raises OSError, and DecodeError as `open`."""
-        # A path is looked at before it is opened for reading, and it is what was looked at that is opened: nothing of
-        # a pipe or a device is touched, and no link can be put in between.
-        place = self._placed(name)
+        """Open a file for reading, in one attempt; return its descriptor and status. Raises OSError, and as `open`."""
+        # Check the path through an O_PATH descriptor, then open that descriptor for reading: pipes and devices are
+        # never touched, and no link can be put in place between the check and the opening.
+        path_fd = self._open_path(name)
         try:
-            status = os.fstat(place)
+            status = os.fstat(path_fd)
             if not stat.S_ISREG(status.st_mode):
                 raise DecodeError(f"{shown_name(name)} is no regular file")
-            if not os.readlink(f"/proc/self/fd/{place}").startswith(self._found()):
+            if not os.readlink(f"/proc/self/fd/{path_fd}").startswith(self._real_root()):
                 raise DecodeError(f"{shown_name(name)} leads out of media_root by a link")
-            return os.open(f"/proc/self/fd/{place}", os.O_RDONLY | os.O_CLOEXEC), status
+            return os.open(f"/proc/self/fd/{path_fd}", os.O_RDONLY | os.O_CLOEXEC), status
         finally:
-            os.close(place)
+            os.close(path_fd)
 
-    def _placed(self, name: str) -> int:
+    def _open_path(self, name: str) -> int:
         try:
-            place = os.open(f"{self.root}/{name}", os.O_PATH | os.O_CLOEXEC)
+            path_fd = os.open(f"{self.root}/{name}", os.O_PATH | os.O_CLOEXEC)
         except OSError as error:
-            reason = _OF_THE_NAME.get(error.errno or 0)
+            reason = _NAME_ERRORS.get(error.errno or 0)
             if reason is None:
                 raise
-            self._check_there()
-            if len(self.missing) < _NOTED and error.errno != errno.ENAMETOOLONG:
+            self._check_root()
+            if len(self.missing) < _MISSING_NAMES and error.errno != errno.ENAMETOOLONG:
                 self.missing.append(name)
             raise DecodeError(f"{shown_name(name)}: {reason}") from None
-        self.any_found = True
-        return place
+        self.has_files = True
+        return path_fd
 
-    def _found(self) -> str:
-        """The folder without links, with a slash behind it."""
+    def _real_root(self) -> str:
+        """Return the folder without links, with a slash at its end."""
         if self._real is None:
             self._real = os.path.realpath(self.root, strict=True).rstrip("/") + "/"
         return self._real
 
-    def _check_there(self) -> None:
-        """Raise StorageError where nothing is known of any file: the folder is gone, or is an empty mount point."""
+    def _check_root(self) -> None:
+        """Raise StorageError if the folder is gone or empty (a missing mount): then no file is known to be missing."""
         real = tried(self.root, "media_root cannot be looked into", lambda: os.path.realpath(self.root, strict=True))
         self._real = real.rstrip("/") + "/"
         if not tried(self.root, "media_root cannot be looked into", self._has_entries):
@@ -160,34 +161,34 @@ class MediaFolder:
 
 
 class MissingMedia:
-    """Files that the shards of one build name below each media_root. Safe from many threads."""
+    """The missing files of all shards of one build, by media_root. Safe from many threads."""
 
     def __init__(self) -> None:
         self._missing: dict[str, list[str]] = {}
-        self._found: set[str] = set()
+        self._has_files: set[str] = set()
         self._lock = threading.Lock()
 
     def add(self, folder: MediaFolder) -> None:
-        """What one shard found of the files that it names."""
+        """Add the missing files of one shard."""
         with self._lock:
             self._missing.setdefault(folder.root, []).extend(folder.missing)
-            if folder.any_found:
-                self._found.add(folder.root)
+            if folder.has_files:
+                self._has_files.add(folder.root)
 
     def check(self) -> None:
-        """Raise StorageError where records name many files below a folder, and none is there."""
+        """Raise StorageError if records name many files below a folder, and none of them exists."""
         for root, names in self._missing.items():
-            if root not in self._found and len(names) >= _NOTED:
-                told = ", ".join(map(shown_name, names[:3]))
+            if root not in self._has_files and len(names) >= _MISSING_NAMES:
+                shown = ", ".join(map(shown_name, names[:3]))
                 reason = (
-                    f"media_root holds none of the files that records name ({told}, ...): give the folder that their "
-                    "paths begin in as media_root=, or mount what belongs there"
+                    f"media_root has none of the files that records name ({shown}, ...): pass the folder where their "
+                    "paths begin as media_root=, or mount the file system that belongs there"
                 )
                 raise StorageError(root, reason, errno.ENOENT)
 
 
 def checked_name(name: str) -> str:
-    """A relative path that stays below where it begins. Raises DecodeError."""
+    """Return a name that is a relative path without "..". Raises DecodeError for any other."""
     shown = shown_name(name)
     if name.startswith(("http:", "https:")):
         raise DecodeError(f"{shown} is a URL, and nothing is downloaded: fetch the file, and name it by its path")
@@ -207,20 +208,20 @@ def checked_name(name: str) -> str:
 
 
 def shown_name(name: str) -> str:
-    """A name that data give, for an error: it may be megabytes of what is none."""
+    """Shorten a name from data for an error message: it may be megabytes of something else."""
     return repr(name if len(name) <= 80 else name[:80] + "...")
 
 
 def stamp_of(status: os.stat_result) -> int:
-    """STAMP_BITS bits of the time of change: another one for all but one in millions of changes."""
+    """Return STAMP_BITS bits of the modification time: one change in 8 million keeps the stamp."""
     return _digest(str(status.st_mtime_ns))
 
 
 def joined_stamp(stamps: Sequence[int]) -> int:
-    """STAMP_BITS bits of the stamps of files that are listed; of one file its own."""
+    """Return the joint stamp of listed files, STAMP_BITS bits; the stamp itself if there is one file."""
     return stamps[0] if len(stamps) == 1 else _digest(" ".join(map(str, stamps)))
 
 
-def _digest(told: str) -> int:
-    digest = hashlib.blake2b(told.encode(), digest_size=4).digest()
+def _digest(text: str) -> int:
+    digest = hashlib.blake2b(text.encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") >> (32 - STAMP_BITS)

@@ -1,8 +1,8 @@
-"""The media that a record of JSON names: by path, as a `data:` URL, or in base64.
+"""The media that a JSON record names: by path, as a `data:` URL, or in base64.
 
-Read are LLaVA's, LLaMA-Factory's, ms-swift's and Qwen's keys (`image`, `images`, `audio`, `audios`: a name, a list of
-them, {"path"} or {"bytes"}), items of a turn's content ({"type": "image", "image": ...}, `image_url`, `input_audio`),
-and the `file_name` columns of a folder of media with a table. Fields are called `image.0`, `image.1`, `audio.0`, ...
+Supported are the keys of LLaVA, LLaMA-Factory, ms-swift and Qwen (`image`, `images`, `audio`, `audios`: a name, a list
+of names, {"path"} or {"bytes"}), items in the content of a turn ({"type": "image", "image": ...}, `image_url`,
+`input_audio`), and the `file_name` columns of a media folder with a table. Fields are `image.0`, `image.1`, ...
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _RECORD_KEYS: Final = record_keys(_CLASSES)
 _ITEM_TYPES: Final = {word: name for name, kind in _CLASSES.items() for word in (name, *kind.words)}
 _CHATS: Final = ("messages", "conversations", "conversation")
 _ITEM_NAMES: Final = ("path", "url", "base64")
-"""Keys of an item beside that of its type, as transformers takes them."""
+"""Keys of an item besides that of its type, as in transformers."""
 _CONTENTS: Final = ("content", "value")
 _LISTED: Final = "frames"
 _FILE_NAMES: Final = re.compile(r"(?:.*_)?file_names?")
-_BASE64: Final = re.compile(r"[A-Za-z0-9+/\s]{24,}(?:=+\s*)?")  # linear: no blank can be matched by two parts of it
+_BASE64: Final = re.compile(r"[A-Za-z0-9+/\s]{24,}(?:=+\s*)?")  # linear time: its parts match disjoint characters
 _TAG: Final = re.compile(rf"<({'|'.join(('img', *BUILTINS))})>[^<>\n]+\.\w{{2,5}}</\1>")
 _PATHS: Final = re.compile(r"s?_?((file_?)?(path|name)|file)s?")
 _SNIFFED: Final = 24  # characters of base64: 18 bytes
@@ -42,13 +42,13 @@ class NamedMedia(NamedTuple):
     """One image or clip that a record names.
 
     Attributes:
-        field: what it is called in the sample.
-        kind: code of its modality in the facts; OTHER where these keep no header of it.
-        path: as the record has it; None where `encoded` holds it.
+        field: its name in the sample.
+        kind: code of its modality in the facts; OTHER if facts keep no header of that modality.
+        path: as written in the record; None if the content is in `encoded`.
         encoded: base64.
-        error: why it can be neither.
-        files: that are listed in place of it, as the frames of a video.
-        told: what the record says of these, by its own keys.
+        error: why there is no path and no content.
+        files: the files that it is made of, as the frames of a video.
+        metadata: the other keys of the record about these files.
     """
 
     field: str
@@ -57,22 +57,22 @@ class NamedMedia(NamedTuple):
     encoded: str | None = None
     error: str | None = None
     files: tuple[NamedMedia, ...] = ()
-    told: Mapping[str, Any] = {}
+    metadata: Mapping[str, Any] = {}
 
     def parts(self) -> tuple[NamedMedia, ...]:
-        """The files that are listed, or itself."""
+        """Return the listed files, or itself if there are none."""
         return self.files or (self,)
 
     def joined(self, contents: Sequence[bytes]) -> bytes:
-        """The files that are listed as one of its modality."""
-        return _CLASSES[self.field.partition(".")[0]].from_frames(contents, self.told)
+        """Join the contents of the listed files into one item of its modality."""
+        return _CLASSES[self.field.partition(".")[0]].from_frames(contents, self.metadata)
 
     def decoded_size(self) -> int:
-        """Bytes of what is encoded, at most."""
+        """Return an upper bound of the decoded size in bytes."""
         return 3 * (len(self.encoded or "") // 4) + 3
 
     def decoded(self, limits: Limits) -> bytes:
-        """What is encoded. Raises DecodeError."""
+        """Decode the base64. Raises DecodeError."""
         if self.decoded_size() - 3 > limits.member_bytes:
             raise DecodeError(f"{self.decoded_size()} bytes in base64, above Limits.member_bytes={limits.member_bytes}")
         try:
@@ -82,49 +82,50 @@ class NamedMedia(NamedTuple):
 
 
 def media_of(value: Any, *, file_names: bool) -> list[NamedMedia]:
-    """The media of a record, by modality, in the order in which they are named.
+    """Return the media of a record, by modality, in the order in which they are named.
 
     Args:
         value: JSON.
-        file_names: whether its `file_name` columns name media, as in the table of a folder of media.
+        file_names: whether its `file_name` columns name media, as in the table of a media folder.
 
     Raises:
-        DecodeError: the record names media twice, and not the same ones, or in tags of its text.
+        DecodeError: the record names media in two ways that differ, or in tags of its text.
     """
-    named: dict[str, list[Any]] = {}
-    placed: dict[str, list[Any]] = {}
+    # Names under keys of the record, and names in its turns.
+    by_key: dict[str, list[Any]] = {}
+    in_turns: dict[str, list[Any]] = {}
     if isinstance(value, dict):
         _check_once(value)
         for key, modality in _RECORD_KEYS.items():
-            held = _list_of(value.get(key))
-            if held and named.setdefault(modality, held) != held:
-                raise DecodeError(f"it names {modality} under {key!r} and under another key, and not the same")
+            names = _list_of(value.get(key))
+            if names and by_key.setdefault(modality, names) != names:
+                raise DecodeError(f"{key!r} and another key both name {modality}, but not the same: keep one of them")
         if file_names:
-            _add_files(value, named)
-    for modality, held in _items(value):
-        placed.setdefault(modality, []).append(held)
-    found = []
+            _add_files(value, by_key)
+    for modality, name in _items(value):
+        in_turns.setdefault(modality, []).append(name)
+
+    # If both are there they must agree.
+    media = []
     for modality, kind in _CODES.items():
-        said = placed.get(modality, [])
-        held = named.get(modality) or said
-        if said and held != said:
-            raise DecodeError(f"it names {modality} beside its turns and in them, and not the same")
-        found += [_media(modality, number, one) for number, one in enumerate(held)]
-        if modality in BUILTINS and not held and isinstance(value, dict):
-            found += _elsewhere(value, modality, kind)
-    return found
+        turn_names = in_turns.get(modality, [])
+        names = by_key.get(modality) or turn_names
+        if turn_names and names != turn_names:
+            raise DecodeError(f"a key and the turns both name {modality}, but not the same: keep one of them")
+        media += [_media(modality, number, name) for number, name in enumerate(names)]
+        if modality in BUILTINS and not names and isinstance(value, dict):
+            media += _unread_key_error(value, modality, kind)
+    return media
 
 
-def _elsewhere(value: Mapping[str, Any], modality: str, kind: int) -> list[NamedMedia]:
-    """Of a modality of which a record names nothing else, a file under a key that is not read: an error."""
+def _unread_key_error(value: Mapping[str, Any], modality: str, kind: int) -> list[NamedMedia]:
+    """Return an error if a record names a file of this modality only under a key that is not read."""
     for key in value:
         if key.startswith(modality) and _PATHS.fullmatch(key, len(modality)):
-            for one in _list_of(value[key]):
-                if isinstance(one, str) and classify(one.lower())[0] == kind:
-                    error = (
-                        f"{shown(key)} names {shown(one)} and is not read, so that the text would be learned alone: "
-                    )
-                    error += f"call the key {modality!r}, or leave it out"
+            for name in _list_of(value[key]):
+                if isinstance(name, str) and classify(name.lower())[0] == kind:
+                    error = f"{shown(key)} names {shown(name)}, but this key is not read, and the model would be "
+                    error += f"trained on the text without it: call the key {modality!r}, or remove it"
                     return [NamedMedia(f"{modality}.0", kind, error=error)]
     return []
 
@@ -134,97 +135,98 @@ def _check_once(value: dict[str, Any]) -> None:
         raise DecodeError("a key comes twice in the record")
 
 
-def _list_of(held: Any) -> list[Any]:
-    """What is named: without what says nothing, as None; a number says something, though it is no name."""
-    listed = held if isinstance(held, list) else [held]
-    return [one for one in listed if says(one) or (isinstance(one, int | float) and one is not False)]
+def _list_of(value: Any) -> list[Any]:
+    """Return a name or a list of names as a list, without empty values such as None; numbers stay, as wrong names."""
+    listed = value if isinstance(value, list) else [value]
+    return [name for name in listed if says(name) or (isinstance(name, int | float) and name is not False)]
 
 
-def _add_files(value: Mapping[str, Any], named: dict[str, list[Any]]) -> None:
-    for key, held in value.items():
+def _add_files(value: Mapping[str, Any], by_key: dict[str, list[Any]]) -> None:
+    for key, names in value.items():
         if _FILE_NAMES.fullmatch(key):
-            for one in _list_of(held):
-                kind = classify(one.lower())[0] if isinstance(one, str) else OTHER
+            for name in _list_of(names):
+                kind = classify(name.lower())[0] if isinstance(name, str) else OTHER
                 if kind in (OTHER, 0):
-                    raise DecodeError(f"{shown(key)} names {shown(str(one))}, which is none of: {', '.join(BUILTINS)}")
-                named.setdefault(KINDS[kind], []).append(one)
+                    raise DecodeError(f"{shown(key)} names {shown(str(name))}, which is none of: {', '.join(BUILTINS)}")
+                by_key.setdefault(KINDS[kind], []).append(name)
 
 
 def _items(value: Any) -> Iterator[tuple[str, Any]]:
-    """(modality, name) of items of media in the turns of a record. Raises DecodeError for names in tags of the text."""
+    """Yield (modality, name) of the media items in the turns of a record. Raises DecodeError for names in text tags."""
     if isinstance(value, dict):
         turns = [value[key] for key in _CHATS if isinstance(value.get(key), list)][:1] or [[value]]
     else:
         turns = [value] if isinstance(value, list) else []
     for turn in turns[0] if turns else ():
-        content = next((turn[key] for key in _CONTENTS if turn.get(key) is not None), None) if _is_dict(turn) else None
+        turn = turn if isinstance(turn, dict) else {}
+        content = next((turn[key] for key in _CONTENTS if turn.get(key) is not None), None)
         tag = _TAG.search(content) if isinstance(content, str) else None
         if tag is not None:
             raise DecodeError(
-                f"{shown(tag[0])} names a file in the text: write its mark there, and its path beside the turns"
+                f"{shown(tag[0])} names a file in the text: write a placeholder there, and its path under a key"
             )
         for item in content if isinstance(content, list) else ():
-            if _is_dict(item):
+            if isinstance(item, dict):
                 kind = item.get("type")
                 kind = next((key for key in _ITEM_TYPES if item.get(key) is not None), None) if kind is None else kind
                 if isinstance(kind, str) and kind in _ITEM_TYPES:
                     key = next((key for key in (kind, *_ITEM_NAMES) if item.get(key) is not None), kind)
-                    for held in _of_item(_ITEM_TYPES[kind], item, item.get(key)):
-                        yield _ITEM_TYPES[kind], held
+                    for name in _names_of_item(_ITEM_TYPES[kind], item, item.get(key)):
+                        yield _ITEM_TYPES[kind], name
 
 
-def _of_item(modality: str, item: Mapping[str, Any], held: Any) -> list[Any]:
-    """What an item names: a list is of one part, where its modality knows lists."""
-    named = _list_of(held)
+def _names_of_item(modality: str, item: Mapping[str, Any], value: Any) -> list[Any]:
+    """Return the names of an item. A list of files is one part if its modality allows that (a video of frames)."""
+    names = _list_of(value)
     kind = _CLASSES[modality]
-    if not kind.listed or not isinstance(held, list) or (len(named) == 1 and not _is_piece(named[0], kind)):
-        return named
-    return [{**{key: one for key, one in item.items() if key != "type" and one is not held}, _LISTED: named}]
+    if not kind.listed or not isinstance(value, list) or (len(names) == 1 and not _is_piece(names[0], kind)):
+        return names
+    return [{**{key: one for key, one in item.items() if key != "type" and one is not value}, _LISTED: names}]
 
 
-def _is_piece(held: Any, kind: type[Modality]) -> bool:
-    """Whether a name is of a file that such a part is made of, and not of the part itself."""
-    if not kind.listed or not isinstance(held, str):
+def _is_piece(value: Any, kind: type[Modality]) -> bool:
+    """Return whether a name is that of one of the files that a part is made of (a frame), not of a whole part."""
+    if not kind.listed or not isinstance(value, str):
         return False
-    name = held.lower()
+    name = value.lower()
     return classify(name)[0] == _CODES[kind.listed] and not name.endswith(tuple(f".{ending}" for ending in kind.fields))
 
 
-def _is_dict(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
-def _media(modality: str, number: int, held: Any) -> NamedMedia:
+def _media(modality: str, number: int, value: Any) -> NamedMedia:
     field, kind, encoded = f"{modality}.{number}", _CODES[modality], False
+
+    # A list of files, such as the frames of a video.
     if listed := _CLASSES[modality].listed:
-        held = {_LISTED: held} if isinstance(held, list) else held
-        if isinstance(held, dict) and isinstance(held.get(_LISTED), list):
-            files = tuple(_media(listed, at, one) for at, one in enumerate(held[_LISTED]))
-            told = {key: one for key, one in held.items() if key != _LISTED}
-            return NamedMedia(field, kind, files=files, told=told, error=None if files else "a list of nothing")
-    if isinstance(held, dict):  # {"bytes", "path"}, {"url"}, {"data", "format"}
-        key = next((key for key in ("bytes", "data", "path", "url") if isinstance(held.get(key), str)), None)
+        value = {_LISTED: value} if isinstance(value, list) else value
+        if isinstance(value, dict) and isinstance(value.get(_LISTED), list):
+            files = tuple(_media(listed, at, one) for at, one in enumerate(value[_LISTED]))
+            metadata = {key: one for key, one in value.items() if key != _LISTED}
+            return NamedMedia(field, kind, files=files, metadata=metadata, error=None if files else "an empty list")
+
+    # One string: a path, a data: URL or base64.
+    if isinstance(value, dict):  # {"bytes", "path"}, {"url"}, {"data", "format"}
+        key = next((key for key in ("bytes", "data", "path", "url") if isinstance(value.get(key), str)), None)
         encoded = key in ("bytes", "data")
-        held = held[key] if key is not None else held
-    if not isinstance(held, str):
-        what = f"the {type(held).__name__} {held}" if isinstance(held, int | float) else f"a {type(held).__name__}"
+        value = value[key] if key is not None else value
+    if not isinstance(value, str):
+        what = f"the {type(value).__name__} {value}" if isinstance(value, int | float) else f"a {type(value).__name__}"
         return NamedMedia(field, kind, error=f"{what[:80]}, not a path, a data: URL or base64")
-    if held[:5].lower() == "data:":
-        match = _DATA_URL.match(held)
+    if value[:5].lower() == "data:":
+        match = _DATA_URL.match(value)
         if match is None:
             return NamedMedia(field, kind, error="a data: URL that is not base64")
-        return NamedMedia(field, kind, encoded=held[match.end() :])
-    if encoded or _is_base64(held, modality):
-        return NamedMedia(field, kind, encoded=held)
-    if _is_piece(held, _CLASSES[modality]):
-        error = f"{shown(held)} is not a {modality}: put the files of one {modality} in a list of their own, [[...]]"
+        return NamedMedia(field, kind, encoded=value[match.end() :])
+    if encoded or _is_base64(value, modality):
+        return NamedMedia(field, kind, encoded=value)
+    if _is_piece(value, _CLASSES[modality]):
+        error = f"{shown(value)} is not a {modality}: put the files of one {modality} in a separate list, [[...]]"
         return NamedMedia(field, kind, error=error)
-    return NamedMedia(field, kind, path=held)
+    return NamedMedia(field, kind, path=value)
 
 
-def _is_base64(held: str, modality: str) -> bool:
-    """Whether a string is base64 of what it should be, by its first bytes: one of a JPEG looks like a path."""
-    if len(held) < _SNIFFED or not _BASE64.fullmatch(held, 0, _SNIFFED):
+def _is_base64(text: str, modality: str) -> bool:
+    """Return whether a string is base64 of this modality, by its first bytes: base64 of a JPEG can look like a path."""
+    if len(text) < _SNIFFED or not _BASE64.fullmatch(text, 0, _SNIFFED):
         return False
-    head = base64.b64decode(held[:_SNIFFED].encode(), validate=False)
-    return bool(_CLASSES[modality].matches_magic(head[:16])) and _BASE64.fullmatch(held) is not None
+    head = base64.b64decode(text[:_SNIFFED].encode(), validate=False)
+    return bool(_CLASSES[modality].matches_magic(head[:16])) and _BASE64.fullmatch(text) is not None

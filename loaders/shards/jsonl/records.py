@@ -1,7 +1,7 @@
-"""Files of records: lines of JSON, an array of JSON, or a table of CSV -> where each record lies, and one at a time.
+"""Files of records: JSON lines, a JSON array, or a CSV table -> the offset of each record, and one record at a time.
 
-Lines and rows that cannot be read are records with an error. Where nobody knows where the next record begins (a broken
-element of an array, a quote that is never closed), the rest of the file is one.
+Lines and rows that cannot be read are records with an error. If the start of the next record is unknown (a broken
+element of an array, a quote that is never closed), the rest of the file is one record with an error.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _BOM: Final = codecs.BOM_UTF8
 _FIRST_BYTES: Final = 1 << 14
 _SPACE: Final = " \t\r\n"
 _CELL_CHARACTERS: Final = 131_072
-"""Of a cell of CSV, at most: what the csv module allows unless a program sets another limit, for the whole process."""
-# Only where a value ends is asked of it: no digits are made a number.
-_ENDS: Final = json.JSONDecoder(parse_int=len, parse_float=len, parse_constant=len)
+"""Most characters of a CSV cell: the default limit of the csv module, which a program can change for its process."""
+# Only finds where a value ends, so numbers are not parsed.
+_END_FINDER: Final = json.JSONDecoder(parse_int=len, parse_float=len, parse_constant=len)
 
 
 class Record(NamedTuple):
@@ -32,9 +32,9 @@ class Record(NamedTuple):
 
     Attributes:
         offset, size: of its bytes.
-        data: its bytes; empty where it has an error.
-        error: why it cannot be had.
-        lost_bytes: behind it, that are not read for its sake.
+        data: its bytes; empty if it has an error.
+        error: why it cannot be read.
+        lost_bytes: number of bytes after it that cannot be read because of it.
     """
 
     offset: int
@@ -48,26 +48,26 @@ class Records(Protocol):
     """A file of records. `at` and `as_json` are safe from many threads.
 
     Attributes:
-        encoding: of its records, as `Shard.read` is told.
+        encoding: of its records, as an argument of `Shard.read`.
     """
 
     encoding: int
 
     def all(self) -> Iterator[Record]:
-        """Every record, in one pass."""
+        """Yield every record, in one pass."""
         ...
 
     def at(self, offset: int) -> bytes:
-        """The record that begins at `offset`, as it is stored. Raises DecodeError."""
+        """Return the stored bytes of the record that begins at `offset`. Raises DecodeError."""
         ...
 
     def as_json(self, data: bytes) -> bytes:
-        """A record, as it is stored, as JSON. Raises DecodeError."""
+        """Convert the stored bytes of a record to JSON. Raises DecodeError."""
         ...
 
 
 class Lines:
-    """JSON Lines; empty lines are no records."""
+    """JSON Lines; empty lines are skipped."""
 
     encoding = RAW
 
@@ -78,7 +78,8 @@ class Lines:
     def all(self) -> Iterator[Record]:
         for offset, size, line in _lines(self._file, self._most_bytes):
             if line is None:
-                yield Record(offset, size, error=_too_long("a line", size, self._most_bytes))
+                reason = f"a line of {size} bytes, above Limits.text_bytes={self._most_bytes}"
+                yield Record(offset, size, error=reason)
                 continue
             data = line.strip()
             if data:
@@ -89,14 +90,14 @@ class Lines:
             end = data.find(b"\n")
             return data[:end].strip() if end >= 0 else data.strip() if ended else None
 
-        return _grown(self._file, offset, self._most_bytes, line)
+        return _read_record(self._file, offset, self._most_bytes, line)
 
     def as_json(self, data: bytes) -> bytes:
         return data
 
 
 class Array:
-    """One array of JSON, of any length: elements are found one after another, and one is held at a time."""
+    """One JSON array of any length: elements are found one after another, with one in memory at a time."""
 
     encoding = RAW
 
@@ -107,23 +108,25 @@ class Array:
     def all(self) -> Iterator[Record]:
         window = _Window(self._file)
         if window.next_character() != "[":
-            reason = "not an array of records: it does not begin with [ (one record a line is a file called .jsonl)"
+            reason = "not an array of records: it does not begin with [ (name a file with one record per line .jsonl)"
             yield self._lost(window, reason)
             return
         window.skip(1)
         separators = ""
         while True:
-            found = window.next_character()
-            if found == ",":
-                separators += found
+            character = window.next_character()
+            if character == ",":
+                separators += character
                 window.skip(1)
-            elif found == "]":
+            elif character == "]":
                 window.skip(1)
                 if window.next_character():
-                    yield self._lost(window, "something follows the end of the array (files joined?): one array a file")
+                    yield self._lost(
+                        window, "data after the end of the array (files joined?): write one array per file"
+                    )
                 return
-            elif not found:
-                yield self._lost(window, "cut: the array is not closed")
+            elif not character:
+                yield self._lost(window, "the file is cut: its array has no end")
                 return
             else:
                 element = None if separators == ",," else self._element(window)
@@ -137,11 +140,11 @@ class Array:
         def element(data: bytes, ended: bool) -> bytes | None:
             text = data.decode("utf-8", "surrogateescape" if ended else "ignore")
             try:
-                return text[: _ENDS.raw_decode(text)[1]].encode("utf-8", "surrogateescape")
+                return text[: _END_FINDER.raw_decode(text)[1]].encode("utf-8", "surrogateescape")
             except (ValueError, RecursionError):
                 return None
 
-        return _grown(self._file, offset, self._most_bytes, element)
+        return _read_record(self._file, offset, self._most_bytes, element)
 
     def as_json(self, data: bytes) -> bytes:
         return data
@@ -149,9 +152,9 @@ class Array:
     def _element(self, window: _Window) -> Record | None:
         while True:
             try:
-                end = _ENDS.raw_decode(window.text, window.position)[1]
+                end = _END_FINDER.raw_decode(window.text, window.position)[1]
             except (ValueError, RecursionError):
-                if window.held_bytes() > self._most_bytes or not window.grow():
+                if window.remaining() > self._most_bytes or not window.grow():
                     return None
                 continue
             if end < len(window.text) or not window.grow():
@@ -164,7 +167,7 @@ class Array:
 
 
 class Table:
-    """CSV with a line of names; a record is a row, as JSON an object of strings."""
+    """CSV with a header line; a record is a row, in JSON an object of strings."""
 
     encoding = TABLE_ROW
 
@@ -191,21 +194,21 @@ class Table:
             except (DecodeError, StopIteration):
                 return None
 
-        return _grown(self._file, offset, self._most_bytes, row)
+        return _read_record(self._file, offset, self._most_bytes, row)
 
     def as_json(self, data: bytes) -> bytes:
         if self._names is None:
             self._names = _cells(self.at(len(_BOM) if self._file.read(0, len(_BOM)) == _BOM else 0))
             if len(set(self._names)) < len(self._names):
-                raise DecodeError(f"two columns have one name: {', '.join(self._names)[:200]}")
+                raise DecodeError(f"two columns have the same name: {', '.join(self._names)[:200]}")
         cells = _cells(data)
         if len(cells) != len(self._names):
-            raise DecodeError(f"a row of {len(cells)} cells under {len(self._names)} names")
+            raise DecodeError(f"a row has {len(cells)} cells, the header line {len(self._names)} names")
         return json.dumps(dict(zip(self._names, cells, strict=True)), ensure_ascii=False).encode()
 
 
 def _lines(file: Storage, most_bytes: int) -> Iterator[tuple[int, int, bytes | None]]:
-    """(offset, size, bytes or None where they are too many) of each line, its end included."""
+    """Yield (offset, size, bytes) of each line with its line end; None instead of bytes if the line is too long."""
     pieces: list[bytes] = []
     offset = size = 0
     for start in range(0, max(1, file.size), BLOCK_BYTES):
@@ -230,7 +233,7 @@ def _lines(file: Storage, most_bytes: int) -> Iterator[tuple[int, int, bytes | N
 
 
 def _rows(lines: Iterator[tuple[int, int, bytes | None]]) -> Iterator[tuple[int, int, bytes]]:
-    """(offset, size, bytes) of each row of CSV: several lines where a cell has some. Raises DecodeError."""
+    """Yield (offset, size, bytes) of each CSV row; cells may have line breaks. Raises DecodeError."""
     taken: list[tuple[int, int, bytes]] = []
 
     def texts() -> Iterator[str]:
@@ -252,7 +255,7 @@ def _rows(lines: Iterator[tuple[int, int, bytes | None]]) -> Iterator[tuple[int,
 
 
 def _check_csv() -> None:
-    """Raise PackageError where a setting of the whole process would make good rows look damaged."""
+    """Raise PackageError if a process-wide setting of the csv module would make good rows look damaged."""
     if (most := csv.field_size_limit()) < _CELL_CHARACTERS:
         reason = f"csv.field_size_limit() is {most}"
         raise PackageError("csv", reason, f"call csv.field_size_limit({_CELL_CHARACTERS}), its default", "reading CSV")
@@ -266,23 +269,23 @@ def _cells(row: bytes) -> list[str]:
         raise DecodeError(f"not valid CSV: {error}") from None
 
 
-def _grown(file: Storage, offset: int, most_bytes: int, cut: Callable[[bytes, bool], bytes | None]) -> bytes:
-    """What `cut` makes of the bytes from `offset` on: of more and more, until it is enough."""
+def _read_record(file: Storage, offset: int, most_bytes: int, cut: Callable[[bytes, bool], bytes | None]) -> bytes:
+    """Read more and more bytes from `offset` on until `cut` finds a whole record in them, and return it."""
     size = _FIRST_BYTES
     while True:
         data = file.read(offset, size)
-        found = cut(data, len(data) < size)
-        if found is not None:
-            return found
+        record = cut(data, len(data) < size)
+        if record is not None:
+            return record
         if len(data) < size or size > 2 * most_bytes:
             raise DecodeError("not the record that was indexed: index the file again")
         size *= 4
 
 
 class _Window:
-    """A stretch of a file as text that grows at its end and is let go at its front.
+    """A part of a file as text: it grows at its end, and is dropped at its front.
 
-    Bytes that are not UTF-8 are characters of their own, so that places in the text are places in the file.
+    Bytes that are not UTF-8 become one character each, so that positions in the text map to offsets in the file.
     """
 
     def __init__(self, file: Storage) -> None:
@@ -291,19 +294,20 @@ class _Window:
         self._decode = codecs.getincrementaldecoder("utf-8")("surrogateescape").decode
         self.text = ""
         self.position = 0
-        self.offset = 0  # in the file, of `position`
+        self.offset = 0  # in the file, at `position`
         self.grow()
         if self.text.startswith("\ufeff"):
             self.skip(1)
 
-    def held_bytes(self) -> int:
+    def remaining(self) -> int:
+        """Return the number of characters from `position` on."""
         return len(self.text) - self.position
 
     def grow(self) -> bool:
-        """Read on, at least as much as is held. False at the end of the file."""
+        """Read more of the file, at least as much as is in memory. Return False at the end of the file."""
         if self._read >= self._file.size:
             return False
-        wanted = max(BLOCK_BYTES, self.held_bytes())
+        wanted = max(BLOCK_BYTES, self.remaining())
         data = self._file.read(self._read, wanted)
         self._read = self._read + len(data) if data else self._file.size
         self.text = self.text[self.position :] + self._decode(data, self._read >= self._file.size)
@@ -311,7 +315,7 @@ class _Window:
         return True
 
     def next_character(self) -> str:
-        """The next that is no white space; nothing at the end."""
+        """Return the next character that is not white space, and "" at the end."""
         while True:
             start = self.position
             while self.position < len(self.text) and self.text[self.position] in _SPACE:
@@ -326,7 +330,7 @@ class _Window:
         self.take(self.position + count)
 
     def take(self, end: int) -> bytes:
-        """The bytes up to a place in the text."""
+        """Return the bytes up to position `end` of the text, and move there."""
         data = self.text[self.position : end].encode("utf-8", "surrogateescape")
         self.position = end
         self.offset += len(data)
@@ -334,11 +338,7 @@ class _Window:
 
 
 def records_of(suffix: str, file: Storage, most_bytes: int) -> Records:
-    """The records of a file with this suffix."""
+    """Return the reader for files with this suffix."""
     forms: dict[str, Any] = {".jsonl": Lines, ".ndjson": Lines, ".json": Array, ".csv": Table}
     records: Records = forms[suffix](file, most_bytes)
     return records
-
-
-def _too_long(what: str, size: int, most_bytes: int) -> str:
-    return f"{what} of {size} bytes, above Limits.text_bytes={most_bytes}"

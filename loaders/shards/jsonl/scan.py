@@ -1,7 +1,7 @@
 """One pass over a file of records: records -> rows of the facts, with the headers of the media that they name.
 
-Records are taken some hundreds at a time, and their media looked at in threads where files are waited for; where they
-are not, as in the page cache, threads would only wait for each other.
+Records are read some hundreds at a time. Their media are probed in threads if files are slow; for files in the page
+cache, threads would only wait for each other.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from itertools import islice
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 from orchdata.loaders.errors import DecodeError
 from orchdata.loaders.limits import Limits, shortened
@@ -26,18 +26,19 @@ from orchdata.loaders.shards.jsonl.named_media import NamedMedia
 from orchdata.loaders.shards.jsonl.reading import RecordReader
 from orchdata.loaders.shards.jsonl.records import Record
 from orchdata.loaders.slow import here
+from orchdata.loaders.text.conversation import parse_json
 
 JSON_FIELD: Final = "json"
 _THREADS: Final = 8
-_TOGETHER: Final = 256
-_TRIED: Final = 8
+_CHUNK: Final = 256
+_TIMED: Final = 8
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
 class Scanned(NamedTuple):
-    """Facts of a file, how many of its bytes nobody could read, and the state of the files it names."""
+    """Facts of a file, the number of its bytes that could not be read, and the state of the files it names."""
 
     table: FactsTable
     lost_bytes: int
@@ -45,32 +46,32 @@ class Scanned(NamedTuple):
 
 
 def scan(reader: RecordReader, limits: Limits) -> Scanned:
-    """The facts of a file of records. Bad records and media are rows with an error."""
-    found = _Scan(reader, limits)
+    """Scan a file of records. Bad records and media become rows with an error."""
+    rows = _Scan(reader, limits)
     states = MediaStates()
-    for read, looked_at in _looked_at(reader, limits):
-        found.add(read, looked_at)
-        states.add([one.state for one in looked_at])
-        if len(found.table) > limits.shard_rows:
+    for read, probed in _probed(reader, limits):
+        rows.add(read, probed)
+        states.add([one.state for one in probed])
+        if len(rows.table) > limits.shard_rows:
             return Scanned(shard_failure(f"more than {limits.shard_rows} fields, above Limits.shard_rows"), 1, "")
-    if not len(found.table):
+    if not len(rows.table):
         return Scanned(shard_failure("no samples: the file has no records"), 0, "")
-    return Scanned(found.table, found.lost_bytes, states.digest())
+    return Scanned(rows.table, rows.lost_bytes, states.digest())
 
 
 def media_state(reader: RecordReader, limits: Limits) -> str:
-    """The state of the files that the records name, as `scan` finds it, without reading any of them."""
+    """Return the state of the files that the records name, equal to that of `scan`, without reading any of them."""
     states = MediaStates()
     media = (one for record in reader.all() for one in _Read.of(record, reader, limits).media)
     named = (file.path for one in media for file in one.parts())
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="orchdata-media") as pool:
-        for some in _batches(named, _TOGETHER):
+        for some in _batches(named, _CHUNK):
             states.add(mapped(pool, lambda path: _state(path, reader.folder), some))
     return states.digest()
 
 
 class MediaStates:
-    """Of the files that records name, in their order: whether each is there, its size and its time of change."""
+    """A digest over the named files in order: whether each exists, its size and its modification time."""
 
     def __init__(self) -> None:
         self._digest = hashlib.blake2b(digest_size=16)
@@ -83,12 +84,12 @@ class MediaStates:
                 self._digest.update(f"{state}\0".encode("utf-8", "backslashreplace"))
 
     def digest(self) -> str:
-        """Empty where no file is named."""
+        """Return the hex digest; "" if no file is named."""
         return self._digest.hexdigest() if self._any else ""
 
 
-class _LookedAt(NamedTuple):
-    """What one image or clip turned out to be."""
+class _Probed(NamedTuple):
+    """The result of probing one image or clip; `short` is set if there was too little memory for it."""
 
     size: int = 0
     stamp: int = 0
@@ -99,7 +100,7 @@ class _LookedAt(NamedTuple):
 
 
 class _Read(NamedTuple):
-    """A record, and what it says of itself."""
+    """A parsed record."""
 
     record: Record
     key: str | None = None
@@ -114,7 +115,7 @@ class _Read(NamedTuple):
             return _Read(record, error=record.error)
         key = None
         try:
-            value = reader.value(reader.as_json(record.data))
+            value = parse_json(reader.as_json(record.data))
             key = reader.key(value)
             media = reader.media(value)
         except DecodeError as error:
@@ -123,7 +124,7 @@ class _Read(NamedTuple):
         if count > limits.sample_parts:
             reason = f"it names {count} files, above Limits.sample_parts={limits.sample_parts}"
             return _Read(record, key, error=reason)
-        return _Read(record, key, _names_itself(value), len(record.data), media)
+        return _Read(record, key, isinstance(value, dict) and "__key__" in value, len(record.data), media)
 
 
 def _batches(items: Iterator[Item], length: int) -> Iterator[list[Item]]:
@@ -131,60 +132,56 @@ def _batches(items: Iterator[Item], length: int) -> Iterator[list[Item]]:
         yield batch
 
 
-def _names_itself(value: Any) -> bool:
-    return isinstance(value, dict) and "__key__" in value
-
-
-def _looked_at(reader: RecordReader, limits: Limits) -> Iterator[tuple[list[_Read], list[_LookedAt]]]:
+def _probed(reader: RecordReader, limits: Limits) -> Iterator[tuple[list[_Read], list[_Probed]]]:
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="orchdata-media") as pool:
-        place, number = here(), 0
-        shard = place.shard
+        current, number = here(), 0
+        shard = current.shard
 
-        def look(one: tuple[str, NamedMedia]) -> _LookedAt:
-            mine = here()  # of any of the threads
+        def probe(one: tuple[str, NamedMedia]) -> _Probed:
+            mine = here()  # of the thread that probes
             mine.shard, mine.key = shard, one[0]
             try:
-                return _look_at(one[1], reader.folder, limits)
+                return _probe(one[1], reader.folder, limits)
             finally:
                 mine.key = None
 
-        for records in _batches(reader.all(), _TOGETHER):
+        for records in _batches(reader.all(), _CHUNK):
             read = []
             for record in records:
-                place.key = f"record {number}"
+                current.key = f"record {number}"
                 read.append(_Read.of(record, reader, limits))
                 number += 1
-            place.key = None
+            current.key = None
             first = number - len(read)
             media = [(each.key or f"record {first + at}", one) for at, each in enumerate(read) for one in each.media]
-            yield read, mapped(pool, look, media)
+            yield read, mapped(pool, probe, media)
 
 
 def mapped(pool: Executor, function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-    """The function of each item: of the first few here, of the others in the pool if those were mostly waited for."""
+    """Call a function for each item: the first few here; the others in the pool if those mostly waited."""
     began, worked = time.perf_counter(), time.thread_time()
-    found = [function(item) for item in items[:_TRIED]]
+    results = [function(item) for item in items[:_TIMED]]
     worked = time.thread_time() - worked
     is_waiting = time.perf_counter() - began > 2 * worked
-    return [*found, *(pool.map if is_waiting else map)(function, items[_TRIED:])]
+    return [*results, *(pool.map if is_waiting else map)(function, items[_TIMED:])]
 
 
 def _state(path: str | None, folder: MediaFolder | None) -> str:
     return "" if path is None or folder is None else f"{path}\0{folder.state(path)}"
 
 
-def _look_at(media: NamedMedia, folder: MediaFolder | None, limits: Limits) -> _LookedAt:
+def _probe(media: NamedMedia, folder: MediaFolder | None, limits: Limits) -> _Probed:
     if not media.files:
-        return _look_at_one(media, folder, limits)
-    found = [_look_at_one(one, folder, limits) for one in media.files]
-    size, stamp = sum(one.size for one in found), joined_stamp([one.stamp for one in found])
-    error = next((f"file {at} of its list: {one.error}" for at, one in enumerate(found) if one.error is not None), None)
+        return _probe_one(media, folder, limits)
+    files = [_probe_one(one, folder, limits) for one in media.files]
+    size, stamp = sum(one.size for one in files), joined_stamp([one.stamp for one in files])
+    error = next((f"file {at} of its list: {one.error}" for at, one in enumerate(files) if one.error is not None), None)
     error = error or limits.size_error(size, is_text=False)
-    state = "\0".join(one.state for one in found if one.state)
-    return _LookedAt(size, stamp, error=error, state=state, short=next((one.short for one in found if one.short), None))
+    state = "\0".join(one.state for one in files if one.state)
+    return _Probed(size, stamp, error=error, state=state, short=next((one.short for one in files if one.short), None))
 
 
-def _look_at_one(media: NamedMedia, folder: MediaFolder | None, limits: Limits) -> _LookedAt:
+def _probe_one(media: NamedMedia, folder: MediaFolder | None, limits: Limits) -> _Probed:
     modality = None if media.kind == OTHER else BUILTINS[KINDS[media.kind]]
     size = stamp = 0
     header = NO_HEADER
@@ -211,19 +208,19 @@ def _look_at_one(media: NamedMedia, folder: MediaFolder | None, limits: Limits) 
     except DecodeError as error:
         if not state and media.path is not None and folder is not None:
             state = f"{media.path}\0{error.reason}"
-        return _LookedAt(size, stamp, error=error.reason, state=state)
+        return _Probed(size, stamp, error=error.reason, state=state)
     except MemoryError as error:
-        return _LookedAt(short=error)  # who adds it knows the record
-    return _LookedAt(size, stamp, (*header, *NO_HEADER[len(header) :]), state=state)
+        return _Probed(short=error)  # `_Scan` adds the record to the error
+    return _Probed(size, stamp, (*header, *NO_HEADER[len(header) :]), state=state)
 
 
 def no_root(path: str) -> str:
     shown = shown_name(path)
-    return f"{shown} is named, and nothing says where it lies: give media_root= (on the command line --media-root)"
+    return f"the record names {shown}, but its folder is unknown: pass media_root= (on the command line --media-root)"
 
 
 class _Scan:
-    """The rows found so far."""
+    """Collects the rows of the facts."""
 
     def __init__(self, reader: RecordReader, limits: Limits) -> None:
         self.table = FactsTable()
@@ -234,14 +231,14 @@ class _Scan:
         self._number = 0
         self._first_row: dict[str, int] = {}
 
-    def add(self, read: Sequence[_Read], looked_at: Sequence[_LookedAt]) -> None:
-        """Records, and their media one after another."""
-        left = iter(looked_at)
+    def add(self, read: Sequence[_Read], probed: Sequence[_Probed]) -> None:
+        """Add records; `probed` are the media of all of them, in order."""
+        left = iter(probed)
         for each in read:
             self._add(each, left)
             self._number += 1
 
-    def _add(self, read: _Read, looked_at: Iterator[_LookedAt]) -> None:
+    def _add(self, read: _Read, probed: Iterator[_Probed]) -> None:
         table, number = self.table, self._number
         offset = read.record.offset
         key = str(number) if read.key is None else printable(read.key)
@@ -249,12 +246,12 @@ class _Scan:
         self.lost_bytes += read.record.lost_bytes
         if error is not None:
             for _ in read.media:
-                next(looked_at)
+                next(probed)
             key = key if self._limits.name_error("key", key) is None else shortened(key)
             table.append(number, key, JSON_FIELD, kind=OTHER, error=error)
             return
         if not read.names_itself:
-            while key in self._first_row:  # every record is whole, whatever its id
+            while key in self._first_row:  # every record is a sample, also if its id comes twice
                 key = f"{key}#{number}"
         first = len(table)
         reason = self._limits.size_error(read.size, is_text=True)
@@ -262,22 +259,24 @@ class _Scan:
             number, key, JSON_FIELD, kind=TEXT, offset=offset, size=read.size, encoding=self._encoding, error=reason
         )
         for media in read.media:
-            found = next(looked_at)
-            if found.short is not None:
-                raise measured_at(found.short, self._url, key, media.field) from found.short
+            one = next(probed)
+            if one.short is not None:
+                raise measured_at(one.short, self._url, key, media.field) from one.short
             table.append(
                 number,
                 key,
                 media.field,
                 kind=media.kind,
-                offset=offset << STAMP_BITS | found.stamp,
-                size=found.size,
+                offset=offset << STAMP_BITS | one.stamp,
+                size=one.size,
                 encoding=NAMED,
-                header=found.header,
-                error=found.error,
+                header=one.header,
+                error=one.error,
             )
         earlier = self._first_row.setdefault(key, first)
         if earlier != first:
-            reason = f"key {key!r} is that of record {table.sample[earlier]} and of record {number}: give each its own"
+            reason = (
+                f"records {table.sample[earlier]} and {number} both have the key {key!r}: give each a different key"
+            )
             table.fail_structure(earlier, reason)
             table.fail_structure(first, reason)

@@ -1,10 +1,10 @@
-"""Shards of records whose media lie in other files: JSON Lines, arrays of JSON, and tables of folders of media.
+"""Shards of records with media in other files: JSON Lines, JSON arrays, and tables of media folders.
 
     record --its own bytes--> field "json"
            --media it names--> fields "image.0", ...: files below media_root, or encoded in the record
 
-A member that a record names has the record's place for its offset, with a stamp of its file's time of change: to read
-it the record is looked at again, and a file that is not what was indexed is an error of its sample.
+The offset of a member that a record names is the offset of the record, together with a stamp of the modification time
+of its file. Reading such a member parses the record again; if the file has changed since, its sample fails.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from orchdata.loaders.shards.jsonl.scan import Scanned, media_state, no_root, sc
 from orchdata.loaders.storage.content_digest import ContentDigest
 from orchdata.loaders.storage.counted import ReadBytes
 from orchdata.loaders.storage.storage import Storage
+from orchdata.loaders.text.conversation import parse_json
 
 _MOST_BYTES: Final = 1 << (63 - STAMP_BITS)
 _STAMP: Final = (1 << STAMP_BITS) - 1
@@ -34,9 +35,9 @@ class JsonLinesShard:
     Args:
         url: as the user gave it.
         file: its bytes.
-        limits: held by `facts` and `read`.
-        media_root: folder that names of media are relative to; None: none is opened.
-        reads: what is read of other files is added to its `storage`.
+        limits: applied by `facts` and `read`.
+        media_root: folder that names of media are relative to; None: no media file is opened.
+        reads: its `storage` counts the bytes read from other files.
     """
 
     def __init__(
@@ -49,23 +50,23 @@ class JsonLinesShard:
         self._limits = limits
         self._reads = reads
         self._reader = RecordReader(url, file, limits, media_root)
-        self._known: dict[int, dict[str, NamedMedia]] = {}  # of the record that `read` last looked at
+        self._last_media: dict[int, dict[str, NamedMedia]] = {}  # of the record that `read` used last
 
     def checksum(self) -> str:
-        """Of its whole content, without the media."""
+        """Return the checksum of its whole content, without the media."""
         return ContentDigest(self._file).hexdigest()
 
     def media_state(self) -> str:
-        """Of all files that its records name: whether each is there, its size and time of change. Empty without any."""
+        """Return a digest of which named files exist, their sizes and modification times; "" if no file is named."""
         return media_state(self._reader, self._limits)
 
     @property
     def folder(self) -> MediaFolder | None:
-        """Where the files lie that its records name."""
+        """The folder of the files that its records name."""
         return self._reader.folder
 
     def names_same(self, members: Sequence[tuple[int, int, int, str]]) -> bool:
-        """Whether the files that a sample names have the sizes and times of change that its members tell."""
+        """Return whether the files that a sample names still have the sizes and modification times of its members."""
         media: dict[int, dict[str, NamedMedia]] = {}
         try:
             for offset, size, encoding, field in members:
@@ -81,7 +82,7 @@ class JsonLinesShard:
     def _is_same(self, media: NamedMedia, size: int, stamp: int) -> bool:
         folder = self._reader.folder
         if folder is None or any(one.path is None for one in media.parts()):
-            return True  # what the record itself holds, its own checks see to
+            return True  # media inside the record: the checks of the record cover them
         now: list[tuple[int, int]] = []
         for one in media.parts():
             with folder.open(str(one.path)) as file:
@@ -89,12 +90,12 @@ class JsonLinesShard:
         return sum(each for each, _ in now) == size and joined_stamp([each for _, each in now]) == stamp
 
     def facts(self) -> Facts:
-        """Read all records, and the headers of the media that they name. Bad data are rows with an error."""
+        """Read all records, and the headers of the media that they name. Bad data become rows with an error."""
         if self.size >= _MOST_BYTES:
-            reason = f"{self.size} bytes, and files of records are below {_MOST_BYTES}: split it"
-            found = Scanned(shard_failure(reason), self.size, "")
+            reason = f"{self.size} bytes, but a file of records must be smaller than {_MOST_BYTES}: split it"
+            scanned = Scanned(shard_failure(reason), self.size, "")
         else:
-            found = scan(self._reader, self._limits)
+            scanned = scan(self._reader, self._limits)
         checksum = self.checksum()
         self._file.check_unchanged()
         meta = FactsMeta(
@@ -103,31 +104,31 @@ class JsonLinesShard:
             version=self.version,
             checksum=checksum,
             limits=limits_fingerprint(self._limits),
-            ignored=found.table.ignored(),
-            lost_bytes=found.lost_bytes,
-            media=found.media,
+            ignored=scanned.table.ignored(),
+            lost_bytes=scanned.lost_bytes,
+            media=scanned.media,
         )
-        return Facts(found.table, meta)
+        return Facts(scanned.table, meta)
 
     def read(self, offset: int, size: int, encoding: int, field: str) -> bytes:
-        """One member. Raises FieldError. A record that names many files is parsed once where they are read in turn."""
+        """Read one member. Raises FieldError. Consecutive reads of files of one record parse the record once."""
         if encoding != NAMED:
             return self._read(offset, size, encoding, field, {})
-        known = self._known
-        if offset >> STAMP_BITS in known:
+        media = self._last_media
+        if offset >> STAMP_BITS in media:
             self._file.check_unchanged()
         else:
-            known = {}
-        data = self._read(offset, size, encoding, field, known)
-        self._known = known
+            media = {}
+        data = self._read(offset, size, encoding, field, media)
+        self._last_media = media
         return data
 
     def read_many(self, members: Sequence[tuple[int, int, int, str]]) -> list[bytes | memoryview]:
-        """Members of one sample, whose record is parsed once. Raises FieldError."""
+        """Read the members of one sample; its record is parsed once. Raises FieldError."""
         media: dict[int, dict[str, NamedMedia]] = {}
         names_media = any(encoding == NAMED for _, _, encoding, _ in members)
         contents: list[bytes | memoryview] = []
-        for offset, size, encoding, field in members:  # the record is the first of them
+        for offset, size, encoding, field in members:  # the record comes first
             data = self._read(offset, size, encoding, field, media)
             if names_media and encoding != NAMED:
                 media[offset] = self._media(data, field)
@@ -150,38 +151,35 @@ class JsonLinesShard:
             if len(data) < size:
                 raise DecodeError(f"cut: {len(data)} of {size} bytes are in the file")
             if encoding == TABLE_ROW:
-                data = self._reader.as_json(data)  # which may read the line of names
+                data = self._reader.as_json(data)  # may read the header line
             self._file.check_unchanged()
             return data
         except DecodeError as error:
-            self._file.check_unchanged()  # or it may be the change that looks like damage
+            self._file.check_unchanged()  # a change of the file can look like damage
             raise error.at(field) from error.__cause__
 
     def _named_at(
         self, offset: int, field: str, media: dict[int, dict[str, NamedMedia]]
     ) -> tuple[NamedMedia | None, int]:
-        """What a member's record names it by, and its stamp; `media` are those of records known, which this adds to."""
-        place = offset >> STAMP_BITS
-        if place not in media:
-            media[place] = self._media(self._record(place), field)
-        return media[place].get(field), offset & _STAMP
-
-    def _record(self, place: int) -> bytes:
-        data = self._reader.at(place)
-        self._file.check_unchanged()
-        return data
+        """Return the media entry of a member in its record, and its stamp. `media` caches the media of records."""
+        record_offset = offset >> STAMP_BITS
+        if record_offset not in media:
+            data = self._reader.at(record_offset)
+            self._file.check_unchanged()
+            media[record_offset] = self._media(data, field)
+        return media[record_offset].get(field), offset & _STAMP
 
     def _media(self, data: bytes, field: str) -> dict[str, NamedMedia]:
-        """The media that a record names, by field."""
+        """Return the media that a record names, by field."""
         try:
-            return {one.field: one for one in self._reader.media(self._reader.value(data))}
+            return {one.field: one for one in self._reader.media(parse_json(data))}
         except DecodeError as error:
             raise error.at(field) from error.__cause__
 
     def _content(self, media: NamedMedia | None, size: int, stamp: int) -> bytes:
-        """Raises DecodeError where it is not what was indexed."""
+        """Read the content of a member. Raises DecodeError if it changed since it was indexed."""
         if media is None or media.error is not None:
-            raise DecodeError("its record names no such file: run `orchdata index` again")
+            raise DecodeError("its record no longer names this file: run `orchdata index` again")
         name = "its list of files" if media.files else shown_name(media.path or media.field)
         contents, stamps, left = [], [], size
         for one in media.parts():
@@ -193,13 +191,13 @@ class JsonLinesShard:
             raise _changed(name, size - left, size)
         if joined_stamp(stamps) != stamp:
             raise DecodeError(
-                f"{name} was changed since it was indexed: it has another time of change, and the same size. Run "
-                "`orchdata index` again. `cp -r` makes copies like that; `cp -a` and `rsync -a` keep the time"
+                f"{name} was changed since it was indexed: it has the same size, but another modification time. Run "
+                "`orchdata index` again. `cp -r` changes the time of a copy; `cp -a` and `rsync -a` keep it"
             )
         return media.joined(contents) if media.files else contents[0]
 
     def _named(self, media: NamedMedia, most: int, name: str) -> tuple[bytes, int]:
-        """What is named, and its stamp. Raises DecodeError for more than so many bytes, in the name of all."""
+        """Return the content of a file or encoded part, and its stamp. Raises DecodeError above `most` bytes."""
         if media.path is None:
             data, stamp = media.decoded(self._limits), 0
         elif self._reader.folder is None:

@@ -1,4 +1,4 @@
-"""Cells of columns of Parquet and Arrow files: schema -> which columns hold media or text, cell -> its bytes."""
+"""Cells of columns of Parquet and Arrow files: schema -> the columns with media or text; cell -> its bytes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _CHATS = ("messages", "conversations")
 
 
 class PathOnly(Exception):
-    """A media struct with a path and no bytes: paths from data are never opened."""
+    """A media struct with a path but no bytes: paths from data are never opened."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,11 @@ class Column:
 
     Attributes:
         name: of the column.
-        form: "text", "chat", "words" (lists and structs with text that are no chat, as JSON), "label" (a number that
-            stands for a name), "binary" or "struct" (bytes and path).
-        listed: cells are lists; each item is a field `name.0`, `name.1`, ...
-        kind: its modality, or OTHER where each cell's first bytes have to tell.
-        labels: the names that numbers stand for.
+        form: "text", "chat", "words" (lists and structs with text that are not a chat, as JSON), "label" (the number
+            of a class), "binary" or "struct" (bytes and path).
+        listed: whether cells are lists; each item is a field `name.0`, `name.1`, ...
+        kind: its modality, or OTHER if it depends on the first bytes of each cell.
+        labels: names of the classes.
     """
 
     name: str
@@ -56,12 +56,12 @@ class Column:
 
     @property
     def field(self) -> str:
-        """What the field of a cell that is not listed is called."""
+        """The name of the field of a cell that is not a list."""
         return self.name + WORDS_SUFFIX if self.form == "words" else self.name
 
     def item(self, scalar: pa.Scalar, number: int, limits: Limits) -> bytes | None:
-        """Bytes of an item of a cell; of the cell itself, where cells are no lists. None for null. Raises PathOnly, and
-        ValueError for a cell above the limits.
+        """Return the bytes of an item of a cell (of the cell itself if cells are not lists), None for null. Raises
+        PathOnly, and ValueError for a cell above the limits.
         """
         excess = self.excess(scalar, limits)
         if excess is not None:
@@ -73,12 +73,12 @@ class Column:
         return self.cell(scalar.values[number])
 
     def cell(self, scalar: pa.Scalar) -> bytes | None:
-        """Bytes of a cell (of an item, where listed), None for null. Raises PathOnly."""
+        """Return the bytes of a cell (of an item of a list), None for null. Raises PathOnly."""
         data = self.content(scalar)
         return None if data is None else bytes(data)
 
     def content(self, scalar: pa.Scalar) -> bytes | memoryview | None:
-        """As `cell`, without a copy where the bytes are stored as such."""
+        """Return the same as `cell`, without a copy if the bytes are stored unchanged."""
         if not scalar.is_valid:
             return None
         if self.form == "text":
@@ -87,16 +87,16 @@ class Column:
             return _encode(scalar.as_py())
         if self.form == "label":
             return self._label(scalar.as_py())
-        held = scalar if self.form == "binary" else _plain_scalar(scalar)["bytes"]
-        if held.is_valid:
-            return text_bytes(held)
+        content = scalar if self.form == "binary" else _plain_scalar(scalar)["bytes"]
+        if content.is_valid:
+            return text_bytes(content)
         path = self.path(scalar)
         if path:
-            raise PathOnly(f"holds a path, not bytes: {path!r}; embed the bytes when writing the file")
+            raise PathOnly(f"contains a path, not bytes: {path!r}; embed the bytes when writing the file")
         return None
 
     def _label(self, number: int) -> bytes | None:
-        """The name of a class; nothing for -1, by which `datasets` says that there is none."""
+        """Return the name of a class; None for -1, which means "no class" in `datasets`."""
         if number == -1:
             return None
         if not 0 <= number < len(self.labels):
@@ -104,15 +104,15 @@ class Column:
         return self.labels[number].encode()
 
     def path(self, scalar: pa.Scalar) -> str | None:
-        """The path beside the bytes of a struct."""
+        """Return the path of a struct with bytes."""
         if self.form != "struct" or not scalar.is_valid:
             return None
-        held = _plain_scalar(scalar)
-        path = held["path"].as_py() if "path" in held else None
+        struct = _plain_scalar(scalar)
+        path = struct["path"].as_py() if "path" in struct else None
         return path if isinstance(path, str) else None
 
     def excess(self, scalar: pa.Scalar, limits: Limits) -> str | None:
-        """Why a cell holds too much, or None: told before any of its values is made a Python object."""
+        """Return why a cell is too large, or None; checked before any of its values becomes a Python object."""
         items = values = 0
         if self.form in ("chat", "words"):
             items, values = _counted_in(scalar)
@@ -120,12 +120,12 @@ class Column:
             items = len(scalar.values)
         if items > limits.sample_parts:
             return f"a list of {items} items, above Limits.sample_parts={limits.sample_parts}"
-        if values > limits.text_bytes:  # nulls of fields are values too, and in no text
+        if values > limits.text_bytes:  # null fields count too, although no text shows them
             return f"{values} values, more than Limits.text_bytes={limits.text_bytes}"
         return None
 
     def kind_of(self, data: bytes | memoryview, path: str | None = None) -> int:
-        """Modality of one cell."""
+        """Return the modality of one cell."""
         if self.kind != OTHER:
             return self.kind
         by_path = classify(path)[0] if path else OTHER
@@ -141,44 +141,44 @@ class Columns(list[Column]):
 
 
 def read_cell(cell: Callable[[int, str], bytes | None], file: Storage, row: int, size: int, field: str) -> bytes:
-    """What `cell` gives for `field` of a row of a file, of as many bytes as were indexed.
+    """Return `cell(row, field)`, and check that it has the size in the index.
 
     Raises:
-        FieldError: it cannot be had.
-        ShardError: nothing can be had of the file; StaleIndexError: it changed.
+        FieldError: the cell cannot be read.
+        ShardError: the file cannot be read at all; StaleIndexError: it changed.
     """
     try:
         data = cell(row, field)
         if data is None or len(data) != size:
-            held = "nothing" if data is None else f"{len(data)} bytes"
-            raise FieldError(field, f"row {row} holds {held}, {size} bytes were indexed: index the shard again")
+            now = "nothing" if data is None else f"{len(data)} bytes"
+            raise FieldError(field, f"row {row} has {now}, {size} bytes were indexed: index the shard again")
         return data
     except NOT_DATA:
         raise
     except Exception as error:
         pass_trouble(error)
-        file.check_unchanged()  # or it may be the change that looks like damage
+        file.check_unchanged()  # a change of the file can look like damage
         if isinstance(error, ShardError | FieldError):
             raise
         reason = str(error) if isinstance(error, PathOnly) else f"cannot be read: {one_line(error)}"
         raise FieldError(field, reason) from error
 
 
-def place_of(columns: Columns, starts: NDArray[np.int64], row: int, field: str) -> tuple[Column, int, int, int]:
-    """Where a cell is: its column, which item of its list, its group of rows, and its row in that. Raises FieldError.
+def locate_cell(columns: Columns, starts: NDArray[np.int64], row: int, field: str) -> tuple[Column, int, int, int]:
+    """Return the column of a cell, the item in its list, its row group, and its row in the group. Raises FieldError.
 
     Args:
         starts: the first row of each group, and the end.
     """
-    found = column_of(columns, field)
-    if found is None or not 0 <= row < starts[-1]:
+    column_item = column_of(columns, field)
+    if column_item is None or not 0 <= row < starts[-1]:
         raise FieldError(field, f"the file has no such cell (row {row}): index the shard again")
     group = int(np.searchsorted(starts, row, side="right")) - 1
-    return *found, group, row - int(starts[group])
+    return *column_item, group, row - int(starts[group])
 
 
 def text_bytes(scalar: pa.Scalar) -> memoryview:
-    """A string as it is stored: perhaps not UTF-8, which only the sample it belongs to should fail for."""
+    """Return the stored bytes of a string; they may not be UTF-8, for which only their sample fails."""
     return memoryview(_plain_scalar(scalar).as_buffer())
 
 
@@ -187,7 +187,7 @@ def _plain_scalar(scalar: pa.Scalar) -> pa.Scalar:
 
 
 def _counted_in(scalar: pa.Scalar) -> tuple[int, int]:
-    """As `_counted`, of one cell. pyarrow makes no array of a struct with a field of type null."""
+    """Count as `_counted` does, for one cell. pyarrow cannot make an array of a struct with a field of type null."""
     if not scalar.is_valid:
         return 0, 1
     if _is_list(scalar.type):
@@ -200,7 +200,7 @@ def _counted_in(scalar: pa.Scalar) -> tuple[int, int]:
 
 
 def _counted(array: pa.Array) -> tuple[int, int]:
-    """The length of the longest array of list items in an array, however deep, and all values that it holds."""
+    """Return the length of the longest array of list items at any depth, and the number of all values."""
     if _is_list(array.type):
         inner = array.flatten()
         items, values = _counted(inner)
@@ -212,7 +212,7 @@ def _counted(array: pa.Array) -> tuple[int, int]:
 
 
 def plan_columns(schema: pa.Schema) -> tuple[Columns, list[str], str | None]:
-    """(columns to read, names of those ignored, name of the key column)."""
+    """Return (columns to read, names of the ignored columns, name of the key column)."""
     names = set(schema.names)
     key = "__key__" if "__key__" in names else ("id" if "id" in names else None)
     features = _huggingface_features(schema)
@@ -231,19 +231,19 @@ def plan_columns(schema: pa.Schema) -> tuple[Columns, list[str], str | None]:
 
 
 def column_of(columns: Columns, field: str) -> tuple[Column, int] | None:
-    """The column of a field, and which item of its lists it is (-1 where its cells are none); None where none is."""
-    known = columns.by_name
-    column = known.get(field) or known.get(field.removesuffix(WORDS_SUFFIX))
+    """Return the column of a field and the item in its lists (-1 if cells are not lists); None for no column."""
+    by_name = columns.by_name
+    column = by_name.get(field) or by_name.get(field.removesuffix(WORDS_SUFFIX))
     if column is not None and not column.listed:
         return column, -1
     name, _, number = field.rpartition(".")
     item = int(number) if number.isdecimal() and len(number) < 10 else -1
-    column = known.get(name)
+    column = by_name.get(name)
     return (column, item) if column is not None and column.listed and item >= 0 else None
 
 
 def sniff(data: bytes | memoryview) -> int:
-    """The kind that the first bytes tell, else OTHER."""
+    """Return the kind by the first bytes, or OTHER."""
     head = bytes(data[:16])
     return next((code for code, kind in enumerate(BUILTINS.values(), TEXT + 1) if kind.matches_magic(head)), OTHER)
 
@@ -266,9 +266,7 @@ def _plan_column(name: str, type_: pa.DataType, feature: object) -> Column | Non
         fields = {item.field(i).name: item.field(i).type for i in range(item.num_fields)}
         if "bytes" in fields and _is_binary(fields["bytes"]):
             return Column(name, "struct", listed, _declared_kind(name, feature))
-    if (listed or pa.types.is_struct(type_)) and is_chat_context(
-        name
-    ):  # tools beside a chat: whether they say anything
+    if (listed or pa.types.is_struct(type_)) and is_chat_context(name):  # tools of a chat: read to see if they are used
         return Column(name, "chat", False, TEXT)
     if _holds_words(name, type_) or (is_text(item) and name.lower() in _NAMED):
         return Column(name, "words", False, TEXT)
@@ -276,7 +274,7 @@ def _plan_column(name: str, type_: pa.DataType, feature: object) -> Column | Non
 
 
 def _holds_words(name: str, type_: pa.DataType) -> bool:
-    """Whether a list or struct holds text under a name, or fields of a name, that say so."""
+    """Return whether a list or struct has text by its name, or by the names of its fields."""
     while _is_list(type_):
         type_ = type_.value_type
     if not pa.types.is_struct(type_):
@@ -287,7 +285,7 @@ def _holds_words(name: str, type_: pa.DataType) -> bool:
 
 
 def _declared_kind(name: str, feature: object) -> int:
-    """Modality that Hugging Face's metadata, the suffix or a word of the name declares."""
+    """Return the modality by Hugging Face's metadata, by the suffix, or by a word of the name."""
     declared = json.dumps(feature)
     for feature_name, code in _FEATURES.items():
         if feature_name in declared:
@@ -296,11 +294,11 @@ def _declared_kind(name: str, feature: object) -> int:
     if kind != OTHER:
         return kind
     words = set(re.split(r"[^a-z]+", name.lower()))
-    return next((kind for kind, known in _WORDS.items() if words & known), OTHER)
+    return next((kind for kind, kind_words in _WORDS.items() if words & kind_words), OTHER)
 
 
 def _labels(feature: object) -> tuple[str, ...]:
-    """The names of a ClassLabel."""
+    """Return the class names of a ClassLabel feature."""
     names = feature.get("names") if isinstance(feature, dict) and feature.get("_type") == "ClassLabel" else None
     return tuple(names) if isinstance(names, list) and all(isinstance(name, str) for name in names) else ()
 
@@ -341,7 +339,7 @@ def _field_names(type_: pa.DataType) -> frozenset[str]:
 
 
 def _is_turns(type_: pa.DataType) -> bool:
-    """A list of turns, or (as `datasets` stores a Sequence of dicts) a struct of lists with their keys."""
+    """Return whether it is a list of turns, or a struct of lists with their keys (`datasets`: a Sequence of dicts)."""
     if _is_list(type_):
         names = _field_names(type_.value_type)
         return any(turn <= names for turn in _TURNS)
@@ -360,14 +358,14 @@ def _encode(value: object) -> bytes:
 
 
 def _plain(value: object) -> object:
-    """Without the nulls that a common struct type forces on every dict, and structs of lists as lists of dicts."""
+    """Drop the nulls that a common struct type forces on every dict; turn structs of lists into lists of dicts."""
     if isinstance(value, Mapping):
-        known = {name: _plain(item) for name, item in value.items() if item is not None}
-        if any(turn <= known.keys() for turn in _TURNS) and all(isinstance(item, list) for item in known.values()):
-            columns: dict[str, Sequence[Any]] = {name: item for name, item in known.items() if isinstance(item, list)}
+        items = {name: _plain(item) for name, item in value.items() if item is not None}
+        if any(turn <= items.keys() for turn in _TURNS) and all(isinstance(item, list) for item in items.values()):
+            columns: dict[str, Sequence[Any]] = {name: item for name, item in items.items() if isinstance(item, list)}
             if len({len(column) for column in columns.values()}) == 1:
                 return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-        return known
+        return items
     return [_plain(item) for item in value] if isinstance(value, list) else value
 
 

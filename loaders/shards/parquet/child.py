@@ -1,8 +1,7 @@
-"""The child process that measures Parquet files: bytes that its parent lends -> facts, or why there are none.
+"""The child process that measures Parquet files: bytes read by its parent -> facts, or why there are none.
 
-It opens no file: the parent reads blocks into memory that both map, so whatever a storage raises stays in the parent. A
-file that kills this process, hangs it or takes too much memory costs no more than its own facts. Imports little: no
-torch.
+It opens no file: the parent reads blocks into memory that both map, so the errors of a storage stay in the parent. A
+file that kills or hangs this process, or takes too much memory, only loses its own facts. Imports little: no torch.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ _sending = threading.Lock()
 
 
 def cpu_seconds(size: int, rows: int) -> float:
-    """Processor time after which a file is given up, and the build with it: a hundred times what it does take."""
+    """Return the processor time after which a file ends the build: a hundred times what files of its size take."""
     return CPU_SECONDS + size / (1 << 20) + rows / 1000
 
 
 def memory_bytes(limits: Limits) -> int:
-    """Memory that a file may take: some copies of its largest cell."""
+    """Return the memory that a file may take: some copies of its largest cell."""
     return (2 << 30) + 4 * limits.member_bytes
 
 
@@ -50,22 +49,22 @@ def main(window: int, life: int) -> None:
 
     Args:
         window: descriptor of a block of shared memory, which the parent fills.
-        life: reading end of a pipe whose other end the parent holds.
+        life: reading end of a pipe; the parent has the other end.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     die_with_parent(life)
     lower_limit(resource.RLIMIT_CORE, 0)
     replies = os.dup(1)
-    os.dup2(2, 1)  # whatever prints here is no message
+    os.dup2(2, 1)  # printed text is not a message
     shared = mmap.mmap(window, BLOCK_BYTES, access=mmap.ACCESS_READ)
     _send(replies, {"ready": True})
 
-    def tell(_: str, key: object, seconds: float) -> None:
-        with suppress(Ended):  # then the other thread ends too
+    def report_slow(_: str, key: object, seconds: float) -> None:
+        with suppress(Ended):  # the main thread notices too
             _send(replies, {"slow": [str(key), seconds]})
 
     try:
-        with watching(tell):
+        with watching(report_slow):
             while True:
                 _serve(receive(0), replies, shared)
     except Ended:
@@ -73,7 +72,7 @@ def main(window: int, life: int) -> None:
 
 
 def _send(replies: int, message: dict[str, Any], content: memoryview | None = None) -> None:
-    """A message, and bytes that follow it: whole, whichever thread sends. Raises Ended."""
+    """Send a message, and bytes that follow it. Threads send one after another. Raises Ended."""
     with _sending:
         send(replies, message)
         if content is not None:
@@ -86,7 +85,7 @@ def _serve(request: dict[str, Any], replies: int, shared: mmap.mmap) -> None:
     lower_limit(resource.RLIMIT_DATA, memory_bytes(limits))
     _allow_cpu(cpu_seconds(size, 0))
     try:
-        reader = ParquetReader(_LentFile(size, replies, shared), limits)
+        reader = ParquetReader(_ParentFile(size, replies, shared), limits)
         _send(replies, {"rows": reader.plausible_rows()})
         _allow_cpu(cpu_seconds(size, min(reader.plausible_rows(), limits.shard_rows)))
         table, ignored = scan(reader, limits)
@@ -102,15 +101,15 @@ def _serve(request: dict[str, Any], replies: int, shared: mmap.mmap) -> None:
             f"(four times Limits.member_bytes={limits.member_bytes} and 2 GiB)"
         )
         _send(replies, {"failure": reason})
-        raise Ended from None  # what is left of this process's memory is not known
+        raise Ended from None  # this process may have little memory left
     except Refused as error:
         _send(replies, {"failure": str(error)})
     except Exception as error:  # noqa: BLE001 - pyarrow raises many kinds for damaged files
-        found = failed_import(error)
-        if found is None:
+        broken = failed_import(error)
+        if broken is None:
             _send(replies, {"failure": f"not a readable Parquet file: {one_line(error)}"})
         else:
-            _send(replies, {"broken": package_error(found.cause, "reading Parquet", found.package).args})
+            _send(replies, {"broken": package_error(broken.cause, "reading Parquet", broken.package).args})
     else:
         _send(replies, {"facts": {"bytes": len(facts), "ignored": ignored}}, memoryview(facts))
 
@@ -122,8 +121,8 @@ def _serialized(table: pa.Table) -> pa.Buffer:
     return sink.getvalue()
 
 
-class _LentFile:
-    """A Storage whose bytes the parent reads."""
+class _ParentFile:
+    """A Storage that requests its bytes from the parent."""
 
     url, version = "", ""
 
@@ -151,20 +150,20 @@ class _LentFile:
         return len(data)
 
     def check_unchanged(self) -> None:
-        """The parent sees to it."""
+        """Do nothing: the parent checks it."""
 
     def close(self) -> None: ...
 
     def _block(self, number: int) -> bytes:
-        held = self._blocks.get(number)
-        if held is None:
+        block = self._blocks.get(number)
+        if block is None:
             _send(self._replies, {"block": number})
-            held = self._shared[: int(receive(0)["got"])]
-            self._blocks[number] = held
+            block = self._shared[: int(receive(0)["got"])]
+            self._blocks[number] = block
             if len(self._blocks) > _KEPT_BLOCKS:
                 self._blocks.popitem(last=False)
         self._blocks.move_to_end(number)
-        return held
+        return block
 
 
 def _allow_cpu(seconds: float) -> None:

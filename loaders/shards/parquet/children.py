@@ -1,11 +1,11 @@
-"""Measuring Parquet files in child processes, so that a file that ends the Parquet library ends no build.
+"""Measuring Parquet files in child processes, so that a file that crashes the Parquet library does not end the build.
 
     build --measuring()--> children, started when they are needed, reused, ended with the block
     file --measure()--> facts or the reason why there are none, and the checksum of its content
 
-A child that dies is replaced. A file that ends two of them has failed; a child that something else killed is no word
-about the file. One that takes far too long ends the build: time makes no verdict. See `process` for one child, `child`
-for its own side.
+A child that dies is replaced. A file that ends two children has failed; a child that was killed from outside says
+nothing about the file. A file that takes far too long ends the build, and is not marked bad. `process` is the parent's
+side of one child, `child` its own side.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from orchdata.loaders.storage.storage import Storage
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measurement:
-    """What a file holds.
+    """The result of measuring a file.
 
     Attributes:
-        table: its facts, one row with the reason where it failed.
+        table: its facts; one row with the reason if it failed.
         ignored: rows of each ignored column.
         checksum: of size and content, hex.
-        failed: whether the file as a whole did.
-        promised_rows: what its footer counts; 0 where it could not be read.
+        failed: whether the file as a whole failed.
+        promised_rows: number of rows in its footer; 0 if the footer could not be read.
     """
 
     table: FactsTable
@@ -48,9 +48,9 @@ class Measurement:
 
 @contextmanager
 def measuring() -> Iterator[None]:
-    """Children started by `measure` inside the block, by any thread, are kept for the next file and end with it.
+    """Keep the children that `measure` starts inside the block, in any thread, for other files; end them with it.
 
-    What is being measured then fails with a StorageError. Blocks may nest and overlap: the last one ends the children.
+    Files that are being measured at its end fail with StorageError. Blocks may overlap: the last one ends the children.
     """
     _pool.enter()
     try:
@@ -60,17 +60,17 @@ def measuring() -> Iterator[None]:
 
 
 def measure(file: Storage, limits: Limits) -> Measurement:
-    """Measure a Parquet file in a child process, one of its own outside a `measuring` block.
+    """Measure a Parquet file in a child process; outside a `measuring` block, in a new one.
 
     Raises:
-        StorageError: no child can be started, something ends them from outside, or the file takes far too long; and
-            what `file` raises.
+        StorageError: no child can be started, children are killed from outside, or the file takes far too long. Also
+            raises the errors of `file`.
     """
     digest = ContentDigest(file)
     for attempt in (1, 2):
         child = _pool.take(file.url)
         try:
-            found = child.measure(file, limits, digest)
+            scanned = child.measure(file, limits, digest)
         except Died as death:
             _pool.discard(child)
             if child.unwanted:
@@ -79,8 +79,8 @@ def measure(file: Storage, limits: Limits) -> Measurement:
                 raise StorageError(file.url, f"the process that measures it {death}, twice: is memory short?") from None
             if death.slow:
                 reason = (
-                    f"the Parquet library {death}, a hundred times as much as files of this size take. How long it "
-                    "takes makes no verdict, so none is kept: write the file anew, or leave it out"
+                    f"the Parquet library {death}, a hundred times as much as files of this size take. Slowness does "
+                    "not mark a file as bad, so the build ends: write the file again, or leave it out"
                 )
                 raise StorageError(file.url, reason, errno.ETIME) from None
             if attempt == 2 and is_limited_below(memory_bytes(limits)):
@@ -92,13 +92,13 @@ def measure(file: Storage, limits: Limits) -> Measurement:
             raise
         else:
             _pool.give_back(child)
-            return _measurement(found, child.promised_rows, digest)
-    raise AssertionError("the second attempt ends in one of these ways")
+            return _measurement(scanned, child.promised_rows, digest)
+    raise AssertionError("the second attempt returns or raises")
 
 
-def _measurement(found: Scanned | str, promised_rows: int, digest: ContentDigest) -> Measurement:
-    failed = isinstance(found, str)
-    table, ignored = (shard_failure(found), {}) if isinstance(found, str) else found
+def _measurement(scanned: Scanned | str, promised_rows: int, digest: ContentDigest) -> Measurement:
+    failed = isinstance(scanned, str)
+    table, ignored = (shard_failure(scanned), {}) if isinstance(scanned, str) else scanned
     return Measurement(
         table=table, ignored=ignored, checksum=digest.hexdigest(), failed=failed, promised_rows=promised_rows
     )
@@ -136,7 +136,7 @@ class _Pool:
             return self.take(url)
         child = child or MeasuringProcess(url)
         with self._lock:
-            if self._users:  # else it is the caller's alone
+            if self._users:  # otherwise only the caller knows it
                 self._busy.add(child)
         return child
 
@@ -159,7 +159,7 @@ _pool = _Pool()
 
 
 def _forget() -> None:
-    """In a fork: the children are those of the parent."""
+    """Start with an empty pool in a fork: the children belong to the parent."""
     global _pool
     _pool = _Pool()
 

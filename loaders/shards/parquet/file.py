@@ -1,9 +1,9 @@
-"""An open Parquet file: what its footer says, checked, and its columns read in batches of bounded size.
+"""An open Parquet file: its checked footer, and its columns in batches of bounded size.
 
     storage --> footer --check against file and limits--> row groups --batches--> columns
 
-Measuring and reading go through here alike, so what was measured once is decoded the same way later. Whatever a storage
-raises while pyarrow reads is raised as it was, whatever pyarrow made of it.
+Both measuring and reading use this reader, so that a file is decoded the same way each time. An exception of the
+storage during a call of pyarrow is raised unchanged, even if pyarrow hides or replaces it.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ _BATCH_BYTES = 64 << 20
 _DICTIONARY_SLACK = 2
 _FREE_ROWS = 1 << 16
 INDEX_BYTES_OF_A_ROW = 200
-"""About what a row costs in the index, in memory while it is made."""
+"""About the memory that a row takes while the index is built."""
 
 
 class Refused(Exception):
-    """The file is readable and yet no shard; the message is the reason."""
+    """The file can be read, but cannot be used as a shard; the message is the reason."""
 
 
 class ParquetReader:
-    """A Parquet file whose footer is read and makes sense. Not safe from several threads.
+    """A Parquet file with a valid footer. Not safe from several threads.
 
     Attributes:
         schema: of all columns.
-        columns: those with media or text; `ignored` names the others, `key` the one that names the samples.
+        columns: those with media or text; `ignored` names the others, `key` is the name of the key column.
         starts: first row of each row group, and the end, int64 (num_row_groups + 1,).
-        promised_rows: rows that the footer counts for the whole file.
+        promised_rows: number of rows in the whole file according to the footer.
     """
 
     def __init__(self, file: Storage, limits: Limits) -> None:
-        """Read the footer. Raises what the storage raises; pyarrow's own errors for a damaged file."""
+        """Read the footer. Raises the errors of the storage, and pyarrow's errors for a damaged file."""
         self._limits = limits
         self._size = file.size
         self._stream = _Stream(file)
@@ -68,10 +68,10 @@ class ParquetReader:
             self._leaves.setdefault(metadata.schema.column(leaf).path.partition(".")[0], []).append(leaf)
 
     def check(self) -> None:
-        """Hold what the footer says against itself, the file's size and the limits. Raises Refused."""
-        limits, rows, found = self._limits, self.promised_rows, int(self.starts[-1])
-        if rows != found:
-            raise Refused(f"the footer counts {rows} rows, its row groups {found}")
+        """Check that the footer agrees with itself, the file's size and the limits. Raises Refused."""
+        limits, rows, group_rows = self._limits, self.promised_rows, int(self.starts[-1])
+        if rows != group_rows:
+            raise Refused(f"the footer counts {rows} rows, its row groups {group_rows}")
         if rows == 0:
             raise Refused("no samples: the file has no rows")
         if rows > limits.shard_rows:
@@ -90,14 +90,14 @@ class ParquetReader:
             raise Refused(self._unfolds(group, name, decoded))
 
     def _check_values(self, name: str) -> None:
-        """Over all row groups: a file of many small ones would hold what is free for one as often."""
+        """Check the number of values over all row groups: many small groups could each be below `_FREE_ROWS`."""
         groups = range(len(self.starts) - 1)
         for leaf in self._leaves.get(name, ()):
             values = sum(max(0, self._metadata.row_group(group).column(leaf).num_values) for group in groups)
             self._check_density(f"values in column {self._metadata.schema.column(leaf).path!r}", values)
 
     def plausible_rows(self) -> int:
-        """Rows that the footer counts; 0 where the file is too small for them."""
+        """Return the number of rows according to the footer; 0 if the file is too small for them."""
         return self.promised_rows if 0 <= self.promised_rows <= self._most_rows() else 0
 
     def _most_rows(self) -> float:
@@ -124,14 +124,14 @@ class ParquetReader:
         )
 
     def batches(self, group: int, names: Sequence[str], *, scan: bool = False) -> Iterator[pa.RecordBatch]:
-        """The rows of a row group, in batches of bounded size.
+        """Yield the rows of a row group, in batches of bounded size.
 
         Args:
-            scan: batches of few rows, for one pass over several columns; else as large as memory allows.
+            scan: small batches, for one pass over several columns; otherwise batches as large as memory allows.
 
         Raises:
-            Refused: a column takes more memory than the limits allow, decoded, or has another number of rows than the
-                footer says.
+            Refused: a decoded column takes more memory than the limits allow, or has another number of rows than in the
+                footer.
         """
         rows = int(self.starts[group + 1] - self.starts[group])
         if not rows:
@@ -139,10 +139,10 @@ class ParquetReader:
         decoded = dict.fromkeys(names, 0)
         seen = 0
         size = min(rows, self._batch_rows(group, names, _SCAN_ROWS if scan else _READ_ROWS))
-        found = self._parquet.iter_batches(size, row_groups=[group], columns=list(names), use_threads=False)
+        batches = self._parquet.iter_batches(size, row_groups=[group], columns=list(names), use_threads=False)
         while True:
             with self._stream.surfacing():
-                batch = next(found, None)
+                batch = next(batches, None)
             if batch is None:
                 break
             seen += batch.num_rows
@@ -154,10 +154,10 @@ class ParquetReader:
                 break
             yield batch
         if seen != rows:
-            raise Refused(f"the footer counts {rows} rows in row group {group}, its columns hold {seen}")
+            raise Refused(f"the footer counts {rows} rows in row group {group}, its columns have {seen}")
 
     def _batch_rows(self, group: int, names: Sequence[str], most: int) -> int:
-        """Rows to decode at once: about _BATCH_BYTES, even where all are the largest value of a dictionary."""
+        """Return how many rows to decode together: about _BATCH_BYTES, even if all are the largest dictionary value."""
         rows = max(1, int(self.starts[group + 1] - self.starts[group]))
         of_a_row = 1.0
         for name in names:
@@ -172,20 +172,20 @@ class ParquetReader:
 
 
 def _plain_bytes(array: pa.Array) -> int:
-    """What a batch of cells takes; of a dictionary, what they take once each is looked up, as all who read them do."""
+    """Return the bytes of a batch of cells; of dictionary cells, the bytes after each is replaced by its value."""
     if not isinstance(array, pa.DictionaryArray):
         return int(array.nbytes)
-    import pyarrow.compute as pc  # late: it takes as long to import as all else here
+    import pyarrow.compute as pc  # imported here: it takes as long as all other imports together
 
     try:
         lengths = pc.binary_length(array.dictionary)
-    except pa.ArrowNotImplementedError:  # numbers, which are not read
+    except pa.ArrowNotImplementedError:  # numbers, which are never read
         return int(array.indices.nbytes)
     return int(array.indices.nbytes) + (pc.sum(lengths.take(array.indices)).as_py() or 0)
 
 
 def _running_sums(counts: Sequence[int]) -> list[int]:
-    """In Python's integers: a footer can count more rows than an int64 holds."""
+    """Sum in Python's integers: a footer can claim more rows than fit in an int64."""
     total, sums = 0, []
     for count in counts:
         total += count
@@ -196,30 +196,30 @@ def _running_sums(counts: Sequence[int]) -> list[int]:
 
 
 class _Stream:
-    """A storage as the seekable binary file that pyarrow wants."""
+    """A storage as the seekable binary file that pyarrow expects."""
 
     def __init__(self, file: Storage) -> None:
         self._file = file
         self._position = 0
-        self._noted: BaseException | None = None
+        self._error: BaseException | None = None
         self.closed = False
 
     @contextmanager
     def surfacing(self) -> Iterator[None]:
-        """Around every call of pyarrow: what a read raised is raised, though pyarrow hid or renamed it."""
+        """Around a call of pyarrow: raise the error of a failed read, even if pyarrow hid or replaced it."""
         try:
             yield
         finally:
-            noted, self._noted = self._noted, None
-            if noted is not None:
-                raise noted
+            error, self._error = self._error, None
+            if error is not None:
+                raise error
 
     def read(self, size: int = -1) -> bytes:
         left = max(0, self._file.size - self._position)
         try:
             data = self._file.read(self._position, left if size < 0 else min(size, left)) if left else b""
         except NOT_DATA as error:
-            self._noted = self._noted or error
+            self._error = self._error or error
             raise
         self._position += len(data)
         return data
@@ -249,5 +249,5 @@ class _Stream:
     def flush(self) -> None: ...
 
     def close(self) -> None:
-        """The storage is its owner's to close."""
+        """Leave the storage open: its owner closes it."""
         self.closed = True

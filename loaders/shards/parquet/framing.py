@@ -1,4 +1,4 @@
-"""Messages over a pipe between a process and its child: JSON behind its length. Nothing in them is executed."""
+"""Messages over a pipe between a process and its child: a length, then JSON. Nothing in them is executed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MAX_BYTES = 64 << 20
 
 
 class Ended(Exception):
-    """The other side closed its end, or sent what is no message."""
+    """The other side closed its end, or sent something that is not a message."""
 
 
 class Silent(Exception):
@@ -22,13 +22,13 @@ class Silent(Exception):
 
 
 def send(descriptor: int, message: dict[str, Any]) -> None:
-    """Raises Ended."""
+    """Send a message. Raises Ended."""
     data = json.dumps(message).encode()
     send_bytes(descriptor, _LENGTH.pack(len(data)) + data)
 
 
 def send_bytes(descriptor: int, data: bytes | memoryview) -> None:
-    """Raises Ended."""
+    """Send bytes as they are. Raises Ended."""
     view = memoryview(data)
     while view:
         try:
@@ -38,7 +38,7 @@ def send_bytes(descriptor: int, data: bytes | memoryview) -> None:
 
 
 def receive(descriptor: int, *, timeout: float | None = None) -> dict[str, Any]:
-    """The next message. Raises Ended or Silent."""
+    """Receive the next message. Raises Ended or Silent."""
     (length,) = _LENGTH.unpack(receive_bytes(descriptor, _LENGTH.size, timeout=timeout))
     if length > _MAX_BYTES:
         raise Ended
@@ -52,7 +52,7 @@ def receive(descriptor: int, *, timeout: float | None = None) -> dict[str, Any]:
 
 
 def receive_bytes(descriptor: int, size: int, *, timeout: float | None = None) -> bytes:
-    """`size` bytes that follow a message. Raises Ended or Silent, after `timeout` seconds without any."""
+    """Receive `size` bytes that follow a message. Raises Ended, or Silent after `timeout` seconds without any."""
     pieces = []
     waiting = select.poll()
     waiting.register(descriptor, select.POLLIN)

@@ -1,4 +1,4 @@
-"""A child process that measures Parquet files, as its parent has it: start, serve, notice how it ends.
+"""The parent's side of a child process that measures Parquet files: start it, serve it, notice how it ends.
 
 parent --request--> child --block wanted--> parent --reads it into memory that both map--> child --facts--> parent
 """
@@ -32,23 +32,14 @@ Scanned = tuple[FactsTable, dict[str, int]]
 
 _START_SECONDS = 300.0
 _SILENT_SECONDS = 600.0
-_OF_A_LIBRARY = (
-    signal.SIGSEGV,
-    signal.SIGBUS,
-    signal.SIGABRT,
-    signal.SIGILL,
-    signal.SIGFPE,
-    signal.SIGSYS,
-    signal.SIGTRAP,
-)
-"""Signals that a process brings on itself. Others come from outside: a batch system's SIGUSR1, SIGKILL for want of
-memory."""
+_CRASH_SIGNALS = tuple(map(signal.Signals.__getitem__, "SIGSEGV SIGBUS SIGABRT SIGILL SIGFPE SIGSYS SIGTRAP".split()))
+"""Signals that a process causes itself. Others come from outside: SIGUSR1 of a batch system, SIGKILL of the kernel."""
 _NOT_STARTED = "the process that measures Parquet files cannot be started"
 _PROGRAM = (
     "import json, sys; given = json.loads(sys.argv[1]); sys.path[:] = given['path']; "
     "from orchdata.loaders.shards.parquet.child import main; main(given['window'], given['life'])"
 )
-# One thread, and memory that is given back: the child's limits are on what it holds.
+# One thread, and an allocator that returns memory to the system: the limits of the child count its private memory.
 _ENVIRONMENT = {
     "ARROW_DEFAULT_MEMORY_POOL": "system",
     "OPENBLAS_NUM_THREADS": "1",
@@ -58,11 +49,11 @@ _ENVIRONMENT = {
 
 
 class Died(Exception):
-    """A child is no more, or no good; the message says what it did.
+    """A child has ended, or sent nonsense; the message describes it.
 
     Attributes:
-        external: something other than the file may have ended it.
-        slow: it took too long.
+        external: whether something other than the file may have ended it.
+        slow: whether it took too long.
     """
 
     def __init__(self, message: str, *, external: bool = False, slow: bool = False) -> None:
@@ -72,10 +63,10 @@ class Died(Exception):
 
 
 class MeasuringProcess:
-    """A child process, one file at a time.
+    """A child process that measures one file at a time.
 
     Attributes:
-        unwanted: whether it was ended because nobody needs it any more.
+        unwanted: whether it was ended because it is no longer needed.
         promised_rows: of its last file, as in `Measurement`.
     """
 
@@ -92,20 +83,20 @@ class MeasuringProcess:
                 receive(self._replies, timeout=_START_SECONDS)
             except (Ended, Silent):
                 self._errors.seek(0)
-                lines = self._errors.read().decode(errors="replace").strip().splitlines() or ["it ends at once"]
+                lines = self._errors.read().decode(errors="replace").strip().splitlines() or ["it ends immediately"]
                 raise StorageError(url, f"{_NOT_STARTED}: {lines[-1][:300]}") from None
             self._resources = resources.pop_all()
 
     def _start(self, resources: ExitStack) -> None:
-        self._errors = resources.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 - so it is
+        self._errors = resources.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 - `resources` closes it
         with ExitStack() as inherited:
             window = os.memfd_create("orchdata-block", os.MFD_CLOEXEC)
             inherited.callback(os.close, window)
             os.ftruncate(window, BLOCK_BYTES)
             self._window = resources.enter_context(mmap.mmap(window, BLOCK_BYTES))
-            life, held = os.pipe()
+            life, parent_end = os.pipe()
             inherited.callback(os.close, life)
-            resources.callback(os.close, held)
+            resources.callback(os.close, parent_end)
             path = [entry for entry in sys.path if isinstance(entry, str)]
             self._process = resources.enter_context(
                 subprocess.Popen(
@@ -127,9 +118,9 @@ class MeasuringProcess:
         return self._process.poll() is None
 
     def measure(self, file: Storage, limits: Limits, digest: ContentDigest) -> Scanned | str:
-        """Facts and ignored columns, or why there are none.
+        """Return facts and ignored columns, or the reason why there are none.
 
-        Raises Died, PackageError, MemoryError, and what `file` raises.
+        Raises Died, PackageError, MemoryError, and the errors of `file`.
         """
         self.promised_rows = 0
         try:
@@ -138,7 +129,7 @@ class MeasuringProcess:
                 patience = _SILENT_SECONDS + 10 * cpu_seconds(file.size, min(self.promised_rows, limits.shard_rows))
                 kind, value = next(iter(receive(self._replies, timeout=patience).items()), ("nothing", None))
                 if kind == "block" and isinstance(value, int):
-                    self._lend(file, value, digest)
+                    self._send_block(file, value, digest)
                 elif kind == "rows" and isinstance(value, int):
                     self.promised_rows = value
                 elif kind == "slow" and isinstance(value, list):
@@ -153,53 +144,53 @@ class MeasuringProcess:
                     facts = receive_bytes(self._replies, int(value["bytes"]), timeout=patience)
                     return _checked(facts), {str(name): int(count) for name, count in value["ignored"].items()}
                 else:
-                    raise Died(f"left a message {kind!r} that means nothing")
+                    raise Died(f"sent an unknown message {kind!r}")
         except Silent:
             raise Died(f"gave no answer for {patience:.0f} s", slow=True) from None
         except Ended:
             raise self._death() from None
 
-    def _lend(self, file: Storage, block: int, digest: ContentDigest) -> None:
+    def _send_block(self, file: Storage, block: int, digest: ContentDigest) -> None:
         with memoryview(self._window) as view:
             got = file.read_into(block * BLOCK_BYTES, view) if 0 <= block < digest.num_blocks else 0
             send(self._requests, {"got": got})
             if got:
-                digest.note(block, view[:got])  # while the child goes on
+                digest.note(block, view[:got])  # while the child continues
 
     def _death(self) -> Died:
         status = self._process.wait()
-        if not status:  # also where nobody knows, because the parent ignores SIGCHLD
-            return Died("ended in a way that is not known (where SIGCHLD is ignored)", external=True)
+        if not status:  # 0 also if the status is unknown because this process ignores SIGCHLD
+            return Died("ended in an unknown way (SIGCHLD may be ignored)", external=True)
         if status > 0:
             return Died(f"ended the process with exit code {status}")
         number = -status
         if number == signal.SIGXCPU:
             return Died("took too much processor time (SIGXCPU)", slow=True)
-        name = next((known.name for known in signal.Signals if known == number), f"signal {number}")
-        if number in _OF_A_LIBRARY:
+        name = next((each.name for each in signal.Signals if each == number), f"signal {number}")
+        if number in _CRASH_SIGNALS:
             return Died(f"ended the process with {name}")
         return Died(f"was killed ({name})", external=True)
 
     def kill(self) -> None:
-        """End it while another thread may be waiting for it, which then closes it."""
+        """End it. A thread that is waiting for it then closes it."""
         self.unwanted = True
         self._process.kill()
 
     def close(self) -> None:
-        """End it, wait for its end, and give back what this side holds."""
+        """End it, wait for its end, and close the descriptors and memory of this side."""
         self._resources.close()
 
 
 def _checked(data: bytes) -> FactsTable:
-    """The facts that a child sent. Raises Died where they make no sense."""
+    """Parse and check the facts that a child sent. Raises Died if they are malformed."""
     try:
         table = pa.ipc.open_stream(data).read_all()
         table.validate(full=True)
     except pa.ArrowException as error:
-        raise Died("left facts that cannot be read") from error
+        raise Died("sent facts that cannot be read") from error
     if table.schema != SCHEMA or not len(table):
-        raise Died("left facts of another form")
+        raise Died("sent facts with another schema")
     samples = table.column("sample").to_numpy()
     if samples[0] != 0 or not np.isin(np.diff(samples), (0, 1)).all():
-        raise Died("left facts out of order")
+        raise Died("sent facts out of order")
     return FactsTable.of_arrow(table.combine_chunks())

@@ -1,7 +1,6 @@
 """One pass over a Parquet or Arrow file: cells -> rows of the facts, with the headers of media.
 
-Of Parquet it runs in a child process (see `parquet_children`), for no file is known to be sound before it was decoded
-once.
+For Parquet it runs in a child process (see `children`), because the first decoding of a file may crash the library.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from orchdata.loaders.shards.parquet.cells import Column, Columns, PathOnly, is_
 from orchdata.loaders.shards.parquet.file import Refused
 from orchdata.loaders.slow import here
 
-# A day or a second beyond what Python counts is an ArithmeticError.
-_OF_A_CELL = (pa.ArrowException, ArithmeticError, ValueError, TypeError, LookupError, RecursionError)
+# A date or time outside of Python's range is an ArithmeticError.
+_CELL_ERRORS = (pa.ArrowException, ArithmeticError, ValueError, TypeError, LookupError, RecursionError)
 
 
 class RowReader(Protocol):
-    """What has rows in groups: a ParquetReader, or one of another format."""
+    """A reader of rows in groups: a ParquetReader, or one of another format."""
 
     schema: pa.Schema
     columns: Columns
@@ -42,13 +41,13 @@ class RowReader(Protocol):
 
 
 def scan(reader: RowReader, limits: Limits) -> tuple[FactsTable, dict[str, int]]:
-    """The facts of a file, and how many rows each ignored column has. Bad cells are rows with an error.
+    """Return the facts of a file, and the number of rows of each ignored column. Bad cells are rows with an error.
 
     Raises:
-        Refused: the file as a whole is no shard, or above the limits.
+        Refused: the file as a whole cannot be a shard, or is above the limits.
     """
     if not reader.columns and reader.promised_rows:
-        raise Refused(f"no column holds text or media (columns: {', '.join(map(str, reader.schema.names))[:200]})")
+        raise Refused(f"no column has text or media (columns: {', '.join(map(str, reader.schema.names))[:200]})")
     reader.check()
     for column in reader.columns:
         too_long = limits.name_error("column's name", column.name)
@@ -58,7 +57,7 @@ def scan(reader: RowReader, limits: Limits) -> tuple[FactsTable, dict[str, int]]
 
 
 class _Scan:
-    """The rows found so far."""
+    """Collects the rows of the facts."""
 
     def __init__(self, reader: RowReader, limits: Limits) -> None:
         self._reader = reader
@@ -71,21 +70,21 @@ class _Scan:
         columns = reader.columns
         names = [column.name for column in columns] + ([key] if key is not None else [])
         number = 0
-        place = here()
+        current = here()
         for group in range(len(reader.starts) - 1):
-            place.key = f"row {number}"
+            current.key = f"row {number}"
             for batch in reader.batches(group, names, scan=True):
                 cells = [batch.column(column.name) for column in columns]
                 keys = batch.column(key) if key is not None else None
                 for i in range(batch.num_rows):
-                    named = _key(keys[i]) if keys is not None else None
-                    place.key = called = str(number) if named is None else named
-                    self._add_row(number, called, columns, [cell[i] for cell in cells])
+                    given = _key(keys[i]) if keys is not None else None
+                    current.key = name = str(number) if given is None else given
+                    self._add_row(number, name, columns, [cell[i] for cell in cells])
                     number += 1
-                place.key = f"row {number}"  # whose batch is decoded next
+                current.key = f"row {number}"  # its batch is decoded next
                 if len(self._table) > self._limits.shard_rows:
                     raise Refused(f"more than {self._limits.shard_rows} fields, above Limits.shard_rows")
-        place.key = None
+        current.key = None
         return self._table
 
     def _add_row(self, number: int, key: str, columns: list[Column], scalars: list[pa.Scalar]) -> None:
@@ -102,7 +101,7 @@ class _Scan:
                 self._add_cells(number, key, column, scalar)
             except NOT_DATA:
                 raise
-            except _OF_A_CELL as error:  # one cell that cannot be had says nothing about the others
+            except _CELL_ERRORS as error:  # the other cells may be readable
                 pass_trouble(error)
                 self._append(number, key, column.name, column.kind, 0, f"cannot be read: {one_line(error)}")
         if len(table) == first:
@@ -110,14 +109,14 @@ class _Scan:
         earlier = self._first_row.setdefault(key, first)
         if earlier != first:
             reason = (
-                f"key {key!r} is that of row {table.sample[earlier]} and of row {number}: give each row its own "
-                "__key__, or drop that column, and rows are named by id or number"
+                f"rows {table.sample[earlier]} and {number} both have the key {key!r}: give each row a different "
+                "__key__, or drop that column, so that rows are named by id or number"
             )
             table.fail_structure(earlier, reason)
             table.fail_structure(first, reason)
 
     def _distinct(self, key: str, number: int) -> str:
-        """An id that an earlier row has, with the number of the row: every row is whole, whatever its id."""
+        """Add the row number to an id that an earlier row has: every row is a sample, also if its id comes twice."""
         while key in self._first_row:
             key = f"{key}#{number}"
         return key
@@ -141,7 +140,7 @@ class _Scan:
         except PathOnly as problem:
             error = str(problem)
         except UnicodeDecodeError as problem:
-            error = f"holds a string that is not valid UTF-8: {problem.reason}"
+            error = f"contains a string that is not valid UTF-8: {problem.reason}"
         else:
             if data is None:
                 return
@@ -153,14 +152,7 @@ class _Scan:
         self._append(number, key, field, kind, size, error, header)
 
     def _append(
-        self,
-        number: int,
-        key: str,
-        field: str,
-        kind: int,
-        size: int,
-        error: str | None,
-        header: Header = NO_HEADER,
+        self, number: int, key: str, field: str, kind: int, size: int, error: str | None, header: Header = NO_HEADER
     ) -> None:
         self._table.append(
             number, key, field, kind=kind, offset=number, size=size, encoding=PARQUET, header=header, error=error
@@ -169,16 +161,16 @@ class _Scan:
     def _header(self, kind: int, data: bytes | memoryview, key: str, field: str) -> tuple[Header, str | None]:
         modality = BUILTINS[KINDS[kind]]
         try:
-            found = read_header(modality, len(data), lambda count: bytes(data[:count]), self._limits)
+            header = read_header(modality, len(data), lambda count: bytes(data[:count]), self._limits)
         except DecodeError as problem:
             return NO_HEADER, problem.reason
         except MemoryError as problem:
             raise measured_at(problem, "", key, field) from problem
-        return (*found, *NO_HEADER[len(found) :]), None
+        return (*header, *NO_HEADER[len(header) :]), None
 
 
 def _key(scalar: pa.Scalar) -> str | None:
-    """A key as text, None for null; bytes that are not UTF-8 become escapes."""
+    """Return a key as text, None for null; bytes that are not UTF-8 become escapes."""
     if not scalar.is_valid:
         return None
     type_ = scalar.type.value_type if isinstance(scalar, pa.DictionaryScalar) else scalar.type
@@ -186,7 +178,7 @@ def _key(scalar: pa.Scalar) -> str | None:
 
 
 def _items(column: Column, scalar: pa.Scalar) -> Iterator[tuple[str, pa.Scalar]]:
-    """(field, scalar) of a cell: one, or one for each item of a list."""
+    """Yield (field, scalar) of a cell: one, or one for each item of a list."""
     if not column.listed:
         yield column.field, scalar
     elif scalar.is_valid:

@@ -1,7 +1,7 @@
-"""Parquet shards: one sample a row; images, audio, text and chats in columns; cells read by row number.
+"""Parquet shards: one sample per row; images, audio, text and chats in columns; cells are read by row number.
 
-No page is decoded in this process before the file was measured in a child (see `parquet_children`): whoever opens a
-shard to read from it has compared size and time of change with what was measured, or the checksum of all its bytes.
+This process decodes no page before a child process has measured the file (see `children`): before reads, the size and
+modification time, or the checksum of all bytes, are compared with those of the measured file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pyarrow as pa
 from orchdata.loaders.errors import ShardError, as_failure
 from orchdata.loaders.limits import Limits, limits_fingerprint
 from orchdata.loaders.shards.facts_table import Facts, FactsMeta, shard_failure
-from orchdata.loaders.shards.parquet.cells import place_of, read_cell
+from orchdata.loaders.shards.parquet.cells import locate_cell, read_cell
 from orchdata.loaders.shards.parquet.children import measure
 from orchdata.loaders.shards.parquet.file import ParquetReader
 from orchdata.loaders.storage.content_digest import ContentDigest
@@ -26,7 +26,7 @@ from orchdata.loaders.storage.storage import Storage
 
 
 class DecodedColumn:
-    """A column of a row group, in the pieces in which it was decoded."""
+    """A decoded column of a row group, in pieces."""
 
     def __init__(self, pieces: Sequence[pa.Array]) -> None:
         self._pieces = pieces
@@ -41,32 +41,32 @@ class DecodedColumn:
 
 
 class ColumnCache:
-    """Decoded columns of row groups, least recently used out first; shared by all shards and threads of the process.
+    """Decoded columns of row groups, shared by all shards and threads of the process; drops the least recently used.
 
-    Holds at most `max_bytes`, or the one column that is larger.
+    Keeps at most `max_bytes`, or one column that is larger.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self.held_bytes = 0
+        self.cached_bytes = 0
         self._columns: OrderedDict[tuple[int, int, str], tuple[DecodedColumn, int]] = OrderedDict()
         self._lock = threading.Lock()
 
     def get(self, key: tuple[int, int, str]) -> DecodedColumn | None:
         with self._lock:
-            found = self._columns.get(key)
-            if found is None:
+            entry = self._columns.get(key)
+            if entry is None:
                 return None
             self._columns.move_to_end(key)
-            return found[0]
+            return entry[0]
 
     def put(self, key: tuple[int, int, str], column: DecodedColumn) -> None:
         size = column.get_total_buffer_size()
         with self._lock:
             self._drop(key)
             self._columns[key] = (column, size)
-            self.held_bytes += size
-            while self.held_bytes > self.max_bytes and len(self._columns) > 1:
+            self.cached_bytes += size
+            while self.cached_bytes > self.max_bytes and len(self._columns) > 1:
                 self._drop(next(iter(self._columns)))
 
     def forget(self, shard: int) -> None:
@@ -75,8 +75,8 @@ class ColumnCache:
                 self._drop(key)
 
     def _drop(self, key: tuple[int, int, str]) -> None:
-        if (found := self._columns.pop(key, None)) is not None:
-            self.held_bytes -= found[1]
+        if (entry := self._columns.pop(key, None)) is not None:
+            self.cached_bytes -= entry[1]
 
 
 COLUMNS = ColumnCache(512 << 20)
@@ -84,7 +84,7 @@ _numbers = itertools.count()
 
 
 class ParquetShard:
-    """A Parquet file. `read` and `read_many` are safe from many threads; decoding of one file is one at a time."""
+    """A Parquet file. `read` and `read_many` are safe from many threads; one thread at a time decodes a file."""
 
     def __init__(self, url: str, file: Storage, *, limits: Limits) -> None:
         self.url = url
@@ -98,21 +98,21 @@ class ParquetShard:
         self._reader: ParquetReader | None = None
 
     def checksum(self) -> str:
-        """Of the whole content; read once a process and version of the file."""
+        """Return the checksum of the whole content; computed once per process and version of the file."""
         key = (self.url, self.size, self.version)
         if key not in _checksums:
             _checksums[key] = ContentDigest(self._file).hexdigest()
         return _checksums[key]
 
     def facts(self) -> Facts:
-        """Read all cells of the columns with media or text, in a child process. Bad data are rows with an error."""
+        """Read all cells of the columns with media or text, in a child process. Bad data become rows with an error."""
         if self.size == 0:
             table, ignored, checksum, lost, failed = shard_failure("empty file"), {}, self.checksum(), 0, True
         else:
-            found = measure(self._file, self._limits)
-            table, ignored, checksum = found.table, found.ignored, found.checksum
-            failed = found.failed
-            lost = found.promised_rows if failed else 0
+            measured = measure(self._file, self._limits)
+            table, ignored, checksum = measured.table, measured.ignored, measured.checksum
+            failed = measured.failed
+            lost = measured.promised_rows if failed else 0
         self._file.check_unchanged()
         meta = FactsMeta(
             url=self.url,
@@ -127,13 +127,13 @@ class ParquetShard:
         return Facts(table, meta)
 
     def read(self, offset: int, size: int, encoding: int, field: str) -> bytes:
-        """The cell `field` of row `offset`; lists by item ("images.0"). Raises FieldError; ShardError for the file."""
+        """Read `field` ("images.0": an item of a list) of row `offset`. Raises FieldError; ShardError for the file."""
         if self._closed:
             raise ValueError(f"{self.url}: read after close")
         return read_cell(self._cell, self._file, offset, size, field)
 
     def read_many(self, members: Sequence[tuple[int, int, int, str]]) -> list[bytes | memoryview]:
-        """Cells (row, size, encoding, field) of one sample. Raises as `read` does."""
+        """Read cells (row, size, encoding, field) of one sample. Raises as `read` does."""
         return [self.read(*member) for member in members]
 
     def close(self) -> None:
@@ -145,20 +145,20 @@ class ParquetShard:
 
     def _cell(self, row: int, field: str) -> bytes | None:
         reader = self._open()
-        column, item, group, place = place_of(reader.columns, reader.starts, row, field)
-        return column.item(self._decoded(reader, group, column.name)[place], item, self._limits)
+        column, item, group, group_row = locate_cell(reader.columns, reader.starts, row, field)
+        return column.item(self._decoded(reader, group, column.name)[group_row], item, self._limits)
 
     def _decoded(self, reader: ParquetReader, group: int, name: str) -> DecodedColumn:
         key = (self._number, group, name)
         column = COLUMNS.get(key)
         if column is None:
-            with self._lock:  # a second thread finds what the first decoded
+            with self._lock:  # a second thread uses the column that the first one decoded
                 column = COLUMNS.get(key)
                 if column is None:
                     try:
                         column = DecodedColumn([batch.column(name) for batch in reader.batches(group, [name])])
                     finally:
-                        self._file.check_unchanged()  # or it may be the change that looks like damage
+                        self._file.check_unchanged()  # a change of the file can look like damage
                     COLUMNS.put(key, column)
         return column
 

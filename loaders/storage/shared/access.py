@@ -1,8 +1,8 @@
-"""Who may read a copy: nobody who may not read what it was made from.
+"""Permissions of a copy: only users who can read its source may read it.
 
-The mode of a source and of the folders above it say who can read it. A copy, or an index that holds keys and texts of
-it, lies in another folder, so that it needs a mode of its own: read permission of the source's group and of others,
-where the folders above the source let them pass. The umask of the process takes more away, as for any file.
+The modes of a source and of the folders above it define who can read it. A copy, or an index with keys and texts of it,
+is in another folder, so it needs its own mode: readable for the source's group and for others if they can pass the
+folders above the source. The umask of the process removes more, as for any file.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ _NEW: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 
 class Access(NamedTuple):
-    """What a copy may allow at most.
+    """The most that the permissions of a copy may allow.
 
     Attributes:
-        mode: bits of its user, of a group, and of others.
-        group: the number of that group.
+        mode: bits for its user, one group, and others.
+        group: id of that group.
     """
 
     mode: int
     group: int
 
     def for_group(self, group: int) -> int:
-        """The mode of a file that belongs to `group`: in another group, only what others and this group both may."""
+        """Return the mode for a file of `group`: another group may only do what the own group and others both may."""
         if group == self.group or self.is_for_all_alike:
             return self.mode
         return self.mode & ~_READ_BY_ANY
 
     @property
     def is_for_all_alike(self) -> bool:
-        """Whether it does not matter which group a file belongs to."""
+        """Whether the group of a file does not matter."""
         return bool(self.mode & _GROUP_READS) == bool(self.mode & _OTHERS_READ)
 
     @staticmethod
     def joined(accesses: Iterable[Access]) -> Access:
-        """Of what is made from several sources: who may read all of them."""
+        """Return the access to a file made from several sources: only users who can read all of them."""
         mode, group = 0o666, None
         for each in set(accesses):
             if group not in (None, each.group) and not each.is_for_all_alike:
@@ -59,13 +59,13 @@ class Access(NamedTuple):
 
 
 class Accesses:
-    """Finds the `Access` of many sources; the folders above them are looked at once."""
+    """Computes the `Access` of many sources; each folder above them is checked once."""
 
     def __init__(self) -> None:
         self._folders: dict[str, list[os.stat_result]] = {}
 
     def of(self, path: str) -> Access:
-        """What copies of a file may allow. Raises StorageError where it is not there, or cannot be looked at now."""
+        """Return the access for copies of a file. Raises StorageError if it is missing, or cannot be checked now."""
         return tried(path, "cannot be opened", lambda: self._of(path))
 
     def _of(self, path: str) -> Access:
@@ -83,7 +83,7 @@ class Accesses:
         return Access(0o400 | (status.st_mode & allowed), status.st_gid)
 
     def _above(self, folder: str) -> list[os.stat_result]:
-        """The statuses of a folder, as it really lies, and of all above."""
+        """Return the statuses of the real path of a folder, and of all folders above."""
         if folder not in self._folders:
             real = Path(os.path.realpath(folder))
             self._folders[folder] = [os.stat(each) for each in (real, *real.parents)]
@@ -91,21 +91,21 @@ class Accesses:
 
 
 def access_of(path: str) -> Access:
-    """`Accesses.of` one source."""
+    """Return `Accesses.of` one source."""
     return Accesses().of(path)
 
 
 def create(path: str, access: Access | None) -> int:
-    """A descriptor of a new file, to read and write. Raises OSError.
+    """Create a file, and return its descriptor, to read and write. Raises OSError.
 
     Args:
-        access: what it may allow; default: what the umask leaves.
+        access: the most that its permissions may allow; default: as the umask.
     """
     if access is None:
         return os.open(path, _NEW, 0o666)
     fd = os.open(path, _NEW, access.for_group(-1))
     if access.for_group(-1) != access.mode:
-        with suppress(OSError):  # then it stays stricter than its source
+        with suppress(OSError):  # on failure it stays stricter than its source
             if os.fstat(fd).st_gid != access.group:
                 os.fchown(fd, -1, access.group)
             os.fchmod(fd, access.mode & ~_umask())
@@ -113,20 +113,20 @@ def create(path: str, access: Access | None) -> int:
 
 
 def restrict(path: str | Path, access: Access) -> None:
-    """Take from a kept file of ours what its source does not allow any more; best effort."""
+    """Remove permissions of a cached file of this user that its source no longer allows; best effort."""
     with suppress(OSError):
         status = status_of(path)
         if status is None or not status.st_mode & _READ_BY_ANY & ~access.for_group(status.st_gid):
             return
         with opened(path) as fd:
             status = os.fstat(fd)
-            # Under another name the same file may be another's, or something else.
+            # A file with several names may be another user's, or serve another purpose.
             if status.st_uid == os.geteuid() and status.st_nlink == 1:
                 os.fchmod(fd, status.st_mode & 0o777 & access.for_group(status.st_gid))
 
 
 def _umask() -> int:
-    """The umask of this process. Asked of the system, because `os.umask` would change it for all threads."""
+    """Return the umask of this process. Read from /proc, because `os.umask` would change it for all threads."""
     with suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/self/status").read_text().splitlines()
         return int(next(line for line in lines if line.startswith("Umask:")).split()[1], 8)

@@ -1,12 +1,12 @@
-"""Files of a folder that other users may write to, as the cache folder is. Every file in it is opened here; small files
-that a user names too, which may be links (`read_given`).
+"""Files in a folder that other users may write to, such as the cache folder. All its files are opened here, and small
+files that a user names, which may be links (`read_given`).
 
-Only a regular file counts. A link, a named pipe, a socket, a device or a folder in the place of a file is as good as
-not there: it is not followed, not waited for and not written to. The folder itself may be no link either.
+Only regular files are used. A link, a named pipe, a socket, a device or a folder with the name of a file is treated as
+missing: it is not followed, not waited for and not written to. The folder itself must not be a link either.
 
-Files are written by renaming (`storage.atomic`), which replaces whatever has the name and leaves alone what a link
-points to, and what other names a file has. So no file of another user is ever written to or touched. Locks alone are
-opened in place, and nothing is written to them.
+Files are written by renaming (`storage.atomic`), which replaces any file with that name, and does not touch the target
+of a link or other names of the file. So no file of another user is ever written to. Only locks are opened in place, and
+nothing is written to them.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from typing import Final
 
 from orchdata.loaders.errors import StorageError
 
-_FLAGS: Final = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # the open of a named pipe would wait for its writer
+_FLAGS: Final = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # without it, opening a named pipe waits for a writer
 _NO_FILE: Final = frozenset({errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENODEV, errno.ENOTDIR})
-"""What the open of a link, a socket, a folder, a device that is not there, or below a file, says."""
+"""Errors when opening a link, a socket, a folder, a missing device, or a path below a file."""
 _WAY_OUT: Final = "remove it, or set ORCHDATA_CACHE to a folder that only people you trust can write to"
 
 
 @contextmanager
 def opened(path: str | Path) -> Iterator[int]:
-    """A descriptor to read a regular file.
+    """Open a regular file for reading; yields its descriptor.
 
     Raises:
-        FileNotFoundError: there is no regular file of this name.
+        FileNotFoundError: there is no regular file with this name.
         OSError: it cannot be opened now.
     """
     fd = _open(path, os.O_RDONLY)
@@ -43,7 +43,7 @@ def opened(path: str | Path) -> Iterator[int]:
 
 
 def read_small(path: str | Path, most_bytes: int) -> bytes:
-    """The content of a small file. Raises as `opened`, and ValueError for a larger file."""
+    """Return the content of a small file. Raises as `opened`, and ValueError for a larger file."""
     with opened(path) as fd:
         pieces, size = [], 0
         while piece := os.read(fd, most_bytes + 1 - size):
@@ -55,11 +55,11 @@ def read_small(path: str | Path, most_bytes: int) -> bytes:
 
 
 def read_given(path: str | os.PathLike[str], most_bytes: int) -> bytes:
-    """The content of a file that a user names, which may be a link.
+    """Return the content of a file that a user names, which may be a link.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is no regular file, or has more bytes.
+        ValueError: it is not a regular file, or has more bytes.
         OSError: it cannot be read now.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -70,17 +70,17 @@ def read_given(path: str | os.PathLike[str], most_bytes: int) -> bytes:
     finally:
         os.close(fd)
     if len(content) > most_bytes:
-        raise ValueError(f"{path} has more than {most_bytes:,} bytes, which no such file needs")
+        raise ValueError(f"{path} has more than {most_bytes:,} bytes: no such file needs that many")
     return content
 
 
 def check_given(path: str | os.PathLike[str]) -> None:
-    """Raise ValueError where a name that a user gives is not that of a regular file, OSError where there is none."""
+    """Raise ValueError if a path from a user is not a regular file, OSError if it does not exist."""
     _check_regular(path, os.stat(path))
 
 
 def status_of(path: str | Path) -> os.stat_result | None:
-    """The status of a regular file; None where there is none of this name. Raises OSError."""
+    """Return the status of a regular file; None if there is none with this name. Raises OSError."""
     try:
         status = os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -89,7 +89,7 @@ def status_of(path: str | Path) -> os.stat_result | None:
 
 
 def names_in(folder: str | Path) -> list[str]:
-    """The names in a folder; none where it is no folder, or a link to one. Raises OSError."""
+    """Return the names in a folder; none if it is not a folder, or a link to one. Raises OSError."""
     if _is_link(folder):
         return []
     try:
@@ -99,10 +99,10 @@ def names_in(folder: str | Path) -> list[str]:
 
 
 def open_lock(path: str | Path) -> int:
-    """A descriptor of a lock file, made where it is missing; to lock it, and for nothing else.
+    """Open a lock file, only to lock it; create it if it is missing. Return its descriptor.
 
     Raises:
-        StorageError: something else has its name, or the file has other names too, whose locks it would take.
+        StorageError: something other than a file has its name, or the file has other names, which would be locked too.
         OSError: it cannot be opened now.
     """
     try:
@@ -111,10 +111,10 @@ def open_lock(path: str | Path) -> int:
         except PermissionError:
             if not os.path.lexists(path):
                 raise
-            fd = _open(path, os.O_RDONLY)  # of another user: to lock it, reading is enough
+            fd = _open(path, os.O_RDONLY)  # another user's lock: permission to read is enough to lock it
     except FileNotFoundError:
         if os.path.lexists(path):
-            raise _refused(path, "is no regular file, which a lock has to be") from None
+            raise _refused(path, "is not a regular file, and cannot be a lock") from None
         raise
     if os.fstat(fd).st_nlink > 1:
         os.close(fd)
@@ -123,27 +123,27 @@ def open_lock(path: str | Path) -> int:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder inside of a folder that is there; it may be there already.
+    """Create a folder inside an existing folder, unless it exists.
 
     Raises:
         StorageError: a link or a file has its name.
-        OSError: it cannot be made now.
+        OSError: it cannot be created now.
     """
     with suppress(FileExistsError):
         if not os.path.lexists(folder):
             folder.mkdir()
     if not stat.S_ISDIR(os.lstat(folder).st_mode):
-        raise _refused(folder, "is a link or a file in the place of a folder")
+        raise _refused(folder, "is a link or a file, not a folder")
 
 
 def _open(path: str | Path, flags: int) -> int:
-    """Raises FileNotFoundError for what is no regular file."""
+    """Open a file. Raises FileNotFoundError if it is not a regular file."""
     if _is_link(os.path.dirname(path) or "."):
         raise _not_there(path)
     try:
         fd = os.open(path, flags | _FLAGS, 0o666)
     except OSError as error:
-        # Storage in trouble may say the same of a regular file.
+        # Failing storage may give the same errors for a regular file.
         if error.errno in _NO_FILE and status_of(path) is None:
             raise _not_there(path) from error
         raise
@@ -158,7 +158,7 @@ def _open(path: str | Path, flags: int) -> int:
 
 def _check_regular(path: str | os.PathLike[str], status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
-        raise ValueError(f"{os.fspath(path)} is no regular file, but a folder, pipe or device: name a file")
+        raise ValueError(f"{os.fspath(path)} is not a regular file, but a folder, pipe or device: name a file")
 
 
 def _is_link(folder: str | Path) -> bool:

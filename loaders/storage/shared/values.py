@@ -1,16 +1,16 @@
-"""Whether parsed JSON has the shape that whoever wrote it gave it: checked when it is loaded, before anything uses it.
+"""Checking that parsed JSON has the expected shape, when it is loaded and before it is used.
 
 A shape is
 
     str, dict, ...      a value of exactly this type
-    range(a, b)         a whole number of it
+    range(a, b)         an integer in the range
     [shape]             a list of any length, of values of this shape
     (shape, shape)      a list of two values
     {"name": shape}     an object with exactly these fields
     {str: shape}        an object with fields of any name
 
-A build looks at one small head for each of a hundred thousand shards, and at lists of a million items: values of one
-shape are looked at together, and words are made for errors only.
+A build checks one small head for each of 100,000 shards, and lists of a million items: so values of the same shape are
+checked together, and texts are only created for errors.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from collections.abc import Callable, Collection
 from typing import Any, Final
 
 COUNT: Final = range(1 << 62)
-"""The shape of what counts things or bytes."""
+"""The shape of counts and of numbers of bytes."""
 
 Check = Callable[[Any, str], None]
 _CheckAll = Callable[[Collection[Any], str], None]
 
 
 def check_shape(value: Any, shape: Any, name: str) -> None:
-    """Raise ValueError where a value does not have a shape.
+    """Raise ValueError if a value does not have a shape.
 
     Args:
-        name: what the error calls the value.
+        name: of the value, for the error.
     """
     check_of(shape)(value, name)
 
 
 def check_of(shape: Any) -> Check:
-    """`check_shape` of a shape that many values are checked by: takes the value and its name."""
+    """Return a function (value, name) that checks many values like `check_shape`."""
     if isinstance(shape, dict):
         return _check_of_names(shape[str]) if str in shape else _check_of_fields(shape)
     if isinstance(shape, list):
@@ -93,7 +93,7 @@ def _check_of_tuple(shape: tuple[Any, ...]) -> Check:
 
 
 def _check_of_all(shape: Any) -> _CheckAll:
-    """Of values that all have one shape."""
+    """Return a function that checks several values of one shape."""
     if isinstance(shape, tuple):
         columns = list(map(_check_of_all, shape))
 
@@ -117,11 +117,11 @@ def _check_of_all(shape: Any) -> _CheckAll:
         check_one = check_of(shape)
 
         def check(values: Collection[Any], name: str) -> None:
-            for place, each in enumerate(values):
-                check_one(each, f"{name}[{place}]")
+            for number, each in enumerate(values):
+                check_one(each, f"{name}[{number}]")
 
     return check
 
 
 def _wrong(value: Any, otherwise: str, name: str) -> ValueError:
-    return ValueError(f"{name} holds {value!r:.120}, and should be {otherwise}")
+    return ValueError(f"{name} is {value!r:.120}, and should be {otherwise}")

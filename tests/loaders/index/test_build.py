@@ -23,12 +23,12 @@ from shard_factory import omni_samples, omni_shards, write_shard
 
 import orchdata as od
 import orchdata.loaders.index.index
-import orchdata.loaders.index.kept
+import orchdata.loaders.index.locations
 from orchdata.loaders.errors import DataError, FieldError, MissingIndexError, StorageError
 from orchdata.loaders.index import build, facts, repeats, table
 from orchdata.loaders.index.build import BuildProgress, build_index
 from orchdata.loaders.index.index import Index
-from orchdata.loaders.index.kept import index_path, open_index
+from orchdata.loaders.index.locations import index_path, open_index
 from orchdata.loaders.limits import Limits
 from orchdata.loaders.recipe import ImagePreprocessor, Recipe, TextPreprocessor
 from orchdata.loaders.samples.decode import decode_sample
@@ -310,7 +310,7 @@ def test_what_killed_builders_left_goes_after_a_day(shards: list[str]) -> None:
 
 
 def counting_words(failing: set[str]) -> Recipe:
-    """A recipe whose tokenizer fails on texts that hold one of these words, whatever else it is."""
+    """A recipe with a tokenizer that fails on texts with one of these words."""
 
     def tokens(text: str) -> list[int]:
         if failing & set(text.split()):
@@ -348,7 +348,7 @@ def test_a_forced_build_that_ended_before_its_merge_is_not_lost(
 
 def test_other_rules_keep_nothing(shards: list[str], scans: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     first = build_index(shards, Recipe())
-    for module in (build, facts, orchdata.loaders.index.index, orchdata.loaders.index.kept):
+    for module in (build, facts, orchdata.loaders.index.index, orchdata.loaders.index.locations):
         monkeypatch.setattr(module, "RULES", RULES + 1)
     scans.clear()
     assert open_index(shards, Recipe()) is None
@@ -358,9 +358,9 @@ def test_other_rules_keep_nothing(shards: list[str], scans: list[str], monkeypat
 
 
 def test_tables_beyond_what_is_held_are_read_again(shards: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    held = content(build_index(shards, Recipe(), force=True))
-    monkeypatch.setattr(build, "_HELD_BYTES", 0)
-    assert content(build_index(shards, Recipe(), force=True)) == held
+    in_memory = content(build_index(shards, Recipe(), force=True))
+    monkeypatch.setattr(build, "_IN_MEMORY_BYTES", 0)
+    assert content(build_index(shards, Recipe(), force=True)) == in_memory
 
 
 def test_an_index_that_is_written_in_several_turns_is_the_same(
@@ -401,8 +401,8 @@ def test_a_link_that_cannot_be_looked_at_for_a_moment_is_one(
         return sound(path, **options)
 
     monkeypatch.setattr(os, "lstat", lstat)
-    known, told = (ValueError, "are the same file") if refusals == 1 else (StorageError, "cannot be looked at")
-    with pytest.raises(known, match=told):
+    error, message = (ValueError, "are the same file") if refusals == 1 else (StorageError, "cannot be looked at")
+    with pytest.raises(error, match=message):
         build_index([*shards, str(link)], Recipe(), retry_seconds=0)
 
 
@@ -447,7 +447,7 @@ def test_every_real_shard_loads_or_says_why_not(fixtures_dir: Path) -> None:
     assert index.totals["samples"] == len(index) and index.totals["bad"] == len(bad)
 
 
-def test_totals_of_many_shards_are_sums_whatever_fields_are_called(tmp_path: Path) -> None:
+def test_totals_of_many_shards_are_sums_for_any_names_of_fields(tmp_path: Path) -> None:
     for number, rows in enumerate((2, 3)):
         columns = {"text": ["a"] * rows, "score": [0.5] * rows, "max_score": [1.0] * rows}
         pq.write_table(pa.table(columns), tmp_path / f"{number}.parquet")
@@ -466,7 +466,7 @@ def test_an_index_of_an_earlier_format_is_made_again_with_a_word(shards: list[st
         MissingIndexError, match="the index of these . shards is of an earlier format, and 2 ranks need"
     ):
         od.ShardDataset(shards).index(num_ranks=2)
-    with pytest.warns(UserWarning, match="of an earlier format: it is made again"):
+    with pytest.warns(UserWarning, match="an earlier format: it is built again"):
         again = od.ShardDataset(shards).index()
     assert again.path == built.path and len(again) == len(built)
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""Kept files whose content somebody changed, with checksums that fit: refused, or made again, and never a raw error."""
+"""Cached files with changed content and fitting checksums: refused, or built again, and never a raw error."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ import orchdata as od
 from orchdata.loaders.errors import DamagedIndexError
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.index import Index
-from orchdata.loaders.index.kept import open_index
+from orchdata.loaders.index.locations import open_index
 from orchdata.loaders.index.table import LAYOUT, TableSize, _positions
 from orchdata.loaders.storage import sealed
 from orchdata.loaders.storage.cache import CacheFolder
@@ -94,9 +94,12 @@ class Kept:
 
     def bodies(self) -> Iterator[tuple[str, bytes]]:
         if self.path.suffix == ".facts":
-            for place in range(0, len(self.body), 29):
+            for offset in range(0, len(self.body), 29):
                 for number in (-1, 1 << 36):
-                    yield f"{number} at {place}", self.body[:place] + struct.pack("<q", number) + self.body[place + 8 :]
+                    yield (
+                        f"{number} at {offset}",
+                        self.body[:offset] + struct.pack("<q", number) + self.body[offset + 8 :],
+                    )
             yield "nothing", b""
         if "size" not in self.values or self.path.suffix == ".facts":
             return
@@ -104,12 +107,12 @@ class Kept:
         for name, start in _positions(size)[0].items():
             dtype = LAYOUT[name][0]
             limits, count = np.iinfo(dtype), size.items(name)
-            for place in {0, count // 2, count - 1} if count else ():
-                at, width = start + place * np.dtype(dtype).itemsize, np.dtype(dtype).itemsize
+            for item in {0, count // 2, count - 1} if count else ():
+                at, width = start + item * np.dtype(dtype).itemsize, np.dtype(dtype).itemsize
                 for number in (limits.min, limits.max):
                     body = self.body[:at] + np.array([number], dtype).tobytes() + self.body[at + width :]
                     if body != self.body:
-                        yield f"{name}[{place}] = {number}", body
+                        yield f"{name}[{item}] = {number}", body
 
 
 def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -222,5 +225,5 @@ def test_a_file_that_is_longer_than_memory_is_damaged(tmp_path: Path, monkeypatc
         raise MemoryError(size)
 
     monkeypatch.setattr(sealed, "bytearray", no_room, raising=False)
-    with pytest.raises(Damaged, match="100000 bytes are to be read at once, and there is no memory"):
+    with pytest.raises(Damaged, match="100000 bytes are to be read together, and there is no memory"):
         read_sealed(path, b"cost", 1)

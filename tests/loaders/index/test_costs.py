@@ -79,8 +79,8 @@ def measured_under(facts: Facts, opened: Callable[[], Any], recipe: Recipe) -> S
 def errors(costs: ShardCosts) -> dict[str, tuple[str, str]]:
     columns = costs.columns
     return {
-        columns.text("key", row): (columns.text("error_field", place), columns.text("error_reason", place))
-        for place, row in enumerate(columns.bad_row.tolist())
+        columns.text("key", row): (columns.text("error_field", number), columns.text("error_reason", number))
+        for number, row in enumerate(columns.bad_row.tolist())
     }
 
 
@@ -162,11 +162,11 @@ def test_errors_of_samples_and_of_fields() -> None:
         FakeShard(b"abc").open,
         Recipe(audio=None),
     )
-    found = errors(costs)
-    assert found["structure"] == ("txt", "comes twice")
-    assert found["used"] == ("jpg", "truncated")
-    assert found["nothing"][1].startswith("no usable field among: pth")
-    assert sorted(found) == ["nothing", "structure", "used"]
+    failures = errors(costs)
+    assert failures["structure"] == ("txt", "comes twice")
+    assert failures["used"] == ("jpg", "truncated")
+    assert failures["nothing"][1].startswith("no usable field among: pth")
+    assert sorted(failures) == ["nothing", "structure", "used"]
     assert costs.columns.llm_tokens.tolist() == [0, 0, 3, 0]
     assert costs.totals["bad"] == 3
     assert costs.totals["ignored_fields"] == {"wav": 1, "pth": 1}
@@ -187,9 +187,9 @@ def test_every_row_is_what_measure_says(tmp_path: Path, recipe: Recipe) -> None:
     costs = measured_under(scanned, lambda: shard, recipe)
     columns = costs.columns
 
-    found = scanned.table.arrow().to_pylist()
+    fact_rows = scanned.table.arrow().to_pylist()
     for row in range(25):
-        mine = [fact for fact in found if fact["sample"] == row]
+        mine = [fact for fact in fact_rows if fact["sample"] == row]
         members = [
             Member(
                 fact["field"],
@@ -233,7 +233,7 @@ def test_costs_come_back_from_their_file(tmp_path: Path, bad: int) -> None:
     assert table == written and table.shard == ShardInfo("fake.tar", 3, "sum", "1") and table.meta == META
     assert (table.size, list(table.fields), table.totals) == (costs.columns.size, costs.fields, costs.totals)
     assert table.size.bad == bad
-    for body in (table.body(), table.let_go().body(), written.body()):
+    for body in (table.body(), table.without_body().body(), written.body()):
         kept = views(body, table.size)
         for name in type(kept).__slots__:
             assert np.array_equal(getattr(kept, name), getattr(costs.columns, name)), name
@@ -246,14 +246,14 @@ def test_costs_come_back_from_their_file(tmp_path: Path, bad: int) -> None:
 def test_costs_of_another_shard_are_refused(tmp_path: Path) -> None:
     path = str(tmp_path / "a.costs")
     three_samples(0).write(path, "fake.tar", META)
-    with pytest.raises(ValueError, match=r"it is that of fake\.tar"):
+    with pytest.raises(ValueError, match=r"it belongs to fake\.tar"):
         CostTable.open(path, "other.tar", KINDS)
 
 
 def test_a_table_of_the_same_size_is_not_the_one_that_was_measured(tmp_path: Path) -> None:
     path = str(tmp_path / "a.costs")
     costs = three_samples(0)
-    table = costs.write(path, "fake.tar", META).let_go()
+    table = costs.write(path, "fake.tar", META).without_body()
     assert costs.write(path, "fake.tar", replace(META, version="2")).size == table.size
     with pytest.raises(StaleIndexError, match="measured by another build, during this one: build again"):
         table.body()
@@ -261,10 +261,10 @@ def test_a_table_of_the_same_size_is_not_the_one_that_was_measured(tmp_path: Pat
 
 def test_a_table_that_is_not_held_says_when_its_file_went(tmp_path: Path) -> None:
     path = tmp_path / "a.costs"
-    table = three_samples(0).write(str(path), "fake.tar", META).let_go()
+    table = three_samples(0).write(str(path), "fake.tar", META).without_body()
     three_samples(1).write(str(path), "fake.tar", META)
     with pytest.raises(StaleIndexError, match="measured by another build, during this one: build again"):
         table.body()
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(StorageError, match="was there and is not any more"):
+    with pytest.raises(StorageError, match="was removed or damaged"):
         table.body()

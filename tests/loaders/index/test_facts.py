@@ -1,4 +1,4 @@
-"""Facts kept beside the cache: fresh ones are used, stale or damaged ones are not."""
+"""Facts in the cache: fresh ones are used, stale or damaged ones are not."""
 
 from __future__ import annotations
 

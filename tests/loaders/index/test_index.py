@@ -149,7 +149,8 @@ def test_another_process_finds_the_same_index(tmp_path: Path) -> None:
     urls = omni_shards(tmp_path, shards=2, samples=5)
     index = build_index(urls, Recipe())
     code = (
-        "import sys; from orchdata.loaders.index.kept import open_index; from orchdata.loaders.recipe import Recipe; "
+        "import sys; from orchdata.loaders.index.locations import open_index; "
+        "from orchdata.loaders.recipe import Recipe; "
         "print(open_index(sys.argv[1:], Recipe()).fingerprint)"
     )
     output = subprocess.run([sys.executable, "-c", code, *urls], capture_output=True, text=True, check=True).stdout

@@ -1,4 +1,4 @@
-"""Several indexes seen as one: each row and part is what its own index says, and damage is found as ever."""
+"""Several indexes as one: each row and part has the values of its own index, and damage is detected."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def test_parts_come_in_the_order_of_their_rows(indexes: list[Index]) -> None:
     rows = np.random.default_rng(1).permutation(len(joined))[:20]
     parts, places = joined.parts_of(rows, "image")
     expected = [
-        (part, place)
-        for place, row in enumerate(rows.tolist())
+        (part, position)
+        for position, row in enumerate(rows.tolist())
         for part in joined.part_range(row)
         if joined.modality_of(part) == "image"
     ]

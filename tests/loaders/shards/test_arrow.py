@@ -107,10 +107,10 @@ def test_several_splits_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("state", "wanted"),
     [
-        ({"_data_files": [{"filename": "../x.arrow"}]}, "does not say"),
-        ({"_data_files": [{"filename": "\ud800.arrow"}]}, "does not say"),
-        ({"_data_files": []}, "does not say"),
-        ({"_data_files": 3}, "does not say"),
+        ({"_data_files": [{"filename": "../x.arrow"}]}, "does not list"),
+        ({"_data_files": [{"filename": "\ud800.arrow"}]}, "does not list"),
+        ({"_data_files": []}, "does not list"),
+        ({"_data_files": 3}, "does not list"),
         ({"_data_files": [{"filename": "a.arrow"}], "_indices_data_files": [{"filename": "i.arrow"}]}, "save the data"),
         ("[" * 100_000, "not valid JSON"),
     ],
@@ -165,9 +165,9 @@ def test_rows_of_every_type_are_those_that_pyarrow_reads(tmp_path: Path, nulls: 
         for name, node in batch.columns.items():
             wanted = table.column(name).slice(25 * number, batch.num_rows).to_pylist()
             for start, length in ((0, batch.num_rows), (3, 1), (7, 2), (batch.num_rows - 1, 1), (5, 0)):
-                found = rows.take(node, start, length)
-                found.validate(full=True)
-                assert found.to_pylist() == wanted[start : start + length], name
+                taken = rows.take(node, start, length)
+                taken.validate(full=True)
+                assert taken.to_pylist() == wanted[start : start + length], name
     with pytest.raises(ValueError, match="values 9 to 11 of 10"):
         rows.take(batches[2].columns["string"], 9, 2)
 
@@ -208,7 +208,7 @@ REPEATED = pc.run_end_encode(pa.array(["b"]))
         (pa.table({"id": pa.array(["a"], pa.string_view()), "text": ["b"]}), None, "'id' is string_view"),
         (pa.table({"text": REPEATED, "caption": ["a"]}), None, "'text' is run_end_encoded"),
         (pa.Table.from_arrays([pa.array(["a"])] * 2, names=["text", "text"]), None, "two columns are called 'text'"),
-        (pa.table({"number": [1]}), None, "no column holds"),
+        (pa.table({"number": [1]}), None, "no column has"),
         (pa.table({"text": pa.array([], pa.string())}), None, "no rows"),
     ],
 )
@@ -228,7 +228,7 @@ def test_damaged_files_are_failures_of_the_shard(tmp_path: Path) -> None:
         data = bytearray(good)
         if case % 3 == 0:
             del data[draw.randrange(len(data)) :]
-        else:  # descriptions lie at the front of each message, offsets behind them
+        else:  # descriptions are at the front of each message, offsets after them
             for _ in range(draw.randrange(1, 4)):
                 data[draw.randrange(min(len(data), 3000))] = draw.choice((0, 1, 127, 255, draw.randrange(256)))
         path.write_bytes(bytes(data))

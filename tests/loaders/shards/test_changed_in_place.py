@@ -77,7 +77,7 @@ def arrow(path: Path, new: Callable[..., pa.ipc.RecordBatchStreamWriter]) -> Non
         writer.write_table(TABLE, max_chunksize=5)
 
 
-def media_beside(path: Path) -> None:
+def media_in_folder(path: Path) -> None:
     records = []
     for number, text in enumerate(TEXTS):
         (path.parent / f"{number}.png").write_bytes(b"\x89PNG" + bytes(number))
@@ -106,7 +106,7 @@ CONTAINERS = {
     ),
     "array": Container("a.json", lambda path: path.write_text(json.dumps([{"text": text} for text in TEXTS]))),
     "csv": Container("a.csv", lambda path: path.write_text("text\n" + "\n".join(TEXTS) + "\n")),
-    "media beside": Container("metadata.jsonl", media_beside),
+    "media in its folder": Container("metadata.jsonl", media_in_folder),
     "table of media": Container("metadata.csv", table_of_media),
 }
 
@@ -150,9 +150,9 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Written
         return Written(path, path.read_bytes(), members)
 
     def again(kind: str) -> Written:
-        found = measured(kind)
-        found.path.write_bytes(found.data)
-        return found
+        case = measured(kind)
+        case.path.write_bytes(case.data)
+        return case
 
     return again
 

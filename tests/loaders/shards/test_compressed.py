@@ -113,7 +113,7 @@ def test_a_bomb_is_stopped_while_it_unfolds(tmp_path: Path, suffix: str, limits:
 def test_the_cap_of_the_cache_holds_while_decompressing(tmp_path: Path) -> None:
     path = tmp_path / "a.tar.gz"
     path.write_bytes(gzip.compress(archive(3_000_000)))
-    with pytest.raises(StorageError, match="cache folder may hold, 1000000 bytes"):
+    with pytest.raises(StorageError, match="cache folder may contain, 1000000 bytes"):
         open_shard(str(path), limits=Limits(), cache=CacheFolder(tmp_path / "cache", max_bytes=1_000_000))
 
 

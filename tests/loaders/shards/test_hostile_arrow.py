@@ -41,7 +41,7 @@ def chats(values: list[Any], **fields: pa.DataType) -> pa.Table:
 
 
 def shared_buffers() -> bytes:
-    """A batch whose columns all have their values where the first one has them."""
+    """A batch in which all columns share the buffers of the first one."""
     data = bytearray(written(pa.table({f"text {number}": ["x" * 40] for number in range(10)})))
     places = [at for at in range(0, len(data) - 15, 8) if struct.unpack_from("<q", data, at + 8) == (40,)]
     assert len(places) == 10
@@ -51,7 +51,7 @@ def shared_buffers() -> bytes:
 
 
 def overflowing_offsets() -> bytes:
-    """Offsets of which each seems to lie behind the one before, where a difference overflows."""
+    """Offsets that seem to ascend if their differences overflow."""
     data = bytearray(written(pa.table({"text": pa.array(["a", "bc", "d"], pa.large_string())})))
     struct.pack_into("<qqqq", data, data.index(struct.pack("<qqqq", 0, 1, 3, 4)), 0, 2**63 - 1, -2, 4)
     return bytes(data)
@@ -59,8 +59,8 @@ def overflowing_offsets() -> bytes:
 
 HAND_MADE = {
     "column 'text': a buffer of 12 bytes, 274877906948 are needed": huge_batch(),  # (2^36 + 1) * 4
-    "behind the one before, which ends at ": shared_buffers(),
-    "by naming parts of it again": sharing_schema(50, 100_000),
+    "after the previous one, which ends at ": shared_buffers(),
+    "by repeated references": sharing_schema(50, 100_000),
     "offsets that go backwards": overflowing_offsets(),
 }
 
@@ -89,9 +89,9 @@ def test_many_damaged_files_end_no_process(tmp_path: Path, schema: str) -> None:
     assert try_cases(tmp_path, list(itertools.islice(cases, 2500))) == ""
 
 
-def test_a_child_that_ends_is_told(tmp_path: Path) -> None:
-    told = try_cases(tmp_path, [Case("no such schema", "fine", b""), Case("media", "ends", b"")], end_at=1)
-    assert told.startswith("media: ends (1.arrow): SIGABRT")
+def test_a_child_that_ends_is_reported(tmp_path: Path) -> None:
+    report = try_cases(tmp_path, [Case("no such schema", "fine", b""), Case("media", "ends", b"")], end_at=1)
+    assert report.startswith("media: ends (1.arrow): SIGABRT")
 
 
 @pytest.mark.parametrize("schema", READ)

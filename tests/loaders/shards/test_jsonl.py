@@ -1,4 +1,4 @@
-"""Files of records whose media lie in other files: layouts as they are published, and what must be refused."""
+"""Files of records with media in other files: published layouts, and records that must be refused."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def write(path: Path, records: list[Any]) -> str:
 
 
 def reasons(index: Index) -> dict[str, tuple[str, str]]:
-    found = [index.failure(int(row)) for row in index.bad_rows()]
-    return {failure.key: (failure.field, failure.reason) for failure in found}
+    failures = [index.failure(int(row)) for row in index.bad_rows()]
+    return {failure.key: (failure.field, failure.reason) for failure in failures}
 
 
 def stored(index: Index, row: int, recipe: Recipe | None = None) -> StoredSample:
@@ -103,7 +103,7 @@ def test_published_layouts_give_the_same_sample(tmp_path: Path, root: Path, form
     assert index.llm_tokens[2:].tolist() == [index.llm_tokens[2]] * (len(records) - 2)
     assert index.llm_tokens[:2].tolist() == [index.llm_tokens[2] + 1] * 2
     patches = [stored(index, row).decode(Recipe()).parts[1].patches for row in range(len(records))]
-    assert all((found == patches[0]).all() for found in patches)
+    assert all((each == patches[0]).all() for each in patches)
     assert index.key(0) == "a" and index.key(1) == "1"
 
 
@@ -136,7 +136,7 @@ def test_media_are_found_without_the_text_in_records_of_any_length(tmp_path: Pat
     assert [bytes(_media(index, row)[0]) for row in range(4)] == [photo(n, 56 * (n + 1)) for n in range(4)]
 
 
-def test_a_table_in_a_folder_names_files_beside_it(root: Path) -> None:
+def test_a_table_names_files_in_its_own_folder(root: Path) -> None:
     rows = [{"file_name": f"{number}.jpg", "text": f'a "{number}",\nline'} for number in range(3)]
     (root / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     of_json = build_index([str(root / "metadata.jsonl")], Recipe())
@@ -187,7 +187,7 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     "not base64": ({"image": "data:image/jpeg;base64,@@@@"}, "not valid base64"),
     "not encoded": ({"image": "data:image/svg+xml,<svg/>"}, "not base64"),
     "a number": ({"image": {"path": 3, "x": "y"}}, "not a path"),
-    "another key": ({"image_path": "0.jpg"}, "'image_path' names '0.jpg' and is not read"),
+    "another key": ({"image_path": "0.jpg"}, "'image_path' names '0.jpg', but this key is not read"),
     "a list under another key": ({"images_files": [None, "0.jpg"]}, "call the key 'image'"),
     "an id": ({"image": 139}, "the int 139, not a path"),
     "a flag": ({"image": True}, "the bool True, not a path"),
@@ -214,13 +214,13 @@ def test_hostile_names_are_errors_of_their_sample(tmp_path: Path, root: Path) ->
     (root / "text.jpg").write_text("no image")
     (root / "empty.jpg").touch()
     records = [record | {"id": name, "text": "words"} for name, (record, _) in HOSTILE.items()]
-    none = [{"id": f"none {held}", "image": held, "text": "words"} for held in (None, "", [], False, {"path": None})]
+    none = [{"id": f"none {value}", "image": value, "text": "words"} for value in (None, "", [], False, {"path": None})]
     url = write(tmp_path / "a.jsonl", [*records, *none, {"id": "good", "image": "inside.jpg", "text": "words"}])
     index = build_index([url], Recipe(), media_root=str(root))
-    found = reasons(index)
-    assert found.keys() == HOSTILE.keys()
+    errors = reasons(index)
+    assert errors.keys() == HOSTILE.keys()
     for name, (_, reason) in HOSTILE.items():
-        field, said = found[name]
+        field, said = errors[name]
         assert reason in said, name
         assert field == ("json" if name in OF_THE_RECORD else "image.0")
         assert len(said) < 300, name
@@ -268,13 +268,13 @@ def test_bad_lines_are_errors_of_their_sample(tmp_path: Path) -> None:
     [
         ('{"text": "a"}', 0, "not an array"),
         ('[{"text": "a"}, {"text": ', 1, "not valid JSON"),
-        ('[{"text": "a"}, {"text": "b"}', 2, "not closed"),
+        ('[{"text": "a"}, {"text": "b"}', 2, "has no end"),
         ('[{"text": "a"},,{"text": "b"}]', 1, "not valid JSON"),
-        ('[{"text": "a"}]\n[{"text": "b"}]', 1, "one array a file"),
-        ('[] {"text": "a"}', 0, "one array a file"),
+        ('[{"text": "a"}]\n[{"text": "b"}]', 1, "one array per file"),
+        ('[] {"text": "a"}', 0, "one array per file"),
         ("[" * 100_000, 0, "not valid JSON"),
         ("", 0, "not an array"),
-        ('[{"text": "a"}] ' + " " * (3 << 20) + '{"text": "b"}', 1, "one array a file"),
+        ('[{"text": "a"}] ' + " " * (3 << 20) + '{"text": "b"}', 1, "one array per file"),
     ],
 )
 def test_a_damaged_array_keeps_what_stands_before_the_damage(
@@ -371,7 +371,7 @@ def test_files_that_are_waited_for_are_looked_at_together() -> None:
         assert mapped(pool, look, range(8 + 12)) == list(range(20))
 
 
-def test_ids_that_come_back_are_told_apart(tmp_path: Path) -> None:
+def test_ids_that_come_back_are_distinguished(tmp_path: Path) -> None:
     url = write(tmp_path / "a.jsonl", [{"id": 7, "text": "a"}, {"id": "7", "text": "b"}, {"id": "", "text": "c"}])
     index = build_index([url], Recipe())
     assert [index.key(row) for row in range(3)] == ["7", "7#1", "2"]

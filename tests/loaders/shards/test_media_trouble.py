@@ -95,14 +95,14 @@ def test_no_number_of_the_system_is_a_word_about_a_file(
 def test_one_call_that_fails_costs_a_run_a_retry(
     url: str, root: Path, no_pauses: None, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    found = loader(url, root, on_error="skip")
+    data_loader = loader(url, root, on_error="skip")
     failing = Failing(getattr(os, call), errno.ESTALE, {3, 8, 13})
     monkeypatch.setattr(os, call, failing)
-    assert len(keys(found)) == 12
-    assert failing.refused == 3 and found.stats()["failures"]["count"] == 0
+    assert len(keys(data_loader)) == 12
+    assert failing.refused == 3 and data_loader.stats()["failures"]["count"] == 0
 
 
-def test_a_file_that_a_network_file_system_forgot_is_opened_anew(
+def test_a_file_that_a_network_file_system_forgot_is_opened_again(
     root: Path, no_pauses: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with MediaFolder(str(root)).open("3.jpg") as file:
@@ -129,13 +129,15 @@ def test_a_file_that_a_network_file_system_forgot_is_opened_anew(
 def test_an_empty_folder_is_a_mount_that_is_lost(
     url: str, root: Path, no_pauses: None, tmp_path: Path, when: str
 ) -> None:
-    found = loader(url, root, on_error="skip") if when == "loading" else None
-    if found is not None:
-        found.dataset.index()
+    data_loader = loader(url, root, on_error="skip") if when == "loading" else None
+    if data_loader is not None:
+        data_loader.dataset.index()
     root.rename(tmp_path / "away")
     root.mkdir()
     with pytest.raises(StorageError, match="media: media_root is an empty folder.*mount"):
-        build_index([url], Recipe(), media_root=str(root), retry_seconds=0) if found is None else keys(found)
+        build_index([url], Recipe(), media_root=str(root), retry_seconds=0) if data_loader is None else keys(
+            data_loader
+        )
     root.rmdir()
     (tmp_path / "away").rename(root)
     assert len(keys(loader(url, root))) == 12
@@ -161,8 +163,8 @@ def test_files_that_were_missing_are_looked_for_again_by_a_new_data_set(url: str
     assert len(keys(loader(url, root, on_error="skip"))) == 10
     (tmp_path / "8.jpg").rename(moved["8.jpg"])
     with pytest.warns(UserWarning, match=r"a\.jsonl changed since the index was made"):
-        found = loader(url, root, on_error="skip")
-    assert len(keys(found)) == 11
+        data_loader = loader(url, root, on_error="skip")
+    assert len(keys(data_loader)) == 11
 
 
 def test_copies_with_other_times_are_measured_again(url: str, root: Path) -> None:
@@ -170,28 +172,28 @@ def test_copies_with_other_times_are_measured_again(url: str, root: Path) -> Non
     for path in root.iterdir():
         os.utime(path, ns=(1, 1))
     with pytest.warns(UserWarning, match=r"a\.jsonl changed since the index was made"):
-        found = loader(url, root, on_error="skip")
-    assert len(keys(found)) == 12
+        data_loader = loader(url, root, on_error="skip")
+    assert len(keys(data_loader)) == 12
 
 
 def test_an_epoch_that_delivers_nothing_does_not_end_in_silence(url: str, root: Path) -> None:
-    found = loader(url, root, on_error="skip")
-    found.dataset.index()
+    data_loader = loader(url, root, on_error="skip")
+    data_loader.dataset.index()
     for path in root.iterdir():
         os.utime(path, ns=(1, 1))
-    with pytest.raises(TooManyFailures, match="delivered nothing .*another time of change, and the same size.*`cp -a`"):
-        keys(found)
+    with pytest.raises(TooManyFailures, match="delivered nothing .*same size, but another modification time.*`cp -a`"):
+        keys(data_loader)
 
 
 def test_a_few_failures_may_be_all_there_is(tmp_path: Path, root: Path) -> None:
     path = tmp_path / "few.jsonl"
     path.write_text("".join(f'{{"image": "{number}.jpg", "text": "a"}}\n' for number in range(9)))
-    found = loader(str(path), root, on_error="skip")
-    found.dataset.index()
+    data_loader = loader(str(path), root, on_error="skip")
+    data_loader.dataset.index()
     for file in root.iterdir():
         os.utime(file, ns=(1, 1))
-    assert keys(found) == []
-    assert found.stats()["failures"]["count"] == 9
+    assert keys(data_loader) == []
+    assert data_loader.stats()["failures"]["count"] == 9
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.EINTR])

@@ -32,7 +32,7 @@ def test_long_names_are_split_as_webdataset_splits_short_ones(characters: str | 
     if not name.startswith("__"):
         split = split_name(name)
         assert split == _split_long(name)
-        padding = "c" * 300  # behind the last dot or slash: nothing else changes
+        padding = "c" * 300  # after the last dot or slash: nothing else changes
         assert split_name(name + padding) == _split_long(name + padding) == found_by_expression(name + padding)
 
 
@@ -46,15 +46,15 @@ def found_by_expression(name: str) -> tuple[str, str] | None:
 )
 def test_a_name_of_a_mebibyte_takes_no_time(name: str) -> None:
     """In time that grows with its square each would take hours."""
-    found = split_name(name)
-    for text in (name, "" if found is None else found[1]):
+    split = split_name(name)
+    for text in (name, "" if split is None else split[1]):
         classify(text)
         printable(text)
         stem(text)
         images(text, "0.jpg")
 
 
-def test_numbers_order_by_value_whatever_their_length() -> None:
+def test_numbers_of_any_length_order_by_value() -> None:
     huge = "7" * 5_000
     assert images(f"{huge}.jpg", "10.jpg", "9.jpg", "jpg") == ["jpg", "9.jpg", "10.jpg", f"{huge}.jpg"]
     assert images(f"{huge}8.jpg", f"{huge}7.jpg") == [f"{huge}7.jpg", f"{huge}8.jpg"]
@@ -69,8 +69,8 @@ def test_numbers_order_by_value_whatever_their_length() -> None:
 
 @pytest.mark.parametrize("name", ["en2.txt", "v1.5.txt", "img2.json", "x10.txt.gz"])
 def test_a_number_inside_a_name_is_part_of_it(name: str) -> None:
-    held = uses_of([Member(name, TEXT)], Recipe())
-    assert held.json + held.plain == (0,)
+    uses = uses_of([Member(name, TEXT)], Recipe())
+    assert uses.json + uses.plain == (0,)
 
 
 @given(st.text(st.characters(codec=None)))

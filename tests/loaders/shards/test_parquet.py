@@ -80,8 +80,8 @@ def test_hugging_face_structs_plain_bytes_and_text(tmp_path: Path) -> None:
         },
     )
     opened = shard(path)
-    found = opened.facts().table.arrow().to_pylist()
-    assert [(row["sample"], row["key"], row["field"], row["kind"]) for row in found] == [
+    fact_rows = opened.facts().table.arrow().to_pylist()
+    assert [(row["sample"], row["key"], row["field"], row["kind"]) for row in fact_rows] == [
         (0, "x", "image", 1),
         (0, "x", "jpg", 1),
         (0, "x", "payload", 2),  # by its first bytes
@@ -90,24 +90,24 @@ def test_hugging_face_structs_plain_bytes_and_text(tmp_path: Path) -> None:
         (1, "y", "payload", 1),
         (1, "y", "text", 0),
     ]
-    assert all(row["encoding"] == PARQUET and row["error"] is None for row in found)
-    assert [(row["header0"], row["header1"]) for row in found[:5]] == [
+    assert all(row["encoding"] == PARQUET and row["error"] is None for row in fact_rows)
+    assert [(row["header0"], row["header1"]) for row in fact_rows[:5]] == [
         (4, 3),
         (5, 6),
         (9, 16_000),
         (0, 0),
         (700, 16_000),
     ]
-    assert read(opened, found[0]) == png(4, 3)
-    assert read(opened, found[-1]) == "grüße".encode()
+    assert read(opened, fact_rows[0]) == png(4, 3)
+    assert read(opened, fact_rows[-1]) == "grüße".encode()
 
 
 def test_lists_give_a_field_for_each_item(tmp_path: Path) -> None:
     images = [[{"bytes": png(1, 2), "path": None}, {"bytes": png(3, 4), "path": None}], [], None]
     path = write(tmp_path / "a.parquet", {"images": images, "clips": [[flac(5)], [], [flac(6), flac(7)]]})
     opened = shard(path)
-    found = opened.facts().table.arrow().to_pylist()
-    assert [(row["key"], row["field"], row["header0"]) for row in found] == [
+    fact_rows = opened.facts().table.arrow().to_pylist()
+    assert [(row["key"], row["field"], row["header0"]) for row in fact_rows] == [
         ("0", "images.0", 1),
         ("0", "images.1", 3),
         ("0", "clips.0", 5),
@@ -115,8 +115,8 @@ def test_lists_give_a_field_for_each_item(tmp_path: Path) -> None:
         ("2", "clips.0", 6),
         ("2", "clips.1", 7),
     ]
-    assert read(opened, found[1]) == png(3, 4)
-    assert read(opened, found[5]) == flac(7)
+    assert read(opened, fact_rows[1]) == png(3, 4)
+    assert read(opened, fact_rows[5]) == flac(7)
 
 
 @pytest.mark.parametrize("kind", [pa.large_list, pa.list_view, pa.large_list_view])
@@ -126,8 +126,8 @@ def test_lists_of_every_kind_are_lists(tmp_path: Path, kind: Any) -> None:
         pq.write_table(pa.table({"text": ["a", "b"], "images": images}), tmp_path / "a.parquet")
     except pa.ArrowNotImplementedError as error:
         pytest.skip(f"this pyarrow writes no such file: {error}")
-    found = shard(tmp_path / "a.parquet").facts().table.arrow().to_pylist()
-    assert [(row["key"], row["field"]) for row in found] == [
+    fact_rows = shard(tmp_path / "a.parquet").facts().table.arrow().to_pylist()
+    assert [(row["key"], row["field"]) for row in fact_rows] == [
         ("0", "text"),
         ("0", "images.0"),
         ("0", "images.1"),
@@ -178,7 +178,7 @@ def test_keys_come_from_key_then_id_then_the_row(tmp_path: Path) -> None:
 def test_a_key_given_twice_makes_both_rows_bad(tmp_path: Path) -> None:
     first, other, second = rows(write(tmp_path / "a.parquet", {"__key__": ["x", "y", "x"], "text": ["a", "b", "c"]}))
     assert other["error"] is None
-    reason = "key 'x' is that of row 0 and of row 2: give each row its own __key__"
+    reason = "rows 0 and 2 both have the key 'x': give each row a different __key__"
     assert first["error"] == second["error"]
     assert first["error"].startswith(reason)
     assert first["kind"] == second["kind"] == OTHER
@@ -188,15 +188,15 @@ def test_a_string_that_is_not_utf8_is_one_rows(tmp_path: Path) -> None:
     offsets, data = np.array([0, 2, 4, 6], np.int32), b"ok\xff\xfeko"
     bad = pa.StringArray.from_buffers(3, pa.py_buffer(offsets), pa.py_buffer(data))
     path = write(tmp_path / "a.parquet", {"id": bad, "txt": bad, "caption": bad.dictionary_encode()})
-    found = rows(path)
-    assert [row["key"] for row in found[::2]] == ["ok", "\\xff\\xfe", "ko"]
+    fact_rows = rows(path)
+    assert [row["key"] for row in fact_rows[::2]] == ["ok", "\\xff\\xfe", "ko"]
     opened = shard(path)
-    assert all(row["error"] is None for row in found)
-    assert [read(opened, row) for row in found] == [b"ok", b"ok", b"\xff\xfe", b"\xff\xfe", b"ko", b"ko"]
+    assert all(row["error"] is None for row in fact_rows)
+    assert [read(opened, row) for row in fact_rows] == [b"ok", b"ok", b"\xff\xfe", b"\xff\xfe", b"ko", b"ko"]
     roles = pa.StructArray.from_arrays([bad, bad], ["role", "content"])
     chat = pa.ListArray.from_arrays(pa.array([0, 1, 2, 3], pa.int32()), roles)
     errors = [row["error"] for row in rows(write(tmp_path / "b.parquet", {"messages": chat}))]
-    assert errors == [None, "holds a string that is not valid UTF-8: invalid start byte", None]
+    assert errors == [None, "contains a string that is not valid UTF-8: invalid start byte", None]
 
 
 def test_a_path_without_bytes_is_not_followed(tmp_path: Path) -> None:
@@ -204,21 +204,21 @@ def test_a_path_without_bytes_is_not_followed(tmp_path: Path) -> None:
         tmp_path / "a.parquet", {"image": [{"bytes": None, "path": "/etc/passwd"}, {"bytes": png(1, 1), "path": ""}]}
     )
     bad, good = rows(path)
-    assert bad["error"].startswith("holds a path, not bytes: '/etc/passwd'") and bad["kind"] == 1
+    assert bad["error"].startswith("contains a path, not bytes: '/etc/passwd'") and bad["kind"] == 1
     assert good["error"] is None
-    with pytest.raises(FieldError, match="holds a path, not bytes"):
+    with pytest.raises(FieldError, match="contains a path, not bytes"):
         shard(path).read(0, 0, PARQUET, "image")
 
 
 def test_bad_cells_and_limits_are_errors_of_their_field(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", {"image": [b"hello world", png(50, 50)], "text": ["x" * 100, "y"]})
-    found = {(row["sample"], row["field"]): row for row in rows(path, Limits(image_pixels=2_499, text_bytes=99))}
-    assert found[0, "image"]["error"] == "not an image: starts with 'hello wo'"
-    assert "above Limits.text_bytes=99" in found[0, "text"]["error"]
+    fact_rows = {(row["sample"], row["field"]): row for row in rows(path, Limits(image_pixels=2_499, text_bytes=99))}
+    assert fact_rows[0, "image"]["error"] == "not an image: starts with 'hello wo'"
+    assert "above Limits.text_bytes=99" in fact_rows[0, "text"]["error"]
     with pytest.raises(DecodeError, match="above Limits.image_pixels=2499"):
-        header = found[1, "image"]["header0"], found[1, "image"]["header1"]
+        header = fact_rows[1, "image"]["header0"], fact_rows[1, "image"]["header1"]
         ImagePreprocessor().count_header(header, Limits(image_pixels=2_499))
-    assert found[1, "text"]["error"] is None
+    assert fact_rows[1, "text"]["error"] is None
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_files_without_rows_or_usable_columns_say_so(tmp_path: Path) -> None:
     (row,) = rows(write(tmp_path / "a.parquet", {"text": pa.array([], pa.string())}))
     assert row["error"] == "no samples: the file has no rows"
     (row,) = rows(write(tmp_path / "b.parquet", {"n": [1]}))
-    assert row["error"] == "no column holds text or media (columns: n)"
+    assert row["error"] == "no column has text or media (columns: n)"
 
 
 def test_a_column_that_unfolds_too_far_is_refused(tmp_path: Path) -> None:
@@ -255,16 +255,16 @@ def test_eight_threads_read_what_one_reads(tmp_path: Path) -> None:
     texts = ["x" * int(n) for n in rng.integers(0, 200, 500)]
     path = write(tmp_path / "a.parquet", {"text": texts, "other": texts[::-1]}, row_group_size=37)
     opened = shard(path)
-    found = opened.facts().table.arrow().to_pylist()
-    expected = [(texts if row["field"] == "text" else texts[::-1])[row["offset"]].encode() for row in found]
-    order = rng.integers(0, len(found), 3_000).tolist()
+    fact_rows = opened.facts().table.arrow().to_pylist()
+    expected = [(texts if row["field"] == "text" else texts[::-1])[row["offset"]].encode() for row in fact_rows]
+    order = rng.integers(0, len(fact_rows), 3_000).tolist()
     with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(lambda i: read(opened, found[i]), order)) == [expected[i] for i in order]
-    held = COLUMNS.held_bytes
+        assert list(pool.map(lambda i: read(opened, fact_rows[i]), order)) == [expected[i] for i in order]
+    before = COLUMNS.cached_bytes
     opened.close()
-    assert COLUMNS.held_bytes < held
+    assert COLUMNS.cached_bytes < before
     with pytest.raises(ValueError, match="read after close"):
-        read(opened, found[0])
+        read(opened, fact_rows[0])
 
 
 def test_the_column_cache_is_bounded() -> None:
@@ -272,12 +272,12 @@ def test_the_column_cache_is_bounded() -> None:
     column = pa.chunked_array([pa.array(np.zeros(50))])  # 400 bytes
     for group in range(5):
         cache.put((0, group, "x"), column)
-    assert cache.held_bytes == 800
+    assert cache.cached_bytes == 800
     assert cache.get((0, 4, "x")) is not None and cache.get((0, 0, "x")) is None
     cache.put((0, 9, "x"), pa.chunked_array([pa.array(np.zeros(500))]))  # above the bound: alone
-    assert cache.held_bytes == 4_000
+    assert cache.cached_bytes == 4_000
     cache.forget(0)
-    assert cache.held_bytes == 0
+    assert cache.cached_bytes == 0
 
 
 def test_another_cell_than_was_indexed_is_an_error(tmp_path: Path) -> None:
@@ -341,9 +341,9 @@ def test_flipped_bytes_never_raise(tmp_path: Path) -> None:
 
 def test_rows_of_one_id_are_samples_of_their_own(tmp_path: Path):
     path = write(tmp_path / "a.parquet", {"id": ["x", "x#2", "x", "x"], "text": ["a", "b", "c", "d"]})
-    found = rows(path)
-    assert [row["key"] for row in found] == ["x", "x#2", "x#2#2", "x#3"]
-    assert [row["error"] for row in found] == [None] * 4
+    fact_rows = rows(path)
+    assert [row["key"] for row in fact_rows] == ["x", "x#2", "x#2#2", "x#3"]
+    assert [row["error"] for row in fact_rows] == [None] * 4
 
 
 def test_a_field_of_type_null_in_a_chat_says_nothing(tmp_path: Path):

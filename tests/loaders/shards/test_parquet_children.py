@@ -42,7 +42,7 @@ def write(path: Path, texts: Sequence[str] = ("one", "two", "three"), **options:
 
 
 def write_aborting(path: Path) -> Path:
-    """A file whose text column is encrypted, and whose reader has no keys: the C++ library ends the process."""
+    """A file with an encrypted text column, and a reader without keys: the C++ library ends the process."""
 
     class Keys(pe.KmsClient):  # type: ignore[misc]
         def __init__(self, _: object) -> None:
@@ -100,7 +100,7 @@ class Hooked(LocalFile):
 
 
 def patched(monkeypatch: pytest.MonkeyPatch, body: str) -> None:
-    """Children that run `body` in place of their pass over a file."""
+    """Children that run `body` instead of scanning a file."""
     program = (
         "import json, os, signal, sys, time; given = json.loads(sys.argv[1]); sys.path[:] = given['path']\n"
         "import orchdata.loaders.shards.parquet.child as child\n"
@@ -207,13 +207,13 @@ def test_children_that_are_killed_again_and_again_end_the_build_unrecorded(
     assert children() == []
 
 
-def test_a_child_of_which_nobody_knows_how_it_ended_is_no_word_about_the_file(tmp_path: Path) -> None:
+def test_a_child_with_an_unknown_end_says_nothing_about_the_file(tmp_path: Path) -> None:
     """Where a program ignores SIGCHLD, the system keeps no status."""
     path = write(tmp_path / "a.parquet")
     opened = ParquetShard(str(path), Hooked(path, lambda: os.kill(busy_child(), signal.SIGKILL)), limits=Limits())
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
-        with measuring(), pytest.raises(StorageError, match="in a way that is not known .*SIGCHLD"):
+        with measuring(), pytest.raises(StorageError, match="in an unknown way .*SIGCHLD"):
             opened.facts()
     finally:
         signal.signal(signal.SIGCHLD, before)
@@ -226,7 +226,7 @@ def test_children_that_cannot_start_are_no_word_about_the_file(tmp_path: Path, m
 
 
 class FailingAt(Hooked):
-    """A file whose n-th read and all later ones raise."""
+    """A file that raises at its n-th read and all later ones."""
 
     def __init__(self, path: Path, n: int, error: Exception) -> None:
         reads = iter(range(n))
@@ -367,7 +367,7 @@ def test_a_busy_child_dies_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     assert os.read(ready, 1) == b"x"  # the child waits for nothing that will come
     parent.kill()
     parent.wait()
-    # The child held the other writing end: the pipe ends when it does.
+    # The child had the other writing end: the pipe ends when it does.
     assert select.select([ready], [], [], 60)[0] and os.read(ready, 1) == b""
     os.close(ready)
 
@@ -401,11 +401,11 @@ def test_a_file_that_changes_after_it_was_measured_is_not_decoded(
     path = write(tmp_path / "a.parquet", ["first text"], compression="none", use_dictionary=False)
 
     def measured_then_changed(url: str, opened: Any, **options: Any) -> Facts:
-        found = load_facts(url, opened, **options)
+        loaded = load_facts(url, opened, **options)
         status = path.stat()
         path.write_bytes(path.read_bytes().replace(b"first", b"other"))
         os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 10**9))
-        return found
+        return loaded
 
     monkeypatch.setattr(orchdata.loaders.index.build, "load_facts", measured_then_changed)
     with pytest.raises(StaleIndexError, match=r"a\.parquet: was changed while it was open"):
@@ -432,9 +432,9 @@ def test_a_footer_that_counts_other_rows_fails_the_shard(tmp_path: Path, claimed
         for at in places:
             path = tmp_path / "b.parquet"
             path.write_bytes(source[:at] + claimed + source[at + 2 :])
-            found = errors(path)
+            failures = errors(path)
             index = build_index([str(path)], Recipe())
-            if found:
+            if failures:
                 refused += 1
                 assert index.totals["bad"] == index.num_samples == 1
             else:
@@ -442,7 +442,7 @@ def test_a_footer_that_counts_other_rows_fails_the_shard(tmp_path: Path, claimed
     assert refused >= 2
 
 
-def test_a_row_that_nobody_can_read_is_not_asked_for(tmp_path: Path) -> None:
+def test_a_row_that_cannot_be_read_is_not_requested(tmp_path: Path) -> None:
     opened = ParquetShard(str(write(tmp_path / "a.parquet")), LocalFile(tmp_path / "a.parquet"), limits=Limits())
     with pytest.raises(FieldError, match="no such cell"):
         opened.read(3, 3, 3, "text")

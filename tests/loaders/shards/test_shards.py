@@ -126,7 +126,7 @@ def test_other_members_in_the_same_size_are_stale(tmp_path: Path, shards: OpenSh
     path.write_bytes(tar_bytes(b"seven"))
     os.utime(path, ns=(1, 1))
     assert path.stat().st_size == indexed.size
-    with pytest.raises(StaleIndexError, match="written anew since it was indexed"):
+    with pytest.raises(StaleIndexError, match="rewritten since it was indexed"):
         shards.get(str(path), indexed)
 
 

@@ -52,10 +52,10 @@ def test_a_hard_link_is_the_file_it_names_and_any_other_link_is_an_error(tmp_pat
         add("9.txt", tarfile.LNKTYPE, "8.txt")
     opened = shard(path)
     facts = opened.facts()
-    found = {row["key"] + "." + row["field"]: row for row in facts.table.arrow().to_pylist()}
+    fact_rows = {row["key"] + "." + row["field"]: row for row in facts.table.arrow().to_pylist()}
     contents = {
         name: bytes(opened.read(row["offset"], row["size"], row["encoding"], "txt"))
-        for name, row in found.items()
+        for name, row in fact_rows.items()
         if row["error"] is None
     }
     assert contents == {
@@ -66,10 +66,10 @@ def test_a_hard_link_is_the_file_it_names_and_any_other_link_is_an_error(tmp_pat
         "8.txt": b"8.txt",
         "9.txt": b"8.txt",
     }
-    errors = {name: row["error"] for name, row in found.items() if row["error"] is not None}
+    errors = {name: row["error"] for name, row in fact_rows.items() if row["error"] is not None}
     assert list(errors) == ["3.txt", "4.txt", "5.txt", "6.txt"]
-    assert all(found[name]["kind"] == OTHER for name in errors)  # so that their samples fail, whatever a recipe asks
-    assert "a link to '9.txt', which is not read: write with `tar --hard-dereference -h`" in errors["3.txt"]
+    assert all(fact_rows[name]["kind"] == OTHER for name in errors)  # so that their samples fail under every recipe
+    assert "a link to '9.txt': links are not read; write with `tar --hard-dereference -h`" in errors["3.txt"]
     assert "a link to '0.txt'" in errors["4.txt"]
     assert "a pipe" in errors["5.txt"] and "a device" in errors["6.txt"]
 
@@ -87,7 +87,7 @@ def test_a_zeroed_run_loses_nothing_without_a_word(tmp_path: Path, form: int, ze
     path.write_bytes(content)
     facts = shard(path).facts()
     assert list(facts.table.errors) == [19] and len(facts.table) == 20
-    assert "data behind the end of the archive at byte " in facts.table.errors[19]
+    assert "data after the end of the archive at byte " in facts.table.errors[19]
     assert facts.meta.lost_bytes >= len(content) - info.offset
 
 
@@ -145,15 +145,15 @@ def test_media_headers_are_in_the_facts(tmp_path: Path) -> None:
             ("b.pth", b"pickle"),
         ],
     )
-    found = {(row["key"], row["field"]): row for row in rows(path)}
-    assert [row["sample"] for row in found.values()] == [0, 0, 0, 1, 1, 1, 1]
-    assert (found["a", "jpg"]["header0"], found["a", "jpg"]["header1"]) == (30, 20)
-    assert (found["a", "flac"]["header0"], found["a", "flac"]["header1"]) == (800, 16_000)
-    assert (found["b", "0.jpg"]["header0"], found["b", "0.jpg"]["header1"]) == (7, 9)
-    assert (found["b", "1.wav"]["header0"], found["b", "1.wav"]["header1"]) == (500, 8_000)
-    assert (found["b", "ogg"]["header0"], found["b", "ogg"]["header1"]) == (4_410, 44_100)
-    assert [row["kind"] for row in found.values()] == [1, 2, 0, 1, 2, 2, 255]
-    assert not any(row["error"] for row in found.values())
+    fact_rows = {(row["key"], row["field"]): row for row in rows(path)}
+    assert [row["sample"] for row in fact_rows.values()] == [0, 0, 0, 1, 1, 1, 1]
+    assert (fact_rows["a", "jpg"]["header0"], fact_rows["a", "jpg"]["header1"]) == (30, 20)
+    assert (fact_rows["a", "flac"]["header0"], fact_rows["a", "flac"]["header1"]) == (800, 16_000)
+    assert (fact_rows["b", "0.jpg"]["header0"], fact_rows["b", "0.jpg"]["header1"]) == (7, 9)
+    assert (fact_rows["b", "1.wav"]["header0"], fact_rows["b", "1.wav"]["header1"]) == (500, 8_000)
+    assert (fact_rows["b", "ogg"]["header0"], fact_rows["b", "ogg"]["header1"]) == (4_410, 44_100)
+    assert [row["kind"] for row in fact_rows.values()] == [1, 2, 0, 1, 2, 2, 255]
+    assert not any(row["error"] for row in fact_rows.values())
 
 
 def test_headers_above_a_limit_are_refused(tmp_path: Path) -> None:
@@ -162,8 +162,8 @@ def test_headers_above_a_limit_are_refused(tmp_path: Path) -> None:
     Image.new("1", ((1 << 25) + 1, 1)).save(out, "PNG")
     members = [("a.png", out.getvalue()), ("c.wav", wav(16_000, 8_000)), ("d.jpg", jpeg(9, 7))]
     limits = Limits(audio_seconds=1.9)
-    found = rows(write_tar(tmp_path / "a.tar", members), limits)
-    assert [row["error"] or refusal(row, limits) for row in found] == [
+    fact_rows = rows(write_tar(tmp_path / "a.tar", members), limits)
+    assert [row["error"] or refusal(row, limits) for row in fact_rows] == [
         "image of 33554433x1 pixels: no side above 33554432 can be resized",
         "audio of 2 s, above Limits.audio_seconds=1.9",
         None,
@@ -177,9 +177,9 @@ def test_many_members_in_few_blocks(tmp_path: Path) -> None:
     members += [(f"x{i}.txt", b"") for i in range(1_500)]
     path = write_tar(tmp_path / "a.tar", members, tarfile.PAX_FORMAT)
     opened = shard(path)
-    found = opened.facts().table.arrow().to_pylist()
-    assert [f"{row['key']}.{row['field']}" for row in found] == [name for name, _ in members]
-    for row, (_, content) in zip(found, members, strict=True):
+    fact_rows = opened.facts().table.arrow().to_pylist()
+    assert [f"{row['key']}.{row['field']}" for row in fact_rows] == [name for name, _ in members]
+    for row, (_, content) in zip(fact_rows, members, strict=True):
         assert bytes(opened.read(row["offset"], row["size"], row["encoding"], row["field"])) == content
 
 
@@ -193,18 +193,18 @@ def test_many_members_in_few_blocks(tmp_path: Path) -> None:
 def test_a_field_twice_and_a_key_that_comes_back(
     tmp_path: Path, members: list[tuple[str, bytes]], bad_keys: set[str], message: str
 ) -> None:
-    found = rows(write_tar(tmp_path / "a.tar", members))
-    errors = [row for row in found if message in (row["error"] or "")]
+    fact_rows = rows(write_tar(tmp_path / "a.tar", members))
+    errors = [row for row in fact_rows if message in (row["error"] or "")]
     assert {row["key"] for row in errors} == bad_keys
     assert all(row["kind"] == OTHER for row in errors)
     bad_samples = {row["sample"] for row in errors}
-    expected = {row["sample"] for row in found if row["key"] in bad_keys}
+    expected = {row["sample"] for row in fact_rows if row["key"] in bad_keys}
     assert bad_samples == expected  # both occurrences of a returning key
 
 
 @pytest.mark.parametrize("left", [0, 100, 5_000])
 def test_an_archive_that_is_cut_while_it_is_walked_is_stale(tmp_path: Path, left: int) -> None:
-    """And nobody waits for ever for the rest of a header."""
+    """No reader waits forever for the rest of a header."""
     path = write_tar(tmp_path / "a.tar", [(f"{i}.txt", b"x" * 3_000) for i in range(40)])
 
     class Cut(LocalFile):
@@ -222,11 +222,11 @@ def test_a_truncated_member_spoils_only_its_sample(tmp_path: Path) -> None:
     path = write_tar(tmp_path / "a.tar", [("a.txt", b"one"), ("b.txt", b"two"), ("b.jpg", jpeg(500, 500))])
     with open(path, "r+b") as file:
         file.truncate(512 * 5 + 700)
-    found = rows(path)
-    assert [row["error"] is None for row in found] == [True, True, False]
-    assert "the shard ends at byte 3260, inside a member" in found[2]["error"]
+    fact_rows = rows(path)
+    assert [row["error"] is None for row in fact_rows] == [True, True, False]
+    assert "the shard ends at byte 3260, inside a member" in fact_rows[2]["error"]
     with pytest.raises(FieldError, match="cut: "):
-        shard(path).read(found[2]["offset"], found[2]["size"], 0, "jpg")
+        shard(path).read(fact_rows[2]["offset"], fact_rows[2]["size"], 0, "jpg")
 
 
 @settings(max_examples=60, deadline=None)
@@ -237,12 +237,12 @@ def test_any_cut_leaves_a_prefix_of_good_samples(tmp_path_factory: pytest.TempPa
     data = path.read_bytes()[:cut]
     path.write_bytes(data)
     complete = sum(1 for i in range(3) if cut >= 1024 * 2 * (i + 1))
-    found = rows(path)
-    bad = {row["sample"] for row in found if row["error"]}
-    good = {row["sample"] for row in found} - bad
+    fact_rows = rows(path)
+    bad = {row["sample"] for row in fact_rows if row["error"]}
+    good = {row["sample"] for row in fact_rows} - bad
     assert good >= set(range(min(complete, 3) - 1))
     assert good <= set(range(complete)) or (complete == 0 and not good)
-    for row in found:
+    for row in fact_rows:
         if row["sample"] in good:
             assert bytes(shard(path).read(row["offset"], row["size"], 0, row["field"])) == b"x" * 300
 
@@ -326,8 +326,8 @@ def test_eight_threads_read_what_one_reads(tmp_path: Path) -> None:
     rng = np.random.default_rng(2)
     members = [(f"{i:04d}.{field}", rng.bytes(int(rng.integers(1, 60_000)))) for i in range(60) for field in "abc"]
     opened = shard(write_tar(tmp_path / "a.tar", members))
-    found = opened.facts().table.arrow().to_pylist()
-    spec = [(row["offset"], row["size"], row["encoding"], row["field"]) for row in found]
+    fact_rows = opened.facts().table.arrow().to_pylist()
+    spec = [(row["offset"], row["size"], row["encoding"], row["field"]) for row in fact_rows]
     samples = [spec[i : i + 3] for i in range(0, len(spec), 3)]
     expected = [[content for _, content in members[i : i + 3]] for i in range(0, len(members), 3)]
     order = rng.integers(0, len(samples), 800).tolist()

@@ -29,14 +29,14 @@ def samples_by_webdataset(path: Path) -> list[dict[str, Any]]:
 
 def samples_by_us(path: Path) -> list[dict[str, Any]]:
     opened = shard(path)
-    found: list[dict[str, Any]] = []
+    samples: list[dict[str, Any]] = []
     for row in opened.facts().table.arrow().to_pylist():
         assert row["error"] is None or row["kind"] != OTHER, row
-        if row["sample"] == len(found):
-            found.append({"__key__": row["key"], "__url__": str(path)})
+        if row["sample"] == len(samples):
+            samples.append({"__key__": row["key"], "__url__": str(path)})
         encoding = row["encoding"] if row["encoding"] == SPARSE else 0
-        found[-1][row["field"]] = bytes(opened.read(row["offset"], row["size"], encoding, row["field"]))
-    return found
+        samples[-1][row["field"]] = bytes(opened.read(row["offset"], row["size"], encoding, row["field"]))
+    return samples
 
 
 def test_every_shard_of_others_reads_as_webdataset_reads_it(fixtures_dir: Path) -> None:
@@ -75,40 +75,40 @@ def test_names_group_as_webdataset_groups_them(
         assert any("comes twice" in (row["error"] or "") for row in rows(path))
         return
     keys = [sample["__key__"] for sample in expected]
-    found = rows(path)
+    fact_rows = rows(path)
     if len(set(keys)) < len(keys):
-        assert any("comes back" in (row["error"] or "") for row in found)
+        assert any("comes back" in (row["error"] or "") for row in fact_rows)
     elif not keys:
-        assert len(found) == 1 and found[0]["error"]
+        assert len(fact_rows) == 1 and fact_rows[0]["error"]
     else:
-        assert [(r["key"], r["field"]) for r in found] == [
+        assert [(r["key"], r["field"]) for r in fact_rows] == [
             (sample["__key__"], field) for sample in expected for field in sample if field not in ("__key__", "__url__")
         ]
 
 
 def tarfile_members(path: Path, limit: int = 1 << 20) -> tuple[list[tuple[str, int, bytes | None]], bool]:
     """(name, size, content) of files and hard links as tarfile reads them, and whether it fails."""
-    found: list[tuple[str, int, bytes | None]] = []
+    members: list[tuple[str, int, bytes | None]] = []
     try:
         with tarfile.open(path, "r:", encoding="utf-8") as tar:
             for info in tar:
                 if info.isreg():
                     reader = tar.extractfile(info)
                     assert reader is not None
-                    found.append((info.name, info.size, reader.read() if info.size <= limit else None))
+                    members.append((info.name, info.size, reader.read() if info.size <= limit else None))
                 elif info.islnk():
                     linked = tar.extractfile(info)
                     assert linked is not None
                     content = linked.read()
-                    found.append((info.name, len(content), content))
+                    members.append((info.name, len(content), content))
     except (tarfile.TarError, OSError):
-        return found, True
-    return found, False
+        return members, True
+    return members, False
 
 
 def our_members(path: Path, walk: Callable[..., Any]) -> tuple[list[tuple[str, int, bytes | None]], bool]:
     opened = shard(path)
-    found: list[tuple[str, int, bytes | None]] = []
+    members: list[tuple[str, int, bytes | None]] = []
     damaged = False
     for batch in walk(opened._file, hashlib.blake2b()):
         damaged = batch.damage is not None
@@ -117,8 +117,8 @@ def our_members(path: Path, walk: Callable[..., Any]) -> tuple[list[tuple[str, i
             if i in batch.unread:
                 continue
             content = bytes(opened.read(offset, size, encoding, "x")) if size <= 1 << 20 else None
-            found.append((name, size, content))
-    return found, damaged
+            members.append((name, size, content))
+    return members, damaged
 
 
 def odd_tars(fixtures_dir: Path) -> list[Path]:
@@ -135,15 +135,15 @@ def test_odd_tars_read_as_tarfile_reads_them(fixtures_dir: Path) -> None:
         if not expected:
             assert len(table) == 1 and table[0]["error"] and table[0]["kind"] == OTHER, path
             continue
-        found, damaged = our_members(path, walk_any)
-        assert found == expected, path
+        members, damaged = our_members(path, walk_any)
+        assert members == expected, path
         assert damaged or not fails, path
         try:
-            found, damaged = our_members(path, walk_plain)
+            members, damaged = our_members(path, walk_plain)
         except UnusualTar:
             continue
         plain += 1
-        assert found == expected, path
+        assert members == expected, path
         assert damaged or not fails, path
     assert plain >= 8
 

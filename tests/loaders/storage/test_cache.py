@@ -93,8 +93,8 @@ def test_a_cap_below_one_byte_is_refused(tmp_path: Path) -> None:
         CacheFolder(tmp_path, max_bytes=0)
 
 
-def as_nobody(work: Callable[[], None]) -> None:
-    """Run in a child whose user owns nothing."""
+def as_other_user(work: Callable[[], None]) -> None:
+    """Run in a child process as a user without files."""
     as_user(65534, work)
 
 
@@ -117,7 +117,7 @@ def test_a_complete_cache_serves_another_user_who_cannot_write_it(shared: Path, 
         assert CacheFolder(shared).entry("x", filled(b"never made")).read_bytes() == b"content"
 
     os.utime(shared / "shards" / "x.used", (1, 1))  # so that use would be marked
-    as_nobody(use)
+    as_other_user(use)
 
 
 @only_root
@@ -131,10 +131,10 @@ def test_a_second_user_adds_to_a_folder_that_both_may_write(shared: Path) -> Non
     def use() -> None:
         others = CacheFolder(shared, max_bytes=15)
         (shared / "shards" / "x.tar").unlink()
-        assert others.entry("x", filled(b"made anew")).read_bytes() == b"made anew"  # under the first one's lock
+        assert others.entry("x", filled(b"made again")).read_bytes() == b"made again"  # under the first one's lock
 
-    as_nobody(use)
-    assert cache.entry("x", filled(b"never made")).read_bytes() == b"made anew"
+    as_other_user(use)
+    assert cache.entry("x", filled(b"never made")).read_bytes() == b"made again"
 
 
 @only_root
@@ -145,7 +145,7 @@ def test_an_incomplete_cache_that_cannot_be_written_is_a_storage_error(shared: P
         with pytest.raises(StorageError, match="cannot be written: Permission denied"):
             CacheFolder(shared).entry("y", filled(b"other"))
 
-    as_nobody(use)
+    as_other_user(use)
 
 
 def test_marking_use_leaves_the_entry_as_it_was(tmp_path: Path) -> None:

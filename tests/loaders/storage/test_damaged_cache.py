@@ -21,7 +21,7 @@ from orchdata.loaders.errors import NOT_DATA, DamagedIndexError, MissingIndexErr
 from orchdata.loaders.index import index as index_module
 from orchdata.loaders.index.build import build_index
 from orchdata.loaders.index.index import KIND, Index
-from orchdata.loaders.index.kept import open_index
+from orchdata.loaders.index.locations import open_index
 from orchdata.loaders.index.stored import StoredSample
 from orchdata.loaders.index.table import LAYOUT, OFFSETS, TableSize, _positions
 from orchdata.loaders.recipe import Recipe
@@ -62,12 +62,12 @@ def kept_files() -> list[Path]:
 def damages(data: bytes, head_bytes: int) -> Iterator[tuple[str, bytes]]:
     """Every byte of the head altered, and bytes, stretches of zeros and cuts throughout."""
     places = [*range(head_bytes), *range(head_bytes, len(data), 97), len(data) - 1]
-    for place in places:
-        yield f"byte {place}", data[:place] + bytes([data[place] ^ (1 << place % 8)]) + data[place + 1 :]
-    for place in range(0, len(data), max(1, len(data) // 16)):
-        yield f"cut to {place}", data[:place]
-        if any(data[place : place + 512]):
-            yield f"zeros from {place}", (data[:place] + bytes(512) + data[place + 512 :])[: len(data)]
+    for offset in places:
+        yield f"byte {offset}", data[:offset] + bytes([data[offset] ^ (1 << offset % 8)]) + data[offset + 1 :]
+    for offset in range(0, len(data), max(1, len(data) // 16)):
+        yield f"cut to {offset}", data[:offset]
+        if any(data[offset : offset + 512]):
+            yield f"zeros from {offset}", (data[:offset] + bytes(512) + data[offset + 512 :])[: len(data)]
     yield "nothing but zeros", bytes(len(data))
     yield "twice", data + data
 
@@ -78,7 +78,7 @@ def with_note(path: Path, data: bytes) -> None:
     verified.note(path, path.stat())
 
 
-@pytest.mark.filterwarnings("ignore:.*is made again")
+@pytest.mark.filterwarnings("ignore:.*is built again")
 def test_no_damage_to_a_kept_file_changes_what_is_built(shards: list[str]) -> None:
     expected = content(build_index(shards, RECIPE))
     files = kept_files()
@@ -181,7 +181,7 @@ def test_rows_outside_are_refused(shards: list[str]) -> None:
             index.parts_of(np.array([0, row]), IMAGE)
         with pytest.raises(ValueError, match="of an index of 12 rows"):
             IndexCosts(index).positions("image", np.array([0, row]))
-    with pytest.raises(ValueError, match="row 0 is no bad sample"):
+    with pytest.raises(ValueError, match="row 0 is not a bad sample"):
         index.failure(0)
 
 
@@ -189,14 +189,14 @@ def test_one_process_makes_a_damaged_index_again_and_says_so(shards: list[str]) 
     expected = build_index(shards, RECIPE)
     before = content(expected)
     expected.path.write_bytes(expected.path.read_bytes()[:-8])
-    with pytest.warns(RuntimeWarning, match=rf"the index {expected.path} is damaged: it has .*; it is made again"):
+    with pytest.warns(RuntimeWarning, match=rf"the index {expected.path} is damaged: it has .*; it is built again"):
         made = ShardDataset(shards, RECIPE).index()
     assert content(made) == before
     again = open_index(shards, RECIPE)
     assert again is not None and content(again) == before
 
 
-def test_several_ranks_are_told_how_to_build_a_damaged_index_again(shards: list[str]) -> None:
+def test_an_error_of_several_ranks_explains_how_to_build_a_damaged_index_again(shards: list[str]) -> None:
     path = build_index(shards, RECIPE).path
     data = bytearray(path.read_bytes())
     data[-1] ^= 1

@@ -23,9 +23,9 @@ def only_file(cache: Path) -> Path:
 
 
 def test_an_array_arrives_as_it_was_and_read_only(private_cache: Path) -> None:
-    held = MappedArray(VALUES)
+    mapped = MappedArray(VALUES)
     assert not list(private_cache.iterdir())  # nothing is written before it is pickled
-    data = pickle.dumps(held)
+    data = pickle.dumps(mapped)
     assert len(data) < 400
     arrived = pickle.loads(data).array
     assert np.array_equal(arrived, VALUES) and arrived.dtype == np.int64
@@ -48,7 +48,7 @@ def test_a_damaged_file_is_refused_and_made_again(private_cache: Path, damage: s
         path.unlink()
     else:
         path.write_bytes(content[:-8] if damage == "cut" else content[:800] + b"x" + content[801:])
-    with pytest.raises(StorageError, match="make the loader again"):
+    with pytest.raises(StorageError, match="create the loader again"):
         pickle.loads(data)
     assert pickle.dumps(MappedArray(VALUES)) == data
     assert np.array_equal(pickle.loads(data).array, VALUES)

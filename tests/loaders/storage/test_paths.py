@@ -121,7 +121,7 @@ def test_braces_are_counted_before_they_are_expanded(pattern: str) -> None:
 
 def test_the_state_of_a_data_set_on_disk_is_a_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "state.json")
-    with pytest.raises(ValueError, match=r"state\.json is no regular file"):
+    with pytest.raises(ValueError, match=r"state\.json is not a regular file"):
         expand_paths(str(tmp_path))
 
 
@@ -150,8 +150,8 @@ def test_globs_match_as_the_standard_library_matches(tmp_path: Path, pattern: st
         (tmp_path / name).write_bytes(b"x")
     (tmp_path / "link").symlink_to(tmp_path / "a")
     path = str(tmp_path / pattern)
-    found = {os.path.realpath(name) for name in glob.glob(path, recursive=True) if name.endswith(".tar")}
-    assert {os.path.realpath(name) for name in _matches(Path(path)) if name.endswith(".tar")} == found
+    matching = {os.path.realpath(name) for name in glob.glob(path, recursive=True) if name.endswith(".tar")}
+    assert {os.path.realpath(name) for name in _matches(Path(path)) if name.endswith(".tar")} == matching
 
 
 def test_a_link_to_a_folder_above_ends_no_search(folder: Path) -> None:

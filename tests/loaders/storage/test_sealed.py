@@ -29,13 +29,13 @@ VALUES = {"name": "ä", "numbers": [1, 2, 3]}
 
 def damages(content: bytes) -> Iterator[tuple[str, bytes]]:
     """A file with each byte altered in two ways, cut at each length, with stretches of zeros, and longer."""
-    for place in range(len(content)):
+    for offset in range(len(content)):
         for mask in (1, 0xFF):
-            yield f"byte {place} ^ {mask}", content[:place] + bytes([content[place] ^ mask]) + content[place + 1 :]
-        yield f"cut to {place}", content[:place]
-        zeros = content[:place] + bytes(16) + content[place + 16 :]
+            yield f"byte {offset} ^ {mask}", content[:offset] + bytes([content[offset] ^ mask]) + content[offset + 1 :]
+        yield f"cut to {offset}", content[:offset]
+        zeros = content[:offset] + bytes(16) + content[offset + 16 :]
         if zeros[: len(content)] != content:
-            yield f"zeros at {place}", zeros[: len(content)]
+            yield f"zeros at {offset}", zeros[: len(content)]
     yield "longer", content + b"\0"
 
 
@@ -92,9 +92,9 @@ def test_a_large_body_is_checked_block_by_block(tmp_path: Path) -> None:
     with opened(path) as fd:
         head = head_of(fd, KIND, 3)
         verify_body(fd, head)
-    for block, place in ((0, 0), (3, 3 * BLOCK_BYTES + 5), (5, size - 1)):
+    for block, offset in ((0, 0), (3, 3 * BLOCK_BYTES + 5), (5, size - 1)):
         content = bytearray(path.read_bytes())
-        content[head.start + place] ^= 64
+        content[head.start + offset] ^= 64
         (tmp_path / "y").write_bytes(content)
         with opened(tmp_path / "y") as fd, pytest.raises(Damaged, match=f"bytes {head.start + block * BLOCK_BYTES} to"):
             verify_body(fd, head_of(fd, KIND, 3))

@@ -96,7 +96,7 @@ def samples_of(shards: list[str]) -> list[Any]:
     return [key for batch in loader for key in batch.keys]
 
 
-# --- what is in the place of a file
+# --- other things with the name of a file
 
 
 @pytest.mark.parametrize("thing", THINGS)
@@ -157,7 +157,7 @@ def test_an_entry_is_found_or_made_again(
     try:
         again = cache.entry("x", lambda file, limit: file.write(b"content") and None)
     except StorageError as error:
-        assert thing is a_folder and f"a folder is in the place of {replaced}: remove it" in str(error)
+        assert thing is a_folder and f"a folder has the name {replaced}: remove it" in str(error)
         return
     with opened(again) as fd:
         assert os.read(fd, 100) == b"content"
@@ -199,9 +199,7 @@ def test_a_folder_is_a_folder(
     shards: list[str], other: Path, kind: str, thing: Callable[[Path, Path], None], no_pauses: None
 ) -> None:
     thing(CacheFolder().root / kind, other.parent)
-    with pytest.raises(
-        StorageError, match=rf"/{kind}: is a link or a file in the place of a folder: remove it, or set"
-    ):
+    with pytest.raises(StorageError, match=rf"/{kind}: is a link or a file, not a folder: remove it, or set"):
         build_index(shards, od.Recipe(), retry_seconds=0)
 
 
@@ -210,7 +208,7 @@ def test_old_files_are_removed_through_no_link(shards: list[str], other: Path) -
     old = other.with_name(".x.tmp")
     other.rename(old)
     (CacheFolder().root / "facts").symlink_to(other.parent)
-    build_module._forget_left(CacheFolder())
+    build_module._remove_leftovers(CacheFolder())
     old.rename(other)
 
 

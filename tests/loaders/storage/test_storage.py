@@ -66,7 +66,7 @@ def test_what_it_goes_on_refusing_is_a_storage_error_with_file_and_reason(
     assert not isinstance(caught.value, OSError)  # no reader of data catches it as damage
 
 
-def test_a_forgotten_file_is_opened_anew(path: Path, no_pauses: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forgotten_file_is_opened_again(path: Path, no_pauses: None, monkeypatch: pytest.MonkeyPatch) -> None:
     file = LocalFile(path)
     stale = [os.fstat(file._fd).st_ino, True]
     pread = os.pread
@@ -161,7 +161,7 @@ def test_a_copy_of_a_shard_is_known_by_its_headers_and_another_one_is_refused(tm
     assert [key for batch in loader for key in batch.keys] == keys
     renamed = [{**sample, "__key__": sample["__key__"].replace("k", "j")} for sample in samples("right")]
     write_shard(tmp_path / "a.tar", renamed)
-    with pytest.raises(StaleIndexError, match="was written anew since it was indexed"):
+    with pytest.raises(StaleIndexError, match="was rewritten since it was indexed"):
         list(od.DataLoader(od.ShardDataset(shard), batch_size=30, num_threads=0, index="require"))
 
 

@@ -119,7 +119,7 @@ def test_a_step_of_a_run_is_found_by_its_state(tmp_path: Path, monkeypatch: pyte
         assert "not readable as JSON" in run(path, "--step", 0, "--state", state).stderr
     state.unlink()
     os.mkfifo(state)
-    assert "state.json is no regular file" in run(path, "--step", 0, "--state", state).stderr
+    assert "state.json is not a regular file" in run(path, "--step", 0, "--state", state).stderr
     state.unlink()
     state.write_text(json.dumps(loader.state_dict()))
     other = write_shard(tmp_path / "other.tar", omni_samples(39))
