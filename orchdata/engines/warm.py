@@ -15,7 +15,6 @@ import fcntl
 import os
 import subprocess
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from orchdata.loaders.limited_process import die_with_parent
 from orchdata.native.jit import load_numba, sources_stamp
 from orchdata.progress import progress_bar
 
@@ -122,10 +122,8 @@ class Warming:
 
 def _end(children: list[subprocess.Popen[bytes]]) -> None:
     for child in children:
-        child.kill()
-        child.wait()
-        if child.stdin is not None:
-            child.stdin.close()
+        with child:  # waits for its end, and closes its pipe
+            child.kill()
 
 
 def warm(spec: BuildSpec) -> None:
@@ -338,12 +336,7 @@ def _taking_turns(family: str) -> Iterator[None]:
 
 def main(names: Sequence[str]) -> None:
     """Compile these families, in a child of `Warming`, until its parent is gone."""
-
-    def end_with_parent() -> None:
-        os.read(0, 1)  # nothing is ever written
-        os._exit(1)
-
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    die_with_parent(0)  # the parent keeps the other end of stdin open, and writes nothing
     for name in names:
         with _taking_turns(name):
             FAMILIES[name].call()
