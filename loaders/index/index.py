@@ -451,7 +451,8 @@ def _map(path: Path) -> tuple[dict[str, Any], Columns, int, os.stat_result]:
             columns.check_ends()
         else:
             _check_all(columns, head.values)
-            if _unchanged(status, os.fstat(fd)):
+            now = os.fstat(fd)
+            if all(getattr(now, name) == getattr(status, name) for name in ("st_size", "st_mtime_ns", "st_ctime_ns")):
                 note(path, status)
         return head.values, columns, os.dup(fd), status
 
@@ -469,11 +470,6 @@ def _check_all(columns: Columns, values: dict[str, Any]) -> None:
     for shard, bad in zip(values["shards"], num_bad.tolist(), strict=True):
         if ShardInfo(*shard).lost_bytes and not bad:
             raise ValueError(f"{shard[0]} is said to be damaged, and none of its samples is bad")
-
-
-def _unchanged(one: os.stat_result, other: os.stat_result) -> bool:
-    names = ("st_size", "st_mtime_ns", "st_ctime_ns")
-    return all(getattr(one, name) == getattr(other, name) for name in names)
 
 
 def absolute(url: str) -> str:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from orchdata.loaders.shards.facts_table import Facts
+from orchdata.loaders.limits import Limits, limits_fingerprint
+from orchdata.loaders.shards.facts_table import Facts, FactsMeta, FactsTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,3 +68,10 @@ class Shard(Protocol):
     def close(self) -> None:
         """Close its file after running reads have finished. Later reads raise ValueError."""
         ...
+
+
+def facts_of(shard: Shard, limits: Limits, table: FactsTable, checksum: str, **more: Any) -> Facts:
+    """Return the facts of a shard that was scanned under `limits`; `more` are further fields of FactsMeta."""
+    url, size, version = shard.url, shard.size, shard.version
+    fingerprint = limits_fingerprint(limits)
+    return Facts(table, FactsMeta(url=url, size=size, version=version, checksum=checksum, limits=fingerprint, **more))

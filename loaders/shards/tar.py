@@ -14,14 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.loaders.errors import DecodeError, FieldError
-from orchdata.loaders.limits import Limits, limits_fingerprint, shortened
+from orchdata.loaders.limits import Limits, shortened
 from orchdata.loaders.memory import measured_at
 from orchdata.loaders.modalities.builtin import BUILTINS, NUM_FACTS, OTHER, TEXT
 from orchdata.loaders.modalities.checks import starts_with
 from orchdata.loaders.modalities.modality import Header, Modality
 from orchdata.loaders.modalities.probing import read_header, scan_heads
-from orchdata.loaders.shards.facts_table import Facts, FactsMeta, FactsTable, shard_failure
+from orchdata.loaders.shards.facts_table import Facts, FactsTable, shard_failure
 from orchdata.loaders.shards.fields import GZIP, RAW, SPARSE, classify, printable, split_name
+from orchdata.loaders.shards.shard import facts_of
 from orchdata.loaders.shards.tar_walk import (
     NotATar,
     SparseError,
@@ -80,16 +81,7 @@ class TarShard:
             head = self._file.read(0, 8)
             table = shard_failure(str(error) if not head else f"not a tar ({error}): starts with {starts_with(head)}")
             checksum = self._digest(hashlib.blake2b(digest_size=16))
-        meta = FactsMeta(
-            url=self.url,
-            size=self.size,
-            version=self.version,
-            checksum=checksum,
-            limits=limits_fingerprint(self._limits),
-            ignored=table.ignored(),
-            lost_bytes=lost_bytes,
-        )
-        return Facts(table, meta)
+        return facts_of(self, self._limits, table, checksum, ignored=table.ignored(), lost_bytes=lost_bytes)
 
     def _walked(self, consume: Callable[[Iterator[TarBatch]], T]) -> tuple[T, str]:
         """Pass all members to `consume`; return its result and the checksum. Raises NotATar."""

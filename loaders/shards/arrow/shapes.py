@@ -63,10 +63,13 @@ def shape_of(type_: pa.DataType, *, old_unions: bool = False) -> Shape:
         children = tuple((shape_of(child, old_unions=old_unions), each) for child in below)
         return Shape(type_, validity, buffers, more, children, read and all(child.is_read for child, _ in children))
 
+    # Types that are stored as another type.
     if isinstance(type_, pa.BaseExtensionType):
         return shape_of(type_.storage_type, old_unions=old_unions)._replace(type=type_, is_read=False)
     if kinds.is_dictionary(type_):
         return shape_of(type_.index_type)._replace(type=type_, is_read=False)
+
+    # Types with child arrays, with offsets, and with views.
     if kinds.is_null(type_):
         return shape(validity=False, read=True)
     if kinds.is_struct(type_):

@@ -15,14 +15,15 @@ import numpy as np
 import pyarrow as pa
 
 from orchdata.loaders.errors import NOT_DATA, ShardError, as_failure, one_line, pass_trouble
-from orchdata.loaders.limits import Limits, limits_fingerprint
+from orchdata.loaders.limits import Limits
 from orchdata.loaders.shards.arrow.layout import read_layout
 from orchdata.loaders.shards.arrow.rows import RowsReader, TooLarge
 from orchdata.loaders.shards.arrow.shapes import shape_of
-from orchdata.loaders.shards.facts_table import Facts, FactsMeta, shard_failure
+from orchdata.loaders.shards.facts_table import Facts, shard_failure
 from orchdata.loaders.shards.parquet.cells import locate_cell, plan_columns, read_cell
 from orchdata.loaders.shards.parquet.file import INDEX_BYTES_OF_A_ROW, Refused
 from orchdata.loaders.shards.parquet.scan import scan
+from orchdata.loaders.shards.shard import facts_of
 from orchdata.loaders.storage.content_digest import ContentDigest
 from orchdata.loaders.storage.storage import Storage
 
@@ -120,16 +121,7 @@ class ArrowShard:
             table, lost = shard_failure(f"not a readable Arrow stream: {one_line(error)}"), max(1, self.size)
         checksum = self.checksum()
         self._file.check_unchanged()
-        meta = FactsMeta(
-            url=self.url,
-            size=self.size,
-            version=self.version,
-            checksum=checksum,
-            limits=limits_fingerprint(self._limits),
-            ignored=ignored,
-            lost_bytes=lost,
-        )
-        return Facts(table, meta)
+        return facts_of(self, self._limits, table, checksum, ignored=ignored, lost_bytes=lost)
 
     def read(self, offset: int, size: int, encoding: int, field: str) -> bytes:
         """Read `field` ("images.0": an item of a list) of row `offset`. Raises FieldError; ShardError for the file."""

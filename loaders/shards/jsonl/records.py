@@ -66,14 +66,21 @@ class Records(Protocol):
         ...
 
 
-class Lines:
-    """JSON Lines; empty lines are skipped."""
+class _JsonFile:
+    """A file with its records stored as JSON."""
 
     encoding = RAW
 
     def __init__(self, file: Storage, most_bytes: int) -> None:
         self._file = file
         self._most_bytes = most_bytes
+
+    def as_json(self, data: bytes) -> bytes:
+        return data
+
+
+class Lines(_JsonFile):
+    """JSON Lines; empty lines are skipped."""
 
     def all(self) -> Iterator[Record]:
         for offset, size, line in _lines(self._file, self._most_bytes):
@@ -92,18 +99,9 @@ class Lines:
 
         return _read_record(self._file, offset, self._most_bytes, line)
 
-    def as_json(self, data: bytes) -> bytes:
-        return data
 
-
-class Array:
+class Array(_JsonFile):
     """One JSON array of any length: elements are found one after another, with one in memory at a time."""
-
-    encoding = RAW
-
-    def __init__(self, file: Storage, most_bytes: int) -> None:
-        self._file = file
-        self._most_bytes = most_bytes
 
     def all(self) -> Iterator[Record]:
         window = _Window(self._file)
@@ -112,7 +110,7 @@ class Array:
             yield self._lost(window, reason)
             return
         window.skip(1)
-        separators = ""
+        separators = ""  # commas since the last element
         while True:
             character = window.next_character()
             if character == ",":
@@ -121,9 +119,8 @@ class Array:
             elif character == "]":
                 window.skip(1)
                 if window.next_character():
-                    yield self._lost(
-                        window, "data after the end of the array (files joined?): write one array per file"
-                    )
+                    reason = "data after the end of the array (files joined?): write one array per file"
+                    yield self._lost(window, reason)
                 return
             elif not character:
                 yield self._lost(window, "the file is cut: its array has no end")
@@ -146,9 +143,6 @@ class Array:
 
         return _read_record(self._file, offset, self._most_bytes, element)
 
-    def as_json(self, data: bytes) -> bytes:
-        return data
-
     def _element(self, window: _Window) -> Record | None:
         while True:
             try:
@@ -166,14 +160,13 @@ class Array:
         return Record(window.offset, 0, error=reason, lost_bytes=max(1, self._file.size - window.offset))
 
 
-class Table:
+class Table(_JsonFile):
     """CSV with a header line; a record is a row, in JSON an object of strings."""
 
     encoding = TABLE_ROW
 
     def __init__(self, file: Storage, most_bytes: int) -> None:
-        self._file = file
-        self._most_bytes = most_bytes
+        super().__init__(file, most_bytes)
         self._names: list[str] | None = None
 
     def all(self) -> Iterator[Record]:

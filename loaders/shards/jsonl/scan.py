@@ -187,6 +187,7 @@ def _probe_one(media: NamedMedia, folder: MediaFolder | None, limits: Limits) ->
     header = NO_HEADER
     state = ""
     try:
+        # Encoded in the record, or a file.
         if media.error is not None:
             raise DecodeError(media.error)
         if media.path is None:
@@ -244,6 +245,8 @@ class _Scan:
         key = str(number) if read.key is None else printable(read.key)
         error = read.error or self._limits.name_error("key", key)
         self.lost_bytes += read.record.lost_bytes
+
+        # A bad record is one row, without its media.
         if error is not None:
             for _ in read.media:
                 next(probed)
@@ -253,6 +256,8 @@ class _Scan:
         if not read.names_itself:
             while key in self._first_row:  # every record is a sample, also if its id comes twice
                 key = f"{key}#{number}"
+
+        # The record, then its media.
         first = len(table)
         reason = self._limits.size_error(read.size, is_text=True)
         table.append(

@@ -13,13 +13,14 @@ from collections.abc import Sequence
 from typing import Final
 
 from orchdata.loaders.errors import DecodeError, FieldError, StaleIndexError
-from orchdata.loaders.limits import Limits, limits_fingerprint
-from orchdata.loaders.shards.facts_table import Facts, FactsMeta, shard_failure
+from orchdata.loaders.limits import Limits
+from orchdata.loaders.shards.facts_table import Facts, shard_failure
 from orchdata.loaders.shards.fields import NAMED, TABLE_ROW
 from orchdata.loaders.shards.jsonl.media_files import STAMP_BITS, MediaFolder, joined_stamp, shown_name
 from orchdata.loaders.shards.jsonl.named_media import NamedMedia
 from orchdata.loaders.shards.jsonl.reading import RecordReader
 from orchdata.loaders.shards.jsonl.scan import Scanned, media_state, no_root, scan
+from orchdata.loaders.shards.shard import facts_of
 from orchdata.loaders.storage.content_digest import ContentDigest
 from orchdata.loaders.storage.counted import ReadBytes
 from orchdata.loaders.storage.storage import Storage
@@ -98,17 +99,8 @@ class JsonLinesShard:
             scanned = scan(self._reader, self._limits)
         checksum = self.checksum()
         self._file.check_unchanged()
-        meta = FactsMeta(
-            url=self.url,
-            size=self.size,
-            version=self.version,
-            checksum=checksum,
-            limits=limits_fingerprint(self._limits),
-            ignored=scanned.table.ignored(),
-            lost_bytes=scanned.lost_bytes,
-            media=scanned.media,
-        )
-        return Facts(scanned.table, meta)
+        table, lost, media = scanned
+        return facts_of(self, self._limits, table, checksum, ignored=table.ignored(), lost_bytes=lost, media=media)
 
     def read(self, offset: int, size: int, encoding: int, field: str) -> bytes:
         """Read one member. Raises FieldError. Consecutive reads of files of one record parse the record once."""

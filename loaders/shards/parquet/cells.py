@@ -84,7 +84,7 @@ class Column:
         if self.form == "text":
             return text_bytes(scalar)
         if self.form in ("chat", "words"):
-            return _encode(scalar.as_py())
+            return json.dumps(_plain(scalar.as_py()), ensure_ascii=False, default=_stand_in).encode()
         if self.form == "label":
             return self._label(scalar.as_py())
         content = scalar if self.form == "binary" else _plain_scalar(scalar)["bytes"]
@@ -351,10 +351,6 @@ def _is_turns(type_: pa.DataType) -> bool:
 
 def _is_chat_struct(type_: pa.DataType) -> bool:
     return any(_is_turns(type_.field(name).type) for name in _CHATS if name in _field_names(type_))
-
-
-def _encode(value: object) -> bytes:
-    return json.dumps(_plain(value), ensure_ascii=False, default=_stand_in).encode()
 
 
 def _plain(value: object) -> object:

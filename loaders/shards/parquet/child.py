@@ -84,6 +84,7 @@ def _serve(request: dict[str, Any], replies: int, shared: mmap.mmap) -> None:
     size = int(request["size"])
     lower_limit(resource.RLIMIT_DATA, memory_bytes(limits))
     _allow_cpu(cpu_seconds(size, 0))
+    # Scan the file; a failure is an answer too, except that the parent's end ends this process.
     try:
         reader = ParquetReader(_ParentFile(size, replies, shared), limits)
         _send(replies, {"rows": reader.plausible_rows()})

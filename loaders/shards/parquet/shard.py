@@ -16,11 +16,12 @@ import numpy as np
 import pyarrow as pa
 
 from orchdata.loaders.errors import ShardError, as_failure
-from orchdata.loaders.limits import Limits, limits_fingerprint
-from orchdata.loaders.shards.facts_table import Facts, FactsMeta, shard_failure
+from orchdata.loaders.limits import Limits
+from orchdata.loaders.shards.facts_table import Facts, shard_failure
 from orchdata.loaders.shards.parquet.cells import locate_cell, read_cell
 from orchdata.loaders.shards.parquet.children import measure
 from orchdata.loaders.shards.parquet.file import ParquetReader
+from orchdata.loaders.shards.shard import facts_of
 from orchdata.loaders.storage.content_digest import ContentDigest
 from orchdata.loaders.storage.storage import Storage
 
@@ -114,17 +115,8 @@ class ParquetShard:
             failed = measured.failed
             lost = measured.promised_rows if failed else 0
         self._file.check_unchanged()
-        meta = FactsMeta(
-            url=self.url,
-            size=self.size,
-            version=self.version,
-            checksum=checksum,
-            limits=limits_fingerprint(self._limits),
-            ignored=ignored,
-            lost_samples=lost,
-            lost_bytes=max(1, self.size) if failed else 0,
-        )
-        return Facts(table, meta)
+        lost_bytes = max(1, self.size) if failed else 0
+        return facts_of(self, self._limits, table, checksum, ignored=ignored, lost_samples=lost, lost_bytes=lost_bytes)
 
     def read(self, offset: int, size: int, encoding: int, field: str) -> bytes:
         """Read `field` ("images.0": an item of a list) of row `offset`. Raises FieldError; ShardError for the file."""
