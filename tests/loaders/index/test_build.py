@@ -1,4 +1,4 @@
-"""Building the index: in parallel, only what changed, and whole or not at all."""
+"""Building the index: in parallel, only changed shards, completely or not at all."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_open_index_finds_only_what_was_built(shards: list[str], monkeypatch: py
     assert open_index(shards, Recipe(audio=None)) is None
     monkeypatch.chdir(Path(shards[0]).parent)
     for url in shards:
-        Path(url).unlink()  # no shard is looked at
+        Path(url).unlink()  # no shard is read
     opened = open_index(names(shards), Recipe())
     assert opened is not None and opened.path == built.path
 
@@ -167,7 +167,7 @@ def test_bad_shards_and_samples_are_rows(tmp_path: Path, shards: list[str]) -> N
     samples = [{"__key__": "ok", "txt": b"t"}, {"__key__": "mark", "txt": b"see <image>"}]
     urls = [str(tmp_path / name) for name in ("junk.tar", "empty.tar", "broken.tar.gz", "cut.tar")]
     urls.append(write_shard(tmp_path / "marks.tar", samples))
-    for _ in range(2):  # also when everything is kept
+    for _ in range(2):  # also if everything is cached
         index = build_index(urls, Recipe())
         failures = [index.failure(int(row)) for row in index.bad_rows()]
         assert index.totals["bad"] == len(failures) == 5
@@ -410,7 +410,7 @@ def test_equal_inodes_alone_are_no_reason(shards: list[str], monkeypatch: pytest
     def with_inode(path: str) -> os.stat_result:
         values = list(os.stat(path))
         values[1:3] = 7, 7  # inode and device, as some network file systems repeat them
-        values[6], values[8] = 100, 0  # equal sizes and times are no rarity either
+        values[6], values[8] = 100, 0  # equal sizes and times are common too
         return os.stat_result(values)
 
     monkeypatch.setattr(repeats, "status_at", with_inode)

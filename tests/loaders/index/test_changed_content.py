@@ -54,7 +54,7 @@ def shards(tmp_path: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class Kept:
-    """A kept file, taken apart."""
+    """A cached file, parsed."""
 
     path: Path
     kind: bytes
@@ -79,7 +79,7 @@ class Kept:
             return seal(self.kind, self.format, values, [body])[0]
 
     def changed(self) -> Iterator[tuple[str, bytes]]:
-        """Each value of the head in turn, its absence, and numbers of the body."""
+        """Change or remove each value of the head in turn, and change numbers of the body."""
         wrong = itertools.cycle(WRONG)
         for at in places({name: value for name, value in self.values.items() if name != "recipe"}):
             for value in (next(wrong), next(wrong)):
@@ -116,7 +116,7 @@ class Kept:
 
 
 def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Where the values of a head are; of a list its first and last."""
+    """Yield the paths of the values of a head; of a list the first and last."""
     if at:
         yield at
     if isinstance(value, dict):
@@ -155,7 +155,7 @@ def kept_files(suffix: str) -> list[Path]:
 
 
 def first_steps(shards: list[str]) -> None:
-    """Start, planning, and what is asked of an index."""
+    """Open, plan with, and read an index."""
     dataset = od.ShardDataset(shards, RECIPE)
     for _ in zip(range(2), od.DataLoader(dataset, batch_size=4, on_error="skip"), strict=False):
         pass
@@ -205,7 +205,7 @@ def test_other_changed_files_are_made_again(shards: list[str], suffix: str) -> N
             kept.path.write_bytes(data)
             for other in kept_files("costs") if suffix != "costs" else ():
                 other.unlink()
-            with warnings.catch_warnings(action="error"):  # nothing goes into an index that is damaged then
+            with warnings.catch_warnings(action="error"):  # the new index must not be damaged
                 index = build_index(shards, RECIPE, num_threads=1)
             if content(index) == expected:
                 outcomes["made again"] += 1
@@ -217,7 +217,7 @@ def test_other_changed_files_are_made_again(shards: list[str], suffix: str) -> N
 
 
 def test_a_file_that_is_longer_than_memory_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file with holes costs nothing to make."""
+    """A sparse file costs nothing to write."""
     path = tmp_path / "x"
     path.write_bytes(seal(b"cost", 1, {"a": "b"}, [bytes(100_000)])[0])
 

@@ -1,4 +1,4 @@
-"""Costs of a shard: what is read, what becomes a row, what becomes an error."""
+"""Costs of a shard: the members that are read, the rows, and the errors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ HEADERS = {"header0": 0, "header1": 0}
 
 
 class FakeShard:
-    """Bytes in memory that remember how they were read."""
+    """Bytes in memory that record how they are read."""
 
     url, version = "fake.tar", "1"
 
@@ -122,7 +122,7 @@ def test_rows_of_a_mixed_shard() -> None:
         "tokens": 25,
         "max_positions": 50,
     }
-    assert (shard.opened, shard.closed) == (1, 0)  # whoever opened it closes it
+    assert (shard.opened, shard.closed) == (1, 0)  # its opener closes it
 
 
 def test_neighbouring_texts_are_read_in_one_go() -> None:

@@ -50,7 +50,7 @@ def load() -> Loads:
     return Loads()
 
 
-NAMES = tuple(f"{key}.{field}" for key in "abcde" for field in ("txt", "pth"))  # enough that facts are kept
+NAMES = tuple(f"{key}.{field}" for key in "abcde" for field in ("txt", "pth"))  # enough rows for facts to be stored
 
 
 def shard(path: Path, *names: str) -> str:

@@ -1,4 +1,4 @@
-"""The index: mapped, shared, and true to what it was made of."""
+"""The index: mapped, shared, and equal to the tables it was made from."""
 
 from __future__ import annotations
 

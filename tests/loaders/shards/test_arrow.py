@@ -75,7 +75,7 @@ def test_a_saved_data_set_is_read_without_datasets(tmp_path: Path) -> None:
         "text": [f"say {i} " * (i + 1) for i in range(count)],
     }
     table = pa.table({name: pa.array(column, features[name].pa_type) for name, column in rows.items()})
-    # Not from_dict: it wants torchcodec to write a clip that is written already.
+    # Not from_dict: it needs torchcodec, even for a clip that is already encoded.
     whole = datasets.Dataset(datasets.table.InMemoryTable(table), info=datasets.DatasetInfo(features=features))
     whole.select(range(1, count)).save_to_disk(tmp_path / "saved", num_shards=3)
     urls = expand_paths(str(tmp_path / "saved"))

@@ -1,4 +1,4 @@
-"""A shard that is changed in place while it is open: its samples are not called damaged one by one."""
+"""A shard that is changed in place while it is open: the run ends, and its samples do not fail one by one."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class Written(NamedTuple):
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Written]:
-    """Containers by name, as they were written first: each is measured once."""
+    """Return containers by name, in their first version; each is measured once."""
 
     @functools.cache
     def measured(kind: str) -> Written:
@@ -158,7 +158,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Written
 
 
 def change(path: Path, damage: str) -> None:
-    """In place, and so that its time tells."""
+    """Overwrite it in place, with another modification time."""
     data = DAMAGES[damage](path.read_bytes())
     with path.open("r+b") as file:
         file.write(data)
@@ -196,7 +196,7 @@ def test_what_is_read_of_a_changed_shard_is_right_or_stale(
             except StaleIndexError as error:
                 assert "was changed while it was open" in str(error)
                 stale += 1
-    # What is decoded in memory already stays right: of Parquet a column of a row group.
+    # Columns that are already decoded in memory stay valid: in Parquet, a column of a row group.
     assert stale >= len(members) if kind == "parquet" else stale == len(wanted)
 
 

@@ -134,7 +134,7 @@ def test_damage_is_an_error_that_names_the_shard(
 
 
 def test_golden_zstd_files_decompress_or_fail_cleanly(fixtures_dir: Path, tmp_path: Path) -> None:
-    """None of them is a tar; those that decompress say so, the others are ShardErrors."""
+    """None of them is a tar: those that decompress get that error, the others are ShardErrors."""
     for source in sorted((fixtures_dir / "hostile" / "zstd-golden").rglob("*.zst")):
         path = tmp_path / f"{source.stem}.tar.zst"
         path.write_bytes(source.read_bytes())

@@ -115,7 +115,7 @@ def test_version_4_of_the_format_is_read(tmp_path: Path) -> None:
     ],
 )
 def test_values_that_take_no_bytes_are_counted(tmp_path: Path, values: Any, field: pa.DataType, wanted: str) -> None:
-    """While it is indexed, and where a file that was good holds them later."""
+    """While it is indexed, and in a file that was valid when it was indexed."""
     turn = {"role": "user", "content": "a"}
     good = facts(tmp_path, written(chats([[turn | {"held": []}]], held=field)))
     assert good.errors == {}

@@ -99,7 +99,7 @@ def test_published_layouts_give_the_same_sample(tmp_path: Path, root: Path, form
     index = build_index([str(path)], Recipe(), media_root=str(root))
     assert reasons(index) == {}
     assert index.num_samples == len(records)
-    # A newline more stands in LLaVA's question.
+    # The question of LLaVA has one more newline.
     assert index.llm_tokens[2:].tolist() == [index.llm_tokens[2]] * (len(records) - 2)
     assert index.llm_tokens[:2].tolist() == [index.llm_tokens[2] + 1] * 2
     patches = [stored(index, row).decode(Recipe()).parts[1].patches for row in range(len(records))]
@@ -156,7 +156,7 @@ def test_a_table_names_files_in_its_own_folder(root: Path) -> None:
 
 
 def test_a_row_of_a_table_ends_at_a_line_break_alone(tmp_path: Path) -> None:
-    # What Unicode calls line ends stands in cells without quotes.
+    # Unicode line ends are allowed in cells without quotes.
     texts = ["line\u2028separated", "form\x0cfeed", "next\x85line", "a\x1cb", 'a quoted "\r\n" break\u2029']
     path = tmp_path / "a.csv"
     with path.open("w", newline="") as file:
@@ -298,7 +298,7 @@ def test_rows_of_csv_end_only_where_lines_of_the_file_do(tmp_path: Path, mark: s
 
 
 def test_arrays_are_read_in_pieces(tmp_path: Path) -> None:
-    # Elements lie across the blocks in which a file is read, and letters across their ends.
+    # Elements and characters cross the borders of the blocks in which a file is read.
     texts = [chr(233 + i % 5000) * (i * 37 % 5000) + "x" for i in range(900)]
     path = tmp_path / "a.json"
     path.write_text(json.dumps([{"text": text} for text in texts], ensure_ascii=False))

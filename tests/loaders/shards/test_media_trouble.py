@@ -1,4 +1,4 @@
-"""Files that records name, under trouble: a call that fails costs a retry, and a lost folder is no verdict."""
+"""Named files under system errors: a failed call is retried, and a lost folder does not make samples bad."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.jsonl.media_files import MediaFolder
 
 FOUND_BY_CHANCE = (errno.ENOTCONN, errno.EHOSTDOWN, errno.ECONNRESET, errno.EREMOTEIO, errno.EUCLEAN, errno.EIO)
-# What the system may say, but of names: what these say of a file is a verdict.
+# Errors of the system, except those about a name: these make a sample bad.
 OTHERS = sorted(set(errno.errorcode) - {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG})
 
 
@@ -42,7 +42,7 @@ def url(tmp_path: Path, root: Path) -> str:
 
 
 class Failing:
-    """A call that the system refuses at some of its times."""
+    """A system call that fails some of the times."""
 
     def __init__(self, call: Callable[..., Any], number: int, times: set[int], path: str = "") -> None:
         self.call, self.number, self.times, self.path = call, number, times, path
@@ -149,7 +149,7 @@ def test_a_folder_that_holds_none_of_many_files_ends_a_build(url: str, root: Pat
     (other / "README").touch()
     with pytest.raises(StorageError, match=r"other: .*none of the files .*'0\.jpg', '1\.jpg', '2\.jpg'.* media_root="):
         build_index([url], Recipe(), media_root=str(other))
-    with pytest.raises(StorageError, match="none of the files"):  # now that its costs are kept, too
+    with pytest.raises(StorageError, match="none of the files"):  # also with cached costs
         build_index([url], Recipe(), media_root=str(other))
     shutil.copy(root / "7.jpg", other)
     assert len(build_index([url], Recipe(), media_root=str(other)).bad_rows()) == 11

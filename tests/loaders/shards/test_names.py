@@ -1,4 +1,4 @@
-"""Names of members: split as webdataset splits them, numbered by value, however long and odd."""
+"""Names of members: split as by webdataset, ordered by number, also long and odd ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LONG = 1 << 20
 
 
 def images(*names: str) -> list[str]:
-    """The fields in the order in which they fill their places."""
+    """Return the fields in the order of their placeholders."""
     members = [Member(name, IMAGE) for name in names]
     return [names[index] for index in uses_of(members, Recipe()).media["image"]]
 
@@ -45,7 +45,7 @@ def found_by_expression(name: str) -> tuple[str, str] | None:
     "name", ["/" * LONG + "./", "a/" * LONG + ".b/", "." * LONG, "a." * LONG, "9" * LONG + ".jpg", "\n/" * LONG + "a.b"]
 )
 def test_a_name_of_a_mebibyte_takes_no_time(name: str) -> None:
-    """In time that grows with its square each would take hours."""
+    """In quadratic time, each would take hours."""
     split = split_name(name)
     for text in (name, "" if split is None else split[1]):
         classify(text)

@@ -1,4 +1,4 @@
-"""Parquet files measured in child processes: files that end one, children that something else ends, nothing left."""
+"""Parquet files measured in child processes: files that crash one, children killed from outside, no leftovers."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def errors(path: Path, limits: Limits | None = None) -> list[str]:
 
 
 def children() -> list[int]:
-    """Those that measure: the fork server of worker processes, which other tests start, lives on."""
+    """Return the children that measure, without the fork server of worker processes, which other tests start."""
     listed = subprocess.run(
         ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(os.getpid())], capture_output=True, text=True
     )
@@ -121,7 +121,7 @@ def test_a_file_that_aborts_the_library_costs_its_own_rows_only(tmp_path: Path) 
     assert index.failure(int(row)).shard == str(bad)
     assert index.failure(int(row)).reason == "the Parquet library ended the process with SIGABRT"
     meta = ParquetShard(str(bad), LocalFile(bad), limits=Limits()).facts().meta
-    assert meta.lost_samples == 2  # the footer tells, though no page can be read
+    assert meta.lost_samples == 2  # from the footer, although no page can be read
     assert meta.lost_bytes == bad.stat().st_size
     with pytest.warns(UserWarning, match=r"1 of 4 shards are damaged, and about 1 of their samples lost.*b\.parquet"):
         loader = od.DataLoader(od.ShardDataset([str(path) for path in [*good, bad]]), batch_size=2, on_error="skip")
@@ -208,7 +208,7 @@ def test_children_that_are_killed_again_and_again_end_the_build_unrecorded(
 
 
 def test_a_child_with_an_unknown_end_says_nothing_about_the_file(tmp_path: Path) -> None:
-    """Where a program ignores SIGCHLD, the system keeps no status."""
+    """If a program ignores SIGCHLD, the system keeps no status."""
     path = write(tmp_path / "a.parquet")
     opened = ParquetShard(str(path), Hooked(path, lambda: os.kill(busy_child(), signal.SIGKILL)), limits=Limits())
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -239,7 +239,7 @@ class FailingAt(Hooked):
 
 
 def outcomes(act: Callable[[int], object], error: Exception) -> int:
-    """How often `act(n)` raises just this error, for n = 0, 1, ..., before it succeeds."""
+    """Count how often `act(n)` raises exactly this error, for n = 0, 1, ..., before it succeeds."""
     for n in range(100):
         try:
             act(n)
@@ -364,7 +364,7 @@ def test_a_busy_child_dies_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     script = PARENT.format(tests=str(Path(__file__).parent), ready=write_end, path=str(path))
     parent = subprocess.Popen([sys.executable, "-c", script], pass_fds=[write_end])
     os.close(write_end)
-    assert os.read(ready, 1) == b"x"  # the child waits for nothing that will come
+    assert os.read(ready, 1) == b"x"  # the child waits for a message that never comes
     parent.kill()
     parent.wait()
     # The child had the other writing end: the pipe ends when it does.

@@ -198,7 +198,7 @@ def test_a_compressed_shard_is_fetched_whole_and_then_read_from_the_cache(tmp_pa
     path.write_bytes(gzip.compress(tar_bytes(b"x")))
     for _ in range(2):
         shards.get(str(path)).read(512, 1, 0, "txt")
-    # The first four bytes tell that it is compressed, and once more how.
+    # The first four bytes are read twice: is it compressed, and how.
     assert shards.reads.as_dict() == {"storage_bytes": 8 + path.stat().st_size, "cache_bytes": 2, "used_bytes": 0}
     shards.close()
     shards.get(str(path))

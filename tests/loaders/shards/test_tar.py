@@ -77,7 +77,7 @@ def test_a_hard_link_is_the_file_it_names_and_any_other_link_is_an_error(tmp_pat
 @pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.PAX_FORMAT])
 @pytest.mark.parametrize("zeroed", [512, 1024, 4096])
 def test_a_zeroed_run_loses_nothing_without_a_word(tmp_path: Path, form: int, zeroed: int) -> None:
-    """A block of zeros over a header ends the archive for all who read it."""
+    """A block of zeros instead of a header ends the archive for all readers."""
     members = [(f"{i:03d}\u00e9.txt", b"x" * 600) for i in range(40)]  # a name that needs a PAX header in that form
     path = write_tar(tmp_path / "a.tar", members, form)
     with tarfile.open(path) as tar:
@@ -124,7 +124,7 @@ def test_names(name: str, expected: tuple[str, str] | None) -> None:
 
 
 def refusal(row: dict[str, Any], limits: Limits) -> str | None:
-    """Why a part of this header is refused."""
+    """Return why a part with this header is refused."""
     try:
         BUILTINS[KINDS[row["kind"]]]().count_header((row["header0"], row["header1"]), limits)
     except DecodeError as error:
@@ -157,7 +157,7 @@ def test_media_headers_are_in_the_facts(tmp_path: Path) -> None:
 
 
 def test_headers_above_a_limit_are_refused(tmp_path: Path) -> None:
-    """Those that the kernel reads, too: as a plain PNG that no limit on pixels stops."""
+    """Also for headers that the kernel reads, such as a plain PNG below the limit on pixels."""
     out = io.BytesIO()
     Image.new("1", ((1 << 25) + 1, 1)).save(out, "PNG")
     members = [("a.png", out.getvalue()), ("c.wav", wav(16_000, 8_000)), ("d.jpg", jpeg(9, 7))]
@@ -230,7 +230,7 @@ def test_a_truncated_member_spoils_only_its_sample(tmp_path: Path) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(cut=st.integers(1, 5_000).filter(lambda cut: cut % 1024))  # between two members nothing tells of a cut
+@given(cut=st.integers(1, 5_000).filter(lambda cut: cut % 1024))  # a cut between two members cannot be noticed
 def test_any_cut_leaves_a_prefix_of_good_samples(tmp_path_factory: pytest.TempPathFactory, cut: int) -> None:
     path = tmp_path_factory.mktemp("t") / "a.tar"
     write_tar(path, [(f"{i}.{field}", b"x" * 300) for i in range(3) for field in ("txt", "bin")])

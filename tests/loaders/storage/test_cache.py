@@ -1,4 +1,4 @@
-"""The cache folder: atomic, capped, safe for concurrent makers."""
+"""The cache folder: atomic, capped, safe for concurrent writers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_root_comes_from_the_environment(private_cache: Path) -> None:
 def test_without_a_home_the_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ORCHDATA_CACHE")
     monkeypatch.delenv("HOME")
-    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # a user of a container, whom no list knows
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # a container user without an entry in the system's list
     with pytest.raises(OSError, match="set ORCHDATA_CACHE"):
         CacheFolder()
 
@@ -100,7 +100,7 @@ def as_other_user(work: Callable[[], None]) -> None:
 
 @pytest.fixture
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder that other users can look into."""
+    """A folder that other users can read."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
         yield Path(folder)

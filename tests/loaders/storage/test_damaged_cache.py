@@ -1,4 +1,4 @@
-"""Damaged cache files: made again, or a clear error; never a crash, other data, or a hang."""
+"""Damaged cache files: built again, or a clear error; never a crash, other data, or a hang."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def kept_files() -> list[Path]:
 
 
 def damages(data: bytes, head_bytes: int) -> Iterator[tuple[str, bytes]]:
-    """Every byte of the head altered, and bytes, stretches of zeros and cuts throughout."""
+    """Alter every byte of the head, and alter, zero and cut the rest at some offsets."""
     places = [*range(head_bytes), *range(head_bytes, len(data), 97), len(data) - 1]
     for offset in places:
         yield f"byte {offset}", data[:offset] + bytes([data[offset] ^ (1 << offset % 8)]) + data[offset + 1 :]
@@ -73,7 +73,7 @@ def damages(data: bytes, head_bytes: int) -> Iterator[tuple[str, bytes]]:
 
 
 def with_note(path: Path, data: bytes) -> None:
-    """Put a file in place, and a note that it was verified, as if it had been damaged later and unseen."""
+    """Write a file, and a note that it was verified, as if it had been damaged afterwards without notice."""
     path.write_bytes(data)
     verified.note(path, path.stat())
 
@@ -97,7 +97,7 @@ def test_no_damage_to_a_kept_file_changes_what_is_built(shards: list[str]) -> No
                     if number % 50:  # as building takes longer
                         continue
                 elif path.suffix == ".facts":
-                    for other in costs:  # or the facts would not be looked at
+                    for other in costs:  # otherwise the facts would not be read
                         other.unlink()
                 assert content(build_index(shards, RECIPE, num_threads=1)) == expected
                 assert path.read_bytes() == data
@@ -106,7 +106,7 @@ def test_no_damage_to_a_kept_file_changes_what_is_built(shards: list[str]) -> No
 
 
 def use(index: Index) -> None:
-    """Everything that is asked of an index, as steps ask it."""
+    """Use an index in all the ways in which steps use it."""
     rows = np.arange(len(index))
     for phase in ("image", "audio", "llm"):
         costs = IndexCosts(index)
@@ -146,7 +146,7 @@ def test_numbers_that_lead_outside_are_errors_at_their_use(shards: list[str]) ->
                     with_note(path, data[:at] + struct.pack(form, value) + data[at + struct.calcsize(form) :])
                     with pytest.raises(DamagedIndexError, match=f"{path.name} is damaged: "):
                         use(Index(path))
-                    assert not verified.is_noted(path, path.stat())  # it will be read in full
+                    assert not verified.is_noted(path, path.stat())  # it will be verified again
                     seen += 1
         assert seen > 300
 
@@ -228,7 +228,7 @@ def test_an_index_is_verified_once_a_machine(shards: list[str], monkeypatch: pyt
     assert len(full) == 2  # perhaps another file
     os.chmod(path, 0o600)
     Index(path)
-    assert len(full) == 3  # only the time of its status says that something was changed, and its times set back
+    assert len(full) == 3  # only its ctime shows a change with restored times
     moved = path.with_name("moved.index")
     path.rename(moved)
     Index(moved)

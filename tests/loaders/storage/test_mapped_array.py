@@ -1,4 +1,4 @@
-"""Arrays that travel as files: written when pickled, checked when mapped, made again where damaged."""
+"""Arrays pickled as files: written when pickled, checked when mapped, written again if damaged."""
 
 from __future__ import annotations
 

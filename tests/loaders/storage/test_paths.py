@@ -1,4 +1,4 @@
-"""Paths as users give them."""
+"""Paths given by users."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sealed files: what is not what was written is never handed on."""
+"""Sealed files: changed content is never returned."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VALUES = {"name": "ä", "numbers": [1, 2, 3]}
 
 
 def damages(content: bytes) -> Iterator[tuple[str, bytes]]:
-    """A file with each byte altered in two ways, cut at each length, with stretches of zeros, and longer."""
+    """Alter each byte in two ways, cut at each length, write zeros at each offset, and append bytes."""
     for offset in range(len(content)):
         for mask in (1, 0xFF):
             yield f"byte {offset} ^ {mask}", content[:offset] + bytes([content[offset] ^ mask]) + content[offset + 1 :]
@@ -84,7 +84,7 @@ def test_a_large_body_is_checked_block_by_block(tmp_path: Path) -> None:
     with replaced(path) as fd:
         start = body_start(VALUES, size)
         write_at(fd, body, start)
-        assert os.pread(fd, 8, 0) == bytes(8)  # no file of ours before it is whole
+        assert os.pread(fd, 8, 0) == bytes(8)  # without its magic until it is complete
         finish(fd, KIND, 3, VALUES, start, size)
     assert path.read_bytes() == seal(KIND, 3, VALUES, [body])[0]
     assert bytes(read_sealed(path, KIND, 3)[1]) == body

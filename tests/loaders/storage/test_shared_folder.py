@@ -67,7 +67,7 @@ THINGS = [a_link, a_dangling_link, a_pipe, a_socket, a_folder, another_name]
 
 @pytest.fixture
 def other(tmp_path: Path) -> Iterator[Path]:
-    """A file of the victim's elsewhere, which stays as it is, and alone."""
+    """A file of the victim in another folder, which must not change."""
     folder = tmp_path / "elsewhere"
     folder.mkdir()
     path = folder / "file"
@@ -135,7 +135,7 @@ def test_a_lock_is_taken_on_a_file_alone(tmp_path: Path, other: Path, thing: Cal
     for lock in (open_lock, Claims):
         with pytest.raises(StorageError, match=r"x: .* a lock.*: remove it, or set ORCHDATA_CACHE") as raised:
             lock(path)
-        assert raised.value.errno is not None  # which no waiting mends
+        assert raised.value.errno is not None  # a permanent error: no retries
 
 
 def test_a_longer_file_than_any_of_its_kind_is_refused(tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_a_folder_is_a_folder(
 
 
 def test_old_files_are_removed_through_no_link(shards: list[str], other: Path) -> None:
-    """What a killed build left is removed a day later; not from a folder elsewhere."""
+    """Files of a killed build are removed a day later, but not in another folder."""
     old = other.with_name(".x.tmp")
     other.rename(old)
     (CacheFolder().root / "facts").symlink_to(other.parent)
@@ -221,7 +221,7 @@ def mode_of(path: Path) -> int:
 
 @pytest.fixture
 def reached(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder that every user can look into, as that of pytest is not."""
+    """A folder that every user can read, unlike that of pytest."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
         before = os.umask(0o002)
@@ -243,7 +243,7 @@ def test_copies_are_as_private_as_their_shard(
     assert len(holding) == 4
     assert {path.name: mode_of(path) for path in holding} == {path.name: allowed for path in holding}
     both = build_index([str(private), str(public)], od.Recipe())
-    assert mode_of(both.path) == allowed  # it holds the keys of both
+    assert mode_of(both.path) == allowed  # it contains the keys of both
     alone = build_index([str(public)], od.Recipe())
     assert mode_of(alone.path) == 0o644
 
@@ -289,7 +289,7 @@ def test_several_sources_are_read_by_who_reads_all(accesses: list[Access], expec
 
 
 def test_another_file_under_the_name_keeps_its_mode(reached: Path) -> None:
-    """A hard link to a file of the victim's: what is taken from it is taken from that file."""
+    """A hard link to a file of the victim: changing the permissions of the link changes that file."""
     path = reached / "mine"
     path.write_bytes(b"")
     path.chmod(0o644)
@@ -316,7 +316,7 @@ def test_the_default_folder_is_for_its_user_alone(tmp_path: Path, monkeypatch: p
 
 
 def as_one_of_the_team(user: int, work: Callable[[], None]) -> None:
-    """Run in a child of that user, who is in the team."""
+    """Run in a child process of that user, who is in the team."""
 
     def share() -> None:
         os.umask(0o002)
@@ -398,7 +398,7 @@ def test_files_of_another_user_are_never_touched(reached: Path, monkeypatch: pyt
 
 
 def test_use_is_marked_by_a_new_file(tmp_path: Path) -> None:
-    """To change the times of the one that is there could change those of another's file."""
+    """Changing the times of the existing file could change another user's file."""
     cache = CacheFolder(tmp_path)
     path = cache.entry("x", lambda file, limit: None)
     mark = path.with_suffix(".used")

@@ -1,4 +1,4 @@
-"""Local files: trouble of the system is no damage, and what changes while it is open is not delivered."""
+"""Local files: system errors are not damage, and content that changes while it is open is not delivered."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KINDS = [errno.EIO, errno.ESTALE, errno.EMFILE, errno.EACCES]
 
 
 def refusing(call: Callable[..., Any], times: int, number: int) -> Callable[..., Any]:
-    """`call`, which the system refuses so many times."""
+    """Return `call` with a number of failures before it works."""
     left = [times]
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
@@ -72,7 +72,7 @@ def test_a_forgotten_file_is_opened_again(path: Path, no_pauses: None, monkeypat
     pread = os.pread
 
     def forgotten(fd: int, size: int, offset: int) -> bytes:
-        if stale[1]:  # until a descriptor is put in its place
+        if stale[1]:  # until the descriptor is replaced
             raise OSError(errno.ESTALE, "Stale file handle")
         return pread(fd, size, offset)
 
