@@ -112,8 +112,8 @@ def our_members(path: Path, walk: Callable[..., Any]) -> tuple[list[tuple[str, i
     damaged = False
     for batch in walk(opened._file, hashlib.blake2b()):
         damaged = batch.damage is not None
-        members = zip(batch.names, batch.offsets, batch.sizes, batch.encodings, strict=True)
-        for i, (name, offset, size, encoding) in enumerate(members):
+        columns = zip(batch.names, batch.offsets, batch.sizes, batch.encodings, strict=True)
+        for i, (name, offset, size, encoding) in enumerate(columns):
             if i in batch.unread:
                 continue
             content = bytes(opened.read(offset, size, encoding, "x")) if size <= 1 << 20 else None
