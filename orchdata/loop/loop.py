@@ -7,13 +7,23 @@ It is no generator: a generator that has raised is finished, and the next `next(
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
-from os import getpid
 from typing import Any, Protocol
 
 from orchdata.loaders.interrupts import interrupts_later
-from orchdata.loop.position import Position, Positioned, Progress, Start
+from orchdata.loop.position import Position, Progress, Start
+
+_process = os.getpid()  # kept up to date, because to ask for it at each step takes longer
+
+
+def _know_process() -> None:
+    global _process
+    _process = os.getpid()
+
+
+os.register_at_fork(after_in_child=_know_process)
 
 
 class Stream(Protocol):
@@ -22,17 +32,16 @@ class Stream(Protocol):
     Attributes:
         position: after the step yielded last.
         next_step: number of the step that comes next, if none is under way.
+        computes_position: whether the position is computed when it is asked for: for each step it would cost too much.
     """
+
+    computes_position: bool
 
     @property
     def position(self) -> Position: ...
 
     @property
     def next_step(self) -> int: ...
-
-    @property
-    def delivered(self) -> Position | Positioned:
-        """What knows the position after the step yielded last."""
 
     @property
     def undelivered(self) -> list[int]:
@@ -110,7 +119,7 @@ class EpochLoop:
     def deliver(self) -> None:
         """All microbatches of the step yielded last were taken."""
         assert self.stream is not None
-        self.progress.delivered = self.stream.delivered
+        self.progress.delivered = self.stream if self.stream.computes_position else self.stream.position
 
     def fail(self, stream: Stream, error: BaseException) -> None:
         """A step could not be built: the next iteration tries it again."""
@@ -151,7 +160,8 @@ class LoaderIterator:
         self._watcher = watcher
         self._is_plain = not whole_steps and watcher is None
         self._progress = loop.progress
-        self._process = getpid()
+        self._process = _process
+        self._computes_position = False
         self._stream: Stream | None = None
         self._rest: list[Any] = []  # of the step yielded last, the last microbatch first
         self._is_closed = False
@@ -162,7 +172,7 @@ class LoaderIterator:
         return self
 
     def __next__(self) -> Any:
-        if getpid() != self._process:
+        if _process != self._process:
             raise RuntimeError("this iteration belongs to the process that forked this one: begin a fresh iter() here")
         if not self._rest:
             stream = self._stream or self._begin()
@@ -179,7 +189,7 @@ class LoaderIterator:
                 self._has_advanced = True
                 self.loop.advance()
             if self._is_plain and len(batches) == 1:
-                self._progress.delivered = stream.delivered
+                self._progress.delivered = stream if self._computes_position else stream.position
                 return batches.pop()  # not kept here: the caller decides how long it lives
             batches.reverse()
             self._rest = batches
@@ -208,6 +218,7 @@ class LoaderIterator:
             if self._watcher is not None:
                 self._watcher.begin()
             self._stream = self.loop.begin()
+            self._computes_position = self._stream.computes_position
         except BaseException as error:
             self._finish(error)
             raise
@@ -257,7 +268,7 @@ class LoaderIterator:
         if not self._is_closed:
             self._finish()
 
-    def __del__(self, ends: Callable[[], bool] = sys.is_finalizing, process: Callable[[], int] = getpid) -> None:
+    def __del__(self, ends: Callable[[], bool] = sys.is_finalizing, process: Callable[[], int] = os.getpid) -> None:
         # What a finalizer raises is lost: a Ctrl-C that comes while `break` ends the workers is raised later.
         if not ends() and process() == self._process:
             with interrupts_later():

@@ -16,7 +16,6 @@ from orchdata.building.step import BuiltStep
 from orchdata.delivery.delivery import Delivery
 from orchdata.engines.engine import Engine
 from orchdata.loop.loop import EpochLoop
-from orchdata.loop.position import Position
 from orchdata.notices import warn_once
 from orchdata.order.steps import Steps, StepTask
 from orchdata.ranks.agreement import check_plans, fail_check
@@ -62,6 +61,8 @@ class PlannedStream:
         engine: builds them; `close` closes it, or keeps it for the next iteration.
     """
 
+    computes_position = False
+
     def __init__(self, context: LoopContext, loop: EpochLoop, engine: Engine, close: Any) -> None:
         self.position = loop.start.position
         self._context = context
@@ -77,10 +78,6 @@ class PlannedStream:
         self._interrupted: Interrupted | None = self._start.take_interrupted()
         begun = self._interrupted and self._interrupted.begun
         self._begun = context.agreement.begin(self.position.epoch, self.next_step, begun)
-
-    @property
-    def delivered(self) -> Position:
-        return self.position
 
     @property
     def undelivered(self) -> list[int]:

@@ -5,10 +5,11 @@ Nothing is planned: this rank gets every batch, and torch's loader costs less pe
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from functools import partial
+from inspect import GEN_CLOSED, getgeneratorstate
 from itertools import chain
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -34,28 +35,34 @@ class Rows:
     """The rows of steps, as torch's loader asks for them: a batch sampler, or a sampler of single indices.
 
     Attributes:
-        current: of the step that is being read; None while they are asked for.
+        current: of the step that is being read.
         items: the iterator of the sampler that they come from; None for an order.
     """
 
     def __init__(self, steps: Iterator[list[Any]], items: Iterator[Any] | None, *, batched: bool) -> None:
-        self.current: list[Any] | None = None
+        self.current: list[Any] = []
         self.items = items
         self._steps = steps
         self._batched = batched
+        self._drawn = self._draw()
 
-    def __iter__(self) -> Rows:
-        return self
+    def __iter__(self) -> Iterator[Any]:
+        return self._drawn
 
-    def __next__(self) -> Any:
-        self.current = None
-        self.current = rows = next(self._steps)
-        return rows if self._batched else rows[0]
+    @property
+    def is_over(self) -> bool:
+        """Whether the sampler has ended, or has raised an error."""
+        return getgeneratorstate(self._drawn) == GEN_CLOSED
 
     def again(self) -> Rows:
         """The same from the current step on."""
-        steps = self._steps if self.current is None else chain([self.current], self._steps)
-        return Rows(steps, self.items, batched=self._batched)
+        return Rows(chain([self.current], self._steps), self.items, batched=self._batched)
+
+    def _draw(self) -> Generator[Any, None, None]:
+        batched = self._batched
+        for rows in self._steps:
+            self.current = rows
+            yield rows if batched else rows[0]
 
 
 class MapStream:
@@ -63,6 +70,8 @@ class MapStream:
 
     The position is computed when it is asked for: all that a step costs here, besides torch's loader, is in `__next__`.
     """
+
+    computes_position = True
 
     def __init__(
         self,
@@ -105,18 +114,17 @@ class MapStream:
         self._batches = iter(DataLoader(content.dataset, collate_fn=content.collate_fn, **options))
 
     def __next__(self) -> list[Any]:
-        started = time.perf_counter()
-        rows = self._rows
+        started = perf_counter()
         try:
             batch = next(self._batches)
         except StopIteration as error:
-            if rows.current is None:
+            if self._rows.is_over:
                 raise
             raise RuntimeError(_STOP_ITERATION) from error
         counts = self._counts
         counts.steps += 1
-        counts.samples += len(rows.current)
-        counts.waiting_seconds += time.perf_counter() - started
+        counts.samples += len(self._rows.current)
+        counts.waiting_seconds += perf_counter() - started
         self._yielded = self.next_step = self.next_step + 1
         if self._has_sampler_state:
             self._sampler_state = self._state_of_sampler()
@@ -132,15 +140,11 @@ class MapStream:
             state=None if self._stateful is None else self._stateful.state,
         )
 
-    @property
-    def delivered(self) -> MapStream:
-        return self
-
     def leave(self, error: BaseException) -> Rows | None:
-        return None if self._rows.current is None else self._rows.again()
+        return None if self._rows.is_over else self._rows.again()
 
     def skip_failed(self, error: BaseException) -> bool:
-        if self._rows.current is None:  # the sampler raised it, and is over
+        if self._rows.is_over:  # the sampler raised it
             return False
         self.next_step += 1
         return True
@@ -151,7 +155,7 @@ class MapStream:
     def _state_of_sampler(self) -> Any:
         if isinstance(self._steps, OrderedSteps) or self._rows.items is None:
             return None
-        return self._steps.state(self._rows.items, len(self._rows.current or ()))
+        return self._steps.state(self._rows.items, len(self._rows.current))
 
 
 def _ordered(plan: PlanSpec, steps: OrderedSteps, position: Position, draw: Draw | None) -> Iterator[list[int]]:
@@ -230,6 +234,8 @@ class IterableSource:
 class IterableStream:
     """The steps of one iteration over an IterableDataset."""
 
+    computes_position = False
+
     def __init__(self, source: IterableSource, steps: StreamSteps, loop: EpochLoop, counts: TorchCounts) -> None:
         self.position = loop.progress.delivered = loop.start.position.drawn(None, loop.base_seed)
         self.undelivered: list[int] = []
@@ -241,13 +247,13 @@ class IterableStream:
         self._batches = iterate(self._loader)
 
     def __next__(self) -> list[Any]:
-        started = time.perf_counter()
+        started = perf_counter()
         taken = next(self._batches)
         while not taken.num_samples:  # of a worker that is behind the one whose turn it is
             taken = next(self._batches)
         self._counts.steps += 1
         self._counts.samples += taken.num_samples
-        self._counts.waiting_seconds += time.perf_counter() - started
+        self._counts.waiting_seconds += perf_counter() - started
 
         step, source, epoch = self.next_step, self._source, self.position.epoch
         if self._steps.asked_length is not None and step >= self._steps.asked_length:
@@ -263,10 +269,6 @@ class IterableStream:
         if not source.content.takes_step:
             return [taken.batch]
         return [source.content.collated_at(taken.batch, epoch, step)]
-
-    @property
-    def delivered(self) -> Position:
-        return self.position
 
     def leave(self, error: BaseException) -> None:
         """The next iteration resumes at the failed step by the states of the workers."""

@@ -1,0 +1,200 @@
+"""Iterations that meet an error, Ctrl-C, or a changed sampler continue as torch's loader does."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from map_dataset import Numbers
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
+
+import orchdata as od
+
+FORKED = {"num_workers": 2, "multiprocessing_context": "fork"}
+
+
+class Failing(Dataset[int]):
+    """Items 3 and 8 cannot be read."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, number: int) -> int:
+        if number in (3, 8):
+            raise OSError(f"item {number}")
+        return number
+
+
+class FailingStream(IterableDataset[int]):
+    """Its iterator fails at 3 and 8, and goes on."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.number = 0
+        return self
+
+    def __next__(self) -> int:
+        self.number += 1
+        if self.number in (3, 8):
+            raise OSError(f"item {self.number}")
+        if self.number > 12:
+            raise StopIteration
+        return self.number
+
+
+def outcomes(iterator: Iterator[Any], most: int = 40) -> list[Any]:
+    """Each batch, or the type of the error in its place, up to the end."""
+    given: list[Any] = []
+    for _ in range(most):
+        try:
+            given.append(next(iterator))
+        except StopIteration:
+            return given
+        except Exception as error:
+            given.append(type(error).__name__)
+    raise AssertionError(f"no end after {most} calls")
+
+
+@pytest.mark.parametrize("data", [Failing, FailingStream])
+@pytest.mark.parametrize("options", [{}, FORKED], ids=["inline", "workers"])
+@pytest.mark.parametrize("batch_size", [1, 2, None])
+def test_an_iteration_continues_after_the_error_of_an_item(data: Any, options: Any, batch_size: int | None) -> None:
+    options = {"batch_size": batch_size, "collate_fn": list if batch_size else None} | options
+    ours, theirs = (outcomes(iter(loader(data(), **options))) for loader in (od.DataLoader, DataLoader))
+    assert ours == theirs and ours.count("OSError") >= 2
+
+
+def test_threads_continue_too() -> None:
+    loader = od.DataLoader(Failing(), batch_size=2, collate_fn=list, num_threads=2)
+    assert outcomes(iter(loader)) == outcomes(iter(DataLoader(Failing(), batch_size=2, collate_fn=list)))
+
+
+class Interrupted(Dataset[int]):
+    """Ctrl-C comes while item 4 is read for the first time."""
+
+    def __init__(self) -> None:
+        self.has_come = False
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, number: int) -> int:
+        if number == 4 and not self.has_come:
+            self.has_come = True
+            raise KeyboardInterrupt
+        return number
+
+
+def test_ctrl_c_inline_is_as_with_torch() -> None:
+    given = []
+    for loader in (od.DataLoader, DataLoader):
+        iterator = iter(loader(Interrupted(), batch_size=2, collate_fn=list))
+        first = list(islice(iterator, 2))
+        with pytest.raises(KeyboardInterrupt):
+            next(iterator)
+        given.append([first, list(iterator)])
+    assert given[0] == given[1] == [[[0, 1], [2, 3]], [[6, 7]]]
+
+
+class Slow(Dataset[int]):
+    """Item 2 takes a moment, in which Ctrl-C comes."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, number: int) -> int:
+        if number == 2:
+            time.sleep(1.0)
+        return number
+
+
+@pytest.mark.parametrize("options", [{"num_threads": 1}, FORKED], ids=["threads", "workers"])
+def test_ctrl_c_while_a_step_is_awaited_loses_nothing(options: Any) -> None:
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        iterator = iter(od.DataLoader(Slow(), batch_size=1, collate_fn=list, **options))
+        given = list(islice(iterator, 2))
+        main = threading.main_thread().ident
+        assert main is not None
+        threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            next(iterator)
+        assert given + list(iterator) == [[number] for number in range(6)]
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def other_size(loader: Any) -> None:
+    loader.batch_sampler.batch_size = 4
+
+
+def drops_last(loader: Any) -> None:
+    loader.batch_sampler.batch_size = 4
+    loader.batch_sampler.drop_last = True
+
+
+def other_sampler(loader: Any) -> None:
+    loader.batch_sampler.sampler = [5, 3, 1]
+
+
+def other_batch_sampler(loader: Any) -> None:
+    object.__setattr__(loader, "batch_sampler", BatchSampler(RandomSampler(range(9)), 4, False))
+
+
+class Repeating:
+    """timm's and ultralytics' way: the same batch sampler, for ever."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield from iter(self.sampler)
+
+
+def repeating(loader: Any) -> None:
+    object.__setattr__(loader, "batch_sampler", Repeating(loader.batch_sampler))
+
+
+CHANGES = [other_size, drops_last, other_sampler, other_batch_sampler, repeating]
+
+
+@pytest.mark.parametrize("options", [{}, {"num_threads": 2}, FORKED], ids=["inline", "threads", "workers"])
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_sampler_that_is_changed_in_the_run_is_what_is_iterated(
+    shuffle: bool, change: Callable[[Any], None], options: dict[str, Any]
+) -> None:
+    given = []
+    for loader in (od.DataLoader, DataLoader):
+        torch.manual_seed(2)
+        plain = {name: value for name, value in options.items() if name != "num_threads" or loader is od.DataLoader}
+        one: Any = loader(Numbers(9), batch_size=2, shuffle=shuffle, **plain)
+        epochs = [[batch["number"].tolist() for batch in one]]
+        change(one)
+        epochs.append([batch["number"].tolist() for batch in islice(one, 7)])
+        given.append([epochs, len(one)])
+    assert given[0] == given[1]
+    assert given[0][0][0] != given[0][0][1]  # the change was no matter of chance
+
+
+def test_a_change_in_the_middle_of_an_epoch_is_as_with_torch() -> None:
+    given = []
+    for loader in (od.DataLoader, DataLoader):
+        one: Any = loader(Numbers(12), batch_size=2, sampler=SequentialSampler(range(12)))
+        iterator = iter(one)
+        batches = [next(iterator)]
+        one.batch_sampler.batch_size = 5
+        given.append([batch["number"].tolist() for batch in (*batches, *iterator)])
+    assert given[0] == given[1]
