@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     own = [each for place, each in written.items() if place in entered]
     around = [each for each in written.values() if each.file in files and not is_kernel(each)]
     kernels = [each for each in written.values() if is_kernel(each)]
-    init = written["orchdata/dataloader.py", od.DataLoader.__init__.__wrapped__.__code__.co_firstlineno]
+    init = written["orchdata/dataloader.py", od.DataLoader.__init__.__code__.co_firstlineno]
     rows = {
         f"functions above {LONG} lines that a step enters": len(long(own)),
         f"functions above {LONG} lines in the files that it enters": len(long(around)),

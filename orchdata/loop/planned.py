@@ -98,12 +98,8 @@ class PlannedStream:
                 check_plans(self.position.epoch, step, None, self._context.rank.groups)  # there is no step to plan
             raise StopIteration
         self._bring_forward()
-        task, future = self._under_way[0]
         try:
-            self._is_delivering = True
-            batches = self._context.delivery.deliver(self._engine, future, task)
-            self._is_delivering = False
-            self._submit(self._engine.depth + 1)  # this one is still among them
+            batches = self._deliver()
         except Exception as error:
             if is_checked:
                 fail_check(error, self._context.rank.groups)
@@ -112,6 +108,7 @@ class PlannedStream:
             raise
 
         # A step whose plan other ranks do not have stays under way: it is tried again.
+        task, future = self._under_way[0]
         built = future.result()
         if is_checked:
             check_plans(self.position.epoch, step, built.plan.hash, self._context.rank.groups)
@@ -125,6 +122,14 @@ class PlannedStream:
             worker=built.worker,
             num_workers=self._context.num_workers,
         )
+        return batches
+
+    def _deliver(self) -> list[Any]:
+        task, future = self._under_way[0]
+        self._is_delivering = True
+        batches = self._context.delivery.deliver(self._engine, future, task)
+        self._is_delivering = False
+        self._submit(self._engine.depth + 1)  # this one is still among them
         return batches
 
     def leave(self, error: BaseException) -> Interrupted:

@@ -112,3 +112,30 @@ def test_chained_ones_are_one() -> None:
 def test_what_an_iterable_cannot_have_is_refused(options: dict[str, Any], error: type[Exception], reason: str) -> None:
     with pytest.raises(error, match=reason):
         od.DataLoader(Counting(4), **options)
+
+
+def with_step(samples: list[int], step: od.StepInfo) -> Any:
+    return step.epoch, step.step, samples, step.loss_scale
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_collate_fn_is_given_the_step_of_each_batch(workers: int) -> None:
+    one = od.DataLoader(range_dataset(5), batch_size=2, collate_fn=with_step, num_workers=workers)
+    for epoch in range(2):
+        batches = list(one)
+        assert [batch[:2] for batch in batches] == [(epoch, step) for step in range(len(batches))]
+        assert batches[0][2:] == ([0, 1], 0.5) and len(batches) == 3 * max(1, workers)
+    assert one.stats()["samples"] == 2 * 5 * max(1, workers)
+
+
+def test_a_mixture_of_states_with_workers_takes_each_where_it_was() -> None:
+    """A state in the middle of a round: the next worker's turn comes first."""
+    one = od.DataLoader(range_dataset(8), batch_size=2, collate_fn=list, num_workers=3)
+    steps, states, given = iter(one), [], []
+    for batch in steps:
+        given.append(batch)
+        states.append(one.state_dict())
+    for number in (0, 1, 2, 3, 7):
+        again = od.DataLoader(range_dataset(8), batch_size=2, collate_fn=list, num_workers=3)
+        again.load_state_dict(states[number])
+        assert list(again) == given[number + 1 :]
