@@ -8,6 +8,8 @@ ARGS ?=
 # What codespell reads. Folders are added as soon as they are free of the words in docs/words.txt.
 SPELLED := datasets loaders/*.py loaders/modalities loaders/samples loaders/text orchdata/demo tests/cpus \
 	tests/loaders/modalities tests/loaders/samples tests/loaders/text
+# Containers often set it: then every process that tests start compiles all modules again, and pytest all tests.
+unexport PYTHONDONTWRITEBYTECODE
 # Whole files at a time, and more of the quick tests than there are cores: they wait for processes that they start.
 PYTEST := $(BIN)/python -m pytest -q --dist loadfile
 
