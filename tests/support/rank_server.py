@@ -1,4 +1,4 @@
-"""Ranks forked off a process that has imported what they need: importing takes some seconds of each process otherwise.
+"""Ranks forked off a process that has imported and compiled what they need: that takes some seconds of each otherwise.
 
     rank_jobs: Server() --script, arguments, environment, files--> rank_server: fork --> the script, as __main__
                Rank.wait <---------------pid, exit code----------               <--- ends
@@ -9,6 +9,7 @@ order of what is in a set, as in processes started apart.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -118,6 +119,8 @@ class Rank:
 def serve(channel: socket.socket) -> NoReturn:
     for name in IMPORTED:
         importlib.import_module(name)
+    load_kernels()
+    gc.freeze()  # what is shared with the ranks: their collections would look through it, and copy it
     threads = Path("/proc/self/task")
     assert not threads.exists() or len(list(threads.iterdir())) == 1, "a thread would be missing from the ranks"
     awake, wake = os.pipe()
@@ -143,6 +146,14 @@ def serve(channel: socket.socket) -> NoReturn:
             for file in files:
                 os.close(file)
             channel.send(json.dumps({"started": pid}).encode())
+
+
+def load_kernels() -> None:
+    """Import numba and load all kernels that plans and batches call."""
+    from orchdata.engines.warm import FAMILIES
+
+    for family in FAMILIES.values():
+        family.call()
 
 
 def _tell_who_ended(channel: socket.socket) -> None:
