@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -101,7 +102,8 @@ def _nodes(tree: ast.AST, *, typing: bool) -> Iterator[ast.AST]:
             yield from _nodes(node, typing=typing)
 
 
-def _imports(path: Path, modules: dict[str, Path], *, typing: bool = True) -> set[str]:
+@cache
+def _imports(path: Path, *, typing: bool = True) -> frozenset[str]:
     """Full names of what a file imports; `from package import module` counts as the module."""
     found = set()
     for node in _nodes(ast.parse(path.read_text()), typing=typing):
@@ -110,8 +112,8 @@ def _imports(path: Path, modules: dict[str, Path], *, typing: bool = True) -> se
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             full = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= {name if name in modules else str(node.module) for name in full}
-    return found
+            found |= {name if name in MODULES else str(node.module) for name in full}
+    return frozenset(found)
 
 
 MODULES = _modules()
@@ -120,7 +122,7 @@ MODULES = _modules()
 @pytest.mark.parametrize("module", MODULES)
 def test_module_imports_only_what_lies_below_its_unit(module: str) -> None:
     unit = _unit(module)
-    for name in _imports(MODULES[module], MODULES):
+    for name in _imports(MODULES[module]):
         top = name.split(".")[0]
         assert top not in {"loaders", "balancers", "native", "benchmarks"}, f"{module} must not import {name}"
         if top == "orchdata":
@@ -152,9 +154,7 @@ def test_no_public_name_is_that_of_a_unit() -> None:
 
 
 def test_no_circles() -> None:
-    graph = {
-        name: _imports(path, MODULES, typing=False) & set(MODULES) - {"orchdata"} for name, path in MODULES.items()
-    }
+    graph = {name: _imports(path, typing=False) & set(MODULES) - {"orchdata"} for name, path in MODULES.items()}
     try:
         TopologicalSorter({name: used - {name} for name, used in graph.items()}).prepare()
     except CycleError as error:
@@ -168,7 +168,7 @@ def test_datasets_folder_holds_no_python() -> None:
 
 @pytest.mark.parametrize("folder", ["pickle", "marshal", "shelve", "dill"])
 def test_nothing_imports_a_module_that_executes_data(folder: str) -> None:
-    users = [name for name, path in MODULES.items() if folder in _imports(path, MODULES)]
+    users = [name for name, path in MODULES.items() if folder in _imports(path)]
     # The user's own objects go to his own workers, and what his own functions make there comes back from them. What a
     # benchmark measures goes to a child of its own, and its figures come back.
     ours = [
