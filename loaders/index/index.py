@@ -385,9 +385,10 @@ class Index:
         wanted = key.encode()
         offsets, data = self.keys(start, stop)
         rows = np.flatnonzero(np.diff(offsets) == len(wanted))
-        positions = offsets[rows][:, None] + np.arange(len(wanted))
-        same = (data[positions] == np.frombuffer(wanted, np.uint8)).all(axis=1)
-        return [int(row) for row in start + rows[same]]
+        for position in reversed(range(len(wanted))):  # keys of a shard differ most at their ends
+            rows = rows[data[offsets[rows] + position] == wanted[position]]
+        matches: list[int] = (start + rows).tolist()
+        return matches
 
     def _check_row(self, row: int) -> None:
         if not 0 <= row < self.num_rows:
