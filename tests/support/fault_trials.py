@@ -2,7 +2,8 @@
 
 Started by `failing_calls.Worker` with the preloaded library. Every trial gets a fresh copy of a cache folder, arms the
 library, runs one scenario, disarms it, and runs once more over what the trial left in the cache: trouble must not have
-been written down. A process that is to be killed is a fork of this one.
+been written down. Most trials leave what an earlier one left, byte for byte: then that one's next run counts, but for
+each sixteenth. A process that is to be killed is a fork of this one.
 
 An answer: `outcome` ("ok", "killed", or "error" with `kind` and `text`), `digest` of an ok one, `batches` and `keys`
 that were delivered before the end, `after`, what the run without faults gives that follows, and what `Control.disarm`
@@ -41,6 +42,7 @@ from orchdata.loaders.index.index import Index
 from orchdata.loaders.shards.parquet.children import measuring
 from orchdata.loaders.storage import retries
 from orchdata.loaders.storage.cache import CacheFolder
+from orchdata.loaders.storage.verified import NOTE_SUFFIX, is_noted
 
 
 def index_digest(index: Index) -> str:
@@ -225,11 +227,48 @@ def run(control: Control, request: dict[str, Any], folder: Path, data: Path) -> 
         answer = tried(trial, request)
     left = [path for path in cache.rglob("*") if path.suffix in (".part", ".tmp")]
     answer["left"] = {str(path): path.stat().st_size for path in left}
-    try:
-        answer["after"] = trial.after()
-    except BaseException as error:
-        answer["after"] = f"{type(error).__name__}: {error}"
+    answer["after"] = _after(trial, request)
     return answer
+
+
+class _NextRun:
+    """What a run over a cache folder gave, and how often it stood for another."""
+
+    def __init__(self, given: Any) -> None:
+        self.given = given
+        self.used = 0
+
+
+_next_runs: dict[str, _NextRun] = {}
+_RUN_AGAIN = 16
+
+
+def _after(trial: Trial, request: dict[str, Any]) -> Any:
+    """What the next run gives, or the error that it raises: of equal folders the same."""
+    options = {name: value for name, value in request.items() if name not in ("fault", "scenario", "swallow")}
+    state = f"{sorted(options.items())} {_content(trial.cache)}"
+    known = _next_runs.get(state)
+    if known is not None and (known.used + 1) % _RUN_AGAIN:
+        known.used += 1
+        return known.given
+    try:
+        given = trial.after()
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
+    _next_runs[state] = _NextRun(given)
+    return given
+
+
+def _content(folder: Path) -> str:
+    """All that is in a folder: paths, modes, and digests of bytes; of a note on a file, whether it holds."""
+    entries = []
+    for path in sorted(folder.rglob("*")):
+        data = path.read_bytes() if path.is_file() else b""
+        if path.suffix == NOTE_SUFFIX:
+            noted = path.with_name(path.name.removeprefix(".").rsplit(".", 2)[0])
+            data = str(noted.exists() and is_noted(noted, noted.stat())).encode()
+        entries.append([str(path.relative_to(folder)), path.lstat().st_mode, hashlib.blake2b(data).hexdigest()])
+    return _digest(json.dumps(entries))
 
 
 def tried(trial: Trial, request: dict[str, Any]) -> dict[str, Any]:
