@@ -99,7 +99,7 @@ def _results(config: ExchangeBench, num_ranks: int) -> list[Result]:
 
 
 def run_job(module: str, config: Any, num_ranks: int) -> dict[str, Any]:
-    """What rank 0 of a job of `module` wrote, whose ranks are given the configuration and where to write."""
+    """Run `module` on ranks, each with the configuration and a path to write to, and return what rank 0 wrote."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         with (Path(folder) / "log").open("w+b") as log:
@@ -110,8 +110,8 @@ def run_job(module: str, config: Any, num_ranks: int) -> dict[str, Any]:
                 log=log,
                 progress=lambda done, total: None,
             )
-        found: dict[str, Any] = json.loads(result.read_text())
-        return found
+        answer: dict[str, Any] = json.loads(result.read_text())
+        return answer
 
 
 def main(settings: str, result: str) -> None:
@@ -209,12 +209,12 @@ def _route(config: ExchangeBench, tokens: np.ndarray, *, grouped: bool) -> Route
 
 
 def _gathered_rows(config: ExchangeBench, tokens: np.ndarray) -> tuple[int, Tensor]:
-    """Rows that every rank pads to, and where this rank's lie among all of them."""
+    """Return the number of rows that every rank pads to, and the positions of this rank's rows among all of them."""
     encoder_rank, llm_rank = _assignments(config, tokens)
-    held = [np.flatnonzero(encoder_rank == rank) for rank in range(dist.get_world_size())]
-    padded = max(int(tokens[parts].sum()) for parts in held)
+    parts_by_rank = [np.flatnonzero(encoder_rank == rank) for rank in range(dist.get_world_size())]
+    padded = max(int(tokens[parts].sum()) for parts in parts_by_rank)
     starts = np.zeros(len(tokens), np.int64)
-    for rank, parts in enumerate(held):
+    for rank, parts in enumerate(parts_by_rank):
         starts[parts] = rank * padded + np.cumsum(tokens[parts]) - tokens[parts]
     mine = np.flatnonzero(llm_rank == dist.get_rank())
     spans = [np.arange(starts[part], starts[part] + tokens[part]) for part in mine]

@@ -37,7 +37,7 @@ class Result:
         values: one for each repeat, in the order they were taken.
         demand: the median this should reach; None where nothing is asked.
         better: whether low or high values are good.
-        note: what a reader needs beside the number.
+        note: what a reader needs to know besides the number.
     """
 
     name: str
@@ -87,7 +87,7 @@ class WideTable:
         columns: headings; the first is of the cases' names.
         rows: name and numbers of each case; None where there is no number.
         unit: "x" where the numbers are ratios.
-        note: what a reader needs beside the numbers.
+        note: what a reader needs to know besides the numbers.
     """
 
     title: str
@@ -179,13 +179,13 @@ class Report:
         return table
 
 
-def make_report(command: str, config: Any, found: Sequence[Result | WideTable]) -> Report:
-    """A report of what was found under a configuration dataclass."""
+def make_report(command: str, config: Any, results_and_tables: Sequence[Result | WideTable]) -> Report:
+    """Build the report of a run under a configuration dataclass."""
     if not is_dataclass(config) or isinstance(config, type):
         raise TypeError(f"config must be a dataclass instance, got {config!r}")
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(config).items()}
-    results = tuple(entry for entry in found if isinstance(entry, Result))
-    tables = tuple(entry for entry in found if isinstance(entry, WideTable))
+    results = tuple(entry for entry in results_and_tables if isinstance(entry, Result))
+    tables = tuple(entry for entry in results_and_tables if isinstance(entry, WideTable))
     return Report(command=command, config=settings, results=results, tables=tables)
 
 
@@ -252,13 +252,13 @@ def machine() -> dict[str, Any]:
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
-        "packages": {name: found for name in packages if (found := _version(name))},
+        "packages": {name: version for name in packages if (version := _version(name))},
     }
 
 
 def describe_machine(facts: Mapping[str, Any]) -> str:
-    """One line of what `machine()` found."""
-    packages = ", ".join(f"{name} {found}" for name, found in facts["packages"].items())
+    """Format what `machine()` returns as one line."""
+    packages = ", ".join(f"{name} {version}" for name, version in facts["packages"].items())
     return (
         f"{facts['cpu']}, {facts['cores']} cores, load {facts['load']}, {facts['memory_gib']} GiB; "
         f"Python {facts['python']}, {packages}"

@@ -76,12 +76,12 @@ def _open(url: str, cache: CacheFolder) -> Shard:
 
 
 def scan(urls: Sequence[str], cache: CacheFolder) -> list[Facts]:
-    """The facts of each shard, scanned anew."""
-    found = []
+    """Scan each shard again, and return its facts."""
+    facts = []
     for url in urls:
         with closing(_open(url, cache)) as shard:
-            found.append(shard.facts())
-    return found
+            facts.append(shard.facts())
+    return facts
 
 
 def _scanning(urls: Sequence[str], cache: CacheFolder, config: IndexBench) -> list[Result]:
@@ -138,7 +138,7 @@ def _tokenizing(
             name="  added to the tokenizer",
             unit="us a sample",
             values=tuple(1e6 * (layer - alone) / config.samples for layer, alone in pairs),
-            note="whatever the length of the text",
+            note="for any length of the text",
         ),
         Result(
             name="  costs under a recipe",

@@ -99,10 +99,10 @@ def _planning(index: Index, config: PlanBench) -> list[Result]:
 
     def look_up(step: int) -> dict[str, np.ndarray]:
         _, row = plain.order.rows(0, *plain.batches.bounds(step, plain.order.num_samples))
-        found = {phase: plain.costs.costs(phase, row) for phase in plain.costs.phases}
+        costs = {phase: plain.costs.costs(phase, row) for phase in plain.costs.phases}
         plain.costs.positions("llm", row)
         plain.costs.loss_tokens(row)
-        return found
+        return costs
 
     turn, costs = iter(steps), look_up(steps[0])
     parts: dict[str, Callable[[], object]] = {
@@ -141,7 +141,7 @@ def _planning(index: Index, config: PlanBench) -> list[Result]:
 
 def _planning_large(index: Index, config: PlanBench) -> list[Result]:
     """CPU time of plans of large global batches, a tenth of the repeats, and what their ranks wait for."""
-    found = []
+    results = []
     for name, spec in _large(index, config).items():
         made: list[Plan] = []
         seconds: list[float] = []
@@ -157,8 +157,8 @@ def _planning_large(index: Index, config: PlanBench) -> list[Result]:
         ]
         counts = sorted({plan.num_microbatches for plan in made[1:]})
         note = f"CPU time; {' or '.join(map(str, counts))} micro-steps; wait over the mean load {max(waits):.3f}"
-        found.append(_milliseconds(name, tuple(seconds[1:]), None, note))
-    return found
+        results.append(_milliseconds(name, tuple(seconds[1:]), None, note))
+    return results
 
 
 def _large(index: Index, config: PlanBench) -> dict[str, PlanSpec]:

@@ -85,7 +85,7 @@ def throughput(
     folder: FolderOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Loading a made-up data set or yours, in threads and in worker processes, beside what the decoder allows."""
+    """Load a made-up data set or yours, in threads and in worker processes, compared with what the decoder allows."""
     from orchdata.bench.throughput import ThroughputBench, run
 
     config = ThroughputBench(

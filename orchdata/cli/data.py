@@ -147,8 +147,8 @@ def verify(
 ) -> None:
     """Decode every sample as a loader does, and list those that it would refuse.
 
-    Samples that end, hang or fill a process are found, since processes of limited memory decode them. The command
-    fails where anything is bad.
+    Processes of limited memory decode the samples, so samples that crash, hang or fill a process are listed too. The
+    command fails if any sample is bad.
     """
     from orchdata.quarantine import check_place, write_quarantine
     from orchdata.verifying.verify import verify as verify_index
@@ -156,21 +156,21 @@ def verify(
     start = time.perf_counter()
     if out is not None:
         check_place(out)
-    held = recipe_named(recipe)
-    built, _ = _build(paths, held, media_root, force=False)
+    named = recipe_named(recipe)
+    built, _ = _build(paths, named, media_root, force=False)
     try:
         with progress_bar("decoding samples") as advance:
-            found = verify_index(built, held, jobs=jobs, timeout=timeout, progress=advance)
+            verification = verify_index(built, named, jobs=jobs, timeout=timeout, progress=advance)
     except TypeError as error:  # what does not pickle, named
         raise ValueError(str(error)) from error
     if out is not None:
-        write_quarantine(out, found.failures)
-    report = verify_report(built, found, out, time.perf_counter() - start)
+        write_quarantine(out, verification.failures)
+    report = verify_report(built, verification, out, time.perf_counter() - start)
     if as_json:
         print_json(report)
     else:
         _print_verified(report)
-    if found.failures:
+    if verification.failures:
         raise typer.Exit(1)
 
 
@@ -189,9 +189,9 @@ def recipe_named(name: str | None) -> Recipe:
 def indexed(
     paths: list[str], recipe: Recipe, media_root: str | None, expression: str | None, *, allow_recipes: bool
 ) -> tuple[ShardDataset | Mixture, Index]:
-    """The data set that a command's paths are, a mixture or shards, and its index, built where need be.
+    """Return the data set that a command's paths name, shards or a mixture, and its index, built where it is missing.
 
-    `allow_recipes` as `read_mixture` takes it.
+    `allow_recipes` is as in `read_mixture`.
     """
     from orchdata.cli.mixture_file import is_mixture_file, read_mixture
     from orchdata.dataset.mixed import joined_index
@@ -213,14 +213,14 @@ def indexed(
 
 
 def _build(paths: list[str], recipe: Recipe, media_root: str | None, *, force: bool) -> tuple[Index, int]:
-    """The index, and how many of its shards were scanned now; the others were known."""
+    """Return the index, and the number of its shards that were scanned now; the others were known."""
     from orchdata.dataset.shard_dataset import checked_media_root
     from orchdata.loaders.index.build import BuildProgress, build_index
     from orchdata.loaders.storage.paths import expand_paths
 
     urls, root = expand_paths(paths), checked_media_root(media_root)
     scanned = 0
-    with progress_bar("indexing shards") as advance, redirect_stdout(sys.stderr):  # whatever a tokenizer prints
+    with progress_bar("indexing shards") as advance, redirect_stdout(sys.stderr):  # what a tokenizer prints
 
         def shard_done(shard: BuildProgress) -> None:
             nonlocal scanned
@@ -231,7 +231,7 @@ def _build(paths: list[str], recipe: Recipe, media_root: str | None, *, force: b
 
 
 def index_report(index: Index, scanned: int, seconds: float) -> dict[str, Any]:
-    """What indexing found, JSON-safe."""
+    """Return the result of indexing, JSON-safe."""
     from orchdata.profile.profile import count_reasons, split_failures
 
     bad_samples, failed_shards = split_failures(index)
@@ -251,18 +251,18 @@ def index_report(index: Index, scanned: int, seconds: float) -> dict[str, Any]:
     }
 
 
-def verify_report(index: Index, found: Verification, out: Path | None, seconds: float) -> dict[str, Any]:
-    """What verifying found, JSON-safe; every failure."""
+def verify_report(index: Index, verification: Verification, out: Path | None, seconds: float) -> dict[str, Any]:
+    """Return the result of verifying with every failure, JSON-safe."""
     from orchdata.profile.profile import count_reasons
 
     return {
         "shards": len(index.shards),
-        "samples": found.num_samples,
-        "bad": len(found.failures),
-        "bad_when_decoded": len(found.failures) - found.num_indexed_bad,
+        "samples": verification.num_samples,
+        "bad": len(verification.failures),
+        "bad_when_decoded": len(verification.failures) - verification.num_indexed_bad,
         "lost": int(index.lost_samples().sum()),
-        "bad_by_reason": count_reasons(list(found.failures)),
-        "failures": [_as_dict(failure) for failure in found.failures],
+        "bad_by_reason": count_reasons(list(verification.failures)),
+        "failures": [_as_dict(failure) for failure in verification.failures],
         "quarantine": None if out is None else str(out),
         "seconds": round(seconds, 3),
     }

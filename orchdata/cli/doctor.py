@@ -28,7 +28,7 @@ class Finding(NamedTuple):
     """One thing looked at.
 
     Attributes:
-        verdict: "note" is to be known; "missing" leaves out a feature; "broken" stops everything.
+        verdict: "note" is worth knowing; "missing" leaves out a feature; "broken" stops everything.
         hint: what to do; "" for nothing.
     """
 
@@ -65,20 +65,20 @@ def doctor(as_json: JsonOption = False) -> None:
 
     Fails where something is broken that loading needs.
     """
-    found = [finding for look in _LOOKS for finding in _tried(look)]
+    findings = [finding for look in _LOOKS for finding in _tried(look)]
     if as_json:
-        print_json({"findings": [finding._asdict() for finding in found]})
+        print_json({"findings": [finding._asdict() for finding in findings]})
     else:
-        _print(found)
-    if any(finding.verdict == "broken" for finding in found):
+        _print(findings)
+    if any(finding.verdict == "broken" for finding in findings):
         raise typer.Exit(1)
 
 
 def _tried(look: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
-    """What is found until a look itself fails, and that."""
+    """Yield the findings of a look; if the look itself fails, that is the last finding."""
     try:
         yield from look()
-    except Exception as error:  # noqa: BLE001 - whatever is wrong with an installation is what is asked for
+    except Exception as error:  # noqa: BLE001 - anything that is wrong with an installation is a finding
         name = look.__name__.strip("_")
         hint = "install orchdata again" if failed_import(error) is None else "see versions"
         yield Finding(name, "this look", f"{type(error).__name__}: {error}", "broken", hint)
@@ -88,31 +88,31 @@ def _versions() -> Iterator[Finding]:
     yield Finding("versions", "orchdata", version("orchdata"))
     yield Finding("versions", "Python", f"{platform.python_version()}, {platform.platform()}")
     for package, wanted in requirements("").items():
-        found, advice = _installed(package, wanted)
+        state, advice = _installed(package, wanted)
         if advice and package in _REPLACED:
-            yield Finding("versions", package, found, "note", _REPLACED[package])
+            yield Finding("versions", package, state, "note", _REPLACED[package])
         else:
-            yield Finding("versions", package, found, "broken" if advice else "good", advice)
+            yield Finding("versions", package, state, "broken" if advice else "good", advice)
 
 
 def _features() -> Iterator[Finding]:
     for package, (feature, way) in _FEATURES.items():
         extra = way.partition("[")[2].rstrip("]")
         wanted = requirements(extra).get(package, package) if extra else package
-        found, advice = _installed(package, wanted, way)
-        yield Finding("features", package, f"{found}: {feature}", "missing" if advice else "good", advice)
+        state, advice = _installed(package, wanted, way)
+        yield Finding("features", package, f"{state}: {feature}", "missing" if advice else "good", advice)
 
 
 def _installed(package: str, wanted: str, missing: str = "") -> tuple[str, str]:
-    """Its version, or why it cannot be used; and what to do, "" where it can be.
+    """Return the version of a package, or why it cannot be used; and what to do, "" if it can be used.
 
     Args:
-        missing: what pip is to install where it is not there; "" for `wanted`.
+        missing: what pip is to install if the package is missing; "" for `wanted`.
     """
     install = f"pip install '{missing or wanted}'"
     try:
         importlib.import_module(_MODULES.get(package, package))
-        found = version(package)
+        installed = version(package)
     except (PackageNotFoundError, ModuleNotFoundError) as error:
         lacks = getattr(error, "name", package)
         if isinstance(error, ModuleNotFoundError) and lacks != _MODULES.get(package, package):
@@ -121,13 +121,13 @@ def _installed(package: str, wanted: str, missing: str = "") -> tuple[str, str]:
     except Exception as error:  # noqa: BLE001 - an installation may be broken in any way
         said = " ".join(f"{type(error).__name__}: {error}".split())
         return said, f"pip install --force-reinstall --no-deps '{wanted}'"
-    return (found, "") if _fits(found, wanted) else (f"{found}, and {wanted} is required", install)
+    return (installed, "") if _fits(installed, wanted) else (f"{installed}, and {wanted} is required", install)
 
 
-def _fits(found: str, wanted: str) -> bool:
+def _fits(installed: str, wanted: str) -> bool:
     """Whether a version is within the bounds of a requirement, by its numbers alone."""
     bounds = re.findall(r"(>=|<)([\d.]+)", wanted)
-    return all((_numbers(found) < _numbers(bound)) == (sign == "<") for sign, bound in bounds)
+    return all((_numbers(installed) < _numbers(bound)) == (sign == "<") for sign, bound in bounds)
 
 
 def _numbers(version: str) -> list[int]:
@@ -195,9 +195,9 @@ def _media() -> Iterator[Finding]:
     yield Finding("media", "WebP", "yes" if webp else "not in this Pillow", "good" if webp else "missing", hint)
     formats = soundfile.available_formats()
     lost = [name for name in ("WAV", "FLAC", "OGG", "MP3") if name not in formats]
-    found = f"libsndfile {soundfile.__libsndfile_version__}" + (f", without {', '.join(lost)}" if lost else "")
+    libraries = f"libsndfile {soundfile.__libsndfile_version__}" + (f", without {', '.join(lost)}" if lost else "")
     hint = "install a newer libsndfile, or the wheel of soundfile" if lost else ""
-    yield Finding("media", "audio", found, "missing" if lost else "good", hint)
+    yield Finding("media", "audio", libraries, "missing" if lost else "good", hint)
     yield _ffmpeg()
 
 
@@ -205,7 +205,7 @@ def _ffmpeg() -> Finding:
     try:
         av = importlib.import_module("av")
         return Finding("media", "FFmpeg", f"{av.ffmpeg_version_info}, of PyAV {av.__version__}")
-    except Exception:  # noqa: BLE001 - what is wrong with it stands under features
+    except Exception:  # noqa: BLE001 - what is wrong with it is under features
         return Finding(
             "media", "FFmpeg", "that of PyAV, without which no video is read; all else needs none", "missing"
         )
@@ -234,9 +234,9 @@ def _resizer() -> Iterator[Finding]:
     bicubic = theirs.InterpolationMode.BICUBIC
     equal = all(
         np.array_equal(
-            found, theirs.resize(image, list(target[::-1]), bicubic, antialias=True).permute(1, 2, 0).numpy()
+            resized_image, theirs.resize(image, list(target[::-1]), bicubic, antialias=True).permute(1, 2, 0).numpy()
         )
-        for found, target in zip(ours, targets, strict=True)
+        for resized_image, target in zip(ours, targets, strict=True)
     )
     verdict: Verdict = "good" if equal else "broken"
     hint = "" if equal else "models see other pixels than with their own processors: please report these versions"
@@ -244,7 +244,7 @@ def _resizer() -> Iterator[Finding]:
 
 
 def _kernels() -> Iterator[Finding]:
-    """Compiled kernels are kept beside their source, or where numba is told to."""
+    """Count the compiled kernels, which numba keeps next to their source or in NUMBA_CACHE_DIR."""
     import numba
 
     import orchdata.native.permutation as kernel
@@ -252,7 +252,7 @@ def _kernels() -> Iterator[Finding]:
     folder = Path(getattr(numba.config, "CACHE_DIR", "") or Path(kernel.__file__).parent)
     kept = sum(1 for _ in folder.rglob("*.nbc"))
     good = os.access(folder, os.W_OK)
-    hint = "" if good else "set NUMBA_CACHE_DIR to a folder that can be written: else what is missing is compiled anew"
+    hint = "" if good else "set NUMBA_CACHE_DIR to a writable folder: otherwise each process compiles what is missing"
     yield Finding("kernels", "compiled", f"{kept} in {folder}", "good" if good else "note", hint)
 
 
@@ -269,17 +269,17 @@ def _cache() -> Iterator[Finding]:
         yield Finding("cache", "folder", str(error), "broken", f"set {CACHE_VARIABLE} to a folder that can be written")
         return
     free = shutil.disk_usage(root).free
-    held = sum(map(_size, root.rglob("*")))
+    used = sum(map(_size, root.rglob("*")))
     low = free < _LOW_DISK
     hint = f"make room, or set {CACHE_VARIABLE}" if low else ""
     if anyone and not low:
         hint = f"everyone can write to it, and so decide what is trained on: chmod o-w, or set {CACHE_VARIABLE}"
-    found = f"{root}: {human_bytes(held)} held, {human_bytes(free)} free"
-    yield Finding("cache", "folder", found, "note" if hint else "good", hint)
+    text = f"{root}: {human_bytes(used)} used, {human_bytes(free)} free"
+    yield Finding("cache", "folder", text, "note" if hint else "good", hint)
 
 
 def _size(file: Path) -> int:
-    """Bytes of a file; 0 for what is none, or no more: other jobs come and go."""
+    """Return the bytes of a file; 0 if it is no regular file, or no longer there: other jobs remove files."""
     try:
         status = file.lstat()
     except OSError:
@@ -290,13 +290,13 @@ def _size(file: Path) -> int:
 _LOOKS: Final = (_versions, _machine, _media, _resizer, _kernels, _workers, _cache, _features)
 
 
-def _print(found: list[Finding]) -> None:
+def _print(findings: list[Finding]) -> None:
     from rich.console import Console
     from rich.text import Text
 
     console = Console(highlight=False)
     before = ""
-    for finding in found:
+    for finding in findings:
         if finding.about != before:
             console.print(Text(finding.about, style="bold"))
             before = finding.about
@@ -304,6 +304,6 @@ def _print(found: list[Finding]) -> None:
         console.print(Text(f"{finding.name}: {finding.found}"), soft_wrap=True)
         if finding.hint:
             console.print(Text(f"          {finding.hint}", style="dim"), soft_wrap=True)
-    broken = sum(finding.verdict == "broken" for finding in found)
+    broken = sum(finding.verdict == "broken" for finding in findings)
     words = "all that loading needs is here" if not broken else f"{broken} broken"
     console.print(Text(words, style="bold" if not broken else "bold red"))

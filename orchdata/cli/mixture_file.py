@@ -12,7 +12,7 @@ sources:
       spoken: {paths: [spoken.tar], weight: 1, loss_weight: 0.5}
 
 Paths and folders are relative to the file. A source without a recipe has that of the command. To look at a recipe that
-the file names, Python imports a module, which may do anything: only where the command is told that it may.
+the file names, Python imports a module, which may do anything: only if the command allows it.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _source(content: Any, field: str, described: _Described) -> Source:
     if root is not None and not isinstance(root, str):
         raise ValueError(f"{field}.media_root must be a folder, got {root!r}")
     root = None if root is None else str(folder / root)
-    dataset = ShardDataset([_beside(folder, each) for each in listed], recipe, media_root=root)
+    dataset = ShardDataset([_relative_to(folder, each) for each in listed], recipe, media_root=root)
     if expression is not None:
         if not isinstance(expression, str):
             raise ValueError(f'{field}.filter must be an expression, as in "tokens < 4096", got {expression!r}')
@@ -128,5 +128,5 @@ def _fields(content: Any, field: str, known: tuple[str, ...]) -> dict[str, Any]:
     return dict(content)
 
 
-def _beside(folder: Path, path: str) -> str:
+def _relative_to(folder: Path, path: str) -> str:
     return path if "://" in path else str(folder / path)

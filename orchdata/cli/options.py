@@ -51,7 +51,7 @@ def load_object(name: str, kind: type[Kind], option: str) -> Kind:
     try:
         with redirect_stdout(sys.stderr):  # what it prints is not our output
             value = attrgetter(attribute)(importlib.import_module(module_name))
-    except Exception as error:  # whatever the user's module raises while it is imported
+    except Exception as error:  # a user's module may raise anything while it is imported
         raise ValueError(f"{option} {name}: {type(error).__name__}: {error}") from error
     if not isinstance(value, kind):
         raise ValueError(f"{option} {name} must be an od.{kind.__name__}, got {type(value).__name__}")

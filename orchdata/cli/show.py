@@ -40,8 +40,8 @@ _OF_A_RUN: Final = (
     "assignment padded multiple_of length quarantine"
 ).split()
 """Options that mean nothing without a step."""
-_TOLD_BY_A_STATE: Final = ("batch_size", "batch_tokens", "shuffle")
-_BESIDE_A_LOADER: Final = ("epoch", "rank", "ranks", "state")
+_SAID_BY_A_STATE: Final = ("batch_size", "batch_tokens", "shuffle")
+_WITH_A_LOADER: Final = ("epoch", "rank", "ranks", "state")
 _OF_THE_DATA: Final = ("recipe", "allow_recipes", "media_root", "expression", "cost")
 
 
@@ -104,9 +104,9 @@ def show(
 ) -> None:
     """Show what the model sees: text from the token ids, what of it is trained, media with their sizes, costs.
 
-    Of the first samples; with --key of one; with --step of what a rank gets in a step, planned once more. All is
-    decoded as a loader does; a sample that cannot be loaded says why. What the run was is said by options, or by
-    --loader, the function of its program that makes the DataLoader.
+    Shows the first samples; with --key one sample; with --step what a rank gets in a step, planned again. Samples are
+    decoded as a loader does; for one that cannot be loaded it says why. Options describe the run, or --loader does:
+    the function of its program that makes the DataLoader.
     """
     _check_together(context)
     from orchdata.balancers import CostModel
@@ -114,7 +114,7 @@ def show(
     from orchdata.showing.runs import inside_of, shards_of, shown_step, source_names
     from orchdata.showing.shown import ShownGroup, shown_rows
 
-    with redirect_stdout(sys.stderr):  # whatever a tokenizer prints
+    with redirect_stdout(sys.stderr):  # what a tokenizer prints
         made = None if loader is None else _made(loader, rank, ranks)
         if made is None:
             named = recipe_named(recipe)
@@ -129,10 +129,10 @@ def show(
             sources = source_names(dataset, index, rows)
             groups = [ShownGroup(about={}, samples=shown_rows(shards, rows, model, sources))]
         else:
-            held = None if state is None else _read_state(state)
-            run = _made_of_options(context, dataset, model, held) if made is None else made
-            if held is not None:
-                run.load_state_dict(held)
+            loaded = None if state is None else _read_state(state)
+            run = _made_of_options(context, dataset, model, loaded) if made is None else made
+            if loaded is not None:
+                run.load_state_dict(loaded)
             try:
                 plan = run.plan_at(epoch, step)
             except IndexError as error:
@@ -158,16 +158,16 @@ def _check_together(context: typer.Context) -> None:
     if options["shard"] is not None and options["key"] is None:
         raise ValueError("--shard goes with --key: it says which shard's sample of that key is meant")
     if options["loader"] is not None:
-        beside = [_flag(name) for name in given if name not in _BESIDE_A_LOADER]
-        beside += [_flag(name) for name in _OF_THE_DATA if _is_given(context, name)]
-        if options["paths"] or beside:
-            raise ValueError(f"leave out {beside[0] if beside else 'PATHS'}: the DataLoader of --loader says it")
+        surplus = [_flag(name) for name in given if name not in _WITH_A_LOADER]
+        surplus += [_flag(name) for name in _OF_THE_DATA if _is_given(context, name)]
+        if options["paths"] or surplus:
+            raise ValueError(f"leave out {surplus[0] if surplus else 'PATHS'}: the DataLoader of --loader says it")
     elif not options["paths"]:
         raise ValueError("give PATHS, or --loader MODULE:NAME, which makes the run's DataLoader")
     if options["step"] is None and given:
         raise ValueError(f"{_flag(given[0])} goes with --step: it says what run the step is of")
-    if options["state"] is not None and (told := [name for name in given if name in _TOLD_BY_A_STATE]):
-        raise ValueError(f"leave out {_flag(told[0])}: the state says the run's order and size of steps")
+    if options["state"] is not None and (known := [name for name in given if name in _SAID_BY_A_STATE]):
+        raise ValueError(f"leave out {_flag(known[0])}: the state says the run's order and size of steps")
     if options["padded"] and options["length"] is not None:
         raise ValueError("--length is of packed microbatches: leave out --padded, or the length")
 
@@ -188,10 +188,10 @@ def _made_of_options(
         order["global_batch_tokens"] = given["batch_tokens"] * given["ranks"]
     multiple_of = given["multiple_of"]
     if state is not None:
-        told = {"seed": given["seed"]} | arguments_of(state)
-        if _is_given(context, "seed") and told["seed"] != given["seed"]:
-            raise ValueError(f"leave out --seed {given['seed']}: the state says {told['seed']}")
-        order = told
+        known = {"seed": given["seed"]} | arguments_of(state)
+        if _is_given(context, "seed") and known["seed"] != given["seed"]:
+            raise ValueError(f"leave out --seed {given['seed']}: the state says {known['seed']}")
+        order = known
     if multiple_of is None:
         multiple_of = 1 if state is None else multiple_of_state(state)
     balance = {name: given[name] for name in ("group_size", "oversize", "assignment", "objective")}
@@ -210,7 +210,7 @@ def _made_of_options(
 
 
 def _made(name: str, rank: int, ranks: int) -> DataLoader:
-    """The DataLoader of this rank, of so many, that a function of the user's makes."""
+    """Return the DataLoader that the user's function makes for rank `rank` of `ranks`."""
     from orchdata.dataloader import DataLoader
 
     make: Any = load_object(name, object, "--loader")
@@ -218,14 +218,14 @@ def _made(name: str, rank: int, ranks: int) -> DataLoader:
         raise ValueError(f"--loader {name} must be a function that makes the DataLoader, got {type(make).__name__}")
     called = f"--loader {name}, called with dp=({rank}, {ranks})"
     try:
-        found = make(dp=(rank, ranks))
-    except Exception as error:  # whatever the user's function raises
+        loader = make(dp=(rank, ranks))
+    except Exception as error:  # a user's function may raise anything
         raise ValueError(f"{called}: {type(error).__name__}: {error}") from error
-    if not isinstance(found, DataLoader):
-        raise ValueError(f"{called}, must give an od.DataLoader, got {type(found).__name__}")
-    if found.steps().num_ranks != ranks:
-        raise ValueError(f"{called}, gave a DataLoader of {found.steps().num_ranks} ranks: hand it what it is given")
-    return found
+    if not isinstance(loader, DataLoader):
+        raise ValueError(f"{called}, must give an od.DataLoader, got {type(loader).__name__}")
+    if loader.steps().num_ranks != ranks:
+        raise ValueError(f"{called}, gave a DataLoader of {loader.steps().num_ranks} ranks: hand it what it is given")
+    return loader
 
 
 def _rows(index: Index, unchosen: NDArray[Any], key: str | None, shard: str | None) -> list[int]:
@@ -255,20 +255,20 @@ def _flag(name: str) -> str:
 
 
 def _read_state(path: Path) -> dict[str, Any]:
-    """A state of a loader, as JSON."""
+    """Read the state of a loader from a JSON file."""
     from orchdata.loaders.storage.shared.files import read_given
 
     content = read_given(path, _MOST_STATE_BYTES)
     try:
-        held = json.loads(content.decode())
+        state = json.loads(content.decode())
     except (ValueError, RecursionError) as error:
         raise ValueError(
             f"{path} is not readable as JSON ({error}): write json.dumps(loader.state_dict()) there, or of a torch "
             "checkpoint torch.load(...)[...] of the loader's entry"
         ) from error
-    if not isinstance(held, dict):
-        raise ValueError(f"{path} holds no state of a loader, but {type(held).__name__}")
-    return held
+    if not isinstance(state, dict):
+        raise ValueError(f"{path} holds no state of a loader, but {type(state).__name__}")
+    return state
 
 
 def _saved(shards: IndexedShards, rows: list[int], folder: Path) -> list[str]:
@@ -276,9 +276,9 @@ def _saved(shards: IndexedShards, rows: list[int], folder: Path) -> list[str]:
     from orchdata.showing.saving import save_media
 
     files = []
-    for found in save_media(shards, rows, folder):
-        if isinstance(found, DataError):
-            typer.echo(f"not saved: {found}", err=True)
+    for saved in save_media(shards, rows, folder):
+        if isinstance(saved, DataError):
+            typer.echo(f"not saved: {saved}", err=True)
         else:
-            files.append(str(found))
+            files.append(str(saved))
     return files

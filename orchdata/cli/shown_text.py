@@ -17,7 +17,7 @@ LONGEST: Final = 600
 """Characters of a stretch of text that are shown."""
 _STYLES: Final = {"trained": "green", "masked": "dim", "media": "cyan"}
 _ROLE: Final = rf"(?:<[^<>\s]+>|\[/?[A-Z_]+\])(?:\s*(?:{'|'.join(ROLES)})\b)?"
-"""What a template puts around turns: a mark, and often a role behind it."""
+"""What a template puts around turns: a mark, often followed by a role."""
 _KIND_WIDTH: Final = 9
 _COUNT_WIDTH: Final = 7
 
@@ -103,7 +103,7 @@ def _number(value: Any) -> str:
 
 
 def _visible(text: str, *, kept: str = "") -> str:
-    """Whatever would move the cursor, turn its way, or end a line in silence, by its name; but for what is `kept`."""
+    """Escape characters that would move the cursor, turn its direction or end a line, except `kept`."""
     return "".join(
         each if each.isprintable() or each in kept else each.encode("unicode_escape").decode() for each in text
     )

@@ -44,18 +44,18 @@ def profile_table(profile: Profile) -> RenderableType:
 
 
 def _overflow_line(profile: Profile) -> list[Text]:
-    found = [] if profile.overflow is None else overflow_words(asdict(profile.overflow))
-    return [Text(f"above TextPreprocessor.max_tokens: {'; '.join(found)}")] if found else []
+    parts = [] if profile.overflow is None else overflow_words(asdict(profile.overflow))
+    return [Text(f"above TextPreprocessor.max_tokens: {'; '.join(parts)}")] if parts else []
 
 
 def overflow_words(overflow: Mapping[str, int]) -> list[str]:
-    """What became of samples above `TextPreprocessor.max_tokens`, as the totals of an index count it."""
-    found = []
+    """Say what became of samples above `TextPreprocessor.max_tokens`, from the totals of an index."""
+    parts = []
     if overflow["truncated"]:
-        found.append(f"{overflow['truncated']:,} samples truncated, {overflow['cut_tokens']:,} tokens cut away")
+        parts.append(f"{overflow['truncated']:,} samples truncated, {overflow['cut_tokens']:,} tokens cut away")
     if overflow["split"]:
-        found.append(f"{overflow['split']:,} samples split into {overflow['pieces']:,} pieces")
-    return found
+        parts.append(f"{overflow['split']:,} samples split into {overflow['pieces']:,} pieces")
+    return parts
 
 
 def _caps_line(profile: Profile) -> list[Text]:
@@ -138,7 +138,7 @@ def _size(scale: Scale) -> str:
 
 
 def _scope_table(profile: Profile) -> Table:
-    """Of the numbers of ranks that make several groups."""
+    """Build the table of scopes, for the numbers of ranks that make several groups."""
     scales = [scale for scale in profile.scales if scale.groups > 1]
     title = f"\nScopes, in groups of {scales[0].group_size} ranks: max/mean over ranks, and who reads what"
     micro_steps = ("micro-steps",) if profile.caps else ()
@@ -146,13 +146,13 @@ def _scope_table(profile: Profile) -> Table:
     table = _table(title, "ranks", *columns)
     table.columns[1].justify = "left"
     for scale in scales:
-        for place, (name, scope) in enumerate(scale.scopes.items()):
+        for number, (name, scope) in enumerate(scale.scopes.items()):
             phases = [
                 f"{value:.2f}" + ("" if phase in profile.balanced_phases else " *")
                 for phase, value in scope.phases.items()
             ]
             table.add_row(
-                f"{scale.ranks:,}" if place == 0 else "",
+                f"{scale.ranks:,}" if number == 0 else "",
                 name,
                 *phases,
                 f"{scope.step:.2f}",
@@ -214,12 +214,12 @@ def _notes(profile: Profile) -> list[str]:
 
 def _locality_notes(profile: Profile) -> list[str]:
     reads = profile.read_amplification
-    told = []
+    parts = []
     if reads.by_range is not None:
-        told.append(f"{reads.by_range:.2f} by range, whatever the scope")
+        parts.append(f"{reads.by_range:.2f} by range, in any scope")
     if reads.whole_shards is not None:
-        told.append(f"{reads.whole_shards:.2f} where every shard is read whole, once")
-    notes = [f"bytes read for each byte used: {'; '.join(told)}"] if told else []
+        parts.append(f"{reads.whole_shards:.2f} where every shard is read whole, once")
+    notes = [f"bytes read for each byte used: {'; '.join(parts)}"] if parts else []
     alone = [f"{scale.ranks:,}" for scale in profile.scales if scale.groups == 1]
     if alone:
         size = profile.scales[0].group_size
@@ -235,13 +235,13 @@ def _locality_notes(profile: Profile) -> list[str]:
 
 
 def _advice_notes(scale: Scale) -> list[str]:
-    """What holds the step back, and what would help: in the phase that loses most, and of the whole step."""
-    held = [
+    """Say what limits the step and what would help: for the phase that loses most, and for the whole step."""
+    losses = [
         (advice.cost_share * (scale.phases[name].balanced - 1), name)
         for name, advice in scale.advice.items()
         if advice.limit != "nothing"
     ]
-    notes = [_phase_note(scale, max(held)[1])] if held else []
+    notes = [_phase_note(scale, max(losses)[1])] if losses else []
     if scale.better_tokens is not None:
         notes.append(
             f"{scale.ranks:,} ranks: steps of {scale.better_tokens:,} tokens would fill their microbatches, those of "
@@ -253,7 +253,7 @@ def _advice_notes(scale: Scale) -> list[str]:
 
 
 def _phase_note(scale: Scale, name: str) -> str:
-    """A phase as planned, and by itself."""
+    """Compare a phase as planned with the same phase balanced by itself."""
     advice = scale.advice[name]
     why = f"{advice.samples_per_rank:.1f} samples per rank do not fill the ranks evenly"
     if advice.limit == "giant sample":
@@ -271,15 +271,15 @@ def _phase_note(scale: Scale, name: str) -> str:
 
 
 def _changes_note(scale: Scale, micro_steps: float) -> str:
-    """The whole step as planned, and as it would be."""
+    """Compare the whole step as planned with the changes."""
     capped = micro_steps > 1
-    found = []
+    changes = []
     for change in scale.changes:
         size = "batch_tokens" if change.change == "batch_size" and scale.batch_size is None else change.change
         what = f"{change.factor} x the {size}" if change.factor else f"no {size}"
         if change.change == "tokens":
             what = "steps of as many tokens"
-        found.append(f"{what} {change.step:.2f}" + (f" at {change.microbatches:.1f} micro-steps" if capped else ""))
+        changes.append(f"{what} {change.step:.2f}" + (f" at {change.microbatches:.1f} micro-steps" if capped else ""))
     now = f"{scale.step.balanced:.2f}" + (f" at {micro_steps:.1f} micro-steps" if capped else "")
     uncapped = [change.step for change in scale.changes if change.change == "max_tokens" and change.factor is None]
     lost = [
@@ -287,4 +287,4 @@ def _changes_note(scale: Scale, micro_steps: float) -> str:
         for step in uncapped
         if step < scale.step.balanced
     ]
-    return f"{scale.ranks:,} ranks, step: {now}{''.join(lost)}; planned otherwise: {', '.join(found)}"
+    return f"{scale.ranks:,} ranks, step: {now}{''.join(lost)}; planned otherwise: {', '.join(changes)}"

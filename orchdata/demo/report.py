@@ -1,4 +1,4 @@
-"""What the demo found, as a table."""
+"""The results of the demo, as a table."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The ranks of post_balance among themselves: gathers and one ragged all-to-all on a gloo group of their own.
+"""Communication between the ranks of post_balance: gathers and one ragged all-to-all on a separate gloo group.
 
-Gloo tells only some ranks that another is gone; the rest would wait for the timeout. So a rank that cannot go on leaves
-a note (`orchdata.ranks.notes`) and takes its connections down, which wakes the others.
+Gloo tells only some ranks that another is gone; the rest would wait for the timeout. So a rank that cannot continue
+leaves a note (`orchdata.ranks.notes`) and closes its connections, which wakes the others.
 """
 
 from __future__ import annotations
@@ -79,10 +79,10 @@ class RankGroup:
         """Stack int64 arrays of one shape from all ranks: (num_ranks, *shape)."""
         if self.size == 1:
             return values[None]
-        # To all at once: gloo's all-gather hands everything around a ring, one rank after another.
-        told = np.repeat(values[None], self.size, axis=0)
-        gathered = np.empty_like(told)
-        self._all_to_all(torch.from_numpy(gathered).view(-1), torch.from_numpy(told).view(-1))
+        # An all-to-all sends to all ranks together: gloo's all-gather passes everything around a ring.
+        outgoing = np.repeat(values[None], self.size, axis=0)
+        gathered = np.empty_like(outgoing)
+        self._all_to_all(torch.from_numpy(gathered).view(-1), torch.from_numpy(outgoing).view(-1))
         return gathered
 
     def gather_rows(self, rows: Ints, counts: Ints) -> Ints:
@@ -117,8 +117,8 @@ class RankGroup:
         self._notes.leave(reason)
 
     def give_up(self, reason: str = "") -> None:
-        """Leave a note, of a rank that only noticed if without a reason, and take the connections down: no further
-        collective is possible.
+        """Leave a note and close the connections: no further collective is possible. A note without a reason is that of
+        a rank that only noticed.
         """
         self._notes.leave(reason)
         self._notes.close()

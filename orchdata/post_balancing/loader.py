@@ -43,7 +43,7 @@ def post_balance(
     ahead, on a gloo group made here: with more than one rank making it is a collective of the group.
 
     Args:
-        loader: any iterable of lists of samples; iterated in that thread, anew in each epoch (a generator has one).
+        loader: any iterable of lists of samples; iterated in that thread, once per epoch (a generator has one).
             Samples are torch tensors on the CPU, numpy arrays, bytes, str, numbers, None, and dicts, lists and tuples
             of them; moved ones arrive contiguous, and bytearrays and memoryviews as bytes.
         cost: sample -> integer, or a mapping of integers by phase, of which the sum is balanced; 0 counts as 1.
@@ -87,8 +87,8 @@ def post_balance(
 class PostBalanced:
     """What `post_balance` returns: iterating gives a `PostBatch` for each step.
 
-    Every rank must iterate, and leave the loop after the same step. A rank that leaves earlier gives the others a
-    StepError that names it; so does one whose loader fails or whose process dies.
+    Every rank must iterate, and leave the loop after the same step. If a rank leaves earlier, its loader fails or its
+    process dies, the others get a StepError that names it.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class PostBalanced:
         """Steps from where the loader stands to the end of the epoch. An iteration still under way is closed.
 
         Raises:
-            StepError: on every rank, where one of them cannot go on; it names the step, and the rank if known.
+            StepError: on every rank, if one of them cannot continue; it names the step, and the rank if known.
         """
         self._stop(None)
         if not self._rank_group.connected:

@@ -34,7 +34,7 @@ class MoveRule:
 
 @dataclass(frozen=True, eq=False)
 class PostPlan:
-    """Who held each sample of a step, and who gets it. Samples are listed by rank, each rank's in the order drawn.
+    """Which rank drew each sample of a step, and which gets it. Samples are listed by rank, in the order drawn.
 
     Attributes:
         costs: int64 (num_samples,), at least 1.

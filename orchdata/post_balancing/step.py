@@ -26,7 +26,7 @@ from orchdata.ranks.wire import Message, describe, read
 Cost = Callable[[Any], int | Mapping[str, int]]
 LossTokens = Callable[[Any], int]
 
-# Told at once with what a rank does. A constant, so that ranks that disagree on all else can still say so.
+# Rows that a rank sends together with what it does. A constant, so that ranks that disagree on all else can report it.
 _FIRST_ROWS = 64
 
 
@@ -87,7 +87,7 @@ class _Drawn:
 
 
 class StepMaker:
-    """Makes the steps of one iteration, one after another, in step with the other ranks.
+    """Makes the steps of one iteration, one after another, together with the other ranks.
 
     Args:
         loader: iterated over, in the thread that makes steps.
@@ -127,17 +127,17 @@ class StepMaker:
             self._take_state()
 
     def make(self, *, closing: bool = False) -> MadeStep | None:
-        """The next step; None where no rank has one, or this one is closing.
+        """Return the next step; None if no rank has one, or this one is closing.
 
         Raises:
-            StepError: on every rank, where one of them cannot go on; it names the step, and the rank if known.
+            StepError: on every rank, if one of them cannot continue; it names the step, and the rank if known.
         """
         started = time.perf_counter()
         drawn = _Drawn(_Doing.CLOSING) if closing else self._draw()
         fetched = time.perf_counter()
         try:
-            told = self._agree(drawn)
-            return None if told is None else self._share(drawn, *told, started, fetched)
+            agreed = self._agree(drawn)
+            return None if agreed is None else self._share(drawn, *agreed, started, fetched)
         except LostRanksError as error:
             raise self.group.explain_loss(self.step, error) from error
         except StepError:
@@ -184,13 +184,13 @@ class StepMaker:
             self.state = copy.deepcopy(self._loader.state_dict())
 
     def _agree(self, drawn: _Drawn) -> tuple[Ints, Ints] | None:
-        """Tell the others what this rank does and has; samples of each rank, and all their rows, or None at the end."""
+        """Exchange what each rank does and has. Return the samples per rank and the rows of all; None at the end."""
         own = np.zeros(5 + 3 * _FIRST_ROWS, np.int64)
         own[:5] = drawn.doing, self._iteration, self.step, len(drawn.samples), self._last_hash
         first = drawn.table[:_FIRST_ROWS].ravel()
         own[5 : 5 + len(first)] = first
-        told = self.group.gather(own)
-        doing = told[:, 0]
+        gathered = self.group.gather(own)
+        doing = gathered[:, 0]
         if (doing == _Doing.FAILED).any():
             raise self._failure(doing, drawn.error) from drawn.error
         if (doing != _Doing.DRAWING).all() or drawn.doing == _Doing.CLOSING:
@@ -203,19 +203,19 @@ class StepMaker:
                 int(closing),
             )
         for column, what in ((1, "iteration"), (2, "step"), (4, "the hash of the last plan")):
-            differing = np.flatnonzero(told[:, column] != told[0, column])
+            differing = np.flatnonzero(gathered[:, column] != gathered[0, column])
             if len(differing):
                 rank = int(differing[0])
                 raise StepError(
-                    f"at step {self.step} rank {rank} differs from rank 0 in {what}: {told[rank, column]} and"
-                    f" {told[0, column]}",
+                    f"at step {self.step} rank {rank} differs from rank 0 in {what}: {gathered[rank, column]} and"
+                    f" {gathered[0, column]}",
                     self.step,
                     rank,
                 )
-        counts = told[:, 3]
+        counts = gathered[:, 3]
         if counts.max() > _FIRST_ROWS:
             return counts, self.group.gather_rows(drawn.table, counts)
-        return counts, unpadded(told[:, 5:].reshape(self.group.size, _FIRST_ROWS, 3), counts)
+        return counts, unpadded(gathered[:, 5:].reshape(self.group.size, _FIRST_ROWS, 3), counts)
 
     def _failure(self, doing: Ints, error: Exception | None) -> StepError:
         texts = self.group.gather_texts("" if error is None else _name(error))
@@ -239,7 +239,7 @@ class StepMaker:
         return MadeStep(batch, self._exhausted, self.state, seconds)
 
     def _moved(self, drawn: _Drawn, plan: PostPlan) -> list[Any]:
-        """This rank's samples after the move."""
+        """Move samples, and return those that this rank has then."""
         own = self.group.rank
         if plan.rank is plan.owner or not (plan.rank != plan.owner).any():
             return drawn.samples
@@ -249,15 +249,15 @@ class StepMaker:
         np.add.at(to_each, plan.rank[leaving], plan.sizes[leaving])
         np.add.at(from_each, plan.owner[arriving], plan.sizes[arriving])
         outgoing: Bytes = np.empty(int(to_each.sum()), np.uint8)
-        for place, (start, stop) in zip(leaving, _spans(plan.sizes[leaving]), strict=True):
-            drawn.messages[place - first].write_to(outgoing[start:stop])
+        for index, (start, stop) in zip(leaving, _spans(plan.sizes[leaving]), strict=True):
+            drawn.messages[index - first].write_to(outgoing[start:stop])
         incoming = self.group.exchange(outgoing, to_each.tolist(), from_each.tolist())
         arrived = {
-            int(place): read(incoming[start:stop])
-            for place, (start, stop) in zip(arriving, _spans(plan.sizes[arriving]), strict=True)
+            int(index): read(incoming[start:stop])
+            for index, (start, stop) in zip(arriving, _spans(plan.sizes[arriving]), strict=True)
         }
         return [
-            arrived[place] if place in arrived else drawn.samples[place - first] for place in plan.places(own).tolist()
+            arrived[index] if index in arrived else drawn.samples[index - first] for index in plan.places(own).tolist()
         ]
 
 
@@ -266,7 +266,7 @@ def _spans(sizes: Ints) -> Iterator[tuple[int, int]]:
 
 
 def _total(cost: Any) -> int:
-    """A sample's cost; phases are added up."""
+    """Return a sample's cost, summed over phases."""
     if isinstance(cost, Mapping):
         return sum(_count(value, f"cost of phase {phase!r}") for phase, value in cost.items())
     return _count(cost, "cost")

@@ -90,17 +90,17 @@ def phase_advice(phase: str, index: Index, spec: PlanSpec, steps: Sequence[int],
     uncapped = replace(spec, balance=replace(spec.balance, max_tokens=None), costs=_of_length(spec.costs, None))
     plan = make_plan(uncapped, StepTask(0, median))
     costs = plan.costs[phase]
-    found = advise(costs, plan.num_ranks)
+    advice = advise(costs, plan.num_ranks)
     largest = int(costs.argmax())
     row = int(plan.row[largest])
-    best = {option.remedy: option for option in found.options}  # the last of its kind is the best
+    best = {option.remedy: option for option in advice.options}  # the last of its kind is the best
     return PhaseAdvice(
-        limit=found.limit,
-        imbalance=found.makespan / found.mean if found.mean else 1.0,
+        limit=advice.limit,
+        imbalance=advice.makespan / advice.mean if advice.mean else 1.0,
         cost_share=int(costs.sum()) / sum(int(plan.costs[name].sum()) for name in planned.balanced),
         samples_per_rank=int(np.count_nonzero(costs)) / plan.num_ranks,
-        giants=len(found.giants),
-        largest=int(costs[largest]) / found.mean if found.mean else 0.0,
+        giants=len(advice.giants),
+        largest=int(costs[largest]) / advice.mean if advice.mean else 0.0,
         largest_shard=index.shard_of(row).url,
         largest_key=index.key(row),
         remedies=tuple(
@@ -143,8 +143,8 @@ def try_changes(
             caps = None if factor is None else {phase: factor * cap for phase, cap in balance.caps.items()}
             changed, costs = replace(balance, max_tokens=caps), _of_length(spec.costs, factor)
         other = epoch_spec(costs, order, changed, other_size, num_ranks=spec.num_ranks, steps=steps)
-        found = plan_steps(other, spread_steps(other, steps))
-        changes.append(Change(change=change, factor=factor, step=found.step, microbatches=found.mean_microbatches))
+        planned = plan_steps(other, spread_steps(other, steps))
+        changes.append(Change(change=change, factor=factor, step=planned.step, microbatches=planned.mean_microbatches))
     return tuple(changes)
 
 

@@ -39,8 +39,8 @@ def _held(
     chosen = kept & (pieces == 0)  # columns have what whole samples have
 
     def of(column: str) -> NDArray[np.int64]:
-        found: NDArray[np.int64] = np.asarray(makers[column](start, stop))[chosen].astype(np.int64)
-        return found
+        values: NDArray[np.int64] = np.asarray(makers[column](start, stop))[chosen].astype(np.int64)
+        return values
 
     modalities = {"text": {"samples": int(np.count_nonzero(of("text_tokens"))), "tokens": int(of("text_tokens").sum())}}
     for name in index.modalities[1:]:

@@ -31,7 +31,7 @@ class PlannedSteps:
         totals: phase -> sum over ranks.
         microbatches: of each rank.
         samples: of all ranks.
-        filled: tokens of samples in microbatches of one length, and places they have; None where lengths vary.
+        filled: tokens of samples in microbatches of one length, and the positions of these; None if lengths vary.
         rows_between_nodes: encoder phase -> over all steps, share of its features' rows that cross nodes, where parts
             are assigned apart.
     """
@@ -74,7 +74,7 @@ class PlannedSteps:
     @property
     def fill(self) -> float | None:
         """Share of the microbatches' tokens that are of samples, where all have one length."""
-        return None if self.filled is None else sum(held for held, _ in self.filled) / sum(of for _, of in self.filled)
+        return None if self.filled is None else sum(used for used, _ in self.filled) / sum(of for _, of in self.filled)
 
     def _over_mean(self, cost: int, *phases: str) -> float:
         total = sum(sum(self.totals[phase]) for phase in phases)
@@ -97,10 +97,10 @@ def plan_steps(spec: PlanSpec, steps: Sequence[int]) -> PlannedSteps:
         filled += [] if plan.filled is None else [plan.filled]
         for phase in plan.parts:
             rows[phase] = rows.get(phase, np.zeros(3, np.int64)) + plan.feature_rows(phase)
-        for phase, found in by_phase.items():
+        for phase, prices in by_phase.items():
             total = int(plan.costs[phase].sum())
-            found.append((price.of([cells[phase]]), plan.lower_bound(phase), total))
-    columns = {phase: tuple(zip(*found, strict=True)) for phase, found in by_phase.items()}
+            prices.append((price.of([cells[phase]]), plan.lower_bound(phase), total))
+    columns = {phase: tuple(zip(*prices, strict=True)) for phase, prices in by_phase.items()}
     return PlannedSteps(
         num_ranks=spec.num_ranks,
         balanced=balanced,
@@ -202,6 +202,6 @@ class Draws:
     def _picks(self, epoch: int) -> NDArray[np.int64]:
         total, streams = self.order.length(epoch), self.order.streams
         turn = np.arange(self.num_samples) % min(streams, total)
-        held = (total - 1 - turn) // streams + 1
-        picks: NDArray[np.int64] = turn + streams * np.random.default_rng((self.seed, epoch)).integers(held)
+        size = (total - 1 - turn) // streams + 1
+        picks: NDArray[np.int64] = turn + streams * np.random.default_rng((self.seed, epoch)).integers(size)
         return picks

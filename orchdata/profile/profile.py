@@ -84,7 +84,7 @@ class ReadAmplification:
     """Bytes read from storage for each byte of the members that samples use, as far as the index tells.
 
     Attributes:
-        by_range: samples of plain tars, read one by one in whatever order and scope: their members, and the gaps
+        by_range: samples of plain tars, read one by one in any order and scope: their members, and the gaps
             between members read together. Of up to 1,000 samples spread over the dataset; None without a plain tar.
         whole_shards: every shard from end to end once, as a compressed tar is when it is decompressed: below 1 where
             compression saves more than is left unused. Times `groups_per_shard` where each group does so for itself.
@@ -217,8 +217,8 @@ def profile(
         index: the dataset under a recipe.
         cost: the model's cost; None balances LLM tokens and reports encoder phases in positions.
         balance: as in training: caps, what becomes of samples above them, objective, counts. Every scope is planned in
-            both assignments, whatever this one names, with groups of `group_size`.
-        layout: as in training, `collate_fn=`; no places are kept for dummies in `Packed(length=...)`.
+            both assignments, not only in this one's, with groups of `group_size`.
+        layout: as in training, `collate_fn=`; no positions are reserved for dummies in `Packed(length=...)`.
         model_parallel: GPUs of a data-parallel rank, tensor x pipeline x context: these get the same samples.
         ranks: numbers of data-parallel ranks to plan for.
         batch_size: samples per rank and step.

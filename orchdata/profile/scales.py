@@ -240,9 +240,9 @@ class _Locality(NamedTuple):
 
 
 def _scope_profile(
-    found: PlannedSteps, unbalanced: PlannedSteps, apart: PlannedSteps | None, locality: _Locality
+    planned: PlannedSteps, unbalanced: PlannedSteps, apart: PlannedSteps | None, locality: _Locality
 ) -> ScopeProfile:
-    joint = _assignment_profile(found, unbalanced)
+    joint = _assignment_profile(planned, unbalanced)
     return ScopeProfile(
         phases=joint.phases,
         step=joint.step,
@@ -256,13 +256,13 @@ def _scope_profile(
     )
 
 
-def _assignment_profile(found: PlannedSteps, unbalanced: PlannedSteps) -> AssignmentProfile:
+def _assignment_profile(planned: PlannedSteps, unbalanced: PlannedSteps) -> AssignmentProfile:
     return AssignmentProfile(
-        phases={phase: found.phase(phase) for phase in found.totals},
-        step=found.step,
-        speedup=unbalanced.step / found.step,
-        microbatches=found.mean_microbatches,
-        fill=found.fill,
+        phases={phase: planned.phase(phase) for phase in planned.totals},
+        step=planned.step,
+        speedup=unbalanced.step / planned.step,
+        microbatches=planned.mean_microbatches,
+        fill=planned.fill,
     )
 
 

@@ -2,8 +2,8 @@
 
     python -m torch.distributed.run --standalone --nproc-per-node 2 -m orchdata.reference.lanes TASK.json RESULT.json
 
-*Lanes* hold a loader, a model and an optimizer each; the models start equal, and all lanes see the same global batches.
-Blocks of steps alternate between them, so that whatever else the machine does falls on all. Every step starts at a
+Each *lane* has a loader, a model and an optimizer; the models start equal, and all lanes see the same global batches.
+Blocks of steps alternate between them, so that other work of the machine slows all lanes. Every step starts at a
 barrier, with its batch at hand. A rank is computing until its last gradient is ready; what it then waits for the
 slowest rank is lost. `orchdata bench train` runs other lanes in the same way.
 """
@@ -42,7 +42,7 @@ LANES = {"unbalanced": od.Balance(scope="none"), "balanced": od.Balance(scope="g
 class Task:
     """What to train on, and how much: `steps` measured steps of each lane, after `warmup_steps` others.
 
-    `repeats` trainings on each batch, the lanes in turn; batches of `block_steps` steps are held at a time.
+    `repeats` trainings on each batch, the lanes in turn; batches of `block_steps` steps are in memory at a time.
     """
 
     shards: tuple[str, ...]

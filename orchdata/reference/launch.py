@@ -1,4 +1,4 @@
-"""Start a program under torchrun, follow its progress, and leave nothing behind however this process ends."""
+"""Start a program under torchrun, follow its progress, and leave no process however this one ends."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def torchrun(
     Args:
         program: a script and its arguments, or `-m`, a module and its arguments.
         num_ranks: processes to start; each computes with one thread.
-        environment: set for the ranks, beside this process's own.
+        environment: set for the ranks, besides this process's own.
         log: a file that takes what the ranks write to stderr; its end is quoted when one fails.
         progress: called for each line {"done": ..., "total": ...} that a rank prints.
 

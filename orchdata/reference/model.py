@@ -207,8 +207,8 @@ class MultimodalLM(nn.Module):
                 raise ValueError(
                     "the model encodes images but the batch has no image phase: name `image` in the cost model"
                 )
-            places = patch_positions(image_grid_hw, self.config.merge)
-            tokens = self.image(image_patches.to(x.dtype), image_cu_seqlens, places)
+            grid_positions = patch_positions(image_grid_hw, self.config.merge)
+            tokens = self.image(image_patches.to(x.dtype), image_cu_seqlens, grid_positions)
             travelling.append((self.depart(tokens, image_route), image_positions))
         if self.audio is not None:
             if audio_features is None or audio_cu_seqlens is None or audio_positions is None:
@@ -243,7 +243,7 @@ def weighted_loss(logits: Tensor, targets: Tensor, weights: Tensor | None, asked
 
     Args:
         weights: of all labels, the first of a row too, or None.
-        asked: which of the labels behind the first `targets` are: a mask, or places.
+        asked: which of the labels after the first `targets` are: a mask, or indices.
     """
     if weights is None:
         return F.cross_entropy(logits, targets, reduction="sum")

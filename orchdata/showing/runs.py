@@ -23,7 +23,7 @@ from orchdata.showing.shown import ShownGroup, shown_rows
 
 
 def shards_of(dataset: ShardDataset | Mixture, index: Index) -> IndexedShards:
-    """The shards of a data set, to look at rows of its index."""
+    """Return the shards of a data set, to look at rows of its index."""
     if isinstance(dataset, ShardDataset):
         return IndexedShards(index=index, build_id=index.build_id, recipe=dataset.recipe)
     recipes = tuple(leaf.dataset.recipe for leaf in dataset.leaves)
@@ -31,7 +31,7 @@ def shards_of(dataset: ShardDataset | Mixture, index: Index) -> IndexedShards:
 
 
 def inside_of(spec: BuildSpec) -> tuple[IndexedShards, CostModel | None]:
-    """The shards of a loader, and its cost model. Raises ValueError where it is not of shards."""
+    """Return the shards of a loader, and its cost model. Raises ValueError if it reads no shards."""
     if not isinstance(spec.content, ShardContent | SampleContent):
         raise ValueError("orchdata show reads shards, and this DataLoader reads none: its step_at gives any step")
     model = spec.plan.costs.model if isinstance(spec.plan.costs, IndexCosts) else None
@@ -39,44 +39,44 @@ def inside_of(spec: BuildSpec) -> tuple[IndexedShards, CostModel | None]:
 
 
 def source_names(dataset: ShardDataset | Mixture, index: Index, rows: Sequence[int]) -> list[str]:
-    """Of each row, the source of a mixture that it is of; "" elsewhere."""
+    """Return the name of each row's source in a mixture; "" for other data sets."""
     if not (isinstance(dataset, Mixture) and isinstance(index, JoinedIndex)):
         return [""] * len(rows)
     return [dataset.leaves[index.source_of(row)].name for row in rows]
 
 
 def arguments_of(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of the DataLoader of shards that a state is of, as far as it tells them: size of steps, and order.
+    """Return the arguments of a DataLoader of shards that its state contains: the size of steps, and the order.
 
-    Of a mixture not the seed, of which each source has its own. Raises StateError where it is no such state.
+    For a mixture without the seed, since each source has its own. Raises StateError if it is no such state.
     """
-    held = state.get("fingerprint")
-    orders = _orders(held) if isinstance(held, Mapping) else []
+    fingerprint = state.get("fingerprint")
+    orders = _orders(fingerprint) if isinstance(fingerprint, Mapping) else []
     if not orders:
         raise StateError("this is not a state of a DataLoader of shards: it does not say their order")
-    assert isinstance(held, Mapping)
-    found: dict[str, Any] = {name: held[name] for name in SIZES if name in held}
-    size = held.get("global_batch_tokens")
+    assert isinstance(fingerprint, Mapping)
+    arguments: dict[str, Any] = {name: fingerprint[name] for name in SIZES if name in fingerprint}
+    size = fingerprint.get("global_batch_tokens")
     if isinstance(size, list):
-        found["global_batch_tokens"] = [tuple(bound) for bound in size]
+        arguments["global_batch_tokens"] = [tuple(bound) for bound in size]
     if "shuffle" not in orders[0]:
         raise StateError("the run has an order of its own, shuffle=array: give it to a DataLoader, and take step_at")
     shuffle = orders[0]["shuffle"]
     try:
-        found["shuffle"] = False if shuffle is None else Shuffle(**shuffle)
+        arguments["shuffle"] = False if shuffle is None else Shuffle(**shuffle)
     except TypeError:
         raise StateError(f"the state is damaged: its 'shuffle' is {shuffle!r}"[:200]) from None
-    if isinstance(held.get("order"), Mapping) and held["order"].get("seed") is not None:
-        found["seed"] = held["order"]["seed"]
-    return found
+    if isinstance(fingerprint.get("order"), Mapping) and fingerprint["order"].get("seed") is not None:
+        arguments["seed"] = fingerprint["order"]["seed"]
+    return arguments
 
 
 def multiple_of_state(state: Mapping[str, Any]) -> int:
-    """The `multiple_of` of the layout, where steps measured in tokens depend on it; else 1."""
-    held = state["fingerprint"].get("tokens_multiple_of", 1)
-    if type(held) is not int or not 1 <= held < 1 << 31:
-        raise StateError(f"the state is damaged: its 'tokens_multiple_of' is {held!r}"[:200])
-    return held
+    """Return the `multiple_of` of the layout, if steps measured in tokens depend on it; else 1."""
+    multiple = state["fingerprint"].get("tokens_multiple_of", 1)
+    if type(multiple) is not int or not 1 <= multiple < 1 << 31:
+        raise StateError(f"the state is damaged: its 'tokens_multiple_of' is {multiple!r}"[:200])
+    return multiple
 
 
 def _orders(fingerprint: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -90,7 +90,7 @@ def _orders(fingerprint: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def shown_step(shards: IndexedShards, plan: Plan, rank: int, model: CostModel | None = None) -> list[ShownGroup]:
-    """What a rank gets in a step, by microbatch: samples, and its share of each phase's cost beside the largest."""
+    """Return what a rank gets in a step, by microbatch: samples, and its cost of each phase next to the largest."""
     groups = []
     for microbatch in range(plan.num_microbatches):
         places = plan.places(rank, microbatch)

@@ -1,4 +1,4 @@
-"""Media of samples, written as files: what the model gets of them, for people to look at and listen to."""
+"""Media of samples written as files, as the model gets them, for people to look at and listen to."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from orchdata.loaders.samples.decode import decode_media
 from orchdata.loaders.storage.atomic import write_whole
 
 _LONGEST_NAME: Final = 100
-"""Bytes of a key or a shard's name that a file's name has: file systems take 255 for all of it."""
+"""Most bytes of a key or a shard's name in a file's name: file systems take 255 for all of it."""
 
 
 def save_media(shards: IndexedShards, rows: Sequence[int], folder: str | Path) -> Iterator[Path | DataError]:
-    """Write the media of rows into `folder`, below a folder of each shard's name, as `row-key.place.suffix`; yields
+    """Write the media of rows into `folder`, below a folder of each shard's name, as `row-key.number.suffix`; yields
     each file, or why there is none.
     """
     opened = shards.open()
@@ -31,8 +31,8 @@ def save_media(shards: IndexedShards, rows: Sequence[int], folder: str | Path) -
             stored = StoredSample(shards.index, opened, row)
             target = Path(folder) / _plain(basename(stored.shard))
             try:
-                for place in range(len(stored.parts)):
-                    yield _saved(shards, stored, place, target)
+                for number in range(len(stored.parts)):
+                    yield _saved(shards, stored, number, target)
             except FieldError as error:
                 yield error.at(stored.shard, stored.key)
             except DataError as error:
@@ -41,9 +41,9 @@ def save_media(shards: IndexedShards, rows: Sequence[int], folder: str | Path) -
         opened.close()
 
 
-def _saved(shards: IndexedShards, stored: StoredSample, place: int, folder: Path) -> Path:
+def _saved(shards: IndexedShards, stored: StoredSample, number: int, folder: Path) -> Path:
     index, recipe = shards.index, shards.recipe_of(stored.row)
-    part = stored.parts[place]
+    part = stored.parts[number]
     name, member = index.modality_of(part), stored.member_of(part)
     (size,) = index.sizes(range(part, part + 1), recipe)
     data = stored.read(recipe, text=False, parts=[part])[member]
@@ -52,13 +52,13 @@ def _saved(shards: IndexedShards, stored: StoredSample, place: int, folder: Path
         suffix, content = recipe.modalities[name].to_file(data, size, arrays, recipe.limits)
     except Exception as error:  # a user's own may raise anything
         raise as_field_error(error, "written", stored.members[member].field) from error
-    file = folder / f"{stored.row}-{_plain(stored.key)}.{place}.{suffix}"
+    file = folder / f"{stored.row}-{_plain(stored.key)}.{number}.{suffix}"
     file.parent.mkdir(parents=True, exist_ok=True)
     write_whole(file, content)
     return file
 
 
 def _plain(name: str) -> str:
-    """A name that is a file's on any system, and no path: of a long one its end."""
+    """Return a file name that is valid on any system and no path; of a long one its end."""
     plain = re.sub(r"[^\w.=+-]", "_", name)
     return plain.encode()[-_LONGEST_NAME:].decode(errors="ignore").lstrip(".") or "_"

@@ -28,9 +28,9 @@ class ShownText:
     """Neighbouring text tokens, all with loss or all without.
 
     Attributes:
-        text: what the tokenizer makes of the ids; None where it cannot be asked.
-        token_ids: () where there is text.
-        tokens: how many there are.
+        text: what the tokenizer decodes the ids to; None if it cannot decode.
+        token_ids: () if there is text.
+        tokens: the number of tokens.
     """
 
     text: str | None
@@ -64,7 +64,7 @@ class ShownSample:
     Attributes:
         source: of a mixture; "" elsewhere.
         costs: phase -> cost, in units of the model; empty without one.
-        error: why it is not loaded; then it has no spans.
+        error: why it cannot be loaded; then it has no spans.
     """
 
     shard: str
@@ -85,7 +85,7 @@ class ShownSample:
 
 @dataclass(frozen=True, kw_only=True)
 class ShownGroup:
-    """Samples that stand together: of one microbatch, or those that were asked for.
+    """Samples shown together: those of one microbatch, or those that were requested.
 
     Attributes:
         about: what they are, by name, JSON-safe.
@@ -102,7 +102,7 @@ class ShownGroup:
 def shown_rows(
     shards: IndexedShards, rows: Sequence[int], model: CostModel | None = None, sources: Sequence[str] = ()
 ) -> list[ShownSample]:
-    """Rows of an index as the model sees them, decoded as a loader does; one that cannot be loaded says why.
+    """Return rows of an index as the model sees them, decoded as a loader does; one that cannot be loaded has `error`.
 
     Args:
         sources: of each row, where they are of a mixture.
@@ -111,8 +111,8 @@ def shown_rows(
     try:
         costs = _costs(shards, np.array(rows, np.int64), model)
         return [
-            _shown(shards, opened, row, {name: int(values[place]) for name, values in costs.items()}, source)
-            for place, (row, source) in enumerate(zip(rows, sources or [""] * len(rows), strict=True))
+            _shown(shards, opened, row, {name: int(values[number]) for name, values in costs.items()}, source)
+            for number, (row, source) in enumerate(zip(rows, sources or [""] * len(rows), strict=True))
         ]
     finally:
         opened.close()
@@ -135,11 +135,10 @@ def _shown(shards: IndexedShards, opened: OpenShards, row: int, costs: dict[str,
             raise index.failure(row)
         stored.decode(recipe)  # what fails to decode is in no batch
         spans = tuple(_spans(stored, recipe))
-        stored.decode(recipe)  # its media too: what fails to decode is in no batch
-    except FieldError as found:
-        error = str(found.at(stored.shard, stored.key))
-    except DataError as found:
-        error = str(found)
+    except FieldError as failure:
+        error = str(failure.at(stored.shard, stored.key))
+    except DataError as failure:
+        error = str(failure)
     return ShownSample(
         shard=stored.shard,
         key=stored.key,
@@ -175,7 +174,7 @@ def _media(slot: MediaSlot, field: str, size: PartSize, recipe: Recipe) -> Shown
 
 
 def _plain(values: NDArray[Any]) -> Any:
-    """As lists; what is no number is None, since JSON has no name for it."""
+    """Return the values as lists, with None for NaN and infinity, which JSON has no name for."""
     if values.dtype.kind == "f" and not np.isfinite(values).all():
         strange = ~np.isfinite(values)
         values = values.astype(object)
@@ -185,7 +184,7 @@ def _plain(values: NDArray[Any]) -> Any:
 
 
 def _text(span: TextSpan, recipe: Recipe) -> list[ShownText]:
-    """A sample's first token is not trained, whatever the others of its span are."""
+    """Split a span by loss: a sample's first token is never trained, even if the rest of its span is."""
     cuts = [slice(0, 1), slice(1, None)] if span.leads and span.loss else [slice(0, None)]
     trained = span.loss_mask()
     return [_stretch(span.token_ids[cut], bool(trained[cut][0]), recipe) for cut in cuts if len(span.token_ids[cut])]

@@ -183,14 +183,14 @@ def make_sample(
 
     fields: dict[str, bytes] = {}
     counts: Counter[str] = Counter()
-    told = [pair for name in _MAKERS for pair in _add_media(rng, name, getattr(mix, name), fields, counts)]
+    media = [pair for name in _MAKERS for pair in _add_media(rng, name, getattr(mix, name), fields, counts)]
     num_words = max(1, round(mix.words.draw(rng)))
     counts["words"] += num_words
     if mix.style == "text":
-        fields["txt"] = _prose(rng, [words for _, words in told], num_words).encode()
+        fields["txt"] = _prose(rng, [words for _, words in media], num_words).encode()
     else:
         num_turns = max(1, round(mix.turns.draw(rng)))
-        fields["json"] = json.dumps(_chat(rng, told, num_turns, num_words)).encode()
+        fields["json"] = json.dumps(_chat(rng, media, num_turns, num_words)).encode()
     return name, fields, dict(counts)
 
 
@@ -250,29 +250,29 @@ def _add_media(
     """Add a sample's parts of a modality to `fields`; returns a (placeholder, description) pair for each."""
     if mix is None:
         return []
-    told = []
+    descriptions = []
     count = round(mix.count.draw(rng))
     for number in range(count):
         made = _MAKERS[name](rng, mix)
         fields[f"{number}.{made.format}" if count > 1 else made.format] = made.data
         counts.update(made.counts)
-        told.append((f"<{name}>", made.words))
-    return told
+        descriptions.append((f"<{name}>", made.words))
+    return descriptions
 
 
-def _prose(rng: np.random.Generator, told: list[str], num_words: int) -> str:
-    """What is seen and heard, then sentences, `num_words` words in all."""
-    words = " and ".join(told).split()[:num_words]
+def _prose(rng: np.random.Generator, descriptions: list[str], num_words: int) -> str:
+    """Return the descriptions, then sentences, `num_words` words in all."""
+    words = " and ".join(descriptions).split()[:num_words]
     return " ".join([*words, make_sentences(rng, num_words - len(words))]).strip()
 
 
 def _chat(
-    rng: np.random.Generator, told: list[tuple[str, str]], num_turns: int, num_words: int
+    rng: np.random.Generator, media: list[tuple[str, str]], num_turns: int, num_words: int
 ) -> list[dict[str, str]]:
     """Rounds of question and answer; media are dealt to the questions in order, words to the answers evenly."""
     chat = []
     for turn in range(num_turns):
-        mine = told[turn * len(told) // num_turns : (turn + 1) * len(told) // num_turns]
+        mine = media[turn * len(media) // num_turns : (turn + 1) * len(media) // num_turns]
         share = (turn + 1) * num_words // num_turns - turn * num_words // num_turns
         question = "What is here?" if mine else "Tell me more."
         chat.append({"role": "user", "content": "".join(f"{placeholder}\n" for placeholder, _ in mine) + question})

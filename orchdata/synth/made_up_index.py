@@ -89,17 +89,17 @@ def _generate(seed: int, start: int, stop: int) -> Columns:
     # Parts and members in the same order: a sample's images, its audio, its JSON (a member only).
     part_offsets = offsets_of(images + clips)
     member_offsets = offsets_of(images + clips + 1)
-    place = np.arange(part_offsets[-1]) - np.repeat(part_offsets[:-1], images + clips)
-    is_audio = place >= np.repeat(images, images + clips)
+    number_in_sample = np.arange(part_offsets[-1]) - np.repeat(part_offsets[:-1], images + clips)
+    is_audio = number_in_sample >= np.repeat(images, images + clips)
     member_of_part = np.arange(part_offsets[-1]) + np.repeat(np.arange(n), images + clips)
     json_members = member_offsets[1:] - 1
 
-    pixels = _images(rng, place.size)
-    sound = _audio(rng, place.size)
-    columns = _empty(n, place.size, int(member_offsets[-1]))
+    pixels = _images(rng, number_in_sample.size)
+    sound = _audio(rng, number_in_sample.size)
+    columns = _empty(n, number_in_sample.size, int(member_offsets[-1]))
     columns.part_offsets, columns.member_offsets = part_offsets, member_offsets
     columns.part_modality[:] = np.where(is_audio, KINDS.index("audio"), KINDS.index("image"))
-    columns.part_member[:] = place
+    columns.part_member[:] = number_in_sample
     for name in ("positions", "tokens", "rows"):
         getattr(columns, f"part_{name}")[:] = np.where(is_audio, sound[name], pixels[name])
     columns.part_extent[:] = np.where(is_audio[:, None], sound["extent"], pixels["extent"])
@@ -107,7 +107,7 @@ def _generate(seed: int, start: int, stop: int) -> Columns:
     columns.member_kind[:] = TEXT
     columns.member_kind[member_of_part] = columns.part_modality
     columns.member_field[json_members] = _JSON
-    columns.member_field[member_of_part] = np.where(is_audio, _FLAC, _FIRST_IMAGE + place)
+    columns.member_field[member_of_part] = np.where(is_audio, _FLAC, _FIRST_IMAGE + number_in_sample)
     columns.member_header[member_of_part] = np.where(is_audio[:, None], sound["header"], pixels["header"])
     columns.member_size[json_members] = text_tokens * 4 + 60
     columns.member_size[member_of_part] = np.where(is_audio, sound["size"], pixels["size"])

@@ -1,8 +1,8 @@
 """Procedural media: a generator and a size -> JPEG/PNG bytes, WAV/FLAC bytes, sentences, and words that describe them.
 
 Cheap to make, yet not trivial: images have gradients, shapes and grain, so that JPEGs come out near the bytes per pixel
-of photographs; sounds are chirps with overtones in noise; sentences follow a small fixed grammar. What an image or a
-sound holds is told in words, so that a model that looks at it predicts the text better than one that does not.
+of photographs; sounds are chirps with overtones in noise; sentences follow a small fixed grammar. The text
+describes the image or sound, so that a model that looks at it predicts the text better than one that does not.
 """
 
 from __future__ import annotations

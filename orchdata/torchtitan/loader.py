@@ -48,7 +48,7 @@ class DataLoader(BaseDataLoader):
         convert: a microbatch -> (input_dict, labels), for a model that has other names, a `collate_fn` of your own, or
             positions of three axes.
         for_validation: microbatches are counted by themselves, not by optimizer steps.
-        repeat, infinite: False ends behind one epoch; torchtitan's validator sets the one that its version knows.
+        repeat, infinite: False ends after one epoch; torchtitan's validator sets the one that its version knows.
 
     Raises:
         TypeError: `make` gives something else than an od.DataLoader; a `collate_fn` of your own without a `convert`.
@@ -134,13 +134,13 @@ class DataLoader(BaseDataLoader):
         longest, positions = self._longest, batch.llm.position_ids
         if longest is not None:
             self._check_lengths(batch, longest)
-            positions = positions % longest  # of padding, whose sequence may be any length
-        found = {"input": batch.llm.input_ids, "positions": positions}
+            positions = positions % longest  # padding is a sequence of any length
+        inputs = {"input": batch.llm.input_ids, "positions": positions}
         labels = next_labels(batch.llm.labels)
         if self._has_rows:
-            found, labels = {name: value[None] for name, value in found.items()}, labels[None]
+            inputs, labels = {name: value[None] for name, value in inputs.items()}, labels[None]
         others = {name: value for name, value in batch.model_inputs().items() if name not in _LLM}
-        return found | others, labels
+        return inputs | others, labels
 
     def _check_lengths(self, batch: Batch, longest: int) -> None:
         for (shard, key), length in zip(batch.keys, batch.llm.lengths.tolist(), strict=False):

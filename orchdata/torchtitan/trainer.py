@@ -23,8 +23,8 @@ _NO_LABEL = -100
 
 
 class TrainerMixin(_Base):
-    """Lets torchtitan's Trainer step behind each optimizer step of an `od.DataLoader`, however many microbatches that
-    has. It counts, logs, schedules and saves by steps; other dataloaders are left to it.
+    """Lets torchtitan's Trainer step after each optimizer step of an `od.DataLoader`, with any number of microbatches.
+    The Trainer counts, logs, schedules and saves by steps. Other dataloaders work as without the mixin.
 
         class Trainer(od.torchtitan.TrainerMixin, torchtitan.trainer.Trainer):
             @dataclass(kw_only=True, slots=True)
@@ -62,11 +62,11 @@ class TrainerMixin(_Base):
         if isinstance(data_iterable, DataLoader):
             self._whole_steps = data_iterable.optimizer_steps()
             data_iterable = self._items()
-        found: Iterator[Item] = super().batch_generator(data_iterable)
-        return found
+        batches: Iterator[Item] = super().batch_generator(data_iterable)
+        return batches
 
     def train_step(self, data_iterator: Iterator[Item]) -> None:
-        """As torchtitan's, of the loader's next step."""
+        """Do torchtitan's train step with the loader's next step."""
         if self._whole_steps is not None:
             began = time.perf_counter()
             items = next(self._whole_steps, [])  # none left: torchtitan says so
@@ -76,7 +76,7 @@ class TrainerMixin(_Base):
         super().train_step(data_iterator)
 
     def _fill(self, items: list[Item]) -> int:
-        """Make them as many as pipelines take at a time, and say how often that is."""
+        """Add items up to a multiple of what a pipeline takes at a time, and return how many times it takes them."""
         names = ("num_pp_microbatches", "num_pipeline_parallel_microbatches")  # the later version's first
         at_a_time: int = next((getattr(self, name) for name in names if hasattr(self, name)), 1)
         for _ in range(-len(items) % at_a_time):

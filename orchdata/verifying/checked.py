@@ -22,16 +22,16 @@ from orchdata.planning.layout import Packed
 from orchdata.planning.make_plan import PlanSpec
 
 FREE_BYTES = 2 << 30
-"""Memory that a sample may take beside twice what it takes by the index."""
+"""Memory that a sample may take, besides twice what it takes according to the index."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedContent:
-    """Steps of one sample each, known by its first row, all its modalities and pieces decoded: their failures, and no
-    batch.
+    """Steps of one sample each, identified by its first row. All its modalities and pieces are decoded; a step has its
+    failures and no batch.
 
     Attributes:
-        plan: of one rank.
+        plan: for one rank.
     """
 
     plan: PlanSpec
@@ -64,7 +64,7 @@ class Checker:
         self.check(row)
 
     def check(self, row: int) -> list[DataError]:
-        """What a loader's step with this sample alone fails for. Raises as `pass_trouble`."""
+        """Return what a loader's step with this sample alone fails for. Raises as `pass_trouble`."""
         index, recipe = self._shards.index, self._shards.recipe
         rows = np.array(index.rows_of_sample(row))
         num_bytes = sum(sample_bytes(index, recipe, each) for each in rows.tolist())
@@ -75,7 +75,7 @@ class Checker:
                 self._builder.load_alone(row)
         except DataError as failure:
             return [failure]
-        except BaseException as error:  # noqa: BLE001 - whatever else would end a loader's step
+        except BaseException as error:  # noqa: BLE001 - anything else that would end a loader's step
             return [as_field_error(passed_on(error), "built").at(index.shard_of(row).url, index.key(row))]
         return failures[:1]
 
@@ -101,6 +101,6 @@ class _Check:
 
 
 def begin_checking(_number: int) -> None:
-    """What a process does that is to check samples, before anything else."""
-    os.dup2(2, 1)  # whatever a user's tokenizer prints is no output of ours
+    """Prepare a process that checks samples, before anything else."""
+    os.dup2(2, 1)  # what a user's tokenizer prints is no output of ours
     lower_limit(resource.RLIMIT_CORE, 0)

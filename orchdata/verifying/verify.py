@@ -2,8 +2,8 @@
 
     index --steps of one sample--> worker processes --what failed--> Verification --write_quarantine--> a list
 
-A sample is built by what builds a loader's steps, in a loader's worker processes, so that it fails here for what it
-fails for there. One that ends, hangs or fills its process is found as there: tried alone, in two more.
+Samples are built by the code that builds a loader's steps, in a loader's worker processes, so that they fail here for
+the same reasons. A sample that crashes, hangs or fills its process is tried alone in two more, as in a loader.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ _QUEUED = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verification:
-    """What a data set holds that a loader would refuse.
+    """The samples of a data set that a loader would refuse.
 
     Attributes:
-        num_samples: good ones.
+        num_samples: number of good samples.
         failures: in the order of the data set; those of a whole shard have no key.
-        num_indexed_bad: how many of them the index knew before anything was decoded.
+        num_indexed_bad: number of failures that the index knew before anything was decoded.
     """
 
     num_samples: int
@@ -67,7 +67,7 @@ def verify(
 ) -> Verification:
     """Read and decode every sample, in processes of limited memory and time.
 
-    Shards are held against the checksums they were indexed with.
+    Shards are compared with the checksums they were indexed with.
 
     Args:
         index: of the shards under the recipe.
@@ -77,10 +77,10 @@ def verify(
         progress: called with (samples done, samples in all).
 
     Raises:
-        ValueError: jobs or timeout below what makes sense.
-        TypeError: names the member of the recipe that does not pickle.
+        ValueError: jobs below 1, or timeout not above 0.
+        TypeError: a member of the recipe does not pickle; the message names it.
         StaleIndexError: a shard is not the one that was indexed.
-        StorageError: it cannot be read now.
+        StorageError: a shard cannot be read now.
         PackageError: a package that the recipe needs is missing or broken.
     """
     jobs = len(os.sched_getaffinity(0)) if jobs is None else jobs
@@ -104,7 +104,7 @@ def verify(
 
 
 def _checked(index: Index, recipe: Recipe, jobs: int, timeout: float) -> Iterator[tuple[int, list[DataError]]]:
-    """Each usable sample by its first row, and what it fails for, as processes come to it."""
+    """Yield the first row of each usable sample and what it fails for, in the order that processes finish."""
     balance = Balance(scope="none")
     Warming(kernel_families(balance, 1, phases=index.modalities, padded=False, in_shards=True)).wait()
     plan = PlanSpec(
@@ -138,7 +138,7 @@ def _checked(index: Index, recipe: Recipe, jobs: int, timeout: float) -> Iterato
 
 
 def _stretches(index: Index, recipe: Recipe, jobs: int) -> Generator[NDArray[np.int64], None, None]:
-    """First rows of usable samples, some of one shard at a time, once the shard is what was indexed."""
+    """Yield first rows of usable samples, up to 64 of one shard at a time, once the shard's checksum is verified."""
     rows = np.setdiff1d(index.sample_rows(), index.bad_rows())
     bounds = np.searchsorted(rows, index.shard_rows).tolist()
     used = [number for number in range(len(index.shards)) if bounds[number] < bounds[number + 1]]
@@ -151,7 +151,7 @@ def _stretches(index: Index, recipe: Recipe, jobs: int) -> Generator[NDArray[np.
 
 
 def compare_shard(index: Index, recipe: Recipe, number: int) -> None:
-    """Hold a shard against the checksum it was indexed with. Raises StaleIndexError, StorageError."""
+    """Compare a shard with the checksum it was indexed with. Raises StaleIndexError, StorageError."""
     info = index.shards[number]
     with closing(open_shard(info.url, limits=recipe.limits, cache=CacheFolder())) as shard:
         if shard.checksum() != info.checksum:
@@ -161,23 +161,23 @@ def compare_shard(index: Index, recipe: Recipe, number: int) -> None:
 
 
 def _built(engine: ProcessEngine, jobs: int, stretches: Iterator[NDArray[np.int64]]) -> Iterator[tuple[int, BuiltStep]]:
-    """Each row's step. A process has a stretch to itself, so that it reads a shard from front to back."""
+    """Yield each row with its built step. One process gets a whole stretch, and so reads a shard from front to back."""
 
-    def dealt() -> Iterator[int]:
+    def rows_of_worker() -> Iterator[int]:
         for stretch in stretches:
             yield from stretch.tolist()
 
-    deals = [dealt() for _ in range(jobs)]
+    rows = [rows_of_worker() for _ in range(jobs)]
     queues: list[deque[Future[BuiltStep]]] = [deque() for _ in range(jobs)]
     under_way: dict[Future[BuiltStep], tuple[int, int]] = {}
 
     def feed(worker: int) -> None:
         queue = queues[worker]
-        for row in islice(deals[worker], _QUEUED - len(queue)):
+        for row in islice(rows[worker], _QUEUED - len(queue)):
             queue.append(engine.submit(StepTask(0, row, np.array([row])), worker))
             under_way[queue[-1]] = row, worker
         if queue:
-            engine.expect(queue[0])  # which is the one it is at: its time begins
+            engine.expect(queue[0])  # the worker is at this one: its time begins
 
     for worker in range(jobs):
         feed(worker)
@@ -190,6 +190,6 @@ def _built(engine: ProcessEngine, jobs: int, stretches: Iterator[NDArray[np.int6
 
 
 def _worded(failure: DataError) -> DataError:
-    """As a loader words it, but for the limit that is ours."""
+    """Return the failure in a loader's words, with the limit of this module."""
     limit = f"{FREE_BYTES} bytes of memory and twice what the index says it takes"
     return DataError(failure.shard, failure.key, failure.field, failure.reason.replace("worker_memory", limit))

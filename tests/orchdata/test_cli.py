@@ -109,7 +109,7 @@ def test_index_lists_bad_samples_and_still_succeeds(mixed: Path) -> None:
 
 def test_index_fails_when_a_whole_shard_does(mixed: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken.tar"
-    broken.write_bytes(b"this is no tar, whatever its name says" * 100)
+    broken.write_bytes(b"this is no tar, although its name says" * 100)
     result = run("index", mixed, broken, "--json")
     assert result.exit_code == 1
     report = json.loads(result.stdout)

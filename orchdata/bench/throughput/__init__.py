@@ -4,7 +4,7 @@
 
 Lanes are threads and worker processes of this library, and two limits in the same turns: reading alone, and the same
 decoding by bare threads, from memory. Lanes take turns; the first turn measures memory and does not count for time.
-`python -m benchmarks.throughput`, in the repository, puts other loaders beside them.
+`python -m benchmarks.throughput`, in the repository, compares other loaders with them.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ def main(path: str, descriptor: int) -> None:
         with open(path, "rb") as file:
             function, arguments = pickle.load(file)  # noqa: S301 - of this process's parent
         answer = function(*arguments), ""
-    except Exception as error:  # noqa: BLE001 - a loader that fails is a row of the table, whatever it raised
+    except Exception as error:  # noqa: BLE001 - a loader that fails is a row of the table, with any error
         text = " ".join(str(error).split())
         answer = None, f"{type(error).__name__}: {text}"[:300]
     with os.fdopen(descriptor, "wb") as out:

@@ -32,7 +32,7 @@ class Samples(Protocol):
     def read(self, number: int) -> Any:
         """The bytes of one sample, as `decode` takes them."""
 
-    def decode(self, held: Any) -> Any:
+    def decode(self, payload: Any) -> Any:
         """A sample in memory of its own."""
 
 
@@ -92,11 +92,11 @@ class StoredSamples:
         row = self._rows[number]
         return row, StoredSample(*self._opened, row).read(self._shards.recipe)
 
-    def decode(self, held: Held) -> Any:
+    def decode(self, payload: Held) -> Any:
         from orchdata.loaders.index.stored import StoredSample
         from orchdata.loaders.samples.decode import decode_sample
 
-        row, payloads = held
+        row, payloads = payload
         index, recipe = self._opened[0], self._shards.recipe
         stored = StoredSample(*self._opened, row)
         spans = partial(stored.spans, recipe, payloads)
@@ -114,7 +114,7 @@ class Job:
         workers: threads, or worker processes.
         seed: of the order, where a loader shuffles.
         cache: `ORCHDATA_CACHE`, with the index in it; None for the user's own.
-        folder: for whatever is written.
+        folder: for all files that are written.
     """
 
     shards: Shards

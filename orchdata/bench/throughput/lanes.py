@@ -1,4 +1,4 @@
-"""The lanes that every comparison has: this library's, and the limits that they are read beside."""
+"""The lanes that every comparison has: this library's, and the limits that they are compared with."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Lane:
 
     Attributes:
         kind: "limit", "ours", or of another loader: "torch" in workers of torch's DataLoader, "other".
-        load: job -> samples of each batch, while the batch is held, as training holds it.
+        load: job -> samples of each batch, while the batch is kept, as training keeps it.
         module: imported before anything is timed; "" where nothing is to be imported.
         prepare: writes what the loader needs besides the data into a folder; not timed.
         folder: its name; lanes that name the same share it.

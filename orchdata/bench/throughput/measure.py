@@ -58,7 +58,7 @@ def measure(lane: Lane, job: Job, consumer: str, rounds: int, lead: int) -> Figu
 
     Raises:
         RuntimeError: another number of samples than the data set has, or batches too large to leave a steady part.
-        Exception: whatever the lane's loader raises.
+        Exception: any that the lane's loader raises.
     """
     if job.cache is not None:
         os.environ["ORCHDATA_CACHE"] = str(job.cache)
@@ -107,13 +107,13 @@ def _figures(batches: Iterator[int], started: float, total: int, lead: int, cons
 
 
 def _between(begin: dict[int, Spent], end: dict[int, Spent], samples: int) -> tuple[Spent, ...]:
-    """What each process spent for a sample: this one, then the others, busiest first."""
+    """Return what each process spent per sample: this one, then the others, busiest first."""
     nothing = Spent(0.0, 0.0, 0)
-    found = {
+    spent_by_process = {
         process: Spent(
             *((now - before) / samples for now, before in zip(spent, begin.get(process, nothing), strict=True))
         )
         for process, spent in end.items()
     }
-    mine = found.pop(os.getpid())
-    return mine, *sorted(found.values(), key=lambda each: each.user + each.system, reverse=True)
+    mine = spent_by_process.pop(os.getpid())
+    return mine, *sorted(spent_by_process.values(), key=lambda each: each.user + each.system, reverse=True)

@@ -1,4 +1,4 @@
-"""This library's lanes, and the limits that every lane is read beside."""
+"""This library's lanes, and the limits that every lane is compared with."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def raw_read(job: Job) -> Iterator[int]:
 
 def bare_threads(job: Job) -> Iterator[int]:
     """A pool of threads that decodes bytes in memory: no reading, no order, no batches to pack."""
-    held = [job.samples.read(number) for number in range(len(job.samples))]
+    samples = [job.samples.read(number) for number in range(len(job.samples))]
     with ThreadPoolExecutor(job.workers, initializer=use_one_thread) as pool:
         under_way: deque[Future[Any]] = deque()
-        left = iter(held)
+        left = iter(samples)
         while True:
             wanted = 2 * job.batch_size * job.workers - len(under_way)
             under_way.extend(pool.submit(job.samples.decode, one) for one in islice(left, wanted))

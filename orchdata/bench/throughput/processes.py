@@ -1,6 +1,6 @@
-"""A function in a child process of its own: its result, or in one line why there is none, and the peak of its memory.
+"""A function in a separate child process: its result, or in one line why there is none, and its peak memory.
 
-The child leads a session, so that whatever a loader leaves behind ends with it; what it prints goes to a log.
+The child leads a session, so that all processes that a loader leaves running end with it; its output goes to a log.
 """
 
 from __future__ import annotations
@@ -111,22 +111,22 @@ def _end(leader: int) -> None:
 def process_tree(root: int) -> list[int]:
     """`root`, its descendants, and the other processes of the session it leads."""
     parents: dict[int, int] = {}
-    found = {root}
+    members = {root}
     for entry in os.scandir("/proc"):
         if entry.name.isdigit() and (fields := _stat(int(entry.name))):
             parents[int(entry.name)] = int(fields[1])
             if int(fields[3]) == root:
-                found.add(int(entry.name))
+                members.add(int(entry.name))
     grown = True
     while grown:
-        more = {process for process, parent in parents.items() if parent in found} - found
-        found |= more
+        more = {process for process, parent in parents.items() if parent in members} - members
+        members |= more
         grown = bool(more)
-    return sorted(found & parents.keys())
+    return sorted(members & parents.keys())
 
 
 def memory_of(root: int) -> Memory:
-    """What a process tree holds now."""
+    """Return the memory of a process tree now."""
     total: Counter[str] = Counter()
     for process in process_tree(root):
         try:
@@ -151,21 +151,21 @@ class Spent(NamedTuple):
 
 
 def spent_by(root: int) -> dict[int, Spent]:
-    """What each process of a tree has spent, by its number; without those that are gone."""
-    found = {process: _stat(process) for process in process_tree(root)}
+    """Return what each process of a tree has spent, by its number; without those that have ended."""
+    stats = {process: _stat(process) for process in process_tree(root)}
     return {
         process: Spent(
             (int(fields[11]) + int(fields[13])) / _TICKS,
             (int(fields[12]) + int(fields[14])) / _TICKS,
             int(fields[7]) + int(fields[8]),
         )
-        for process, fields in found.items()
+        for process, fields in stats.items()
         if fields
     }
 
 
 def _stat(process: int) -> list[str]:
-    """The fields of /proc/PID/stat behind the name, the state first; none where it has ended."""
+    """Return the fields of /proc/PID/stat that follow the name, the state first; none if the process has ended."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -35,15 +35,17 @@ def make_results(
         sample_bytes: mean of the data set.
         work_seconds: of the consumer's work for a batch where nothing else runs; 0 without work.
     """
-    found: list[Result | WideTable] = [_table(lanes, figures, peaks, sample_bytes, work_seconds), _by_process(figures)]
+    tables: list[Result | WideTable] = [_table(lanes, figures, peaks, sample_bytes, work_seconds), _by_process(figures)]
     if reasons:
         rows = tuple((name, reason) for name, reason in reasons.items())
-        found.append(WideTable(title="not measured", columns=("loader", "why"), rows=rows))
+        tables.append(WideTable(title="not measured", columns=("loader", "why"), rows=rows))
     for name in figures:
         if lanes[name].kind == "ours":
-            found += _ratios(name, lanes, figures, peaks)
-    found += [Result(name=name, unit="samples/s", values=_rates(runs), better="high") for name, runs in figures.items()]
-    return found
+            tables += _ratios(name, lanes, figures, peaks)
+    tables += [
+        Result(name=name, unit="samples/s", values=_rates(runs), better="high") for name, runs in figures.items()
+    ]
+    return tables
 
 
 def _table(
@@ -109,7 +111,7 @@ def _ratios(
     mine = _rates(figures[name])
     kinds = {other: lanes[other].kind for other in figures}
     peers = [other for other, kind in kinds.items() if kind in ("torch", "other")]
-    found = []
+    results = []
     for label, names, demand in (
         ("bare threads", [BARE], 0.97),
         ("fastest peer", peers, 1.0),
@@ -121,7 +123,9 @@ def _ratios(
         best = max(there, key=lambda other: median(_rates(figures[other])))
         ratios = tuple(own / other for own, other in zip(mine, _rates(figures[best]), strict=True))
         note = "" if best == BARE else best
-        found.append(Result(name=f"{name} / {label}", unit="x", values=ratios, demand=demand, better="high", note=note))
+        results.append(
+            Result(name=f"{name} / {label}", unit="x", values=ratios, demand=demand, better="high", note=note)
+        )
     alike = [other for other in peers if lanes[other].in_processes == lanes[name].in_processes]
     kind, demand = ("with processes", 0.85) if lanes[name].in_processes else ("with threads", 1.15)
     for label, at in (("peak PSS", 0), ("memory without files", 1)):
@@ -129,8 +133,8 @@ def _ratios(
             leanest = min(alike, key=lambda other: peaks[other][at])
             ratio = (peaks[name][at] / peaks[leanest][at],)
             what = f"{name}: {label} / leanest peer's {kind}"
-            found.append(Result(name=what, unit="x", values=ratio, demand=demand, note=leanest))
-    return found
+            results.append(Result(name=what, unit="x", values=ratio, demand=demand, note=leanest))
+    return results
 
 
 def _rates(runs: Sequence[Figures]) -> tuple[float, ...]:

@@ -14,11 +14,11 @@ _LIMIT_SECONDS: Final = 600
 
 
 class Turns:
-    """What was found so far.
+    """Measures lanes in turns, and keeps the results.
 
     Attributes:
-        figures: lane -> of each epoch that counts.
-        peaks: lane -> of its memory.
+        figures: lane -> figures of each epoch that counts.
+        peaks: lane -> peak of its memory.
         reasons: lane -> why it has no figures.
     """
 
@@ -31,7 +31,7 @@ class Turns:
         self._measured = consumer, rounds, lead
 
     def take(self, name: str) -> None:
-        """One epoch of a lane; the first is for its memory alone, since watching it takes time.
+        """Run one epoch of a lane; the first measures its memory only, since watching it takes time.
 
         A lane that fails is left out from then on.
         """
@@ -41,7 +41,7 @@ class Turns:
         try:
             if first:
                 self._prepare(lane)
-            found, peak = self._in_child(lane, measure, lane, self._job, *self._measured, watch=first)
+            measured, peak = self._in_child(lane, measure, lane, self._job, *self._measured, watch=first)
         except LaneError as error:
             self.reasons[name] = str(error)
             self.figures.pop(name, None)
@@ -49,7 +49,7 @@ class Turns:
         if first:
             self.peaks[name] = peak
         else:
-            self.figures.setdefault(name, []).append(found)
+            self.figures.setdefault(name, []).append(measured)
 
     def _prepare(self, lane: Lane) -> None:
         if lane.absent:

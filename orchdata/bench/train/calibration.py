@@ -1,6 +1,6 @@
 """What the model's phases really cost here: times of other training steps -> a fitted cost model, in seconds.
 
-Unbalanced steps of the same data set in another order, whose ranks and steps differ much in what they hold. A rank's
+Unbalanced steps of the same data set in another order: their ranks and steps differ much in content. A rank's
 CPU time from the barrier until its last gradient is ready is a measurement: nothing is waited for in it, and other work
 on the machine lengthens it least. All phases are fitted at once. Steps as they are in training, because caches, memory
 and threads make them cost more than phases timed by themselves. Nothing of the training that is to be predicted is
@@ -30,7 +30,7 @@ class Calibration:
     """What was fitted.
 
     Attributes:
-        fit: seconds of each phase's sequences, and of a rank's step whatever is in it.
+        fit: seconds of each phase's sequences, and the constant seconds of a rank's step.
         end_seconds: from the slowest rank's last gradient to the end of the step: the last reduction, the optimizer.
     """
 
@@ -39,7 +39,7 @@ class Calibration:
 
     @property
     def step_seconds(self) -> float:
-        """What a step takes beside its phases."""
+        """Seconds of a step that are not its phases'."""
         return self.fit.seconds + self.end_seconds
 
 
@@ -59,16 +59,16 @@ def calibrate(task: Task, *, conv_stride: int, steps: int, repeats: int) -> Cali
     for attempt in range(_ATTEMPTS):
         begin = _WARMUP_STEPS + attempt * steps
         mine = [_measure(lane, step, repeats, conv_stride) for step in range(begin, begin + steps)]
-        found: list[list[tuple[Lengths, float, float]]] = [[] for _ in ranks]
-        dist.all_gather_object(found, mine)
-        ranks = [before + now for before, now in zip(ranks, found, strict=True)]
+        gathered: list[list[tuple[Lengths, float, float]]] = [[] for _ in ranks]
+        dist.all_gather_object(gathered, mine)
+        ranks = [before + now for before, now in zip(ranks, gathered, strict=True)]
         try:
             fit = _fit([measured for rank in ranks for measured in rank])
             break
         except ValueError:  # on every rank alike; on a busy machine few steps may not tell the phases apart
             if attempt == _ATTEMPTS - 1:
                 raise
-    # The rank that waits for nobody is through first.
+    # The rank that waits for no other finishes first.
     ends = [min(after for _, _, after in step) for step in zip(*ranks, strict=True)]
     return Calibration(fit=fit, end_seconds=statistics.median(ends))
 

@@ -101,8 +101,8 @@ def _lane(task: Task, spec: LaneSpec, index: Index, cost: od.CostModel) -> Lane:
 def replay(routes: Sequence[Sequence[Route]], hidden: int, repeats: int) -> list[float]:
     """Seconds that each step's exchanges take by themselves, forward and backward, on the slowest rank.
 
-    Ranks begin together, so that no waiting for a rank that computes longer is in it; nothing is hidden behind
-    computation either, as some of it may be in training.
+    Ranks begin together, so the time includes no waiting for a rank that computes longer; and no exchange overlaps with
+    computation, as some may in training.
 
     Args:
         routes: of each step, this rank's; equally many on every rank. Without any, nothing takes time.

@@ -1,8 +1,8 @@
-"""What `orchdata bench train` found: records, calibration and exchange seconds -> tables and demands.
+"""Report of `orchdata bench train`: records, calibration and exchange seconds -> tables and demands.
 
 The *gain* of a lane is the share of the unbalanced time that it saves, 1 - lane / unbalanced, over all measured steps:
 by the clock, and by the plans and the fitted costs. Step times are of the slowest rank. A rank waits while it does not
-compute until the last rank's gradients are ready: what is left of that time beside its own CPU time.
+compute until the last rank's gradients are ready: the part of that time that is not its own CPU time.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def _calibration_table(calibration: Mapping[str, Any]) -> WideTable:
         columns=("phase", "us a position", "ns a pair", "us a sequence"),
         rows=rows,
         note=(
-            f"and {1000 * calibration['step_seconds']:.1f} ms a step, whatever is in it; "
+            f"and {1000 * calibration['step_seconds']:.1f} ms a step, with any contents; "
             f"fitted to {fit['num_samples']} other steps: residual {100 * fit['residual']:.1f} %, "
             f"worst {100 * fit['worst_residual']:.1f} %"
         ),

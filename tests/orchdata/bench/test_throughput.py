@@ -188,7 +188,7 @@ def test_a_report_holds_ours_against_the_limit_and_the_best_peers() -> None:
     assert ratios["orchdata, threads / bare threads"] == (0.9, False, "")
     assert ratios["orchdata, threads / fastest peer"] == (1.125, True, "Grain, threads")
     assert ratios["orchdata, threads / fastest in torch's DataLoader"] == (1.5, None, "torch DataLoader")
-    # Each beside those that load as it does.
+    # Each is compared with those that load as it does.
     assert ratios["orchdata, threads: peak PSS / leanest peer's with threads"] == (0.75, True, "Grain, threads")
     assert ratios["orchdata, processes: peak PSS / leanest peer's with processes"] == (0.8, True, "torch DataLoader")
     assert ratios["orchdata, processes: memory without files / leanest peer's with processes"][:2] == (1.0, False)

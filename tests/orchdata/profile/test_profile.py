@@ -102,7 +102,7 @@ def test_reasons_that_differ_in_names_and_numbers_are_of_one_kind() -> None:
 
 
 def test_imbalance_of_one_global_batch_worked_out_by_hand(tmp_path: Path) -> None:
-    # Lengths 30, 10, 10, 10 on 2 ranks, whatever the order: dealt in turn, one rank has 30 + 10 and the other 20, so
+    # Lengths 30, 10, 10, 10 on 2 ranks, in any order: distributed in turn, one rank has 30 + 10 and the other 20, so
     # max/mean is 40/30; balanced, 30 and 10 + 10 + 10.
     path = tmp_path / "texts.tar"
     with TarWriter(str(path), encoder=False) as writer:
@@ -264,7 +264,7 @@ def test_locality_worked_out_by_hand(tmp_path: Path) -> None:
     mixed = profile(index, ranks=(2,), batch_size=4, group_size=1, streams=1).scales[0]
     assert mixed.steps == 1
     assert mixed.scopes["grouped"].groups_per_shard == 2.0
-    # All ranks in one group: whatever the scope, it reads all.
+    # All ranks are one group: it reads all in any scope.
     together = profile(index, ranks=(2,), batch_size=2).scales[0]
     assert together.groups == 1
     for scope in together.scopes.values():

@@ -25,7 +25,7 @@ from orchdata.showing.shown import ShownText, _plain, shown_rows
 
 TALK = [
     {"__key__": "talk", "json": chat("What is this? <image>", "A \U0001f600 cat.\x1b[31m"), "jpg": jpeg(64, 48)},
-    {"__key__": "sound", "json": chat("<audio> Who speaks?", "Nobody."), "wav": audio(0.5)},
+    {"__key__": "sound", "json": chat("<audio> Who speaks?", "No one."), "wav": audio(0.5)},
     {"__key__": "plain", "txt": b"no media at all"},
     {"__key__": "broken", "jpg": b"none", "txt": b"x"},
 ]
@@ -102,8 +102,8 @@ def test_a_step_of_a_run_is_found_by_its_state(tmp_path: Path, monkeypatch: pyte
     assert (group["epoch"], group["step"], group["rank"], group["ranks"]) == (2, 3, 1, 2)
     loads = given[3][0].plan.loads("llm")
     assert (group["cost"]["llm"], group["largest_cost"]["llm"]) == (int(loads[1]), int(loads.max()))
-    for told in (("--batch-size", 4), ("--batch-tokens", 300), ("--no-shuffle",)):
-        assert f"leave out {told[0].replace('no-', '')}" in run(path, "--step", 0, "--state", state, *told).stderr
+    for given in (("--batch-size", 4), ("--batch-tokens", 300), ("--no-shuffle",)):
+        assert f"leave out {given[0].replace('no-', '')}" in run(path, "--step", 0, "--state", state, *given).stderr
     assert "the state says 11" in run(path, "--step", 0, "--state", state, "--seed", 3).stderr
     state.write_text(json.dumps({**loader.state_dict(), "fingerprint": {"dataset": "x"}}))
     assert "does not say their order" in run(path, "--step", 0, "--state", state).stderr
@@ -197,7 +197,7 @@ def nothing(dp):
 
 @pytest.fixture
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A module with functions that make loaders; its shards lie beside it."""
+    """A module with functions that make loaders; its shards are in the same folder."""
     for name in ("left", "right"):
         write_shard(tmp_path / f"{name}.tar", omni_samples(20))
     (tmp_path / "shown_program.py").write_text(PROGRAM)
@@ -311,7 +311,7 @@ def test_a_long_text_is_cut_between_what_it_says(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("COLUMNS", "20000")
     path = write_shard(tmp_path / "joined.tar", [{"__key__": "joined", "txt": ("a\u200d" * 400).encode()}])
     lines = run(path).stdout
-    assert "[... 199 characters ...]" in lines  # of 799 behind the first, which is not trained
+    assert "[... 199 characters ...]" in lines  # of 799 after the first, which is not trained
     cut = re.sub(r"\[\.\.\. .*? characters \.\.\.\]", "", lines)
     assert set(re.findall(r"\\u....", cut)) == {"\\u200d"}
     assert "00d" not in cut.replace("\\u200d", "")
@@ -482,7 +482,7 @@ def test_what_follows_from_a_size_is_json_whatever_it_is() -> None:
         (("--step", 0, "--padded", "--length", 64), "leave out --padded"),
         (("--step", 0, "--multiple-of", 0), "multiple_of"),
         (("--key", "talk", "--filter", "text_tokens < 4"), "'talk' is none of those that --filter"),
-        (("--key", "nobody"), "keys here look like 'talk', 'sound', 'plain'"),
+        (("--key", "missing"), "keys here look like 'talk', 'sound', 'plain'"),
         (("--step", 9), "step 9 is outside the epoch"),
         (("--step", 0, "--rank", 2, "--ranks", 2), "rank"),
         (("--step", 0, "--balance", "best"), "scope"),

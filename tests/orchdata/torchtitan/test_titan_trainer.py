@@ -74,7 +74,7 @@ def make(
 
 
 def plain(dataset: Any, num_steps: int) -> tuple[dict[str, torch.Tensor], list[list[int]]]:
-    """Weights behind so many steps of the plain loop, and the tokens of each step, sorted."""
+    """Weights after that number of steps of the plain loop, and the tokens of each step, sorted."""
     model, given, tokens = make_model(), loader(dataset), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     while len(tokens) < num_steps:

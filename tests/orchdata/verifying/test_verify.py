@@ -66,7 +66,7 @@ def hostile_shard(folder: Path, fixtures: Path, step: int) -> list[str]:
     with tarfile.open(members, "w") as archive:
         for number, path in enumerate(files):
             add_member(archive, f"h{number:04d}.{FEW_FIELDS[number % len(FEW_FIELDS)]}", path.read_bytes())
-            add_member(archive, f"h{number:04d}.{path.suffix[1:].lower() or 'txt'}x.txt", b"beside")
+            add_member(archive, f"h{number:04d}.{path.suffix[1:].lower() or 'txt'}x.txt", b"other")
             add_member(archive, f"own{number:04d}{path.suffix.lower() or '.txt'}", path.read_bytes())
     shards = [str(members)]
     for number, path in enumerate(path for path in files if path.suffix in (".tar", ".parquet")):
