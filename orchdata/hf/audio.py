@@ -38,7 +38,7 @@ from orchdata.loaders.modalities.modality import ArraySpec, PartSize, Slot
 
 LongClips = Literal["error", "cut", "split"]
 
-# Rules of ours: what is silent behind a clip, and whether its features have places in the text.
+# Our own rules: how far silence is appended to a clip, and whether its features have tokens in the text.
 _RULES: Final[Mapping[str, Mapping[str, Any]]] = {
     "Qwen2AudioProcessor": {"fill": "window"},
     "Qwen2_5OmniProcessor": {"fill": "none"},

@@ -1,7 +1,7 @@
-"""Audio by running a Hugging Face processor, whatever it is: on silence to count, on the clip to decode.
+"""Audio by running any Hugging Face processor: on silence to count, on the clip to decode.
 
 A processor is kept as JSON (classes, parameters of its feature extractor, what it is called with, its plain attributes)
-and made anew from that where it runs, without its tokenizer.
+and built from that where it runs, without its tokenizer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from orchdata.loaders.modalities.audio import Clips
 from orchdata.loaders.modalities.modality import ArraySpec, Header, PartSize, Slot
 
 _EXTRACTORS: Final = ("feature_extractor", "audio_processor")
-# Lengths that show what follows a clip's: within a window, behind it, and far behind it.
+# Lengths that show what follows from a clip's length: within a window, beyond it, and far beyond it.
 _TRIED_SECONDS: Final = (0.5, 1.0, 2.37, 40.0, 75.0)
 # Clips above it are counted twice, to see whether the processor drops their end.
 _SHORT_SECONDS: Final = 20
@@ -111,7 +111,7 @@ class HFAudio(Clips):
         return {name: np.concatenate([extras[name] for extras in measured]) for name in names}
 
     def part_axes(self, sizes: Sequence[PartSize]) -> Mapping[str, tuple[int, tuple[int, ...]]]:
-        """Frames and samples, of which its model takes a row a clip; windows lie behind one another."""
+        """Return frames and samples, of which the model takes one row a clip; windows follow one another."""
         found: dict[str, tuple[int, tuple[int, ...]]] = {}
         for each in self.shapes:
             if each.per == "row" and each.axis:
@@ -283,7 +283,7 @@ def _pads_with_zeros(modality: HFAudio) -> bool:
     try:
         together = {name: as_array(value) for name, value in processor._process_audio(clips, **kwargs)[0].items()}
         alone, _ = processed(processor, kwargs, clips[0])
-    except Exception:  # noqa: BLE001 - whatever a processor raises of clips of two lengths
+    except Exception:  # noqa: BLE001 - a processor may raise anything for clips of two lengths
         return True
     for each in modality.shapes:
         if each.is_array and each.per == "row" and each.axis and each.name in together:
@@ -311,7 +311,7 @@ def shapes_of(processor: Any, given: str, sample_rate: int) -> tuple[Shape, ...]
         or own.keys() != found.keys()
         or any(not np.array_equal(own[name], found[name]) for name in own)
     ):
-        raise ValueError("made anew from its JSON it gives other values")
+        raise ValueError("built from its JSON it gives other values")
     runs = [processed(*called, np.zeros(int(seconds * sample_rate), np.float32))[0] for seconds in _TRIED_SECONDS]
     shapes: list[Shape] = []
     for name, first in runs[0].items():
@@ -338,6 +338,6 @@ def shapes_of(processor: Any, given: str, sample_rate: int) -> tuple[Shape, ...]
 @lru_cache(maxsize=8)
 def _shortest(modality: HFAudio) -> PartSize:
     for tenths in range(1, 300):
-        with suppress(Exception):  # whatever a processor raises of too short a clip
+        with suppress(Exception):  # a processor may raise anything for a clip that is too short
             return modality._size(tenths * modality.sample_rate // 10)
     raise ValueError("its processor makes no token of a clip of 30 s")

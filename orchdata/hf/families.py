@@ -1,4 +1,4 @@
-"""What families of models want beside the common: one row a family, by `config.model_type`.
+"""What families of models need besides the common inputs: one row a family, by `config.model_type`.
 
 What can be asked of a model's class is asked there (`model_class`): the names that its forward takes, and whether its
 loss follows `num_items_in_batch`. Here stands what only reading its code tells, held by the parity tests.
@@ -24,8 +24,8 @@ class Family:
         mrope: whether positions are (4, rows, T): counting, then time, height and width.
         first_position: of each sample.
         sees_ahead: what attends in both directions: tokens of the same "media" part, or the "prefix" that is only
-            read. Padded, `token_type_ids` tell it (1 on media, or behind the prefix). Packed, transformers would let
-            samples see each other, and gets the masks themselves.
+            read. Padded, `token_type_ids` say so (1 on media, or after the prefix). Packed, transformers would let
+            samples see each other, so it gets the masks.
         nested: whether pixel arrays have a leading dimension for samples, (1, num_tiles, ...).
         part_features: modalities whose features it takes ready made, in `mm_encoder_outputs`: they can be encoded per
             phase.
@@ -86,7 +86,7 @@ def thinker(config: Any) -> Any:
 
 
 def family_of(config: Any) -> Family | None:
-    """The family of a configuration; any of text alone is one, whatever its layers are. None for one unknown."""
+    """Return the family of a configuration; models of text alone are one family, with any layers. None if unknown."""
     return FAMILIES.get(config.model_type) or (_TEXT if _is_text(config) else None)
 
 

@@ -66,11 +66,11 @@ def recipe(
     Args:
         processor: of `AutoProcessor`, or built in code; a tokenizer for text alone.
         chat_template: jinja in place of the processor's own.
-        variables: what the chat template sees beside turns, as `add_vision_id`.
+        variables: what the chat template sees besides turns, as `add_vision_id`.
         ignore_keys: keys of chats that may be lost where the template does not render them.
-        date: what day the chat template is told that it is, as `od.ChatTemplate.from_jinja` has it.
+        date: the day that the chat template takes for today, as in `od.ChatTemplate.from_jinja`.
         append_eos: whether plain text and completions end with the tokenizer's `eos_token`, and learn it. A processor
-            writes none behind them; chats end as their template says.
+            writes none after them; chats end as their template says.
         long_clips: clips above the 30 s that Whisper and Qwen2-Audio take are an "error" of their sample, "cut", or
             "split" into windows.
         video: whether videos are read, as the processor's `video_processor` prepares them, of Qwen2-VL, Qwen2.5-VL and

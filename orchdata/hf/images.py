@@ -54,7 +54,7 @@ class Output:
         shape: of one row, one part, or all numbers that follow from the size.
         dtype: of the tensor in the batch.
         per: "row", a tile or patch; "part", an image; "size", numbers that follow from the image's size.
-        batched: whether rows stand behind an axis of images.
+        batched: whether an axis of images precedes the rows.
     """
 
     name: str
@@ -189,14 +189,14 @@ class HFImages(ImageFiles):
             target[...] = values
 
     def extras(self, sizes: Sequence[PartSize]) -> Mapping[str, NDArray[Any]]:
-        """What follows from sizes, in Hugging Face's names and dtypes, one row an image."""
-        told, first = {}, 2
+        """Return the arrays that follow from sizes, with Hugging Face's names and dtypes, one row an image."""
+        extras, first = {}, 2
         for each in self.outputs:
             if each.per == "size":
                 rows = [size.extent[first : first + each.count] for size in sizes]
-                told[each.name] = np.array(rows, each.dtype).reshape(len(sizes), *each.shape)
+                extras[each.name] = np.array(rows, each.dtype).reshape(len(sizes), *each.shape)
                 first += each.count
-        return told
+        return extras
 
     def part_axes(self, sizes: Sequence[PartSize]) -> Mapping[str, tuple[int, tuple[int, ...]]]:
         """Tiles, where the processor gives a row of them for each image."""
@@ -206,7 +206,7 @@ class HFImages(ImageFiles):
     def to_file(
         self, data: bytes | memoryview, size: PartSize, arrays: Mapping[str, NDArray[Any]], limits: Limits
     ) -> tuple[str, bytes]:
-        """The picture that the rows hold, tiles beside one another; the arrays where rows are of another form."""
+        """Return the picture that the rows contain, tiles side by side; the arrays if rows have another form."""
         try:
             rows = as_tensor(arrays["pixel_values"], self.arrays()["pixel_values"].dtype).float().numpy()
             picture = picture_of_rows(self.source, rows, self._grid(size) if self.merge else None)
@@ -215,28 +215,28 @@ class HFImages(ImageFiles):
         return "png", png_of(picture[None])
 
     def _grid(self, size: PartSize) -> tuple[int, int]:
-        """Patches along height and width, where tokens are a grid of them."""
+        """Return the number of patches along height and width, for tokens that are a grid."""
         _, high, wide = self.extras([size])[_GRID][0].tolist()
         return high, wide
 
     def parameters(self) -> dict[str, Any]:
-        """Without how counts and pixels are come by, which changes neither."""
+        """Leave out how counts and pixels are computed, which changes neither."""
         left_out = ("counted", "native", "takes_arrays")
         return {name: value for name, value in super().parameters().items() if name not in left_out}
 
     def rope(self, size: PartSize) -> NDArray[np.int64] | None:
-        """After Qwen2-VL, where tokens are a grid: one moment, the merged grid along height and width."""
+        """Return positions as Qwen2-VL's, for tokens that are a grid: one moment, the merged grid."""
         if not self.merge:
             return None
         high, wide = self._grid(size)
         return grid_positions(np.zeros(1, np.int64), high // self.merge, wide // self.merge)
 
     def dummy(self) -> PartSize:
-        """One merged token, one tile, or the image of fewest tiles where tokens depend on its size."""
+        """Return one merged token, one tile, or the image of fewest tiles if tokens depend on its size."""
         if self.merge:
             side = self.merge
-            told = _found(self, *_LOOKED_AT[0]).numbers
-            return PartSize(side * side * self.row_positions, 1, side * side, (0, 0, *self._with_grid(told, side)))
+            grid = _found(self, *_LOOKED_AT[0]).numbers
+            return PartSize(side * side * self.row_positions, 1, side * side, (0, 0, *self._with_grid(grid, side)))
         found = [self._size(_found(self, *size), size) for size in _LOOKED_AT]
         least = min(found, key=lambda size: (size.num_rows, size.tokens))
         is_tiled = len(next(each.shape for each in self.outputs if each.per == "row")) == 3
@@ -255,18 +255,18 @@ class HFImages(ImageFiles):
         return tuple(found)
 
     def fill_dummy(self, size: PartSize, out: Mapping[str, NDArray[Any]]) -> None:
-        """Pixels are zeros; what tells where an image is in them (masks, positions) is that of a blank one."""
+        """Fill pixels with zeros; masks and positions are those of a blank image."""
         super().fill_dummy(size, out)
-        beside = [each for each in self.outputs if each.per != "size" and not _is_pixels(each)]
-        if not beside or self.merge:
+        others = [each for each in self.outputs if each.per != "size" and not _is_pixels(each)]
+        if not others or self.merge:
             return
         found, _ = running(self.source).measured(*size.extent[:2])
-        for each in beside:
+        for each in others:
             values = stored(found[each.name], each.dtype)
             out[each.name][...] = (values[0] if each.batched else values)[: len(out[each.name])]
 
     def decoding_bytes(self, parts: Sequence[tuple[Header, PartSize]]) -> int:
-        """Pixels of the largest image, and the values that its processor makes of them before they are copied."""
+        """Return the bytes of the largest image's pixels, and of its processor's values before they are copied."""
         rows = 0 if self.native else max(size.num_rows for _, size in parts)
         return super().decoding_bytes(parts) + rows * self.row_bytes()
 
@@ -357,14 +357,14 @@ def image_modality(processor: Any, *, patch_size: int | None = None) -> HFImages
         slot=slot,
         num_extents=2 + sum(each.count for each in outputs if each.per == "size"),
     )
-    told = [measured._read(found, text) for found, text in seen]
+    counted = [measured._read(found, text) for found, text in seen]
     ruled = replace(measured, counted="rule")
     given = [found for found, _ in seen]
-    if _says(ruled, told):
+    if _says(ruled, counted):
         if _prepares(ruled, looked_at, given):
             return replace(ruled, native=True)
         return replace(ruled, takes_arrays=_takes_arrays(source, looked_at, given))
-    if not _says(measured, told):
+    if not _says(measured, counted):
         raise ValueError(
             f"{name}: what becomes of an image does not follow from its size, as counts of an index have to"
         )
@@ -375,10 +375,10 @@ def _noise(width: int, height: int) -> NDArray[np.uint8]:
     return np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)
 
 
-def _says(images: HFImages, told: Sequence[_Found]) -> bool:
-    """Whether images are counted as the processor has told of those looked at."""
+def _says(images: HFImages, counted: Sequence[_Found]) -> bool:
+    """Return whether the images are counted as the processor counted the examples."""
     try:
-        return all(_found(images, *size) == found for size, found in zip(_LOOKED_AT, told, strict=True))
+        return all(_found(images, *size) == found for size, found in zip(_LOOKED_AT, counted, strict=True))
     except _NO_RULE:
         return False
 
@@ -505,14 +505,14 @@ def _feature_mark(processor: Any, text: str) -> str | None:
 
 
 def _row_positions(outputs: Sequence[Output], processor: Any, patch: int | None) -> int:
-    """Patches of a tile: of its pixels, by the side of a patch or by the merged tokens of a tile."""
+    """Return the patches of a tile: from its pixels, by the side of a patch or by the merged tokens of a tile."""
     shape = next(each.shape for each in outputs if each.per == "row")
     if len(shape) != 3:
         return 1
     high, wide = shape[1:]
     patch = patch or getattr(processor, "patch_size", None)
-    told = ("num_image_tokens", "image_seq_length", "image_seq_len")
-    tokens = next((found for name in told if isinstance(found := getattr(processor, name, None), int)), 1)
+    names = ("num_image_tokens", "image_seq_length", "image_seq_len")
+    tokens = next((found for name in names if isinstance(found := getattr(processor, name, None), int)), 1)
     side = isqrt(tokens)
     fits = [each for each in _PATCH_SIDES if side * side == tokens and high >= each and (high // each) % side == 0]
     patch = patch or (fits[0] if fits else None)

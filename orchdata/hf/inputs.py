@@ -2,9 +2,9 @@
 
     od.DataLoader(..., collate_fn=od.hf.Inputs(model.config))        batch.model_inputs() -> model(**...)
 
-Packed, samples lie behind one another in one row, kept apart by positions that restart: `attention_mask` and the cache
-are left out, because with either transformers stops looking for restarts and lets samples attend to each other. For
-flash attention their bounds are given too. Padded, each sample is a row, with a mask.
+Packed, samples follow one another in one row, separated by positions that restart: `attention_mask` and the cache are
+left out, because with either transformers stops looking for restarts and lets samples attend to each other. For flash
+attention their bounds are given too. Padded, each sample is a row, with a mask.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Inputs:
         """The verdict on the configuration. Raises ValueError where it contradicts the arguments."""
         if self.padded:
             return Verdict(packs=False, why="padded=True")
-        verdict = self._known() or (self._tried() if self.probe else _told(packs=self.padded is False))
+        verdict = self._known() or (self._tried() if self.probe else _untried(packs=self.padded is False))
         is_chosen_here = self.padded is None and self.length is None
         if is_chosen_here and not verdict.packs and not verdict.pads:
             raise ValueError(
@@ -111,7 +111,7 @@ class Inputs:
                 f"{verdict.why}. Give each rank one sample a step, by batch_size=1, od.Balance(max_samples=1) and "
                 "od.hf.Inputs(config, padded=True); or accept the difference by padded=True and probe=False"
             )
-        # Nobody expects packed rows of an encoder-decoder, and who sets probe=False was told.
+        # No warning for an encoder-decoder, which never takes packed rows, nor for probe=False, which documents this.
         if is_chosen_here and not verdict.packs and self.probe and verdict.why != _ENCODER_DECODER:
             warnings.warn(
                 f"batches of {self.config.model_type} are padded, a sample a row: it {verdict.why}. "
@@ -207,8 +207,8 @@ class Inputs:
                     f"{kind} takes no {', '.join(unknown)}, which the recipe makes of {name}: {advice}; or leave it "
                     f"out, dataclasses.replace(recipe, {name}=None)"
                 )
-            told = [getattr(self.config, f"{name}_token_{end}", None) for end in ("id", "index")]
-            expected = next((token_id for token_id in told if token_id is not None), slot.token_id)
+            token_ids = [getattr(self.config, f"{name}_token_{end}", None) for end in ("id", "index")]
+            expected = next((token_id for token_id in token_ids if token_id is not None), slot.token_id)
             if modality.places and slot.token_id != expected:
                 advice = (
                     f"its processor writes {slot.mark!r} for each feature, so this processor and this configuration do "
@@ -228,20 +228,20 @@ class Inputs:
                 "made (mm_encoder_outputs): use assignment='joint'"
             )
         if self.probe and self._rope is not None and balance.max_samples != 1:
-            warn_once(f"rope of {kind}", f"{self._rope.told(kind)}. A microbatch with such a mixture is an error")
+            warn_once(f"rope of {kind}", f"{self._rope.warning(kind)}. A microbatch with such a mixture is an error")
         if self.probe:
             from orchdata.hf.forward.check import check_forward  # loads what builds batches, for loaders alone
 
             check_forward(self, recipe, tuple(encoders), is_one_by_one=balance.max_samples == 1)
 
     def _check_pace(self, name: str, modality: Any) -> None:
-        """Raise ValueError where positions in time of videos are not those that the model computes."""
-        told = getattr(getattr(self.config, "vision_config", None), "tokens_per_second", None)
-        held = getattr(modality, "tokens_per_second", None)
-        if name == "video" and told != held and "second_per_grid_ts" in self._takes:
+        """Raise ValueError if positions in time of videos are not those that the model computes."""
+        in_model = getattr(getattr(self.config, "vision_config", None), "tokens_per_second", None)
+        in_recipe = getattr(modality, "tokens_per_second", None)
+        if name == "video" and in_model != in_recipe and "second_per_grid_ts" in self._takes:
             raise ValueError(
-                f"{self.config.model_type} has vision_config.tokens_per_second={told}, and the recipe's videos {held}: "
-                f"od.hf.recipe(processor, video=True, tokens_per_second={told})"
+                f"{self.config.model_type} has vision_config.tokens_per_second={in_model}, and the recipe's videos "
+                f"{in_recipe}: od.hf.recipe(processor, video=True, tokens_per_second={in_model})"
             )
 
     def arguments(self, batch: Batch) -> dict[str, Any]:
@@ -291,7 +291,9 @@ class Inputs:
 
     def _media(self, held: MediaBatch, *, is_dummy: bool) -> dict[str, Any]:
         arrays = dict(held.arrays)
-        if "audio_feature_lengths" in arrays:  # of frames behind one another, which the model wants a clip a row
+        if (
+            "audio_feature_lengths" in arrays
+        ):  # frames of all clips follow one another, and the model wants one clip a row
             lengths = arrays.pop("audio_feature_lengths")
             clips = arrays["input_features"].split(lengths.tolist())
             padded = torch.nn.utils.rnn.pad_sequence(list(clips), batch_first=True)
@@ -313,7 +315,7 @@ class Inputs:
         return {array: tensor for array, tensor in arrays.items() if array in self._takes}
 
     def _decoded(self, batch: Batch) -> dict[str, Any]:
-        """Of an encoder-decoder: each token is told what stands before it."""
+        """Return the arguments of an encoder-decoder, which predicts each token from those before it."""
         llm = batch.llm
         assert llm.attention_mask is not None
         for name, held in batch.media.items():
@@ -323,13 +325,13 @@ class Inputs:
                     f"{self.config.model_type} hears one clip a sample, and {len(batch.keys)} samples have {clips} "
                     f"parts of {name}: leave out those without, as with DataLoader(quarantine=...)"
                 )
-        length = max(1, llm.input_ids.shape[1] - 1)  # of a dummy's row, which is one token, that is all
-        told = {"decoder_input_ids": llm.input_ids, "decoder_attention_mask": llm.attention_mask.long()}
-        arguments: dict[str, Any] = {name: tensor[:, :length] for name, tensor in told.items()}
+        length = max(1, llm.input_ids.shape[1] - 1)  # a dummy's row is one token, and stays
+        decoder_inputs = {"decoder_input_ids": llm.input_ids, "decoder_attention_mask": llm.attention_mask.long()}
+        arguments: dict[str, Any] = {name: tensor[:, :length] for name, tensor in decoder_inputs.items()}
         return arguments | {"use_cache": False} | self._narrowed(self.media_arguments(batch))
 
     def _narrowed(self, media: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Features in the dtype of weights of half precision, which other families cast them to by themselves."""
+        """Cast features to the dtype of half-precision weights; other families do so themselves."""
         dtype = getattr(self.config, "dtype", None)
         if dtype not in (torch.bfloat16, torch.float16):
             return media
@@ -337,16 +339,16 @@ class Inputs:
 
 
 def _is_of_processor(modality: Any) -> bool:
-    """Whether `od.hf.recipe` made it of a processor."""
+    """Return whether `od.hf.recipe` made the modality of a processor."""
     return type(modality).__module__.startswith("orchdata.hf.")
 
 
-def _told(*, packs: bool) -> Verdict:
+def _untried(*, packs: bool) -> Verdict:
     return Verdict(packs=packs, why="was not tried on packed samples (probe=False)")
 
 
 def _arguments_of(config: Any) -> tuple[Arguments, Arguments]:
-    """Of the forward of a configuration's model, for batches packed and padded."""
+    """Return the arguments of the forward of a configuration's model, for packed and padded batches."""
     return (
         Inputs(config, padded=False, probe=False).arguments,
         Inputs(config, padded=True, probe=False).arguments,
@@ -354,8 +356,8 @@ def _arguments_of(config: Any) -> tuple[Arguments, Arguments]:
 
 
 def _by_part(held: MediaBatch, takes: Collection[str]) -> dict[str, Tensor]:
-    """What models take a tensor a part of, (num_parts, ...), with zeros behind the shorter ones; where no array says
-    which rows are a part's own, the mask that the forward takes besides.
+    """Return arrays that models take as one tensor a part, (num_parts, ...), padded with zeros; if no array says which
+    rows are a part's own, also the mask that the forward takes.
     """
     found: dict[str, Tensor] = {}
     for name, (axis, lengths) in held.part_axes.items():
@@ -400,12 +402,12 @@ def _by_sample(sharing: Tensor) -> Tensor:
 
 
 def _check_lengths(rope: SwitchingRope, model: str, batch: Batch, arguments: Mapping[str, Any]) -> None:
-    """Raise ValueError where a long sample changes the rotary positions of the samples beside it."""
+    """Raise ValueError if a long sample changes the rotary positions of the others in its microbatch."""
     positions = arguments.get("position_ids")
     counted = positions if positions is None or positions.dim() < 3 else positions[0]
     longest = arguments["input_ids"].shape[1] if counted is None else int(counted.max()) + 1
     if rope.changes(longest, batch.llm.lengths):
-        raise ValueError(f"{rope.told(model)}. od.hf.Inputs(config, probe=False) accepts the difference")
+        raise ValueError(f"{rope.warning(model)}. od.hf.Inputs(config, probe=False) accepts the difference")
 
 
 def _is_dummy(batch: Batch, name: str) -> bool:

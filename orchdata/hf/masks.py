@@ -28,8 +28,8 @@ def packed_masks(batch: Batch, config: Any, sees_ahead: str, attention: str) -> 
     sample = torch.searchsorted(llm.cu_seqlens[1:].long(), places, right=True)
     group = _parts(llm) if sees_ahead == "media" else _prefixes(llm, sample)
     together = (group[:, None] == group) & (group > 0)
-    behind = places[:, None] >= places
-    full = (sample[:, None] == sample) & (behind | together)
+    sees_before = places[:, None] >= places
+    full = (sample[:, None] == sample) & (sees_before | together)
     window = getattr(config.get_text_config(), "sliding_window", None)
     if sees_ahead != "media":
         longest = max(llm.cu_seqlens[: len(batch.keys) + 1].diff().tolist(), default=0)
@@ -44,7 +44,7 @@ def packed_masks(batch: Batch, config: Any, sees_ahead: str, attention: str) -> 
 
 
 def _parts(llm: LLMBatch) -> Tensor:
-    """The number of each token's part of media, from 1; 0 for text. Tokens in a row are one part."""
+    """Return the number of each token's media part, from 1; 0 for text. Consecutive tokens are one part."""
     media = torch.zeros_like(llm.input_ids)
     for places in llm.media_positions.values():
         media = media.index_fill(0, places, 1)
@@ -53,7 +53,7 @@ def _parts(llm: LLMBatch) -> Tensor:
 
 
 def _prefixes(llm: LLMBatch, sample: Tensor) -> Tensor:
-    """1 on what stands before the first loss token of its sample; padding stands behind it."""
+    """Return 1 for tokens before the first loss token of their sample, else 0; padding counts as after it."""
     seen = (llm.labels != IGNORE).long().cumsum(0)
     before = torch.nn.functional.pad(seen, (1, 0))[llm.cu_seqlens[:-1].long()]
     return (seen == before[sample]).long()

@@ -149,7 +149,7 @@ def _described(config: Any, given: Mapping[str, Any]) -> _Described:
         return _Described(phases)
     try:
         found = traced(config, wanted)
-    except Exception as error:  # noqa: BLE001 - whatever a config makes its model raise
+    except Exception as error:  # noqa: BLE001 - a config may make its model raise anything
         found = dict.fromkeys(wanted, error)
     parameters: dict[str, str] = {}
     for phase, each in found.items():
@@ -173,7 +173,7 @@ def _object_of(config: Any) -> Any:
         if isinstance(config, Mapping):
             config = AutoConfig.for_model(**config)
         model_class(config)
-    except Exception:  # noqa: BLE001 - whatever a config of another kind or version raises
+    except Exception:  # noqa: BLE001 - a config of another kind or version may raise anything
         return None
     return config
 

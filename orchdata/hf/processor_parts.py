@@ -57,9 +57,9 @@ def as_array(value: Any) -> np.ndarray[Any, Any]:
 
 
 def placeholder_of(processor: Any) -> str:
-    """What a processor expects in the text for an image; "" where it says nothing."""
-    told = (getattr(processor, name, None) for name in ("image_placeholder_token", "image_token"))
-    return next((str(mark) for mark in told if mark), "")
+    """Return the text that a processor expects for an image; "" if it names none."""
+    marks = (getattr(processor, name, None) for name in ("image_placeholder_token", "image_token"))
+    return next((str(mark) for mark in marks if mark), "")
 
 
 def runs(text: str, mark: str) -> tuple[str | int, ...]:

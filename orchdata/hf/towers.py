@@ -70,7 +70,7 @@ def _encoded(model: Any, inputs: Inputs, batch: Batch, name: str, group: Any) ->
 
 
 def _flat(features: Any) -> Tensor:
-    """(num_tokens, hidden), of whatever pieces."""
+    """Return features as (num_tokens, hidden), joined if they come in pieces."""
     if isinstance(features, Tensor):
         return features.reshape(-1, features.shape[-1])
     return torch.cat([piece.reshape(-1, piece.shape[-1]) for piece in features])

@@ -90,10 +90,10 @@ def _constant(kind: Any, config: Any, attention: str) -> Any:
 
 
 def _multiplied(model: nn.Module) -> int:
-    """Its parameters, but for embeddings and the output layer."""
-    beside = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    beside.add(id(getattr(model.get_output_embeddings(), "weight", None)))  # type: ignore[operator]
-    return sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in beside)
+    """Return the number of a model's parameters, without embeddings and the output layer."""
+    left_out = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    left_out.add(id(getattr(model.get_output_embeddings(), "weight", None)))  # type: ignore[operator]
+    return sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in left_out)
 
 
 @contextmanager

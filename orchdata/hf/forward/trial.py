@@ -131,7 +131,7 @@ def tried(inputs: Inputs, recipe: Recipe, encoders: Sequence[str]) -> Verdict:
 
 
 def _unsure(pending: Sequence[Kind], errors: Mapping[str, Sequence[str]]) -> str:
-    """Why nothing can be told of kinds that only one model was tried on; "" where there are none."""
+    """Return why kinds that only one model was tried on stay undecided; "" if there are none."""
     for name in (kind.name for kind in pending if len(errors[kind.name]) == 1):
         return f"the one tiny model that can be built fails on {name}, perhaps by its size: {errors[name][0]}"
     return ""
@@ -154,7 +154,7 @@ class _Trial:
             batch = self.samples.batch(kind, self.encoders if encoders is None else encoders, own.layout)
             if batch is not None:
                 _run(model, own, batch)
-        except Exception as error:  # noqa: BLE001 - whatever a model raises is what is asked for
+        except Exception as error:  # noqa: BLE001 - any error of a model is the answer
             return _shown(error)
         return ""
 
@@ -254,7 +254,7 @@ def as_float32(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def _shown(error: Exception) -> str:
     lines = str(error).strip().splitlines()
-    told = f"{type(error).__name__}: {' '.join(line.strip() for line in lines)}".rstrip(". ")
-    if len(told) <= _LONGEST_ERROR:
-        return told
-    return f"{told[: _LONGEST_ERROR // 3]} ... {told[-_LONGEST_ERROR // 2 :]}"  # what went wrong may stand at the end
+    text = f"{type(error).__name__}: {' '.join(line.strip() for line in lines)}".rstrip(". ")
+    if len(text) <= _LONGEST_ERROR:
+        return text
+    return f"{text[: _LONGEST_ERROR // 3]} ... {text[-_LONGEST_ERROR // 2 :]}"  # what went wrong may stand at the end

@@ -90,7 +90,7 @@ def _blocks_of_patches(settings: Settings) -> Cut:
 
 
 def _rows_of_patches(settings: Settings) -> Cut:
-    """Patches from left to right, whatever block of merged ones they belong to."""
+    """Cut patches from left to right, not by blocks of merged ones."""
     return Cut(settings.patch_size, 1, settings.temporal_patch_size)
 
 

@@ -17,7 +17,7 @@ from orchdata.loaders.modalities.image_decode import laid_out, nearest_bytes
 
 
 def picture_of_rows(source: str, rows: NDArray[np.float32], grid: tuple[int, int] | None) -> NDArray[np.uint8]:
-    """The picture that rows were made of; tiles stand beside one another. uint8 (height, width, 3).
+    """Return the picture that rows were made of, tiles side by side. uint8 (height, width, 3).
 
     Args:
         source: of the processor.

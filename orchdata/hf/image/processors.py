@@ -19,12 +19,12 @@ from orchdata.hf.processor_parts import OwnByThread, class_at, path_of, placehol
 from orchdata.loaders.modalities.image_decode import pass_order
 
 _ITEMS: Final = "items by number"
-# What a processor holds beside its settings; none of it has a say in images.
-_BESIDE = frozenset("tokenizer image_processor video_processor feature_extractor audio_tokenizer chat_template".split())
+# Parts of a processor that are not its settings; none of them changes images.
+_PARTS = frozenset("tokenizer image_processor video_processor feature_extractor audio_tokenizer chat_template".split())
 
 
 def source_of(processor: Any, image_processor: Any) -> str:
-    """JSON of an image processor and of what its processor (None: there is none) says about images.
+    """Return JSON of an image processor and of what its processor (None: there is none) says about images.
 
     Raises ValueError for classes that cannot be imported by name, TypeError for settings without a JSON form.
     """
@@ -44,11 +44,11 @@ def source_of(processor: Any, image_processor: Any) -> str:
         init_kwargs = getattr(tokenizer, "init_kwargs", {})
         merged = processor._merge_kwargs(processor.valid_processor_kwargs, tokenizer_init_kwargs=init_kwargs)
         held["call"] = {name: value for name, value in merged["images_kwargs"].items() if name != "return_tensors"}
-        # Some hand on what they are called with themselves, as the number of tokens of an image.
+        # Some pass on their own arguments, such as the number of tokens of an image.
         own = inspect.signature(processor._process_images).parameters.values()
         named = [each.name for each in own if each.kind is not inspect.Parameter.VAR_KEYWORD]
         held["call"] |= {name: merged[name] for name in named if name in merged and name not in held["call"]}
-        attributes = {name: value for name, value in vars(processor).items() if name not in _BESIDE}
+        attributes = {name: value for name, value in vars(processor).items() if name not in _PARTS}
         attributes = {name: getattr(value, "content", value) for name, value in attributes.items()}
         held["processor"] = {"class": path_of(processor)}
         held["processor"]["attributes"] = {
@@ -129,7 +129,7 @@ class Running:
         return Settings(self.image_processor, self.call)
 
     def ruled(self, width: int, height: int) -> tuple[Outputs, str | None]:
-        """As `outputs`, by the rule of the class. Raises whatever the rule does."""
+        """Return what `outputs` does, by the rule of the class. Raises what the rule raises."""
         rule = rule_of(self.image_processor)
         if rule is None:
             raise LookupError(f"no rule for {type(self.image_processor).__name__}")

@@ -105,7 +105,7 @@ def _batch(llm: LLMBatch, samples: Sequence[Sample]) -> Batch:
 
 
 def _turned(sample: Sample) -> Tensor:
-    """(3, T): time, height and width; a part spans a grid of 2 x 2, and what follows goes on behind it."""
+    """Return (3, T): time, height and width; a part spans a grid of 2 x 2, and what follows continues after it."""
     length = len(sample.ids)
     if sample.media is None:
         return torch.arange(length).expand(3, -1)

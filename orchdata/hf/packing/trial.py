@@ -23,7 +23,7 @@ TOLERANCE: Final = 2e-5
 """Largest relative difference that is taken for rounding, in float32."""
 _NOISE_FACTOR: Final = 16
 _LARGEST: Final = 3e-3
-"""Where rounding alone may make more than this, a leak cannot be told from it."""
+"""If rounding alone may exceed this, a leak cannot be distinguished from it."""
 
 Arguments = Callable[[Batch], dict[str, Any]]
 
@@ -74,7 +74,7 @@ def keeps_apart(model: Any, family: Family, in_one_row: Arguments, in_rows: Argu
     Args:
         in_one_row, in_rows: of the model's forward, for batches packed and padded.
 
-    Raises whatever its forward raises on a sample alone.
+    Raises what its forward raises on a sample alone.
     """
     with undisturbed():
         samples = tried_samples(model.config, family)
@@ -85,7 +85,7 @@ def keeps_apart(model: Any, family: Family, in_one_row: Arguments, in_rows: Argu
         noise = _noise(model, in_rows, padded(samples, mrope=mrope, multiple_of=16), alone)
         try:
             together = _outputs(model, in_one_row, [packed(samples, mrope=mrope)])
-        except Exception as error:  # noqa: BLE001 - whatever its forward says to a packed row
+        except Exception as error:  # noqa: BLE001 - a forward may raise anything on a packed row
             said = f"takes no packed rows ({type(error).__name__}: {str(error)[:200]})"
             return Found(False, noise <= _LARGEST, said)
         packs, why = _judged(_difference(together, alone), noise)

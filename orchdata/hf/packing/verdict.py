@@ -14,7 +14,7 @@ from orchdata.hf.tiny import NoTinyModelError, tiny_model
 from orchdata.hf.tiny.shrink import text_part
 
 RULES: Final = 4
-"""Raised with every change of what is tried, or of what tiny models are: verdicts of before are found out anew."""
+"""Increased with every change of the trial or of tiny models: earlier verdicts are then computed again."""
 
 POSITIONS: Final = 48
 """That the tiny model knows: more than a sample of the trial has, fewer than all of them have in one row."""

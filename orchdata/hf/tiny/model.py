@@ -56,7 +56,7 @@ def tiny_model(config: Any, attn_implementation: str | None = None, positions: i
         try:
             with undisturbed():
                 return built(kind, smaller, attn_implementation)
-        except Exception as error:  # noqa: BLE001 - classes of all kinds, on sizes that nobody tried
+        except Exception as error:  # noqa: BLE001 - classes of all kinds, on untried sizes
             last = error
     raise NoTinyModelError(f"no tiny model of {config.model_type} runs: {type(last).__name__}: {last}") from last
 

@@ -134,7 +134,7 @@ def _keep_features(config: Any) -> None:
 
 
 def _quiet(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Without chance and without losses beside that of the next token, in float32."""
+    """Return changes that turn off chance and all losses except that of the next token; in float32."""
     found: dict[str, Any] = {name: False for name in _OFF if fields.get(name) is True}
     for name, value in fields.items():
         if type(value) is float and value and (_RANDOM.fullmatch(name) or _LOSSES.fullmatch(name)):

@@ -203,10 +203,10 @@ def _rotary_fields(fields: Fields, found: Fields) -> dict[str, Any]:
 
 
 def rotary(fields: Fields) -> int:
-    """Positions of a head that are turned, or to which such are in proportion."""
-    told = next((fields[name] for name in _ROTARY if type(fields.get(name)) is int and fields[name] > 0), None)
-    if told is not None:
-        return int(told)
+    """Return the width of a head that rotary positions turn, or that their width is in proportion to."""
+    width = next((fields[name] for name in _ROTARY if type(fields.get(name)) is int and fields[name] > 0), None)
+    if width is not None:
+        return int(width)
     heads = next(
         (fields[name] for name in ("num_attention_heads", "n_heads", "num_heads", "n_head") if fields.get(name)), None
     )

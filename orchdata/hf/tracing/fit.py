@@ -68,7 +68,7 @@ class Run:
 
 
 def run_of(length: int, products: Sequence[Product]) -> Run:
-    """Products at a length, with those of attention told apart."""
+    """Return products at a length, with those of attention separated."""
     _find_attention(products)
     attention: dict[str, Attention] = {}
     for each in products:

@@ -49,7 +49,7 @@ class TracedModel:
             self._share(name, config)
 
     def run(self, call: Callable[[Any], Any]) -> list[Product]:
-        """The products of `call(model)`. Raises whatever the model raises."""
+        """Return the products of `call(model)`. Raises what the model raises."""
         try:
             return self._run(call, reuses=True)
         except Exception:  # noqa: BLE001 - of layers that leave something for those after them

@@ -148,7 +148,7 @@ def _traced(key: _Key, phases: frozenset[str]) -> Mapping[str, TracedPhase | Exc
             runs = _runs(model, _texts(config, _SHORT))
         layers = main_list(model, runs[-1])
         found["llm"] = _decoder(config, runs, layers, windows)
-    except Exception as error:  # noqa: BLE001 - whatever a model raises of what it is given
+    except Exception as error:  # noqa: BLE001 - a model may raise anything for its inputs
         found["llm"] = error
     for phase in sorted(phases & _METHODS.keys()):
         try:

@@ -131,7 +131,7 @@ def _places_of(name: str, places: tuple[str, ...], homes: Mapping[str, str]) -> 
     plain = _ADDED.sub("", name)
     for start in (plain, f"model.{plain}", plain.removeprefix("model.")):
         parts = start.split(".")
-        # Not the whole model: what it has of its own is told by its name.
+        # Not the whole model: its own parameters are recognised by name.
         inside = (homes.get(".".join(parts[:depth])) for depth in range(len(parts), 1, -1))
         if (home := next((each for each in inside if each), None)) is not None:
             return [home] if home in places else []

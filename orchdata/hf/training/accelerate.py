@@ -46,7 +46,7 @@ class Prepared:
                 yield send_to_device(item, accelerator.device, non_blocking=_is_pinned(item))
             if accelerator.step != accumulated and isinstance(item, Batch) and not item.is_last_microbatch:
                 raise ValueError(
-                    "accelerator.accumulate steps the optimizer behind each microbatch, and this one was not the last "
+                    "accelerator.accumulate steps the optimizer after each microbatch, and this one was not the last "
                     "of its step: under accelerator.no_sync(model) until batch.is_last_microbatch, and step then, or "
                     "give od.hf.accelerate the loader's steps()"
                 )

@@ -40,7 +40,7 @@ else:
 _STATE: Final = "orchdata.DataLoader"
 """What the loader's state is called in trainer_state.json."""
 _BATCH: Final = "orchdata_batch"
-"""Where the batch stands beside the model's arguments."""
+"""Key of the batch among the model's arguments."""
 _EPOCHS_COMPARED: Final = 64
 
 
@@ -205,7 +205,7 @@ class TrainerMixin(_Base):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         if isinstance(self.train_dataset, OptimizerSteps):
-            kept: Any = self.state.stateful_callbacks  # by name, of whatever has a state
+            kept: Any = self.state.stateful_callbacks  # by name, of all that have a state
             kept[_STATE] = {"loader": self.train_dataset.state_dict()}
         super()._save_checkpoint(model, trial)
 

@@ -152,10 +152,10 @@ class HFVideos(VideoFiles):
         """What follows from sizes, in Hugging Face's names and dtypes: video_grid_thw, int64 (num_videos, 3), and of
         Qwen2.5-VL second_per_grid_ts, float32 (num_videos,).
         """
-        told: dict[str, NDArray[Any]] = {GRID: np.array([size.extent[:3] for size in sizes], np.int64).reshape(-1, 3)}
+        extras: dict[str, NDArray[Any]] = {GRID: np.array([size.extent[:3] for size in sizes], np.int64).reshape(-1, 3)}
         if self.tokens_per_second is not None:
-            told[_INTERVAL] = np.array([self.seconds_per_grid(size) for size in sizes], np.float32)
-        return told
+            extras[_INTERVAL] = np.array([self.seconds_per_grid(size) for size in sizes], np.float32)
+        return extras
 
     def expand(self, size: PartSize) -> tuple[str | int, ...] | None:
         grid_t, high, wide = size.extent[:3]
@@ -179,7 +179,7 @@ class HFVideos(VideoFiles):
         return grid_positions(moments, high, wide)
 
     def rope_span(self, size: PartSize) -> int | None:
-        """What follows goes on behind the grid, however long the clip is."""
+        """Return the position after the grid, where what follows continues for any length of the clip."""
         return None if self.stamped else max(size.extent[1:3]) // self.merge
 
     def dummy(self) -> PartSize:
@@ -187,14 +187,14 @@ class HFVideos(VideoFiles):
         return PartSize(side * side, 1, side * side, (1, side, side, self.times, self.times, 1, 1))
 
     def decoding_bytes(self, parts: Sequence[tuple[Header, PartSize]]) -> int:
-        """Beside what a decoder takes: of what the processor itself prepares, all pictures and values of a clip."""
-        beside = super().decoding_bytes(parts)
+        """Return what a decoder takes, and, if the processor prepares clips, all pictures and values of one."""
+        num_bytes = super().decoding_bytes(parts)
         if self.native:
-            return beside
+            return num_bytes
         whole = [
             3 * header[0] * header[1] * size.extent[3] + size.num_rows * self.row_bytes() for header, size in parts
         ]
-        return beside + max(whole)
+        return num_bytes + max(whole)
 
 
 @lru_cache(maxsize=1 << 14)
@@ -266,9 +266,9 @@ def _proven(videos: HFVideos, processor: Any) -> bool:
         size = videos.count_header((width, height, frames, seconds.numerator, seconds.denominator), Limits())
         numbers = videos.numbers(size)
         clip = np.random.default_rng(frames).integers(0, 256, (len(numbers), height, width, 3), np.uint8)
-        told = VideoMetadata(total_num_frames=frames, fps=videos._fps(size), frames_indices=list(numbers))
+        metadata = VideoMetadata(total_num_frames=frames, fps=videos._fps(size), frames_indices=list(numbers))
         values, grid = run.outputs(clip)
-        given = {GRID: np.array([size.extent[:3]]), "video_metadata": [told]}
+        given = {GRID: np.array([size.extent[:3]]), "video_metadata": [metadata]}
         text = processor.replace_video_token(given, video_idx=0)
         ours = "".join(
             piece if isinstance(piece, str) else piece * videos.placeholder for piece in videos.expand(size) or ()

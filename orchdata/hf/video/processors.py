@@ -99,8 +99,8 @@ class Running:
         """What `sample_frames` is called with: all settings of the processor, as its `preprocess` does."""
         names = self.processor.valid_kwargs.__annotations__
         held = {name: getattr(self.settings, name, None) for name in names}
-        beside = ("input_data_format", "do_convert_rgb", "do_sample_frames", "device", "video_metadata")
-        return {name: value for name, value in held.items() if name not in beside}
+        left_out = ("input_data_format", "do_convert_rgb", "do_sample_frames", "device", "video_metadata")
+        return {name: value for name, value in held.items() if name not in left_out}
 
     def outputs(self, clip: NDArray[np.uint8]) -> tuple[NDArray[np.float32], tuple[int, ...]]:
         """Patches of pictures (count, height, width, 3) that were taken already, and their grid."""

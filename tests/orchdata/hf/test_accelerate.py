@@ -185,11 +185,11 @@ def test_accumulating_over_an_epoch_of_unknown_length_is_refused(accelerator: An
     assert synced(accelerator, od.DataLoader(Endless(), batch_size=2)) == expected
 
 
-@pytest.mark.parametrize(("told", "words"), [(4, "more batches"), (8, "fewer batches")])
-def test_a_sampler_with_a_wrong_length_is_an_error_of_accumulation(accelerator: Any, told: int, words: str) -> None:
+@pytest.mark.parametrize(("length", "words"), [(4, "more batches"), (8, "fewer batches")])
+def test_a_sampler_with_a_wrong_length_is_an_error_of_accumulation(accelerator: Any, length: int, words: str) -> None:
     class Sampler(list[list[int]]):
         def __len__(self) -> int:
-            return told
+            return length
 
     accelerator.gradient_accumulation_steps = 4
     loader = od.DataLoader(Numbers(12), batch_sampler=Sampler([2 * step, 2 * step + 1] for step in range(6)))

@@ -267,7 +267,7 @@ def test_what_no_processor_tells_is_refused():
         audio_modality(split)
     louder = WhisperFeatureExtractor(**BRIEF)
     louder.mel_filters = 2 * louder.mel_filters  # which its JSON leaves out
-    with pytest.raises(ValueError, match="made anew from its JSON it gives other values"):
+    with pytest.raises(ValueError, match="built from its JSON it gives other values"):
         audio_modality(without_video(Qwen2AudioProcessor, louder))
     with pytest.raises(ValueError, match="long_clips must be"):
         audio_modality(processor_of("whisper"), long_clips="drop")

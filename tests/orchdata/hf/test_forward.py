@@ -78,7 +78,9 @@ def test_what_the_forward_does_not_take_is_refused_when_the_loader_is_made(tmp_p
     shards = write_samples(FAMILIES["llava"], made_up_samples(FAMILIES["llava"], 4), tmp_path)
     dataset = od.ShardDataset(shards, recipe=recipe)
     inputs = od.hf.Inputs(small_images(config))
-    with pytest.raises(ValueError, match="llava fails in its forward on samples of text alone, for image that") as told:
+    with pytest.raises(
+        ValueError, match="llava fails in its forward on samples of text alone, for image that"
+    ) as raised:
         od.DataLoader(dataset, batch_size=2, collate_fn=inputs, num_threads=0)
     for part in (
         "and on samples with an image",
@@ -87,8 +89,8 @@ def test_what_the_forward_does_not_take_is_refused_when_the_loader_is_made(tmp_p
         "version of transformers",
         "probe=False",
     ):
-        assert part in str(told.value)
-    assert "padded=True" not in str(told.value)  # which would not help
+        assert part in str(raised.value)
+    assert "padded=True" not in str(raised.value)  # which would not help
     od.DataLoader(dataset, batch_size=2, collate_fn=od.hf.Inputs(config, probe=False), num_threads=0)
     inputs.check(recipe, (), od.Balance())  # texts alone
 
@@ -153,7 +155,7 @@ def test_random_state_is_untouched_and_the_verdict_is_kept(monkeypatch: pytest.M
     [
         lambda held: [held],
         lambda held: {**held, "failed": [{}]},
-        lambda held: {**held, "failed": [{**held["failed"][0], "modalities": ["of nobody"]}]},
+        lambda held: {**held, "failed": [{**held["failed"][0], "modalities": ["unknown"]}]},
         lambda held: {**held, "failed": [{**held["failed"][0], "error": 3}]},
         lambda held: {**held, "reading": "image"},
         lambda held: {**held, "reading": [None]},
@@ -175,9 +177,9 @@ def test_a_kept_verdict_of_another_shape_is_found_anew(
 
 def test_a_configuration_with_towers_is_no_text_family() -> None:
     assert family_of(transformers.Phi4MultimodalConfig()) is None
-    with pytest.warns(UserWarning, match="batches of phi4_multimodal are padded") as told:
+    with pytest.warns(UserWarning, match="batches of phi4_multimodal are padded") as warned:
         assert od.hf.Inputs(transformers.Phi4MultimodalConfig()).padded
-    assert told[0].filename == __file__  # where the user called
+    assert warned[0].filename == __file__  # where the user called
     assert model_class(transformers.AudioFlamingo3Config()).__name__ == "AudioFlamingo3ForConditionalGeneration"
     for config in (transformers.SamConfig(), transformers.Wav2Vec2Config()):
         with pytest.raises(ValueError, match="has no model for .* that reads and writes text"):
@@ -218,10 +220,10 @@ def test_samples_that_change_each_other_are_refused(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(trial, "models_of", lambda config: map(sees_neighbours, models.models_of(config)))
     with pytest.raises(
         ValueError, match="llava lets samples of a microbatch, or their padding, change each other"
-    ) as told:
+    ) as raised:
         loader()
     for part in ("samples of text alone", "Balance(max_samples=1)", "probe=False"):
-        assert part in str(told.value)
+        assert part in str(raised.value)
     check._known.clear()
     with pytest.raises(ValueError, match="change each other"):
         loader()  # as it was kept

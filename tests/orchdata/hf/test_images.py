@@ -295,7 +295,7 @@ def test_rows_become_the_picture_that_was_cut(family: str, size: tuple[int, int]
     suffix, content = images.to_file(data, found, out, LIMITS)
     assert suffix == "png"
     shown = np.asarray(Image.open(io.BytesIO(content)))
-    assert np.array_equal(shown[:, : size[0]], picture)  # behind it stands the whole, where there are tiles
+    assert np.array_equal(shown[:, : size[0]], picture)  # the whole follows, if there are tiles
     assert shown.shape[1] == (size[0] + 56 if tiles > 1 else size[0])
 
 

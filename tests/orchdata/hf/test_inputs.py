@@ -83,10 +83,10 @@ def test_bounds_are_given_to_flash_attention(dataset: od.ShardDataset) -> None:
 
 def test_rotary_positions_that_a_long_sample_would_change_are_an_error(dataset: od.ShardDataset) -> None:
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    with pytest.warns(UserWarning, match="a sample of more than 20 tokens changes those of the samples beside it"):
+    with pytest.warns(UserWarning, match="a sample of more than 20 tokens changes those of the other samples"):
         inputs = od.hf.Inputs(llama(max_position_embeddings=20, rope_parameters=rope), padded=True)
         loader = od.DataLoader(dataset, batch_size=len(TEXTS), collate_fn=inputs, num_threads=0)
-    with pytest.raises(ValueError, match=r"changes those of the samples beside it.*max_samples=1"):
+    with pytest.raises(ValueError, match=r"changes those of the other samples.*max_samples=1"):
         next(iter(loader)).model_inputs()
     alone = od.DataLoader(dataset, batch_size=1, collate_fn=inputs, num_threads=0)
     assert len([batch.model_inputs() for batch in alone]) == len(TEXTS)

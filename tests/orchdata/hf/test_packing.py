@@ -253,13 +253,13 @@ def test_state_of_the_user_is_untouched() -> None:
 
 
 def test_ranks_whose_verdicts_differ_are_named() -> None:
-    told = {
+    texts = {
         rank: account({"inputs": od.hf.Inputs(llama(), probe=False, padded=padded).describe()})
         for rank, padded in enumerate([False, False, True])
     }
-    assert find_difference({rank: told[rank] for rank in (0, 1)}) == ""
+    assert find_difference({rank: texts[rank] for rank in (0, 1)}) == ""
     assert "rank 2 differs from the others: inputs.packs is true on ranks 0, 1, false on rank 2" in find_difference(
-        told
+        texts
     )
 
 

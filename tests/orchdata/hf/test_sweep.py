@@ -51,9 +51,9 @@ def test_a_processor_that_tells_no_text_for_a_clip_is_refused_with_the_way_out()
 def test_arrays_that_no_forward_takes_are_not_blamed_on_the_recipe() -> None:
     processor = outcomes.processor_of("kyutai_speech_to_text")
     inputs = od.hf.Inputs(transformers.LlamaConfig(), padded=True, probe=False)
-    with pytest.raises(ValueError, match="generate") as told:
+    with pytest.raises(ValueError, match="generate") as raised:
         inputs.check(od.hf.recipe(processor), ("audio",), od.Balance())
-    assert "make it of the model's processor" not in str(told.value)
+    assert "make it of the model's processor" not in str(raised.value)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -73,10 +73,10 @@ def test_padding_that_is_read_is_refused_also_of_a_sample_alone(
     tokens = {name: modality.slot.token_id for name, modality in recipe.modalities.items()}
     inputs = od.hf.Inputs(with_tokens(default_config("granite_speech"), processor, tokens))
     samples = outcomes._samples(recipe, processor)
-    loader, told = outcomes._loader(recipe, inputs, samples, tmp_path / "clips.tar", size=1)
+    loader, error = outcomes._loader(recipe, inputs, samples, tmp_path / "clips.tar", size=1)
     assert loader is None
     for part in ("granite_speech reads the padding of audio", "audio=None", "probe=False"):
-        assert part in told
+        assert part in error
     # The control: a processor that pads with zeros, as batches do.
     monkeypatch.setattr(type(recipe.audio), "pads_with_zeros", True)
     assert outcomes._loader(recipe, inputs, samples, tmp_path / "clips.tar", size=1)[0] is not None

@@ -155,7 +155,7 @@ def test_every_gradient_is_that_of_the_plain_loop(vl: Family, padded: bool, tmp_
     assert [each[0] for each in expected] == pytest.approx(found.losses, rel=1e-6)  # logits of float32 in its own loss
     for (_, theirs), ours in zip(expected, found.gradients, strict=True):
         assert distance(ours, theirs) < 1e-6
-    assert trainer.accelerator._dataloaders == []  # nobody has sharded it
+    assert trainer.accelerator._dataloaders == []  # nothing has sharded it
 
 
 def own_loss_loop(model: Any, loader: od.DataLoader) -> list[dict[str, Tensor]]:
