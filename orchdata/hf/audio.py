@@ -121,9 +121,9 @@ def audio_modality(processor: Any, *, long_clips: LongClips = "error") -> Whispe
     if long_clips not in ("error", "cut", "split"):
         raise ValueError(f"long_clips must be 'error', 'cut' or 'split', got {long_clips!r}")
     given = described(processor)
-    found = _by_rule(processor, given, long_clips)
-    if found is not None:
-        return found
+    modality = _by_rule(processor, given, long_clips)
+    if modality is not None:
+        return modality
     if long_clips == "split":
         raise ValueError(f'{name} decides by itself what becomes of long clips: long_clips="error" or "cut"')
     token, token_id = _audio_token(processor)
@@ -158,7 +158,7 @@ def _by_rule(processor: Any, given: str, long_clips: LongClips) -> WhisperAudio 
         raise ValueError('an encoder-decoder takes one window a text: long_clips="error" or "cut"')
     token, token_id = _audio_token(processor) if rule.get("places", True) else ("", 0)
     try:
-        found = WhisperAudio(
+        modality = WhisperAudio(
             **rule,
             slot=Slot(mark=token, token_id=token_id),
             sample_rate=extractor.sampling_rate,
@@ -171,7 +171,7 @@ def _by_rule(processor: Any, given: str, long_clips: LongClips) -> WhisperAudio 
         )
     except ValueError:
         return None
-    return found if _is_proven(found, processor, rebuilt(given)[1]) else None
+    return modality if _is_proven(modality, processor, rebuilt(given)[1]) else None
 
 
 def _is_proven(rule: WhisperAudio, processor: Any, kwargs: dict[str, Any]) -> bool:
@@ -181,17 +181,17 @@ def _is_proven(rule: WhisperAudio, processor: Any, kwargs: dict[str, Any]) -> bo
     longest = rule.window_samples or 0
     for num_samples in {321, min(8_077, longest), *([longest - 100] if longest <= 60 * rule.sample_rate else [])}:
         wave = np.random.default_rng(num_samples).normal(scale=0.1, size=num_samples).astype(np.float32)
-        found, text = processed(processor, kwargs, wave)
+        arrays, text = processed(processor, kwargs, wave)
         size = rule.window_size(num_samples)
         rows = np.empty((size.rows, *rule.row_shape), np.float32)
         write_features(wave, rule, rows)
-        given = np.asarray(found["input_features"][0]).T[: size.filled if rule.fill == "none" else None]
+        given = np.asarray(arrays["input_features"][0]).T[: size.filled if rule.fill == "none" else None]
         ours = rows if rule.fill == "none" else rows[0]
         if text != (rule.slot.mark or "") * size.tokens or ours.shape != given.shape:
             return False
         if not np.allclose(ours, given, rtol=0, atol=1e-5):
             return False
-        mask = found.get("feature_attention_mask")
+        mask = arrays.get("feature_attention_mask")
         if mask is not None and int(np.asarray(mask).sum()) != size.filled:
             return False
     return True

@@ -98,8 +98,8 @@ class HFAudio(Clips):
         return {each.name: each.axis for each in self.shapes if each.per == "row"}
 
     def required_modules(self) -> tuple[str, ...]:
-        held = json.loads(self.processor)
-        return (*super().required_modules(), "transformers", held["class"][0], held["extractor"]["class"][0])
+        source = json.loads(self.processor)
+        return (*super().required_modules(), "transformers", source["class"][0], source["extractor"]["class"][0])
 
     def set_up_process(self) -> None:
         super().set_up_process()
@@ -112,15 +112,15 @@ class HFAudio(Clips):
 
     def part_axes(self, sizes: Sequence[PartSize]) -> Mapping[str, tuple[int, tuple[int, ...]]]:
         """Return frames and samples, of which the model takes one row a clip; windows follow one another."""
-        found: dict[str, tuple[int, tuple[int, ...]]] = {}
+        axes: dict[str, tuple[int, tuple[int, ...]]] = {}
         for each in self.shapes:
             if each.per == "row" and each.axis:
                 lengths = [
                     size.num_rows if each.is_array else len(_measured(self, size.extent[0]).extras[each.name])
                     for size in sizes
                 ]
-                found[each.name] = each.axis, tuple(lengths)
-        return found
+                axes[each.name] = each.axis, tuple(lengths)
+        return axes
 
     @property
     def pads_with_zeros(self) -> bool:
@@ -162,11 +162,11 @@ class HFAudio(Clips):
 
         wave = decode_wave(data, self.sample_rate, size.extent[0], limits)
         measured = _measured(self, size.extent[0])
-        found, text = processed(*rebuilt(self.processor), wave)
+        arrays, text = processed(*rebuilt(self.processor), wave)
         if text != _joined(measured.pieces, self.slot.mark or ""):
             raise DecodeError("its processor writes other text for the clip than for silence of its length")
         for each in self.shapes:
-            rows = each.rows(found.get(each.name))
+            rows = each.rows(arrays.get(each.name))
             expected = out[each.name] if each.is_array else measured.extras[each.name]
             if rows.shape != expected.shape or str(rows.dtype) != each.dtype:
                 raise DecodeError(
@@ -185,7 +185,7 @@ class HFAudio(Clips):
 
 def extractor_of(processor: Any) -> Any:
     """Its feature extractor of audio, or None."""
-    return next((found for name in _EXTRACTORS if (found := getattr(processor, name, None)) is not None), None)
+    return next((extractor for name in _EXTRACTORS if (extractor := getattr(processor, name, None)) is not None), None)
 
 
 def described(processor: Any) -> str:
@@ -208,26 +208,26 @@ def described(processor: Any) -> str:
             "do, or write an od.Modality"
         ) from error
     parameters = {key: value for key, value in parameters.items() if not key.endswith("_class")}
-    found = {
+    source = {
         "transformers": import_module("transformers").__version__,
         "class": path_of(processor),
         "extractor": {"name": name, "class": path_of(extractor), "parameters": parameters},
         "kwargs": {**_plain_items(kwargs), "sampling_rate": extractor.sampling_rate, "return_tensors": "pt"},
         "attributes": _plain_items(vars(processor)),
     }
-    return json.dumps(found, sort_keys=True)
+    return json.dumps(source, sort_keys=True)
 
 
 def _plain_items(values: Mapping[str, Any]) -> dict[str, Any]:
     """Those that JSON holds, but for templates of text."""
-    found: dict[str, Any] = {}
+    items: dict[str, Any] = {}
     for name, value in values.items():
         try:
             if name != "chat_template" and json.loads(json.dumps(value)) == value:
-                found[name] = value
+                items[name] = value
         except (TypeError, ValueError):
             continue
-    return found
+    return items
 
 
 @lru_cache(maxsize=8)
@@ -235,22 +235,22 @@ def rebuilt(given: str) -> tuple[Any, dict[str, Any]]:
     """The processor without its tokenizer, and what its audio method is called with: by several threads, which change
     nothing.
     """
-    held = json.loads(given)
-    kind, extractor = class_at(held["class"]), held["extractor"]
+    source = json.loads(given)
+    kind, extractor = class_at(source["class"]), source["extractor"]
     processor = kind.__new__(kind)
-    for name, value in held["attributes"].items():
+    for name, value in source["attributes"].items():
         setattr(processor, name, value)
     setattr(processor, extractor["name"], class_at(extractor["class"])(**extractor["parameters"]))
-    return processor, held["kwargs"]
+    return processor, source["kwargs"]
 
 
 def processed(processor: Any, kwargs: dict[str, Any], wave: NDArray[np.float32]) -> tuple[dict[str, Any], str]:
     """Arrays, by the name that the model has for them, and the text of a clip."""
-    found, texts = processor._process_audio([wave], **kwargs)
+    arrays, texts = processor._process_audio([wave], **kwargs)
     if getattr(processor, "audio_token", None) is not None and len(texts) != 1:
         raise ValueError(f"it writes {len(texts)} texts for one clip")
     unused = set(processor.unused_input_names)
-    return {name: as_array(value) for name, value in found.items() if name not in unused}, "".join(texts)
+    return {name: as_array(value) for name, value in arrays.items() if name not in unused}, "".join(texts)
 
 
 @lru_cache(maxsize=1 << 12)
@@ -258,14 +258,14 @@ def _measured(modality: HFAudio, num_samples: int) -> _Measured:
     """A clip of so many samples, by silence of its length."""
     called = rebuilt(modality.processor)
     wave = np.zeros(num_samples, np.float32)
-    found, text = processed(*called, wave)
+    arrays, text = processed(*called, wave)
     is_cut = False
     if num_samples > _SHORT_SECONDS * modality.sample_rate:
         tail = int(_TAIL_SECONDS * modality.sample_rate)
         wave[-tail:] = np.random.default_rng(0).normal(size=tail)
         other, _ = processed(*called, wave)
-        is_cut = all(np.array_equal(value, other[name]) for name, value in found.items())
-    shaped = {each: each.rows(found.get(each.name)) for each in modality.shapes}
+        is_cut = all(np.array_equal(value, other[name]) for name, value in arrays.items())
+    shaped = {each: each.rows(arrays.get(each.name)) for each in modality.shapes}
     num_rows = next((len(rows) for each, rows in shaped.items() if each.is_array and each.per == "row"), 1)
     extras = {each.name: rows.copy() for each, rows in shaped.items() if not each.is_array}
     mark = modality.slot.mark
@@ -305,11 +305,11 @@ def shapes_of(processor: Any, given: str, sample_rate: int) -> tuple[Shape, ...]
     """
     called = rebuilt(given)
     noise = np.random.default_rng(0).normal(scale=0.1, size=sample_rate).astype(np.float32)
-    (own, own_text), (found, text) = (processed(each, called[1], noise) for each in (processor, called[0]))
+    (own, own_text), (arrays, text) = (processed(each, called[1], noise) for each in (processor, called[0]))
     if (
         own_text != text
-        or own.keys() != found.keys()
-        or any(not np.array_equal(own[name], found[name]) for name in own)
+        or own.keys() != arrays.keys()
+        or any(not np.array_equal(own[name], arrays[name]) for name in own)
     ):
         raise ValueError("built from its JSON it gives other values")
     runs = [processed(*called, np.zeros(int(seconds * sample_rate), np.float32))[0] for seconds in _TRIED_SECONDS]

@@ -108,10 +108,10 @@ def model_class(config: Any) -> type[Any]:
     first = [f"MODEL_FOR_{task}_MAPPING" for task in _TASKS]
     for name in dict.fromkeys((*first, *sorted(names))):
         mapping = getattr(modeling_auto, name, {})
-        found: type[Any] | None = mapping.get(type(config), None)
-        # Of other tasks, those whose models write text: AudioFlamingo3 is found as one from sequence to sequence.
-        if found is not None and (name in first or _writes_text(found)):
-            return found
+        kind: type[Any] | None = mapping.get(type(config), None)
+        # Of other tasks, those whose models write text: AudioFlamingo3 is listed as one from sequence to sequence.
+        if kind is not None and (name in first or _writes_text(kind)):
+            return kind
     raise ValueError(
         f"transformers {import_module('transformers').__version__} has no model for {type(config).__name__} that reads "
         "and writes text, which od.hf.Inputs is for: give the configuration of one (its model_type is "

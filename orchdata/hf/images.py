@@ -126,10 +126,10 @@ class HFImages(ImageFiles):
         width, height = header
         check_size(width, height, limits)
         try:
-            found = _found(self, width, height)
+            counted = _found(self, width, height)
         except (ValueError, ZeroDivisionError) as error:  # an aspect ratio that the processor refuses
             raise DecodeError(f"an image of {width} x {height} pixels, which its processor refuses: {error}") from error
-        return self._size(found, (width, height))
+        return self._size(counted, (width, height))
 
     def among(self, size: PartSize, count: int) -> PartSize:
         """LLaVA-OneVision takes the whole picture alone of each image of several, without its tiles."""
@@ -157,10 +157,11 @@ class HFImages(ImageFiles):
         self, data: bytes | memoryview, size: PartSize, out: Mapping[str, NDArray[Any]], limits: Limits
     ) -> None:
         pixels, transparency = load_rgb(data, limits)
-        found, indexed = pixels.shape[1::-1], (size.extent[0], size.extent[1])
-        if found != indexed:
+        decoded, indexed = pixels.shape[1::-1], (size.extent[0], size.extent[1])
+        if decoded != indexed:
             raise DecodeError(
-                f"decoded to {found[0]} x {found[1]} pixels, the index says {indexed[0]} x {indexed[1]}: index again"
+                f"decoded to {decoded[0]} x {decoded[1]} pixels, the index says {indexed[0]} x {indexed[1]}: "
+                "index again"
             )
         sharing = self._sharing(size) or 1
         if self.native and sharing == 1 and transparency is None:
@@ -237,8 +238,8 @@ class HFImages(ImageFiles):
             side = self.merge
             grid = _found(self, *_LOOKED_AT[0]).numbers
             return PartSize(side * side * self.row_positions, 1, side * side, (0, 0, *self._with_grid(grid, side)))
-        found = [self._size(_found(self, *size), size) for size in _LOOKED_AT]
-        least = min(found, key=lambda size: (size.num_rows, size.tokens))
+        sizes = [self._size(_found(self, *size), size) for size in _LOOKED_AT]
+        least = min(sizes, key=lambda size: (size.num_rows, size.tokens))
         is_tiled = len(next(each.shape for each in self.outputs if each.per == "row")) == 3
         if not is_tiled or any(each.per == "size" for each in self.outputs):
             return least
@@ -246,13 +247,13 @@ class HFImages(ImageFiles):
 
     def _with_grid(self, numbers: Sequence[int], side: int) -> tuple[int, ...]:
         """What follows from the size of an image, of one whose grid is a square of so many patches."""
-        found, first = list(numbers), 0
+        changed, first = list(numbers), 0
         for each in self.outputs:
             if each.per == "size":
                 if each.name == _GRID:
-                    found[first : first + each.count] = (1, side, side)
+                    changed[first : first + each.count] = (1, side, side)
                 first += each.count
-        return tuple(found)
+        return tuple(changed)
 
     def fill_dummy(self, size: PartSize, out: Mapping[str, NDArray[Any]]) -> None:
         """Fill pixels with zeros; masks and positions are those of a blank image."""
@@ -260,9 +261,9 @@ class HFImages(ImageFiles):
         others = [each for each in self.outputs if each.per != "size" and not _is_pixels(each)]
         if not others or self.merge:
             return
-        found, _ = running(self.source).measured(*size.extent[:2])
+        blank, _ = running(self.source).measured(*size.extent[:2])
         for each in others:
-            values = stored(found[each.name], each.dtype)
+            values = stored(blank[each.name], each.dtype)
             out[each.name][...] = (values[0] if each.batched else values)[: len(out[each.name])]
 
     def decoding_bytes(self, parts: Sequence[tuple[Header, PartSize]]) -> int:
@@ -270,13 +271,13 @@ class HFImages(ImageFiles):
         rows = 0 if self.native else max(size.num_rows for _, size in parts)
         return super().decoding_bytes(parts) + rows * self.row_bytes()
 
-    def _size(self, found: _Found, size: tuple[int, int]) -> PartSize:
-        positions = found.rows * self.row_positions
-        if found.expansion is None:
-            tokens = found.rows // self.merge**2 if self.merge else positions
+    def _size(self, counted: _Found, size: tuple[int, int]) -> PartSize:
+        positions = counted.rows * self.row_positions
+        if counted.expansion is None:
+            tokens = counted.rows // self.merge**2 if self.merge else positions
         else:
-            tokens = sum(run for run in found.expansion if isinstance(run, int))
-        return PartSize(positions, tokens, found.rows, (*size, *found.numbers))
+            tokens = sum(run for run in counted.expansion if isinstance(run, int))
+        return PartSize(positions, tokens, counted.rows, (*size, *counted.numbers))
 
     def _read(self, outputs: Outputs, text: str | None) -> _Found:
         rows = next(each.num_rows(outputs) for each in self.outputs if each.per == "row")
@@ -343,7 +344,7 @@ def image_modality(processor: Any, *, patch_size: int | None = None) -> HFImages
     kept = set(seen[0][0]) if whole is None else _inputs(whole, seen[0][0])
     with suppress(*_NO_RULE):
         kept &= run.ruled(*_LOOKED_AT[0])[0].keys()
-    outputs = _outputs(name, [found for found, _ in seen], kept)
+    outputs = _outputs(name, [each for each, _ in seen], kept)
     merge = getattr(image_processor, "merge_size", 0) if any(o.name == _GRID for o in outputs) else 0
     if whole is None and not merge and patch_size is None:
         raise ValueError(f"{name} does not say how many tokens an image becomes: give its processor, or patch_size")
@@ -357,9 +358,9 @@ def image_modality(processor: Any, *, patch_size: int | None = None) -> HFImages
         slot=slot,
         num_extents=2 + sum(each.count for each in outputs if each.per == "size"),
     )
-    counted = [measured._read(found, text) for found, text in seen]
+    counted = [measured._read(each, text) for each, text in seen]
     ruled = replace(measured, counted="rule")
-    given = [found for found, _ in seen]
+    given = [each for each, _ in seen]
     if _says(ruled, counted):
         if _prepares(ruled, looked_at, given):
             return replace(ruled, native=True)
@@ -404,9 +405,9 @@ def _takes_arrays(source: str, looked_at: Sequence[NDArray[np.uint8]], seen: Seq
     """Whether an image processor makes of bytes, to the bit, what it makes of Pillow's images."""
     try:
         for image, expected in zip(looked_at, seen, strict=True):
-            found, _ = running(source).outputs(image.copy())
-            if found.keys() != expected.keys() or not all(
-                np.array_equal(as_array(found[name]), as_array(expected[name])) for name in expected
+            made, _ = running(source).outputs(image.copy())
+            if made.keys() != expected.keys() or not all(
+                np.array_equal(as_array(made[name]), as_array(expected[name])) for name in expected
             ):
                 return False
     except Exception:  # noqa: BLE001 - of classes that take Pillow's images alone; those they get
@@ -446,7 +447,7 @@ def _outputs(name: str, seen: Sequence[Outputs], kept: set[str]) -> tuple[Output
             f"{name} gives {main} with {dims} axes, which are not rows of tiles or patches: no batch holds it"
         )
     batched = dims in (3, 5)
-    found = []
+    described = []
     for each in names:
         shapes = [as_shape(outputs[each]) for outputs in seen]
         rows = [as_shape(outputs[main])[1 if batched else 0] for outputs in seen]
@@ -467,8 +468,8 @@ def _outputs(name: str, seen: Sequence[Outputs], kept: set[str]) -> tuple[Output
                 f"{name} gives {each} whose rows have another shape for every image ({shown}): only processors whose "
                 "tiles or patches are all of one shape can be used"
             )
-        found.append(Output(name=each, shape=shape.pop(), dtype=dtype, per=per, batched=batched and per == "row"))
-    return tuple(found)
+        described.append(Output(name=each, shape=shape.pop(), dtype=dtype, per=per, batched=batched and per == "row"))
+    return tuple(described)
 
 
 def _slot(processor: Any, text: str | None) -> Slot:
@@ -512,7 +513,7 @@ def _row_positions(outputs: Sequence[Output], processor: Any, patch: int | None)
     high, wide = shape[1:]
     patch = patch or getattr(processor, "patch_size", None)
     names = ("num_image_tokens", "image_seq_length", "image_seq_len")
-    tokens = next((found for name in names if isinstance(found := getattr(processor, name, None), int)), 1)
+    tokens = next((number for name in names if isinstance(number := getattr(processor, name, None), int)), 1)
     side = isqrt(tokens)
     fits = [each for each in _PATCH_SIDES if side * side == tokens and high >= each and (high // each) % side == 0]
     patch = patch or (fits[0] if fits else None)

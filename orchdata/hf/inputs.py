@@ -65,15 +65,15 @@ class Inputs:
     Attributes:
         layout: of the batches.
         scales_loss: whether the model's own loss is the scaled one.
-        verdict: whether the model keeps packed samples apart, and how that was found out.
+        verdict: whether the model keeps packed samples apart, and the reason.
 
     Raises:
-        TypeError: what is no configuration, such as the model itself.
+        TypeError: `config` is no configuration, but for example the model itself.
         ValueError: a model that does not keep packed samples apart, with `padded=False` or `length`, or that keeps
             padded ones apart no better; a configuration without a model.
 
-    Warns where batches are padded because samples would see each other in one row, or because that could not be tried;
-    and where another attention implementation than the configuration's was tried.
+    Warns if batches are padded because samples would see each other in one row, or because that could not be tried;
+    and if another attention implementation than the configuration's was tried.
     """
 
     config: Any = field(kw_only=False)
@@ -97,10 +97,10 @@ class Inputs:
         object.__setattr__(self, "verdict", self._decide())
         if self.padded is None:
             object.__setattr__(self, "padded", not self.verdict.packs)
-        _ = self.scales_loss, self._takes  # asked once, here
+        _ = self.scales_loss, self._takes  # computed once, here
 
     def _decide(self) -> Verdict:
-        """The verdict on the configuration. Raises ValueError where it contradicts the arguments."""
+        """Return the verdict on the configuration. Raises ValueError if it contradicts the arguments."""
         if self.padded:
             return Verdict(packs=False, why="padded=True")
         verdict = self._known() or (self._tried() if self.probe else _untried(packs=self.padded is False))
@@ -127,7 +127,7 @@ class Inputs:
         return verdict
 
     def _known(self) -> Verdict | None:
-        """What needs no trial."""
+        """Return a verdict that needs no trial, or None."""
         if self.family.decoder or getattr(self.config, "is_encoder_decoder", False):
             return Verdict(packs=False, why=_ENCODER_DECODER)
         if self.family is _UNKNOWN:
@@ -172,7 +172,7 @@ class Inputs:
 
     @cached_property
     def _attention(self) -> str:
-        """Which implementation computes attention."""
+        """Name of the implementation that computes attention."""
         return attention_of(self.config) or "sdpa"
 
     @cached_property
@@ -184,19 +184,19 @@ class Inputs:
         return bool(self.family.sees_ahead) and not self.padded
 
     def describe(self) -> dict[str, Any]:
-        """What all ranks of a loader must have found out alike."""
+        """Return what must be equal on all ranks of a loader."""
         return {"model": self.config.model_type, "packs": self.verdict.packs, "tried with": self.verdict.attention}
 
     def check(self, recipe: Recipe, encoders: Collection[str], balance: Balance) -> None:
-        """Raise ValueError where the model would not see media as the recipe makes them, or not per phase; and where
-        its forward fails on a kind of sample that the recipe allows, as `forward.check` tries it.
+        """Raise ValueError if the model would not see media as the recipe makes them, or not per phase; and if its
+        forward fails on a kind of sample that the recipe allows, as `forward.check` tries it.
         """
         kind = self.config.model_type
         for name in encoders:
             modality, slot = recipe.modalities[name], recipe.slots[name]
             named = {_ARRAYS.get(array, array) if name == "image" else array for array in modality.arrays()}
             if unknown := sorted(named - self._takes):
-                # Who made the recipe of a processor needs no advice to do so.
+                # No advice to make the recipe of a processor if it was made so.
                 advice = (
                     "its processor makes them for something else than the forward, such as generate(), or this "
                     "processor and this configuration do not belong together"
@@ -252,56 +252,54 @@ class Inputs:
         llm, family = batch.llm, self.family
         if family.decoder:
             return self._decoded(batch)
-        found: dict[str, Any] = {"input_ids": as_rows(llm.input_ids), "use_cache": False}
+        arguments: dict[str, Any] = {"input_ids": as_rows(llm.input_ids), "use_cache": False}
         if self.padded:
             assert llm.attention_mask is not None
-            found["attention_mask"] = llm.attention_mask.long()
+            arguments["attention_mask"] = llm.attention_mask.long()
         if not self.padded or family in FAMILIES.values():  # padded, a model of text counts by itself
-            found["position_ids"] = _positions(llm, family)
+            arguments["position_ids"] = _positions(llm, family)
         if self._makes_masks:
-            found["attention_mask"] = packed_masks(batch, self.config, family.sees_ahead, self._attention)
+            arguments["attention_mask"] = packed_masks(batch, self.config, family.sees_ahead, self._attention)
         elif not self.padded and "flash" in self._attention:
             bounds = llm.cu_seqlens
-            found |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
-            found |= {"max_length_q": llm.max_seqlen, "max_length_k": llm.max_seqlen}
+            arguments |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+            arguments |= {"max_length_q": llm.max_seqlen, "max_length_k": llm.max_seqlen}
         if family is _UNKNOWN and "mm_token_type_ids" in self._takes:
-            found["mm_token_type_ids"] = _media_types(llm)
+            arguments["mm_token_type_ids"] = _media_types(llm)
         elif family.sees_ahead:
-            found["token_type_ids"] = _token_types(llm, family)
+            arguments["token_type_ids"] = _token_types(llm, family)
         if family.expects_runs:
             _check_runs(llm, self.config)
         if self._rope is not None and self.probe:
-            _check_lengths(self._rope, self.config.model_type, batch, found)
+            _check_lengths(self._rope, self.config.model_type, batch, arguments)
         if self.scales_loss and batch.loss_weights is None:
-            found |= {"labels": as_rows(llm.labels), "num_items_in_batch": 1 / batch.loss_scale}
-        return found if batch.routes else found | self.media_arguments(batch)
+            arguments |= {"labels": as_rows(llm.labels), "num_items_in_batch": 1 / batch.loss_scale}
+        return arguments if batch.routes else arguments | self.media_arguments(batch)
 
     def tower_arguments(self, batch: Batch, name: str) -> dict[str, Any]:
-        """What the method that encodes a modality takes of it."""
+        """Return the arguments of the method that encodes a modality."""
         method = inspect.signature(getattr(model_class(self.config), TOWERS[name])).parameters
-        held = self._media(batch.media[name], is_dummy=_is_dummy(batch, name))
-        return {argument: value for argument, value in held.items() if argument in method}
+        arguments = self._media(batch.media[name], is_dummy=_is_dummy(batch, name))
+        return {argument: value for argument, value in arguments.items() if argument in method}
 
     def media_arguments(self, batch: Batch) -> dict[str, Any]:
-        """Media alone: what towers take."""
-        found: dict[str, Any] = {}
-        for name, held in batch.media.items():
-            found |= self._media(held, is_dummy=_is_dummy(batch, name))
-        return found
+        """Return the arguments that towers take, of all media."""
+        arguments: dict[str, Any] = {}
+        for name, media in batch.media.items():
+            arguments |= self._media(media, is_dummy=_is_dummy(batch, name))
+        return arguments
 
-    def _media(self, held: MediaBatch, *, is_dummy: bool) -> dict[str, Any]:
-        arrays = dict(held.arrays)
-        if (
-            "audio_feature_lengths" in arrays
-        ):  # frames of all clips follow one another, and the model wants one clip a row
+    def _media(self, media: MediaBatch, *, is_dummy: bool) -> dict[str, Any]:
+        arrays = dict(media.arrays)
+        if "audio_feature_lengths" in arrays:  # all clips' frames follow one another; the model wants one clip a row
             lengths = arrays.pop("audio_feature_lengths")
             clips = arrays["input_features"].split(lengths.tolist())
             padded = torch.nn.utils.rnn.pad_sequence(list(clips), batch_first=True)
-            places = torch.arange(padded.shape[1], device=lengths.device)
+            frames = torch.arange(padded.shape[1], device=lengths.device)
             arrays["input_features"] = padded.transpose(1, 2)
-            arrays["feature_attention_mask"] = (places < lengths[:, None]).long()
+            arrays["feature_attention_mask"] = (frames < lengths[:, None]).long()
         if self.family is _UNKNOWN:
-            arrays |= _by_part(held, self._takes)
+            arrays |= _by_part(media, self._takes)
         arrays = {_ARRAYS.get(array, array): tensor for array, tensor in arrays.items()}
         if "grid_hw" in arrays:  # of a plain od.ImagePreprocessor
             grid = arrays.pop("grid_hw").long()
@@ -318,8 +316,8 @@ class Inputs:
         """Return the arguments of an encoder-decoder, which predicts each token from those before it."""
         llm = batch.llm
         assert llm.attention_mask is not None
-        for name, held in batch.media.items():
-            clips = len(held.cu_seqlens) - 1
+        for name, media in batch.media.items():
+            clips = len(media.cu_seqlens) - 1
             if clips != len(llm.input_ids):
                 raise ValueError(
                     f"{self.config.model_type} hears one clip a sample, and {len(batch.keys)} samples have {clips} "
@@ -355,24 +353,24 @@ def _arguments_of(config: Any) -> tuple[Arguments, Arguments]:
     )
 
 
-def _by_part(held: MediaBatch, takes: Collection[str]) -> dict[str, Tensor]:
+def _by_part(media: MediaBatch, takes: Collection[str]) -> dict[str, Tensor]:
     """Return arrays that models take as one tensor a part, (num_parts, ...), padded with zeros; if no array says which
     rows are a part's own, also the mask that the forward takes.
     """
-    found: dict[str, Tensor] = {}
-    for name, (axis, lengths) in held.part_axes.items():
-        padded = torch.nn.utils.rnn.pad_sequence(list(held.arrays[name].split(list(lengths))), batch_first=True)
-        found[name] = padded.movedim(1, axis)
-    for name, (_, lengths) in held.part_axes.items():
+    arrays: dict[str, Tensor] = {}
+    for name, (axis, lengths) in media.part_axes.items():
+        padded = torch.nn.utils.rnn.pad_sequence(list(media.arrays[name].split(list(lengths))), batch_first=True)
+        arrays[name] = padded.movedim(1, axis)
+    for name, (_, lengths) in media.part_axes.items():
         mask = next((each for each in _masks_of(name) if each in takes), None)
-        if mask is not None and len(held.part_axes) == 1:
-            counts = torch.tensor(lengths, device=found[name].device)
-            found[mask] = torch.arange(max(lengths), device=counts.device) < counts[:, None]
-    return found
+        if mask is not None and len(media.part_axes) == 1:
+            counts = torch.tensor(lengths, device=arrays[name].device)
+            arrays[mask] = torch.arange(max(lengths), device=counts.device) < counts[:, None]
+    return arrays
 
 
 def _masks_of(array: str) -> tuple[str, ...]:
-    """What models call the mask of an array of frames."""
+    """Return the names that models have for the mask of an array of frames."""
     prefix = array.removesuffix("input_features")
     if prefix == array:
         return ()
@@ -380,9 +378,9 @@ def _masks_of(array: str) -> tuple[str, ...]:
 
 
 def _by_sample(sharing: Tensor) -> Tensor:
-    """How many images each sample has, from how many that of each image has: all that matters is whether it is one.
+    """Return the number of images of each sample, from that number for each image: it only matters whether it is one.
 
-    Raises ValueError where an image of several stands alone, as it may where parts are encoded on any rank.
+    Raises ValueError if an image of a sample with several is alone, which happens if parts are encoded on any rank.
     """
     counts: list[int] = []
     together = 0
@@ -411,7 +409,7 @@ def _check_lengths(rope: SwitchingRope, model: str, batch: Batch, arguments: Map
 
 
 def _is_dummy(batch: Batch, name: str) -> bool:
-    """Whether what this rank encodes of a modality is a dummy."""
+    """Return whether this rank encodes a dummy of a modality."""
     return batch.media[name].num_tokens == 0 if batch.routes else name in batch.llm.dummies
 
 

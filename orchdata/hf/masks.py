@@ -24,11 +24,11 @@ def packed_masks(batch: Batch, config: Any, sees_ahead: str, attention: str) -> 
         ValueError: a sample longer than the sliding window of a model that takes one mask for all layers.
     """
     llm = batch.llm
-    places = torch.arange(len(llm.input_ids), device=llm.input_ids.device)
-    sample = torch.searchsorted(llm.cu_seqlens[1:].long(), places, right=True)
+    positions = torch.arange(len(llm.input_ids), device=llm.input_ids.device)
+    sample = torch.searchsorted(llm.cu_seqlens[1:].long(), positions, right=True)
     group = _parts(llm) if sees_ahead == "media" else _prefixes(llm, sample)
     together = (group[:, None] == group) & (group > 0)
-    sees_before = places[:, None] >= places
+    sees_before = positions[:, None] >= positions
     full = (sample[:, None] == sample) & (sees_before | together)
     window = getattr(config.get_text_config(), "sliding_window", None)
     if sees_ahead != "media":
@@ -39,15 +39,15 @@ def packed_masks(batch: Batch, config: Any, sees_ahead: str, attention: str) -> 
                 f"masks of {config.model_type} do not know: use od.hf.Inputs(config, padded=True)"
             )
         return _as_taken(full, attention)
-    sliding = full if window is None else full & (places[:, None] - places < window)
+    sliding = full if window is None else full & (positions[:, None] - positions < window)
     return {"full_attention": _as_taken(full, attention), "sliding_attention": _as_taken(sliding, attention)}
 
 
 def _parts(llm: LLMBatch) -> Tensor:
     """Return the number of each token's media part, from 1; 0 for text. Consecutive tokens are one part."""
     media = torch.zeros_like(llm.input_ids)
-    for places in llm.media_positions.values():
-        media = media.index_fill(0, places, 1)
+    for positions in llm.media_positions.values():
+        media = media.index_fill(0, positions, 1)
     begins = media * (1 - torch.nn.functional.pad(media, (1, 0))[:-1])
     return media * begins.cumsum(0)
 

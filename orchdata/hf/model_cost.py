@@ -102,13 +102,13 @@ def cost(
             raise ValueError(f"{type(model).__name__} has no config: give the model of transformers inside of it")
         config = _thinker(model.config)
         described = _described(config, phases)
-        training = read(model, _places_of(config, described.phases), described.parameters)
+        training = read(model, _components_of(config, described.phases), described.parameters)
     else:
         config = _thinker(model)
         described = _described(config, phases)
-        training = said(_places_of(config, described.phases), **given)
-    found = CostModel(**_priced(config, described, training, phases))
-    return found if video_patches is None else _with_video(found, video_patches)
+        training = said(_components_of(config, described.phases), **given)
+    cost = CostModel(**_priced(config, described, training, phases))
+    return cost if video_patches is None else _with_video(cost, video_patches)
 
 
 def _with_video(model: CostModel, patches: int) -> CostModel:
@@ -148,14 +148,14 @@ def _described(config: Any, given: Mapping[str, Any]) -> _Described:
     if not wanted:
         return _Described(phases)
     try:
-        found = traced(config, wanted)
+        by_phase = traced(config, wanted)
     except Exception as error:  # noqa: BLE001 - a config may make its model raise anything
-        found = dict.fromkeys(wanted, error)
+        by_phase = dict.fromkeys(wanted, error)
     parameters: dict[str, str] = {}
-    for phase, each in found.items():
+    for phase, each in by_phase.items():
         words = {"tower": phase, "connector": f"{phase} {CONNECTOR}", "llm": BACKBONE}
-        parameters |= {name: words[place] for name, place in getattr(each, "places", {}).items()}
-    return _Described(phases, {phase: found[phase] for phase in wanted}, parameters)
+        parameters |= {name: words[component] for name, component in getattr(each, "components", {}).items()}
+    return _Described(phases, {phase: by_phase[phase] for phase in wanted}, parameters)
 
 
 def _is_open(given: Any) -> bool:
@@ -187,7 +187,7 @@ def _is_ruled(config: Any, phase: str) -> bool:
     return keys.get("model_type") in _RULED["whole"] and kind in _RULED["tower"]
 
 
-def _places_of(config: Any, phases: Iterable[str]) -> tuple[str, ...]:
+def _components_of(config: Any, phases: Iterable[str]) -> tuple[str, ...]:
     """The phases of a config, and the connectors of its towers: "image connector"."""
     phases = tuple(phases)
     # A decoder attends to its encoder, without anything between.
@@ -203,7 +203,7 @@ def _priced(
         has = ", ".join(described.phases) or "none"
         raise ValueError(f"the config has no phase {unknown[0]!r}, it describes {has}")
     priced: dict[str, Any] = {}
-    before = any(trained.gradients for place, trained in training.items() if place != BACKBONE)
+    before = any(trained.gradients for component, trained in training.items() if component != BACKBONE)
     for phase in described.phases:
         given, trained = phases.get(phase, {}), training[phase]
         if not isinstance(given, Mapping):
@@ -216,10 +216,10 @@ def _priced(
             passes["connector_trainable"] = training.get(f"{phase} {CONNECTOR}", FROZEN).share
         _check_known(phase, given)
         if phase in described.traced:
-            found = _of_trace(config, phase, described.traced[phase], {**passes, **given})
+            cost = _of_trace(config, phase, described.traced[phase], {**passes, **given})
         else:
-            found = _by_rule(config, phase, {**passes, **given})
-        priced[phase] = found + PhaseCost(trained.adapters) if trained.adapters else found
+            cost = _by_rule(config, phase, {**passes, **given})
+        priced[phase] = cost + PhaseCost(trained.adapters) if trained.adapters else cost
     return priced
 
 
@@ -243,17 +243,17 @@ def _by_rule(config: Any, phase: str, given: Mapping[str, Any]) -> PhaseCost:
     return _used(config, phase, whole)
 
 
-def _of_trace(config: Any, phase: str, found: Any, given: Mapping[str, Any]) -> PhaseCost:
-    if isinstance(found, Exception):
+def _of_trace(config: Any, phase: str, traced_phase: Any, given: Mapping[str, Any]) -> PhaseCost:
+    if isinstance(traced_phase, Exception):
         kind = model_keys(config).get("model_type")
         raise ValueError(
-            f"od.hf.cost has no rule for the {phase} phase of {kind}, and cannot trace it: {type(found).__name__}: "
-            f"{str(found)[:300]}. Give its cost, {phase}=od.PhaseCost(...), leave it out, {phase}=None, or write the "
-            f"whole by hand: cost={_by_hand(config)}"
-        ) from found
+            f"od.hf.cost has no rule for the {phase} phase of {kind}, and cannot trace it: "
+            f"{type(traced_phase).__name__}: {str(traced_phase)[:300]}. Give its cost, {phase}=od.PhaseCost(...), "
+            f"leave it out, {phase}=None, or write the whole by hand: cost={_by_hand(config)}"
+        ) from traced_phase
     options = {name: value for name, value in given.items() if name not in ("input_gradients", "cross_gradients")}
     gradients = bool(given["trainable"] or given["input_gradients"])
-    cost: PhaseCost = found.cost(**options, gradients=gradients)
+    cost: PhaseCost = traced_phase.cost(**options, gradients=gradients)
     return cost
 
 
@@ -276,8 +276,8 @@ def _by_hand(config: Any) -> str:
 
 
 def _size(keys: Mapping[str, Any] | None, *names: str, default: int) -> int:
-    found = ((keys or {}).get(name) for name in names)
-    return next((each for each in found if isinstance(each, int) and each > 0), default)
+    sizes = ((keys or {}).get(name) for name in names)
+    return next((each for each in sizes if isinstance(each, int) and each > 0), default)
 
 
 def _used(config: Any, phase: str, tower: TransformerCost) -> PhaseCost:
@@ -290,7 +290,7 @@ def _used(config: Any, phase: str, tower: TransformerCost) -> PhaseCost:
         chosen = chosen if isinstance(chosen, list | tuple) else [chosen]
         last = max(layer if layer >= 0 else tower.layers + 1 + layer for layer in chosen)
         unused = min(max(0, tower.layers - last), tower.layers - 1)
-    found = replace(tower, layers=tower.layers - unused).phase_cost()
+    cost = replace(tower, layers=tower.layers - unused).phase_cost()
     idle: dict[str, Any] = {
         "trainable": False,
         "input_gradients": False,
@@ -299,11 +299,11 @@ def _used(config: Any, phase: str, tower: TransformerCost) -> PhaseCost:
         "connector_first_macs": 0,
     }
     if unused:
-        found += replace(tower, layers=unused, **idle).phase_cost()
+        cost += replace(tower, layers=unused, **idle).phase_cost()
     if (
         phase == "image"
         and phase_keys(keys, phase) is not keys
         and (phase_keys(keys, phase) or {}).get("vision_use_head")
     ):
-        found += PhaseCost(4.0 * tower.hidden**2)  # SigLIP's pooling: keys and values
-    return found
+        cost += PhaseCost(4.0 * tower.hidden**2)  # SigLIP's pooling: keys and values
+    return cost

@@ -47,8 +47,8 @@ def loss_follows(config: Any) -> bool:
     follow. What was found is kept, as verdicts on packed samples are.
     """
     digest = kept.digest_of({**kept.facts_of(config), "rules": _RULES})
-    if (found := kept.find(digest, {"follows": bool})) is not None:
-        return bool(found["follows"])
+    if (stored := kept.find(digest, {"follows": bool})) is not None:
+        return bool(stored["follows"])
     try:
         follows = _tried(config)
     except Exception:  # noqa: BLE001 - a class that is built otherwise
@@ -71,13 +71,12 @@ def _tried(config: Any) -> bool:
         ids = torch.randint(0, vocab, (1, 5))
         labels = ids.clone()
         labels[0, :2] = IGNORE
-        places = torch.arange(5)[None]
-        found = [
-            model(input_ids=ids, position_ids=places, labels=labels, num_items_in_batch=items, use_cache=False)
+        positions = torch.arange(5)[None]
+        runs = [
+            model(input_ids=ids, position_ids=positions, labels=labels, num_items_in_batch=items, use_cache=False)
             for items in (0.5, 4)
         ]
-        expected = nn.functional.cross_entropy(found[0].logits[0, 1:-1].float(), labels[0, 2:], reduction="sum")
+        expected = nn.functional.cross_entropy(runs[0].logits[0, 1:-1].float(), labels[0, 2:], reduction="sum")
     return all(
-        torch.allclose(outputs.loss, expected / items, rtol=1e-5)
-        for outputs, items in zip(found, (0.5, 4), strict=True)
+        torch.allclose(outputs.loss, expected / items, rtol=1e-5) for outputs, items in zip(runs, (0.5, 4), strict=True)
     )

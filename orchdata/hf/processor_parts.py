@@ -25,13 +25,13 @@ class OwnByThread(threading.local, Generic[Built]):
 
     def __init__(self, build: Callable[[Mapping[str, Any]], Built]) -> None:
         self._build = build
-        self._held: dict[str, Built] = {}
+        self._built: dict[str, Built] = {}
 
     def __call__(self, source: str) -> Built:
-        found = self._held.get(source)
-        if found is None:
-            found = self._held[source] = self._build(json.loads(source))
-        return found
+        built = self._built.get(source)
+        if built is None:
+            built = self._built[source] = self._build(json.loads(source))
+        return built
 
 
 def path_of(value: Any) -> list[str]:
@@ -64,13 +64,13 @@ def placeholder_of(processor: Any) -> str:
 
 def runs(text: str, mark: str) -> tuple[str | int, ...]:
     """Text with marks in it -> strings, and numbers of marks in a row."""
-    found: list[str | int] = []
+    pieces: list[str | int] = []
     for at, piece in enumerate(text.split(mark)):
         if at:
-            if found and isinstance(found[-1], int):
-                found[-1] += 1
+            if pieces and isinstance(pieces[-1], int):
+                pieces[-1] += 1
             else:
-                found.append(1)
+                pieces.append(1)
         if piece:
-            found.append(piece)
-    return tuple(found)
+            pieces.append(piece)
+    return tuple(pieces)

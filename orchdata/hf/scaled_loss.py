@@ -24,7 +24,7 @@ def loss(outputs: Any, batch: Batch) -> Tensor:
         zero and joined to the graph.
 
     Raises:
-        ValueError: outputs without logits for every place of the batch, or a batch of another `collate_fn`.
+        ValueError: outputs without logits for every position of the batch, or a batch of another `collate_fn`.
     """
     if not isinstance(batch.inputs, Inputs):
         raise ValueError("od.hf.loss reads batches of a DataLoader with collate_fn=od.hf.Inputs(config)")

@@ -39,15 +39,15 @@ def encode(model: Any, batch: Batch, group: Any = None) -> dict[str, Any]:
             "and the model encodes them"
         )
     model = getattr(model, "module", model)
-    found: dict[str, Any] = {}
+    features: dict[str, Any] = {}
     for name in batch.media:
         if name not in inputs.family.part_features:
             raise ValueError(
                 f"{inputs.config.model_type} takes no features of {name} ready made: give them as batch.model_inputs() "
                 "does, under assignment='joint'"
             )
-        found[name] = _encoded(model, inputs, batch, name, group)
-    return found
+        features[name] = _encoded(model, inputs, batch, name, group)
+    return features
 
 
 def _encoded(model: Any, inputs: Inputs, batch: Batch, name: str, group: Any) -> Any:

@@ -35,15 +35,14 @@ _SHAPE: Final = {
     "untried": str,
 }
 _known: dict[str, Verdict] = {}
-"""What this process has found or read, by name."""
+"""Verdicts that this process has computed or read, by name."""
 
 
 def check_forward(inputs: Inputs, recipe: Recipe, encoders: Sequence[str], *, is_one_by_one: bool = False) -> None:
     """Refuse kinds of samples of which a tiny model of the same configuration fails, where it runs on text alone, and
     those that it gives another loss together than each alone.
 
-    What was found is kept in the cache folder, under all that it depends on. Where nothing can be tried, a warning says
-    so.
+    The result is stored in the cache folder, under all that it depends on. If nothing can be tried, a warning says so.
 
     Args:
         inputs: of a loader.
@@ -132,7 +131,7 @@ def _name(inputs: Inputs, recipe: Recipe, encoders: Sequence[str]) -> str | None
         config = json.loads(inputs.config.to_json_string(use_diff=False))
     except Exception:  # noqa: BLE001 - what a class of the user's raises; it is tried again then
         return None
-    held = {
+    facts = {
         "version": _VERSION,
         "config": config,
         "attention": attention_of(inputs.config),
@@ -142,28 +141,28 @@ def _name(inputs: Inputs, recipe: Recipe, encoders: Sequence[str]) -> str | None
         "encoders": list(encoders),
         **{name: str(import_module(name).__version__) for name in ("torch", "transformers")},
     }
-    return hashlib.blake2b(json.dumps(held, sort_keys=True).encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def _with_tuples(held: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields, with tuples for JSON's lists."""
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in held.items()}
+def _with_tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields with tuples instead of JSON's lists."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
 
 
 def _kept(name: str, encoders: Sequence[str]) -> Verdict | None:
     try:
-        held: Any = json.loads(read_small(CacheFolder().root / _FOLDER / f"{name}.json", _MOST_BYTES))
-        check_shape(held, _SHAPE, "it")
+        stored: Any = json.loads(read_small(CacheFolder().root / _FOLDER / f"{name}.json", _MOST_BYTES))
+        check_shape(stored, _SHAPE, "it")
     except (OSError, ValueError, RecursionError):
         return None  # not there, damaged or of another version: it is tried again
-    named = {modality for each in (*held["failed"], *held["differing"]) for modality in each["modalities"]}
-    if not (named | set(held["reading"])).issubset(encoders):
+    named = {modality for each in (*stored["failed"], *stored["differing"]) for modality in each["modalities"]}
+    if not (named | set(stored["reading"])).issubset(encoders):
         return None
     return Verdict(
-        failed=tuple(Failed(**_with_tuples(each)) for each in held["failed"]),
-        differing=tuple(Differs(**_with_tuples(each)) for each in held["differing"]),
-        reading=tuple(held["reading"]),
-        untried=held["untried"],
+        failed=tuple(Failed(**_with_tuples(each)) for each in stored["failed"]),
+        differing=tuple(Differs(**_with_tuples(each)) for each in stored["differing"]),
+        reading=tuple(stored["reading"]),
+        untried=stored["untried"],
     )
 
 

@@ -70,13 +70,13 @@ def kinds_of(recipe: Recipe, encoders: Sequence[str]) -> list[Kind]:
     unplaced = [name for name in made if not recipe.modalities[name].places]
     if unplaced:  # an encoder-decoder, of which each sample has one
         return [Kind(f"samples of {_called(name)} and text", ({name: 1}, {name: 1})) for name in unplaced]
-    found = [Kind("samples of text alone", ({}, {}))]
+    kinds = [Kind("samples of text alone", ({}, {}))]
     for name in made:
-        found.append(Kind(f"samples with {_called(name)}", ({name: 1}, {name: 1})))
-        found.append(Kind(f"samples with several parts of {name}", ({name: 2}, {})))
+        kinds.append(Kind(f"samples with {_called(name)}", ({name: 1}, {name: 1})))
+        kinds.append(Kind(f"samples with several parts of {name}", ({name: 2}, {})))
     if len(made) > 1:
-        found.append(Kind(f"samples with {' and '.join(made)} together", (dict.fromkeys(made, 1), {})))
-    return found
+        kinds.append(Kind(f"samples with {' and '.join(made)} together", (dict.fromkeys(made, 1), {})))
+    return kinds
 
 
 def _called(name: str) -> str:
@@ -138,15 +138,15 @@ def made_up(recipe: Recipe, kinds: Sequence[Kind]) -> Iterator[MadeUp]:
 def _usable_rows(index: Index, kinds: Sequence[Kind]) -> dict[str, NDArray[np.int64]]:
     """The rows of each kind's samples, each in the first form that the recipe takes; of kinds that have all theirs."""
     bad = set(index.bad_rows().tolist())
-    found: dict[str, NDArray[np.int64]] = {}
+    rows_of_kind: dict[str, NDArray[np.int64]] = {}
     for number, kind in enumerate(kinds):
         rows = []
         for at in range(len(kind.samples)):
             forms = (index.find_all(None, f"{number}-{at}-{form}") for form in range(len(_texts({}, 1))))
             rows.append(next(([row] for first, *_ in forms for row in [first] if row not in bad), []))
         if all(rows):
-            found[kind.name] = np.array([row for of_sample in rows for row in of_sample], np.int64)
-    return found
+            rows_of_kind[kind.name] = np.array([row for of_sample in rows for row in of_sample], np.int64)
+    return rows_of_kind
 
 
 def _texts(parts: Mapping[str, int], repeats: int) -> tuple[dict[str, bytes], ...]:

@@ -43,8 +43,8 @@ class Failed:
     Attributes:
         kind: its name.
         error: the model's own.
-        modalities: of which it fails; where batches without media fail, those whose dummies it fails on.
-        is_dummy: whether it fails on samples without media, for what stands in for them.
+        modalities: on which it fails; if batches without media fail, those of the dummies.
+        is_dummy: whether it fails on samples without media, because of their dummies.
         padded: whether the same samples, padded, are taken.
     """
 
@@ -102,30 +102,32 @@ def tried(inputs: Inputs, recipe: Recipe, encoders: Sequence[str]) -> Verdict:
             return Verdict(untried=f"no sample could be made up that the recipe takes: {samples.why_not()}")
         trial = _Trial(inputs, samples, tuple(encoders))
         smallest: Sized | None = None
-        found: dict[str, str] = {}
+        errors_by_kind: dict[str, str] = {}
         errors: dict[str, list[str]] = {}
         certain: list[tuple[Kind, str]] = []
         differing: tuple[Differs, ...] = ()
         reading: tuple[str, ...] = ()
         for model in models_of(inputs.config):
-            found = {kind.name: error for kind in pending if (error := trial.error(model, kind))}
+            errors_by_kind = {kind.name: error for kind in pending if (error := trial.error(model, kind))}
             if smallest is None:
                 smallest = model
-                taken = [kind for kind in pending if kind.name not in found]
+                taken = [kind for kind in pending if kind.name not in errors_by_kind]
                 differing = tuple(each for kind in taken if (each := trial.difference(model, kind)) is not None)
                 if differing:  # else nothing that padding holds matters
                     reading = tuple(name for kind in taken for name in trial.reads_padding(model, kind))
-            pending = [kind for kind in pending if kind.name in found]
-            sure = [kind for kind in pending if model.is_whole or found[kind.name] in errors.get(kind.name, ())]
-            certain += [(kind, found[kind.name]) for kind in sure]
+            pending = [kind for kind in pending if kind.name in errors_by_kind]
+            sure = [
+                kind for kind in pending if model.is_whole or errors_by_kind[kind.name] in errors.get(kind.name, ())
+            ]
+            certain += [(kind, errors_by_kind[kind.name]) for kind in sure]
             pending = [kind for kind in pending if kind not in sure]
             for kind in pending:
-                errors.setdefault(kind.name, []).append(found[kind.name])
+                errors.setdefault(kind.name, []).append(errors_by_kind[kind.name])
             if not pending:
                 break
         if smallest is None:
             return Verdict(untried="no tiny model of its configuration can be built and run on a text")
-        certain += [(kind, found[kind.name]) for kind in pending if len(errors[kind.name]) > 1]
+        certain += [(kind, errors_by_kind[kind.name]) for kind in pending if len(errors[kind.name]) > 1]
         failed = tuple(trial.explained(smallest, kind, error) for kind, error in certain)
         return Verdict(failed=failed, differing=differing, reading=reading, untried=_unsure(pending, errors))
 
@@ -170,8 +172,8 @@ class _Trial:
         difference = _relative(together, alone)
         if difference <= TOLERANCE or not math.isfinite(alone):
             return None
-        held = {name for parts in kind.samples for name in parts}
-        encoded = tuple(name for name in self.encoders if name in held)
+        present = {name for parts in kind.samples for name in parts}
+        encoded = tuple(name for name in self.encoders if name in present)
         return Differs(kind.name, difference, encoded)
 
     def reads_padding(self, model: Sized, kind: Kind) -> tuple[str, ...]:
@@ -192,7 +194,7 @@ class _Trial:
         """Summed over the tokens of a kind's samples, or of one of them.
 
         Args:
-            filled: modality whose shorter parts are followed by ones in place of zeros.
+            filled: modality of which the shorter parts are padded with ones instead of zeros.
         """
         own = self._own(model, self.inputs.padded)
         batch = self.samples.batch(kind, self.encoders, own.layout, only=only)
@@ -205,15 +207,15 @@ class _Trial:
         return replace(self.inputs, config=model.config, probe=False, length=None, padded=padded)
 
     def explained(self, model: Sized, kind: Kind, error: str) -> Failed:
-        """A kind that fails, and what would help."""
-        held = {name for parts in kind.samples for name in parts}
-        absent = [name for name in self.encoders if name not in held]
-        # Without what is not there the kind may be taken: then the dummies of that are what it fails on.
-        is_dummy = bool(absent) and not self.error(model, kind, encoders=tuple(held))
+        """Return a kind that fails, and what would help."""
+        present = {name for parts in kind.samples for name in parts}
+        absent = [name for name in self.encoders if name not in present]
+        # If the model takes the kind without the absent modalities, it fails on their dummies.
+        is_dummy = bool(absent) and not self.error(model, kind, encoders=tuple(present))
         if is_dummy:
-            guilty = [name for name in absent if self.error(model, kind, encoders=(*held, name))] or absent
+            guilty = [name for name in absent if self.error(model, kind, encoders=(*present, name))] or absent
         else:
-            guilty = [name for name in self.encoders if name in held]
+            guilty = [name for name in self.encoders if name in present]
         padded = not self.inputs.padded and not self.error(model, kind, padded=True)
         return Failed(kind.name, error, tuple(guilty), is_dummy, padded)
 
@@ -227,8 +229,8 @@ def _run(model: Sized, own: Inputs, batch: Batch, *, part_axes: PartAxes = Mappi
         return model.forward(**arguments)
 
 
-def _relative(found: float, expected: float) -> float:
-    return abs(found - expected) / max(abs(expected), 1e-30)
+def _relative(value: float, expected: float) -> float:
+    return abs(value - expected) / max(abs(expected), 1e-30)
 
 
 def _fill_with_ones(arguments: Mapping[str, Any], part_axes: PartAxes) -> None:

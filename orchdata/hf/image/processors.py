@@ -28,34 +28,34 @@ def source_of(processor: Any, image_processor: Any) -> str:
 
     Raises ValueError for classes that cannot be imported by name, TypeError for settings without a JSON form.
     """
-    held: dict[str, Any] = {
+    source: dict[str, Any] = {
         "image_processor": {"class": path_of(image_processor)},
         "call": {},
         "processor": None,
         "nested": False,
     }
-    held["image_processor"]["settings"] = json.loads(image_processor.to_json_string())
+    source["image_processor"]["settings"] = json.loads(image_processor.to_json_string())
     if getattr(image_processor, "backend", "pil") == "pil":
-        held["resizes"] = pass_order()
+        source["resizes"] = pass_order()
     if processor is not None:
         if not hasattr(processor, "_process_images"):
             raise ValueError(f"{type(processor).__name__} is no processor of transformers 5.21 or later")
         tokenizer = getattr(processor, "tokenizer", None)
         init_kwargs = getattr(tokenizer, "init_kwargs", {})
         merged = processor._merge_kwargs(processor.valid_processor_kwargs, tokenizer_init_kwargs=init_kwargs)
-        held["call"] = {name: value for name, value in merged["images_kwargs"].items() if name != "return_tensors"}
+        source["call"] = {name: value for name, value in merged["images_kwargs"].items() if name != "return_tensors"}
         # Some pass on their own arguments, such as the number of tokens of an image.
         own = inspect.signature(processor._process_images).parameters.values()
         named = [each.name for each in own if each.kind is not inspect.Parameter.VAR_KEYWORD]
-        held["call"] |= {name: merged[name] for name in named if name in merged and name not in held["call"]}
+        source["call"] |= {name: merged[name] for name in named if name in merged and name not in source["call"]}
         attributes = {name: value for name, value in vars(processor).items() if name not in _PARTS}
         attributes = {name: getattr(value, "content", value) for name, value in attributes.items()}
-        held["processor"] = {"class": path_of(processor)}
-        held["processor"]["attributes"] = {
+        source["processor"] = {"class": path_of(processor)}
+        source["processor"]["attributes"] = {
             name: _with_keys(value) for name, value in attributes.items() if _is_plain(value)
         }
-        held["nested"] = _takes_nested(processor)
-    return json.dumps(held, sort_keys=True)
+        source["nested"] = _takes_nested(processor)
+    return json.dumps(source, sort_keys=True)
 
 
 def _is_plain(value: Any) -> bool:
@@ -84,12 +84,12 @@ def _takes_nested(processor: Any) -> bool:
     blank = Image.new("RGB", (8, 8))
     text = [placeholder_of(processor)]
     try:
-        found = processor.prepare_inputs_layout(images=[blank], text=text)[0]
+        layout = processor.prepare_inputs_layout(images=[blank], text=text)[0]
     except KeyError:  # of those that look there for what they are called with
         init_kwargs = getattr(getattr(processor, "tokenizer", None), "init_kwargs", {})
         merged = processor._merge_kwargs(processor.valid_processor_kwargs, tokenizer_init_kwargs=init_kwargs)
-        found = processor.prepare_inputs_layout(images=[blank], text=text, **merged)[0]
-    return isinstance(found[0], list | tuple)
+        layout = processor.prepare_inputs_layout(images=[blank], text=text, **merged)[0]
+    return isinstance(layout[0], list | tuple)
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,8 @@ class Running:
             asked["input_data_format"] = "channels_last"
         if self.processor is None:
             return dict(self.image_processor(images, **asked)), None
-        found, texts = self.processor._process_images(images, **self.call, **asked)
-        return dict(found), texts[0] if texts else None
+        arrays, texts = self.processor._process_images(images, **self.call, **asked)
+        return dict(arrays), texts[0] if texts else None
 
     def text(self, outputs: Outputs) -> str | None:
         """The text that stands for an image of which these are the outputs, or their stand-ins."""
@@ -133,8 +133,8 @@ class Running:
         rule = rule_of(self.image_processor)
         if rule is None:
             raise LookupError(f"no rule for {type(self.image_processor).__name__}")
-        found = rule(self.settings, width, height)
-        return found, self.text(found)
+        arrays = rule(self.settings, width, height)
+        return arrays, self.text(arrays)
 
     def measured(self, width: int, height: int) -> tuple[Outputs, str | None]:
         """As `outputs`, of a grey image of this size."""
@@ -145,20 +145,20 @@ class Running:
 
 def modules_of(source: str) -> tuple[str, ...]:
     """Modules that the classes of a source are imported from."""
-    held = json.loads(source)
-    return tuple(held[name]["class"][0] for name in ("image_processor", "processor") if held[name] is not None)
+    parsed = json.loads(source)
+    return tuple(parsed[name]["class"][0] for name in ("image_processor", "processor") if parsed[name] is not None)
 
 
-def _built(held: Mapping[str, Any]) -> Running:
-    image_processor = class_at(held["image_processor"]["class"]).from_dict(held["image_processor"]["settings"])
+def _built(source: Mapping[str, Any]) -> Running:
+    image_processor = class_at(source["image_processor"]["class"]).from_dict(source["image_processor"]["settings"])
     processor = None
-    if held["processor"] is not None:
+    if source["processor"] is not None:
         # Without its constructor, which asks for a tokenizer that images do not need.
-        kind = class_at(held["processor"]["class"])
+        kind = class_at(source["processor"]["class"])
         processor = kind.__new__(kind)
-        attributes = {name: _without_marks(value) for name, value in held["processor"]["attributes"].items()}
+        attributes = {name: _without_marks(value) for name, value in source["processor"]["attributes"].items()}
         vars(processor).update(attributes, image_processor=image_processor)
-    return Running(image_processor, processor, held["call"], held["nested"])
+    return Running(image_processor, processor, source["call"], source["nested"])
 
 
 running: Final = OwnByThread(_built)

@@ -36,27 +36,27 @@ class Settings:
         """(3, 256): what the processor makes of each byte in each channel. Raises LookupError for other values."""
         levels = np.broadcast_to(np.arange(256, dtype=np.uint8), (3, 1, 256)).copy()
         means, stds = tuple(self.image_mean), tuple(self.image_std)
-        found: Any = levels
+        values: Any = levels
         if self.processor.backend == "torchvision":
             import torch
 
             scaling = (self.do_rescale, self.rescale_factor, self.do_normalize)
-            found = self.processor.rescale_and_normalize(torch.from_numpy(levels)[None], *scaling, means, stds)[
+            values = self.processor.rescale_and_normalize(torch.from_numpy(levels)[None], *scaling, means, stds)[
                 0
             ].numpy()
         else:
             if self.do_rescale:
-                found = self.processor.rescale(found, self.rescale_factor)
+                values = self.processor.rescale(values, self.rescale_factor)
             if self.do_normalize:
-                found = self.processor.normalize(found, means, stds)
-        if found.dtype != np.float32:
-            raise LookupError(f"values of {found.dtype}")
-        return np.ascontiguousarray(found.reshape(3, 256))
+                values = self.processor.normalize(values, means, stds)
+        if values.dtype != np.float32:
+            raise LookupError(f"values of {values.dtype}")
+        return np.ascontiguousarray(values.reshape(3, 256))
 
     def side(self, name: str) -> tuple[int, int]:
         """(height, width) of `size` or `crop_size`."""
-        held = dict(getattr(self, name))
-        return (held["height"], held["width"]) if "height" in held else (held["shortest_edge"], held["shortest_edge"])
+        size = dict(getattr(self, name))
+        return (size["height"], size["width"]) if "height" in size else (size["shortest_edge"], size["shortest_edge"])
 
 
 Rule = Callable[[Settings, int, int], Outputs]
@@ -105,8 +105,11 @@ def _limits_frames(resize: Callable[..., Any]) -> bool:
 
 
 def _patches_as_pictures(settings: Settings, width: int, height: int) -> Outputs:
-    found, side = _patches(settings, width, height), settings.patch_size
-    return {**found, "pixel_values": pixels(len(found["pixel_values"]), 3 * settings.temporal_patch_size, side, side)}
+    patches, side = _patches(settings, width, height), settings.patch_size
+    return {
+        **patches,
+        "pixel_values": pixels(len(patches["pixel_values"]), 3 * settings.temporal_patch_size, side, side),
+    }
 
 
 def _patches_and_merge(settings: Settings, width: int, height: int) -> Outputs:
@@ -172,8 +175,8 @@ def crops(settings: Settings, image: NDArray[Any]) -> Sequence[NDArray[Any]]:
     names = ("min_crop_size", "max_num_crops", "min_ratio_to_activate")
     chosen = {f"pan_and_scan_{name}": getattr(settings, f"pan_and_scan_{name}") for name in names}
     cut = getattr(settings.processor, "pan_and_scan_batched", None) or settings.processor.pan_and_scan
-    found: Sequence[NDArray[Any]] = cut(image, **chosen)
-    return found
+    cuts: Sequence[NDArray[Any]] = cut(image, **chosen)
+    return cuts
 
 
 def _pan_and_scan(settings: Settings, width: int, height: int) -> Outputs:

@@ -1,4 +1,4 @@
-"""What was found out about models before: in this process, and in orchdata's cache folder, for other runs and ranks.
+"""Earlier results about models: in this process, and in orchdata's cache folder, for other runs and ranks.
 
 An entry is a small JSON file, named by a digest of all that it depends on, which it repeats. One that is damaged, or of
 something else, is as good as none. A folder that cannot be written is no error.
@@ -64,8 +64,8 @@ def _without_names(value: Any) -> Any:
 
 
 def code_of(config: Any) -> dict[str, str]:
-    """Digests of the files that hold classes outside of transformers and torch, which have no version: those of the
-    models of a configuration and its parts, of the configurations, and of what these are derived from.
+    """Return digests of the files of classes outside of transformers and torch, which have no version: the models of a
+    configuration and its parts, the configurations, and their base classes.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
@@ -73,8 +73,8 @@ def code_of(config: Any) -> dict[str, str]:
     for _, part in parts(config):
         kinds.add(type(part))
         for mapping in (MODEL_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
-            found = mapping.get(type(part), None)
-            kinds |= {each for each in (found if isinstance(found, tuple | list) else (found,)) if each is not None}
+            known = mapping.get(type(part), None)
+            kinds |= {each for each in (known if isinstance(known, tuple | list) else (known,)) if each is not None}
     modules = {base.__module__ for kind in kinds for base in kind.__mro__}
     outside = [name for name in modules if name.partition(".")[0] not in _VERSIONED]
     return {name: _digest_of_file(name) for name in sorted(outside)}
@@ -98,13 +98,13 @@ def find(digest: str, fields: Mapping[str, type]) -> dict[str, Any] | None:
     if digest in _seen:
         return _seen[digest]
     try:
-        found = json.loads(read_small(CacheFolder().root / _KIND / f"{digest}.json", _MOST_BYTES))
-        check_shape(found, {"digest": str, **fields}, "it")
+        stored = json.loads(read_small(CacheFolder().root / _KIND / f"{digest}.json", _MOST_BYTES))
+        check_shape(stored, {"digest": str, **fields}, "it")
     except (OSError, ValueError, RecursionError):
         return None
-    if found["digest"] != digest:
+    if stored["digest"] != digest:
         return None
-    return _seen.setdefault(digest, {name: found[name] for name in fields})
+    return _seen.setdefault(digest, {name: stored[name] for name in fields})
 
 
 def keep(digest: str, entry: Mapping[str, Any], *, on_disk: bool = True) -> None:

@@ -30,7 +30,7 @@ class Sample:
 
     Attributes:
         ids, labels: int64 (T,); -100 where there is no loss.
-        media: places of a part of 2 x 2 tokens; none where its model does not look for parts.
+        media: positions of a part of 2 x 2 tokens; none if its model does not look for parts.
     """
 
     ids: Tensor
@@ -40,13 +40,13 @@ class Sample:
 
 def tried_samples(config: Any, family: Family) -> list[Sample]:
     """Random texts; with a part of media, and a prompt without loss, where masks or positions depend on them."""
-    found = []
+    samples = []
     for seed, length in enumerate(LENGTHS):
         ids = text_of(config, length, seed)
         labels = ids.clone()
         labels[: _PROMPT if family.sees_ahead == "prefix" else 1] = IGNORE
-        found.append(Sample(ids, labels, _MEDIA if family.mrope or family.sees_ahead == "media" else None))
-    return found
+        samples.append(Sample(ids, labels, _MEDIA if family.mrope or family.sees_ahead == "media" else None))
+    return samples
 
 
 def packed(samples: Sequence[Sample], *, mrope: bool) -> Batch:

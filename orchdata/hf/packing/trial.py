@@ -55,7 +55,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Found:
-    """What a trial found.
+    """The result of a trial.
 
     Attributes:
         packs: whether samples in one row get what each gets alone.
@@ -92,12 +92,12 @@ def keeps_apart(model: Any, family: Family, in_one_row: Arguments, in_rows: Argu
     return Found(packs, packs or noise <= _LARGEST, why)
 
 
-def _judged(found: Difference, noise: float) -> tuple[bool, str]:
+def _judged(difference: Difference, noise: float) -> tuple[bool, str]:
     tolerance = max(TOLERANCE, _NOISE_FACTOR * noise)
-    said = f"logits {found.logits:.1e} and gradients {found.gradients:.1e} off"
-    if found.largest <= tolerance <= _LARGEST:
+    said = f"logits {difference.logits:.1e} and gradients {difference.gradients:.1e} off"
+    if difference.largest <= tolerance <= _LARGEST:
         return True, f"keeps packed samples apart ({said})"
-    if tolerance > _LARGEST and found.largest <= tolerance:
+    if tolerance > _LARGEST and difference.largest <= tolerance:
         return False, f"gives a sample other results in another batch ({noise:.1e} off in padded rows)"
     return False, f"lets packed samples see each other ({said})"
 
@@ -108,12 +108,12 @@ def _outputs(model: Any, arguments: Arguments, batches: list[Batch]) -> Outputs:
     logits: list[Tensor] = []
     for batch in batches:
         labels = batch.llm.labels.view(-1, batch.llm.labels.shape[-1])
-        found = model(**arguments(batch)).logits.float()
+        predicted = model(**arguments(batch)).logits.float()
         loss = torch.nn.functional.cross_entropy(
-            found[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORE, reduction="sum"
+            predicted[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORE, reduction="sum"
         )
         loss.backward()
-        logits += _by_sample(found.detach(), batch.llm.lengths.tolist())
+        logits += _by_sample(predicted.detach(), batch.llm.lengths.tolist())
     zeros = (torch.zeros_like(each) if each.grad is None else each.grad for each in model.parameters())
     return Outputs(logits, [each.clone() for each in zeros])
 
@@ -132,17 +132,17 @@ def _noise(model: Any, arguments: Arguments, rows: Batch, alone: Outputs) -> flo
         return 0.0
 
 
-def _difference(found: Outputs, expected: Outputs) -> Difference:
+def _difference(outputs: Outputs, expected: Outputs) -> Difference:
     logits = max(
         float((one - other).abs().max() / other.abs().max())
-        for one, other in zip(found.logits, expected.logits, strict=True)
+        for one, other in zip(outputs.logits, expected.logits, strict=True)
     )
     largest = max((float(each.abs().max()) for each in expected.gradients if each.numel()), default=0.0)
     gradients = max(
         # Of gradients that are zero but for rounding, such as those of a key's bias, nothing can be said.
         (
             float((one - other).abs().max()) / max(float(other.abs().max()), 1e-3 * largest, 1e-30)
-            for one, other in zip(found.gradients, expected.gradients, strict=True)
+            for one, other in zip(outputs.gradients, expected.gradients, strict=True)
             if other.numel()
         ),
         default=0.0,

@@ -1,4 +1,4 @@
-"""Whether a configuration's model keeps packed samples apart, and how that was found out."""
+"""Whether a configuration's model keeps packed samples apart, and why."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Verdict:
         packs: whether it keeps packed samples apart.
         pads: whether it keeps padded samples apart, as far as that was tried.
         attention: the implementation that was tried; empty where nothing was.
-        why: what was found, in words.
+        why: the result as text.
     """
 
     packs: bool
@@ -55,9 +55,9 @@ class Verdict:
 
 
 def verdict_of(config: Any, family: Family, arguments_of: ArgumentsOf) -> Verdict:
-    """The verdict on a configuration: one that was kept, or found out now on a tiny model, in seconds.
+    """Return the verdict on a configuration: a stored one, or the result of trying a tiny model now, in seconds.
 
-    Where its attention implementation cannot run on a CPU, eager attention is tried in its place.
+    If its attention implementation cannot run on a CPU, eager attention is tried instead.
 
     Args:
         family: how its batches are read.
@@ -69,8 +69,8 @@ def verdict_of(config: Any, family: Family, arguments_of: ArgumentsOf) -> Verdic
     facts = {**kept.facts_of(config), "family": asdict(family), "rules": RULES}
     for attention in dict.fromkeys((wanted, "eager")):
         digest = kept.digest_of({**facts, "attention": attention})
-        if (found := kept.find(digest, _FIELDS)) is not None:
-            return Verdict(**found)
+        if (stored := kept.find(digest, _FIELDS)) is not None:
+            return Verdict(**stored)
         try:
             verdict = _found(config, family, arguments_of, attention)
         except NoTinyModelError as error:
@@ -94,9 +94,9 @@ def _found(config: Any, family: Family, arguments_of: ArgumentsOf, attention: st
     """Raises NoTinyModelError where a model cannot be built, or does not train on a sample alone."""
     model = tiny_model(config, attention or None, POSITIONS)
     try:
-        found = keeps_apart(model, family, *arguments_of(model.config))
+        trial = keeps_apart(model, family, *arguments_of(model.config))
     except Exception as error:
         raise NoTinyModelError(
             f"no tiny model of {config.model_type} trains: {type(error).__name__}: {error}"
         ) from error
-    return Verdict(packs=found.packs, pads=found.pads, attention=attention_of(model.config), why=found.why)
+    return Verdict(packs=trial.packs, pads=trial.pads, attention=attention_of(model.config), why=trial.why)

@@ -56,8 +56,8 @@ def fewer_layers(fields: Fields, of_each: int = 1) -> dict[str, Any]:
         kept = _kept(total, {**fields, **patterns}, of_each)
         changed |= {name: len(kept.layers) for name, value in counts.items() if value == total}
         for name, value in fields.items():
-            if (found := _of_layers(name, value, kept)) is not None:
-                changed[name] = found
+            if (values := _of_layers(name, value, kept)) is not None:
+                changed[name] = values
     shared = fields.get("num_kv_shared_layers")
     if shared and "layer_types" in changed:  # the last layers use keys of earlier layers of their kind
         changed |= _with_shared(changed)
@@ -66,17 +66,17 @@ def fewer_layers(fields: Fields, of_each: int = 1) -> dict[str, Any]:
 
 def _shorter_patterns(fields: Fields) -> dict[str, Any]:
     """Patterns said by a number, at most `_PERIOD` long."""
-    found: dict[str, Any] = {}
+    changed: dict[str, Any] = {}
     for name, value in fields.items():
         if type(value) is not int:
             continue
         if _PERIODS.fullmatch(name) and value > _PERIOD:
-            found[name] = _PERIOD
+            changed[name] = _PERIOD
         elif _OFFSETS.fullmatch(name) and value >= _PERIOD and _has_period(name, fields):
-            found[name] = _PERIOD - 1
+            changed[name] = _PERIOD - 1
         elif _LEADING.fullmatch(name) and value > 1:
-            found[name] = 1
-    return found
+            changed[name] = 1
+    return changed
 
 
 def _has_period(name: str, fields: Fields) -> bool:
@@ -131,7 +131,7 @@ def _numbers_layers(name: str, value: Any, total: int) -> bool:
 def _of_layers(name: str, value: Any, kept: Kept) -> Any:
     """A field about layers, of those that stay. None for other fields."""
     if _numbers_layers(name, value, kept.total):
-        return type(value)(place for place, layer in enumerate(kept.layers) if layer in value)
+        return type(value)(number for number, layer in enumerate(kept.layers) if layer in value)
     if _by_layer(value, kept.total):
         chosen = [value[layer] for layer in kept.layers]
         return "".join(chosen) if isinstance(value, str) else type(value)(chosen)

@@ -81,9 +81,9 @@ def _changed(config: Any, change: Change, of_each: int = 1) -> Any:
     smaller = copy.deepcopy(config)
     for is_text, each in parts(smaller):
         fields = {name: value for name, value in _fields(each).items() if not name.startswith("_")}
-        found = {**fewer_layers(fields, of_each), **_quiet(fields)}
-        found |= change({**fields, **found}, text=is_text)
-        for name, value in found.items():
+        new_fields = {**fewer_layers(fields, of_each), **_quiet(fields)}
+        new_fields |= change({**fields, **new_fields}, text=is_text)
+        for name, value in new_fields.items():
             each.__dict__[name] = value
         each.__dict__.pop("quantization_config", None)
     for _, each in parts(smaller):
@@ -117,17 +117,17 @@ def _fields(config: Any) -> dict[str, Any]:
     from transformers import PretrainedConfig
 
     own = [kind for kind in type(config).__mro__ if issubclass(kind, PretrainedConfig) and kind is not PretrainedConfig]
-    found: dict[str, Any] = {}
+    own_fields: dict[str, Any] = {}
     for kind in reversed(own):
-        found |= {name: value for name, value in vars(kind).items() if type(value) is int}
-    return {**found, **vars(config)}
+        own_fields |= {name: value for name, value in vars(kind).items() if type(value) is int}
+    return {**own_fields, **vars(config)}
 
 
 def _keep_features(config: Any) -> None:
     """Features are of layers that towers still have."""
     for name, value in list(vars(config).items()):
-        found = _FEATURES.fullmatch(name)
-        tower = getattr(config, f"{found[1]}_config", None) if found else None
+        match = _FEATURES.fullmatch(name)
+        tower = getattr(config, f"{match[1]}_config", None) if match else None
         counts = [count for each, count in vars(tower).items() if count_of(each, count)] if tower is not None else []
         if counts and (kept := clamped(value, counts[0])) is not None:
             config.__dict__[name] = kept
@@ -135,13 +135,13 @@ def _keep_features(config: Any) -> None:
 
 def _quiet(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return changes that turn off chance and all losses except that of the next token; in float32."""
-    found: dict[str, Any] = {name: False for name in _OFF if fields.get(name) is True}
+    changed: dict[str, Any] = {name: False for name in _OFF if fields.get(name) is True}
     for name, value in fields.items():
         if type(value) is float and value and (_RANDOM.fullmatch(name) or _LOSSES.fullmatch(name)):
-            found[name] = 0.0
+            changed[name] = 0.0
     if "dtype" in fields:
-        found["dtype"] = torch.float32
-    return found
+        changed["dtype"] = torch.float32
+    return changed
 
 
 __all__ = ["WINDOW", "parts", "tiny_configs"]

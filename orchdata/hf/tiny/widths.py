@@ -85,12 +85,12 @@ def by_role(fields: Fields, widths: Widths, *, text: bool) -> dict[str, Any]:
         widths: of the whole tree: what equals one, or is a multiple of one, stays that.
         text: whether it is of the language model, where windows shrink too. In towers they belong to the data.
     """
-    found: dict[str, Any] = {}
+    new_fields: dict[str, Any] = {}
     for name, value in fields.items():
         new = _mapped(name, value, fields, widths, text=text)
         if new is not None and new != value:
-            found[name] = new
-    return _consistent(fields, found, widths)
+            new_fields[name] = new
+    return _consistent(fields, new_fields, widths)
 
 
 def _mapped(name: str, value: Any, fields: Fields, widths: Widths, *, text: bool) -> Any:
@@ -145,10 +145,10 @@ def _heads(name: str, fields: Fields) -> int:
     """How many heads of queries belong to a number of heads of keys."""
     stem = re.sub(r"(num_key_value_heads|kv_n_heads|num_kv_heads|kv_heads|num_key_heads)$", "", name)
     for end in ("num_attention_heads", "num_value_heads", "n_heads", "num_heads"):
-        if type(found := fields.get(stem + end)) is int:
-            return found
-    found = fields.get("num_attention_heads", fields.get("n_heads"))
-    return found if type(found) is int else 0
+        if type(heads := fields.get(stem + end)) is int:
+            return heads
+    heads = fields.get("num_attention_heads", fields.get("n_heads"))
+    return heads if type(heads) is int else 0
 
 
 def _hidden(value: int, fields: Fields, widths: Widths) -> int:
@@ -164,14 +164,14 @@ def _multiple(value: int, width: int, hidden: int) -> int:
     return min(value, hidden)
 
 
-def _consistent(fields: Fields, found: dict[str, Any], widths: Widths) -> dict[str, Any]:
+def _consistent(fields: Fields, new_fields: dict[str, Any], widths: Widths) -> dict[str, Any]:
     """What follows from other fields: heads of a state's width, heads of queries and keys in parts, rotary sections."""
     if type(turned := fields.get("qk_rope_head_dim")) is int and turned > widths.head:
         # A head has a turned part and another: both, and their sum, are divided by the same number.
         by = turned // widths.head
         sizes = {name: value for name, value in fields.items() if type(value) is int and _HEAD.fullmatch(name)}
-        found |= {name: max(1, value // by) for name, value in sizes.items()}
-    new = {**fields, **found}
+        new_fields |= {name: max(1, value // by) for name, value in sizes.items()}
+    new = {**fields, **new_fields}
     expand = next((new[name] for name in ("mamba_expand", "expand") if type(new.get(name)) is int), None)
     for heads, head in (
         ("mamba_n_heads", "mamba_d_head"),
@@ -181,22 +181,24 @@ def _consistent(fields: Fields, found: dict[str, Any], widths: Widths) -> dict[s
     ):
         if expand and type(fields.get(heads)) is int and type(fields.get(head)) is int:
             if fields[heads] * fields[head] == expand * own_width(fields):
-                found[head] = expand * own_width(new) // new[heads]
+                new_fields[head] = expand * own_width(new) // new[heads]
             elif fields[heads] * fields[head] == fields.get("mamba_d_ssm"):
-                found["mamba_d_ssm"] = new[heads] * new[head]
+                new_fields["mamba_d_ssm"] = new[heads] * new[head]
     values, keys = fields.get("linear_num_value_heads"), fields.get("linear_num_key_heads")
     if type(values) is int and type(keys) is int:
         few = min(HEADS, keys)
-        found |= {"linear_num_key_heads": few, "linear_num_value_heads": few * min(2, max(1, values // keys))}
-    return found | _rotary_fields(fields, found)
+        new_fields |= {"linear_num_key_heads": few, "linear_num_value_heads": few * min(2, max(1, values // keys))}
+    return new_fields | _rotary_fields(fields, new_fields)
 
 
-def _rotary_fields(fields: Fields, found: Fields) -> dict[str, Any]:
+def _rotary_fields(fields: Fields, new_fields: Fields) -> dict[str, Any]:
     """Fields about turned positions, in proportion to the size of a head."""
-    before, after = rotary(fields), rotary({**fields, **found})
+    before, after = rotary(fields), rotary({**fields, **new_fields})
     if not before or not after:
         return {}
-    turned = {name: _turned(value, before, after) for name, value in {**fields, **found}.items() if type(value) is dict}
+    turned = {
+        name: _turned(value, before, after) for name, value in {**fields, **new_fields}.items() if type(value) is dict
+    }
     if type(fields.get("rotary_dim")) is int:
         turned["rotary_dim"] = max(2, fields["rotary_dim"] * after // before)
     return turned
@@ -215,17 +217,17 @@ def rotary(fields: Fields) -> int:
 
 def _turned(value: dict[str, Any], before: int, after: int) -> dict[str, Any]:
     """Rotary parameters of a smaller head: sections of mrope, and factors of long contexts, one for each frequency."""
-    found: dict[str, Any] = {}
+    changed: dict[str, Any] = {}
     for name, each in value.items():
         if isinstance(each, dict):
-            found[name] = _turned(each, before, after)
+            changed[name] = _turned(each, before, after)
         elif name == "mrope_section" and each:
-            found[name] = _sections(each, max(1, sum(each) * after // before))
+            changed[name] = _sections(each, max(1, sum(each) * after // before))
         elif name in ("short_factor", "long_factor") and each:
-            found[name] = list(each)[: max(1, len(each) * after // before)]
+            changed[name] = list(each)[: max(1, len(each) * after // before)]
         else:
-            found[name] = each
-    return found
+            changed[name] = each
+    return changed
 
 
 def _sections(sections: Any, total: int) -> Any:
@@ -240,13 +242,13 @@ def _sections(sections: Any, total: int) -> Any:
 
 def divided(fields: Fields, by: int, *, text: bool) -> dict[str, Any]:
     """All widths of a configuration divided by one number, heads left alone: what adds and multiplies up still does."""
-    found: dict[str, Any] = {}
+    changed: dict[str, Any] = {}
     named = (_HIDDEN, _INNER, _HEAD, _RANKS)
     for name, value in fields.items():
         if type(value) is int and value >= 4 * by and value % by == 0 and any(role.fullmatch(name) for role in named):
-            found[name] = value // by
+            changed[name] = value // by
         elif type(value) is int and value > 0:
             new = _number(name, value, fields, Widths(frozenset()), text=text)
             if new is not None and not any(role.fullmatch(name) for role in (*named, _HEADS, _KEY_HEADS)):
-                found[name] = new
-    return found | _rotary_fields(fields, found)
+                changed[name] = new
+    return changed | _rotary_fields(fields, changed)

@@ -75,19 +75,19 @@ def run_of(length: int, products: Sequence[Product]) -> Run:
         if each.weight or not each.flops:
             continue
         seen, total = each.pairs or (1, 1)
-        found = Attention(Fraction(each.flops * seen, total), each.flops, each.pairs is not None)
-        attention[each.module] = attention.get(each.module, Attention()) + found
+        added = Attention(Fraction(each.flops * seen, total), each.flops, each.pairs is not None)
+        attention[each.module] = attention.get(each.module, Attention()) + added
     return Run(length, [each for each in products if each.weight], attention)
 
 
 def _find_attention(products: Sequence[Product]) -> None:
     """Tell each product of attention which pairs attend: scores come before a softmax, weighted sums after it."""
-    for place, softmax in enumerate(products):
+    for number, softmax in enumerate(products):
         if softmax.flops or softmax.pairs is None:
             continue
-        before = products[max(0, place - NEAR) : place][::-1]
+        before = products[max(0, number - NEAR) : number][::-1]
         scores = next((each for each in before if _fits(each, each.shape, softmax.shape)), None)
-        after = products[place + 1 : place + 1 + NEAR]
+        after = products[number + 1 : number + 1 + NEAR]
         sums = next((each for each in after if _fits(each, each.factor, softmax.shape)), None)
         for each in (scores, sums):
             if each is not None:
@@ -109,12 +109,12 @@ def fit(lengths: Sequence[int], counts: Sequence[int | Fraction], what: str) -> 
     last = Fraction(counts[-1])
     if not last:
         return Operations()
-    for found in (_quadratic(lengths, counts), _linear(lengths, counts), Operations(last / lengths[-1])):
-        if found is None:
+    for fitted in (_quadratic(lengths, counts), _linear(lengths, counts), Operations(last / lengths[-1])):
+        if fitted is None:
             continue
         pairs = zip(lengths, counts, strict=True)
-        if all(abs(found.at(length) - count) <= WITHIN * count for length, count in pairs):
-            return found
+        if all(abs(fitted.at(length) - count) <= WITHIN * count for length, count in pairs):
+            return fitted
     shown = ", ".join(f"{count} at {length}" for length, count in zip(lengths, counts, strict=True))
     raise ValueError(f"operations of {what} follow no line or parabola of the length: {shown}")
 
@@ -159,8 +159,8 @@ def fit_decoder(
     if not last.all:
         return Operations(), Operations()
     if not last.has_softmax:  # products of the model's own: states, and attention without a softmax
-        found = fit(lengths[1:], [each.all for each in attention[1:]], what)
-        return found, found
+        fitted = fit(lengths[1:], [each.all for each in attention[1:]], what)
+        return fitted, fitted
     pair = Fraction(last.all, length * length)
     for width, real in windows.items():
         if _alike(last, length, _sliding(length, width)):
@@ -170,8 +170,8 @@ def fit_decoder(
             return Operations(windows=((real, pair / 2),)), Operations(windows=((real, pair),))
     if _alike(last, length, length * (length + 1) // 2):
         return Operations(quadratic=pair / 2), Operations(quadratic=pair)
-    found = fit(lengths[1:], [each.seen for each in attention[1:]], what)
-    return found, fit(lengths[1:], [each.all for each in attention[1:]], what)
+    fitted = fit(lengths[1:], [each.seen for each in attention[1:]], what)
+    return fitted, fit(lengths[1:], [each.all for each in attention[1:]], what)
 
 
 def _alike(attention: Attention, length: int, pairs: int) -> bool:
@@ -192,11 +192,11 @@ def total(parts: Sequence[Operations]) -> Operations:
     counts: dict[Any, int] = {}
     for each in parts:
         counts[each] = counts.get(each, 0) + 1
-    found = Operations()
+    summed = Operations()
     for each, count in counts.items():
         windows = tuple((width, coefficient * count) for width, coefficient in each.windows)
-        found += Operations(each.linear * count, each.quadratic * count, each.constant * count, windows)
+        summed += Operations(each.linear * count, each.quadratic * count, each.constant * count, windows)
     merged: dict[int, Fraction] = {}
-    for width, coefficient in found.windows:
+    for width, coefficient in summed.windows:
         merged[width] = merged.get(width, Fraction(0)) + coefficient
-    return Operations(found.linear, found.quadratic, found.constant, tuple(sorted(merged.items())))
+    return Operations(summed.linear, summed.quadratic, summed.constant, tuple(sorted(merged.items())))

@@ -58,11 +58,11 @@ def owner_of(model: Any, method: str) -> Any:
 
 def names_of(model: Any, method: str) -> set[str]:
     """Arguments that a method takes, of the model or of the one inside of it that does the work."""
-    owner, found = owner_of(model, method), set()
+    owner, names = owner_of(model, method), set()
     for each in (owner, getattr(owner, "model", None)):
         taken = inspect.signature(getattr(each, method)).parameters.values() if hasattr(each, method) else ()
-        found |= {each.name for each in taken if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)}
-    return found
+        names |= {each.name for each in taken if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)}
+    return names
 
 
 def images(config: Any, names: set[str]) -> Iterator[list[Medium]]:
@@ -116,11 +116,11 @@ def _mels(part: Any) -> list[int]:
 
 
 def _part(config: Any, *names: str) -> Any:
-    return next((found for name in names if (found := getattr(config, name, None)) is not None), config)
+    return next((value for name in names if (value := getattr(config, name, None)) is not None), config)
 
 
 def _first(config: Any, *names: str, default: Any = None) -> Any:
-    return next((found for name in names if (found := getattr(config, name, None)) is not None), default)
+    return next((value for name in names if (value := getattr(config, name, None)) is not None), default)
 
 
 def _patch(vision: Any) -> tuple[int, int]:
@@ -129,8 +129,8 @@ def _patch(vision: Any) -> tuple[int, int]:
 
 
 def _channels(vision: Any) -> int:
-    found = _first(vision, "in_channels", "num_channels", "in_chans", default=3)
-    return found if isinstance(found, int) else 3
+    channels = _first(vision, "in_channels", "num_channels", "in_chans", default=3)
+    return channels if isinstance(channels, int) else 3
 
 
 def _unit(vision: Any, config: Any) -> int:
@@ -178,15 +178,17 @@ def _rows(vision: Any, config: Any) -> Iterator[list[Medium]]:
     values = channels * high * wide
     media = []
     for side in _squares(vision, config):
-        places = torch.stack(torch.meshgrid(torch.arange(side), torch.arange(side), indexing="xy"), -1).view(1, -1, 2)
+        positions = torch.stack(torch.meshgrid(torch.arange(side), torch.arange(side), indexing="xy"), -1).view(
+            1, -1, 2
+        )
         mask = torch.ones(1, side * side, dtype=torch.long)
         media.append(
             Medium(
                 side * side,
                 {
                     "pixel_values": _ones((1, side * side, values)),
-                    "image_position_ids": places,
-                    "pixel_position_ids": places,
+                    "image_position_ids": positions,
+                    "pixel_position_ids": positions,
                     "spatial_shapes": torch.tensor([[side, side]]),
                     "pixel_attention_mask": mask,
                 },
@@ -242,14 +244,14 @@ def _nested(vision: Any, config: Any, side: tuple[int, int]) -> list[Medium]:
     sizes: Sequence[tuple[int, int]] = [
         each for each in shapes if all(long % short == 0 for long, short in zip(each, side, strict=True))
     ]
-    found = {1 + (high // side[0]) * (wide // side[1]): (high, wide) for high, wide in sizes}
-    counts = sorted(found)[:4] if found else [1, 2, 3, 4]
+    sizes_by_count = {1 + (high // side[0]) * (wide // side[1]): (high, wide) for high, wide in sizes}
+    counts = sorted(sizes_by_count)[:4] if sizes_by_count else [1, 2, 3, 4]
     return [
         Medium(
             count * patches,
             {
                 "pixel_values": _ones((1, count, channels, *side)),
-                "image_sizes": torch.tensor([found.get(count, side)]),
+                "image_sizes": torch.tensor([sizes_by_count.get(count, side)]),
                 "batch_num_images": torch.tensor([1]),
             },
         )

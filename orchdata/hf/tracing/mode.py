@@ -97,14 +97,14 @@ class Tracer(TorchDispatchMode):
         return _computed(func, args, kwargs, tensors)
 
     def _multiplied(self, func: Any, args: Any, kwargs: Any) -> Any:
-        found = func(*tree_map(_without_values, args), **tree_map(_without_values, kwargs))
-        main = found if isinstance(found, Tensor) else found[0]
-        flops = int(flop_registry[func._overloadpacket](*args, **kwargs, out_val=found))
+        result = func(*tree_map(_without_values, args), **tree_map(_without_values, kwargs))
+        main = result if isinstance(result, Tensor) else result[0]
+        flops = int(flop_registry[func._overloadpacket](*args, **kwargs, out_val=result))
         addresses = (each.untyped_storage().data_ptr() for each in args if isinstance(each, Tensor) and each.dim() > 1)
         weight = next((self.weights[each] for each in addresses if each in self.weights), "")
         factor = args[FIRST_FACTOR.get(func, 0)]
         self.products.append(Product(self.module, flops, weight, tuple(main.shape), tuple(factor.shape)))
-        return tree_map(_as_one_number, found)
+        return tree_map(_as_one_number, result)
 
     def _attends(self, scores: Tensor) -> None:
         """Take note of the pairs that a softmax is over."""
@@ -187,15 +187,15 @@ def _computed(func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
     if torch.Tag.pointwise in func.tags or func in (aten._to_copy.default, aten.masked_fill.Tensor):
         return _each_number(func, args, kwargs)
     try:
-        found = func(*tree_map(_without_values, args), **tree_map(_without_values, kwargs))
+        result = func(*tree_map(_without_values, args), **tree_map(_without_values, kwargs))
     except Exception:  # noqa: BLE001 - its shape follows from values, which are those of masks and integers
         return func(*args, **kwargs)
-    floats = [each for each in tree_leaves(found) if isinstance(each, Tensor) and each.is_floating_point()]
+    floats = [each for each in tree_leaves(result) if isinstance(each, Tensor) and each.is_floating_point()]
     largest = max((each.numel() for each in floats), default=0)
     if func is aten.cat.default and largest <= JOINED and not all(map(_is_one_number, tensors)):
         return func(*args, **kwargs)
     if largest > LARGE or (floats and any(_is_one_number(each) and each.numel() > LARGE for each in tensors)):
-        return tree_map(_as_one_number, found)
+        return tree_map(_as_one_number, result)
     return func(*args, **kwargs)
 
 
@@ -208,11 +208,11 @@ def _each_number(func: Any, args: Any, kwargs: Any) -> Any:
     def aligned(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        found = _distinct(value)
-        return found.reshape((1,) * (dims - found.dim()) + tuple(found.shape)) if found.dim() else found
+        result = _distinct(value)
+        return result.reshape((1,) * (dims - result.dim()) + tuple(result.shape)) if result.dim() else result
 
-    found = func(*tree_map(aligned, args), **tree_map(aligned, kwargs))
-    return tree_map(lambda each: _one_if_alike(each).expand(shape) if isinstance(each, Tensor) else each, found)
+    result = func(*tree_map(aligned, args), **tree_map(aligned, kwargs))
+    return tree_map(lambda each: _one_if_alike(each).expand(shape) if isinstance(each, Tensor) else each, result)
 
 
 def _one_if_alike(value: Tensor) -> Tensor:

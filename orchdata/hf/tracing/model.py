@@ -118,12 +118,12 @@ def prepared(config: Any) -> Any:
 
 def configs_of(config: Any) -> list[Any]:
     """A config and those inside of it."""
-    found = [config]
+    configs = [config]
     for name in getattr(config, "sub_configs", ()):
         inner = getattr(config, name, None)
         if inner is not None and hasattr(inner, "to_dict"):
-            found += configs_of(inner)
-    return found
+            configs += configs_of(inner)
+    return configs
 
 
 def _entering(tracer: Tracer, name: str, module: nn.Module) -> Callable[..., None]:

@@ -24,15 +24,15 @@ _ACTIVE: Final = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "t
 def main_list(model: TracedModel, run: Run) -> str:
     """The list of layers that computes most; "" where none does."""
     outer = [name for name in model.lists if not any(name.startswith(f"{each}.") for each in model.lists)]
-    found = {name: sum(each.flops for each in run.weights if each.module.startswith(f"{name}.")) for name in outer}
-    return max(found, key=lambda name: found[name]) if any(found.values()) else ""
+    flops = {name: sum(each.flops for each in run.weights if each.module.startswith(f"{name}.")) for name in outer}
+    return max(flops, key=lambda name: flops[name]) if any(flops.values()) else ""
 
 
 def active(config: Any, product: Product, length: int) -> Fraction:
     """Of a product over all experts, the share of those that a position is sent to."""
     text = config.get_text_config()
-    experts = next((found for key in _EXPERTS if isinstance(found := getattr(text, key, None), int)), 0)
-    active = next((found for key in _ACTIVE if isinstance(found := getattr(text, key, None), int)), 0)
+    experts = next((count for key in _EXPERTS if isinstance(count := getattr(text, key, None), int)), 0)
+    active = next((count for key in _ACTIVE if isinstance(count := getattr(text, key, None), int)), 0)
     every = len(product.shape) == 3 and product.shape[0] == experts and product.shape[1] == length
     return Fraction(active, experts) if every and active and experts > 1 else Fraction(1)
 

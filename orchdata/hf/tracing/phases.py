@@ -23,7 +23,7 @@ from orchdata.hf.tracing.fit import Attention, Operations, Run, fit, fit_decoder
 from orchdata.hf.tracing.model import TracedModel, configs_of
 from orchdata.hf.tracing.parts import Part, active, last_layer, main_list, parts_of, tower_of
 
-Place = Literal["tower", "connector", "llm"]
+Component = Literal["tower", "connector", "llm"]
 
 # Below any window as it is run; and multiples of the chunks in which layers with a state compute.
 _LENGTHS: Final = (24, 256, 512)
@@ -49,13 +49,13 @@ class TracedPhase:
         weights: part -> products with weights.
         attention: products of activations: on the pairs that attend.
         all_pairs: the same on all pairs.
-        places: names of the parameters that it multiplies with -> whether they are a tower's, a connector's, the LLM's.
+        components: name of a parameter that it multiplies with -> the component that has it.
     """
 
     weights: Mapping[Part, Operations]
     attention: Operations
     all_pairs: Operations
-    places: Mapping[str, Place] = field(default_factory=dict)
+    components: Mapping[str, Component] = field(default_factory=dict)
 
     def cost(
         self,
@@ -88,12 +88,12 @@ class TracedPhase:
         }
         attended: Fraction = 1 + through * (Fraction(5, 2) if flash else Fraction(2)) + through * bool(recompute)
         parts = [_times(each, passes[part]) for part, each in self.weights.items()]
-        found = total([*parts, _times(self.attention if causal else self.all_pairs, attended)])
+        summed = total([*parts, _times(self.attention if causal else self.all_pairs, attended)])
         return PhaseCost(
-            float(found.linear),
-            float(found.quadratic),
-            float(found.constant),
-            tuple((width, float(each)) for width, each in found.windows),
+            float(summed.linear),
+            float(summed.quadratic),
+            float(summed.constant),
+            tuple((width, float(each)) for width, each in summed.windows),
         )
 
 
@@ -139,7 +139,7 @@ class _Key:
 def _traced(key: _Key, phases: frozenset[str]) -> Mapping[str, TracedPhase | Exception]:
     config, windows = _narrowed(key.config)
     model = TracedModel(config, model_class(config))
-    found: dict[str, TracedPhase | Exception] = {}
+    by_phase: dict[str, TracedPhase | Exception] = {}
     layers = ""
     try:
         try:
@@ -147,15 +147,15 @@ def _traced(key: _Key, phases: frozenset[str]) -> Mapping[str, TracedPhase | Exc
         except (IndexError, RuntimeError):
             runs = _runs(model, _texts(config, _SHORT))
         layers = main_list(model, runs[-1])
-        found["llm"] = _decoder(config, runs, layers, windows)
+        by_phase["llm"] = _decoder(config, runs, layers, windows)
     except Exception as error:  # noqa: BLE001 - a model may raise anything for its inputs
-        found["llm"] = error
+        by_phase["llm"] = error
     for phase in sorted(phases & _METHODS.keys()):
         try:
-            found[phase] = _encoder(model, config, phase, layers)
+            by_phase[phase] = _encoder(model, config, phase, layers)
         except Exception as error:  # noqa: BLE001
-            found[phase] = error
-    return found
+            by_phase[phase] = error
+    return by_phase
 
 
 def _narrowed(config: Any) -> tuple[Any, dict[int, int]]:
@@ -211,8 +211,8 @@ def _decoder(config: Any, runs: Sequence[Run], layers: str, windows: Mapping[int
     pairs = [
         fit_decoder(lengths, [run.attention.get(name, Attention()) for run in runs], windows, name) for name in names
     ]
-    places: dict[str, Place] = {each.weight: "llm" for run in runs for each in run.weights}
-    return TracedPhase(weights, total([seen for seen, _ in pairs]), total([every for _, every in pairs]), places)
+    components: dict[str, Component] = {each.weight: "llm" for run in runs for each in run.weights}
+    return TracedPhase(weights, total([seen for seen, _ in pairs]), total([every for _, every in pairs]), components)
 
 
 def _encoder(model: TracedModel, config: Any, phase: str, llm: str) -> TracedPhase:
@@ -241,16 +241,16 @@ def _fitted(model: TracedModel, config: Any, phase: str, llm: str, runs: Sequenc
     tower = tower_of(layers, llm)
     last = last_layer(config, phase, model, layers)
     counts: dict[Part, list[int | Fraction]] = {}
-    places: dict[str, Place] = {}
+    components: dict[str, Component] = {}
     for number, run in enumerate(runs):
         for each, part in zip(run.weights, parts_of(run, layers, tower, last), strict=True):
             counts.setdefault(part, [0] * len(runs))[number] += each.flops
-            places[each.weight] = "connector" if part.startswith("connector") else "tower"
+            components[each.weight] = "connector" if part.startswith("connector") else "tower"
     lengths = [run.length for run in runs]
     weights = {part: fit(lengths, values, f"{phase} {part}") for part, values in counts.items()}
     attention = []
     for name in dict.fromkeys(module for run in runs for module in run.attention):
         seen = [run.attention[name].seen if name in run.attention else Fraction(0) for run in runs]
         attention.append(fit_encoder(lengths, seen, name))
-    found = total(attention)
-    return TracedPhase(weights, found, found, places)
+    attention_cost = total(attention)
+    return TracedPhase(weights, attention_cost, attention_cost, components)

@@ -17,7 +17,7 @@ ADAPTER = "lora_"
 # What wrappers and PEFT add to the names of parameters.
 _ADDED = re.compile(r"\b(module|_orig_mod|base_model\.model|base_layer)\.|\.lora_\w+\..*$")
 # Where parameters of a model lie, by names on their way; the first that matches. What matches none is the LLM's.
-PLACES = {
+COMPONENTS = {
     "": r"\b(talker|token2wav)\b",
     CONNECTOR: r"\b(multi_modal_projector|mm_projector|connector|aligner|mlp1|(deepstack_)?merger(_list)?"
     r"|audio_tower\.(proj|proj1|proj2))\b",
@@ -28,11 +28,11 @@ PLACES = {
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """What of a tower, connector or LLM is trained.
+    """How much of a tower, connector or LLM is trained.
 
     Attributes:
-        share: of its weights, without adapters, those that are trained.
-        gradients: something in it is trained, so that gradients come as far as here.
+        share: trained share of its weights, without adapters.
+        gradients: whether anything in it is trained, so that gradients reach it.
         adapters: operations a position in low-rank adapters next to the weights.
     """
 
@@ -48,12 +48,12 @@ def names_in(names: str | Iterable[str]) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names)
 
 
-def said(places: tuple[str, ...], frozen: tuple[str, ...], lora: tuple[str, ...]) -> dict[str, Training]:
-    """Training of each place, by what is named.
+def said(components: tuple[str, ...], frozen: tuple[str, ...], lora: tuple[str, ...]) -> dict[str, Training]:
+    """Return the training of each component, from the names in `frozen` and `lora`.
 
-    Raises ValueError for a name that is none of the places, or that is in both.
+    Raises ValueError for a name that is none of the components, or that is in both.
     """
-    allowed = {"frozen": list(dict.fromkeys(map(_word, places)))}
+    allowed = {"frozen": list(dict.fromkeys(map(_word, components)))}
     allowed["lora"] = [word for word in allowed["frozen"] if word != CONNECTOR]
     for option, names in (("frozen", frozen), ("lora", lora)):
         if unknown := sorted(set(names) - set(allowed[option])):
@@ -63,48 +63,51 @@ def said(places: tuple[str, ...], frozen: tuple[str, ...], lora: tuple[str, ...]
             f"{both[0]!r} is in frozen and in lora: weights that have adapters are frozen, name it in lora only"
         )
     return {
-        place: FROZEN if _word(place) in frozen else ADAPTED if _word(place) in lora else Training() for place in places
+        component: FROZEN if _word(component) in frozen else ADAPTED if _word(component) in lora else Training()
+        for component in components
     }
 
 
-def _word(place: str) -> str:
-    """What `frozen` calls it: all connectors are one."""
-    return CONNECTOR if place.endswith(CONNECTOR) else place
+def _word(component: str) -> str:
+    """Return the name of a component in `frozen`, which has one name for all connectors."""
+    return CONNECTOR if component.endswith(CONNECTOR) else component
 
 
-def read(model: nn.Module, places: tuple[str, ...], traced: Mapping[str, str]) -> dict[str, Training]:
-    """Training of each place, by `requires_grad` of a model's parameters.
+def read(model: nn.Module, components: tuple[str, ...], traced: Mapping[str, str]) -> dict[str, Training]:
+    """Return the training of each component, from `requires_grad` of a model's parameters.
 
     Args:
-        traced: name of a parameter -> its place, where a trace of the model found it.
+        traced: name of a parameter -> its component, according to a trace of the model.
     """
     from torch import nn
 
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    # A look-up is no product; where it is the output's weight too, it is.
+    # An embedding multiplies nothing, except if it is the output's weight too.
     looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     looked_up -= {id(getattr(head, "weight", None))}
-    found: dict[str, list[tuple[str, nn.Parameter]]] = {place: [] for place in places}
+    by_component: dict[str, list[tuple[str, nn.Parameter]]] = {component: [] for component in components}
     homes = _homes(traced)
     for name, parameter in model.named_parameters():
-        for place in _places_of(name, places, homes):
-            found[place].append((name, parameter))
-    if missing := [place for place in places if not found[place] and _word(place) != CONNECTOR]:
+        for component in _components_of(name, components, homes):
+            by_component[component].append((name, parameter))
+    if missing := [
+        component for component in components if not by_component[component] and _word(component) != CONNECTOR
+    ]:
         raise ValueError(
             f"no parameter of {type(model).__name__} is named as those of an {missing[0]} tower are: give its config,"
             " and what of it is frozen"
         )
-    return {place: _trained(parameters, looked_up, place) for place, parameters in found.items()}
+    return {component: _trained(parameters, looked_up, component) for component, parameters in by_component.items()}
 
 
-def _trained(parameters: list[tuple[str, nn.Parameter]], looked_up: set[int], place: str) -> Training:
+def _trained(parameters: list[tuple[str, nn.Parameter]], looked_up: set[int], component: str) -> Training:
     weights = [
         (each.numel(), each.requires_grad)
         for name, each in parameters
         if each.dim() > 1 and id(each) not in looked_up and ADAPTER not in name
     ]
     total = sum(count for count, _ in weights)
-    adapters = [each for name, each in parameters if ADAPTER in name and _word(place) != CONNECTOR]
+    adapters = [each for name, each in parameters if ADAPTER in name and _word(component) != CONNECTOR]
     return Training(
         share=sum(count for count, trained in weights if trained) / total if total else 0.0,
         gradients=any(each.requires_grad for _, each in parameters),
@@ -113,35 +116,35 @@ def _trained(parameters: list[tuple[str, nn.Parameter]], looked_up: set[int], pl
 
 
 def _homes(traced: Mapping[str, str]) -> dict[str, str]:
-    """Name of a parameter or module -> its place, where all that is traced in a module is of one place or tower."""
-    found: dict[str, set[str]] = {}
-    for name, place in traced.items():
+    """Map names of parameters and modules to their component, for modules with one component or tower."""
+    within: dict[str, set[str]] = {}
+    for name, component in traced.items():
         parts = name.split(".")
         for depth in range(1, len(parts) + 1):
-            found.setdefault(".".join(parts[:depth]), set()).add(place)
+            within.setdefault(".".join(parts[:depth]), set()).add(component)
     homes: dict[str, str] = {}
-    for name, inside in found.items():
-        towers = {place for place in inside if _word(place) != CONNECTOR} or inside
+    for name, inside in within.items():
+        towers = {component for component in inside if _word(component) != CONNECTOR} or inside
         if len(towers) == 1:
             homes[name] = towers.pop()
     return homes
 
 
-def _places_of(name: str, places: tuple[str, ...], homes: Mapping[str, str]) -> list[str]:
+def _components_of(name: str, components: tuple[str, ...], homes: Mapping[str, str]) -> list[str]:
     plain = _ADDED.sub("", name)
     for start in (plain, f"model.{plain}", plain.removeprefix("model.")):
         parts = start.split(".")
         # Not the whole model: its own parameters are recognised by name.
         inside = (homes.get(".".join(parts[:depth])) for depth in range(len(parts), 1, -1))
         if (home := next((each for each in inside if each), None)) is not None:
-            return [home] if home in places else []
-    return _named(name, places)
+            return [home] if home in components else []
+    return _named(name, components)
 
 
-def _named(name: str, places: tuple[str, ...]) -> list[str]:
-    found = next((place for place, pattern in PLACES.items() if re.search(pattern, name)), BACKBONE)
-    if found != CONNECTOR:
-        return [found] if found in places else []
-    connectors = [place for place in places if _word(place) == CONNECTOR]
-    inside = [place for place in connectors if re.search(PLACES[place.split()[0]], name)]
+def _named(name: str, components: tuple[str, ...]) -> list[str]:
+    named = next((component for component, pattern in COMPONENTS.items() if re.search(pattern, name)), BACKBONE)
+    if named != CONNECTOR:
+        return [named] if named in components else []
+    connectors = [component for component in components if _word(component) == CONNECTOR]
+    inside = [component for component in connectors if re.search(COMPONENTS[component.split()[0]], name)]
     return inside or connectors

@@ -136,8 +136,8 @@ class TrainerMixin(_Base):
         if not isinstance(inputs, list):
             return super().training_step(model, inputs, num_items_in_batch)
         losses = []
-        for place, batch in enumerate(inputs, start=1):
-            is_last = place == len(inputs)
+        for number, batch in enumerate(inputs, start=1):
+            is_last = number == len(inputs)
             self.accelerator.gradient_state._set_sync_gradients(is_last)
             with nullcontext() if is_last else self._without_sync(model):
                 losses.append(super().training_step(model, self._arguments(batch), num_items_in_batch))
@@ -178,15 +178,15 @@ class TrainerMixin(_Base):
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         self._evaluated = [0.0, 0.0]
-        found: Any = super().evaluation_loop(dataloader, *args, **kwargs)
+        output: Any = super().evaluation_loop(dataloader, *args, **kwargs)
         if not isinstance(dataloader, OptimizerSteps):
-            return found
+            return output
         sums = torch.tensor(self._evaluated, dtype=torch.float64, device=self.args.device)
         if self.args.world_size > 1:
             sums = self.accelerator.reduce(sums, "mean")
         loss, tokens = sums.tolist()
-        found.metrics[f"{kwargs.get('metric_key_prefix', 'eval')}_loss"] = loss / max(1, tokens)
-        return found
+        output.metrics[f"{kwargs.get('metric_key_prefix', 'eval')}_loss"] = loss / max(1, tokens)
+        return output
 
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
@@ -236,21 +236,21 @@ class TrainerMixin(_Base):
 
     def _load(self, steps: OptimizerSteps, checkpoint: str | bool) -> None:
         """Put the loader where the checkpoint was written."""
-        found = get_last_checkpoint(self.args.output_dir) if isinstance(checkpoint, bool) else checkpoint
-        if found is None:
+        folder = get_last_checkpoint(self.args.output_dir) if isinstance(checkpoint, bool) else checkpoint
+        if folder is None:
             return  # the Trainer says so
-        state = TrainerState.load_from_json(str(Path(found, TRAINER_STATE_NAME)))
-        held = (state.stateful_callbacks or {}).get(_STATE)
-        if held is None:
+        state = TrainerState.load_from_json(str(Path(folder, TRAINER_STATE_NAME)))
+        stored = (state.stateful_callbacks or {}).get(_STATE)
+        if stored is None:
             raise StateError(
-                f"{found} holds no state of a DataLoader, since a Trainer without od.hf.TrainerMixin wrote it: "
+                f"{folder} holds no state of a DataLoader, since a Trainer without od.hf.TrainerMixin wrote it: "
                 "ignore_data_skip=True goes on with its weights, from the start of the epoch"
             )
-        steps.load_state_dict(held["loader"])
+        steps.load_state_dict(stored["loader"])
         theirs, ours = divmod(state.global_step, len(steps)), steps.state_dict()
         if (ours["epoch"], ours["step"]) != theirs:
             raise StateError(
-                f"{found} is of step {theirs[1]} of epoch {theirs[0]}, by the {len(steps)} steps that an epoch has "
+                f"{folder} is of step {theirs[1]} of epoch {theirs[0]}, by the {len(steps)} steps that an epoch has "
                 f"here, and its loader of step {ours['step']} of epoch {ours['epoch']}: begin training with the loader "
                 "at the start of epoch 0"
             )
@@ -334,8 +334,8 @@ class TrainerMixin(_Base):
         kept = self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
         if kept or self.accelerator.distributed_type == "DEEPSPEED":
             return nullcontext()
-        found: AbstractContextManager[Any] = self.accelerator.no_sync(model=model)
-        return found
+        context: AbstractContextManager[Any] = self.accelerator.no_sync(model=model)
+        return context
 
 
 class _EpochOfSteps(TrainerCallback):

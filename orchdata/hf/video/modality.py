@@ -110,10 +110,10 @@ class HFVideos(VideoFiles):
                 write_patches(pictures, size, running(self.source).cut, out[ARRAY])
                 return
             clip = np.stack([pixels[..., :3] for pixels in pictures])
-        found, _ = running(self.source).outputs(clip)
-        if found.shape != out[ARRAY].shape:
-            raise DecodeError(f"prepared to shape {found.shape}, the index says {out[ARRAY].shape}: index again")
-        out[ARRAY][...] = found
+        prepared, _ = running(self.source).outputs(clip)
+        if prepared.shape != out[ARRAY].shape:
+            raise DecodeError(f"prepared to shape {prepared.shape}, the index says {out[ARRAY].shape}: index again")
+        out[ARRAY][...] = prepared
 
     def to_file(
         self, data: bytes | memoryview, size: PartSize, arrays: Mapping[str, NDArray[Any]], limits: Limits
@@ -234,8 +234,8 @@ def video_modality(processor: Any, *, tokens_per_second: float = 2.0) -> HFVideo
         )["videos_kwargs"]
     )
     call = {key: value for key, value in call.items() if key not in ("return_tensors", "return_metadata")}
-    held = {"class": path_of(video), "settings": json.loads(video.to_json_string()), "call": call}
-    source = json.dumps(held, sort_keys=True)
+    described = {"class": path_of(video), "settings": json.loads(video.to_json_string()), "call": call}
+    source = json.dumps(described, sort_keys=True)
     settings = running(source).settings
     mark = str(processor.video_token)
     ids = tokenizer.encode(mark, add_special_tokens=False)
@@ -243,7 +243,7 @@ def video_modality(processor: Any, *, tokens_per_second: float = 2.0) -> HFVideo
         raise ValueError(f"{mark!r} must be one added token of {type(tokenizer).__name__}: add it as a special token")
     stamped = hasattr(processor, "_calculate_timestamps")
     timed = not stamped and _INTERVAL in processor.model_input_names
-    found = HFVideos(
+    videos = HFVideos(
         source=source,
         patch_dim=3 * settings.temporal_patch_size * settings.patch_size**2,
         merge=settings.merge_size,
@@ -253,7 +253,7 @@ def video_modality(processor: Any, *, tokens_per_second: float = 2.0) -> HFVideo
         placeholder=mark,
         slot=Slot(mark=mark, token_id=ids[0]),
     )
-    return replace(found, native=_proven(found, processor))
+    return replace(videos, native=_proven(videos, processor))
 
 
 def _proven(videos: HFVideos, processor: Any) -> bool:

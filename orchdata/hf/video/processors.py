@@ -29,8 +29,8 @@ def taken(source: str, frames: int, fps: float) -> tuple[int, ...]:
         return tuple(range(frames))
     from transformers.video_utils import VideoMetadata
 
-    found = run.processor.sample_frames(metadata=VideoMetadata(total_num_frames=frames, fps=fps), **run.sampling)
-    numbers = tuple(int(number) for number in as_array(found).tolist())
+    sampled = run.processor.sample_frames(metadata=VideoMetadata(total_num_frames=frames, fps=fps), **run.sampling)
+    numbers = tuple(int(number) for number in as_array(sampled).tolist())
     if not numbers or numbers[0] < 0 or numbers[-1] >= frames or list(numbers) != sorted(numbers):
         raise ValueError(f"it takes pictures {numbers[:8]} of {frames}")
     return numbers
@@ -45,10 +45,10 @@ def _qwen2(settings: Settings, count: int, width: int, height: int) -> tuple[int
     if settings.cap_pixels_per_frame:
         total = int(settings.max_video_tokens * factor * factor * 0.9)
         most = max(min(most, total * settings.temporal_patch_size // count), int(least * 1.05))
-    found: tuple[int, int] = settings.module.smart_resize(
+    resized: tuple[int, int] = settings.module.smart_resize(
         height, width, factor=factor, min_pixels=least, max_pixels=most
     )
-    return found
+    return resized
 
 
 def _qwen3(settings: Settings, count: int, width: int, height: int) -> tuple[int, int]:
@@ -56,7 +56,7 @@ def _qwen3(settings: Settings, count: int, width: int, height: int) -> tuple[int
     if settings.cap_pixels_per_frame:
         cap = settings.max_video_tokens * factor * factor
         most = max(min(cap, most // count), int(least * 1.05)) * count
-    found: tuple[int, int] = settings.module.smart_resize(
+    resized: tuple[int, int] = settings.module.smart_resize(
         num_frames=count,
         height=height,
         width=width,
@@ -65,7 +65,7 @@ def _qwen3(settings: Settings, count: int, width: int, height: int) -> tuple[int
         min_pixels=least,
         max_pixels=most,
     )
-    return found
+    return resized
 
 
 def _budget(settings: Settings) -> tuple[int, int, int]:
@@ -98,17 +98,17 @@ class Running:
     def sampling(self) -> dict[str, Any]:
         """What `sample_frames` is called with: all settings of the processor, as its `preprocess` does."""
         names = self.processor.valid_kwargs.__annotations__
-        held = {name: getattr(self.settings, name, None) for name in names}
+        settings = {name: getattr(self.settings, name, None) for name in names}
         left_out = ("input_data_format", "do_convert_rgb", "do_sample_frames", "device", "video_metadata")
-        return {name: value for name, value in held.items() if name not in left_out}
+        return {name: value for name, value in settings.items() if name not in left_out}
 
     def outputs(self, clip: NDArray[np.uint8]) -> tuple[NDArray[np.float32], tuple[int, ...]]:
         """Patches of pictures (count, height, width, 3) that were taken already, and their grid."""
         import torch
 
         call = {**self.call, "do_sample_frames": False, "return_tensors": "pt"}
-        found = self.processor([torch.from_numpy(clip).permute(0, 3, 1, 2).contiguous()], **call)
-        return as_array(found[ARRAY]), tuple(as_array(found[GRID])[0].tolist())
+        arrays = self.processor([torch.from_numpy(clip).permute(0, 3, 1, 2).contiguous()], **call)
+        return as_array(arrays[ARRAY]), tuple(as_array(arrays[GRID])[0].tolist())
 
     @cached_property
     def cut(self) -> Cut:
@@ -119,8 +119,8 @@ class Running:
         return Cut(patch, merge, times, settings.byte_table, "torchvision", RESAMPLES[int(settings.resample)])
 
 
-def _built(held: Mapping[str, Any]) -> Running:
-    return Running(class_at(held["class"]).from_dict(held["settings"]), held["call"])
+def _built(source: Mapping[str, Any]) -> Running:
+    return Running(class_at(source["class"]).from_dict(source["settings"]), source["call"])
 
 
 running: Final = OwnByThread(_built)
