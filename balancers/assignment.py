@@ -81,7 +81,7 @@ def moved_counts(
     }
 
 
-def cells_of(
+def loads_by_rank_and_microbatch(
     costs: NDArray[np.int64],
     rank: NDArray[np.int32],
     microbatch: NDArray[np.int32],

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from benchmarks.balance.real_lengths import lengths_folder, real_distributions
 from benchmarks.command import run_command
 from orchdata.balancers import bin_bound, pack_bins
-from orchdata.balancers.assignment import cells_of
+from orchdata.balancers.assignment import loads_by_rank_and_microbatch
 from orchdata.bench.distributions import DISTRIBUTIONS, LLM_CROSSOVER, Distribution
 from orchdata.bench.harness import Result, WideTable
 from orchdata.native.bins.bounds import martello_toth
@@ -180,7 +180,10 @@ def priced(sizes: Ints, rank: Ints, bins: Ints, length: int, num_ranks: int) -> 
     The bound of a micro-step is its mean, or what its most costly sample alone takes in a bin.
     """
     costs, count = extra_costs(sizes), int(bins.max()) + 1
-    cells = cells_of(costs, rank.astype(np.int32), bins.astype(np.int32), num_ranks, count) + SCALE * length
+    cells = (
+        loads_by_rank_and_microbatch(costs, rank.astype(np.int32), bins.astype(np.int32), num_ranks, count)
+        + SCALE * length
+    )
     largest = np.zeros(count, np.int64)
     np.maximum.at(largest, bins, costs)
     means = cells.mean(axis=0)

@@ -71,7 +71,7 @@ def pack_micro_steps(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Dealing:
+class Packing:
     """Items dealt into bins of several ranks each.
 
     Attributes:
@@ -84,7 +84,7 @@ class Dealing:
     promise: int
 
 
-def dealings(
+def candidate_packings(
     sizes: NDArray[np.int64],
     caps: NDArray[np.int64],
     num_bins: int,
@@ -93,7 +93,7 @@ def dealings(
     attempts: int,
     counted: NDArray[np.int64] | None = None,
     below: int | None = None,
-) -> Iterator[Dealing]:
+) -> Iterator[Packing]:
     """Packings into bins of several ranks each, within the caps of each rank, from the one that promises most.
 
     Each order fills one bin after another, or gives all an even share of the sizes: items sorted by a phase, and cut.
@@ -127,7 +127,7 @@ def dealings(
                 left += deal_cells(order[number], columns, caps, room, num_bins, ranks, chosen, within)
                 bins[mine], rank[mine], first = chosen, first + within, first + ranks
             if left == 0:
-                yield Dealing(bins.copy(), rank.copy(), promise)
+                yield Packing(bins.copy(), rank.copy(), promise)
                 break
 
 

@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.balancers import CostModel
-from orchdata.planning.padded import PaddedCost
 from orchdata.planning.parts import Parts
+from orchdata.planning.sharing.packed import NO_PADDING
+from orchdata.planning.sharing.shares import Padding
 
 Ints = NDArray[np.int64]
 
@@ -126,7 +127,7 @@ class Samples:
     llm: Ints
     media: Mapping[str, MediaColumns]
     balanced: tuple[str, ...]
-    padded: PaddedCost | None = None
+    padded: Padding = NO_PADDING
 
     @property
     def phases(self) -> tuple[str, ...]:

@@ -15,11 +15,10 @@ from orchdata.balancers import CostModel, balance_phases
 from orchdata.bench.harness import Result, WideTable
 from orchdata.order.order import Order, Shuffle
 from orchdata.order.steps import GlobalBatches, StepTask
-from orchdata.planning.assign import assign
 from orchdata.planning.balance import Balance
 from orchdata.planning.make_plan import PlanSpec, make_plan
 from orchdata.planning.plan import Plan
-from orchdata.planning.shares import cells, split
+from orchdata.planning.sharing.shares import StepSamples
 
 Ints = NDArray[np.int64]
 
@@ -143,10 +142,10 @@ def _by_sums(plans: list[Plan], balance: Balance) -> Found:
     """Ranks by all phases, microbatches of each rank by the sum of costs."""
     cost = micro_steps = 0
     for plan in plans:
-        rank = assign(plan.costs, balance, plan.num_ranks, plan.stream_rank)
         sizes = {"llm": plan.llm_positions} if balance.caps else {}
-        shares = split(np.sum(list(plan.costs.values()), axis=0), sizes, rank, plan.num_ranks, balance)
-        cost += balance.price.of(cells(plan.costs, shares, plan.num_ranks))
+        step = StepSamples(plan.costs, sizes, plan.llm_positions, plan.num_ranks, balance, plan.stream_rank)
+        shares = step.split(step.assign())
+        cost += step.price(shares)
         micro_steps += shares.num_microbatches
     return Found(cost, micro_steps)
 

@@ -42,9 +42,9 @@ class PlannedShare:
         self.plan = plan
         self.rank = rank
         self.num_failures = num_failures
-        alone = plan.num_ranks == plan.num_microbatches == 1 and plan.padded is None and not plan.parts
+        alone = plan.num_ranks == plan.num_microbatches == 1 and plan.padded.adds_up and not plan.parts
         self.price = spec.balance.price
-        self.is_alone = alone and self.price.num_stages is None
+        self.is_alone = alone and self.price.adds_up
 
     @cached_property
     def mine(self) -> NDArray[np.int64] | slice:

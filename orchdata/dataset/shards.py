@@ -33,7 +33,6 @@ from orchdata.order.steps import Batches, OrderedSteps, TokenBatches
 from orchdata.order.token_sums import TokenCounts, TokenSums
 from orchdata.planning.balance import Balance
 from orchdata.planning.costs import IndexCosts, IndexTokens
-from orchdata.planning.fixed import better_budget
 from orchdata.planning.layout import (
     Layout,
     Packed,
@@ -43,6 +42,7 @@ from orchdata.planning.layout import (
     layout_of,
     padded_encoders,
 )
+from orchdata.planning.sharing.fixed import better_budget
 from orchdata.progress import progress_bar
 from orchdata.quarantine import read_quarantine
 

@@ -15,9 +15,11 @@ from orchdata.balancers import CostModel, PhaseCost
 from orchdata.loaders.index.index import Index
 from orchdata.loaders.storage.mapped_array import MappedArray
 from orchdata.native.costs import COST_SHIFT, Coefficients, part_costs, sequence_costs
-from orchdata.planning.fixed import FixedCost
-from orchdata.planning.padded import PaddedCost
 from orchdata.planning.parts import Parts
+from orchdata.planning.sharing.fixed import FixedCost
+from orchdata.planning.sharing.packed import NO_PADDING
+from orchdata.planning.sharing.padded import PaddedCost
+from orchdata.planning.sharing.shares import Padding
 
 Ints = NDArray[np.int64]
 
@@ -58,12 +60,12 @@ class IndexCosts:
         return self.model.phases if self.model is not None else ("llm",)
 
     @property
-    def padded(self) -> PaddedCost | FixedCost | None:
-        """What a row of a rectangular `llm` batch costs, or one of a length; None where batches are packed."""
+    def padded(self) -> Padding:
+        """How `llm` microbatches are padded, and what that costs."""
         if self.length is not None:
             return FixedCost(self.length, self._coefficients("llm"))
         if not self.rectangular:
-            return None
+            return NO_PADDING
         cost = PhaseCost(1.0) if self.model is None else self.model.costs[self.model.phases.index("llm")]
         return PaddedCost(cost, self.multiple_of)
 
@@ -137,7 +139,7 @@ class EqualCosts:
 
     phases: tuple[str, ...] = ("llm",)
     balanced: tuple[str, ...] = ("llm",)
-    padded: PaddedCost | FixedCost | None = None
+    padded: Padding = NO_PADDING
 
     def costs(self, phase: str, row: Ints) -> Ints:
         return np.ones(len(row), np.int64)
@@ -159,7 +161,7 @@ class ArrayCosts:
 
     phases: tuple[str, ...] = ("llm",)
     balanced: tuple[str, ...] = ("llm",)
-    padded: PaddedCost | FixedCost | None = None
+    padded: Padding = NO_PADDING
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _array_costs, (MappedArray(self.values),)

@@ -15,17 +15,15 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.balancers.assignment import cells_of
+from orchdata.balancers.assignment import loads_by_rank_and_microbatch
 from orchdata.order.mixture import MixtureOrder
 from orchdata.order.order import SampleOrder
 from orchdata.order.steps import Batches, GlobalBatches, StepTask
 from orchdata.planning.assign import stream_ranks
 from orchdata.planning.balance import Balance
-from orchdata.planning.fixed import FixedCost, fixed_cells_of, share_out_fixed
-from orchdata.planning.padded import PaddedCost, padded_cells_of, share_out_padded
 from orchdata.planning.parts import Parts, fit_parts, share_out_parts
 from orchdata.planning.plan import Plan
-from orchdata.planning.shares import Shares, cells, share_out_packed
+from orchdata.planning.sharing.shares import Padding, Shares, StepSamples
 
 Ints = NDArray[np.int64]
 
@@ -48,10 +46,8 @@ class SampleCosts(Protocol):
         """Those of them that are balanced, a subset."""
 
     @property
-    def padded(self) -> PaddedCost | FixedCost | None:
-        """What padding costs: where `llm` batches are padded to their longest sample, or microbatches to a length; None
-        where they are packed.
-        """
+    def padded(self) -> Padding:
+        """How `llm` microbatches are padded, and what that costs."""
 
     def costs(self, phase: str, row: Ints) -> Ints: ...
 
@@ -180,12 +176,8 @@ class _GlobalBatch:
         spec, balance = self.spec, self.spec.balance
         costs = {phase: self.costs[phase] for phase in phases or spec.costs.balanced}
         sizes = {phase: self.positions[phase] for phase in (balance.caps if caps is None else caps)}
-        arguments = (costs, sizes, spec.num_ranks, balance, self.stream_rank, num_microbatches)
-        if spec.costs.padded is None:
-            return share_out_packed(*arguments)
-        if isinstance(spec.costs.padded, FixedCost):
-            return share_out_fixed(*arguments, self.positions["llm"], spec.costs.padded)
-        return share_out_padded(*arguments, self.positions["llm"], spec.costs.padded)
+        step = StepSamples(costs, sizes, self.positions["llm"], spec.num_ranks, balance, self.stream_rank)
+        return spec.costs.padded.share_out(step, num_microbatches)
 
     def share_out_per_phase(self) -> tuple[Shares, dict[str, Parts]]:
         """The same, and who encodes which part: the fewest microbatches in which encoders keep within their caps too.
@@ -226,17 +218,14 @@ class _GlobalBatch:
     def _price(self, shares: Shares, parts: Mapping[str, Parts]) -> int:
         """What ranks wait for in the phases that are balanced."""
         spec = self.spec
-        llm = {"llm": self.costs["llm"]}
-        if isinstance(spec.costs.padded, FixedCost):
-            own = fixed_cells_of(llm, shares, spec.num_ranks, self.positions["llm"], spec.costs.padded)
-        else:
-            own = (cells if spec.costs.padded is None else padded_cells_of)(llm, shares, spec.num_ranks)
+        where = (spec.num_ranks, shares.num_microbatches)
         encoders = [
-            cells_of(of.costs, of.rank, shares.microbatch[of.sample], spec.num_ranks, shares.num_microbatches)
+            loads_by_rank_and_microbatch(of.costs, of.rank, shares.microbatch[of.sample], *where)
             for phase, of in parts.items()
             if phase in spec.costs.balanced
         ]
-        return spec.balance.price.of([*encoders, *own])
+        llm = spec.costs.padded.loads(self.costs["llm"], self.positions["llm"], shares, spec.num_ranks)
+        return spec.balance.price.of([*encoders, llm])
 
     def _fit(self, found: Mapping[str, Parts], shares: Shares, *, or_home: bool = False) -> dict[str, Parts]:
         """Who encodes which part; without the phases whose cap cannot be kept, unless parts may stay at home."""

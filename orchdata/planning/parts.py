@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.balancers import balance as balance_packed
-from orchdata.balancers.assignment import cells_of
+from orchdata.balancers.assignment import loads_by_rank_and_microbatch
 from orchdata.balancers.placement import renamed
 from orchdata.planning.assign import assign
 from orchdata.planning.balance import Balance
@@ -145,6 +145,6 @@ def own_parts(parts: Parts, rank: int, llm_rank: Ranks, microbatch: Ranks, num_m
 def _overfull(parts: Parts, step: Ranks, cap: int, num_ranks: int) -> Ints:
     """Micro-steps in which several parts together exceed the cap on some rank."""
     num_steps = int(step.max(initial=-1)) + 1
-    positions = cells_of(parts.positions, parts.rank, step, num_ranks, num_steps)
-    counts = cells_of(np.ones_like(parts.positions), parts.rank, step, num_ranks, num_steps)
+    positions = loads_by_rank_and_microbatch(parts.positions, parts.rank, step, num_ranks, num_steps)
+    counts = loads_by_rank_and_microbatch(np.ones_like(parts.positions), parts.rank, step, num_ranks, num_steps)
     return np.nonzero((positions > cap) & (counts > 1))[1]

@@ -12,20 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.balancers import lower_bound, order_microbatches
-from orchdata.balancers.assignment import cells_of, loads_of
-from orchdata.planning.assign import dealt
-from orchdata.planning.fixed import FixedCost
-from orchdata.planning.padded import (
-    PaddedCost,
-    padded_cells,
-    padded_in_turn,
-    padded_loads,
-    padded_lower_bound,
-)
+from orchdata.balancers.assignment import loads_by_rank_and_microbatch
 from orchdata.planning.parts import OwnParts, Parts, own_parts
 from orchdata.planning.price import StepPrice
 from orchdata.planning.route import Route, grouped_route
-from orchdata.planning.shares import Shares
+from orchdata.planning.sharing.packed import NO_PADDING
+from orchdata.planning.sharing.shares import Padding, Shares
 
 Ints = NDArray[np.int64]
 
@@ -47,7 +39,7 @@ class Plan:
         stream_rank: int32 (n,), the rank whose streams each sample is drawn from.
         group_size: ranks of a group; None where ranks are not grouped.
         ranks_per_node: consecutive ranks of a node; None where that is not known.
-        padded: what the padding of `llm` batches costs; None where they have none.
+        padded: how `llm` microbatches are padded, and what that costs.
         sources: names of a mixture's sources by `source`; empty where there is none.
         passes: which pass through its source each sample is of, int32 (n,); None where there are no sources.
         source_loss_tokens: planned loss tokens of each source in the step, int64 (num_sources,); else None.
@@ -70,7 +62,7 @@ class Plan:
     stream_rank: NDArray[np.int32]
     group_size: int | None = None
     ranks_per_node: int | None = None
-    padded: PaddedCost | FixedCost | None = None
+    padded: Padding = NO_PADDING
     sources: tuple[str, ...] = ()
     passes: NDArray[np.int32] | None = None
     source_loss_tokens: Ints | None = None
@@ -150,16 +142,12 @@ class Plan:
         """Cost of `phase` in each rank's microbatches, int64 (num_ranks, num_microbatches); with the padding, where
         `llm` is padded.
         """
-        if phase == "llm" and self.padded is not None:
-            shares = Shares(self.rank, self.microbatch, self.num_microbatches)
-            if isinstance(self.padded, FixedCost):
-                return self.padded.cells(self.costs[phase], self.llm_positions, shares, self.num_ranks)
-            return padded_cells(self.costs[phase], shares, self.num_ranks)
         if phase in self.parts:
             parts = self.parts[phase]
-            microbatch = self.microbatch[parts.sample]
-            return cells_of(parts.costs, parts.rank, microbatch, self.num_ranks, self.num_microbatches)
-        return cells_of(self.costs[phase], self.rank, self.microbatch, self.num_ranks, self.num_microbatches)
+            where = (parts.rank, self.microbatch[parts.sample], self.num_ranks, self.num_microbatches)
+            return loads_by_rank_and_microbatch(parts.costs, *where)
+        shares = Shares(self.rank, self.microbatch, self.num_microbatches)
+        return self._padding(phase).loads(self.costs[phase], self.llm_positions, shares, self.num_ranks)
 
     def loads(self, phase: str) -> Ints:
         """Cost of `phase` on each rank, int64 (num_ranks,): its `cells` together."""
@@ -168,12 +156,11 @@ class Plan:
 
     def loads_unbalanced(self, phase: str) -> Ints:
         """What `loads` would be had samples been dealt out in turn."""
-        if phase == "llm" and isinstance(self.padded, FixedCost):
-            return self.padded.loads_in_turn(self.costs[phase], self.llm_positions, self.num_ranks)
-        if phase == "llm" and self.padded is not None:
-            shares = padded_in_turn(self.llm_positions, self.num_ranks, self.num_microbatches)
-            return padded_loads(self.costs[phase], shares, self.num_ranks)
-        return loads_of(self.costs[phase], dealt(len(self.row), self.num_ranks), self.num_ranks)
+        sizes = (self.num_ranks, self.num_microbatches)
+        return self._padding(phase).loads_in_turn(self.costs[phase], self.llm_positions, *sizes)
+
+    def _padding(self, phase: str) -> Padding:
+        return self.padded if phase == "llm" else NO_PADDING
 
     def own_streams(self, rank: int) -> float | None:
         """Share of a rank's samples that are drawn from its group's own streams; None where ranks are not grouped."""
@@ -185,10 +172,9 @@ class Plan:
     def lower_bound(self, phase: str) -> int:
         """No assignment of whole samples has a smaller largest load in `phase`; of parts, where they are apart."""
         if phase in self.parts:
-            return int(lower_bound(self.parts[phase].costs, self.num_ranks))
-        if phase == "llm" and isinstance(self.padded, PaddedCost) and self.num_microbatches == 1:
-            return padded_lower_bound(self.costs[phase], self.llm_positions, self.num_ranks, self.padded)
-        return int(lower_bound(self.costs[phase], self.num_ranks))
+            return lower_bound(self.parts[phase].costs, self.num_ranks)
+        sizes = (self.num_ranks, self.num_microbatches)
+        return self._padding(phase).lower_bound(self.costs[phase], self.llm_positions, *sizes)
 
     def cost(self, price: StepPrice, phases: Sequence[str]) -> int:
         """Cost of the step.
@@ -205,10 +191,9 @@ class Plan:
 
     @property
     def filled(self) -> tuple[int, int] | None:
-        """Tokens of samples in all microbatches of one length, and places they have; None where lengths vary."""
-        if not isinstance(self.padded, FixedCost):
-            return None
-        return int(self.llm_positions.sum()), self.num_ranks * self.num_microbatches * self.padded.length
+        """Tokens of samples, and of all microbatches, which have one length; None where lengths vary."""
+        capacity = self.padded.capacity(self.num_ranks * self.num_microbatches)
+        return None if capacity is None else (int(self.llm_positions.sum()), capacity)
 
     def pipeline_order(self, rank: int, num_stages: int) -> NDArray[np.int32]:
         """Microbatches of one rank in a good order for 1F1B: int32 (num_microbatches,), the planned number of each.

@@ -38,6 +38,11 @@ class StepPrice:
     meets_in_micro_steps: bool
     num_stages: int | None
 
+    @property
+    def adds_up(self) -> bool:
+        """The only microbatch of the only rank costs the sum of its phases."""
+        return self.num_stages is None
+
     def of(self, cells: Sequence[Ints]) -> int:
         """Cost of a step.
 

@@ -19,8 +19,8 @@ from orchdata.order.steps import StepTask
 from orchdata.order.token_sums import TokenCounts
 from orchdata.planning.balance import AssignmentKind, Balance, Scope
 from orchdata.planning.costs import IndexCosts
-from orchdata.planning.fixed import better_budget
 from orchdata.planning.make_plan import PlanSpec, make_plan
+from orchdata.planning.sharing.fixed import better_budget
 from orchdata.profile.advice import Change, PhaseAdvice, phase_advice, try_changes
 from orchdata.profile.planned import AnyOrder, PlannedSteps, StepSize, epoch_spec, plan_steps, spread_steps
 

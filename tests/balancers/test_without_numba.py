@@ -10,7 +10,7 @@ import sys
 PROGRAM = """
 import json, numpy as np
 from orchdata.balancers import *
-from orchdata.balancers.bins.micro_steps import dealings
+from orchdata.balancers.bins.micro_steps import candidate_packings
 from orchdata.bench.distributions import DISTRIBUTIONS, omni_lengths, quadratic
 
 def numbers(found):
@@ -47,7 +47,7 @@ for ranks in (1, 4):
     answer.append(pack_bins(lengths[:7], int(lengths.max()), None, table[:7], num_ranks=ranks).tolist())
     answer.append(pack_micro_steps(lengths, lengths.sum() // 2, 3, table, num_ranks=ranks).tolist())
 for ways in ([(slice(None), 4)], [(slice(0, 24), 2), (slice(24, None), 2)]):
-    for one in dealings(lengths[:, None], np.array([lengths.sum() // 6]), 3, table, ways, 18):
+    for one in candidate_packings(lengths[:, None], np.array([lengths.sum() // 6]), 3, table, ways, 18):
         answer += [one.bins.tolist(), one.rank.tolist(), one.promise]
 for cost in (PhaseCost(0.3, 0.001), PhaseCost(0.3, 0.001, windows=((64, 0.1), (1000, 0.01)))):
     answer.append(CostModel(llm=cost).sequence_costs("llm", lengths).tolist())

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from orchdata.planning.padded import PaddedCost
 from orchdata.planning.parts import Parts
+from orchdata.planning.sharing.packed import NO_PADDING
+from orchdata.planning.sharing.shares import Padding
 
 
 class Album:
@@ -20,7 +21,7 @@ class Album:
         seed: int,
         *,
         balanced: tuple[str, ...] = ("image", "llm"),
-        padded: PaddedCost | None = None,
+        padded: Padding = NO_PADDING,
     ) -> None:
         self.balanced, self.padded = balanced, padded
         random = np.random.default_rng(seed)

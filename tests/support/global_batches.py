@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from orchdata.balancers import order_after_disttrain, simulate_1f1b
 from orchdata.planning.assign import counted_groups, stream_ranks
 from orchdata.planning.balance import Balance
-from orchdata.planning.shares import Shares
+from orchdata.planning.sharing.shares import Shares, StepSamples
 
 Ints = NDArray[np.int64]
 
@@ -28,6 +28,11 @@ class GlobalBatch:
 
     def sizes(self, balance: Balance) -> dict[str, Ints]:
         return {phase: self.positions[phase] for phase in balance.caps}
+
+    def step(self, balance: Balance, *phases: str) -> StepSamples:
+        """As plans see it, with the costs of these phases, by default of all."""
+        costs = {phase: self.costs[phase] for phase in phases or self.costs}
+        return StepSamples(costs, self.sizes(balance), self.positions["llm"], self.num_ranks, balance, self.stream_rank)
 
 
 def global_batch(

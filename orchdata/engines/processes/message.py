@@ -24,11 +24,12 @@ from orchdata.batch.tensors import LLMBatch, MediaBatch, TextBatch
 from orchdata.building.step import BuiltStep
 from orchdata.engines.pickling import described, what_does_not_pickle
 from orchdata.loaders.errors import DataError
-from orchdata.planning.fixed import FixedCost
-from orchdata.planning.padded import PaddedCost
 from orchdata.planning.parts import Parts
 from orchdata.planning.plan import Plan
 from orchdata.planning.route import Route
+from orchdata.planning.sharing.fixed import FixedCost
+from orchdata.planning.sharing.packed import NoPadding
+from orchdata.planning.sharing.padded import PaddedCost
 from orchdata.ranks.wire import Buffer, WireError, describe, rebuild
 
 Bytes = NDArray[np.uint8]
@@ -37,7 +38,7 @@ _CLASS = "<class>"  # marks a dict that was a dataclass; no modality is called s
 _PLAN = "the step's"
 _BATCHES: dict[str, type[Any]] = {kind.__name__: kind for kind in (Batch, TextBatch, MediaBatch, LLMBatch, Route)}
 _STEPS: dict[str, type[Any]] = _BATCHES | {
-    kind.__name__: kind for kind in (Plan, Parts, PaddedCost, FixedCost, PhaseCost)
+    kind.__name__: kind for kind in (Plan, Parts, NoPadding, PaddedCost, FixedCost, PhaseCost)
 }
 _NAMES = {kind: name for name, kind in _STEPS.items()}
 _LEAVES = frozenset({type(None), bool, int, float, str, np.ndarray, torch.Tensor})

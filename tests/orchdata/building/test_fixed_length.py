@@ -12,7 +12,8 @@ from shard_factory import RECIPE, omni_shards, png, write_shard
 
 import orchdata as od
 from orchdata.order.steps import StepTask
-from orchdata.planning.fixed import FixedCost
+from orchdata.planning.sharing.fixed import FixedCost
+from orchdata.planning.sharing.shares import Shares
 
 COST = od.CostModel(image=od.PhaseCost(1.0), audio=od.PhaseCost(2.0), llm=od.PhaseCost(3.0, 0.01))
 LENGTH = 320  # the longest sample has fewer
@@ -165,11 +166,9 @@ def test_a_plan_has_as_few_micro_steps_as_bins_allow(dataset: od.ShardDataset, l
 def test_cells_count_padding_as_a_sequence() -> None:
     cost = od.CostModel(llm=od.PhaseCost(2.0, 0.5))
     fixed = FixedCost(100, cost.coefficients("llm"))
-    from orchdata.planning.shares import Shares
-
     positions = np.array([60, 30, 100])
     shares = Shares(np.array([0, 0, 1], np.int32), np.zeros(3, np.int32), 2)
-    cells = fixed.cells(cost.sequence_costs("llm", positions), positions, shares, 2)
+    cells = fixed.loads(cost.sequence_costs("llm", positions), positions, shares, 2)
     of = {length: int(cost.sequence_costs("llm", [length])[0]) for length in (10, 30, 60, 100)}
     assert cells.tolist() == [[of[60] + of[30] + of[10], of[100]], [of[100], of[100]]]
 

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from orchdata.balancers import CostModel, PhaseCost
-from orchdata.balancers.assignment import cells_of
 from orchdata.bench.distributions import OMNI_COST, image_patches, text_lengths
 from orchdata.planning.balance import Balance, Scope
-from orchdata.planning.fixed import FixedCost, fixed_cells_of, share_out_fixed
-from orchdata.planning.shares import Shares, share_out_packed
+from orchdata.planning.sharing.fixed import FixedCost
+from orchdata.planning.sharing.packed import NO_PADDING
+from orchdata.planning.sharing.shares import Shares, StepSamples
 
 # The first call of a kernel compiles or loads it.
 settings.register_profile("kernels", deadline=None)
@@ -33,10 +33,9 @@ def shared(
     sizes = {"llm": tokens, "image": patches}
     streams = (np.arange(len(tokens)) * num_ranks // max(1, len(tokens))).astype(np.int32)
     fixed = FixedCost(length, model.coefficients("llm"))
-    found = share_out_fixed(costs, sizes, num_ranks, balance, streams, None, tokens, fixed)
-    packed = share_out_packed(costs, sizes, num_ranks, balance, streams)
-    prices = [balance.price.of(fixed_cells_of(costs, one, num_ranks, tokens, fixed)) for one in (found, packed)]
-    return found, packed, prices[0], prices[1]
+    step = StepSamples(costs, sizes, tokens, num_ranks, balance, streams)
+    found, packed = fixed.share_out(step), NO_PADDING.share_out(step)
+    return found, packed, fixed.price(step, found), fixed.price(step, packed)
 
 
 @settings(max_examples=60)
@@ -57,8 +56,7 @@ def test_plans_keep_the_caps_and_are_never_worse_than_packed_ones(
     found, packed, mine, theirs = shared(tokens, patches, 50, num_ranks, balance)
     assert found.num_microbatches <= packed.num_microbatches
     assert mine <= theirs or found.num_microbatches < packed.num_microbatches
-    where = (found.rank, found.microbatch, num_ranks, found.num_microbatches)
-    assert (cells_of(tokens, *where) <= 48).all() and (cells_of(patches, *where) <= 30).all()
+    assert (found.loads(tokens, num_ranks) <= 48).all() and (found.loads(patches, num_ranks) <= 30).all()
     if counted and scope == "global":
         assert np.ptp(np.bincount(found.rank, minlength=num_ranks)) <= 1
 

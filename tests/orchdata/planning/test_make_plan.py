@@ -21,9 +21,11 @@ from orchdata.order.steps import GlobalBatches, StepTask
 from orchdata.planning.balance import Balance
 from orchdata.planning.costs import IndexCosts
 from orchdata.planning.make_plan import PlanSpec, make_plan
-from orchdata.planning.padded import PaddedCost
 from orchdata.planning.plan import Plan
 from orchdata.planning.route import make_route
+from orchdata.planning.sharing.packed import NO_PADDING
+from orchdata.planning.sharing.padded import PaddedCost
+from orchdata.planning.sharing.shares import Padding
 
 PHASES = ("image", "llm")
 
@@ -61,7 +63,7 @@ def albums(draw: Any) -> tuple[dict[str, Any], int, Balance]:
     balance = Balance(
         assignment="per_phase", scope=scope, group_size=group_size, max_tokens=caps or None, oversize="own"
     )
-    padded = PaddedCost(PhaseCost(1.0)) if draw(st.booleans()) else None
+    padded = PaddedCost(PhaseCost(1.0)) if draw(st.booleans()) else NO_PADDING
     return {"num_samples": num_samples, "seed": draw(st.integers(0, 10_000)), "padded": padded}, num_ranks, balance
 
 
@@ -126,7 +128,7 @@ def test_routes_are_those_of_the_assignments_of_all_ranks(drawn: tuple[dict[str,
         assert plan.arriving("image", rank, microbatch).tolist() == arriving[home == rank].tolist()
 
 
-def alike(num_samples: int, padded: PaddedCost | None) -> Album:
+def alike(num_samples: int, padded: Padding = NO_PADDING) -> Album:
     """Samples that are all the same."""
     album = Album(num_samples, 0, padded=padded)
     album.counts[:], album.text[:] = 2, 100
@@ -134,9 +136,9 @@ def alike(num_samples: int, padded: PaddedCost | None) -> Album:
     return album
 
 
-@pytest.mark.parametrize("padded", [None, PaddedCost(PhaseCost(1.0))])
+@pytest.mark.parametrize("padded", [NO_PADDING, PaddedCost(PhaseCost(1.0))])
 @pytest.mark.parametrize("max_tokens", [None, 600])
-def test_parts_of_samples_that_are_alike_stay_with_them(padded: PaddedCost | None, max_tokens: int | None) -> None:
+def test_parts_of_samples_that_are_alike_stay_with_them(padded: Padding, max_tokens: int | None) -> None:
     plan = plan_of(alike(32, padded), 4, Balance(assignment="per_phase", max_tokens=max_tokens))
     assert at_home(plan)
     for rank, microbatch in np.ndindex(4, plan.num_microbatches):
@@ -163,7 +165,7 @@ def test_a_plan_of_an_index_moves_no_features_where_it_need_not(tmp_path: Path) 
 
 
 def test_parts_of_one_crowded_sample_leave_it() -> None:
-    album = alike(8, None)
+    album = alike(8)
     album.counts[:] = [16, *[0] * 7]
     album.starts = np.concatenate([[0], np.cumsum(album.counts)])
     plan, whole = (
@@ -178,7 +180,7 @@ def test_parts_of_one_crowded_sample_leave_it() -> None:
 def test_an_encoder_cap_takes_no_more_micro_steps_than_parts_at_home() -> None:
     """Where the backbone alone is balanced, crowded samples meet on a rank, and it would."""
     fewer = 0
-    for seed, padded in product(range(30), (None, PaddedCost(PhaseCost(1.0)))):
+    for seed, padded in product(range(30), (NO_PADDING, PaddedCost(PhaseCost(1.0)))):
         balance = Balance(assignment="per_phase", max_tokens={"image": 300}, oversize="own")
         plan, home, alone = (
             plan_of(Album(20, seed, padded=padded, balanced=balanced), 2, how).num_microbatches

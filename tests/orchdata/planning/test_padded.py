@@ -11,20 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchdata.balancers import PhaseCost
-from orchdata.planning.assign import assign
 from orchdata.planning.balance import Balance
-from orchdata.planning.padded import (
-    PaddedCost,
-    assign_blocks,
-    assign_padded,
-    padded_cells_of,
-    padded_in_turn,
-    padded_loads,
-    padded_lower_bound,
-    share_out_padded,
-    split_padded,
-)
-from orchdata.planning.shares import Shares
+from orchdata.planning.sharing.padded import PaddedCost, assign_blocks, split_padded
+from orchdata.planning.sharing.shares import Shares, StepSamples, one_microbatch
 
 TOKENS = PaddedCost(PhaseCost(1.0))
 LINEAR = PaddedCost(PhaseCost(4.0, 0.001))  # As `global_batches` has it.
@@ -34,26 +23,37 @@ def in_turn(num_samples: int, num_ranks: int) -> np.ndarray:
     return (np.arange(num_samples) % num_ranks).astype(np.int32)
 
 
-def one_microbatch(rank: np.ndarray) -> Shares:
-    return Shares(rank, np.zeros_like(rank), 1)
+def step_of(
+    costs: dict[str, np.ndarray], num_ranks: int, balance: Balance, sizes: dict[str, np.ndarray] | None = None
+) -> StepSamples:
+    """Samples that are all drawn from the first rank's streams."""
+    streams = np.zeros(len(costs["llm"]), np.int32)
+    return StepSamples(costs, sizes or {}, costs["llm"], num_ranks, balance, streams)
 
 
 def shared_out(
     costs: dict[str, np.ndarray], num_ranks: int, balance: Balance, sizes: dict[str, np.ndarray] | None = None
 ) -> Shares:
-    """Of samples that are all drawn from the first rank's streams."""
-    streams = np.zeros(len(costs["llm"]), np.int32)
-    return share_out_padded(costs, sizes or {}, num_ranks, balance, streams, None, costs["llm"], TOKENS)
+    return TOKENS.share_out(step_of(costs, num_ranks, balance, sizes))
+
+
+def cut(rank: np.ndarray, positions: np.ndarray, balance: Balance) -> Shares:
+    return split_padded(step_of({"llm": positions}, 1, balance, {"llm": positions}), rank)
+
+
+def padded_loads(positions: np.ndarray, rank: np.ndarray, num_ranks: int) -> np.ndarray:
+    """In one microbatch."""
+    return TOKENS.loads(positions, positions, one_microbatch(rank), num_ranks)[:, 0]
 
 
 def test_the_example_by_hand() -> None:
     positions = np.array([10, 2, 10, 2, 2, 2])
-    rank = assign_padded(positions, 2, PhaseCost(1.0))
+    rank = TOKENS.assign(positions, 2)
     assert rank[0] == rank[2] != rank[1]  # two rows of 10 together: 20, and four of 2: 8
-    assert sorted(padded_loads(positions, one_microbatch(rank), 2).tolist()) == [8, 20]
-    assert padded_loads(positions, one_microbatch(in_turn(6, 2)), 2).tolist() == [30, 6]
+    assert sorted(padded_loads(positions, rank, 2).tolist()) == [8, 20]
+    assert padded_loads(positions, in_turn(6, 2), 2).tolist() == [30, 6]
     # equal counts: the longest three, 3 * 10, and the shortest, 3 * 2
-    assert padded_loads(positions, one_microbatch(assign_blocks(positions, 2)), 2).tolist() == [30, 6]
+    assert padded_loads(positions, assign_blocks(positions, 2), 2).tolist() == [30, 6]
 
 
 @settings(max_examples=60, deadline=None)
@@ -61,10 +61,10 @@ def test_the_example_by_hand() -> None:
 def test_one_microbatch_is_as_good_as_the_best_of_all_assignments(lengths: list[int], num_ranks: int) -> None:
     positions = np.maximum(np.array(lengths, np.int64), 1)
     shares = shared_out({"llm": positions}, num_ranks, Balance())
-    found = int(padded_loads(positions, shares, num_ranks).max())
+    found = int(padded_loads(positions, shares.rank, num_ranks).max())
     every = product(range(num_ranks), repeat=len(lengths))
-    best = min(padded_loads(positions, one_microbatch(np.array(rank)), num_ranks).max() for rank in every)
-    assert found == best == padded_lower_bound(positions, positions, num_ranks, TOKENS)
+    best = min(padded_loads(positions, np.array(rank), num_ranks).max() for rank in every)
+    assert found == best == TOKENS.lower_bound(positions, positions, num_ranks, 1)
 
 
 @settings(max_examples=80, deadline=None)
@@ -101,7 +101,7 @@ def test_caps_hold_and_every_sample_is_shared_out(
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=7), st.integers(30, 90))
 def test_a_rank_has_as_few_microbatches_as_its_cap_allows(lengths: list[int], cap: int) -> None:
     positions = np.array(lengths, np.int64)
-    shares = split_padded(in_turn(len(lengths), 1), 1, {"llm": positions}, Balance(max_tokens=cap))
+    shares = cut(in_turn(len(lengths), 1), positions, Balance(max_tokens=cap))
 
     def fits(groups: tuple[int, ...]) -> bool:
         held = np.array(groups)
@@ -145,22 +145,22 @@ def test_a_sample_above_the_cap(oversize: str) -> None:
     rank = np.zeros(3, np.int32)
     if oversize == "error":
         with pytest.raises(ValueError, match="a sample has 50 llm positions, max_tokens allows 20"):
-            split_padded(rank, 1, {"llm": positions}, balance)
+            cut(rank, positions, balance)
     else:
-        assert split_padded(rank, 1, {"llm": positions}, balance).microbatch.tolist() == [0, 1, 1]
+        assert cut(rank, positions, balance).microbatch.tolist() == [0, 1, 1]
 
 
 def test_padding_is_aligned_before_it_is_counted() -> None:
     aligned = np.array([64, 64, 64, 128])  # 1, 60, 64 and 65 positions in multiples of 64
-    rank = assign_padded(np.array([1, 60, 64, 65]), 2, PhaseCost(1.0), multiple_of=64)
-    assert padded_loads(aligned, one_microbatch(rank), 2).max() == 192  # 3 * 64
+    rank = PaddedCost(PhaseCost(1.0), 64).assign(np.array([1, 60, 64, 65]), 2)
+    assert padded_loads(aligned, rank, 2).max() == 192  # 3 * 64
 
 
 def test_what_dealing_out_in_turn_would_cost() -> None:
     positions = np.array([8, 1, 2, 1, 4, 1, 2, 1])
-    assert padded_loads(positions, padded_in_turn(positions, 2, 1), 2).tolist() == [32, 4]
+    assert TOKENS.loads_in_turn(positions, positions, 2, 1).tolist() == [32, 4]
     # in two microbatches: 2 * 8 and 2 * 2
-    assert padded_loads(positions, padded_in_turn(positions, 2, 2), 2).tolist() == [20, 4]
+    assert TOKENS.loads_in_turn(positions, positions, 2, 2).tolist() == [20, 4]
 
 
 def test_micro_steps_of_neighbours_in_length_cost_less() -> None:
@@ -168,9 +168,9 @@ def test_micro_steps_of_neighbours_in_length_cost_less() -> None:
     rng = np.random.default_rng(1)
     positions = np.clip(np.exp(rng.normal(5, 1, 400)), 1, 2000).astype(np.int64)
     costs, balance = {"llm": positions}, Balance(max_tokens=4096)
-    first = split_padded(assign(costs, balance, 8, np.zeros(400, np.int32)), 8, costs, balance)
-    found = shared_out(costs, 8, balance, costs)
-    taken = [balance.price.of(padded_cells_of(costs, shares, 8)) for shares in (found, first)]
+    step = step_of(costs, 8, balance, costs)
+    first, found = split_padded(step, step.assign()), TOKENS.share_out(step)
+    taken = [TOKENS.price(step, shares) for shares in (found, first)]
     assert found.num_microbatches <= first.num_microbatches
     assert taken[0] < 0.97 * taken[1]
 
@@ -181,11 +181,10 @@ def test_a_step_is_within_its_limits_and_no_dearer_than_the_packed_plan_in_this_
     step: tuple[GlobalBatch, Balance],
 ) -> None:
     batch, balance = step
-    sizes, positions = batch.sizes(balance), batch.positions["llm"]
-    arguments = (batch.costs, sizes, batch.num_ranks, balance, batch.stream_rank, None, positions, LINEAR)
-    shares = share_out_padded(*arguments)
+    samples = batch.step(balance)
+    shares = LINEAR.share_out(samples)
     check_step(batch, shares, balance, padded=True)
-    assert share_out_padded(*arguments).rank.tolist() == shares.rank.tolist()
+    assert LINEAR.share_out(samples).rank.tolist() == shares.rank.tolist()
 
     def held(shares: Shares) -> np.ndarray:
         """Each cell is rows times its longest one, in llm; a sum in encoders."""
@@ -198,11 +197,8 @@ def test_a_step_is_within_its_limits_and_no_dearer_than_the_packed_plan_in_this_
         return cells
 
     found = waits(held(shares), balance)
-    assert found == balance.price.of(padded_cells_of(batch.costs, shares, batch.num_ranks))
-    packed, backbone = (
-        split_padded(assign(costs, balance, batch.num_ranks, batch.stream_rank), batch.num_ranks, sizes, balance)
-        for costs in (batch.costs, {"llm": batch.costs["llm"]})
-    )
+    assert found == LINEAR.price(samples, shares)
+    packed, backbone = (split_padded(each, each.assign()) for each in (samples, samples.of_phases("llm")))
     assert shares.num_microbatches <= packed.num_microbatches
     for other in (packed, backbone):
         if other.num_microbatches <= packed.num_microbatches:
@@ -213,10 +209,9 @@ def test_a_step_is_within_its_limits_and_no_dearer_than_the_packed_plan_in_this_
 @given(steps(), st.integers(0, 2))
 def test_as_many_micro_steps_as_are_asked_for_or_fewer(step: tuple[GlobalBatch, Balance], more: int) -> None:
     batch, balance = step
-    sizes, positions = batch.sizes(balance), batch.positions["llm"]
-    arguments = (batch.costs, sizes, batch.num_ranks, balance, batch.stream_rank)
-    fewest = share_out_padded(*arguments, None, positions, LINEAR).num_microbatches
-    shares = share_out_padded(*arguments, fewest + more, positions, LINEAR)
+    samples = batch.step(balance)
+    fewest = LINEAR.share_out(samples).num_microbatches
+    shares = LINEAR.share_out(samples, fewest + more)
     assert shares.num_microbatches <= fewest + more
     check_step(batch, shares, balance, padded=True)
 
@@ -228,10 +223,9 @@ def test_no_candidate_is_left_out_for_another() -> None:
         positions = rng.integers(1, 400, 60)
         image = np.where(rng.random(60) < 0.4, rng.integers(1, 2000, 60), 0)
         costs, sizes, balance = {"image": image, "llm": positions}, {"llm": positions}, Balance(max_tokens=1200)
-        found = shared_out(costs, 4, balance, sizes)
-        streams = np.zeros(60, np.int32)
-        for rank in (assign(costs, balance, 4, streams), assign({"llm": positions}, balance, 4, streams)):
-            other = split_padded(rank, 4, sizes, balance)
+        step = step_of(costs, 4, balance, sizes)
+        found = TOKENS.share_out(step)
+        for rank in (step.assign(), step.of_phases("llm").assign()):
+            other = split_padded(step, rank)
             if other.num_microbatches <= found.num_microbatches:
-                limit = balance.price.of(padded_cells_of(costs, other, 4))
-                assert balance.price.of(padded_cells_of(costs, found, 4)) <= limit
+                assert TOKENS.price(step, found) <= TOKENS.price(step, other)

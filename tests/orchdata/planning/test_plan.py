@@ -14,6 +14,8 @@ from orchdata.order.steps import GlobalBatches, StepTask
 from orchdata.planning.balance import Balance
 from orchdata.planning.make_plan import PlanSpec, make_plan
 from orchdata.planning.plan import Plan
+from orchdata.planning.sharing.packed import NO_PADDING
+from orchdata.planning.sharing.shares import Padding
 
 Ints = NDArray[np.int64]
 
@@ -25,7 +27,7 @@ class Table:
     columns: dict[str, Ints]
     balanced: tuple[str, ...] = ("image", "llm")
     phases: tuple[str, ...] = field(default=("image", "llm"))
-    padded: None = None
+    padded: Padding = NO_PADDING
 
     def costs(self, phase: str, row: Ints) -> Ints:
         return self.columns[phase][row]

@@ -19,15 +19,15 @@ from orchdata.balancers import balance_phases, split_microbatches
 from orchdata.bench.distributions import omni_phases
 from orchdata.planning.assign import assign, stream_ranks
 from orchdata.planning.balance import Balance
-from orchdata.planning.shares import Shares, dealt_shares, share_out_packed
-from orchdata.planning.shares import cells as cells_of_shares
+from orchdata.planning.sharing.micro_steps import dealt_shares
+from orchdata.planning.sharing.packed import NO_PADDING
+from orchdata.planning.sharing.shares import Shares, StepSamples
 
 Ints = NDArray[np.int64]
 
 
 def shared_out(batch: GlobalBatch, balance: Balance, num_microbatches: int | None = None) -> Shares:
-    sizes = batch.sizes(balance)
-    return share_out_packed(batch.costs, sizes, batch.num_ranks, balance, batch.stream_rank, num_microbatches)
+    return NO_PADDING.share_out(batch.step(balance), num_microbatches)
 
 
 def split(batch: GlobalBatch, phases: list[str], balance: Balance) -> Shares:
@@ -61,7 +61,7 @@ def check_not_dearer(batch: GlobalBatch, shares: Shares, balance: Balance) -> No
     A grid in micro-steps: than all ranks at once, but for 2 % at most, and never below these.
     """
     found = waits(cells(batch, shares), balance)
-    assert found == balance.price.of(cells_of_shares(batch.costs, shares, batch.num_ranks))
+    assert found == batch.step(balance).price(shares)
     by_sums, backbone = split(batch, list(batch.costs), balance), split(batch, ["llm"], balance)
     assert shares.num_microbatches <= by_sums.num_microbatches
     if (
@@ -127,7 +127,7 @@ def test_no_micro_step_is_without_samples() -> None:
     """Of the four micro-steps that samples are dealt into here the last one stays empty."""
     sizes = np.array([29, 782, 606, 719, 398, 326, 230, 515, 558, 659, 127, 320, 216, 836, 782, 159])
     owner = (np.arange(16) * 3 // 16).astype(np.int32)
-    shares = share_out_packed({"llm": sizes}, {"llm": sizes}, 3, Balance(max_tokens=960), owner)
+    shares = NO_PADDING.share_out(StepSamples({"llm": sizes}, {"llm": sizes}, sizes, 3, Balance(max_tokens=960), owner))
     assert np.bincount(shares.microbatch).tolist() == [6, 6, 4] and shares.num_microbatches == 3
 
 
@@ -173,7 +173,7 @@ def test_a_cap_that_nothing_reaches_is_none(cap: int) -> None:
     free, capped = shared_out(batch, Balance(max_tokens=900)), Balance(max_tokens={"llm": 900, "image": cap})
     shares = shared_out(batch, capped)
     assert shares.num_microbatches <= free.num_microbatches
-    assert len(dealt_shares(batch.costs, batch.sizes(capped), 3, capped, batch.stream_rank, 9)) > 0
+    assert len(dealt_shares(batch.step(capped), 9)) > 0
 
 
 @pytest.mark.parametrize(
@@ -242,9 +242,7 @@ def test_very_many_samples_cost_no_more_than_any_simpler_plan(seed: int, phases:
     for by in phases:
         assert found <= sorted_and_cut(batch, by, 2400, shares.num_microbatches)
     by_sums = split(batch, list(phases), balance)
-    backbone = share_out_packed(
-        {"llm": batch.costs["llm"]}, batch.sizes(balance), num_ranks, balance, batch.stream_rank
-    )
+    backbone = NO_PADDING.share_out(batch.step(balance, "llm"))
     grid = shared_out(batch, Balance(max_tokens=2400, scope="grid", group_size=8))
     assert found <= waits(cells(batch, grid), balance) <= 1.03 * found
     for other in (by_sums, backbone):

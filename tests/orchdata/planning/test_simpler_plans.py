@@ -12,9 +12,9 @@ from global_batches import GlobalBatch, check_counts
 from numpy.typing import NDArray
 
 from orchdata.balancers import balance_phases
-from orchdata.planning.assign import assign, stream_ranks
+from orchdata.planning.assign import stream_ranks
 from orchdata.planning.balance import Balance
-from orchdata.planning.shares import Shares, cells, share_out_packed, split
+from orchdata.planning.sharing.packed import NO_PADDING
 
 Ints = NDArray[np.int64]
 CAP = 4096
@@ -60,23 +60,18 @@ def sorted_cut_and_balanced(batch: GlobalBatch, by: Ints, num_micro_steps: int) 
 )
 def test_no_simpler_plan_costs_less(seed: int, num_samples: int, num_ranks: int) -> None:
     batch, balance = random_mix(seed, num_samples, num_ranks), Balance(max_tokens=CAP)
-    sizes = batch.sizes(balance)
-
-    def taken(shares: Shares) -> int:
-        return balance.price.of(cells(batch.costs, shares, num_ranks))
-
-    shares = share_out_packed(batch.costs, sizes, num_ranks, balance, batch.stream_rank)
-    found, micro_steps = taken(shares), shares.num_microbatches
+    step = batch.step(balance)
+    shares = NO_PADDING.share_out(step)
+    price, micro_steps = step.price(shares), shares.num_microbatches
     assert micro_steps > 1
     check_counts(shares, num_ranks, balance)
     for by in (*batch.costs.values(), np.sum(list(batch.costs.values()), axis=0)):
         simple = sorted_cut_and_balanced(batch, by, micro_steps)
-        assert simple is None or found <= simple
+        assert simple is None or price <= simple
     for size in (2, 8):
         grid = replace(balance, scope="grid", group_size=size)
-        assert found <= taken(share_out_packed(batch.costs, sizes, num_ranks, grid, batch.stream_rank))
-    backbone = share_out_packed({"llm": batch.costs["llm"]}, sizes, num_ranks, balance, batch.stream_rank)
-    assert found <= taken(backbone)
+        assert price <= step.price(NO_PADDING.share_out(batch.step(grid)))
+    assert price <= step.price(NO_PADDING.share_out(batch.step(balance, "llm")))
 
 
 def test_what_was_planned_before_micro_steps_were_dealt_is_dearer_than_simpler_plans() -> None:
@@ -85,11 +80,10 @@ def test_what_was_planned_before_micro_steps_were_dealt_is_dearer_than_simpler_p
     for seed in range(12):
         num_ranks = 4 + seed % 9
         batch = random_mix(seed, 150 + 90 * seed, num_ranks)
-        together = np.sum(list(batch.costs.values()), axis=0)
-        rank = assign(batch.costs, balance, num_ranks, batch.stream_rank)
-        by_sums = split(together, batch.sizes(balance), rank, num_ranks, balance)
-        keys = (*batch.costs.values(), together)
+        step = batch.step(balance)
+        by_sums = step.split(step.assign())
+        keys = (*batch.costs.values(), step.total_costs)
         simple = [sorted_cut_and_balanced(batch, by, by_sums.num_microbatches) for by in keys]
         least = min((each for each in simple if each is not None), default=None)
-        dearer += least is not None and least < balance.price.of(cells(batch.costs, by_sums, num_ranks))
+        dearer += least is not None and least < step.price(by_sums)
     assert dearer >= 3

@@ -1,0 +1,263 @@
+"""Sharing out packed steps: several ways, and the one whose step takes least.
+
+    ranks by all phases, or by the backbone alone --split into microbatches--+
+    global batch --candidate packings--> micro-steps --balanced inside each--+-> the one that costs least
+
+Under "grid" the micro-steps are those of balancing over all ranks; in each, most samples then stay near the ranks that
+they are drawn for. All in integers: every rank computes the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchdata.balancers.assignment import loads_of
+from orchdata.native.sorting import descending_order
+from orchdata.planning.assign import assign, dealt
+from orchdata.planning.sharing.micro_steps import (
+    MANY_SAMPLES,
+    VERY_MANY_SAMPLES,
+    dealt_shares,
+    in_scope,
+    sorted_and_cut,
+)
+from orchdata.planning.sharing.shares import Padding, Shares, StepSamples, one_microbatch
+
+Ints = NDArray[np.int64]
+
+_SOME_RANKS = 64  # A split on this number of ranks says whether a split on all may pay.
+_NEARLY = 19, 20  # full micro-steps: one more may cost less.
+
+
+@dataclass(frozen=True, slots=True)
+class NoPadding(Padding):
+    """Sequences one after another: a microbatch costs what its samples cost together."""
+
+    adds_up: ClassVar[bool] = True
+
+    def share_out(self, step: StepSamples, num_microbatches: int | None = None) -> Shares:
+        """The cheapest of the candidates above.
+
+        None of them has more micro-steps than the split of ranks by all phases. Ties: fewer micro-steps, then the first
+        found.
+        """
+        shares = _cheapest(step, num_microbatches)
+        return shares if num_microbatches is not None else _without_empty(shares)
+
+    def loads(self, costs: Ints, positions: Ints, shares: Shares, num_ranks: int) -> Ints:
+        return shares.loads(costs, num_ranks)
+
+    def loads_in_turn(self, costs: Ints, positions: Ints, num_ranks: int, num_microbatches: int) -> Ints:
+        return loads_of(costs, dealt(len(costs), num_ranks), num_ranks)
+
+
+NO_PADDING = NoPadding()
+
+
+def _without_empty(shares: Shares) -> Shares:
+    """The same without micro-steps in which no rank has a sample."""
+    used = np.bincount(shares.microbatch, minlength=shares.num_microbatches) > 0
+    if used.all() or not used.any():
+        return shares
+    name = np.cumsum(used, dtype=np.int32) - np.int32(1)
+    return Shares(shares.rank, name[shares.microbatch], int(used.sum()))
+
+
+class _Candidates:
+    """Ways to share out a step, each with its price, in the order in which they were found."""
+
+    def __init__(self, step: StepSamples) -> None:
+        self.step = step
+        self.found: list[tuple[int, Shares]] = []
+
+    def add(self, ways: Iterable[Shares]) -> None:
+        self.found += [(self.step.price(shares), shares) for shares in ways]
+
+    @property
+    def least(self) -> int:
+        """The lowest price of at least one candidate."""
+        return min(price for price, _ in self.found)
+
+    def cheapest(self, most: int | None = None) -> Shares:
+        """Of at most `most` micro-steps. Ties: fewer micro-steps, then the first found."""
+        allowed = [each for each in self.found if most is None or each[1].num_microbatches <= most]
+        return min(allowed, key=lambda each: (each[0], each[1].num_microbatches))[1]
+
+
+def _cheapest(step: StepSamples, num_microbatches: int | None) -> Shares:
+    """As `NoPadding.share_out`; micro-steps may be empty."""
+    balance = step.balance
+    if step.num_ranks == 1 and not step.sizes and num_microbatches is None:
+        return one_microbatch(np.zeros(step.num_samples, np.int32))
+    everywhere = step.over_all_ranks()
+    if num_microbatches is None and step.num_samples > VERY_MANY_SAMPLES and step.meets_in_micro_steps:
+        chosen = _micro_steps_first(everywhere)
+        if chosen is not None:
+            return in_scope(step, chosen)
+    rank = step.assign()
+    # In whole steps of all ranks, the joint search has considered the backbone alone.
+    considered = balance.scope == "global" and balance.price.levels_each_phase and balance.num_stages is None
+    if not step.sizes and num_microbatches is None and (considered or balance.scope == "none" or len(step.costs) == 1):
+        return one_microbatch(rank)
+    first = step.split(rank)
+    most = num_microbatches or first.num_microbatches
+    if everywhere is not step and step.meets_in_micro_steps and most > 1:
+        chosen = NO_PADDING.share_out(everywhere, num_microbatches)
+        return first if chosen.num_microbatches > most else in_scope(step, chosen)
+    ways = _Candidates(step)
+    ways.add(_in_number(step, first, most))
+    if balance.scope != "none":
+        _add_balanced(ways, most, num_microbatches)
+    if not ways.found:
+        raise ValueError(
+            f"the samples do not fit into {most} microbatches within max_tokens={balance.max_tokens}: "
+            f"{first.num_microbatches} hold them"
+        )
+    return ways.cheapest(most)
+
+
+def _add_balanced(ways: _Candidates, most: int, num_microbatches: int | None) -> None:
+    """Add all candidates but the split of ranks by all phases, which has `most` micro-steps."""
+    step, price = ways.step, ways.step.balance.price
+    if step.meets_in_micro_steps and (most > 1 or not ways.found):
+        _add_dealt(ways, most, or_fewer=num_microbatches is None)
+    if price.levels_each_phase and not price.meets_in_micro_steps:  # The sum over phases counts: balance that too.
+        level = assign({"llm": step.total_costs}, step.balance, step.num_ranks, step.stream_rank)
+        ways.add(_in_number(step, step.split(level), num_microbatches))
+    if len(step.costs) > 1:
+        least = ways.least if ways.found else None
+        ways.add(_by_the_backbone(step, num_microbatches, least, several=most > 1))
+
+
+def _add_dealt(ways: _Candidates, most: int, *, or_fewer: bool) -> None:
+    """Samples dealt into `most` micro-steps, and into fewer as long as these hold them; then sorted and cut into as
+    many as the cheapest so far has.
+    """
+    step, number = ways.step, most
+    ways.add(dealt_shares(step, number))
+    while or_fewer and _may_hold(step, number - 1):
+        number -= 1
+        fewer = dealt_shares(step, number)
+        ways.add(fewer)
+        if not fewer:
+            break
+    if step.balance.scope == "global" and ways.found:
+        least = ways.least
+        number = [shares.num_microbatches for price, shares in ways.found if price == least][-1]
+        if number > 1:
+            ways.add(sorted_and_cut(step, number, least))
+
+
+def _may_hold(step: StepSamples, num_microbatches: int) -> bool:
+    """Whether micro-steps may hold the samples; many samples must leave 1/64 of them, as packing takes time."""
+    caps, count = step.balance.caps, step.num_ranks * num_microbatches
+    filled, of = (63, 64) if step.num_samples > MANY_SAMPLES else (1, 1)
+    return count > 0 and all(
+        int(np.minimum(column, caps[phase]).sum()) <= caps[phase] * count * filled // of
+        for phase, column in step.sizes.items()
+    )
+
+
+def _micro_steps_first(step: StepSamples) -> Shares | None:
+    """Very many samples dealt into the fewest micro-steps that are found, or one more where those are nearly full.
+
+    Splits of whole ranks take as long as all micro-steps together: they are made only where a split of some ranks,
+    without a search, says that they may cost less.
+
+    Returns:
+        None where one micro-step may hold all, or no packing is found.
+    """
+    columns, caps = step.capped
+    sums, room = columns.sum(axis=0), caps * step.num_ranks
+    least_number = fewest = int(np.max(-(-sums // room)))
+    caps_of = step.balance.caps
+    refused = step.balance.oversize != "own" and any(
+        int(column.max()) > caps_of[phase] for phase, column in step.sizes.items()
+    )
+    if step.balance.scope == "none" or fewest == 1 or refused:
+        return None
+    rough, rough_number = _rough_split(step)
+    packed: list[Shares] = []
+    while not packed and fewest <= max(rough_number, least_number):
+        packed, fewest = dealt_shares(step, fewest), fewest + 1
+    if not packed:
+        return None
+    ways = _Candidates(step)
+    ways.add(packed)
+    if fewest <= rough_number and (sums * _NEARLY[1] > room * (fewest - 1) * _NEARLY[0]).any():
+        ways.add(dealt_shares(step, fewest, ways.least))
+    _add_simple(ways, rough)
+    return ways.cheapest()
+
+
+def _add_simple(ways: _Candidates, rough: int) -> None:
+    """Add what is cheaper than the packings so far: cuts, splits of whole ranks, and what the backbone alone gives.
+
+    Args:
+        rough: what some ranks wait for after a split.
+    """
+    step, least = ways.step, ways.least
+    numbers = [shares.num_microbatches for _, shares in ways.found]
+    most = max(numbers)
+    if step.balance.scope == "global":
+        for number in range(min(numbers), most + 1):
+            ways.add(sorted_and_cut(step, number, least))
+    if rough < least:
+        shares = step.split(step.assign())
+        ways.add([shares] if shares.num_microbatches <= most else [])
+    if len(step.costs) > 1:
+        least = ways.least
+        if _rough_split(step, "llm")[0] < least:
+            ways.add(_by_the_backbone(step, most, least))
+        else:
+            ways.add(dealt_shares(step.of_phases("llm"), most, least, priced=step))
+
+
+def _rough_split(step: StepSamples, *by: str) -> tuple[int, int]:
+    """What some ranks wait for, balanced by the phases `by` without a search and split by sums; their microbatches.
+
+    Of the samples from the most costly every k-th, on the k-th part of the ranks.
+    """
+    stride = max(1, step.num_ranks // _SOME_RANKS)
+    mine = descending_order(step.total_costs)[::stride]
+    balance = replace(step.balance, scope="global", group_size=None, effort=0.0)
+    some = replace(step.take(mine), num_ranks=step.num_ranks // stride, balance=balance)
+    used = some.of_phases(*by) if by else some
+    shares = used.split(used.assign())
+    return some.price(shares), shares.num_microbatches
+
+
+def _by_the_backbone(
+    step: StepSamples, num_microbatches: int | None, least: int | None, *, several: bool = False
+) -> list[Shares]:
+    """What balancing `llm` alone gives, where it may cost less than `least`; in `several` micro-steps its own whole
+    plan too, but of very many samples only packings that may cost less.
+    """
+    alone = step.of_phases("llm")
+    found: list[Shares] = []
+    if step.meets_in_micro_steps and least is not None and (several or num_microbatches):
+        if step.num_samples <= VERY_MANY_SAMPLES and step.balance.scope == "global":
+            with suppress(ValueError):  # It may need more microbatches.
+                found = [NO_PADDING.share_out(alone, num_microbatches)]
+        elif num_microbatches:
+            found = dealt_shares(alone, num_microbatches, least, priced=step)
+    rank = alone.assign()
+    # Microbatches only add to what ranks wait for in the whole step.
+    if least is not None and step.balance.price.meets_in_micro_steps and step.price(one_microbatch(rank)) >= least:
+        return found
+    return found + _in_number(alone, alone.split(rank), num_microbatches)
+
+
+def _in_number(step: StepSamples, fewest: Shares, num_microbatches: int | None) -> list[Shares]:
+    """The fewest microbatches, or the number that is wanted; empty where that is not enough."""
+    if num_microbatches is None or fewest.num_microbatches == num_microbatches:
+        return [fewest]
+    if fewest.num_microbatches > num_microbatches:
+        return []
+    return [step.split(fewest.rank, num_microbatches)]

@@ -1,0 +1,218 @@
+"""How a step is shared out: the samples, the result, and the protocol of the three ways to pad a microbatch.
+
+StepSamples --Padding.share_out--> Shares
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchdata.balancers import lower_bound, split_microbatches
+from orchdata.balancers.assignment import loads_by_rank_and_microbatch
+from orchdata.balancers.checks import MAX_TOTAL
+from orchdata.planning.assign import assign, counted_groups
+from orchdata.planning.balance import Balance
+
+Ints = NDArray[np.int64]
+Ranks = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """rank and microbatch of each sample, int32 (num_samples,); every rank has the same number of microbatches."""
+
+    rank: Ranks
+    microbatch: Ranks
+    num_microbatches: int
+
+    def loads(self, costs: Ints, num_ranks: int) -> Ints:
+        """Sum of costs in each rank's microbatches, int64 (num_ranks, num_microbatches)."""
+        return loads_by_rank_and_microbatch(costs, self.rank, self.microbatch, num_ranks, self.num_microbatches)
+
+
+def one_microbatch(rank: Ranks) -> Shares:
+    return Shares(rank, np.zeros(len(rank), np.int32), 1)
+
+
+@dataclass(frozen=True, eq=False)
+class StepSamples:
+    """The samples of one step, and how they may be shared out.
+
+    Attributes:
+        costs: balanced phase -> int64 (n,), `llm` last.
+        sizes: capped phase -> int64 (n,), its positions; without any, a step is one microbatch.
+        positions: int64 (n,), of `llm`, aligned.
+        stream_rank: int32 (n,), the rank from whose streams each sample is drawn.
+    """
+
+    costs: Mapping[str, Ints]
+    sizes: Mapping[str, Ints]
+    positions: Ints
+    num_ranks: int
+    balance: Balance
+    stream_rank: Ranks
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.stream_rank)
+
+    @property
+    def meets_in_micro_steps(self) -> bool:
+        """Ranks wait for each other in each of several micro-steps."""
+        return self.balance.price.meets_in_micro_steps and bool(self.sizes) and self.num_ranks > 1
+
+    @cached_property
+    def total_costs(self) -> Ints:
+        """Sum over phases, int64 (n,)."""
+        total: Ints = np.sum(list(self.costs.values()), axis=0)
+        return total
+
+    @cached_property
+    def by_sample(self) -> Ints:
+        """Costs int64 (n, num_phases), C-contiguous."""
+        return np.ascontiguousarray(np.stack(list(self.costs.values()), axis=1))
+
+    @cached_property
+    def capped(self) -> tuple[Ints, Ints]:
+        """What caps count, int64 (n, num_caps), and the caps. A sample above a cap fills it; a further cap keeps such
+        samples alone.
+        """
+        # A cap above the sum of all samples is none, and sums of it would overflow.
+        caps = [min(self.balance.caps[phase], max(1, int(column.sum()))) for phase, column in self.sizes.items()]
+        columns = [np.minimum(column, cap) for column, cap in zip(self.sizes.values(), caps, strict=True)]
+        above = np.any([column > cap for column, cap in zip(self.sizes.values(), caps, strict=True)], axis=0)
+        if above.any():
+            columns.append(np.where(above, len(above), 1))
+            caps.append(len(above))
+        return np.stack(columns, axis=1), np.array(caps, np.int64)
+
+    @property
+    def groups(self) -> list[range]:
+        """Ranks that share out samples among themselves alone."""
+        whole = self.balance.scope != "grouped"
+        return [range(self.num_ranks)] if whole else counted_groups(self.balance, self.num_ranks)
+
+    def members(self, group: range) -> NDArray[np.intp]:
+        """Indices of the samples of a group of ranks."""
+        return np.flatnonzero((self.stream_rank >= group.start) & (self.stream_rank < group.stop))
+
+    def of_phases(self, *phases: str) -> StepSamples:
+        """The same samples with the costs of these phases alone."""
+        return replace(self, costs={phase: self.costs[phase] for phase in phases})
+
+    def take(self, index: NDArray[np.integer]) -> StepSamples:
+        """Some of the samples."""
+        return replace(
+            self,
+            costs={phase: column[index] for phase, column in self.costs.items()},
+            sizes={phase: column[index] for phase, column in self.sizes.items()},
+            positions=self.positions[index],
+            stream_rank=self.stream_rank[index],
+        )
+
+    def over_all_ranks(self) -> StepSamples:
+        """The same under scope "global" in place of "grid"."""
+        if self.balance.scope != "grid":
+            return self
+        return replace(self, balance=replace(self.balance, scope="global", group_size=None))
+
+    def assign(self) -> Ranks:
+        """The rank of each sample by all phases, without microbatches."""
+        return assign(self.costs, self.balance, self.num_ranks, self.stream_rank)
+
+    def split(self, rank: Ranks, num_microbatches: int | None = None) -> Shares:
+        """Each rank's samples in microbatches within the caps, level in the sum of their costs.
+
+        Args:
+            num_microbatches: by default the fewest.
+
+        Raises:
+            ValueError: a sample above a cap, unless `balance.oversize` is "own", or too few microbatches.
+        """
+        columns = list(self.sizes.values()) or [np.zeros(len(rank), np.int64)]
+        microbatch, number = split_microbatches(
+            self.total_costs,
+            rank,
+            self.num_ranks,
+            sizes=np.stack(columns, axis=1),
+            max_size=np.array([self.balance.caps[phase] for phase in self.sizes] or [MAX_TOTAL], np.int64),
+            num_microbatches=num_microbatches,
+            oversize="own" if self.balance.oversize == "own" else "error",
+            in_step=self.balance.price.meets_in_micro_steps,
+        )
+        return Shares(rank, microbatch, number)
+
+    def price(self, shares: Shares, llm_loads: Ints | None = None) -> int:
+        """What ranks wait for.
+
+        Args:
+            llm_loads: cost of `llm` with its padding, int64 (num_ranks, num_microbatches); None for sums of costs.
+        """
+        loads = [shares.loads(column, self.num_ranks) for phase, column in self.costs.items() if phase != "llm"]
+        own = shares.loads(self.costs["llm"], self.num_ranks) if llm_loads is None else llm_loads
+        return self.balance.price.of([*loads, own])
+
+    def keeps_counts(self, rank: Ranks) -> bool:
+        """Whether ranks have no more samples than `balance` allows, and equal numbers where it requires them."""
+        counts = np.bincount(rank, minlength=self.num_ranks)
+        if self.balance.max_samples is not None and int(counts.max()) > self.balance.max_samples:
+            return False
+        groups = counted_groups(self.balance, self.num_ranks) if self.balance.equal_count else []
+        return all(int(np.ptp(counts[group.start : group.stop])) <= 1 for group in groups)
+
+
+class Padding(ABC):
+    """How `llm` microbatches are padded, and what that costs: a value that pickles.
+
+    Attributes:
+        adds_up: a microbatch costs the sum of its samples' costs.
+    """
+
+    __slots__ = ()
+    adds_up: ClassVar[bool] = False
+
+    @abstractmethod
+    def share_out(self, step: StepSamples, num_microbatches: int | None = None) -> Shares:
+        """Assign samples to ranks and microbatches so that a step takes the least time, of the ways that are tried.
+
+        Args:
+            num_microbatches: by default the fewest.
+
+        Raises:
+            ValueError: a sample above a cap, unless `balance.oversize` is "own", or too few microbatches.
+        """
+
+    @abstractmethod
+    def loads(self, costs: Ints, positions: Ints, shares: Shares, num_ranks: int) -> Ints:
+        """Cost of each rank's `llm` microbatches with their padding, int64 (num_ranks, num_microbatches).
+
+        Args:
+            costs, positions: int64 (n,), of `llm`.
+        """
+
+    @abstractmethod
+    def loads_in_turn(self, costs: Ints, positions: Ints, num_ranks: int, num_microbatches: int) -> Ints:
+        """What ranks would cost with samples dealt out in turn, int64 (num_ranks,)."""
+
+    def lower_bound(self, costs: Ints, positions: Ints, num_ranks: int, num_microbatches: int) -> int:
+        """No assignment of whole samples has a smaller largest load."""
+        return lower_bound(costs, num_ranks)
+
+    def capacity(self, num_microbatches: int) -> int | None:
+        """Tokens that this number of microbatches holds; None where their lengths vary."""
+        return None
+
+    def price(self, step: StepSamples, shares: Shares) -> int:
+        """What ranks wait for, with the padding."""
+        return step.price(shares, self.loads(step.costs["llm"], step.positions, shares, step.num_ranks))
+
+    def cheapest(self, step: StepSamples, found: Iterable[Shares]) -> Shares:
+        """Ties: fewer micro-steps, then the first found."""
+        return min(found, key=lambda shares: (self.price(step, shares), shares.num_microbatches))
