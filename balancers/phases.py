@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -206,27 +206,51 @@ def assign_jointly(
     by_sample, weights = np.ascontiguousarray(costs.T[order]), np.ascontiguousarray(sizes[order])
     most = max_samples or max(1, num_samples)
     kept = np.empty(0, np.int32) if within is None else within[order] - first
-    given = kept
+    own = kept
     if within is None or num_samples <= _FEW_SAMPLES * len(group_sizes):
-        given = _alone(np.maximum(by_sample[:, primary], 1), offsets, group_sizes, most, equal_count)
+        own = _alone(np.maximum(by_sample[:, primary], 1), offsets, group_sizes, most, equal_count)
+    if len(costs) > 1 or len(caps):
+        limits = _search_limits(num_samples, effort)
+        if within is not None and max_samples is None and not equal_count:
+            own = solve_within(by_sample, weights, caps, own, kept, offsets, group_sizes, primary, *limits)
+        else:
+            search = (offsets, group_sizes, primary, most, equal_count, *limits)
+            own = _searched(by_sample, weights, caps, own, kept, first, search)
     rank = np.empty(num_samples, np.int32)
-    if len(costs) == 1 and not len(caps):
-        rank[order] = first + given
-        return rank
+    rank[order] = first + own
+    return rank
+
+
+def _search_limits(num_samples: int, effort: float) -> tuple[int, float]:
+    """(part above the bounds at which peaks are good enough, pairs to look at) of a joint search."""
     many = num_samples > _MANY_SAMPLES
     good, pairs = (GOOD_OF_MANY, PAIRS_OF_MANY) if many else (GOOD, PAIRS)
-    part = max(1, round(min(good * effort, MAX_TOTAL)))
-    if within is not None and max_samples is None and not equal_count:
-        found = solve_within(by_sample, weights, caps, given, kept, offsets, group_sizes, primary, part, pairs * effort)
-        rank[order] = first + found
-        return rank
-    search = (offsets, group_sizes, primary, most, equal_count, part, pairs * effort)
-    found = solve_joint(by_sample, weights, caps, given, kept, *search)
-    if within is None and len(caps) and above_caps(weights, caps, first + found, int(group_sizes.sum())):
+    return max(1, round(min(good * effort, MAX_TOTAL))), pairs * effort
+
+
+def _searched(
+    costs: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    caps: NDArray[np.int64],
+    start: NDArray[np.int32],
+    kept: NDArray[np.int32],
+    first: NDArray[np.int32],
+    search: tuple[Any, ...],
+) -> NDArray[np.int32]:
+    """`start` improved, int32 (num_samples,), ranks from 0 in each group; within the caps where that is found.
+
+    Args:
+        costs, sizes: int64 (num_samples, num_phases) and (num_samples, num_caps).
+        kept: an assignment that keeps the caps, or empty.
+        first: int32 (num_samples,), the first rank of each sample's group.
+        search: further arguments of `solve_joint`.
+    """
+    offsets, group_sizes, _, most, equal_count, *_ = search
+    rank: NDArray[np.int32] = solve_joint(costs, sizes, caps, start, kept, *search)
+    if not len(kept) and len(caps) and above_caps(sizes, caps, first + rank, int(group_sizes.sum())):
         # Sizes, spread evenly, keep within caps where much does.
-        spread = _alone(np.maximum(weights[:, 0], 1), offsets, group_sizes, most, equal_count)
-        found = solve_joint(by_sample, weights, caps, given, spread, *search)
-    rank[order] = first + found
+        spread = _alone(np.maximum(sizes[:, 0], 1), offsets, group_sizes, most, equal_count)
+        rank = solve_joint(costs, sizes, caps, start, spread, *search)
     return rank
 
 

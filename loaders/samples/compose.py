@@ -146,16 +146,7 @@ def _segments(
         if chat is not None:
             used, document = [chat], documents[chat]
     if document is not None and document.is_chat:
-        known = {*used}
-        context = [index for index in uses.chat_context if index not in known]
-        _check_named(document.named, members, recipe, exactly=True)
-        _check_media_order(document, members, uses)
-        if document.chat is not None:
-            return [*used, *context], _rendered(document.chat, used, context, uses, members, texts, recipe), True
-        turns = document.turns or []
-        if context:
-            _check_context(turns, context, members, texts, recipe)
-        return used, list(render(turns, cast(ChatTemplate, rules.template))), True
+        return *_chat_segments(document, used, uses, members, texts, recipe), True
     # A prompt with its completion.
     if document is None:
         completions = [index for index, each in documents.items() if each.completion is not None]
@@ -176,6 +167,27 @@ def _segments(
         )
     segments = [part for _, text in chosen for part in _split(text, True, recipe)]
     return [index for index, _ in chosen], segments, False
+
+
+def _chat_segments(
+    document: Document,
+    used: list[int],
+    uses: Uses,
+    members: Sequence[Member],
+    texts: Mapping[int, bytes | memoryview],
+    recipe: Recipe,
+) -> tuple[list[int], list[Segment]]:
+    """The members that a chat is from, and its segments."""
+    known = {*used}
+    context = [index for index in uses.chat_context if index not in known]
+    _check_named(document.named, members, recipe, exactly=True)
+    _check_media_order(document, members, uses)
+    if document.chat is not None:
+        return [*used, *context], _rendered(document.chat, used, context, uses, members, texts, recipe)
+    turns = document.turns or []
+    if context:
+        _check_context(turns, context, members, texts, recipe)
+    return used, list(render(turns, cast(ChatTemplate, recipe.rules.template)))
 
 
 def _split(text: str, loss: bool, recipe: Recipe) -> list[Segment]:

@@ -1,4 +1,4 @@
-"""Batches, packed or padded: the samples of a microbatch written straight into its memory, by any thread."""
+"""Batches, packed or padded: threads write the samples of a microbatch straight into its memory."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from orchdata.building.shortage import out_of_memory
 from orchdata.building.work import MediaWork, own_work, planned_work
 from orchdata.loaders.errors import DataError, FieldError, as_field_error
 from orchdata.loaders.index.stored import StoredSample
+from orchdata.loaders.recipe import Recipe
 from orchdata.loaders.shards.open import OpenShards
 from orchdata.loaders.storage.counted import ReadBytes
 from orchdata.loaders.watch import Watch
@@ -27,7 +28,7 @@ from orchdata.loaders.watch import Watch
 
 @dataclass(frozen=True, kw_only=True)
 class PackedAssembler:
-    """Makes batches from an index's samples, in the layout that `source` names."""
+    """Builds batches from an index's samples, in the layout of `source`."""
 
     source: PageSource
     shards: OpenShards
@@ -38,11 +39,11 @@ class PackedAssembler:
         return self.shards.reads
 
     def begin(self, share: Share) -> PackedAssembly:
-        places = share.plan.places(share.rank, share.microbatch)
+        indices = share.plan.places(share.rank, share.microbatch)
         if share.plan.parts:
             work = {name: planned_work(share, name) for name in self.source.encoders}
-            return PackedAssembly(self, share, places, work)
-        return self.begin_with(share, places)
+            return PackedAssembly(self, share, indices, work)
+        return self.begin_with(share, indices)
 
     stateful = None
 
@@ -50,42 +51,42 @@ class PackedAssembler:
         index = self.source.index
         self.watch.load(row, shard_loader(index, self.shards, self.source.recipe_of), shard_refusal(index))
 
-    def begin_with(self, share: Share, places: NDArray[np.int64]) -> PackedAssembly:
-        """`begin` with some of the rank's samples, by their places in the global batch, each encoded where it is."""
-        rows = share.plan.row[places]
-        work = {name: own_work(self.source.index, rows, places, name) for name in self.source.encoders}
-        return PackedAssembly(self, share, places, work)
+    def begin_with(self, share: Share, indices: NDArray[np.int64]) -> PackedAssembly:
+        """Begin with some of the rank's samples, by their index in the global batch. This rank encodes their parts."""
+        rows = share.plan.row[indices]
+        work = {name: own_work(self.source.index, rows, indices, name) for name in self.source.encoders}
+        return PackedAssembly(self, share, indices, work)
 
 
 @dataclass
 class _Wanted:
-    """What one stored sample gives a microbatch: its sequence, at `place`, and parts to encode, each at its own."""
+    """What one stored sample gives a microbatch: its sequence, the `number`-th of the pages, and parts to encode."""
 
     row: int
-    place: int | None = None
-    parts: list[tuple[MediaPages, int, int]] = field(default_factory=list)  # pages, place in them, part of the index
+    number: int | None = None
+    parts: list[tuple[MediaPages, int, int]] = field(default_factory=list)  # pages, number in them, part of the index
 
 
 class PackedAssembly:
-    """One microbatch under construction. Samples are known by their places in the global batch.
+    """One microbatch under construction. Samples are identified by their index in the global batch.
 
     Attributes:
         num_bytes: memory that `fill` takes.
     """
 
     def __init__(
-        self, assembler: PackedAssembler, share: Share, places: NDArray[np.int64], work: Mapping[str, MediaWork]
+        self, assembler: PackedAssembler, share: Share, indices: NDArray[np.int64], work: Mapping[str, MediaWork]
     ) -> None:
         self._assembler = assembler
         self._share = share
-        self._places = places
+        self._indices = indices
         rows = share.plan.row
-        self._pages = Pages(assembler.source, rows[places], work)
+        self._pages = Pages(assembler.source, rows[indices], work)
         self.num_bytes = sum(self._pages.num_bytes)
         self._failures: dict[int, list[DataError]] = {}
         self._seconds = {"reading": 0.0, "decoding": 0.0}
         self._lock = threading.Lock()
-        self._wanted = {at: _Wanted(int(rows[at]), place) for place, at in enumerate(places.tolist())}
+        self._wanted = {at: _Wanted(int(rows[at]), number) for number, at in enumerate(indices.tolist())}
         for name, media in self._pages.media.items():
             encoded = zip(work[name].encoded.tolist(), work[name].encoded_place.tolist(), strict=True)
             for number, (part, at) in enumerate(encoded):
@@ -97,12 +98,12 @@ class PackedAssembly:
         try:
             self._pages.lay([memory.take(num_bytes) for num_bytes in self._pages.num_bytes])
         except MemoryError as error:
-            raise out_of_memory(error, source.index, source.recipe, self._share.plan.row[self._places]) from error
+            raise out_of_memory(error, source.index, source.recipe, self._share.plan.row[self._indices]) from error
         return [partial(self._fill, at, wanted) for at, wanted in self._wanted.items()]
 
     @property
     def _is_awaited(self) -> bool:
-        """Whether others wait for what this rank encodes, so that what fails has to leave its place as planned."""
+        """Whether other ranks wait for what this rank encodes: a failure must then leave its memory as planned."""
         return bool(self._share.plan.parts)
 
     def finish(self) -> Assembled:
@@ -110,54 +111,37 @@ class PackedAssembly:
         if failures and not self._is_awaited:
             return self._without_failures(failures)
         started = time.perf_counter()
-        batch = self._pages.batch(self._share, self._places)
+        batch = self._pages.batch(self._share, self._indices)
         return Assembled(batch, failures, {**self._seconds, "packing": time.perf_counter() - started})
 
     def _fill(self, at: int, wanted: _Wanted) -> None:
         watch = self._assembler.watch
-        blamed = watch.begin(wanted.row)
+        known_crash = watch.begin(wanted.row)
         try:
-            self._read_and_decode(at, wanted, blamed)
+            self._read_and_decode(at, wanted, known_crash)
         except MemoryError as error:
-            source, rows = self._assembler.source, self._share.plan.row[self._places]
+            source, rows = self._assembler.source, self._share.plan.row[self._indices]
             raise out_of_memory(error, source.index, source.recipe, rows, wanted.row) from error
         watch.end()
 
-    def _read_and_decode(self, at: int, wanted: _Wanted, blamed: str | None) -> None:
+    def _read_and_decode(self, at: int, wanted: _Wanted, known_crash: str | None) -> None:
         started = time.perf_counter()
-        source, pages, place = self._assembler.source, self._pages, wanted.place
-        sample = StoredSample(source.index, self._assembler.shards, wanted.row)
-        recipe = source.recipe_of(wanted.row)
-        failures: list[DataError] = []
-
-        def attempt(work: Callable[[], None], undo: Callable[[], None]) -> None:
-            if failures and not self._is_awaited:
-                return  # The sample is left out altogether.
-            try:
-                work()
-            except Exception as error:  # noqa: BLE001 - whatever its bytes make a decoder raise is the sample's failure
-                failures.append(kept(_located(error, sample)))
-                undo()
-
+        source = self._assembler.source
+        sample, recipe = StoredSample(source.index, self._assembler.shards, wanted.row), source.recipe_of(wanted.row)
         try:
-            if blamed is not None:
-                raise DataError(sample.shard, sample.key, "*", f"its worker {blamed}")
+            if known_crash is not None:
+                raise DataError(sample.shard, sample.key, "*", f"its worker {known_crash}")
             parts = [part for _, _, part in wanted.parts]
-            payloads = sample.read(recipe, text=place is not None, parts=parts)
+            payloads = sample.read(recipe, text=wanted.number is not None, parts=parts)
         except DataError as failure:
-            failures.append(kept(failure))
-            if place is not None:
-                pages.blank(place, sample)
+            failures = [kept(failure)]
+            if wanted.number is not None:
+                self._pages.blank(wanted.number, sample)
             for media, number, _ in wanted.parts:
                 media.blank(number)
         else:
             read = time.perf_counter()
-            if place is not None:
-                attempt(partial(pages.write, place, sample, payloads), partial(pages.blank, place, sample))
-            for media, number, part in wanted.parts:
-                member = sample.member_of(part)
-                decode = partial(media.decode, number, payloads[member], sample.members[member].field, recipe)
-                attempt(decode, partial(media.blank, number))
+            failures = self._decode(sample, recipe, wanted, payloads)
         with self._lock:
             if failures:
                 self._failures[at] = failures
@@ -165,10 +149,34 @@ class PackedAssembly:
             self._seconds["reading"] += read - started
             self._seconds["decoding"] += time.perf_counter() - read
 
+    def _decode(
+        self, sample: StoredSample, recipe: Recipe, wanted: _Wanted, payloads: Mapping[int, bytes | memoryview]
+    ) -> list[DataError]:
+        """Write what was read into the pages, and return what failed; its memory is blank."""
+        failures: list[DataError] = []
+
+        def attempt(work: Callable[[], None], undo: Callable[[], None]) -> None:
+            if failures and not self._is_awaited:
+                return  # The whole sample is left out.
+            try:
+                work()
+            except Exception as error:  # noqa: BLE001 - decoders raise anything, and it fails the sample
+                failures.append(kept(_located(error, sample)))
+                undo()
+
+        pages, number = self._pages, wanted.number
+        if number is not None:
+            attempt(partial(pages.write, number, sample, payloads), partial(pages.blank, number, sample))
+        for media, item, part in wanted.parts:
+            member = sample.member_of(part)
+            decode = partial(media.decode, item, payloads[member], sample.members[member].field, recipe)
+            attempt(decode, partial(media.blank, item))
+        return failures
+
     def _without_failures(self, failures: Sequence[DataError]) -> Assembled:
-        """Failures are rare and memory is laid out for all samples: build the microbatch again from those that work."""
-        places = self._places[~np.isin(self._places, list(self._failures))]
-        again = self._assembler.begin_with(self._share, places)
+        """Build the microbatch again from the samples without failures: memory is laid out for all, and few fail."""
+        indices = self._indices[~np.isin(self._indices, list(self._failures))]
+        again = self._assembler.begin_with(self._share, indices)
         for task in again.fill(self._memory):
             task()
         rest = again.finish()

@@ -154,13 +154,7 @@ def _warm_plans(spec: PlanSpec) -> None:
             if spec.balance.assignment == "per_phase" and phase != "llm":
                 spec.costs.parts(phase, first)
     num_ranks = min(spec.num_ranks, _RANKS)
-    balance = replace(
-        spec.balance,
-        max_tokens=dict.fromkeys(spec.balance.caps, _CAP) or None,
-        max_samples=None if spec.balance.max_samples is None else len(_COSTS),
-        group_size=None if spec.balance.group_size is None else max(1, num_ranks // 2),
-        oversize="own",
-    )
+    balance = _balance_of_made_up(spec.balance, num_ranks)
     costs = _MadeUp(spec.costs.phases, spec.costs.balanced, spec.costs.padded)
     made_up = replace(
         spec,
@@ -182,6 +176,16 @@ def _warm_plans(spec: PlanSpec) -> None:
         plan.loads(phase)
         plan.loads_unbalanced(phase)
         plan.lower_bound(phase)
+
+
+def _balance_of_made_up(balance: Balance, num_ranks: int) -> Balance:
+    return replace(
+        balance,
+        max_tokens=dict.fromkeys(balance.caps, _CAP) or None,
+        max_samples=None if balance.max_samples is None else len(_COSTS),
+        group_size=None if balance.group_size is None else max(1, num_ranks // 2),
+        oversize="own",
+    )
 
 
 @dataclass(frozen=True)
