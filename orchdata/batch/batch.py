@@ -1,11 +1,11 @@
-"""Batch: what one rank gets for one microbatch, ready for any torch model.
+"""Batch: the tensors of one microbatch of one rank, ready for any torch model.
 
-Layout (packed): sequences lie behind one another without padding, `cu_seqlens` (int32, one more entry than
-sequences, first 0) says where each begins. The LLM sequence is already merged: placeholders stand where image and
-audio tokens go, and `merge` puts the encoders' features there.
+Layout (packed): sequences follow one another without padding; `cu_seqlens` (int32, one more entry than sequences, first
+0) has the start of each. The LLM sequence is already merged: it has placeholders for image and audio tokens, and
+`merge` replaces them by the encoders' features.
 
 Layout (padded): LLM tensors have one row a sample, (num_samples, L), and an attention mask; encoder inputs stay packed
-or become one row an item, with a mask of their own. Text alone stays packed.
+or become one row an item, with a separate mask. Text alone stays packed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Key = tuple[str, str]
 
 @runtime_checkable
 class ModelInputs(Protocol):
-    """A `collate_fn` that says in which layout batches come, and what a model's forward calls what is in them.
+    """A `collate_fn` that defines the layout of batches, and the argument names of a model's forward.
 
     Attributes:
         layout: of the batches.
@@ -41,44 +41,44 @@ class ModelInputs(Protocol):
     layout: Layout
 
     def check(self, recipe: Recipe, encoders: Collection[str], balance: Balance) -> None:
-        """Raise ValueError where batches of this recipe, with these modalities in them and balanced so, are not what
-        the model takes. Called once, by the DataLoader.
+        """Raise ValueError if the model does not take batches of this recipe, modalities and balance. The DataLoader
+        calls it once.
         """
 
     def arguments(self, batch: Batch) -> dict[str, Any]:
-        """What `Batch.model_inputs` gives."""
+        """Return the result of `Batch.model_inputs`."""
 
     def describe(self) -> dict[str, Any]:
-        """What the ranks of a loader compare beside the layout, JSON-safe."""
+        """Return what the ranks of a loader compare in addition to the layout, JSON-safe."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Batch:
     """One microbatch of one rank.
 
-    Under `Balance(assignment="per_phase")`, `media` holds what this rank encodes, of any rank's samples, and `text` and
-    `llm` its own samples. `exchange(features, batch.route("image"), ...)` gives the features that `merge`
-    puts into the latter.
+    Under `Balance(assignment="per_phase")`, `media` has the parts that this rank encodes, of any rank's samples; `text`
+    and `llm` have its own samples. `exchange(features, batch.route("image"), ...)` returns the features that `merge`
+    puts into `llm`.
 
     Attributes:
         text, llm: their tensors.
-        media: modality -> its tensors, in the order of phases; `batch.image` and `batch.audio` read it. One is missing
-            (and these are None) only where data set and cost model both lack it: a rank that drew none gets a dummy, so
-            that every rank runs every module.
-        keys: (shard, key) of each sample, in the order of `llm.cu_seqlens`. What failed to decode is not there; per
-            phase it is, with its labels masked (see `mask_failed`).
-        pieces: which piece of its sample each is, from 0, where `TextPreprocessor.overflow` splits samples; else 0. Key
-            and piece together name a row once in an epoch.
+        media: modality -> its tensors, in the order of phases; `batch.image` and `batch.audio` read it. A modality is
+            missing (and these are None) only if data set and cost model both lack it: a rank without any item gets a
+            dummy, so that every rank runs every module.
+        keys: (shard, key) of each sample, in the order of `llm.cu_seqlens`. Samples that failed are left out; per
+            phase they stay, with their labels masked (see `mask_failed`).
+        pieces: number of the piece of its sample, from 0, where `TextPreprocessor.overflow` splits samples; else 0. Key
+            and piece together identify a row in an epoch.
         plan: the whole step's plan.
-        step, microbatch, num_microbatches: where this batch stands; `step` counts optimizer steps of the epoch.
+        step, microbatch, num_microbatches: position of this batch; `step` counts optimizer steps of the epoch.
         dp_size: data-parallel ranks.
         loss_tokens: labels other than -100 in this batch.
         global_loss_tokens: planned loss tokens of the whole optimizer step, over all ranks and microbatches; where
-            sources of a mixture have loss weights, each token counts its source's (see `loss_weights`).
-        sources: of a mixture, the number of each sample's source, int32 (num_samples,), a place in `plan.sources`;
-            None where there is none.
-        routes: per phase only: modality -> the way of its features, see `route`.
-        inputs: what names the arguments of the model; None for this library's own names.
+            sources of a mixture have loss weights, each token counts the weight of its source (see `loss_weights`).
+        sources: of a mixture, int32 (num_samples,), the index of each sample's source in `plan.sources`; None without
+            a mixture.
+        routes: per phase only: modality -> the route of its features, see `route`.
+        inputs: defines the argument names of the model; None for this library's own names.
     """
 
     text: TextBatch
@@ -98,23 +98,23 @@ class Batch:
     inputs: ModelInputs | None = field(default=None, compare=False)
 
     def __repr__(self) -> str:
-        """In one line: counts and shapes, not elements."""
+        """Return one line with counts and shapes, not elements."""
         llm = self.llm.input_ids
-        held = [f"{len(self.keys):,} samples", f"llm {shown(llm)}, {self.loss_tokens:,} tokens with loss"]
+        shapes = [f"{len(self.keys):,} samples", f"llm {shown(llm)}, {self.loss_tokens:,} tokens with loss"]
         for name, media in self.media.items():
             arrays = [f"{array} {shown(tensor)}" for array, tensor in media.arrays.items()]
-            held.append(f"{name} of {media.num_tokens:,} tokens, {', '.join(arrays)}")
+            shapes.append(f"{name} of {media.num_tokens:,} tokens, {', '.join(arrays)}")
         where = f"step {self.step}, microbatch {self.microbatch} of {self.num_microbatches}, on {llm.device}"
-        return f"Batch({where}: {'; '.join(held)})"
+        return f"Batch({where}: {'; '.join(shapes)})"
 
     @property
     def image(self) -> MediaBatch | None:
-        """What `media` holds of images."""
+        """The tensors of images in `media`."""
         return self.media.get("image")
 
     @property
     def audio(self) -> MediaBatch | None:
-        """What `media` holds of audio."""
+        """The tensors of audio in `media`."""
         return self.media.get("audio")
 
     @property
@@ -123,7 +123,8 @@ class Batch:
 
     @property
     def loss_scale(self) -> float:
-        """Times the summed loss: the global token mean, for trainers that average gradients over DP ranks.
+        """Factor of the summed loss that gives the global token mean, for trainers that average gradients over DP
+        ranks.
 
         Where sources have loss weights, of the sum of all tokens' losses times their `loss_weights`: the weighted mean.
         """
@@ -131,8 +132,8 @@ class Batch:
 
     @property
     def loss_weights(self) -> Tensor | None:
-        """What the loss of each label counts, float32 of the shape of `llm.labels`, on its device: the `loss_weight` of
-        its sample's source. None where every token counts 1.
+        """The weight of the loss of each label, float32 of the shape of `llm.labels`, on its device: the `loss_weight`
+        of its sample's source. None where every weight is 1.
         """
         if self.sources is None or all(weight == 1 for weight in self.plan.loss_weights):
             return None
@@ -144,44 +145,44 @@ class Batch:
         return torch.repeat_interleave(weights, lengths).to(labels.device)
 
     def by_source(self) -> dict[str, dict[str, int]]:
-        """Of each source of a mixture in this batch: its `samples`, `tokens` and `loss_tokens`."""
+        """Return the `samples`, `tokens` and `loss_tokens` of each source of a mixture in this batch."""
         if self.sources is None:
             return {}
-        llm, found = self.llm, {}
+        llm, counts = self.llm, {}
         labels = llm.labels if llm.attention_mask is not None else llm.labels.split(llm.cu_seqlens.diff().tolist())
         lengths = llm.cu_seqlens.diff().tolist()
         for number in self.sources.unique().tolist():
             mine = (self.sources == number).nonzero()[:, 0].tolist()
-            found[self.plan.sources[number]] = {
+            counts[self.plan.sources[number]] = {
                 "samples": len(mine),
-                "tokens": sum(lengths[place] for place in mine),
-                "loss_tokens": sum(int((labels[place] != IGNORE).sum()) for place in mine),
+                "tokens": sum(lengths[sample] for sample in mine),
+                "loss_tokens": sum(int((labels[sample] != IGNORE).sum()) for sample in mine),
             }
-        return found
+        return counts
 
     def route(self, modality: str) -> Route:
-        """The way of a modality's features from the ranks that encode them to those that have their samples.
+        """Return the route of a modality's features from the ranks that encode them to the ranks of their samples.
 
-        Raises ValueError where features stay where they are (assignment="joint"), and for an unknown modality.
+        Raises ValueError where features do not travel (assignment="joint"), and for an unknown modality.
         """
         if modality in self.routes:
             return self.routes[modality]
         if modality not in self.media:
             raise ValueError(f"there is no route for {modality!r}: the batch has no such modality")
         raise ValueError(
-            f"there is no route for {modality!r}: each rank encodes its own samples, so that features stay where they "
-            "are; od.Balance(assignment='per_phase') makes routes"
+            f"there is no route for {modality!r}: each rank encodes its own samples, so features do not travel; use "
+            "od.Balance(assignment='per_phase') for routes"
         )
 
     def mask_failed(self, group: Any = None) -> Batch:
-        """The same batch, without loss for samples with a part that failed to decode, on whatever rank.
+        """Return the same batch, without loss for samples with a part that failed to decode, on any rank.
 
-        Each rank knows what failed there; one byte a part tells the others. A collective over `group`, the ranks of
-        the routes, on the tensors' device: every rank calls it, or none. Under on_error="skip" a DataLoader that was
-        given a process group (or finds torch.distributed initialized) has done so. The planned denominator of the loss
-        stays. Without routes nothing is to be done.
+        Each rank sends the others one byte a part. This is a collective over `group`, the ranks of the routes, on the
+        tensors' device: every rank calls it, or none. Under on_error="skip", a DataLoader with a process group (or with
+        torch.distributed initialized) has already called it. The planned denominator of the loss does not change.
+        Without routes it does nothing.
         """
-        from orchdata.ranks.exchange import exchange  # loads torch's compiler, to be kept from it: a second
+        from orchdata.ranks.exchange import exchange  # it imports torch's compiler, which takes a second
 
         handles = {}
         for name, route in self.routes.items():
@@ -193,8 +194,8 @@ class Batch:
         return self.masked({name: handle.wait() != 0 for name, handle in handles.items()})
 
     def masked(self, valid: Mapping[str, Tensor]) -> Batch:
-        """The same batch, without loss for samples that have a part marked False in `valid`: modality -> bool
-        (num_parts,), parts in the sequence in which they arrive.
+        """Return the same batch, without loss for samples with a part that is False in `valid`: modality -> bool
+        (num_parts,), parts in the order in which they arrive.
         """
         llm = self.llm
         failed = [llm.media_owners[name][~flags.to(llm.labels.device)] for name, flags in valid.items()]
@@ -204,25 +205,25 @@ class Batch:
         if llm.attention_mask is not None:
             sample = torch.arange(len(llm.labels), device=samples.device)[:, None]
         else:
-            place = torch.arange(len(llm.labels), device=samples.device)
-            sample = torch.searchsorted(llm.cu_seqlens[1:].long(), place, right=True)
+            token = torch.arange(len(llm.labels), device=samples.device)
+            sample = torch.searchsorted(llm.cu_seqlens[1:].long(), token, right=True)
         labels = llm.labels.masked_fill(torch.isin(sample, samples), IGNORE)
         labels = labels.pin_memory() if llm.labels.is_pinned() else labels
         return replace(self, llm=replace(llm, labels=labels), loss_tokens=int((labels != IGNORE).sum()))
 
     def merge(self, embeds: Tensor, features: Mapping[str, Tensor]) -> Tensor:
-        """Put encoder outputs, or what `exchange` made of them, into the embedded sequences.
+        """Put encoder outputs, or the result of `exchange`, into the embedded sequences.
 
         Args:
             embeds: (T, hidden) or (1, T, hidden), padded (num_samples, L, hidden): the embedding of `llm.input_ids`.
-            features: modality -> (num_tokens, hidden), every modality this batch has, in the encoder's order, or as
-                `exchange` gave them. From padded encoders also (num_items, max_tokens, hidden).
+            features: modality -> (num_tokens, hidden), every modality of this batch, in the encoder's order, or as
+                `exchange` returns them. From padded encoders also (num_items, max_tokens, hidden).
 
         Returns:
             A new tensor like `embeds`. Every given feature tensor takes part in the graph, even without a token.
 
         Raises:
-            ValueError: features of a modality the batch lacks, or none of one it has; sizes that disagree.
+            ValueError: features of a modality that the batch lacks, missing features, or sizes that disagree.
         """
         for name in features:
             if name not in self.media:
@@ -232,12 +233,12 @@ class Batch:
                 f"embeds of shape {tuple(embeds.shape)} do not embed input_ids of shape "
                 f"{tuple(self.llm.input_ids.shape)}: pass embed(batch.llm.input_ids)"
             )
-        for name, held in self.media.items():
+        for name, media in self.media.items():
             if name not in features:
                 raise ValueError(f"the batch has {name}, but no features of it were given")
             positions = self.llm.media_positions[name]
-            rows = token_rows(name, held, features[name])
-            if len(positions) and rows.shape[0] not in (len(positions), len(positions) + held.padding_tokens):
+            rows = token_rows(name, media, features[name])
+            if len(positions) and rows.shape[0] not in (len(positions), len(positions) + media.padding_tokens):
                 raise ValueError(
                     f"the batch has {len(positions)} {name} tokens, the features have {rows.shape[0]} rows"
                 )
@@ -245,12 +246,12 @@ class Batch:
         return embeds
 
     def model_inputs(self) -> dict[str, Any]:
-        """Keyword arguments for a model: plain tensors and ints, without the modalities this batch lacks.
+        """Return keyword arguments for a model: plain tensors and ints, without the modalities that this batch lacks.
 
         Packed: input_ids, position_ids, labels, cu_seqlens, max_seqlen; for each modality its arrays (image_patches,
-        image_grid_hw, audio_features), image_cu_seqlens, image_max_seqlen, image_positions. Padded: attention_mask in
-        place of cu_seqlens and max_seqlen. Padded encoders: image_mask and image_token_places in place of theirs. Per
-        phase: image_route too. Under a `collate_fn` that names a model's own (`od.hf.Inputs`), those.
+        image_grid_hw, audio_features), image_cu_seqlens, image_max_seqlen, image_positions. Padded: attention_mask
+        instead of cu_seqlens and max_seqlen. Padded encoders: image_mask and image_token_places instead of theirs. Per
+        phase: image_route too. With a `collate_fn` of a model's own names (`od.hf.Inputs`), those.
         """
         if self.inputs is not None:
             return self.inputs.arguments(self)
@@ -264,26 +265,26 @@ class Batch:
             inputs |= {"cu_seqlens": llm.cu_seqlens, "max_seqlen": llm.max_seqlen}
         else:
             inputs["attention_mask"] = llm.attention_mask
-        for name, held in self.media.items():
-            inputs |= {f"{name}_{array}": tensor for array, tensor in held.arrays.items()}
-            inputs |= _sequence_inputs(name, held)
+        for name, media in self.media.items():
+            inputs |= {f"{name}_{array}": tensor for array, tensor in media.arrays.items()}
+            inputs |= _sequence_inputs(name, media)
             inputs[f"{name}_positions"] = llm.media_positions[name]
         return inputs | {f"{name}_route": route for name, route in self.routes.items()}
 
     def to(self, device: Any, non_blocking: bool = False) -> Batch:
-        """The same batch with its tensors on `device`."""
+        """Return the same batch with its tensors on `device`."""
         return self._map(lambda tensor: tensor.to(device=device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Batch:
-        """The same batch in page-locked memory."""
+        """Return the same batch in page-locked memory."""
         return self._map(torch.Tensor.pin_memory)
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        media = {name: held.map(change) for name, held in self.media.items()}
+        media = {name: of_modality.map(change) for name, of_modality in self.media.items()}
         return replace(self, text=self.text.map(change), media=media, llm=self.llm.map(change))
 
 
-def _sequence_inputs(name: str, held: MediaBatch) -> dict[str, Any]:
-    if held.mask is not None:
-        return {f"{name}_mask": held.mask, f"{name}_token_places": held.token_places}
-    return {f"{name}_cu_seqlens": held.cu_seqlens, f"{name}_max_seqlen": held.max_seqlen}
+def _sequence_inputs(name: str, media: MediaBatch) -> dict[str, Any]:
+    if media.mask is not None:
+        return {f"{name}_mask": media.mask, f"{name}_token_places": media.token_places}
+    return {f"{name}_cu_seqlens": media.cu_seqlens, f"{name}_max_seqlen": media.max_seqlen}

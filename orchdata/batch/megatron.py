@@ -1,4 +1,4 @@
-"""A packed batch in Megatron-LM's terms: sequences behind one another, with their own lengths and padded ones."""
+"""A packed batch in Megatron-LM's terms: sequences one after another, with their lengths and padded lengths."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from orchdata.batch.tensors import IGNORE
 
 
 def next_labels(labels: Tensor) -> Tensor:
-    """Packed labels (T,) moved to the token before, where trainers that do not shift want them; IGNORE at the end."""
+    """Return packed labels (T,) shifted by one token, for trainers that do not shift; IGNORE at the end."""
     return torch.cat([labels[1:], labels.new_full((1,), IGNORE)])
 
 
 def megatron_packed(batch: Batch) -> dict[str, Any]:
-    """What Megatron-LM's sequence packing reads of a microbatch, for its data iterator or your `forward_step`.
+    """Return what Megatron-LM's sequence packing reads of a microbatch, for its data iterator or your `forward_step`.
 
-    Sequences are the samples, then what dummies stand in and the padding of `od.Packed(length=...)`, which has no
-    tokens of its own.
+    Sequences are the samples, then the sequence of dummies, then the padding of `od.Packed(length=...)`, which counts 0
+    tokens.
 
     Returns:
-        tokens, labels: int64 (T,). Labels are those of the next token, 0 where `loss_mask` is.
+        tokens, labels: int64 (T,). Labels are those of the next token, 0 where `loss_mask` is 0.
         loss_mask: float32 (T,), 1 for each label with loss, or the `loss_weight` of its source.
         position_ids: int64 (T,), restarting in each sequence; (3, T) under "mrope".
-        padding_mask: bool (T,), True on the padding behind each sequence.
+        padding_mask: bool (T,), True on the padding after each sequence.
         cu_seqlens, cu_seqlens_padded: int32 (num_sequences + 1,), over tokens without that padding, and with it.
-        max_seqlen: of the padded ones.
+        max_seqlen: of the padded sequences.
         packed_seq_params: the arguments of `megatron.core.packed_seq_params.PackedSeqParams`: qkv_format,
-            cu_seqlens_q and cu_seqlens_kv, with their padded ones, max_seqlen_q and max_seqlen_kv.
+            cu_seqlens_q and cu_seqlens_kv, both also padded, max_seqlen_q and max_seqlen_kv.
 
-        The sum of losses times `loss_mask` is what `batch.loss_scale` and `batch.global_loss_tokens` are of.
+        `batch.loss_scale` and `batch.global_loss_tokens` apply to the sum of losses times `loss_mask`.
 
     Raises:
         ValueError: a padded batch.
@@ -48,8 +48,8 @@ def megatron_packed(batch: Batch) -> dict[str, Any]:
         mask[:-1] *= weights[1:]
     padded = llm.cu_seqlens
     own = torch.cat([padded[:1], llm.lengths.cumsum(0, dtype=torch.int32)])
-    places = torch.arange(len(llm.input_ids), device=padded.device)
-    sequence = torch.searchsorted(padded[1:].long(), places, right=True)
+    tokens = torch.arange(len(llm.input_ids), device=padded.device)
+    sequence = torch.searchsorted(padded[1:].long(), tokens, right=True)
     bounds = {
         f"{kind}_{side}{end}": value
         for side in ("q", "kv")
@@ -64,7 +64,7 @@ def megatron_packed(batch: Batch) -> dict[str, Any]:
         "labels": following.masked_fill(~has_loss, 0),
         "loss_mask": mask,
         "position_ids": llm.position_ids,
-        "padding_mask": places >= (padded[:-1] + llm.lengths)[sequence],
+        "padding_mask": tokens >= (padded[:-1] + llm.lengths)[sequence],
         "cu_seqlens": own,
         "cu_seqlens_padded": padded,
         "max_seqlen": llm.max_seqlen,

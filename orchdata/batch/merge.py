@@ -1,4 +1,4 @@
-"""Features -> the places of the sequence that wait for them."""
+"""Features -> the positions of their tokens in the sequence."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from orchdata.batch.tensors import MediaBatch
 def merge_features(embeds: Tensor, features: Tensor, positions: Tensor) -> Tensor:
     """Put rows of `features` (num_rows, hidden) at `positions` (num_tokens,) of `embeds` (..., hidden).
 
-    Positions count through all dimensions of `embeds` but the last. Rows past num_tokens belong to a dummy. Raises
+    Positions count through all dimensions of `embeds` but the last. Rows after num_tokens belong to a dummy. Raises
     ValueError for fewer rows than positions.
     """
     num_tokens = positions.shape[0]
@@ -24,16 +24,16 @@ def merge_features(embeds: Tensor, features: Tensor, positions: Tensor) -> Tenso
     return rows.index_copy(0, positions, features[:num_tokens].to(embeds.dtype)).view(embeds.shape)
 
 
-def token_rows(name: str, held: MediaBatch, features: Tensor) -> Tensor:
-    """The rows of an encoder's output that go into the sequence, (num_rows, hidden)."""
+def token_rows(name: str, media: MediaBatch, features: Tensor) -> Tensor:
+    """Return the rows of an encoder's output that go into the sequence, (num_rows, hidden)."""
     if features.dim() == 2:
         return features
-    if held.mask is None or held.token_places is None:
+    if media.mask is None or media.token_places is None:
         raise ValueError(f"{name} features have shape {tuple(features.shape)}, expected (num_tokens, hidden)")
-    if features.dim() != 3 or features.shape[0] != held.mask.shape[0]:
+    if features.dim() != 3 or features.shape[0] != media.mask.shape[0]:
         raise ValueError(
             f"{name} features have shape {tuple(features.shape)}, expected (num_tokens, hidden) or "
-            f"({held.mask.shape[0]}, max_tokens, hidden)"
+            f"({media.mask.shape[0]}, max_tokens, hidden)"
         )
-    item, place = held.token_places
-    return features[item, place]
+    item, token = media.token_places
+    return features[item, token]

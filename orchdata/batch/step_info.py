@@ -1,4 +1,4 @@
-"""What a `collate_fn` of a user's may ask to know: which step its samples are for, and how to scale their loss."""
+"""What a user's `collate_fn` may use: the step of its samples, and the scale of their loss."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepInfo:
-    """The step of a microbatch, handed to a `collate_fn` that has a parameter named `step`.
+    """The step of a microbatch, passed to a `collate_fn` that has a parameter named `step`.
 
     Attributes:
-        epoch, step: which optimizer step.
-        microbatch, num_microbatches: its place among the rank's microbatches of the step, and how many there are.
+        epoch, step: number of the optimizer step.
+        microbatch, num_microbatches: its number among the rank's microbatches of the step, and their count.
         dp_size: data-parallel ranks.
-        loss_tokens: planned loss tokens of the whole step, over all ranks and microbatches; 0 for map-style data, of
-            whose tokens nothing is known. In a mixture each counts the loss weight of its source.
-        loss_scale: what a summed loss is multiplied by where gradients are averaged over the data-parallel ranks, as
+        loss_tokens: planned loss tokens of the whole step, over all ranks and microbatches; 0 for map-style data,
+            with unknown tokens. In a mixture each counts the loss weight of its source.
+        loss_scale: factor of a summed loss where gradients are averaged over the data-parallel ranks, as
             `Batch.loss_scale`: dp_size / loss_tokens (1 where there are none), for a sum over loss tokens. For
             map-style data dp_size / samples of the whole step, for a sum over samples.
-        sources: of a mixture, the name of each sample's source; empty where there is none.
+        sources: of a mixture, the name of each sample's source; else empty.
     """
 
     epoch: int

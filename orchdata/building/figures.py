@@ -1,8 +1,9 @@
-"""Figures of `stats()`: each is declared here once, measured where a step is built, and added where it is delivered.
+"""Figures of `stats()`: each is declared here once, measured when a step is built, and added when it is delivered.
 
     PlannedShare --measure--> step_figures: name -> numbers --added--> name -> sum --show--> stats()[name]
 
-The docstring of what measures a figure says what `stats()` shows. Numbers travel from worker processes as they are.
+The docstring of the function that measures a figure says what `stats()` shows. Worker processes send the numbers
+unchanged.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ STAGES = ("planning", "reading", "decoding", "packing", "handing_over")
 
 
 class PlannedShare:
-    """A plan made from `spec`, seen from one rank: what figures are measured from.
+    """A plan made from `spec`, seen from one rank: the input of figures.
 
     Attributes:
         price: of the plan.
         num_failures: samples and parts of the rank's share that failed.
-        is_alone: one rank has everything at once, so all loads are sums.
+        is_alone: one rank has everything in one microbatch, so all loads are sums.
     """
 
     def __init__(self, spec: PlanSpec, plan: Plan, rank: int, num_failures: int = 0) -> None:
@@ -48,7 +49,7 @@ class PlannedShare:
 
     @cached_property
     def mine(self) -> NDArray[np.int64] | slice:
-        """Which samples of the global batch the rank has: an index into its columns."""
+        """The samples of the rank, as an index into the columns of the global batch."""
         return slice(None) if self.is_alone else self.plan.places(self.rank)
 
     @cached_property
@@ -74,7 +75,7 @@ class Figure:
         measure: its numbers in a step: a number, a tuple of them, or a mapping of those by name. None adds nothing.
         show: (sum, number of steps) -> plain value.
         start: the sum before the first step.
-        add: adds a number to a sum; or one such for each number of a tuple.
+        add: function that adds a number to a sum; or one function for each number of a tuple.
     """
 
     name: str
@@ -84,7 +85,7 @@ class Figure:
     add: Add | tuple[Add, ...]
 
     def added(self, total: Any, numbers: Any) -> Any:
-        """The sum with the numbers of one more step."""
+        """Return the sum with the numbers of one more step."""
         if numbers is None:
             return total
         if isinstance(numbers, dict):
@@ -101,7 +102,7 @@ FIGURES: list[Figure] = []
 
 
 def step_figures(spec: PlanSpec, plan: Plan, rank: int, num_failures: int) -> dict[str, Any]:
-    """The numbers of every figure in a step, by name: milliseconds at thousands of ranks."""
+    """Return the numbers of every figure in a step, by name. Takes milliseconds at thousands of ranks."""
     share = PlannedShare(spec, plan, rank, num_failures)
     return {figure.name: figure.measure(share) for figure in FIGURES}
 
@@ -138,7 +139,7 @@ def _each(show: Show) -> Show:
 def _figure(
     show: Show = _sum, *, start: Any = 0, add: Add | tuple[Add, ...] = operator.add
 ) -> Callable[[Measure], Measure]:
-    """Declare the figure that the function below measures; its name is the key."""
+    """Declare a figure that the decorated function measures; the function's name is the key."""
 
     def declare(measure: Measure) -> Measure:
         FIGURES.append(Figure(measure.__name__, measure, show, start, add))
@@ -149,9 +150,9 @@ def _figure(
 
 @_figure()
 def samples(share: PlannedShare) -> int:
-    """Samples delivered to this rank; the pieces of a sample that is split count one by one.
+    """Samples delivered to this rank; the pieces of a split sample count one by one.
 
-    Per phase a sample that lost parts stays, without loss.
+    Per phase, a sample with failed parts stays, without loss.
     """
     return len(share.lengths) - (0 if share.plan.parts else share.num_failures)
 
@@ -164,10 +165,10 @@ def loss_tokens(share: PlannedShare) -> int:
 
 @_figure(_named("truncated", "cut_tokens", "split", "pieces"), start=(0, 0, 0, 0))
 def overflow(share: PlannedShare) -> tuple[int, ...]:
-    """What `TextPreprocessor.overflow` did to samples planned for this rank.
+    """The effect of `TextPreprocessor.overflow` on samples planned for this rank.
 
     Samples `truncated`, `cut_tokens` that they lost, samples `split` (counted with their first piece), and their
-    `pieces`. They may be added up over ranks.
+    `pieces`. They can be summed over ranks.
     """
     costs = share.spec.costs
     index = costs.index if isinstance(costs, IndexCosts) else None
@@ -196,13 +197,13 @@ def _ratios(sums: tuple[float, ...], _: int) -> dict[str, float]:
 
 @_figure(_each(_ratios), start={})
 def phases(share: PlannedShare) -> dict[str, tuple[float, ...]]:
-    """By phase, over the mean load of a rank: `imbalance_unbalanced` and `imbalance` (the largest load, had samples
-    been dealt out in turn, and as planned), `lower_bound_over_mean` (what no assignment can beat).
+    """By phase, over the mean load of a rank: `imbalance_unbalanced` and `imbalance` (the largest load with samples
+    dealt out in turn, and as planned), `lower_bound_over_mean` (no assignment is lower).
 
-    Under od.Padded the loads of `llm` count padding and the mean does not, so that it shows in all three; dealt out
-    means cut into as many microbatches as the plan has. `imbalance_in_micro_steps`: the largest load of each micro-step
-    (the same microbatch of all ranks) over the mean of all, where ranks wait for each other in each; equal to
-    `imbalance` where a step is one microbatch.
+    Under od.Padded the loads of `llm` count padding and the mean does not, so it shows in all three; samples dealt out
+    are cut into as many microbatches as the plan has. `imbalance_in_micro_steps`: the largest load of each micro-step
+    (the same microbatch of all ranks) over the mean of all, which counts where ranks wait for each other in each; equal
+    to `imbalance` where a step is one microbatch.
     """
     if share.is_alone:
         return {phase: (float(total),) * 5 for phase, total in share.totals.items()}
@@ -221,15 +222,15 @@ def phases(share: PlannedShare) -> dict[str, tuple[float, ...]]:
 
 @_figure(_mean)
 def microbatches(share: PlannedShare) -> int:
-    """Of a rank in a step, mean over steps."""
+    """Microbatches of a rank in a step, mean over steps."""
     return share.plan.num_microbatches
 
 
 @_figure(lambda total, num_steps: total[0] / total[1] if total[1] else 1.0, start=(0.0, 0.0))
 def step_imbalance(share: PlannedShare) -> tuple[float, float]:
-    """Cost of the step over that of a perfectly even one, of the phases that are balanced, by what ranks wait for
-    (`Balance.price`): what `orchdata profile` calls the step. In a pipeline it is the makespan of the slowest one over
-    that of one with equal microbatches.
+    """Cost of the step over that of a perfectly even step, in the phases that are balanced, as ranks wait for each
+    other (`Balance.price`): the step of `orchdata profile`. With a pipeline, the makespan of the slowest one over that
+    of one with equal microbatches.
     """
     balanced, price, num_ranks = share.spec.costs.balanced, share.price, share.plan.num_ranks
     even = price.of_even([share.totals[phase] / num_ranks for phase in balanced], share.plan.num_microbatches)
@@ -238,7 +239,7 @@ def step_imbalance(share: PlannedShare) -> tuple[float, float]:
 
 @_figure(lambda total, num_steps: 1 - total[0] / total[1] if total[1] else 0.0, start=(0, 0))
 def padding(share: PlannedShare) -> tuple[int, int]:
-    """Share of LLM positions that would be padding, had this rank's microbatches been padded."""
+    """Share of LLM positions that would be padding, if this rank's microbatches were padded."""
     lengths, number = share.lengths, share.plan.num_microbatches
     groups = [lengths]
     if number > 1:
@@ -266,10 +267,10 @@ def _ways(rows: tuple[int, ...], num_steps: int) -> dict[str, float]:
 
 @_figure(_each(_ways), start={})
 def features(share: PlannedShare) -> dict[str, tuple[int, ...]]:
-    """By encoder phase, where parts are assigned apart: `rows` that the encoder yields over all ranks, per step, and
-    the shares of them that move `within_nodes` and `between_nodes`; the rest stay on their rank.
+    """By encoder phase, where parts are assigned separately: `rows` that the encoder yields over all ranks, per step,
+    and the shares of them that move `within_nodes` and `between_nodes`; the rest stay on their rank.
 
-    A row is as many bytes as the encoder's output has. Where ranks per node are not known each rank counts as a node.
+    A row is one row of the encoder's output. Where ranks per node are not known, each rank counts as a node.
     """
     return {phase: tuple(share.plan.feature_rows(phase).tolist()) for phase in share.plan.parts}
 
@@ -281,14 +282,14 @@ def features(share: PlannedShare) -> dict[str, tuple[int, ...]]:
 )
 def sources(share: PlannedShare) -> dict[str, tuple[int, ...]]:
     """By source of a mixture, over all ranks and as planned: `samples`, `tokens` (LLM positions), `loss_tokens`, and
-    `passes` through it that have begun.
+    started `passes` through it.
     """
     plan = share.plan
     if plan.passes is None or plan.source_loss_tokens is None:
         return {}
-    found = np.zeros((len(plan.sources), 4), np.int64)
-    np.add.at(found[:, 0], plan.source, 1)
-    np.add.at(found[:, 1], plan.source, plan.llm_positions)
-    found[:, 2] = plan.source_loss_tokens
-    np.maximum.at(found[:, 3], plan.source, plan.passes + 1)
-    return dict(zip(plan.sources, map(tuple, found.tolist()), strict=True))
+    counts = np.zeros((len(plan.sources), 4), np.int64)
+    np.add.at(counts[:, 0], plan.source, 1)
+    np.add.at(counts[:, 1], plan.source, plan.llm_positions)
+    counts[:, 2] = plan.source_loss_tokens
+    np.maximum.at(counts[:, 3], plan.source, plan.passes + 1)
+    return dict(zip(plan.sources, map(tuple, counts.tolist()), strict=True))

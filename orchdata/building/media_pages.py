@@ -1,7 +1,7 @@
-"""The memory of one modality in a microbatch, whatever it is.
+"""The memory of one modality in a microbatch.
 
-`MediaPages` is what the rank encodes: where every part's rows lie. `MediaSlots` is what its samples are made of: where
-every part's tokens go.
+`MediaPages` is the memory of the parts that the rank encodes. `MediaSlots` has the positions of the tokens of the parts
+of its samples.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class PageSource:
     """What pages are laid out from.
 
     Attributes:
-        recipe: of all samples; in a mixture, of what their tensors look like.
+        recipe: of all samples; in a mixture, the one that defines the tensors.
         of_sources: in a mixture, the recipe of each source.
-        encoders: modalities every batch has, if need be as a dummy.
+        encoders: modalities that every batch has, as a dummy where no sample has them.
     """
 
     index: Index
@@ -45,11 +45,11 @@ class PageSource:
     of_sources: tuple[Recipe, ...] = ()
 
     def recipe_of(self, row: int) -> Recipe:
-        """What a sample is read by."""
+        """Return the recipe that a sample is read by."""
         return recipe_of(self.index, self.recipe, self.of_sources, row)
 
     def check_rows(self, name: str, sizes: Sequence[PartSize]) -> None:
-        """Raise DamagedIndexError for a part that takes more memory than any may that was indexed."""
+        """Raise DamagedIndexError for a part that takes more memory than the limits of indexing allow."""
         most = max(recipe.limits.sample_decoded_bytes for recipe in self.of_sources or (self.recipe,))
         row_bytes = self.recipe.row_bytes[name]
         if sizes and (largest := max(size.num_rows for size in sizes)) * row_bytes > most:
@@ -57,23 +57,23 @@ class PageSource:
 
 
 def recipe_of(index: Index, recipe: Recipe, of_sources: Sequence[Recipe], row: int) -> Recipe:
-    """The recipe of a sample: its source's in a mixture."""
+    """Return the recipe of a sample, in a mixture that of its source."""
     return of_sources[index.source_of(row)] if isinstance(index, JoinedIndex) else recipe
 
 
 class MediaSlots:
-    """Where the tokens of one modality go, in the sequence in which they come. A slot is a place in that sequence.
+    """The positions of the tokens of one modality. Slots number the parts in the order in which they arrive.
 
     Attributes:
-        owner: int64 (num_slots,), the place of each one's sample.
-        where: int64 (num_tokens,), once it is laid and written; a dummy's where there is no slot.
+        owner: int64 (num_slots,), number of the sample of each in the microbatch.
+        positions: int64 (num_tokens,), once written; those of a dummy where there is no slot.
     """
 
     def __init__(self, source: PageSource, name: str, work: MediaWork, num_samples: int, reserved: Reservation) -> None:
         self.owner = work.owner
         self._name = name
         self._num_samples = num_samples
-        # A sample's own are asked for in the order of its parts, whatever sequence they come in.
+        # The slots of a sample are used in the order of its parts, for any order of arrival.
         self._by_sample = np.lexsort((work.arriving, work.owner))
         self._first = np.searchsorted(work.owner[self._by_sample], np.arange(num_samples + 1))
         self._tokens = source.index.part_tokens[work.arriving].astype(np.int64)
@@ -83,55 +83,55 @@ class MediaSlots:
         self._rope_span = source.recipe.modalities[name].rope_span
         self._written = np.zeros(len(work.arriving), np.bool_)
         self._dummy: Ints | None = None
-        reserved.add(f"{name} places", (int(self._starts[-1]),), np.int64)
+        reserved.add(f"{name} positions", (int(self._starts[-1]),), np.int64)
 
     def lay(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        self._where = arrays[f"{self._name} places"]
+        self._positions = arrays[f"{self._name} positions"]
 
     @property
-    def where(self) -> Ints:
+    def positions(self) -> Ints:
         """Raises RuntimeError where a slot was not written."""
         _check_written(self._written, f"tokens of {self._name} parts")
-        return self._where if self._dummy is None else self._dummy
+        return self._positions if self._dummy is None else self._dummy
 
     def append(self, start: int, tokens: int) -> None:
-        """A dummy's tokens go to `start` and on, where no sample has a part."""
+        """Put the tokens of a dummy at `start`, where no sample has a part."""
         self._dummy = np.arange(start, start + tokens)
 
-    def of_sample(self, place: int) -> list[int]:
-        """The slots of a sample, in the order of its parts."""
-        slots: list[int] = self._by_sample[self._first[place] : self._first[place + 1]].tolist()
+    def of_sample(self, number: int) -> list[int]:
+        """Return the slots of a sample, in the order of its parts."""
+        slots: list[int] = self._by_sample[self._first[number] : self._first[number + 1]].tolist()
         return slots
 
     def size(self, slot: int) -> PartSize:
-        """Of its part, as the index has it."""
+        """Return the size of its part in the index."""
         return self._sizes[slot]
 
     def rope(self, slot: int, first: int, tokens: int) -> Ints | None:
-        """Positions of so many of its tokens under "mrope", as `Modality.rope`."""
+        """Return the positions of `tokens` of its tokens under "mrope", as `Modality.rope`."""
         rope = self._ropes[slot]
         return None if rope is None else rope[:, first : first + tokens]
 
     def rope_span(self, slot: int, tokens: int) -> int | None:
-        """As `Modality.rope_span`, of a part whose tokens all stand together."""
+        """As `Modality.rope_span`, for a part with all tokens together; else None."""
         return self._rope_span(self._sizes[slot]) if tokens == self._tokens[slot] else None
 
     def sample_tokens(self) -> Ints:
-        """Tokens of this modality in each sample, int64 (num_samples,)."""
+        """Count the tokens of this modality in each sample, int64 (num_samples,)."""
         totals = np.zeros(self._num_samples, np.int64)
         np.add.at(totals, self.owner, self._tokens)
         return totals
 
     def put(self, slot: int, start: int, first: int, tokens: int) -> None:
-        """So many of its tokens go to `start` and on; a slot is written with its last."""
+        """Put `tokens` of its tokens, from its `first`, at `start`. A slot is written when its last token is."""
         at = int(self._starts[slot]) + first
-        self._where[at : at + tokens] = np.arange(start, start + tokens)
+        self._positions[at : at + tokens] = np.arange(start, start + tokens)
         self._written[slot] = first + tokens == self._tokens[slot]
 
 
 class MediaPages:
-    """The memory of the parts of one modality that are encoded here, by their places in what is encoded; a dummy where
-    there is none.
+    """The memory of the parts of one modality that are encoded here, numbered in that order; a dummy if there is
+    none.
     """
 
     def __init__(self, source: PageSource, name: str, work: MediaWork, reserved: Reservation) -> None:
@@ -156,7 +156,7 @@ class MediaPages:
         self._num_rows = np.array([size.num_rows for size in self._sizes], np.int64)
         self._padded = padded_encoders(source.layout)
         self._specs = modality.arrays()
-        self._starts = {"row": starts_of(self._places()), "part": np.arange(len(self._sizes) + 1)}
+        self._starts = {"row": starts_of(self._memory_rows()), "part": np.arange(len(self._sizes) + 1)}
         for array, spec in self._specs.items():
             shape = (int(self._starts[spec.per][-1]), *spec.row_shape)
             reserved.add(f"{name}.{array}", shape, stored_dtype(spec.dtype))
@@ -175,7 +175,7 @@ class MediaPages:
             self._arrays[name][self._starts[spec.per][self._parts] :] = 0  # padding
 
     def route(self) -> Route | None:
-        """The way of the features; those of parts that failed travel as zeros."""
+        """Return the route of the features; those of failed parts travel as zeros."""
         if self._route is None or self._valid.all():
             return self._route
         starts = starts_of(self._tokens)
@@ -183,7 +183,7 @@ class MediaPages:
         return replace(self._route, zeroed=np.concatenate(spans))
 
     def blank(self, part: int) -> None:
-        """`part` could not be decoded: zeros, marked so."""
+        """Fill a `part` that failed with zeros, and mark it."""
         self._valid[part] = False
         for array, spec in self._specs.items():
             start, stop = self._starts[spec.per][part : part + 2]
@@ -198,22 +198,22 @@ class MediaPages:
             end = start + size.num_rows if spec.per == "row" else stop
             out[array] = self._arrays[array][start:end]
             if stop > end:
-                self._arrays[array][end:stop] = 0  # memory may hold another batch
+                self._arrays[array][end:stop] = 0  # the memory may have contents of another batch
         decode_part(self._name, data, size, out, recipe, field)
         self._written[part] = True
 
     def batch(self) -> MediaBatch:
-        """Its tensors. Raises RuntimeError where a part was not written."""
+        """Return its tensors. Raises RuntimeError where a part was not written."""
         if not self._dummy:
             _check_written(self._written, f"{self._name} parts")
         extras = self._modality.extras(self._sizes)
-        held: dict[str, Any] = {}
-        fixed = bool(encoder_lengths(self._layout, self._name))  # else it would differ where nothing else does
+        masks: dict[str, Any] = {}
+        fixed = bool(encoder_lengths(self._layout, self._name))  # max_seqlen must not vary where shapes do not
         max_seqlen = int(self._num_rows.sum() if fixed else self._num_rows.max(initial=0))
         if self._padded:
-            held["mask"] = torch.from_numpy(row_mask(self._num_rows, max_seqlen))
-            places = np.nonzero(row_mask(self._tokens, int(self._tokens.max(initial=0))))
-            held["token_places"] = torch.from_numpy(np.stack(places).astype(np.int64))
+            masks["mask"] = torch.from_numpy(row_mask(self._num_rows, max_seqlen))
+            indices = np.nonzero(row_mask(self._tokens, int(self._tokens.max(initial=0))))
+            masks["token_places"] = torch.from_numpy(np.stack(indices).astype(np.int64))
         return MediaBatch(
             arrays={
                 **{array: self._tensor(array) for array in self._specs},
@@ -225,11 +225,11 @@ class MediaPages:
             padding_tokens=0 if self._padding is None else self._padding.tokens,
             valid=None if self._route is None else torch.from_numpy(self._valid),
             part_axes=self._modality.part_axes(self._sizes),
-            **held,
+            **masks,
         )
 
-    def _places(self) -> Ints:
-        """Rows of memory that each part takes."""
+    def _memory_rows(self) -> Ints:
+        """Return the rows of memory that each part takes."""
         if not self._padded:
             return self._num_rows
         return np.full_like(self._num_rows, self._num_rows.max(initial=0))
@@ -243,20 +243,20 @@ class MediaPages:
 
 
 def _padding(source: PageSource, name: str, sizes: Sequence[PartSize]) -> PartSize | None:
-    """What is behind these parts up to the next of the layout's lengths; None for nothing."""
-    held = sum(size.positions for size in sizes)
+    """Return the padding after these parts up to the next of the layout's lengths; None for none."""
+    used = sum(size.positions for size in sizes)
     lengths = encoder_lengths(source.layout, name)
-    if not lengths or held in lengths:
+    if not lengths or used in lengths:
         return None
-    length = next((each for each in lengths if each > held), None)
-    size = None if length is None else source.recipe.modalities[name].padding(length - held)
-    if size is None or length is None or held + size.positions != length:
-        raise RuntimeError(f"{held} {name} positions of a microbatch cannot be padded to one of {list(lengths)}")
+    length = next((each for each in lengths if each > used), None)
+    size = None if length is None else source.recipe.modalities[name].padding(length - used)
+    if size is None or length is None or used + size.positions != length:
+        raise RuntimeError(f"{used} {name} positions of a microbatch cannot be padded to one of {list(lengths)}")
     return size
 
 
 def rope_of(source: PageSource, name: str, size: PartSize) -> Ints | None:
-    """Positions of a part's tokens under "mrope", as `Modality.rope`; None under another layout."""
+    """Return the positions of a part's tokens under "mrope", as `Modality.rope`; None in another layout."""
     if source.layout.positions != "mrope":
         return None
     rope = source.recipe.modalities[name].rope(size)
@@ -266,7 +266,7 @@ def rope_of(source: PageSource, name: str, size: PartSize) -> Ints | None:
 
 
 def starts_of(lengths: Sequence[int] | Ints) -> Ints:
-    """Running sums from 0: int64 (len(lengths) + 1,)."""
+    """Return running sums from 0: int64 (len(lengths) + 1,)."""
     return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
 
 
@@ -275,7 +275,7 @@ def cu_seqlens(starts: Ints) -> torch.Tensor:
 
 
 def row_mask(lengths: Ints, width: int) -> NDArray[np.bool_]:
-    """True for the first `lengths[i]` of the `width` places in row i: (num_rows, width)."""
+    """Return True for the first `lengths[i]` of `width` elements in row i: (num_rows, width)."""
     mask: NDArray[np.bool_] = np.arange(width) < lengths[:, None]
     return mask
 

@@ -1,7 +1,7 @@
 """Reused memory for batches: page faults of fresh memory cost more than decoding into it.
 
-A buffer is anonymous memory lent as a numpy array. When the last array or tensor over it is collected the memory
-returns to the pool by itself, so a caller who keeps a batch keeps its memory and nothing waits for him.
+A buffer is anonymous memory, allocated as a numpy array. It returns to the pool when the last array or tensor over it
+is collected: a caller that keeps a batch keeps its memory, and nothing waits for that.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _SMALL_BYTES = 1 << 16  # malloc serves these from memory it already has
 
 
 class Memory(Protocol):
-    """Where the arrays of batches lie: a pool, or any other place that lends bytes."""
+    """The memory of the arrays of batches: a pool, or another allocator."""
 
     def take(self, num_bytes: int) -> NDArray[np.uint8]:
-        """Bytes whose contents are undefined, (num_bytes,). Raises MemoryError."""
+        """Allocate uninitialised bytes, (num_bytes,). Raises MemoryError."""
 
     def reserve(self, num_bytes: int) -> None:
-        """About so many bytes will be taken. Raises MemoryError."""
+        """Prepare to allocate about this number of bytes. Raises MemoryError."""
 
 
 class Reservation:
-    """Arrays by name, whose sizes are known before there is memory for them."""
+    """Arrays by name, with sizes that are known before there is memory for them."""
 
     def __init__(self) -> None:
         self._arrays: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {}
@@ -43,60 +43,59 @@ class Reservation:
 
     @property
     def num_bytes(self) -> tuple[int, ...]:
-        """Of each array, in the order they were added."""
+        """Bytes of each array, in the order in which they were added."""
         return tuple(prod(shape) * dtype.itemsize for shape, dtype in self._arrays.values())
 
     def lay(self, memory: Sequence[NDArray[np.uint8]]) -> dict[str, NDArray[Any]]:
-        """The arrays, each in a piece of memory of its `num_bytes`."""
+        """Return the arrays, each in a piece of memory of its `num_bytes`."""
         pieces = zip(self._arrays.items(), memory, strict=True)
         return {name: piece.view(dtype).reshape(shape) for (name, (shape, dtype)), piece in pieces}
 
 
-class _Lent(weakref.ref[NDArray[np.uint8]]):
-    """An array that is out, and what comes back when it is collected."""
+class _InUse(weakref.ref[NDArray[np.uint8]]):
+    """An array in use, and the value that returns when it is collected."""
 
-    __slots__ = ("held",)
-    held: Any
+    __slots__ = ("value",)
+    value: Any
 
 
 class Returns(Generic[T]):
-    """What comes back when arrays are collected.
+    """Values that return when arrays are collected.
 
-    It is noted without a function of Python's: collecting calls one wherever it pleases, where a lock would hang and a
-    Ctrl-C would be forgotten.
+    The callback is not a Python function: the collector may call one anywhere, where a lock would hang and a Ctrl-C
+    would be lost.
     """
 
     def __init__(self) -> None:
-        self._out: dict[int, _Lent] = {}
-        self._back: deque[_Lent] = deque()
+        self._out: dict[int, _InUse] = {}
+        self._back: deque[_InUse] = deque()
 
     def __len__(self) -> int:
-        """How many arrays are out."""
+        """The number of arrays in use."""
         return len(self._out) - len(self._back)
 
-    def expect(self, array: NDArray[np.uint8], held: T) -> None:
-        """Have `held` come back once no array or tensor over this one is left."""
-        lent = _Lent(array, self._back.append)
-        lent.held = held
-        self._out[id(lent)] = lent
+    def expect(self, array: NDArray[np.uint8], value: T) -> None:
+        """Return `value` later, when no array or tensor over this one is left."""
+        used = _InUse(array, self._back.append)
+        used.value = value
+        self._out[id(used)] = used
 
     def take(self) -> Iterator[T]:
-        """What has come back since; for any thread."""
+        """Yield what has returned since the last call; any thread may call it."""
         while True:
             try:
-                lent = self._back.popleft()
+                used = self._back.popleft()
             except IndexError:
                 return
-            del self._out[id(lent)]
-            yield lent.held
+            del self._out[id(used)]
+            yield used.value
 
 
 class BufferPool:
-    """Lends memory and takes it back when the arrays over it are collected.
+    """Allocates memory, and takes it back when the arrays over it are collected.
 
     Args:
-        max_free_bytes: most memory to hold that nobody uses; what has returned above it is released when memory is
-            next asked for.
+        max_free_bytes: most unused memory to keep; returned memory above it is released at the next allocation.
     """
 
     def __init__(self, max_free_bytes: int = 1 << 30) -> None:
@@ -105,12 +104,12 @@ class BufferPool:
         self._returns = Returns[mmap.mmap]()
 
     def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
-        """An array of `shape` whose contents are undefined. Raises MemoryError."""
+        """Allocate an uninitialised array of `shape`. Raises MemoryError."""
         kind = np.dtype(dtype)
         return self.take(prod(shape) * kind.itemsize).view(kind).reshape(shape)
 
     def take(self, num_bytes: int) -> NDArray[np.uint8]:
-        """Bytes whose contents are undefined, (num_bytes,). Raises MemoryError."""
+        """Allocate uninitialised bytes, (num_bytes,). Raises MemoryError."""
         if num_bytes < _SMALL_BYTES:
             return np.empty(num_bytes, np.uint8)
         self._take_returned()
@@ -121,10 +120,10 @@ class BufferPool:
         return base[:num_bytes]
 
     def reserve(self, num_bytes: int) -> None:
-        """Each piece is mapped by itself."""
+        """Do nothing: each piece is mapped separately."""
 
     def free_bytes(self) -> int:
-        """Bytes held and lent to nobody."""
+        """Return the bytes of unused memory."""
         self._take_returned()
         return self._free_bytes()
 
@@ -137,10 +136,10 @@ class BufferPool:
                 self._free.setdefault(len(memory), deque()).append(memory)
 
     def _reused(self, capacity: int) -> mmap.mmap | None:
-        """The smallest free memory that is large enough, and at most twice as large as needed.
+        """Return the smallest free memory that is large enough, and at most twice as large as needed.
 
-        Where there is none, the largest that is too small goes, of at least half the size: what is mapped instead
-        serves its sizes too. Else each size that batches ever had would keep memory of its own.
+        Where there is none, release the largest free memory of at least half the size: the new mapping serves its sizes
+        too. Otherwise each size that batches ever had would keep its own memory.
         """
         sizes = sorted(self._free)
         for size in [size for size in sizes if capacity <= size <= 2 * capacity]:
@@ -156,7 +155,7 @@ class BufferPool:
 def _map(capacity: int) -> mmap.mmap:
     try:
         memory = mmap.mmap(-1, capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except (OSError, ValueError, OverflowError) as error:  # ENOMEM; more than an address holds
+    except (OSError, ValueError, OverflowError) as error:  # ENOMEM, or above the address space
         raise MemoryError(f"cannot map {capacity} bytes: {error}") from error
     with suppress(OSError):  # a kernel without them
         memory.madvise(mmap.MADV_HUGEPAGE)  # a quarter of the time to write 20 MiB first, and less each time after
@@ -164,6 +163,6 @@ def _map(capacity: int) -> mmap.mmap:
 
 
 def size_class(num_bytes: int) -> int:
-    """The next of four steps per power of two, so that batches of similar size share memory."""
+    """Round up to one of four sizes per power of two, so that batches of similar size share memory."""
     step = 1 << max(12, num_bytes.bit_length() - 3)
     return -(-num_bytes // step) * step

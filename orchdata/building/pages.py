@@ -1,9 +1,9 @@
-"""The memory of a microbatch: where every sample and part lies in it.
+"""The memory of a microbatch: the slices of every sample and part in it.
 
-The index gives every size before anything is read, so memory is asked for first; each sample then has its own slice of
-every tensor, known by the sample's place in the microbatch, and threads fill them without meeting. A batch is handed
-out when every slice has been written. A padded microbatch is a packed one whose LLM sequences are all padded to the
-same length: its memory, seen as rows. One of a fixed length has a last sequence of padding.
+The index gives every size before anything is read, so memory is allocated first. Each sample has its own slice of every
+tensor, found by the number of the sample in the microbatch, and threads fill them without locks. A batch is returned
+when every slice has been written. A padded microbatch is a packed one with all LLM sequences padded to the same length,
+viewed as rows. A microbatch of a fixed length has a last sequence of padding.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from orchdata.planning.layout import Padded, fixed_length, row_lengths
 
 
 class Pages:
-    """The memory of one microbatch. `lay` gives it, and comes before everything else.
+    """The memory of one microbatch. `lay` provides it, and must be called first.
 
     Attributes:
         num_bytes: of each piece of memory that it needs.
-        media: modality -> what is encoded here.
+        media: modality -> the parts that are encoded here.
     """
 
     def __init__(self, source: PageSource, rows: NDArray[np.int64], work: Mapping[str, MediaWork]) -> None:
@@ -63,14 +63,14 @@ class Pages:
         self._text_starts = starts_of(text_lengths)
         reserved.add("input_ids", (total,), np.int64)
         reserved.add("labels", (total,), np.int64)
-        # Restarting at each sample; under "mrope" time, height and width follow.
+        # The first row restarts at each sample; under "mrope" rows of time, height and width follow.
         reserved.add("position_ids", (4 if mrope else 1, total), np.int64)
         reserved.add("text_ids", (int(self._text_starts[-1]),), np.int64)
         self.num_bytes = reserved.num_bytes
         self._written = np.zeros(len(rows), np.bool_)
 
     def lay(self, memory: Sequence[NDArray[np.uint8]]) -> None:
-        """Take pieces of memory of `num_bytes`, whatever they hold."""
+        """Take pieces of memory of `num_bytes`, with any contents."""
         arrays = self._reserved.lay(memory)
         self._arrays = SequenceArrays(*(arrays[name] for name in SequenceArrays._fields))
         for name in self.media:
@@ -78,74 +78,74 @@ class Pages:
             self._slots[name].lay(arrays)
         if len(self._lengths) > len(self._rows):
             self._write_dummies(*self._starts[len(self._rows) : len(self._rows) + 2].tolist())
-        for start, stop in pairwise(self._starts[len(self._lengths) :].tolist()):  # of a fixed length: what is left
+        for start, stop in pairwise(self._starts[len(self._lengths) :].tolist()):  # the padding of a fixed length
             self._arrays.blank(start, stop)
 
     def _write_dummies(self, start: int, stop: int) -> None:
-        """A sequence without loss behind the samples, in which the dummies of all modalities have their places."""
+        """Write a sequence without loss after the samples, with the tokens of the dummies of all modalities."""
         self._arrays.blank(start, stop)
         writer = SequenceWriter(self._arrays, (start, stop, stop), (0, 0), "*")
         for name, size in self._dummies.items():
             token_id = self._source.recipe.slots[name].token_id
             rope = rope_of(self._source, name, size)
-            place = writer.media(token_id, size.tokens, rope)
-            if self.media[name].route() is None:  # or its features stay where they were made
-                self._slots[name].append(place, size.tokens)
+            first = writer.media(token_id, size.tokens, rope)
+            if self.media[name].route() is None:  # per phase, features of dummies do not travel
+                self._slots[name].append(first, size.tokens)
 
-    def write(self, place: int, sample: StoredSample, payloads: Mapping[int, bytes | memoryview]) -> None:
+    def write(self, number: int, sample: StoredSample, payloads: Mapping[int, bytes | memoryview]) -> None:
         """Write one sample's sequence into its slices. Raises FieldError."""
         recipe = self._source.recipe_of(sample.row)
         field = sample.text_field(recipe)
-        asked, slots = ({name: iter(held.of_sample(place)) for name, held in self._slots.items()} for _ in range(2))
+        sized, slots = ({name: iter(media.of_sample(number)) for name, media in self._slots.items()} for _ in range(2))
 
         def size_of(modality: str, _member: int) -> PartSize:
-            slot = next(asked[modality], None)
+            slot = next(sized[modality], None)
             if slot is None:
                 raise FieldError(field, f"the text yields more {modality} parts than indexed: {WHY_COUNTS_DIFFER}")
             return self._slots[modality].size(slot)
 
         spans = sample.spans(recipe, payloads, size_of)
-        start, stop = self._starts[place : place + 2].tolist()
-        text_start, text_stop = self._text_starts[place : place + 2].tolist()
-        places = (start, start + int(self._lengths[place]), stop)
-        writer = SequenceWriter(self._arrays, places, (text_start, text_stop), field)
+        start, stop = self._starts[number : number + 2].tolist()
+        text_start, text_stop = self._text_starts[number : number + 2].tolist()
+        bounds = (start, start + int(self._lengths[number]), stop)
+        writer = SequenceWriter(self._arrays, bounds, (text_start, text_stop), field)
         slot = -1
         for span in spans:
             if isinstance(span, MediaSlot):
-                held = self._slots[span.modality]
+                media = self._slots[span.modality]
                 if span.first == 0:
                     slot = next(slots[span.modality])
                 token_id = recipe.slots[span.modality].token_id
-                rope = held.rope(slot, span.first, span.tokens)
-                first = writer.media(token_id, span.tokens, rope, held.rope_span(slot, span.tokens))
-                held.put(slot, first, span.first, span.tokens)
+                rope = media.rope(slot, span.first, span.tokens)
+                first = writer.media(token_id, span.tokens, rope, media.rope_span(slot, span.tokens))
+                media.put(slot, first, span.first, span.tokens)
             else:
                 writer.text(span)
         writer.close(int(self._source.index.loss_tokens[sample.row]))
-        self._written[place] = True
+        self._written[number] = True
 
-    def blank(self, place: int, sample: StoredSample) -> None:
-        """Write a sequence without loss, as long as planned, for a sample whose own cannot be written."""
-        start, index = int(self._starts[place]), self._source.index
-        self._arrays.blank(start, int(self._starts[place + 1]))
-        self._arrays.text_ids[self._text_starts[place] : self._text_starts[place + 1]] = 0
-        slots = {name: iter(held.of_sample(place)) for name, held in self._slots.items()}
+    def blank(self, number: int, sample: StoredSample) -> None:
+        """Write a sequence without loss, as long as planned, for a sample that failed."""
+        start, index = int(self._starts[number]), self._source.index
+        self._arrays.blank(start, int(self._starts[number + 1]))
+        self._arrays.text_ids[self._text_starts[number] : self._text_starts[number + 1]] = 0
+        slots = {name: iter(media.of_sample(number)) for name, media in self._slots.items()}
         for part in sample.parts:
             name = index.modality_of(part)
-            held, slot = self._slots[name], next(slots[name])
-            tokens = held.size(slot).tokens
-            held.put(slot, start, 0, tokens)
+            media, slot = self._slots[name], next(slots[name])
+            tokens = media.size(slot).tokens
+            media.put(slot, start, 0, tokens)
             start += tokens
-        self._written[place] = True
+        self._written[number] = True
 
-    def batch(self, share: Share, places: NDArray[np.int64]) -> Batch:
-        """The batch over this memory: of the samples at these places in the global batch. Raises RuntimeError where a
-        slice was not written.
+    def batch(self, share: Share, samples: NDArray[np.int64]) -> Batch:
+        """Return the batch over this memory, of the samples with these indices in the global batch. Raises RuntimeError
+        where a slice was not written.
         """
-        media = {name: held.batch() for name, held in self.media.items()}
+        media = {name: pages.batch() for name, pages in self.media.items()}
         if not self._written.all():
             raise RuntimeError(f"samples {np.flatnonzero(~self._written).tolist()} of a microbatch were never written")
-        routes = {name: route for name, held in self.media.items() if (route := held.route()) is not None}
+        routes = {name: route for name, pages in self.media.items() if (route := pages.route()) is not None}
         plan = share.plan
         return Batch(
             text=TextBatch(input_ids=torch.from_numpy(self._arrays.text_ids), cu_seqlens=cu_seqlens(self._text_starts)),
@@ -161,7 +161,7 @@ class Pages:
             loss_tokens=int((self._arrays.labels != IGNORE).sum()),
             global_loss_tokens=plan.global_loss_tokens,
             routes=routes,
-            sources=torch.from_numpy(plan.source[places]) if plan.sources else None,
+            sources=torch.from_numpy(plan.source[samples]) if plan.sources else None,
         )
 
     def _llm(self, *, per_phase: bool) -> LLMBatch:
@@ -184,20 +184,20 @@ class Pages:
             max_seqlen=fixed_length(self._source.layout) or int(np.diff(starts).max(initial=0)),
             attention_mask=mask,
             restart_position_ids=restart if mrope else None,
-            media_positions={name: torch.from_numpy(slots.where) for name, slots in self._slots.items()},
+            media_positions={name: torch.from_numpy(slots.positions) for name, slots in self._slots.items()},
             media_owners={name: torch.from_numpy(slots.owner) for name, slots in self._slots.items() if per_phase},
             dummies={name: size.tokens for name, size in self._dummies.items()},
         )
 
     def _own_lengths(self, num_sequences: int) -> torch.Tensor:
-        """Tokens of each sequence; the padding of a fixed length, a sequence too, has none."""
+        """Tokens of each sequence; the padding of a fixed length counts as a sequence of 0 tokens."""
         lengths = np.zeros(num_sequences, np.int32)
         lengths[: len(self._lengths)] = self._lengths
         return torch.from_numpy(lengths)
 
 
 def _dummies(source: PageSource, work: Mapping[str, MediaWork]) -> dict[str, PartSize]:
-    """The sizes of what stands in the sequences for modalities that none of the samples has."""
+    """Return the sizes of the dummies of modalities that none of the samples has."""
     if source.layout.empty != "dummy":
         return {}
     missing = [name for name, mine in work.items() if not len(mine.arriving)]

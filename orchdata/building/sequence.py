@@ -14,12 +14,13 @@ from orchdata.loaders.text.preprocessor import WHY_COUNTS_DIFFER
 
 
 class SequenceArrays(NamedTuple):
-    """The sequences of a microbatch behind one another.
+    """The sequences of a microbatch, one after another.
 
     Attributes:
         input_ids, labels: int64 (T,).
-        position_ids: int64 (1, T), restarting at each sample; under "mrope" (4, T), time, height and width behind them.
-        text_ids: int64 (num_text_tokens,), text alone.
+        position_ids: int64 (1, T), restarting at each sample; under "mrope" (4, T), with rows for time, height and
+            width.
+        text_ids: int64 (num_text_tokens,), tokens of text alone.
     """
 
     input_ids: NDArray[np.int64]
@@ -28,7 +29,7 @@ class SequenceArrays(NamedTuple):
     text_ids: NDArray[np.int64]
 
     def blank(self, start: int, stop: int, first: int = 0, first_mrope: int = 0) -> None:
-        """Tokens without meaning: padding, or a dummy sequence; positions count on from the first ones."""
+        """Write padding or a dummy sequence: id 0, no loss, positions that count from `first` and `first_mrope`."""
         self.input_ids[start:stop] = 0
         self.labels[start:stop] = IGNORE
         self.position_ids[0, start:stop] = np.arange(first, first + stop - start)
@@ -40,24 +41,24 @@ class SequenceWriter:
 
     Args:
         arrays: of the microbatch.
-        places: first place of its sequence, the one behind it, and the one behind its padding.
-        text_places: first place of its text alone, and the one behind it.
-        text_field: what errors name.
+        bounds: start and end of its sequence, and the end of its padding.
+        text_bounds: start and end of its text in `text_ids`.
+        text_field: the field in errors.
     """
 
     def __init__(
-        self, arrays: SequenceArrays, places: tuple[int, int, int], text_places: tuple[int, int], text_field: str
+        self, arrays: SequenceArrays, bounds: tuple[int, int, int], text_bounds: tuple[int, int], text_field: str
     ) -> None:
         self._arrays = arrays
         self._text_field = text_field
-        self._start, self._end, self._padded_end = places
+        self._start, self._end, self._padded_end = bounds
         self._cursor = self._start
-        self._text_cursor, self._text_end = text_places
+        self._text_cursor, self._text_end = text_bounds
         self._position = 0  # under "mrope", of time, height and width
         arrays.position_ids[0, self._start : self._end] = np.arange(self._end - self._start)
 
     def text(self, span: TextSpan) -> None:
-        """Raises FieldError where the index says otherwise."""
+        """Write a text span. Raises FieldError if the index has another number of tokens."""
         ids, arrays = span.token_ids, self._arrays
         start, stop = self._advance(len(ids))
         arrays.input_ids[start:stop] = ids
@@ -72,11 +73,11 @@ class SequenceWriter:
         self._text_cursor = text_stop
 
     def media(self, token_id: int, tokens: int, rope: NDArray[np.int64] | None, rope_span: int | None = None) -> int:
-        """The places of one part; returns the first. Raises FieldError.
+        """Write the placeholder tokens of one part. Return the position of the first. Raises FieldError.
 
         Args:
-            rope: under "mrope", positions of its tokens from 0, (3, tokens); None counts on.
-            rope_span: positions from its first to what follows; None for behind the largest.
+            rope: under "mrope", positions of its tokens from 0, (3, tokens); None continues to count.
+            rope_span: positions from its first token to what follows it; None for one more than the largest.
         """
         start, stop = self._advance(tokens)
         arrays = self._arrays
@@ -90,14 +91,14 @@ class SequenceWriter:
         return start
 
     def close(self, loss_tokens: int) -> None:
-        """Pad behind it. Raises FieldError where the index says otherwise."""
+        """Write the padding. Raises FieldError if the index has another number of tokens or loss tokens."""
         if self._cursor != self._end:
             raise FieldError(self._text_field, self._disagreement())
-        found = int(np.count_nonzero(self._arrays.labels[self._start : self._end] != IGNORE))
-        if found != loss_tokens:
+        written = int(np.count_nonzero(self._arrays.labels[self._start : self._end] != IGNORE))
+        if written != loss_tokens:
             raise FieldError(
                 self._text_field,
-                f"the index says {loss_tokens} loss tokens, the text yields {found}: {WHY_COUNTS_DIFFER}",
+                f"the index says {loss_tokens} loss tokens, the text yields {written}: {WHY_COUNTS_DIFFER}",
             )
         if self._padded_end > self._end:
             self._arrays.blank(self._end, self._padded_end, self._end - self._start, self._position)

@@ -88,7 +88,7 @@ class PackedAssembly:
         self._lock = threading.Lock()
         self._wanted = {at: _Wanted(int(rows[at]), number) for number, at in enumerate(indices.tolist())}
         for name, media in self._pages.media.items():
-            encoded = zip(work[name].encoded.tolist(), work[name].encoded_place.tolist(), strict=True)
+            encoded = zip(work[name].encoded.tolist(), work[name].encoded_sample.tolist(), strict=True)
             for number, (part, at) in enumerate(encoded):
                 self._wanted.setdefault(at, _Wanted(int(rows[at]))).parts.append((media, number, part))
 

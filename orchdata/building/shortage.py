@@ -1,4 +1,4 @@
-"""Memory that samples take, by the index: what to say where there is not enough of it."""
+"""Memory that samples take, computed from the index, and the error where there is not enough memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NAMED = 3
 
 
 def sample_bytes(index: Index, recipe: Recipe, row: int) -> int:
-    """Memory that one sample takes in a batch and while it is decoded."""
+    """Return the bytes that one sample takes in a batch and while it is decoded."""
     numbers = index.part_range(row)
     members = index.members(row)
     parts = [
@@ -29,7 +29,7 @@ def sample_bytes(index: Index, recipe: Recipe, row: int) -> int:
 def out_of_memory(
     error: MemoryError, index: Index, recipe: Recipe, rows: NDArray[np.int64], row: int | None = None
 ) -> MemoryError:
-    """The error that names the largest samples of a microbatch, and the one that was being decoded."""
+    """Return an error with the largest samples of a microbatch, and the one that was being decoded."""
     sizes = {int(each): sample_bytes(index, recipe, int(each)) for each in rows}
     largest = sorted(sizes, key=lambda each: (-sizes[each], each))[:_NAMED]
     named = "; ".join(f"{index.shard_of(each).url}: {index.called(each)}, {sizes[each]} bytes" for each in largest)

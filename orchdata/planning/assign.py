@@ -1,12 +1,12 @@
-"""Scopes of balancing: costs of samples or parts, and whose each is -> the rank of each.
+"""Scopes of balancing: costs and current ranks of samples or parts -> the new rank of each.
 
-         nothing is loaded yet                    held by ranks already: little moves
-none     dealt out in turn                        stays
-grouped  anew inside each group of ranks          inside each group; anew where counts are limited
-grid     inside each group, then among the ranks of the same place in all groups
-global   anew over all ranks                      over all ranks; anew where counts are limited
+         nothing is loaded yet                  ranks have the items already: little moves
+none     dealt out in turn                      nothing moves
+grouped  from scratch in each group of ranks    in each group; from scratch where counts are limited
+grid     in each group, then among the ranks with the same number in all groups
+global   from scratch over all ranks            over all ranks; from scratch where counts are limited
 
-Every scope lowers what `Balance.price` says: the sum over phases of the largest load, or the largest sum.
+Every scope lowers `Balance.price`: the sum over phases of the largest load, or the largest sum.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from orchdata.planning.balance import Balance
 Ints = NDArray[np.int64]
 Ranks = NDArray[np.int32]
 
-_NEAR = 100  # Ranks of a grid keep what is at most this part above the peaks of balancing over all,
-_GAIN = 50  # and those peaks, where so little is not reached by moving little, with all that moves.
+_NEAR = 100  # A grid keeps samples near home while peaks are at most 1/100 above those of balancing over all ranks.
+_GAIN = 50  # Where the sum of peaks would be more than 1/50 above theirs, it takes the assignment over all ranks.
 
 
 class Limits(NamedTuple):
-    """What a rank may hold: `sizes` int64 (num_items, num_caps) that sum to at most `caps` int64 (num_caps,); `within`
-    is an assignment, int32 (num_items,), that keeps them and the scope.
+    """Caps of a rank: its `sizes`, int64 (num_items, num_caps), sum to at most `caps`, int64 (num_caps,). `within` is
+    an assignment, int32 (num_items,), that keeps the caps and the scope.
     """
 
     sizes: Ints
@@ -45,10 +45,10 @@ class Limits(NamedTuple):
 
 
 def stream_ranks(stream: Ints, num_ranks: int) -> NDArray[np.int32]:
-    """Whose streams each sample of a global batch is from: ranks share out the streams, in order and evenly.
+    """Return the rank that owns the stream of each sample: ranks share the streams evenly, in order.
 
     Args:
-        stream: that each sample of the global batch is drawn from, int64 (num_samples,).
+        stream: int64 (num_samples,), the stream that each sample of the global batch is drawn from.
         num_ranks: at least 1; their counts of samples differ by at most one.
 
     Returns:
@@ -63,7 +63,7 @@ def stream_ranks(stream: Ints, num_ranks: int) -> NDArray[np.int32]:
 
 
 def dealt(num_samples: int, num_ranks: int) -> NDArray[np.int32]:
-    """Samples dealt out in turn, int32 (num_samples,)."""
+    """Return ranks dealt out in turn, int32 (num_samples,)."""
     return (np.arange(num_samples) % num_ranks).astype(np.int32)
 
 
@@ -77,34 +77,34 @@ def assign(
     ranks_per_node: int | None = None,
     limits: Limits | None = None,
 ) -> Ranks:
-    """The rank of each sample or part, in every phase.
+    """Return the rank of each sample or part, for all phases.
 
     Args:
         costs: phase -> int64 (num_items,), the phases to balance; the last of them, `llm`, is at least 1.
         balance: scope, objective and limits on counts; a group size where the scope needs one.
         num_ranks: at least 1.
-        owner: int32 (num_items,), who holds each item; where none is loaded yet, whose stream it is drawn from.
-        sizes: int64 (num_items,), of items that are held, what moving each takes; None where none is loaded yet.
-        ranks_per_node: of items that are held, consecutive ranks among which they rather move.
-        limits: caps that are kept, of items that are not held, scope "grouped" or "global"; phases are then levelled
-            apart, whatever ranks wait for.
+        owner: int32 (num_items,), the rank that has each item, or the rank of its stream where nothing is loaded yet.
+        sizes: int64 (num_items,), what it takes to move each loaded item; None where nothing is loaded yet.
+        ranks_per_node: consecutive ranks of a node, inside which loaded items move if possible.
+        limits: caps that are kept, for items that are not loaded, under scope "grouped" or "global". Each phase is
+            then levelled, also where ranks do not wait after each phase.
 
     Returns:
-        int32 (num_items,); `owner` itself where held items stay.
+        int32 (num_items,); `owner` itself where loaded items stay.
 
     Raises:
         ValueError: more items than the limits on counts allow.
     """
-    held, group_size = sizes is not None, balance.group_size or num_ranks
+    loaded, group_size = sizes is not None, balance.group_size or num_ranks
     if balance.scope == "none" or num_ranks == 1:
-        return owner if held else dealt(len(owner), num_ranks)
+        return owner if loaded else dealt(len(owner), num_ranks)
     if limits is None and not balance.price.levels_each_phase:
         costs = {"llm": np.sum(list(costs.values()), axis=0)}
     if limits is not None and balance.scope == "global":
         return _within(costs, balance, num_ranks, owner, limits)
     counted = balance.equal_count or balance.max_samples is not None
-    if balance.scope != "grid" and (counted or not held):
-        return _anew(costs, balance, num_ranks, owner, sizes, ranks_per_node or 1, limits)
+    if balance.scope != "grid" and (counted or not loaded):
+        return rebalance_from_scratch(costs, balance, num_ranks, owner, sizes, ranks_per_node or 1, limits)
     shared = costs if len(costs) > 1 else next(iter(costs.values()))
     if balance.scope == "grid":
         return balance_grid(shared, owner, num_ranks, group_size).rank
@@ -114,12 +114,12 @@ def assign(
 
 
 def counted_groups(balance: Balance, num_ranks: int) -> list[range]:
-    """The ranks among which `balance` limits counts, group by group."""
+    """Return the groups of ranks in which `balance` limits counts."""
     size = balance.group_size or num_ranks
     return [range(first, min(first + size, num_ranks)) for first in range(0, num_ranks, size)]
 
 
-def _anew(
+def rebalance_from_scratch(
     costs: Mapping[str, Ints],
     balance: Balance,
     num_ranks: int,
@@ -128,7 +128,7 @@ def _anew(
     ranks_per_node: int,
     limits: Limits | None,
 ) -> Ranks:
-    """Balance each group by itself, wherever in it items are held; its ranks are named so that much of them stays."""
+    """Balance each group without regard to where its items are; then name its ranks so that much stays."""
     groups = counted_groups(balance, num_ranks)
     group = None if len(groups) == 1 else owner.astype(np.int64) // len(groups[0])
     columns, caps, within = np.empty((len(owner), 0), np.int64), np.empty(0, np.int64), None
@@ -150,35 +150,35 @@ def _anew(
         return rank
     for ranks in groups:
         mine = slice(None) if group is None else np.flatnonzero((owner >= ranks.start) & (owner < ranks.stop))
-        found = rank[mine] - np.int32(ranks.start)
-        rank[mine] = ranks.start + renamed(found, owner[mine] - ranks.start, sizes[mine], len(ranks), ranks_per_node)
+        own = rank[mine] - np.int32(ranks.start)
+        rank[mine] = ranks.start + renamed(own, owner[mine] - ranks.start, sizes[mine], len(ranks), ranks_per_node)
     return rank
 
 
 def _within(costs: Mapping[str, Ints], balance: Balance, num_ranks: int, owner: Ranks, limits: Limits) -> Ranks:
-    """Balance over all ranks within the limits, samples that fill a rank alone first: others share the ranks left."""
+    """Balance over all ranks within the limits. Samples that fill a rank alone keep it; others share the ranks left."""
     alone = fits_alone(limits.sizes, limits.caps)
     if balance.equal_count or balance.max_samples is not None or not alone.any():
-        return _anew(costs, balance, num_ranks, owner, None, 1, limits)
+        return rebalance_from_scratch(costs, balance, num_ranks, owner, None, 1, limits)
     rank, others = limits.within.copy(), np.flatnonzero(~alone)
     if not len(others):
         return rank
-    free = np.setdiff1d(np.arange(num_ranks, dtype=np.int32), rank[alone])
-    inside = Limits(limits.sizes[others], limits.caps, np.searchsorted(free, rank[others]).astype(np.int32))
+    remaining = np.setdiff1d(np.arange(num_ranks, dtype=np.int32), rank[alone])
+    inside = Limits(limits.sizes[others], limits.caps, np.searchsorted(remaining, rank[others]).astype(np.int32))
     few = {phase: column[others] for phase, column in costs.items()}
-    rank[others] = free[_anew(few, balance, len(free), owner[others], None, 1, inside)]
+    rank[others] = remaining[rebalance_from_scratch(few, balance, len(remaining), owner[others], None, 1, inside)]
     return rank
 
 
 def stay_near(
     costs: Mapping[str, Ints], rank: Ranks, owner: Ranks, num_ranks: int, balance: Balance, limits: Limits
 ) -> tuple[Ranks, Ranks]:
-    """Nearly the peaks that `rank` has, but few samples leave their `owner`'s node and column; and `rank`, named so
-    that much stays where it is from, which the first is too where those peaks are not reached by moving little.
+    """Return (an assignment with nearly the peaks of `rank` in which few samples leave their `owner`'s node and column,
+    `rank` with ranks named so that many samples stay). Both are the second where the first is not found.
 
     Args:
-        costs: phase -> int64 (num_items,), `llm` last, of one micro-step; `rank` int32 (num_items,) balances them.
-        limits: caps that are kept.
+        costs: phase -> int64 (num_items,), `llm` last, of one micro-step; `rank`, int32 (num_items,), balances it.
+        limits: the caps.
     """
     by_item = np.ascontiguousarray(np.stack(list(costs.values()), axis=1))
     peaks = phase_peaks(by_item, rank, num_ranks)

@@ -1,4 +1,4 @@
-"""What to balance and how: the frozen value behind `DataLoader(balance=...)`."""
+"""What to balance and how: the frozen value for `DataLoader(balance=...)`."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ Oversize = Literal["error", "own", "drop"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Balance:
-    """How the samples of a global batch are shared out; which samples are in it never depends on this.
+    """How the samples of a global batch are shared out. Its samples never depend on this.
 
     Attributes:
         scope: "none" deals samples out in turn, "global" balances over all ranks, "grouped" inside groups of ranks
-            that draw from the same streams of the order, "grid" inside groups and then among the ranks of the same
-            place in all groups.
+            that draw from the same streams of the order, "grid" inside groups and then among the ranks with the
+            same number in all groups.
         assignment: "joint" puts a whole sample on one rank, which fits any model; "per_phase" balances each encoder
             by itself: a rank encodes parts of any sample of its micro-step, and `od.exchange` carries the features to
-            the samples. Every micro-step is then balanced by itself, whatever the objective.
+            the samples. Every micro-step is then balanced by itself, under either objective.
         objective: "barrier" where ranks wait for each other after each phase, as under FSDP (minimises the sum over
             phases of the largest load, and lets microbatches of the same number cost about the same), "sum" where they
             wait only at the end of the step.
@@ -34,16 +34,16 @@ class Balance:
         max_samples: most samples one rank may get in a step.
         equal_count: give every rank the same number of samples, give or take one.
         group_size: ranks in a group, as those of a node; by default LOCAL_WORLD_SIZE, as torchrun sets it.
-        order: the order of a rank's microbatches: None keeps the planned one, "1f1b" takes one in which the stages of
-            a pipeline wait for each other little.
+        order: the order of a rank's microbatches: None keeps the planned order, "1f1b" chooses one in which the stages
+            of a pipeline wait little for each other.
         num_stages: pipeline stages, for `order`.
-        oversize: what becomes of a sample above `max_tokens`: "error" refuses to start, "own" gives it a
-            microbatch to itself, "drop" takes it out of the order on every rank. Per phase the same samples are above
-            it, though their parts may be shared, so that what is dropped does not depend on the number of ranks; those
-            of an "own" one are shared where all ranks then keep within the cap.
-        effort: how long plans are searched under "barrier", in pairs of samples looked at and so the same on every
-            machine: 1 takes milliseconds at thousands of ranks, more finds better ones where few samples are left to
-            exchange, 0 takes what is found without.
+        oversize: what happens to a sample above `max_tokens`: "error" refuses to start, "own" gives it a microbatch of
+            its own, "drop" removes it from the order on every rank. Per phase the same samples count as above it,
+            although their parts may be shared: what is dropped does not depend on the number of ranks. Parts of an
+            "own" sample are shared where that keeps all ranks within the cap.
+        effort: how long the search for plans under "barrier" takes, counted in pairs of samples, so plans are the same
+            on every machine. 1 takes milliseconds at thousands of ranks; more finds better plans where few samples
+            can be exchanged; 0 does not search.
     """
 
     scope: Scope = "global"
@@ -75,7 +75,7 @@ class Balance:
         for name in ("max_samples", "group_size", "num_stages"):
             if (value := getattr(self, name)) is not None:
                 checked_count(value, f"Balance.{name}")
-        # A float, as ranks compare it: 1 and 1.0 are equal.
+        # Ranks compare it: 1 and 1.0 must be equal.
         object.__setattr__(self, "effort", checked_effort(self.effort, "Balance.effort"))
         for phase, cap in self._named_caps.items():
             checked_count(cap, f"Balance.max_tokens of phase {phase!r}")
@@ -86,7 +86,7 @@ class Balance:
             raise ValueError(f"Balance.group_size is for scope 'grouped' or 'grid', got scope={self.scope!r}")
         if self.scope == "grid" and (self.equal_count or self.max_samples is not None):
             raise ValueError(
-                "Balance.scope='grid' moves samples by cost alone: counts hold under 'grouped' or 'global'"
+                "Balance.scope='grid' moves samples by cost alone, without limits on counts: use 'grouped' or 'global'"
             )
         if (self.order is None) != (self.num_stages is None):
             raise ValueError(
@@ -95,7 +95,7 @@ class Balance:
 
     @property
     def price(self) -> StepPrice:
-        """What ranks wait for. Per phase they meet in every exchange."""
+        """What a step costs, as ranks wait for each other. Per phase they meet in every exchange."""
         each_phase = self.assignment == "per_phase" or self.objective == "barrier"
         meets = self.assignment == "per_phase" or (each_phase and self.order is None)
         return StepPrice(
@@ -106,7 +106,7 @@ class Balance:
 
     @property
     def caps(self) -> dict[str, int]:
-        """Positions per microbatch and rank, by phase; at most 2**62, which no batch has."""
+        """Positions per microbatch and rank, by phase; at most 2**62, above the size of any batch."""
         return {phase: min(cap, MAX_TOTAL) for phase, cap in self._named_caps.items()}
 
     @property

@@ -1,6 +1,6 @@
 """Sample costs for planning: from an index under a cost model, or from an array.
 
-Encoder phases sum over a sample's parts, each a sequence of its own; `llm` is one sequence a sample.
+An encoder phase costs the sum over a sample's parts, each a separate sequence; `llm` is one sequence a sample.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class IndexCosts:
     Args:
         index: the samples.
         model: cost model of the balanced phases; None balances LLM tokens.
-        multiple_of: LLM sequences are padded to a multiple of this: `llm` costs and positions count the padding.
-        rectangular: LLM batches are padded to their longest sample; costs are then of a row as long as the sample.
+        multiple_of: LLM sequences are padded to a multiple of this; `llm` costs and positions count the padding.
+        rectangular: LLM batches are padded to their longest sample; a cost is then of a row as long as the sample.
         length: of every LLM microbatch; None where lengths vary.
     """
 
@@ -72,8 +72,8 @@ class IndexCosts:
     @property
     def phases(self) -> tuple[str, ...]:
         totals = self.index.totals["modalities"]
-        found = [name for name in self.index.modalities[1:] if name in self.balanced or totals[name]["parts"]]
-        return (*found, "llm")
+        encoders = [name for name in self.index.modalities[1:] if name in self.balanced or totals[name]["parts"]]
+        return (*encoders, "llm")
 
     def costs(self, phase: str, row: Ints) -> Ints:
         return self._evaluate(phase, row, self._coefficients(phase))
@@ -108,21 +108,21 @@ class IndexCosts:
             if self.multiple_of > 1:
                 lengths = -(-lengths // self.multiple_of) * self.multiple_of
             return sequence_costs(lengths, *coefficients)
-        code, found = self.index.code(phase), np.empty(len(row), np.int64)
-        for index, places, own in self.index.split(row):
+        code, costs = self.index.code(phase), np.empty(len(row), np.int64)
+        for index, positions, own in self.index.split(row):
             try:
-                found[places] = part_costs(
+                costs[positions] = part_costs(
                     own, index.part_offsets, index.part_modality, index.part_positions, code, *coefficients
                 )
             except IndexError:
-                index.check_parts(own)  # says which row
+                index.check_parts(own)  # This error names the row.
                 raise
-        return found
+        return costs
 
 
 @dataclass(frozen=True)
 class IndexTokens:
-    """What steps measured in tokens count of each of an index's rows: its LLM tokens, aligned up, and at least 1."""
+    """Tokens of each row of an index, for steps measured in tokens: its LLM tokens, aligned up, and at least 1."""
 
     index: Index
     multiple_of: int = 1
@@ -135,7 +135,7 @@ class IndexTokens:
 
 @dataclass(frozen=True)
 class EqualCosts:
-    """Every sample costs 1 in the single phase `llm`, however many there are."""
+    """Every sample costs 1 in the single phase `llm`, for any number of samples."""
 
     phases: tuple[str, ...] = ("llm",)
     balanced: tuple[str, ...] = ("llm",)
@@ -150,7 +150,7 @@ class EqualCosts:
         return np.zeros(len(row), np.int64)
 
     def parts(self, phase: str, row: Ints) -> Parts:
-        raise ValueError(f"one cost a sample says nothing of its parts in phase {phase!r}")
+        raise ValueError(f"costs per sample do not give the parts of phase {phase!r}: use assignment='joint'")
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class ArrayCosts:
         return np.zeros(len(row), np.int64)
 
     def parts(self, phase: str, row: Ints) -> Parts:
-        raise ValueError(f"one cost a sample says nothing of its parts in phase {phase!r}")
+        raise ValueError(f"costs per sample do not give the parts of phase {phase!r}: use assignment='joint'")
 
 
 def _array_costs(values: MappedArray) -> ArrayCosts:

@@ -1,4 +1,4 @@
-"""How a batch is laid out: the frozen values behind `DataLoader(collate_fn=...)`."""
+"""How a batch is laid out: the frozen values for `DataLoader(collate_fn=...)`."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ Encoders = Literal["packed", "padded"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Packed:
-    """Sequences behind one another, without a batch dimension.
+    """Sequences one after another, without a batch dimension.
 
     Attributes:
         positions: "restart" counts from 0 in each sample; "mrope" gives (time, height, width) positions, after
             Qwen2-VL's multimodal rotary embedding: text and audio advance all three, an image's merged grid spans
             height and width and advances by its longer side; `llm.restart_position_ids` then count as "restart" does.
-        empty: what a rank without any item of a modality gets: one minimal "dummy" item, excluded from costs and caps,
-            whose tokens stand in a last sequence without loss; or tensors of "zero" length.
+        empty: what a rank without any item of a modality gets: one minimal "dummy" item, which costs and caps do not
+            count, with its tokens in a last sequence without loss; or tensors of "zero" length.
         multiple_of: each sample's LLM sequence is padded at its end to a multiple of this, and so is their total: 2 * C
             for context parallelism over C ranks, the ranks for sequence parallelism, 8 or 16 for FP8, or their least
             common multiple. `cu_seqlens`, costs and caps count the padding. Encoder sequences are not padded to it.
         length: tokens of every microbatch, a multiple of `multiple_of`: one shape for compiled models, CUDA graphs and
-            context parallelism. What samples leave is padding, a last sequence without loss. It is the cap of `llm`,
-            less the places of dummies, and no sample may be longer. None: as long as its samples.
-        encoder_lengths: modality -> positions, ascending: what its encoder gets is padded with a last sequence of zeros
-            to the smallest of these that holds it; the largest is the phase's cap. For modalities that say what such
-            padding is (`Modality.padding`).
+            context parallelism. The rest is padding, a last sequence without loss. The cap of `llm` is this length
+            less the tokens of dummies, and no sample may be longer. None: as long as its samples.
+        encoder_lengths: modality -> positions, ascending: the input of its encoder is padded with a last sequence of
+            zeros to the smallest of these lengths that is long enough; the largest is the phase's cap. The modality
+            must define `Modality.padding`.
     """
 
     positions: Positions = "restart"
@@ -56,23 +56,23 @@ class Packed:
             checked = tuple(checked_count(length, f"Packed.encoder_lengths of {name}") for length in lengths)
             if not checked or list(checked) != sorted(set(checked)):
                 raise ValueError(f"Packed.encoder_lengths of {name} must be ascending positions, got {lengths!r}")
-        # A plain dict of tuples, as ranks compare it.
+        # Ranks compare it: a plain dict of tuples.
         plain = {name: tuple(lengths) for name, lengths in self.encoder_lengths.items()}
         object.__setattr__(self, "encoder_lengths", plain)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Padded:
-    """One row a sample: LLM tensors (num_samples, L), with an attention mask, as Hugging Face models of text take them.
+    """One row a sample: LLM tensors (num_samples, L), with an attention mask, as Hugging Face text models take them.
 
-    L is the longest sample of the microbatch, aligned up to `multiple_of`. Where that is at least the longest sample
-    of the data set, L is always `multiple_of`: a fixed shape. Samples are balanced by what a rectangle costs: a rank's
+    L is the longest sample of the microbatch, aligned up to `multiple_of`. If that is at least the longest sample of
+    the data set, L is always `multiple_of`: a fixed shape. Samples are balanced by the cost of the rectangle: a rank's
     `llm` load is its count of rows times the cost of its longest, and `Balance.max_tokens` caps rows times L.
 
     Attributes:
         positions, empty: as `Packed` has them; the dummy of a rank without samples is one row of `multiple_of`.
         multiple_of: L is a multiple of it. Encoder sequences are not aligned.
-        encoders: "packed" keeps patches and frames behind one another with `cu_seqlens`, as vision towers take them;
+        encoders: "packed" keeps patches and frames one after another with `cu_seqlens`, as vision towers take them;
             "padded" gives (num_images, max_patches, patch_dim) and (num_clips, max_frames, num_mels) with masks. The
             costs of encoder phases count no padding either way.
     """
@@ -92,9 +92,9 @@ Layout: TypeAlias = Packed | Padded
 
 
 def layout_of(collate_fn: object) -> Layout | None:
-    """The layout that a `collate_fn` asks for: one itself, or a model's inputs made from one. None for a function."""
-    found = getattr(collate_fn, "layout", None) if not isinstance(collate_fn, Packed | Padded) else collate_fn
-    return found if isinstance(found, Packed | Padded) else None
+    """Return the layout of a `collate_fn`: itself, or that of a model's inputs. None for a function."""
+    layout = collate_fn if isinstance(collate_fn, Packed | Padded) else getattr(collate_fn, "layout", None)
+    return layout if isinstance(layout, Packed | Padded) else None
 
 
 def padded_encoders(layout: Layout) -> bool:
@@ -103,17 +103,17 @@ def padded_encoders(layout: Layout) -> bool:
 
 
 def fixed_length(layout: Layout) -> int | None:
-    """Tokens of every microbatch; None where they differ."""
+    """Return the tokens of every microbatch; None where they differ."""
     return layout.length if isinstance(layout, Packed) else None
 
 
 def encoder_lengths(layout: Layout, name: str) -> Sequence[int]:
-    """Positions to which what an encoder gets is padded; none where it is not."""
+    """Return the lengths to which the input of an encoder is padded; empty where it is not."""
     return layout.encoder_lengths.get(name, ()) if isinstance(layout, Packed) else ()
 
 
 def row_lengths(layout: Layout, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Places in memory for each LLM sequence of `lengths` positions, int64 (num_samples,)."""
+    """Return the padded length in memory of each LLM sequence of `lengths` positions, int64 (num_samples,)."""
     aligned = -(-lengths // layout.multiple_of) * layout.multiple_of
     if isinstance(layout, Packed):
         return aligned

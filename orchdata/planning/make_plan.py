@@ -1,9 +1,9 @@
-"""Making a plan: (what is known of the samples, order, epoch, step) -> who gets which sample.
+"""Making a plan: (costs of samples, order, epoch, step) -> the rank and microbatch of each sample.
 
     order --positions--> rows --costs--> share out --rank, microbatch--> Plan
                                              +--parts--> balance --encoder rank--+   (per_phase)
 
-`make_plan` is pure and asks nobody: every rank computes the same plan alone, to the bit.
+`make_plan` is pure and does not communicate: every rank computes the same plan, to the bit.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _STAY = 200  # Parts stay with their samples where that costs at most this part 
 
 
 class SampleCosts(Protocol):
-    """What a plan needs to know of samples, without decoding any.
+    """What a plan needs to know of samples, none of which is decoded.
 
     All methods take `row` int64 (n,), rows of the index, and return int64 (n,).
     """
 
     @property
     def phases(self) -> tuple[str, ...]:
-        """Phases whose loads are reported."""
+        """Phases with reported loads."""
 
     @property
     def balanced(self) -> tuple[str, ...]:
@@ -56,16 +56,16 @@ class SampleCosts(Protocol):
     def loss_tokens(self, row: Ints) -> Ints: ...
 
     def parts(self, phase: str, row: Ints) -> Parts:
-        """The parts of an encoder phase, each with the place of its sample in `row`; nobody encodes them yet."""
+        """Return the parts of an encoder phase, each with the index of its sample in `row`, and rank -1."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSpec:
-    """Everything a plan depends on, apart from its `StepTask`: a value that pickles.
+    """Everything that a plan depends on, except its `StepTask`: a value that pickles.
 
     Attributes:
-        ranks_per_node: where parts are assigned apart, consecutive ranks among which features rather travel; None where
-            that is not known. Which samples a step has does not depend on it.
+        ranks_per_node: where parts are assigned separately, consecutive ranks of a node, inside which features travel
+            if possible; None if not known. The samples of a step do not depend on it.
     """
 
     costs: SampleCosts
@@ -83,7 +83,7 @@ class PlanSpec:
             return
         if not isinstance(self.batches, GlobalBatches):
             raise ValueError(
-                "Balance.max_samples caps samples, of which a step of global_batch_tokens has as many as fit: cap "
+                "Balance.max_samples caps samples, but a step of global_batch_tokens has as many samples as fit: cap "
                 "tokens by Balance.max_tokens, or give global_batch_size"
             )
         most = min(self.batches.size, max(self.order.num_samples, self.order.length(0)))
@@ -100,7 +100,7 @@ class PlanSpec:
 
 
 def make_plan(spec: PlanSpec, task: StepTask) -> Plan:
-    """The plan of one step. Raises IndexError for a step outside the epoch."""
+    """Return the plan of one step. Raises IndexError for a step outside the epoch."""
     if task.rows is None:
         start, stop = spec.batches.bounds(task.step, spec.order.length(task.epoch), task.epoch, task.begin)
         source, row = spec.order.rows(task.epoch, start, stop)
@@ -136,7 +136,7 @@ def make_plan(spec: PlanSpec, task: StepTask) -> Plan:
 def _of_sources(
     order: SampleOrder, task: StepTask, start: int, source: NDArray[np.int32], loss_tokens: Ints
 ) -> dict[str, Any]:
-    """What a plan says of the sources of a mixture."""
+    """Return the attributes of a plan that describe the sources of a mixture."""
     if not isinstance(order, MixtureOrder):
         return {}
     by_source = np.zeros(len(order.sources), np.int64)
@@ -145,14 +145,14 @@ def _of_sources(
         "sources": tuple(source.name for source in order.sources),
         "passes": order.passes(task.epoch, start, start + len(source)),
         "source_loss_tokens": by_source,
-        # As float32, which is what losses of tokens are multiplied by: sums and denominators agree.
+        # Losses of tokens are multiplied by float32 weights: sums and denominators agree.
         "loss_weights": tuple(float(np.float32(source.loss_weight)) for source in order.sources),
     }
 
 
 @dataclass(frozen=True)
 class _GlobalBatch:
-    """The samples of one step, what they cost in every phase, and their positions in `llm` and capped phases."""
+    """The samples of one step, their costs in every phase, and their positions in `llm` and capped phases."""
 
     spec: PlanSpec
     row: Ints
@@ -166,11 +166,11 @@ class _GlobalBatch:
         caps: Sequence[str] | None = None,
         num_microbatches: int | None = None,
     ) -> Shares:
-        """Ranks and microbatches of samples, whole.
+        """Return ranks and microbatches of whole samples.
 
         Args:
-            phases: to balance, `llm` last; by default all that are.
-            caps: phases whose caps hold; by default all that have one.
+            phases: to balance, `llm` last; by default all that are balanced.
+            caps: phases with caps to keep; by default all that have one.
             num_microbatches: by default the fewest.
         """
         spec, balance = self.spec, self.spec.balance
@@ -180,43 +180,46 @@ class _GlobalBatch:
         return spec.costs.padded.share_out(step, num_microbatches)
 
     def share_out_per_phase(self) -> tuple[Shares, dict[str, Parts]]:
-        """The same, and who encodes which part: the fewest microbatches in which encoders keep within their caps too.
+        """Return the same, and the rank that encodes each part: the fewest microbatches in which encoders keep their
+        caps.
 
-        Parts are spread over ranks, so that those of larger micro-steps may fit than with parts where their samples
-        are. What whole samples would take is considered too: in fewer micro-steps it is taken, its parts spread; and
-        where that moves nothing and costs about the same.
+        Parts are spread over ranks, so larger micro-steps fit than with parts on the ranks of their samples. The plan
+        of whole samples is compared: it is taken with spread parts if it has fewer micro-steps, and unchanged, so that
+        no part moves, if it costs about the same.
         """
         spec = self.spec
-        found = {phase: spec.costs.parts(phase, self.row) for phase in spec.costs.phases[:-1]}
-        shares, parts = self._apart(found)
+        unassigned = {phase: spec.costs.parts(phase, self.row) for phase in spec.costs.phases[:-1]}
+        shares, parts = self._spread(unassigned)
         if len(spec.costs.balanced) > 1:
             whole = self.share_out()
             if whole.num_microbatches < shares.num_microbatches:
-                shares, parts = whole, self._fit(found, whole, or_home=True)
+                shares, parts = whole, self._fit(unassigned, whole, or_home=True)
             if whole.num_microbatches == shares.num_microbatches:
-                at_home = {phase: replace(of, rank=whole.rank[of.sample]) for phase, of in found.items()}
+                at_home = {phase: replace(of, rank=whole.rank[of.sample]) for phase, of in unassigned.items()}
                 if self._price(whole, at_home) * _STAY <= self._price(shares, parts) * (_STAY + 1):
                     return whole, at_home
         return shares, parts
 
-    def _apart(self, found: Mapping[str, Parts]) -> tuple[Shares, dict[str, Parts]]:
+    def _spread(self, unassigned: Mapping[str, Parts]) -> tuple[Shares, dict[str, Parts]]:
+        """Balance `llm` by itself, and each encoder over the ranks of each micro-step."""
         shares = self.share_out(["llm"])
-        capped = {phase: cap for phase, cap in self.spec.balance.caps.items() if phase in found}
+        capped = {phase: cap for phase, cap in self.spec.balance.caps.items() if phase in unassigned}
         if capped and shares.num_microbatches > 1:
             llm = [phase for phase in self.spec.balance.caps if phase == "llm"]
             room = [
-                -(-int(found[phase].positions.sum()) // (cap * self.spec.num_ranks)) for phase, cap in capped.items()
+                -(-int(unassigned[phase].positions.sum()) // (cap * self.spec.num_ranks))
+                for phase, cap in capped.items()
             ]
             fewest = max(self.share_out(["llm"], llm).num_microbatches, *room)
             for number in range(fewest, min(fewest + _TRIES, shares.num_microbatches)):
                 candidate = self.share_out(["llm"], llm, number)
-                fitted = self._fit(found, candidate)
-                if len(fitted) == len(found):
+                fitted = self._fit(unassigned, candidate)
+                if len(fitted) == len(unassigned):
                     return candidate, fitted
-        return shares, self._fit(found, shares, or_home=True)
+        return shares, self._fit(unassigned, shares, or_home=True)
 
     def _price(self, shares: Shares, parts: Mapping[str, Parts]) -> int:
-        """What ranks wait for in the phases that are balanced."""
+        """Return what ranks wait for in the phases that are balanced."""
         spec = self.spec
         where = (spec.num_ranks, shares.num_microbatches)
         encoders = [
@@ -227,14 +230,14 @@ class _GlobalBatch:
         llm = spec.costs.padded.loads(self.costs["llm"], self.positions["llm"], shares, spec.num_ranks)
         return spec.balance.price.of([*encoders, llm])
 
-    def _fit(self, found: Mapping[str, Parts], shares: Shares, *, or_home: bool = False) -> dict[str, Parts]:
-        """Who encodes which part; without the phases whose cap cannot be kept, unless parts may stay at home."""
+    def _fit(self, unassigned: Mapping[str, Parts], shares: Shares, *, or_home: bool = False) -> dict[str, Parts]:
+        """Assign parts to ranks. A phase is left out if its cap cannot be kept and parts may not stay at home."""
         balance, node = self.spec.balance, self.spec.ranks_per_node
         where = (shares.rank, shares.microbatch, shares.num_microbatches, self.spec.num_ranks)
         fitted = {
             phase: share_out_parts(parts, *where, balance, ranks_per_node=node)
             if phase not in balance.caps
             else fit_parts(parts, balance.caps[phase], *where, balance, ranks_per_node=node, or_home=or_home)
-            for phase, parts in found.items()
+            for phase, parts in unassigned.items()
         }
         return {phase: parts for phase, parts in fitted.items() if parts is not None}

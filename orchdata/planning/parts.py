@@ -1,10 +1,10 @@
-"""Planning parts: who encodes which, where encoders are balanced by themselves (`Balance(assignment="per_phase")`).
+"""Planning parts: which rank encodes each, where encoders are balanced separately (`Balance(assignment="per_phase")`).
 
     sample -> rank, microbatch (llm) --+
     parts of the samples, their costs -+-> part -> encoder rank, in each micro-step -> route from encoder to sample
 
-A micro-step is the m-th microbatch of all ranks. Its parts are those of its samples, and any rank that the scope allows
-may encode them; a part stays with its sample where that costs nothing. Pure numpy: every rank computes the same.
+A micro-step is the m-th microbatch of all ranks. Its parts are those of its samples, and any rank in the scope may
+encode them. A part stays with its sample where that costs nothing. Pure numpy: every rank computes the same.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ Ranks = NDArray[np.int32]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Parts:
-    """The parts of one modality in a global batch, by place of their sample in it, then by place in the sample.
+    """The parts of one modality in a global batch, ordered by their sample, then by their position in the sample.
 
     Attributes:
-        sample: int64 (num_parts,), places in the global batch.
+        sample: int64 (num_parts,), index of the sample in the global batch.
         part: int64 (num_parts,), numbers in the index.
         positions: int64 (num_parts,), what enters the encoder.
         tokens: int64 (num_parts,), rows the encoder yields.
         costs: int64 (num_parts,), at least 1.
-        rank: int32 (num_parts,), who encodes each.
+        rank: int32 (num_parts,), the rank that encodes each.
     """
 
     sample: Ints
@@ -51,11 +51,11 @@ class Parts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OwnParts:
-    """What one rank has of `Parts`: of each micro-step int64, canonical places in them.
+    """What one rank has of `Parts`: for each micro-step, int64 indices of parts.
 
     Attributes:
-        encoded: what it encodes, by the rank that needs it: nothing has to be copied to send it.
-        arriving: what its samples are made of, by the rank that encodes it: as it arrives.
+        encoded: what it encodes, grouped by the rank that needs it: rows are sent without a copy.
+        arriving: the parts of its samples, grouped by the rank that encodes them: the order in which they arrive.
     """
 
     encoded: list[Ints]
@@ -72,14 +72,14 @@ def share_out_parts(
     *,
     ranks_per_node: int | None = None,
 ) -> Parts:
-    """Decide who encodes each part: every micro-step is balanced by itself.
+    """Decide which rank encodes each part. Every micro-step is balanced by itself.
 
     Args:
         llm_rank, microbatch: int32 (num_samples,), of the samples of the global batch.
-        ranks_per_node: consecutive ranks among which features rather travel; None where that is not known.
+        ranks_per_node: consecutive ranks of a node, inside which features travel if possible; None if not known.
     """
     home = llm_rank[parts.sample]
-    of_parts = replace(balance, equal_count=False, max_samples=None)  # which count samples
+    of_parts = replace(balance, equal_count=False, max_samples=None)  # these count samples
     rank = np.empty(len(parts), np.int32)
     step = microbatch[parts.sample]
     for number in range(num_microbatches):
@@ -104,35 +104,35 @@ def fit_parts(
     ranks_per_node: int | None = None,
     or_home: bool = False,
 ) -> Parts | None:
-    """`share_out_parts` with at most `cap` positions on a rank in a micro-step; None where that was not found, or with
-    `or_home` the parts of such a micro-step with their samples.
+    """`share_out_parts` with at most `cap` positions on a rank in a micro-step. Where that is not possible, return
+    None, or with `or_home` leave the parts of that micro-step with their samples.
 
-    A part above the cap has its rank to itself in its micro-step.
+    A part above the cap is the only one of its rank in its micro-step.
     """
     where = (parts, llm_rank, microbatch, num_microbatches, num_ranks, balance)
-    found = share_out_parts(*where, ranks_per_node=ranks_per_node)
+    shared = share_out_parts(*where, ranks_per_node=ranks_per_node)
     step = microbatch[parts.sample]
-    for number in np.unique(_overfull(found, step, cap, num_ranks)):
+    for number in np.unique(_overfull(shared, step, cap, num_ranks)):
         members = np.flatnonzero(step == number)
         sizes = parts.positions[members]
         if balance.scope == "global" and int(sizes.max()) <= cap:
             with contextlib.suppress(ValueError):
-                anew = balance_packed(sizes, num_ranks, max_cost=cap).rank
+                within_cap = balance_packed(sizes, num_ranks, max_cost=cap).rank
                 home, tokens = llm_rank[parts.sample[members]], parts.tokens[members]
-                found.rank[members] = renamed(anew, home, tokens, num_ranks, ranks_per_node or 1)
+                shared.rank[members] = renamed(within_cap, home, tokens, num_ranks, ranks_per_node or 1)
                 continue
         if not or_home:
             return None
-        found.rank[members] = llm_rank[parts.sample[members]]
-    return found
+        shared.rank[members] = llm_rank[parts.sample[members]]
+    return shared
 
 
 def own_parts(parts: Parts, rank: int, llm_rank: Ranks, microbatch: Ranks, num_microbatches: int) -> OwnParts:
-    """What `rank` has of `parts`; `llm_rank` and `microbatch`, int32 (num_samples,), are of the global batch."""
+    """Return what `rank` has of `parts`; `llm_rank` and `microbatch` are int32 (num_samples,) of the global batch."""
 
     def by_step(members: Ints, others: Ranks) -> list[Ints]:
         step = microbatch[parts.sample[members]]
-        ordered = members[np.lexsort((others[members], step))]  # stable: canonical places break ties
+        ordered = members[np.lexsort((others[members], step))]  # stable: the index breaks ties
         return np.split(ordered, np.cumsum(np.bincount(step, minlength=num_microbatches))[:-1])
 
     home = llm_rank[parts.sample]
@@ -143,7 +143,7 @@ def own_parts(parts: Parts, rank: int, llm_rank: Ranks, microbatch: Ranks, num_m
 
 
 def _overfull(parts: Parts, step: Ranks, cap: int, num_ranks: int) -> Ints:
-    """Micro-steps in which several parts together exceed the cap on some rank."""
+    """Return the micro-steps in which several parts together exceed the cap on some rank."""
     num_steps = int(step.max(initial=-1)) + 1
     positions = loads_by_rank_and_microbatch(parts.positions, parts.rank, step, num_ranks, num_steps)
     counts = loads_by_rank_and_microbatch(np.ones_like(parts.positions), parts.rank, step, num_ranks, num_steps)

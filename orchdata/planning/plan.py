@@ -1,4 +1,4 @@
-"""The plan of a step: who gets which sample of a global batch, and who encodes which part."""
+"""The plan of a step: the rank of each sample of a global batch, and the rank that encodes each part."""
 
 from __future__ import annotations
 
@@ -24,28 +24,27 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
-    """Who gets which sample of one global batch of n samples.
+    """The rank and microbatch of each of the n samples of one global batch.
 
-    Who builds and reports asks what a rank has: `places`, `encoded`, `arriving`, `route`, `cells`. `rank` alone says
-    that one rank holds a sample; where groups of ranks of unequal size hold samples together, these answers change and
-    no caller does.
+    Builders and reports ask what a rank has: `places`, `encoded`, `arriving`, `route`, `cells`. Only these assume that
+    one rank has a whole sample, as `rank` says.
 
     Attributes:
-        source, row: the global batch, int32 (n,) and int64 (n,), in the order's sequence.
-        rank, microbatch: int32 (n,). Within a rank and microbatch samples keep the order's sequence.
+        source, row: the global batch, int32 (n,) and int64 (n,), in the sequence of the order.
+        rank, microbatch: int32 (n,). Within a rank and microbatch, samples keep that sequence.
         costs: phase -> int64 (n,), 0 where the sample lacks the phase.
         llm_positions: int64 (n,).
         loss_tokens: planned loss tokens of the whole step over all ranks.
-        stream_rank: int32 (n,), the rank whose streams each sample is drawn from.
+        stream_rank: int32 (n,), the rank from whose streams each sample is drawn.
         group_size: ranks of a group; None where ranks are not grouped.
-        ranks_per_node: consecutive ranks of a node; None where that is not known.
+        ranks_per_node: consecutive ranks of a node; None if not known.
         padded: how `llm` microbatches are padded, and what that costs.
         sources: names of a mixture's sources by `source`; empty where there is none.
-        passes: which pass through its source each sample is of, int32 (n,); None where there are no sources.
+        passes: int32 (n,), the pass through its source that each sample belongs to; None without sources.
         source_loss_tokens: planned loss tokens of each source in the step, int64 (num_sources,); else None.
-        loss_weights: what a loss token of each source counts.
-        parts: encoder phase -> its parts and who encodes them, where phases are assigned apart; empty where encoders
-            work on their rank's own samples.
+        loss_weights: weight of a loss token of each source.
+        parts: encoder phase -> its parts and the ranks that encode them, where phases are assigned separately; empty
+            where each rank encodes its own samples.
     """
 
     epoch: int
@@ -76,7 +75,7 @@ class Plan:
 
     @property
     def global_loss_tokens(self) -> float:
-        """What the step's loss is divided by: its planned loss tokens, each times the loss weight of its source."""
+        """Divisor of the step's loss: its planned loss tokens, each times the loss weight of its source."""
         if self.source_loss_tokens is None or all(weight == 1 for weight in self.loss_weights):
             return self.loss_tokens
         total = 0.0
@@ -85,28 +84,30 @@ class Plan:
         return total
 
     def places(self, rank: int, microbatch: int | None = None) -> Ints:
-        """Places in the global batch of what `rank` gets, ascending; of one microbatch or of all."""
+        """Return the indices in the global batch of the samples of `rank`, ascending; of one microbatch or of all."""
         mine = self.rank == rank
         return np.flatnonzero(mine if microbatch is None else mine & (self.microbatch == microbatch))
 
     def assignment(self, phase: str) -> NDArray[np.int32]:
-        """The rank of each sample in `phase`, int32 (n,); -1 where the sample has nothing for it. Where parts are
-        assigned apart, the rank of each part, int32 (num_parts,).
+        """Return the rank of each sample in `phase`, int32 (n,); -1 where the sample lacks the phase. Where parts are
+        assigned separately, return the rank of each part, int32 (num_parts,).
         """
         if phase in self.parts:
             return self.parts[phase].rank
         return np.where(self.costs[phase] > 0, self.rank, np.int32(-1))
 
     def encoded(self, phase: str, rank: int, microbatch: int) -> Ints:
-        """Places in `parts[phase]` of what `rank` encodes in a micro-step, in the sequence it encodes them."""
+        """Return the indices in `parts[phase]` of what `rank` encodes in a micro-step, in the order of encoding."""
         return self._own(phase, rank).encoded[microbatch]
 
     def arriving(self, phase: str, rank: int, microbatch: int) -> Ints:
-        """Places in `parts[phase]` of what `rank`'s samples have in a micro-step, in the sequence it arrives in."""
+        """Return the indices in `parts[phase]` of the parts of `rank`'s samples in a micro-step, in the order of
+        arrival.
+        """
         return self._own(phase, rank).arriving[microbatch]
 
     def route(self, phase: str, rank: int, microbatch: int) -> Route:
-        """The way of `phase`'s features in a micro-step, from `encoded` to `arriving`, seen from `rank`."""
+        """Return the route of `phase`'s features in a micro-step, from `encoded` to `arriving`, seen from `rank`."""
         parts = self.parts[phase]
         encoded, arriving = self.encoded(phase, rank, microbatch), self.arriving(phase, rank, microbatch)
         return grouped_route(
@@ -120,8 +121,8 @@ class Plan:
         )
 
     def feature_rows(self, phase: str) -> Ints:
-        """Rows of `phase`'s features over all ranks, by their way to the samples: int64 (3,), those that stay on their
-        rank, move inside a node and cross nodes. Where nodes are not known each rank is one.
+        """Count the rows of `phase`'s features over all ranks: int64 (3,), those that stay on their rank, move inside a
+        node and cross nodes. Where nodes are not known, each rank counts as one.
         """
         parts = self.parts[phase]
         home, node = self.rank[parts.sample], self.ranks_per_node or 1
@@ -131,17 +132,15 @@ class Plan:
         return rows
 
     def _own(self, phase: str, rank: int) -> OwnParts:
-        """Sorted once for all micro-steps. Threads that ask at the same time find the same."""
-        found = self._own_parts.get((phase, rank))
-        if found is None:
-            found = own_parts(self.parts[phase], rank, self.rank, self.microbatch, self.num_microbatches)
-            self._own_parts[phase, rank] = found
-        return found
+        """Return a rank's parts, sorted once for all micro-steps. Several threads may call it: results are equal."""
+        own = self._own_parts.get((phase, rank))
+        if own is None:
+            own = own_parts(self.parts[phase], rank, self.rank, self.microbatch, self.num_microbatches)
+            self._own_parts[phase, rank] = own
+        return own
 
     def cells(self, phase: str) -> Ints:
-        """Cost of `phase` in each rank's microbatches, int64 (num_ranks, num_microbatches); with the padding, where
-        `llm` is padded.
-        """
+        """Return the cost of `phase` in each rank's microbatches, with padding: int64 (num_ranks, num_microbatches)."""
         if phase in self.parts:
             parts = self.parts[phase]
             where = (parts.rank, self.microbatch[parts.sample], self.num_ranks, self.num_microbatches)
@@ -150,12 +149,12 @@ class Plan:
         return self._padding(phase).loads(self.costs[phase], self.llm_positions, shares, self.num_ranks)
 
     def loads(self, phase: str) -> Ints:
-        """Cost of `phase` on each rank, int64 (num_ranks,): its `cells` together."""
+        """Return the cost of `phase` on each rank, int64 (num_ranks,): the sum of its `cells`."""
         loads: Ints = self.cells(phase).sum(axis=1)
         return loads
 
     def loads_unbalanced(self, phase: str) -> Ints:
-        """What `loads` would be had samples been dealt out in turn."""
+        """Return what `loads` would be with samples dealt out in turn."""
         sizes = (self.num_ranks, self.num_microbatches)
         return self._padding(phase).loads_in_turn(self.costs[phase], self.llm_positions, *sizes)
 
@@ -163,29 +162,31 @@ class Plan:
         return self.padded if phase == "llm" else NO_PADDING
 
     def own_streams(self, rank: int) -> float | None:
-        """Share of a rank's samples that are drawn from its group's own streams; None where ranks are not grouped."""
+        """Return the share of a rank's samples from its group's own streams; None where ranks are not grouped."""
         if self.group_size is None:
             return None
         mine = self.stream_rank[self.rank == rank] // self.group_size
         return float(np.mean(mine == rank // self.group_size)) if len(mine) else 1.0
 
     def lower_bound(self, phase: str) -> int:
-        """No assignment of whole samples has a smaller largest load in `phase`; of parts, where they are apart."""
+        """Return a bound: no assignment of whole samples, or of separately assigned parts, has a smaller largest
+        load.
+        """
         if phase in self.parts:
             return lower_bound(self.parts[phase].costs, self.num_ranks)
         sizes = (self.num_ranks, self.num_microbatches)
         return self._padding(phase).lower_bound(self.costs[phase], self.llm_positions, *sizes)
 
     def cost(self, price: StepPrice, phases: Sequence[str]) -> int:
-        """Cost of the step.
+        """Return the cost of the step.
 
         Args:
-            phases: those that count, `SampleCosts.balanced`: others of the plan are in units of their own.
+            phases: those that count, `SampleCosts.balanced`; other phases have units of their own.
         """
         return price.of([self.cells(phase) for phase in phases])
 
     def cost_bound(self, price: StepPrice, phases: Sequence[str]) -> int:
-        """No assignment of whole samples, or of parts where they are apart, has a smaller `cost`."""
+        """Return a bound: no assignment of whole samples, or of separately assigned parts, has a smaller `cost`."""
         bounds = [self.lower_bound(phase) for phase in phases]
         return price.lower_bound([self.costs[phase] for phase in phases], bounds, self.num_ranks)
 
@@ -196,10 +197,10 @@ class Plan:
         return None if capacity is None else (int(self.llm_positions.sum()), capacity)
 
     def pipeline_order(self, rank: int, num_stages: int) -> NDArray[np.int32]:
-        """Microbatches of one rank in a good order for 1F1B: int32 (num_microbatches,), the planned number of each.
+        """Return the microbatches of one rank in a good order for 1F1B: int32 (num_microbatches,), planned numbers.
 
-        Times are costs: every stage takes an equal share of the LLM's, the first one all encoders' too, and backward
-        takes twice the forward. Only their ratios matter. Where encoders are balanced by themselves, ranks meet in
+        Costs stand for times; only their ratios matter. Every stage has an equal share of the LLM, the first stage has
+        all encoders too, and backward takes twice the forward. Where encoders are balanced separately, ranks meet in
         every micro-step: all take the order of the largest costs.
         """
         encoders = [self.cells(phase) for phase in self.phases if phase != "llm"]
@@ -211,7 +212,7 @@ class Plan:
         return order_microbatches(forward, 2 * forward).order
 
     def imbalance(self, phase: str) -> float:
-        """max/mean of the rank loads in `phase`; 1 where the phase is empty."""
+        """Return max/mean of the rank loads in `phase`; 1 where the phase is empty."""
         return _max_over_mean(self.loads(phase))
 
     @cached_property

@@ -1,8 +1,8 @@
-"""The price of a step: what its ranks wait for.
+"""The price of a step: its cost, as ranks wait for each other.
 
-    Balance --price--> StepPrice; cells (num_ranks, num_microbatches) of each phase --StepPrice.of--> cost
+    Balance --price--> StepPrice; loads (num_ranks, num_microbatches) of each phase --StepPrice.of--> cost
 
-Plans, `stats()`, profiles and benchmarks ask the same value, so a figure follows what the plan follows.
+Plans, `stats()`, profiles and benchmarks use the same value, so figures measure what the plan minimises.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepPrice:
-    """What a step costs, in the unit of its costs.
+    """What a step costs, in the unit of its samples' costs.
 
     A micro-step is the m-th microbatch of all ranks. Where ranks wait for each other after each phase of it, a step
-    costs the sum over micro-steps and phases of the largest cell. Where they meet at its end, it costs the largest
-    total of a rank, or the makespan of the slowest pipeline. In a pipeline the first stage has all encoders, every
-    stage has an equal part of the LLM, and backward takes twice the forward.
+    costs the sum over micro-steps and phases of the largest load of a rank. Where they meet at its end, it costs the
+    largest total of a rank, or the makespan of the slowest pipeline. In a pipeline the first stage has all encoders,
+    every stage has an equal part of the LLM, and backward takes twice the forward.
 
     Attributes:
-        levels_each_phase: each phase is balanced for itself; else their sum.
+        levels_each_phase: each phase is balanced; else their sum.
         meets_in_micro_steps: ranks wait for each other after each phase of each micro-step.
-        num_stages: of the pipeline whose makespan counts; None where none does.
+        num_stages: of the pipeline with the makespan that counts; None where none counts.
     """
 
     levels_each_phase: bool
@@ -44,10 +44,10 @@ class StepPrice:
         return self.num_stages is None
 
     def of(self, cells: Sequence[Ints]) -> int:
-        """Cost of a step.
+        """Return the cost of a step.
 
         Args:
-            cells: of each phase that counts, the encoders before `llm`: int64 (num_ranks, num_microbatches).
+            cells: loads of each phase that counts, encoders before `llm`: int64 (num_ranks, num_microbatches).
         """
         if self.meets_in_micro_steps:
             return sum(int(of_phase.max(axis=0).sum()) for of_phase in cells)
@@ -56,12 +56,12 @@ class StepPrice:
         return int(slowest(*_stages(cells, self.num_stages), self.num_stages))
 
     def of_even(self, means: Sequence[float], num_microbatches: int) -> float:
-        """Cost of a step of which all cells of a phase are equal.
+        """Return the cost of a step in which all microbatches have the same load in each phase.
 
-        A pipeline can be a little cheaper than that: small microbatches at both ends fill it sooner.
+        A pipeline can be a little cheaper: small microbatches at both ends fill it sooner.
 
         Args:
-            means: of each phase, as of `of`, the mean load of a rank.
+            means: mean load of a rank in each phase, in the order of `of`.
         """
         if self.num_stages is None:
             return sum(means)
@@ -69,11 +69,11 @@ class StepPrice:
         return float(slowest(*_stages(cells, self.num_stages), self.num_stages))
 
     def lower_bound(self, costs: Sequence[Ints], bounds: Sequence[int], num_ranks: int) -> int:
-        """No assignment of whole samples costs less, in any number of micro-steps.
+        """Return a cost that no assignment of whole samples goes below, in any number of micro-steps.
 
         Args:
-            costs: of each phase, as of `of`, int64 (num_samples,).
-            bounds: of each phase, on its largest load.
+            costs: int64 (num_samples,) of each phase, in the order of `of`.
+            bounds: lower bound of the largest load of each phase.
         """
         if self.meets_in_micro_steps:
             return sum(bounds)
@@ -84,6 +84,6 @@ class StepPrice:
 
 
 def _stages(cells: Sequence[NDArray[np.generic]], num_stages: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Times of forwards on the first stage, and on each other one: float64, of the shape of a phase's cells."""
+    """Return the times of forwards on the first stage and on each other stage: float64, shaped as a phase's loads."""
     work = cells[-1].astype(np.float64)
     return work + num_stages * np.sum([np.zeros_like(work), *cells[:-1]], axis=0), work

@@ -1,9 +1,9 @@
-"""Route: (encoder rank, llm rank, tokens of each part) -> which rows a rank sends and receives, and in which order.
+"""Route: (encoder rank, llm rank, tokens of each part) -> the rows that a rank sends and receives, and their order.
 
     encoder output --send_order--> grouped by receiver --all-to-all--> grouped by sender --receive_order--> merge
 
-The route is composed from both assignments, so features travel once, and split sizes are known on every rank without
-asking.
+The route is composed from both assignments: features travel once, and every rank knows all split sizes without
+communication.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ class Route:
     Attributes:
         rank, num_ranks: of the group.
         send_rows, receive_rows: int64 (num_ranks,), rows to and from each rank, this one included.
-        send_order: int64 (num_rows_in,); `features[send_order]` is grouped by receiver. None where it is so already.
-        receive_order: int64 (num_rows_out,); `received[receive_order]` is in the receiver's order. None where what
-            arrives, grouped by sender, is so already.
+        send_order: int64 (num_rows_in,); `features[send_order]` is grouped by receiver. None where it already is.
+        receive_order: int64 (num_rows_out,); `received[receive_order]` is in the receiver's order. None where rows
+            already arrive so, grouped by sender.
         part_route: the same with one row a part; None where each row is a part.
-        zeroed: int64, rows that this rank sends as zeros, with a gradient of zeros: of parts that could not be decoded.
-        label: what errors call it: "image, step 12, micro-step 0".
+        zeroed: int64, rows that this rank sends as zeros, with a gradient of zeros: those of parts that could not be
+            decoded.
+        label: its name in errors: "image, step 12, micro-step 0".
     """
 
     rank: int
@@ -100,20 +101,20 @@ def make_route(
 ) -> Route:
     """The route of one modality in one global micro-step, composed from both assignments.
 
-    Parts are numbered in canonical order: by their sample's position in the global batch, then by place in the sample.
-    A rank holds and expects its parts in canonical order unless an order is given. With
+    Parts are numbered in canonical order: by the index of their sample in the global batch, then by their position in
+    the sample. Every rank has and expects its parts in canonical order unless an order is given. With
     `encoder_order=np.argsort(llm_rank, kind="stable")` and `llm_order=np.argsort(encoder_rank, kind="stable")` no row
     is copied to group or order it.
 
     Args:
-        rank, num_ranks: for whom, and out of how many.
+        rank, num_ranks: of this process, and of the group.
         encoder_rank: integers (num_parts,), the rank that encodes each part.
         llm_rank: integers (num_parts,), the rank that has the part's sample in the llm phase.
         tokens: integers (num_parts,), at least 0: rows the encoder yields for each part.
-        encoder_order: integers (num_parts,), a permutation of the parts: every rank's encoder output has its parts in
-            this sequence.
-        llm_order: the same for what every rank expects to receive.
-        label: what errors call it.
+        encoder_order: integers (num_parts,), a permutation of the parts: the order of parts in every rank's encoder
+            output.
+        llm_order: the same for the parts that every rank expects to receive.
+        label: its name in errors.
 
     Raises:
         ValueError: shapes that differ, a rank outside the group, negative tokens, an order that is no permutation.
@@ -127,9 +128,9 @@ def make_route(
     receivers = _integers(llm_rank, "llm_rank", count, num_ranks)
     sending, receiving = _order(encoder_order, "encoder_order", count), _order(llm_order, "llm_order", count)
 
-    held = sending[encoders[sending] == rank]
-    grouped = held[np.argsort(receivers[held], kind="stable")]
-    # Every rank groups its parts by receiver and keeps their sequence within a group.
+    encoded = sending[encoders[sending] == rank]
+    grouped = encoded[np.argsort(receivers[encoded], kind="stable")]
+    # Every rank groups its parts by receiver and keeps their order within a group.
     coming = sending[receivers[sending] == rank]
     arrival = coming[np.argsort(encoders[coming], kind="stable")]
     expected = receiving[receivers[receiving] == rank]
@@ -137,15 +138,15 @@ def make_route(
     def ordered(route: Route, row_counts: Ints) -> Route:
         return replace(
             route,
-            send_order=_row_order(held, grouped, row_counts),
+            send_order=_row_order(encoded, grouped, row_counts),
             receive_order=_row_order(arrival, expected, row_counts),
         )
 
     route = grouped_route(
         rank,
         num_ranks,
-        receivers=receivers[held],
-        sent=sizes[held],
+        receivers=receivers[encoded],
+        sent=sizes[encoded],
         senders=encoders[coming],
         received=sizes[coming],
         label=label,
@@ -156,11 +157,11 @@ def make_route(
 def grouped_route(
     rank: int, num_ranks: int, *, receivers: Ranks, sent: Ints, senders: Ranks, received: Ints, label: str = ""
 ) -> Route:
-    """The route of parts that are held by receiver and expected by sender: no row is copied to group or order it.
+    """Return the route of parts that are grouped by receiver and expected by sender: no row is copied to order it.
 
     Args:
-        receivers, sent: (num_held,), who needs each part that `rank` encodes, and its rows.
-        senders, received: (num_expected,), who encodes each part that `rank` expects, and its rows.
+        receivers, sent: (num_encoded,), the rank that needs each part that `rank` encodes, and the rows of the part.
+        senders, received: (num_expected,), the rank that encodes each part that `rank` expects, and its rows.
     """
 
     def by(rows_sent: Ints, rows_received: Ints, part_route: Route | None) -> Route:
@@ -176,12 +177,12 @@ def grouped_route(
     return by(sent, received, by(np.ones_like(sent), np.ones_like(received), None))
 
 
-def _row_order(held: Ints, wanted: Ints, sizes: Ints) -> Ints | None:
-    """Rows of parts in the sequence `held`, put into the sequence `wanted`; None where that changes nothing."""
-    if np.array_equal(held, wanted):
+def _row_order(given: Ints, wanted: Ints, sizes: Ints) -> Ints | None:
+    """Return the rows of parts in the order `given`, reordered to `wanted`; None where that changes nothing."""
+    if np.array_equal(given, wanted):
         return None
     starts = np.zeros(len(sizes), np.int64)
-    starts[held] = np.cumsum(sizes[held]) - sizes[held]
+    starts[given] = np.cumsum(sizes[given]) - sizes[given]
     lengths = sizes[wanted]
     shifts = starts[wanted] - (np.cumsum(lengths) - lengths)
     return np.repeat(shifts, lengths) + np.arange(int(lengths.sum()))

@@ -143,7 +143,7 @@ def test_model_inputs_carry_routes_only_where_parts_travel(dataset: od.ShardData
     assert apart.model_inputs()["image_route"] is apart.route("image")
     assert apart.route("audio").label == "audio, step 0, micro-step 0"
     assert not {"image_route", "audio_route"} & joint.model_inputs().keys()
-    with pytest.raises(ValueError, match="features stay where they are"):
+    with pytest.raises(ValueError, match="features do not travel"):
         joint.route("image")
     with pytest.raises(ValueError, match="no such modality"):
         apart.route("video")

@@ -56,17 +56,19 @@ class FixedCost(Padding):
     coefficients: Coefficients
 
     def share_out(self, step: StepSamples, num_microbatches: int | None = None) -> Shares:
-        """As few micro-steps as are found, and of these the cheapest way."""
-        found = self._filled_and_balanced(step, num_microbatches) if step.balance.scope != "none" else []
-        if not found or step.num_samples <= _FEW_SAMPLES:
-            found.append(NO_PADDING.share_out(step))
+        """As few micro-steps as can be found, and the cheapest way to fill them."""
+        candidates = self._filled_and_balanced(step, num_microbatches) if step.balance.scope != "none" else []
+        if not candidates or step.num_samples <= _FEW_SAMPLES:
+            candidates.append(NO_PADDING.share_out(step))
         if num_microbatches is not None:
-            found = [replace(one, num_microbatches=max(num_microbatches, one.num_microbatches)) for one in found]
-            found = [one for one in found if one.num_microbatches == num_microbatches]
-            if not found:
+            candidates = [
+                replace(one, num_microbatches=max(num_microbatches, one.num_microbatches)) for one in candidates
+            ]
+            candidates = [one for one in candidates if one.num_microbatches == num_microbatches]
+            if not candidates:
                 raise ValueError(f"the samples do not fit into {num_microbatches} microbatches of {self.length} tokens")
-        fewest = min(one.num_microbatches for one in found)
-        return self.cheapest(step, [one for one in found if one.num_microbatches == fewest])
+        fewest = min(one.num_microbatches for one in candidates)
+        return self.cheapest(step, [one for one in candidates if one.num_microbatches == fewest])
 
     def _filled_and_balanced(self, step: StepSamples, num_microbatches: int | None) -> list[Shares]:
         """Cells filled over all ranks, and the same balanced inside each micro-step; without what breaks a rule."""
@@ -75,13 +77,13 @@ class FixedCost(Padding):
         columns = np.stack(list(step.sizes.values()), axis=1)
         caps = np.array([balance.caps[phase] for phase in step.sizes], np.int64)
         filled = _filled(beyond, columns, caps, num_microbatches)
-        found = [filled]
+        candidates = [filled]
         if len(step.costs) > 1 or balance.scope == "grid" or balance.equal_count or balance.max_samples is not None:
             inside = balanced_inside(beyond, filled, (columns, caps))
-            found += [] if inside is None else [inside]
+            candidates += [] if inside is None else [inside]
         if balance.scope == "grid":  # A grid may not take what is packed over all ranks.
-            found = [near_streams(beyond, one) for one in found[1:]]
-        return [one for one in found if step.keeps_counts(one.rank)]
+            candidates = [near_streams(beyond, one) for one in candidates[1:]]
+        return [one for one in candidates if step.keeps_counts(one.rank)]
 
     def beyond_length(self, positions: Ints) -> Ints:
         """What sequences cost beyond their length's share, which a cell costs however it is filled: int64 (n,)."""

@@ -63,12 +63,12 @@ def dealt_shares(
     most = _PACKINGS_OF_MANY if many else _PACKINGS
     if very_many:  # They were balanced on some ranks already; estimates of phases that do not count are less sure.
         most = 1 if priced is None else _PACKINGS_OF_MANY
-    found: list[Shares] = []
+    ways: list[Shares] = []
     for packing in islice(packings, most):
         dealt = Shares(packing.rank, packing.bins, num_microbatches)
         if (balanced := _balanced_below(step, dealt, below, priced)) is not None:
-            found, below = [*found, balanced[0]], balanced[1]
-    return found
+            ways, below = [*ways, balanced[0]], balanced[1]
+    return ways
 
 
 def _balanced_below(
@@ -172,7 +172,7 @@ def sorted_and_cut(step: StepSamples, num_microbatches: int, below: int) -> list
     if int(positions.sum()) > MAX_TOTAL // num_microbatches:
         return []  # Products that are compared would overflow.
     largest = descending_order(positions)
-    found: list[Shares] = []
+    ways: list[Shares] = []
     for cut in sorted(_cuts(step, positions, largest, num_microbatches, below), key=lambda cut: sum(cut.bounds)):
         if sum(cut.bounds) >= below:
             break
@@ -181,10 +181,10 @@ def sorted_and_cut(step: StepSamples, num_microbatches: int, below: int) -> list
             rank = _dealt_inside(columns, caps, cut.microbatch, largest, step.num_ranks, num_microbatches)
             dealt = None if rank is None else Shares(rank, cut.microbatch, num_microbatches)
             if dealt is not None and (balanced := _balanced_below(step, dealt, below)) is not None:
-                found, below = [*found, balanced[0]], balanced[1]
+                ways, below = [*ways, balanced[0]], balanced[1]
         if (balanced_as_phases := _balanced_as_phases(step, cut, below)) is not None:
-            found, below = [*found, balanced_as_phases], step.price(balanced_as_phases)
-    return found
+            ways, below = [*ways, balanced_as_phases], step.price(balanced_as_phases)
+    return ways
 
 
 def _cuts(step: StepSamples, positions: Ints, largest: Ranks, num_microbatches: int, below: int) -> Iterator[_Cut]:

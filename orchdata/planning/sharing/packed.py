@@ -1,4 +1,4 @@
-"""Sharing out packed steps: several ways, and the one whose step takes least.
+"""Sharing out packed steps: several candidates, and the cheapest of them.
 
     ranks by all phases, or by the backbone alone --split into microbatches--+
     global batch --candidate packings--> micro-steps --balanced inside each--+-> the one that costs least
@@ -70,23 +70,23 @@ def _without_empty(shares: Shares) -> Shares:
 
 
 class _Candidates:
-    """Ways to share out a step, each with its price, in the order in which they were found."""
+    """Ways to share out a step, each with its price, in the order of adding."""
 
     def __init__(self, step: StepSamples) -> None:
         self.step = step
-        self.found: list[tuple[int, Shares]] = []
+        self.priced: list[tuple[int, Shares]] = []
 
     def add(self, ways: Iterable[Shares]) -> None:
-        self.found += [(self.step.price(shares), shares) for shares in ways]
+        self.priced += [(self.step.price(shares), shares) for shares in ways]
 
     @property
     def least(self) -> int:
         """The lowest price of at least one candidate."""
-        return min(price for price, _ in self.found)
+        return min(price for price, _ in self.priced)
 
     def cheapest(self, most: int | None = None) -> Shares:
         """Of at most `most` micro-steps. Ties: fewer micro-steps, then the first found."""
-        allowed = [each for each in self.found if most is None or each[1].num_microbatches <= most]
+        allowed = [each for each in self.priced if most is None or each[1].num_microbatches <= most]
         return min(allowed, key=lambda each: (each[0], each[1].num_microbatches))[1]
 
 
@@ -114,7 +114,7 @@ def _cheapest(step: StepSamples, num_microbatches: int | None) -> Shares:
     ways.add(_in_number(step, first, most))
     if balance.scope != "none":
         _add_balanced(ways, most, num_microbatches)
-    if not ways.found:
+    if not ways.priced:
         raise ValueError(
             f"the samples do not fit into {most} microbatches within max_tokens={balance.max_tokens}: "
             f"{first.num_microbatches} hold them"
@@ -125,13 +125,13 @@ def _cheapest(step: StepSamples, num_microbatches: int | None) -> Shares:
 def _add_balanced(ways: _Candidates, most: int, num_microbatches: int | None) -> None:
     """Add all candidates but the split of ranks by all phases, which has `most` micro-steps."""
     step, price = ways.step, ways.step.balance.price
-    if step.meets_in_micro_steps and (most > 1 or not ways.found):
+    if step.meets_in_micro_steps and (most > 1 or not ways.priced):
         _add_dealt(ways, most, or_fewer=num_microbatches is None)
     if price.levels_each_phase and not price.meets_in_micro_steps:  # The sum over phases counts: balance that too.
         level = assign({"llm": step.total_costs}, step.balance, step.num_ranks, step.stream_rank)
         ways.add(_in_number(step, step.split(level), num_microbatches))
     if len(step.costs) > 1:
-        least = ways.least if ways.found else None
+        least = ways.least if ways.priced else None
         ways.add(_by_the_backbone(step, num_microbatches, least, several=most > 1))
 
 
@@ -147,9 +147,9 @@ def _add_dealt(ways: _Candidates, most: int, *, or_fewer: bool) -> None:
         ways.add(fewer)
         if not fewer:
             break
-    if step.balance.scope == "global" and ways.found:
+    if step.balance.scope == "global" and ways.priced:
         least = ways.least
-        number = [shares.num_microbatches for price, shares in ways.found if price == least][-1]
+        number = [shares.num_microbatches for price, shares in ways.priced if price == least][-1]
         if number > 1:
             ways.add(sorted_and_cut(step, number, least))
 
@@ -165,13 +165,13 @@ def _may_hold(step: StepSamples, num_microbatches: int) -> bool:
 
 
 def _micro_steps_first(step: StepSamples) -> Shares | None:
-    """Very many samples dealt into the fewest micro-steps that are found, or one more where those are nearly full.
+    """Very many samples dealt into the fewest micro-steps that hold them, or one more where those are nearly full.
 
     Splits of whole ranks take as long as all micro-steps together: they are made only where a split of some ranks,
     without a search, says that they may cost less.
 
     Returns:
-        None where one micro-step may hold all, or no packing is found.
+        None where one micro-step may hold all, or no packing exists within the caps.
     """
     columns, caps = step.capped
     sums, room = columns.sum(axis=0), caps * step.num_ranks
@@ -203,7 +203,7 @@ def _add_simple(ways: _Candidates, rough: int) -> None:
         rough: what some ranks wait for after a split.
     """
     step, least = ways.step, ways.least
-    numbers = [shares.num_microbatches for _, shares in ways.found]
+    numbers = [shares.num_microbatches for _, shares in ways.priced]
     most = max(numbers)
     if step.balance.scope == "global":
         for number in range(min(numbers), most + 1):
@@ -240,18 +240,18 @@ def _by_the_backbone(
     plan too, but of very many samples only packings that may cost less.
     """
     alone = step.of_phases("llm")
-    found: list[Shares] = []
+    shares: list[Shares] = []
     if step.meets_in_micro_steps and least is not None and (several or num_microbatches):
         if step.num_samples <= VERY_MANY_SAMPLES and step.balance.scope == "global":
             with suppress(ValueError):  # It may need more microbatches.
-                found = [NO_PADDING.share_out(alone, num_microbatches)]
+                shares = [NO_PADDING.share_out(alone, num_microbatches)]
         elif num_microbatches:
-            found = dealt_shares(alone, num_microbatches, least, priced=step)
+            shares = dealt_shares(alone, num_microbatches, least, priced=step)
     rank = alone.assign()
     # Microbatches only add to what ranks wait for in the whole step.
     if least is not None and step.balance.price.meets_in_micro_steps and step.price(one_microbatch(rank)) >= least:
-        return found
-    return found + _in_number(alone, alone.split(rank), num_microbatches)
+        return shares
+    return shares + _in_number(alone, alone.split(rank), num_microbatches)
 
 
 def _in_number(step: StepSamples, fewest: Shares, num_microbatches: int | None) -> list[Shares]:

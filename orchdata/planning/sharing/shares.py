@@ -213,6 +213,6 @@ class Padding(ABC):
         """What ranks wait for, with the padding."""
         return step.price(shares, self.loads(step.costs["llm"], step.positions, shares, step.num_ranks))
 
-    def cheapest(self, step: StepSamples, found: Iterable[Shares]) -> Shares:
+    def cheapest(self, step: StepSamples, candidates: Iterable[Shares]) -> Shares:
         """Ties: fewer micro-steps, then the first found."""
-        return min(found, key=lambda shares: (self.price(step, shares), shares.num_microbatches))
+        return min(candidates, key=lambda shares: (self.price(step, shares), shares.num_microbatches))
