@@ -1,4 +1,4 @@
-"""Assignment: which rank holds each sample, the loads that gives, and how far from the best possible they are."""
+"""Assignment: the rank of each sample, the loads, and a lower bound of the makespan."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ class Assignment:
 
     @property
     def imbalance(self) -> float:
-        """Largest over mean load: 1.0 is perfect, and what it is without any load."""
+        """Largest over mean load: 1.0 is perfect, and the value without any load."""
         total = int(self.loads.sum())
         return self.makespan * len(self.loads) / total if total else 1.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MovedAssignment(Assignment):
-    """An assignment of samples that ranks already hold, and what it moves between them.
+    """An assignment of samples that ranks have already, and what it moves between them.
 
-    Samples that cost 0 have rank -1 and do not move. Where nodes were not given, every rank is a node of its own.
+    Samples that cost 0 have rank -1 and do not move. Without nodes, every rank counts as a node.
 
     Attributes:
-        moved_samples: how many change their rank.
+        moved_samples: the number of samples that change their rank.
         moved_cost_within, moved_cost_between: their costs, inside nodes and between nodes.
         moved_size_within, moved_size_between: their sizes, in the unit of `sizes`.
     """
@@ -64,13 +64,13 @@ class MovedAssignment(Assignment):
 def moved_counts(
     costs: NDArray[np.int64],
     sizes: NDArray[np.int64],
-    held: NDArray[np.int32],
+    owner: NDArray[np.int32],
     rank: NDArray[np.int32],
     ranks_per_node: int,
 ) -> dict[str, int]:
-    """What moves, by the names it has in a `MovedAssignment`."""
-    moved = (rank >= 0) & (rank != held)
-    between = moved & (rank // ranks_per_node != held // ranks_per_node)
+    """Count what moves, by the names of a `MovedAssignment`."""
+    moved = (rank >= 0) & (rank != owner)
+    between = moved & (rank // ranks_per_node != owner // ranks_per_node)
     within = moved & ~between
     return {
         "moved_samples": int(np.count_nonzero(moved)),
@@ -88,13 +88,13 @@ def loads_by_rank_and_microbatch(
     num_ranks: int,
     num_microbatches: int,
 ) -> NDArray[np.int64]:
-    """Cost of each rank's microbatches, int64 (num_ranks, num_microbatches)."""
-    cells: NDArray[np.int64] = cell_sums(costs, rank, microbatch, num_ranks, num_microbatches)
-    return cells
+    """Return the cost of each rank's microbatches, int64 (num_ranks, num_microbatches)."""
+    loads: NDArray[np.int64] = cell_sums(costs, rank, microbatch, num_ranks, num_microbatches)
+    return loads
 
 
 def loads_of(costs: ArrayLike, rank: NDArray[np.int32], num_ranks: int) -> NDArray[np.int64]:
-    """Sum of costs on each rank, int64 (num_ranks,); samples of rank -1 are left out."""
+    """Return the sum of costs on each rank, int64 (num_ranks,); samples of rank -1 are left out."""
     loads = np.zeros(num_ranks, np.int64)
     present = rank >= 0
     np.add.at(loads, rank[present], np.asarray(costs, np.int64)[present])
@@ -102,10 +102,10 @@ def loads_of(costs: ArrayLike, rank: NDArray[np.int32], num_ranks: int) -> NDArr
 
 
 def lower_bound(costs: ArrayLike, num_ranks: int) -> int:
-    """Smallest makespan that any assignment of the samples to `num_ranks` ranks could have.
+    """Return a lower bound of the makespan of any assignment of the samples to `num_ranks` ranks.
 
     The larger of the mean (rounded up) and, over all k >= 0, the sum of the k+1 smallest among the k*num_ranks+1
-    largest costs: some rank must hold k+1 of those.
+    largest costs: some rank has k+1 of those.
 
     Args:
         costs: integers (num_samples,), at least 0.

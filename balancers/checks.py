@@ -1,4 +1,4 @@
-"""Checks of what a caller passes: array-likes -> contiguous int64, or a ValueError that names value and limit."""
+"""Checks of arguments: array-likes -> contiguous int64, or a ValueError with value and limit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_RANKS = 1 << 24
 
 
 def checked_count(value: int, name: str, least: int = 1) -> int:
-    """An integer of at least `least`."""
+    """Return an integer of at least `least`."""
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -28,7 +28,7 @@ def checked_count(value: int, name: str, least: int = 1) -> int:
 
 
 def checked_epoch(epoch: int) -> int:
-    """A number of an epoch, from 0 on, that orders and states can hold."""
+    """Return an epoch number of at least 0 that orders and states can store."""
     count = checked_count(epoch, "epoch", 0)
     if count >= 1 << 63:
         raise ValueError(f"epoch must be below 2**63, got {count}")
@@ -36,7 +36,7 @@ def checked_epoch(epoch: int) -> int:
 
 
 def checked_ranks_count(num_ranks: int) -> int:
-    """A number of ranks, from 1 to 2**24."""
+    """Return a number of ranks, from 1 to 2**24."""
     count = checked_count(num_ranks, "num_ranks")
     if count > MAX_RANKS:
         raise ValueError(f"num_ranks must be at most {MAX_RANKS:,}, got {count:,}")
@@ -44,19 +44,19 @@ def checked_ranks_count(num_ranks: int) -> int:
 
 
 def checked_flag(value: bool, name: str) -> bool:
-    """True or False, numpy's too: a word would be taken for True."""
+    """Return True or False, also for numpy's; a non-empty string would count as True."""
     if not isinstance(value, bool | np.bool_):
         raise ValueError(f"{name} must be True or False, got {value!r}")
     return bool(value)
 
 
 def checked_costs(costs: ArrayLike, name: str = "costs") -> NDArray[np.int64]:
-    """Contiguous int64 (num_samples,), each at least 0, with a sum of at most 2**62.
+    """Return contiguous int64 (num_samples,), each at least 0, with a sum of at most 2**62.
 
-    Floats are taken where each is a whole number.
+    Floats are accepted if each is a whole number.
 
     Raises:
-        ValueError: for anything else; it names the first offending sample.
+        ValueError: for anything else; it names the first wrong sample.
     """
     array = np.asarray(costs)
     if array.ndim != 1:
@@ -68,7 +68,7 @@ def checked_costs(costs: ArrayLike, name: str = "costs") -> NDArray[np.int64]:
     elif array.dtype.kind == "u" and array.size and int(array.max()) > MAX_TOTAL:
         index = int(array.argmax())
         raise ValueError(f"{name}[{index}] is {array[index]}, above the limit of 2**62 for their sum: scale them down")
-    # Kernels are compiled for writable arrays alone, though they write to none of these.
+    # Kernels are compiled for writable arrays only, although they do not write to these.
     checked = np.require(array, np.int64, ["C", "W"])
     index, total_exceeded = first_invalid(checked, MAX_TOTAL)
     if index >= 0:
@@ -81,7 +81,7 @@ def checked_costs(costs: ArrayLike, name: str = "costs") -> NDArray[np.int64]:
 def checked_ranks(
     ranks: ArrayLike, num_ranks: int, num_samples: int, name: str, *, least: int = 0
 ) -> NDArray[np.int32]:
-    """Contiguous int32 (num_samples,), each from `least` (-1 lets samples be left out) to num_ranks - 1."""
+    """Return contiguous int32 (num_samples,), each from `least` (-1 allows left-out samples) to num_ranks - 1."""
     array = np.asarray(ranks)
     if array.shape != (num_samples,):
         raise ValueError(f"{name} must have one entry for each of the {num_samples} costs, got shape {array.shape}")
@@ -95,7 +95,7 @@ def checked_ranks(
 
 
 def checked_phases(costs: ArrayLike) -> NDArray[np.int64]:
-    """Costs int64 (num_items, num_phases)."""
+    """Return costs int64 (num_items, num_phases)."""
     array = np.asarray(costs)
     if array.ndim not in (1, 2) or array.shape[1:] == (0,):
         raise ValueError(f"costs must be (num_items,) or (num_items, num_phases), got shape {array.shape}")
@@ -109,7 +109,7 @@ def checked_phases(costs: ArrayLike) -> NDArray[np.int64]:
 
 
 def checked_max_samples(max_samples: int, present: int, num_ranks: int) -> int:
-    """A cap on the samples of a rank that can hold those present; at most their number, as more does not bind."""
+    """Return a cap on the samples of a rank with room for all; at most their number, as more does not bind."""
     most = checked_count(max_samples, "max_samples")
     if present > num_ranks * most:
         raise ValueError(
@@ -120,15 +120,15 @@ def checked_max_samples(max_samples: int, present: int, num_ranks: int) -> int:
 
 
 def checked_tolerance(tolerance: float) -> float:
-    """A share from 0 to below 1."""
+    """Return a share from 0 to below 1."""
     if isinstance(tolerance, bool) or not isinstance(tolerance, Real) or not 0 <= tolerance < 1:
         raise ValueError(f"tolerance must be from 0 to below 1, got {tolerance!r}")
     return float(tolerance)
 
 
 def _whole_numbers(array: NDArray[np.floating], name: str) -> NDArray[np.int64]:
-    """Floats as int64 where that loses nothing."""
-    array = array.astype(np.float64)  # A half float does not reach the limit compared with.
+    """Return floats as int64 if that loses nothing."""
+    array = array.astype(np.float64)  # float16 cannot represent the limit.
     bad = ~(np.isfinite(array) & (np.abs(array) <= MAX_TOTAL) & (np.floor(array) == array))
     if bad.any():
         index = int(bad.argmax())
@@ -141,7 +141,7 @@ def _hint(name: str) -> str:
 
 
 def checked_sizes(sizes: ArrayLike, num_samples: int) -> NDArray[np.int64]:
-    """Sizes int64 (num_samples, num_caps)."""
+    """Return sizes int64 (num_samples, num_caps)."""
     array = np.asarray(sizes)
     if array.ndim not in (1, 2) or len(array) != num_samples or array.shape[1:] == (0,):
         raise ValueError(
@@ -157,7 +157,7 @@ def checked_sizes(sizes: ArrayLike, num_samples: int) -> NDArray[np.int64]:
 
 
 def checked_caps(value: int | ArrayLike, num_caps: int, name: str = "max_size") -> NDArray[np.int64]:
-    """Caps int64 (num_caps,), each at least 1; above 2**62 none binds."""
+    """Return caps int64 (num_caps,), each at least 1; larger ones than 2**62 do not bind."""
     caps = np.atleast_1d(np.asarray(value))
     if caps.shape != (num_caps,) or caps.dtype.kind not in "iu":
         raise ValueError(f"{name} must be {num_caps} integer(s), one for each column of sizes, got {value!r}")
@@ -167,7 +167,7 @@ def checked_caps(value: int | ArrayLike, num_caps: int, name: str = "max_size") 
 
 
 def checked_effort(value: float, name: str) -> float:
-    """A finite number of at least 0."""
+    """Return a finite number of at least 0."""
     if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value < float("inf"):
         raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}")
     return float(value)

@@ -1,4 +1,4 @@
-"""Microbatches: rank of each sample -> microbatch of each, equally many on all ranks, within caps on their size."""
+"""Microbatches: rank of each sample -> microbatch of each, the same number on all ranks, within caps on their size."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ def split_microbatches(
     oversize: Literal["error", "own"] = "error",
     in_step: bool = False,
 ) -> tuple[NDArray[np.int32], int]:
-    """Split each rank's samples into microbatches that respect the caps and cost about the same.
+    """Split each rank's samples into microbatches that keep the caps and cost about the same.
 
-    The count is the same on all ranks, and the smallest at which all of them pack: longest first, best-fit decreasing,
-    then a bounded search. A rank with few samples gets empty microbatches at the end.
+    The count is the same on all ranks, and the smallest at which every rank can pack: longest first, best-fit
+    decreasing, then a bounded search. A rank with few samples gets empty microbatches at the end.
 
     Args:
-        costs: integers (num_samples,), what is levelled over the microbatches of a rank.
+        costs: integers (num_samples,), levelled over the microbatches of a rank.
         rank: integers (num_samples,), from an assignment; a sample with -1 is left out.
         num_ranks: at least 1.
         sizes: integers (num_samples,) or (num_samples, num_caps), what the caps count; by default the costs.
         max_size: cap on the sum of sizes in a microbatch; one for each column of sizes.
-        num_microbatches: how many; by default the fewest that fit.
+        num_microbatches: their number; by default the fewest that fit.
         oversize: a sample above a cap is an error, or gets a microbatch of its own.
-        in_step: ranks wait for each other after each microbatch, so that what counts is the sum over microbatches of
-            the largest cost of a rank. It is lowered as far as is found quickly, never above that of False: where
-            large samples force one microbatch to cost much, other ranks do more of their work in it too. Each rank's
+        in_step: ranks wait for each other after each microbatch, so the sum over microbatches of the largest cost of a
+            rank counts. A quick search lowers it, never above that of False: where large samples force one microbatch
+            to cost much, other ranks also do more of their work in it. Each rank's
             microbatches are numbered by descending cost. Otherwise those of a rank cost about the same, and are
-            numbered by their first sample. A given `num_microbatches` stays in use, though fewer might be better.
+            numbered by their first sample. A given `num_microbatches` is kept, although fewer might be better.
 
     Returns:
         (microbatch int32 (num_samples,), -1 for samples left out; the number of microbatches, at least 1).

@@ -1,7 +1,7 @@
-"""Minimal move: costs and who holds each sample -> an assignment that moves little.
+"""Minimal move: costs and the current rank of each sample -> an assignment that moves little.
 
-For samples that are already loaded somewhere. Longest-first greedy would move nearly all of them; here a rank above the
-target gives up its excess only. With costs by phase, ranks wait for each other after each phase.
+For samples that are already loaded. Longest-first greedy would move nearly all of them; here a rank above the target
+gives up only its excess. With costs by phase, ranks wait for each other after each phase.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from orchdata.native.assign.phases import sum_of_peaks
 from orchdata.native.move.minimal_move import TOLERANCES, pays, solve_from
 from orchdata.native.move.phases import move_by_phase
 
-REDEAL_GAIN = 50  # Everything is dealt anew where that takes one part in so many off what moving little reaches.
+REDEAL_GAIN = 50  # Everything is dealt again if that takes 1/50 off the result of moving little.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MovedPhases(PhaseAssignment):
-    """An assignment, joint over all phases, of samples that ranks already hold, and what it moves between them.
+    """An assignment, joint over all phases, of samples that ranks have already, and what it moves between them.
 
     Attributes:
-        moved_samples: how many change their rank.
+        moved_samples: the number of samples that change their rank.
         moved_cost_within, moved_cost_between: their costs over all phases, inside nodes and between nodes.
         moved_size_within, moved_size_between: their sizes, in the unit of `sizes`.
     """
@@ -83,23 +83,23 @@ def balance_from(
     tolerance: float = 1e-3,
     primary: str = "llm",
 ) -> MovedAssignment | MovedPhases:
-    """Assign samples to ranks, starting from who holds them.
+    """Assign samples to ranks, starting from their current ranks.
 
-    Ranks above the target release their excess, which goes to the least loaded rank, of the same node where one has
-    room; moves and swaps do the rest. Where that stalls, ranks release more, and wider targets are tried too. At last
-    all samples are dealt anew, longest first, and the ranks renamed so that much stays where it is, but only where that
-    takes 2 % off the makespan. A wider tolerance never moves more, by `sizes`, and never has a lower makespan.
+    Ranks above the target release their excess, which goes to the least loaded rank, in the same node if one has room;
+    moves and swaps do the rest. Where that stalls, ranks release more, and wider targets are tried too. Finally, all
+    samples are dealt again, longest first, with ranks renamed so that much stays, but only if that takes 2 % off the
+    makespan. A wider tolerance never moves more, by `sizes`, and never has a lower makespan.
 
     Args:
         costs: integers (num_samples,), at least 0, with a sum of at most 2**62. A sample of cost 0 gets rank -1. Or
-            such costs of each phase, under which the sum over phases of the largest load is lowered, as ranks wait
-            after each; then every sample costs something in some phase, and gets a rank.
-        owner: integers (num_samples,), the rank that holds each sample.
+            such costs of each phase: then the sum over phases of the largest load is lowered, as ranks wait after each;
+            every sample must cost something in some phase, and gets a rank.
+        owner: integers (num_samples,), the rank that has each sample.
         num_ranks: at least 1.
-        sizes: integers (num_samples,), what moving a sample takes, as bytes; by default the costs.
-        ranks_per_node: consecutive ranks that share a node; by default every rank is a node of its own.
-        tolerance: makespan <= lower_bound * (1 + tolerance) is good enough, in each phase. For less than 0.1 % the
-            search is not repeated where 0.1 % was out of reach.
+        sizes: integers (num_samples,), the price of moving each sample, such as bytes; by default the costs.
+        ranks_per_node: consecutive ranks that share a node; by default every rank counts as a node.
+        tolerance: makespan <= lower_bound * (1 + tolerance) is good enough, in each phase. Below 0.1 % the search is
+            not repeated if it did not reach 0.1 %.
         primary: of costs by phase, the one that all samples take part in.
 
     Raises:
@@ -111,20 +111,20 @@ def balance_from(
     if isinstance(costs, Mapping):
         names, by_phase = checked_phases(costs, primary)
         together = by_phase.sum(axis=0)
-        held = checked_ranks(owner, num_ranks, len(together), "owner")
+        owners = checked_ranks(owner, num_ranks, len(together), "owner")
         weights = together if sizes is None else checked_weights(sizes, len(together))
-        rank = move_phases(by_phase, held, num_ranks, names.index(primary), weights, node, TOLERANCES, tolerance)
-        return MovedPhases(**moved_phases_fields(names, by_phase, weights, held, rank, num_ranks, node))
+        rank = move_phases(by_phase, owners, num_ranks, names.index(primary), weights, node, TOLERANCES, tolerance)
+        return MovedPhases(**moved_phases_fields(names, by_phase, weights, owners, rank, num_ranks, node))
     checked = checked_costs(costs)
-    held = checked_ranks(owner, num_ranks, len(checked), "owner")
+    owners = checked_ranks(owner, num_ranks, len(checked), "owner")
     weights = checked if sizes is None else checked_weights(sizes, len(checked))
-    rank, loads, bound = solve_from(checked, weights, held, num_ranks, node, tolerance, REDEAL_GAIN)
-    return MovedAssignment(**moved_fields(checked, weights, held, rank, loads, int(bound), node))
+    rank, loads, bound = solve_from(checked, weights, owners, num_ranks, node, tolerance, REDEAL_GAIN)
+    return MovedAssignment(**moved_fields(checked, weights, owners, rank, loads, int(bound), node))
 
 
 def move_phases(
     costs: NDArray[np.int64],
-    held: NDArray[np.int32],
+    owner: NDArray[np.int32],
     num_ranks: int,
     primary: int,
     sizes: NDArray[np.int64],
@@ -132,38 +132,41 @@ def move_phases(
     tolerances: Sequence[float] = (1e-3,),
     tolerance: float = 1e-3,
 ) -> NDArray[np.int32]:
-    """Lower the sum over phases of the largest load, moving little: the rank of each sample, int32 (num_samples,).
+    """Lower the sum over phases of the largest load, moving little. Return the rank of each sample, int32
+    (num_samples,).
 
-    Of staying, of what moving little gives at each of `tolerances`, and of dealing anew where that takes 2 % off all
-    these: what moves least within `tolerance` of the bounds, else what ranks wait for least.
+    The candidates are staying, moving little at each of `tolerances`, and dealing again if that takes 2 % off all of
+    these. The result moves least within `tolerance` of the bounds, else ranks wait for it least.
 
     Args:
-        costs: int64 (num_phases, num_samples); the others as of `balance_from`.
+        costs: int64 (num_phases, num_samples); the others as in `balance_from`.
         primary: index of the phase that all samples take part in.
-        tolerances: at which moving little is tried, whatever is asked for.
+        tolerances: at which moving little is tried, for any `tolerance`.
     """
     if not (present := costs.any(axis=0)).all():
         raise ValueError(f"sample {int(present.argmin())} costs 0 in every phase: leave it out, or cost it 1")
     bounds = np.array([lower_bound(row, num_ranks) for row in costs], np.int64)
-    by_sample, pairs = np.ascontiguousarray(costs.T), search_pairs(len(held), num_ranks)
-    found = [held]
+    by_sample, pairs = np.ascontiguousarray(costs.T), search_pairs(len(owner), num_ranks)
+    candidates = [owner]
     for wanted in tolerances:
         targets = bounds + (bounds * wanted).astype(np.int64)
-        found.append(move_by_phase(by_sample, held, num_ranks, ranks_per_node, primary, targets, pairs))
-    waits = [int(sum_of_peaks(by_sample, rank, num_ranks)) for rank in found]
+        candidates.append(move_by_phase(by_sample, owner, num_ranks, ranks_per_node, primary, targets, pairs))
+    waits = [int(sum_of_peaks(by_sample, rank, num_ranks)) for rank in candidates]
     if pays(min(waits), int(bounds.sum()), REDEAL_GAIN):
-        anew = balance_phases({str(phase): row for phase, row in enumerate(costs)}, num_ranks, primary=str(primary))
-        if pays(min(waits), sum(anew.makespans), REDEAL_GAIN):
-            found.append(renamed(anew.rank, held, sizes, num_ranks, ranks_per_node))
-            waits.append(sum(anew.makespans))
-    moved = [int(sizes[rank != held].sum()) for rank in found]
+        again = balance_phases({str(phase): row for phase, row in enumerate(costs)}, num_ranks, primary=str(primary))
+        if pays(min(waits), sum(again.makespans), REDEAL_GAIN):
+            candidates.append(renamed(again.rank, owner, sizes, num_ranks, ranks_per_node))
+            waits.append(sum(again.makespans))
+    moved = [int(sizes[rank != owner].sum()) for rank in candidates]
     enough = int(bounds.sum()) + int(int(bounds.sum()) * tolerance)
-    # What is within the tolerance counts as equal, so that a wider one chooses among more.
-    return found[min(range(len(found)), key=lambda number: (max(enough, waits[number]), moved[number], number))]
+    # Candidates within the tolerance count as equal, so a wider tolerance chooses among more.
+    return candidates[
+        min(range(len(candidates)), key=lambda number: (max(enough, waits[number]), moved[number], number))
+    ]
 
 
 def checked_weights(sizes: ArrayLike, num_samples: int) -> NDArray[np.int64]:
-    """One size for each sample."""
+    """Return one size for each sample."""
     checked = checked_costs(sizes, "sizes")
     if len(checked) != num_samples:
         raise ValueError(f"sizes must have one entry for each of the {num_samples} costs, got {len(checked)}")
@@ -173,27 +176,27 @@ def checked_weights(sizes: ArrayLike, num_samples: int) -> NDArray[np.int64]:
 def moved_fields(
     costs: NDArray[np.int64],
     sizes: NDArray[np.int64],
-    held: NDArray[np.int32],
+    owner: NDArray[np.int32],
     rank: NDArray[np.int32],
     loads: NDArray[np.int64],
     bound: int,
     ranks_per_node: int,
 ) -> dict[str, Any]:
-    """The fields of a MovedAssignment, with what moves counted."""
-    books = {"rank": rank, "loads": loads, "makespan": int(loads.max()), "lower_bound": bound}
-    return books | moved_counts(costs, sizes, held, rank, ranks_per_node)
+    """Return the fields of a MovedAssignment, with what moves counted."""
+    fields = {"rank": rank, "loads": loads, "makespan": int(loads.max()), "lower_bound": bound}
+    return fields | moved_counts(costs, sizes, owner, rank, ranks_per_node)
 
 
 def moved_phases_fields(
     names: tuple[str, ...],
     costs: NDArray[np.int64],
     sizes: NDArray[np.int64],
-    held: NDArray[np.int32],
+    owner: NDArray[np.int32],
     rank: NDArray[np.int32],
     num_ranks: int,
     ranks_per_node: int,
 ) -> dict[str, Any]:
-    """The fields of a MovedPhases, by costs int64 (num_phases, num_samples)."""
+    """Return the fields of a MovedPhases for costs int64 (num_phases, num_samples)."""
     loads = np.ascontiguousarray(phase_loads(np.ascontiguousarray(costs.T), rank, num_ranks).T)
     return {
         "phases": names,
@@ -201,4 +204,4 @@ def moved_phases_fields(
         "loads": loads,
         "makespans": tuple(int(peak) for peak in loads.max(axis=1)),
         "lower_bounds": tuple(lower_bound(row, num_ranks) for row in costs),
-    } | moved_counts(costs.sum(axis=0), sizes, held, rank, ranks_per_node)
+    } | moved_counts(costs.sum(axis=0), sizes, owner, rank, ranks_per_node)

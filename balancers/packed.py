@@ -1,9 +1,9 @@
 """Packed balancing: costs (num_samples,) -> rank of each sample.
 
-For batches without padding the load of a rank is the sum of its samples' costs. Quadratic costs are still additive, as
-packed attention never crosses samples. Longest-first greedy is within a few per cent of the best on its own; the ranks
-left above the tolerance are then relieved by moves and swaps with the lightest, and where ranks hold only two to four
-large samples each, the capacity is bisected instead.
+For batches without padding the load of a rank is the sum of its samples' costs. Quadratic costs also add up, as
+packed attention never crosses samples. Longest-first greedy alone is within a few per cent of the best. Moves and swaps
+with the lightest ranks then help the ranks above the tolerance; where ranks have only two to four large samples each,
+the capacity is bisected instead.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def balance(
     """Assign samples to ranks so that the largest sum of costs is as small as can be found quickly.
 
     Deterministic to the bit: samples are taken by (cost descending, position), ties go to the lowest load, then count,
-    then rank. Permuting the samples leaves the makespan as it is.
+    then rank. Permuting the samples does not change the makespan.
 
     Args:
         costs: integers (num_samples,), at least 0, with a sum of at most 2**62. A sample of cost 0 gets rank -1.
         num_ranks: at least 1; may exceed the number of samples.
-        equal_count: all ranks hold the same number of samples (of those that cost anything), give or take one.
+        equal_count: all ranks get the same number of samples (of those that cost anything), give or take one.
         max_samples: largest number of samples on a rank.
         max_cost: largest load of a rank.
         tolerance: stop once makespan <= lower_bound * (1 + tolerance).

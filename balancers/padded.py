@@ -1,6 +1,6 @@
 """Padded balancing: lengths (num_samples,) -> rank of each sample, where a rank costs its count times its longest.
 
-A padded batch is a rectangle: every row costs what its longest one does. So samples of about the same length belong
+A padded batch is a rectangle: every row costs as much as its longest one. So samples of about the same length belong
 together, and the best assignment can be found exactly.
 """
 
@@ -28,27 +28,27 @@ def balance_padded(
 ) -> Assignment:
     """Assign samples to ranks so that the largest count times cost of the longest is the smallest possible.
 
-    Exact. Take any assignment, with its ranks by their longest sample from the longest. Deal the sorted samples out
+    Exact. Take any assignment, with ranks sorted by their longest sample, descending. Deal the sorted samples out
     again, consecutively, in the same counts: no rank's longest grows, because the samples of the ranks before it
-    cannot be all of those longer than its own longest. So consecutive groups of the sorted samples suffice; and then
-    each rank may take as many as its capacity allows, min(max_samples, capacity // cost of the longest left), since
-    leaving fewer never hurts the others. The capacity is bisected over the loads that occur.
+    cannot be all of those longer than its own longest. So consecutive groups of the sorted samples suffice. Then each
+    rank may take as many as its capacity allows, min(max_samples, capacity // cost of the longest left), since leaving
+    fewer never hurts the others. The capacity is bisected over the loads that occur.
 
-    Of the assignments with that makespan, it is one with the smallest largest count; within both limits loads are
-    levelled, and no rank is empty while there are samples enough. Even so one rank may hold very many short samples
-    where lengths differ much: `max_samples` limits that, at a price in makespan.
+    Among the assignments with that makespan, it is one with the smallest largest count; within both limits loads are
+    levelled, and no rank is empty while there are enough samples. One rank may still get very many short samples where
+    lengths differ much: `max_samples` limits that, at a price in makespan.
 
     Deterministic to the bit: samples are taken by (length descending, position), ranks in turn from 0.
 
     Args:
         lengths: integers (num_samples,), at least 0: positions of each sample. A sample of length 0 gets rank -1.
         num_ranks: at least 1; may exceed the number of samples.
-        cost: of one sequence, on its own scale: loads are as `CostModel(llm=cost)` counts.
+        cost: of one sequence, on its own scale: loads are those of `CostModel(llm=cost)`.
         max_samples: largest number of samples on a rank.
         multiple_of: lengths are padded up to a multiple of it.
 
     Returns:
-        Assignment: loads with padding, and lower_bound equal to makespan.
+        Assignment: loads with padding, and lower_bound equals makespan.
 
     Raises:
         ValueError: lengths that are not non-negative integers or too long, loads above 2**62, or a max_samples that
@@ -72,15 +72,17 @@ def balance_padded(
 
 
 def _check_longest(lengths: NDArray[np.int64], present: int, multiple_of: int, coefficients: Coefficients) -> None:
-    """The longest sample, aligned, has a cost in int64, and all rows of that length together at most 2**62."""
+    """Raise ValueError if the aligned longest sample costs more than int64 holds, or all rows of that length over
+    2**62.
+    """
     longest = int(lengths.max())
     aligned = -(-longest // multiple_of) * multiple_of
     limit = int(longest_sequence(*coefficients))
     if aligned > limit:
         padded = f", {aligned} as a multiple of {multiple_of}" if aligned > longest else ""
         raise ValueError(
-            f"lengths[{int(lengths.argmax())}] is {longest}{padded}, above {limit}, the longest whose cost fits into"
-            " int64: limit the positions of a sample"
+            f"lengths[{int(lengths.argmax())}] is {longest}{padded}, above {limit}, the longest with a cost that"
+            " fits into int64: limit the positions of a sample"
         )
     row = int(sequence_costs(np.array([aligned]), *coefficients)[0])
     if present * row > MAX_TOTAL:

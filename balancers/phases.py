@@ -1,8 +1,8 @@
 """Balancing of several phases: costs by phase (num_samples,) each -> one rank per sample, or one per phase.
 
-With one assignment for all phases (joint), a sample's encoder work is done where its backbone work is, and any model
-runs unchanged. Where ranks wait for each other after every phase (barrier), a step takes the sum over phases of the
-largest load; where they only wait at its end (sum), the largest sum over phases.
+With one assignment for all phases (joint), a sample's encoder work is on the rank of its backbone work, and any model
+runs unchanged. If ranks wait for each other after every phase (barrier), a step takes the sum over phases of the
+largest load; if they wait only at its end (sum), the largest sum over phases.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from orchdata.native.assign.phase_refine import phase_loads
 from orchdata.native.assign.phases import above_caps
 from orchdata.native.microbatches.within_caps import solve_within
 
-_FEW_SAMPLES = 2048  # Up to which the primary phase alone is balanced for a start, though another is known.
-PAIRS, PAIRS_OF_MANY = 8, 3  # Looked at in the joint search, for each pair of samples that share a rank.
-GOOD, GOOD_OF_MANY = 1000, 200  # Peaks this part above their bounds, or less, are searched no further.
+_FEW_SAMPLES = 2048  # Up to this number, the primary phase alone is balanced as a start, although another is known.
+PAIRS, PAIRS_OF_MANY = 8, 3  # The joint search looks at this many pairs for each pair of samples that share a rank.
+GOOD, GOOD_OF_MANY = 1000, 200  # The search ends when peaks are at most this part above their bounds.
 _MANY_SAMPLES = 16_384
 
 
@@ -48,7 +48,7 @@ class PhaseAssignment:
             costs 0 in that phase.
         loads: int64 (num_phases, num_ranks).
         makespans: the largest load of each phase.
-        lower_bounds: the smallest each could be if the phase were balanced alone.
+        lower_bounds: bound of each makespan if the phase were balanced alone.
     """
 
     phases: tuple[str, ...]
@@ -80,24 +80,23 @@ def balance_phases(
     max_size: int | ArrayLike | None = None,
     effort: float = 1.0,
 ) -> PhaseAssignment:
-    """Assign samples to ranks so that a step over all phases takes as little as can be found quickly.
+    """Assign samples to ranks so that a step over all phases takes as little as a quick search finds.
 
     Joint under `barrier` is never worse than balancing the primary phase alone. Per phase, each phase is balanced
-    alone; the two objectives then give the same.
+    alone; the two objectives then give the same result.
 
     Args:
         costs_by_phase: integers (num_samples,) of each phase, in one unit, with a sum over all of at most 2**62.
         num_ranks: at least 1.
         assignment: one rank for each sample, or one for each sample and phase.
         objective: what ranks wait for.
-        equal_count: all ranks hold the same number of samples (per phase: of those with a cost), give or take one.
+        equal_count: all ranks get the same number of samples (per phase: of those with a cost), give or take one.
         max_samples: largest number of samples on a rank.
-        primary: the phase all samples take part in.
+        primary: the phase that all samples take part in.
         sizes: integers (num_samples,) or (num_samples, num_caps), with
         max_size: the most that the samples of a rank may sum to, one for each column of sizes; joint `barrier` only.
-        effort: how much more than usual the joint search under `barrier` may look at. Usual are 8 * num_ranks *
-            (samples a rank)**2 pairs of samples, 3 * of more than 16,384 samples: work, not time, so that all machines
-            find the same.
+        effort: factor of the work of the joint search under `barrier`. 1 is 8 * num_ranks * (samples a rank)**2 pairs
+            of samples (3 instead of 8 above 16,384 samples): work, not time, so all machines find the same.
 
     Raises:
         ValueError: bad costs or counts, an unknown option, a sample that costs nothing in any phase (joint), or caps
@@ -150,7 +149,7 @@ def balance_phases(
 
 
 def checked_phases(costs_by_phase: Mapping[str, ArrayLike], primary: str) -> tuple[tuple[str, ...], NDArray[np.int64]]:
-    """Names of the phases, `primary` among them, and their costs int64 (num_phases, num_samples)."""
+    """Return the names of the phases, `primary` among them, and their costs int64 (num_phases, num_samples)."""
     if not isinstance(costs_by_phase, Mapping):
         raise ValueError(f"costs_by_phase must map names of phases to costs, got {type(costs_by_phase).__name__}")
     names = tuple(costs_by_phase)
@@ -182,15 +181,15 @@ def assign_jointly(
     within: NDArray[np.int32] | None = None,
     effort: float,
 ) -> NDArray[np.int32]:
-    """One rank for each sample, int32 (num_samples,); `balance_phases` of checked arguments, in groups of ranks.
+    """Return one rank for each sample, int32 (num_samples,): `balance_phases` of checked arguments, in groups of ranks.
 
     Args:
         costs: int64 (num_phases, num_samples).
-        group_sizes: int64 (num_groups,), how many ranks each group has, consecutive ones.
-        group: int64 (num_samples,), the group of each sample; None where there is one only.
-        primary: index of the phase all samples take part in.
-        sizes, caps: int64 (num_samples, num_caps) and (num_caps,); kept where that is found.
-        within: int32 (num_samples,), an assignment that keeps the caps, where one is known: they are then kept.
+        group_sizes: int64 (num_groups,), the number of consecutive ranks of each group.
+        group: int64 (num_samples,), the group of each sample; None for a single group.
+        primary: index of the phase that all samples take part in.
+        sizes, caps: int64 (num_samples, num_caps) and (num_caps,); kept if the search finds a way.
+        within: int32 (num_samples,), an assignment that keeps the caps, if one is known: the result then keeps them.
     """
     together = costs.sum(axis=0)
     if not together.all():
@@ -199,8 +198,8 @@ def assign_jointly(
     order = slice(None) if group is None else np.argsort(group, kind="stable")
     counts = np.array([num_samples]) if group is None else np.bincount(group, minlength=len(group_sizes))
     if max_samples is not None:
-        for held, ranks in zip(counts.tolist(), group_sizes.tolist(), strict=True):
-            checked_max_samples(max_samples, held, ranks)
+        for count, ranks in zip(counts.tolist(), group_sizes.tolist(), strict=True):
+            checked_max_samples(max_samples, count, ranks)
     first = np.repeat(np.cumsum(group_sizes) - group_sizes, counts).astype(np.int32)
     offsets = np.concatenate([[0], np.cumsum(counts)])
     by_sample, weights = np.ascontiguousarray(costs.T[order]), np.ascontiguousarray(sizes[order])
@@ -237,7 +236,7 @@ def _searched(
     first: NDArray[np.int32],
     search: tuple[Any, ...],
 ) -> NDArray[np.int32]:
-    """`start` improved, int32 (num_samples,), ranks from 0 in each group; within the caps where that is found.
+    """Improve `start`, int32 (num_samples,), with ranks from 0 in each group; keep the caps if a way is found.
 
     Args:
         costs, sizes: int64 (num_samples, num_phases) and (num_samples, num_caps).
@@ -248,7 +247,7 @@ def _searched(
     offsets, group_sizes, _, most, equal_count, *_ = search
     rank: NDArray[np.int32] = solve_joint(costs, sizes, caps, start, kept, *search)
     if not len(kept) and len(caps) and above_caps(sizes, caps, first + rank, int(group_sizes.sum())):
-        # Sizes, spread evenly, keep within caps where much does.
+        # Spreading sizes evenly keeps the caps in most cases.
         spread = _alone(np.maximum(sizes[:, 0], 1), offsets, group_sizes, most, equal_count)
         rank = solve_joint(costs, sizes, caps, start, spread, *search)
     return rank
@@ -261,7 +260,7 @@ def _alone(
     max_samples: int,
     equal_count: bool,
 ) -> NDArray[np.int32]:
-    """Each group's samples balanced by one cost, int32 (num_samples,), ranks from 0 in each group."""
+    """Balance each group's samples by one cost: int32 (num_samples,), ranks from 0 in each group."""
     parts = [
         solve(costs[start:stop], ranks, max_samples, 0, equal_count, 1e-3)[0]
         for start, stop, ranks in zip(offsets[:-1].tolist(), offsets[1:].tolist(), group_sizes.tolist(), strict=True)
@@ -270,5 +269,5 @@ def _alone(
 
 
 def search_pairs(num_samples: int, num_ranks: int, effort: float = 1.0) -> int:
-    """Pairs of samples that a search may look at: the same on every machine."""
+    """Return the number of pairs of samples that a search may look at: the same on every machine."""
     return int(min(PAIRS * effort * (num_samples * num_samples // num_ranks), MAX_TOTAL))

@@ -1,7 +1,7 @@
 """1F1B order: times (num_stages, num_microbatches) -> the order of microbatches that fills a pipeline best.
 
-Where microbatches differ, most of all where stages differ in what they find costly (the first holds the image encoder),
-stages wait for each other, and how long depends on the order. Inside one optimizer step it changes nothing else.
+If microbatches differ, above all if stages differ in what is costly for them (the first has the image encoder), stages
+wait for each other, and the order decides how long. Inside one optimizer step the order changes nothing else.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from orchdata.native.microbatches.pipeline_search import search
 
 NUM_STARTS = 32
 NUM_STEPS = 4_000
-HEAT = 2.5  # Divided by the square of the number of microbatches: few make deep valleys, as measured at 8 to 32.
+HEAT = 2.5  # Divided by the squared number of microbatches: few have deep valleys (measured at 8 to 32).
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,18 +36,19 @@ class MicrobatchOrder:
 
 
 def simulate_1f1b(forward_times: ArrayLike, backward_times: ArrayLike, order: ArrayLike | None = None) -> float:
-    """Makespan of the non-interleaved 1F1B schedule (PipeDream-Flush, Narayanan et al. 2021; as in Megatron-LM).
+    """Return the makespan of the non-interleaved 1F1B schedule (PipeDream-Flush, Narayanan et al. 2021; as in
+    Megatron-LM).
 
     Stage s runs min(num_stages - s - 1, num_microbatches) forwards to warm up, then one forward and one backward in
-    turn, then the backwards that are left. A forward waits for the same microbatch's on the stage before; a backward
-    for the one on the stage after, on the last stage for its own forward. Sending takes no time.
+    turn, then the remaining backwards. A forward waits for the forward of the same microbatch on the stage before; a
+    backward for the backward on the stage after, or on the last stage for its own forward. Sending takes no time.
 
     Whole numbers are exact while the makespan is at most 2**53.
 
     Args:
         forward_times: numbers (num_stages, num_microbatches), finite, at least 0, in any unit.
         backward_times: the same.
-        order: permutation of the microbatches, the one that runs at each position; as given by default.
+        order: permutation of the microbatches, the one that runs at each position; by default 0, 1, 2, ...
 
     Raises:
         ValueError: times of other shapes or values, or an order that is no permutation.
@@ -58,14 +59,14 @@ def simulate_1f1b(forward_times: ArrayLike, backward_times: ArrayLike, order: Ar
 
 
 def order_microbatches(forward_times: ArrayLike, backward_times: ArrayLike, *, seed: int = 0) -> MicrobatchOrder:
-    """An order of microbatches with a small makespan under 1F1B, never worse than the given one.
+    """Return an order of microbatches with a small makespan under 1F1B, never worse than the given one.
 
-    The best of the given order, the one after DistTrain, and 32 starts (by total time ascending, descending, as a
+    It is the best of the given order, the one after DistTrain, and 32 starts (by total time ascending, descending, as a
     pyramid and a valley, smallest first with a reserved tail, random), then 4,000 swaps and insertions under a falling
-    threshold, fewer where the lower bound is met. The same times and seed give the same order on every machine.
+    threshold, fewer if the lower bound is reached. The same times and seed give the same order on every machine.
 
     The lower bound holds for whole numbers exactly; it is the largest, over stages, of the stage's work and the least
-    it waits before, between and after, and the longest single microbatch. The true optimum may be far above it.
+    that it waits before, between and after, and of the longest single microbatch. The true optimum may be far above it.
 
     Args:
         forward_times: numbers (num_stages, num_microbatches), finite, at least 0, in any unit.
@@ -80,19 +81,19 @@ def order_microbatches(forward_times: ArrayLike, backward_times: ArrayLike, *, s
     state = np.array([(checked_count(seed, "seed", 0) + 1) * 2_654_435_761 % (2**32 - 1) + 1], np.int64)
     heat = HEAT / (len(forward) // num_stages) ** 2
     order, makespan, bound = search(forward, backward, num_stages, NUM_STARTS, NUM_STEPS, heat, state)
-    # The bound adds the same floats in another order, so it may be above by rounding.
+    # The bound adds the same floats in another order, so rounding may put it above.
     return MicrobatchOrder(order.astype(np.int32), float(makespan), min(float(bound), float(makespan)))
 
 
 def order_after_disttrain(forward_times: ArrayLike, backward_times: ArrayLike) -> NDArray[np.int32]:
-    """The order after DistTrain's inter-microbatch reordering (arXiv 2408.04275), for comparison.
+    """Return the order of DistTrain's inter-microbatch reordering (arXiv 2408.04275), for comparison.
 
-    Its code is not public. Of its description this follows: the smallest microbatch first; the num_stages - 1 smallest
-    of the rest kept for the tail, where no forward is left to fill the waits; the others by best fit into the intervals
-    in which stage 0 waits for a backward; O(l * (l + p)) for l microbatches on p stages.
+    Its code is not public. From its description: the smallest microbatch first; the num_stages - 1 smallest of the rest
+    kept for the tail, where no forward is left to fill the waits; the others by best fit into the intervals in which
+    stage 0 waits for a backward; O(l * (l + p)) for l microbatches on p stages.
 
-    We inferred: the size of a microbatch is its time over all stages, forward and backward; the tail runs from its
-    largest to its smallest; an interval is as long as the schedule of the microbatches placed so far makes it, and the
+    Our assumptions: the size of a microbatch is its time over all stages, forward and backward; the tail runs from its
+    largest to its smallest; an interval is as long as in the schedule of the microbatches placed so far, and the
     forward on stage 0 nearest to it fits best; the first interval, which the warm-up fills, is the first microbatch's
     time on the later stages, shared equally by the forwards still to come.
 
@@ -111,7 +112,7 @@ def order_after_disttrain(forward_times: ArrayLike, backward_times: ArrayLike) -
 def _checked_times(
     forward_times: ArrayLike, backward_times: ArrayLike
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], int]:
-    """Both as the kernels take them, flat with a microbatch's stages side by side, and the number of stages."""
+    """Return both as the kernels take them, flat with the stages of a microbatch adjacent, and the number of stages."""
     forward, backward = _checked(forward_times, "forward_times"), _checked(backward_times, "backward_times")
     if forward.shape != backward.shape:
         raise ValueError(

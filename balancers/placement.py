@@ -1,9 +1,9 @@
-"""Node placement: bytes each rank holds for each rank of an assignment -> the same assignment with its ranks renamed.
+"""Node placement: bytes that each rank has for each rank of an assignment -> the same assignment with renamed ranks.
 
-The ranks of an assignment are interchangeable: whoever takes the name of rank j does its work, and the loads stay as
-they are. So the names are given out such that the fewest bytes cross nodes, and, inside each node, such that the most
-stay where they are. Both are assignment problems: solved exactly (scipy's modified Jonker-Volgenant algorithm, Crouse
-2016) while that takes some tens of milliseconds, greedily with exchanges past that.
+The ranks of an assignment are interchangeable: renaming them does not change the loads. Names are chosen so that the
+fewest bytes cross nodes and, inside each node, the most stay on their rank. Both are assignment problems: solved
+exactly (scipy's modified Jonker-Volgenant algorithm, Crouse 2016) while that takes some tens of milliseconds, greedily
+with exchanges above that.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class NodePlacement:
     Attributes:
         rank: int32 (num_ranks,): rank j of the assignment runs on rank `rank[j]`, a permutation.
             `placement.rank[assignment.rank]` renames an assignment without samples of rank -1.
-        bytes_between: what crosses nodes.
-        bytes_between_before: what would cross nodes without renaming.
-        bytes_between_greedy: what would cross nodes as the greedy places them; `bytes_between` where it is the method.
-        bytes_within: what moves between the ranks of a node. The rest stays on the rank that holds it.
+        bytes_between: bytes that cross nodes.
+        bytes_between_before: bytes that would cross nodes without renaming.
+        bytes_between_greedy: bytes that would cross nodes with the greedy method; `bytes_between` if it is the method.
+        bytes_within: bytes that move between the ranks of a node. The rest stays on its rank.
         method: how nodes were chosen: no placement crosses fewer bytes than an exact one.
     """
 
@@ -49,16 +49,16 @@ class NodePlacement:
 def traffic_between(
     owner: ArrayLike, rank: ArrayLike, num_ranks: int, sizes: ArrayLike | None = None
 ) -> NDArray[np.int64]:
-    """Bytes each rank holds for each rank of an assignment.
+    """Return the bytes that each rank has for each rank of an assignment.
 
     Args:
-        owner: integers (num_samples,), the rank that holds each sample.
-        rank: integers (num_samples,), the rank each is assigned to; one of rank -1 is left out.
+        owner: integers (num_samples,), the rank that has each sample.
+        rank: integers (num_samples,), the rank that each is assigned to; samples of rank -1 are left out.
         num_ranks: at least 1.
         sizes: integers (num_samples,), bytes of each; 1 by default, which counts samples.
 
     Returns:
-        int64 (num_ranks, num_ranks): [i, j] is what rank i holds and rank j needs.
+        int64 (num_ranks, num_ranks): [i, j] is what rank i has and rank j needs.
 
     Raises:
         ValueError: lengths that differ, ranks out of range, or sizes that are not non-negative integers.
@@ -79,11 +79,11 @@ def traffic_between(
 def place_on_nodes(traffic: ArrayLike, ranks_per_node: int) -> NodePlacement:
     """Rename the ranks of an assignment so that the fewest bytes cross nodes.
 
-    Among the ranks of a node, names are then given such that the most bytes stay on the rank that holds them. Never
-    worse than the names as they are: by bytes between nodes, then by bytes within. Deterministic.
+    Inside a node, names are then chosen so that the most bytes stay on their rank. Never worse than the given names: by
+    bytes between nodes, then by bytes within. Deterministic.
 
     Args:
-        traffic: integers (num_ranks, num_ranks), at least 0, with a sum of at most 2**53: [i, j] is what rank i holds
+        traffic: integers (num_ranks, num_ranks), at least 0, with a sum of at most 2**53: [i, j] is what rank i has
             and rank j of the assignment needs (`traffic_between`).
         ranks_per_node: at least 1; ranks i with the same i // ranks_per_node are a node, and the last may have fewer.
 
@@ -95,20 +95,20 @@ def place_on_nodes(traffic: ArrayLike, ranks_per_node: int) -> NodePlacement:
     ranks_per_node = min(num_ranks, checked_count(ranks_per_node, "ranks_per_node"))
     starts = np.arange(0, num_ranks, ranks_per_node)
     capacity = np.diff(np.append(starts, num_ranks))
-    held = np.ascontiguousarray(np.add.reduceat(checked, starts, axis=0).T)
+    by_node = np.ascontiguousarray(np.add.reduceat(checked, starts, axis=0).T)
     total = int(checked.sum())
 
     unchanged = np.repeat(np.arange(len(starts), dtype=np.int32), capacity)
-    node = greedy = _greedily(held, capacity)
+    node = greedy = _greedily(by_node, capacity)
     method: Literal["exact", "greedy"] = "greedy"
     if num_ranks <= EXACT_RANKS:
-        method, node = "exact", _exactly(held, capacity)
-    before, between, by_greedy = (total - _value(held, nodes) for nodes in (unchanged, node, greedy))
-    if before < between:  # Only a greedy can do that.
+        method, node = "exact", _exactly(by_node, capacity)
+    before, between, by_greedy = (total - _value(by_node, nodes) for nodes in (unchanged, node, greedy))
+    if before < between:  # Only the greedy method can be worse.
         node, between = unchanged, before
     rank = _place_inside(checked, starts, capacity, node)
     if before == between:
-        # Where nodes gain nothing, new ones must not lose inside; nor must a greedy placement inside them.
+        # If nodes gain nothing, neither new nodes nor a greedy placement inside them may lose bytes.
         kept = _place_inside(checked, starts, capacity, unchanged)
         rank = max((kept, rank, np.arange(num_ranks, dtype=np.int32)), key=lambda names: _stays(checked, names))
     return NodePlacement(
@@ -128,11 +128,11 @@ def renamed(
     num_ranks: int,
     ranks_per_node: int = 1,
 ) -> NDArray[np.int32]:
-    """An assignment made without regard to who holds what, its ranks renamed by `place_on_nodes`.
+    """Rename the ranks of an assignment by `place_on_nodes`, if it was made without regard to current ranks.
 
     Args:
-        rank, owner: int32 (num_samples,), the rank of each and who holds it.
-        sizes: int64 (num_samples,), what moving each takes; in a larger unit where they sum to more than 2**53.
+        rank, owner: int32 (num_samples,), the assigned and the current rank of each.
+        sizes: int64 (num_samples,), the price of moving each; in a larger unit where they sum to more than 2**53.
     """
     unit = max(0, int(sizes.sum()).bit_length() - MAX_BYTES.bit_length() + 1)
     return place_on_nodes(traffic_between(owner, rank, num_ranks, sizes >> unit), ranks_per_node).rank[rank]
@@ -145,7 +145,7 @@ def _greedily(values: NDArray[np.int64], capacity: NDArray[np.int64]) -> NDArray
 
 
 def _exactly(values: NDArray[np.int64], capacity: NDArray[np.int64]) -> NDArray[np.int32]:
-    """A bin with room for c items is c equal columns of an assignment problem."""
+    """Solve an assignment problem, in which a bin with room for c items is c equal columns."""
     from scipy.optimize import linear_sum_assignment
 
     column_bin = np.repeat(np.arange(len(capacity), dtype=np.int32), capacity)
@@ -157,13 +157,13 @@ def _exactly(values: NDArray[np.int64], capacity: NDArray[np.int64]) -> NDArray[
 def _place_inside(
     traffic: NDArray[np.int64], starts: NDArray[np.int64], capacity: NDArray[np.int64], node: NDArray[np.int32]
 ) -> NDArray[np.int32]:
-    """Node of each rank of the assignment -> its rank inside that node, so that most bytes stay where they are."""
+    """Return the rank of each rank of the assignment inside its node, so that most bytes stay."""
     rank = np.empty(len(node), np.int32)
     members = np.split(np.argsort(node, kind="stable"), starts[1:])
     for start, size, names in zip(starts, capacity, members, strict=True):
         values = np.ascontiguousarray(traffic[start : start + size, names].T)
-        place = _exactly if size <= EXACT_RANKS else _greedily
-        rank[names] = start + place(values, np.ones(size, np.int64))
+        solve = _exactly if size <= EXACT_RANKS else _greedily
+        rank[names] = start + solve(values, np.ones(size, np.int64))
     return rank
 
 
@@ -172,12 +172,12 @@ def _value(values: NDArray[np.int64], bins: NDArray[np.int32]) -> int:
 
 
 def _stays(traffic: NDArray[np.int64], rank: NDArray[np.int32]) -> int:
-    """Bytes that stay on the rank that holds them."""
+    """Return the bytes that stay on their rank."""
     return int(traffic[rank, np.arange(len(rank))].sum())
 
 
 def _checked_traffic(traffic: ArrayLike) -> NDArray[np.int64]:
-    """Contiguous int64 (num_ranks, num_ranks), each at least 0, with a sum of at most 2**53."""
+    """Return contiguous int64 (num_ranks, num_ranks), each at least 0, with a sum of at most 2**53."""
     array = np.asarray(traffic)
     if array.ndim != 2 or array.shape[0] != array.shape[1] or not array.size:
         raise ValueError(f"traffic must have shape (num_ranks, num_ranks) of at least 1 rank, got {array.shape}")

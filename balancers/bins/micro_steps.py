@@ -1,8 +1,8 @@
 """Micro-steps: items of several sizes and costs -> micro-step of each, within capacities.
 
-A micro-step is what several ranks do together: it takes, in each phase, an even share of its costs, or its largest item
-where that is more. So large items of a phase belong into the same one, small ones into the
-gaps beside them: first fit in several orders, after first-fit decreasing (Johnson 1973), and the best of these.
+A micro-step is the work of several ranks together: it takes, in each phase, an even share of its costs, or its largest
+item if that is more. So large items of a phase belong into the same micro-step, and small items into its gaps: first
+fit in several orders, like first-fit decreasing (Johnson 1973), and the best of these.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from orchdata.native.microbatches.within_caps import looked_peaks
 
 FILLS = (4, 2, 0)  # Quarters of the room above an even share that are filled.
 TIGHTER = 1
-ESTIMATED = (4, 0)  # Those of which it is estimated what they take.
-ENOUGH_RANKS = 128  # say what longest first takes on all, and a search.
-MANY_ITEMS = 16_384  # of which the ways that promise most are looked at on so many ranks:
-LOOKS, LOOK_PAIRS = 4, 12.0  # so many ways, and pairs of items, for each two that share a rank.
-CLOSES = 4  # A search leaves about one part in so many of what longest first is above the bounds.
+ESTIMATED = (4, 0)  # The fills with an estimated price.
+ENOUGH_RANKS = 128  # This number of ranks is enough to estimate longest first, and a search, on all.
+MANY_ITEMS = 16_384  # Above this number of items, the ways with the best estimates are balanced on ENOUGH_RANKS ranks:
+LOOKS, LOOK_PAIRS = 4, 12.0  # this number of ways, and of pairs of items for each two that share a rank.
+CLOSES = 4  # A search leaves about 1/4 of the difference between longest first and the bounds.
 
 
 def pack_micro_steps(
     sizes: ArrayLike, capacities: int | ArrayLike, num_micro_steps: int, costs: ArrayLike, *, num_ranks: int = 1
 ) -> NDArray[np.int32]:
-    """Deal items into micro-steps so that ranks which meet after each phase of each wait little.
+    """Deal items into micro-steps so that ranks, which meet after each phase of each, wait little.
 
     Args:
         sizes: integers (num_items,) or (num_items, num_caps), what the capacities count.
         capacities: of each micro-step, on the sum of its sizes; one for each column of sizes.
         num_micro_steps: at least 1.
-        costs: integers (num_items,) or (num_items, num_phases); the last phase is the one all items have.
+        costs: integers (num_items,) or (num_items, num_phases); the last phase is the one that all items have.
         num_ranks: ranks that share out the items of a micro-step.
 
     Returns:
@@ -61,8 +61,8 @@ def pack_micro_steps(
             loads = np.zeros((num_micro_steps, len(limits)), np.int64)
             np.add.at(loads, packed[number], columns)
             if (loads <= limits).all():
-                found: NDArray[np.int32] = packed[number].copy()
-                return found
+                bins: NDArray[np.int32] = packed[number].copy()
+                return bins
     raise ValueError(
         f"no packing into num_micro_steps={num_micro_steps} of capacities={limits.tolist()} was found for sizes that "
         f"sum to {total.tolist()}, of which the largest are {columns.max(axis=0, initial=0).tolist()}: raise "
@@ -76,12 +76,12 @@ class Packing:
 
     Attributes:
         bins, rank: int32 (num_items,) each; a rank of a bin keeps the caps.
-        promise: what it takes, about, once the bins are balanced.
+        estimate: about what ranks wait for, once the bins are balanced.
     """
 
     bins: NDArray[np.int32]
     rank: NDArray[np.int32]
-    promise: int
+    estimate: int
 
 
 def candidate_packings(
@@ -94,31 +94,31 @@ def candidate_packings(
     counted: NDArray[np.int64] | None = None,
     below: int | None = None,
 ) -> Iterator[Packing]:
-    """Packings into bins of several ranks each, within the caps of each rank, from the one that promises most.
+    """Yield packings into bins of several ranks each, within the caps of each rank, from the lowest estimate.
 
     Each order fills one bin after another, or gives all an even share of the sizes: items sorted by a phase, and cut.
-    What a packing promises lies between the bounds of its bins and what longest first takes in them.
+    The estimate of a packing is between the bounds of its bins and the result of longest first in them.
 
     Args:
         sizes: int64 (num_items, num_caps), num_caps at least 1.
         caps: int64 (num_caps,), of a rank in a bin.
-        costs: int64 (num_items, num_phases), C-contiguous; the last phase is the one all items have.
-        groups: (indices of its items, how many ranks it has) of each group of ranks, which share out their own items,
-            all in one order, so that bins of a number are alike in all groups.
-        attempts: orders and fills that are tried, of all at most.
-        counted: int64 (num_items, num_phases), of which a packing promises, where not of `costs`.
+        costs: int64 (num_items, num_phases), C-contiguous; the last phase is the one that all items have.
+        groups: (indices of its items, its number of ranks) of each group of ranks. Groups share out their own items,
+            all in the same order, so that bins with the same number are alike in all groups.
+        attempts: the most orders and fills to try.
+        counted: int64 (num_items, num_phases), the costs of estimates, where these are not `costs`.
         below: only what may take less than this is of use.
     """
     num_ranks = sum(ranks for _, ranks in groups)
     rows = [(costs[mine], sizes[mine], ranks) for mine, ranks in groups]
     orders = [packing_orders(own, columns, costs.shape[1] - 1) for own, columns, _ in rows]
     together = orders[0] if len(groups) == 1 else packing_orders(costs, sizes, costs.shape[1] - 1)
-    ways = _promising(together, costs, sizes, caps, num_bins, num_ranks, counted, below)
+    ways = _estimated_ways(together, costs, sizes, caps, num_bins, num_ranks, counted, below)
     if len(costs) > MANY_ITEMS:
-        ways = _looked_at(ways, together, costs, sizes, caps, num_bins, num_ranks, counted)
+        ways = _balanced_on_some(ways, together, costs, sizes, caps, num_bins, num_ranks, counted)
     bins, rank = np.empty((2, len(costs)), np.int32)
-    for promise, fill, number in ways[:attempts]:
-        # An even share to the last item may not be found: then a little more.
+    for estimate, fill, number in ways[:attempts]:
+        # An exactly even share may not be possible: then fill a little more.
         for quarters in (fill, TIGHTER) if fill == 0 else (fill,):
             left, first = 0, 0
             for (mine, ranks), order, (_, columns, _) in zip(groups, orders, rows, strict=True):
@@ -127,14 +127,16 @@ def candidate_packings(
                 left += deal_cells(order[number], columns, caps, room, num_bins, ranks, chosen, within)
                 bins[mine], rank[mine], first = chosen, first + within, first + ranks
             if left == 0:
-                yield Packing(bins.copy(), rank.copy(), promise)
+                yield Packing(bins.copy(), rank.copy(), estimate)
                 break
 
 
 def _room(
     sizes: NDArray[np.int64], caps: NDArray[np.int64], num_bins: int, num_ranks: int, quarters: int
 ) -> NDArray[np.int64]:
-    """What is filled of a bin, int64 (num_caps,): an even share, and so many quarters of what there is above it."""
+    """Return the size to fill in a bin, int64 (num_caps,): an even share, and `quarters` quarters of the room
+    above it.
+    """
     even = -(-sizes.sum(axis=0) // (num_bins * num_ranks)) + 1
     most = np.maximum(even, caps - caps // 32)
     room: NDArray[np.int64] = (even + (most - even) * quarters // 4) * num_ranks
@@ -142,12 +144,12 @@ def _room(
 
 
 def some_ranks(num_ranks: int) -> tuple[int, int]:
-    """(stride, ranks): every so many items, on so many ranks, say what all items on all ranks take."""
+    """Return (stride, ranks): every stride-th item, on this number of ranks, is enough to estimate all."""
     stride = max(1, num_ranks // ENOUGH_RANKS)
     return stride, num_ranks // stride
 
 
-def _promising(
+def _estimated_ways(
     orders: NDArray[np.int32],
     costs: NDArray[np.int64],
     sizes: NDArray[np.int64],
@@ -157,10 +159,10 @@ def _promising(
     counted: NDArray[np.int64] | None,
     below: int | None,
 ) -> list[tuple[int, int, int]]:
-    """Ways to pack from the one that promises most: (promise, fill, number of the order); half filled ones last.
+    """Return ways to pack from the lowest estimate: (estimate, fill, number of the order); half filled ones last.
 
-    Of many ranks every k-th item, on the k-th part of the ranks, says as much. Ways of which the bounds alone are above
-    another's promise are not looked at further.
+    For many ranks, every k-th item on the k-th part of the ranks is enough. A way with bounds above another's estimate
+    is not estimated further.
     """
     costs = costs if counted is None else counted
     stride, few = some_ranks(num_ranks)
@@ -173,21 +175,21 @@ def _promising(
             packed, taken = pack_in_orders(in_turn, mine, columns, room, num_bins, few)
             ways.append((int(taken[0]), -fill, number, packed[0]))
     ways = [way for way in ways if below is None or way[0] < below]
-    promised: list[tuple[int, int, int]] = []
+    estimated: list[tuple[int, int, int]] = []
     for takes, negated, number, bins in sorted(ways, key=lambda way: way[:3]):
-        promise = takes
-        if not promised or takes < min(promised)[0]:
+        estimate = takes
+        if not estimated or takes < min(estimated)[0]:
             low, high = map(int, rough_peaks(*looked[number], caps, bins, num_bins, few, costs.shape[1] - 1))
-            promise = max(takes, low) + (high - low) // CLOSES
-        promised.append((promise, negated, number))
-    if counted is not None and below is not None:  # Phases that are not balanced take more than this promises.
-        promised = [way for way in promised if way[0] < below]
-    found = [(promise, -negated, number) for promise, negated, number in sorted(promised)]
+            estimate = max(takes, low) + (high - low) // CLOSES
+        estimated.append((estimate, negated, number))
+    if counted is not None and below is not None:  # Phases that are not balanced take more than the estimate.
+        estimated = [way for way in estimated if way[0] < below]
+    first = [(estimate, -negated, number) for estimate, negated, number in sorted(estimated)]
     rest = [fill for fill in FILLS if fill not in ESTIMATED]
-    return found + [(promise, fill, number) for fill in rest for promise, own, number in found if own == ESTIMATED[0]]
+    return first + [(estimate, fill, number) for fill in rest for estimate, own, number in first if own == ESTIMATED[0]]
 
 
-def _looked_at(
+def _balanced_on_some(
     ways: list[tuple[int, int, int]],
     orders: NDArray[np.int32],
     costs: NDArray[np.int64],
@@ -197,14 +199,14 @@ def _looked_at(
     num_ranks: int,
     counted: NDArray[np.int64] | None,
 ) -> list[tuple[int, int, int]]:
-    """`ways` of which the first are balanced, with little effort, on some of the ranks: from the one found cheapest.
+    """Balance the first of `ways` with little effort on some of the ranks, and put the cheapest first.
 
-    Promises mind no caps: where these bind, ways that promise about the same are far apart once they are balanced.
+    Estimates ignore caps: where caps bind, ways with about the same estimate are far apart once they are balanced.
     """
     stride, few = some_ranks(num_ranks)
-    found: list[tuple[int, int, tuple[int, int, int]]] = []
-    for turn, (promise, fill, number) in enumerate(ways[:LOOKS]):
-        if found and promise >= min(found)[0]:
+    balanced: list[tuple[int, int, tuple[int, int, int]]] = []
+    for turn, (estimate, fill, number) in enumerate(ways[:LOOKS]):
+        if balanced and estimate >= min(balanced)[0]:
             break
         some = orders[number][::stride]
         mine, columns = costs[some], sizes[some]
@@ -213,7 +215,7 @@ def _looked_at(
         room = _room(columns, caps, num_bins, few, fill or TIGHTER)
         left = deal_cells(np.arange(len(some), dtype=np.int32), columns, caps, room, num_bins, few, bins, rank)
         if left == 0:
-            taken = int(looked_peaks(mine, own, columns, caps, bins, rank, num_bins, few, LOOK_PAIRS))
-            found.append((taken, turn, (promise, fill, number)))
-    first = [way for _, _, way in sorted(found)]
+            price = int(looked_peaks(mine, own, columns, caps, bins, rank, num_bins, few, LOOK_PAIRS))
+            balanced.append((price, turn, (estimate, fill, number)))
+    first = [way for _, _, way in sorted(balanced)]
     return first + [way for way in ways if way not in first]

@@ -1,8 +1,8 @@
 """Hugging Face configs -> sizes of a TransformerCost, for one phase. Reads plain mappings, without transformers.
 
-Most models say all that counts under the same few names. What is known of a family besides: what its feed-forward looks
-like, which layers have windows, what its vision tower ends in. A config that describes what the formula does not have
-(latent or linear attention, state spaces, another window) is refused rather than misread.
+Most configs have all that counts under the same few keys. Rules of a family add the form of its feed-forward, the
+layers with windows, and the end of its vision tower. A config with layers that the formula lacks (latent or linear
+attention, state spaces, another window) raises an error.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from orchdata.balancers.costs.moe import MoE
 
 Sizes = dict[str, Any]
 
-# Where a config of the whole model keeps the config of a phase.
+# Keys under which a config of the whole model has the config of a phase.
 PARTS = {
     "image": ("vision_config",),
     "audio": ("audio_config",),
     "llm": ("text_config", "llm_config", "language_config"),
 }
-# A key that only this phase's own config has.
+# A key that only the config of this phase has.
 MARKS = {"image": "patch_size", "audio": "num_mel_bins", "llm": "vocab_size"}
 
-# A GELU says nothing: these text models have a gate beside it, or none.
+# With a GELU, the gate depends on the model: these text models have one, or none.
 GATED = ("gemma", "gemma2", "gemma3", "gemma3_text")
 NOT_GATED = ("gpt2", "gpt_neox", "gptj", "opt", "phi", "starcoder2")
-# Where a config does not say it, heads together are not as wide as the residual stream.
+# Without head_dim in the config, heads together are not as wide as the residual stream.
 HEADED = ("gemma", "gpt_oss", "qwen3")
 SILU = ("silu", "swish", "swiglu")
-# Towers whose config.json may leave out that they have a GELU.
+# Towers with a GELU that their config.json may leave out.
 GELU_TOWERS = ("clip", "idefics3", "intern", "qwen2_vl", "siglip", "smolvlm", "vit")
-# Models that cut an image into squares of one size, each a sequence of its own in the tower; so many of them as may be.
+# Models that cut an image into any number of squares of one size, each a separate sequence in the tower.
 SQUARES = (
     "gemma3",
     "idefics3",
@@ -44,11 +44,11 @@ SQUARES = (
     "paligemma",
     "smolvlm",
 )
-# Encoders made after Whisper's.
+# Encoders like that of Whisper.
 WHISPERS = ("qwen2_audio", "qwen2_5_omni", "qwen3_omni", "voxtral_encoder", "whisper")
-# Every so many layers one has full attention; 0: none has.
+# One of this number of layers has full attention; 0: none has.
 FULL_EVERY = {"cohere2": 4, "gemma2": 2, "gemma3": 6, "gemma3_text": 6, "mistral": 0, "mixtral": 0, "phi3": 0}
-# What models call the sizes of their experts.
+# Keys of the sizes of experts.
 EXPERTS = {
     "num_experts": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
     "top_k": ("num_experts_per_tok", "num_experts_per_token", "moe_topk"),
@@ -57,7 +57,7 @@ EXPERTS = {
     "shared_ffn": ("shared_expert_intermediate_size", "shared_intermediate_size"),
 }
 EXPERT_KEYS = {key for keys in EXPERTS.values() for key in keys}
-# Present and not empty, these change what a position costs in ways that are not known here.
+# If present and not empty, these change the cost of a position in ways that are not known here.
 NOT_READ = {
     "llm": (
         "attention_chunk_size",
@@ -93,9 +93,9 @@ class Part:
 
     Attributes:
         values: its keys.
-        whole: the keys of the model it belongs to; its own where nothing else was given.
+        whole: the keys of its model; its own if no other config was given.
         phase: "image", "audio" or "llm".
-        given: sizes that need not be read.
+        given: sizes that are not read from the config.
     """
 
     values: Mapping[str, Any]
@@ -108,23 +108,23 @@ class Part:
         return str(self.values.get("model_type") or self.whole.get("model_type") or "of no model_type")
 
     def get(self, *keys: str, default: Any = None) -> Any:
-        """The first of `keys` that says something."""
+        """Return the first value of `keys` that is not None."""
         return next((self.values[key] for key in keys if self.values.get(key) is not None), default)
 
     def size(self, name: str, *keys: str) -> Any:
-        """An attribute of TransformerCost: given, or under one of `keys`."""
+        """Return an attribute of TransformerCost: the given one, or that of one of `keys`."""
         return self.given[name] if name in self.given else self.need(*keys, name=name)
 
     def need(self, *keys: str, name: str) -> Any:
-        """The first of `keys`, which `name` follows from."""
-        found = self.get(*keys)
-        if found is None:
+        """Return the first value of `keys`, needed for `name`."""
+        value = self.get(*keys)
+        if value is None:
             raise ValueError(
-                f"the {self.phase} config ({self.kind}) has no {' or '.join(keys)}. A config.json leaves out what is"
-                " the default of its class: give the object that transformers.AutoConfig.from_pretrained returns, or"
-                f" say it: from_config(config, {self.phase!r}, {name}=...)"
+                f"the {self.phase} config ({self.kind}) has no {' or '.join(keys)}. A config.json leaves out"
+                " defaults of its class: give the object that transformers.AutoConfig.from_pretrained returns, or"
+                f" pass it: from_config(config, {self.phase!r}, {name}=...)"
             )
-        return found
+        return value
 
     def refuse(self, what: str) -> ValueError:
         return ValueError(
@@ -134,24 +134,24 @@ class Part:
 
 
 def phases_of(config: Any) -> tuple[str, ...]:
-    """Phases that a config describes: of a whole model, or of a tower alone."""
+    """Return the phases that a config describes: of a whole model, or of a tower alone."""
     whole = model_keys(config)
     return tuple(phase for phase in PARTS if phase_keys(whole, phase) is not None)
 
 
 def transformer_sizes(config: Any, phase: str | None, given: Mapping[str, Any]) -> Sizes:
-    """Arguments of TransformerCost for a phase of a config; those given stand as they are.
+    """Return arguments of TransformerCost for a phase of a config; given ones are unchanged.
 
     Raises:
         ValueError: no such phase, a size that is missing, or layers that are not known here.
     """
-    found = phases_of(config)
-    if phase is None and len(found) == 1:
-        phase = found[0]
-    if phase not in found:
-        has = f"it describes {', '.join(found)}" if found else "it has none of the keys by which phases are known"
+    phases = phases_of(config)
+    if phase is None and len(phases) == 1:
+        phase = phases[0]
+    if phase not in phases:
+        has = f"it describes {', '.join(phases)}" if phases else "it has none of the keys by which phases are known"
         raise ValueError(
-            f"the config has no phase {phase!r}: {has}" if phase else f"say which phase of the config: {has}"
+            f"the config has no phase {phase!r}: {has}" if phase else f"pass the phase of the config: {has}"
         )
     whole = model_keys(config)
     part = Part(phase_keys(whole, phase) or {}, whole, phase, given)
@@ -164,7 +164,7 @@ def transformer_sizes(config: Any, phase: str | None, given: Mapping[str, Any]) 
 
 
 def _decoder(part: Part) -> Sizes:
-    """Whisper's, each layer of which attends to the encoder; all of its positions, however short the clip."""
+    """Whisper's decoder: each layer attends to all positions of the encoder, for a clip of any length."""
     return {
         "hidden": part.size("hidden", "d_model"),
         "layers": part.size("layers", "decoder_layers"),
@@ -206,7 +206,7 @@ def _gated_llm(part: Part) -> bool:
         return False
     raise ValueError(
         f"the llm config ({part.kind}) with activation {activation!r} does not say whether its feed-forward has a gate:"
-        " say it, from_config(config, 'llm', gated=...)"
+        " pass it, from_config(config, 'llm', gated=...)"
     )
 
 
@@ -226,7 +226,7 @@ def _moe(part: Part, layers: int) -> MoE | None:
 
 
 def _sparse_layers(part: Part, layers: int) -> int:
-    """Layers with experts."""
+    """Count the layers with experts."""
     by_layer = _by_layer(part, "mlp_layer_types", layers)
     if by_layer:
         return by_layer.count("sparse")
@@ -237,7 +237,7 @@ def _sparse_layers(part: Part, layers: int) -> int:
 
 
 def _sliding(part: Part, layers: int) -> Sizes:
-    """Layers with a window, by what the config says of each, or by what is known of the family."""
+    """Count the layers with a window, from the config's list of layers, or by the rule of the family."""
     if "window" in part.given:
         return {}
     window = part.get("sliding_window") if part.get("use_sliding_window", default=True) else None
@@ -260,13 +260,13 @@ def _sliding(part: Part, layers: int) -> Sizes:
 
 
 def _by_layer(part: Part, key: str, layers: int) -> Sequence[str]:
-    """What the config lists of each of the first `layers` layers; nothing where it has no such list."""
+    """Return the config's list for the first `layers` layers; empty if it has none."""
     listed: Sequence[str] = part.get(key, default=())
-    said = part.get("num_hidden_layers", default=layers)
-    if listed and (len(listed) != said or layers > said):
+    stated = part.get("num_hidden_layers", default=layers)
+    if listed and (len(listed) != stated or layers > stated):
         raise ValueError(
-            f"the {part.phase} config ({part.kind}) lists {len(listed)} {key} for num_hidden_layers={said}"
-            + (f", and layers={layers} are asked for" if layers != said else "")
+            f"the {part.phase} config ({part.kind}) lists {len(listed)} {key} for num_hidden_layers={stated}"
+            + (f", and layers={layers} were passed" if layers != stated else "")
             + ": make the two agree"
         )
     return listed[:layers]
@@ -276,11 +276,11 @@ def _image(part: Part) -> Sizes:
     qwen = part.kind.startswith("qwen")
     if part.get("spatial_merge_size") and not qwen:
         raise part.refuse("a merger (spatial_merge_size)")
-    # Qwen2-VL calls the width embed_dim, and hidden_size what leaves the merger.
+    # In Qwen2-VL embed_dim is the width, and hidden_size the width after the merger.
     hidden = part.size("hidden", *(("embed_dim", "hidden_size") if qwen else ("hidden_size", "embed_dim")))
     layers = part.size("layers", "num_hidden_layers", "depth", "num_layers")
     ratio = part.get("mlp_ratio") if part.get("intermediate_size") is None else None
-    first, behind = _connector(part, hidden)
+    first, others = _connector(part, hidden)
     return {
         "hidden": hidden,
         "layers": layers,
@@ -289,7 +289,7 @@ def _image(part: Part) -> Sizes:
         "ffn": int(ratio * hidden) if ratio else part.size("ffn", "intermediate_size"),
         "gated": "gated" in part.given or _gated_tower(part),
         "stem_macs": _patch_embedding(part, hidden),
-        "connector_macs": first + behind,
+        "connector_macs": first + others,
         "connector_first_macs": first,
         **(_blocks(part, layers) or _squares(part)),
     }
@@ -298,7 +298,7 @@ def _image(part: Part) -> Sizes:
 def _gated_tower(part: Part) -> bool:
     if part.get("use_gated_mlp") is not None:
         return bool(part.get("use_gated_mlp"))
-    if part.kind == "pixtral":  # whatever its activation
+    if part.kind == "pixtral":  # with any activation
         return True
     if part.kind.startswith(GELU_TOWERS):
         return part.get("hidden_act", default="gelu") in SILU
@@ -328,7 +328,7 @@ def _blocks(part: Part, layers: int) -> Sizes:
 
 
 def _squares(part: Part) -> Sizes:
-    """The images that a whole model cuts others into: pairs of positions are inside of one."""
+    """Squares that a whole model cuts images into: pairs of positions are inside one square."""
     side = part.get("image_size")
     if str(part.whole.get("model_type")) not in SQUARES or part.kind == "pixtral" or not side:
         return {}
@@ -339,18 +339,18 @@ def _squares(part: Part) -> Sizes:
 
 
 def _audio(part: Part) -> Sizes:
-    """Whisper's encoder and those made after it."""
+    """Whisper's encoder and similar ones."""
     if not part.kind.startswith(WHISPERS):
         raise part.refuse(f"model_type {part.kind}")
     hidden = part.size("hidden", "d_model", "hidden_size")
     stem = _conv2d_stem if part.get("downsample_hidden_size") else _conv1d_stem
-    first, behind = _connector(part, hidden)
+    first, others = _connector(part, hidden)
     return {
         "hidden": hidden,
         "layers": part.size("layers", "encoder_layers", "num_hidden_layers"),
         "heads": part.size("heads", "encoder_attention_heads", "num_attention_heads"),
         "ffn": part.size("ffn", "encoder_ffn_dim", "intermediate_size"),
-        "connector_macs": first + behind,
+        "connector_macs": first + others,
         "connector_first_macs": first,
         **stem(part, hidden),
     }
@@ -363,7 +363,7 @@ def _conv1d_stem(part: Part, hidden: int) -> Sizes:
 
 
 def _conv2d_stem(part: Part, hidden: int) -> Sizes:
-    """Qwen3-Omni: three convolutions of 3 x 3 and stride 2 over chunks of 2*n_window frames, and a layer behind."""
+    """Qwen3-Omni: three convolutions of 3 x 3 and stride 2 over chunks of 2*n_window frames, then a layer."""
     channels, chunk = part.values["downsample_hidden_size"], 2 * part.need("n_window", name="stem_macs")
     frames, bins = chunk, part.need("num_mel_bins", name="stem_macs")
     macs, inputs = 0, 1
@@ -376,50 +376,50 @@ def _conv2d_stem(part: Part, hidden: int) -> Sizes:
 
 
 def _connector(part: Part, width: int) -> tuple[float, float]:
-    """Multiply-accumulates for each position of the tower: of products right behind it, and of those behind others.
+    """Return multiply-accumulates for each position of the tower: of products directly after it, and of later ones.
 
-    A norm in front of a product, trained with the connector, needs the gradients of its inputs as another product does.
-    Nothing where the config names no connector known here.
+    A norm before a product, trained with the connector, needs the gradients of its inputs as another product does. 0
+    if the config has no known connector.
     """
     if "connector_macs" in part.given:
         return 0.0, 0.0
-    # Of the tower itself.
+    # Connectors of the tower itself.
     merge, pooled = part.get("spatial_merge_size"), part.get("output_dim")
     out = part.get("out_hidden_size", default=part.get("hidden_size") if part.get("embed_dim") else None)
     if merge and out:  # Qwen-VL: groups of merge**2 positions, a square layer and one to the LLM's width
         mergers = 1 + len(part.get("deepstack_visual_indexes", default=()))
         return 0.0, float(mergers * width * (merge * merge * width + out))
-    if pooled and part.phase == "audio":  # Qwen3-Omni: two layers; Qwen2.5-Omni: one behind pairs of positions
+    if pooled and part.phase == "audio":  # Qwen3-Omni: two layers; Qwen2.5-Omni: one after pairs of positions
         two = part.get("downsample_hidden_size")
         return (float(width * width), float(width * pooled)) if two else (width * pooled / 2, 0.0)
-    # Of the model around it.
-    made = CONNECTORS.get(str(part.whole.get("model_type")))
-    if made is None:
+    # Connectors of the whole model.
+    rule = CONNECTORS.get(str(part.whole.get("model_type")))
+    if rule is None:
         return 0.0, 0.0
     text = Part(phase_keys(part.whole, "llm") or {}, part.whole, "llm", {})
-    first, behind = made(width, text.need("hidden_size", name="hidden"), part)
-    return float(first), float(behind)
+    first, others = rule(width, text.need("hidden_size", name="hidden"), part)
+    return float(first), float(others)
 
 
 def _tokens_pooled(part: Part) -> float:
-    """Positions that Gemma 3 pools into one token."""
+    """Return the positions that Gemma 3 pools into one token."""
     image, patch, tokens = part.get("image_size"), part.get("patch_size"), part.whole.get("mm_tokens_per_image")
     return (image // patch) ** 2 / tokens if image and patch and tokens else 16.0
 
 
 def _shuffled(width: int, llm: int, part: Part) -> tuple[float, float]:
-    """InternVL: squares of positions side by side, a norm and two layers."""
+    """InternVL: squares of positions concatenated, a norm and two layers."""
     side = int(1 / part.whole.get("downsample_ratio", 0.5))
     return 0.0, width * llm + llm * llm / side**2
 
 
 def _projected(width: int, llm: int, part: Part) -> tuple[float, float]:
-    """LLaVA: the outputs of one or more layers of the tower side by side, then two layers."""
+    """LLaVA: the outputs of one or more layers of the tower concatenated, then two layers."""
     chosen = part.whole.get("vision_feature_layer")
     return (len(chosen) if isinstance(chosen, list | tuple) else 1) * width * llm, llm * llm
 
 
-# Width of the tower, width of the LLM -> multiply-accumulates a position, right behind the tower and behind that.
+# Width of the tower, width of the LLM -> multiply-accumulates a position, directly after the tower and later.
 CONNECTORS: dict[str, Callable[[int, int, Part], tuple[float, float]]] = {
     "gemma3": lambda width, llm, part: (0.0, width * llm / _tokens_pooled(part)),
     "idefics3": lambda width, llm, part: (width * llm, 0.0),
@@ -444,13 +444,13 @@ def _mapping(config: Any) -> Mapping[str, Any]:
 
 
 def model_keys(config: Any) -> Mapping[str, Any]:
-    """Keys of the whole model; of omni models those of the part that reads and thinks."""
+    """Return the keys of the whole model; for omni models those of its thinker."""
     whole = _mapping(config)
     return _mapping(whole["thinker_config"]) if whole.get("thinker_config") else whole
 
 
 def phase_keys(whole: Mapping[str, Any], phase: str) -> Mapping[str, Any] | None:
-    """What a config says of a phase: nested, or at the top, where text models of some and towers alone have it."""
+    """Return the config of a phase: nested, or at the top level for text models and towers alone."""
     nested = next((whole[name] for name in PARTS[phase] if whole.get(name)), None)
     if nested is not None:
         return _mapping(nested)

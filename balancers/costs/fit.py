@@ -5,9 +5,8 @@ One phase timed by itself, or all phases of a model at once from the times of wh
 Least squares over constant, linear and quadratic, none of them below 0 (Lawson and Hanson 1974, as in scipy): a phase
 does not get faster with length, and a negative coefficient would predict negative times outside the measured range.
 
-Each equation is divided by its measured time, so that relative errors are minimised: one of 10 % counts the same at 100
-positions as at a million. Columns are scaled to equal length, as those of l*l are up to 10**12 times those of the
-constant.
+Each equation is divided by its measured time, so relative errors are minimised: an error of 10 % counts the same at 100
+positions as at a million. Columns are scaled to equal length, as l*l is up to 10**12 times the constant.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from orchdata.balancers.costs.phase import PhaseCost
 
 @dataclass(frozen=True, slots=True)
 class FittedCost:
-    """A phase's cost as measured, and how well it predicts the measurements it was fitted to.
+    """The measured cost of a phase, and how well it predicts the measurements that it was fitted to.
 
     Attributes:
-        cost: seconds of one sequence of l positions; a CostModel takes it as it is.
+        cost: seconds of one sequence of l positions; a CostModel takes it unchanged.
         residual: root mean square of the relative errors (predicted - measured) / measured: 0.05 is 5 % off.
         worst_residual: the largest of those errors, without its sign.
-        num_samples: how many measurements it was fitted to.
+        num_samples: number of measurements that it was fitted to.
     """
 
     cost: PhaseCost
@@ -45,19 +44,18 @@ def fit_phase_cost(lengths: ArrayLike | Sequence[ArrayLike], seconds: ArrayLike)
     """Fit seconds ~ constant + linear*l + quadratic*l*l to measurements, by non-negative least squares.
 
     A measurement is one sequence, or several that ran together (packed): then its time is the sum over its sequences,
-    and the constant counts for each of them. What a step takes however many sequences it runs should be subtracted
-    before. An attention window shorter than the sequences shows as linear cost. Measure lengths spread over the range
-    that will be trained on, and medians of repeats: noise of p per cent in the times lowers the fit by about p*p / 100
-    per cent.
+    and the constant counts for each of them. Subtract first what a step takes for any number of sequences. An attention
+    window shorter than the sequences shows as linear cost. Measure lengths spread over the range of training, and take
+    medians of repeats: noise of p per cent in the times lowers the fit by about p*p / 100 per cent.
 
     Args:
-        lengths: integers of at least 1: (num_samples,), a sequence each; or num_samples arrays, the sequences of each
+        lengths: integers of at least 1: (num_samples,), one sequence each; or num_samples arrays, the sequences of each
             measurement.
-        seconds: numbers (num_samples,), above 0. Another unit will do if all phases of the model share it.
+        seconds: numbers (num_samples,), above 0. Another unit is fine if all phases of the model share it.
 
     Raises:
-        ValueError: lengths or seconds out of range, not one time for each measurement, or lengths that do not tell
-            the three coefficients apart: at least three different ones do.
+        ValueError: lengths or seconds out of range, not one time for each measurement, or lengths that do not
+            separate the three coefficients: at least three different ones do.
     """
     features = _features(lengths)
     times = _checked_seconds(seconds, len(features))
@@ -73,12 +71,12 @@ def fit_phase_cost(lengths: ArrayLike | Sequence[ArrayLike], seconds: ArrayLike)
 
 @dataclass(frozen=True, slots=True)
 class FittedCosts:
-    """The costs of a model's phases as measured, and how well they predict the measurements they were fitted to.
+    """The measured costs of a model's phases, and how well they predict the measurements that they were fitted to.
 
     Attributes:
         costs: phase -> seconds of one sequence of l positions.
-        seconds: what a measurement takes whatever is in it.
-        residual, worst_residual, num_samples: as FittedCost has them.
+        seconds: constant part of every measurement.
+        residual, worst_residual, num_samples: as in FittedCost.
     """
 
     costs: Mapping[str, PhaseCost]
@@ -93,18 +91,18 @@ class FittedCosts:
 
 
 def fit_phase_costs(lengths: Mapping[str, Sequence[ArrayLike]], seconds: ArrayLike) -> FittedCosts:
-    """Fit all phases at once to the times of whole steps, in which the phases' shares differ.
+    """Fit all phases together to the times of whole steps, in which the phases' shares differ.
 
     A rank's forward and backward of each of some tens of steps, unbalanced so that they differ, is enough: no phase has
-    to be timed by itself. Least squares as in `fit_phase_cost`, with a constant of the step beside each phase's three.
+    to be timed alone. Least squares as in `fit_phase_cost`, with a constant of the step and three coefficients a phase.
 
     Args:
-        lengths: phase -> for each measurement the positions of its sequences, integers of at least 1; it may have none.
+        lengths: phase -> for each measurement the positions of its sequences, integers of at least 1; it may be empty.
         seconds: numbers (num_samples,), above 0.
 
     Raises:
-        ValueError: lengths or seconds out of range, not one time for each measurement, or a phase whose cost the
-            measurements do not show.
+        ValueError: lengths or seconds out of range, not one time for each measurement, or a phase with a cost that
+            the measurements do not show.
     """
     if not isinstance(lengths, Mapping) or not lengths:
         raise ValueError("lengths must map names of phases to the sequences of each measurement")
@@ -118,8 +116,8 @@ def fit_phase_costs(lengths: Mapping[str, Sequence[ArrayLike]], seconds: ArrayLi
     times = _checked_seconds(seconds, len(features))
     coefficients, errors = _solve(features, times)
     by_phase = dict(zip(lengths, coefficients[:-1].reshape(-1, 3), strict=True))
-    for phase, found in by_phase.items():
-        if not found.any():
+    for phase, fitted in by_phase.items():
+        if not fitted.any():
             raise ValueError(
                 f"phase {phase!r} costs nothing by these measurements: measure steps that differ more in it"
             )
@@ -138,7 +136,7 @@ def fit_phase_costs(lengths: Mapping[str, Sequence[ArrayLike]], seconds: ArrayLi
 def _solve(
     features: NDArray[np.float64], times: NDArray[np.float64]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Coefficients of at least 0, and relative errors of what they predict."""
+    """Return coefficients of at least 0, and the relative errors of their predictions."""
     from scipy.optimize import nnls
 
     longest = times.max()
@@ -146,8 +144,8 @@ def _solve(
         equations = features / (times / longest)[:, None]
         scale = np.sqrt(np.square(equations).sum(axis=0))
     if not np.isfinite(scale).all():
-        raise ValueError(f"seconds[{times.argmin()}] is {times.min()}, too small beside {longest}: leave it out")
-    scale[scale == 0] = 1.0  # a column without any sequence
+        raise ValueError(f"seconds[{times.argmin()}] is {times.min()}, too small compared to {longest}: leave it out")
+    scale[scale == 0] = 1.0  # A column without any sequence.
     solution, _ = nnls(equations / scale, np.ones(len(equations)))
     coefficients = solution / scale
     return coefficients * longest, equations @ coefficients - 1.0

@@ -1,4 +1,4 @@
-"""Cost models: how many positions enter a phase -> what that costs, in integers.
+"""Cost models: the number of positions that enter a phase -> their cost, in integers.
 
 A phase's cost of one sequence is a `PhaseCost`. The coefficients are quantised once, with one scale for all phases of
 a model, so that costs of different phases can be added; from there on everything is int64, the same on every rank and
@@ -6,8 +6,8 @@ machine.
 
 The scale is the largest power of two at which one sequence of 2**20 positions in every phase together costs at most
 2**42: 2**20 such samples still sum to 2**62, inside int64. Coefficients carry 20 more fractional bits
-(`orchdata.native.costs.COST_SHIFT`). Whole coefficients that fit as they are keep scale 1: their costs can be read as
-what they are, for example tokens.
+(`orchdata.native.costs.COST_SHIFT`). Whole coefficients that fit keep scale 1: their costs keep their unit,
+for example tokens.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ FIRST_PHASES = ("image", "audio")
 
 @dataclass(frozen=True, slots=True, init=False)
 class CostModel:
-    """What each phase of a model costs; it also names the phases.
+    """The cost of each phase of a model; it also defines the phases.
 
     `CostModel(image=TransformerCost(...), llm=PhaseCost(1.0))`: any phase by name, a PhaseCost or TransformerCost each.
-    The backbone, `llm`, must be there. A value of None leaves a phase out.
+    The backbone, `llm`, is required. A value of None leaves a phase out.
 
     Attributes:
         phases: names in the order they run: image, audio, others by name, llm.
@@ -66,32 +66,33 @@ class CostModel:
 
     @classmethod
     def tokens(cls) -> CostModel:
-        """A position of the backbone costs 1: balances tokens."""
+        """Return a model in which a position of the backbone costs 1: it balances tokens."""
         return cls(llm=PhaseCost(1.0))
 
     @classmethod
     def from_config(
         cls, config: Mapping[str, Any] | Any, **phases: Mapping[str, Any] | PhaseCost | TransformerCost | None
     ) -> CostModel:
-        """The phases that a Hugging Face config describes, each read by `TransformerCost.from_config`.
+        """Return a model of the phases that a Hugging Face config describes, each read by
+        `TransformerCost.from_config`.
 
         `CostModel.from_config(config, image={"trainable": False}, llm={"recompute": "full"})`.
 
         Args:
             config: of the whole model: a dict, or an object with `to_dict`.
-            phases: attributes of a phase's TransformerCost that the config does not say, or its whole cost, as
-                measured; None leaves the phase out.
+            phases: attributes of a phase's TransformerCost that the config does not have, or its whole cost, such as a
+                measured one; None leaves the phase out.
 
         Raises:
             ValueError: as `TransformerCost.from_config`, or a phase that the config does not describe.
         """
-        found = phases_of(config)
-        unknown = sorted(set(phases) - set(found))
+        described = phases_of(config)
+        unknown = sorted(set(phases) - set(described))
         if unknown:
-            raise ValueError(f"the config has no phase {unknown[0]!r}, it describes {', '.join(found) or 'none'}")
+            raise ValueError(f"the config has no phase {unknown[0]!r}, it describes {', '.join(described) or 'none'}")
         known = {field.name for field in fields(TransformerCost)}
         given: dict[str, PhaseCost | TransformerCost | None] = {}
-        for phase in found:
+        for phase in described:
             value = phases.get(phase, {})
             if value is None or isinstance(value, PhaseCost | TransformerCost):
                 given[phase] = value
@@ -100,13 +101,14 @@ class CostModel:
                 raise ValueError(
                     f"{phase}={value!r} must map attributes of TransformerCost to values"
                     + (f", and {wrong[0]!r} is none of them" if isinstance(value, Mapping) else "")
-                    + "; a PhaseCost or TransformerCost is taken as it is, None leaves the phase out"
+                    + "; a PhaseCost or TransformerCost is taken unchanged, None leaves the phase out"
                 )
             given[phase] = TransformerCost.from_config(config, phase, **value)
         return cls(**given)
 
     def coefficients(self, phase: str) -> Coefficients:
-        """Quantised (linear, quadratic, constant, windows) of a phase, for the kernels of `orchdata.native.costs`.
+        """Return the quantised (linear, quadratic, constant, windows) of a phase, for the kernels of
+        `orchdata.native.costs`.
 
         `windows` is int64 (num_windows, 2), the width and the coefficient of each.
 
@@ -117,7 +119,7 @@ class CostModel:
         return linear, quadratic, constant, np.array(windows, np.int64).reshape(-1, 2)
 
     def sequence_costs(self, phase: str, lengths: ArrayLike) -> NDArray[np.int64]:
-        """Cost of each sequence of `lengths` positions in a phase: 0 without positions, else at least 1.
+        """Return the cost of each sequence of `lengths` positions in a phase: 0 without positions, else at least 1.
 
         Raises:
             ValueError: an unknown phase, lengths that are not non-negative integers, or too long for int64.
@@ -126,7 +128,7 @@ class CostModel:
         return checked
 
     def describe(self) -> dict[str, Any]:
-        """JSON-safe: part of a plan's identity; two models with equal descriptions give equal costs."""
+        """Return a JSON-safe part of a plan's identity; two models with equal descriptions give equal costs."""
         return {
             "exponent": self.exponent,
             "shift": COST_SHIFT,
@@ -148,12 +150,12 @@ class CostModel:
 
 
 def _exponent(costs: tuple[PhaseCost, ...]) -> int:
-    """Power of two of the scale: 0 where whole coefficients fit, else as large as fits."""
+    """Return the power of two of the scale: 0 where whole coefficients fit, else as large as fits."""
     longest = sum(cost.at(LONGEST_POSITIONS) for cost in costs)
     if not math.isfinite(longest):
         raise ValueError("the cost model's coefficients are too large: give them in a larger unit, as GFLOPs")
     largest = math.frexp(MAX_FIXED_POINT / 2)[1] - math.frexp(longest)[1] - COST_SHIFT
-    # Rounding each coefficient up may pass the limit where the sum is just below it.
+    # Rounding each coefficient up may exceed the limit if the sum is just below it.
     if sum(_fixed_point(cost, largest, LONGEST_POSITIONS) for cost in costs) > MAX_FIXED_POINT:
         largest -= 1
     values = (value for cost in costs for value in (cost.linear, cost.quadratic, cost.constant, *_in_windows(cost)))
@@ -166,7 +168,7 @@ def _in_windows(cost: PhaseCost) -> list[float]:
 
 
 def _quantised(cost: PhaseCost, exponent: int) -> tuple[int, int, int, list[list[int]]]:
-    """(linear, quadratic, constant, windows), each rounded to nearest: ldexp is exact, and so is round on a float."""
+    """Return (linear, quadratic, constant, windows), rounded to nearest: ldexp is exact, and so is round on a float."""
     shift = exponent + COST_SHIFT
     linear, quadratic, constant, *in_windows = (
         round(math.ldexp(value, shift)) for value in (cost.linear, cost.quadratic, cost.constant, *_in_windows(cost))
@@ -176,7 +178,7 @@ def _quantised(cost: PhaseCost, exponent: int) -> tuple[int, int, int, list[list
 
 
 def _fixed_point(cost: PhaseCost, exponent: int, positions: int) -> int:
-    """Cost of one sequence before the shift, without int64's limit."""
+    """Return the cost of one sequence before the shift, without int64's limit."""
     linear, quadratic, constant, windows = _quantised(cost, exponent)
     in_windows = sum(coefficient * positions * min(positions, width) for width, coefficient in windows)
     return linear * positions + quadratic * positions**2 + constant + in_windows

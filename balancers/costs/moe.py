@@ -1,4 +1,4 @@
-"""A mixture of experts, as the cost of a position sees it."""
+"""A mixture of experts, as far as the cost of a position depends on it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from orchdata.balancers.checks import checked_count
 
 @dataclass(frozen=True, slots=True)
 class MoE:
-    """A mixture of experts in place of the feed-forward: what a position passes counts, not what there is.
+    """A mixture of experts in place of the feed-forward: the experts that a position passes count, not all.
 
     Attributes:
         num_experts: experts that the router scores.

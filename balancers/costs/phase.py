@@ -21,9 +21,9 @@ class PhaseCost:
     Attributes:
         linear: cost of a position.
         quadratic: cost of a pair of positions, as in attention.
-        constant: cost of a sequence, however short.
-        windows: (width, coefficient) of each window: a position there pairs with `width` positions at most, and a pair
-            costs `coefficient`. By width, one entry each.
+        constant: cost of a sequence of any length.
+        windows: (width, coefficient) of each window: a position pairs with at most `width` positions, and a pair costs
+            `coefficient`. One entry for each width, ascending.
     """
 
     linear: float
@@ -39,11 +39,11 @@ class PhaseCost:
             raise ValueError("PhaseCost needs a coefficient above 0: leave the phase out if it costs nothing")
 
     def phase_cost(self) -> PhaseCost:
-        """Itself, so that a model takes a PhaseCost or anything that makes one."""
+        """Return itself: a model takes a PhaseCost or an object that returns one."""
         return self
 
     def __add__(self, other: PhaseCost) -> PhaseCost:
-        """The cost of both, for a phase in which sequences pass one and the other."""
+        """Return the cost of both, for a phase in which sequences pass both."""
         return PhaseCost(
             self.linear + other.linear,
             self.quadratic + other.quadratic,
@@ -52,16 +52,16 @@ class PhaseCost:
         )
 
     def at(self, positions: int) -> float:
-        """Cost of one sequence, before quantisation."""
+        """Return the cost of one sequence, before quantisation."""
         cost = self.linear * positions + self.quadratic * positions * positions + self.constant
-        for width, coefficient in self.windows:  # One by one: how sum() adds floats depends on the Python.
+        for width, coefficient in self.windows:  # One by one: sum() adds floats differently in each version of Python.
             cost += coefficient * positions * min(positions, width)
         return cost
 
 
 def _checked_windows(windows: Any) -> tuple[tuple[int, float], ...]:
-    """By width, one entry each; those that cost nothing are left out."""
-    found: dict[int, float] = {}
+    """Return one entry for each width, ascending; those that cost nothing are left out."""
+    by_width: dict[int, float] = {}
     try:
         pairs = [(width, coefficient) for width, coefficient in windows]
     except (TypeError, ValueError):
@@ -71,8 +71,8 @@ def _checked_windows(windows: Any) -> tuple[tuple[int, float], ...]:
         if width > MAX_WIDTH:
             raise ValueError(f"PhaseCost.windows: a width must be at most {MAX_WIDTH:,}, got {width:,}")
         value = checked_coefficient(coefficient, "PhaseCost.windows: a coefficient")
-        found[width] = found.get(width, 0.0) + value
-    return tuple((width, found[width]) for width in sorted(found) if found[width] > 0)
+        by_width[width] = by_width.get(width, 0.0) + value
+    return tuple((width, by_width[width]) for width in sorted(by_width) if by_width[width] > 0)
 
 
 def checked_coefficient(value: Any, name: str) -> float:

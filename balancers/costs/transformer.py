@@ -1,12 +1,12 @@
 """Floating-point operations of a transformer, from its shape and how it is trained -> PhaseCost.
 
-What is counted are matrix products, a multiply and an add as two operations:
+Matrix products are counted, with a multiply and an add as two operations:
 
     stem --> layers: projections, attention, feed-forward or experts --> connector or vocabulary
     each a position; attention a pair of positions                      each times its passes
 
-Conventions, the same for every model: causal attention counts half of the pairs of positions, a window the pairs inside
-of it; a vocabulary counts all positions. Norms, activations, softmax, rotary embeddings and class tokens are not
+Conventions, the same for every model: causal attention counts half of the pairs of positions, a window the pairs in it;
+a vocabulary counts all positions. Norms, activations, softmax, rotary embeddings and class tokens are not
 counted: they grow with the width, not its square.
 """
 
@@ -31,12 +31,12 @@ class TransformerCost:
     Forward, for each layer and a sequence of l positions, with h = hidden, q = heads*head_dim, r = kv_heads/heads:
 
     - projections: queries and output 4*h*q, keys and values 4*h*q*r, for each position;
-    - feed-forward: 4*h*ffn, or 6*h*ffn when gated, for each position; with `moe` as wide as what a position passes, and
-      a router of 2*h*num_experts;
+    - feed-forward: 4*h*ffn, or 6*h*ffn when gated, for each position; with `moe` as wide as the experts that a position
+      passes, and a router of 2*h*num_experts;
     - attention: scores and weighted sum 4*q for each pair of positions: l*l of them, half of that when causal. In a
       window: l*min(l, window) pairs where the sequence is cut into windows (not causal); where the window slides
-      (causal), each position with those up to window - 1 before it. Two terms stand for the latter: exact up to
-      `window` positions, at three times as many and far beyond, at most 1/8 too many in between.
+      (causal), each position with those up to window - 1 before it. Two terms approximate the latter: exact up to
+      `window` positions, at three times as many and far above, at most 1/8 too many in between.
 
     - cross-attention, with `cross_positions` of an encoder: queries and output 4*h*q and 4*q*cross_positions for each
       position, and for each sequence the encoder's keys and values, 4*h*q*cross_positions.
@@ -54,7 +54,7 @@ class TransformerCost:
     | `recompute="selective"` | | 1 |
 
     Without gradients nothing is recomputed. The stem has no gradients of inputs; the connector's first products have
-    them where the phase has any, the encoder's keys and values with `cross_gradients`.
+    them if the phase has any, the encoder's keys and values with `cross_gradients`.
 
     Attributes:
         hidden: width of the residual stream.
@@ -63,8 +63,8 @@ class TransformerCost:
         heads: attention heads; needed with kv_heads and head_dim.
         kv_heads: heads of keys and values (grouped-query attention); all of them by default.
         vocab: size of the output vocabulary; none for an encoder.
-        causal: each position attends to those before it only, and kernels skip the rest.
-        gated: the feed-forward has a gate (SwiGLU and its like), and so have experts.
+        causal: each position attends only to those before it, and kernels skip the rest.
+        gated: the feed-forward and experts have a gate (SwiGLU and similar).
         trainable: weights are trained, or this share of them. A frozen phase is forward only, unless input_gradients.
         recompute: activations are recomputed in the backward pass: of whole layers ("full" or True), or of the
             attention alone ("selective").
@@ -74,11 +74,11 @@ class TransformerCost:
         moe: experts in place of the feed-forward.
         stem_macs: multiply-accumulates a position on its way in: patch embedding, convolutions.
         connector_macs: multiply-accumulates a position on its way out: merger, projector.
-        connector_first_macs: of these, in products right behind the phase.
-        cross_positions: positions of an encoder that each layer attends to besides, the same for every sequence.
-        cross_gradients: gradients go on into that encoder, where this phase has any.
-        input_gradients: a frozen phase is differentiated through, as what feeds it is trained (or has adapters).
-        connector_trainable: the connector is trained, or this share of it, even where the phase is frozen.
+        connector_first_macs: those of them in products directly after the phase.
+        cross_positions: positions of an encoder that each layer also attends to, the same for every sequence.
+        cross_gradients: gradients continue into that encoder, if this phase has any.
+        input_gradients: gradients flow through a frozen phase, because its inputs are trained (or it has adapters).
+        connector_trainable: the connector is trained, or this share of it, also if the phase is frozen.
         flash: the backward pass recomputes attention scores, as fused kernels do (FlashAttention, torch's sdpa).
     """
 
@@ -127,30 +127,29 @@ class TransformerCost:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any] | Any, phase: str | None = None, **sizes: Any) -> TransformerCost:
-        """The cost of one phase of a model, from its Hugging Face config; transformers itself is not needed.
+        """Return the cost of one phase of a model, from its Hugging Face config; transformers itself is not needed.
 
-        `TransformerCost.from_config(AutoConfig.from_pretrained(name), "image", trainable=False)`. A config of the whole
-        model or of the tower alone will do; a merger or projector that only the whole config describes is counted with
-        the phase that it follows, where it is known. Families are read by what is known of them, other models by the
-        usual keys.
+        `TransformerCost.from_config(AutoConfig.from_pretrained(name), "image", trainable=False)`. The config may
+        be of the whole model or of the tower alone; a known merger or projector that only the whole config describes is
+        counted with the phase before it. Known families have their own rules, other models are read by the usual keys.
 
         Args:
-            config: a dict, such as a config.json, or an object with `to_dict`. A config.json may leave out what is the
-                default of its class: then give the object.
-            phase: "llm", "image" or "audio"; may be left out where the config describes one alone.
-            sizes: attributes of TransformerCost that the config does not say (trainable, recompute, ...), or that are
-                to be other than it says.
+            config: a dict, such as a config.json, or an object with `to_dict`. A config.json may leave out defaults of
+                its class: then give the object.
+            phase: "llm", "image" or "audio"; may be left out if the config describes only one.
+            sizes: attributes of TransformerCost that the config does not have (trainable, recompute, ...), or that
+                replace those of the config.
 
         Raises:
-            ValueError: the config has no such phase, lacks a size, or describes layers that this formula does not.
+            ValueError: the config has no such phase, lacks a size, or describes layers that this formula lacks.
         """
         return cls(**transformer_sizes(config, phase, sizes))
 
     def phase_cost(self) -> PhaseCost:
-        """Coefficients in operations a position and a pair of positions.
+        """Return coefficients in operations for each position and each pair of positions.
 
         Raises:
-            ValueError: they are above what a float holds.
+            ValueError: they exceed a float.
         """
         try:
             return PhaseCost(self._linear(), *self._attention())
@@ -158,7 +157,7 @@ class TransformerCost:
             raise ValueError(f"{self} costs more than a float holds: is a width mistaken?") from None
 
     def _linear(self) -> float:
-        """Operations a position."""
+        """Operations for each position."""
         passes, again = 1 + self._differentiated + self.trainable, self._again
         layers = self._layers()
         head = 2 * self.hidden * (self.vocab or 0)
@@ -166,26 +165,26 @@ class TransformerCost:
         return float(passes * (layers + head) + again * layers + stem + self._connector() + self._cross_attention())
 
     def _connector(self) -> float:
-        """Operations a position behind the layers."""
-        behind = 1 + self.connector_trainable + max(self._differentiated, bool(self.connector_trainable))
+        """Operations for each position after the layers."""
+        others = 1 + self.connector_trainable + max(self._differentiated, bool(self.connector_trainable))
         first = 1 + self.connector_trainable + self._differentiated
         macs = self.connector_macs - self.connector_first_macs
-        return 2 * (macs * behind + self.connector_first_macs * first)
+        return 2 * (macs * others + self.connector_first_macs * first)
 
     def _cross_attention(self) -> float:
-        """Operations a position in attention to an encoder: its projections, and pairs of positions."""
+        """Operations for each position in attention to an encoder: its projections, and pairs of positions."""
         if not self.cross_positions:
             return 0.0
         projections = 4 * self.hidden * self._width * (1 + self._differentiated + self.trainable + self._again)
         return self.layers * (projections + 4 * self._width * self.cross_positions * self._attention_passes)
 
     def _keys_and_values(self) -> float:
-        """Operations a sequence in the keys and values of an encoder's positions."""
+        """Operations for each sequence in the keys and values of an encoder's positions."""
         passes = 1 + self._differentiated * self.cross_gradients + self.trainable + self._again
         return float(passes * self.layers * 4 * self.hidden * self._width * (self.cross_positions or 0))
 
     def _layers(self) -> float:
-        """Operations a position in all layers, forward, without attention."""
+        """Operations for each position in all layers, forward, without attention."""
         shared = self.kv_heads / self.heads if self.heads and self.kv_heads else 1.0
         projections = 4 * self.hidden * self._width * (1 + shared)
         ffn = (6 if self.gated else 4) * self.hidden
@@ -196,7 +195,7 @@ class TransformerCost:
         return dense * (projections + ffn * self.ffn) + (self.layers - dense) * (projections + ffn * experts + router)
 
     def _attention(self) -> tuple[float, float, tuple[tuple[int, float], ...]]:
-        """Operations a pair of positions: (quadratic, constant, windows)."""
+        """Operations for each pair of positions: (quadratic, constant, windows)."""
         passes = self._attention_passes
         pair = (2 if self.causal else 4) * self._width
         windowed = self._window_layers
@@ -207,7 +206,7 @@ class TransformerCost:
             return quadratic, sequence, ()
         if not self.causal:
             return quadratic, sequence, ((self.window, in_windows),)
-        # A sliding window is a mixture of windows: l*l - (l - w)**2 pairs past w, within 1/8 (see the class).
+        # A sliding window is approximated by two windows: l*l - (l - w)**2 pairs above w, within 1/8 (see the class).
         near, far = -(-3 * self.window // 2), 6 * self.window
         return quadratic, sequence, ((near, in_windows * 8 / 9), (far, in_windows / 9))
 
@@ -218,7 +217,7 @@ class TransformerCost:
 
     @property
     def _again(self) -> int:
-        """Times the layers are recomputed."""
+        """How often the layers are recomputed."""
         return self._differentiated if self.recompute in (True, "full") else 0
 
     @property
@@ -241,7 +240,7 @@ class TransformerCost:
     def _check_together(self) -> None:
         if self.connector_first_macs > self.connector_macs:
             raise ValueError(
-                f"TransformerCost.connector_first_macs={self.connector_first_macs} are some of"
+                f"TransformerCost.connector_first_macs={self.connector_first_macs} must be at most"
                 f" connector_macs={self.connector_macs}"
             )
         if self.kv_heads is not None and (self.heads is None or self.heads % self.kv_heads):
@@ -258,7 +257,7 @@ class TransformerCost:
 
 
 def _checked_share(value: Any, name: str) -> bool | float:
-    """A flag, or a number from 0 to 1."""
+    """Return a flag, or a number from 0 to 1."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return checked_flag(value, name)
     if not 0 <= value <= 1:

@@ -48,7 +48,7 @@ for ranks in (1, 4):
     answer.append(pack_micro_steps(lengths, lengths.sum() // 2, 3, table, num_ranks=ranks).tolist())
 for ways in ([(slice(None), 4)], [(slice(0, 24), 2), (slice(24, None), 2)]):
     for one in candidate_packings(lengths[:, None], np.array([lengths.sum() // 6]), 3, table, ways, 18):
-        answer += [one.bins.tolist(), one.rank.tolist(), one.promise]
+        answer += [one.bins.tolist(), one.rank.tolist(), one.estimate]
 for cost in (PhaseCost(0.3, 0.001), PhaseCost(0.3, 0.001, windows=((64, 0.1), (1000, 0.01)))):
     answer.append(CostModel(llm=cost).sequence_costs("llm", lengths).tolist())
     answer.append(numbers(balance_padded(lengths, 5, cost)))

@@ -122,7 +122,7 @@ def test_a_cost_model_takes_seconds(truth: PhaseCost) -> None:
         ([10, 20, 30], [1.0, 2.0, float("inf")], r"seconds\[2\] is inf"),
         ([10, 20, 30], [0.0, 2.0, 3.0], r"seconds\[0\] is 0.0"),
         ([10, 20, 30], [1, -2, 3], r"seconds\[1\] is -2.0"),
-        ([10, 20, 30], [1.0, 2.0, 5e-324], r"seconds\[2\] is 5e-324, too small beside 2.0"),
+        ([10, 20, 30], [1.0, 2.0, 5e-324], r"seconds\[2\] is 5e-324, too small compared to 2.0"),
         ([10, 20, 30], ["1", "2", "3"], "seconds must be numbers"),
         ([10, 20, 30], [[1.0, 2.0, 3.0]], r"seconds must be numbers \(num_samples,\), got shape \(1, 3\)"),
         ([10, 20, 30], [True, True, True], "seconds must be numbers"),

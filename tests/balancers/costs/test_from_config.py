@@ -195,8 +195,8 @@ def test_models_that_nobody_knows_are_read_by_the_usual_keys() -> None:
     ("config", "phase", "message"),
     [
         (3, None, "must be a mapping or have to_dict, got int"),
-        ({}, None, "say which phase of the config: it has none of the keys"),
-        (QWEN2_5_VL, None, "say which phase of the config: it describes image, llm"),
+        ({}, None, "pass the phase of the config: it has none of the keys"),
+        (QWEN2_5_VL, None, "pass the phase of the config: it describes image, llm"),
         (LLAMA, "image", "no phase 'image': it describes llm"),
         (WHISPER, "llm", "no phase 'llm': it describes audio"),
         (without(LLAMA, "num_attention_heads"), None, r"\(llama\) has no num_attention_heads or n_head.*heads=\.\.\."),
