@@ -10,10 +10,10 @@ from orchdata.native.jit import kernel
 
 @kernel
 def first_invalid(costs: NDArray[np.int64], max_total: int) -> tuple[int, bool]:
-    """First sample with a negative cost, or at which the running sum passes `max_total`.
+    """Return the first sample with a negative cost, or at which the running sum exceeds `max_total`.
 
     Returns:
-        (sample or -1, whether it was the sum).
+        (sample or -1, whether the sum exceeds).
     """
     room = np.int64(max_total)
     for sample in range(costs.shape[0]):

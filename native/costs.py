@@ -4,7 +4,7 @@ A sequence of l positions costs (a*l + b*l*l + sum of b_i*l*min(l, w_i) + c) >> 
 fixed point, so that a small quadratic coefficient keeps its precision. All in int64, without fastmath: equal on every
 machine.
 
-`windows` is int64 (num_windows, 2): of each attention window its positions w_i and its quantised coefficient b_i.
+`windows` is int64 (num_windows, 2): the positions w_i and the quantised coefficient b_i of each attention window.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Coefficients: TypeAlias = tuple[int, int, int, NDArray[np.int64]]
 
 @kernel
 def room_after(room: int, coefficient: int, length: int, reach: int) -> int:
-    """What coefficient*length*reach leaves of `room`; -1 where it does not fit. It divides: products may overflow."""
+    """Return room - coefficient*length*reach; -1 if it does not fit. It divides, as products may overflow."""
     if room < 0 or coefficient > room // length // reach:
         return np.int64(-1)
     return room - coefficient * length * reach
@@ -33,7 +33,7 @@ def room_after(room: int, coefficient: int, length: int, reach: int) -> int:
 
 @kernel
 def longest_sequence(linear: int, quadratic: int, constant: int, windows: NDArray[np.int64]) -> int:
-    """Most positions whose cost before the shift stays within 2**62, at most 2**31 - 1."""
+    """Return the most positions with a cost before the shift within 2**62, at most 2**31 - 1."""
     low = np.int64(0)
     high = np.int64((1 << 31) - 1)
     while low < high:
@@ -51,9 +51,9 @@ def longest_sequence(linear: int, quadratic: int, constant: int, windows: NDArra
 
 @inlined
 def sequence_cost(length: int, linear: int, quadratic: int, constant: int, windows: NDArray[np.int64]) -> int:
-    """Cost of one sequence; the caller has checked its length."""
+    """Return the cost of one sequence; the caller has checked its length."""
     total = linear * length + quadratic * length * length + constant
-    if windows.shape[0] > 0:  # Asked outside of the loop by the compiler: without windows it is vectorised.
+    if windows.shape[0] > 0:  # The compiler moves this test out of the loop: without windows it is vectorised.
         for window in range(windows.shape[0]):
             total += windows[window, 1] * length * min(length, windows[window, 0])
     return max(np.int64(1), total >> COST_SHIFT) if length > 0 else np.int64(0)
@@ -63,7 +63,7 @@ def sequence_cost(length: int, linear: int, quadratic: int, constant: int, windo
 def sequence_costs(
     lengths: NDArray[np.int64], linear: int, quadratic: int, constant: int, windows: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Cost of each sequence of `lengths` positions.
+    """Return the cost of each sequence of `lengths` positions.
 
     Args:
         lengths: int64 (num_sequences,); 0 means the sequence is absent and costs 0.
@@ -97,13 +97,13 @@ def part_costs(
     constant: int,
     windows: NDArray[np.int64],
 ) -> NDArray[np.int64]:
-    """Cost of samples in an encoder phase: the sum over their parts of one modality, each its own sequence.
+    """Return the cost of samples in an encoder phase: the sum over their parts of one modality, each its own sequence.
 
     Args:
         rows: int64 (num_samples,), rows of the index.
         part_offsets: int64 (num_rows + 1,): the parts of row r are part_offsets[r] to part_offsets[r + 1].
         part_modality: uint8 (num_parts,).
-        part_positions: int32 (num_parts,), positions entering the encoder.
+        part_positions: int32 (num_parts,), positions that enter the encoder.
         modality: code of the encoder's modality.
         linear, quadratic, constant, windows: quantised coefficients, from `CostModel.coefficients`.
 
@@ -112,7 +112,7 @@ def part_costs(
 
     Raises:
         ValueError: a part too long for int64.
-        IndexError: a row, or the parts of one, outside of the arrays.
+        IndexError: a row, or its parts, outside of the arrays.
     """
     costs = np.zeros(rows.shape[0], np.int64)
     longest = longest_sequence(linear, quadratic, constant, windows)

@@ -1,4 +1,4 @@
-"""How kernels are compiled: without the interpreter's lock, and kept on disk where there is a place to write.
+"""How kernels are compiled: without the interpreter's lock, and cached on disk if a folder is writable.
 
 numba and its compiler take 40 MiB and half a second to import, and a training process that has worker processes may
 call no kernel at all. So a kernel is a `Kernel` until its first call, which imports numba and compiles it.
@@ -23,23 +23,23 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def kernel(function: Function) -> Function:
     """Compile a function for nopython mode, when it is first called.
 
-    numba keeps compiled code beside the source, or in NUMBA_CACHE_DIR or the user's cache folder. Where it may write
-    nowhere (a container with an unknown user) it refuses to: then each process compiles anew.
+    numba caches compiled code next to the source, or in NUMBA_CACHE_DIR or the user's cache folder. If none of them is
+    writable (a container with an unknown user), caching fails: then each process compiles again.
     """
     return cast(Function, Kernel(function, _compiled))
 
 
 def inlined(function: Function) -> Function:
-    """A piece of kernels, written into those that call it.
+    """Compile a function into the kernels that call it.
 
-    For pieces that take arrays inside of loops: a call counts references to each array, which keeps the loop from
-    being vectorised and may take ten times as long as what it computes.
+    For functions with array arguments inside of loops: a call counts references to each array, which prevents
+    vectorisation and may take ten times as long as the computation.
     """
     return cast(Function, Kernel(function, _inlined))
 
 
-# Held while numba is imported and kernels are made of it. A process that is forked meanwhile, or while another thread
-# compiles, would wait for a thread that it does not have: forking waits for both. Who compiles holds numba's own lock
+# Locked while numba is imported and kernels are created. A process that is forked meanwhile, or while another thread
+# compiles, would wait for a thread that it does not have: forking waits for both. Compiling takes numba's own lock
 # first, then this one.
 _making = threading.RLock()
 _compiling: Any = None
@@ -55,7 +55,7 @@ def _before_fork() -> None:
         locks = _locks()
         for lock in locks:
             lock.acquire()
-        if locks == _locks():  # numba was not imported while this waited, and is not until `_making` is released
+        if locks == _locks():  # numba was not imported while this waited, and will not be until `_making` is released
             return
         _release(locks)
 
@@ -69,18 +69,20 @@ def _release(locks: list[Any]) -> None:
         lock.release()
 
 
-# What is registered last comes first before a fork. The lock of `logging`, which importing numba takes, must come later
-# than ours: it is registered by that import.
+# Before a fork, the last registered function runs first. The lock of `logging`, which importing numba takes, must come
+# later than ours: that import registers it.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
 
 
 def load_numba() -> None:
-    """Import what compiles kernels and loads compiled ones, all of it.
+    """Import everything that compiles and loads kernels.
 
-    numba prepares itself at the first of all compilations. In a process that others are forked off, they share that.
+    numba prepares itself at the first compilation. Processes that are forked after that share it.
     """
-    config: Any = _numba().config  # first the whole: threads that import parts at once may find it half made
+    config: Any = (
+        _numba().config
+    )  # the whole package first: threads that import parts at the same time may see it incomplete
     from numba.core.compiler_lock import global_compiler_lock
     from numba.core.registry import cpu_target
 
@@ -92,7 +94,7 @@ def load_numba() -> None:
 
 @functools.cache
 def _numba() -> Any:
-    """numba, imported. What that raises is an ImportError that names it, or what `broken` makes of it."""
+    """Import numba. Errors are an ImportError that names it, or the result of `broken`."""
     global _compiling
     try:
         with _making:
@@ -100,7 +102,7 @@ def _numba() -> Any:
             from numba.core.compiler_lock import global_compiler_lock
             from numba.core.typing.typeof import typeof
 
-            cast(Any, typeof)(np.empty(0))  # the first array imports more, before any lock is taken
+            cast(Any, typeof)(np.empty(0))  # the first array imports more modules, before any lock is taken
             _compiling = global_compiler_lock
     except Exception as error:
         if broken is not None:
@@ -114,7 +116,7 @@ broken: Callable[[Exception], Exception] | None = None
 
 
 class Kernel:
-    """A function that numba has when it is first called, by Python or in another kernel that is compiled.
+    """A function that numba compiles when it is first called, by Python or by another compiled kernel.
 
     Attributes:
         py_func: the function.
@@ -129,21 +131,21 @@ class Kernel:
         return self.compiled()(*arguments, **named)
 
     def compiled(self) -> Any:
-        """numba's dispatcher; the function itself under NUMBA_DISABLE_JIT."""
-        found = self.__dict__.get("_compiled")
-        if found is None:
+        """Return numba's dispatcher, or the function itself under NUMBA_DISABLE_JIT."""
+        dispatcher = self.__dict__.get("_compiled")
+        if dispatcher is None:
             with _making:
-                found = self.__dict__.get("_compiled") or self._compile_it(self.py_func)
-                self.__dict__["_compiled"] = found
-        return found
+                dispatcher = self.__dict__.get("_compiled") or self._compile_it(self.py_func)
+                self.__dict__["_compiled"] = dispatcher
+        return dispatcher
 
     @property
     def _numba_type_(self) -> Any:
-        """By which numba knows it in another kernel."""
+        """The type by which numba finds it in another kernel."""
         return self.compiled()._numba_type_
 
     def __getattr__(self, name: str) -> Any:
-        # What protocols of Python look for, as copying does, also of one that is not made yet.
+        # Protocols of Python, such as copying, look for these also before the kernel is compiled.
         if name.startswith("__") or name in ("py_func", "_compile_it"):
             raise AttributeError(name)
         return getattr(self.compiled(), name)
@@ -151,7 +153,7 @@ class Kernel:
     def __reduce__(self) -> str | tuple[Any, ...]:
         name = self.py_func.__qualname__
         if getattr(sys.modules.get(self.py_func.__module__), name, None) is self:
-            return name  # as functions are: by where they are found
+            return name  # as functions do: by their name
         return _as_it_is, (self.compiled(),)
 
 
@@ -172,19 +174,19 @@ def _compiled(function: Callable[..., Any]) -> Any:
 
 
 def _stamp(compiled: Any) -> None:
-    """Have what is kept of a kernel be of all sources here: numba looks at its own file alone, and would call what it
-    compiled of a kernel in another file before that changed.
+    """Make a kernel's cache depend on all sources here: numba checks only the kernel's file, and would use old code of
+    a kernel in another file that has changed.
     """
-    held: Any = getattr(getattr(compiled, "_cache", None), "_cache_file", None)
-    if getattr(held, "_source_stamp", None) is not None:
-        held._source_stamp = (held._source_stamp, sources_stamp())
+    cache_file: Any = getattr(getattr(compiled, "_cache", None), "_cache_file", None)
+    if getattr(cache_file, "_source_stamp", None) is not None:
+        cache_file._source_stamp = (cache_file._source_stamp, sources_stamp())
 
 
 @functools.cache
 def sources_stamp() -> tuple[tuple[str, int, int], ...]:
-    """Path, size and time of change of each file of kernels."""
+    """Return path, size and time of change of each file of kernels."""
     root = Path(__file__).parent
-    files = [(path, path.stat()) for path in sorted(root.rglob("[!.]*.py"))]  # editors put hidden ones beside
+    files = [(path, path.stat()) for path in sorted(root.rglob("[!.]*.py"))]  # editors add hidden files
     return tuple((path.relative_to(root).as_posix(), stat.st_size, stat.st_mtime_ns) for path, stat in files)
 
 
@@ -193,7 +195,7 @@ def _inlined(function: Callable[..., Any]) -> Any:
 
 
 def _once_a_type(compiled: Any) -> Any:
-    """For types alone: called by a kernel with a constant, numba compiles it, and all it calls, for that value anew."""
+    """Compile for types only: for a kernel that passes a constant, numba would compile again for that value."""
     from numba.core.types import unliteral
 
     template = getattr(compiled, "get_call_template", None)

@@ -1,4 +1,4 @@
-"""Keys -> 64-bit hashes: the same on every machine, whatever lies beside a key."""
+"""Keys -> 64-bit hashes: the same on every machine, for any neighbours in memory."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ def _finished(value: np.uint64) -> np.uint64:
 
 @kernel
 def hash_keys(offsets: NDArray[np.int64], data: NDArray[np.uint8], seed: np.uint64, out: NDArray[np.uint64]) -> None:
-    """FNV-1a of each string, from a start that the seed is mixed into, with the finish of splitmix64.
+    """Write FNV-1a of each string, with the seed mixed into the start and the finish of splitmix64.
 
     Args:
-        offsets: int64 (n + 1,), where each begins and the last ends in `data`.
+        offsets: int64 (n + 1,), the start of each in `data`, and the end of the last.
         data: uint8, their bytes.
-        seed: other hashes for another one.
+        seed: another seed gives other hashes.
         out: uint64 (n,), written.
     """
     start = _finished(_START ^ seed)
     for i in range(out.size):
         value = start
-        for place in range(offsets[i], offsets[i + 1]):
-            value = (value ^ np.uint64(data[place])) * _PRIME
+        for at in range(offsets[i], offsets[i + 1]):
+            value = (value ^ np.uint64(data[at])) * _PRIME
         out[i] = _finished(value)

@@ -3,8 +3,8 @@
 One pass over the pixels: there are only 256 values a channel, so normalisation and rounding to bfloat16 are a lookup.
 
 Rows are in merge blocks: `merge` x `merge` consecutive patches form one merged token, blocks and the patches inside
-them run left to right, then down (as Qwen2-VL's). Values of a patch are ordered (channel, time, row, column), a picture
-being the same at all times, or each time having its own.
+them run left to right, then down (as Qwen2-VL's). Values of a patch are ordered (channel, time, row, column), with the
+same picture at all times, or a separate one for each.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from orchdata.native.jit import kernel
 def patchify(
     pixels: NDArray[np.uint8], patch: int, merge: int, table: NDArray[Any], out: NDArray[Any], repeats: int = 1
 ) -> None:
-    """Write the patches of an image, or of pictures that follow one another, into `out`.
+    """Write the patches of an image, or of consecutive pictures, into `out`.
 
     Args:
         pixels: (height, width, channels) or (times, height, width, channels), C-contiguous; sides are multiples of
@@ -28,7 +28,7 @@ def patchify(
         patch, merge: side of a patch in pixels, of a block in patches.
         table: (3, 256) value of each byte in each channel, of `out`'s dtype; see `channel_table`.
         out: (num_patches, 3 * times * repeats * patch * patch), C-contiguous; float32, uint16 (bfloat16 bits) or uint8.
-        repeats: how many times a picture lasts; of an image.
+        repeats: the number of times that a picture lasts; for an image.
     """
     times, (height, width, channels) = (len(pixels) if pixels.ndim == 4 else 1), pixels.shape[-3:]
     step = patch * merge
@@ -37,16 +37,16 @@ def patchify(
     expected = (height // patch * (width // patch), 3 * times * repeats * patch * patch)
     if out.shape != expected or table.shape != (3, 256) or table.dtype != out.dtype or not out.flags.c_contiguous:
         raise ValueError(f"out {out.shape} {out.dtype} should be {expected} of the table's {table.dtype}, C-contiguous")
-    # Pillow's arrays are read-only, which numba takes for a type of its own: make all of them one.
+    # Pillow's arrays are read-only, a separate type for numba: use one type for all.
     flat, table = pixels.reshape(-1), table.view()
     flat.flags.writeable = table.flags.writeable = False
     _patchify(flat, times, height, width, channels, patch, merge, table, out.reshape(-1), repeats)
 
 
 def channel_table(mean: tuple[float, ...], std: tuple[float, ...], dtype: str) -> NDArray[Any]:
-    """(3, 256): what each byte becomes in each channel, (byte / 255 - mean) / std; with "uint8" the byte itself.
+    """Return (3, 256): the value of each byte in each channel, (byte / 255 - mean) / std; for "uint8" the byte itself.
 
-    "bfloat16" gives the bits as uint16, rounded to nearest even.
+    For "bfloat16" these are the bits as uint16, rounded to nearest even.
     """
     levels = np.arange(256)
     if dtype == "uint8":
@@ -57,7 +57,7 @@ def channel_table(mean: tuple[float, ...], std: tuple[float, ...], dtype: str) -
 
 
 def bfloat16_bits(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """Bits of finite float32 values as bfloat16, rounded to nearest even."""
+    """Return the bits of finite float32 values as bfloat16, rounded to nearest even."""
     bits = values.view(np.uint32)
     return ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
 
@@ -75,7 +75,7 @@ def _patchify(
     out: NDArray[Any],
     repeats: int,
 ) -> None:
-    # Unsigned places in flat arrays, written from first to last: numba asks of every signed one whether it is below 0,
+    # Unsigned indices of flat arrays, written from first to last: numba tests every signed index for negative values,
     # and three streams of writes take longer than one. Both together take twice as long.
     side, block, area = np.uint64(patch), np.uint64(merge), np.uint64(patch * patch)
     wide, step = np.uint64(width * channels), np.uint64(channels)

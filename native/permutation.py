@@ -1,8 +1,8 @@
 """Keyed permutations of small and huge ranges: position -> sample, computed one by one, without a table.
 
 A permutation of [0, size) is a Feistel network on the rectangle a x b, a = ceil(sqrt(size)), b = ceil(size / a): rounds
-add a keyed hash of one coordinate to the other, which any hash makes a bijection (Black and Rogaway, "Ciphers with
-arbitrary finite domains", CT-RSA 2002). Values at or above `size` walk on along their cycle until they fall inside.
+add a keyed hash of one coordinate to the other, a bijection for any hash (Black and Rogaway, "Ciphers with
+arbitrary finite domains", CT-RSA 2002). Values at or above `size` follow their cycle until they are inside.
 
 `shuffled_rows` composes them into the order of an epoch: streams, blocks of 256 consecutive samples, windows of blocks.
 Everything is uint64: numba turns uint64 with int64 into float64.
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from orchdata.native.jit import kernel
 
-BLOCK = 256  # consecutive samples that are moved together before a window mixes them
+BLOCK = 256  # consecutive samples that move together before a window mixes them
 
 # Even numbers. A round moves little where the sides are short: below 24, chi-square sees a bias on ranges of up to 8.
 _SMALL, _SMALL_ROUNDS, _ROUNDS = np.uint64(64), 24, 6
@@ -30,7 +30,7 @@ _SHIFT_A, _SHIFT_B, _SHIFT_C = np.uint64(30), np.uint64(27), np.uint64(31)
 
 @kernel
 def derive_key(key: np.uint64, value: np.uint64) -> np.uint64:
-    """Key of child `value` under `key`: a splitmix64 step (Steele, Lea, Flood 2014), distinct for every value."""
+    """Return the key of child `value` of `key`: a splitmix64 step (Steele, Lea, Flood 2014), distinct for all."""
     x = (key ^ (value * _GOLDEN)) + _GOLDEN
     x = (x ^ (x >> _SHIFT_A)) * _MIX_A
     x = (x ^ (x >> _SHIFT_B)) * _MIX_B
@@ -39,7 +39,7 @@ def derive_key(key: np.uint64, value: np.uint64) -> np.uint64:
 
 @kernel
 def _hash32(value: np.uint64, key: np.uint64) -> np.uint64:
-    """32 hashed bits."""
+    """Return 32 hashed bits."""
     x = (value + key) * _MIX_A
     x = (x ^ (x >> _SHIFT_C)) * _MIX_B
     return x >> _HALF
@@ -47,7 +47,7 @@ def _hash32(value: np.uint64, key: np.uint64) -> np.uint64:
 
 @kernel
 def _side(size: np.uint64) -> np.uint64:
-    """ceil(sqrt(size)), exactly."""
+    """Return ceil(sqrt(size)), exactly."""
     side = np.uint64(np.sqrt(np.float64(size)))
     while side * side < size:
         side += _ONE
@@ -73,7 +73,7 @@ def _permute_one(value: np.uint64, size: np.uint64, a: np.uint64, b: np.uint64, 
         value = right * a + left
         if value < size:
             break
-    # Rounds on odd sides are even permutations only, which small ranges show: half of the keys swap 0 and 1.
+    # Rounds on odd sides are only even permutations, a bias of small ranges: half of the keys swap 0 and 1.
     if value <= _ONE and size > _ONE and key >> _SIGN == _ONE:
         value ^= _ONE
     return value
@@ -90,22 +90,22 @@ def permute(size: np.uint64, key: np.uint64, values: NDArray[np.uint64]) -> None
 
 @kernel
 def odd_slot(stream_key: np.uint64, slots: np.uint64) -> np.uint64:
-    """Where the block that is not whole stands among the blocks of its stream."""
+    """Return the slot of the incomplete block among the blocks of its stream."""
     return derive_key(stream_key, _THREE) % slots
 
 
 @kernel
 def _start_of(slot: np.uint64, odd: np.uint64, rest: np.uint64) -> np.uint64:
-    """Samples in the slots before one; slot `odd` has `rest`, the others whole blocks."""
+    """Return the number of samples in the slots before one; slot `odd` has `rest`, the others whole blocks."""
     return slot * _BLOCK if slot <= odd else (slot - _ONE) * _BLOCK + rest
 
 
 @kernel
-def _slot_of(place: np.uint64, odd: np.uint64, rest: np.uint64) -> np.uint64:
-    """The slot that a place of a stream is in."""
-    if place < odd * _BLOCK:
-        return place // _BLOCK
-    return odd if place < odd * _BLOCK + rest else (place - rest) // _BLOCK + _ONE
+def _slot_of(offset: np.uint64, odd: np.uint64, rest: np.uint64) -> np.uint64:
+    """Return the slot of an offset in a stream."""
+    if offset < odd * _BLOCK:
+        return offset // _BLOCK
+    return odd if offset < odd * _BLOCK + rest else (offset - rest) // _BLOCK + _ONE
 
 
 @kernel
@@ -120,9 +120,9 @@ def shuffled_rows(
     """Write the samples at positions start, start + 1, ... to `out` (n,): a permutation of [0, num_samples) by `key`.
 
     Position p belongs to stream p % streams. A stream is a contiguous range of samples, cut into blocks from its first
-    sample on: whole ones, and a last one of what is left. Whole blocks are permuted, the last one stands among them at
-    a keyed slot; each `window` of slots (as equal in number as may be, never more) is one range whose samples are
-    permuted. So a window holds whole blocks, whatever the key, and sums over blocks give sums over windows.
+    sample on: whole ones, and an incomplete last one. Whole blocks are permuted, the last one is among them at a keyed
+    slot; each `window` of slots (as equal in number as possible, never more) is one range of samples that are permuted.
+    So a window has whole blocks for any key, and sums over blocks give sums over windows.
     """
     stop = start + np.uint64(out.shape[0])
     for stream in range(streams):
@@ -138,7 +138,7 @@ def shuffled_rows(
         block_key = derive_key(stream_key, _ONE)
         window_key = derive_key(stream_key, _TWO)
         blocks, rest = length // _BLOCK, length % _BLOCK
-        slots, odd = blocks, blocks  # `odd`: the slot of the block that is not whole
+        slots, odd = blocks, blocks  # `odd`: the slot of the incomplete block
         if rest > _ZERO:
             slots = blocks + _ONE
             odd = odd_slot(stream_key, slots)
@@ -160,13 +160,13 @@ def shuffled_rows(
                 a = _side(size)
                 b = (size + a - _ONE) // a
                 here_key = derive_key(window_key, this)
-            place = low + _permute_one(index - low, size, a, b, here_key)
-            slot = _slot_of(place, odd, rest)
+            offset = low + _permute_one(index - low, size, a, b, here_key)
+            slot = _slot_of(offset, odd, rest)
             block = blocks
             if slot < odd:
                 block = _permute_one(slot, blocks, block_a, block_b, block_key)
             elif slot > odd:
                 block = _permute_one(slot - _ONE, blocks, block_a, block_b, block_key)
-            out[at] = begin + block * _BLOCK + place - _start_of(slot, odd, rest)
+            out[at] = begin + block * _BLOCK + offset - _start_of(slot, odd, rest)
             index += _ONE
             at += streams

@@ -12,7 +12,7 @@ from orchdata.native.jit import kernel
 def descending_order(costs: NDArray[np.int64]) -> NDArray[np.int32]:
     """Sort by (cost descending, position ascending), by a least-significant-digit radix sort.
 
-    A radix sort is stable, so no unique key is needed: the whole 63 bits are left to the cost.
+    A radix sort is stable, so no unique key is needed: the cost has all 63 bits.
 
     Args:
         costs: int64 (num_samples,), at least 0.
@@ -51,12 +51,12 @@ def descending_order(costs: NDArray[np.int64]) -> NDArray[np.int32]:
 
 @kernel
 def present_descending(costs: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """Samples that cost anything, from the largest: positions int32 (num_present,) and costs int64 (num_present,)."""
+    """Return samples with a cost, from the largest: positions int32 (num_present,), costs int64 (num_present,)."""
     order = descending_order(costs)
     num_present = order.shape[0]
     while num_present > 0 and costs[order[num_present - 1]] == 0:
         num_present -= 1
     descending = np.empty(num_present, np.int64)
-    for place in range(num_present):
-        descending[place] = costs[order[place]]
+    for position in range(num_present):
+        descending[position] = costs[order[position]]
     return order[:num_present], descending

@@ -1,4 +1,4 @@
-"""Complex spectra -> their real and imaginary parts apart, as vectors take them."""
+"""Complex spectra -> separate real and imaginary parts, for vector instructions."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def split_complex(values: NDArray[np.float32], real: NDArray[np.float32], imagin
     """Write the parts of complex numbers.
 
     Args:
-        values: (2 * n,), real and imaginary parts in turn.
-        real, imaginary: (n,), written in whole.
+        values: (2 * n,), alternating real and imaginary parts.
+        real, imaginary: (n,), written.
     """
     for at in range(np.uint64(len(real))):
         real[at] = values[at + at]

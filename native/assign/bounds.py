@@ -11,9 +11,9 @@ from orchdata.native.sorting import descending_order
 
 @kernel
 def strong_lower_bound(descending: NDArray[np.int64], num_ranks: int) -> int:
-    """No assignment has a smaller makespan than this.
+    """Return a lower bound of the makespan of any assignment.
 
-    The mean, rounded up; and, as among the k*m+1 largest some rank holds k+1, the sum of the k+1 smallest of those.
+    The mean, rounded up; and, as some rank has k+1 of the k*m+1 largest, the sum of the k+1 smallest of those.
 
     Args:
         descending: int64 (num_samples,), costs from the largest.
@@ -24,8 +24,8 @@ def strong_lower_bound(descending: NDArray[np.int64], num_ranks: int) -> int:
     """
     num_samples = descending.shape[0]
     sums = np.zeros(num_samples + 1, np.int64)
-    for place in range(num_samples):
-        sums[place + 1] = sums[place] + descending[place]
+    for position in range(num_samples):
+        sums[position + 1] = sums[position] + descending[position]
     bound = (sums[num_samples] + num_ranks - 1) // num_ranks
     extra = 0
     while extra * num_ranks < num_samples:
@@ -37,32 +37,32 @@ def strong_lower_bound(descending: NDArray[np.int64], num_ranks: int) -> int:
 
 @kernel
 def equal_count_bound(descending: NDArray[np.int64], num_ranks: int) -> int:
-    """No assignment with equal counts has a smaller makespan than this.
+    """Return a lower bound of the makespan of any assignment with equal counts.
 
-    Where the g largest samples are on different ranks, each of those holds k-1 more, at best the g*(k-1) smallest of
-    all: the mean over the g ranks is a bound. Otherwise a rank holds two of the g largest, and k-2 more.
+    If the g largest samples are on different ranks, each of those ranks has k-1 more, at best the g*(k-1) smallest of
+    all: the mean over the g ranks is a bound. Otherwise a rank has two of the g largest, and k-2 more.
 
     Args:
-        descending: int64 (num_samples,), costs from the largest; each rank holds at least k = num_samples // num_ranks.
+        descending: int64 (num_samples,), costs from the largest; each rank has at least k = num_samples // num_ranks.
         num_ranks: at least 1.
     """
     num_samples = descending.shape[0]
-    held = num_samples // num_ranks
-    if held == 0:
+    count = num_samples // num_ranks
+    if count == 0:
         return descending[0] if num_samples > 0 else np.int64(0)
     bound = np.int64(0)
     together = np.int64(0)
     smallest = num_samples
     companions = np.int64(0)  # The cheapest k-2 samples.
-    for place in range(num_samples - max(held - 2, 0), num_samples):
-        companions += descending[place]
+    for position in range(num_samples - max(count - 2, 0), num_samples):
+        companions += descending[position]
     for group in range(1, num_ranks + 1):
         together += descending[group - 1]
-        for _companion in range(held - 1):
+        for _companion in range(count - 1):
             smallest -= 1
             together += descending[smallest]
         spread = (together + group - 1) // group
-        if group > 1 and held > 1:
+        if group > 1 and count > 1:
             spread = min(spread, descending[group - 2] + descending[group - 1] + companions)
         bound = max(bound, spread)
     return bound
@@ -70,10 +70,10 @@ def equal_count_bound(descending: NDArray[np.int64], num_ranks: int) -> int:
 
 @kernel
 def common_divisor(descending: NDArray[np.int64]) -> int:
-    """The greatest common divisor of all costs: loads are multiples of it."""
+    """Return the greatest common divisor of all costs: loads are multiples of it."""
     divisor = np.int64(0)
-    for place in range(descending.shape[0] - 1, -1, -1):
-        other = descending[place]
+    for position in range(descending.shape[0] - 1, -1, -1):
+        other = descending[position]
         while other > 0:
             divisor, other = other, divisor % other
         if divisor == 1:
@@ -83,7 +83,7 @@ def common_divisor(descending: NDArray[np.int64]) -> int:
 
 @kernel
 def phase_bounds(costs: NDArray[np.int64], num_ranks: int) -> NDArray[np.int64]:
-    """Lower bound of the largest load of each phase, int64 (num_phases,), of costs (num_items, num_phases)."""
+    """Return a lower bound of the largest load of each phase, int64 (num_phases,), of costs (num_items, num_phases)."""
     bounds = np.empty(costs.shape[1], np.int64)
     for p in range(costs.shape[1]):
         column = costs[:, p].copy()

@@ -1,4 +1,4 @@
-"""Joint balancing kernel, whole: costs of several phases and caps -> rank of each sample, in each group of ranks."""
+"""The whole joint balancing kernel: costs of several phases and caps -> rank of each sample, in each group of ranks."""
 
 from __future__ import annotations
 
@@ -26,20 +26,21 @@ def solve_joint(
     good_part: int,
     pairs: float,
 ) -> NDArray[np.int32]:
-    """One rank for each sample: lowers the sum over phases of the largest load, in each group of ranks by itself.
+    """Return one rank for each sample: lower the sum over phases of the largest load, in each group of ranks.
 
     Args:
-        costs: int64 (num_samples, num_phases), the samples of a group beside each other.
+        costs: int64 (num_samples, num_phases), with adjacent samples of a group.
         sizes: int64 (num_samples, num_caps), and
-        caps: int64 (num_caps,), at least 1: what the samples of a rank may sum to; kept where that is found.
-        given: int32 (num_samples,), an assignment to start from: the result is not worse, but where that breaks a cap.
-        within: int32 (num_samples,), an assignment that keeps the caps: they are then kept; or empty.
+        caps: int64 (num_caps,), at least 1: most that the sizes of a rank may sum to; kept if the search finds a way.
+        given: int32 (num_samples,), an assignment to start from: the result is not worse, unless the start breaks a
+            cap.
+        within: int32 (num_samples,), an assignment that keeps the caps, then the result does too; or empty.
         offsets: int64 (num_groups + 1,), the samples of each group. Its ranks count from 0 in all assignments.
         group_sizes: int64 (num_groups,), ranks of each.
-        primary: index of the phase all samples take part in.
-        max_samples: samples a rank may hold; with equal_count it does not bind.
+        primary: index of the phase that all samples take part in.
+        max_samples: most samples of a rank; with equal_count it does not bind.
         equal_count: counts differ by at most one, as they do in `given`.
-        good_part: peaks that are this part above their bounds, or less, are searched no further.
+        good_part: the search ends when peaks are at most this part above their bounds.
         pairs: to look at, for each pair of samples that share a rank.
 
     Returns:
@@ -58,7 +59,7 @@ def solve_joint(
         budget = np.int64(min(pairs * (num_samples * num_samples // num_ranks), 1e18))
         first = given[start:stop].copy()
         rank = solve_barrier(mine, first, num_ranks, primary, bounds, limit, extras, equal_count, good, budget).copy()
-        # Within the caps first with the peaks that this has, then from what keeps them.
+        # First move within the caps with the peaks of this rank, then start from the assignment that keeps them.
         for start_again in range(2):
             above = above_caps(weights, caps, rank, num_ranks)
             if above == 0 or (start_again == 1 and within.shape[0] == 0):

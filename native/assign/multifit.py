@@ -1,7 +1,7 @@
 """MULTIFIT kernel: descending costs and a range of capacities -> an assignment that fits the smallest one found.
 
-Bisects the capacity and packs first-fit decreasing (Coffman, Garey and Johnson 1978). Good where ranks hold two to four
-large samples each, where longest-first greedy is at its worst.
+Bisects the capacity and packs first-fit decreasing (Coffman, Garey and Johnson 1978). Good where ranks have two to four
+large samples each, the worst case of longest-first greedy.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from orchdata.native.jit import kernel
 def first_fit(
     descending: NDArray[np.int64], num_ranks: int, capacity: int, limit: int, owner: NDArray[np.int32]
 ) -> bool:
-    """Pack each sample into the first rank with room for it; False where one does not fit.
+    """Pack each sample into the first rank with room for it. Return False if one does not fit.
 
     Args:
         descending: int64 (num_samples,), costs from the largest.
         num_ranks: bins.
         capacity: largest load of a rank.
-        limit: samples a rank may hold.
+        limit: most samples of a rank.
         owner: int32 (num_samples,), written.
     """
     leaves = 1
@@ -34,8 +34,8 @@ def first_fit(
     tree[leaves : leaves + num_ranks] = capacity
     for node in range(leaves - 1, 0, -1):
         tree[node] = max(tree[2 * node], tree[2 * node + 1])
-    for place in range(descending.shape[0]):
-        cost = descending[place]
+    for position in range(descending.shape[0]):
+        cost = descending[position]
         if tree[1] < cost:
             return False
         node = 1
@@ -44,7 +44,7 @@ def first_fit(
             if tree[node] < cost:
                 node += 1
         rank = node - leaves
-        owner[place] = rank
+        owner[position] = rank
         counts[rank] += 1
         tree[node] = tree[node] - cost if counts[rank] < limit else -1
         node //= 2
@@ -69,7 +69,7 @@ def multifit(
     """Bisect the capacity between `lower` (may fit) and `upper` (need not be beaten).
 
     Returns:
-        int32 (num_samples,): an assignment with a makespan below `upper`; empty where none was found.
+        int32 (num_samples,): an assignment with a makespan below `upper`; empty if there is none.
     """
     num_samples = descending.shape[0]
     best = np.empty(0, np.int32)

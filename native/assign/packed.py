@@ -1,7 +1,7 @@
-"""Packed balancing kernels: costs -> rank of each sample, by longest-first greedy, refined where that is not enough.
+"""Packed balancing kernels: costs -> rank of each sample, by longest-first greedy, refined if that is not enough.
 
-Samples are named by their place in descending order of cost. Everything is integer arithmetic with a total order: the
-result is the same on every machine.
+Samples are numbered by their position in descending order of cost. Everything is integer arithmetic with a total order:
+the result is the same on every machine.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def longest_first(
 ) -> NDArray[np.int32]:
     """Give each sample, from the largest, to the least loaded rank that has room (LPT; Graham 1969).
 
-    Ties go to the lower count, then to the lower rank. Where load, count and rank do not fit into 63 bits together,
+    Ties go to the lower count, then to the lower rank. If load, count and rank do not fit into 63 bits together,
     loads are compared without their lowest bits.
 
     Args:
         descending: int64 (num_samples,), costs from the largest.
-        limit: samples a rank may hold.
-        extras: how many ranks may hold one more than that.
+        limit: most samples of a rank.
+        extras: number of ranks that may have one more.
         loads: int64 (num_ranks,), written.
         counts: int32 (num_ranks,), written.
 
@@ -48,8 +48,8 @@ def longest_first(
     loads[:] = 0
     counts[:] = 0
     total = np.int64(0)
-    for place in range(num_samples):
-        total += descending[place]
+    for position in range(num_samples):
+        total += descending[position]
     rank_bits = bit_length(num_ranks - 1)
     low_bits = rank_bits + bit_length(min(limit + 1, num_samples))
     largest = descending[0] if num_samples > 0 else np.int64(0)
@@ -60,16 +60,16 @@ def longest_first(
     leaves = 1 << rank_bits
     tree = np.empty(2 * leaves, np.int64)
     tournament(np.arange(num_ranks), tree)
-    for place in range(num_samples):
+    for position in range(num_samples):
         rank = tree[1] & rank_mask
-        # Ranks at the limit may hold one more only while there are extras left.
+        # Ranks at the limit may take one more only while there are extras left.
         while counts[rank] == limit and extras == 0:
             replay(tree, leaves + rank, NEVER)
             rank = tree[1] & rank_mask
         if counts[rank] == limit:
             extras -= 1
-        owner[place] = rank
-        loads[rank] += descending[place]
+        owner[position] = rank
+        loads[rank] += descending[position]
         counts[rank] += 1
         key = ((loads[rank] >> shift) << low_bits) | (np.int64(counts[rank]) << rank_bits) | rank
         replay(tree, leaves + rank, key if counts[rank] <= limit else NEVER)
@@ -83,12 +83,12 @@ def recount(
     loads: NDArray[np.int64],
     counts: NDArray[np.int32],
 ) -> None:
-    """Loads and counts of an assignment, written into `loads` and `counts`."""
+    """Write the loads and counts of an assignment into `loads` and `counts`."""
     loads[:] = 0
     counts[:] = 0
-    for place in range(owner.shape[0]):
-        loads[owner[place]] += descending[place]
-        counts[owner[place]] += 1
+    for position in range(owner.shape[0]):
+        loads[owner[position]] += descending[position]
+        counts[owner[position]] += 1
 
 
 @kernel
@@ -100,8 +100,8 @@ def solve(
     Args:
         costs: int64 (num_samples,), at least 0, with a sum of at most 2**62.
         num_ranks: at least 1.
-        max_samples: samples a rank may hold; with equal_count it does not bind.
-        max_cost: load to stay below where possible; 0 for none.
+        max_samples: most samples of a rank; with equal_count it does not bind.
+        max_cost: load to stay below if possible; 0 for none.
         equal_count: counts differ by at most one.
         tolerance: relative distance to the lower bound that is good enough.
 
@@ -140,6 +140,6 @@ def solve(
     if loads.max() > target:
         resplit(descending, owner, loads, counts, target, moves_limit, search_budget(num_samples, num_ranks))
     rank = np.full(costs.shape[0], np.int32(-1))
-    for place in range(num_samples):
-        rank[order[place]] = owner[place]
+    for position in range(num_samples):
+        rank[order[position]] = owner[position]
     return rank, loads, bound

@@ -1,6 +1,6 @@
 """Padded balancing kernels: lengths -> rank of each sample, where a rank costs its count times its longest sample.
 
-Samples are named by their place in descending order of length; each rank holds consecutive places.
+Samples are numbered by their position in descending order of length; each rank has consecutive positions.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def aligned_costs(
     multiple_of: int,
     coefficients: Coefficients,
 ) -> NDArray[np.int64]:
-    """Cost of one row as long as each sample, aligned up to `multiple_of`.
+    """Return the cost of one row as long as each sample, aligned up to `multiple_of`.
 
     Args:
         lengths: int64 (num_samples,), not too long for int64 once aligned.
@@ -35,13 +35,13 @@ def aligned_costs(
     costs = np.empty(order.shape[0], np.int64)
     previous = np.int64(-1)
     cost = np.int64(0)
-    for place in range(order.shape[0]):
-        length = lengths[order[place]]
+    for position in range(order.shape[0]):
+        length = lengths[order[position]]
         if length != previous:
             aligned = (length + multiple_of - 1) // multiple_of * multiple_of
             cost = np.int64(sequence_cost(aligned, linear, quadratic, constant, windows))
             previous = length
-        costs[place] = cost
+        costs[position] = cost
     return costs
 
 
@@ -53,10 +53,10 @@ def fill(costs: NDArray[np.int64], num_ranks: int, capacity: int, limit: int) ->
         costs: int64 (num_samples,), from the largest, at least 1.
         num_ranks: at least 1.
         capacity: largest load, at least the largest cost.
-        limit: samples a rank may hold.
+        limit: most samples of a rank.
 
     Returns:
-        (samples taken, largest load, smallest capacity above at which a rank would take more: all below fail alike).
+        (samples taken, largest load, smallest larger capacity at which a rank would take more: all below fail too).
     """
     num_samples = costs.shape[0]
     taken = np.int64(0)
@@ -76,12 +76,12 @@ def fill(costs: NDArray[np.int64], num_ranks: int, capacity: int, limit: int) ->
 
 @kernel
 def smallest_capacity(costs: NDArray[np.int64], num_ranks: int, limit: int) -> int:
-    """Smallest load within which the ranks take all samples, by bisection over the loads that occur.
+    """Return the smallest capacity at which the ranks take all samples, by bisection over the loads that occur.
 
     Args:
         costs: int64 (num_samples,), from the largest, at least 1; num_samples * costs[0] within 2**62.
         num_ranks: at least 1.
-        limit: samples a rank may hold; num_ranks * limit is at least num_samples.
+        limit: most samples of a rank; num_ranks * limit is at least num_samples.
 
     Returns:
         The largest load of the best assignment; 0 without samples.
@@ -89,7 +89,7 @@ def smallest_capacity(costs: NDArray[np.int64], num_ranks: int, limit: int) -> i
     num_samples = costs.shape[0]
     if num_samples == 0:
         return np.int64(0)
-    # Without any padding the ranks would share this.
+    # The even share without any padding.
     low = max(costs[0], (costs.sum() + num_ranks - 1) // num_ranks)
     enough = num_samples * costs[0]
     width = 1 + (low >> 6)
@@ -112,10 +112,10 @@ def smallest_capacity(costs: NDArray[np.int64], num_ranks: int, limit: int) -> i
 
 @kernel
 def smallest_limit(costs: NDArray[np.int64], num_ranks: int, capacity: int, limit: int) -> int:
-    """Smallest number of samples a rank may hold such that the ranks still take all within the capacity.
+    """Return the smallest limit of samples of a rank at which the ranks still take all within the capacity.
 
     Returns:
-        From ceil(num_samples / num_ranks), but at least 1, to `limit`, at which they do.
+        From ceil(num_samples / num_ranks), but at least 1, to `limit`, which is enough.
     """
     num_samples = costs.shape[0]
     low = max(np.int64(1), np.int64((num_samples + num_ranks - 1) // num_ranks))
@@ -137,51 +137,50 @@ def smallest_limit(costs: NDArray[np.int64], num_ranks: int, capacity: int, limi
 
 @kernel
 def earliest_ends(costs: NDArray[np.int64], num_ranks: int, capacity: int, limit: int) -> NDArray[np.int64]:
-    """Fewest places that the ranks before each rank must take for the others to take the rest.
+    """Return the fewest samples that the ranks before each rank must take for the others to take the rest.
 
     Returns:
-        int64 (num_ranks + 1,); the first is 0 where the capacity and the limit can hold.
+        int64 (num_ranks + 1,); the first is 0 if the capacity and the limit are possible.
     """
     ends = np.empty(num_ranks + 1, np.int64)
-    place = np.int64(costs.shape[0])
-    ends[num_ranks] = place
+    position = np.int64(costs.shape[0])
+    ends[num_ranks] = position
     for rank in range(num_ranks - 1, -1, -1):
-        end = place
-        while place > 0 and end - place < limit and (end - place + 1) * costs[place - 1] <= capacity:
-            place -= 1
-        ends[rank] = place
+        end = position
+        while position > 0 and end - position < limit and (end - position + 1) * costs[position - 1] <= capacity:
+            position -= 1
+        ends[rank] = position
     return ends
 
 
 @kernel
 def level(costs: NDArray[np.int64], num_ranks: int, capacity: int, limit: int) -> NDArray[np.int64]:
-    """Share the places out so that loads are about the mean of what is left, and no rank is empty without need.
+    """Share the samples out so that loads are about the mean of the rest, and no rank is empty without need.
 
     Args:
         costs: int64 (num_samples,), from the largest.
         num_ranks: at least 1.
-        capacity: largest load, and
-        limit: largest number of samples; together they can hold.
+        capacity, limit: largest load and number of samples of a rank; together they are possible.
 
     Returns:
-        int64 (num_ranks + 1,): rank r holds the places from entry r to entry r + 1.
+        int64 (num_ranks + 1,): rank r has the positions from entry r to entry r + 1.
     """
     num_samples = costs.shape[0]
     ends = earliest_ends(costs, num_ranks, capacity, limit)
     rest = costs.sum()
-    place = np.int64(0)
+    position = np.int64(0)
     ends[0] = 0
     for rank in range(num_ranks):
         others = num_ranks - rank - 1
-        start = place
+        start = position
         if start < num_samples:
             cost = costs[start]
             most = min(np.int64(limit), capacity // cost, max(np.int64(1), num_samples - start - others))
             nearest = (rest // (others + 1) + cost // 2) // cost
-            place = start + min(most, max(nearest, ends[rank + 1] - start, np.int64(1)))
-        for taken in range(start, place):
+            position = start + min(most, max(nearest, ends[rank + 1] - start, np.int64(1)))
+        for taken in range(start, position):
             rest -= costs[taken]
-        ends[rank + 1] = place
+        ends[rank + 1] = position
     return ends
 
 
@@ -193,13 +192,13 @@ def solve_padded(
     multiple_of: int,
     coefficients: Coefficients,
 ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """Assign samples to ranks so that the largest count times cost of the longest is the smallest there is.
+    """Assign samples to ranks so that the largest count times cost of the longest is the smallest possible.
 
     Args:
         lengths: int64 (num_samples,), at least 0 and, aligned, not too long for int64; the number of those above 0
             times the cost of the longest is within 2**62.
         num_ranks: at least 1.
-        max_samples: samples a rank may hold; num_ranks * max_samples is at least the number of lengths above 0.
+        max_samples: most samples of a rank; num_ranks * max_samples is at least the number of lengths above 0.
         multiple_of: lengths are aligned up to it; at least 1.
         coefficients: quantised (linear, quadratic, constant, windows), from `CostModel.coefficients`.
 
@@ -222,6 +221,6 @@ def solve_padded(
         start, end = ends[holder], ends[holder + 1]
         if start < end:
             loads[holder] = (end - start) * costs[start]
-        for place in range(start, end):
-            rank[order[place]] = holder
+        for position in range(start, end):
+            rank[order[position]] = holder
     return rank, loads

@@ -1,6 +1,6 @@
 """Joint balancing kernels: costs of several phases (num_samples, num_phases) -> one owner of each sample.
 
-Where ranks wait for each other after every phase, a step takes the sum over phases of the largest load.
+If ranks wait for each other after every phase, a step takes the sum over phases of the largest load.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from orchdata.native.jit import kernel
 from orchdata.native.sorting import descending_order
 
 QUICK_WINDOW = 16
-MOST_ABOVE = float(1 << 20)  # Of a cap: more would not fit the sum.
+MOST_ABOVE = float(1 << 20)  # In shares of a cap: more would overflow the sum.
 
 
 @kernel
@@ -32,10 +32,10 @@ def longest_first_by_phase(
     Args:
         costs: int64 (num_samples, num_phases).
         order: int32 (num_samples,).
-        phase: int32 (num_samples,), the phase by which each sample is placed.
+        phase: int32 (num_samples,), the phase by which each sample is assigned.
         num_ranks: at least 1.
-        limit: samples a rank may hold.
-        extras: how many ranks may hold one more than that.
+        limit: most samples of a rank.
+        extras: number of ranks that may have one more.
 
     Returns:
         int32 (num_samples,): the rank of each sample.
@@ -75,7 +75,7 @@ def longest_first_by_phase(
 
 @kernel
 def dominant_phases(costs: NDArray[np.int64], primary: int) -> NDArray[np.int32]:
-    """The phase in which each sample takes the largest share of the whole batch's cost; `primary` on a tie."""
+    """Return the phase in which each sample has the largest share of the whole batch's cost; `primary` on a tie."""
     num_samples, num_phases = costs.shape
     totals = np.empty(num_phases, np.float64)
     for p in range(num_phases):
@@ -93,7 +93,7 @@ def dominant_phases(costs: NDArray[np.int64], primary: int) -> NDArray[np.int32]
 
 @kernel
 def order_by_phase(costs: NDArray[np.int64], phase: NDArray[np.int32], primary: int) -> NDArray[np.int32]:
-    """Samples from the largest in their own phase, phase after phase and `primary` last: its samples fill the gaps."""
+    """Return samples from the largest in their own phase, phase after phase, `primary` last: its samples fill gaps."""
     num_samples, num_phases = costs.shape
     order = np.empty(num_samples, np.int32)
     size = 0
@@ -113,13 +113,13 @@ def order_by_phase(costs: NDArray[np.int64], phase: NDArray[np.int32], primary: 
 
 @kernel
 def sum_of_peaks(costs: NDArray[np.int64], owner: NDArray[np.int32], num_ranks: int) -> int:
-    """What a step takes where ranks wait after each phase: the sum over phases of the largest load."""
+    """Return what a step takes if ranks wait after each phase: the sum over phases of the largest load."""
     return np.int64(phase_peaks(costs, owner, num_ranks).sum())
 
 
 @kernel
 def above_caps(sizes: NDArray[np.int64], caps: NDArray[np.int64], owner: NDArray[np.int32], num_ranks: int) -> np.int64:
-    """Sum of what ranks have above the caps, in shares of 1 / 2**20 of each, and 1 for each; at most 2**40 of one."""
+    """Return the sum of loads above the caps, in 1 / 2**20 of each cap, plus 1 for each; at most 2**40 for one."""
     total = np.int64(0)
     for k in range(caps.shape[0]):
         loads = np.zeros(num_ranks, np.int64)
@@ -153,10 +153,10 @@ def solve_barrier(
         num_ranks: at least 1.
         primary: index of the primary phase.
         bounds: int64 (num_phases,), lower bound of each phase's largest load.
-        limit: samples a rank may hold.
-        extras: how many ranks may hold one more than that.
+        limit: most samples of a rank.
+        extras: number of ranks that may have one more.
         swaps_only: counts must stay as they are.
-        good: sum of peaks that is not searched further.
+        good: sum of peaks at which the search ends.
         budget: pairs of samples to look at, from each start.
 
     Returns:
@@ -171,7 +171,7 @@ def solve_barrier(
     for start in range(2 if num_samples <= 2048 else 1):
         trial = owner if start == 0 else given.copy()
         left = np.int64(budget)
-        # A quick search in which a rank that is stuck gives room to all, then one in which the worst get all help.
+        # First a fast pass that skips ranks it cannot improve; then a full search for the worst ranks.
         for window, raising in ((QUICK_WINDOW, True), (FIRST_PARTNERS, False), (0, False)):
             peaks = sum_of_peaks(costs, trial, num_ranks)
             if peaks < least:
@@ -187,7 +187,7 @@ def solve_barrier(
 def capped_columns(
     costs: NDArray[np.int64], sizes: NDArray[np.int64], caps: NDArray[np.int64], targets: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Sizes beside the costs, in a unit in which all of a column count for about as much as all costs together.
+    """Return the sizes as columns after the costs, in a unit in which a column sums to about as much as all costs.
 
     Returns:
         (int64 (num_samples, num_phases + num_caps), int64 (num_phases + num_caps,): the targets, then the caps).
@@ -217,16 +217,16 @@ def refine_within(
     limit: int,
     budget: int,
 ) -> None:
-    """Move what is above caps, then what is above the targets of phases; in place.
+    """Move samples of ranks above caps, then of ranks above the targets of phases; in place.
 
     Args:
         costs: int64 (num_samples, num_phases).
-        sizes: int64 (num_samples, num_caps), and
-        caps: int64 (num_caps,), at least 1: what the samples of a rank may sum to. Kept where that is found.
+        sizes: int64 (num_samples, num_caps).
+        caps: int64 (num_caps,), at least 1: most that the sizes of a rank may sum to. Kept if a way is found.
         owner: int32 (num_samples,), changed.
         num_ranks: at least 1.
         targets: int64 (num_phases,), loads at which a rank needs no help.
-        limit: samples a rank may hold after a move; -1: swaps only.
+        limit: most samples of a rank after a move; -1: swaps only.
         budget: pairs of samples to look at.
     """
     num_phases = costs.shape[1]

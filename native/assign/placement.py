@@ -14,11 +14,11 @@ from orchdata.native.sorting import descending_order
 
 @kernel
 def place_greedily(values: NDArray[np.int64], capacity: NDArray[np.int64]) -> NDArray[np.int32]:
-    """Take the largest value left whose item has no bin and whose bin has room. Ties go to the lower item, then bin.
+    """Repeatedly take the largest value of an item without bin and a bin with room. Ties: the lower item, then bin.
 
     Args:
         values: int64 (num_items, num_bins), at least 0.
-        capacity: int64 (num_bins,), items a bin holds, with a sum of at least num_items.
+        capacity: int64 (num_bins,), most items of a bin, with a sum of at least num_items.
 
     Returns:
         int32 (num_items,): the bin of each item.
@@ -41,7 +41,7 @@ def place_greedily(values: NDArray[np.int64], capacity: NDArray[np.int64]) -> ND
 
 @kernel
 def swap_bins(values: NDArray[np.int64], bins: NDArray[np.int32], max_passes: int) -> int:
-    """Exchange the bins of two items wherever that raises the sum of values, until no exchange does.
+    """Exchange the bins of two items where that raises the sum of values, until no exchange does.
 
     Each item in turn takes its best exchange; ties go to the lower partner.
 
@@ -51,7 +51,7 @@ def swap_bins(values: NDArray[np.int64], bins: NDArray[np.int32], max_passes: in
         max_passes: rounds over all items.
 
     Returns:
-        What was gained.
+        The gain.
     """
     num_items = values.shape[0]
     gained = np.int64(0)

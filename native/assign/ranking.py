@@ -1,4 +1,4 @@
-"""Ranking kernels: ranks ordered by load, and the samples each holds."""
+"""Ranking kernels: ranks ordered by load, and the samples of each."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from numpy.typing import NDArray
 
 from orchdata.native.jit import kernel
 
-SLACK = 4  # Free places in each rank's list, so that a move does not rebuild all lists.
+SLACK = 4  # Free entries in each rank's list, so that a move does not rebuild all lists.
 
 
 @kernel
 def bit_length(value: int) -> int:
-    """Number of bits of a non-negative integer."""
+    """Return the number of bits of a non-negative integer."""
     bits = 0
     while value > 0:
         bits += 1
@@ -24,10 +24,10 @@ def bit_length(value: int) -> int:
 def list_members(
     owner: NDArray[np.int32], counts: NDArray[np.int32], slack: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """Lists of the places each rank holds, ascending, with `slack` free entries after each.
+    """Return lists of the positions of each rank's samples, ascending, with `slack` free entries after each.
 
     Returns:
-        offsets int64 (num_ranks + 1,) into places int32; the first counts[rank] entries from offsets[rank] are held.
+        offsets int64 (num_ranks + 1,) into members int32; the first counts[rank] entries from offsets[rank] are used.
     """
     num_ranks = counts.shape[0]
     offsets = np.empty(num_ranks + 1, np.int64)
@@ -35,17 +35,17 @@ def list_members(
     for rank in range(num_ranks):
         offsets[rank + 1] = offsets[rank] + counts[rank] + slack
     cursor = offsets[:num_ranks].copy()
-    places = np.empty(offsets[num_ranks], np.int32)
-    for place in range(owner.shape[0]):
-        rank = owner[place]
-        places[cursor[rank]] = place
+    members = np.empty(offsets[num_ranks], np.int32)
+    for position in range(owner.shape[0]):
+        rank = owner[position]
+        members[cursor[rank]] = position
         cursor[rank] += 1
-    return offsets, places
+    return offsets, members
 
 
 @kernel
 def ranks_by_load(loads: NDArray[np.int64], threshold: int, above: bool) -> NDArray[np.int64]:
-    """Ranks with a load above the threshold from the heaviest, or those not above it from the lightest."""
+    """Return ranks with a load above the threshold from the heaviest, or those not above it from the lightest."""
     num_ranks = loads.shape[0]
     rank_bits = bit_length(num_ranks - 1)
     mask = np.int64((1 << rank_bits) - 1)

@@ -1,7 +1,7 @@
 """Refinement kernels: an assignment -> a better one, by moves and swaps between heavy and light ranks.
 
-Samples are named by their place in descending order of cost, so comparing two places compares their costs, and a rank's
-list that ascends in places descends in cost.
+Samples are numbered by their position in descending order of cost: comparing two positions compares their costs, and a
+rank's list with ascending positions has descending costs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from orchdata.native.assign.ranking import SLACK, list_members, ranks_by_load
 from orchdata.native.jit import kernel
 
-WINDOWS = (16, 64)  # How many of the lightest ranks each heavy one is tried against, in turn.
+WINDOWS = (16, 64)  # Numbers of lightest ranks that each heavy rank tries, in turn.
 MAX_ROUNDS = 24
 MAX_ATTEMPTS = 8
 
@@ -25,17 +25,17 @@ def best_exchange(
     gap: int,
     may_move: bool,
 ) -> tuple[int, int, int]:
-    """The move or swap between two ranks that lowers the larger of their loads most.
+    """Return the move or swap between two ranks that lowers the larger of their loads most.
 
     Args:
         descending: int64 (num_samples,), costs from the largest.
-        heavy: int32, places the heavier rank holds, ascending.
-        light: int32, places the lighter rank holds, ascending.
+        heavy: int32, positions of the samples of the heavier rank, ascending.
+        light: int32, those of the lighter rank, ascending.
         gap: difference of their loads, above 0.
-        may_move: whether a sample may move without another coming back.
+        may_move: whether a sample may move without another in return.
 
     Returns:
-        (gain, index in heavy, index in light or -1 for a move); gain 0 where nothing helps.
+        (gain, index in heavy, index in light or -1 for a move); gain 0 if nothing helps.
     """
     gain = np.int64(0)
     best_heavy = -1
@@ -48,7 +48,7 @@ def best_exchange(
             gain = min(cost, gap - cost)
             best_heavy = index
             best_light = -1
-        # The ideal partner costs `half` less; both lists descend in cost, so it is found in one pass over both.
+        # The ideal partner costs `half` less; both lists descend in cost, so one pass over both finds it.
         while partner < light.shape[0] and descending[light[partner]] > cost - half:
             partner += 1
         for other in range(max(0, partner - 1), min(light.shape[0], partner + 1)):
@@ -61,15 +61,15 @@ def best_exchange(
 
 
 @kernel
-def replace_sorted(places: NDArray[np.int32], size: int, index: int, place: int) -> None:
-    """Put `place` instead of places[index] into an ascending list of `size` entries."""
-    while index > 0 and places[index - 1] > place:
-        places[index] = places[index - 1]
+def replace_sorted(members: NDArray[np.int32], size: int, index: int, position: int) -> None:
+    """Replace members[index] by `position` in an ascending list of `size` entries."""
+    while index > 0 and members[index - 1] > position:
+        members[index] = members[index - 1]
         index -= 1
-    while index + 1 < size and places[index + 1] < place:
-        places[index] = places[index + 1]
+    while index + 1 < size and members[index + 1] < position:
+        members[index] = members[index + 1]
         index += 1
-    places[index] = place
+    members[index] = position
 
 
 @kernel
@@ -78,16 +78,16 @@ def best_partner(
     loads: NDArray[np.int64],
     counts: NDArray[np.int32],
     offsets: NDArray[np.int64],
-    places: NDArray[np.int32],
+    members: NDArray[np.int32],
     heavy: int,
     partners: NDArray[np.int64],
     target: int,
     limit: int,
 ) -> tuple[int, int, int, int]:
-    """The best exchange of a heavy rank with any of `partners`; the first that brings it to the target is enough.
+    """Return the best exchange of a heavy rank with any of `partners`, or the first that brings it to the target.
 
     Returns:
-        (index into partners or -1, index into what heavy holds, index into what the partner holds or -1 for a move,
+        (index in partners or -1, index in the samples of heavy, index in those of the partner or -1 for a move,
         samples looked at).
     """
     gain = np.int64(0)
@@ -95,7 +95,7 @@ def best_partner(
     index = -1
     other = -1
     work = 0
-    held = places[offsets[heavy] : offsets[heavy] + counts[heavy]]
+    samples = members[offsets[heavy] : offsets[heavy] + counts[heavy]]
     for candidate in range(partners.shape[0]):
         light = partners[candidate]
         gap = loads[heavy] - loads[light]
@@ -104,11 +104,11 @@ def best_partner(
         start = offsets[light]
         may_move = start + counts[light] < offsets[light + 1] and counts[light] < limit
         work += counts[heavy] + counts[light]
-        found, index_found, other_found = best_exchange(
-            descending, held, places[start : start + counts[light]], gap, may_move
+        lowered, index_found, other_found = best_exchange(
+            descending, samples, members[start : start + counts[light]], gap, may_move
         )
-        if found > gain:
-            gain, slot, index, other = found, candidate, index_found, other_found
+        if lowered > gain:
+            gain, slot, index, other = lowered, candidate, index_found, other_found
             if loads[heavy] - gain <= target:
                 break
     return slot, index, other, work
@@ -121,28 +121,28 @@ def exchange(
     loads: NDArray[np.int64],
     counts: NDArray[np.int32],
     offsets: NDArray[np.int64],
-    places: NDArray[np.int32],
+    members: NDArray[np.int32],
     heavy: int,
     index: int,
     light: int,
     other: int,
 ) -> None:
-    """Carry out a swap, or a move where `other` is -1, in all the books."""
-    held = places[offsets[heavy] : offsets[heavy] + counts[heavy]]
+    """Carry out a swap, or a move where `other` is -1, and update all arrays."""
+    samples = members[offsets[heavy] : offsets[heavy] + counts[heavy]]
     start = offsets[light]
-    given = held[index]
+    given = samples[index]
     difference = descending[given]
     if other >= 0:
-        taken = places[start + other]
-        replace_sorted(places[start:], counts[light], other, given)
-        replace_sorted(held, counts[heavy], index, taken)
+        taken = members[start + other]
+        replace_sorted(members[start:], counts[light], other, given)
+        replace_sorted(samples, counts[heavy], index, taken)
         owner[taken] = heavy
         difference -= descending[taken]
     else:
-        places[start + counts[light]] = given
+        members[start + counts[light]] = given
         counts[light] += 1
-        replace_sorted(places[start:], counts[light], counts[light] - 1, given)
-        held[index:-1] = held[index + 1 :]
+        replace_sorted(members[start:], counts[light], counts[light] - 1, given)
+        samples[index:-1] = samples[index + 1 :]
         counts[heavy] -= 1
     owner[given] = light
     loads[heavy] -= difference
@@ -170,14 +170,14 @@ def refine(
         loads: int64 (num_ranks,), changed in place.
         counts: int32 (num_ranks,), changed in place by moves.
         target: load at which a rank needs no more help.
-        limit: samples a rank may hold after a move; -1: swaps only, so counts stay.
-        window: how many of the lightest ranks each heavy rank is tried against.
+        limit: most samples of a rank after a move; -1: swaps only, so counts stay.
+        window: number of lightest ranks that each heavy rank tries.
         budget: samples to look at, about: a bound on the work that is the same on every machine.
 
     Returns:
-        What is left of the budget.
+        The rest of the budget.
     """
-    offsets, places = list_members(owner, counts, SLACK)
+    offsets, members = list_members(owner, counts, SLACK)
     for _round in range(MAX_ROUNDS):
         heavy_ranks = ranks_by_load(loads, target, True)
         if heavy_ranks.shape[0] == 0:
@@ -191,30 +191,30 @@ def refine(
                 if loads[heavy] <= target or budget <= 0:
                     break
                 slot, index, other, work = best_partner(
-                    descending, loads, counts, offsets, places, heavy, partners, target, limit
+                    descending, loads, counts, offsets, members, heavy, partners, target, limit
                 )
                 budget -= work
                 if slot < 0:
-                    # The makespan stays above this rank's load: the others may use the room up to it.
+                    # The makespan stays at least at this rank's load: the others may use the room up to it.
                     target = max(target, loads[heavy])
                     break
                 progress = True
                 light = partners[slot]
-                exchange(descending, owner, loads, counts, offsets, places, heavy, index, light, other)
-                # A rank that has been filled makes room in the window for the next lightest.
+                exchange(descending, owner, loads, counts, offsets, members, heavy, index, light, other)
+                # A full rank leaves its slot in the window to the next lightest.
                 if upcoming < light_ranks.shape[0] and loads[light] >= loads[light_ranks[upcoming]]:
                     partners[slot] = light_ranks[upcoming]
                     upcoming += 1
         if not progress or budget <= 0:
             return budget
         if limit >= 0:
-            offsets, places = list_members(owner, counts, SLACK)
+            offsets, members = list_members(owner, counts, SLACK)
     return budget
 
 
 @kernel
 def search_budget(num_samples: int, num_ranks: int) -> int:
-    """Samples to look at in refining: a few times what longest-first takes, on any machine."""
+    """Return the number of samples to look at in refining: a few times as long as longest-first, on any machine."""
     return np.int64(100 * num_samples + 1000 * num_ranks)
 
 
@@ -228,17 +228,17 @@ def lower_makespan(
     limit: int,
     budget: int,
 ) -> int:
-    """Refine an assignment in place until its makespan is at the target, or as near to it as the budget allows.
+    """Refine an assignment in place until its makespan is at the target, or as close to it as the budget allows.
 
     Args:
         descending: int64 (num_samples,), costs from the largest.
         owner, loads, counts: the assignment, as `refine` takes it.
         target: makespan that is good enough.
-        limit: samples a rank may hold after a move; -1: swaps only.
+        limit: most samples of a rank after a move; -1: swaps only.
         budget: samples to look at, about.
 
     Returns:
-        What is left of the budget.
+        The rest of the budget.
     """
     share = budget // 4
     for window in WINDOWS:
@@ -246,15 +246,15 @@ def lower_makespan(
             budget -= share
             share = refine(descending, owner, loads, counts, target, limit, window, share)
             budget += share
-    # Where the target is out of reach, the first ranks helped use up the room there is. Bisecting for one that can be
-    # reached helps all of the heaviest alike.
+    # If the target is out of reach, the first ranks that are helped use up the room. Bisecting for a target that can be
+    # reached helps all of the heaviest ranks equally.
     low = np.int64(target)
     while budget > 0 and loads.max() - low > 1 + (low >> 11):
         middle = low + (loads.max() - low) // 2
         budget = refine(descending, owner, loads, counts, middle, limit, WINDOWS[-1], budget)
         if loads.max() > middle:
             low = middle
-    # A giant may need what only a few ranks hold, and these need not be light.
+    # A giant may need samples that only a few ranks have, and these ranks need not be light.
     if loads.max() > target and budget > 0:
         budget = refine(descending, owner, loads, counts, target, limit, loads.shape[0], budget)
     return budget

@@ -1,7 +1,6 @@
 """Tournament tree kernels: keys (num_ranks,) -> the smallest, kept up to date as keys change.
 
-A key carries its rank in its lowest bits, so that the root names the winner. Unlike a heap it has no branch to
-mispredict.
+A key has its rank in its lowest bits, so the root shows the winner. Unlike a heap it has no branch to mispredict.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ NEVER = (1 << 63) - 1  # Key of a rank that may not win.
 
 @kernel
 def tournament(keys: NDArray[np.int64], tree: NDArray[np.int64]) -> None:
-    """Play all matches: the leaf of rank r is tree[len(tree) // 2 + r], and each node holds its children's smaller key.
+    """Play all matches: the leaf of rank r is tree[len(tree) // 2 + r], each node has the smaller key of its children.
 
     Args:
         keys: int64 (num_ranks,).
@@ -41,7 +40,7 @@ def replay(tree: NDArray[np.int64], node: int, key: int) -> None:
 
 @kernel
 def winner(tree: NDArray[np.int64], first: int, stop: int) -> int:
-    """The smallest key of the ranks from `first` to `stop` - 1, at least one."""
+    """Return the smallest key of the ranks from `first` to `stop` - 1, at least one."""
     left = first + tree.shape[0] // 2
     right = stop + tree.shape[0] // 2
     best = np.int64(NEVER)

@@ -1,4 +1,4 @@
-"""Bounds of bin packing: sizes (num_items,) and a capacity -> bins that no packing does without."""
+"""Bounds of bin packing: sizes (num_items,) and a capacity -> a lower bound of the bins of any packing."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ MOST_PARTS = 16
 
 @kernel
 def martello_toth(sizes: NDArray[np.int64], capacity: int) -> int:
-    """The bound L2 of Martello and Toth (1990).
+    """Return the bound L2 of Martello and Toth (1990).
 
-    For each threshold: items that leave less than it have a bin each, larger than half none share one, and what those
-    of at least the threshold need beyond the room beside these, others hold.
+    For each threshold: items that leave less room than it have a bin each, no two items above half share a bin, and the
+    other items of at least the threshold need further bins for what exceeds the room in those.
 
     Args:
         sizes: int64 (num_items,), descending, each at most `capacity`, with a sum of at most 2**62.
@@ -24,11 +24,11 @@ def martello_toth(sizes: NDArray[np.int64], capacity: int) -> int:
     sums = np.zeros(num_items + 1, np.int64)
     for item in range(num_items):
         sums[item + 1] = sums[item] + sizes[item]
-    large = 0  # items above half of the capacity
+    large = 0  # Items above half of the capacity.
     while large < num_items and sizes[large] > capacity - sizes[large]:
         large += 1
     bound = max(np.int64(large), -(-sums[num_items] // capacity))
-    alone = large  # those of them beside which no item of the threshold fits
+    alone = large  # Those of them that leave no room for an item of the threshold.
     for item in range(large, num_items):
         if item + 1 < num_items and sizes[item + 1] == sizes[item]:
             continue
@@ -37,18 +37,18 @@ def martello_toth(sizes: NDArray[np.int64], capacity: int) -> int:
             alone -= 1
         while alone < large and sizes[alone] > capacity - threshold:
             alone += 1
-        beside = (large - alone) * capacity - (sums[large] - sums[alone])
-        rest = sums[item + 1] - sums[large] - beside
+        room = (large - alone) * capacity - (sums[large] - sums[alone])
+        rest = sums[item + 1] - sums[large] - room
         bound = max(bound, large + max(np.int64(0), -(-rest // capacity)))
     return bound
 
 
 @kernel
 def bins_bound(sizes: NDArray[np.int64], capacity: int) -> int:
-    """The larger of L2 and of the bounds u(k) of Fekete and Schepers (2001): of items above 1/(k+1), k fill a bin.
+    """Return the larger of L2 and the bounds u(k) of Fekete and Schepers (2001): k items above 1/(k+1) fill a bin.
 
     Args:
-        sizes: as `martello_toth` takes them, and `capacity` at most 2**57.
+        sizes: as in `martello_toth`, and `capacity` at most 2**57.
     """
     bound = martello_toth(sizes, capacity)
     for parts in range(1, MOST_PARTS + 1):

@@ -1,4 +1,4 @@
-"""Dealing filled bins: costs (num_bins, num_phases) -> places, of which each `num_ranks` in a row are a micro-step."""
+"""Dealing filled bins: costs (num_bins, num_phases) -> an order; `num_ranks` consecutive bins are a micro-step."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from numpy.typing import NDArray
 from orchdata.native.jit import kernel
 
 MOST_SWAPS = 64
-PAIRS = 1 << 22  # Looked at in all.
+PAIRS = 1 << 22  # The most pairs to look at.
 
 
 @kernel
 def waits(costs: NDArray[np.int64], bins: NDArray[np.int64], num_ranks: int) -> int:
-    """The sum over micro-steps and phases of the largest cost, with bins in this order."""
+    """Return the sum over micro-steps and phases of the largest cost, with bins in this order."""
     total = np.int64(0)
     for first in range(0, bins.shape[0], num_ranks):
         for p in range(costs.shape[1]):
             largest = np.int64(0)
-            for place in range(first, min(first + num_ranks, bins.shape[0])):
-                largest = max(largest, costs[bins[place], p])
+            for position in range(first, min(first + num_ranks, bins.shape[0])):
+                largest = max(largest, costs[bins[position], p])
             total += largest
     return total
 
 
 @kernel
 def peaks_without(
-    costs: NDArray[np.int64], bins: NDArray[np.int64], first: int, stop: int, place: int, added: int
+    costs: NDArray[np.int64], bins: NDArray[np.int64], first: int, stop: int, position: int, added: int
 ) -> int:
-    """The sum over phases of the largest cost in a micro-step with the bin `added` in the place of one."""
+    """Return the sum over phases of the largest cost in a micro-step with one bin replaced by `added`."""
     total = np.int64(0)
     for p in range(costs.shape[1]):
         largest = costs[added, p]
         for each in range(first, stop):
-            if each != place:
+            if each != position:
                 largest = max(largest, costs[bins[each], p])
         total += largest
     return total
@@ -41,13 +41,14 @@ def peaks_without(
 
 @kernel
 def deal(costs: NDArray[np.int64], num_ranks: int) -> NDArray[np.int64]:
-    """Bins in the order of their places, so that those of a micro-step are alike: int64 (num_bins,).
+    """Return bins in an order in which those of a micro-step are alike: int64 (num_bins,).
 
-    From the most costly; of several phases, sorted by their sum or by one of them, whichever waits least, and then bins
-    that set a micro-step's pace change places with others while that helps. With one phase no order waits less.
+    From the most costly; for several phases, sorted by their sum or by one of them, whichever waits least. Then bins
+    with the largest cost of a micro-step are exchanged with others while that helps. With one phase no order waits
+    less.
 
     Args:
-        costs: int64 (num_bins, num_phases), at least 0, whose sum is at most 2**62.
+        costs: int64 (num_bins, num_phases), at least 0, with a sum of at most 2**62.
     """
     num_bins, num_phases = costs.shape
     together = np.zeros(num_bins, np.int64)
@@ -59,15 +60,15 @@ def deal(costs: NDArray[np.int64], num_ranks: int) -> NDArray[np.int64]:
         return best
     for p in range(num_phases):
         order = by_sum[np.argsort(-costs[by_sum, p], kind="mergesort")]
-        found = waits(costs, order, num_ranks)
-        if found < least:
-            best, least = order, found
+        waiting = waits(costs, order, num_ranks)
+        if waiting < least:
+            best, least = order, waiting
     return swapped(costs, best, num_ranks)
 
 
 @kernel
 def swapped(costs: NDArray[np.int64], bins: NDArray[np.int64], num_ranks: int) -> NDArray[np.int64]:
-    """The same with swaps between micro-steps that lower what is waited for, of each peak the best, a few at most."""
+    """Swap bins between micro-steps to lower what ranks wait for: the best swap of each peak, a few at most."""
     num_bins, num_phases = costs.shape
     room = np.int64(PAIRS)
     for _ in range(MOST_SWAPS):
@@ -77,9 +78,9 @@ def swapped(costs: NDArray[np.int64], bins: NDArray[np.int64], num_ranks: int) -
             here = waits(costs, bins[first:stop], num_ranks)
             for p in range(num_phases):
                 peak = first
-                for place in range(first, stop):
-                    if costs[bins[place], p] > costs[bins[peak], p]:
-                        peak = place
+                for position in range(first, stop):
+                    if costs[bins[position], p] > costs[bins[peak], p]:
+                        peak = position
                 for start in range(0, num_bins, num_ranks):
                     if start == first:
                         continue

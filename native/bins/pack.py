@@ -1,4 +1,4 @@
-"""Packing items into so many bins: several starts, each brought within the caps, then level in cost.
+"""Packing items into a given number of bins: several starts, each brought within the caps, then levelled in cost.
 
 the costly part spread by cost, the small rest filled in --+
 all filled in, bin by bin (first-fit decreasing) ----------+-- settle: caps --> settle: costs --> the cheapest
@@ -11,51 +11,51 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchdata.native.bins.fill import Items, Left, all_left, fill_bins, next_left, put
-from orchdata.native.bins.resplit import ANY_COST, Held, excess, held, settle
+from orchdata.native.bins.resplit import ANY_COST, Held, contents_of, excess, settle
 from orchdata.native.bins.spread import spread
 from orchdata.native.jit import kernel
 from orchdata.native.sorting import descending_order
 
-# Of the whole size, in thousandths, that of the smallest items, which are filled in; and pairs tried for each of them.
+# Share of the whole size, in thousandths, of the smallest items, which are filled in; and pairs to try for each.
 STARTS = ((50, 8), (1000, 8), (1000, 0), (0, 0), (250, 8))
-FEW_ITEMS = 8192  # Up to so many all starts are tried, above the first that keeps the caps is taken.
-BUDGET, BUDGET_AN_ITEM = 400_000, 16  # Ways to share out two bins, of all starts together.
+FEW_ITEMS = 8192  # Up to this number all starts are tried; above it the first that keeps the caps is taken.
+BUDGET, BUDGET_AN_ITEM = 400_000, 16  # Ways to share out two bins, for all starts together.
 
 
 @kernel
 def levels(keys: NDArray[np.int64], num_bins: int, num_ranks: int) -> NDArray[np.int64]:
-    """What the bins of each micro-step cost at best, the most costly first: int64 (num_micro_steps,).
+    """Return the least cost of the bins of each micro-step, the most costly first: int64 (num_micro_steps,).
 
-    A micro-step waits for the largest item in it, so the largest items meet in the first ones, and what else runs there
-    may cost as much. The others are level.
+    A micro-step waits for its largest item, so the largest items meet in the first micro-steps, where other bins may
+    cost as much. The others are level.
 
     Args:
         keys: int64 (num_items,), costs in descending order.
     """
     num_steps = -(-num_bins // num_ranks)
-    found = np.zeros(num_steps, np.int64)
+    step_costs = np.zeros(num_steps, np.int64)
     left, rest = -(-keys.sum() // num_ranks), num_steps
     for step in range(num_steps):
         first = keys[step * num_ranks] if step * num_ranks < keys.shape[0] else np.int64(0)
         if first * rest <= left or rest == 1:
-            found[step:] = max(first, -(-left // rest))
+            step_costs[step:] = max(first, -(-left // rest))
             break
-        found[step] = first
+        step_costs[step] = first
         left, rest = max(np.int64(0), left - first), rest - 1
-    return found
+    return step_costs
 
 
 @kernel
 def excess_costs(items: Items, left: Left, cut: int) -> NDArray[np.int64]:
-    """Costs of the items before `cut` beyond what the rest costs for as much size, at least 0.
+    """Return the costs of the items before `cut` above the average cost of the rest for that size, at least 0.
 
-    Full bins get the less of the rest, the more is in them already: so these make them even.
+    The fuller a bin is, the less it gets of the rest: balancing these costs makes full bins even.
     """
     num_items = left.order.shape[0]
     size, cost = np.int64(0), np.int64(0)
-    for place in range(cut, num_items):
-        size += left.sizes[place]
-        cost += items.costs[left.order[place]]
+    for position in range(cut, num_items):
+        size += left.sizes[position]
+        cost += items.costs[left.order[position]]
     shift = np.int64(0)
     while cost >> shift >= 1 << 31:
         shift += 1
@@ -68,7 +68,7 @@ def excess_costs(items: Items, left: Left, cut: int) -> NDArray[np.int64]:
 
 @kernel
 def started(items: Items, left: Left, filled: int, tries: int, num_bins: int, num_ranks: int) -> NDArray[np.int32]:
-    """A packing to begin with, which may be above the caps, by one of `STARTS`."""
+    """Return a first packing, which may be above the caps, by one of `STARTS`."""
     num_items, num_caps = items.sizes.shape
     total = left.sizes.sum()
     cut, rest = num_items, np.int64(0)
@@ -80,9 +80,9 @@ def started(items: Items, left: Left, filled: int, tries: int, num_bins: int, nu
     if cut > 0:
         keys = excess_costs(items, left, cut) if filled > 0 else items.sizes[:, 0].copy()
         mine = np.empty(cut, np.int64)
-        for place in range(cut):
-            mine[place] = keys[left.order[place]]
-            left.next[place] = place + 1
+        for position in range(cut):
+            mine[position] = keys[left.order[position]]
+            left.next[position] = position + 1
         order = descending_order(mine)
         work = np.zeros(num_bins, np.int64)
         if filled > 0:
@@ -92,7 +92,7 @@ def started(items: Items, left: Left, filled: int, tries: int, num_bins: int, nu
         spread(items, left.order[order], keys, work, bins, loads)
     if cut < num_items:
         limits = items.caps.copy()
-        if cut > 0:  # Not to the brim at first: bins with room are easier to level.
+        if cut > 0:  # Leave some room at first: bins with room are easier to level.
             for k in range(num_caps):
                 even = min(items.caps[k], items.sizes[:, k].sum() // num_bins)
                 limits[k] = even + (items.caps[k] - even) // 4
@@ -101,10 +101,10 @@ def started(items: Items, left: Left, filled: int, tries: int, num_bins: int, nu
             fill_bins(items, left, limits, turns, tries, bins, loads)
             limits = items.caps
         emptiest = np.argsort(loads[:, 0], kind="mergesort")
-        place, turn = next_left(left, np.int64(0)), 0
-        while place < num_items:
-            put(items, left, place, emptiest[turn % num_bins], bins, loads)
-            place, turn = next_left(left, place), turn + 1
+        position, turn = next_left(left, np.int64(0)), 0
+        while position < num_items:
+            put(items, left, position, emptiest[turn % num_bins], bins, loads)
+            position, turn = next_left(left, position), turn + 1
     return bins
 
 
@@ -118,7 +118,7 @@ def is_within(items: Items, at: Held) -> bool:
 
 @kernel
 def price_of(costs: NDArray[np.int64], num_ranks: int) -> int:
-    """The sum over blocks of `num_ranks` bins of the largest cost, with bins from the most costly."""
+    """Return the sum over blocks of `num_ranks` bins of the largest cost, with bins from the most costly."""
     descending = -np.sort(-costs)
     total = np.int64(0)
     for first in range(0, descending.shape[0], num_ranks):
@@ -128,7 +128,7 @@ def price_of(costs: NDArray[np.int64], num_ranks: int) -> int:
 
 @kernel
 def pack(items: Items, num_bins: int, num_ranks: int) -> tuple[NDArray[np.int32], bool]:
-    """Pack items into bins within the caps, so that bins that run at the same time cost about the same.
+    """Pack items into bins within the caps, so that bins which run at the same time cost about the same.
 
     Args:
         items: sums of sizes and costs at most 2**62.
@@ -147,7 +147,7 @@ def pack(items: Items, num_bins: int, num_ranks: int) -> tuple[NDArray[np.int32]
     best, least = np.zeros(num_items, np.int32), np.int64(-1)
     for filled, tries in STARTS:
         left.next[:] = np.arange(num_items + 1)
-        at = held(items, started(items, left, filled, tries, num_bins, num_ranks), num_bins)
+        at = contents_of(items, started(items, left, filled, tries, num_bins, num_ranks), num_bins)
         share = budget // 3 if num_items > FEW_ITEMS else np.int64((BUDGET + BUDGET_AN_ITEM * num_items) // 8)
         if not is_within(items, at):
             budget -= share - settle(items, at, within, num_ranks, share)
@@ -164,7 +164,7 @@ def pack(items: Items, num_bins: int, num_ranks: int) -> tuple[NDArray[np.int32]
 
 @kernel
 def first_fit_bins(items: Items) -> int:
-    """Bins in which `pack` finds room for certain, at least 1: what filling one at a time takes."""
+    """Return a number of bins that `pack` always succeeds with, at least 1: that of filling one bin at a time."""
     num_items = items.sizes.shape[0]
     left = all_left(descending_order(items.sizes[:, 0].copy()), items.sizes[:, 0])
     bins, least = np.empty(num_items, np.int32), max(1, num_items)

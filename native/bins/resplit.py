@@ -1,4 +1,4 @@
-"""Sharing out two bins anew: what one holds too much, of size or of cost, goes to another, until none can be helped."""
+"""Sharing out two bins again: the excess of one, in size or cost, goes to another, until no bin can be helped."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from numpy.typing import NDArray
 from orchdata.native.bins.fill import Items
 from orchdata.native.jit import kernel
 
-MOVABLE = 10  # Items of two bins of which all ways to share them out are tried.
-MOST_ITEMS = 512  # Two bins with more are left alone.
+MOVABLE = 10  # Up to this number of items of two bins, all ways to share them out are tried.
+MOST_ITEMS = 512  # Two bins with more items are not changed.
 PARTNERS = 8
 ROUNDS = 8
 ANY_COST = np.int64((1 << 63) - 1)
 
 
 class Held(NamedTuple):
-    """What is in bins.
+    """The items of bins. numba's caches on disk refer to this class by its name, and older ones must stay readable.
 
     Attributes:
         bins: int32 (num_items,), the bin of each item.
-        loads, costs: int64 (num_bins, num_caps) and (num_bins,), sums of what is in them.
-        first, next: int32 (num_bins,) and (num_items,), the first item of a bin and the one behind each; -1 for none.
+        loads, costs: int64 (num_bins, num_caps) and (num_bins,), sums over the items of a bin.
+        first, next: int32 (num_bins,) and (num_items,), the first item of a bin and the one after each; -1 for none.
     """
 
     bins: NDArray[np.int32]
@@ -34,9 +34,9 @@ class Held(NamedTuple):
 
 
 @kernel
-def held(items: Items, bins: NDArray[np.int32], num_bins: int) -> Held:
+def contents_of(items: Items, bins: NDArray[np.int32], num_bins: int) -> Held:
     num_items, num_caps = items.sizes.shape
-    found = Held(
+    contents = Held(
         bins,
         np.zeros((num_bins, num_caps), np.int64),
         np.zeros(num_bins, np.int64),
@@ -45,16 +45,16 @@ def held(items: Items, bins: NDArray[np.int32], num_bins: int) -> Held:
     )
     for item in range(num_items - 1, -1, -1):
         b = bins[item]
-        found.costs[b] += items.costs[item]
+        contents.costs[b] += items.costs[item]
         for k in range(num_caps):
-            found.loads[b, k] += items.sizes[item, k]
-        found.next[item], found.first[b] = found.first[b], item
-    return found
+            contents.loads[b, k] += items.sizes[item, k]
+        contents.next[item], contents.first[b] = contents.first[b], item
+    return contents
 
 
 @kernel
 def excess(loads: NDArray[np.int64], caps: NDArray[np.int64]) -> int:
-    """What a bin holds above its caps, summed over them."""
+    """Return the load of a bin above its caps, summed over them."""
     above = np.int64(0)
     for k in range(caps.shape[0]):
         above += max(np.int64(0), loads[k] - caps[k])
@@ -63,23 +63,23 @@ def excess(loads: NDArray[np.int64], caps: NDArray[np.int64]) -> int:
 
 @kernel
 def pooled(items: Items, at: Held, one: int, other: int, pool: NDArray[np.int32]) -> int:
-    """The items of two bins, from the most costly, ties by position; their number, -1 where the pool is too small."""
+    """Write the items of two bins from the most costly, ties by position. Return their number, -1 if above the pool."""
     count = 0
     for turn in range(2):
         item = at.first[one if turn == 0 else other]
         while item >= 0:
             if count == pool.shape[0]:
                 return -1
-            place = count
-            while place > 0:
-                before = pool[place - 1]
+            position = count
+            while position > 0:
+                before = pool[position - 1]
                 if items.costs[before] > items.costs[item]:
                     break
                 if items.costs[before] == items.costs[item] and before < item:
                     break
-                pool[place] = before
-                place -= 1
-            pool[place] = item
+                pool[position] = before
+                position -= 1
+            pool[position] = item
             count += 1
             item = at.next[item]
     return count
@@ -87,13 +87,13 @@ def pooled(items: Items, at: Held, one: int, other: int, pool: NDArray[np.int32]
 
 @kernel
 def resplit(items: Items, at: Held, one: int, other: int, goal: int, pool: NDArray[np.int32]) -> tuple[bool, int]:
-    """Share out the items of two bins anew, so that less is above the caps, or else the larger cost is smaller.
+    """Share out the items of two bins again, so that less is above the caps, or else the larger cost is smaller.
 
-    All ways to share out `MOVABLE` of them, spread over their costs, are looked at, up to the first within the caps
-    and `goal`; of equals the first stays.
+    All ways to share out `MOVABLE` of them, spread over their costs, are tried, up to the first within the caps and
+    `goal`. Ties: the first way.
 
     Returns:
-        (whether one is better, how many were looked at).
+        (whether one is better, the number of ways tried).
     """
     count = pooled(items, at, one, other, pool)
     if count < 0:
@@ -103,10 +103,10 @@ def resplit(items: Items, at: Held, one: int, other: int, goal: int, pool: NDArr
     first_cost, second_cost = at.costs[one], at.costs[other]
     above = least_above = excess(first, items.caps) + excess(second, items.caps)
     largest = least = max(first_cost, second_cost)
-    sides = np.int64(0)  # a bit for each movable item: whether it is in the other bin
-    for place in range(movable):
-        if at.bins[pool[place * count // movable]] == other:
-            sides |= np.int64(1) << place
+    sides = np.int64(0)  # A bit for each movable item: set in the other bin.
+    for position in range(movable):
+        if at.bins[pool[position * count // movable]] == other:
+            sides |= np.int64(1) << position
     chosen, looked = np.int64(-1), 0
     for code in range(1, 1 << movable):
         looked += 1
@@ -124,19 +124,19 @@ def resplit(items: Items, at: Held, one: int, other: int, goal: int, pool: NDArr
         cost = max(first_cost, second_cost)
         if least_above == 0 and cost >= least:
             continue
-        found = excess(first, items.caps) + excess(second, items.caps)
-        if found < least_above or (found == least_above and cost < least):
-            least_above, least, chosen = found, cost, sides
-            if found == 0 and cost <= goal:
+        both_above = excess(first, items.caps) + excess(second, items.caps)
+        if both_above < least_above or (both_above == least_above and cost < least):
+            least_above, least, chosen = both_above, cost, sides
+            if both_above == 0 and cost <= goal:
                 break
-    # Below a thousandth less cost is not worth the while.
+    # A gain below a thousandth of the cost does not count.
     if chosen < 0 or (above == 0 and least > largest - (largest >> 10)):
         return False, looked + count
-    for place in range(movable):
-        move(items, at, pool[place * count // movable], other if chosen >> place & 1 else one)
+    for position in range(movable):
+        move(items, at, pool[position * count // movable], other if chosen >> position & 1 else one)
     at.first[one] = at.first[other] = -1
-    for place in range(count):
-        item = pool[place]
+    for position in range(count):
+        item = pool[position]
         b = at.bins[item]
         at.next[item], at.first[b] = at.first[b], item
     return True, looked + count
@@ -144,7 +144,7 @@ def resplit(items: Items, at: Held, one: int, other: int, goal: int, pool: NDArr
 
 @kernel
 def move(items: Items, at: Held, item: int, b: int) -> None:
-    """Count an item in another bin; the lists are left as they are."""
+    """Count an item in another bin; the lists do not change."""
     old = at.bins[item]
     if old == b:
         return
@@ -158,7 +158,7 @@ def move(items: Items, at: Held, item: int, b: int) -> None:
 
 @kernel
 def costliest(items: Items, at: Held, b: int) -> int:
-    """The largest cost of an item in a bin."""
+    """Return the largest cost of an item in a bin."""
     largest, item = np.int64(0), at.first[b]
     while item >= 0:
         largest = max(largest, items.costs[item])
@@ -168,7 +168,7 @@ def costliest(items: Items, at: Held, b: int) -> int:
 
 @kernel
 def is_done(items: Items, at: Held, b: int, goal: int) -> bool:
-    """Whether a bin keeps the caps (`goal` ANY_COST), or costs at most `goal` or little more than its largest item."""
+    """Return whether a bin keeps the caps (`goal` ANY_COST), or costs at most `goal` or about its largest item."""
     if goal == ANY_COST:
         return excess(at.loads[b], items.caps) == 0
     if at.costs[b] <= goal:
@@ -179,16 +179,16 @@ def is_done(items: Items, at: Held, b: int, goal: int) -> bool:
 
 @kernel
 def settle(items: Items, at: Held, goals: NDArray[np.int64], num_ranks: int, budget: int) -> int:
-    """Help bins that hold too much, from the worst, by those that hold least, in place.
+    """Lower the excess of bins, from the worst, with the help of the bins that have least, in place.
 
     Args:
-        goals: int64, descending, what bins may cost: the most costly `num_ranks`, the next, and so on; ANY_COST in all
-            to bring bins within their caps.
+        goals: int64, descending, the allowed cost of the most costly `num_ranks` bins, the next, and so on; all
+            ANY_COST to bring bins within their caps.
         num_ranks: bins that run at the same time.
-        budget: ways of sharing out two bins that may be looked at.
+        budget: ways of sharing out two bins to try.
 
     Returns:
-        What is left of the budget.
+        The rest of the budget.
     """
     num_bins, num_caps = at.loads.shape
     pool = np.empty(MOST_ITEMS, np.int32)
@@ -203,15 +203,15 @@ def settle(items: Items, at: Held, goals: NDArray[np.int64], num_ranks: int, bud
                     key[b] = max(key[b], at.loads[b, k] / items.caps[k])
         ascending = np.argsort(key, kind="mergesort")
         helped, light = 0, 0
-        for place in range(num_bins - 1, 0, -1):
-            heavy = ascending[place]
-            goal = goals[(num_bins - 1 - place) // num_ranks]
+        for position in range(num_bins - 1, 0, -1):
+            heavy = ascending[position]
+            goal = goals[(num_bins - 1 - position) // num_ranks]
             if (key[heavy] <= 1.0 if to_caps else at.costs[heavy] <= goals[-1]) or budget <= 0:
                 break
             if is_done(items, at, heavy, goal):
                 continue
-            for turn in range(min(PARTNERS, place)):
-                other = ascending[(light + turn) % place]
+            for turn in range(min(PARTNERS, position)):
+                other = ascending[(light + turn) % position]
                 if not to_caps and at.costs[other] >= at.costs[heavy]:
                     continue
                 better, looked = resplit(items, at, heavy, other, goal, pool)
@@ -220,7 +220,7 @@ def settle(items: Items, at: Held, goals: NDArray[np.int64], num_ranks: int, bud
                     helped += 1
                     if is_done(items, at, heavy, goal):
                         break
-            light = (light + 1) % place
+            light = (light + 1) % position
         if helped == 0 or budget <= 0:
             break
     return budget

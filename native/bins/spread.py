@@ -1,7 +1,7 @@
 """Spreading: items from the most costly -> the bin that costs least and has room, longest first (Graham 1969).
 
-Bins are kept by how much room they have, in levels, each a heap by cost: an item looks at the top of each level that
-has room for it.
+Bins are grouped into levels by their room, each level a heap by cost: an item compares the tops of the levels with room
+for it.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ LEVELS = 32
 
 @kernel
 def less(costs: NDArray[np.int64], first: int, second: int) -> bool:
-    """The total order of bins: by cost, then by number."""
+    """Compare bins in their total order: by cost, then by number."""
     return costs[first] < costs[second] or (costs[first] == costs[second] and first < second)
 
 
 @kernel
 def push(heap: NDArray[np.int32], size: int, b: int, costs: NDArray[np.int64]) -> None:
     """Add a bin to a heap of `size` bins."""
-    place = size
-    while place > 0 and less(costs, b, heap[(place - 1) >> 1]):
-        heap[place] = heap[(place - 1) >> 1]
-        place = (place - 1) >> 1
-    heap[place] = b
+    node = size
+    while node > 0 and less(costs, b, heap[(node - 1) >> 1]):
+        heap[node] = heap[(node - 1) >> 1]
+        node = (node - 1) >> 1
+    heap[node] = b
 
 
 @kernel
 def pop(heap: NDArray[np.int32], size: int, costs: NDArray[np.int64]) -> None:
     """Take the first bin off a heap of `size` bins."""
-    last, place = heap[size - 1], 0
-    while 2 * place + 1 < size - 1:
-        child = 2 * place + 1
+    last, node = heap[size - 1], 0
+    while 2 * node + 1 < size - 1:
+        child = 2 * node + 1
         if child + 1 < size - 1 and less(costs, heap[child + 1], heap[child]):
             child += 1
         if not less(costs, heap[child], last):
             break
-        heap[place] = heap[child]
-        place = child
-    heap[place] = last
+        heap[node] = heap[child]
+        node = child
+    heap[node] = last
 
 
 @kernel
@@ -57,12 +57,12 @@ def spread(
 ) -> None:
     """Put each item of `order` into the bin of least work that has room for it, in place.
 
-    Where none has, into the first of the emptiest level, above its caps.
+    If none has room, put it into the first bin of the emptiest level, above its caps.
 
     Args:
         order: int32, some of the items.
-        keys: int64 (num_items,), at least 0: what each adds to the work of its bin.
-        work: int64 (num_bins,), ascending, where bins begin.
+        keys: int64 (num_items,), at least 0: work that each adds to its bin.
+        work: int64 (num_bins,), ascending, work of the bins at the start.
         bins: int32 (num_items,), written.
         loads: int64 (num_bins, num_caps), zeros.
     """

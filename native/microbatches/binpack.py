@@ -1,6 +1,6 @@
 """Bin packing kernels for one rank: sizes (num_items, num_caps) -> bin of each item, within every cap.
 
-An item above a cap is oversize: it may only be alone in its bin.
+An item above a cap is oversize: it must be alone in its bin.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ SEARCH_NODES = 20_000
 
 @kernel
 def fits(load: NDArray[np.int64], size: NDArray[np.int64], caps: NDArray[np.int64], empty: bool) -> bool:
-    """Whether an item may join a bin; an empty bin takes anything."""
+    """Return whether an item may join a bin; an empty bin takes anything."""
     room = True
     for k in range(caps.shape[0]):
         room &= load[k] + size[k] <= caps[k]
@@ -24,7 +24,7 @@ def fits(load: NDArray[np.int64], size: NDArray[np.int64], caps: NDArray[np.int6
 
 @kernel
 def fullness(load: NDArray[np.int64], caps: NDArray[np.int64]) -> float:
-    """Largest share of a cap that a bin's load, or an item's size, takes."""
+    """Return the largest share of a cap that a bin's load, or an item's size, takes."""
     share = 0.0
     for k in range(caps.shape[0]):
         share = max(share, load[k] / caps[k])
@@ -33,7 +33,7 @@ def fullness(load: NDArray[np.int64], caps: NDArray[np.int64]) -> float:
 
 @kernel
 def by_fullness(sizes: NDArray[np.int64], caps: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Items from the one that takes the largest share of a cap; ties by position."""
+    """Return items from the one that takes the largest share of a cap; ties by position."""
     num_items = sizes.shape[0]
     shares = np.empty(num_items, np.float64)
     for item in range(num_items):
@@ -43,7 +43,7 @@ def by_fullness(sizes: NDArray[np.int64], caps: NDArray[np.int64]) -> NDArray[np
 
 @kernel
 def bins_needed(sizes: NDArray[np.int64], caps: NDArray[np.int64]) -> int:
-    """A lower bound of the bins needed: oversize items have one each, the others share by each cap.
+    """Return a lower bound of the number of bins: oversize items have one each, the others share by each cap.
 
     No two items above half of a cap share a bin.
     """
@@ -81,7 +81,7 @@ def greedy_fit(
 ) -> bool:
     """Put each item, in `order`, into the fullest bin that has room (best fit), else into that of least cost (LPT).
 
-    Writes `bins`; False where an item fits nowhere.
+    Write `bins`. Return False if an item does not fit anywhere.
     """
     loads = np.zeros((num_bins, caps.shape[0]), np.int64)
     counts = np.zeros(num_bins, np.int32)
@@ -114,9 +114,9 @@ def search_fit(
     num_bins: int,
     bins: NDArray[np.int32],
 ) -> bool:
-    """Depth-first search for a packing, in a bounded number of steps; False where none was found.
+    """Search depth-first for a packing, in a bounded number of steps. Return False if none was found.
 
-    Only one of several empty bins is tried for an item, as they are alike.
+    Only one of several empty bins is tried for an item, as they are equal.
     """
     num_items = order.shape[0]
     loads = np.zeros((num_bins, caps.shape[0]), np.int64)
@@ -187,8 +187,8 @@ def level(
                 if target == heavy:
                     continue
                 difference = costs[item] - (costs[other] if other < num_items else 0)
-                found = min(difference, work[heavy] - work[target] - difference)
-                if found <= gain:
+                lowered = min(difference, work[heavy] - work[target] - difference)
+                if lowered <= gain:
                     continue
                 if other < num_items:
                     allowed = fits(loads[target] - sizes[other], sizes[item], caps, counts[target] == 1) and fits(
@@ -197,7 +197,7 @@ def level(
                 else:
                     allowed = fits(loads[target], sizes[item], caps, counts[target] == 0)
                 if allowed:
-                    gain, best_item, best_other, best_bin = found, item, other, target
+                    gain, best_item, best_other, best_bin = lowered, item, other, target
         if best_item < 0:
             return
         loads[heavy] -= sizes[best_item]
@@ -224,7 +224,7 @@ def pack_rank(
     num_bins: int,
     bins: NDArray[np.int32],
 ) -> bool:
-    """Pack one rank's samples, from the most costly, into `num_bins` microbatches; False where none was found."""
+    """Pack one rank's samples, from the most costly, into `num_bins` microbatches. Return False if that fails."""
     if num_bins == 1:
         bins[:] = 0
         return bins_needed(sizes, caps) == 1
@@ -247,7 +247,7 @@ def rename(
         work[bins[item]] += costs[item]
         first[bins[item]] = min(first[bins[item]], samples[item])
     order = np.empty(num_bins, np.int64)
-    # By insertion: there are few, and for few it is far faster than a sort of arrays.
+    # Insertion sort: far faster than a sort of arrays for few elements.
     for b in range(num_bins):
         number = b
         while number > 0:

@@ -1,7 +1,7 @@
 """Bin packing kernels: sizes (num_items, num_caps) and costs (num_items, num_phases) of items -> bin of each.
 
-Several ranks share a bin: it takes, in each phase, its largest item or an even share of all, whichever is more. Large
-items of a phase therefore belong together, and small ones into the gaps beside them.
+Several ranks share a bin: it takes, in each phase, its largest item or an even share of all, whichever is more. So
+large items of a phase belong together, and small ones into the gaps.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from orchdata.native.microbatches.binpack import fits
 from orchdata.native.sorting import descending_order
 
 KEY_BITS = 22  # Two passes of the radix sort.
-LEVELS = 64  # Of how full a rank is.
+LEVELS = 64  # Levels of the fullness of a rank.
 
 
 @kernel
 def descending_floats(values: NDArray[np.float64]) -> NDArray[np.int32]:
-    """Places of values, at least 0, from the largest; those closer than 2**-22 of the largest in their own order."""
+    """Return indices of values, at least 0, from the largest; values within 2**-22 of the largest keep their order."""
     keys = np.empty(values.shape[0], np.int64)
     scale = np.float64(1 << KEY_BITS) - 1
     largest = values.max() if values.shape[0] > 0 else 0.0
@@ -33,7 +33,7 @@ def packing_orders(costs: NDArray[np.int64], sizes: NDArray[np.int64], primary: 
     """Orders in which items are packed: int32 (num_orders, num_items).
 
     Large items of one phase first, then the rest by the primary phase, for each phase; all phases one after another,
-    those that cost most in all first; by the largest share of a phase's total; and by cost for each unit of size.
+    those with the highest total cost first; by the largest share of a phase's total; and by cost for each unit of size.
     """
     num_items, num_phases = costs.shape
     totals = np.empty(num_phases, np.int64)
@@ -94,7 +94,7 @@ def first_fit(
     smallest = np.empty(num_caps, np.int64)
     for k in range(num_caps):
         smallest[k] = sizes[:, k].min() if sizes.shape[0] > 0 else 0
-    first = 0  # Those before are full: nothing fits into them.
+    first = 0  # Bins before it are full.
     for item in order:
         chosen = -1
         while first < num_bins and not fits(loads[first], smallest, limits, False):
@@ -121,7 +121,7 @@ def first_fit(
 
 @kernel
 def bins_cost(costs: NDArray[np.int64], bins: NDArray[np.int32], num_bins: int, ranks_per_bin: int) -> int:
-    """What the bins take at least: in each phase its largest item, or an even share of what it holds."""
+    """Return a lower bound of what the bins take: in each phase the largest item, or an even share of all its items."""
     num_items, num_phases = costs.shape
     largest = np.zeros((num_bins, num_phases), np.int64)
     loads = np.zeros((num_bins, num_phases), np.int64)
@@ -140,7 +140,7 @@ def bins_cost(costs: NDArray[np.int64], bins: NDArray[np.int32], num_bins: int, 
 def relink(
     heads: NDArray[np.int32], after: NDArray[np.int32], before: NDArray[np.int32], rank: int, old: int, new: int
 ) -> None:
-    """Take a rank from the list of its level `old` and put it first in that of `new`."""
+    """Move a rank from the list of level `old` to the front of the list of level `new`."""
     if before[rank] >= 0:
         after[before[rank]] = after[rank]
     else:
@@ -167,7 +167,7 @@ def deal_cells(
 ) -> int:
     """Put each item, in `order`, into the first bin in which a rank has room, and there on the fullest that has.
 
-    How full ranks are is known by levels, so that each is found in a few steps: best fit, but for what lies within one.
+    Ranks are listed by levels of fullness, so a few steps find each: best fit up to the width of a level.
 
     Args:
         order: int32 (num_items,).
@@ -175,15 +175,15 @@ def deal_cells(
         caps: int64 (num_caps,), of a rank in a bin.
         room: int64 (num_caps,), of a bin: the sum over its ranks.
         num_bins, num_ranks: at least 1; each bin has that many ranks.
-        bins, rank: int32 (num_items,), written; -1 for an item that fits nowhere.
+        bins, rank: int32 (num_items,), written; -1 for an item that does not fit anywhere.
 
     Returns:
-        How many fit nowhere.
+        The number of items that do not fit anywhere.
     """
     num_caps = caps.shape[0]
     loads = np.zeros((num_bins, num_ranks, num_caps), np.int64)
     totals = np.zeros((num_bins, num_caps), np.int64)
-    # Of each level the first rank; of each rank the next and the previous one of its level.
+    # The first rank of each level; for each rank the next and the previous one of its level.
     heads = np.full((num_bins, LEVELS + 1), np.int32(-1))
     after = np.empty((num_bins, num_ranks), np.int32)
     before = np.empty((num_bins, num_ranks), np.int32)
@@ -235,7 +235,7 @@ def pack_in_orders(
     """First fit in each of `orders`.
 
     Returns:
-        (bins int32 (num_orders, num_items), int64 (num_orders,): what `bins_cost` says of each).
+        (bins int32 (num_orders, num_items), int64 (num_orders,): `bins_cost` of each).
     """
     num_orders, num_items = orders.shape
     bins = np.empty((num_orders, num_items), np.int32)

@@ -1,6 +1,6 @@
 """Microbatch kernels: rank of each sample -> microbatch of each, the same number on all ranks, within the caps.
 
-Samples are grouped by rank, each rank's from the most costly: the place of a sample is its entry in that grouping.
+Samples are grouped by rank, each rank's from the most costly. The entry of a sample is its index in that grouping.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TARGETS = (8, 3, 0)
 def cell_sums(
     costs: NDArray[np.int64], rank: NDArray[np.int32], microbatch: NDArray[np.int32], num_ranks: int, num_bins: int
 ) -> NDArray[np.int64]:
-    """Cost of each rank's microbatches, int64 (num_ranks, num_bins)."""
+    """Return the cost of each rank's microbatches, int64 (num_ranks, num_bins)."""
     cells = np.zeros((num_ranks, num_bins), np.int64)
     for sample in range(costs.shape[0]):
         cells[rank[sample], microbatch[sample]] += costs[sample]
@@ -34,8 +34,8 @@ def group_by_rank(
     """Group samples by rank, in their order; those with rank -1 are left out.
 
     Returns:
-        (offsets (num_ranks + 1,): rank r has the places from entry r to entry r + 1; the sample at each place; the
-        places in the order of `descending`).
+        (offsets (num_ranks + 1,): rank r has the entries from offsets[r] to offsets[r + 1]; the sample of each entry;
+        the entries in the order of `descending`).
     """
     offsets = np.zeros(num_ranks + 1, np.int64)
     for owner in rank:
@@ -44,17 +44,17 @@ def group_by_rank(
     for r in range(num_ranks):
         offsets[r + 1] += offsets[r]
     samples = np.empty(offsets[num_ranks], np.int64)
-    places = np.empty(offsets[num_ranks], np.int64)
+    entries = np.empty(offsets[num_ranks], np.int64)
     cursor = offsets[:num_ranks].copy()
-    found = 0
+    next_entry = 0
     for sample in descending:
         owner = rank[sample]
         if owner >= 0:
             samples[cursor[owner]] = sample
-            places[found] = cursor[owner]
+            entries[next_entry] = cursor[owner]
             cursor[owner] += 1
-            found += 1
-    return offsets, samples, places
+            next_entry += 1
+    return offsets, samples, entries
 
 
 @kernel
@@ -84,7 +84,7 @@ def pack_ranks(
     """Pack all ranks' samples into microbatches, level and number them; writes `bins`.
 
     Returns:
-        The number of microbatches; where it is above a given `num_microbatches`, `bins` means nothing.
+        The number of microbatches; if it is above a given `num_microbatches`, `bins` is undefined.
     """
     num_ranks = offsets.shape[0] - 1
     count = np.int64(max(1, num_microbatches))
@@ -93,7 +93,7 @@ def pack_ranks(
             if offsets[r] < offsets[r + 1]:
                 count = max(count, bins_needed(sizes[offsets[r] : offsets[r + 1]], caps))
     packed_into = np.zeros(num_ranks, np.int64)
-    # What a rank cannot do with `count` it may with more; one that could can still, so none is visited twice.
+    # A rank that fails with `count` may pack with more; one that packed still can, so none is visited twice.
     for r in range(num_ranks):
         start, end = offsets[r], offsets[r + 1]
         if start == end:
@@ -107,7 +107,7 @@ def pack_ranks(
         start, end = offsets[r], offsets[r + 1]
         if start == end:
             continue
-        # Ranks packed before the count was raised have more room now; a search that fails keeps what was found.
+        # Ranks packed before the count was raised have more room now; if a new search fails, their packing stays.
         if packed_into[r] < count:
             again = np.empty(end - start, np.int32)
             if pack_rank(costs[start:end], sizes[start:end], caps, count, again):
@@ -121,48 +121,48 @@ def deal(
     costs: NDArray[np.int64],
     sizes: NDArray[np.int64],
     owner: NDArray[np.int32],
-    places: NDArray[np.int64],
+    entries: NDArray[np.int64],
     caps: NDArray[np.int64],
     targets: NDArray[np.int64],
     stuck: NDArray[np.bool_],
     bins: NDArray[np.int32],
 ) -> None:
-    """Put each place, in turn, into the microbatch of its rank that has most room below the target of its micro-step.
+    """Put each sample, in turn, into the microbatch of its rank that has most room below the target of its micro-step.
 
-    Where a sample goes above the target, the target rises for all ranks: later samples, which are smaller, use it.
+    If a sample exceeds the target, the target rises for all ranks: later, smaller samples use the room.
 
     Args:
-        costs: int64 (num_places,), and
-        sizes: int64 (num_places, num_caps), and
-        owner: int32 (num_places,), the rank of each place.
-        places: int64 (num_places,), from the most costly.
+        costs: int64 (num_entries,).
+        sizes: int64 (num_entries, num_caps).
+        owner: int32 (num_entries,), the rank of each entry.
+        entries: int64 (num_entries,), from the most costly.
         caps: int64 (num_caps,).
         targets: int64 (num_bins,), largest cost in each micro-step, changed in place.
-        stuck: bool (num_ranks,): ranks to leave out; set where a sample of a rank fits nowhere.
-        bins: int32 (num_places,), written for the ranks that are not stuck.
+        stuck: bool (num_ranks,): ranks to leave out; set if a sample of a rank does not fit anywhere.
+        bins: int32 (num_entries,), written for the ranks that are not stuck.
     """
     num_ranks, num_bins = stuck.shape[0], targets.shape[0]
     work = np.zeros((num_ranks, num_bins), np.int64)
     counts = np.zeros((num_ranks, num_bins), np.int32)
     loads = np.zeros((num_ranks, num_bins, caps.shape[0]), np.int64)
-    for place in places:
-        r = owner[place]
+    for entry in entries:
+        r = owner[entry]
         if stuck[r]:
             continue
         chosen = -1
         most = np.int64(0)
         for b in range(num_bins):
             room = targets[b] - work[r, b]
-            if (chosen < 0 or room > most) and fits(loads[r, b], sizes[place], caps, counts[r, b] == 0):
+            if (chosen < 0 or room > most) and fits(loads[r, b], sizes[entry], caps, counts[r, b] == 0):
                 chosen, most = b, room
         if chosen < 0:
             stuck[r] = True
             continue
-        bins[place] = chosen
-        work[r, chosen] += costs[place]
+        bins[entry] = chosen
+        work[r, chosen] += costs[entry]
         counts[r, chosen] += 1
         for k in range(caps.shape[0]):
-            loads[r, chosen, k] += sizes[place, k]
+            loads[r, chosen, k] += sizes[entry, k]
         targets[chosen] = max(targets[chosen], work[r, chosen])
 
 
@@ -174,13 +174,13 @@ def step_peaks(
     bins: NDArray[np.int32],
     peaks: NDArray[np.int64],
 ) -> int:
-    """Raise `peaks` (num_bins,) to the largest cost of an included rank in each micro-step; returns their sum."""
+    """Raise `peaks` (num_bins,) to the largest cost of an included rank in each micro-step. Return their sum."""
     work = np.empty(peaks.shape[0], np.int64)
     for r in range(offsets.shape[0] - 1):
         if included[r]:
             work[:] = 0
-            for place in range(offsets[r], offsets[r + 1]):
-                work[bins[place]] += costs[place]
+            for entry in range(offsets[r], offsets[r + 1]):
+                work[bins[entry]] += costs[entry]
             for b in range(peaks.shape[0]):
                 peaks[b] = max(peaks[b], work[b])
     return int(peaks.sum())
@@ -191,7 +191,7 @@ def lower_peaks(
     costs: NDArray[np.int64],
     sizes: NDArray[np.int64],
     offsets: NDArray[np.int64],
-    places: NDArray[np.int64],
+    entries: NDArray[np.int64],
     caps: NDArray[np.int64],
     num_bins: int,
     fill_all: bool,
@@ -199,19 +199,19 @@ def lower_peaks(
 ) -> None:
     """Lower the sum over micro-steps of the largest cost of a rank, in place; it never rises.
 
-    Large samples force a high peak in a few micro-steps. Ranks without any can then do more of their work in those
-    than in the others, so microbatches of about the same cost are not what is wanted. Deals from several first targets
-    are tried; a rank that does not fit within the caps that way keeps the microbatches it has.
+    Large samples force a high peak in a few micro-steps. Ranks without large samples should do more of their work in
+    those micro-steps, so microbatches of equal cost are not the goal. Deals from several first targets are tried; a
+    rank that exceeds the caps that way keeps its microbatches.
 
     Args:
-        costs: int64 (num_places,), and
-        sizes: int64 (num_places, num_caps).
-        offsets: int64 (num_ranks + 1,), the places of each rank.
-        places: int64 (num_places,), from the most costly.
+        costs: int64 (num_entries,).
+        sizes: int64 (num_entries, num_caps).
+        offsets: int64 (num_ranks + 1,), the entries of each rank.
+        entries: int64 (num_entries,), from the most costly.
         caps: int64 (num_caps,).
         num_bins: microbatches of each rank.
-        fill_all: use all microbatches, though fewer would do.
-        bins: int32 (num_places,), changed in place.
+        fill_all: use all microbatches, although fewer would do.
+        bins: int32 (num_entries,), changed in place.
     """
     num_ranks = offsets.shape[0] - 1
     owner = np.empty(costs.shape[0], np.int32)
@@ -227,7 +227,7 @@ def lower_peaks(
     for trial_number in range(len(TARGETS) - 1 if fill_all else len(TARGETS)):
         targets = np.full(num_bins, mean // 8 * TARGETS[trial_number])
         step_peaks(costs, offsets, stuck, given, targets)
-        deal(costs, sizes, owner, places, caps, targets, stuck, trial)
+        deal(costs, sizes, owner, entries, caps, targets, stuck, trial)
         for r in range(num_ranks):
             if stuck[r]:
                 trial[offsets[r] : offsets[r + 1]] = given[offsets[r] : offsets[r + 1]]
@@ -255,23 +255,23 @@ def split(
         num_ranks: at least 1.
         sizes: int64 (num_samples, num_caps), C-contiguous.
         caps: int64 (num_caps,), at least 1.
-        num_microbatches: how many; 0 for the fewest that fit.
+        num_microbatches: their number; 0 for the fewest that fit.
         in_step: lower the sum over microbatches of the largest cost of a rank, and number by descending cost.
 
     Returns:
         (microbatch int32 (num_samples,), -1 where rank is -1; their number, at least 1). With num_microbatches given
         and too small, the number needed is returned with an empty array.
     """
-    offsets, samples, places = group_by_rank(descending_order(costs), rank, num_ranks)
+    offsets, samples, entries = group_by_rank(descending_order(costs), rank, num_ranks)
     num_places, num_caps = samples.shape[0], caps.shape[0]
     costs_here = np.empty(num_places, np.int64)
     sizes_here = np.empty((num_places, num_caps), np.int64)
-    for place in range(num_places):
-        costs_here[place] = costs[samples[place]]
+    for entry in range(num_places):
+        costs_here[entry] = costs[samples[entry]]
         for k in range(num_caps):
-            sizes_here[place, k] = sizes[samples[place], k]
+            sizes_here[entry, k] = sizes[samples[entry], k]
     bins = np.zeros(num_places, np.int32)
-    # More than the samples of a rank are not needed, and would only take memory.
+    # More microbatches than samples of a rank would only take memory.
     usable = min(num_microbatches, max(1, np.diff(offsets).max()))
     count = pack_ranks(costs_here, sizes_here, offsets, caps, usable, bins)
     if 0 < num_microbatches < count:
@@ -279,10 +279,10 @@ def split(
     if count > 1:
         rename_all(costs_here, samples, offsets, count, bins, in_step)
         if in_step:
-            lower_peaks(costs_here, sizes_here, offsets, places, caps, count, num_microbatches > 0, bins)
+            lower_peaks(costs_here, sizes_here, offsets, entries, caps, count, num_microbatches > 0, bins)
             # Never worse: the k-th most costly microbatch of a rank is within the k-th largest of the peaks.
             rename_all(costs_here, samples, offsets, count, bins, True)
     microbatch = np.full(rank.shape[0], np.int32(-1))
-    for place in range(num_places):
-        microbatch[samples[place]] = bins[place]
+    for entry in range(num_places):
+        microbatch[samples[entry]] = bins[entry]
     return microbatch, max(count, num_microbatches)

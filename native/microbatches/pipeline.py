@@ -1,12 +1,12 @@
 """1F1B kernels: times of each microbatch on each stage -> makespan of an order, bound of all, order after DistTrain.
 
-Times are flat, float64 (num_microbatches * num_stages,), the stages of a microbatch side by side; an order is int64
-(num_microbatches,), the microbatch at each position. What is rounded is rounded in a fixed order, by operations that
-IEEE 754 defines to the last bit: the result is the same on every machine.
+Times are flat, float64 (num_microbatches * num_stages,), with adjacent stages of a microbatch; an order is int64
+(num_microbatches,), the microbatch at each position. All rounding has a fixed order, by operations that IEEE 754
+defines to the last bit: the result is the same on every machine.
 
 With p stages, give forward j of stage s the slot 2j + s and backward j the slot 2j + 2p - 1 - s. Within a stage the
-slots then follow the 1F1B order, and what an operation waits for on a neighbour is always that neighbour's last
-operation before the slot. So the state is one number a stage, the end of its last operation, and a slot pairs each
+slots then follow the 1F1B order, and an operation always waits for the last operation of its neighbour before the
+slot. So the state is one number a stage, the end of its last operation, and a slot pairs each
 stage that runs a backward with the next one, which runs a forward: both start at the later of their two ends.
 """
 
@@ -23,45 +23,45 @@ Order = NDArray[np.int64]
 
 @kernel
 def run_slots(forward: Times, backward: Times, order: Order, first: int, stop: int, ends: Times) -> None:
-    """Run the slots first, ..., stop - 1 of the schedule; all of it has 2 * (num_microbatches + num_stages) - 2.
+    """Run the slots first, ..., stop - 1 of the schedule, which has 2 * (num_microbatches + num_stages) - 2 slots.
 
     Args:
-        ends: float64 (num_stages,), when each stage is done with the slots before `first`; updated.
+        ends: float64 (num_stages,), the time at which each stage ends the slots before `first`; updated.
     """
     count, stages = order.shape[0], ends.shape[0]
     for slot in range(first, stop):
         stage = slot & 1 ^ 1
         if stage == 1 and slot < 2 * count:
             ends[0] += forward[order[slot >> 1] * stages]
-        # Filling or draining: of these pairs at most one runs.
+        # Filling or draining: at most one of a pair runs.
         paired = min(stages - 1, max(2 * stages - 1 - slot, slot - 2 * count))
         while stage < paired:
             up, down = ends[stage], ends[stage + 1]
             ahead = (slot - stage - 1) >> 1
-            behind = (slot - 2 * stages + 1 + stage) >> 1
+            backward_index = (slot - 2 * stages + 1 + stage) >> 1
             if 0 <= ahead < count:
                 ends[stage + 1] = (up if up > down else down) + forward[order[ahead] * stages + stage + 1]
-            elif 0 <= behind < count:
-                ends[stage] = (up if up > down else down) + backward[order[behind] * stages + stage]
+            elif 0 <= backward_index < count:
+                ends[stage] = (up if up > down else down) + backward[order[backward_index] * stages + stage]
             stage += 2
         ahead = (slot - stage - 1) >> 1
-        behind = (slot - 2 * stages + 1 + stage) >> 1
+        backward_index = (slot - 2 * stages + 1 + stage) >> 1
         while stage < stages - 1:
-            # Unsigned, as numba tests a signed index for counting from the end; and no max(), which tests for NaN.
+            # Unsigned, as numba tests signed indices for negative values; and no max(), which tests for NaN.
             here, there = np.uint64(stage), np.uint64(stage + 1)
             up, down = ends[here], ends[there]
             start = up if up > down else down
-            ends[here] = start + backward[np.uint64(order[np.uint64(behind)] * stages + stage)]
+            ends[here] = start + backward[np.uint64(order[np.uint64(backward_index)] * stages + stage)]
             ends[there] = start + forward[np.uint64(order[np.uint64(ahead)] * stages + stage + 1)]
-            stage, ahead, behind = stage + 2, ahead - 1, behind + 1
-        behind = (slot - stages) >> 1
-        if stage < stages and 0 <= behind < count:
-            ends[stage] += backward[order[behind] * stages + stage]
+            stage, ahead, backward_index = stage + 2, ahead - 1, backward_index + 1
+        backward_index = (slot - stages) >> 1
+        if stage < stages and 0 <= backward_index < count:
+            ends[stage] += backward[order[backward_index] * stages + stage]
 
 
 @kernel
 def run_all(forward: Times, backward: Times, order: Order, ends: Times) -> float:
-    """Makespan of an order; `ends` float64 (num_stages,) is overwritten."""
+    """Return the makespan of an order; `ends` float64 (num_stages,) is overwritten."""
     ends[:] = 0.0
     run_slots(forward, backward, order, 0, 2 * (order.shape[0] + ends.shape[0]) - 2, ends)
     # The last operation is the first stage's backward.
@@ -71,7 +71,7 @@ def run_all(forward: Times, backward: Times, order: Order, ends: Times) -> float
 
 @kernel
 def least_pair(first: Times, last: Times) -> float:
-    """Least first[a] + last[z] over a != z; a == z where there is one microbatch only."""
+    """Return the least first[a] + last[z] over a != z; a == z if there is only one microbatch."""
     least: float = first[0] + last[0] if first.shape[0] == 1 else np.inf
     a, z = np.argmin(first), np.argmin(last)
     for i in range(first.shape[0]):
@@ -84,36 +84,36 @@ def least_pair(first: Times, last: Times) -> float:
 
 @kernel
 def largest_others(times: Times, count: int) -> Times:
-    """For each microbatch, the sum of the `count` largest times among the others, float64 (num_microbatches,)."""
+    """Return for each microbatch the sum of the `count` largest times of the others, float64 (num_microbatches,)."""
     ascending = np.sort(times)
     last = ascending.shape[0] - 1
     count = min(count, last)
     others = 0.0
-    for place in range(count):
-        others += ascending[last - place]
+    for entry in range(count):
+        others += ascending[last - entry]
     sums = np.full(times.shape[0], others)
     for microbatch in range(times.shape[0]):
-        # One of the largest makes room for the next.
+        # Replace it by the next largest.
         if times[microbatch] > ascending[last - count]:
             sums[microbatch] = 0.0
             skipped = False
-            for place in range(count + 1):
-                if not skipped and ascending[last - place] == times[microbatch]:
+            for entry in range(count + 1):
+                if not skipped and ascending[last - entry] == times[microbatch]:
                     skipped = True
                 else:
-                    sums[microbatch] += ascending[last - place]
+                    sums[microbatch] += ascending[last - entry]
     return sums
 
 
 @kernel
 def lower_bound(forward: Times, backward: Times, num_stages: int) -> float:
-    """No order has a smaller makespan than this.
+    """Return a lower bound of the makespan of any order.
 
-    A stage works for the sum of its times. Before that it waits until some microbatch a has come down to it, and after
-    it until another, z, has gone up from it. In between it waits, too: from its forward of a to its backward of a
-    passes the time a spends on later stages, while the stage has at most as many forwards to do as its warm-up; the
-    same holds for z and backwards; and for any microbatch with both. The first two waits add up where the first
-    backward comes before the last forward.
+    A stage works for the sum of its times. Before that it waits until some microbatch a has reached it, and after that
+    until another, z, has returned from it to the first stage. It also waits in between: between its forward and
+    backward of a, a is on later stages, while the stage has at most as many forwards to do as its warm-up; the same
+    holds for z and backwards, and for any microbatch with both. The first two waits add up if the first backward comes
+    before the last forward.
     """
     count = forward.shape[0] // num_stages
     down, up, later = np.zeros(count), np.zeros(count), np.zeros(count)
@@ -144,18 +144,18 @@ def lower_bound(forward: Times, backward: Times, num_stages: int) -> float:
 
 @kernel
 def sizes_of(forward: Times, backward: Times, count: int) -> Times:
-    """Time of each microbatch over all stages, float64 (num_microbatches,), added up in a fixed order."""
+    """Return the time of each microbatch over all stages, float64 (num_microbatches,), added up in a fixed order."""
     stages = forward.shape[0] // count
     sizes = np.zeros(count)
     for microbatch in range(count):
-        for place in range(microbatch * stages, (microbatch + 1) * stages):
-            sizes[microbatch] += forward[place] + backward[place]
+        for entry in range(microbatch * stages, (microbatch + 1) * stages):
+            sizes[microbatch] += forward[entry] + backward[entry]
     return sizes
 
 
 @kernel
 def closest(candidates: Order, count: int, forward: Times, num_stages: int, interval: float) -> int:
-    """Which of the first `count` candidates has the forward on stage 0 nearest to `interval`; ties to the first."""
+    """Return which of the first `count` candidates has a forward on stage 0 closest to `interval`; ties: the first."""
     best, least = 0, np.inf
     for index in range(count):
         distance = abs(forward[candidates[index] * num_stages] - interval)
@@ -166,7 +166,7 @@ def closest(candidates: Order, count: int, forward: Times, num_stages: int, inte
 
 @kernel
 def fill_intervals(forward: Times, backward: Times, ascending: Order, num_stages: int) -> Order:
-    """Smallest first, num_stages - 1 of the next smallest last, the others by best fit (after DistTrain).
+    """Return an order: the smallest first, num_stages - 1 of the next smallest last, others by best fit (DistTrain).
 
     Args:
         ascending: int64 (num_microbatches,), microbatches from the smallest.
@@ -174,25 +174,25 @@ def fill_intervals(forward: Times, backward: Times, ascending: Order, num_stages
     count = ascending.shape[0]
     tail = min(num_stages - 1, count - 1)
     order = ascending.copy()
-    # The reserved ones drain from the largest to the smallest.
+    # The reserved microbatches drain from the largest to the smallest.
     order[count - tail :] = ascending[1 : tail + 1][::-1]
     left = ascending[tail + 1 :].copy()
     ends = np.zeros(num_stages)
     smallest = ascending[0] * num_stages
     room, done = 0.0, 0
-    for place in range(smallest + 1, smallest + num_stages):
-        room += forward[place] + backward[place]
+    for entry in range(smallest + 1, smallest + num_stages):
+        room += forward[entry] + backward[entry]
     for position in range(1, count - tail):
         remaining = count - tail - position
         free = 0.0
         if position < num_stages:
-            # Warm-up: what fits into the first microbatch's way down and up, in equal shares.
+            # Warm-up: equal shares of the first microbatch's time on the later stages.
             interval = room / (num_stages - position)
         else:
             run_slots(forward, backward, order, done, 2 * position, ends)
             free = ends[0]
             done = 2 * position + 1
-            # In this slot stage 1 returns the next backward, whatever forward stage 0 runs in it.
+            # In this slot stage 1 returns the next backward, for any forward that stage 0 runs in it.
             run_slots(forward, backward, order, done - 1, done, ends)
             interval = ends[1] - free if num_stages > 1 else 0.0
         index = closest(left, remaining, forward, num_stages, interval)
@@ -205,7 +205,7 @@ def fill_intervals(forward: Times, backward: Times, ascending: Order, num_stages
 
 @kernel
 def slowest(first: Times, work: Times, num_stages: int) -> float:
-    """The longest makespan of several pipelines, each in the order after DistTrain.
+    """Return the longest makespan of several pipelines, each in the order after DistTrain.
 
     Args:
         first: float64 (num_pipelines, num_microbatches), time of each forward on stage 0.

@@ -13,7 +13,7 @@ from orchdata.native.microbatches.pipeline import Order, Times, fill_intervals, 
 
 @kernel
 def draw(state: Order, below: int) -> int:
-    """A number below `below` < 2**31 from int64 (1,) in [1, 2**32), by xorshift32 (Marsaglia 2003)."""
+    """Return a number below `below` < 2**31 from int64 (1,) in [1, 2**32), by xorshift32 (Marsaglia 2003)."""
     x = state[0]
     x ^= (x << 13) & 0xFFFFFFFF
     x ^= x >> 17
@@ -25,9 +25,9 @@ def draw(state: Order, below: int) -> int:
 
 @kernel
 def write_start(index: int, ascending: Order, num_stages: int, state: Order, out: Order) -> None:
-    """Start number `index`: 0 ascending, 1 descending, 2 pyramid, 3 valley, then reserved tails, then random.
+    """Write start number `index`: 0 ascending, 1 descending, 2 pyramid, 3 valley, then reserved tails, then random.
 
-    A reserved tail is the smallest first, the r next smallest last, the others in between from the largest, for
+    A reserved tail has the smallest first, the r next smallest last, and the others in between from the largest, for
     r = 1, 2, ... up to the number of later stages.
     """
     count = ascending.shape[0]
@@ -37,22 +37,22 @@ def write_start(index: int, ascending: Order, num_stages: int, state: Order, out
     elif index == 1:
         out[:] = ascending[::-1]
     elif index < 4:
-        for place in range(count):
-            position = place >> 1 if place & 1 == 0 else count - 1 - (place >> 1)
-            out[position] = ascending[place if index == 2 else count - 1 - place]
+        for entry in range(count):
+            position = entry >> 1 if entry & 1 == 0 else count - 1 - (entry >> 1)
+            out[position] = ascending[entry if index == 2 else count - 1 - entry]
     elif tail < num_stages and index < 12:
         out[0] = ascending[0]
         out[1 : count - tail] = ascending[tail + 1 :][::-1]
         out[count - tail :] = ascending[1 : tail + 1][::-1]
     else:
-        for place in range(count - 1, 0, -1):
-            other = draw(state, place + 1)
-            out[place], out[other] = out[other], out[place]
+        for entry in range(count - 1, 0, -1):
+            other = draw(state, entry + 1)
+            out[entry], out[other] = out[other], out[entry]
 
 
 @kernel
 def best_start(forward: Times, backward: Times, num_stages: int, num_starts: int, state: Order) -> Order:
-    """The best of the given order, the one after DistTrain, and `num_starts` others; ties to the first."""
+    """Return the best of the given order, the one after DistTrain, and `num_starts` others; ties: the first."""
     count = forward.shape[0] // num_stages
     ends = np.empty(num_stages)
     ascending = np.argsort(sizes_of(forward, backward, count), kind="mergesort")
@@ -71,7 +71,7 @@ def best_start(forward: Times, backward: Times, num_stages: int, num_starts: int
 
 @kernel
 def insert(order: Order, source: int, target: int) -> None:
-    """Take the microbatch at position `source` out and put it at `target`; the ones between move up."""
+    """Move the microbatch at position `source` to `target`; those in between move by one."""
     microbatch = order[source]
     step = 1 if source < target else -1
     for position in range(source, target, step):
@@ -83,15 +83,15 @@ def insert(order: Order, source: int, target: int) -> None:
 def search(
     forward: Times, backward: Times, num_stages: int, num_starts: int, num_steps: int, heat: float, state: Order
 ) -> tuple[Order, float, float]:
-    """A good order: the best of some starts, then threshold accepting (Dueck and Scheuer 1990) by swaps and insertions.
+    """Return a good order: the best start, then threshold accepting (Dueck and Scheuer 1990) by swaps and insertions.
 
-    A step is kept while it lengthens the schedule by at most a share of the best makespan, which falls from `heat` to 0
-    as a parabola.
-    Unlike simulated annealing this needs no exponential, whose last bit differs between machines.
+    A step is kept if it lengthens the schedule by at most a share of the best makespan; the share falls from `heat` to
+    0 as a parabola. Unlike simulated annealing this needs no exponential, which differs in the last bit between
+    machines.
 
     Args:
-        num_starts: how many starts beside the given order and the one after DistTrain.
-        num_steps: how many steps follow; none once the lower bound is met.
+        num_starts: number of starts in addition to the given order and the one after DistTrain.
+        num_steps: number of steps that follow; none once the lower bound is reached.
         heat: first share of the makespan by which a step may be worse.
         state: int64 (1,) in [1, 2**32), of the random numbers; updated.
 

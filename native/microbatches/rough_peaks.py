@@ -1,7 +1,7 @@
-"""Rough prices of micro-steps: costs (num_items, num_phases) and bin of each item -> what ranks wait for, about.
+"""Rough prices of micro-steps: costs (num_items, num_phases) and bin of each item -> about what ranks wait for.
 
-How dear a dealing into micro-steps becomes is known only once each is balanced, which takes long. Two numbers say much
-of it at little cost: no assignment is below the bounds of its phases, and longest first is above what a search finds.
+The price of a packing into micro-steps is known only after each is balanced, which takes long. Two numbers estimate it
+quickly: the bounds of the phases are below any assignment, and longest first is above the result of a search.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from orchdata.native.jit import kernel
 
 @kernel
 def fits_alone(sizes: NDArray[np.int64], caps: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Items beside which none of the others fits: bool (num_items,); sizes int64 (num_items, num_caps)."""
+    """Return the items next to which no other fits: bool (num_items,); sizes int64 (num_items, num_caps)."""
     alone = np.zeros(sizes.shape[0], np.bool_)
     for k in range(caps.shape[0] if sizes.shape[0] > 1 else 0):
         first = np.argmin(sizes[:, k])
@@ -31,8 +31,8 @@ def fits_alone(sizes: NDArray[np.int64], caps: NDArray[np.int64]) -> NDArray[np.
 
 
 @kernel
-def sum_beside_alone(peaks: NDArray[np.int64], costs: NDArray[np.int64], alone: NDArray[np.bool_]) -> int:
-    """The sum over phases of the largest of `peaks`, int64 (num_phases,), and of the costs of the items `alone`."""
+def sum_with_alone(peaks: NDArray[np.int64], costs: NDArray[np.int64], alone: NDArray[np.bool_]) -> int:
+    """Return the sum over phases of the largest of `peaks`, int64 (num_phases,), and of the costs of items `alone`."""
     total = np.int64(0)
     for p in range(costs.shape[1]):
         peak = peaks[p]
@@ -45,15 +45,15 @@ def sum_beside_alone(peaks: NDArray[np.int64], costs: NDArray[np.int64], alone: 
 
 @kernel
 def bin_bound(costs: NDArray[np.int64], alone: NDArray[np.bool_], num_ranks: int) -> int:
-    """What ranks wait for at least, over all phases, where some items have a rank to themselves."""
+    """Return a lower bound of what ranks wait for, over all phases, if some items fill a rank alone."""
     others = costs[~alone]
     free = num_ranks - (costs.shape[0] - others.shape[0])
-    return np.int64(sum_beside_alone(phase_bounds(others, max(np.int64(1), free)), costs, alone))
+    return np.int64(sum_with_alone(phase_bounds(others, max(np.int64(1), free)), costs, alone))
 
 
 @kernel
 def items_of_bins(bins: NDArray[np.int32], num_bins: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """Items grouped by bin, in their order: (offsets int64 (num_bins + 1,), items int32 (num_items,))."""
+    """Group items by bin, in their order: (offsets int64 (num_bins + 1,), items int32 (num_items,))."""
     offsets = np.zeros(num_bins + 1, np.int64)
     for chosen in bins:
         offsets[chosen + 1] += 1
@@ -77,12 +77,12 @@ def rough_peaks(
     num_ranks: int,
     primary: int,
 ) -> tuple[int, int]:
-    """What ranks wait for in all bins: a lower bound, and what longest first by phase takes.
+    """Return what ranks wait for in all bins: a lower bound, and the result of longest first by phase.
 
     Args:
         costs: int64 (num_items, num_phases).
-        sizes: int64 (num_items, num_caps), and
-        caps: int64 (num_caps,), of a rank: minded only of items that fill one.
+        sizes: int64 (num_items, num_caps).
+        caps: int64 (num_caps,), of a rank; they count only for items that fill one.
         bins: int32 (num_items,), from 0 to num_bins - 1.
         num_ranks: that share the items of a bin.
         primary: index of the phase that all items take part in.
@@ -101,5 +101,5 @@ def rough_peaks(
         phase = dominant_phases(others, primary)
         order = order_by_phase(others, phase, primary)
         owner = longest_first_by_phase(others, order, phase, free, max(1, others.shape[0]), 0)
-        high += sum_beside_alone(phase_peaks(others, owner, free), mine, alone)
+        high += sum_with_alone(phase_peaks(others, owner, free), mine, alone)
     return low, high

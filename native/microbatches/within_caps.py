@@ -1,9 +1,9 @@
-"""Balancing a micro-step within caps: costs of several phases and sizes that are capped -> one owner of each sample.
+"""Balancing a micro-step within caps: costs of several phases and capped sizes -> one owner of each sample.
 
 caps that bind little --balanced without them--> brought within
 caps that bind --large samples first, each to the rank of the least load in its own phase that has room--> refined
 
-Where ranks hold few samples that nearly fill them, an assignment that minds no caps cannot be brought within them.
+If ranks have few samples that nearly fill them, an assignment that ignores the caps cannot be brought within them.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from orchdata.native.assign.phases import (
 )
 from orchdata.native.assign.ranking import bit_length
 from orchdata.native.jit import kernel
-from orchdata.native.microbatches.rough_peaks import fits_alone, items_of_bins, sum_beside_alone
+from orchdata.native.microbatches.rough_peaks import fits_alone, items_of_bins, sum_with_alone
 from orchdata.native.sorting import descending_order
 
-LARGE = (4, 8)  # Samples above this part of a cap are placed first; more of them where some find no room.
-FEW = 6  # Samples a rank, up to which both ways are tried,
-BINDING = 1 << 15  # or the second alone, where longest first has so much above the caps, for each rank, in 1 / 2**20.
-VISITS = 256  # Nodes of the tree of ranks that are looked at for a sample.
+LARGE = (4, 8)  # Samples above this part of a cap come first; more of them if some find no room.
+FEW = 6  # Up to this number of samples a rank both ways are tried,
+BINDING = 1 << 15  # or the second alone, if longest first exceeds the caps by this much a rank, in 1 / 2**20.
+VISITS = 256  # Nodes of the tree of ranks to look at for a sample.
 NO_ROOM = np.int64(-(1 << 62))
-STEPS = 1 << 16  # Sizes, in parts of their cap, by which large ones are ordered.
+STEPS = 1 << 16  # Steps of a cap in which large sizes are ordered.
 
 
 @kernel
 def large_first(
     order: NDArray[np.int32], sizes: NDArray[np.int64], caps: NDArray[np.int64], part: int
 ) -> NDArray[np.int32]:
-    """Samples larger than 1 / `part` of a cap from the largest, then the others in `order`."""
+    """Return samples larger than 1 / `part` of a cap from the largest, then the others in `order`."""
     num_samples = order.shape[0]
     keys = np.zeros(num_samples, np.int64)
     for sample in range(num_samples):
@@ -47,20 +47,20 @@ def large_first(
             share = min(1.0, sizes[sample, k] / caps[k])
             if share * part > 1.0:
                 keys[sample] = max(keys[sample], np.int64(share * STEPS))
-    found = descending_order(keys)
+    ordered = descending_order(keys)
     count = 0
-    while count < num_samples and keys[found[count]] > 0:
+    while count < num_samples and keys[ordered[count]] > 0:
         count += 1
     for sample in order:
         if keys[sample] == 0:
-            found[count] = sample
+            ordered[count] = sample
             count += 1
-    return found
+    return ordered
 
 
 @kernel
 def fits_into(room: NDArray[np.int64], size: NDArray[np.int64]) -> bool:
-    """Whether there is as much room as the size, by each cap."""
+    """Return whether the size fits into the room, by each cap."""
     fits = True
     for k in range(size.shape[0]):
         fits &= room[k] >= size[k]
@@ -71,32 +71,32 @@ def fits_into(room: NDArray[np.int64], size: NDArray[np.int64]) -> bool:
 def least_with_room(
     loads: NDArray[np.int64], room: NDArray[np.int64], size: NDArray[np.int64], stack: NDArray[np.int64]
 ) -> int:
-    """The leaf of the least load of those looked at that have room; else the one with most room by the first cap.
+    """Return the leaf with the least load of the visited ones with room; else the one with most room by the first cap.
 
     Args:
-        loads: int64 (2 * leaves,), a tree of the smallest.
-        room: int64 (num_caps, 2 * leaves), trees of the largest.
+        loads: int64 (2 * leaves,), a tree of minima.
+        room: int64 (num_caps, 2 * leaves), trees of maxima.
         size: int64 (num_caps,).
         stack: int64, scratch, at least twice as long as the trees are deep.
     """
     leaves = loads.shape[0] // 2
     best, least = np.int64(-1), np.int64((1 << 63) - 1)
     stack[0] = 1
-    held, visits = 1, 0
-    while held > 0 and visits < VISITS:
-        held -= 1
+    depth, visits = 1, 0
+    while depth > 0 and visits < VISITS:
+        depth -= 1
         visits += 1
-        node = stack[held]
+        node = stack[depth]
         if loads[node] >= least or not fits_into(room[:, node], size):
             continue
         if node >= leaves:
             best, least = node, loads[node]
             continue
-        # The side with the smaller load is looked at first; of equals the left one.
+        # Visit the side with the smaller load first; on a tie the left one.
         near = 2 * node if loads[2 * node] <= loads[2 * node + 1] else 2 * node + 1
-        stack[held] = near ^ 1
-        stack[held + 1] = near
-        held += 2
+        stack[depth] = near ^ 1
+        stack[depth + 1] = near
+        depth += 2
     if best < 0:
         best = np.int64(1)
         while best < leaves:
@@ -117,18 +117,18 @@ def longest_first_within(
 
     Args:
         costs: int64 (num_samples, num_phases).
-        order, phase: int32 (num_samples,), the phase by which each is placed.
-        sizes: int64 (num_samples, num_caps), and
-        caps: int64 (num_caps,), what the samples of a rank may sum to.
+        order, phase: int32 (num_samples,), the phase by which each is assigned.
+        sizes: int64 (num_samples, num_caps).
+        caps: int64 (num_caps,), most that the sizes of a rank may sum to.
 
     Returns:
-        (int32 (num_samples,), how many found no room).
+        (int32 (num_samples,), number of samples without room).
     """
     num_phases, num_caps = costs.shape[1], caps.shape[0]
     depth = bit_length(num_ranks - 1)
     leaves = np.int64(1) << depth
     loads = np.zeros((num_phases, 2 * leaves), np.int64)
-    room = np.full((num_caps, 2 * leaves), NO_ROOM)  # of leaves beyond the ranks: less than a rank above its cap has
+    room = np.full((num_caps, 2 * leaves), NO_ROOM)  # leaves without a rank: less room than any rank above its cap
     for k in range(num_caps):
         room[k, leaves : leaves + num_ranks] = caps[k]
         for node in range(leaves - 1, 0, -1):
@@ -163,7 +163,7 @@ def brought_within(
     num_ranks: int,
     budget: int,
 ) -> bool:
-    """Move what is above the caps, in place, the largest loads as they are; whether the caps are then kept."""
+    """Move samples of ranks above caps, in place, with unchanged largest loads. Return whether the caps are kept."""
     if above_caps(sizes, caps, rank, num_ranks) == 0:
         return True
     targets = phase_peaks(costs, rank, num_ranks)
@@ -180,9 +180,9 @@ def start_within(
     primary: int,
     budget: int,
 ) -> tuple[NDArray[np.int32], bool]:
-    """An assignment, longest first, and whether it is within the caps; costs (num_samples, num_phases).
+    """Return an assignment, longest first, and whether it is within the caps; costs (num_samples, num_phases).
 
-    The few samples that find no room are given some by exchanges, of which `budget` pairs are looked at.
+    Exchanges make room for the few samples without, and look at `budget` pairs.
     """
     phase = dominant_phases(costs, primary)
     by_phase = order_by_phase(costs, phase, primary)
@@ -201,7 +201,7 @@ def start_within(
 def longest_first_above(
     costs: NDArray[np.int64], sizes: NDArray[np.int64], caps: NDArray[np.int64], num_ranks: int, primary: int
 ) -> int:
-    """What longest first, which minds no caps, has above them, as of `above_caps`."""
+    """Return by how much longest first, which ignores the caps, exceeds them, as in `above_caps`."""
     phase = dominant_phases(costs, primary)
     order = order_by_phase(costs, phase, primary)
     rank = longest_first_by_phase(costs, order, phase, num_ranks, max(1, costs.shape[0]), 0)
@@ -221,18 +221,18 @@ def solve_within(
     good_part: int,
     pairs: float,
 ) -> NDArray[np.int32]:
-    """One rank for each sample within the caps: lowers the sum over phases of the largest load, group by group.
+    """Return one rank for each sample within the caps: lower the sum over phases of the largest load, group by group.
 
     Args:
-        costs: int64 (num_samples, num_phases), the samples of a group beside each other.
-        sizes: int64 (num_samples, num_caps), and
-        caps: int64 (num_caps,), at least 1: what the samples of a rank may sum to.
+        costs: int64 (num_samples, num_phases), with adjacent samples of a group.
+        sizes: int64 (num_samples, num_caps).
+        caps: int64 (num_caps,), at least 1: most that the sizes of a rank may sum to.
         given: int32 (num_samples,), an assignment to start from, above the caps or not.
         within: int32 (num_samples,), one that keeps the caps.
         offsets: int64 (num_groups + 1,), the samples of each group. Its ranks count from 0 in all assignments.
         group_sizes: int64 (num_groups,), ranks of each.
-        primary: index of the phase all samples take part in.
-        good_part: peaks that are this part above their bounds, or less, are searched no further.
+        primary: index of the phase that all samples take part in.
+        good_part: the search ends when peaks are at most this part above their bounds.
         pairs: to look at, for each pair of samples that share a rank.
 
     Returns:
@@ -257,8 +257,8 @@ def solve_within(
             if kept and sum_of_peaks(mine, trial, num_ranks) < sum_of_peaks(mine, rank, num_ranks):
                 rank = trial
         if above > 0 or not kept:
-            trial, found = start_within(mine, weights, caps, num_ranks, primary, budget // 4)
-            trial = trial if found else inside.copy()
+            trial, is_within = start_within(mine, weights, caps, num_ranks, primary, budget // 4)
+            trial = trial if is_within else inside.copy()
             for turn in range(2):
                 if sum_of_peaks(mine, trial, num_ranks) < sum_of_peaks(mine, rank, num_ranks):
                     rank = trial.copy()
@@ -280,14 +280,14 @@ def looked_peaks(
     num_ranks: int,
     pairs: float,
 ) -> int:
-    """What ranks wait for in all bins, each balanced with little effort.
+    """Return what ranks wait for in all bins, each balanced with little effort.
 
     Args:
         costs: int64 (num_items, num_phases), balanced; the last phase is the one that all items take part in.
         counted: int64 (num_items, num_counted), of the phases that count.
-        sizes, caps: as `solve_within` takes them.
+        sizes, caps: as in `solve_within`.
         bins, rank: int32 (num_items,), which keep the caps.
-        pairs: as of `solve_within`.
+        pairs: as in `solve_within`.
     """
     total = np.int64(0)
     offsets, items = items_of_bins(bins, num_bins)
@@ -295,7 +295,7 @@ def looked_peaks(
         members = items[offsets[b] : offsets[b + 1]]
         mine, weights, at = costs[members], sizes[members], rank[members]
         alone = fits_alone(weights, caps)
-        # Ranks that one item fills are left out, and the others numbered.
+        # Ranks that one item fills are left out, and the others numbered from 0.
         number = np.zeros(num_ranks, np.int32)
         for index in range(members.shape[0]):
             if alone[index]:
@@ -309,9 +309,9 @@ def looked_peaks(
         if others.shape[0] > 0:
             inside = number[at[others]]
             span, ranks = np.array([0, others.shape[0]]), np.array([free])
-            found = solve_within(
+            assigned = solve_within(
                 mine[others], weights[others], caps, inside, inside, span, ranks, costs.shape[1] - 1, 1000, pairs
             )
-            peaks = phase_peaks(counted[members[others]], found, free)
-        total += sum_beside_alone(peaks, counted[members], alone)
+            peaks = phase_peaks(counted[members[others]], assigned, free)
+        total += sum_with_alone(peaks, counted[members], alone)
     return total

@@ -1,7 +1,7 @@
-"""Minimal-move kernels of several phases: costs by phase and who holds each sample -> little excess, little moved.
+"""Minimal-move kernels of several phases: costs by phase and home ranks of samples -> little excess, few moves.
 
-A rank above the target of a phase gives up samples until it is not; each goes where it causes the least excess, and
-exchanges do the rest. What a rank has above the targets of the phases, summed over phases, is its excess.
+A rank above the target of a phase gives up samples until it is not; each goes to the rank where it causes the least
+excess, and exchanges do the rest. The excess of a rank is its load above the targets, summed over phases.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ def release_by_phase(
 ) -> None:
     """Take from each rank above a phase's target the samples that bring it there: owner -1 for those. In place.
 
-    The largest go first that fit into the rank's excess, then the smallest, until the excess is gone.
+    The largest that fit into the rank's excess go first, then the smallest, until the excess is gone.
 
     Args:
         costs: int64 (num_samples, num_phases).
         owner: int32 (num_samples,), rank of each.
         loads: int64 (num_ranks, num_phases).
         targets: int64 (num_phases,), loads that a rank may keep.
-        phase: whose target counts.
+        phase: the phase with the target that counts.
     """
     order = descending_order(np.ascontiguousarray(costs[:, phase]))
     for sample in order:
@@ -51,7 +51,7 @@ def release_by_phase(
 def excess_with(
     costs: NDArray[np.int64], loads: NDArray[np.int64], targets: NDArray[np.int64], rank: int, sample: int
 ) -> int:
-    """Excess of a rank once it has the sample."""
+    """Return the excess of a rank with the sample added."""
     total = np.int64(0)
     for p in range(targets.shape[0]):
         total += max(np.int64(0), loads[rank, p] + costs[sample, p] - targets[p])
@@ -68,7 +68,7 @@ def least_excess(
     first: int,
     stop: int,
 ) -> tuple[int, int]:
-    """Of the ranks from `first` to `stop` - 1, the one with the least excess once it has the sample, and that excess.
+    """Return, of the ranks from `first` to `stop` - 1, the one with the least excess with the sample, and that excess.
 
     Ties go to the least load in `phase`, then to the lower rank.
     """
@@ -84,30 +84,30 @@ def least_excess(
 @kernel
 def place_by_phase(
     costs: NDArray[np.int64],
-    held: NDArray[np.int32],
+    home: NDArray[np.int32],
     owner: NDArray[np.int32],
     loads: NDArray[np.int64],
     targets: NDArray[np.int64],
     ranks_per_node: int,
     primary: int,
 ) -> None:
-    """Give each released sample to the rank where it causes the least excess: of its node where one has room, else any.
+    """Give each released sample to the rank where it causes the least excess: of its node if one has room, else any.
 
-    Samples go by the phase they weigh most in, `primary` last, from the largest. In place.
+    Samples go by their dominant phase, `primary` last, from the largest. In place.
 
     Args:
-        held: int32 (num_samples,), the rank that holds each.
+        home: int32 (num_samples,), the rank that has each.
         owner: int32 (num_samples,), -1 for a released sample.
         loads: int64 (num_ranks, num_phases), without the released samples.
-        ranks_per_node: consecutive ranks of a node; 1 where nodes do not matter.
-        primary: index of the phase that all samples take part in; the others as of `release_by_phase`.
+        ranks_per_node: consecutive ranks of a node; 1 if nodes do not matter.
+        primary: index of the phase that all samples take part in; the others as in `release_by_phase`.
     """
     num_ranks = loads.shape[0]
     phase = dominant_phases(costs, primary)
     for sample in order_by_phase(costs, phase, primary):
         if owner[sample] >= 0:
             continue
-        first = held[sample] // ranks_per_node * ranks_per_node
+        first = home[sample] // ranks_per_node * ranks_per_node
         stop = min(first + ranks_per_node, num_ranks)
         rank, excess = least_excess(costs, loads, targets, sample, phase[sample], first, stop)
         if excess > 0:
@@ -119,20 +119,20 @@ def place_by_phase(
 @kernel
 def move_by_phase(
     costs: NDArray[np.int64],
-    held: NDArray[np.int32],
+    home: NDArray[np.int32],
     num_ranks: int,
     ranks_per_node: int,
     primary: int,
     targets: NDArray[np.int64],
     budget: int,
 ) -> NDArray[np.int32]:
-    """Lower the sum over phases of the largest load, starting from who holds each sample.
+    """Lower the sum over phases of the largest load, starting from the home ranks.
 
     Args:
         costs: int64 (num_samples, num_phases).
-        held: int32 (num_samples,), the rank that holds each.
+        home: int32 (num_samples,), the rank that has each.
         num_ranks: at least 1.
-        ranks_per_node: consecutive ranks of a node; 1 where nodes do not matter.
+        ranks_per_node: consecutive ranks of a node; 1 if nodes do not matter.
         primary: index of the phase that all samples take part in.
         targets: int64 (num_phases,), loads that are good enough.
         budget: pairs of samples to look at.
@@ -140,12 +140,12 @@ def move_by_phase(
     Returns:
         int32 (num_samples,): the rank of each sample.
     """
-    owner = held.copy()
+    owner = home.copy()
     loads = phase_loads(costs, owner, num_ranks)
     for turn in range(targets.shape[0] + 1):
         if turn != primary:
             release_by_phase(costs, owner, loads, targets, primary if turn == targets.shape[0] else turn)
-    place_by_phase(costs, held, owner, loads, targets, ranks_per_node, primary)
+    place_by_phase(costs, home, owner, loads, targets, ranks_per_node, primary)
     num_samples, num_phases = costs.shape
     for window, raising in ((QUICK_WINDOW, True), (FIRST_PARTNERS, False)):
         budget = refine_phases(

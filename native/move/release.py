@@ -1,6 +1,6 @@
-"""Release kernels: who holds which sample -> ranks above a load give up the excess, and it is placed on ranks below.
+"""Release kernels: the rank of each sample -> ranks above a load give up the excess, which goes to ranks below.
 
-Samples are named by their place in descending order of cost; a released one has owner -1.
+Samples are numbered by their position in descending order of cost; a released one has owner -1.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from orchdata.native.assign.ranking import bit_length, list_members
 from orchdata.native.assign.tournament import replay, tournament, winner
 from orchdata.native.jit import kernel
 
-FAR_ABOVE = 9  # Binary places: a load is far above the target from 1/512 of it.
-MAX_SEARCHES = 128  # For a rank that can make room, in one pass.
+FAR_ABOVE = 9  # Binary digits: a load is far above the target from 1/512 of it.
+MAX_SEARCHES = 128  # Searches for a rank that can make room, in one pass.
 
 
 @kernel
 def release(descending: NDArray[np.int64], owner: NDArray[np.int32], loads: NDArray[np.int64], keep: int) -> None:
     """Take from each rank above `keep` the samples that bring it there: owner -1 for those. In place.
 
-    The largest go first that fit into the rank's excess, and into the mean room of the ranks below: larger ones would
-    bring those above the target. Then the smallest, until the excess is gone.
+    First the largest that fit into the rank's excess and into the mean room of the ranks below: larger ones would bring
+    those above the target. Then the smallest, until the excess is gone.
 
     Args:
         descending: int64 (num_samples,), costs from the largest.
         owner: int32 (num_samples,), rank of each.
         loads: int64 (num_ranks,).
-        keep: load a rank may keep.
+        keep: load that a rank may keep.
     """
     room = np.int64(0)
     lighter = 0
@@ -36,16 +36,16 @@ def release(descending: NDArray[np.int64], owner: NDArray[np.int32], loads: NDAr
             room += keep - load
             lighter += 1
     largest = room // max(1, lighter)
-    for place in range(descending.shape[0]):
-        rank = owner[place]
-        if loads[rank] > keep and descending[place] <= min(largest, loads[rank] - keep):
-            owner[place] = -1
-            loads[rank] -= descending[place]
-    for place in range(descending.shape[0] - 1, -1, -1):
-        rank = owner[place]
+    for position in range(descending.shape[0]):
+        rank = owner[position]
+        if loads[rank] > keep and descending[position] <= min(largest, loads[rank] - keep):
+            owner[position] = -1
+            loads[rank] -= descending[position]
+    for position in range(descending.shape[0] - 1, -1, -1):
+        rank = owner[position]
         if rank >= 0 and loads[rank] > keep:
-            owner[place] = -1
-            loads[rank] -= descending[place]
+            owner[position] = -1
+            loads[rank] -= descending[position]
 
 
 @kernel
@@ -54,19 +54,19 @@ def can_make_room(
     owner: NDArray[np.int32],
     loads: NDArray[np.int64],
     offsets: NDArray[np.int64],
-    places: NDArray[np.int32],
-    place: int,
+    members: NDArray[np.int32],
+    position: int,
     target: int,
     otherwise: int,
 ) -> int:
-    """The least loaded rank that is within the target with this sample once it has released all smaller ones."""
+    """Return the least loaded rank that is within the target with this sample after releasing all smaller ones."""
     best = np.int64(-1)
     for rank in range(loads.shape[0]):
         if best >= 0 and loads[rank] >= loads[best]:
             continue
-        stays = loads[rank] + descending[place]
-        for other in places[offsets[rank] : offsets[rank + 1]][::-1]:
-            if other < place or stays <= target:
+        stays = loads[rank] + descending[position]
+        for other in members[offsets[rank] : offsets[rank + 1]][::-1]:
+            if other < position or stays <= target:
                 break
             if owner[other] == rank:
                 stays -= descending[other]
@@ -80,18 +80,18 @@ def make_room(
     descending: NDArray[np.int64],
     owner: NDArray[np.int32],
     loads: NDArray[np.int64],
-    held: NDArray[np.int32],
-    place: int,
+    samples: NDArray[np.int32],
+    position: int,
     target: int,
 ) -> None:
-    """Release the smallest samples that the new rank of `place` holds, down to the target; none larger than that one.
+    """Release the smallest samples of the new rank of `position`, down to the target; none larger than that sample.
 
     Args:
-        held: int32, places that the rank held at first, ascending.
+        samples: int32, positions of the samples that the rank had at first, ascending.
     """
-    rank = owner[place]
-    for other in held[::-1]:
-        if loads[rank] > target and other > place and owner[other] == rank:
+    rank = owner[position]
+    for other in samples[::-1]:
+        if loads[rank] > target and other > position and owner[other] == rank:
             owner[other] = -1
             loads[rank] -= descending[other]
 
@@ -99,7 +99,7 @@ def make_room(
 @kernel
 def place_released(
     descending: NDArray[np.int64],
-    held: NDArray[np.int32],
+    home: NDArray[np.int32],
     owner: NDArray[np.int32],
     loads: NDArray[np.int64],
     ranks_per_node: int,
@@ -107,15 +107,15 @@ def place_released(
 ) -> None:
     """Give each released sample, from the largest, to the least loaded rank of its node if it fits there, else of all.
 
-    Where a sample brings even that rank far above the target, the rank releases its smallest ones in turn, early
-    enough for these to be placed later in the same pass.
+    If a sample brings even that rank far above the target, the rank releases its smallest ones in return, early enough
+    to assign them later in the same pass.
 
     Args:
         descending: int64 (num_samples,), costs from the largest.
-        held: int32 (num_samples,), the rank that holds each.
+        home: int32 (num_samples,), the rank that has each.
         owner: int32 (num_samples,), -1 for a released sample; changed in place.
         loads: int64 (num_ranks,), without the released samples; changed in place.
-        ranks_per_node: consecutive ranks of a node; 1 where nodes do not matter.
+        ranks_per_node: consecutive ranks of a node; 1 if nodes do not matter.
         target: load up to which a sample fits.
     """
     num_ranks = loads.shape[0]
@@ -123,23 +123,23 @@ def place_released(
     rank_mask = np.int64((1 << rank_bits) - 1)
     leaves = 1 << rank_bits
     shift = max(0, bit_length(descending.sum()) + rank_bits - 62)
-    offsets, places = list_members(held, np.bincount(held, minlength=num_ranks).astype(np.int32), 0)
+    offsets, members = list_members(home, np.bincount(home, minlength=num_ranks).astype(np.int32), 0)
     tree = np.empty(2 * leaves, np.int64)
     tournament(((loads >> shift) << rank_bits) | np.arange(num_ranks), tree)
     searches = MAX_SEARCHES
-    for place in range(descending.shape[0]):
-        if owner[place] >= 0:
+    for position in range(descending.shape[0]):
+        if owner[position] >= 0:
             continue
-        first = held[place] // ranks_per_node * ranks_per_node
+        first = home[position] // ranks_per_node * ranks_per_node
         rank = winner(tree, first, min(first + ranks_per_node, num_ranks)) & rank_mask
-        if loads[rank] + descending[place] > target:
+        if loads[rank] + descending[position] > target:
             rank = tree[1] & rank_mask
-        makes_room = loads[rank] + descending[place] - target > target >> FAR_ABOVE and searches > 0
+        makes_room = loads[rank] + descending[position] - target > target >> FAR_ABOVE and searches > 0
         if makes_room:
             searches -= 1
-            rank = can_make_room(descending, owner, loads, offsets, places, place, target, rank)
-        owner[place] = rank
-        loads[rank] += descending[place]
+            rank = can_make_room(descending, owner, loads, offsets, members, position, target, rank)
+        owner[position] = rank
+        loads[rank] += descending[position]
         if makes_room:
-            make_room(descending, owner, loads, places[offsets[rank] : offsets[rank + 1]], place, target)
+            make_room(descending, owner, loads, members[offsets[rank] : offsets[rank + 1]], position, target)
         replay(tree, leaves + rank, ((loads[rank] >> shift) << rank_bits) | rank)

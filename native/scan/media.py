@@ -1,7 +1,7 @@
 """Media headers in a buffer: first bytes of a member -> image size or audio length, for the plain cases only.
 
-What is taken here must equal, exactly, what Pillow (after `exif_transpose`) and soundfile say; whatever is not plain is
-`UNUSUAL` and goes to them, with the whole member. `MORE` asks for more bytes of it.
+Results must equal exactly those of Pillow (after `exif_transpose`) and soundfile; every other case is `UNUSUAL` and
+goes to them, with the whole member. `MORE` requests more bytes of it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _u32(buffer: NDArray[np.uint8], at: int, little: bool) -> int:
 
 @kernel
 def _exif_orientation(buffer: NDArray[np.uint8], start: int, end: int) -> int:
-    """Orientation tag of the TIFF block in [start, end): 0 without one, -1 when it takes Pillow to say."""
+    """Return the orientation tag of the TIFF block in [start, end): 0 without one, -1 if only Pillow can tell."""
     if start + 8 > end:
         return -1
     little = buffer[start] == 73 and buffer[start + 1] == 73
@@ -82,7 +82,7 @@ def _exif_orientation(buffer: NDArray[np.uint8], start: int, end: int) -> int:
 
 @kernel
 def _jpeg(buffer: NDArray[np.uint8], start: int, end: int, whole: bool) -> tuple[int, int, int]:
-    """(status, width, height): walks the segments up to the start of scan."""
+    """Return (status, width, height) from the segments up to the start of scan."""
     short = UNUSUAL if whole else MORE
     width, height, orientation = 0, 0, 0
     has_exif, has_xmp = False, False
@@ -114,7 +114,7 @@ def _jpeg(buffer: NDArray[np.uint8], start: int, end: int, whole: bool) -> tuple
 
 @kernel
 def _is_segment(marker: int) -> bool:
-    """A marker with a length that a plain header may hold: no other kind of frame, restart, start, end or padding."""
+    """Return whether a plain header may have this marker with a length: no other frame, restart, start, end or fill."""
     if marker == 0xFFC4 or marker == 0xFFCC:  # tables
         return True
     return 0xFFC0 <= marker <= 0xFFC2 or 0xFFDB <= marker <= 0xFFFE
@@ -122,7 +122,7 @@ def _is_segment(marker: int) -> bool:
 
 @kernel
 def _is_plain_frame(buffer: NDArray[np.uint8], payload: int, length: int) -> bool:
-    """Eight bits; grey, three or four components."""
+    """Return whether a frame has eight bits; grey, three or four components."""
     if length < 8 or buffer[payload] != 8:
         return False
     components = np.int64(buffer[payload + 5])
@@ -131,7 +131,7 @@ def _is_plain_frame(buffer: NDArray[np.uint8], payload: int, length: int) -> boo
 
 @kernel
 def _png(buffer: NDArray[np.uint8], start: int, end: int, whole: bool) -> tuple[int, int, int]:
-    """(status, width, height): a PNG may say its orientation in any chunk, so all are walked."""
+    """Return (status, width, height); any chunk of a PNG may have an orientation, so all are visited."""
     short = UNUSUAL if whole else MORE
     if start + 33 > end:
         return short, 0, 0
@@ -150,7 +150,7 @@ def _png(buffer: NDArray[np.uint8], start: int, end: int, whole: bool) -> tuple[
             return FOUND, width, height
         if name == 0x65584966:  # eXIf
             return UNUSUAL, 0, 0
-        # tEXt, zTXt, iTXt whose keyword starts as those do that may hold an orientation: Pillow knows what they mean.
+        # tEXt, zTXt, iTXt with the first letter of a keyword that may have an orientation: Pillow reads them.
         if name == 0x74455874 or name == 0x7A545874 or name == 0x69545874:
             if at + 9 > end:
                 return short, 0, 0
@@ -161,7 +161,7 @@ def _png(buffer: NDArray[np.uint8], start: int, end: int, whole: bool) -> tuple[
 
 @kernel
 def _wav(buffer: NDArray[np.uint8], start: int, end: int, whole: bool, size: int) -> tuple[int, int, int]:
-    """(status, frames, rate) of plain PCM or float RIFF."""
+    """Return (status, frames, rate) of plain PCM or float RIFF."""
     short = UNUSUAL if whole else MORE
     if _u32(buffer, start + 8, False) != 0x57415645 or _u32(buffer, start + 4, True) != size - 8:  # WAVE
         return UNUSUAL, 0, 0
@@ -201,7 +201,7 @@ def _wav(buffer: NDArray[np.uint8], start: int, end: int, whole: bool, size: int
 
 @kernel
 def _flac(buffer: NDArray[np.uint8], start: int, end: int, whole: bool, size: int) -> tuple[int, int, int]:
-    """(status, frames, rate) of STREAMINFO, where the file is large enough for so many frames."""
+    """Return (status, frames, rate) of STREAMINFO, if the file is large enough for that number of frames."""
     if start + 26 > end:
         return (UNUSUAL if whole else MORE), 0, 0
     if buffer[start + 4] & 0x7F != 0 or _u32(buffer, start + 4, False) & 0xFFFFFF != 34:
@@ -211,7 +211,7 @@ def _flac(buffer: NDArray[np.uint8], start: int, end: int, whole: bool, size: in
     block = _u16(buffer, start + 10, False)  # the largest, in frames
     if rate == 0 or frames == 0 or block == 0:
         return UNUSUAL, 0, 0
-    smallest = max(_LEAST_FLAC_FRAME, _u32(buffer, start + 12, False) >> 8)  # bytes of a block; 0: not told
+    smallest = max(_LEAST_FLAC_FRAME, _u32(buffer, start + 12, False) >> 8)  # bytes of a block; 0: unknown
     if size < 42 + (frames - 1) // block * smallest:
         return UNUSUAL, 0, 0
     return FOUND, frames, rate
@@ -226,12 +226,12 @@ def scan_images(
     status: NDArray[np.uint8],
     facts: NDArray[np.int64],
 ) -> None:
-    """Width and height, as displayed, of images whose first bytes are in `buffer`.
+    """Write width and height, as displayed, of images with their first bytes in `buffer`.
 
     Args:
-        buffer: uint8 (num_bytes,), read-only: numba takes writable arrays for another type, and would compile twice.
-        starts, available, sizes: int64 (n,): where each member's content starts in the buffer, how many of its bytes
-            are there, and how many it has.
+        buffer: uint8 (num_bytes,), read-only: writable arrays are another type for numba, which would compile twice.
+        starts, available, sizes: int64 (n,): start of each member's content in the buffer, the number of its bytes
+            there, and its size.
         status: uint8 (n,), written: FOUND, MORE or UNUSUAL.
         facts: int64 (n, 2), written where FOUND.
     """
@@ -260,7 +260,7 @@ def scan_audio(
     status: NDArray[np.uint8],
     facts: NDArray[np.int64],
 ) -> None:
-    """As `scan_images`: frames of a channel and rate of clips."""
+    """As `scan_images`: write frames of a channel and rate of clips."""
     for i in range(starts.size):
         start, size, whole = starts[i], sizes[i], available[i] >= sizes[i]
         end = start + min(available[i], size)

@@ -1,4 +1,4 @@
-"""MP3 frames counted: whole file -> number of layer III frames, where the stream is regular from end to end.
+"""Counting MP3 frames: whole file -> number of layer III frames, if the whole stream is regular.
 
 Frame headers as in ISO 11172-3 and 13818-3 (and the 2.5 extension); the Xing/Info tag as LAME writes it.
 """
@@ -26,12 +26,12 @@ def scan_mp3(data: NDArray[np.uint8]) -> tuple[int, int, int]:
         data: uint8 (num_bytes,), read-only: the whole file.
 
     Returns:
-        (frames, samples_per_frame, tagged): `frames` counts audio frames, without a Xing/Info frame, and is -1 where
+        (frames, samples_per_frame, tagged): `frames` counts audio frames, without a Xing/Info frame, and is -1 if
         the stream is not regular: junk, a cut frame, changing rates, free format, a first frame that needs earlier
-        data, a tag that tells another number of frames. `tagged` is 1 with a Xing/Info frame.
+        data, a tag with another number of frames. `tagged` is 1 with a Xing/Info frame.
     """
     at, end = _audio_span(data)
-    frames, samples, tagged, told = 0, 0, 0, np.int64(-1)
+    frames, samples, tagged, tag_frames = 0, 0, 0, np.int64(-1)
     expected = np.int64(-1)
     while at < end:
         length, these_samples, kept = _frame(data, at, end)
@@ -42,14 +42,14 @@ def scan_mp3(data: NDArray[np.uint8]) -> tuple[int, int, int]:
             tag, has_tag, whole = _first_frame(data, at, length)
             if has_tag:
                 tagged = 1
-                told = _u32(data, tag + 8) if _u32(data, tag + 4) & _TAG_TELLS_FRAMES else np.int64(-1)
+                tag_frames = _u32(data, tag + 8) if _u32(data, tag + 4) & _TAG_TELLS_FRAMES else np.int64(-1)
                 at += length
                 continue
             if not whole:
                 return -1, samples, tagged
         frames += 1
         at += length
-    if frames == 0 or (tagged == 1 and told != frames):
+    if frames == 0 or (tagged == 1 and tag_frames != frames):
         return -1, samples, tagged
     return frames, samples, tagged
 
@@ -62,15 +62,15 @@ def count_mp3(data: NDArray[np.uint8]) -> tuple[int, int]:
         data: uint8 (num_bytes,), read-only: the whole file.
 
     Returns:
-        (frames, samples): whole frames of the kind of the first, a tag's among them, each followed by another or by the
-        end; and the samples of one. (0, 0) where there is none.
+        (frames, samples): the number of whole frames like the first, with that of a tag, each followed by another or by
+        the end; and the samples of one. (0, 0) if there is none.
     """
     at, end = _audio_span(data)
     frames, samples, expected, in_step = 0, 0, np.int64(-1), False
     while at + 4 <= end:
         length, these_samples, kept = _frame(data, at, end)
         good = length > 0 and (expected < 0 or kept == expected)
-        if good and not in_step and at + length + 4 <= end:  # a frame found anew must have another behind it
+        if good and not in_step and at + length + 4 <= end:  # a frame after junk must have another after it
             next_length, _, next_kept = _frame(data, at + length, end)
             good = next_length > 0 and next_kept == kept
         in_step = good
@@ -91,7 +91,7 @@ def _u32(data: NDArray[np.uint8], at: int) -> int:
 
 @kernel
 def _audio_span(data: NDArray[np.uint8]) -> tuple[int, int]:
-    """Where the frames start and end: after ID3v2, before ID3v1."""
+    """Return start and end of the frames: after ID3v2, before ID3v1."""
     at, end = np.int64(0), np.int64(data.size)
     while at + 10 <= end and data[at] == 73 and data[at + 1] == 68 and data[at + 2] == 51:  # ID3
         size = np.int64(0)
@@ -105,7 +105,7 @@ def _audio_span(data: NDArray[np.uint8]) -> tuple[int, int]:
 
 @kernel
 def _frame(data: NDArray[np.uint8], at: int, end: int) -> tuple[int, int, int]:
-    """(bytes, samples, what has to stay the same) of the frame at `at`; 0 bytes where there is no whole one."""
+    """Return (bytes, samples, bits that must not change) of the frame at `at`; 0 bytes if there is no whole one."""
     if at + 4 > end:
         return 0, 0, 0
     header = _u32(data, at)
@@ -127,7 +127,7 @@ def _frame(data: NDArray[np.uint8], at: int, end: int) -> tuple[int, int, int]:
 
 @kernel
 def _first_frame(data: NDArray[np.uint8], at: int, length: int) -> tuple[int, bool, bool]:
-    """(place of a Xing/Info tag, whether it is there, whether the frame is audio that needs no earlier data)."""
+    """Return (offset of a Xing/Info tag, whether it exists, whether the frame is audio without earlier data)."""
     header = _u32(data, at)
     first, mono = (header >> 19) & 3 == _MPEG1, (header >> 6) & 3 == 3
     tag = at + 4 + ((17 if mono else 32) if first else (9 if mono else 17))

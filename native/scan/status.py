@@ -1,4 +1,4 @@
-"""What a scan of a header says of a member."""
+"""Results of the scan of a member's header."""
 
 from __future__ import annotations
 

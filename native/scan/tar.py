@@ -1,8 +1,8 @@
-"""Tar headers in a buffer: bytes of an archive -> where its members' names and contents are, checksums verified.
+"""Tar headers in a buffer: bytes of an archive -> positions of its members' names and contents, checksums verified.
 
-Only the plain forms are taken: a regular file, or a directory without content, alone or behind one PAX header whose
-records change nothing but the name (the writer of webdataset adds one for its mtime) or one GNU long name.
-Everything else is `UNUSUAL`, and the caller reads the whole archive with `tarfile`.
+Only plain forms are accepted: a regular file, or a directory without content, alone or after one GNU long name or one
+PAX header with records that change only the name (the writer of webdataset adds one for its mtime). Everything else is
+`UNUSUAL`, and the caller reads the whole archive with `tarfile`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from orchdata.native.jit import kernel
 MORE, FULL, END, UNUSUAL = 0, 1, 2, 3
 HEADER_BYTES = 512
 
-# Columns of the table of members. Places in the buffer: NAME, PREFIX, CONTENT; in the archive: OFFSET, of the content.
-# AVAILABLE bytes of the content are in the buffer. From CONTENT on they are what `scan_media` takes for places.
+# Columns of the table of members. Offsets in the buffer: NAME, PREFIX, CONTENT; in the archive: OFFSET, of the content.
+# AVAILABLE bytes of the content are in the buffer. Columns from CONTENT on are arguments of the scans of media.
 NAME, NAME_LENGTH, PREFIX, PREFIX_LENGTH, OFFSET, CONTENT, AVAILABLE, SIZE = range(8)
 NUM_COLUMNS = 8
 
@@ -26,7 +26,7 @@ REUSE_BYTES = 2560
 _SPACE, _SLASH, _ZERO, _SEVEN, _NINE, _EQUALS, _NEWLINE = 32, 47, 48, 55, 57, 61, 10
 _OLD_FILE, _FILE, _DIR, _LONG_NAME, _PAX = 0, 48, 53, 76, 120
 
-# PAX keywords that change nothing we read. "path" is handled; any other is unusual.
+# PAX keywords that do not change what is read here. "path" is handled; any other is unusual.
 _HARMLESS = np.frombuffer(b"mtime\natime\nctime\nuid\nuname\ngid\ngname\ncomment\n", dtype=np.uint8)
 _PATH = np.frombuffer(b"path\n", dtype=np.uint8)
 
@@ -42,21 +42,22 @@ def scan_block(
     headers: NDArray[np.uint8],
     count: int,
 ) -> tuple[int, int, int]:
-    """Append the members whose headers are in a piece of an archive.
+    """Append the members with headers in a piece of an archive.
 
     Args:
         buffer: uint8 (num_bytes,), read-only or not.
         start, filled: the piece: `filled` bytes from `start` on.
-        position: of the piece in the archive; a header has to be there.
+        position: of the piece in the archive; it must be that of a header.
         last: whether the archive ends with the piece.
-        members: int64 (capacity, NUM_COLUMNS), written from row `count` on. The name is prefix + "/" + name where the
+        members: int64 (capacity, NUM_COLUMNS), written from row `count` on. The name is prefix + "/" + name if the
             prefix has a length. Directories are left out.
-        headers: uint8 (capacity, HEADER_BYTES), written likewise.
-        count: rows that `members` holds.
+        headers: uint8 (capacity, HEADER_BYTES), written in the same way.
+        count: rows in `members`.
 
     Returns:
-        (count, position, state): rows now, where the next header is in the archive, and why the scan stopped: MORE
-        (it is not in the piece, or too near its end), FULL, END (a zero block) or UNUSUAL (there, or before).
+        (count, position, state): new number of rows, position of the next header in the archive, and why the scan
+        ended: MORE (it is not in the piece, or too near its end), FULL, END (a zero block) or UNUSUAL (there, or
+        before).
     """
     base = position
     while position + HEADER_BYTES <= base + filled and (
@@ -102,8 +103,8 @@ def scan_block(
 
 @kernel
 def _is_plain(buffer: NDArray[np.uint8], at: int, kind: int, size: int) -> bool:
-    """A regular file, or a directory without content."""
-    if kind == _OLD_FILE:  # of the old form, a directory is a file whose name ends in a slash
+    """Return whether it is a regular file, or a directory without content."""
+    if kind == _OLD_FILE:  # in the old form, a directory is a file with a name that ends in a slash
         length = _length_to_nul(buffer, at, 100)
         return length == 0 or buffer[at + length - 1] != _SLASH
     return bool(kind == _FILE or (kind == _DIR and size == 0))
@@ -111,7 +112,7 @@ def _is_plain(buffer: NDArray[np.uint8], at: int, kind: int, size: int) -> bool:
 
 @kernel
 def _octal(buffer: NDArray[np.uint8], at: int) -> int:
-    """The 12 bytes at `at` as eleven octal digits and an end; -1 for any other way to write a number."""
+    """Return the number at `at`, eleven octal digits and an end in 12 bytes; -1 for any other form."""
     value = np.int64(0)
     for i in range(at, at + 11):
         if buffer[i] < _ZERO or buffer[i] > _SEVEN:
@@ -137,7 +138,7 @@ def _is_zero(buffer: NDArray[np.uint8], at: int) -> bool:
 
 @kernel
 def _checksum_matches(buffer: NDArray[np.uint8], at: int) -> bool:
-    """The sum of the header's bytes, those of the checksum taken as spaces; in octal, then NUL or spaces."""
+    """Compare the sum of the header's bytes, with the checksum as spaces, to the octal number before NUL or spaces."""
     stored = np.int64(0)
     i = at + 148
     while i < at + 156 and buffer[i] == _SPACE:
@@ -170,14 +171,14 @@ def _length_to_nul(buffer: NDArray[np.uint8], start: int, limit: int) -> int:
 
 @kernel
 def _long_name(buffer: NDArray[np.uint8], start: int, size: int) -> tuple[int, int]:
-    """(start, length) of a GNU long name; length -1 where tarfile has to say."""
+    """Return (start, length) of a GNU long name; length -1 if only tarfile can tell."""
     length = _length_to_nul(buffer, start, size)
     return start, (length if length > 0 else -1)
 
 
 @kernel
 def _pax_name(buffer: NDArray[np.uint8], start: int, size: int) -> tuple[int, int]:
-    """(start, length) of the value of `path` in PAX records; length 0 without one, -1 where tarfile has to say."""
+    """Return (start, length) of the value of `path` in PAX records; length 0 for none, -1 if only tarfile can tell."""
     name, name_length = 0, 0
     at, end = start, start + size
     while at < end:
@@ -191,11 +192,11 @@ def _pax_name(buffer: NDArray[np.uint8], start: int, size: int) -> tuple[int, in
             return 0, -1
         key = i + 1
         value = _find(buffer, key, last, _EQUALS) + 1
-        # NUL or newline in a value, and values without one: left to tarfile.
+        # NUL or newline in a value, and empty values, are left to tarfile.
         if value > last or _find(buffer, value, last, _NEWLINE) < last or _find(buffer, value, last, 0) < last:
             return 0, -1
         if _is_one_of(buffer, key, value - 1 - key, _PATH):
-            if value == last or buffer[last - 1] == _SLASH or name_length > 0:  # empty, a directory's, or given twice
+            if value == last or buffer[last - 1] == _SLASH or name_length > 0:  # empty, of a directory, or given twice
                 return 0, -1
             name, name_length = value, last - value
         elif not _is_one_of(buffer, key, value - 1 - key, _HARMLESS):
@@ -206,7 +207,7 @@ def _pax_name(buffer: NDArray[np.uint8], start: int, size: int) -> tuple[int, in
 
 @kernel
 def _find(buffer: NDArray[np.uint8], start: int, end: int, byte: int) -> int:
-    """Where `byte` is first in [start, end), else `end`."""
+    """Return the first index of `byte` in [start, end), else `end`."""
     for i in range(start, end):
         if buffer[i] == byte:
             return i
@@ -215,7 +216,7 @@ def _find(buffer: NDArray[np.uint8], start: int, end: int, byte: int) -> int:
 
 @kernel
 def _is_one_of(buffer: NDArray[np.uint8], start: int, length: int, words: NDArray[np.uint8]) -> bool:
-    """Whether the bytes are one of `words`, each of which ends with a newline."""
+    """Return whether the bytes are one of `words`, each of which ends with a newline."""
     word = 0
     while word < words.size:
         end = _find(words, word, words.size, _NEWLINE)

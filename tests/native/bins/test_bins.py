@@ -16,7 +16,7 @@ from orchdata.native.bins.bounds import MOST_PARTS, bins_bound, martello_toth
 from orchdata.native.bins.deal import deal, waits
 from orchdata.native.bins.fill import MISSES, Items, all_left, fill_bins
 from orchdata.native.bins.pack import first_fit_bins, levels, pack
-from orchdata.native.bins.resplit import ANY_COST, MOVABLE, held, resplit, settle
+from orchdata.native.bins.resplit import ANY_COST, MOVABLE, contents_of, resplit, settle
 from orchdata.native.bins.spread import LEVELS, spread
 from orchdata.native.sorting import descending_order
 
@@ -186,14 +186,14 @@ def test_two_bins_are_shared_out_the_best_way_there_is(given_rows: Rows, sides: 
     bins = np.array([sides >> item & 1 for item in range(len(given_rows))], np.int32)
     before = state(items, bins, 2)
     best = min(state(items, np.array(way, np.int32), 2) for way in product(range(2), repeat=len(given_rows)))
-    at = held(items, bins.copy(), 2)
+    at = contents_of(items, bins.copy(), 2)
     better, _ = resplit(items, at, 0, 1, -1, np.empty(64, np.int32))
     if not better:
         assert at.bins.tolist() == bins.tolist()
         assert best[0] == before[0] and best[1] >= before[1] - (before[1] >> 10)
         return
     assert state(items, at.bins, 2) == best < before
-    again = held(items, at.bins.copy(), 2)
+    again = contents_of(items, at.bins.copy(), 2)
     assert at.loads.tolist() == again.loads.tolist() and at.costs.tolist() == again.costs.tolist()
 
 
@@ -202,7 +202,7 @@ def test_settling_only_helps(given_rows: Rows, num_bins: int) -> None:
     items = items_of(given_rows)
     bins = np.arange(len(given_rows), dtype=np.int32) % num_bins
     before = state(items, bins, num_bins)
-    at = held(items, bins.copy(), num_bins)
+    at = contents_of(items, bins.copy(), num_bins)
     settle(items, at, np.full(num_bins, ANY_COST), 1, 10_000)
     within = state(items, at.bins, num_bins)
     assert within[0] <= before[0]

@@ -49,7 +49,7 @@ def operations(stage: int, num_stages: int, count: int) -> list[tuple[str, int]]
 
 
 def makespan_twin(forward: Rows, backward: Rows, order: list[int]) -> float:
-    """Run whatever is ready, stage by stage, until all is done; without slots."""
+    """Run all that is ready, stage by stage, until all is done; without slots."""
     num_stages, count = len(forward), len(order)
     queues = [operations(stage, num_stages, count) for stage in range(num_stages)]
     ends: dict[tuple[str, int, int], float] = {}
@@ -110,7 +110,7 @@ def test_largest_others_leaves_out_itself(values: list[int], count: int) -> None
 
 
 def fill_intervals_twin(forward: Rows, backward: Rows, ascending: list[int]) -> list[int]:
-    """After DistTrain, each interval from a schedule simulated anew."""
+    """After DistTrain, each interval from a new simulation of the schedule."""
     num_stages, count = len(forward), len(ascending)
     tail = min(num_stages - 1, count - 1)
     order, left = ascending[:1], ascending[tail + 1 :]

@@ -152,4 +152,4 @@ def test_a_look_at_bins_is_between_their_bounds_and_what_they_are(
         some_alone |= bool(alone.any())
     looked = looked_peaks(costs, costs, sizes, caps, bins, rank, num_bins, num_ranks, 64.0)
     assert low <= looked
-    assert looked <= high or some_alone  # Beside which the peaks of others may count or not.
+    assert looked <= high or some_alone  # The peaks of others may then count or not.

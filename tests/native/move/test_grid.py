@@ -71,4 +71,4 @@ def test_ranks_within_targets_and_caps_keep_what_they_hold_and_others_give_up_th
     near = move_in_grid(costs, sizes, caps, home, 32, 8, 1, targets, 10**6)
     assert above_caps(sizes, caps, home, 32) > 0 == above_caps(sizes, caps, near, 32)
     assert (phase_loads(costs, near, 32).max(axis=0) <= targets).all()
-    assert 0 < (near != home).mean() < 0.4  # Dealt anew, 31 of 32 would move.
+    assert 0 < (near != home).mean() < 0.4  # Dealt again, 31 of 32 would move.

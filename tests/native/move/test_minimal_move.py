@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from orchdata.native.assign.tournament import tournament, winner
 from orchdata.native.move.minimal_move import relabel, solve_from, solve_groups
 from orchdata.native.move.nodes import stay_on_nodes
-from orchdata.native.move.refine_moves import NOTHING, cheapest_exchange, extra_move, refine_thriftily
+from orchdata.native.move.refine_moves import NOTHING, cheapest_exchange, extra_move, refine_with_few_moves
 from orchdata.native.move.release import FAR_ABOVE, place_released, release
 
 # The first call of a kernel compiles or loads it.
@@ -167,7 +167,7 @@ def test_thrifty_refinement_keeps_the_books_and_raises_no_load_above_the_target(
     before = loads_of(costs, owner, num_ranks)
     loads, counts = before.copy(), np.bincount(owner, minlength=num_ranks).astype(np.int32)
     target = int(-(-costs.sum() // num_ranks) * 11 // 10)
-    assert refine_thriftily(costs, costs, home, owner, loads, counts, target, 10_000) <= 10_000
+    assert refine_with_few_moves(costs, costs, home, owner, loads, counts, target, 10_000) <= 10_000
     assert loads.tolist() == loads_of(costs, owner, num_ranks).tolist()
     assert counts.tolist() == np.bincount(owner, minlength=num_ranks).tolist()
     assert all(after <= max(target, first) for after, first in zip(loads, before, strict=True))
